@@ -1,0 +1,1 @@
+"""Function bodies of the ops in standard ONNX ops."""

@@ -1,0 +1,174 @@
+"""Configuration of one hybrid attention layer."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, fields
+from typing import Any
+
+from still_graphs.errors import ConfigError
+from still_graphs.opset import HYBRID_ATTENTION, AttributeValue
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    **{a.name: a.choices for a in HYBRID_ATTENTION.attributes if a.choices},
+    "gate": ("channel", "none"),
+    "profile": ("still", "released"),
+}
+
+
+@dataclass(frozen=True)
+class HybridAttentionConfig:
+    """Everything that fixes the function of one layer except its weights.
+
+    Args:
+        num_heads: Query heads H.
+        num_kv_heads: Key/value heads HK, a divisor of H.
+        head_dim: D.
+        chunk_size: C, tokens per chunk.
+        salient_per_chunk: k, tokens of a chunk that stay in softmax; 0 none, C all (full softmax attention).
+        select_scope: One selection per query head, or per key/value head by the max or mean score of its query heads.
+        saliency: "margin", or the released training code's score.
+        feature_map: phi; the projections may have one head (shared) or H.
+        feature_dim: P, output rows of the projections; None = D. F is 2P for the "_pm" maps, else P.
+        gate: "channel" expects a gate tensor, "none" expects None.
+        local: "chunked" = previous and current chunk; "sliding" = the `window_size` latest tokens.
+        window_size: W of "sliding", None = C; with salient tokens W must equal C, else 1 <= W <= C.
+        window_factor: Scalar per query head on the softmax terms (LoLCATs), or None.
+        mix_epsilon: Added to the joint denominator.
+        phantom_first_chunk: Chunk 0 sees C zero keys with zero values (released training code).
+        capacity_tokens: T_max, what the salient cache covers; its slots are `capacity_slots`.
+        overflow: What happens beyond T_max.
+        profile: "released" sets saliency, phantom_first_chunk and mix_epsilon as released checkpoints need them.
+
+    Raises:
+        ConfigError: A value is unknown, out of range, or contradicts another.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    chunk_size: int = 64
+    salient_per_chunk: int = 4
+    select_scope: str = "q_head"
+    saliency: str = "margin"
+    feature_map: str = "np_softmax_pm"
+    feature_dim: int | None = None
+    gate: str = "channel"
+    local: str = "chunked"
+    window_size: int | None = None
+    window_factor: tuple[float, ...] | None = None
+    mix_epsilon: float = 1e-6
+    phantom_first_chunk: bool = False
+    capacity_tokens: int = 8192
+    overflow: str = "error"
+    profile: str = "still"
+
+    def __post_init__(self) -> None:
+        for name, choices in CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                near = difflib.get_close_matches(str(value), choices, 1)
+                hint = f" Did you mean {near[0]!r}?" if near else ""
+                raise ConfigError(f"{name}={value!r} is unknown; known: {', '.join(choices)}.{hint}")
+        for name in ("num_heads", "num_kv_heads", "head_dim", "chunk_size", "capacity_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}; it must be at least 1.")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}.")
+        if not 0 <= self.salient_per_chunk <= self.chunk_size:
+            raise ConfigError(f"salient_per_chunk={self.salient_per_chunk} is outside 0..chunk_size={self.chunk_size}.")
+        if self.mix_epsilon < 0:
+            raise ConfigError(f"mix_epsilon={self.mix_epsilon}; it must not be negative.")
+        if self.window_factor is not None and len(self.window_factor) != self.num_heads:
+            raise ConfigError(f"window_factor has {len(self.window_factor)} values for num_heads={self.num_heads}.")
+        self._check_window()
+        if self.profile == "released":
+            if self.local != "chunked":
+                raise ConfigError('profile="released" needs local="chunked".')
+            for name, value in (("saliency", "released_prefill"), ("phantom_first_chunk", True), ("mix_epsilon", 1e-6)):
+                object.__setattr__(self, name, value)
+
+    def _check_window(self) -> None:
+        if self.local == "chunked":
+            if self.window_size not in (None, 0):
+                raise ConfigError(f'window_size={self.window_size} has no meaning with local="chunked"; leave it out.')
+            return
+        if self.phantom_first_chunk:
+            raise ConfigError('phantom_first_chunk needs local="chunked".')
+        if not 1 <= self.window <= self.chunk_size:
+            raise ConfigError(f"window_size={self.window} is outside 1..chunk_size={self.chunk_size}.")
+        if self.salient_per_chunk and self.window != self.chunk_size:
+            # A token that left the window before its chunk was complete would have no selection yet.
+            raise ConfigError(
+                f"window_size={self.window} with salient_per_chunk={self.salient_per_chunk}: salient tokens need "
+                f"window_size = chunk_size = {self.chunk_size}."
+            )
+
+    @property
+    def group_size(self) -> int:
+        """G, query heads per key/value head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def window(self) -> int:
+        """W, tokens of a sliding window; C for chunked attention, whose scores look back C tokens."""
+        return self.window_size or self.chunk_size
+
+    @property
+    def projection_dim(self) -> int:
+        """P, output rows of the feature projections."""
+        return self.feature_dim or self.head_dim
+
+    @property
+    def state_features(self) -> int:
+        """F, features of the linear state."""
+        return self.projection_dim * (2 if self.feature_map.endswith("_pm") else 1)
+
+    @property
+    def select_heads(self) -> int:
+        """HS, heads of the selection and of the salient cache."""
+        return self.num_heads if self.select_scope == "q_head" else self.num_kv_heads
+
+    @property
+    def capacity_slots(self) -> int:
+        """N, slots of the salient cache that cover `capacity_tokens` exactly."""
+        return self.slots_for(self.capacity_tokens)
+
+    def slots_for(self, tokens: int) -> int:
+        """Slots that a sequence of `tokens` tokens fills: k * max(0, ceil(tokens / C) - 2)."""
+        return self.salient_per_chunk * max(0, -(-tokens // self.chunk_size) - 2)
+
+    def attributes(self) -> dict[str, AttributeValue]:
+        """Values of the op's attributes, in the order of its OpSpec."""
+        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        values["window_size"] = self.window_size or 0
+        values["phantom_first_chunk"] = int(self.phantom_first_chunk)
+        return {a.name: values[a.name] for a in HYBRID_ATTENTION.attributes}
+
+    @classmethod
+    def from_attributes(
+        cls,
+        attributes: dict[str, AttributeValue],
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        feature_dim: int,
+        gated: bool,
+        capacity_tokens: int = 8192,
+        window_factor: tuple[float, ...] | None = None,
+    ) -> HybridAttentionConfig:
+        """The configuration of an op call: its attributes plus what its tensors' shapes tell."""
+        values: dict[str, Any] = dict(attributes)
+        values["phantom_first_chunk"] = bool(values["phantom_first_chunk"])
+        values["window_size"] = values["window_size"] or None
+        return cls(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            feature_dim=feature_dim,
+            gate="channel" if gated else "none",
+            capacity_tokens=capacity_tokens,
+            window_factor=window_factor,
+            **values,
+        )

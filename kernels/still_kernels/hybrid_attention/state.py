@@ -1,0 +1,98 @@
+"""State of one hybrid attention layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from still_graphs.errors import ShapeError
+from still_graphs.opset import HYBRID_ATTENTION
+from torch import Tensor
+
+from still_kernels.hybrid_attention.config import HybridAttentionConfig
+
+
+def state_shape(config: HybridAttentionConfig, name: str, batch: int, slots: int) -> tuple[int, ...]:
+    """Shape of the state tensor `name` for `batch` rows and `slots` salient slots, from the OpSpec."""
+    symbols = {
+        "B": batch,
+        "H": config.num_heads,
+        "HK": config.num_kv_heads,
+        "HS": config.select_heads,
+        "D": config.head_dim,
+        "F": config.state_features,
+        "2*C": 2 * config.chunk_size,
+        "N": slots,
+    }
+    return tuple(d if isinstance(d, int) else symbols[d] for d in HYBRID_ATTENTION.state(name).shape)
+
+
+def state_names(config: HybridAttentionConfig) -> tuple[str, ...]:
+    """Names of the state tensors that `config` has, in the order of the OpSpec."""
+    return tuple(s.name for s in HYBRID_ATTENTION.states if not s.optional or config.overflow == "fold_min_score")
+
+
+@dataclass(frozen=True)
+class HybridAttentionState:
+    """State after `length` tokens; all-zero means empty.
+
+    Shapes are those of the OpSpec: window_* are rings (position p in slot p mod 2C), rank r of chunk c lies in salient slot
+    k*c + r (modulo N with fold_oldest). `salient_score` [B, HS, N] exists with overflow="fold_min_score" only: that policy
+    compares a newcomer's score with those in the cache. kv_state, z_state and scores are float32, or float64 for float64 inputs.
+    """
+
+    window_key: Tensor
+    window_value: Tensor
+    window_score: Tensor
+    salient_key: Tensor
+    salient_value: Tensor
+    kv_state: Tensor
+    z_state: Tensor
+    length: Tensor
+    salient_score: Tensor | None = None
+
+    @classmethod
+    def empty(
+        cls,
+        config: HybridAttentionConfig,
+        batch: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        slots: int | None = None,
+    ) -> HybridAttentionState:
+        """State of `batch` rows that have seen nothing; `slots` defaults to `config.capacity_slots`."""
+        count = config.capacity_slots if slots is None else slots
+        wide = torch.promote_types(dtype, torch.float32)
+        tensors = {
+            name: torch.zeros(
+                state_shape(config, name, batch, count),
+                dtype=dtype if HYBRID_ATTENTION.state(name).dtype == "T" else wide,
+                device=device,
+            )
+            for name in state_names(config)
+        }
+        return cls(length=torch.zeros(batch, dtype=torch.int64, device=device), **tensors)
+
+    @property
+    def slots(self) -> int:
+        """N, slots of the salient cache."""
+        return self.salient_key.shape[2]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that exist, by name, `length` last."""
+        found = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
+        found["length"] = found.pop("length")
+        return found
+
+    def check(self, config: HybridAttentionConfig, batch: int) -> None:
+        """Raise ShapeError unless every tensor has the shape that `config` and `batch` demand."""
+        for name in state_names(config):
+            tensor = getattr(self, name)
+            expected = state_shape(config, name, batch, self.slots)
+            if tensor is None or tuple(tensor.shape) != expected:
+                got = "nothing" if tensor is None else list(tensor.shape)
+                raise ShapeError(
+                    f"state {name}: expected {list(expected)}, got {got}. Start from HybridAttentionState.empty."
+                )
+        if tuple(self.length.shape) != (batch,):
+            raise ShapeError(f"state length: expected [{batch}], got {list(self.length.shape)}.")

@@ -1,0 +1,1 @@
+"""Linearize LLMs with STILL hybrid attention, export them with their state, and prove every target against PyTorch."""
