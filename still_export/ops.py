@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from still_graphs.opset import HYBRID_ATTENTION, AttributeValue, OpSpec
 from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState
 from still_kernels.hybrid_attention.state import state_names, state_shape
-from torch import Tensor
 
 _TORCH_TYPES = {int: "int", float: "float", str: "str"}
 

@@ -8,9 +8,9 @@ A chunk's contribution to S and z is computed once and reaches the queries by a 
 from __future__ import annotations
 
 import torch
-from still_graphs.errors import CapacityError, ShapeError
 from torch import Tensor
 
+from still_graphs.errors import CapacityError, ShapeError
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from still_kernels.hybrid_attention.features import feature_map
 from still_kernels.hybrid_attention.naive import check_inputs
@@ -150,7 +150,10 @@ def _segment(
         return torch.cat([x[:, :, 1 : chunks + 1], x[:, :, 2:]], dim=3)  # [B, h, chunks, 2C, ...]
 
     k_window, v_window = windows(k), windows(v)
-    logits = q.unflatten(1, (config.num_kv_heads, group)).unflatten(3, (chunks, rows)) @ k_window.transpose(-1, -2)[:, :, None]
+    logits = (
+        q.unflatten(1, (config.num_kv_heads, group)).unflatten(3, (chunks, rows))
+        @ k_window.transpose(-1, -2)[:, :, None]
+    )
     logits = logits.flatten(1, 2) * dim**-0.5  # [B, H, chunks, R, 2C]
 
     column = torch.arange(2 * chunk, device=device)
@@ -192,7 +195,9 @@ def _segment(
         softmax = softmax | (causal[:, None] & chosen)
         linear_window = causal[:, None] & ~softmax
     if config.phantom_first_chunk:
-        phantom = ((first_chunk[:, None] + torch.arange(chunks, device=device)) == 0)[..., None, None] & (column < chunk)
+        phantom = ((first_chunk[:, None] + torch.arange(chunks, device=device)) == 0)[..., None, None] & (
+            column < chunk
+        )
         softmax = softmax | phantom[:, None]
     logits = logits.masked_fill(~softmax, -torch.inf)
     salient_group = heads // promotion.keys.shape[1]
@@ -259,8 +264,10 @@ def _next_cache(state: HybridAttentionState, promotion: Promotion) -> dict[str, 
 
     def write(cache: Tensor, rows: Tensor) -> Tensor:
         index = promotion.slots  # [B, HS, new rows], N where the row has no slot
-        spare = torch.cat([cache, cache.new_zeros(cache[:, :, :1].shape)], dim=2) if cache.shape[2] else cache.new_zeros(
-            (*cache.shape[:2], 1, *cache.shape[3:])
+        spare = (
+            torch.cat([cache, cache.new_zeros(cache[:, :, :1].shape)], dim=2)
+            if cache.shape[2]
+            else cache.new_zeros((*cache.shape[:2], 1, *cache.shape[3:]))
         )
         rows = rows[:, :, state.slots :].to(cache.dtype)
         index = index.reshape(*index.shape, *[1] * (rows.dim() - 3)).expand(rows.shape)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from still_graphs.errors import ShapeError
 from torch import Tensor
 
+from still_graphs.errors import ShapeError
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
 
 FEATURE_FLOOR = 1e-12

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from still_graphs.errors import CapacityError, ShapeError
 from torch import Tensor
 
+from still_graphs.errors import CapacityError, ShapeError
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from still_kernels.hybrid_attention.features import feature_map
 from still_kernels.hybrid_attention.selection import group_scores, select_tokens, self_saliency
@@ -36,7 +36,9 @@ def check_inputs(
     wide = (batch, tokens, config.num_heads, config.head_dim)
     narrow = (batch, tokens, config.num_kv_heads, config.head_dim)
     if (gate is None) != (config.gate == "none"):
-        raise ShapeError(f"gate={config.gate!r} in the config, but gate is {'absent' if gate is None else 'given'}.")
+        raise ShapeError(
+            f"gate: expected {'a tensor' if gate is None else 'None'} with gate={config.gate!r} in the config."
+        )
     for name, tensor, shape in (
         ("query", query, wide),
         ("key", key, narrow),
@@ -125,7 +127,8 @@ def _evict(kept: Tensor, ranked: Tensor, slots: int, config: HybridAttentionConf
         order = kept.to(torch.int8).sort(dim=-1, descending=True, stable=True).indices  # kept positions, ascending
     else:
         # Lowest score first; of equal scores the later position goes.
-        score = torch.where(kept, ranked, torch.inf).flip(-1)
+        finite = ranked.clamp_max(torch.finfo(ranked.dtype).max)  # +inf marks what is not there
+        score = torch.where(kept, finite, torch.inf).flip(-1)
         order = kept.shape[-1] - 1 - score.sort(dim=-1, stable=True).indices
     kept.scatter_(2, order[..., :excess], False)
 

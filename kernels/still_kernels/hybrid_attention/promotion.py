@@ -51,7 +51,7 @@ def promote(
         new: Tokens per row, [B].
         chunks: Chunks of the query grid; aligned chunk j is promoted for query chunk j.
     """
-    batch, chunk, salient = k.shape[0], config.chunk_size, config.salient_per_chunk
+    chunk, salient = config.chunk_size, config.salient_per_chunk
     dim, wide, device = k.shape[3], k.dtype, k.device
     number = state.length[:, None] // chunk + torch.arange(chunks, device=device)  # absolute query chunk, [B, chunks]
     begins = number * chunk

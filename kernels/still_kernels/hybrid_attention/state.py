@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 import torch
-from still_graphs.errors import ShapeError
-from still_graphs.opset import HYBRID_ATTENTION
 from torch import Tensor
 
+from still_graphs.errors import ShapeError
+from still_graphs.opset import HYBRID_ATTENTION
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
 
 

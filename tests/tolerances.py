@@ -1,0 +1,12 @@
+"""Tolerances of all tests, by what is compared; widening one is a commit of its own with evidence.
+
+Each is an absolute bound on outputs of unit-scale inputs.
+"""
+
+import torch
+
+REFERENCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+"""A stateful form against the quadratic definition, both in the dtype; low precision with the selection forced or k = 0."""
+
+GOLDEN = 1e-10
+"""float64 implementation against the golden arrays of the released prefill."""
