@@ -1,0 +1,38 @@
+"""Errors a user can cause while reading, running or exporting a model; those of the lower packages are re-exported."""
+
+from __future__ import annotations
+
+from still_graphs.errors import CapacityError, ConfigError, ShapeError, StillExportError, UnsupportedError
+
+__all__ = [
+    "CapacityError",
+    "CheckpointError",
+    "ConfigError",
+    "ModelNotFoundError",
+    "NotLinearizedError",
+    "PaddingError",
+    "ShapeError",
+    "StillExportError",
+    "UnsupportedError",
+    "UnsupportedModelError",
+]
+
+
+class ModelNotFoundError(StillExportError):
+    """The path or hub id names no model that can be read."""
+
+
+class CheckpointError(StillExportError):
+    """The model's files are damaged, incomplete, of a refused format, or hold values that are no numbers."""
+
+
+class NotLinearizedError(StillExportError):
+    """The model is a plain softmax Transformer and nobody asked to attach untrained STILL attention."""
+
+
+class UnsupportedModelError(UnsupportedError):
+    """The family, or a variant of its attention, is not covered."""
+
+
+class PaddingError(StillExportError, ValueError):
+    """A batch is padded on the left or inside, or its mask contradicts what the cache has seen."""

@@ -1,0 +1,238 @@
+"""What every STILL model adds to its family: the configuration, the swap of attention modules, forward, generate."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from still_export.attention import StillAttention
+from still_export.config import FULL, HYBRID, StillConfig, head_size
+from still_export.errors import PaddingError, UnsupportedError
+from still_export.models.support import check_attention, check_family_config
+from still_export.state import StillCache
+
+
+class StillConfigMixin:
+    """A family configuration with `still_config`, a plain dict that config.json holds; `still` is its typed form."""
+
+    still_config: dict[str, Any] | None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)  # type: ignore[misc]
+        still = StillConfig.from_dict(self.still_config or {})
+        self.still_config = still.to_dict()
+        check_family_config(self, still)
+
+    @property
+    def still(self) -> StillConfig:
+        """The STILL configuration."""
+        return StillConfig.from_dict(self.still_config or {})
+
+
+def swap_attention(model: Any) -> None:
+    """Replace the attention module of every hybrid layer of `model` by StillAttention, in place.
+
+    Raises:
+        UnsupportedModelError: A module has parts that StillAttention has no place for.
+        ConfigError: The STILL configuration does not fit the model.
+    """
+    config = model.config
+    still: StillConfig = config.still
+    for index, layer in enumerate(model.model.layers):
+        check_attention(layer.self_attn, f"layers.{index}.self_attn", head_size(config))
+        layer_config = still.layer_config(config, index)
+        if still.layer_type(index) == HYBRID:
+            layer.self_attn = StillAttention(
+                layer.self_attn, layer_config, config.hidden_size, still.gate_bias, still.shared_feature_map
+            )
+
+
+class StillModelMixin:
+    """Goes before a family's `...ForCausalLM`: hybrid layers, tensor-only cache, batches padded on the right."""
+
+    config: Any
+    model: Any
+    lm_head: nn.Module
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)  # type: ignore[call-arg]
+        swap_attention(self)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, StillAttention):
+            module.reset_parameters()
+        else:
+            super()._init_weights(module)  # type: ignore[misc]
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: StillCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """As of the family, with these differences.
+
+        Args:
+            attention_mask: [B, T] or [B, past columns + T]; 1 at tokens, then 0 at padding on the right.
+            position_ids: Only the positions that follow from the cache (each row continues at its own length) are taken.
+            past_key_values: A StillCache; None with use_cache starts one.
+            logits_to_keep: n keeps the last n tokens *of each row*, so that `logits[:, -1]` continues right-padded rows too.
+
+        Raises:
+            PaddingError: The mask is no right padding, or contradicts the cache.
+        """
+        given = input_ids if input_ids is not None else inputs_embeds
+        if given is None or (input_ids is not None and inputs_embeds is not None):
+            raise UnsupportedError("pass exactly one of input_ids and inputs_embeds.")
+        batch, tokens = given.shape[:2]
+        cache = past_key_values
+        if cache is not None and not isinstance(cache, StillCache):
+            raise UnsupportedError(
+                f"past_key_values is a {type(cache).__name__}; a STILL model keeps its state in StillCache.empty(model.config)."
+            )
+        caching = self.config.use_cache and not self.training if use_cache is None else use_cache  # type: ignore[attr-defined]
+        if cache is None and caching:
+            cache = StillCache.empty(self.config)
+        length = None if cache is None else cache.length
+        if length is None:
+            length = torch.zeros(batch, dtype=torch.int64, device=given.device)
+        new_tokens = new_tokens_of_mask(attention_mask, batch, tokens, length)
+        positions = length[:, None] + torch.arange(tokens, device=given.device)
+        if position_ids is not None:
+            real = torch.arange(tokens, device=given.device) < new_tokens[:, None]
+            if not bool(((position_ids == positions) | ~real).all()):
+                raise PaddingError(
+                    "position_ids differ from the rows' own positions; leave them out: each row continues at its length."
+                )
+        if cache is not None:
+            cache.begin(new_tokens, tokens)
+        width = tokens if cache is None else cache.layers[0].columns
+        mask = full_attention_mask(self.config, positions, width, self.model.embed_tokens.weight.dtype)
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=mask_argument(self.config, mask),
+            position_ids=positions,
+            past_key_values=cache,
+            inputs_embeds=inputs_embeds,
+            use_cache=cache is not None,
+            **kwargs,
+        )
+        hidden = last_rows(outputs.last_hidden_state, new_tokens, logits_to_keep)
+        logits = self.lm_head(hidden)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(  # type: ignore[attr-defined]
+                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
+            )
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=cache,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As of transformers; prompts of a batch are padded on the right, and the cache is a StillCache."""
+        generation = kwargs.get("generation_config") or self.generation_config  # type: ignore[attr-defined]
+        wanted = kwargs.get("use_cache", generation.use_cache)
+        if kwargs.get("past_key_values") is None and wanted is not False:
+            kwargs["past_key_values"] = StillCache.empty(self.config)
+        with _without_left_padding_advice():
+            return super().generate(*args, **kwargs)  # type: ignore[misc]
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Leaves position_ids out: transformers continues a padded row after its padding, the cache after its tokens."""
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
+        inputs.pop("position_ids", None)
+        return inputs
+
+
+@contextlib.contextmanager
+def _without_left_padding_advice() -> Iterator[None]:
+    """Silence transformers' advice to pad on the left, which STILL models refuse."""
+    logger = logging.getLogger("transformers.generation.utils")
+
+    def keep(record: logging.LogRecord) -> bool:
+        return "right-padding was detected" not in record.getMessage()
+
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)
+
+
+def new_tokens_of_mask(mask: Tensor | None, batch: int, tokens: int, length: Tensor) -> Tensor:
+    """Tokens that each row brings, int64 [B].
+
+    Args:
+        mask: [B, S] with S >= T: the last T columns are this call's, those before are what the cache has seen.
+        batch, tokens: B, T.
+        length: Tokens that the cache has seen, [B].
+
+    Raises:
+        PaddingError: Not a right-padded mask, or its past contradicts `length`.
+    """
+    if mask is None:
+        return torch.full((batch,), tokens, dtype=torch.int64, device=length.device)
+    if mask.dim() != 2 or mask.shape[0] != batch or mask.shape[1] < tokens:
+        raise PaddingError(
+            f"attention_mask has shape {list(mask.shape)}; expected [{batch}, {tokens}], or [{batch}, past columns + {tokens}]."
+        )
+    present = mask[:, mask.shape[1] - tokens :].to(length.device) != 0
+    new_tokens = present.sum(1)
+    if not bool((present == (torch.arange(tokens, device=length.device) < new_tokens[:, None])).all()):
+        raise PaddingError(
+            "attention_mask has zeros before tokens; STILL's chunks are counted from each row's first token, so pad on the right: "
+            'tokenizer.padding_side = "right".'
+        )
+    seen = (mask[:, : mask.shape[1] - tokens] != 0).sum(1).to(length.device)
+    if mask.shape[1] > tokens and not bool((seen == length).all()):
+        raise PaddingError(
+            f"attention_mask says that the rows have seen {seen.tolist()} tokens and the cache says {length.tolist()}; "
+            "pass the mask of all columns so far, or of the new ones only."
+        )
+    return new_tokens
+
+
+def last_rows(hidden: Tensor, new_tokens: Tensor, keep: int | Tensor) -> Tensor:
+    """The last `keep` tokens of each row of `hidden` [B, T, channels]; 0 keeps all, a tensor of columns keeps those.
+
+    A row with fewer tokens repeats its first one in front.
+    """
+    if isinstance(keep, Tensor):
+        return hidden[:, keep]
+    if keep == 0:
+        return hidden
+    index = (new_tokens[:, None] + torch.arange(-keep, 0, device=hidden.device)).clamp_min(0)  # [B, keep]
+    return hidden.gather(1, index[..., None].expand(-1, -1, hidden.shape[2]))
+
+
+def full_attention_mask(config: Any, positions: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """Additive causal mask of the full attention layers, [B, 1, T, width]; a mere placeholder where no layer is full.
+
+    Keys lie in the slot of their position, so a query sees the slots up to its own.
+    """
+    if FULL not in (config.still.layer_type(i) for i in range(config.num_hidden_layers)):
+        return torch.zeros(1, 1, 1, 1, dtype=dtype, device=positions.device)
+    hidden = torch.arange(width, device=positions.device) > positions[..., None]  # [B, T, width]
+    return torch.where(hidden, torch.finfo(dtype).min, 0.0).to(dtype)[:, None]
+
+
+def mask_argument(config: Any, mask: Tensor) -> Tensor | dict[str, Tensor]:
+    """`mask` in the form that the family's base model passes on untouched."""
+    types = getattr(config, "layer_types", None)
+    return mask if types is None else dict.fromkeys(types, mask)

@@ -1,0 +1,159 @@
+"""Make STILL models: from tensors by name, or around a plain softmax model with untrained STILL attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig
+
+from still_export.attention import StillAttention
+from still_export.config import StillConfig
+from still_export.errors import CheckpointError, ConfigError, UnsupportedModelError
+from still_export.models.families import FAMILIES, Family
+
+
+def family_of(model_type: str) -> Family:
+    """The family of transformers' `model_type`, plain or "still_...".
+
+    Raises:
+        UnsupportedModelError: Unknown, with the known ones.
+    """
+    family = FAMILIES.get(model_type.removeprefix("still_"))
+    if family is None:
+        raise UnsupportedModelError(
+            f"model_type={model_type!r} in config.json is no family that STILL attention is written for. "
+            f"Covered: {', '.join(FAMILIES)} (SmolLM and SmolLM2 are llama)."
+        )
+    return family
+
+
+def still_family_config(family: Family, values: Mapping[str, Any], still: StillConfig) -> Any:
+    """The STILL configuration of `family` from a plain one's values.
+
+    Raises:
+        UnsupportedModelError: The attention is a variant that is not covered.
+        ConfigError: The values are none of a `family` model, or contradict `still`.
+    """
+    kept = {name: value for name, value in values.items() if name not in ("model_type", "architectures", "auto_map")}
+    kept["still_config"] = still.to_dict()
+    try:
+        config = family.still_config.from_dict(kept)  # type: ignore[attr-defined]
+    except (UnsupportedModelError, ConfigError):
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
+        # huggingface_hub wraps what a configuration's own checks raise.
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, (UnsupportedModelError, ConfigError)):
+                raise cause from None
+            cause = cause.__cause__
+        raise ConfigError(
+            f"config.json is no valid {family.name} configuration: {error}. Fix the named value."
+        ) from error
+    config.architectures = [family.still_model.__name__]
+    return config
+
+
+def build_model(family: Family, config: Any, tensors: Mapping[str, Tensor], fresh: bool = False) -> Any:
+    """A model that holds exactly `tensors`, not copied.
+
+    Args:
+        family, config: Its class and STILL configuration.
+        tensors: Every parameter by name; `lm_head.weight` may be missing where embeddings are tied.
+        fresh: Initialise STILL's own parameters (gates, feature maps) that `tensors` lacks.
+
+    Raises:
+        CheckpointError: Names or shapes do not match the model.
+        UnsupportedModelError: `tensors` has attention parameters that the family has no place for.
+    """
+    dtype = next(iter(tensors.values())).dtype
+    with torch.device("meta"):
+        model = family.still_model(config)
+    model.to(dtype)
+    tensors = dict(tensors)
+    if config.tie_word_embeddings:
+        tensors.pop("lm_head.weight", None)
+    expected = dict(model.named_parameters())
+    _check_names(expected, tensors, config, fresh)
+    for name, tensor in tensors.items():
+        if tensor.shape != expected[name].shape:
+            raise CheckpointError(
+                f"tensor {name} has shape {list(tensor.shape)}, config.json demands {list(expected[name].shape)}. "
+                "The configuration and the weights belong to different models."
+            )
+    model.load_state_dict(tensors, strict=False, assign=True)
+    model.tie_weights()
+    device = next(iter(tensors.values())).device
+    if fresh:
+        for module in model.modules():
+            if isinstance(module, StillAttention):
+                _materialise(module, device)
+    # Its frequencies are no part of a checkpoint.
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
+    assert not any(x.is_meta for x in (*model.parameters(), *model.buffers())), "a tensor was left without a value"
+    config.dtype = dtype
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    return model.eval()
+
+
+def _is_still(name: str) -> bool:
+    return ".self_attn.g_proj." in name or ".self_attn.feature_" in name
+
+
+def _check_names(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], config: Any, fresh: bool) -> None:
+    missing = [n for n in expected if n not in tensors and not (fresh and _is_still(n))]
+    if config.tie_word_embeddings:
+        missing = [n for n in missing if n != "lm_head.weight"]
+    extra = [n for n in tensors if n not in expected and not n.endswith("rotary_emb.inv_freq")]
+    attention = [n for n in extra if ".self_attn." in n]
+    if attention:
+        raise UnsupportedModelError(
+            f"the checkpoint has attention tensors without a place in {type(config).__name__}: {_some(attention)}. "
+            "Dropping them would change the model; this variant is not covered."
+        )
+    if missing or extra:
+        what = f"lacks {_some(missing)}" if missing else f"has the unknown tensors {_some(extra)}"
+        raise CheckpointError(
+            f"the checkpoint {what}. It is incomplete or of another model than config.json; fetch it again."
+        )
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:4])
+    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"
+
+
+def _materialise(module: StillAttention, device: torch.device) -> None:
+    """Give the parameters that have no value yet their initial ones."""
+    for owner in (module, module.g_proj):
+        for name, parameter in [] if owner is None else list(owner.named_parameters(recurse=False)):
+            if parameter.is_meta:
+                setattr(owner, name, nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=device)))
+    module.reset_parameters()
+
+
+def attach_untrained(model: Any, still: StillConfig | None = None) -> Any:
+    """A STILL model around a plain softmax model: same weights (shared, not copied), identity feature maps, open gates.
+
+    Within 2C tokens its logits are those of `model`; beyond, the linear part is untrained.
+
+    Args:
+        model: A `...ForCausalLM` of a covered family.
+        still: The STILL configuration; default `StillConfig()`.
+
+    Raises:
+        UnsupportedModelError: The family or a variant of its attention is not covered.
+        ConfigError: The model is a STILL model already, or `still` does not fit it.
+    """
+    if hasattr(model.config, "still_config"):
+        raise ConfigError(f"{type(model).__name__} is a STILL model already; leave out attach_untrained.")
+    family = family_of(model.config.model_type)
+    config = still_family_config(family, model.config.to_dict(), still or StillConfig())
+    result = build_model(family, config, model.state_dict(), fresh=True)
+    if isinstance(getattr(model, "generation_config", None), GenerationConfig):
+        result.generation_config = GenerationConfig.from_dict(model.generation_config.to_dict())
+    return result

@@ -1,0 +1,83 @@
+"""What StillAttention covers: families, rotary types, windows, attention variants; everything else is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from still_export.config import StillConfig, head_size
+from still_export.errors import UnsupportedModelError
+
+STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Rotary types whose cos and sin depend on the position alone, so that prefill in pieces equals prefill at once."""
+
+
+def check_family_config(config: Any, still: StillConfig) -> None:
+    """Raise UnsupportedModelError where the family configuration `config` describes attention that STILL cannot take over."""
+    head_dim = head_size(config)
+    if head_dim % 2 or head_dim < 2:
+        raise UnsupportedModelError(
+            f"head_dim={head_dim} in config.json; rotary positions pair channels, so it must be even. This checkpoint cannot be read."
+        )
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if heads % kv_heads:
+        raise UnsupportedModelError(
+            f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads} in config.json; "
+            "every key head must serve equally many query heads."
+        )
+    _check_rope(config)
+    _check_windows(config, still)
+
+
+def _check_rope(config: Any) -> None:
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind = rope.get("rope_type", "default")
+    if kind not in STATIC_ROPE_TYPES:
+        raise UnsupportedModelError(
+            f"rope_type={kind!r} in config.json; its angles depend on more than the position, so cached keys would be wrong. "
+            f"Covered: {', '.join(STATIC_ROPE_TYPES)}. Set rope_parameters to one of them if the context allows it."
+        )
+    partial = rope.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None))
+    if partial not in (None, 1, 1.0):
+        raise UnsupportedModelError(
+            f"partial_rotary_factor={partial} in config.json; only rotation of all head_dim channels is covered (1.0)."
+        )
+
+
+def _check_windows(config: Any, still: StillConfig) -> None:
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None)
+    unknown = sorted(set(types or ()) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise UnsupportedModelError(
+            f"layer_types in config.json name {', '.join(unknown)}; covered: full_attention. (Which layers are hybrid is said by "
+            "still_config.layer_types.)"
+        )
+    capacity = still.capacity(config)
+    slides = types is None or "sliding_attention" in types
+    if window is not None and slides and (window < capacity or still.overflow != "error"):
+        raise UnsupportedModelError(
+            f"sliding_window={window} in config.json is smaller than capacity_tokens={capacity}; STILL replaces full attention and "
+            "would see tokens that the model never saw. Set sliding_window to null (and layer_types to full_attention) if the model "
+            f'tolerates it, or capacity_tokens to at most {window} with overflow="error".'
+        )
+
+
+def check_attention(module: nn.Module, name: str, head_dim: int) -> None:
+    """Raise UnsupportedModelError where the attention module `name` has parts that StillAttention has no place for."""
+    known = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}
+    parts = {child for child, _ in module.named_children()} | {
+        child for child, _ in module.named_parameters(recurse=False)
+    }
+    missing, extra = sorted({"q_proj", "k_proj", "v_proj", "o_proj"} - parts), sorted(parts - known)
+    if missing or extra:
+        what = f"has no {', '.join(missing)}" if missing else f"has {', '.join(extra)}"
+        raise UnsupportedModelError(
+            f"{name} ({type(module).__name__}) {what}; StillAttention takes q/k/v/o_proj with or without bias, and q_norm and k_norm."
+        )
+    scaling = getattr(module, "scaling", head_dim**-0.5)
+    if abs(scaling - head_dim**-0.5) > 1e-9:
+        raise UnsupportedModelError(
+            f"{name} scales its logits by {scaling}; only head_dim**-0.5 = {head_dim**-0.5:.6g} is covered."
+        )
