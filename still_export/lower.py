@@ -149,7 +149,8 @@ def _name_weights(model: ir.Model) -> None:
             continue
         folded = node.inputs[1]
         if folded.name in weights and folded.name.startswith("val_") and len(folded.uses()) == 1:
-            _rename_weight(model, folded.name, f"{scopes[-2]}.weight")
+            name = f"{scopes[-2]}.weight"
+            _rename_weight(model, folded.name, f"{name}.transposed" if name in weights else name)
     for name in list(weights):
         if name.startswith("model."):
             _rename_weight(model, name, name.removeprefix("model."))
