@@ -150,10 +150,25 @@ def _name_weights(model: ir.Model) -> None:
         folded = node.inputs[1]
         if folded.name in weights and folded.name.startswith("val_") and len(folded.uses()) == 1:
             name = f"{scopes[-2]}.weight"
-            _rename_weight(model, folded.name, f"{name}.transposed" if name in weights else name)
+            if name in weights:  # tied: the embedding is stored already, as [out, in]
+                _read_transposed(model, node, weights[name])
+            else:
+                _rename_weight(model, folded.name, name)
     for name in list(weights):
         if name.startswith("model."):
             _rename_weight(model, name, name.removeprefix("model."))
+
+
+def _read_transposed(model: ir.Model, node: ir.Node, weight: ir.Value) -> None:
+    """Let `node` read `weight` through a Transpose in the place of a second, transposed copy."""
+    folded = node.inputs[1]
+    assert folded is not None and folded.name is not None and folded.shape is not None
+    transpose = ir.node("Transpose", [weight], {"perm": [1, 0]}, name=f"{node.name}_weight")
+    transpose.outputs[0].name, transpose.outputs[0].type = f"{weight.name}.transposed", folded.type
+    transpose.outputs[0].shape = folded.shape
+    model.graph.insert_before(node, transpose)
+    node.replace_input_with(1, transpose.outputs[0])
+    del model.graph.initializers[folded.name]
 
 
 def _rename_weight(model: ir.Model, old: str, new: str) -> None:
