@@ -1,3 +1,40 @@
-"""Linearize LLMs with STILL hybrid attention, export them with their state, and prove every target against PyTorch."""
+"""Linearize LLMs with STILL hybrid attention, export them with their state, and prove every target against PyTorch.
+
+Names are imported when they are first used, so that running an exported package needs neither torch nor transformers. Importing
+`still_export.models` registers the STILL families with transformers' Auto classes.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from still_export.config import StillConfig
+    from still_export.load import load_model, load_tokenizer
+    from still_export.models import attach_untrained, forward_with_state
+    from still_export.models.demo import demo_model_path
 
 __version__ = "0.1.0"
+
+_HOME = {
+    "StillConfig": "still_export.config",
+    "attach_untrained": "still_export.models",
+    "demo_model_path": "still_export.models.demo",
+    "forward_with_state": "still_export.models",
+    "load_model": "still_export.load",
+    "load_tokenizer": "still_export.load",
+}
+
+__all__ = [
+    "StillConfig",
+    "attach_untrained",
+    "demo_model_path",
+    "forward_with_state",
+    "load_model",
+    "load_tokenizer",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'still_export' has no attribute {name!r}")

@@ -1,0 +1,174 @@
+"""Reading a checkpoint's files: configuration and safetensors, each fault with its own message. Pickles are never opened."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from still_export.errors import CheckpointError, ModelNotFoundError
+
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        CheckpointError: The file is no JSON object.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}. Fetch the model again.") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} holds a {type(values).__name__}, not an object. Fetch the model again.")
+    return values
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a model folder.
+
+    Raises:
+        ModelNotFoundError: The folder is no model.
+        CheckpointError: The file is damaged, or the weights are quantized.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        found = sorted(p.name for p in folder.iterdir())[:6]
+        hint = f" The folder holds {', '.join(found)}." if found else " The folder is empty."
+        ggufs = sorted(folder.glob("*.gguf"))
+        todo = (
+            f"Name the file itself: {ggufs[0]}."
+            if ggufs
+            else "Give a Hugging Face model folder, a hub id or a .gguf file."
+        )
+        raise ModelNotFoundError(f"{folder} is no model: it has no config.json.{hint} {todo}")
+    config = read_json(path)
+    if "model_type" not in config:
+        raise CheckpointError(f"{path} names no model_type, so the family is unknown. Fetch the model again.")
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "unknown")
+        raise CheckpointError(
+            f"{path} says that the weights are quantized ({method}); they are read as float32, float16 or bfloat16. "
+            "Use the unquantized model, or a GGUF file, which is dequantized while it is read."
+        )
+    return config
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model or adapter folder.
+
+    Raises:
+        CheckpointError: None, a missing shard, or pickles only.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        shards = read_json(index).get("weight_map")
+        if not isinstance(shards, dict) or not shards:
+            raise CheckpointError(f"{index} has no weight_map. Fetch the model again.")
+        files = [folder / name for name in sorted(set(shards.values()))]
+        missing = [f.name for f in files if not f.is_file()]
+        if missing:
+            raise CheckpointError(
+                f"{folder} lacks {', '.join(missing)}, named in {index.name}. The download is incomplete; fetch it again."
+            )
+        return files
+    files = sorted(folder.glob("*.safetensors"))
+    if files:
+        return files
+    pickles = sorted(p for p in folder.iterdir() if p.suffix in PICKLE_SUFFIXES)
+    if pickles:
+        raise refuse_pickle(pickles[0])
+    raise CheckpointError(f"{folder} has a config.json but no weights (*.safetensors). The download is incomplete.")
+
+
+def refuse_pickle(path: Path) -> CheckpointError:
+    """The error for a pickled checkpoint."""
+    return CheckpointError(
+        f"{path} is a pickle: reading it could run any code that its author put in, so it is refused. "
+        "Use the model's safetensors, or convert the file where you trust it: "
+        "safetensors.torch.save_file(torch.load(FILE, weights_only=True), 'model.safetensors')."
+    )
+
+
+def iterate_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors of one safetensors file.
+
+    Raises:
+        CheckpointError: The file is damaged, truncated, or a pickle.
+    """
+    if path.suffix in PICKLE_SUFFIXES:
+        raise refuse_pickle(path)
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():
+                yield name, file.get_tensor(name)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} ({path.stat().st_size:,} bytes) is no intact safetensors file: {error}. "
+            "It is truncated or damaged; fetch it again."
+        ) from error
+
+
+def read_tensors(files: list[Path], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """All tensors of `files`, floating ones as `dtype` (None: as stored), every value checked to be finite.
+
+    Raises:
+        CheckpointError: A file is damaged, holds a type other than floats, or a value that is no number.
+    """
+    tensors: dict[str, Tensor] = {}
+    for path in files:
+        for name, tensor in iterate_tensors(path):
+            tensors[name] = checked(name, tensor, dtype, str(path))
+    return tensors
+
+
+def checked(name: str, tensor: Tensor, dtype: torch.dtype | None, origin: str) -> Tensor:
+    """`tensor` as `dtype`.
+
+    Raises:
+        CheckpointError: It is not of a float type, holds NaN or infinity, or exceeds the range of `dtype`.
+    """
+    if tensor.dtype not in FLOAT_TYPES:
+        raise CheckpointError(
+            f"{name} in {origin} has type {str(tensor.dtype).removeprefix('torch.')}; weights are read as float32, float16 or "
+            "bfloat16. Use the unquantized model."
+        )
+    result = tensor if dtype is None else tensor.to(dtype)
+    if not is_finite(result):
+        if is_finite(tensor):
+            raise CheckpointError(
+                f"{name} in {origin} has values beyond the range of {str(dtype).removeprefix('torch.')}. Use --dtype bfloat16 or float32."
+            )
+        raise CheckpointError(
+            f"{name} in {origin} holds NaN or infinite values, so every output would be NaN. The checkpoint is damaged or its training "
+            "diverged; use another."
+        )
+    return result
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether no value is NaN or infinite, without a temporary of the tensor's size."""
+    if tensor.numel() == 0:
+        return True
+    low, high = torch.aminmax(tensor)
+    return bool(torch.isfinite(low) & torch.isfinite(high))
+
+
+def stored_dtype(config: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> torch.dtype:
+    """The type that a configuration names for its weights, else that of its tensors, else float32."""
+    name = config.get("dtype", config.get("torch_dtype"))
+    dtype = getattr(torch, str(name).removeprefix("torch."), None) if name else None
+    if dtype in FLOAT_TYPES[:3]:
+        return dtype
+    if tensors:
+        found = next(iter(tensors.values())).dtype
+        return found if found in FLOAT_TYPES[:3] else torch.float32
+    return torch.float32

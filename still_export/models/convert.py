@@ -1,0 +1,208 @@
+"""Other people's tensor names: released STILL checkpoints, LoLCATs' published ones, LoRA adapters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from still_export.config import StillConfig
+from still_export.errors import CheckpointError, UnsupportedModelError
+
+_RELEASED = re.compile(r"(.*\.self_attn)\.feature_map_([qk])\.mlp\.linears\.(\d+)\.weight")
+_HOUSEHOLDER = re.compile(r"(.*\.self_attn)\.feature_map_([qk])\.hh\.u")
+_LOLCATS = re.compile(r"(.*\.self_attn)\.feature_map_([qk])\.mlp\.layer")
+_WINDOW_FACTORS = re.compile(r"model\.layers\.(\d+)\.self_attn\.window_factors")
+_LORA = re.compile(r"(.*)\.lora_([AB])(?:\.[^.]+)?(?:\.weight)?")
+_PREFIXES = (("base_model.model.", ""), ("model.model.", "model."))
+
+
+def plain_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Names as the family has them: wrappers of PEFT and of the training code removed."""
+    result = {}
+    for name, tensor in tensors.items():
+        for prefix, plain in _PREFIXES:
+            if name.startswith(prefix):
+                name = plain + name.removeprefix(prefix)
+        name = name.removeprefix("_orig_mod.").replace(".base_layer.", ".")
+        result[f"model.{name}" if name.startswith("layers.") else name] = tensor
+    return result
+
+
+def is_released(tensors: Mapping[str, Any]) -> bool:
+    """Whether the feature maps have the names of the released STILL code."""
+    return any(_RELEASED.fullmatch(name) for name in tensors)
+
+
+def is_lolcats(tensors: Mapping[str, Any]) -> bool:
+    """Whether the feature maps have the names of LoLCATs' published checkpoints."""
+    return any(_LOLCATS.fullmatch(name) for name in tensors)
+
+
+def fold_householder(weight: Tensor, u: Tensor) -> Tensor:
+    """W' = W (I - 2 u u^T / |u|^2) per head: the reflection and the map that follows it as one matrix.
+
+    Args:
+        weight: [H, P, D].
+        u: [H, D].
+    """
+    wide, axis = weight.double(), u.double()
+    squared = (axis * axis).sum(-1)[:, None, None]
+    if bool((squared == 0).any()):
+        raise CheckpointError(
+            "a Householder vector (hh.u) is zero, so its reflection is undefined. The checkpoint is damaged."
+        )
+    along = torch.einsum("hpd,hd->hp", wide, axis)
+    return (wide - 2 * along[..., None] * axis[:, None, :] / squared).to(weight.dtype)
+
+
+def convert_released(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of a released STILL checkpoint under this package's names, Householder maps folded.
+
+    Raises:
+        CheckpointError: A head's map is missing.
+    """
+    result: dict[str, Tensor] = {}
+    maps: dict[tuple[str, str], dict[int, Tensor]] = {}
+    axes: dict[tuple[str, str], Tensor] = {}
+    for name, tensor in tensors.items():
+        if match := _RELEASED.fullmatch(name):
+            maps.setdefault((match[1], match[2]), {})[int(match[3])] = tensor
+        elif match := _HOUSEHOLDER.fullmatch(name):
+            axes[match[1], match[2]] = tensor
+        else:
+            result[name] = tensor
+    for (module, side), heads in maps.items():
+        if sorted(heads) != list(range(len(heads))):
+            raise CheckpointError(
+                f"{module}.feature_map_{side}.mlp.linears has the heads {sorted(heads)}; some are missing. Fetch the model again."
+            )
+        weight = torch.stack([heads[i] for i in range(len(heads))])
+        axis = axes.pop((module, side), None)
+        result[f"{module}.feature_{side}_weight"] = weight if axis is None else fold_householder(weight, axis)
+    if axes:
+        raise CheckpointError(f"hh.u without the maps that follow it: {', '.join('.'.join(key) for key in axes)}.")
+    return result
+
+
+def released_config(config: Mapping[str, Any]) -> StillConfig:
+    """The STILL configuration of a released checkpoint: what its config.json says, else the training code's defaults."""
+    known = {name: config[name] for name in ("chunk_size", "salient_per_chunk") if name in config}
+    return StillConfig(profile="released", gate_bias=False, **known)
+
+
+def released_family(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
+    """The family of a checkpoint whose config.json says only "still": by its tensors."""
+    for key in ("base_model_type", "base_arch"):
+        if isinstance(config.get(key), str):
+            return config[key]
+    if any(name.endswith("self_attn.q_norm.weight") for name in tensors):
+        return "qwen3"
+    biases = any(name.endswith("self_attn.q_proj.bias") for name in tensors)
+    if biases and not any(name.endswith("self_attn.o_proj.bias") for name in tensors):
+        return "qwen2"
+    return "llama"
+
+
+def convert_lolcats(
+    tensors: Mapping[str, Tensor], still: StillConfig | None, layers: int
+) -> tuple[dict[str, Tensor], StillConfig]:
+    """Tensors of a LoLCATs checkpoint under this package's names, and its configuration.
+
+    Its maps are [H, D, P] (column vectors), its window factors logits [1, H, 1, 1].
+
+    Args:
+        tensors: Merged base, distilled and fine-tuned tensors.
+        still: Overrides what cannot be read from tensors (chunk_size, local, window_size); None = chunked with C = 64, LoLCATs' own.
+        layers: Layers of the model.
+
+    Raises:
+        UnsupportedModelError: Maps with biases or adapters.
+        CheckpointError: Some layers have window factors and some have none.
+    """
+    result: dict[str, Tensor] = {}
+    factors: dict[int, tuple[float, ...]] = {}
+    rows = 0
+    for name, tensor in tensors.items():
+        if match := _LOLCATS.fullmatch(name):
+            result[f"{match[1]}.feature_{match[2]}_weight"] = tensor.transpose(1, 2).contiguous()
+            rows = tensor.shape[2]
+        elif match := _WINDOW_FACTORS.fullmatch(name):
+            factors[int(match[1])] = tuple(torch.sigmoid(tensor.float().flatten()).tolist())
+        elif ".feature_map_" in name:
+            raise UnsupportedModelError(
+                f"the LoLCATs checkpoint has {name}; only maps that are one matrix per head (mlp.layer) are covered."
+            )
+        else:
+            result[name] = tensor
+    if factors and sorted(factors) != list(range(layers)):
+        raise CheckpointError(
+            f"window_factors exist for the layers {sorted(factors)} of {layers}. Fetch the checkpoint again."
+        )
+    return result, replace(
+        still or StillConfig(),
+        salient_per_chunk=0,
+        feature_map="softmax_pm",
+        feature_dim=rows,
+        gate="none",
+        mix_epsilon=1e-12,  # none in LoLCATs; this much keeps the derivative finite at padding
+        window_factors=tuple(factors[i] for i in range(layers)) if factors else None,
+    )
+
+
+def merge_lora(tensors: Mapping[str, Tensor], adapter: Mapping[str, Any] | None) -> dict[str, Tensor]:
+    """Add every pair of LoRA tensors to the weight that it adapts.
+
+    Args:
+        tensors: Names as of `plain_names`.
+        adapter: adapter_config.json with `lora_alpha` and `r`; None where the checkpoint has none.
+
+    Raises:
+        CheckpointError: A pair is incomplete, fits no weight, or its scale is unknown.
+        UnsupportedModelError: DoRA, or another form than plain LoRA.
+    """
+    pairs: dict[str, dict[str, Tensor]] = {}
+    result: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if match := _LORA.fullmatch(name):
+            pairs.setdefault(match[1], {})[match[2]] = tensor
+        elif "lora_" in name:
+            raise UnsupportedModelError(f"{name} is no plain LoRA tensor; merge the adapter with PEFT first.")
+        else:
+            result[name] = tensor
+    if not pairs:
+        return result
+    if adapter is None or not adapter.get("lora_alpha") or not adapter.get("r"):
+        raise CheckpointError(
+            f"the checkpoint has LoRA tensors ({next(iter(pairs))}) but no adapter_config.json with lora_alpha and r beside them, so "
+            "their scale is unknown. Put the file there (LoLCATs trains with lora_alpha 16, r 8)."
+        )
+    for option in ("use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out"):
+        if adapter.get(option):
+            raise UnsupportedModelError(f"adapter_config.json sets {option}; merge the adapter with PEFT first.")
+    rank = float(adapter["r"])
+    scale = float(adapter["lora_alpha"]) / (rank**0.5 if adapter.get("use_rslora") else rank)
+    for module, pair in pairs.items():
+        target = f"{module}.weight"
+        if set(pair) != {"A", "B"} or target not in result:
+            what = (
+                "fits no weight of the model"
+                if target not in result
+                else f"lacks lora_{'A' if 'A' not in pair else 'B'}"
+            )
+            raise CheckpointError(
+                f"the LoRA pair of {module} {what}. The adapter belongs to another model or is incomplete."
+            )
+        weight = result[target]
+        delta = pair["B"].to(torch.float32) @ pair["A"].to(torch.float32)
+        if delta.shape != weight.shape:
+            raise CheckpointError(
+                f"the LoRA pair of {module} gives {list(delta.shape)}, the weight is {list(weight.shape)}. "
+                "The adapter belongs to another model."
+            )
+        result[target] = (weight.to(torch.float32) + scale * delta).to(weight.dtype)
+    return result

@@ -1,0 +1,199 @@
+"""Reading a GGUF file: configuration, dequantized weights, tokenizer."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from still_export.errors import CheckpointError, UnsupportedModelError
+from still_export.models.checkpoint import checked
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+_PARTS = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_WHOLE = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+
+
+def read_gguf(path: Path, dtype: torch.dtype = torch.float32) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
+    """A GGUF file as a plain model.
+
+    Returns:
+        The family, the values of its configuration, and its tensors by transformers' names as `dtype`.
+
+    Raises:
+        CheckpointError: The file is damaged, or has a quantization that cannot be undone.
+        UnsupportedModelError: Its architecture or rotary scaling is not covered.
+    """
+    reader = open_gguf(path)
+    family = str(_value(reader, "general.architecture"))
+    if family not in ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"{path} has architecture {family!r}; GGUF files of {', '.join(ARCHITECTURES)} are read. "
+            "Use the model's Hugging Face folder if its family is covered."
+        )
+    names = {tensor.name for tensor in reader.tensors}
+    scaling = _value(reader, f"{family}.rope.scaling.type", "none")
+    if "rope_freqs.weight" in names or scaling not in ("none", ""):
+        what = (
+            "a table of rotary frequencies (rope_freqs.weight)"
+            if scaling in ("none", "")
+            else f"rope scaling {scaling!r}"
+        )
+        raise UnsupportedModelError(
+            f"{path} has {what}, which this reader does not map. Use the model's Hugging Face folder."
+        )
+    config = _config(reader, family, names)
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    tensors = {}
+    for tensor in reader.tensors:
+        name = _tensor_name(tensor.name, path)
+        value = _dequantize(tensor, path).to(dtype)
+        if family == "llama" and (".q_proj." in name or ".k_proj." in name):
+            value = _unpaired(value, heads if ".q_proj." in name else kv_heads)
+        tensors[name] = checked(name, value, None, str(path))
+    return family, config, tensors
+
+
+def open_gguf(path: Path) -> Any:
+    """The reader of the gguf package.
+
+    Raises:
+        CheckpointError: The file is no intact GGUF, or the package is missing.
+    """
+    try:
+        import gguf
+    except ImportError as error:
+        raise CheckpointError(
+            f"reading {path} needs the package gguf. Run: pip install 'still-export[gguf]'."
+        ) from error
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+        if magic != b"GGUF":
+            raise ValueError(f"it starts with {magic!r}, not b'GGUF'")
+        reader = gguf.GGUFReader(path)
+        _value(reader, "general.architecture")
+        return reader
+    except (ValueError, IndexError, KeyError, OSError, OverflowError) as error:
+        size = path.stat().st_size if path.exists() else 0
+        raise CheckpointError(
+            f"{path} ({size:,} bytes) is no intact GGUF file: {error}. It is truncated or damaged; fetch it again."
+        ) from error
+
+
+def _value(reader: Any, name: str, *default: Any) -> Any:
+    field = reader.get_field(name)
+    if field is None:
+        if default:
+            return default[0]
+        raise KeyError(f"it lacks {name}")
+    return field.contents()
+
+
+def _config(reader: Any, family: str, names: set[str]) -> dict[str, Any]:
+    def value(name: str, *default: Any) -> Any:
+        return _value(reader, f"{family}.{name}", *default)
+
+    try:
+        heads = value("attention.head_count")
+        width = value("embedding_length")
+        config = {
+            "hidden_size": width,
+            "intermediate_size": value("feed_forward_length"),
+            "num_hidden_layers": value("block_count"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": value("attention.head_count_kv", heads),
+            "max_position_embeddings": value("context_length"),
+            # Stored as float32; the shortest decimal that gives it back is the value that was meant.
+            "rms_norm_eps": float(str(np.float32(value("attention.layer_norm_rms_epsilon")))),
+            "rope_parameters": {"rope_type": "default", "rope_theta": float(value("rope.freq_base", 10000.0))},
+            "vocab_size": int(next(t for t in reader.tensors if t.name == "token_embd.weight").shape[1]),
+            "tie_word_embeddings": "output.weight" not in names,
+        }
+    except (KeyError, StopIteration) as error:
+        raise CheckpointError(f"the GGUF file is incomplete: {error}. Fetch it again.") from error
+    if not isinstance(config["num_key_value_heads"], int) or not isinstance(heads, int):
+        raise UnsupportedModelError(
+            "the GGUF file has another head count in each layer; one for all layers is covered."
+        )
+    head_dim = value("attention.key_length", width // heads)
+    if value("rope.dimension_count", head_dim) != head_dim:
+        raise UnsupportedModelError(
+            f"the GGUF file rotates {value('rope.dimension_count')} of {head_dim} channels; all are covered."
+        )
+    if family != "qwen2":
+        config["head_dim"] = head_dim
+        config["attention_bias"] = "blk.0.attn_q.bias" in names
+    elif head_dim * heads != width:
+        raise UnsupportedModelError(f"head_dim={head_dim} with {heads} heads of {width} channels is no Qwen2 model.")
+    for ours, theirs in (("bos_token_id", "bos"), ("eos_token_id", "eos"), ("pad_token_id", "padding")):
+        config[ours] = _value(reader, f"tokenizer.ggml.{theirs}_token_id", None)
+    return config
+
+
+def _tensor_name(name: str, path: Path) -> str:
+    if name in _WHOLE:
+        return _WHOLE[name]
+    match = _BLOCK.fullmatch(name)
+    if match is None or match[2] not in _PARTS:
+        raise UnsupportedModelError(
+            f"{path} has the tensor {name}, which has no place in the family. This variant is not covered."
+        )
+    return f"model.layers.{match[1]}.{_PARTS[match[2]]}.{match[3]}"
+
+
+def _dequantize(tensor: Any, path: Path) -> Tensor:
+    from gguf.quants import dequantize
+
+    try:
+        values = dequantize(tensor.data, tensor.tensor_type)
+    except (NotImplementedError, ValueError) as error:
+        raise CheckpointError(
+            f"{tensor.name} in {path} is stored as {tensor.tensor_type.name}, which the gguf package cannot undo. "
+            "Use a file with Q4_0, Q4_1, Q5_*, Q8_0, K-quants, F16 or F32."
+        ) from error
+    shape = [int(size) for size in reversed(tensor.shape)]
+    return torch.from_numpy(np.require(values, np.float32, ["C", "W"])).reshape(shape)
+
+
+def _unpaired(weight: Tensor, heads: int) -> Tensor:
+    """Rows of a llama projection from GGUF's rotation of neighbours (2i, 2i+1) to transformers' of halves (i, i + D/2)."""
+    return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2).contiguous()
+
+
+def read_tokenizer(path: Path) -> Any:
+    """The tokenizer of a GGUF file; transformers builds it, and the splitting rule of `tokenizer.ggml.pre` is set right."""
+    from tokenizers import pre_tokenizers
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    if _value(open_gguf(path), "tokenizer.ggml.pre", "") == "smollm":
+        # Every digit is a token of its own, and a space before it stands alone.
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Digits(individual_digits=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+            ]
+        )
+    return tokenizer
