@@ -1,1 +1,50 @@
-"""Function bodies of the ops in standard ONNX ops."""
+"""Function bodies of the ops in standard ONNX ops.
+
+A body is written for one combination of attributes, present optional inputs and element type; `function_body` finds the writer by
+the op's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import onnx
+
+from still_graphs.errors import UnsupportedError
+from still_graphs.functions import hybrid_attention
+
+OPSETS = (23, 24)
+"""Opsets of ai.onnx that bodies are written for."""
+
+BODIES: dict[str, Callable[[onnx.NodeProto, int, int], onnx.FunctionProto]] = {
+    "HybridAttention": hybrid_attention.function_body,
+}
+
+IN_PLACE_STATES: dict[str, tuple[str, ...]] = {"HybridAttention": hybrid_attention.IN_PLACE_STATES}
+"""Per op, the states whose past and present may be bound to one buffer when a runtime runs the body."""
+
+
+def function_body(node: onnx.NodeProto, dtype: int, opset: int = 23) -> onnx.FunctionProto:
+    """The function of one still:: node.
+
+    Args:
+        node: Inputs and outputs in the order of its OpSpec, "" for an absent optional one.
+        dtype: Element type of the activations (TensorProto.FLOAT, FLOAT16 or BFLOAT16).
+        opset: Of ai.onnx in the body.
+
+    Returns:
+        A function with the node's domain, name and `overload`.
+
+    Raises:
+        UnsupportedError: No body for the op, type or opset.
+    """
+    if node.op_type not in BODIES:
+        raise UnsupportedError(
+            f"{node.domain}::{node.op_type} has no function body; known: {', '.join(sorted(BODIES))}."
+        )
+    if dtype not in (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16):
+        name = onnx.TensorProto.DataType.Name(dtype)
+        raise UnsupportedError(f"activations of type {name}: function bodies take FLOAT, FLOAT16 and BFLOAT16.")
+    if opset not in OPSETS:
+        raise UnsupportedError(f"opset {opset}: function bodies are written for opsets {OPSETS[0]} to {OPSETS[-1]}.")
+    return BODIES[node.op_type](node, dtype, opset)

@@ -1,0 +1,121 @@
+"""A small builder of ONNX nodes for function bodies: values are names, Python numbers become shared constants."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+Value: TypeAlias = "str | int | float | Sequence[int] | Sequence[str | int] | None"
+"""A value's name, or a constant: int -> int64 scalar, float -> float32 scalar, ints -> int64 vector; None = absent input."""
+
+
+class Scope:
+    """Nodes of a function body or of one branch inside it; branches see the values of the scopes around them.
+
+    Constants live in the outermost scope, once each, so that a runtime that inlines the function can share them.
+    """
+
+    def __init__(self, parent: Scope | None = None) -> None:
+        self.parent = parent
+        self.root: Scope = self if parent is None else parent.root
+        self.nodes: list[onnx.NodeProto] = []
+        self._constants: dict[tuple[Any, ...], str] = {}
+        self._count = 0
+
+    def fresh(self, hint: str) -> str:
+        """A name that no other value of the function has."""
+        self.root._count += 1
+        return f"{hint}_{self.root._count}"
+
+    def constant(self, value: Any, dtype: str = "int64") -> str:
+        """A constant of the function, shared by equal value."""
+        array = np.asarray(value, dtype=dtype)
+        key = (dtype, array.shape, array.tobytes())
+        if key not in self.root._constants:
+            name = self.root.fresh("const")
+            node = helper.make_node("Constant", [], [name], value=numpy_helper.from_array(array, name))
+            self.root.nodes.append(node)
+            self.root._constants[key] = name
+        return self.root._constants[key]
+
+    def name(self, value: Value) -> str:
+        """The name of `value`, made a constant where it is a number."""
+        if value is None:
+            return ""
+        if isinstance(value, str):
+            return value
+        if isinstance(value, bool):
+            return self.constant(value, "bool")
+        if isinstance(value, int):
+            return self.constant(value)
+        if isinstance(value, float):
+            return self.constant(value, "float32")
+        if all(isinstance(v, int) for v in value):
+            return self.constant(list(value))
+        return self.shape(*value)
+
+    def __call__(self, op_type: str, *inputs: Value, out: str | None = None, **attributes: Any) -> str:
+        """Add a node with one output and return the output's name."""
+        return self.multi(op_type, *inputs, out=[out or self.fresh(op_type.lower())], **attributes)[0]
+
+    def multi(self, op_type: str, *inputs: Value, out: int | Sequence[str], **attributes: Any) -> list[str]:
+        """Add a node with several outputs, named or counted."""
+        outputs = [self.fresh(op_type.lower()) for _ in range(out)] if isinstance(out, int) else list(out)
+        names = [self.name(value) for value in inputs]
+        self.nodes.append(helper.make_node(op_type, names, outputs, **attributes))
+        return outputs
+
+    def shape(self, *dims: str | int) -> str:
+        """A shape from one-element int64 tensors and numbers (0 copies, -1 infers)."""
+        if all(isinstance(d, int) for d in dims):
+            return self.constant([int(d) for d in dims])
+        parts = [self.constant([d]) if isinstance(d, int) else d for d in dims]
+        return self("Concat", *parts, axis=0)
+
+    def reshape(self, x: str, *dims: str | int, out: str | None = None) -> str:
+        return self("Reshape", x, self.shape(*dims), out=out)
+
+    def dim(self, x: str, axis: int) -> str:
+        """One dimension of `x`, int64 [1]."""
+        return self("Shape", x, start=axis, end=axis + 1)
+
+    def unsqueeze(self, x: str, *axes: int) -> str:
+        return self("Unsqueeze", x, list(axes))
+
+    def cast(self, x: str, dtype: int, out: str | None = None) -> str:
+        return self("Cast", x, to=dtype, out=out)
+
+    def arange(self, limit: Value, start: Value = 0) -> str:
+        """start .. start + limit - 1; `limit` has one element."""
+        end = self("Squeeze", limit) if isinstance(limit, str) else limit
+        if start == 0:
+            return self("Range", 0, end, 1)
+        return self("Range", start, self("Add", start, end), 1)
+
+    def all_of(self, *conditions: str) -> str:
+        result = conditions[0]
+        for condition in conditions[1:]:
+            result = self("And", result, condition)
+        return result
+
+    def total(self, *terms: Value) -> str:
+        """Sum of the terms."""
+        result = terms[0]
+        for term in terms[1:]:
+            result = self("Add", result, term)
+        assert isinstance(result, str)
+        return result
+
+    def graph(self, name: str, outputs: Sequence[tuple[str, int]]) -> onnx.GraphProto:
+        """The scope as a subgraph with the outputs (name, element type)."""
+        infos = [helper.make_tensor_value_info(out, dtype, None) for out, dtype in outputs]
+        return helper.make_graph(self.nodes, name, [], infos)
+
+
+FLOAT = TensorProto.FLOAT
+INT64 = TensorProto.INT64
+BOOL = TensorProto.BOOL

@@ -1,0 +1,66 @@
+"""Function body of still::HybridAttention."""
+
+from __future__ import annotations
+
+import onnx
+from onnx import helper
+
+from still_graphs.errors import UnsupportedError
+from still_graphs.functions.builder import FLOAT, Scope
+from still_graphs.functions.hybrid_attention.decode import make_step, write_decode
+from still_graphs.functions.hybrid_attention.general import General
+from still_graphs.functions.hybrid_attention.layer import Layer
+from still_graphs.opset import DOMAIN, HYBRID_ATTENTION
+
+IN_PLACE_STATES = tuple(s.name for s in HYBRID_ATTENTION.states)
+
+
+def function_body(node: onnx.NodeProto, dtype: int, opset: int) -> onnx.FunctionProto:
+    """The function of `node`: a short branch for plain decode steps, a general one for everything else."""
+    scope = Scope()
+    layer = Layer.of(node, dtype, scope)
+    if layer.overflow != "error" and layer.salient:
+        raise UnsupportedError(f'overflow="{layer.overflow}" has no function body yet; use overflow="error".')
+    names = [n for n, given in zip(HYBRID_ATTENTION.output_names(), node.output, strict=False) if given]
+    types = [FLOAT if n.endswith(("_score", "_state")) else dtype for n in names]
+
+    def branch(suffix: str) -> tuple[Scope, dict[str, str]]:
+        return Scope(scope), {n: f"{n}_{suffix}" for n in names}
+
+    step = make_step(layer)
+    general, general_names = branch("general")
+    General(general, layer).write(general_names)
+    general_graph = general.graph("general", list(zip(general_names.values(), types, strict=True)))
+    if step:
+        short, short_names = branch("decode")
+        write_decode(short, layer, step, short_names)
+        short_graph = short.graph("decode", list(zip(short_names.values(), types, strict=True)))
+        scope.multi("If", step.condition, out=names, then_branch=short_graph, else_branch=general_graph)
+    else:
+        scope.nodes.extend(general_graph.node)
+        for name in names:
+            scope("Identity", general_names[name], out=name)
+    _mention_absent(scope, node, dtype)
+    return helper.make_function(
+        DOMAIN,
+        node.op_type,
+        list(HYBRID_ATTENTION.input_names())[: len(node.input)],
+        list(HYBRID_ATTENTION.output_names())[: len(node.output)],
+        scope.nodes,
+        [helper.make_opsetid("", opset)],
+        [],
+    )
+
+
+def _mention_absent(scope: Scope, node: onnx.NodeProto, dtype: int) -> None:
+    """Give absent optional inputs and outputs a use: ONNX Runtime derives a function's schema from its nodes.
+
+    The uses are dead: an absent input becomes an absent bound of a Clip whose result nobody reads.
+    """
+    for name, given in zip(HYBRID_ATTENTION.input_names(), node.input, strict=False):
+        if not given:
+            wide = name in ("past_salient_score", "window_factor")
+            scope("Clip", "past_window_score" if wide or dtype == FLOAT else "query", name, None)
+    for name, given in zip(HYBRID_ATTENTION.output_names(), node.output, strict=False):
+        if not given:
+            scope("Identity", "past_window_score", out=name)

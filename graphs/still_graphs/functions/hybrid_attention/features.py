@@ -1,0 +1,40 @@
+"""Feature maps phi of the linear part."""
+
+from __future__ import annotations
+
+from still_graphs.functions.builder import Scope
+from still_graphs.functions.hybrid_attention.layer import Layer
+
+FEATURE_FLOOR = 1e-12
+
+
+def features(b: Scope, layer: Layer, x: str, weight: str, lead: tuple[str | int, ...]) -> str:
+    """phi(x) in float32.
+
+    Args:
+        x: [..., D] float32.
+        weight: [..., D, P], broadcast against x.
+        lead: Dimensions of the result before F, for the final reshape of the two-sided maps.
+
+    Returns:
+        [*lead, F].
+    """
+    direction = b("MatMul", x, weight)
+    name = layer.feature_map
+    if name == "identity":
+        return direction
+    if name == "np_softmax_pm":
+        norm = b("ReduceL2", x, [-1])
+        length = b("Max", b("ReduceL2", direction, [-1]), FEATURE_FLOOR)
+        direction = b("Mul", direction, b("Div", norm, length))
+    if name in ("np_softmax_pm", "softmax_pm"):
+        # Both signs beside each other on a new axis: one softmax for the two.
+        both = b("Concat", b("Unsqueeze", direction, [-2]), b("Unsqueeze", b("Neg", direction), [-2]), axis=-2)
+        phi = b.reshape(b("Softmax", both, axis=-1), *lead, b.dim("past_z_state", 2))
+    elif name == "softmax":
+        phi = b("Softmax", direction, axis=-1)
+    elif name == "relu":
+        phi = b("Relu", direction)
+    else:
+        phi = b("Add", b("Elu", direction), 1.0)
+    return b("Clip", phi, FEATURE_FLOOR, None)
