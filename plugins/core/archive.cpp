@@ -1,0 +1,230 @@
+#include "archive.h"
+
+#include "error.h"
+
+#include <cstring>
+#include <fstream>
+#include <set>
+
+// Written by archive.S; begin == end where the library was built without kernels.
+extern "C" char const still_archive_begin[] __attribute__((visibility("hidden")));
+extern "C" char const still_archive_end[] __attribute__((visibility("hidden")));
+
+namespace still
+{
+namespace
+{
+
+constexpr std::string_view kMagic = "STILLAR1";
+constexpr char kPackFormat[] = "still-kernels-pack";
+constexpr char kIndexFormat[] = "still-kernels-aot";
+constexpr int64_t kPackVersion = 1;
+constexpr int64_t kIndexVersion = 1; // of the launch logic that planners mirror
+
+std::string describe(Key const& key)
+{
+    std::string text;
+    for (auto const& [name, value] : key)
+        text += (text.empty() ? "" : " ") + name + "=" + value;
+    return text;
+}
+
+std::string join(std::set<std::string> const& values)
+{
+    std::string text;
+    for (auto const& value : values)
+        text += (text.empty() ? "" : ", ") + value;
+    return text;
+}
+
+// What would have to differ for a call to find a kernel: the values that the archive has, for each name that does not fit.
+std::string difference(std::vector<Variant const*> const& variants, Key const& key)
+{
+    std::map<std::string, std::set<std::string>> values;
+    size_t nearest = key.size() + 1;
+    for (Variant const* variant : variants)
+    {
+        std::map<std::string, std::string> wrong;
+        for (auto const& [name, value] : key)
+            if (auto const found = variant->key.find(name); found == variant->key.end() || found->second != value)
+                wrong[name] = found == variant->key.end() ? "unset" : found->second;
+        if (wrong.size() > nearest)
+            continue;
+        if (wrong.size() < nearest)
+            values.clear();
+        nearest = wrong.size();
+        for (auto const& [name, value] : wrong)
+            values[name].insert(value);
+    }
+    std::string text;
+    for (auto const& [name, has] : values)
+        text += (text.empty() ? "" : "; ") + name + "=" + key.at(name) + ", the archive has " + join(has);
+    return text;
+}
+
+void check_format(Json const& json, std::string const& format, int64_t version, std::string const& source)
+{
+    if (json.at("format").string() != format || json.at("version").integer() != version)
+        fail(source, ": ", json.at("format").string(), " version ", json.at("version").integer(), "; this library reads ", format,
+            " version ", version, ". Build the archive and the library from one version.");
+}
+
+Kernel read_kernel(std::string const& name, Json const& json, std::map<std::string, std::string_view> const& cubins, std::string const& source)
+{
+    Kernel kernel;
+    kernel.name = name;
+    kernel.symbol = json.at("symbol").string();
+    kernel.threads = static_cast<unsigned>(json.at("threads").integer());
+    kernel.shared_bytes = static_cast<unsigned>(json.at("shared_bytes").integer());
+    kernel.trailing_nulls = static_cast<size_t>(json.at("trailing_null_pointers").integer());
+    for (Json const& argument : json.at("args").items())
+        kernel.arguments.emplace_back(argument.at("name").string(), argument.at("type").string());
+    auto const cubin = cubins.find(json.at("cubin").string());
+    if (cubin == cubins.end())
+        fail(source, ": the cubin ", json.at("cubin").string(), " of kernel ", name, " is missing.");
+    kernel.cubin = cubin->second;
+    return kernel;
+}
+
+} // namespace
+
+Kernel const& Variant::kernel(std::string const& name) const
+{
+    auto const found = kernels.find(name);
+    if (found == kernels.end())
+        fail(op, ": the archive's variant for sm_", architecture, " has no kernel ", name, ". Build the archive and the library from one version.");
+    return found->second;
+}
+
+int64_t Variant::constant(std::string const& name) const
+{
+    auto const found = constants.find(name);
+    if (found == constants.end())
+        fail(op, ": the archive's variant for sm_", architecture, " has no constant ", name, ". Build the archive and the library from one version.");
+    return found->second;
+}
+
+bool runs_on(int compiled, int device)
+{
+    // From 9.0 on the cubins are architecture-specific (sm_90a): they run on exactly that capability.
+    if (compiled >= 90)
+        return compiled == device;
+    return compiled / 10 == device / 10 && compiled <= device;
+}
+
+Archive& Archive::get()
+{
+    static Archive* const archive = [] {
+        auto* const made = new Archive; // lives as long as the process: launches may come from static destructors
+        std::string_view const embedded(still_archive_begin, static_cast<size_t>(still_archive_end - still_archive_begin));
+        if (!embedded.empty())
+            made->add(embedded, "embedded archive");
+        return made;
+    }();
+    return *archive;
+}
+
+void Archive::add_file(std::string const& path)
+{
+    std::ifstream file(path, std::ios::binary);
+    if (!file)
+        fail("kernel archive ", path, ": cannot be opened.");
+    std::vector<char> bytes((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+    mFiles.push_back(std::move(bytes));
+    add({mFiles.back().data(), mFiles.back().size()}, "kernel archive " + path);
+}
+
+void Archive::add(std::string_view bytes, std::string const& source)
+{
+    constexpr size_t header = kMagic.size() + sizeof(uint64_t);
+    if (bytes.size() < header || bytes.substr(0, kMagic.size()) != kMagic)
+        fail(source, ": not an archive of kernels (it does not begin with ", kMagic, ").");
+    uint64_t length = 0;
+    std::memcpy(&length, bytes.data() + kMagic.size(), sizeof(length));
+    if (length > bytes.size() - header)
+        fail(source, ": truncated; the index has ", length, " bytes, the file ", bytes.size(), ".");
+    Json const pack = Json::parse(bytes.substr(header, length), source);
+    check_format(pack, kPackFormat, kPackVersion, source);
+    size_t const blobs = (header + length + 15) / 16 * 16;
+
+    std::map<std::string, std::string_view> cubins;
+    for (auto const& [name, place] : pack.at("cubins").members())
+    {
+        auto const offset = static_cast<uint64_t>(place.at("offset").integer());
+        auto const size = static_cast<uint64_t>(place.at("size").integer());
+        if (blobs > bytes.size() || offset > bytes.size() - blobs || size > bytes.size() - blobs - offset)
+            fail(source, ": truncated; the cubin ", name, " ends at byte ", blobs + offset + size, ", the file has ", bytes.size(), ".");
+        cubins[name] = bytes.substr(blobs + offset, size);
+    }
+
+    std::deque<Variant> found;
+    for (Json const& index : pack.at("indexes").items())
+    {
+        check_format(index, kIndexFormat, kIndexVersion, source);
+        std::string const op = index.at("op").string(); // "still::HybridAttention"
+        for (Json const& item : index.at("variants").items())
+        {
+            Variant variant;
+            variant.op = op.substr(op.rfind(':') + 1);
+            variant.op_version = static_cast<int>(index.at("op_version").integer());
+            std::string const& architecture = item.at("arch").string(); // "sm_90"
+            if (architecture.rfind("sm_", 0) != 0)
+                fail(source, ": unknown architecture ", architecture, ".");
+            variant.architecture = std::stoi(architecture.substr(3));
+            for (auto const& [name, value] : item.at("key").members())
+                variant.key[name] = value.text();
+            for (auto const& [name, value] : item.at("constants").members())
+                if (value.kind() == Json::Kind::kNumber)
+                    variant.constants[name] = value.integer();
+            for (auto const& [name, kernel] : item.at("kernels").members())
+                variant.kernels[name] = read_kernel(name, kernel, cubins, source);
+            found.push_back(std::move(variant));
+        }
+    }
+    for (Variant& variant : found)
+        mVariants.push_back(std::move(variant));
+}
+
+void Archive::clear()
+{
+    mVariants.clear();
+}
+
+std::vector<Variant const*> Archive::all(std::string const& op, int op_version, Key const& key) const
+{
+    std::vector<Variant const*> known;
+    std::vector<Variant const*> fitting;
+    for (Variant const& variant : mVariants)
+    {
+        if (variant.op != op || variant.op_version != op_version)
+            continue;
+        known.push_back(&variant);
+        if (variant.key == key)
+            fitting.push_back(&variant);
+    }
+    if (mVariants.empty())
+        fail(op, ": this library was built without kernels. Build it with -DSTILL_ARCHIVE=FILE.");
+    if (known.empty())
+        fail(op, ": the archive has no kernel of version ", op_version, " of this op.");
+    if (fitting.empty())
+        fail(op, ": no kernel for ", difference(known, key), ". Compile the archive for this model (all: ", describe(key), ").");
+    return fitting;
+}
+
+Variant const& Archive::find(std::string const& op, int op_version, int architecture, Key const& key) const
+{
+    Variant const* best = nullptr;
+    std::set<std::string> architectures;
+    for (Variant const* variant : all(op, op_version, key))
+    {
+        architectures.insert("sm_" + std::to_string(variant->architecture));
+        if (runs_on(variant->architecture, architecture) && (!best || variant->architecture > best->architecture))
+            best = variant;
+    }
+    if (!best)
+        fail(op, ": the archive has ", join(architectures), ", the GPU is sm_", architecture, ". Compile the archive for sm_",
+            architecture, " too.");
+    return *best;
+}
+
+} // namespace still

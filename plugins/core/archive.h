@@ -1,0 +1,78 @@
+// The archive of ahead-of-time kernels: an index and the cubins behind it, embedded in the library or read from a file.
+//
+// File: "STILLAR1", uint64 length of the index, the index (JSON), padding to 16 bytes, the cubins. Integers are little-endian.
+// A variant is what one call uses: all kernels of an op, compiled for one architecture and one set of choices (its key).
+#pragma once
+
+#include "json.h"
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+namespace still
+{
+
+using Key = std::map<std::string, std::string>; // name -> number or text, as written in the index
+
+struct Kernel
+{
+    std::string name;
+    std::string symbol; // entry point in the cubin
+    unsigned threads{}; // of a block
+    unsigned shared_bytes{};
+    size_t trailing_nulls{};                                    // pointers to scratch memory of size 0
+    std::vector<std::pair<std::string, std::string>> arguments; // name, type: "ptr", "i32", "i64", "f32"
+    std::string_view cubin;
+};
+
+struct Variant
+{
+    std::string op;
+    int op_version{};
+    int architecture{}; // 90 for sm_90
+    Key key;
+    std::map<std::string, int64_t> constants; // sizes that the launch's formulas use
+    std::map<std::string, Kernel> kernels;
+
+    Kernel const& kernel(std::string const& name) const; // throws still::Error for one that is missing
+    int64_t constant(std::string const& name) const;     // likewise
+};
+
+class Archive
+{
+public:
+    // The archive of this process: the embedded one, plus those added.
+    static Archive& get();
+
+    // Adds the kernels of a file, which stays in memory. Throws still::Error for a missing, damaged or unknown file.
+    void add_file(std::string const& path);
+
+    // Adds the kernels of `bytes`, which must stay alive. `source` names them in errors.
+    void add(std::string_view bytes, std::string const& source);
+
+    // Forgets every kernel; for tests.
+    void clear();
+
+    // The variant of the op with this key that runs on the architecture.
+    // Throws still::Error saying what the archive has instead.
+    Variant const& find(std::string const& op, int op_version, int architecture, Key const& key) const;
+
+    // Every variant of the op with this key, on whatever architecture.
+    std::vector<Variant const*> all(std::string const& op, int op_version, Key const& key) const;
+
+    std::deque<Variant> const& variants() const { return mVariants; }
+
+private:
+    std::vector<std::vector<char>> mFiles;
+    std::deque<Variant> mVariants; // addresses stay valid
+};
+
+// True when a cubin of `compiled` runs on `device`.
+bool runs_on(int compiled, int device);
+
+} // namespace still

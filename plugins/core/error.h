@@ -1,0 +1,26 @@
+// The one exception of the core. Its text is meant for the user: what is wrong, with values; what to do.
+#pragma once
+
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+namespace still
+{
+
+class Error : public std::runtime_error
+{
+public:
+    using std::runtime_error::runtime_error;
+};
+
+// Joins the parts of a message and throws them as an Error.
+template <typename... Parts>
+[[noreturn]] void fail(Parts const&... parts)
+{
+    std::ostringstream text;
+    (text << ... << parts);
+    throw Error(text.str());
+}
+
+} // namespace still

@@ -1,0 +1,348 @@
+#include "op.h"
+
+#include "error.h"
+#include "generated/op_specs.h"
+
+#include <algorithm>
+#include <cctype>
+
+namespace still
+{
+namespace
+{
+
+struct Dimension
+{
+    int64_t factor{1};
+    std::string symbol; // empty: a number, which is `factor`
+};
+
+Dimension parse_dimension(std::string const& text)
+{
+    size_t digits = 0;
+    while (digits < text.size() && std::isdigit(static_cast<unsigned char>(text[digits])))
+        ++digits;
+    int64_t const factor = digits ? std::stoll(text.substr(0, digits)) : 1;
+    return {factor, text.substr(digits < text.size() && text[digits] == '*' ? digits + 1 : digits)};
+}
+
+std::string expected_shape(TensorSpec const& spec, std::map<std::string, int64_t> const& sizes)
+{
+    std::string text;
+    for (std::string const& name : spec.shape)
+    {
+        Dimension const dim = parse_dimension(name);
+        auto const known = sizes.find(dim.symbol);
+        text += (text.empty() ? "" : ", ") + name;
+        if (known != sizes.end())
+            text += "=" + std::to_string(dim.factor * known->second);
+    }
+    return "[" + text + "]";
+}
+
+// Reads the sizes of one tensor into `sizes`, or compares them.
+void bind_shape(std::string const& op, TensorSpec const& spec, Tensor const& tensor, std::map<std::string, int64_t>& sizes)
+{
+    std::map<std::string, int64_t> const before = sizes; // for messages: what other tensors said
+    auto const refuse = [&](char const* why) {
+        fail(op, ": ", spec.name, ": expected ", expected_shape(spec, before), ", got ", tensor.shape(), why, ".");
+    };
+    if (tensor.rank != static_cast<int32_t>(spec.shape.size()))
+        refuse("");
+    for (int axis = 0; axis < tensor.rank; ++axis)
+    {
+        Dimension const dim = parse_dimension(spec.shape[static_cast<size_t>(axis)]);
+        int64_t const size = tensor.dims[axis];
+        if (size < 0)
+            refuse("; a dimension is still unknown");
+        if (dim.symbol.empty())
+        {
+            if (size != dim.factor)
+                refuse("");
+            continue;
+        }
+        auto const known = sizes.find(dim.symbol);
+        if (known == sizes.end())
+        {
+            if (size % dim.factor != 0)
+                refuse("");
+            sizes[dim.symbol] = size / dim.factor;
+        }
+        else if (size != dim.factor * known->second && !(spec.weight && size == 1))
+            refuse("");
+    }
+}
+
+Type concrete(ElementType type, Call const& call)
+{
+    switch (type)
+    {
+    case ElementType::kActivation: return call.activation;
+    case ElementType::kFloat32: return Type::kFloat32;
+    case ElementType::kInteger: return call.count;
+    }
+    return Type::kNone;
+}
+
+std::string names(std::vector<std::string> const& values)
+{
+    std::string text;
+    for (auto const& value : values)
+        text += (text.empty() ? "" : ", ") + value;
+    return text;
+}
+
+std::string partner(std::string const& present)
+{
+    return "past_" + present.substr(std::string("present_").size());
+}
+
+} // namespace
+
+char const* type_name(Type type)
+{
+    switch (type)
+    {
+    case Type::kFloat32: return "float32";
+    case Type::kFloat16: return "float16";
+    case Type::kBFloat16: return "bfloat16";
+    case Type::kInt32: return "int32";
+    case Type::kInt64: return "int64";
+    case Type::kNone: break;
+    }
+    return "nothing";
+}
+
+size_t type_bytes(Type type)
+{
+    switch (type)
+    {
+    case Type::kFloat16:
+    case Type::kBFloat16: return 2;
+    case Type::kFloat32:
+    case Type::kInt32: return 4;
+    case Type::kInt64: return 8;
+    case Type::kNone: break;
+    }
+    return 0;
+}
+
+bool Tensor::operator==(Tensor const& other) const
+{
+    return type == other.type && rank == other.rank && std::equal(dims, dims + rank, other.dims);
+}
+
+std::string Tensor::shape() const
+{
+    std::string text;
+    for (int axis = 0; axis < rank; ++axis)
+        text += (axis ? ", " : "") + std::to_string(dims[axis]);
+    return "[" + text + "]";
+}
+
+size_t Tensor::bytes() const
+{
+    size_t count = type_bytes(type);
+    for (int axis = 0; axis < rank; ++axis)
+        count *= static_cast<size_t>(dims[axis]);
+    return count;
+}
+
+int64_t Call::size(std::string const& symbol) const
+{
+    Dimension const dim = parse_dimension(symbol);
+    return dim.factor * sizes.at(dim.symbol);
+}
+
+int64_t Call::integer(std::string const& attribute) const { return attributes->at(attribute).integer; }
+double Call::real(std::string const& attribute) const { return attributes->at(attribute).real; }
+std::string const& Call::text(std::string const& attribute) const { return attributes->at(attribute).text; }
+Tensor const& Call::tensor(std::string const& name) const { return tensors.at(name); }
+void Call::refuse(std::string const& what) const { fail(spec->name, ": ", what); }
+
+std::vector<OpSpec> const& op_specs()
+{
+    static auto const* const specs = new std::vector<OpSpec>(make_op_specs());
+    return *specs;
+}
+
+OpSpec const& op_spec(std::string const& name)
+{
+    std::vector<std::string> known;
+    for (OpSpec const& spec : op_specs())
+    {
+        if (spec.name == name)
+            return spec;
+        known.push_back(spec.name);
+    }
+    fail("unknown op ", name, "; this library has ", names(known), ".");
+}
+
+Op::Op(OpSpec const& spec, std::map<std::string, AttributeValue> const& attributes, uint64_t absent_inputs)
+    : mSpec(&spec), mAbsent(absent_inputs)
+{
+    for (AttributeSpec const& attribute : spec.attributes)
+        mAttributes[attribute.name] = {attribute.kind, attribute.integer, attribute.real, attribute.text};
+    for (auto const& [name, value] : attributes)
+    {
+        auto const known = std::find_if(
+            spec.attributes.begin(), spec.attributes.end(), [&name = name](AttributeSpec const& a) { return a.name == name; });
+        if (known == spec.attributes.end())
+            fail(spec.name, ": unknown attribute ", name, ".");
+        if (known->kind != value.kind)
+            fail(spec.name, ": attribute ", name, " has the wrong type.");
+        if (!known->choices.empty() && std::find(known->choices.begin(), known->choices.end(), value.text) == known->choices.end())
+            fail(spec.name, ": attribute ", name, "=\"", value.text, "\" is unknown; known: ", names(known->choices), ".");
+        mAttributes[name] = value;
+    }
+    std::vector<std::string> absent;
+    for (size_t i = 0; i < spec.inputs.size(); ++i)
+    {
+        TensorSpec const& tensor = spec.inputs[i];
+        if (!(absent_inputs >> i & 1))
+            mInputs.push_back(&tensor);
+        else if (tensor.optional)
+            absent.push_back(tensor.name);
+        else
+            fail(spec.name, ": ", tensor.name, " is not optional, but absent_inputs=", absent_inputs, " leaves it out.");
+    }
+    if (spec.inputs.size() < 64 && absent_inputs >> spec.inputs.size())
+        fail(spec.name, ": absent_inputs=", absent_inputs, " names inputs beyond the ", spec.inputs.size(), " of the op.");
+    for (TensorSpec const& tensor : spec.outputs)
+        if (!tensor.state || std::find(absent.begin(), absent.end(), partner(tensor.name)) == absent.end())
+            mOutputs.push_back(&tensor);
+}
+
+std::optional<std::pair<int, int>> Op::locate(std::string const& symbol) const
+{
+    for (size_t i = 0; i < mInputs.size(); ++i)
+    {
+        if (mInputs[i]->weight)
+            continue; // may be shared by all heads
+        auto const& shape = mInputs[i]->shape;
+        auto const found = std::find(shape.begin(), shape.end(), symbol);
+        if (found != shape.end())
+            return std::make_pair(static_cast<int>(i), static_cast<int>(found - shape.begin()));
+    }
+    return std::nullopt;
+}
+
+Call Op::bind(std::vector<Tensor> const& inputs) const
+{
+    if (inputs.size() != mInputs.size())
+        fail(mSpec->name, ": expected ", mInputs.size(), " inputs, got ", inputs.size(), ".");
+    Call call;
+    call.spec = mSpec;
+    call.attributes = &mAttributes;
+    call.inputs = &mInputs;
+    call.outputs = &mOutputs;
+    // Weights last: their dimension of 1 must not become the size of a symbol.
+    for (bool const weights : {false, true})
+    {
+        for (size_t i = 0; i < inputs.size(); ++i)
+        {
+            TensorSpec const& spec = *mInputs[i];
+            if (spec.weight != weights)
+                continue;
+            Tensor const& tensor = inputs[i];
+            if (spec.type == ElementType::kActivation && call.activation == Type::kNone)
+            {
+                if (tensor.type != Type::kFloat32 && tensor.type != Type::kFloat16 && tensor.type != Type::kBFloat16)
+                    fail(mSpec->name, ": ", spec.name, ": expected float16, bfloat16 or float32, got ", type_name(tensor.type), ".");
+                call.activation = tensor.type;
+            }
+            if (spec.type == ElementType::kInteger && call.count == Type::kNone)
+            {
+                if (tensor.type != Type::kInt32 && tensor.type != Type::kInt64)
+                    fail(mSpec->name, ": ", spec.name, ": expected int32 or int64, got ", type_name(tensor.type), ".");
+                call.count = tensor.type;
+            }
+            if (Type const expected = concrete(spec.type, call); tensor.type != expected)
+                fail(mSpec->name, ": ", spec.name, ": expected ", type_name(expected), ", got ", type_name(tensor.type), ".");
+            bind_shape(mSpec->name, spec, tensor, call.sizes);
+            call.tensors[spec.name] = tensor;
+        }
+    }
+    for (TensorSpec const* spec : mOutputs)
+    {
+        Tensor tensor;
+        tensor.type = concrete(spec->type, call);
+        tensor.rank = static_cast<int32_t>(spec->shape.size());
+        for (int axis = 0; axis < tensor.rank; ++axis)
+            tensor.dims[axis] = call.size(spec->shape[static_cast<size_t>(axis)]);
+        call.tensors[spec->name] = tensor;
+    }
+    return call;
+}
+
+std::vector<Tensor> Op::infer(std::vector<Tensor> const& inputs) const
+{
+    Call const call = bind(inputs);
+    planner(mSpec->name).check(call);
+    std::vector<Tensor> outputs;
+    for (TensorSpec const* spec : mOutputs)
+        outputs.push_back(call.tensor(spec->name));
+    return outputs;
+}
+
+size_t Op::workspace_bytes(std::vector<Tensor> const& largest) const
+{
+    Call const call = bind(largest);
+    Planner const& planning = planner(mSpec->name);
+    planning.check(call);
+    size_t bytes = 0;
+    for (Variant const* variant : Archive::get().all(mSpec->name, mSpec->version, planning.key(call)))
+        bytes = std::max(bytes, planning.workspace_bytes(call, *variant));
+    return bytes;
+}
+
+void Op::preload(Type activation) const
+{
+    Call call;
+    call.spec = mSpec;
+    call.attributes = &mAttributes;
+    call.activation = activation;
+    for (TensorSpec const* spec : mInputs)
+        call.tensors[spec->name] = {};
+    Key const part = planner(mSpec->name).key(call);
+    int const architecture = current_architecture();
+    for (Variant const& variant : Archive::get().variants())
+    {
+        bool const fits = std::all_of(part.begin(), part.end(), [&](auto const& item) {
+            auto const found = variant.key.find(item.first);
+            return found != variant.key.end() && found->second == item.second;
+        });
+        if (fits && variant.op == mSpec->name && variant.op_version == mSpec->version && runs_on(variant.architecture, architecture))
+            for (auto const& [name, kernel] : variant.kernels)
+                load_function(kernel);
+    }
+}
+
+void Op::prepare(std::vector<Tensor> const& inputs)
+{
+    Call const call = bind(inputs);
+    Planner const& planning = planner(mSpec->name);
+    planning.check(call);
+    Variant const& variant = Archive::get().find(mSpec->name, mSpec->version, current_architecture(), planning.key(call));
+    PlanBuilder builder(call, variant);
+    planning.plan(call, variant, builder);
+    auto plan = std::make_shared<Plan>(builder.take());
+    if (size_t const bound = planning.workspace_bytes(call, variant); plan->workspace_bytes > bound)
+        call.refuse("the plan needs " + std::to_string(plan->workspace_bytes) + " bytes of workspace, more than the declared "
+            + std::to_string(bound) + "; this is a bug.");
+    if (plan->persistent_bytes > (mPersistent ? mPersistent->bytes() : 0))
+        mPersistent = std::make_shared<ZeroedMemory>(plan->persistent_bytes);
+    mPlan = std::move(plan);
+    mPrepared = inputs;
+}
+
+void Op::launch(void const* const* inputs, void* const* outputs, void* workspace, void* stream) const
+{
+    if (!mPlan)
+        fail(mSpec->name, ": launched before it was prepared for its shapes.");
+    if (mPlan->workspace_bytes && !workspace)
+        fail(mSpec->name, ": needs ", mPlan->workspace_bytes, " bytes of workspace, got none.");
+    run(*mPlan, inputs, outputs, workspace, mPersistent ? mPersistent->address() : 0, stream);
+}
+
+} // namespace still

@@ -1,0 +1,50 @@
+// What an op is: names, shapes, types and attributes. The values come from generated/op_specs.h.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace still
+{
+
+enum class ElementType { kActivation, kFloat32, kInteger };
+enum class AttributeKind { kInteger, kFloat, kString };
+
+struct TensorSpec
+{
+    std::string name;
+    std::vector<std::string> shape; // symbols ("B"), multiples of one ("2*C"), numbers
+    ElementType type;
+    bool weight; // a dimension of 1 stands for all heads
+    bool state;
+    bool optional;
+};
+
+struct AttributeSpec
+{
+    std::string name;
+    AttributeKind kind;
+    int64_t integer;
+    double real;
+    std::string text;
+    std::vector<std::string> choices; // empty: any value
+};
+
+struct OpSpec
+{
+    std::string name;
+    std::string domain;
+    int version;
+    std::vector<TensorSpec> inputs;
+    std::vector<TensorSpec> outputs;
+    std::vector<AttributeSpec> attributes;
+};
+
+// Every op, in the order of still_graphs.opset.OPS.
+std::vector<OpSpec> const& op_specs();
+
+// The op called `name`; throws still::Error listing the known ones.
+OpSpec const& op_spec(std::string const& name);
+
+} // namespace still

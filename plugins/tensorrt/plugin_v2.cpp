@@ -1,0 +1,263 @@
+// TensorRT 8.6 (JetPack 6.0, DRIVE): IPluginV2DynamicExt over the core. Nothing of TensorRT is linked; load the library with the
+// plugin registry's load_library, or build the static-registration variant for hosts that only dlopen.
+#include "bridge.h"
+#include "register.h"
+
+#include <cstdint>
+
+namespace still
+{
+namespace
+{
+
+using namespace nvinfer1;
+
+constexpr uint32_t kFormat = 0x53544c31; // "STL1": changes with the layout below
+
+// The fields as bytes: format, count, then name, type, length and value of each; everything aligned to 4 bytes.
+std::string to_bytes(PluginFieldCollection const& fields)
+{
+    std::string bytes;
+    auto const number = [&](uint32_t value) { bytes.append(reinterpret_cast<char const*>(&value), sizeof(value)); };
+    auto const block = [&](void const* data, size_t size) {
+        number(static_cast<uint32_t>(size));
+        bytes.append(static_cast<char const*>(data), size);
+        bytes.resize((bytes.size() + 3) / 4 * 4);
+    };
+    number(kFormat);
+    number(static_cast<uint32_t>(fields.nbFields));
+    for (int i = 0; i < fields.nbFields; ++i)
+    {
+        PluginField const& field = fields.fields[i];
+        bool const text = field.type == PluginFieldType::kCHAR;
+        block(field.name, std::strlen(field.name) + 1);
+        number(static_cast<uint32_t>(field.type));
+        block(field.data, text ? static_cast<size_t>(field.length) : sizeof(uint32_t));
+    }
+    return bytes;
+}
+
+// Fields that point into a copy of the bytes.
+class StoredFields
+{
+public:
+    StoredFields(void const* data, size_t size) : mBytes(static_cast<char const*>(data), size)
+    {
+        if (number() != kFormat)
+            fail("the engine holds this plugin in another format. Rebuild the engine with this plugin library.");
+        uint32_t const count = number();
+        for (uint32_t i = 0; i < count; ++i)
+        {
+            auto const [name, name_size] = block();
+            if (name_size == 0 || name[name_size - 1] != '\0')
+                truncated();
+            auto const type = static_cast<PluginFieldType>(number());
+            auto const [value, value_size] = block();
+            mFields.emplace_back(name, value, type, type == PluginFieldType::kCHAR ? static_cast<int32_t>(value_size) : 1);
+        }
+    }
+
+    PluginFieldCollection collection() const { return {static_cast<int32_t>(mFields.size()), mFields.data()}; }
+
+private:
+    [[noreturn]] static void truncated() { fail("the engine's plugin data is truncated. Rebuild the engine."); }
+
+    uint32_t number()
+    {
+        uint32_t value = 0;
+        if (mBytes.size() - mAt < sizeof(value))
+            truncated();
+        std::memcpy(&value, mBytes.data() + mAt, sizeof(value));
+        mAt += sizeof(value);
+        return value;
+    }
+
+    std::pair<char const*, size_t> block()
+    {
+        size_t const size = number();
+        size_t const padded = (size + 3) / 4 * 4;
+        if (mBytes.size() - mAt < padded)
+            truncated();
+        char const* const start = mBytes.data() + mAt;
+        mAt += padded;
+        return {start, size};
+    }
+
+    std::string mBytes;
+    size_t mAt{};
+    std::vector<PluginField> mFields;
+};
+
+class Plugin final : public IPluginV2DynamicExt
+{
+public:
+    Plugin(NodeOp const& node, std::string const& space)
+        : mNode(node), mNamespace(space), mVersion(std::to_string(node.op().spec().version)), mBytes(to_bytes(mNode.fields()))
+    {
+    }
+
+    IPluginV2DynamicExt* clone() const noexcept override
+    {
+        return logged(static_cast<IPluginV2DynamicExt*>(nullptr), [&] { return new Plugin(mNode, mNamespace); });
+    }
+
+    char const* getPluginType() const noexcept override { return mNode.op().spec().name.c_str(); }
+    char const* getPluginVersion() const noexcept override { return mVersion.c_str(); }
+    void setPluginNamespace(char const* name) noexcept override { mNamespace = name; }
+    char const* getPluginNamespace() const noexcept override { return mNamespace.c_str(); }
+    void destroy() noexcept override { delete this; }
+    size_t getSerializationSize() const noexcept override { return mBytes.size(); }
+    void serialize(void* buffer) const noexcept override { std::memcpy(buffer, mBytes.data(), mBytes.size()); }
+
+    int32_t getNbOutputs() const noexcept override { return static_cast<int32_t>(mNode.op().outputs().size()); }
+
+    DataType getOutputDataType(int32_t index, DataType const* inputs, int32_t) const noexcept override
+    {
+        return mNode.output_type(index, inputs);
+    }
+
+    DimsExprs getOutputDimensions(int32_t index, DimsExprs const* inputs, int32_t count, IExprBuilder&) noexcept override
+    {
+        return logged(DimsExprs{-1, {}}, [&] {
+            if (static_cast<size_t>(count) != mNode.op().inputs().size())
+                fail(getPluginType(), ": expected ", mNode.op().inputs().size(), " inputs, got ", count, ".");
+            return mNode.output_shape(index, inputs);
+        });
+    }
+
+    bool supportsFormatCombination(int32_t position, PluginTensorDesc const* tensors, int32_t, int32_t) noexcept override
+    {
+        return logged(false, [&] {
+            return tensors[position].format == TensorFormat::kLINEAR
+                && mNode.accepts(position, tensors[position].type, [&](int32_t other) { return tensors[other].type; });
+        });
+    }
+
+    // Called while building (dimensions unknown) and by an execution context whose shapes changed (known): the moment to plan.
+    void configurePlugin(DynamicPluginTensorDesc const* inputs, int32_t count, DynamicPluginTensorDesc const*, int32_t) noexcept override
+    {
+        std::vector<PluginTensorDesc> descs;
+        for (int32_t i = 0; i < count; ++i)
+        {
+            descs.push_back(inputs[i].desc);
+            for (int32_t axis = 0; axis < inputs[i].desc.dims.nbDims; ++axis)
+                if (inputs[i].desc.dims.d[axis] < 0)
+                    return;
+        }
+        logged(false, [&] {
+            mNode.prepare(descs.data(), count);
+            return true;
+        });
+    }
+
+    size_t getWorkspaceSize(PluginTensorDesc const* inputs, int32_t count, PluginTensorDesc const*, int32_t) const noexcept override
+    {
+        return logged(size_t{0}, [&] { return mNode.op().workspace_bytes(to_tensors(inputs, count)); });
+    }
+
+    // The shapes are not known here yet; what the attributes alone decide is loaded, so that enqueue never loads a module.
+    int32_t initialize() noexcept override
+    {
+        return logged(1, [&] {
+            mNode.preload();
+            return 0;
+        });
+    }
+
+    void terminate() noexcept override {}
+
+    int32_t enqueue(PluginTensorDesc const* descs, PluginTensorDesc const*, void const* const* inputs, void* const* outputs,
+        void* workspace, cudaStream_t stream) noexcept override
+    {
+        return logged(1, [&] {
+            mNode.prepare(descs, static_cast<int32_t>(mNode.op().inputs().size())); // no work when configurePlugin has done it
+            mNode.op().launch(inputs, outputs, workspace, stream);
+            return 0;
+        });
+    }
+
+private:
+    NodeOp mNode;
+    std::string mNamespace;
+    std::string mVersion;
+    std::string mBytes;
+};
+
+class Creator final : public IPluginCreator
+{
+public:
+    explicit Creator(OpSpec const& spec)
+        : mSpec(spec), mNamespace(spec.domain), mVersion(std::to_string(spec.version)), mDeclared(NodeOp::declared(spec)),
+          mFields{static_cast<int32_t>(mDeclared.size()), mDeclared.data()}
+    {
+    }
+
+    char const* getPluginName() const noexcept override { return mSpec.name.c_str(); }
+    char const* getPluginVersion() const noexcept override { return mVersion.c_str(); }
+    void setPluginNamespace(char const* name) noexcept override { mNamespace = name; }
+    char const* getPluginNamespace() const noexcept override { return mNamespace.c_str(); }
+    PluginFieldCollection const* getFieldNames() noexcept override { return &mFields; }
+
+    IPluginV2* createPlugin(char const* name, PluginFieldCollection const* fields) noexcept override { return make(name, *fields); }
+
+    IPluginV2* deserializePlugin(char const* name, void const* data, size_t size) noexcept override
+    {
+        return logged(static_cast<IPluginV2*>(nullptr), [&] { return make(name, StoredFields(data, size).collection()); });
+    }
+
+private:
+    IPluginV2* make(char const* name, PluginFieldCollection const& fields) const noexcept
+    {
+        return logged(static_cast<IPluginV2*>(nullptr), [&]() -> IPluginV2* {
+            try
+            {
+                return new Plugin(NodeOp(mSpec, fields), mNamespace);
+            }
+            catch (Error const& error)
+            {
+                fail("node ", name ? name : "", ": ", error.what());
+            }
+        });
+    }
+
+    OpSpec const& mSpec;
+    std::string mNamespace;
+    std::string mVersion;
+    std::vector<PluginField> mDeclared;
+    PluginFieldCollection mFields;
+};
+
+std::vector<IPluginCreator*> const& creators()
+{
+    static auto const* const made = [] {
+        auto* const list = new std::vector<IPluginCreator*>;
+        for (OpSpec const& spec : op_specs())
+            list->push_back(new Creator(spec));
+        return list;
+    }();
+    return *made;
+}
+
+} // namespace
+} // namespace still
+
+extern "C" STILL_EXPORT void setLoggerFinder(nvinfer1::ILoggerFinder* finder)
+{
+    still::logger_finder() = finder;
+}
+
+extern "C" STILL_EXPORT nvinfer1::IPluginCreator* const* getPluginCreators(int32_t& count)
+{
+    count = static_cast<int32_t>(still::creators().size());
+    return still::creators().data();
+}
+
+#ifdef STILL_STATIC_REGISTRATION
+STILL_REGISTER_AT_LOAD
+{
+    auto* const registry = still::plugin_registry();
+    for (auto* const creator : still::creators())
+        if (registry)
+            registry->registerCreator(*creator, "still");
+}
+#endif

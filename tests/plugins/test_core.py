@@ -1,0 +1,335 @@
+"""The core without a GPU: archive, checks, plans and launches against a recording stand-in for the driver."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from still_graphs.opset import HYBRID_ATTENTION
+from tests.plugins.core_abi import Core, CoreError, CoreOp, Recorder, Tensor, shapes_of, write_archive
+
+ROOT = Path(__file__).resolve().parents[2]
+SIZES = {"B": 2, "T": 150, "H": 6, "HK": 3, "HS": 6, "D": 64, "P": 48, "F": 96, "C": 32, "N": 80}
+ATTRIBUTES: dict[str, int | float | str] = {a.name: a.default for a in HYBRID_ATTENTION.attributes}
+ATTRIBUTES.update(chunk_size=32, salient_per_chunk=5, mix_epsilon=1e-5)
+ABSENT = {"window_factor", "past_salient_score"}
+TYPES = {"ptr": "p", "i32": "i", "f32": "f"}
+ARGUMENTS = {  # orders differ on purpose: the core goes by name
+    "score": ["T:i32", "query:ptr", "key:ptr", "score:ptr", "stats:ptr", "past_length:ptr", "scale:f32", "R:i32"],
+    "select": ["flags:ptr", "first_tile:i32", "K:i32", "window_factor:ptr"],
+    "scan": ["kv_state:ptr", "prefix_kv:ptr", "prefix_z:ptr", "first_tile:i32", "n_tiles:i32", "W_HEADS:i32"],
+    "attend": ["output:ptr", "query_start:ptr", "salient_key:ptr", "epsilon:f32", "first_tile:i32", "n_tiles:i32"],
+    "commit": ["window_key:ptr", "new_tokens:ptr", "H:i32", "HK:i32", "N:i32"],
+    "decode": ["counters:ptr", "part_acc:ptr", "output:ptr", "NS:i32", "B:i32", "phantom:i32"],
+}
+CONSTANTS = {
+    "segment_tiles": 4,
+    "scan_programs": 3,
+    "subtiles": 2,
+    "tiles_per_program": 3,
+    "value_slices": 2,
+    "decode_split_slots": 32,
+    "decode_max_splits": 16,
+}
+KEY = {
+    "dtype": "float16",
+    "head_dim": 64,
+    "chunk_size": 32,
+    "feature_rows": 48,
+    "feature_map": "np_softmax_pm",
+    "gate": 1,
+    "select_scope": "q_head",
+    "saliency": "margin",
+    "overflow": "error",
+    "window_factor": 0,
+    "count_dtype": "int32",
+}
+
+
+def variant(arch: str = "sm_90", shared_bytes: int = 1000, **key: Any) -> dict[str, Any]:
+    kernels = {
+        name: {
+            "symbol": f"{name}_kernel",
+            "threads": 128,
+            "num_warps": 4,
+            "shared_bytes": shared_bytes,
+            "trailing_null_pointers": 2,
+            "args": [dict(zip(("name", "type"), argument.split(":"), strict=True)) for argument in arguments],
+        }
+        for name, arguments in ARGUMENTS.items()
+    }
+    return {"key": KEY | key, "arch": arch, "constants": CONSTANTS, "kernels": kernels}
+
+
+def inputs(dtype: str = "float16", absent: set[str] = ABSENT, **sizes: int) -> list[Tensor]:
+    return shapes_of(HYBRID_ATTENTION, SIZES | sizes, dtype, "int32", absent)
+
+
+def absent_mask(absent: set[str]) -> int:
+    return sum(1 << i for i, name in enumerate(HYBRID_ATTENTION.input_names()) if name in absent)
+
+
+@pytest.fixture
+def op(core: Core, recorder: Recorder, tmp_path: Path) -> CoreOp:
+    core.call("still_add_archive", str(write_archive(tmp_path, [variant(), variant("sm_86")])).encode())
+    for name, arguments in ARGUMENTS.items():
+        recorder.arguments(f"{name}_kernel", "".join(TYPES[a.split(":")[1]] for a in arguments) + "pp")
+    return core.op("HybridAttention", ATTRIBUTES, absent_mask(ABSENT))
+
+
+def addresses(op: CoreOp) -> tuple[list[int], list[int]]:
+    return [0x1000 * (i + 1) for i in range(len(op.names("input")))], [
+        0x100000 * (i + 1) for i in range(len(op.names("output")))
+    ]
+
+
+def values(line: dict[str, str], name: str) -> dict[str, float]:
+    names = [a.split(":")[0] for a in ARGUMENTS[name]] + ["scratch0", "scratch1"]
+    return dict(zip(names, map(float, line["args"].split(",")), strict=True))
+
+
+def test_generated_header_is_in_sync() -> None:
+    done = subprocess.run([sys.executable, ROOT / "tools/write_op_specs.py", "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_names_and_shapes_follow_the_op_spec(op: CoreOp) -> None:
+    assert op.names("input") == [n for n in HYBRID_ATTENTION.input_names() if n not in ABSENT]
+    assert op.names("output") == [n for n in HYBRID_ATTENTION.output_names() if n != "present_salient_score"]
+    outputs = dict(zip(op.names("output"), op.infer(inputs()), strict=True))
+    assert outputs["output"] == ("float16", (2, 150, 6, 64))
+    assert outputs["present_window_key"] == ("float16", (2, 3, 64, 64))
+    assert outputs["present_z_state"] == ("float32", (2, 6, 96))
+
+
+def test_shared_feature_weights_are_one_head(op: CoreOp, recorder: Recorder) -> None:
+    given = inputs()
+    position = op.names("input").index("feature_q_weight")
+    for i in (position, position + 1):
+        given[i] = ("float16", (1, 48, 64))
+    op.prepare(given)
+    op.launch(*addresses(op), 0x7000000, 5)
+    assert values(recorder.launches()[2][1], "scan")["W_HEADS"] == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"key": ("float16", (2, 150, 3, 65))}, "key: expected [B=2, T=150, HK, D=64], got [2, 150, 3, 65]"),
+        ({"key": ("float32", (2, 150, 3, 64))}, "key: expected float16, got float32"),
+        ({"past_length": ("int64", (2,))}, "past_length: expected int32, got int64"),
+        (
+            {"past_window_key": ("float16", (2, 3, 63, 64))},
+            "past_window_key: expected [B=2, HK=3, 2*C, D=64], got [2, 3, 63, 64]",
+        ),
+        ({"past_z_state": ("float32", (2, 6))}, "past_z_state: expected [B=2, H=6, F=96], got [2, 6]"),
+        ({"past_salient_key": ("float16", (2, 3, 80, 64))}, "past_salient_value: expected [B=2, HS=3"),
+    ],
+)
+def test_refuses_tensors_that_do_not_fit(op: CoreOp, change: dict[str, Tensor], message: str) -> None:
+    given = [change.get(name, tensor) for name, tensor in zip(op.names("input"), inputs(), strict=True)]
+    with pytest.raises(CoreError) as error:
+        op.infer(given)
+    assert str(error.value).startswith("HybridAttention: ") and message in str(error.value)
+
+
+def test_refuses_attributes_that_are_unknown(core: Core) -> None:
+    with pytest.raises(CoreError, match='saliency="marginal" is unknown; known: margin, released_prefill'):
+        core.op("HybridAttention", ATTRIBUTES | {"saliency": "marginal"})
+    with pytest.raises(CoreError, match="unknown attribute chunk"):
+        core.op("HybridAttention", {"chunk": 3})
+    with pytest.raises(CoreError, match="query is not optional"):
+        core.op("HybridAttention", ATTRIBUTES, 1)
+    with pytest.raises(CoreError, match="unknown op Foo; this library has HybridAttention"):
+        core.op("Foo", {})
+
+
+def test_refuses_what_contradicts_the_attributes(core: Core, op: CoreOp) -> None:
+    with pytest.raises(CoreError, match="holds 2\\*C=64 tokens, chunk_size is 16"):
+        core.op("HybridAttention", ATTRIBUTES | {"chunk_size": 16}, absent_mask(ABSENT)).infer(inputs())
+    with pytest.raises(CoreError, match="select_scope=kv_group_max needs 3"):
+        core.op("HybridAttention", ATTRIBUTES | {"select_scope": "kv_group_max"}, absent_mask(ABSENT)).infer(inputs())
+    with pytest.raises(CoreError, match='local="sliding" has no kernel'):
+        core.op("HybridAttention", ATTRIBUTES | {"local": "sliding"}, absent_mask(ABSENT)).infer(inputs())
+
+
+def test_prefill_launches(op: CoreOp, recorder: Recorder) -> None:
+    given, (ins, outs) = inputs(), addresses(op)
+    op.prepare(given)
+    loaded = len(recorder.log("cuModuleLoadData"))
+    op.launch(ins, outs, 0x7000000, 5)
+    assert len(recorder.log("cuModuleLoadData")) == loaded == 5, "modules load when prepared, never at launch"
+    launches = recorder.launches()
+    # 150 tokens touch at most 6 chunks of 32; segments of 4
+    assert [name for name, _ in launches] == [
+        f"{k}_kernel" for k in ("score", "select", "scan", "attend", "scan", "attend", "commit")
+    ]
+    assert [fields["grid"] for _, fields in launches] == ["8,6,2", "6,6,2", "3,6,2", "3,6,2", "3,6,2", "2,6,2", "6,2,1"]
+    assert {fields["block"] for _, fields in launches} == {"128,1,1"}
+    assert {fields["shared"] for _, fields in launches} == {"1000"} and {
+        fields["stream"] for _, fields in launches
+    } == {"5"}
+    score = values(launches[0][1], "score")
+    at = dict(zip(op.names("input"), ins, strict=True)) | dict(zip(op.names("output"), outs, strict=True))
+    assert (score["query"], score["key"], score["T"], score["R"]) == (at["query"], at["key"], 150, 8)
+    assert score["past_length"] == at["past_length"] and score["scale"] == 0.125
+    assert (score["scratch0"], score["scratch1"]) == (0, 0)
+    assert values(launches[1][1], "select")["window_factor"] == 0, "an absent optional input is null"
+    assert [values(f, "scan")["first_tile"] for n, f in launches if n == "scan_kernel"] == [0, 4]
+    assert [values(f, "scan")["n_tiles"] for n, f in launches if n == "scan_kernel"] == [4, 2]
+    attend = values(launches[3][1], "attend")
+    assert attend["salient_key"] == at["present_salient_key"], "kernels work on the present state"
+    assert attend["output"] == at["output"] and attend["epsilon"] == pytest.approx(1e-5)
+    commit = values(launches[-1][1], "commit")
+    assert (commit["H"], commit["HK"], commit["N"]) == (6, 3, 80)
+    # regions of the workspace: distinct, 256-aligned, in bounds
+    scan = values(launches[2][1], "scan")
+    regions = [
+        score["score"],
+        score["stats"],
+        values(launches[1][1], "select")["flags"],
+        scan["prefix_kv"],
+        scan["prefix_z"],
+    ]
+    assert len(set(regions)) == 5 and all(r % 256 == 0 and r >= 0x7000000 for r in regions)
+    assert max(regions) < 0x7000000 + op.workspace(given)
+
+
+def test_decode_is_one_launch_with_its_own_counters(core: Core, op: CoreOp, recorder: Recorder) -> None:
+    given = inputs(T=1)
+    op.prepare(given)
+    assert recorder.log("cuMemAlloc") == ["cuMemAlloc 256"]  # B * 2H int32, rounded up
+    assert recorder.log("cuMemsetD8Async") == ["cuMemsetD8Async 0 256"] and recorder.log("cuCtxSynchronize")
+    ins, outs = addresses(op)
+    op.launch(ins, outs, 0x7000000, 0)
+    ((name, fields),) = recorder.launches()
+    assert name == "decode_kernel" and fields["grid"] == "6,6,2"  # 3 splits of 32 slots, 2 slices, 1 head
+    assert values(fields, "decode")["NS"] == 3
+    other = core.op("HybridAttention", ATTRIBUTES, absent_mask(ABSENT))
+    other.prepare(given)
+    other.launch(ins, outs, 0x7000000, 0)
+    counters = [values(f, "decode")["counters"] for _, f in recorder.launches()]
+    assert counters[0] != counters[1] != 0, "two instances may run on two streams"
+
+
+def test_state_is_copied_only_where_the_buffers_differ(op: CoreOp, recorder: Recorder) -> None:
+    op.prepare(inputs(T=1))
+    ins, outs = addresses(op)
+    op.launch(ins, outs, 0x7000000, 9)
+    copies = recorder.log("cuMemcpyDtoDAsync")
+    states = [n for n in op.names("output") if n.startswith("present_")]
+    assert len(copies) == len(states) == 7
+    by_target = {int(line.split()[1]): line.split()[2:] for line in copies}
+    at = dict(zip(op.names("output"), outs, strict=True)), dict(zip(op.names("input"), ins, strict=True))
+    assert by_target[at[0]["present_kv_state"]] == [str(at[1]["past_kv_state"]), str(2 * 6 * 96 * 64 * 4), "stream=9"]
+    recorder.reset()
+    op.prepare(inputs(T=1))
+    shared = [at[0][n] if n == "output" else at[1][n.replace("present_", "past_")] for n in op.names("output")]
+    op.launch(ins, shared, 0x7000000, 9)
+    assert not recorder.log("cuMemcpyDtoDAsync") and len(recorder.launches()) == 1
+
+
+def test_workspace_covers_every_smaller_call(op: CoreOp) -> None:
+    bound = op.workspace(inputs(B=4, T=300))
+    for batch in (1, 2, 3, 4):
+        for tokens in (1, 2, 31, 64, 299, 300):
+            given = inputs(B=batch, T=tokens)
+            assert op.workspace(given) <= bound
+            op.prepare(given)  # fails when the plan exceeds its own bound
+    assert op.workspace(inputs(B=4, T=1)) < bound
+
+
+def test_empty_calls_only_hand_the_state_on(op: CoreOp, recorder: Recorder) -> None:
+    op.prepare(inputs(T=0))
+    op.launch(*addresses(op), 0x7000000, 0)
+    assert not recorder.launches() and len(recorder.log("cuMemcpyDtoDAsync")) == 7
+
+
+def test_picks_the_architecture(core: Core, op: CoreOp, recorder: Recorder) -> None:
+    for architecture, cubin in ((90, "sm_90"), (89, "sm_86"), (86, "sm_86")):
+        recorder.reset(architecture)
+        op.prepare(inputs(T=1))
+        assert recorder.log("cuModuleLoadData")[0].startswith(f"cuModuleLoadData {cubin} decode")
+    recorder.reset(100)
+    with pytest.raises(
+        CoreError, match=r"the archive has sm_86, sm_90, the GPU is sm_100\. Compile the archive for sm_100"
+    ):
+        op.prepare(inputs(T=1))
+
+
+def test_says_which_choice_has_no_kernel(core: Core, op: CoreOp) -> None:
+    with pytest.raises(CoreError, match="no kernel for head_dim=96, the archive has 64"):
+        op.prepare(inputs(D=96))
+    with pytest.raises(CoreError, match="no kernel for dtype=bfloat16, the archive has float16"):
+        op.prepare(inputs("bfloat16"))
+    core.call("still_clear_archive")
+    with pytest.raises(CoreError, match="built without kernels"):
+        op.prepare(inputs())
+
+
+def test_large_shared_memory_is_asked_for(core: Core, recorder: Recorder, tmp_path: Path) -> None:
+    core.call("still_add_archive", str(write_archive(tmp_path, [variant(shared_bytes=100_000)])).encode())
+    op = core.op("HybridAttention", ATTRIBUTES, absent_mask(ABSENT))
+    op.prepare(inputs(T=1))
+    assert recorder.log("cuFuncSetAttribute") == ["cuFuncSetAttribute decode_kernel 8=100000"]
+    recorder.reset()
+    recorder.fail("cuFuncSetAttribute", 1)
+    with pytest.raises(CoreError, match="kernel decode needs 100000 bytes of shared memory"):
+        op.prepare(inputs(T=1))
+
+
+def test_driver_failures_are_named(core: Core, op: CoreOp, recorder: Recorder) -> None:
+    recorder.fail("cuMemAlloc", 2)
+    with pytest.raises(CoreError, match="cuMemAlloc failed with 2 \\(CUDA_ERROR_OUT_OF_MEMORY: stand-in\\)"):
+        op.prepare(inputs(T=1))
+    recorder.reset()
+    op.prepare(inputs(T=1))
+    recorder.fail("cuLaunchKernel", 700)
+    with pytest.raises(CoreError, match="cuLaunchKernel of decode failed with 700"):
+        op.launch(*addresses(op), 0x7000000, 0)
+
+
+def test_a_machine_without_a_driver_says_so(core: Core, op: CoreOp) -> None:
+    core.call("still_set_driver", b"libcuda_that_is_not_there.so.1")
+    assert op.infer(inputs()) and op.workspace(inputs()), "shapes and workspace need no GPU"
+    with pytest.raises(
+        CoreError, match=r"cannot open libcuda_that_is_not_there.so.1: .* need an NVIDIA GPU and its driver"
+    ):
+        op.prepare(inputs())
+
+
+def test_launch_needs_preparation_and_workspace(op: CoreOp) -> None:
+    ins, outs = addresses(op)
+    with pytest.raises(CoreError, match="launched before it was prepared"):
+        op.launch(ins, outs, 0, 0)
+    op.prepare(inputs())
+    with pytest.raises(CoreError, match=r"needs \d+ bytes of workspace, got none"):
+        op.launch(ins, outs, 0, 0)
+
+
+@pytest.mark.parametrize("size", [0, 5, 20, 300, -1])
+def test_damaged_archives_are_refused(core: Core, tmp_path: Path, size: int) -> None:
+    whole = write_archive(tmp_path / "whole", [variant()]).read_bytes()
+    damaged = tmp_path / "damaged.bin"
+    damaged.write_bytes(whole[:size])
+    with pytest.raises(CoreError, match=r"truncated|not an archive"):
+        core.call("still_add_archive", str(damaged).encode())
+    assert core.library.still_variant_count() == 0
+
+
+def test_other_versions_are_refused(core: Core, tmp_path: Path) -> None:
+    newer = write_archive(tmp_path / "newer", [variant()], version=2)
+    with pytest.raises(CoreError, match="still-kernels-aot version 2; this library reads still-kernels-aot version 1"):
+        core.call("still_add_archive", str(newer).encode())
+    unknown = [variant()]
+    unknown[0]["kernels"]["decode"]["args"].append({"name": "novel", "type": "i32"})
+    core.call("still_add_archive", str(write_archive(tmp_path / "unknown", unknown)).encode())
+    op = core.op("HybridAttention", ATTRIBUTES, absent_mask(ABSENT))
+    with pytest.raises(CoreError, match=r"kernel decode takes novel, which this library does not pass"):
+        op.prepare(inputs(T=1))
+    with pytest.raises(CoreError, match=r"missing\.bin: cannot be opened"):
+        core.call("still_add_archive", str(tmp_path / "missing.bin").encode())
