@@ -6,7 +6,7 @@ the op's name.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import onnx
 
@@ -16,7 +16,7 @@ from still_graphs.functions import hybrid_attention
 OPSETS = (23, 24)
 """Opsets of ai.onnx that bodies are written for."""
 
-BODIES: dict[str, Callable[[onnx.NodeProto, int, int], onnx.FunctionProto]] = {
+BODIES: dict[str, Callable[[onnx.NodeProto, int, int, Mapping[str, int]], onnx.FunctionProto]] = {
     "HybridAttention": hybrid_attention.function_body,
 }
 
@@ -24,13 +24,14 @@ IN_PLACE_STATES: dict[str, tuple[str, ...]] = {"HybridAttention": hybrid_attenti
 """Per op, the states whose past and present may be bound to one buffer when a runtime runs the body."""
 
 
-def function_body(node: onnx.NodeProto, dtype: int, opset: int = 23) -> onnx.FunctionProto:
+def function_body(node: onnx.NodeProto, dtype: int, opset: int = 23, *, dims: Mapping[str, int]) -> onnx.FunctionProto:
     """The function of one still:: node.
 
     Args:
         node: Inputs and outputs in the order of its OpSpec, "" for an absent optional one.
         dtype: Element type of the activations (TensorProto.FLOAT, FLOAT16 or BFLOAT16).
         opset: Of ai.onnx in the body.
+        dims: Sizes of the OpSpec's symbols that are fixed in the model (heads, head dim, features), and WH, heads of the weights.
 
     Returns:
         A function with the node's domain, name and `overload`.
@@ -47,4 +48,4 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int = 23) -> onnx.Fun
         raise UnsupportedError(f"activations of type {name}: function bodies take FLOAT, FLOAT16 and BFLOAT16.")
     if opset not in OPSETS:
         raise UnsupportedError(f"opset {opset}: function bodies are written for opsets {OPSETS[0]} to {OPSETS[-1]}.")
-    return BODIES[node.op_type](node, dtype, opset)
+    return BODIES[node.op_type](node, dtype, opset, dims)

@@ -14,10 +14,7 @@ Value: TypeAlias = "str | int | float | Sequence[int] | Sequence[str | int] | No
 
 
 class Scope:
-    """Nodes of a function body or of one branch inside it; branches see the values of the scopes around them.
-
-    Constants live in the outermost scope, once each, so that a runtime that inlines the function can share them.
-    """
+    """Nodes of a function body or of one branch inside it; branches see the values of the scopes around them."""
 
     def __init__(self, parent: Scope | None = None) -> None:
         self.parent = parent
@@ -32,15 +29,19 @@ class Scope:
         return f"{hint}_{self.root._count}"
 
     def constant(self, value: Any, dtype: str = "int64") -> str:
-        """A constant of the function, shared by equal value."""
-        array = np.asarray(value, dtype=dtype)
+        """A constant of the scope, shared by equal value.
+
+        Each scope has its own: ONNX Runtime shares equal constants between layers, which common subexpressions need,
+        only where no branch uses them.
+        """
+        array = np.asarray(list(value) if isinstance(value, range) else value, dtype=dtype)
         key = (dtype, array.shape, array.tobytes())
-        if key not in self.root._constants:
-            name = self.root.fresh("const")
+        if key not in self._constants:
+            name = self.fresh("const")
             node = helper.make_node("Constant", [], [name], value=numpy_helper.from_array(array, name))
-            self.root.nodes.append(node)
-            self.root._constants[key] = name
-        return self.root._constants[key]
+            self.nodes.append(node)
+            self._constants[key] = name
+        return self._constants[key]
 
     def name(self, value: Value) -> str:
         """The name of `value`, made a constant where it is a number."""
@@ -89,12 +90,11 @@ class Scope:
     def cast(self, x: str, dtype: int, out: str | None = None) -> str:
         return self("Cast", x, to=dtype, out=out)
 
-    def arange(self, limit: Value, start: Value = 0) -> str:
-        """start .. start + limit - 1; `limit` has one element."""
-        end = self("Squeeze", limit) if isinstance(limit, str) else limit
-        if start == 0:
-            return self("Range", 0, end, 1)
-        return self("Range", start, self("Add", start, end), 1)
+    def arange(self, limit: str | int) -> str:
+        """0 .. limit - 1, int64; `limit` is a number or a tensor of one element."""
+        if isinstance(limit, int):
+            return self.constant(range(limit))
+        return self("Range", 0, self("Squeeze", limit), 1)
 
     def all_of(self, *conditions: str) -> str:
         result = conditions[0]

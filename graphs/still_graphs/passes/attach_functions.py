@@ -12,9 +12,10 @@ import onnx
 
 from still_graphs.errors import UnsupportedError
 from still_graphs.functions import function_body
-from still_graphs.opset import DOMAIN, OPS
+from still_graphs.opset import DOMAIN, OPS, OpSpec
 
-_Key = tuple[str, bytes, tuple[bool, ...], tuple[bool, ...], int]
+_Key = tuple[str, bytes, tuple[bool, ...], tuple[bool, ...], int, tuple[tuple[str, int], ...]]
+_Types = dict[str, tuple[int, tuple[int | None, ...]]]
 
 
 def attach_functions(model: onnx.ModelProto) -> int:
@@ -35,10 +36,10 @@ def attach_functions(model: onnx.ModelProto) -> int:
         return 0
     types = _element_types(model.graph)
     for node in nodes:
-        dtype = _activation_type(node, types)
-        key = _key(node, dtype)
+        dtype, dims = _activation_type(node, types), _dimensions(node, types)
+        key = _key(node, dtype, dims)
         if key not in found:
-            function = function_body(node, dtype, opset)
+            function = function_body(node, dtype, opset, dims=dims)
             # The first function of an op needs no overload; tools that do not know overloads can read it.
             overload = next(o for o in _overloads() if (function.domain, function.name, o) not in used)
             used.add((function.domain, function.name, overload))
@@ -57,30 +58,56 @@ def _overloads() -> Iterator[str]:
         number += 1
 
 
-def _key(node: onnx.NodeProto, dtype: int) -> _Key:
+def _key(node: onnx.NodeProto, dtype: int, dims: dict[str, int]) -> _Key:
     attributes = b"".join(sorted(a.SerializeToString(deterministic=True) for a in node.attribute))
-    return node.op_type, attributes, tuple(map(bool, node.input)), tuple(map(bool, node.output)), dtype
+    return (
+        node.op_type,
+        attributes,
+        tuple(map(bool, node.input)),
+        tuple(map(bool, node.output)),
+        dtype,
+        tuple(sorted(dims.items())),
+    )
 
 
-def _element_types(graph: onnx.GraphProto) -> dict[str, int]:
-    types = {i.name: i.data_type for i in graph.initializer}
+def _element_types(graph: onnx.GraphProto) -> _Types:
+    """Element type and known dimensions of the values that the graph declares."""
+    types: _Types = {i.name: (i.data_type, tuple(i.dims)) for i in graph.initializer}
     for info in (*graph.input, *graph.value_info, *graph.output):
-        types[info.name] = info.type.tensor_type.elem_type
+        tensor = info.type.tensor_type
+        shape = tuple(d.dim_value if d.HasField("dim_value") else None for d in tensor.shape.dim)
+        types[info.name] = tensor.elem_type, shape
     return types
 
 
-def _activation_type(node: onnx.NodeProto, types: dict[str, int]) -> int:
-    """Element type of the activations: of any input or output that shares it (all state of type T, the weights, the output)."""
-    spec = OPS.get(node.op_type)
-    if spec is None:
+def _spec(node: onnx.NodeProto) -> OpSpec:
+    if node.op_type not in OPS:
         raise UnsupportedError(f"{DOMAIN}::{node.op_type} is no op of this version; known: {', '.join(sorted(OPS))}.")
+    return OPS[node.op_type]
+
+
+def _dimensions(node: onnx.NodeProto, types: _Types) -> dict[str, int]:
+    """Sizes of the OpSpec's symbols that are fixed in the graph, and WH, the heads of the weights (1 = shared)."""
+    spec = _spec(node)
+    dims: dict[str, int] = {}
+    for name, tensor in zip(node.input, (*spec.inputs, *spec.states), strict=False):
+        _, shape = types.get(name, (0, ()))
+        for symbol, size in zip(tensor.shape, shape, strict=False):
+            if isinstance(symbol, str) and size is not None:
+                dims["WH" if tensor.role == "weight" and symbol == "H" and tensor.dtype == "T" else symbol] = size
+    return {symbol: size for symbol, size in dims.items() if symbol not in ("B", "T", "N", "2*C")}
+
+
+def _activation_type(node: onnx.NodeProto, types: _Types) -> int:
+    """Element type of the activations: of any input or output that shares it (all state of type T, the weights, the output)."""
+    spec = _spec(node)
     kinds = [t.dtype for t in spec.inputs] + [s.dtype for s in spec.states]
     for name, kind in zip(node.input, kinds, strict=False):
-        if kind == "T" and types.get(name):
-            return types[name]
+        if kind == "T" and name in types and types[name][0]:
+            return types[name][0]
     for name, tensor in zip(node.output, (*spec.outputs, *spec.states), strict=False):
-        if tensor.dtype == "T" and types.get(name):
-            return types[name]
+        if tensor.dtype == "T" and name in types and types[name][0]:
+            return types[name][0]
     raise UnsupportedError(
         f"node {node.name or node.op_type}: the type of its activations is unknown; no input or output of it is declared. "
         "Run onnx.shape_inference before attaching functions."

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import onnx
 from onnx import helper
 
@@ -15,10 +17,10 @@ from still_graphs.opset import DOMAIN, HYBRID_ATTENTION
 IN_PLACE_STATES = tuple(s.name for s in HYBRID_ATTENTION.states)
 
 
-def function_body(node: onnx.NodeProto, dtype: int, opset: int) -> onnx.FunctionProto:
+def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
     """The function of `node`: a short branch for plain decode steps, a general one for everything else."""
     scope = Scope()
-    layer = Layer.of(node, dtype, scope)
+    layer = Layer.of(node, dtype, dims, scope)
     if layer.overflow != "error" and layer.salient:
         raise UnsupportedError(f'overflow="{layer.overflow}" has no function body yet; use overflow="error".')
     names = [n for n, given in zip(HYBRID_ATTENTION.output_names(), node.output, strict=False) if given]
@@ -40,7 +42,7 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int) -> onnx.Function
         scope.nodes.extend(general_graph.node)
         for name in names:
             scope("Identity", general_names[name], out=name)
-    _mention_absent(scope, node, dtype)
+    _mention_absent(scope, node)
     return helper.make_function(
         DOMAIN,
         node.op_type,
@@ -52,15 +54,14 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int) -> onnx.Function
     )
 
 
-def _mention_absent(scope: Scope, node: onnx.NodeProto, dtype: int) -> None:
+def _mention_absent(scope: Scope, node: onnx.NodeProto) -> None:
     """Give absent optional inputs and outputs a use: ONNX Runtime derives a function's schema from its nodes.
 
-    The uses are dead: an absent input becomes an absent bound of a Clip whose result nobody reads.
+    The uses are dead: an absent input becomes an absent bound of a Clip whose result nobody reads, on a tensor that all layers share.
     """
     for name, given in zip(HYBRID_ATTENTION.input_names(), node.input, strict=False):
         if not given:
-            wide = name in ("past_salient_score", "window_factor")
-            scope("Clip", "past_window_score" if wide or dtype == FLOAT else "query", name, None)
+            scope("Clip", "past_length", name, None)
     for name, given in zip(HYBRID_ATTENTION.output_names(), node.output, strict=False):
         if not given:
-            scope("Identity", "past_window_score", out=name)
+            scope("Identity", "past_length", out=name)

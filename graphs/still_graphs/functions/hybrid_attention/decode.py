@@ -23,7 +23,7 @@ class Step:
     score_index: str  # [B, H, 3]
     own_index: str  # slot of the new token, [B, HK, G, 1]
     own: str  # column is the new token, bool [B, 1, 1, S]
-    others: str  # columns of the saliency window, bool [B, 1, 1, S]
+    others: str  # mask of the saliency window without the token itself, [B, 1, 1, S]
     alone: str  # position 0, bool [B, 1, 1, 1]
     mask: str  # of the local softmax, [B, 1, 1, S]
     held: str  # salient rows cached, [B, 1, 1, 1]
@@ -55,8 +55,8 @@ def make_step(layer: Layer) -> Step | None:
     row = b("Range", zero, b("Add", zero, b("Squeeze", layer.batch)), 1)
     slot_flat = b.reshape(slot, -1, 1, 1)
 
-    def index(heads: str) -> str:
-        head = b("Range", zero, b("Add", zero, b("Squeeze", heads)), 1)
+    def index(heads: int) -> str:
+        head = b("Range", zero, b("Add", zero, heads), 1)
         shape = b.shape(layer.batch, heads, 1)
         parts = (b.reshape(row, -1, 1, 1), b.reshape(head, 1, -1, 1), slot_flat)
         return b("Concat", *(b("Expand", part, shape) for part in parts), axis=2)

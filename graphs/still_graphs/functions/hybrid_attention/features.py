@@ -26,11 +26,14 @@ def features(b: Scope, layer: Layer, x: str, weight: str, lead: tuple[str | int,
     if name == "np_softmax_pm":
         norm = b("ReduceL2", x, [-1])
         length = b("Max", b("ReduceL2", direction, [-1]), FEATURE_FLOOR)
-        direction = b("Mul", direction, b("Div", norm, length))
+        ratio = b("Div", norm, length)
     if name in ("np_softmax_pm", "softmax_pm"):
-        # Both signs beside each other on a new axis: one softmax for the two.
-        both = b("Concat", b("Unsqueeze", direction, [-2]), b("Unsqueeze", b("Neg", direction), [-2]), axis=-2)
-        phi = b.reshape(b("Softmax", both, axis=-1), *lead, b.dim("past_z_state", 2))
+        # Both signs on an axis of their own: one softmax for the two.
+        sign: str = b.constant([[1.0], [-1.0]], "float32")
+        if name == "np_softmax_pm":
+            sign = b("Mul", b.unsqueeze(ratio, -2), sign)
+        both = b("Mul", b.unsqueeze(direction, -2), sign)
+        phi = b.reshape(b("Softmax", both, axis=-1), *lead, layer.features)
     elif name == "softmax":
         phi = b("Softmax", direction, axis=-1)
     elif name == "relu":

@@ -80,10 +80,12 @@ class General:
     def __init__(self, scope: Scope, layer: Layer) -> None:
         self.b, self.layer = scope, layer
         self.grid = make_grid(scope, layer)
+        heads = (layer.kv_heads, layer.group) if layer.weight_heads > 1 else (1, 1)
+        self.weight_k = scope.reshape(layer.weights["k"], *heads, layer.dim, -1)
 
     # Layout helpers.
 
-    def gather(self, x: str, index: str, heads: str, length: str, *tail: str | int) -> str:
+    def gather(self, x: str, index: str, heads: int, length: str, *tail: str | int) -> str:
         """Rows of x [B, h, S, ...tail] at index [B, I], the same for all heads: [B, h, I, ...tail]."""
         b = self.b
         lead = b("Mul", b.arange(b("Mul", self.layer.batch, heads)), length)  # start of each (row, head)
@@ -94,7 +96,7 @@ class General:
     def on_grid(self, x: str) -> str:
         """[B, T, H, D] -> [B, H, cells, D], float32; cells without a token repeat some token."""
         b, layer = self.b, self.layer
-        width = b("Mul", layer.heads, layer.dim)
+        width = layer.heads * layer.dim
         flat = b.reshape(x, -1, width)
         picked = b.reshape(b("Gather", flat, self.token_of_cell(), axis=0), 0, 0, layer.heads, layer.dim)
         return layer.wide(b, b("Transpose", picked, perm=[0, 2, 1, 3]))
@@ -166,9 +168,7 @@ class General:
         if layer.local == "sliding":
             lead = (0, layer.kv_heads, layer.group, -1)
             flat = b.reshape(k_window, 0, 0, 1, -1, layer.dim)
-            phi_window = b.reshape(
-                features(b, layer, flat, layer.weights["k"], lead), 0, 0, 0, grid.chunks, 2 * chunk, -1
-            )
+            phi_window = b.reshape(features(b, layer, flat, self.weight_k, lead), 0, 0, 0, grid.chunks, 2 * chunk, -1)
             similarity = b("MatMul", phi_q, b("Transpose", phi_window, perm=[0, 1, 2, 3, 5, 4]))
             similarity = b("Where", self.linear_window, similarity, 0.0)
             linear = b("Add", linear, b("MatMul", similarity, v_window))
@@ -316,7 +316,7 @@ class General:
             enters = b("Expand", enters, b.shape(layer.batch, 1, grid.chunks, chunk))
             lead = (0, 1, 1)
         enters = b.reshape(enters, *lead, grid.chunks, chunk, 1)
-        phi = features(b, layer, b.unsqueeze(k, 2), layer.weights["k"], (0, layer.kv_heads, layer.group, -1))
+        phi = features(b, layer, b.unsqueeze(k, 2), self.weight_k, (0, layer.kv_heads, layer.group, -1))
         phi = b.reshape(phi, 0, 0, 0, grid.chunks, chunk, -1)  # [B, HK, G, chunks, C, F]
         phi = b("Transpose", phi, perm=[0, 1, 2, 3, 5, 4])
         v_split = b.reshape(v, 0, 0, 1, grid.chunks, chunk, -1)
@@ -325,7 +325,7 @@ class General:
         index = b.arange(grid.chunks)
         earlier = b.cast(b("GreaterOrEqual", b.unsqueeze(index, 1), index), FLOAT)  # [chunks, chunks]
 
-        def prefix(x: str, past: str, shape: tuple[str | int, ...], out: str, present: str) -> str:
+        def prefix(x: str, past: str, shape: tuple[int, ...], out: str) -> str:
             flat = b.reshape(x, 0, layer.heads, grid.chunks, -1)
             start = b.reshape(past, 0, 0, 1, -1)
             sums = b.reshape(b("Add", b("MatMul", earlier, flat), start), 0, layer.heads, grid.chunks, *shape)
@@ -333,9 +333,8 @@ class General:
             b("Gather", sums, last, axis=2, out=out)
             return b.reshape(sums, 0, layer.kv_heads, layer.group, grid.chunks, *shape)
 
-        features_dim = b.dim("past_z_state", 2)
-        kv = prefix(delta, "past_kv_state", (features_dim, layer.dim), outputs["present_kv_state"], "")
-        z = prefix(mass, "past_z_state", (features_dim,), outputs["present_z_state"], "")
+        kv = prefix(delta, "past_kv_state", (layer.features, layer.dim), outputs["present_kv_state"])
+        z = prefix(mass, "past_z_state", (layer.features,), outputs["present_z_state"])
         return kv, z
 
     def marked(self, selection: str, other: float, selected: float) -> str:
@@ -351,7 +350,7 @@ class General:
         if not hasattr(self, "_salient_index"):
             heads = b("Mul", layer.batch, layer.select_heads)
             head = b.arange(heads)
-            source = b("Div", head, layer.group) if layer.per_query_head else head
+            source = b("Div", head, layer.group) if layer.per_query_head else head  # its key/value head, over all rows
             start = b("Add", b("Mul", b.unsqueeze(source, 1), grid.chunks), b.arange(grid.chunks))
             start = b.reshape(b("Mul", start, layer.chunk), -1, layer.select_heads, grid.chunks, 1)
             self._salient_index = b("Add", start, selection)
@@ -408,7 +407,7 @@ class General:
         cell = b("Sub", b("Add", token, grid.offset), grid.row_base)  # [B, T]
         cell = b("Min", cell, b("Sub", grid.cells, 1))
         flat = b("Add", cell, b.unsqueeze(b("Mul", b.arange(layer.batch), grid.cells), 1))
-        picked = b("Gather", b.reshape(mixed, -1, b("Mul", layer.heads, layer.dim)), flat, axis=0)
+        picked = b("Gather", b.reshape(mixed, -1, layer.heads * layer.dim), flat, axis=0)
         picked = b.reshape(picked, 0, 0, layer.heads, layer.dim)
         real = b("Less", token, b.unsqueeze("new_tokens", 1))
         result = b("Where", b.unsqueeze(real, 2, 3), picked, 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import onnx
@@ -36,16 +37,17 @@ class Layer:
     overflow: str
     gated: bool
     factored: bool
-    heads: str = ""
-    kv_heads: str = ""
-    group: str = ""
-    dim: str = ""
+    heads: int
+    kv_heads: int
+    dim: int
+    features: int
+    weight_heads: int
     batch: str = ""
     weights: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, node: onnx.NodeProto, dtype: int, scope: Scope) -> Layer:
-        """Read `node`; absent attributes have their defaults."""
+    def of(cls, node: onnx.NodeProto, dtype: int, dims: Mapping[str, int], scope: Scope) -> Layer:
+        """Read `node`; absent attributes have their defaults. `dims` are the OpSpec's symbols that do not vary."""
         values = {a.name: a.default for a in HYBRID_ATTENTION.attributes}
         for attribute in node.attribute:
             value = helper.get_attribute_value(attribute)
@@ -67,8 +69,13 @@ class Layer:
             overflow=str(values["overflow"]),
             gated=bool(present.get("gate")),
             factored=bool(present.get("window_factor")),
+            heads=dims["H"],
+            kv_heads=dims["HK"],
+            dim=dims["D"],
+            features=dims["F"],
+            weight_heads=dims["WH"],
         )
-        layer._dimensions()
+        layer._prepare()
         return layer
 
     @property
@@ -77,27 +84,23 @@ class Layer:
         return self.scope_kind == "q_head"
 
     @property
-    def select_heads(self) -> str:
-        """HS, int64 [1]."""
+    def group(self) -> int:
+        """G, query heads per key/value head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def select_heads(self) -> int:
+        """HS, heads of the selection and of the salient cache."""
         return self.heads if self.per_query_head else self.kv_heads
 
-    def _dimensions(self) -> None:
+    def _prepare(self) -> None:
         b = self.scope
-        self.heads, self.kv_heads = b.dim("query", 2), b.dim("key", 2)
-        self.group = b("Div", self.heads, self.kv_heads)
-        self.dim = b.dim("query", 3)
         self.batch = b.dim("past_length", 0)
-        root = b("Sqrt", b.cast(self.dim, FLOAT))
         # A vector, not a scalar: fused into MatMul as a factor it would cost the fast path for one row.
-        self.weights["scale"] = b("Expand", b("Reciprocal", root), self.dim)
+        self.weights["scale"] = b.constant([self.dim**-0.5] * self.dim, "float32")
         for name in ("q", "k"):
-            # One matrix per head [H, D, P], or a shared one repeated: constants, folded when the model is loaded.
-            weight = b("Transpose", self.wide(b, f"feature_{name}_weight"), perm=[0, 2, 1])
-            columns = b.dim(f"feature_{name}_weight", 1)
-            if name == "k":
-                weight = b("Expand", weight, b.shape(self.heads, self.dim, columns))
-                weight = b.reshape(weight, self.kv_heads, self.group, self.dim, columns)
-            self.weights[name] = weight
+            # [H or 1, D, P]: constants, folded when the model is loaded.
+            self.weights[name] = b("Transpose", self.wide(b, f"feature_{name}_weight"), perm=[0, 2, 1])
 
     def wide(self, b: Scope, x: str) -> str:
         """`x` in float32."""
