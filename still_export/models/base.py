@@ -229,7 +229,7 @@ def full_attention_mask(config: Any, positions: Tensor, width: int, dtype: torch
     if FULL not in (config.still.layer_type(i) for i in range(config.num_hidden_layers)):
         return torch.zeros(1, 1, 1, 1, dtype=dtype, device=positions.device)
     hidden = torch.arange(width, device=positions.device) > positions[..., None]  # [B, T, width]
-    return torch.where(hidden, torch.finfo(dtype).min, 0.0).to(dtype)[:, None]
+    return torch.zeros_like(hidden, dtype=dtype).masked_fill(hidden, torch.finfo(dtype).min)[:, None]
 
 
 def mask_argument(config: Any, mask: Tensor) -> Tensor | dict[str, Tensor]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
@@ -43,15 +44,16 @@ def still_family_config(family: Family, values: Mapping[str, Any], still: StillC
         config = family.still_config.from_dict(kept)  # type: ignore[attr-defined]
     except (UnsupportedModelError, ConfigError):
         raise
-    except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, StrictDataclassError) as error:
         # huggingface_hub wraps what a configuration's own checks raise.
         cause: BaseException | None = error
         while cause is not None:
             if isinstance(cause, (UnsupportedModelError, ConfigError)):
                 raise cause from None
             cause = cause.__cause__
+        reason = " ".join(str(error).split())
         raise ConfigError(
-            f"config.json is no valid {family.name} configuration: {error}. Fix the named value."
+            f"config.json is no valid {family.name} configuration: {reason}. Fix the named value."
         ) from error
     config.architectures = [family.still_model.__name__]
     return config

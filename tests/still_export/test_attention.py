@@ -1,0 +1,115 @@
+"""StillAttention: initial parameters, LoLCATs' form, Householder folding against the released code's golden arrays."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from still_export.attention import StillAttention
+from still_export.config import StillConfig
+from still_export.models import attach_untrained
+from still_export.models.convert import fold_householder
+from still_kernels.hybrid_attention import HybridAttentionConfig, naive_hybrid_attention
+from tests.still_export.tiny import CHUNK, GOLDEN_FOLDER, plain_model, random_ids, still_model
+from tests.tolerances import GOLDEN, REFERENCE
+
+
+def test_fresh_parameters_are_identity_directions_and_open_gates() -> None:
+    model = attach_untrained(plain_model("llama"), StillConfig(feature_dim=7))
+    attention = model.model.layers[1].self_attn
+    assert attention.feature_q_weight.shape == (6, 7, 10)
+    assert torch.equal(attention.feature_k_weight[3], torch.eye(7, 10, dtype=torch.float64))
+    with torch.no_grad():
+        hidden = torch.randn(1, 5, 24, dtype=torch.float64)
+        positions = model.model.rotary_emb(hidden, torch.arange(5)[None])
+        *_, gate = attention.project(hidden, positions)
+    assert gate.min() > 0.999
+    shared = attach_untrained(plain_model("llama"), StillConfig(shared_feature_map=True, gate="none"))
+    assert shared.model.layers[0].self_attn.feature_q_weight.shape == (1, 10, 10)
+    assert shared.model.layers[0].self_attn.g_proj is None
+
+
+def test_module_equals_the_quadratic_definition() -> None:
+    model = still_model("qwen3", gate_bias=False)
+    attention: StillAttention = model.model.layers[2].self_attn
+    hidden = torch.randn(2, 50, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        positions = model.model.rotary_emb(hidden, torch.arange(50)[None])
+        query, key, value, gate = attention.project(hidden, positions)
+        weights = attention.feature_q_weight, attention.feature_k_weight
+        expected = attention.o_proj(
+            naive_hybrid_attention(query, key, value, gate, *weights, attention.still).flatten(2)
+        )
+        got, _ = attention(hidden, positions)
+    torch.testing.assert_close(got, expected, rtol=0, atol=REFERENCE[torch.float64])
+
+
+@pytest.mark.parametrize("local", ["chunked", "sliding"])
+def test_lolcats_form(local: str) -> None:
+    """LoLCATs in its own terms: factor * exp(s - max) in the window, softmax features of both signs outside, one denominator."""
+    factors = [[0.1 + 0.1 * h for h in range(6)]] * 3
+    window = 5 if local == "sliding" else None
+    model = still_model(
+        "llama",
+        salient_per_chunk=0,
+        feature_map="softmax_pm",
+        feature_dim=7,
+        gate="none",
+        mix_epsilon=1e-12,
+        local=local,
+        window_size=window,
+        window_factors=factors,
+    )
+    attention: StillAttention = model.model.layers[0].self_attn
+    hidden = torch.randn(1, 37, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    position = torch.arange(37)
+    if local == "chunked":
+        near = position[None] // CHUNK >= position[:, None] // CHUNK - 1
+    else:
+        near = position[None] > position[:, None] - 5
+    causal = position[None] <= position[:, None]
+    with torch.no_grad():
+        positions = model.model.rotary_emb(hidden, position[None])
+        query, key, value, _ = attention.project(hidden, positions)
+        rows = []
+        for head in range(6):
+            q, k, v = query[0, :, head], key[0, :, head // 3], value[0, :, head // 3]
+            logits = (q @ k.T / 10**0.5).masked_fill(~(near & causal), -torch.inf)
+            weights = factors[0][head] * torch.exp(logits - logits.amax(-1, keepdim=True))
+            maps = [x @ w[head].T for x, w in ((q, attention.feature_q_weight), (k, attention.feature_k_weight))]
+            f_q, f_k = (torch.cat([x.softmax(-1), (-x).softmax(-1)], -1) for x in maps)
+            weights = weights + (f_q @ f_k.T).masked_fill(near | ~causal, 0)
+            rows.append(weights @ v / weights.sum(-1, keepdim=True))
+        expected = attention.o_proj(torch.stack(rows, 1).flatten(1))
+        got = attention(hidden, positions)[0][0]
+    torch.testing.assert_close(got, expected, rtol=0, atol=REFERENCE[torch.float32])  # factors are float32 in the op
+
+
+def test_tokens_beyond_the_window_depend_on_gate_and_maps() -> None:
+    """Else the swapped module could be plain local attention."""
+    ids = random_ids(1, 50)
+    with torch.no_grad():
+        for part in ("g_proj.weight", "feature_q_weight", "feature_k_weight"):
+            model = still_model("llama")
+            before = model(ids).logits
+            dict(model.named_parameters())[f"model.layers.0.self_attn.{part}"].mul_(-1)
+            change = (model(ids).logits - before).abs()[0].amax(-1)
+            assert change[: 2 * CHUNK].max() == 0 and change[-1] > 1e-8, part
+
+
+@pytest.mark.parametrize("name", ["released_a", "released_b"])
+def test_householder_folds_as_the_released_maps(name: str) -> None:
+    path = GOLDEN_FOLDER / f"{name}.npz"
+    if not path.is_file():
+        pytest.skip(f"{path} is absent on this machine")
+    arrays = {key: torch.from_numpy(value) for key, value in np.load(path).items()}
+    tokens = min(arrays["query"].shape[2], 320)
+    query, key, value, gate = (
+        arrays[n][:, :, :tokens].transpose(1, 2) for n in ("query", "key", "value", "gate_logits")
+    )
+    config = HybridAttentionConfig(query.shape[2], key.shape[2], query.shape[3], profile="released")
+    folded = [fold_householder(arrays[f"feature_{s}_weight"], arrays[f"feature_{s}_householder"]) for s in "qk"]
+    output = naive_hybrid_attention(query, key, value, gate.sigmoid(), *folded, config)
+    expected = arrays["output"][:, :, :tokens].transpose(1, 2)
+    torch.testing.assert_close(output, expected, rtol=0, atol=GOLDEN)

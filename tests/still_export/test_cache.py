@@ -1,0 +1,157 @@
+"""generate() and the cache: batches of unequal prompts, growth, capacity, refused operations."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from still_export.errors import CapacityError, PaddingError, UnsupportedError
+from still_export.state import StillCache
+from tests.still_export.tiny import CHUNK, MIXED, padded, random_ids, still_model
+from tests.tolerances import REFERENCE
+
+layers = pytest.mark.parametrize("layer_types", [None, MIXED], ids=["hybrid", "mixed"])
+
+
+@layers
+def test_batch_of_unequal_prompts_equals_single_ones(
+    layer_types: tuple[str, ...] | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = still_model("smollm3", layer_types=layer_types)
+    rows = [random_ids(1, n, seed=n)[0] for n in (29, 3, 17, 16)]
+    ids, mask = padded(rows)
+    with caplog.at_level(logging.WARNING, logger="transformers"):
+        batch = model.generate(ids, attention_mask=mask, max_new_tokens=23, do_sample=False)
+    assert "padding_side='left'" not in caplog.text
+    for i, row in enumerate(rows):
+        alone = model.generate(row[None], max_new_tokens=23, do_sample=False)
+        assert torch.equal(batch[i, ids.shape[1] :], alone[0, len(row) :])
+
+
+@layers
+def test_generate_equals_the_model_without_cache(layer_types: tuple[str, ...] | None) -> None:
+    model = still_model("qwen2", layer_types=layer_types)
+    ids = random_ids(1, 13)
+    cached = model.generate(ids, max_new_tokens=30, do_sample=False)
+    recomputed = model.generate(ids, max_new_tokens=30, do_sample=False, use_cache=False)
+    assert torch.equal(cached, recomputed)
+
+
+def test_beams_and_sampling() -> None:
+    model = still_model("llama", layer_types=MIXED)
+    ids, mask = padded([random_ids(1, 19)[0], random_ids(1, 11)[0]])
+    kwargs = dict(attention_mask=mask, max_new_tokens=9)
+    beams = model.generate(ids, num_beams=3, do_sample=False, **kwargs)
+    alone = model.generate(ids[1:, :11], max_new_tokens=9, num_beams=3, do_sample=False)
+    assert torch.equal(beams[1, 19:], alone[0, 11:])
+    torch.manual_seed(0)
+    first = model.generate(ids, do_sample=True, temperature=2.0, num_return_sequences=2, **kwargs)
+    torch.manual_seed(1)
+    second = model.generate(ids, do_sample=True, temperature=2.0, num_return_sequences=2, **kwargs)
+    assert first.shape == (4, 28) and not torch.equal(first, second)
+
+
+@layers
+def test_a_ragged_batch_continues_with_further_ragged_calls(layer_types: tuple[str, ...] | None) -> None:
+    """Chat turns: each row continues at its own length, a row may bring nothing."""
+    model = still_model("llama", layer_types=layer_types)
+    rows = [random_ids(1, n, seed=n)[0] for n in (40, 21)]
+    cache = StillCache.empty(model.config)
+    with torch.no_grad():
+        for a, b in [((0, 9), (0, 4)), ((9, 9), (4, 20)), ((9, 40), (20, 21))]:
+            ids, mask = padded([rows[0][slice(*a)], rows[1][slice(*b)]])
+            logits = model(ids, attention_mask=mask, past_key_values=cache, logits_to_keep=1).logits
+        assert cache.length is not None and cache.length.tolist() == [40, 21]
+        for i, row in enumerate(rows):
+            expected = model(row[None], use_cache=False).logits[0, -1]
+            torch.testing.assert_close(logits[i, -1], expected, rtol=0, atol=REFERENCE[torch.float64])
+
+
+def test_second_generate_continues_the_cache() -> None:
+    model = still_model("mistral")
+    cache = StillCache.empty(model.config)
+    first = model.generate(random_ids(1, 12), max_new_tokens=10, do_sample=False, past_key_values=cache)
+    prompt = torch.cat([first, random_ids(1, 5, seed=9)], dim=1)
+    second = model.generate(prompt, max_new_tokens=10, do_sample=False, past_key_values=cache)
+    assert torch.equal(second, model.generate(prompt, max_new_tokens=10, do_sample=False))
+
+
+@pytest.mark.parametrize("overflow", ["fold_min_score", "fold_oldest"])
+def test_overflow_decodes_beyond_the_capacity(overflow: str) -> None:
+    model = still_model("llama", overflow=overflow, capacity_tokens=4 * CHUNK)
+    ids = random_ids(2, 12)
+    out = model.generate(ids, max_new_tokens=5 * CHUNK, do_sample=False)
+    with torch.no_grad():
+        cache = StillCache.empty(model.config)
+        whole = model(out[:, :-1], past_key_values=cache).logits
+    assert torch.equal(whole[:, 11:].argmax(-1), out[:, 12:])
+    assert cache.states()[0]["salient_key"].shape[2] == 2 * 3
+
+
+def test_capacity_error_and_lazy_growth() -> None:
+    model = still_model("llama", capacity_tokens=5 * CHUNK)
+    cache = StillCache.empty(model.config)
+    ids = random_ids(1, 6 * CHUNK)
+    with torch.no_grad():
+        model(ids[:, :CHUNK], past_key_values=cache)
+        assert cache.states()[0]["salient_key"].shape[2] == 0
+        model(ids[:, CHUNK : 4 * CHUNK], past_key_values=cache)
+        assert 0 < cache.states()[0]["salient_key"].shape[2] <= 3 * 3
+        with pytest.raises(CapacityError, match="capacity"):
+            model(ids[:, 4 * CHUNK :], past_key_values=cache)
+
+
+@pytest.mark.parametrize("mask", [[0, 1, 1, 1, 1], [1, 1, 0, 1, 1]])
+def test_other_padding_than_right_is_refused(mask: list[int]) -> None:
+    model = still_model("llama")
+    ids = random_ids(2, 5)
+    both = torch.tensor([[1] * 5, mask])
+    with pytest.raises(PaddingError, match='padding_side = "right"'):
+        model(ids, attention_mask=both)
+    with pytest.raises(PaddingError, match='padding_side = "right"'):
+        model.generate(ids, attention_mask=both, max_new_tokens=2)
+
+
+def test_contradictions_are_refused() -> None:
+    model = still_model("llama")
+    cache = StillCache.empty(model.config)
+    ids = random_ids(2, 6)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        with pytest.raises(PaddingError, match=r"\[6, 6\]"):
+            model(ids[:, :1], attention_mask=torch.tensor([[1] * 6 + [1], [1] * 4 + [0, 0, 1]]), past_key_values=cache)
+        with pytest.raises(PaddingError, match="shape"):
+            model(ids, attention_mask=torch.ones(2, 3))
+        with pytest.raises(PaddingError, match="position_ids"):
+            model(ids, position_ids=torch.arange(6)[None] + 2)
+        with pytest.raises(UnsupportedError, match="DynamicCache"):
+            model(ids, past_key_values=DynamicCache())
+    with pytest.raises(UnsupportedError, match="promoted"):
+        cache.crop(2)
+
+
+def test_logits_to_keep_counts_each_rows_own_tokens() -> None:
+    model = still_model("llama")
+    ids, mask = padded([random_ids(1, 9)[0], random_ids(1, 4)[0]])
+    with torch.no_grad():
+        every = model(ids, attention_mask=mask).logits
+        kept = model(ids, attention_mask=mask, logits_to_keep=3).logits
+    torch.testing.assert_close(kept, torch.stack([every[0, 6:9], every[1, 1:4]]), rtol=0, atol=REFERENCE[torch.float64])
+
+
+def test_reset_and_row_operations() -> None:
+    model = still_model("llama", layer_types=MIXED)
+    ids = random_ids(2, 20)
+    cache = StillCache.empty(model.config)
+    with torch.no_grad():
+        first = model(ids, past_key_values=cache).logits
+        cache.batch_select_indices(torch.tensor([1]))
+        cache.batch_repeat_interleave(3)
+        following = model(ids[:1, :1].expand(3, 1), past_key_values=cache).logits
+        expected = model(torch.cat([ids[1:], ids[:1, :1]], 1), use_cache=False).logits[:, -1:]
+        torch.testing.assert_close(following, expected.expand_as(following), rtol=0, atol=REFERENCE[torch.float64])
+        cache.reset()
+        assert torch.equal(model(ids, past_key_values=cache).logits, first)

