@@ -10,6 +10,7 @@ __all__ = [
     "ConfigError",
     "ModelNotFoundError",
     "NotLinearizedError",
+    "PackageError",
     "PaddingError",
     "ShapeError",
     "StillExportError",
@@ -36,3 +37,7 @@ class UnsupportedModelError(UnsupportedError):
 
 class PaddingError(StillExportError, ValueError):
     """A batch is padded on the left or inside, or its mask contradicts what the cache has seen."""
+
+
+class PackageError(StillExportError):
+    """An exported package is missing, damaged, of another version, or cannot be written."""

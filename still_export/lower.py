@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import onnx_ir as ir
@@ -70,16 +73,17 @@ def lower_program(traced: TracedModel) -> ir.Model:
         Opset 23, IR 10, without function bodies (`attach_functions` adds them last).
     """
     table = {getattr(getattr(torch.ops, s.domain), s.torch_name).default: _translation(s) for s in OPS.values()}
-    program = torch.onnx.export(
-        traced.program,
-        input_names=traced.input_names,
-        output_names=traced.output_names,
-        opset_version=OPSET,
-        custom_translation_table=table,
-        dynamo=True,
-        optimize=True,
-        verbose=False,
-    )
+    with _without_exporter_noise():
+        program = torch.onnx.export(
+            traced.program,
+            input_names=traced.input_names,
+            output_names=traced.output_names,
+            opset_version=OPSET,
+            custom_translation_table=table,
+            dynamo=True,
+            optimize=True,
+            verbose=False,
+        )
     model = program.model
     model.ir_version = IR_VERSION
     model.producer_name, model.producer_version = "still-export", still_export.__version__
@@ -88,6 +92,20 @@ def lower_program(traced: TracedModel) -> ir.Model:
     _name_weights(model)
     _drop_trace_metadata(model)
     return model
+
+
+@contextlib.contextmanager
+def _without_exporter_noise() -> Iterator[None]:
+    """Silence what torch's exporter says about optional packages and its own deprecations; errors still raise."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 def _drop_absent_outputs(model: ir.Model) -> None:

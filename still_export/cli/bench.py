@@ -1,0 +1,81 @@
+"""still-export bench: speed and memory of a package."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from still_export.cli.output import Output
+from still_export.errors import ConfigError
+
+EXAMPLES = """
+Examples:
+
+    still-export bench package
+
+    still-export bench package --lengths 1024,4096,8000 --beside peer.json -o results
+"""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to `app`."""
+    app.command("bench", epilog=EXAMPLES)(bench)
+
+
+def bench(
+    package: Annotated[Path, typer.Argument(help="Package folder.")],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Folder for bench.json and bench.png.", show_default="PACKAGE/bench"),
+    ] = None,
+    lengths: Annotated[str | None, typer.Option(help="Context lengths.", show_default="1024,4096,8000")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Decode steps per length.")] = 24,
+    threads: Annotated[int, typer.Option(min=0, help="0 = ONNX Runtime's choice.")] = 0,
+    beside: Annotated[
+        Path | None, typer.Option(help="JSON rows of another runtime (tools/bench_genai.py) to compare and plot with.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the measurements as JSON.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+) -> None:
+    """Measure prefill, decode and peak memory by context length with ONNX Runtime."""
+    from still_export.bench import LENGTHS, Measurement, plot, to_dict
+    from still_export.bench import bench as measure
+    from still_export.package import open_package
+
+    opened = open_package(package)
+    try:
+        wanted = tuple(int(n) for n in lengths.split(",")) if lengths else LENGTHS
+    except ValueError:
+        raise ConfigError(f"--lengths {lengths}: give numbers separated by commas.") from None
+    if lengths is None and opened.manifest["capacity"]["overflow"] == "error":
+        wanted = tuple(n for n in wanted if n + steps <= opened.manifest["capacity"]["capacity_tokens"])
+    peer: list[Measurement] = []
+    if beside is not None:
+        try:
+            peer = [Measurement(**row) for row in json.loads(beside.read_text(encoding="utf-8"))]
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigError(f"{beside} holds no measurements: {error}.") from error
+    out = Output(as_json, quiet)
+    with out.bar("measuring", len(wanted)) as progress:
+        rows = measure(package, wanted, steps, threads, progress)
+    folder = output or package / "bench"
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {"package": str(package), "threads": threads, "rows": to_dict(rows), "beside": to_dict(peer)}
+    (folder / "bench.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    plot({"still-export": rows, **({beside.stem: peer} if beside else {})}, folder / "bench.png")
+    out.result(content, *_lines(rows, peer), f"results: {folder / 'bench.json'}, {folder / 'bench.png'}")
+
+
+def _lines(rows: list, peer: list) -> list[str]:
+    lines = [f"{'context':>8} {'prefill':>10} {'decode':>12} {'peak':>9}"]
+    others = {row.length: row for row in peer}
+    for row in rows:
+        line = f"{row.length:>8} {row.prefill_s:>8.2f} s {row.decode_ms:>9.1f} ms {row.peak_mb:>6.0f} MB"
+        if other := others.get(row.length):
+            ratios = (row.prefill_s / other.prefill_s, row.decode_ms / other.decode_ms, row.peak_mb / other.peak_mb)
+            line += "   ratio to the other: prefill {:.2f}, decode {:.2f}, peak {:.2f}".format(*ratios)
+        lines.append(line)
+    return lines

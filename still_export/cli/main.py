@@ -1,0 +1,75 @@
+"""The still-export command: verbs, exit codes, errors."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+import still_export
+from still_export.errors import StillExportError
+
+app = typer.Typer(
+    name="still-export",
+    help="Export linearized LLMs to ONNX and TensorRT with their state, and prove every target against PyTorch.\n\n"
+    "still-export MODEL --to onnx -o DIR is short for still-export export MODEL --to onnx -o DIR.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode="markdown",
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"still-export {still_export.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def _register() -> None:
+    from still_export.cli import bench, export, inspect, run, verify
+
+    for module in (export, run, verify, inspect, bench):
+        module.register(app)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line: exit 0 on success, 1 on failure or mismatch, 2 on wrong usage or input."""
+    _register()
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    verbs = {command.name for command in app.registered_commands}
+    if given and given[0] not in verbs and given[0] not in ("-h", "--help", "--version"):
+        given.insert(0, "export")
+    try:
+        app(given, standalone_mode=True)
+    except StillExportError as error:
+        _complain(type(error).__name__, str(error))
+        sys.exit(2)
+    except KeyboardInterrupt:
+        _complain("Interrupted", "nothing half-written was left behind.")
+        sys.exit(2)
+    except MemoryError:
+        _complain(
+            "OutOfMemory", "this machine's memory does not hold the model; use a machine with more, or a smaller dtype."
+        )
+        sys.exit(2)
+
+
+def _complain(name: str, message: str) -> None:
+    Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]{name}:[/] ", end="")
+    print(message, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""What verbs print: results on stdout, progress on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+
+class Output:
+    """Prints a verb's results and progress as its --json and --quiet flags say."""
+
+    def __init__(self, as_json: bool = False, quiet: bool = False) -> None:
+        self.as_json = as_json
+        self.quiet = quiet
+        self.errors = Console(stderr=True, highlight=False)
+
+    def result(self, content: dict[str, Any], *lines: str) -> None:
+        """Print `content` with --json, else `lines`."""
+        if self.as_json:
+            print(json.dumps(content, indent=1, default=str))
+        else:
+            print("\n".join(lines))
+
+    def log(self, line: str) -> None:
+        """Print to stderr unless quiet."""
+        if not self.quiet:
+            print(line, file=sys.stderr)
+
+    @contextlib.contextmanager
+    def steps(self) -> Iterator[Callable[[str], None]]:
+        """A spinner that names the step at work."""
+        if self.quiet:
+            yield lambda step: None
+            return
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        with Progress(*columns, console=self.errors, transient=not self.errors.is_terminal) as progress:
+            task = progress.add_task("starting", total=None)
+            yield lambda step: progress.update(task, description=step)
+
+    @contextlib.contextmanager
+    def bar(self, what: str, total: int) -> Iterator[Callable[[str], None]]:
+        """A bar that advances by one with each call, which names what was done."""
+        if self.quiet:
+            yield lambda done: None
+            return
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=self.errors) as progress:
+            task = progress.add_task(what, total=total)
+
+            def advance(done: str) -> None:
+                progress.update(task, advance=1, description=f"{what}: {done}")
+
+            yield advance

@@ -1,0 +1,99 @@
+"""still-export verify: prove a package against PyTorch."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from still_export.cli.output import Output
+from still_export.errors import ConfigError
+
+EXAMPLES = """
+Examples:
+
+    still-export verify package
+
+    still-export verify package --lengths 1,65,300 --decode-steps 16 --model /path/to/the/model
+"""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to `app`."""
+    app.command("verify", epilog=EXAMPLES)(verify)
+
+
+def verify(
+    package: Annotated[Path, typer.Argument(help="Package folder.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder for report and calls.", show_default="PACKAGE/verify")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="The PyTorch model, if it is no longer where it was exported from.")
+    ] = None,
+    lengths: Annotated[str | None, typer.Option(help="Prompt lengths.", show_default="1,63,...,4097")] = None,
+    decode_steps: Annotated[
+        int | None, typer.Option(help="Single-token steps after a prefill.", show_default="72")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+) -> None:
+    """Compare ONNX Runtime with PyTorch on logits, every state tensor and every selection; exit 1 on a mismatch."""
+    from dataclasses import replace
+
+    from still_export.onnx_package import ExportOptions, load_source
+    from still_export.package import open_package
+    from still_export.verify import DECODE_STEPS, LENGTHS, Verifier
+
+    try:
+        wanted = tuple(int(n) for n in lengths.split(",")) if lengths else LENGTHS
+    except ValueError:
+        raise ConfigError(f"--lengths {lengths}: give numbers separated by commas, such as 1,64,1000.") from None
+    if min(wanted) < 1:
+        raise ConfigError(f"--lengths {lengths}: a prompt has at least one token.")
+    opened = open_package(package)
+    options = ExportOptions.from_manifest(opened.manifest)
+    out = Output(as_json, quiet)
+    source = load_source(replace(options, model=model) if model else options)
+    verifier = Verifier(opened, source, wanted, DECODE_STEPS if decode_steps is None else decode_steps, seed)
+    folder = output or package / "verify"
+    with out.bar("verifying", verifier.case_count) as progress:
+        report = verifier.run(folder, progress)
+    (folder / "report.json").write_text(json.dumps(report.to_dict(), indent=1) + "\n", encoding="utf-8")
+    if as_json:
+        out.result(report.to_dict())
+    else:
+        _print(report, folder)
+    raise typer.Exit(0 if report.passed else 1)
+
+
+def _print(report: "Report", folder: Path) -> None:  # noqa: F821, UP037
+    console = Console(width=None if Console().is_terminal else 120)
+    table = Table("case", "output", "max error", "mean error", "cosine", "", title="PyTorch against ONNX Runtime")
+    groups = defaultdict(list)
+    for entry in report.outputs:
+        kind, _, layer = entry.output.partition(".")
+        groups[entry.case, f"{kind} of all layers" if layer else kind].append(entry)
+    for (case, name), entries in groups.items():
+        worst = max(e.max_abs for e in entries)
+        mean = sum(e.mean_abs for e in entries) / len(entries)
+        cosine = min(e.cosine for e in entries)
+        verdict = "ok" if all(e.passed for e in entries) else "MISMATCH"
+        table.add_row(case, name, f"{worst:.2e}", f"{mean:.2e}", f"{cosine:.7f}", verdict)
+    console.print(table)
+    chosen = report.selections
+    print(
+        f"selections: {chosen.compared} salient rows compared, {chosen.near_ties} differ by a near tie "
+        f"(their prompts were replaced), {chosen.wrong} differ without one"
+    )
+    layer = "none" if report.first_diverging_layer is None else str(report.first_diverging_layer)
+    print(f"top-1 agreement: {report.top1:.4f}; first diverging layer: {layer}")
+    print(f"report: {folder / 'report.json'}")
+    print(f"the same verdict without still-export:\n  {report.command}")
+    print("PASSED" if report.passed else "FAILED: the package does not compute what PyTorch computes")

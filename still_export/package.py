@@ -1,0 +1,161 @@
+"""The package folder that export writes and every later verb reads: files, manifest.json, their integrity."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from still_export.errors import PackageError
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+MODEL = "model.onnx"
+VERSIONED = ("still-export", "torch", "transformers", "onnx", "onnxscript", "onnxruntime", "triton", "tensorrt")
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package that was read: its folder and its manifest."""
+
+    path: Path
+    manifest: dict[str, Any]
+
+    @property
+    def model_path(self) -> Path:
+        """The portable ONNX file."""
+        return self.path / MODEL
+
+
+@contextlib.contextmanager
+def staged_folder(target: Path, force: bool = False) -> Iterator[Path]:
+    """A new folder that takes the place of `target` when the block ends, and vanishes if it fails.
+
+    Args:
+        target: Where the folder goes.
+        force: Replace what is there.
+
+    Raises:
+        PackageError: `target` exists without `force`, is no folder, or the disk is full.
+    """
+    target = Path(os.path.abspath(target))
+    if target.exists() and not force:
+        raise PackageError(f"{target} exists. Choose another folder, or replace it with --force.")
+    if target.exists() and not target.is_dir():
+        raise PackageError(f"{target} is a file, not a folder. Choose another place for the package.")
+    staging = None
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        staging.chmod(0o755)
+        yield staging
+        _replace(staging, target)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            free = shutil.disk_usage(target.parent).free >> 20
+            raise PackageError(
+                f"the disk of {target.parent} is full ({free} MiB free); nothing was left there. Free space or choose another folder."
+            ) from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
+            raise PackageError(
+                f"cannot write {target}: {error.strerror}. Choose a folder that you may write."
+            ) from error
+        raise
+    finally:
+        if staging is not None:
+            shutil.rmtree(staging, ignore_errors=True)
+
+
+def _replace(staging: Path, target: Path) -> None:
+    """Move `staging` to `target`; what was there survives until the new folder is in place."""
+    if not target.exists():
+        staging.rename(target)
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
+    target.rename(old / target.name)
+    try:
+        staging.rename(target)
+    except BaseException:
+        (old / target.name).rename(target)
+        raise
+    finally:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file, hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _sha256(file)
+
+
+def _sha256(file: Any) -> str:  # Python 3.10
+    digest = hashlib.sha256()
+    while block := file.read(1 << 20):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def tool_versions() -> dict[str, str]:
+    """Versions of Python and of the packages that shape an export, where installed."""
+    found = {"python": platform.python_version()}
+    for name in VERSIONED:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def write_manifest(folder: Path, content: dict[str, Any]) -> None:
+    """Write manifest.json with `content`, the format version, tool versions, and size and hash of every file in `folder`."""
+    files = {
+        str(path.relative_to(folder)): {"sha256": file_sha256(path), "size_bytes": path.stat().st_size}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != MANIFEST
+    }
+    manifest = {"format_version": FORMAT_VERSION, **content, "versions": tool_versions(), "files": files}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+
+
+def open_package(path: Path, check_hashes: bool = True) -> Package:
+    """Read the package at `path`.
+
+    Args:
+        path: The folder.
+        check_hashes: Compare every file with its hash in the manifest.
+
+    Raises:
+        PackageError: No package, a manifest of a newer format, a missing or changed file.
+    """
+    manifest_path = path / MANIFEST
+    if not manifest_path.is_file():
+        raise PackageError(
+            f"{path} has no {MANIFEST}: it is no exported package. Make one with `still-export MODEL --to onnx -o {path}`."
+        )
+    try:
+        manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
+        version = int(manifest["format_version"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise PackageError(f"{manifest_path} is not readable ({error}). Export the model again.") from error
+    if version > FORMAT_VERSION:
+        raise PackageError(
+            f"{manifest_path} has format version {version}; this still-export reads up to {FORMAT_VERSION}. Update still-export."
+        )
+    for name, entry in manifest.get("files", {}).items():
+        file = path / name
+        if not file.is_file():
+            raise PackageError(f"{file} is missing, though the manifest lists it. Export the model again.")
+        if file.stat().st_size != entry["size_bytes"] or (check_hashes and file_sha256(file) != entry["sha256"]):
+            raise PackageError(
+                f"{file} is not the file that was exported: its size or SHA-256 differs from the manifest. "
+                "Copy the package again, or export the model again."
+            )
+    return Package(path, manifest)

@@ -1,0 +1,379 @@
+#!/usr/bin/env python3
+"""Run an exported package with ONNX Runtime. Needs onnxruntime, numpy and, for text, tokenizers; nothing else.
+
+Exports copy this file into the package as run_ort.py, where it is a program of its own:
+
+  python run_ort.py --prompt "The capital of France is" --tokens 20
+  python run_ort.py --chat --temperature 0.7 --top-p 0.9 --seed 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ONNX_TYPES = {"float32": 1, "int64": 7, "float16": 10, "bfloat16": 16}
+NUMPY_TYPES = {"float32": np.float32, "int64": np.int64, "float16": np.float16, "bfloat16": np.uint16}
+
+
+class RunError(ValueError):
+    """The package cannot run this request; the message says why and what to do."""
+
+
+@dataclasses.dataclass
+class Sampling:
+    """How the next token is chosen: temperature 0 is greedy; top_k 0 and top_p 1 keep all tokens."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
+            raise RunError(
+                f"temperature={self.temperature}, top_k={self.top_k}, top_p={self.top_p}: "
+                "temperature and top_k must not be negative, top_p lies in (0, 1]."
+            )
+        self.random = np.random.default_rng(self.seed)
+
+    def choose(self, logits: np.ndarray) -> int:
+        """Next token from logits [V]."""
+        if self.temperature == 0:
+            return int(logits.argmax())
+        scaled = logits.astype(np.float64) / self.temperature
+        order = np.argsort(-scaled, kind="stable")
+        if self.top_k:
+            order = order[: self.top_k]
+        probability = np.exp(scaled[order] - scaled[order[0]])
+        probability /= probability.sum()
+        # The smallest set whose mass reaches top_p: a token stays while the mass before it is below.
+        kept = np.cumsum(probability) - probability < self.top_p
+        order, probability = order[kept], probability[kept] / probability[kept].sum()
+        return int(self.random.choice(order, p=probability))
+
+
+class OrtModel:
+    """A package's model with its state: feed tokens, get logits.
+
+    The state that grows with the context is written in place where the manifest allows it; the other states alternate between
+    two buffers, so a call allocates nothing but its logits.
+
+    Args:
+        folder: The package.
+        threads: Intra-op threads, 0 = ONNX Runtime's choice.
+        provider: "cpu" or "cuda".
+        profile: Write ONNX Runtime's profile beside the working directory.
+    """
+
+    def __init__(self, folder: Path, threads: int = 0, provider: str = "cpu", profile: bool = False) -> None:
+        import onnxruntime
+
+        self.folder = Path(folder)
+        manifest_path = self.folder / "manifest.json"
+        if not manifest_path.is_file():
+            raise RunError(f"{self.folder} has no manifest.json: it is no exported package.")
+        self.manifest: dict[str, Any] = json.loads(manifest_path.read_text(encoding="utf-8"))
+        self.states: list[dict[str, Any]] = self.manifest["states"]
+        self.device = "cuda" if provider == "cuda" else "cpu"
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.enable_profiling = profile
+        options.enable_mem_pattern = False  # shapes change from call to call
+        options.log_severity_level = 3
+        providers = ["CUDAExecutionProvider"] if self.device == "cuda" else []
+        missing = set(providers) - set(onnxruntime.get_available_providers())
+        if missing:
+            raise RunError(
+                f"this onnxruntime has no {missing.pop()}. Install onnxruntime-gpu, or run with --provider cpu."
+            )
+        self.session = onnxruntime.InferenceSession(
+            str(self.folder / "model.onnx"), options, providers=[*providers, "CPUExecutionProvider"]
+        )
+        self._value = onnxruntime.OrtValue
+        self.batch = 0
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Tokens of one prefill call; longer prompts are fed in pieces, so memory does not grow with them."""
+        return int(self.manifest["prefill_tokens"])
+
+    def slots(self, tokens: int) -> int:
+        """Salient slots that `tokens` tokens fill."""
+        chunk = self.manifest["capacity"]
+        return chunk["salient_per_chunk"] * max(0, -(-tokens // chunk["chunk_size"]) - 2)
+
+    def _shape(self, state: dict[str, Any]) -> list[int]:
+        sizes = {"batch": self.batch, "slots": self.room_slots, "capacity": self.room}
+        return [sizes.get(d, d) for d in state["shape"]]
+
+    def start(self, batch: int = 1, tokens: int = 0) -> None:
+        """Forget everything; `batch` rows, room for `tokens` tokens at once (it grows when needed)."""
+        self.batch = batch
+        self.length = np.zeros(batch, np.int64)
+        self.room = 0
+        self.room_slots = 0
+        self._past: dict[str, Any] = {}
+        self._resize(tokens)
+
+    def _resize(self, tokens: int) -> None:
+        """Make room for `tokens` tokens, keeping the state; at least doubles, so that copies stay rare."""
+        capacity = self.manifest["capacity"]
+        limit = capacity["capacity_tokens"]
+        if capacity["overflow"] == "error":
+            if tokens > limit:
+                raise RunError(
+                    f"{tokens} tokens exceed this package's capacity of {limit} tokens. Shorten the prompt or --tokens, or export "
+                    "again with a larger --capacity-tokens or another --overflow."
+                )
+            self.room = min(limit, max(tokens, 2 * self.room))
+            self.room_slots = max(self.room_slots, self.slots(self.room))
+        else:
+            self.room = max(tokens, 2 * self.room)
+            self.room_slots = self.slots(limit)
+        past: dict[str, Any] = {}
+        self._spare: dict[str, Any] = {}
+        for state in self.states:
+            name, shape = state["name"], self._shape(state)
+            kept = self._past.get(name)
+            if kept is not None and list(kept.shape()) == shape:
+                past[name] = kept
+            else:
+                array = np.zeros(shape, NUMPY_TYPES[state["dtype"]])
+                if kept is not None:
+                    previous = kept.numpy()
+                    array[:, :, : previous.shape[2]] = previous
+                past[name] = self._tensor(array, state["dtype"])
+            if not state["in_place"]:
+                self._spare[name] = self._tensor(np.zeros(shape, NUMPY_TYPES[state["dtype"]]), state["dtype"])
+        self._past = past
+        self._bindings: dict[tuple[int, int], Any] = {}
+        self._turn = 0
+
+    def _tensor(self, array: np.ndarray, dtype: str) -> Any:
+        if dtype == "bfloat16":
+            return self._value.ortvalue_from_numpy_with_onnx_type(array, ONNX_TYPES[dtype])
+        return self._value.ortvalue_from_numpy(array, self.device, 0)
+
+    def _binding(self, tokens: int) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, Any]:
+        """I/O binding for calls of `tokens` tokens in the current turn, with the arrays that it reads its inputs from."""
+        key = (tokens, self._turn)
+        if key not in self._bindings:
+            for other in [k for k in self._bindings if k[0] not in (tokens, 1)]:
+                del self._bindings[other]
+            binding = self.session.io_binding()
+            ids = np.zeros((self.batch, tokens), np.int64)
+            counts, lengths = np.zeros(self.batch, np.int64), np.zeros(self.batch, np.int64)
+            inputs = {"input_ids": ids, "new_tokens": counts, "past_length": lengths}
+            for name, array in inputs.items():
+                binding.bind_cpu_input(name, array) if self.device == "cuda" else binding.bind_ortvalue_input(
+                    name, self._value.ortvalue_from_numpy(array)
+                )
+            binding.bind_output("logits", "cpu")
+            binding.bind_output("present_length", "cpu")
+            for state in self.states:
+                name = state["name"]
+                past = self._past[name]
+                present = past if state["in_place"] else self._spare[name]
+                binding.bind_ortvalue_input(f"past_{name}", past)
+                binding.bind_ortvalue_output(f"present_{name}", present)
+            self._bindings[key] = (binding, ids, counts, lengths)
+        return self._bindings[key]
+
+    def feed(self, input_ids: np.ndarray, new_tokens: np.ndarray | None = None) -> np.ndarray:
+        """Run one call.
+
+        Args:
+            input_ids: int64 [B, T], right-padded.
+            new_tokens: Tokens that each row brings, int64 [B]; None = T.
+
+        Returns:
+            Logits float32, [B, 1, V] of each row's last new token, or [B, T, V] if the package was exported so.
+        """
+        tokens = input_ids.shape[1]
+        counts_in = np.full(self.batch, tokens, np.int64) if new_tokens is None else np.asarray(new_tokens, np.int64)
+        needed = int((self.length + counts_in).max())
+        if needed > self.room:
+            self._resize(needed)
+        binding, ids, counts, lengths = self._binding(tokens)
+        ids[:], counts[:], lengths[:] = input_ids, counts_in, self.length
+        self.session.run_with_iobinding(binding)
+        logits = binding.get_outputs()[0].numpy()
+        self.length = self.length + counts_in
+        for name, spare in self._spare.items():
+            self._past[name], self._spare[name] = spare, self._past[name]
+        self._turn ^= 1
+        return logits
+
+    def state_arrays(self) -> dict[str, np.ndarray]:
+        """Copies of the state tensors by name; bfloat16 as uint16."""
+        return {s["name"]: self._past[s["name"]].numpy().copy() for s in self.states}
+
+    def prefill(self, tokens: Iterable[int], progress: Any = None) -> np.ndarray:
+        """Feed a prompt to the single row in pieces of `prefill_tokens`; logits [V] of its last token."""
+        prompt = np.asarray(list(tokens), np.int64)
+        if prompt.size == 0:
+            raise RunError("the prompt has no tokens. Give at least one.")
+        if int(self.length[0]) + prompt.size > self.room:
+            self._resize(int(self.length[0]) + prompt.size)
+        for start in range(0, prompt.size, self.prefill_tokens):
+            logits = self.feed(prompt[None, start : start + self.prefill_tokens])
+            if progress is not None:
+                progress(min(start + self.prefill_tokens, prompt.size), prompt.size)
+        return logits[0, -1]
+
+    def generate(
+        self, prompt: Iterable[int], count: int, sampling: Sampling, stop: Iterable[int] = ()
+    ) -> Iterator[int]:
+        """Tokens that follow `prompt`, at most `count`, ending after one of `stop` (which is not yielded)."""
+        stops = set(stop)
+        logits = self.prefill(prompt)
+        for step in range(count):
+            token = sampling.choose(logits)
+            if token in stops:
+                return
+            yield token
+            if step + 1 < count:
+                logits = self.feed(np.array([[token]], np.int64))[0, -1]
+
+
+class Text:
+    """The package's tokenizer and chat format."""
+
+    def __init__(self, model: OrtModel) -> None:
+        path = model.folder / "tokenizer.json"
+        if not path.is_file():
+            raise RunError(f"{model.folder} has no tokenizer.json; pass token ids with --prompt-ids.")
+        try:
+            from tokenizers import Tokenizer
+        except ImportError as error:
+            raise RunError(
+                "text needs the package tokenizers: pip install tokenizers; or pass --prompt-ids."
+            ) from error
+        self.tokenizer = Tokenizer.from_file(str(path))
+        self.chat = model.manifest.get("chat")
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Token ids of `text`; `special` adds what the tokenizer puts around a plain text."""
+        return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
+
+    def stream(self, tokens: Iterable[int]) -> Iterator[str]:
+        """Text of `tokens` as it becomes certain: never half a character."""
+        seen: list[int] = []
+        shown = ""
+        for token in tokens:
+            seen.append(token)
+            text = self.tokenizer.decode(seen)
+            if not text.endswith("\ufffd"):
+                yield text[len(shown) :]
+                shown = text
+        text = self.tokenizer.decode(seen)
+        if len(text) > len(shown):
+            yield text[len(shown) :]
+
+    def turn(self, message: str, first: bool, system: str | None) -> list[int]:
+        """Token ids of a user's message with everything the chat format puts around it."""
+        if not self.chat:
+            raise RunError("this package has no chat format: its model has no chat template. Use --prompt.")
+        if not first:
+            before = self.chat["assistant_to_user"]
+        elif system is None:
+            before = self.chat["start"]
+        else:
+            before = self.chat["system_start"] + system + self.chat["system_to_user"]
+        return self.encode(before + message + self.chat["user_to_assistant"], special=False)
+
+
+def stream_answer(
+    model: OrtModel, text: Text | None, prompt: list[int], count: int, sampling: Sampling, stream: Any = sys.stdout
+) -> dict[str, Any]:
+    """Write the continuation of `prompt` to `stream` (or nowhere) as it comes; what was generated, and timings."""
+    begin = time.perf_counter()
+    times: list[float] = []
+    generated: list[int] = []
+
+    def tokens() -> Iterator[int]:
+        for token in model.generate(prompt, count, sampling, model.manifest["eos_token_ids"]):
+            times.append(time.perf_counter())
+            generated.append(token)
+            yield token
+
+    written = []
+    for piece in (f"{t} " for t in tokens()) if text is None else text.stream(tokens()):
+        written.append(piece)
+        if stream is not None:
+            stream.write(piece)
+            stream.flush()
+    if stream is not None:
+        stream.write("\n")
+    first = times[0] - begin if times else time.perf_counter() - begin
+    rate = (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else 0.0
+    return {
+        "prompt_tokens": len(prompt),
+        "tokens": generated,
+        "text": "".join(written),
+        "first_token_s": round(first, 4),
+        "decode_tokens_per_s": round(rate, 2),
+    }
+
+
+def chat(model: OrtModel, text: Text, count: int, sampling: Sampling, system: str | None) -> None:
+    """Talk until the input ends."""
+    first = True
+    while True:
+        try:
+            message = input("> ")
+        except EOFError:
+            return
+        stream_answer(model, text, text.turn(message, first, system), count, sampling)
+        first = False
+
+
+def main() -> int:
+    """Program of run_ort.py."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--folder", type=Path, default=Path(__file__).resolve().parent, help="the package (default: here)"
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--prompt", help="text to continue")
+    what.add_argument("--prompt-ids", help="token ids to continue, separated by commas")
+    what.add_argument("--chat", action="store_true", help="talk with the model; ends at end of input")
+    parser.add_argument("--system", help="system message of a chat")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens to generate at most (default 128)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 = greedy (default)")
+    parser.add_argument("--top-k", type=int, default=0, help="0 = all (default)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="1 = all (default)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=0, help="0 = ONNX Runtime's choice (default)")
+    parser.add_argument("--provider", choices=("cpu", "cuda"), default="cpu")
+    options = parser.parse_args()
+    try:
+        sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+        model = OrtModel(options.folder, options.threads, options.provider)
+        model.start()
+        if options.prompt_ids:
+            prompt = [int(x) for x in options.prompt_ids.split(",")]
+            stream_answer(model, None, prompt, options.tokens, sampling)
+            return 0
+        text = Text(model)
+        if options.chat:
+            chat(model, text, options.tokens, sampling, options.system)
+        else:
+            stream_answer(model, text, text.encode(options.prompt), options.tokens, sampling)
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
