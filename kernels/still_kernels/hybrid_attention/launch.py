@@ -1,0 +1,247 @@
+"""Host side of the Triton kernels: which kernels one call launches, on what grids, with what workspace.
+
+The C++ core mirrors this file: a few launches and integer arithmetic, no values read from the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from still_kernels.hybrid_attention.config import HybridAttentionConfig
+from still_kernels.hybrid_attention.state import HybridAttentionState
+from still_kernels.hybrid_attention.tiles import KernelTile, TileTable, decode_splits, pow2, tile_table
+from still_kernels.hybrid_attention.triton_attend import attend_kernel, commit_kernel
+from still_kernels.hybrid_attention.triton_common import FEATURE_CODES, OVERFLOW_CODES, SCOPE_CODES
+from still_kernels.hybrid_attention.triton_decode import decode_kernel
+from still_kernels.hybrid_attention.triton_scan import scan_kernel
+from still_kernels.hybrid_attention.triton_score import score_kernel
+from still_kernels.hybrid_attention.triton_select import select_kernel
+
+KERNELS = {
+    "score": score_kernel,
+    "select": select_kernel,
+    "scan": scan_kernel,
+    "attend": attend_kernel,
+    "commit": commit_kernel,
+    "decode": decode_kernel,
+}
+
+
+def constants_of(config: HybridAttentionConfig, wide: bool, ragged: bool, window_factor: bool) -> dict[str, Any]:
+    """Compile-time constants by name; each kernel takes those that it declares.
+
+    Args:
+        config: The layer.
+        wide: float32 activations.
+        ragged: Packed tokens with query_start and state_row.
+        window_factor: The call has a window_factor tensor.
+    """
+    return {
+        "C": config.chunk_size,
+        "D": config.head_dim,
+        "DP": pow2(config.head_dim),
+        "P": config.projection_dim,
+        "PP": pow2(config.projection_dim),
+        "KP": pow2(config.salient_per_chunk),
+        "GP": pow2(config.group_size),
+        "FEATURE": FEATURE_CODES[config.feature_map],
+        "SCOPE": SCOPE_CODES[config.select_scope],
+        "RELEASED": int(config.saliency == "released_prefill"),
+        "OVERFLOW": OVERFLOW_CODES[config.overflow],
+        "EVICT": int(config.overflow != "error"),
+        "STATS": int(config.overflow == "error"),
+        "GATE": int(config.gate == "channel"),
+        "FACTOR": int(window_factor),
+        "RAGGED": int(ragged),
+        "DOT": "tf32x3" if wide else "tf32",
+    }
+
+
+@dataclass
+class Launcher:
+    """Launches kernels by name; arguments are found by name without their p_ prefix, absent pointers are None."""
+
+    tiles: dict[str, KernelTile]
+    values: dict[str, Any]
+
+    def __call__(self, name: str, grid: tuple[int, int, int], **more: Any) -> None:
+        """Launch kernel `name` unless the grid is empty."""
+        if 0 in grid:
+            return
+        kernel, tile = KERNELS[name], self.tiles[name]
+        values = {**self.values, **tile.constants, **more}
+        arguments = {arg: values.get(arg.removeprefix("p_")) for arg in kernel.arg_names}
+        kernel[grid](**arguments, num_warps=tile.num_warps, num_stages=tile.num_stages)
+
+
+def workspace_shapes(
+    config: HybridAttentionConfig, batch: int, tokens: int, packed: int, table: TileTable, splits: int
+) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and element type ("float32", "int8", "int32", "T" activations, "L" linear operand) of each workspace buffer.
+
+    Args:
+        tokens: T, most new tokens of a row. packed: Tokens of all rows together.
+    """
+    heads, select, dim = config.num_heads, config.select_heads, config.head_dim
+    chunk, features = config.chunk_size, config.state_features
+    shapes: dict[str, tuple[tuple[int, ...], str]] = {}
+    reach = tile_count(tokens, chunk) + 2
+    if tokens > 1:
+        segment = 1 if config.overflow != "error" else min(table.segment_tiles, reach - 2)
+        shapes["score"] = ((packed, heads), "float32")
+        shapes["prefix_kv"] = ((batch, segment, heads, features, dim), "L")
+        shapes["prefix_z"] = ((batch, segment, heads, features), "float32")
+        if config.overflow == "error":
+            shapes["stats"] = ((batch, reach, heads, 3, chunk), "float32")
+    else:
+        shapes["part_acc"] = ((batch, heads, splits + 1, dim), "float32")
+        shapes["part_ml"] = ((batch, heads, splits + 1, 2), "float32")
+        shapes["part_lin"] = ((batch, heads, dim), "float32")
+        shapes["part_den"] = ((batch, heads), "float32")
+        shapes["part_score"] = ((batch, heads), "float32")
+    if tokens > 1 or config.overflow != "error":
+        shapes["flags"] = ((batch, reach, select, chunk), "int8")
+    if config.overflow != "error":
+        rows = pow2(config.salient_per_chunk)
+        shapes["evicted_key"] = ((batch, select, rows, dim), "T")
+        shapes["evicted_value"] = ((batch, select, rows, dim), "T")
+        shapes["evicted_count"] = ((batch, select), "int32")
+    return shapes
+
+
+def tile_count(tokens: int, chunk: int) -> int:
+    """Chunks that `tokens` new tokens touch at most, whatever the position they start at."""
+    return (tokens + chunk - 2) // chunk + 1
+
+
+_counters: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def persistent_counters(device: torch.device, size: int) -> Tensor:
+    """Arrival counters of the decode kernel for the current stream: zero between launches, at least `size` of them."""
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    found = _counters.get((device, stream))
+    if found is None or found.numel() < size:
+        found = torch.zeros(max(size, 4096), dtype=torch.int32, device=device)
+        _counters[device, stream] = found
+    return found
+
+
+def launch_hybrid_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gate: Tensor | None,
+    feature_q_weight: Tensor,
+    feature_k_weight: Tensor,
+    config: HybridAttentionConfig,
+    state: HybridAttentionState,
+    output: Tensor,
+    batch: int,
+    tokens: int,
+    new_tokens: Tensor | None,
+    query_start: Tensor | None = None,
+    state_row: Tensor | None = None,
+    window_factor: Tensor | None = None,
+    table: TileTable | None = None,
+) -> None:
+    """Run the kernels on `state`, in place; `state.length` is read and left for the caller to advance.
+
+    Args:
+        query, gate, output: [B, T, H, D], or packed [tokens, H, D] with query_start. key, value: HK heads. All contiguous.
+        batch: Rows of the call.
+        tokens: T, or the most tokens of a packed row.
+        new_tokens: int32 or int64 [B]; ignored for packed tokens.
+        query_start: First packed token of each row, [B + 1]. state_row: State row of each, [B].
+        window_factor: fp32 [H], or None.
+        table: Block sizes; by default those of the device.
+    """
+    wide = query.dtype == torch.float32
+    ragged = query_start is not None
+    chunk, heads, kv_heads, select = config.chunk_size, config.num_heads, config.num_kv_heads, config.select_heads
+    if table is None:
+        table = device_table(config, query.device, wide)
+    splits = decode_splits(batch, select, state.slots, table.decode_programs)
+    packed = query.numel() // (heads * config.head_dim)
+    shapes = workspace_shapes(config, batch, tokens, packed, table, splits)
+    dtypes = {
+        "float32": torch.float32,
+        "int8": torch.int8,
+        "int32": torch.int32,
+        "T": query.dtype,
+        "L": torch.float32 if wide else torch.bfloat16,
+    }
+    workspace = {name: query.new_empty(shape, dtype=dtypes[kind]) for name, (shape, kind) in shapes.items()}
+    tiles = tile_count(tokens, chunk)
+    values = {
+        **constants_of(config, wide, ragged, window_factor is not None),
+        **state.tensors(),
+        **workspace,
+        "query": query,
+        "key": key,
+        "value": value,
+        "gate": gate,
+        "feature_q_weight": feature_q_weight,
+        "feature_k_weight": feature_k_weight,
+        "window_factor": window_factor,
+        "output": output,
+        "new_tokens": new_tokens,
+        "past_length": state.length,
+        "query_start": query_start,
+        "state_row": state_row,
+        "T": tokens,
+        "H": heads,
+        "HK": kv_heads,
+        "HS": select,
+        "K": config.salient_per_chunk,
+        "N": state.slots,
+        "W_HEADS": feature_q_weight.shape[0],
+        "R": tiles + 2,
+        "NS": splits,
+        "phantom": int(config.phantom_first_chunk),
+        "scale": config.head_dim**-0.5,
+        "epsilon": config.mix_epsilon,
+    }
+    launch = Launcher(table.kernels(), values)
+    scan_programs = pow2(config.projection_dim) // table.scan.constants["PB"]
+    evicting = config.overflow != "error"
+    if tokens == 1:
+        if evicting:
+            values["score"] = state.window_score  # never read: the promoted chunk lies in the ring
+            launch("select", (1, select, batch), first_tile=0)
+            launch("scan", (scan_programs, heads, batch), first_tile=0, n_tiles=1, store_prefix=0)
+        values["counters"] = persistent_counters(query.device, batch * 2 * heads)
+        group = heads // select
+        slices = pow2(config.head_dim) // table.decode.constants["DS"]
+        launch("decode", (group * (1 + slices) + splits, select, batch))
+        return
+    launch("score", ((tiles + 2) * (chunk // table.score.constants["BM"]), heads, batch))
+    if not evicting:
+        launch("select", (tiles, select, batch), first_tile=0)
+    step = 1 if evicting else table.segment_tiles
+    attend = table.attend.constants
+    for first in range(0, tiles, step):
+        count = min(step, tiles - first)
+        if evicting:  # the cache is right for one chunk at a time
+            launch("select", (1, select, batch), first_tile=first)
+        launch("scan", (scan_programs, heads, batch), first_tile=first, n_tiles=count, store_prefix=1)
+        blocks = -(-count * (chunk // attend["BM"]) // attend["PAIR"])
+        launch("attend", (blocks, heads, batch), first_tile=first, n_tiles=count)
+    launch("commit", (heads, batch, 1))
+
+
+def device_table(config: HybridAttentionConfig, device: torch.device, wide: bool) -> TileTable:
+    """Block sizes for a device; the interpreter on the CPU uses those of sm_90."""
+    arch = 90
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        arch = 10 * major + minor
+    return tile_table(arch, config.head_dim, config.chunk_size, config.projection_dim, wide)
+
+
+TRITON_VERSION = triton.__version__

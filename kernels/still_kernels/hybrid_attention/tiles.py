@@ -1,0 +1,86 @@
+"""Block sizes, warps and pipeline stages of the kernels, by architecture and head size. Integers only: no torch, no Triton."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+HEAD_DIMS = (64, 80, 96, 128, 256)
+CHUNK_SIZES = (32, 64, 128, 256)
+MAX_SALIENT_PER_CHUNK = 32
+MAX_FEATURE_ROWS = 256
+MAX_GROUP = 16
+SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10,
+                110: 227 << 10, 120: 99 << 10, 121: 99 << 10}  # fmt: skip
+"""Shared memory that one block may use, by architecture."""
+
+
+def pow2(n: int) -> int:
+    """The smallest power of two that is at least n and at least 16 (the least that a matrix instruction takes)."""
+    return max(16, 1 << (n - 1).bit_length())
+
+
+@dataclass(frozen=True)
+class KernelTile:
+    """How one kernel is compiled: its block-size constants, warps and stages."""
+
+    constants: dict[str, int] = field(default_factory=dict)
+    num_warps: int = 4
+    num_stages: int = 2
+
+
+@dataclass(frozen=True)
+class TileTable:
+    """All kernels of one variant, and the two constants that only the host uses."""
+
+    score: KernelTile
+    select: KernelTile
+    scan: KernelTile
+    attend: KernelTile
+    commit: KernelTile
+    decode: KernelTile
+    segment_tiles: int
+    decode_programs: int
+
+    def kernels(self) -> dict[str, KernelTile]:
+        """The tiles by kernel."""
+        names = ("score", "select", "scan", "attend", "commit", "decode")
+        return {name: getattr(self, name) for name in names}
+
+
+def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wide: bool) -> TileTable:
+    """The table of one variant.
+
+    Args:
+        arch: Compute capability, 90 for sm_90.
+        head_dim: D.
+        chunk_size: C.
+        feature_rows: P, rows of a feature projection.
+        wide: float32 activations.
+    """
+    dim, rows = pow2(head_dim), pow2(feature_rows)
+    small = SHARED_BYTES.get(arch, 99 << 10) < (160 << 10)
+    block = min(chunk_size, 64)
+    heavy = wide or dim > 128
+    if heavy and small:
+        block = min(block, 32)
+    pair = 1 if heavy else 2
+    keys = 32 if heavy else 64
+    stages = 1 if heavy and small else 2
+    return TileTable(
+        score=KernelTile({"BM": min(block, 32) if heavy else block}, 4, 1),
+        select=KernelTile({}, 4, 1),
+        scan=KernelTile({"PB": min(rows, 32), "RB": min(block, 32) if heavy else block}, 4, stages),
+        attend=KernelTile({"BM": block, "BN": keys, "PAIR": pair}, 8 if heavy else 4, stages),
+        commit=KernelTile({}, 4, 1),
+        decode=KernelTile({"DS": 32, "BN": 32, "BL": 32, "RB": 16}, 4, 1),
+        segment_tiles=max(2, 8192 // chunk_size),
+        decode_programs=528,  # four for each of 132 multiprocessors
+    )
+
+
+def decode_splits(batch: int, select_heads: int, slots: int, programs: int) -> int:
+    """NS, programs that share the salient cache of one select head: enough to fill the chip, 32 slots each at least."""
+    if slots == 0:
+        return 1
+    fill = -(-programs // (batch * select_heads))
+    return max(1, min(-(-slots // 32), max(fill, -(-slots // 256)), 64))

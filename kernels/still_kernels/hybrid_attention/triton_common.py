@@ -1,0 +1,161 @@
+"""Device functions that the Triton kernels of hybrid attention share.
+
+Conventions of all kernels: a call brings new tokens at positions length .. length + count - 1 of each row; `position` is
+absolute; the window ring holds position p in slot p mod 2C. Every state is updated in place. Masked loads give zeros.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+FEATURE_CODES = {"np_softmax_pm": 0, "softmax_pm": 1, "softmax": 2, "relu": 3, "elu_plus_one": 4, "identity": 5}
+SCOPE_CODES = {"q_head": 0, "kv_group_max": 1, "kv_group_mean": 2}
+OVERFLOW_CODES = {"error": 0, "fold_min_score": 1, "fold_oldest": 2}
+
+LOG2E = tl.constexpr(1.4426950408889634)
+FEATURE_FLOOR = tl.constexpr(1e-12)
+RELEASED_EPSILON = tl.constexpr(1e-8)
+
+
+@triton.jit
+def row_of(i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, T, RAGGED: tl.constexpr):
+    """Where one sequence lies: (state row, index of its first packed token, length before the call, new tokens)."""
+    if RAGGED:
+        start = tl.load(p_query_start + i_batch).to(tl.int64)
+        count = (tl.load(p_query_start + i_batch + 1).to(tl.int64) - start).to(tl.int32)
+        row = tl.load(p_state_row + i_batch).to(tl.int64)
+    else:
+        start = i_batch.to(tl.int64) * T
+        count = tl.load(p_new_tokens + i_batch).to(tl.int32)
+        row = i_batch.to(tl.int64)
+    length = tl.load(p_past_length + row).to(tl.int32)
+    return row, start, length, count
+
+
+@triton.jit
+def load_tokens(p_new, p_ring, o_position, length, end, stride, D: tl.constexpr, DP: tl.constexpr, C: tl.constexpr):
+    """Rows of a key or value head at absolute positions, from the call's tokens or the ring; zeros elsewhere.
+
+    p_new: the head's row of the call's first token, `stride` elements between tokens. p_ring: the head's ring.
+    """
+    o_dim = tl.arange(0, DP)
+    m_new = (o_position >= length) & (o_position < end)
+    m_old = (o_position >= 0) & (o_position < length) & (o_position >= length - 2 * C)
+    o_new = (o_position - length).to(tl.int64) * stride
+    o_old = (o_position & (2 * C - 1)).to(tl.int64) * D
+    p_row = tl.where(m_new, p_new + o_new, p_ring + o_old)
+    return tl.load(p_row[:, None] + o_dim[None, :], mask=(m_new | m_old)[:, None] & (o_dim < D)[None, :], other=0.0)
+
+
+@triton.jit
+def load_weight(p_weight, o_row, P: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+    """Rows `o_row` of one head's projection, [rows, DP]."""
+    o_dim = tl.arange(0, DP)
+    mask = (o_row < P)[:, None] & (o_dim < D)[None, :]
+    return tl.load(p_weight + o_row[:, None] * D + o_dim[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def feature_stats(b_direction, b_square, m_feature, FEATURE: tl.constexpr):
+    """What normalises the features of each row: (scale in log2 units, log2-sum-exp of +u, of -u).
+
+    b_direction: [M, PP], 0 outside m_feature [PP]. b_square: squared norm of the row's input, [M].
+    """
+    b_scale = tl.full(b_square.shape, LOG2E, tl.float32)
+    if FEATURE == 0:
+        b_norm = tl.sqrt(tl.sum(b_direction * b_direction, 1))
+        b_scale = LOG2E * tl.sqrt(b_square) / tl.maximum(b_norm, FEATURE_FLOOR)
+    b_plus = tl.zeros(b_square.shape, tl.float32)
+    b_minus = tl.zeros(b_square.shape, tl.float32)
+    if FEATURE <= 2:
+        b_u = b_direction * b_scale[:, None]
+        b_high = tl.where(m_feature[None, :], b_u, float("-inf"))
+        b_max = tl.max(b_high, 1)
+        b_plus = b_max + tl.log2(tl.sum(tl.exp2(b_high - b_max[:, None]), 1))
+    if FEATURE <= 1:
+        b_low = tl.where(m_feature[None, :], -b_u, float("-inf"))
+        b_most = tl.max(b_low, 1)
+        b_minus = b_most + tl.log2(tl.sum(tl.exp2(b_low - b_most[:, None]), 1))
+    return b_scale, b_plus, b_minus
+
+
+@triton.jit
+def feature_plus(b_direction, b_scale, b_plus, m_feature, FEATURE: tl.constexpr):
+    """First (for maps without a minus half: only) features of each row, [M, PP]; 0 outside m_feature."""
+    if FEATURE <= 2:
+        b_phi = tl.exp2(b_direction * b_scale[:, None] - b_plus[:, None])
+    elif FEATURE == 3:
+        b_phi = tl.maximum(b_direction, 0.0)
+    elif FEATURE == 4:
+        b_phi = tl.where(b_direction > 0, b_direction + 1.0, tl.exp2(b_direction * LOG2E))
+    else:
+        b_phi = b_direction
+    if FEATURE <= 4:
+        b_phi = tl.maximum(b_phi, FEATURE_FLOOR)
+    return tl.where(m_feature[None, :], b_phi, 0.0)
+
+
+@triton.jit
+def feature_minus(b_direction, b_scale, b_minus, m_feature):
+    """Second half of the features of the _pm maps."""
+    b_phi = tl.exp2(-b_direction * b_scale[:, None] - b_minus[:, None])
+    return tl.where(m_feature[None, :], tl.maximum(b_phi, FEATURE_FLOOR), 0.0)
+
+
+@triton.jit
+def ranked_scores(
+    p_score, p_window_score, o_position, length, end, start, row, i_select, H, GR, SCOPE: tl.constexpr, C: tl.constexpr
+):
+    """Scores that the selection ranks, of one select head at absolute positions; GR query heads per select head."""
+    m_new = (o_position >= length) & (o_position < end)
+    m_old = (o_position >= 0) & (o_position < length)
+    o_slot = o_position & (2 * C - 1)
+    b_score = tl.full(o_position.shape, 0.0, tl.float32)
+    if SCOPE == 1:
+        b_score = tl.full(o_position.shape, float("-inf"), tl.float32)
+    for g in range(GR):
+        i_head = i_select * GR + g
+        b_new = tl.load(p_score + (start + o_position - length) * H + i_head, mask=m_new, other=0.0)
+        b_old = tl.load(p_window_score + (row * H + i_head) * (2 * C) + o_slot, mask=m_old, other=0.0)
+        b_one = tl.where(m_new, b_new, b_old)
+        if SCOPE == 1:
+            b_score = tl.maximum(b_score, b_one)
+        else:
+            b_score += b_one
+    if SCOPE == 2:
+        b_score = b_score / GR
+    return b_score
+
+
+@triton.jit
+def select_chunk(
+    p_score, p_window_score, chunk, length, end, start, row, i_select, H, GR, K, SCOPE: tl.constexpr, C: tl.constexpr
+):
+    """True for the K highest scores of a chunk (ties: lower position), int1 [C], and the scores, [C]."""
+    BJ: tl.constexpr = C if C < 32 else 32
+    o_row = tl.arange(0, C)
+    b_score = ranked_scores(
+        p_score, p_window_score, chunk * C + o_row, length, end, start, row, i_select, H, GR, SCOPE, C
+    )
+    b_rank = tl.zeros([C], tl.int32)
+    for j in range(0, C, BJ):
+        o_other = j + tl.arange(0, BJ)
+        b_other = ranked_scores(
+            p_score, p_window_score, chunk * C + o_other, length, end, start, row, i_select, H, GR, SCOPE, C
+        )
+        b_ahead = (b_other[None, :] > b_score[:, None]) | (
+            (b_other[None, :] == b_score[:, None]) & (o_other[None, :] < o_row[:, None])
+        )
+        b_rank += tl.sum(b_ahead.to(tl.int32), 1)
+    return b_rank < K, b_score
+
+
+@triton.jit
+def selected_offsets(b_selected, KP: tl.constexpr, C: tl.constexpr):
+    """Offsets in the chunk of its selected tokens, ascending, [KP]; entries past their number are 0."""
+    o_row = tl.arange(0, C)
+    b_turn = tl.cumsum(b_selected.to(tl.int32), 0) - 1
+    o_rank = tl.arange(0, KP)
+    b_hit = b_selected[None, :] & (b_turn[None, :] == o_rank[:, None])
+    return tl.sum(tl.where(b_hit, o_row[None, :], 0), 1)

@@ -1,0 +1,147 @@
+"""First step of prefill: the self-saliency of new tokens and the feature statistics of keys that will be promoted."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from still_kernels.hybrid_attention.triton_common import (
+    LOG2E,
+    RELEASED_EPSILON,
+    feature_stats,
+    load_tokens,
+    load_weight,
+    row_of,
+)
+
+
+@triton.jit
+def _own_window_logits(b_q, b_k, o_query, o_key, scale, C: tl.constexpr, DOT: tl.constexpr):
+    """Logits of queries to a block of keys in log2 units; masks of the window without the own term, and of the own term."""
+    b_logit = tl.dot(b_q, tl.trans(b_k), input_precision=DOT) * (scale * LOG2E)
+    o_ahead = o_key[None, :] - o_query[:, None]
+    m_others = (o_ahead < 0) & (o_ahead > -C) & (o_key >= 0)[None, :]
+    return b_logit, m_others, o_ahead == 0
+
+
+@triton.jit(do_not_specialize=["T", "H", "HK", "W_HEADS", "R"])
+def score_kernel(
+    p_query,
+    p_key,
+    p_feature_k_weight,
+    p_window_key,
+    p_new_tokens,
+    p_past_length,
+    p_query_start,
+    p_state_row,
+    p_score,
+    p_stats,
+    T,
+    H,
+    HK,
+    W_HEADS,
+    R,
+    scale,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    P: tl.constexpr,
+    PP: tl.constexpr,
+    BM: tl.constexpr,
+    FEATURE: tl.constexpr,
+    RELEASED: tl.constexpr,
+    STATS: tl.constexpr,
+    RAGGED: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Scores of the call's tokens, score [tokens, H], and stats [B, R, H, 3, C] of chunks that are promoted within the call.
+
+    Grid (R * C / BM, H, B): chunk length // C - 2 + i, rows in blocks of BM.
+    """
+    SUB: tl.constexpr = C // BM
+    i_tile = tl.program_id(0) // SUB
+    i_head = tl.program_id(1)
+    i_batch = tl.program_id(2)
+    row, start, length, count = row_of(i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, T, RAGGED)
+    end = length + count
+    chunk = length // C - 2 + i_tile
+    first = chunk * C + (tl.program_id(0) % SUB) * BM
+    if count == 0 or chunk < 0 or first >= end:
+        return
+    i_kv = i_head // (H // HK)
+    p_new = p_key + (start * HK + i_kv) * D
+    p_ring = p_window_key + (row * HK + i_kv) * (2 * C) * D
+    o_row = tl.arange(0, BM)
+    o_dim = tl.arange(0, DP)
+    o_query = first + o_row
+    b_own_key = load_tokens(p_new, p_ring, o_query, length, end, HK * D, D, DP, C)
+
+    if STATS:
+        if chunk <= (end - 1) // C - 2:
+            o_feature = tl.arange(0, PP)
+            p_weight = p_feature_k_weight + (i_head % W_HEADS).to(tl.int64) * (P * D)
+            b_weight = load_weight(p_weight, o_feature, P, D, DP)
+            b_direction = tl.dot(b_own_key, tl.trans(b_weight), input_precision=DOT)
+            b_wide = b_own_key.to(tl.float32)
+            b_scale, b_plus, b_minus = feature_stats(b_direction, tl.sum(b_wide * b_wide, 1), o_feature < P, FEATURE)
+            p_out = p_stats + (((i_batch.to(tl.int64) * R + i_tile) * H + i_head) * 3) * C + first - chunk * C + o_row
+            tl.store(p_out, b_scale)
+            tl.store(p_out + C, b_plus)
+            tl.store(p_out + 2 * C, b_minus)
+
+    if first + BM <= length:
+        return
+    o_token = start + o_query - length
+    m_query = (o_query >= length) & (o_query < end)
+    p_q = p_query + (o_token * H + i_head)[:, None] * D + o_dim[None, :]
+    b_q = tl.load(p_q, mask=m_query[:, None] & (o_dim < D)[None, :], other=0.0)
+
+    # Blocks from the own one backwards; the window ends inside the last.
+    b_own = tl.zeros([BM], tl.float32)
+    b_max = tl.full([BM], -1.0e30, tl.float32)
+    b_sum = tl.zeros([BM], tl.float32)
+    b_k = b_own_key
+    for j in tl.static_range(0, SUB + 1):
+        if j > 0:
+            b_k = load_tokens(p_new, p_ring, o_query - j * BM, length, end, HK * D, D, DP, C)
+        b_logit, m_others, m_own = _own_window_logits(b_q, b_k, o_query, o_query - j * BM, scale, C, DOT)
+        if j == 0:
+            b_own = tl.sum(tl.where(m_own, b_logit, 0.0), 1)
+        b_new = tl.maximum(b_max, tl.max(tl.where(m_others, b_logit, -1.0e30), 1))
+        b_p = tl.where(m_others, tl.exp2(b_logit - b_new[:, None]), 0.0)
+        b_sum = b_sum * tl.exp2(b_max - b_new) + tl.sum(b_p, 1)
+        b_max = b_new
+    if RELEASED:
+        b_score = tl.zeros([BM], tl.float32)
+        b_seen = tl.zeros([BM], tl.float32)
+        b_has_last = tl.zeros([BM], tl.int32)
+        b_all = tl.maximum(b_max, b_own)
+        b_total = b_sum * tl.exp2(b_max - b_all) + tl.exp2(b_own - b_all)
+        b_k = b_own_key
+        for j in tl.static_range(0, SUB + 1):
+            o_key = o_query - j * BM
+            if j > 0:
+                b_k = load_tokens(p_new, p_ring, o_key, length, end, HK * D, D, DP, C)
+            b_logit, m_others, m_own = _own_window_logits(b_q, b_k, o_query, o_key, scale, C, DOT)
+            m_seen = m_others | m_own
+            b_p = tl.where(m_seen, tl.exp2(b_logit - b_all[:, None]), 0.0) / b_total[:, None]
+            b_without = tl.where(m_others, tl.exp2(b_logit - b_max[:, None]), 0.0) / b_sum[:, None]
+            b_p = (b_p + RELEASED_EPSILON) / (1 + C * RELEASED_EPSILON)
+            b_without = (b_without + RELEASED_EPSILON) / (1 + C * RELEASED_EPSILON + 1.0 / C)
+            m_last = ((o_key & (C - 1)) == C - 1)[None, :]
+            b_without = tl.where(m_last, 1.0 / C + RELEASED_EPSILON, b_without)
+            b_term = b_p * tl.log(b_p / (b_without + RELEASED_EPSILON))
+            b_score += tl.sum(tl.where(m_seen, b_term, 0.0), 1)
+            b_seen += tl.sum(m_seen.to(tl.float32), 1)
+            b_has_last += tl.sum((m_seen & m_last).to(tl.int32), 1)
+        # Slots without a token count once each, slot C-1 with its constant.
+        empty_p = RELEASED_EPSILON / (1 + C * RELEASED_EPSILON)
+        empty_q = RELEASED_EPSILON / (1 + C * RELEASED_EPSILON + 1.0 / C)
+        b_absent = C - b_seen - tl.where(b_has_last == 0, 1.0, 0.0)
+        b_score += b_absent * (empty_p * tl.log(tl.full([BM], empty_p / (empty_q + RELEASED_EPSILON), tl.float32)))
+        b_lone = empty_p * tl.log(tl.full([BM], empty_p / (1.0 / C + 2 * RELEASED_EPSILON), tl.float32))
+        b_score += tl.where(b_has_last == 0, b_lone, 0.0)
+    else:
+        b_score = (b_own - b_max - tl.log2(b_sum)) / LOG2E
+    b_score = tl.where(o_query == 0, float("inf"), b_score)
+    tl.store(p_score + o_token * H + i_head, b_score, mask=m_query)

@@ -1,0 +1,169 @@
+"""Second step of prefill: which tokens of a promoted chunk stay in softmax, and what has to make room for them."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from still_kernels.hybrid_attention.triton_common import load_tokens, row_of, select_chunk, selected_offsets
+
+
+@triton.jit
+def _worst(b_score, b_order, m_alive, worst_score, worst_order, last_score, last_order):
+    """Merge a block of entries into the running victim (worst_score, worst_order).
+
+    Victims leave by ascending score, then descending order; only entries after the last victim are candidates.
+    """
+    m_left = m_alive & ((b_score > last_score) | ((b_score == last_score) & (b_order < last_order)))
+    low = tl.min(tl.where(m_left, b_score, float("inf")), 0)
+    order = tl.max(tl.where(m_left & (b_score == low), b_order, -1), 0)
+    better = (order >= 0) & ((worst_order < 0) | (low < worst_score) | ((low == worst_score) & (order > worst_order)))
+    return tl.where(better, low, worst_score), tl.where(better, order, worst_order)
+
+
+@triton.jit(do_not_specialize=["T", "H", "HK", "K", "N", "R", "first_tile"])
+def select_kernel(
+    p_key,
+    p_value,
+    p_window_key,
+    p_window_value,
+    p_window_score,
+    p_salient_key,
+    p_salient_value,
+    p_salient_score,
+    p_new_tokens,
+    p_past_length,
+    p_query_start,
+    p_state_row,
+    p_score,
+    p_flags,
+    p_evicted_key,
+    p_evicted_value,
+    p_evicted_count,
+    T,
+    H,
+    HK,
+    K,
+    N,
+    R,
+    first_tile,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    KP: tl.constexpr,
+    SCOPE: tl.constexpr,
+    OVERFLOW: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
+    """Selection of chunk c-2 for every chunk c that begins within the call.
+
+    Writes flags [B, R, HS, C] (1: fold the token into S and z) and the salient cache; with a folding policy also the rows
+    that leave the cache, evicted_key and evicted_value [B, HS, KP, D], and their number [B, HS]; such a call handles one chunk,
+    because the cache is then the state at that chunk. Grid (chunks, HS, B).
+    """
+    BN: tl.constexpr = 1024
+    i_tile = first_tile + tl.program_id(0)
+    i_select = tl.program_id(1)
+    HS = tl.num_programs(1)
+    i_batch = tl.program_id(2)
+    row, start, length, count = row_of(i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, T, RAGGED)
+    end = length + count
+    chunk = length // C + i_tile  # the chunk that begins
+    old = chunk - 2  # the chunk that is promoted
+    i_group = i_batch.to(tl.int64) * HS + i_select
+    if OVERFLOW > 0:
+        tl.store(p_evicted_count + i_group, 0)
+    if count == 0 or chunk * C < length or chunk * C >= end or old < 0:
+        return
+    GR = H // HS
+    i_kv = (i_select * GR) // (H // HK)
+    b_selected, b_score = select_chunk(
+        p_score, p_window_score, old, length, end, start, row, i_select, H, GR, K, SCOPE, C
+    )
+    b_offset = selected_offsets(b_selected, KP, C)
+    o_rank = tl.arange(0, KP)
+    o_row = tl.arange(0, C)
+    o_dim = tl.arange(0, DP)
+    m_rank = o_rank < K
+    b_slot = old * K + o_rank
+    b_kept = m_rank  # newcomers that enter the cache
+    base = (row * HS + i_select) * N
+    m_evicted = (o_rank < 0) & m_rank
+
+    if OVERFLOW == 1:
+        # Of cache and newcomers the N highest scores stay.
+        o_hit = (o_row[None, :] == b_offset[:, None]) & m_rank[:, None]
+        b_new_score = tl.sum(tl.where(o_hit, b_score[None, :], 0.0), 1)
+        occupied = tl.minimum(old * K, N)
+        excess = tl.maximum(occupied + K - N, 0)
+        b_freed = tl.where(o_rank < N - occupied, occupied + o_rank, 2147483647)  # free slots, unordered
+        number_freed = N - occupied
+        number_evicted = 0
+        b_evicted = tl.zeros([KP], tl.int32)
+        last_score = float("-inf")
+        last_order = 2147483647
+        for _ in range(excess):
+            worst_score = float("inf")
+            worst_order = -1
+            for s in range(0, occupied, BN):
+                o_slot = s + tl.arange(0, BN)
+                m_slot = o_slot < occupied
+                b_cached = tl.load(p_salient_score + base + o_slot, mask=m_slot, other=0.0)
+                worst_score, worst_order = _worst(
+                    b_cached, o_slot, m_slot, worst_score, worst_order, last_score, last_order
+                )
+            worst_score, worst_order = _worst(
+                b_new_score, N + o_rank, m_rank, worst_score, worst_order, last_score, last_order
+            )
+            is_new = worst_order >= N
+            b_kept = b_kept & ~(is_new & (o_rank == worst_order - N))
+            if not is_new:
+                b_freed = tl.where(o_rank == number_freed, worst_order, b_freed)
+                b_evicted = tl.where(o_rank == number_evicted, worst_order, b_evicted)
+                number_freed += 1
+                number_evicted += 1
+            last_score = worst_score
+            last_order = worst_order
+        m_evicted = o_rank < number_evicted
+        # The survivors take the free slots, both ascending.
+        m_free = o_rank < number_freed
+        b_turn = tl.sum(((b_freed[None, :] < b_freed[:, None]) & m_free[None, :]).to(tl.int32), 1)
+        b_survivor = tl.cumsum(b_kept.to(tl.int32), 0) - 1
+        b_take = (b_turn[None, :] == b_survivor[:, None]) & m_free[None, :] & b_kept[:, None]
+        b_slot = tl.sum(tl.where(b_take, b_freed[None, :], 0), 1)
+    elif OVERFLOW == 2:
+        if N == 0:
+            b_kept = b_kept & (o_rank < 0)
+        else:
+            m_evicted = m_rank & (old * K >= N)
+            b_slot = b_slot % N
+        b_evicted = b_slot
+    else:
+        b_kept = b_kept & (b_slot < N)  # beyond the capacity: the output is NaN, memory stays intact
+
+    if OVERFLOW > 0:
+        tl.store(p_evicted_count + i_group, tl.sum(m_evicted.to(tl.int32), 0))
+        p_old = (base + b_evicted)[:, None] * D + o_dim[None, :]
+        m_old = m_evicted[:, None] & (o_dim < D)[None, :]
+        p_to = (i_group * KP + o_rank)[:, None] * D + o_dim[None, :]
+        tl.store(p_evicted_key + p_to, tl.load(p_salient_key + p_old, mask=m_old, other=0.0))
+        tl.store(p_evicted_value + p_to, tl.load(p_salient_value + p_old, mask=m_old, other=0.0))
+        tl.debug_barrier()  # every row has left before its slot is written again
+    p_to = p_salient_key + (base + b_slot)[:, None] * D + o_dim[None, :]
+    m_to = b_kept[:, None] & (o_dim < D)[None, :]
+    o_token = old * C + b_offset
+    p_new = p_key + (start * HK + i_kv) * D
+    p_ring = p_window_key + (row * HK + i_kv) * (2 * C) * D
+    tl.store(p_to, load_tokens(p_new, p_ring, o_token, length, end, HK * D, D, DP, C), mask=m_to)
+    p_to = p_salient_value + (base + b_slot)[:, None] * D + o_dim[None, :]
+    p_new = p_value + (start * HK + i_kv) * D
+    p_ring = p_window_value + (row * HK + i_kv) * (2 * C) * D
+    tl.store(p_to, load_tokens(p_new, p_ring, o_token, length, end, HK * D, D, DP, C), mask=m_to)
+    if OVERFLOW == 1:
+        tl.store(p_salient_score + base + b_slot, b_new_score, mask=b_kept)
+
+    b_stays = tl.sum(((o_row[None, :] == b_offset[:, None]) & b_kept[:, None]).to(tl.int32), 0) > 0
+    if OVERFLOW == 0:
+        b_stays = b_selected
+    p_flag = p_flags + ((i_batch.to(tl.int64) * R + i_tile) * HS + i_select) * C
+    tl.store(p_flag + o_row, tl.where(b_stays, 0, 1).to(tl.int8))
