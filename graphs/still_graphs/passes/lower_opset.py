@@ -1,0 +1,188 @@
+"""Write a graph in ai.onnx opset 17, the newest that TensorRT 8.6 reads and one that every later TensorRT reads too.
+
+requires: no functions; reduction axes are constants; activation types of RMSNormalization and Gelu inferable from the graph.
+ensures: every node is valid at opset 17; norms compute in float32 through explicit casts, as RMSNormalization's stash_type says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import onnx
+from onnx import TensorProto, helper
+
+from still_graphs.errors import UnsupportedError
+from still_graphs.passes.walk import (
+    Rewriter,
+    attribute,
+    constant_value,
+    drop_attribute,
+    element_types,
+    opset_version,
+    set_opset,
+    value_names,
+    walk_graphs,
+)
+
+OPSET = 17
+IR_VERSION = 8
+REDUCTIONS = (
+    "Max",
+    "Min",
+    "Mean",
+    "Prod",
+    "L1",
+    "L2",
+    "LogSum",
+    "LogSumExp",
+    "SumSquare",
+)  # Sum has axes as input since 13
+NUMPY_TYPES = {TensorProto.FLOAT: "float32", TensorProto.FLOAT16: "float16"}
+
+
+def lower_opset(model: onnx.ModelProto) -> int:
+    """Rewrite what is newer than opset 17, in place.
+
+    Returns:
+        Number of nodes rewritten.
+
+    Raises:
+        UnsupportedError: A node has no equivalent at opset 17, or a fact that its rewriting needs is unknown.
+    """
+    current = opset_version(model)
+    if current <= OPSET:
+        return 0
+    used = value_names(model.graph)
+    types: dict[str, int] = {}
+    changed = 0
+    for graph in walk_graphs(model.graph):
+        types |= element_types(graph)
+        rewriter = Rewriter(graph, used)
+        for node in graph.node:
+            writer = WRITERS.get(node.op_type) if node.domain in ("", "ai.onnx") else None
+            if writer is not None:
+                changed += writer(node, rewriter, types)
+            else:
+                _check(node, current)
+                rewriter.nodes.append(node)
+        rewriter.finish()
+    set_opset(model, "", OPSET)
+    model.ir_version = min(model.ir_version, IR_VERSION)
+    return changed
+
+
+def _check(node: onnx.NodeProto, current: int) -> None:
+    """Pass a node whose operator only gained types and attributes since opset 17; drop attributes that opset 17 lacks."""
+    if node.domain not in ("", "ai.onnx"):
+        return
+    new = onnx.defs.get_schema(node.op_type, current)
+    try:
+        old = onnx.defs.get_schema(node.op_type, OPSET)
+    except onnx.defs.SchemaError:
+        raise _unsupported(node, "is not in it") from None
+    if new.since_version > OPSET and (new.min_input, new.max_input) != (old.min_input, old.max_input):
+        raise _unsupported(node, "has other inputs in it")
+    for name in [a.name for a in node.attribute if a.name not in old.attributes]:
+        default = new.attributes[name].default_value
+        if attribute(node, name) != helper.get_attribute_value(default):
+            raise _unsupported(node, f"has no {name} in it")
+        drop_attribute(node, name)
+
+
+def _unsupported(node: onnx.NodeProto, why: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"node {node.name or node.output[0]}: {node.op_type} cannot be written in opset {OPSET}: it {why}. "
+        "Export for onnx, or report the model."
+    )
+
+
+def _type(node: onnx.NodeProto, types: dict[str, int]) -> int:
+    found = next((types[n] for n in (*node.input, *node.output) if n in types), None)
+    if found is None:
+        raise _unsupported(node, "needs the type of its input, which is unknown; run onnx.shape_inference first, as it")
+    return found
+
+
+def _rms_normalization(node: onnx.NodeProto, r: Rewriter, types: dict[str, int]) -> int:
+    """y = x / sqrt(mean(x^2) + epsilon) * scale, the first part in float32."""
+    axis = attribute(node, "axis", -1)
+    if axis != -1:
+        raise _unsupported(node, f"is handled for axis -1 only, here it has axis {axis};")
+    x, scale = node.input
+    dtype = _type(node, types)
+    hint = node.name or node.output[0]
+    wide = x if dtype == TensorProto.FLOAT else r.node("Cast", [x], hint=f"{hint}.wide", to=TensorProto.FLOAT)
+    square = r.node("Mul", [wide, wide], hint=f"{hint}.square")
+    mean = r.node("ReduceMean", [square], hint=f"{hint}.mean", axes=[-1], keepdims=1)
+    epsilon = r.constant(attribute(node, "epsilon", 1e-5), "float32", f"{hint}.epsilon")
+    root = r.node("Sqrt", [r.node("Add", [mean, epsilon], hint=f"{hint}.floored")], hint=f"{hint}.root")
+    result = r.node("Div", [wide, root], hint=f"{hint}.normalized")
+    if dtype != TensorProto.FLOAT:
+        result = r.node("Cast", [result], hint=f"{hint}.narrow", to=dtype)
+    r.node("Mul", [result, scale], node.output[0])
+    return 1
+
+
+def _split(node: onnx.NodeProto, r: Rewriter, types: dict[str, int]) -> int:
+    """Equal parts are what opset 17 makes without sizes; the dimension must divide, which shape inference checks."""
+    r.nodes.append(node)
+    return int(drop_attribute(node, "num_outputs"))
+
+
+def _reduction(node: onnx.NodeProto, r: Rewriter, types: dict[str, int]) -> int:
+    r.nodes.append(node)
+    if len(node.input) < 2 or not node.input[1]:
+        if attribute(node, "noop_with_empty_axes", 0):
+            raise _unsupported(node, "has no noop_with_empty_axes in it")
+        drop_attribute(node, "noop_with_empty_axes")
+        del node.input[1:]
+        return 0
+    axes = constant_value(r.graph, node.input[1])
+    if axes is None:
+        raise _unsupported(node, "needs constant axes in it")
+    del node.input[1:]
+    drop_attribute(node, "noop_with_empty_axes")
+    node.attribute.append(helper.make_attribute("axes", [int(a) for a in axes.reshape(-1)]))
+    return 1
+
+
+def _gelu(node: onnx.NodeProto, r: Rewriter, types: dict[str, int]) -> int:
+    """x/2 * (1 + erf(x/sqrt 2)), or its tanh approximation, in float32."""
+    dtype, x, hint = _type(node, types), node.input[0], node.name or node.output[0]
+
+    def constant(value: float) -> str:
+        return r.constant(value, "float32", f"{hint}.constant")
+
+    wide = x if dtype == TensorProto.FLOAT else r.node("Cast", [x], hint=f"{hint}.wide", to=TensorProto.FLOAT)
+    if attribute(node, "approximate", "none") == "tanh":
+        cube = r.node("Mul", [r.node("Mul", [wide, wide]), wide])
+        inner = r.node("Add", [wide, r.node("Mul", [cube, constant(0.044715)])])
+        bent = r.node("Tanh", [r.node("Mul", [inner, constant(math.sqrt(2 / math.pi))])])
+    else:
+        bent = r.node("Erf", [r.node("Mul", [wide, constant(math.sqrt(0.5))])])
+    half = r.node("Mul", [wide, constant(0.5)])
+    raised = r.node("Add", [bent, constant(1.0)])
+    if dtype == TensorProto.FLOAT:
+        r.node("Mul", [half, raised], node.output[0])
+    else:
+        r.node("Cast", [r.node("Mul", [half, raised])], node.output[0], to=dtype)
+    return 1
+
+
+def _swish(node: onnx.NodeProto, r: Rewriter, types: dict[str, int]) -> int:
+    alpha = attribute(node, "alpha", 1.0)
+    if alpha != 1.0:
+        raise _unsupported(node, f"is handled for alpha 1 only, here it has {alpha};")
+    r.node("Mul", [node.input[0], r.node("Sigmoid", [node.input[0]])], node.output[0])
+    return 1
+
+
+WRITERS: dict[str, Callable[[onnx.NodeProto, Rewriter, dict[str, int]], int]] = {
+    "RMSNormalization": _rms_normalization,
+    "Split": _split,
+    "Gelu": _gelu,
+    "Swish": _swish,
+    **{f"Reduce{name}": _reduction for name in REDUCTIONS},
+}
+"""Writers of the operators that opset 17 lacks or spells otherwise."""

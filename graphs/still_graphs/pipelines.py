@@ -1,0 +1,104 @@
+"""What each target can take, and the ordered passes that bring a portable graph there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import onnx
+
+from still_graphs.errors import UnsupportedError
+from still_graphs.passes.add_greedy_token import add_greedy_token
+from still_graphs.passes.inline_functions import inline_functions
+from still_graphs.passes.lower_integers import lower_integers
+from still_graphs.passes.lower_opset import lower_opset
+from still_graphs.passes.lower_plugin_nodes import lower_plugin_nodes
+from still_graphs.passes.replace_nonzero import replace_nonzero
+from still_graphs.passes.strip_functions import strip_functions
+
+
+@dataclass(frozen=True)
+class Step:
+    """One pass of a pipeline: `run` edits a model in place and counts its changes; `reason` says why the target needs it."""
+
+    run: Callable[[onnx.ModelProto], int]
+    reason: str
+
+    @property
+    def name(self) -> str:
+        """Name of the pass."""
+        return self.run.__name__
+
+
+@dataclass(frozen=True)
+class Target:
+    """Capabilities of a target and the way to it.
+
+    Args:
+        name: As in `--to`.
+        plugins: Runs still:: nodes as plugins; else their bodies must be inlined.
+        dtypes: Activation types that it computes in.
+        steps: Passes in order.
+    """
+
+    name: str
+    plugins: bool
+    dtypes: tuple[str, ...]
+    steps: tuple[Step, ...]
+
+
+TARGETS: dict[str, Target] = {
+    target.name: target
+    for target in (
+        Target(
+            "trt",
+            plugins=True,
+            dtypes=("float16", "bfloat16", "float32"),
+            steps=(
+                Step(strip_functions, "the parser prefers a function over a plugin"),
+                Step(add_greedy_token, "greedy decoding stays on the device"),
+                Step(lower_opset, "TensorRT 8.6 reads opset 17, and so do all later versions"),
+                Step(lower_integers, "8.6 has no int64, and hosts bind int32 alike everywhere"),
+                Step(lower_plugin_nodes, "plugins get declared attributes, present inputs and int32 counts"),
+            ),
+        ),
+        Target(
+            "trt-rtx",
+            plugins=False,
+            dtypes=("float16", "bfloat16", "float32"),
+            steps=(
+                Step(inline_functions, "TensorRT-RTX has no plugins"),
+                Step(replace_nonzero, "TensorRT-RTX has no operator whose output size depends on data"),
+                Step(add_greedy_token, "greedy decoding stays on the device"),
+                Step(lower_integers, "hosts bind int32 alike everywhere"),
+            ),
+        ),
+    )
+}
+"""Every target with a pipeline, by name."""
+
+
+def run_pipeline(
+    model: onnx.ModelProto, target: str, dump: Callable[[str, onnx.ModelProto], None] | None = None
+) -> dict[str, int]:
+    """Run the passes of `target` over `model`, in place.
+
+    Args:
+        model: A portable graph, weights external or not.
+        target: Name of a target.
+        dump: Called with each pass's name and its result.
+
+    Returns:
+        Changes by pass.
+
+    Raises:
+        UnsupportedError: The target is unknown or cannot take the graph.
+    """
+    if target not in TARGETS:
+        raise UnsupportedError(f"target {target!r} has no pipeline; known: {', '.join(TARGETS)}.")
+    counts = {}
+    for step in TARGETS[target].steps:
+        counts[step.name] = step.run(model)
+        if dump is not None:
+            dump(step.name, model)
+    return counts

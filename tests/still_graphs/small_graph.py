@@ -1,0 +1,121 @@
+"""A small stateful language model as a portable graph, made without torch: one still node, a norm, a split and a head."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from still_graphs.opset import DOMAIN, HYBRID_ATTENTION
+from still_graphs.passes.attach_functions import attach_functions
+
+VOCABULARY, HIDDEN = 23, 20
+SIZES = {"H": 6, "HK": 3, "HS": 6, "D": 4, "P": 5, "F": 10, "C": 8}
+SALIENT = 2
+DTYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}
+SKIPPED = ("salient_score",)
+
+
+def state_shape(name: str) -> list[str | int]:
+    """Shape of a state in the graph; batch and slots stay free."""
+    symbols: dict[str, str | int] = {**SIZES, "B": "batch", "N": "slots", "2*C": 2 * SIZES["C"]}
+    return [d if isinstance(d, int) else symbols[d] for d in HYBRID_ATTENTION.state(name).shape]
+
+
+def states() -> list[str]:
+    """Names of the states that the graph has."""
+    return [s.name for s in HYBRID_ATTENTION.states if s.name not in SKIPPED]
+
+
+def state_type(name: str, dtype: str) -> int:
+    """Element type of a state."""
+    return DTYPES[dtype] if HYBRID_ATTENTION.state(name).dtype == "T" else TensorProto.FLOAT
+
+
+def small_graph(dtype: str = "float32", seed: int = 0, functions: bool = True) -> onnx.ModelProto:
+    """The graph at opset 23 with random weights."""
+    random, kind = np.random.default_rng(seed), DTYPES[dtype]
+    heads, kv_heads, dim = SIZES["H"], SIZES["HK"], SIZES["D"]
+    weights: dict[str, np.ndarray] = {
+        "embedding": random.standard_normal((VOCABULARY, HIDDEN)),
+        "q": random.standard_normal((HIDDEN, heads * dim)) / 4,
+        "kv": random.standard_normal((HIDDEN, 2 * kv_heads * dim)) / 4,
+        "g": random.standard_normal((HIDDEN, heads * dim)) / 4,
+        "o": random.standard_normal((heads * dim, VOCABULARY)) / 4,
+        "scale": random.standard_normal(HIDDEN),
+        "feature_q": random.standard_normal((heads, SIZES["P"], dim)),
+        "feature_k": random.standard_normal((heads, SIZES["P"], dim)),
+    }
+    initializers = [
+        numpy_helper.from_array(w.astype(dtype if w.dtype == np.float64 else w.dtype), n) for n, w in weights.items()
+    ]
+    for name, shape in (("wide", (0, 0, heads, dim)), ("narrow", (0, 0, kv_heads, dim)), ("flat", (0, 0, heads * dim))):
+        initializers.append(numpy_helper.from_array(np.array(shape, dtype=np.int64), f"shape_{name}"))
+    node = helper.make_node
+    nodes = [
+        node("Gather", ["embedding", "input_ids"], ["x"]),
+        node("RMSNormalization", ["x", "scale"], ["hidden"], axis=-1, epsilon=1e-5),
+        node("MatMul", ["hidden", "q"], ["q_flat"]),
+        node("Reshape", ["q_flat", "shape_wide"], ["query"]),
+        node("MatMul", ["hidden", "kv"], ["kv_flat"]),
+        node("Split", ["kv_flat"], ["k_flat", "v_flat"], axis=-1, num_outputs=2),
+        node("Reshape", ["k_flat", "shape_narrow"], ["key"]),
+        node("Reshape", ["v_flat", "shape_narrow"], ["value"]),
+        node("MatMul", ["hidden", "g"], ["g_flat"]),
+        node("Sigmoid", ["g_flat"], ["g_open"]),
+        node("Reshape", ["g_open", "shape_wide"], ["gate"]),
+        node(
+            HYBRID_ATTENTION.name,
+            [
+                *("query", "key", "value", "gate", "feature_q", "feature_k", "", "new_tokens", "past_length"),
+                *("" if s.name in SKIPPED else f"past_{s.name}.0" for s in HYBRID_ATTENTION.states),
+            ],
+            ["mixed", *("" if s.name in SKIPPED else f"present_{s.name}.0" for s in HYBRID_ATTENTION.states)],
+            name="attention",
+            domain=DOMAIN,
+            **{a.name: a.default for a in HYBRID_ATTENTION.attributes}
+            | {"chunk_size": SIZES["C"], "salient_per_chunk": SALIENT},
+        ),
+        node("Reshape", ["mixed", "shape_flat"], ["mixed_flat"]),
+        node("MatMul", ["mixed_flat", "o"], ["logits"]),
+        node("Add", ["past_length", "new_tokens"], ["present_length"]),
+    ]
+    info = helper.make_tensor_value_info
+    graph = helper.make_graph(
+        nodes,
+        "small",
+        [
+            info("input_ids", TensorProto.INT64, ["batch", "tokens"]),
+            info("new_tokens", TensorProto.INT64, ["batch"]),
+            info("past_length", TensorProto.INT64, ["batch"]),
+            *(info(f"past_{n}.0", state_type(n, dtype), state_shape(n)) for n in states()),
+        ],
+        [
+            info("logits", kind, ["batch", "tokens", VOCABULARY]),
+            *(info(f"present_{n}.0", state_type(n, dtype), state_shape(n)) for n in states()),
+            info("present_length", TensorProto.INT64, ["batch"]),
+        ],
+        initializers,
+        value_info=[
+            *(info(n, kind, ["batch", "tokens", heads, dim]) for n in ("query", "gate", "mixed")),
+            *(info(n, kind, ["batch", "tokens", kv_heads, dim]) for n in ("key", "value")),
+            *(info(n, kind, ["batch", "tokens", HIDDEN]) for n in ("x", "hidden")),
+        ],
+    )
+    opsets = [helper.make_opsetid("", 23), helper.make_opsetid(DOMAIN, 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    if functions:
+        attach_functions(model)
+    return model
+
+
+def empty_state(dtype: str, batch: int, slots: int) -> dict[str, np.ndarray]:
+    """All-zero states by input name."""
+    sizes = {"batch": batch, "slots": slots}
+    return {
+        f"past_{n}.0": np.zeros(
+            [sizes.get(d, d) if isinstance(d, str) else d for d in state_shape(n)],
+            dtype=helper.tensor_dtype_to_np_dtype(state_type(n, dtype)),
+        )
+        for n in states()
+    }

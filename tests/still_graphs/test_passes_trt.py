@@ -1,0 +1,208 @@
+"""Passes for TensorRT and TensorRT-RTX: each keeps the meaning, and leaves nothing that the target does not read."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from still_graphs.errors import UnsupportedError
+from still_graphs.opset import DOMAIN, HYBRID_ATTENTION
+from still_graphs.passes.add_greedy_token import add_greedy_token
+from still_graphs.passes.inline_functions import inline_functions
+from still_graphs.passes.lower_integers import lower_integers
+from still_graphs.passes.lower_opset import lower_opset
+from still_graphs.passes.lower_plugin_nodes import lower_plugin_nodes
+from still_graphs.passes.replace_nonzero import replace_nonzero
+from still_graphs.passes.strip_functions import strip_functions
+from still_graphs.passes.walk import attribute, opset_version, walk_nodes
+from tests.still_graphs.small_graph import VOCABULARY, empty_state, small_graph
+
+SLOTS = 20
+SPLITS = (13, 1, 1, 1, 8, 1, 17, 1, 1)
+"""Prefill, steps, a piece that ends a chunk, a step that promotes, and a piece over several chunks."""
+
+
+def session(model: onnx.ModelProto) -> object:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 3
+    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def rollout(model: onnx.ModelProto, dtype: str = "float32", batch: int = 2) -> list[dict[str, np.ndarray]]:
+    """Outputs of each call of SPLITS, the state handed on; row 1 brings one token fewer where it can."""
+    run = session(model)
+    inputs = {i.name: i.type for i in run.get_inputs()}  # type: ignore[attr-defined]
+    count = "int64" if "int64" in inputs["input_ids"] else "int32"
+    random, state = np.random.default_rng(1), empty_state(dtype, batch, SLOTS)
+    length = np.zeros(batch, dtype=count)
+    results = []
+    for tokens in SPLITS:
+        new = np.array([tokens, max(1, tokens - 1)], dtype=count)
+        ids = random.integers(0, VOCABULARY, (batch, tokens)).astype(count)
+        names = [o.name for o in run.get_outputs()]  # type: ignore[attr-defined]
+        feeds = {"input_ids": ids, "new_tokens": new, "past_length": length, **state}
+        outputs = dict(zip(names, run.run(None, feeds), strict=True))  # type: ignore[attr-defined]
+        outputs["logits"] = np.where(np.arange(tokens)[None, :, None] < new[:, None, None], outputs["logits"], 0)
+        results.append(outputs)
+        state = {n.replace("present_", "past_"): v for n, v in outputs.items() if n.startswith("present_") and "." in n}
+        length = outputs["present_length"]
+    return results
+
+
+def assert_same(model: onnx.ModelProto, expected: list[dict[str, np.ndarray]], dtype: str, tolerance: float) -> None:
+    for step, (got, wanted) in enumerate(zip(rollout(model, dtype), expected, strict=True)):
+        for name, value in wanted.items():
+            np.testing.assert_allclose(got[name], value, atol=tolerance, rtol=tolerance, err_msg=f"call {step}, {name}")
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[dict[str, np.ndarray]]:
+    return rollout(small_graph())
+
+
+def test_replace_nonzero_keeps_every_output(expected: list[dict[str, np.ndarray]]) -> None:
+    model = small_graph()
+    assert inline_functions(model) == 1
+    assert replace_nonzero(model) == 1
+    assert not [n for n in walk_nodes(model.graph) if n.op_type == "NonZero" or n.domain == DOMAIN]
+    assert not model.functions and [o.domain for o in model.opset_import] == [""]
+    assert_same(model, expected, "float32", 0)
+    assert replace_nonzero(model) == 0
+
+
+def test_replace_nonzero_refuses_other_uses() -> None:
+    info = helper.make_tensor_value_info
+    nodes = [
+        helper.make_node("NonZero", ["mask"], ["where"]),
+        helper.make_node("ReduceSum", ["where"], ["total"]),
+    ]
+    graph = helper.make_graph(
+        nodes, "g", [info("mask", TensorProto.BOOL, ["r", "c"])], [info("total", TensorProto.INT64, None)]
+    )
+    with pytest.raises(UnsupportedError, match="ReduceSum of what NonZero chose"):
+        replace_nonzero(helper.make_model(graph))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("float16", 4e-3)])
+def test_lower_opset_keeps_every_output(dtype: str, tolerance: float) -> None:
+    model = small_graph(dtype)
+    expected = rollout(model, dtype)
+    inline_functions(model)
+    assert lower_opset(model) > 5
+    assert opset_version(model) == 17 and model.ir_version == 8
+    onnx.checker.check_model(model, full_check=True)
+    assert not [n for n in walk_nodes(model.graph) if n.op_type == "RMSNormalization"]
+    assert_same(model, expected, dtype, tolerance)
+    assert lower_opset(model) == 0
+
+
+@pytest.mark.parametrize(
+    ("op", "attributes"), [("Gelu", {"approximate": "none"}), ("Gelu", {"approximate": "tanh"}), ("ReduceMax", {})]
+)
+def test_lower_opset_single_operators(op: str, attributes: dict[str, str]) -> None:
+    import onnxruntime
+
+    info = helper.make_tensor_value_info
+    axes = helper.make_node("Constant", [], ["axes"], value=helper.make_tensor("axes", TensorProto.INT64, [1], [1]))
+    inputs = ["x", "axes"] if op.startswith("Reduce") else ["x"]
+    nodes = [*([axes] if len(inputs) > 1 else []), helper.make_node(op, inputs, ["y"], **attributes)]
+    ends = [info("x", TensorProto.FLOAT, ["a", "b"])], [info("y", TensorProto.FLOAT, ["c", "d"])]
+    model = helper.make_model(
+        helper.make_graph(nodes, "g", *ends), opset_imports=[helper.make_opsetid("", 23)], ir_version=10
+    )
+    x = np.linspace(-4, 4, 15, dtype=np.float32).reshape(3, 5)
+    before = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x": x})[0]
+    assert lower_opset(model) == 1
+    onnx.checker.check_model(model, full_check=True)
+    after = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x": x})[0]
+    np.testing.assert_allclose(after, before, atol=1e-6)
+
+
+def test_lower_opset_names_what_it_cannot_write() -> None:
+    info = helper.make_tensor_value_info
+    node = helper.make_node("Attention", ["q", "k", "v"], ["y"], name="attend")
+    ends = [info(n, TensorProto.FLOAT, [1, 2, 3, 4]) for n in "qkv"], [info("y", TensorProto.FLOAT, None)]
+    model = helper.make_model(helper.make_graph([node], "g", *ends), opset_imports=[helper.make_opsetid("", 23)])
+    with pytest.raises(UnsupportedError, match="node attend: Attention cannot be written in opset 17"):
+        lower_opset(model)
+
+
+def test_lower_integers_keeps_every_output(expected: list[dict[str, np.ndarray]]) -> None:
+    model = small_graph()
+    assert lower_integers(model) == 4
+    onnx.checker.check_model(model)
+    ends = {i.name: i.type.tensor_type.elem_type for i in (*model.graph.input, *model.graph.output)}
+    assert TensorProto.INT64 not in ends.values()
+    assert {n for n, kind in ends.items() if kind == TensorProto.INT32} == {
+        "input_ids",
+        "new_tokens",
+        "past_length",
+        "present_length",
+    }
+    assert_same(model, expected, "float32", 0)
+    assert lower_integers(model) == 0
+
+
+def test_lower_integers_passes_an_input_through() -> None:
+    info = helper.make_tensor_value_info
+    ends = [info("a", TensorProto.INT64, ["n"])], [info("b", TensorProto.INT64, ["n"])]
+    model = helper.make_model(helper.make_graph([helper.make_node("Identity", ["a"], ["b"])], "g", *ends))
+    lower_integers(model)
+    onnx.checker.check_model(model, full_check=True)
+
+
+def test_strip_functions_leaves_bare_nodes() -> None:
+    model = small_graph()
+    assert strip_functions(model) == 1 and not model.functions
+    assert strip_functions(model) == 0
+
+
+def test_plugin_nodes_say_all_that_the_plugin_needs() -> None:
+    model = small_graph("float16", functions=False)
+    lower_integers(model)
+    assert lower_plugin_nodes(model) == 1
+    (node,) = [n for n in model.graph.node if n.domain == DOMAIN]
+    assert "" not in [*node.input, *node.output]
+    assert attribute(node, "plugin_namespace") == "still" and attribute(node, "plugin_version") == "1"
+    assert attribute(node, "activation_type") == "float16"
+    names = HYBRID_ATTENTION.input_names()
+    absent = {n for i, n in enumerate(names) if attribute(node, "absent_inputs") >> i & 1}
+    assert absent == {"window_factor", "past_salient_score"}
+    assert len(node.input) == len(names) - 2 and len(node.output) == len(HYBRID_ATTENTION.output_names()) - 1
+    for declared in HYBRID_ATTENTION.attributes:
+        assert attribute(node, declared.name) is not None
+    kinds = {n.output[0]: attribute(n, "to") for n in model.graph.node if n.op_type == "Cast"}
+    position = [n for n in names if n not in absent].index("new_tokens")
+    assert [kinds[n] for n in node.input[position : position + 2]] == [TensorProto.INT32] * 2
+    assert lower_plugin_nodes(model) == 1
+    assert attribute(node, "absent_inputs") is not None
+
+
+def test_plugin_nodes_need_a_known_type_and_op() -> None:
+    model = small_graph(functions=False)
+    del model.graph.value_info[:]
+    del model.graph.input[3:]
+    for tensor in list(model.graph.initializer):
+        if tensor.name.startswith("feature"):
+            model.graph.initializer.remove(tensor)
+    with pytest.raises(UnsupportedError, match="node attention: the type of its activations is unknown"):
+        lower_plugin_nodes(model)
+    model = small_graph(functions=False)
+    next(n for n in model.graph.node if n.domain == DOMAIN).op_type = "HybridMixer"
+    with pytest.raises(UnsupportedError, match="still::HybridMixer has no plugin; known: HybridAttention"):
+        lower_plugin_nodes(model)
+
+
+def test_greedy_token_is_the_best_logit() -> None:
+    model = small_graph()
+    assert add_greedy_token(model) == 1 and add_greedy_token(model) == 0
+    onnx.checker.check_model(model)
+    for outputs in rollout(model)[:4]:
+        tokens = outputs["logits"].shape[1]
+        expected = outputs["logits"].argmax(-1)
+        assert (outputs["next_token"][0] == expected[0]).all() and outputs["next_token"].shape == (2, tokens)

@@ -1,0 +1,46 @@
+"""Pipelines as wholes."""
+
+from __future__ import annotations
+
+import onnx
+import pytest
+
+from still_graphs.errors import UnsupportedError
+from still_graphs.opset import DOMAIN
+from still_graphs.passes.walk import opset_version, walk_nodes
+from still_graphs.pipelines import TARGETS, run_pipeline
+from tests.still_graphs.small_graph import small_graph
+from tests.still_graphs.test_passes_trt import assert_same, rollout
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_trt_graph_is_valid_and_typed(dtype: str) -> None:
+    model = small_graph(dtype)
+    counts = run_pipeline(model, "trt")
+    assert list(counts) == [s.name for s in TARGETS["trt"].steps] and all(counts.values())
+    assert opset_version(model) == 17 and not model.functions
+    onnx.checker.check_model(model)
+    inferred = onnx.shape_inference.infer_shapes(model, check_type=True)  # every value but the plugin's outputs
+    typed = {i.name for i in (*inferred.graph.value_info, *inferred.graph.input, *inferred.graph.output)}
+    (node,) = [n for n in model.graph.node if n.domain == DOMAIN]
+    computed = {o for n in model.graph.node for o in n.output}
+    assert computed - typed <= set(node.output)
+
+
+def test_trt_rtx_graph_has_no_op_of_ours_and_keeps_every_output() -> None:
+    expected = rollout(small_graph())
+    model = small_graph()
+    run_pipeline(model, "trt-rtx")
+    assert not [n for n in walk_nodes(model.graph) if n.domain == DOMAIN or n.op_type == "NonZero"]
+    assert_same(model, expected, "float32", 0)
+
+
+def test_dump_sees_every_pass() -> None:
+    seen: list[str] = []
+    run_pipeline(small_graph(), "trt", lambda name, model: seen.append(name))
+    assert seen == [s.name for s in TARGETS["trt"].steps]
+
+
+def test_unknown_targets_are_listed() -> None:
+    with pytest.raises(UnsupportedError, match="target 'tensorrt' has no pipeline; known: trt, trt-rtx"):
+        run_pipeline(small_graph(), "tensorrt")
