@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,22 +78,25 @@ def load_model(
         _overlay(found, resolve_source(overlay, None), next(iter(found.tensors.values())).dtype)
     found.tensors = convert.merge_lora(convert.plain_names(found.tensors), found.adapter)
     fresh = False
-    native = found.model_type.startswith("still_")
-    if native:
-        if attach_untrained or still_config is not None:
-            raise ConfigError(
-                f"{source} is a STILL model with a configuration of its own; leave out --attach-untrained and STILL options."
-            )
+    released = found.model_type == "still" or convert.is_released(found.tensors)
+    if attach_untrained and (released or found.model_type.startswith("still_") or convert.is_lolcats(found.tensors)):
+        raise ConfigError(f"{source} is linearized: it has feature maps of its own. Leave out --attach-untrained.")
+    if found.model_type.startswith("still_"):
+        if still_config is not None:
+            raise ConfigError(f"{source} is a STILL model with a configuration of its own; leave out STILL options.")
         if not isinstance(found.config.get("still_config"), dict):
             raise ConfigError(
                 f"config.json of {source} has no still_config. Save the model again with save_pretrained."
             )
         still = StillConfig.from_dict(found.config["still_config"])
-    elif found.model_type == "still" or convert.is_released(found.tensors):
+    elif released:
         if found.model_type == "still":
             found.model_type = convert.released_family(found.config, found.tensors)
-        still = still_config or convert.released_config(found.config)
         found.tensors = convert.convert_released(found.tensors)
+        still = still_config or convert.released_config(found.config)
+        types = convert.layers_with_maps(found.tensors, int(found.config["num_hidden_layers"]))
+        if still.layer_types is None and types is not None:
+            still = replace(still, layer_types=types)
     elif convert.is_lolcats(found.tensors):
         family_of(found.model_type)
         found.tensors, still = convert.convert_lolcats(

