@@ -148,6 +148,16 @@ class StillModelMixin:
         """As of transformers; prompts of a batch are padded on the right, and the cache is a StillCache."""
         generation = kwargs.get("generation_config") or self.generation_config  # type: ignore[attr-defined]
         wanted = kwargs.get("use_cache", generation.use_cache)
+        mask = kwargs.get("attention_mask")
+        if (
+            kwargs.get("prefill_chunk_size", generation.prefill_chunk_size)
+            and mask is not None
+            and bool((mask == 0).any())
+        ):
+            raise PaddingError(
+                "prefill_chunk_size with a padded batch: transformers takes every row's logits from the last chunk, which short rows do "
+                "not reach. Leave it out; long calls are cut inside the attention anyway."
+            )
         if kwargs.get("past_key_values") is None and wanted is not False:
             kwargs["past_key_values"] = StillCache.empty(self.config)
         with _without_left_padding_advice():

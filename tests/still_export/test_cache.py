@@ -115,6 +115,15 @@ def test_other_padding_than_right_is_refused(mask: list[int]) -> None:
         model.generate(ids, attention_mask=both, max_new_tokens=2)
 
 
+def test_prefill_in_chunks_is_for_unpadded_batches() -> None:
+    model = still_model("llama")
+    ids, mask = padded([random_ids(1, 23)[0], random_ids(1, 4)[0]])
+    with pytest.raises(PaddingError, match="prefill_chunk_size"):
+        model.generate(ids, attention_mask=mask, max_new_tokens=3, prefill_chunk_size=7)
+    chunked = model.generate(ids[:1], max_new_tokens=9, prefill_chunk_size=7, do_sample=False)
+    assert torch.equal(chunked, model.generate(ids[:1], max_new_tokens=9, do_sample=False))
+
+
 def test_contradictions_are_refused() -> None:
     model = still_model("llama")
     cache = StillCache.empty(model.config)

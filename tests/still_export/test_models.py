@@ -102,8 +102,14 @@ def test_padding_enters_no_state() -> None:
             assert torch.equal(tensor, y[name]), name
 
 
-def test_export_traces_one_op_per_layer_and_holds_at_other_lengths() -> None:
-    model = still_model("llama", torch.float32, layer_types=MIXED, capacity_tokens=120)
+LOLCATS = dict(
+    salient_per_chunk=0, feature_map="softmax_pm", gate="none", window_factors=[[0.5, 0.1, 0.2, 1.0, 0.9, 0.3]] * 3
+)
+
+
+@pytest.mark.parametrize("still", [{}, {"overflow": "fold_min_score"}, LOLCATS], ids=["default", "fold", "lolcats"])
+def test_export_traces_one_op_per_layer_and_holds_at_other_lengths(still: dict) -> None:
+    model = still_model("llama", torch.float32, layer_types=MIXED, capacity_tokens=120, **still)
 
     class Step(torch.nn.Module):
         def __init__(self) -> None:
@@ -115,7 +121,9 @@ def test_export_traces_one_op_per_layer_and_holds_at_other_lengths() -> None:
 
     batch, tokens, slots, capacity = (torch.export.Dim(n) for n in ("B", "T", "N", "capacity"))
     states = empty_states(model.config, 3, torch.float32)
-    grown = {"salient_key": slots, "salient_value": slots, "key": capacity, "value": capacity}
+    grown = {"key": capacity, "value": capacity}
+    if model.config.still.salient_per_chunk:
+        grown |= dict.fromkeys(("salient_key", "salient_value", "salient_score"), slots)
     shapes = [{n: {0: batch, 2: grown[n]} if n in grown else {0: batch} for n in layer} for layer in states]
     ids, new, past = random_ids(3, 11), torch.tensor([11, 4, 9]), torch.zeros(3, dtype=torch.int64)
     with torch.no_grad():
