@@ -48,4 +48,10 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int = 23, *, dims: Ma
         raise UnsupportedError(f"activations of type {name}: function bodies take FLOAT, FLOAT16 and BFLOAT16.")
     if opset not in OPSETS:
         raise UnsupportedError(f"opset {opset}: function bodies are written for opsets {OPSETS[0]} to {OPSETS[-1]}.")
+    missing = [symbol for symbol in ("H", "HK", "D", "F", "WH") if symbol not in dims]
+    if missing:
+        raise UnsupportedError(
+            f"{node.name or node.op_type}: dimension {', '.join(missing)} is not fixed in the graph; declare the shapes of "
+            "weights and past state."
+        )
     return BODIES[node.op_type](node, dtype, opset, dims)

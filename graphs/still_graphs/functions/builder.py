@@ -110,10 +110,16 @@ class Scope:
         assert isinstance(result, str)
         return result
 
-    def graph(self, name: str, outputs: Sequence[tuple[str, int]]) -> onnx.GraphProto:
-        """The scope as a subgraph with the outputs (name, element type)."""
+    def graph(
+        self,
+        name: str,
+        outputs: Sequence[tuple[str, int]],
+        inputs: Sequence[tuple[str, int, list[int] | None]] = (),
+    ) -> onnx.GraphProto:
+        """The scope as a subgraph with outputs (name, element type) and inputs (name, element type, shape)."""
         infos = [helper.make_tensor_value_info(out, dtype, None) for out, dtype in outputs]
-        return helper.make_graph(self.nodes, name, [], infos)
+        given = [helper.make_tensor_value_info(*value) for value in inputs]
+        return helper.make_graph(self.nodes, name, given, infos)
 
 
 FLOAT = TensorProto.FLOAT

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import onnx
 from onnx import helper
 
-from still_graphs.errors import UnsupportedError
 from still_graphs.functions.builder import FLOAT, Scope
 from still_graphs.functions.hybrid_attention.decode import make_step, write_decode
 from still_graphs.functions.hybrid_attention.general import General
@@ -21,8 +20,6 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     """The function of `node`: a short branch for plain decode steps, a general one for everything else."""
     scope = Scope()
     layer = Layer.of(node, dtype, dims, scope)
-    if layer.overflow != "error" and layer.salient:
-        raise UnsupportedError(f'overflow="{layer.overflow}" has no function body yet; use overflow="error".')
     names = [n for n, given in zip(HYBRID_ATTENTION.output_names(), node.output, strict=False) if given]
     types = [FLOAT if n.endswith(("_score", "_state")) else dtype for n in names]
 

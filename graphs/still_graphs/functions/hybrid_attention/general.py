@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from still_graphs.functions.builder import BOOL, FLOAT, INT64, Scope
 from still_graphs.functions.hybrid_attention.features import features
 from still_graphs.functions.hybrid_attention.layer import Layer
+from still_graphs.functions.hybrid_attention.overflow import compete
 from still_graphs.functions.hybrid_attention.saliency import self_saliency
 
 
@@ -80,6 +81,7 @@ class General:
     def __init__(self, scope: Scope, layer: Layer) -> None:
         self.b, self.layer = scope, layer
         self.grid = make_grid(scope, layer)
+        self.folds = layer.overflow != "error" and layer.salient > 0
         heads = (layer.kv_heads, layer.group) if layer.weight_heads > 1 else (1, 1)
         self.weight_k = scope.reshape(layer.weights["k"], *heads, layer.dim, -1)
 
@@ -160,7 +162,17 @@ class General:
         selection = self.select(old_scores)
         phi_q = features(b, layer, query, layer.weights["q"], (0, layer.heads, -1))
         phi_q = b.reshape(phi_q, *split)
-        kv_state, z_state = self.promote(k_old, v_old, promoted, selection, outputs)
+        keys = values = ""
+        folded = None
+        if layer.salient:
+            keys = self.with_cache("past_salient_key", self.salient_rows(k_old, selection))
+            values = self.with_cache("past_salient_value", self.salient_rows(v_old, selection))
+            if self.folds:
+                new_scores = b("GatherElements", b("Slice", self.ranked, [0], grid.chunks, [2]), selection, axis=3)
+                self.competition = compete(b, layer, promoted, new_scores, grid.chunks)
+                self.new_scores = new_scores
+                folded = self.folded(keys, values)
+        kv_state, z_state = self.promote(k_old, v_old, promoted, selection, folded, outputs)
         linear = b("MatMul", phi_q, kv_state)
         mass = b("MatMul", phi_q, b.unsqueeze(z_state, 5))
 
@@ -173,13 +185,8 @@ class General:
             similarity = b("Where", self.linear_window, similarity, 0.0)
             linear = b("Add", linear, b("MatMul", similarity, v_window))
             mass = b("Add", mass, b("ReduceSum", similarity, [-1]))
-        k_new, v_new = "", ""
         own_max, weight, value = self.soft(logits, layer.mask(b, local), v_window)
         if layer.salient:
-            k_new = self.salient_rows(k_old, selection)
-            v_new = self.salient_rows(v_old, selection)
-            keys = self.with_cache("past_salient_key", k_new)
-            values = self.with_cache("past_salient_value", v_new)
             mask = self.salient_mask(promoted)
             q_rows = b.reshape(scaled, 0, layer.select_heads, -1, layer.dim)  # heads of one selection side by side
             logits = b("MatMul", q_rows, b("Transpose", keys, perm=[0, 1, 3, 2]))
@@ -200,7 +207,7 @@ class General:
             numerator = b("Mul", denominator, value)
         self.finish(numerator, denominator, linear, mass, split, outputs)
         self.present_window(both_k, both_v, all_scores, length, score_length, outputs)
-        self.present_cache(k_new, v_new, promoted, outputs)
+        self.present_cache(keys, values, promoted, outputs)
 
     def soft(self, logits: str, mask: str, value: str) -> tuple[str, str, str]:
         """Softmax pieces: true maximum, largest probability (1 / sum of e^(s - max)), normalised mix of values."""
@@ -304,7 +311,36 @@ class General:
             selection = b("Slice", selection, [0], self.grid.chunks, [2])
         return selection
 
-    def promote(self, k: str, v: str, promoted: str, selection: str, outputs: dict[str, str]) -> tuple[str, str]:
+    def folded(self, keys: str, values: str) -> tuple[str, str]:
+        """What entries that leave the cache add to S [B, HK, G, chunks, F, D] and z [B, HK, G, chunks, F, 1]."""
+        b, layer, grid = self.b, self.layer, self.grid
+        leaves = b.cast(self.competition.folded, FLOAT)  # [B, HS, chunks, M]
+        # Each entry leaves once, at most k a chunk.
+        most = b("Mul", grid.chunks, layer.salient)
+        _, index = b.multi("TopK", b("ReduceMax", leaves, [2], keepdims=0), most, out=2)  # [B, HS, Q]
+        group = layer.group if layer.per_query_head else 1
+
+        def pick(x: str) -> str:
+            rows = b("GatherND", x, b.unsqueeze(index, 3), batch_dims=2)
+            return b.reshape(rows, 0, layer.kv_heads, group, -1, layer.dim)
+
+        phi = features(b, layer, pick(keys), self.weight_k, (0, layer.kv_heads, layer.group, -1))
+        phi = b.unsqueeze(b("Transpose", phi, perm=[0, 1, 2, 4, 3]), 3)  # [B, HK, G, 1, F, Q]
+        shape = b.shape(layer.batch, layer.select_heads, grid.chunks, most)
+        when = b("GatherElements", leaves, b("Expand", b.unsqueeze(index, 2), shape), axis=3)
+        when = b.reshape(when, 0, layer.kv_heads, group, grid.chunks, 1, -1)
+        phi = b("Mul", phi, when)
+        return b("MatMul", phi, b.unsqueeze(pick(values), 3)), b("ReduceSum", phi, [-1])
+
+    def promote(
+        self,
+        k: str,
+        v: str,
+        promoted: str,
+        selection: str,
+        folded: tuple[str, str] | None,
+        outputs: dict[str, str],
+    ) -> tuple[str, str]:
         """S and z that each grid chunk sees, [B, HK, G, chunks, F, D] and [B, HK, G, chunks, F]; the last become present."""
         b, layer, grid = self.b, self.layer, self.grid
         chunk = layer.chunk
@@ -322,6 +358,8 @@ class General:
         v_split = b.reshape(v, 0, 0, 1, grid.chunks, chunk, -1)
         delta = b("MatMul", phi, b("Mul", enters, v_split))  # [B, HK, G, chunks, F, D]
         mass = b("MatMul", phi, enters)  # [B, HK, G, chunks, F, 1]
+        if folded:
+            delta, mass = b("Add", delta, folded[0]), b("Add", mass, folded[1])
         index = b.arange(grid.chunks)
         earlier = b.cast(b("GreaterOrEqual", b.unsqueeze(index, 1), index), FLOAT)  # [chunks, chunks]
 
@@ -359,7 +397,7 @@ class General:
     def with_cache(self, past: str, rows: str) -> str:
         """cat([cached rows in use, new rows]) [B, HS, U + k * chunks, D]."""
         b, layer = self.b, self.layer
-        used = layer.wide(b, b("Slice", past, [0], self.used(), [2]))
+        used = layer.wide(b, past if self.folds else b("Slice", past, [0], self.used(), [2]))
         flat = b.reshape(rows, 0, 0, -1, layer.dim)
         return b("Concat", used, flat, axis=2)
 
@@ -375,6 +413,12 @@ class General:
     def salient_mask(self, promoted: str) -> str:
         """Which cached and new rows each grid chunk sees, as a mask [B, 1, 1, chunks, 1, U + k * chunks]."""
         b, layer, grid = self.b, self.layer, self.grid
+        if self.folds:
+            group = layer.group if layer.per_query_head else 1
+            entries = b.dim(self.competition.visible, 3)
+            visible = b.reshape(self.competition.visible, 0, layer.kv_heads, group, grid.chunks, 1, entries)
+            # Heads as the salient logits have them: [B, HS, query heads of one selection, chunks, R, M].
+            return layer.mask(b, b.reshape(visible, 0, layer.select_heads, 1, grid.chunks, 1, entries))
         used = self.used()
         cached = b("Less", b.arange(used), b.unsqueeze(self._held, 1))  # [B, U]
         cached = b("Expand", b.unsqueeze(cached, 1), b.shape(layer.batch, grid.chunks, used))
@@ -433,20 +477,37 @@ class General:
             out=outputs["present_window_score"],
         )
 
-    def present_cache(self, k_new: str, v_new: str, promoted: str, outputs: dict[str, str]) -> None:
+    def present_cache(self, keys: str, values: str, promoted: str, outputs: dict[str, str]) -> None:
         """Write the rows of promoted chunks to their slots; nothing else of the cache is touched."""
         b, layer, grid = self.b, self.layer, self.grid
         if not layer.salient:
-            for name in ("salient_key", "salient_value"):
-                b("Identity", f"past_{name}", out=outputs[f"present_{name}"])
+            for name in ("salient_key", "salient_value", "salient_score"):
+                if f"present_{name}" in outputs:
+                    b("Identity", f"past_{name}", out=outputs[f"present_{name}"])
             return
-        where = b("Transpose", b("NonZero", promoted), perm=[1, 0])  # [M, 2]: row, grid chunk
-        row = b.reshape(b("Slice", where, [0], [1], [1]), -1, 1, 1)
-        first_slot = b("Mul", b("Sub", b("GatherND", grid.number, where), 2), layer.salient)  # [M]
-        slot = b("Add", b.reshape(first_slot, -1, 1, 1), b.arange(layer.salient))  # [M, 1, k]
-        head = b.reshape(b.arange(layer.select_heads), 1, -1, 1)
-        zero = b("Mul", b.total(row, head, slot), 0)  # broadcasts to [M, HS, k]
-        index = b("Concat", *(b.unsqueeze(b("Add", zero, part), 3) for part in (row, head, slot)), axis=3)
-        for name, rows in (("salient_key", k_new), ("salient_value", v_new)):
-            picked = b("GatherND", b("Transpose", rows, perm=[0, 2, 1, 3, 4]), where)  # [M, HS, k, D]
-            b("ScatterND", f"past_{name}", index, layer.narrow(b, picked), out=outputs[f"present_{name}"])
+        # Rows come from the concatenation with the cache: whoever writes in place does so after the cache was read.
+        count = b("Mul", grid.chunks, layer.salient)
+        if self.folds:
+            taken = b("Less", self.competition.slots, b.dim("past_salient_key", 2))
+            where = b("Transpose", b("NonZero", taken), perm=[1, 0])  # [M, 3]: row, head, new row
+            slot = b.unsqueeze(b("GatherND", self.competition.slots, where), 1)
+            index = b("Concat", b("Slice", where, [0], [2], [1]), slot, axis=1)
+        else:
+            rank = b("Mod", b.arange(count), layer.salient)
+            first = b("Mul", b("Sub", grid.number, 2), layer.salient)  # [B, chunks]
+            column = b("Div", b.arange(count), layer.salient)
+            slots = b("Add", b("Gather", first, column, axis=1), rank)  # [B, k * chunks]
+            where = b("Transpose", b("NonZero", b("Gather", promoted, column, axis=1)), perm=[1, 0])  # [M, 2]
+            slot = b.reshape(b("GatherND", slots, where), -1, 1, 1)
+            shape = b.shape(b.dim(where, 0), layer.select_heads, 1)
+            row, new_row = (b.reshape(b("Gather", where, part, axis=1), -1, 1, 1) for part in (0, 1))
+            head = b.reshape(b.arange(layer.select_heads), 1, -1, 1)
+            row, head, new_row, slot = (b("Expand", part, shape) for part in (row, head, new_row, slot))
+            where, index = (b("Concat", row, head, part, axis=2) for part in (new_row, slot))
+        for name, entries in (("salient_key", keys), ("salient_value", values)):
+            rows = b("Slice", entries, b("Neg", count), [2**31], [2])  # [B, HS, k * chunks, D]
+            picked = layer.narrow(b, b("GatherND", rows, where))
+            b("ScatterND", f"past_{name}", index, picked, out=outputs[f"present_{name}"])
+        if "present_salient_score" in outputs:
+            picked = b("GatherND", b.reshape(self.new_scores, 0, 0, -1), where)
+            b("ScatterND", "past_salient_score", index, picked, out=outputs["present_salient_score"])

@@ -1,0 +1,302 @@
+"""The function body of still::HybridAttention against the stateful PyTorch form: outputs and every state tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper
+
+from still_graphs.errors import UnsupportedError
+from still_graphs.functions import IN_PLACE_STATES, function_body
+from still_graphs.opset import DOMAIN, HYBRID_ATTENTION
+from still_graphs.passes.attach_functions import attach_functions
+from still_kernels.hybrid_attention.chunked import chunked_hybrid_attention
+from still_kernels.hybrid_attention.config import HybridAttentionConfig
+from still_kernels.hybrid_attention.state import HybridAttentionState
+from tests.tolerances import REFERENCE
+
+ort = pytest.importorskip("onnxruntime")
+
+ELEMENT = {torch.float32: TensorProto.FLOAT, torch.float16: TensorProto.FLOAT16, torch.bfloat16: TensorProto.BFLOAT16}
+# Whole rows, single steps over a promotion, ragged rows, rows without tokens, a call longer than the window.
+SPLITS: list[int | list[int]] = [5, 3, 1, 1, 1, 1, 1, 7, [0, 3], [2, 9], [1, 1], [1, 0], 16, 4, 1, 1, 1, 1, 1, [1, 1]]
+
+
+def config(**changes: Any) -> HybridAttentionConfig:
+    values: dict[str, Any] = dict(
+        num_heads=6, num_kv_heads=2, head_dim=8, chunk_size=4, salient_per_chunk=3, feature_dim=5, capacity_tokens=64
+    )
+    return HybridAttentionConfig(**{**values, **changes})
+
+
+def node_model(c: HybridAttentionConfig, dtype: torch.dtype, layers: int = 1, opset: int = 23) -> onnx.ModelProto:
+    """A model of `layers` still nodes in a row (each feeds the next one's query), bodies attached."""
+    sizes = {
+        "C": c.chunk_size, "2*C": 2 * c.chunk_size, "H": c.num_heads, "HK": c.num_kv_heads, "HS": c.select_heads,
+        "D": c.head_dim, "P": c.projection_dim, "F": c.state_features,
+    }  # fmt: skip
+    kinds = {"T": ELEMENT[dtype], "float32": TensorProto.FLOAT, "int64": TensorProto.INT64}
+    absent = {"gate": c.gate == "none", "window_factor": c.window_factor is None}
+    absent["salient_score"] = c.overflow != "fold_min_score"
+    shared = {"new_tokens", "past_length"}
+    inputs, outputs, nodes = {}, [], []
+    for layer in range(layers):
+        names: list[list[str]] = [[], []]
+        for side, tensors in enumerate(
+            (
+                [(t, t.name) for t in HYBRID_ATTENTION.inputs]
+                + [(s, f"past_{s.name}") for s in HYBRID_ATTENTION.states],
+                [(t, t.name) for t in HYBRID_ATTENTION.outputs]
+                + [(s, f"present_{s.name}") for s in HYBRID_ATTENTION.states],
+            )
+        ):
+            for tensor, name in tensors:
+                if absent.get(tensor.name):
+                    names[side].append("")
+                    continue
+                full = name if name in shared else f"{name}.{layer}"
+                if side == 0 and name == "query" and layer:
+                    full = f"output.{layer - 1}"
+                names[side].append(full)
+                info = helper.make_tensor_value_info(full, kinds[tensor.dtype], [sizes.get(d, d) for d in tensor.shape])
+                if side:
+                    outputs.append(info)
+                elif not full.startswith("output"):
+                    inputs[full] = info
+        nodes.append(helper.make_node("HybridAttention", *names, domain=DOMAIN, **c.attributes()))
+    graph = helper.make_graph(nodes, "still", list(inputs.values()), outputs)
+    imports = [helper.make_opsetid("", opset), helper.make_opsetid(DOMAIN, 1)]
+    model = helper.make_model(graph, opset_imports=imports, ir_version=10)
+    assert attach_functions(model) == 1
+    return model
+
+
+def session(model: onnx.ModelProto, save: str = "") -> Any:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 3
+    if save:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
+        options.optimized_model_filepath = save
+    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def value(tensor: torch.Tensor) -> Any:
+    if tensor.dtype == torch.bfloat16:
+        raw = tensor.contiguous().view(torch.uint16).numpy()
+        return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(raw, TensorProto.BFLOAT16)
+    return ort.OrtValue.ortvalue_from_numpy(tensor.contiguous().numpy())
+
+
+class Runner:
+    """Runs a one-layer model over IOBinding; with `in_place` past and present of each state are one buffer."""
+
+    def __init__(
+        self, c: HybridAttentionConfig, dtype: torch.dtype, batch: int, in_place: bool, opset: int = 23
+    ) -> None:
+        self.session = session(node_model(c, dtype, opset=opset))
+        self.dtype, self.in_place = dtype, in_place
+        state = HybridAttentionState.empty(c, batch, dtype).tensors()
+        state.pop("length")
+        self.kinds = {name: t.dtype for name, t in state.items()}
+        self.state = {name: value(t.clone()) for name, t in state.items()}
+
+    def __call__(self, feeds: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        binding = self.session.io_binding()
+        held = {name: value(tensor) for name, tensor in feeds.items()}  # a binding does not keep them alive
+        for name, given in held.items():
+            binding.bind_ortvalue_input(name if name in ("new_tokens", "past_length") else f"{name}.0", given)
+        for name, past in self.state.items():
+            binding.bind_ortvalue_input(f"past_{name}.0", past)
+        names = [o.name for o in self.session.get_outputs()]
+        for name in names:
+            if self.in_place and name != "output.0":
+                binding.bind_ortvalue_output(name, self.state[name[8:-2]])
+            else:
+                binding.bind_output(name)
+        self.session.run_with_iobinding(binding)
+        found = dict(zip(names, binding.get_outputs(), strict=True))
+        if not self.in_place:
+            self.state = {name: found[f"present_{name}.0"] for name in self.state}
+        result = {"output": self._tensor(found["output.0"], self.dtype)}
+        return result | {n: self._tensor(v, self.kinds[n]) for n, v in self.state.items()}
+
+    @staticmethod
+    def _tensor(found: Any, dtype: torch.dtype) -> torch.Tensor:
+        if dtype == torch.bfloat16:
+            raw = torch.utils.dlpack.from_dlpack(found._ortvalue.to_dlpack())
+            return raw.clone()
+        return torch.from_numpy(found.numpy().copy())
+
+
+def steps(c: HybridAttentionConfig, splits: list[int | list[int]], dtype: torch.dtype, batch: int) -> Any:
+    """Inputs of each call, padding poisoned with NaN, and what the PyTorch form makes of them."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        x = torch.randn(*shape, generator=generator).to(dtype)
+        return x.abs() if c.feature_map == "identity" else x
+
+    weights = {f"feature_{n}_weight": normal(c.num_heads, c.projection_dim, c.head_dim) for n in "qk"}
+    state = HybridAttentionState.empty(c, batch, dtype)
+    for split in splits:
+        new = torch.tensor(split if isinstance(split, list) else [split] * batch)
+        tokens = max(int(new.max()), 1)
+        feeds = {
+            "query": 2 * normal(batch, tokens, c.num_heads, c.head_dim),
+            "key": normal(batch, tokens, c.num_kv_heads, c.head_dim),
+            "value": normal(batch, tokens, c.num_kv_heads, c.head_dim),
+        }
+        if c.gate == "channel":
+            feeds["gate"] = torch.sigmoid(normal(batch, tokens, c.num_heads, c.head_dim))
+        expected, after = chunked_hybrid_attention(
+            feeds["query"], feeds["key"], feeds["value"], feeds.get("gate"), *weights.values(), c, state, new
+        )
+        for tensor in feeds.values():
+            for row, count in enumerate(new.tolist()):
+                tensor[row, count:] = torch.nan
+        feeds |= {**weights, "new_tokens": new, "past_length": state.length}
+        if c.window_factor is not None:
+            feeds["window_factor"] = torch.tensor(c.window_factor)
+        yield feeds, {"output": expected, **after.tensors()}, split
+        state = after
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, bound: float, what: str) -> None:
+    assert found.shape == expected.shape, what
+    found, expected = found.float(), expected.float()
+    assert torch.equal(found.isinf(), expected.isinf()), what
+    finite = ~expected.isinf()
+    scale = max(1.0, float(expected[finite].abs().max())) if bool(finite.any()) else 1.0
+    error = float((found - expected)[finite].abs().max()) if bool(finite.any()) else 0.0
+    assert error <= bound * scale, f"{what}: {error:.2e}"  # NaN fails too
+
+
+def check(
+    c: HybridAttentionConfig,
+    splits: list[int | list[int]] = SPLITS,
+    dtype: torch.dtype = torch.float32,
+    in_place: bool = False,
+    opset: int = 23,
+) -> None:
+    runner = Runner(c, dtype, 2, in_place, opset)
+    for feeds, expected, split in steps(c, splits, dtype, 2):
+        found = runner(feeds)
+        for name, tensor in found.items():
+            close(tensor, expected[name], REFERENCE[dtype], f"{name} after {split}")
+
+
+KNOBS: list[dict[str, Any]] = [
+    {},
+    {"select_scope": "kv_group_max"},
+    {"select_scope": "kv_group_mean"},
+    {"gate": "none"},
+    {"salient_per_chunk": 0},
+    {"salient_per_chunk": 1},
+    {"salient_per_chunk": 4},
+    {"profile": "released"},
+    {"phantom_first_chunk": True},
+    {"window_factor": (0.5, 0.8, 1.0, 1.2, 1.5, 2.0)},
+    {"mix_epsilon": 0.1},
+    {"num_kv_heads": 6, "feature_dim": None},
+    *({"feature_map": name} for name in ("softmax_pm", "softmax", "relu", "elu_plus_one")),
+    {"local": "sliding"},
+    {"local": "sliding", "select_scope": "kv_group_max"},
+    {"local": "sliding", "window_size": 3, "salient_per_chunk": 0},
+]
+
+
+@pytest.mark.parametrize("knobs", KNOBS, ids=str)
+def test_body_equals_stateful_form(knobs: dict[str, Any]) -> None:
+    check(config(**knobs))
+
+
+def test_identity_features() -> None:
+    # Positive inputs: with features of both signs the denominator may come close to 0.
+    check(config(feature_map="identity"))
+
+
+@pytest.mark.parametrize("overflow", ["fold_oldest", "fold_min_score"])
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"capacity_tokens": 20},
+        {"capacity_tokens": 20, "select_scope": "kv_group_mean"},
+        {"capacity_tokens": 20, "local": "sliding"},
+        {"capacity_tokens": 8},
+    ],
+    ids=str,
+)
+def test_overflow(overflow: str, knobs: dict[str, Any]) -> None:
+    check(config(overflow=overflow, **knobs), [*SPLITS, 37, [20, 3], 1, 1, 1, 1, 1], in_place=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_low_precision(dtype: torch.dtype) -> None:
+    check(config(), dtype=dtype)
+
+
+def test_states_in_place() -> None:
+    assert set(IN_PLACE_STATES["HybridAttention"]) == {s.name for s in HYBRID_ATTENTION.states}
+    check(config(), in_place=True)
+
+
+def test_cache_without_slots() -> None:
+    check(config(capacity_tokens=8), [3, 1, 1, 2, 1])
+
+
+def test_default_geometry_over_chunk_boundaries() -> None:
+    c = config(chunk_size=64, salient_per_chunk=4, head_dim=16, capacity_tokens=1000)
+    check(c, [130, 1, 1, 1, 59, 1, 1, [1, 61], [0, 1], [3, 70], 1, 200], in_place=True, opset=24)
+
+
+def test_steps_of_many_layers_share_their_indices(tmp_path: Any) -> None:
+    """What depends on counts only is computed once, not once a layer: it would cost more than the attention."""
+    sizes = []
+    for layers in (2, 6):
+        path = str(tmp_path / f"{layers}.onnx")
+        session(node_model(config(), torch.float32, layers), save=path)
+        optimized = onnx.load(path)
+        sizes.append(len(optimized.graph.node))
+    assert (sizes[1] - sizes[0]) / 4 <= 7
+    branch = next(n for n in optimized.graph.node if n.op_type == "If")
+    short = next(a.g for a in branch.attribute if a.name == "then_branch")
+    assert len(short.node) <= 69
+
+
+def test_different_nodes_get_functions_of_their_own() -> None:
+    model = node_model(config(), torch.float32, 2)
+    del model.functions[:]
+    for attribute in model.graph.node[1].attribute:
+        if attribute.name == "mix_epsilon":
+            attribute.f = 0.25
+    assert attach_functions(model) == 2
+    assert [n.overload for n in model.graph.node] == ["", "1"]
+    onnx.checker.check_model(model)
+    feeds = {}
+    for info in session(model).get_inputs():
+        shape = [{"B": 1, "T": 3, "N": 4}.get(d, d) for d in info.shape]
+        feeds[info.name] = np.ones(shape, np.int64 if "int64" in info.type else np.float32)
+    feeds["new_tokens"][:], feeds["past_length"][:] = 3, 0
+    feeds = {n: v * 0 if n.startswith("past_") else v for n, v in feeds.items()}
+    first, second = session(model).run(["output.0", "output.1"], feeds)
+    # All values are 1: the mix is 1 but for epsilon in the denominator.
+    assert first[0, 0, 0, 0] == pytest.approx(1.0, abs=1e-5)
+    assert second[0, 0, 0, 0] == pytest.approx(1 / 1.25, abs=1e-5)
+
+
+def test_unknown_op_type_and_opset_are_refused() -> None:
+    node = helper.make_node("Attention", [], [], domain=DOMAIN)
+    with pytest.raises(UnsupportedError, match="HybridAttention"):
+        function_body(node, TensorProto.FLOAT, dims={})
+    node.op_type = "HybridAttention"
+    with pytest.raises(UnsupportedError, match="DOUBLE"):
+        function_body(node, TensorProto.DOUBLE, dims={})
+    with pytest.raises(UnsupportedError, match="opset 17"):
+        function_body(node, TensorProto.FLOAT, 17, dims={})
+    with pytest.raises(UnsupportedError, match="dimension HK"):
+        function_body(node, TensorProto.FLOAT, 23, dims={"H": 4})
