@@ -59,7 +59,7 @@ class _StatefulForward(nn.Module):
         logits, present = forward_with_state(
             self.model, input_ids, new_tokens, past_length, layers, last_only=self.last_only
         )
-        return [logits, *(present[key.layer][key.name] for key in self.states), past_length + new_tokens]
+        return [logits.float(), *(present[key.layer][key.name] for key in self.states), past_length + new_tokens]
 
 
 def trace_model(model: Any, all_logits: bool = False) -> TracedModel:
@@ -70,7 +70,7 @@ def trace_model(model: Any, all_logits: bool = False) -> TracedModel:
         all_logits: Logits of every position instead of each row's last new token.
 
     Returns:
-        The program; inputs `input_ids [B,T]`, `new_tokens [B]`, `past_length [B]`, `past_<state>.<layer>`; outputs `logits`,
+        The program; inputs `input_ids [B,T]`, `new_tokens [B]`, `past_length [B]`, `past_<state>.<layer>`; outputs `logits` (float32),
         `present_<state>.<layer>`, `present_length [B]`.
     """
     config = model.config

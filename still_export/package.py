@@ -66,7 +66,7 @@ def staged_folder(target: Path, force: bool = False) -> Iterator[Path]:
             raise PackageError(
                 f"the disk of {target.parent} is full ({free} MiB free); nothing was left there. Free space or choose another folder."
             ) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
             raise PackageError(
                 f"cannot write {target}: {error.strerror}. Choose a folder that you may write."
             ) from error

@@ -30,10 +30,11 @@ Infer = Callable[[Arrays], Arrays]
 class Tolerance:
     """Bounds of polygraphy's comparison: an output fails where its absolute and its relative error exceed them.
 
-    `statistic` is polygraphy's check_error_stat. `tie` is the lead of a selected token over the first rejected one (in logits)
-    below which rounding may swap them.
+    `logits` is the absolute bound of the logits, `absolute` of all other outputs. `statistic` is polygraphy's check_error_stat.
+    `tie` is the lead of a selected token over the first rejected one (in logits) below which rounding may swap them.
     """
 
+    logits: float
     absolute: float
     relative: float
     statistic: str
@@ -41,10 +42,11 @@ class Tolerance:
 
 
 TOLERANCES = {
-    # 30 layers of float32 differ by about 1e-4 at the logits; a wrong slot, chunk or scale differs by 1e-1 and more.
-    "float32": Tolerance(2e-3, 1e-3, "elemwise", 1e-3),
+    # PyTorch's own float32 logits of SmolLM2-135M (magnitude 25) are off its float64 ones by 4e-5 in the median of 120 decode steps
+    # and by up to 5.5e-3: a few tokens amplify rounding. Two float32 runtimes may differ by twice that.
+    "float32": Tolerance(2e-2, 5e-3, 1e-3, "elemwise", 1e-3),
     # Near ties flip selections in half precision, so single elements prove nothing there; see the float32 package for those.
-    "float16": Tolerance(5e-2, 5e-2, "median", 5e-2),
+    "float16": Tolerance(5e-2, 5e-2, 5e-2, "median", 5e-2),
 }
 
 
@@ -286,7 +288,13 @@ class Verifier:
         failed = {int(r.output.rsplit(".", 1)[1]) for r in reports if not r.passed and "." in r.output}
         command = ["polygraphy", "run", str(self.package.model_path), "--onnxrt"]
         command += ["--load-inputs", str(folder / "inputs.json"), "--load-outputs", str(folder / "outputs.json")]
-        command += ["--atol", str(self.tolerance.absolute), "--rtol", str(self.tolerance.relative)]
+        command += [
+            "--atol",
+            str(self.tolerance.absolute),
+            f"logits:{self.tolerance.logits}",
+            "--rtol",
+            str(self.tolerance.relative),
+        ]
         command += ["--check-error-stat", self.tolerance.statistic, "--infinities-compare-equal"]
         passed = all(r.passed for r in reports) and not selections.wrong
         top1 = float(np.concatenate(agree).mean())
@@ -299,7 +307,7 @@ class Verifier:
 
         compare = SimpleCompareFunc(
             check_error_stat=self.tolerance.statistic,
-            atol=self.tolerance.absolute,
+            atol={"": self.tolerance.absolute, "logits": self.tolerance.logits},
             rtol=self.tolerance.relative,
             infinities_compare_equal=True,
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 from typing import Annotated
 
 import typer
@@ -44,6 +46,14 @@ def _register() -> None:
         module.register(app)
 
 
+class _Interrupted(BaseException):
+    """Ctrl-C; not KeyboardInterrupt, which typer would turn into exit code 130."""
+
+
+def _interrupt(*_: object) -> None:
+    raise _Interrupted
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line: exit 0 on success, 1 on failure or mismatch, 2 on wrong usage or input."""
     _register()
@@ -51,12 +61,14 @@ def main(arguments: list[str] | None = None) -> None:
     verbs = {command.name for command in app.registered_commands}
     if given and given[0] not in verbs and given[0] not in ("-h", "--help", "--version"):
         given.insert(0, "export")
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, _interrupt)
     try:
         app(given, standalone_mode=True)
     except StillExportError as error:
         _complain(type(error).__name__, str(error))
         sys.exit(2)
-    except KeyboardInterrupt:
+    except _Interrupted:
         _complain("Interrupted", "nothing half-written was left behind.")
         sys.exit(2)
     except MemoryError:

@@ -75,17 +75,27 @@ def verify(
 
 def _print(report: "Report", folder: Path) -> None:  # noqa: F821, UP037
     console = Console(width=None if Console().is_terminal else 120)
-    table = Table("case", "output", "max error", "mean error", "cosine", "", title="PyTorch against ONNX Runtime")
-    groups = defaultdict(list)
+    table = Table(title="PyTorch against ONNX Runtime: errors of the logits, and of the worst state tensor")
+    for column in ("case", "logits max", "mean", "cosine", "states max", "mean", "cosine", "worst state", ""):
+        table.add_column(column, justify="left" if column in ("case", "worst state") else "right", no_wrap=True)
+    cases = defaultdict(list)
     for entry in report.outputs:
-        kind, _, layer = entry.output.partition(".")
-        groups[entry.case, f"{kind} of all layers" if layer else kind].append(entry)
-    for (case, name), entries in groups.items():
-        worst = max(e.max_abs for e in entries)
-        mean = sum(e.mean_abs for e in entries) / len(entries)
-        cosine = min(e.cosine for e in entries)
-        verdict = "ok" if all(e.passed for e in entries) else "MISMATCH"
-        table.add_row(case, name, f"{worst:.2e}", f"{mean:.2e}", f"{cosine:.7f}", verdict)
+        cases[entry.case].append(entry)
+    for case, entries in cases.items():
+        logits = next(e for e in entries if e.output == "logits")
+        states = [e for e in entries if e.output != "logits"]
+        worst = max(states, key=lambda e: (not e.passed, e.max_abs))
+        table.add_row(
+            case,
+            f"{logits.max_abs:.1e}",
+            f"{logits.mean_abs:.1e}",
+            f"{logits.cosine:.7f}",
+            f"{worst.max_abs:.1e}",
+            f"{sum(e.mean_abs for e in states) / len(states):.1e}",
+            f"{min(e.cosine for e in states):.7f}",
+            worst.output.removeprefix("present_") if worst.max_abs else "-",
+            "ok" if all(e.passed for e in entries) else "MISMATCH",
+        )
     console.print(table)
     chosen = report.selections
     print(
@@ -94,6 +104,6 @@ def _print(report: "Report", folder: Path) -> None:  # noqa: F821, UP037
     )
     layer = "none" if report.first_diverging_layer is None else str(report.first_diverging_layer)
     print(f"top-1 agreement: {report.top1:.4f}; first diverging layer: {layer}")
-    print(f"report: {folder / 'report.json'}")
+    print(f"report with every output: {folder / 'report.json'}")
     print(f"the same verdict without still-export:\n  {report.command}")
     print("PASSED" if report.passed else "FAILED: the package does not compute what PyTorch computes")

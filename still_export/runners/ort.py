@@ -217,11 +217,38 @@ class OrtModel:
         """Copies of the state tensors by name; bfloat16 as uint16."""
         return {s["name"]: self._past[s["name"]].numpy().copy() for s in self.states}
 
+    def load_state(self, arrays: dict[str, np.ndarray], length: np.ndarray) -> None:
+        """Continue from `arrays` as `state_arrays` returned them, after `length` [B] tokens.
+
+        Raises:
+            RunError: A tensor is missing or has another shape or dtype.
+        """
+        for state in self.states:
+            name, array = state["name"], arrays.get(state["name"])
+            wanted = np.dtype(NUMPY_TYPES[state["dtype"]])
+            shape = [d if isinstance(d, int) else "any" for d in state["shape"]]
+            if array is None:
+                raise RunError(f"state {name} is missing; expected {shape} {wanted}.")
+            fits = len(shape) == array.ndim and all(w in ("any", g) for w, g in zip(shape, array.shape, strict=True))
+            if not fits or array.dtype != wanted:
+                raise RunError(f"state {name}: expected {shape} {wanted}, got {list(array.shape)} {array.dtype}.")
+        self.start(len(length), int(np.max(length)))
+        for state in self.states:
+            name = state["name"]
+            array = np.zeros(self._shape(state), NUMPY_TYPES[state["dtype"]])
+            kept = arrays[name][:, :, : array.shape[2]]
+            array[:, :, : kept.shape[2]] = kept
+            self._past[name] = self._tensor(array, state["dtype"])
+        self.length = np.asarray(length, np.int64).copy()
+
     def prefill(self, tokens: Iterable[int], progress: Any = None) -> np.ndarray:
         """Feed a prompt to the single row in pieces of `prefill_tokens`; logits [V] of its last token."""
         prompt = np.asarray(list(tokens), np.int64)
         if prompt.size == 0:
             raise RunError("the prompt has no tokens. Give at least one.")
+        vocabulary = self.manifest["model"]["vocab_size"]
+        if prompt.min() < 0 or prompt.max() >= vocabulary:
+            raise RunError(f"token ids {prompt.min()}..{prompt.max()} are outside the vocabulary 0..{vocabulary - 1}.")
         if int(self.length[0]) + prompt.size > self.room:
             self._resize(int(self.length[0]) + prompt.size)
         for start in range(0, prompt.size, self.prefill_tokens):

@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 from still_export.config import StillConfig
 from still_export.models import FAMILIES, attach_untrained
 
-STORIES = Path("/work/shared/models/stories260K")
-GOLDEN_FOLDER = Path("/work/shared/golden")
+SHARED = Path(__file__).parents[3] / "shared"
+STORIES = SHARED / "models" / "stories260K"
+GOLDEN_FOLDER = SHARED / "golden"
 VOCAB = 61
 CHUNK = 8
 MIXED = ("hybrid_attention", "full_attention", "hybrid_attention")

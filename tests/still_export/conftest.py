@@ -1,0 +1,35 @@
+"""Packages of tiny random models, exported once per session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from still_export.onnx_package import ExportOptions, export_onnx
+from still_export.package import Package
+from tests.still_export.tiny import still_model
+
+Exporter = Callable[..., Package]
+
+
+@pytest.fixture(scope="session")
+def export_tiny(tmp_path_factory: pytest.TempPathFactory) -> Exporter:
+    """Export a tiny STILL model; equal arguments share one package. `options` of the export, `still` of the model."""
+    import torch
+
+    made: dict[str, Package] = {}
+
+    def export(
+        family: str = "llama", dtype: str = "float32", options: dict[str, Any] | None = None, **still: Any
+    ) -> Package:
+        key = repr((family, dtype, options, still))
+        if key not in made:
+            folder = tmp_path_factory.mktemp("tiny")
+            still_model(family, getattr(torch, dtype), **still).save_pretrained(folder / "model")
+            request = ExportOptions(str(folder / "model"), **(options or {}))
+            made[key] = export_onnx(request, folder / "package", command="still-export tiny")
+        return made[key]
+
+    return export

@@ -1,0 +1,225 @@
+"""The command line: what a user types, sees, and gets as exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from still_export.cli.main import main
+from tests.still_export.conftest import Exporter
+from tests.still_export.tiny import plain_model, still_model
+
+Capture = pytest.CaptureFixture[str]
+
+
+def call(*arguments: object) -> int:
+    """Exit code of one command."""
+    try:
+        main([str(a) for a in arguments])
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cli") / "model"
+    still_model("llama", torch.float32).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cli") / "plain"
+    plain_model("llama", torch.float32).save_pretrained(folder)
+    return folder
+
+
+def test_export_run_verify_inspect_bench(model: Path, tmp_path: Path, capsys: Capture) -> None:
+    """The whole way, in the exact short form, each verb naming the next."""
+    package = tmp_path / "package"
+    assert call(model, "--to", "onnx", "-o", package) == 0
+    assert f"still-export run {package}" in capsys.readouterr().out
+
+    assert call("run", package, "--prompt-ids", "5,6,7", "--tokens", "4", "--json") == 0
+    assert len(json.loads(capsys.readouterr().out)["tokens"]) == 4
+
+    assert call("verify", package, "--lengths", "1,8,17,40", "--decode-steps", "10") == 0
+    shown = capsys.readouterr().out
+    assert "PASSED" in shown and "prefill 40" in shown
+    command = next(line for line in shown.splitlines() if line.strip().startswith("polygraphy run"))
+    done = subprocess.run(shlex.split(command), capture_output=True, text=True)
+    assert done.returncode == 0 and "Pass Rate: 100.00%" in done.stdout, done.stdout[-2000:]
+
+    assert call("inspect", package, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["nodes"]["still::HybridAttention"] == 3
+    sizes = {row["tokens"]: row["state_bytes"] for row in found["state"]}
+    from still_export.runners.ort import OrtModel
+
+    runner = OrtModel(package)
+    runner.manifest["capacity"]["capacity_tokens"] = 1 << 20
+    runner.start(tokens=1024)
+    assert sizes[1024] == sum(array.nbytes for array in runner.state_arrays().values())
+
+    assert call("bench", package, "--lengths", "40,100", "--steps", "3", "--quiet", "-o", tmp_path / "bench") == 0
+    rows = json.loads((tmp_path / "bench" / "bench.json").read_text())["rows"]
+    assert [row["length"] for row in rows] == [40, 100] and all(row["decode_ms"] > 0 for row in rows)
+    assert (tmp_path / "bench" / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_manifest_repeats_the_export(export_tiny: Exporter, tmp_path: Path) -> None:
+    package = export_tiny()
+    assert call("export", "--config", package.path / "manifest.json", "-o", tmp_path / "again", "--quiet") == 0
+    for name in ("model.onnx", "model.onnx.data"):
+        assert (tmp_path / "again" / name).read_bytes() == (package.path / name).read_bytes()
+
+
+def test_verify_finds_another_model(export_tiny: Exporter, tmp_path: Path, capsys: Capture) -> None:
+    """A model that differs in one weight of layer 1: exit 1, the layer named, and polygraphy says the same."""
+    changed = still_model("llama", torch.float32)
+    with torch.no_grad():
+        changed.model.layers[1].self_attn.feature_k_weight[2] += 0.05
+    changed.save_pretrained(tmp_path / "changed")
+    arguments = (
+        "--model",
+        tmp_path / "changed",
+        "--lengths",
+        "40",
+        "--decode-steps",
+        "9",
+        "-o",
+        tmp_path / "report",
+        "--json",
+    )
+    assert call("verify", export_tiny().path, *arguments) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert not report["passed"] and report["first_diverging_layer"] == 1
+    done = subprocess.run(shlex.split(report["polygraphy"]), capture_output=True, text=True)
+    assert done.returncode == 1
+
+
+def test_attach_untrained_is_asked_for(plain: Path, tmp_path: Path, capsys: Capture) -> None:
+    assert call(plain, "--to", "onnx", "-o", tmp_path / "p") == 2
+    message = capsys.readouterr().err
+    assert "not linearized" in message and "--attach-untrained" in message
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("{model}", "--to", "onnx"), "-o DIR"),
+        (("{model}", "--to", "onxx", "-o", "{out}"), "unknown"),
+        (("{model}", "--to", "onnx", "-o", "{exists}"), "--force"),
+        (("{empty}", "--to", "onnx", "-o", "{out}"), "config.json"),
+        (("no/such/model/at-all", "--to", "onnx", "-o", "{out}"), "does not exist"),
+        (("{model}", "--to", "onnx", "-o", "{out}", "--capacity-tokens", "99"), "configuration of its own"),
+        (("run", "{empty}", "--prompt", "x"), "no exported package"),
+        (("run", "{exists}"), "exactly one"),
+        (("verify", "{exists}", "--lengths", "a"), "numbers"),
+        (("inspect", "{empty}"), "no exported package"),
+        (("export", "--config", "{empty}/none.json", "-o", "{out}"), "no manifest"),
+    ],
+    ids=lambda x: str(x)[:60],
+)
+def test_bad_input(
+    arguments: tuple[str, ...], message: str, model: Path, export_tiny: Exporter, tmp_path: Path, capsys: Capture
+) -> None:
+    (tmp_path / "empty").mkdir()
+    places = {"model": model, "out": tmp_path / "out", "exists": export_tiny().path, "empty": tmp_path / "empty"}
+    assert call(*(a.format(**places) for a in arguments)) == 2
+    assert message in " ".join(capsys.readouterr().err.split()).replace("│ ", "")
+    assert [x.name for x in tmp_path.iterdir()] == ["empty"]
+
+
+def test_changed_file_is_refused(export_tiny: Exporter, tmp_path: Path, capsys: Capture) -> None:
+    package = tmp_path / "package"
+    shutil.copytree(export_tiny().path, package)
+    with (package / "model.onnx.data").open("r+b") as file:
+        file.seek(100)
+        file.write(b"\xff")
+    assert call("run", package, "--prompt-ids", "5") == 2
+    assert "SHA-256" in capsys.readouterr().err
+
+
+def test_prompt_beyond_the_capacity(export_tiny: Exporter, capsys: Capture) -> None:
+    package = export_tiny(capacity_tokens=40)
+    assert call("run", package.path, "--prompt-ids", ",".join(["5"] * 41), "--tokens", "1") == 2
+    assert "capacity of 40 tokens" in capsys.readouterr().err
+
+
+def test_interrupt_leaves_nothing(
+    model: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import still_export.lower
+
+    def interrupt(traced: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(still_export.lower, "lower_program", interrupt)
+    assert call(model, "--to", "onnx", "-o", tmp_path / "p") == 2
+    assert "Interrupted" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_full_disk(model: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    import onnx_ir
+
+    def full(*arguments: object, **options: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(onnx_ir, "save", full)
+    assert call(model, "--to", "onnx", "-o", tmp_path / "p") == 2
+    assert "full" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_version_and_help(capsys: Capture) -> None:
+    assert call("--version") == 0
+    assert capsys.readouterr().out.startswith("still-export ")
+    for verb in ("export", "run", "verify", "inspect", "bench"):
+        assert call(verb, "--help") == 0
+        assert "Example" in capsys.readouterr().out
+
+
+def test_running_needs_no_torch(export_tiny: Exporter) -> None:
+    """`still-export run` on an edge box: neither torch nor transformers is imported."""
+    program = (
+        "import sys; from still_export.cli.main import main\n"
+        f"try: main(['run', {str(export_tiny().path)!r}, '--prompt-ids', '5,6', '--tokens', '2'])\n"
+        "finally: assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "AssertionError" not in done.stderr and len(done.stdout.split()) == 2, done.stderr
+
+
+def test_chat_format_of_a_template() -> None:
+    from still_export.chat_format import chat_format
+
+    class Tokenizer:
+        chat_template = "given"
+
+        def apply_chat_template(self, turns: list[dict[str, str]], **_: object) -> str:
+            given = turns if turns[0]["role"] == "system" else [{"role": "system", "content": "be kind"}, *turns]
+            return "".join(f"<{t['role']}>{t['content']}</>\n" for t in given) + "<assistant>"
+
+    found = chat_format(Tokenizer())
+    assert found == {
+        "start": "<system>be kind</>\n<user>",
+        "user_to_assistant": "</>\n<assistant>",
+        "assistant_to_user": "</>\n<user>",
+        "system_start": "<system>",
+        "system_to_user": "</>\n<user>",
+    }
+    Tokenizer.apply_chat_template = lambda self, turns, **_: "\n".join(t["content"].upper() for t in turns)  # type: ignore
+    assert chat_format(Tokenizer()) is None

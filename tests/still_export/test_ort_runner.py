@@ -1,0 +1,152 @@
+"""The ONNX Runtime runner, which is also the package's run_ort.py."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from still_export.load import load_model
+from still_export.runners.ort import OrtModel, RunError, Sampling
+from tests.still_export.conftest import Exporter
+from tests.still_export.tiny import CHUNK, VOCAB
+from tests.tolerances import MODEL
+
+PROMPT = np.random.default_rng(3).integers(3, VOCAB, 61)
+
+
+def started(export_tiny: Exporter, **still: object) -> OrtModel:
+    model = OrtModel(export_tiny(**still).path, threads=1)
+    model.start()
+    return model
+
+
+def greedy(model: OrtModel, count: int) -> list[int]:
+    return list(model.generate(PROMPT, count, Sampling()))
+
+
+@pytest.mark.parametrize(
+    "still", [{}, dict(layer_types=("hybrid_attention", "full_attention", "hybrid_attention"))], ids=str
+)
+def test_generates_as_transformers(export_tiny: Exporter, still: dict) -> None:
+    """Prefill in pieces, growing caches, in-place state, promotions during decode: same tokens as generate()."""
+    model = started(export_tiny, **still)
+    model.manifest["prefill_tokens"] = 2 * CHUNK + 3
+    reference = load_model(model.manifest["config"]["model"])
+    expected = reference.generate(torch.tensor(PROMPT)[None], max_new_tokens=40, do_sample=False)[0, len(PROMPT) :]
+    assert greedy(model, 40) == expected.tolist()
+
+
+def test_pieces_and_starts_do_not_matter(export_tiny: Exporter) -> None:
+    model = started(export_tiny)
+    whole = model.prefill(PROMPT)
+    states = model.state_arrays()
+    for pieces in (1, 7, CHUNK, 25):
+        model.start()
+        model.manifest["prefill_tokens"] = pieces
+        np.testing.assert_allclose(model.prefill(PROMPT), whole, atol=MODEL["float32"], rtol=MODEL["float32"])
+        for name, array in model.state_arrays().items():
+            rows = states[name].shape[2:3] if "salient" in name else ()
+            array = array[:, :, : rows[0]] if rows else array
+            np.testing.assert_allclose(
+                array, states[name][:, :, : array.shape[2]], atol=MODEL["float32"], rtol=MODEL["float32"]
+            )
+
+
+def test_batch_rows_are_independent(export_tiny: Exporter) -> None:
+    model = started(export_tiny)
+    alone = model.prefill(PROMPT[:20])
+    model.start(batch=3)
+    ids = np.zeros((3, 20), np.int64)
+    ids[1], ids[2, :5] = PROMPT[:20], PROMPT[:5]
+    logits = model.feed(ids, np.array([0, 20, 5]))
+    np.testing.assert_allclose(logits[1, -1], alone, atol=MODEL["float32"], rtol=MODEL["float32"])
+
+
+def test_capacity_is_refused_before_anything_runs(export_tiny: Exporter) -> None:
+    model = OrtModel(export_tiny(capacity_tokens=40).path, threads=1)
+    model.start()
+    with pytest.raises(RunError, match="capacity of 40 tokens"):
+        model.prefill(PROMPT)
+    assert model.length[0] == 0
+    model.prefill(PROMPT[:40])
+
+
+def test_bad_requests(export_tiny: Exporter) -> None:
+    model = started(export_tiny)
+    with pytest.raises(RunError, match="no tokens"):
+        model.prefill([])
+    with pytest.raises(RunError, match="outside the vocabulary"):
+        model.prefill([1, VOCAB])
+    with pytest.raises(RunError, match="top_p"):
+        Sampling(top_p=0)
+    with pytest.raises(RunError, match="no manifest"):
+        OrtModel(Path("/"))
+
+
+def test_state_of_the_wrong_shape_is_refused(export_tiny: Exporter) -> None:
+    model = started(export_tiny)
+    arrays = model.state_arrays()
+    with pytest.raises(RunError, match=r"window_key.0.*expected"):
+        model.load_state({**arrays, "window_key.0": arrays["window_key.0"][..., :-1]}, np.zeros(1, np.int64))
+    with pytest.raises(RunError, match=r"kv_state.1.*float32"):
+        model.load_state({**arrays, "kv_state.1": arrays["kv_state.1"].astype(np.float64)}, np.zeros(1, np.int64))
+    with pytest.raises(RunError, match=r"z_state.2.*missing"):
+        model.load_state({k: v for k, v in arrays.items() if k != "z_state.2"}, np.zeros(1, np.int64))
+
+
+def test_saved_state_continues(export_tiny: Exporter) -> None:
+    model = started(export_tiny)
+    model.prefill(PROMPT[:50])
+    saved, length = model.state_arrays(), model.length.copy()
+    expected = model.prefill(PROMPT[50:])
+    model.start()
+    model.load_state(saved, length)
+    np.testing.assert_array_equal(model.prefill(PROMPT[50:]), expected)
+
+
+class TestSampling:
+    logits = np.log(np.array([0.5, 0.3, 0.15, 0.05]))
+
+    def shares(self, **options: float) -> np.ndarray:
+        sampling = Sampling(seed=1, **options)  # type: ignore[arg-type]
+        return np.bincount([sampling.choose(self.logits) for _ in range(4000)], minlength=4) / 4000
+
+    def test_greedy(self) -> None:
+        assert Sampling().choose(self.logits) == 0
+
+    def test_temperature_one_draws_the_distribution(self) -> None:
+        np.testing.assert_allclose(self.shares(temperature=1.0), np.exp(self.logits), atol=0.03)
+
+    def test_top_k(self) -> None:
+        np.testing.assert_allclose(self.shares(temperature=1.0, top_k=2), [5 / 8, 3 / 8, 0, 0], atol=0.03)
+
+    def test_top_p_keeps_the_token_that_crosses(self) -> None:
+        np.testing.assert_allclose(self.shares(temperature=1.0, top_p=0.6), [5 / 8, 3 / 8, 0, 0], atol=0.03)
+
+    def test_seed_repeats(self) -> None:
+        draws = [[s.choose(self.logits) for _ in range(20)] for s in (Sampling(1.0, seed=5), Sampling(1.0, seed=5))]
+        assert draws[0] == draws[1]
+
+
+def test_stand_alone_script(export_tiny: Exporter) -> None:
+    """run_ort.py in the package, with nothing of ours to import."""
+    package = export_tiny()
+    ids = ",".join(map(str, PROMPT))
+    script = package.path / "run_ort.py"
+    program = (
+        "import runpy, sys; sys.modules.update(dict.fromkeys(['torch', 'still_export', 'onnx', 'transformers'])); "
+        f"sys.argv = ['run_ort.py', '--prompt-ids', '{ids}', '--tokens', '12']; "
+        f"runpy.run_path({str(script)!r}, run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    model = started(export_tiny)
+    assert [int(x) for x in done.stdout.split()] == greedy(model, 12)
+    program = program.replace(ids, "1,99")
+    failed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert failed.returncode == 2 and "outside the vocabulary" in failed.stderr

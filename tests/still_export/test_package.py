@@ -1,0 +1,108 @@
+"""Package folders: written whole or not at all, and refused when they are not what was written."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+
+import pytest
+
+from still_export.errors import PackageError
+from still_export.package import FORMAT_VERSION, open_package, staged_folder, write_manifest
+
+
+def make_package(folder: Path) -> Path:
+    with staged_folder(folder) as staging:
+        (staging / "model.onnx").write_bytes(b"graph")
+        (staging / "sub").mkdir()
+        (staging / "sub" / "weights").write_bytes(b"1234")
+        write_manifest(staging, {"target": "onnx"})
+    return folder
+
+
+def test_manifest_lists_every_file(tmp_path: Path) -> None:
+    package = open_package(make_package(tmp_path / "p"))
+    assert set(package.manifest["files"]) == {"model.onnx", "sub/weights"}
+    assert package.manifest["files"]["sub/weights"]["size_bytes"] == 4
+    assert {"python", "torch"} <= set(package.manifest["versions"])
+    assert [p.name for p in tmp_path.iterdir()] == ["p"]
+
+
+def test_existing_folder_needs_force(tmp_path: Path) -> None:
+    make_package(tmp_path / "p")
+    with pytest.raises(PackageError, match="--force"), staged_folder(tmp_path / "p"):
+        pass
+    with staged_folder(tmp_path / "p", force=True) as staging:
+        (staging / "new").touch()
+    assert [x.name for x in (tmp_path / "p").iterdir()] == ["new"]
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, RuntimeError, MemoryError])
+@pytest.mark.parametrize("force", [False, True])
+def test_interruption_leaves_the_old_package_or_none(tmp_path: Path, interruption: type, force: bool) -> None:
+    if force:
+        make_package(tmp_path / "p")
+    with pytest.raises(interruption), staged_folder(tmp_path / "p", force=force) as staging:
+        (staging / "half").write_bytes(b"written")
+        raise interruption
+    if force:
+        open_package(tmp_path / "p")
+    assert [x.name for x in tmp_path.iterdir()] == (["p"] if force else [])
+
+
+def test_failed_replacement_restores_the_old_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_package(tmp_path / "p")
+    rename = Path.rename
+    calls = []
+
+    def fail_on_second(self: Path, target: Path) -> Path:
+        calls.append(self)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fail_on_second)
+    with pytest.raises(KeyboardInterrupt), staged_folder(tmp_path / "p", force=True):
+        pass
+    open_package(tmp_path / "p")
+    assert [x.name for x in tmp_path.iterdir()] == ["p"]
+
+
+def test_full_disk(tmp_path: Path) -> None:
+    with pytest.raises(PackageError, match="full"), staged_folder(tmp_path / "p"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert not list(tmp_path.iterdir())
+
+
+def test_unwritable_place(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(PackageError, match="not a folder"), staged_folder(tmp_path / "file", force=True):
+        pass
+    with pytest.raises(PackageError, match="cannot write"), staged_folder(tmp_path / "file" / "p"):
+        pass
+
+
+def test_damage_is_refused(tmp_path: Path) -> None:
+    folder = make_package(tmp_path / "p")
+    (folder / "sub" / "weights").write_bytes(b"1235")
+    with pytest.raises(PackageError, match="SHA-256"):
+        open_package(folder)
+    open_package(folder, check_hashes=False)
+    (folder / "sub" / "weights").write_bytes(b"12")
+    with pytest.raises(PackageError, match="size"):
+        open_package(folder, check_hashes=False)
+    (folder / "sub" / "weights").unlink()
+    with pytest.raises(PackageError, match="missing"):
+        open_package(folder)
+
+
+def test_no_package_newer_manifest_and_broken_manifest(tmp_path: Path) -> None:
+    with pytest.raises(PackageError, match="no exported package"):
+        open_package(tmp_path)
+    (tmp_path / "manifest.json").write_text(json.dumps({"format_version": FORMAT_VERSION + 1}))
+    with pytest.raises(PackageError, match="Update still-export"):
+        open_package(tmp_path)
+    (tmp_path / "manifest.json").write_text("{")
+    with pytest.raises(PackageError, match="not readable"):
+        open_package(tmp_path)
