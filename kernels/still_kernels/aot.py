@@ -169,7 +169,7 @@ def compile_variant(variant: Variant, arch: int) -> tuple[dict[str, Any], dict[s
             if signature[argument].startswith("*")
         }
         source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attrs)
-        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
+        options = {**tile.options(), "enable_fp_fusion": True}
         compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
         meta = compiled.metadata
         assert meta.global_scratch_size == 0 and meta.profile_scratch_size == 0, f"{name} needs scratch memory"
@@ -204,8 +204,7 @@ def compile_variant(variant: Variant, arch: int) -> tuple[dict[str, Any], dict[s
     host = {
         "scan_programs": rows // table.scan.constants["PB"],
         "score_blocks_per_chunk": variant.chunk_size // table.score.constants["BM"],
-        "attend_blocks_per_chunk": variant.chunk_size // table.attend.constants["BM"],
-        "attend_blocks_per_program": table.attend.constants["PAIR"],
+        "attend_rows": table.attend.constants["BM"],
         "value_slices": pow2(variant.head_dim) // table.decode.constants["DS"],
         "segment_tiles": table.segment_tiles,
         "decode_programs": table.decode_programs,
@@ -219,7 +218,7 @@ GRIDS = {
     "score": ["(tiles + 2) * score_blocks_per_chunk", "H", "B"],
     "select": ["tiles, or 1 with a folding policy", "HS", "B"],
     "scan": ["scan_programs", "H", "B"],
-    "attend": ["ceil(n_tiles * attend_blocks_per_chunk / attend_blocks_per_program)", "H", "B"],
+    "attend": ["ceil(n_tiles * C / attend_rows)", "H", "B"],
     "commit": ["H", "B", "1"],
     "decode": ["H / HS * (1 + value_slices) + NS", "HS", "B"],
 }

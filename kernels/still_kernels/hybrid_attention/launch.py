@@ -58,6 +58,7 @@ def constants_of(config: HybridAttentionConfig, wide: bool, ragged: bool, window
         "GATE": int(config.gate == "channel"),
         "FACTOR": int(window_factor),
         "RAGGED": int(ragged),
+        "SETTLE": int(not triton.knobs.runtime.interpret),
         "DOT": "tf32x3" if wide else "tf32",
     }
 
@@ -76,7 +77,7 @@ class Launcher:
         kernel, tile = KERNELS[name], self.tiles[name]
         values = {**self.values, **tile.constants, **more}
         arguments = {arg: values.get(arg.removeprefix("p_")) for arg in kernel.arg_names}
-        kernel[grid](**arguments, num_warps=tile.num_warps, num_stages=tile.num_stages)
+        kernel[grid](**arguments, **tile.options())
 
 
 def workspace_shapes(
@@ -104,6 +105,8 @@ def workspace_shapes(
         shapes["part_lin"] = ((batch, heads, dim), "float32")
         shapes["part_den"] = ((batch, heads), "float32")
         shapes["part_score"] = ((batch, heads), "float32")
+        if config.overflow != "error":  # named by the scan kernel, not written in decode
+            shapes["prefix_kv"], shapes["prefix_z"] = ((16,), "L"), ((16,), "float32")
     if tokens > 1 or config.overflow != "error":
         shapes["flags"] = ((batch, reach, select, chunk), "int8")
     if config.overflow != "error":
@@ -224,14 +227,13 @@ def launch_hybrid_attention(
     if not evicting:
         launch("select", (tiles, select, batch), first_tile=0)
     step = 1 if evicting else table.segment_tiles
-    attend = table.attend.constants
+    rows = table.attend.constants["BM"]
     for first in range(0, tiles, step):
         count = min(step, tiles - first)
         if evicting:  # the cache is right for one chunk at a time
             launch("select", (1, select, batch), first_tile=first)
         launch("scan", (scan_programs, heads, batch), first_tile=first, n_tiles=count, store_prefix=1)
-        blocks = -(-count * (chunk // attend["BM"]) // attend["PAIR"])
-        launch("attend", (blocks, heads, batch), first_tile=first, n_tiles=count)
+        launch("attend", (-(-count * chunk // rows), heads, batch), first_tile=first, n_tiles=count)
     launch("commit", (heads, batch, 1))
 
 

@@ -26,6 +26,12 @@ class KernelTile:
     constants: dict[str, int] = field(default_factory=dict)
     num_warps: int = 4
     num_stages: int = 2
+    max_registers: int | None = None  # per thread; None = the compiler's choice
+
+    def options(self) -> dict[str, int]:
+        """Compile options in Triton's names."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return options if self.max_registers is None else {**options, "maxnreg": self.max_registers}
 
 
 @dataclass(frozen=True)
@@ -63,16 +69,19 @@ def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wid
     heavy = wide or dim > 128
     if heavy and small:
         block = min(block, 32)
-    pair = 1 if heavy else 2
-    keys = 32 if heavy else 64
     stages = 1 if heavy and small else 2
+    if heavy or small:
+        keys = 32 if heavy else 64
+        attend = KernelTile({"BM": block, "BL": min(chunk_size, keys), "BN": keys, "PB": min(rows, 32), "STAGES": stages}, 4)
+    else:
+        attend = KernelTile({"BM": 128, "BL": min(chunk_size, 64), "BN": 128, "PB": min(rows, 32), "STAGES": 2}, 8)
     return TileTable(
         score=KernelTile({"BM": min(block, 32) if heavy else block}, 4, 1),
         select=KernelTile({}, 4, 1),
         scan=KernelTile({"PB": min(rows, 32), "RB": min(block, 32) if heavy else block}, 4, stages),
-        attend=KernelTile({"BM": block, "BN": keys, "PAIR": pair}, 8 if heavy else 4, stages),
+        attend=attend,
         commit=KernelTile({}, 4, 1),
-        decode=KernelTile({"DS": 32, "BN": 32, "BL": 32, "RB": 16}, 4, 1),
+        decode=KernelTile({"DS": 32, "BN": 32, "BL": 32, "RB": 16}, 4, 1, None if heavy else 128),
         segment_tiles=max(2, 8192 // chunk_size),
         decode_programs=528,  # four for each of 132 multiprocessors
     )

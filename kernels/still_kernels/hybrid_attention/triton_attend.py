@@ -13,98 +13,23 @@ from still_kernels.hybrid_attention.triton_common import (
     load_tokens,
     load_weight,
     row_of,
+    settle,
 )
 
 
 @triton.jit
-def _absorb(b_acc, b_max, b_sum, b_logit, b_v, DOT: tl.constexpr):
-    """One block of logits [BM, BN] in log2 units (-inf = masked) into the running softmax; b_max stays the true maximum."""
-    b_new = tl.maximum(b_max, tl.max(b_logit, 1))
-    b_p = tl.exp2(b_logit - b_new[:, None])
+def _absorb(b_acc, b_max, b_sum, b_dot, b_v, scale2, SETTLE: tl.constexpr, DOT: tl.constexpr):
+    """A block of dot products [BM, BN] (-inf = masked) into the running softmax; b_max ends as the true maximum.
+
+    scale2 > 0 takes dot products to logits in log2 units; it is applied within the exponent's multiply-add.
+    """
+    b_new = tl.maximum(b_max, tl.max(b_dot, 1) * scale2)
+    b_p = tl.exp2(b_dot * scale2 - b_new[:, None])
     b_decay = tl.exp2(b_max - b_new)
     b_sum = b_sum * b_decay + tl.sum(b_p, 1)
     b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision=DOT)
+    b_acc = settle(b_acc, SETTLE)
     return b_acc, b_new, b_sum
-
-
-@triton.jit
-def _local(
-    b_q, o_query, first, chunk, p_key_new, p_key_ring, p_value_new, p_value_ring, length, end, stride, scale2, phantom,
-    C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    """Softmax over the previous chunk and the current one up to each query."""
-    o_row = tl.arange(0, BM)
-    b_key = load_tokens(p_key_new, p_key_ring, o_query, length, end, stride, D, DP, C)
-    b_value = load_tokens(p_value_new, p_value_ring, o_query, length, end, stride, D, DP, C)
-    b_logit = tl.dot(b_q, tl.trans(b_key), input_precision=DOT) * scale2
-    b_logit = tl.where(o_row[None, :] <= o_row[:, None], b_logit, float("-inf"))
-    b_max = tl.max(b_logit, 1)  # the own term is always there
-    b_p = tl.exp2(b_logit - b_max[:, None])
-    b_sum = tl.sum(b_p, 1)
-    b_acc = tl.dot(b_p.to(b_value.dtype), b_value, input_precision=DOT)
-    oldest = tl.maximum(chunk - 1, 0) * C
-    for o_first in range(oldest, first, BM):
-        o_key = o_first + o_row
-        b_key = load_tokens(p_key_new, p_key_ring, o_key, length, end, stride, D, DP, C)
-        b_value = load_tokens(p_value_new, p_value_ring, o_key, length, end, stride, D, DP, C)
-        b_logit = tl.dot(b_q, tl.trans(b_key), input_precision=DOT) * scale2
-        b_acc, b_max, b_sum = _absorb(b_acc, b_max, b_sum, b_logit, b_value, DOT)
-    if phantom != 0 and chunk == 0:  # C logits of 0 with zero values
-        b_new = tl.maximum(b_max, 0.0)
-        b_decay = tl.exp2(b_max - b_new)
-        b_acc = b_acc * b_decay[:, None]
-        b_sum = b_sum * b_decay + C * tl.exp2(-b_new)
-        b_max = b_new
-    return b_acc, b_max, b_sum
-
-
-@triton.jit
-def _finish(
-    b_acc, b_sum, b_q, o_token, m_query, chunk, slots_needed, i_head, tile, i_batch,
-    p_gate, p_feature_q_weight, p_window_factor, p_prefix_kv, p_prefix_z, p_output, T_end, H, N, W_HEADS, n_tiles, epsilon,
-    D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, BM: tl.constexpr, FEATURE: tl.constexpr,
-    GATE: tl.constexpr, FACTOR: tl.constexpr, OVERFLOW: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    """Add the linear part, normalise, store one tile; rows of the padding get zeros."""
-    F: tl.constexpr = 2 * P if FEATURE <= 1 else P
-    o_dim = tl.arange(0, DP)
-    m_dim = o_dim < D
-    if FACTOR:
-        factor = tl.load(p_window_factor + i_head)
-        b_acc = b_acc * factor
-        b_sum = b_sum * factor
-    if chunk >= 2:
-        o_feature = tl.arange(0, PP)
-        m_feature = o_feature < P
-        p_weight = p_feature_q_weight + (i_head % W_HEADS).to(tl.int64) * (P * D)
-        b_weight = load_weight(p_weight, o_feature, P, D, DP)
-        b_direction = tl.dot(b_q, tl.trans(b_weight), input_precision=DOT)
-        b_wide = b_q.to(tl.float32)
-        b_scale, b_plus, b_minus = feature_stats(b_direction, tl.sum(b_wide * b_wide, 1), m_feature, FEATURE)
-        i_prefix = (i_batch.to(tl.int64) * n_tiles + tile) * H + i_head
-        p_kv = p_prefix_kv + i_prefix * (F * D) + o_feature[:, None] * D + o_dim[None, :]
-        p_z = p_prefix_z + i_prefix * F + o_feature
-        m_kv = m_feature[:, None] & m_dim[None, :]
-        b_phi = feature_plus(b_direction, b_scale, b_plus, m_feature, FEATURE)
-        b_sum += tl.sum(b_phi * tl.load(p_z, mask=m_feature, other=0.0)[None, :], 1)
-        b_kv = tl.load(p_kv, mask=m_kv, other=0.0)
-        b_linear = tl.dot(b_phi.to(b_kv.dtype), b_kv, input_precision=DOT)
-        if FEATURE <= 1:
-            b_phi = feature_minus(b_direction, b_scale, b_minus, m_feature)
-            b_sum += tl.sum(b_phi * tl.load(p_z + P, mask=m_feature, other=0.0)[None, :], 1)
-            b_kv = tl.load(p_kv + P * D, mask=m_kv, other=0.0)
-            b_linear = tl.dot(b_phi.to(b_kv.dtype), b_kv, b_linear, input_precision=DOT)
-        p_tile = (o_token * H + i_head)[:, None] * D + o_dim[None, :]
-        if GATE:
-            b_gate = tl.load(p_gate + p_tile, mask=m_query[:, None] & m_dim[None, :], other=0.0)
-            b_linear = b_linear * b_gate.to(tl.float32)
-        b_acc += b_linear
-    b_out = b_acc / (b_sum + epsilon)[:, None]
-    if OVERFLOW == 0:
-        b_out = tl.where(slots_needed > N, float("nan"), b_out)
-    b_out = tl.where(m_query[:, None], b_out, 0.0)
-    p_out = p_output + (o_token * H + i_head)[:, None] * D + o_dim[None, :]
-    tl.store(p_out, b_out.to(p_output.dtype.element_ty), mask=T_end[:, None] & m_dim[None, :])
 
 
 @triton.jit(do_not_specialize=["T", "H", "HK", "HS", "K", "N", "W_HEADS", "first_tile", "n_tiles", "phantom"])
@@ -144,8 +69,11 @@ def attend_kernel(
     P: tl.constexpr,
     PP: tl.constexpr,
     BM: tl.constexpr,
+    BL: tl.constexpr,
     BN: tl.constexpr,
-    PAIR: tl.constexpr,
+    PB: tl.constexpr,
+    STAGES: tl.constexpr,
+    SETTLE: tl.constexpr,
     FEATURE: tl.constexpr,
     GATE: tl.constexpr,
     FACTOR: tl.constexpr,
@@ -153,106 +81,136 @@ def attend_kernel(
     RAGGED: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Output of the queries of chunks c0 + first_tile .. + n_tiles - 1. Grid (ceil(n_tiles * C / BM / PAIR), H, B).
+    """Output of the queries of chunks c0 + first_tile .. + n_tiles - 1. Grid (ceil(n_tiles * C / BM), H, B).
 
-    Each program has PAIR (1 or 2) blocks of BM queries; a block lies within one chunk. Two blocks share the salient rows
-    they read. The longest programs start first.
+    A block of BM queries lies within one chunk or spans BM / C whole ones; then each row is masked to what its chunk sees.
+    The longest programs start first.
     """
-    SUB: tl.constexpr = C // BM
+    CHUNKS: tl.constexpr = BM // C if BM > C else 1
+    F: tl.constexpr = 2 * P if FEATURE <= 1 else P
+    i_block = tl.num_programs(0) - 1 - tl.program_id(0)
     i_head = tl.program_id(1)
     i_batch = tl.program_id(2)
-    i_block = (tl.num_programs(0) - 1 - tl.program_id(0)) * PAIR
     row, start, length, count = row_of(i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, T, RAGGED)
     end = length + count
-    c0 = length // C
     span = count if RAGGED else T
-    tile_a = i_block // SUB
-    chunk_a = c0 + first_tile + tile_a
-    first_a = chunk_a * C + (i_block % SUB) * BM
-    tile_b = (i_block + PAIR - 1) // SUB
-    chunk_b = c0 + first_tile + tile_b
-    first_b = chunk_b * C + ((i_block + PAIR - 1) % SUB) * BM
-    if first_a >= length + span:
+    first = (length // C + first_tile) * C + i_block * BM
+    last_chunk = length // C + first_tile + n_tiles - 1
+    if first >= length + span:
         return
-    i_kv = i_head // (H // HK)
     o_row = tl.arange(0, BM)
     o_dim = tl.arange(0, DP)
     m_dim = o_dim < D
+    o_query = first + o_row
+    o_token = start + o_query - length
+    p_tile = (o_token * H + i_head)[:, None] * D + o_dim[None, :]
+    m_store = (o_query >= length) & (o_query < length + span) & (o_query < (last_chunk + 1) * C)
+    if first >= end:  # padding
+        tl.store(
+            p_output + p_tile, tl.zeros([BM, DP], p_output.dtype.element_ty), mask=m_store[:, None] & m_dim[None, :]
+        )
+        return
+    m_query = (o_query >= length) & (o_query < end)
+    b_q = tl.load(p_query + p_tile, mask=m_query[:, None] & m_dim[None, :], other=0.0)
     scale2 = scale * LOG2E
+    chunk = first // C
+    b_chunk = o_query // C
+    i_kv = i_head // (H // HK)
+
+    # Feature statistics of the queries, while the accumulator is not alive yet.
+    p_weight = p_feature_q_weight + (i_head % W_HEADS).to(tl.int64) * (P * D)
+    o_all = tl.arange(0, PP)
+    b_wide = b_q.to(tl.float32)
+    b_square = tl.sum(b_wide * b_wide, 1)
+    b_direction = tl.dot(b_q, tl.trans(load_weight(p_weight, o_all, P, D, DP)), input_precision=DOT)
+    b_scale, b_plus, b_minus = feature_stats(b_direction, b_square, o_all < P, FEATURE)
+
+    # Local softmax: the previous chunk and the current one up to the query.
     p_key_new = p_key + (start * HK + i_kv) * D
     p_key_ring = p_window_key + (row * HK + i_kv) * (2 * C) * D
     p_value_new = p_value + (start * HK + i_kv) * D
     p_value_ring = p_window_value + (row * HK + i_kv) * (2 * C) * D
+    b_max = tl.full([BM], -1.0e30, tl.float32)
+    b_sum = tl.zeros([BM], tl.float32)
+    b_acc = tl.zeros([BM, DP], tl.float32)
+    for o_first in tl.range(tl.maximum(chunk - 1, 0) * C, first + BM, BL, num_stages=1):
+        o_key = o_first + tl.arange(0, BL)
+        b_key = load_tokens(p_key_new, p_key_ring, o_key, length, end, HK * D, D, DP, C)
+        b_value = load_tokens(p_value_new, p_value_ring, o_key, length, end, HK * D, D, DP, C)
+        b_dot = tl.dot(b_q, tl.trans(b_key), input_precision=DOT)
+        m_local = (o_key[None, :] <= o_query[:, None]) & ((o_key // C)[None, :] >= b_chunk[:, None] - 1)
+        b_dot = tl.where(m_local, b_dot, float("-inf"))
+        b_acc, b_max, b_sum = _absorb(b_acc, b_max, b_sum, b_dot, b_value, scale2, SETTLE, DOT)
+    if phantom != 0 and chunk == 0:  # C logits of 0 with zero values
+        b_new = tl.where(b_chunk == 0, tl.maximum(b_max, 0.0), b_max)
+        b_decay = tl.exp2(b_max - b_new)
+        b_acc = b_acc * b_decay[:, None]
+        b_sum = b_sum * b_decay + tl.where(b_chunk == 0, C * tl.exp2(-b_new), 0.0)
+        b_max = b_new
 
-    o_query_a = first_a + o_row
-    m_query_a = (o_query_a >= length) & (o_query_a < end)
-    o_token_a = start + o_query_a - length
-    p_q = p_query + (o_token_a * H + i_head)[:, None] * D + o_dim[None, :]
-    b_q_a = tl.load(p_q, mask=m_query_a[:, None] & m_dim[None, :], other=0.0)
-    b_acc_a, b_max_a, b_sum_a = _local(
-        b_q_a, o_query_a, first_a, chunk_a, p_key_new, p_key_ring, p_value_new, p_value_ring, length, end, HK * D,
-        scale2, phantom, C, D, DP, BM, DOT,
-    )  # fmt: skip
-    slots_a = tl.maximum(chunk_a - 1, 0) * K
-    seen_a = tl.minimum(slots_a, N)
-    seen = seen_a
-    slots_b = slots_a
-    if PAIR == 2:
-        o_query_b = first_b + o_row
-        m_query_b = (o_query_b >= length) & (o_query_b < end)
-        o_token_b = start + o_query_b - length
-        p_q = p_query + (o_token_b * H + i_head)[:, None] * D + o_dim[None, :]
-        b_q_b = tl.load(p_q, mask=m_query_b[:, None] & m_dim[None, :], other=0.0)
-        b_acc_b, b_max_b, b_sum_b = _local(
-            b_q_b, o_query_b, first_b, chunk_b, p_key_new, p_key_ring, p_value_new, p_value_ring, length, end, HK * D,
-            scale2, phantom, C, D, DP, BM, DOT,
-        )  # fmt: skip
-        slots_b = tl.maximum(chunk_b - 1, 0) * K
-        seen = tl.minimum(slots_b, N)
-        if (first_b >= end) | (tile_b >= n_tiles):
-            seen = seen_a
-
-    # Salient cache: whole blocks that both tiles see, then the rest with a mask.
+    # Salient cache: whole blocks that every row sees, then the rest with a mask.
+    final = tl.minimum(tl.minimum(chunk + CHUNKS - 1, last_chunk), (end - 1) // C)
+    seen = tl.minimum(tl.maximum(final - 1, 0) * K, N)
+    whole = tl.minimum(tl.maximum(chunk - 1, 0) * K, N) // BN * BN
     i_select = i_head // (H // HS)
-    base = (row * HS + i_select) * N * D
+    p_cached_key = p_salient_key + (row * HS + i_select) * N * D
+    p_cached_value = p_salient_value + (row * HS + i_select) * N * D
     o_slot = tl.arange(0, BN)
-    whole = seen_a // BN * BN
-    p_salient = base + o_slot[:, None] * D + o_dim[None, :]
-    for s in range(0, whole, BN):
-        b_key = tl.load(p_salient_key + p_salient + s * D, mask=m_dim[None, :], other=0.0)
-        b_logit_a = tl.dot(b_q_a, tl.trans(b_key), input_precision=DOT) * scale2
-        if PAIR == 2:
-            b_logit_b = tl.dot(b_q_b, tl.trans(b_key), input_precision=DOT) * scale2
-        b_value = tl.load(p_salient_value + p_salient + s * D, mask=m_dim[None, :], other=0.0)
-        b_acc_a, b_max_a, b_sum_a = _absorb(b_acc_a, b_max_a, b_sum_a, b_logit_a, b_value, DOT)
-        if PAIR == 2:
-            b_acc_b, b_max_b, b_sum_b = _absorb(b_acc_b, b_max_b, b_sum_b, b_logit_b, b_value, DOT)
-    for s in range(whole, seen, BN):
-        m_slot = s + o_slot < seen
-        b_key = tl.load(p_salient_key + p_salient + s * D, mask=m_slot[:, None] & m_dim[None, :], other=0.0)
-        b_value = tl.load(p_salient_value + p_salient + s * D, mask=m_slot[:, None] & m_dim[None, :], other=0.0)
-        b_logit_a = tl.dot(b_q_a, tl.trans(b_key), input_precision=DOT) * scale2
-        b_logit_a = tl.where((s + o_slot < seen_a)[None, :], b_logit_a, float("-inf"))
-        b_acc_a, b_max_a, b_sum_a = _absorb(b_acc_a, b_max_a, b_sum_a, b_logit_a, b_value, DOT)
-        if PAIR == 2:
-            b_logit_b = tl.dot(b_q_b, tl.trans(b_key), input_precision=DOT) * scale2
-            b_logit_b = tl.where(m_slot[None, :], b_logit_b, float("-inf"))
-            b_acc_b, b_max_b, b_sum_b = _absorb(b_acc_b, b_max_b, b_sum_b, b_logit_b, b_value, DOT)
+    o_tile = o_slot[:, None] * D + o_dim[None, :]
+    for s in tl.range(0, whole, BN, num_stages=STAGES):
+        b_key = tl.load(p_cached_key + s * D + o_tile, mask=m_dim[None, :], other=0.0)
+        b_dot = tl.dot(b_q, tl.trans(b_key), input_precision=DOT)
+        b_value = tl.load(p_cached_value + s * D + o_tile, mask=m_dim[None, :], other=0.0)
+        b_acc, b_max, b_sum = _absorb(b_acc, b_max, b_sum, b_dot, b_value, scale2, SETTLE, DOT)
+    b_seen = tl.minimum(tl.maximum(b_chunk - 1, 0) * K, N)
+    for s in tl.range(whole, seen, BN, num_stages=1):
+        m_slot = ((s + o_slot) < seen)[:, None] & m_dim[None, :]
+        b_key = tl.load(p_cached_key + s * D + o_tile, mask=m_slot, other=0.0)
+        b_value = tl.load(p_cached_value + s * D + o_tile, mask=m_slot, other=0.0)
+        b_dot = tl.dot(b_q, tl.trans(b_key), input_precision=DOT)
+        b_dot = tl.where((s + o_slot)[None, :] < b_seen[:, None], b_dot, float("-inf"))
+        b_acc, b_max, b_sum = _absorb(b_acc, b_max, b_sum, b_dot, b_value, scale2, SETTLE, DOT)
+    if FACTOR:
+        factor = tl.load(p_window_factor + i_head)
+        b_acc = b_acc * factor
+        b_sum = b_sum * factor
 
-    m_store_a = (o_query_a >= length) & (o_query_a < length + span)
-    _finish(
-        b_acc_a, b_sum_a, b_q_a, o_token_a, m_query_a, chunk_a, slots_a, i_head, tile_a, i_batch,
-        p_gate, p_feature_q_weight, p_window_factor, p_prefix_kv, p_prefix_z, p_output, m_store_a, H, N, W_HEADS,
-        n_tiles, epsilon, D, DP, P, PP, BM, FEATURE, GATE, FACTOR, OVERFLOW, DOT,
-    )  # fmt: skip
-    if PAIR == 2:
-        if (tile_b < n_tiles) & (first_b < length + span):
-            m_store_b = (o_query_b >= length) & (o_query_b < length + span)
-            _finish(
-                b_acc_b, b_sum_b, b_q_b, o_token_b, m_query_b, chunk_b, slots_b, i_head, tile_b, i_batch,
-                p_gate, p_feature_q_weight, p_window_factor, p_prefix_kv, p_prefix_z, p_output, m_store_b, H, N, W_HEADS,
-                n_tiles, epsilon, D, DP, P, PP, BM, FEATURE, GATE, FACTOR, OVERFLOW, DOT,
-            )  # fmt: skip
+    # Linear part: everything older that is not salient. Blocks of features keep the registers free of spills, which would
+    # make the assembler wait after every matrix instruction.
+    if final >= 2:
+        b_linear = tl.zeros([BM, DP], tl.float32)
+        for f in tl.range(0, PP, PB, num_stages=1):
+            o_feature = f + tl.arange(0, PB)
+            m_feature = o_feature < P
+            b_weight = load_weight(p_weight, o_feature, P, D, DP)
+            b_part = tl.dot(b_q, tl.trans(b_weight), input_precision=DOT)
+            for half in tl.static_range(0, 2 if FEATURE <= 1 else 1):
+                if half == 0:
+                    b_phi = feature_plus(b_part, b_scale, b_plus, m_feature, FEATURE)
+                else:
+                    b_phi = feature_minus(b_part, b_scale, b_minus, m_feature)
+                for j in tl.static_range(0, CHUNKS):
+                    seen_chunk = chunk + j
+                    tile = seen_chunk - length // C - first_tile
+                    known = (seen_chunk <= last_chunk) & (seen_chunk * C < end)
+                    i_prefix = (i_batch.to(tl.int64) * n_tiles + tile) * H + i_head
+                    p_z = p_prefix_z + i_prefix * F + half * P + o_feature
+                    p_kv = p_prefix_kv + i_prefix * (F * D) + half * (P * D) + o_feature[:, None] * D + o_dim[None, :]
+                    b_rows = b_phi
+                    if CHUNKS > 1:
+                        b_rows = tl.where((b_chunk == seen_chunk)[:, None], b_phi, 0.0)
+                    b_sum += tl.sum(b_rows * tl.load(p_z, mask=m_feature & known, other=0.0)[None, :], 1)
+                    b_kv = tl.load(p_kv, mask=m_feature[:, None] & m_dim[None, :] & known, other=0.0)
+                    b_linear = tl.dot(b_rows.to(b_kv.dtype), b_kv, b_linear, input_precision=DOT)
+        if GATE:
+            b_gate = tl.load(p_gate + p_tile, mask=m_query[:, None] & m_dim[None, :], other=0.0)
+            b_linear = b_linear * b_gate.to(tl.float32)
+        b_acc += b_linear
+    b_out = b_acc / (b_sum + epsilon)[:, None]
+    if OVERFLOW == 0:  # beyond the capacity: the caller should have refused
+        b_out = tl.where(((b_chunk - 1) * K > N)[:, None], float("nan"), b_out)
+    b_out = tl.where(m_query[:, None], b_out, 0.0)
+    tl.store(p_output + p_tile, b_out.to(p_output.dtype.element_ty), mask=m_store[:, None] & m_dim[None, :])
 
 
 @triton.jit(do_not_specialize=["T", "H", "HK"])

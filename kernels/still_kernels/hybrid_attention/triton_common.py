@@ -34,6 +34,18 @@ def row_of(i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, T, 
 
 
 @triton.jit
+def settle(b_acc, SETTLE: tl.constexpr):
+    """b_acc, complete: the pipeliner then does not carry an unfinished matrix product into the next iteration.
+
+    Left alone it does, and ptxas (12.8 to 13.0, C7515) answers by waiting after every matrix instruction of the kernel.
+    The move disappears in the assembler. Off in the interpreter, which has no inline assembly.
+    """
+    if SETTLE:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [b_acc], dtype=tl.float32, is_pure=True, pack=1)
+    return b_acc
+
+
+@triton.jit
 def load_tokens(p_new, p_ring, o_position, length, end, stride, D: tl.constexpr, DP: tl.constexpr, C: tl.constexpr):
     """Rows of a key or value head at absolute positions, from the call's tokens or the ring; zeros elsewhere.
 

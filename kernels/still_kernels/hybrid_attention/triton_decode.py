@@ -104,6 +104,7 @@ def _linear_slice(
 ):  # fmt: skip
     """phi(q)^T S for DS value columns (and phi(q)^T z in slice 0); a promoted chunk is folded into S first."""
     F: tl.constexpr = 2 * P if FEATURE <= 1 else P
+    DW: tl.constexpr = 32 if DP > 32 else DP
     o_feature = tl.arange(0, PP)
     m_feature = o_feature < P
     o_dim = tl.arange(0, DP)
@@ -121,10 +122,16 @@ def _linear_slice(
         b_minus_s = tl.load(p_state + P * D, mask=m_slice, other=0.0)
         b_minus_z = tl.load(p_mass + P, mask=m_mass, other=0.0)
     w_head = (i_head % W_HEADS).to(tl.int64) * (P * D)
-    b_q = tl.load(p_q + o_dim, mask=m_dim, other=0.0).to(tl.float32)
-    b_weight = load_weight(p_feature_q_weight + w_head, o_feature, P, D, DP)
-    b_direction = tl.sum(b_weight.to(tl.float32) * b_q[None, :], 1)[None, :]
-    b_square = tl.full([1], 0.0, tl.float32) + tl.sum(b_q * b_q, 0)
+    b_direction = tl.zeros([PP], tl.float32)
+    b_square = tl.zeros([1], tl.float32)
+    for d in tl.static_range(0, DP, DW):  # in column blocks: registers decide how many programs are resident
+        o_part = d + tl.arange(0, DW)
+        b_q = tl.load(p_q + o_part, mask=o_part < D, other=0.0).to(tl.float32)
+        p_weight = p_feature_q_weight + w_head + o_feature[:, None] * D + o_part[None, :]
+        b_weight = tl.load(p_weight, mask=m_feature[:, None] & (o_part < D)[None, :], other=0.0)
+        b_direction += tl.sum(b_weight.to(tl.float32) * b_q[None, :], 1)
+        b_square += tl.sum(b_q * b_q, 0)
+    b_direction = b_direction[None, :]
     b_scale, b_lse_plus, b_lse_minus = feature_stats(b_direction, b_square, m_feature, FEATURE)
 
     if FUSED:
