@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import struct
 import subprocess
@@ -11,6 +12,8 @@ from pathlib import Path
 from still_graphs.errors import StillExportError
 
 MAGIC = b"STILLAR1"
+INCLUDE_VARIABLE = "STILL_TENSORRT_INCLUDE"
+USUAL_INCLUDES = ("/usr/include/x86_64-linux-gnu", "/usr/include/aarch64-linux-gnu", "/usr/local/tensorrt/include")
 SOURCE = Path(__file__).resolve().parents[1] / "plugins"
 
 
@@ -53,6 +56,19 @@ def pack_archive(folders: list[Path], target: Path) -> Path:
     head = MAGIC + struct.pack("<Q", len(text)) + text
     target.write_bytes(head + bytes(-len(head) % 16) + bytes(blobs))
     return target
+
+
+def find_tensorrt_headers(asked: tuple[str, ...] = ()) -> list[Path]:
+    """Folders of NvInfer.h: those asked for, or those of STILL_TENSORRT_INCLUDE, or the usual places that have it.
+
+    Raises:
+        PluginBuildError: A folder that was asked for has no NvInfer.h.
+    """
+    named = list(asked) or [p for p in os.environ.get(INCLUDE_VARIABLE, "").split(os.pathsep) if p]
+    for folder in named:
+        if not (Path(folder) / "NvInfer.h").is_file():
+            raise PluginBuildError(f"{folder} has no NvInfer.h. Give the include folder of a TensorRT installation.")
+    return [Path(p) for p in named] or [p for p in map(Path, USUAL_INCLUDES) if (p / "NvInfer.h").is_file()]
 
 
 def build_plugins(

@@ -15,6 +15,7 @@ from still_graphs.passes.lower_opset import lower_opset
 from still_graphs.passes.lower_plugin_nodes import lower_plugin_nodes
 from still_graphs.passes.replace_nonzero import replace_nonzero
 from still_graphs.passes.strip_functions import strip_functions
+from still_graphs.passes.take_general_branches import take_general_branches
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ TARGETS: dict[str, Target] = {
             dtypes=("float16", "bfloat16", "float32"),
             steps=(
                 Step(inline_functions, "TensorRT-RTX has no plugins"),
+                Step(take_general_branches, "its builder checks both branches of an If for every shape"),
                 Step(replace_nonzero, "TensorRT-RTX has no operator whose output size depends on data"),
                 Step(add_greedy_token, "greedy decoding stays on the device"),
                 Step(lower_integers, "hosts bind int32 alike everywhere"),

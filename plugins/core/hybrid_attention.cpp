@@ -11,26 +11,32 @@ namespace still
 namespace
 {
 
-constexpr int64_t kStatistics = 3;      // numbers kept per row of a chunk
-constexpr int64_t kEvictedRows = 32;    // newcomers that fold_* policies hold per head
+constexpr int64_t kStatistics = 3; // numbers kept per row of a chunk
+constexpr size_t kFloatBytes = 4;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Programs that share the salient cache of one select head: enough to fill the chip, 32 slots each at least.
+int64_t decode_splits(int64_t batch, int64_t select_heads, int64_t slots, int64_t programs)
+{
+    if (slots == 0)
+        return 1;
+    int64_t const fill = ceil_div(programs, batch * select_heads);
+    int64_t const wanted = std::max(fill, ceil_div(slots, 256));
+    return std::max<int64_t>(1, std::min({ceil_div(slots, 32), wanted, int64_t{64}}));
+}
 
 // The sizes that grids and workspace follow from.
 struct Sizes
 {
     Sizes(Call const& call, Variant const& variant, int64_t batch_size, int64_t token_count)
         : batch(batch_size), tokens(token_count), heads(call.size("H")), select_heads(call.size("HS")), head_dim(call.size("D")),
-          features(call.size("F")), chunk(call.size("C")), slots(call.size("N")), tiles(ceil_div(token_count, chunk) + 1),
-          rows(tiles + 2), segment(std::min(variant.constant("segment_tiles"), tiles)), folds(call.text("overflow") != "error"),
-          element_bytes(type_bytes(call.activation)), splits(decode_splits(variant))
+          features(call.size("F")), chunk(call.size("C")), slots(call.size("N")), tiles((token_count + chunk - 2) / chunk + 1),
+          folds(call.text("overflow") != "error"), segment(folds ? 1 : std::min(variant.constant("segment_tiles"), tiles)),
+          splits(decode_splits(batch_size, select_heads, slots, variant.constant("decode_programs"))),
+          evicted_rows(variant.constant("evicted_rows")), element_bytes(type_bytes(call.activation)),
+          linear_bytes(call.activation == Type::kFloat32 ? 4 : 2)
     {
-    }
-
-    int64_t decode_splits(Variant const& variant) const
-    {
-        int64_t const wanted = ceil_div(slots, variant.constant("decode_split_slots"));
-        return std::max<int64_t>(1, std::min(wanted, variant.constant("decode_max_splits")));
     }
 
     int64_t batch;
@@ -41,12 +47,13 @@ struct Sizes
     int64_t features;
     int64_t chunk;
     int64_t slots;
-    int64_t tiles; // chunks that a call of `tokens` may touch, wherever it begins
-    int64_t rows;  // tiles and the two chunks before them
-    int64_t segment;
+    int64_t tiles; // chunks that a call of `tokens` touches at most, wherever it begins
     bool folds;
-    size_t element_bytes;
+    int64_t segment;
     int64_t splits;
+    int64_t evicted_rows;
+    size_t element_bytes;
+    size_t linear_bytes; // of the linear part's operands
 };
 
 class HybridAttentionPlanner final : public Planner
@@ -116,7 +123,7 @@ public:
         if (sizes.tokens == 0 || sizes.batch == 0)
             return;
         PlanBuilder::Arguments arguments = common(call, sizes, builder);
-        workspace(call, variant, sizes, builder, arguments);
+        workspace(sizes, builder, arguments);
         if (sizes.tokens == 1)
             decode(variant, sizes, builder, arguments);
         else
@@ -128,7 +135,7 @@ private:
     {
         PlanBuilder builder(call, variant);
         PlanBuilder::Arguments arguments;
-        workspace(call, variant, Sizes(call, variant, batch, tokens), builder, arguments);
+        workspace(Sizes(call, variant, batch, tokens), builder, arguments);
         return builder.take().workspace_bytes;
     }
 
@@ -148,10 +155,11 @@ private:
         arguments["T"] = number(sizes.tokens);
         arguments["H"] = number(sizes.heads);
         arguments["HK"] = number(call.size("HK"));
+        arguments["HS"] = number(sizes.select_heads);
         arguments["K"] = number(call.integer("salient_per_chunk"));
         arguments["N"] = number(sizes.slots);
         arguments["W_HEADS"] = number(call.tensor("feature_q_weight").dims[0]);
-        arguments["R"] = number(sizes.rows);
+        arguments["R"] = number(sizes.tiles + 2);
         arguments["NS"] = number(sizes.splits);
         arguments["phantom"] = number(call.integer("phantom_first_chunk"));
         arguments["scale"] = PlanBuilder::real(1.0 / std::sqrt(static_cast<double>(sizes.head_dim)));
@@ -160,9 +168,8 @@ private:
     }
 
     // Names the regions that the call's kernels use; adds up their bytes in the builder.
-    static void workspace(Call const& call, Variant const&, Sizes const& s, PlanBuilder& builder, PlanBuilder::Arguments& arguments)
+    static void workspace(Sizes const& s, PlanBuilder& builder, PlanBuilder::Arguments& arguments)
     {
-        constexpr size_t f32 = 4;
         auto const region = [&](char const* name, size_t element, std::initializer_list<int64_t> shape) {
             size_t bytes = element;
             for (int64_t const size : shape)
@@ -170,77 +177,73 @@ private:
             arguments[name] = builder.region(bytes);
         };
         for (char const* name : {"score", "stats", "flags", "evicted_key", "evicted_value", "evicted_count", "prefix_kv", "prefix_z",
-                 "part_acc", "part_ml", "part_lin", "part_den", "part_score"})
+                 "part_acc", "part_ml", "part_lin", "part_den", "part_score", "counters"})
             arguments[name] = {};
         bool const decode = s.tokens == 1;
-        if (!decode || s.folds)
+        if (!decode)
         {
-            region("score", f32, {s.batch * s.tokens, s.heads});
-            region("stats", f32, {s.batch, s.rows, s.heads, kStatistics, s.chunk});
-            region("flags", 1, {s.batch, s.rows, s.select_heads, s.chunk});
-            size_t const prefix = call.activation == Type::kFloat32 ? f32 : 2;
-            region("prefix_kv", prefix, {s.batch, s.segment, s.heads, s.features, s.head_dim});
-            region("prefix_z", f32, {s.batch, s.segment, s.heads, s.features});
-        }
-        if (s.folds)
-        {
-            region("evicted_key", s.element_bytes, {s.batch, s.select_heads, kEvictedRows, s.head_dim});
-            region("evicted_value", s.element_bytes, {s.batch, s.select_heads, kEvictedRows, s.head_dim});
-            region("evicted_count", f32, {s.batch, s.select_heads});
-        }
-        if (decode)
-        {
-            region("part_acc", f32, {s.batch, s.heads, s.splits + 1, s.head_dim});
-            region("part_ml", f32, {s.batch, s.heads, s.splits + 1, 2});
-            region("part_lin", f32, {s.batch, s.heads, s.head_dim});
-            region("part_den", f32, {s.batch, s.heads});
-            region("part_score", f32, {s.batch, s.heads});
-            arguments["counters"] = builder.persistent(f32 * static_cast<size_t>(s.batch * 2 * s.heads));
+            region("score", kFloatBytes, {s.batch * s.tokens, s.heads});
+            region("prefix_kv", s.linear_bytes, {s.batch, s.segment, s.heads, s.features, s.head_dim});
+            region("prefix_z", kFloatBytes, {s.batch, s.segment, s.heads, s.features});
+            if (!s.folds)
+                region("stats", kFloatBytes, {s.batch, s.tiles + 2, s.heads, kStatistics, s.chunk});
         }
         else
-            arguments["counters"] = {};
-    }
-
-    static void segment(Variant const& variant, Sizes const& s, PlanBuilder& builder, PlanBuilder::Arguments& arguments, int64_t first, int64_t count)
-    {
-        arguments["first_tile"] = PlanBuilder::number(first);
-        arguments["n_tiles"] = PlanBuilder::number(count);
-        builder.kernel("scan", {variant.constant("scan_programs"), s.heads, s.batch}, arguments);
-        int64_t const programs = ceil_div(count * variant.constant("subtiles"), variant.constant("tiles_per_program"));
-        builder.kernel("attend", {programs, s.heads, s.batch}, arguments);
+        {
+            region("part_acc", kFloatBytes, {s.batch, s.heads, s.splits + 1, s.head_dim});
+            region("part_ml", kFloatBytes, {s.batch, s.heads, s.splits + 1, 2});
+            region("part_lin", kFloatBytes, {s.batch, s.heads, s.head_dim});
+            region("part_den", kFloatBytes, {s.batch, s.heads});
+            region("part_score", kFloatBytes, {s.batch, s.heads});
+            // Never read: the chunk that a step promotes lies in the ring.
+            arguments["score"] = builder.output("present_window_score");
+            arguments["counters"] = builder.persistent(kFloatBytes * static_cast<size_t>(s.batch * 2 * s.heads));
+        }
+        if (!decode || s.folds)
+            region("flags", 1, {s.batch, s.tiles + 2, s.select_heads, s.chunk});
+        if (s.folds)
+        {
+            region("evicted_key", s.element_bytes, {s.batch, s.select_heads, s.evicted_rows, s.head_dim});
+            region("evicted_value", s.element_bytes, {s.batch, s.select_heads, s.evicted_rows, s.head_dim});
+            region("evicted_count", kFloatBytes, {s.batch, s.select_heads});
+        }
     }
 
     static void prefill(Variant const& variant, Sizes const& s, PlanBuilder& builder, PlanBuilder::Arguments& arguments)
     {
-        arguments["first_tile"] = PlanBuilder::number(0);
-        arguments["n_tiles"] = PlanBuilder::number(s.tiles);
-        builder.kernel("score", {s.rows, s.heads, s.batch}, arguments);
+        auto const number = PlanBuilder::number;
+        arguments["first_tile"] = number(0);
+        arguments["n_tiles"] = number(s.tiles);
+        arguments["store_prefix"] = number(1);
+        builder.kernel("score", {(s.tiles + 2) * variant.constant("score_blocks_per_chunk"), s.heads, s.batch}, arguments);
         if (!s.folds)
             builder.kernel("select", {s.tiles, s.select_heads, s.batch}, arguments);
-        int64_t const step = s.folds ? 1 : s.segment; // folding decides chunk by chunk
-        for (int64_t first = 0; first < s.tiles; first += step)
+        for (int64_t first = 0; first < s.tiles; first += s.segment)
         {
-            int64_t const count = std::min(step, s.tiles - first);
-            arguments["first_tile"] = PlanBuilder::number(first);
-            arguments["n_tiles"] = PlanBuilder::number(count);
-            if (s.folds)
+            int64_t const count = std::min(s.segment, s.tiles - first);
+            arguments["first_tile"] = number(first);
+            arguments["n_tiles"] = number(count);
+            if (s.folds) // the cache is right for one chunk at a time
                 builder.kernel("select", {1, s.select_heads, s.batch}, arguments);
-            segment(variant, s, builder, arguments, first, count);
+            builder.kernel("scan", {variant.constant("scan_programs"), s.heads, s.batch}, arguments);
+            builder.kernel("attend", {ceil_div(count * s.chunk, variant.constant("attend_rows")), s.heads, s.batch}, arguments);
         }
         builder.kernel("commit", {s.heads, s.batch, 1}, arguments);
     }
 
     static void decode(Variant const& variant, Sizes const& s, PlanBuilder& builder, PlanBuilder::Arguments& arguments)
     {
-        arguments["first_tile"] = PlanBuilder::number(0);
-        arguments["n_tiles"] = PlanBuilder::number(1);
+        auto const number = PlanBuilder::number;
+        arguments["first_tile"] = number(0);
+        arguments["n_tiles"] = number(1);
+        arguments["store_prefix"] = number(0);
         if (s.folds)
         {
             builder.kernel("select", {1, s.select_heads, s.batch}, arguments);
             builder.kernel("scan", {variant.constant("scan_programs"), s.heads, s.batch}, arguments);
         }
         int64_t const group = s.heads / s.select_heads;
-        builder.kernel("decode", {s.splits + variant.constant("value_slices") * group + group, s.select_heads, s.batch}, arguments);
+        builder.kernel("decode", {group * (1 + variant.constant("value_slices")) + s.splits, s.select_heads, s.batch}, arguments);
     }
 };
 

@@ -29,11 +29,11 @@ ARGUMENTS = {  # orders differ on purpose: the core goes by name
 CONSTANTS = {
     "segment_tiles": 4,
     "scan_programs": 3,
-    "subtiles": 2,
-    "tiles_per_program": 3,
+    "score_blocks_per_chunk": 2,
+    "attend_rows": 48,
     "value_slices": 2,
-    "decode_split_slots": 32,
-    "decode_max_splits": 16,
+    "decode_programs": 60,
+    "evicted_rows": 16,
 }
 KEY = {
     "dtype": "float16",
@@ -168,7 +168,7 @@ def test_prefill_launches(op: CoreOp, recorder: Recorder) -> None:
     assert [name for name, _ in launches] == [
         f"{k}_kernel" for k in ("score", "select", "scan", "attend", "scan", "attend", "commit")
     ]
-    assert [fields["grid"] for _, fields in launches] == ["8,6,2", "6,6,2", "3,6,2", "3,6,2", "3,6,2", "2,6,2", "6,2,1"]
+    assert [fields["grid"] for _, fields in launches] == ["16,6,2", "6,6,2", "3,6,2", "3,6,2", "3,6,2", "2,6,2", "6,2,1"]
     assert {fields["block"] for _, fields in launches} == {"128,1,1"}
     assert {fields["shared"] for _, fields in launches} == {"1000"} and {
         fields["stream"] for _, fields in launches

@@ -16,6 +16,7 @@ from still_graphs.passes.lower_opset import lower_opset
 from still_graphs.passes.lower_plugin_nodes import lower_plugin_nodes
 from still_graphs.passes.replace_nonzero import replace_nonzero
 from still_graphs.passes.strip_functions import strip_functions
+from still_graphs.passes.take_general_branches import take_general_branches
 from still_graphs.passes.walk import attribute, opset_version, walk_nodes
 from tests.still_graphs.small_graph import VOCABULARY, empty_state, small_graph
 
@@ -73,6 +74,16 @@ def test_replace_nonzero_keeps_every_output(expected: list[dict[str, np.ndarray]
     assert not model.functions and [o.domain for o in model.opset_import] == [""]
     assert_same(model, expected, "float32", 0)
     assert replace_nonzero(model) == 0
+
+
+def test_general_branches_hold_for_every_call(expected: list[dict[str, np.ndarray]]) -> None:
+    model = small_graph()
+    inline_functions(model)
+    assert take_general_branches(model) == 1
+    assert not [n for n in walk_nodes(model.graph) if n.op_type == "If"]
+    onnx.checker.check_model(model)
+    assert_same(model, expected, "float32", 1e-5)
+    assert take_general_branches(model) == 0
 
 
 def test_replace_nonzero_refuses_other_uses() -> None:

@@ -31,8 +31,8 @@ def test_trt_rtx_graph_has_no_op_of_ours_and_keeps_every_output() -> None:
     expected = rollout(small_graph())
     model = small_graph()
     run_pipeline(model, "trt-rtx")
-    assert not [n for n in walk_nodes(model.graph) if n.domain == DOMAIN or n.op_type == "NonZero"]
-    assert_same(model, expected, "float32", 0)
+    assert not [n for n in walk_nodes(model.graph) if n.domain == DOMAIN or n.op_type in ("NonZero", "If")]
+    assert_same(model, expected, "float32", 1e-5)
 
 
 def test_dump_sees_every_pass() -> None:

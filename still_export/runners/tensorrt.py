@@ -1,0 +1,409 @@
+#!/usr/bin/env python3
+"""Run a package's TensorRT engine. Needs tensorrt, numpy, the CUDA driver and, for text, tokenizers; nothing else.
+
+Exports copy this file into the package as run_trt.py, where it is a program of its own:
+
+  python run_trt.py --prompt "The capital of France is" --tokens 20
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+try:
+    from still_export.runners.cuda_driver import Buffer, CudaError, Driver
+    from still_export.runners.ort import RunError, Sampling, Text, stream_answer
+except ImportError:  # in a package, beside its own copies
+    from cuda_driver import Buffer, CudaError, Driver  # type: ignore[import-not-found, no-redef]
+    from run_ort import RunError, Sampling, Text, stream_answer  # type: ignore[import-not-found, no-redef]
+
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+NUMPY_TYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+PREFILL, DECODE = 0, 1
+
+
+class TrtError(RunError):
+    """The engine cannot run here, or not this request; the message says why and what to do."""
+
+
+def load_plugin_library(module: Any, folder: Path, manifest: dict[str, Any], plugin: Path | None = None) -> Path:
+    """Register the package's plugins with TensorRT.
+
+    Raises:
+        TrtError: No library for this TensorRT, the file is missing, or TensorRT refuses it.
+    """
+    major = module.__version__.split(".")[0]
+    if plugin is None:
+        libraries = manifest.get("plugins", {})
+        if major not in libraries:
+            raise TrtError(
+                f"{folder} has no plugin library for TensorRT {module.__version__}, only for {', '.join(libraries) or 'none'}. "
+                "Export again with --tensorrt-include FOLDER of that version, or name a library with --plugin."
+            )
+        plugin = folder / libraries[major]
+    if not plugin.is_file():
+        raise TrtError(f"the plugin library {plugin} is missing (searched there only). Name it with --plugin FILE.")
+    registry = module.get_plugin_registry()
+    if registry.load_library(str(plugin.resolve())) is None:
+        raise TrtError(
+            f"TensorRT {module.__version__} cannot load the plugin library {plugin}; it was built for another version."
+        )
+    return plugin
+
+
+class TrtModel:
+    """A package's engine with its state on the GPU: feed tokens, get logits.
+
+    Past and present of every state are one buffer. Prefill and decode are two execution contexts that share their scratch memory;
+    a decode step is replayed from a CUDA graph.
+
+    Args:
+        folder: The package.
+        plugin: Plugin library in the place of the package's.
+        device: CUDA device.
+    """
+
+    def __init__(self, folder: Path, plugin: Path | None = None, device: int = 0) -> None:
+        self.folder = Path(folder)
+        manifest_path = self.folder / "manifest.json"
+        if not manifest_path.is_file():
+            raise TrtError(f"{self.folder} has no manifest.json: it is no exported package.")
+        self.manifest: dict[str, Any] = json.loads(manifest_path.read_text(encoding="utf-8"))
+        self.states: list[dict[str, Any]] = self.manifest["states"]
+        if not self.manifest.get("engines"):
+            raise TrtError(
+                f"{self.folder} has no engine yet. Build it on this machine: still-export build {self.folder}"
+            )
+        self.entry: dict[str, Any] = self.manifest["engines"][0]
+        try:
+            import tensorrt
+        except ImportError as error:
+            raise TrtError(
+                f"the Python module tensorrt is not installed ({error}). Install version {self.entry['tensorrt']}."
+            ) from error
+        self.module = tensorrt
+        try:
+            self.driver = Driver(device)
+        except CudaError as error:
+            raise TrtError(str(error)) from error
+        self._check_host()
+        load_plugin_library(tensorrt, self.folder, self.manifest, plugin)
+        self.logger = tensorrt.Logger(tensorrt.Logger.ERROR)
+        self.engine = self._read_engine()
+        self._contexts = self._make_contexts()
+        self.batch = 0
+
+    def _check_host(self) -> None:
+        entry, version = self.entry, self.module.__version__
+        compatible = self.manifest["trt"]["version_compatible"]
+        # Patch releases read each other's plans no more than minor ones do.
+        if entry["tensorrt"] != version and not compatible:
+            raise TrtError(
+                f"the engine was built by TensorRT {entry['tensorrt']}, this is {version}. Build it again: still-export build "
+                f"{self.folder}, or export with --version-compatible."
+            )
+        arch = f"sm_{self.driver.architecture}"
+        if arch not in entry["archs"]:
+            raise TrtError(
+                f"the engine was built for {', '.join(entry['archs'])} ({entry.get('gpu', 'unknown')}), this GPU is "
+                f"{self.driver.name}, {arch}. Build it again here: still-export build {self.folder}"
+            )
+
+    def _read_engine(self) -> Any:
+        path = self.folder / self.entry["file"]
+        size = path.stat().st_size if path.is_file() else -1
+        if size != self.entry["size_bytes"]:
+            raise TrtError(
+                f"{path} has {size} bytes, the manifest says {self.entry['size_bytes']}: it is missing, truncated or replaced. "
+                f"Copy it again, or build it again: still-export build {self.folder}"
+            )
+        engine = self.module.Runtime(self.logger).deserialize_cuda_engine(path.read_bytes())
+        if engine is None:
+            raise TrtError(
+                f"TensorRT {self.module.__version__} refused {path}; its reason stands above. Build it again."
+            )
+        return engine
+
+    def _make_contexts(self) -> list[Any]:
+        """One context for each profile, over one scratch memory: they never run at the same time."""
+        contexts = []
+        self._scratch = Buffer(self.driver, self._scratch_bytes())
+        for profile in (PREFILL, DECODE):
+            context = self._new_context()
+            if context is None:
+                raise TrtError(
+                    "TensorRT cannot make an execution context; its reason stands above. " + self._memory_text()
+                )
+            context.device_memory = self._scratch.address
+            context.set_optimization_profile_async(profile, self.driver.stream.value)
+            contexts.append(context)
+        self.driver.synchronize()
+        return contexts
+
+    def _new_context(self) -> Any:
+        strategy = getattr(self.module, "ExecutionContextAllocationStrategy", None)
+        if strategy is not None:
+            return self.engine.create_execution_context(strategy.USER_MANAGED)
+        return self.engine.create_execution_context_without_device_memory()
+
+    def _scratch_bytes(self) -> int:
+        size = getattr(self.engine, "device_memory_size_v2", None)
+        return int(self.engine.device_memory_size if size is None else size)
+
+    def _memory_text(self) -> str:
+        free, total = self.driver.memory()
+        return f"{free >> 20} of {total >> 20} MiB of device memory are free."
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Tokens of one prefill call; longer prompts are fed in pieces."""
+        return int(self.entry["prefill_tokens"])
+
+    def slots(self, tokens: int) -> int:
+        """Salient slots that `tokens` tokens fill, at least 1."""
+        capacity = self.manifest["capacity"]
+        return max(1, capacity["salient_per_chunk"] * max(0, -(-tokens // capacity["chunk_size"]) - 2))
+
+    def state_bytes(self) -> int:
+        """Device memory of the state."""
+        return sum(buffer.size for buffer in self._state.values())
+
+    def start(self, batch: int = 1, tokens: int = 0) -> None:
+        """Forget everything; `batch` rows, room for `tokens` tokens at once (it grows when needed; 0 = the least)."""
+        if not 1 <= batch <= self.entry["batch"]:
+            raise TrtError(
+                f"batch {batch} is outside 1..{self.entry['batch']} of the engine. Build it again: still-export build {self.folder} "
+                f"--batch {batch}"
+            )
+        self.batch, self.room, self.room_slots = batch, 0, 0
+        self.length = np.zeros(batch, np.int64)
+        self._state: dict[str, Buffer] = {}
+        self._state_shapes: dict[str, tuple[int, ...]] = {}
+        vocabulary = self.manifest["model"]["vocab_size"]
+        rows = self.prefill_tokens if self.manifest["model"]["all_logits"] else 1
+        self._logit_type = NUMPY_TYPES[self.manifest["model"]["dtype"]]
+        sizes = {
+            "input_ids": 4 * batch * self.prefill_tokens,
+            "new_tokens": 4 * batch,
+            "past_length": 4 * batch,
+            "present_length": 4 * batch,
+            "next_token": 4 * batch * rows,
+            "logits": ITEM_BYTES[self.manifest["model"]["dtype"]] * batch * rows * vocabulary,
+        }
+        try:
+            self._io = {name: Buffer(self.driver, size) for name, size in sizes.items()}
+        except CudaError as error:
+            raise TrtError(f"{error} Use a smaller batch.") from error
+        self._resize(tokens)
+        for buffer in self._state.values():
+            buffer.zero()
+        self._io["past_length"].zero()
+
+    def _resize(self, tokens: int) -> None:
+        """Make room for `tokens` tokens, keeping the state; at least doubles, so that copies stay rare."""
+        capacity = self.manifest["capacity"]
+        limit, bounded = capacity["capacity_tokens"], capacity["overflow"] == "error"
+        if bounded and tokens > limit:
+            raise TrtError(
+                f"{tokens} tokens exceed this package's capacity of {limit} tokens. Shorten the prompt or --tokens, or export again "
+                "with a larger --capacity-tokens or another --overflow."
+            )
+        self.room = min(limit, max(tokens, 2 * self.room)) if bounded else max(tokens, 2 * self.room)
+        self._graph: Any = None
+        self._bound: list[tuple[int, ...] | None] = [None, None]
+        self.room_slots = max(self.room_slots, self.slots(self.room if bounded else limit))
+        for state in self.states:
+            name, shape, item = state["name"], self._state_shape(state), ITEM_BYTES[state["dtype"]]
+            old, old_shape = self._state.get(name), self._state_shapes.get(name)
+            if shape == old_shape:
+                continue
+            try:
+                buffer = Buffer(self.driver, int(np.prod(shape)) * item)
+            except CudaError as error:
+                raise TrtError(
+                    f"{error} The state of {self.batch} rows for {self.room} tokens does not fit; use fewer."
+                ) from error
+            buffer.zero()
+            if old is not None and old_shape is not None:  # only axis 2 grows
+                pitch, old_pitch = (int(np.prod(x[2:])) * item for x in (shape, old_shape))
+                self.driver.copy_rows(buffer.address, pitch, old.address, old_pitch, shape[0] * shape[1])
+                self.driver.synchronize()  # before `old` is freed
+            self._state[name], self._state_shapes[name] = buffer, shape
+
+    def _state_shape(self, state: dict[str, Any]) -> tuple[int, ...]:
+        sizes = {"batch": self.batch, "slots": self.room_slots, "capacity": max(1, self.room)}
+        return tuple(sizes.get(d, d) for d in state["shape"])
+
+    def _bind(self, profile: int, tokens: int) -> Any:
+        """The profile's context with shapes and addresses of a call of `tokens` tokens."""
+        context = self._contexts[profile]
+        key = (self.batch, tokens, self.room, self.room_slots, self._io["logits"].address)
+        if self._bound[profile] == key:
+            return context
+        context.set_input_shape("input_ids", (self.batch, tokens))
+        for name in ("new_tokens", "past_length"):
+            context.set_input_shape(name, (self.batch,))
+        for state in self.states:
+            context.set_input_shape(f"past_{state['name']}", self._state_shape(state))
+            address = self._state[state["name"]].address
+            context.set_tensor_address(f"past_{state['name']}", address)
+            context.set_tensor_address(f"present_{state['name']}", address)
+        for name, buffer in self._io.items():
+            context.set_tensor_address(name, buffer.address)
+        self._bound[profile] = key
+        return context
+
+    def _run(self, profile: int, tokens: int) -> None:
+        if not self._bind(profile, tokens).execute_async_v3(self.driver.stream.value):
+            raise TrtError(f"TensorRT could not run {tokens} tokens; its reason stands above. {self._memory_text()}")
+
+    def _room_for(self, tokens: int) -> None:
+        needed = int(self.length.max()) + tokens
+        if needed > self.room:
+            self._resize(needed)
+
+    def feed(self, input_ids: np.ndarray, new_tokens: np.ndarray | None = None) -> np.ndarray:
+        """Run one call.
+
+        Args:
+            input_ids: [B, T], right-padded; T at most `prefill_tokens`.
+            new_tokens: Tokens that each row brings, [B]; None = T.
+
+        Returns:
+            Logits, [B, 1, V] of each row's last new token, or [B, T, V] if the package was exported so.
+        """
+        tokens = input_ids.shape[1]
+        if tokens > self.prefill_tokens:
+            raise TrtError(
+                f"{tokens} tokens in one call; the engine takes {self.prefill_tokens}. Feed the prompt in pieces."
+            )
+        counts = np.full(self.batch, tokens, np.int32) if new_tokens is None else np.asarray(new_tokens, np.int32)
+        self._room_for(int(counts.max()))
+        self._io["input_ids"].write(np.ascontiguousarray(input_ids, np.int32))
+        self._io["new_tokens"].write(counts)
+        self._io["past_length"].write(self.length.astype(np.int32))
+        self._run(DECODE if tokens == 1 else PREFILL, tokens)
+        self.length = self.length + counts
+        rows = tokens if self.manifest["model"]["all_logits"] else 1
+        return self._io["logits"].read(
+            np.empty((self.batch, rows, self.manifest["model"]["vocab_size"]), self._logit_type)
+        )
+
+    def _decode_graph(self) -> Any:
+        """The captured decode step: it reads the token it chose before, and leaves the next one and the longer lengths behind."""
+        if self._graph is None:
+            # Modules and tactics must be there before the capture; a step of 0 tokens changes no state.
+            self._io["new_tokens"].write(np.zeros(self.batch, np.int32))
+            self._run(DECODE, 1)
+            self.driver.synchronize()
+
+            def step() -> None:
+                self._run(DECODE, 1)
+                self.driver.copy(self._io["past_length"].address, self._io["present_length"].address, 4 * self.batch)
+                self.driver.copy(self._io["input_ids"].address, self._io["next_token"].address, 4 * self.batch)
+
+            self._graph = self.driver.capture(step)
+        return self._graph
+
+    def greedy(self, token: np.ndarray, count: int) -> Iterator[np.ndarray]:
+        """Tokens [B] that follow `token` [B] greedily, `count` of them, from replays of a captured step."""
+        self._room_for(count)
+        self._io["past_length"].write(self.length.astype(np.int32))
+        self._io["input_ids"].write(np.ascontiguousarray(token, np.int32))
+        graph = self._decode_graph()
+        self._io["new_tokens"].write(np.ones(self.batch, np.int32))
+        for _ in range(count):
+            graph.launch()
+            self.length = self.length + 1
+            yield self._io["input_ids"].read(np.empty(self.batch, np.int32))
+
+    def state_arrays(self) -> dict[str, np.ndarray]:
+        """Copies of the state tensors by name; bfloat16 as uint16."""
+        self.driver.synchronize()
+        return {
+            s["name"]: self._state[s["name"]].read(np.empty(self._state_shape(s), NUMPY_TYPES[s["dtype"]]))
+            for s in self.states
+        }
+
+    def prefill(self, tokens: Iterable[int], progress: Any = None) -> np.ndarray:
+        """Feed a prompt to the single row in pieces of `prefill_tokens`; logits [V] of its last token."""
+        prompt = np.asarray(list(tokens), np.int32)
+        if prompt.size == 0:
+            raise TrtError("the prompt has no tokens. Give at least one.")
+        self._room_for(prompt.size)
+        for start in range(0, prompt.size, self.prefill_tokens):
+            logits = self.feed(prompt[None, start : start + self.prefill_tokens])
+            if progress is not None:
+                progress(min(start + self.prefill_tokens, prompt.size), prompt.size)
+        return logits[0, -1]
+
+    def generate(
+        self, prompt: Iterable[int], count: int, sampling: Sampling, stop: Iterable[int] = ()
+    ) -> Iterator[int]:
+        """Tokens that follow `prompt`, at most `count`, ending after one of `stop` (which is not yielded)."""
+        stops, prompt = set(stop), list(prompt)
+        self._room_for(len(prompt) + count)
+        token = sampling.choose(self._floats(self.prefill(prompt)))
+        rest = (
+            self.greedy(np.array([token]), count - 1)
+            if sampling.temperature == 0
+            else self._sampled(token, count - 1, sampling)
+        )
+        while token not in stops:
+            yield token
+            following = next(rest, None)
+            if following is None:
+                return
+            token = int(following[0])
+
+    def _sampled(self, token: int, count: int, sampling: Sampling) -> Iterator[np.ndarray]:
+        for _ in range(count):
+            logits = self.feed(np.array([[token]], np.int32))
+            token = sampling.choose(self._floats(logits[0, -1]))
+            yield np.array([token])
+
+    def _floats(self, logits: np.ndarray) -> np.ndarray:
+        if self._logit_type == np.uint16:  # bfloat16: the upper half of a float32
+            return (logits.astype(np.uint32) << 16).view(np.float32)
+        return logits.astype(np.float32)
+
+
+def main() -> int:
+    """Program of run_trt.py."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--folder", type=Path, default=Path(__file__).resolve().parent, help="the package (default: here)"
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--prompt", help="text to continue")
+    what.add_argument("--prompt-ids", help="token ids to continue, separated by commas")
+    parser.add_argument("--plugin", type=Path, help="plugin library in the place of the package's")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens to generate at most (default 128)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 = greedy (default)")
+    parser.add_argument("--top-k", type=int, default=0, help="0 = all (default)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="1 = all (default)")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    try:
+        sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+        model: Any = TrtModel(options.folder, options.plugin)
+        model.start()
+        text = None if options.prompt_ids else Text(model)
+        prompt = [int(x) for x in options.prompt_ids.split(",")] if text is None else text.encode(options.prompt)
+        answer = stream_answer(model, text, prompt, options.tokens, sampling)
+        print({k: v for k, v in answer.items() if k not in ("tokens", "text")}, file=sys.stderr)
+    except (RunError, CudaError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,215 @@
+"""The export verb for TensorRT and TensorRT-RTX: from a model to a package whose engines can be built here or on another machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from still_export.errors import ConfigError, UnsupportedError
+from still_export.onnx_package import ExportOptions, Progress, export_onnx
+from still_export.package import MANIFEST, MODEL, Package, open_package, staged_folder, write_manifest
+from still_export.plugins import build_plugins, find_tensorrt_headers, pack_archive
+
+PREFILL_TOKENS = 2048
+ARCHS = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90")
+RTX_ARCHS = ("sm_86", "sm_89", "sm_120")
+KERNELS = "kernels.bin"
+GENERATED = ("format_version", "versions", "files")
+RUNNER_FILES = {"ort.py": "run_ort.py", "tensorrt.py": "run_trt.py", "cuda_driver.py": "cuda_driver.py"}
+
+
+@dataclass(frozen=True)
+class TrtOptions:
+    """What a TensorRT package is asked for beyond the model.
+
+    Args:
+        target: trt, or trt-rtx.
+        archs: Architectures that kernels (trt) or engines (trt-rtx) are compiled for; empty = the defaults of the target.
+        prefill_tokens: Tokens of one prefill call.
+        batch: Largest batch of the engines.
+        version_compatible: Engines that later versions of TensorRT run too.
+        strip_weights: Engines without weights, to be refitted from the package (TensorRT 10 and later).
+        workspace_mib: Limit of TensorRT's workspace, 0 = none.
+        tensorrt_include: Folders of NvInfer.h to compile the plugin library for; empty = the usual places.
+    """
+
+    target: str = "trt"
+    archs: tuple[str, ...] = ()
+    prefill_tokens: int = PREFILL_TOKENS
+    batch: int = 8
+    version_compatible: bool = False
+    strip_weights: bool = False
+    workspace_mib: int = 0
+    tensorrt_include: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.target not in ("trt", "trt-rtx"):
+            raise ConfigError(f"target {self.target!r} is unknown; known: trt, trt-rtx.")
+        for name in ("prefill_tokens", "batch"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}; it must be at least 1.")
+        if self.prefill_tokens < 2:
+            raise ConfigError("prefill_tokens=1 leaves no prefill profile; give at least 2.")
+        if self.workspace_mib < 0:
+            raise ConfigError(f"workspace_mib={self.workspace_mib}; it must not be negative.")
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """Architectures asked for, or the target's defaults."""
+        return self.archs or (ARCHS if self.target == "trt" else RTX_ARCHS)
+
+
+def export_trt(
+    options: ExportOptions,
+    trt: TrtOptions,
+    target: Path,
+    *,
+    force: bool = False,
+    command: str = "",
+    progress: Progress | None = None,
+) -> Package:
+    """Export a model to a package for TensorRT: lowered graph, kernels, plugin libraries, runners; engines come from `build`.
+
+    Args:
+        options: The model.
+        trt: The target.
+        target: The package folder; written whole or not at all.
+        force: Replace `target`.
+        command: The command line, for the manifest.
+        progress: Told each step.
+
+    Raises:
+        StillExportError: The model cannot be exported, no kernel covers it, or the package cannot be written.
+    """
+    say = progress or (lambda step: None)
+    with staged_folder(target, force) as folder:
+        portable = folder / ".portable"
+        export_onnx(options, portable, command=command, progress=progress)
+        say(f"lowering for {trt.target}")
+        _fill(portable, folder, trt, say)
+        shutil.rmtree(portable)
+        say("hashing")
+        manifest = json.loads((folder / MANIFEST).read_text())
+        write_manifest(folder, {k: v for k, v in manifest.items() if k not in GENERATED})
+    return open_package(target, check_hashes=False)
+
+
+def lower_package(source: Package, trt: TrtOptions, folder: Path, progress: Progress | None = None) -> Package:
+    """Make a TensorRT package in the existing, empty `folder` from an ONNX package, whose weights are linked or copied."""
+    _fill(source.path, folder, trt, progress or (lambda step: None))
+    manifest = json.loads((folder / MANIFEST).read_text())
+    write_manifest(folder, {k: v for k, v in manifest.items() if k not in GENERATED})
+    return open_package(folder, check_hashes=False)
+
+
+def _fill(source: Path, folder: Path, trt: TrtOptions, say: Progress) -> None:
+    import onnx
+
+    from still_graphs.pipelines import TARGETS, run_pipeline
+
+    manifest = json.loads((source / MANIFEST).read_text())
+    graph = onnx.load(source / MODEL, load_external_data=False)
+    target = TARGETS[trt.target]
+    if manifest["model"]["dtype"] not in target.dtypes:
+        raise UnsupportedError(f"--to {trt.target} takes {', '.join(target.dtypes)}, not {manifest['model']['dtype']}.")
+    passes = run_pipeline(graph, trt.target)
+    onnx.save(graph, folder / MODEL)
+    skip = {MODEL, MANIFEST, "run_ort.py"}
+    for path in source.iterdir():
+        if path.is_file() and path.name not in skip:
+            _link(path, folder / path.name)
+    runners = Path(__file__).parent / "runners"
+    for name, copy in RUNNER_FILES.items():
+        shutil.copyfile(runners / name, folder / copy)
+    config = asdict(trt)
+    manifest.update(
+        target=trt.target,
+        prefill_tokens=trt.prefill_tokens,
+        trt={**{k: list(v) if isinstance(v, tuple) else v for k, v in config.items()}, "passes": passes},
+        plugin_layers=_plugin_nodes(graph),
+        engines=[],
+    )
+    for state in manifest["states"]:
+        state["in_place"] = target.plugins  # the kernels take one buffer for past and present; bodies do not
+    if target.plugins:
+        manifest["plugins"] = _write_plugins(graph, folder, trt, say)
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+
+
+def _link(source: Path, target: Path) -> None:
+    """Hard link, or copy where the file system has none."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def _plugin_nodes(graph: Any) -> dict[str, int]:
+    """Number of nodes of each op that must become plugin layers."""
+    from still_graphs.opset import DOMAIN
+
+    counts: dict[str, int] = {}
+    for node in graph.graph.node:
+        if node.domain == DOMAIN:
+            counts[node.op_type] = counts.get(node.op_type, 0) + 1
+    return counts
+
+
+def _write_plugins(graph: Any, folder: Path, trt: TrtOptions, say: Progress) -> dict[str, str]:
+    """Compile the kernels and, for each set of headers, a plugin library; library file by major version of TensorRT."""
+    from still_kernels.aot import parse_arch, write_archive
+
+    say(f"compiling kernels for {', '.join(trt.architectures)}")
+    kernels = folder / ".kernels"
+    write_archive(kernels, [parse_arch(a) for a in trt.architectures], kernel_variants(graph))
+    archive = pack_archive([kernels], folder / KERNELS)
+    shutil.rmtree(kernels)
+    libraries = {}
+    for include in find_tensorrt_headers(trt.tensorrt_include):
+        say(f"compiling the plugin library for the headers in {include}")
+        build = folder / ".build"
+        build_plugins(build, archive=archive, tensorrt_include=include)
+        for library in sorted((build / "tensorrt").glob("libstill_tensorrt*.so")):
+            shutil.copyfile(library, folder / library.name)
+            if not library.stem.endswith("_static"):
+                libraries[library.stem.removeprefix("libstill_tensorrt")] = library.name
+        shutil.rmtree(build)
+    return libraries
+
+
+def kernel_variants(graph: Any) -> list[Any]:
+    """The kernels that a lowered graph needs, one variant for each set of choices."""
+    from still_graphs.opset import DOMAIN, OPS
+    from still_graphs.passes.lower_plugin_nodes import ABSENT_INPUTS, ACTIVATION_TYPE
+    from still_graphs.passes.walk import attribute
+    from still_kernels.aot import Variant
+
+    shapes = {i.name: list(i.dims) for i in graph.graph.initializer}
+    for info in (*graph.graph.input, *graph.graph.value_info):
+        shapes[info.name] = [d.dim_value for d in info.type.tensor_type.shape.dim]
+    variants = []
+    for node in graph.graph.node:
+        spec = OPS.get(node.op_type) if node.domain == DOMAIN else None
+        if spec is None:
+            continue
+        absent = attribute(node, ABSENT_INPUTS)
+        names = [n for i, n in enumerate(spec.input_names()) if not absent >> i & 1]
+        given = dict(zip(names, node.input, strict=True))
+        choices = {a.name: attribute(node, a.name) for a in spec.attributes}
+        rows, dim = shapes[given["feature_q_weight"]][1:]
+        variant = Variant(
+            dtype=attribute(node, ACTIVATION_TYPE),
+            head_dim=dim,
+            feature_rows=rows,
+            gate=int("gate" in given),
+            window_factor=int("window_factor" in given),
+            count_dtype="int32",
+            **{n: choices[n] for n in ("chunk_size", "feature_map", "select_scope", "saliency", "overflow")},
+        )
+        if variant not in variants:
+            variants.append(variant)
+    return variants
