@@ -1,0 +1,17 @@
+# Sourced by demo.sh and test.sh: make .venv with this package and the extras in $1, at the versions of constraints.txt, and enter it.
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$root"
+python=${PYTHON:-python3}
+[ -d .venv ] || "$python" -m venv .venv
+. .venv/bin/activate
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+install="python -m pip install -q -c constraints.txt"
+stamp=.venv/.installed
+wanted="$1 $(cat pyproject.toml constraints.txt | sha256sum)"
+if [ "$(cat $stamp 2>/dev/null)" != "$wanted" ]; then
+    echo "installing still-export[$1] into .venv ..." >&2
+    # torch alone and first: packages that depend on it must find it, not choose a build of their own
+    $install torch
+    $install -e ".[$1]"
+    echo "$wanted" > $stamp
+fi
