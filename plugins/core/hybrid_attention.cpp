@@ -197,6 +197,11 @@ private:
             region("part_score", kFloatBytes, {s.batch, s.heads});
             // Never read: the chunk that a step promotes lies in the ring.
             arguments["score"] = builder.output("present_window_score");
+            if (s.folds) // scan writes no prefix here, but takes the pointers
+            {
+                region("prefix_kv", s.linear_bytes, {16});
+                region("prefix_z", kFloatBytes, {16});
+            }
             arguments["counters"] = builder.persistent(kFloatBytes * static_cast<size_t>(s.batch * 2 * s.heads));
         }
         if (!decode || s.folds)

@@ -168,7 +168,15 @@ def test_prefill_launches(op: CoreOp, recorder: Recorder) -> None:
     assert [name for name, _ in launches] == [
         f"{k}_kernel" for k in ("score", "select", "scan", "attend", "scan", "attend", "commit")
     ]
-    assert [fields["grid"] for _, fields in launches] == ["16,6,2", "6,6,2", "3,6,2", "3,6,2", "3,6,2", "2,6,2", "6,2,1"]
+    assert [fields["grid"] for _, fields in launches] == [
+        "16,6,2",
+        "6,6,2",
+        "3,6,2",
+        "3,6,2",
+        "3,6,2",
+        "2,6,2",
+        "6,2,1",
+    ]
     assert {fields["block"] for _, fields in launches} == {"128,1,1"}
     assert {fields["shared"] for _, fields in launches} == {"1000"} and {
         fields["stream"] for _, fields in launches
