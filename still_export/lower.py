@@ -84,6 +84,7 @@ def lower_program(traced: TracedModel) -> ir.Model:
             optimize=True,
             verbose=False,
         )
+    assert program is not None  # only with a file name
     model = program.model
     model.ir_version = IR_VERSION
     model.producer_name, model.producer_version = "still-export", still_export.__version__
@@ -138,8 +139,8 @@ def _name_dimensions(model: ir.Model) -> None:
     names: dict[str, str] = {}
 
     def learn(value: ir.Value, axis: int, name: str) -> None:
-        if value.shape is not None and isinstance(value.shape[axis], ir.SymbolicDim):
-            names[str(value.shape[axis].value)] = name
+        if value.shape is not None and isinstance(dim := value.shape[axis], ir.SymbolicDim):
+            names[str(dim.value)] = name
 
     for value in model.graph.inputs:
         if value.name == "input_ids":
@@ -166,7 +167,12 @@ def _name_weights(model: ir.Model) -> None:
         if node.op_type != "MatMul" or len(scopes) < 2 or node.inputs[1] is None:
             continue
         folded = node.inputs[1]
-        if folded.name in weights and folded.name.startswith("val_") and len(folded.uses()) == 1:
+        if (
+            folded.name is not None
+            and folded.name in weights
+            and folded.name.startswith("val_")
+            and len(folded.uses()) == 1
+        ):
             name = f"{scopes[-2]}.weight"
             if name in weights:  # tied: the embedding is stored already, as [out, in]
                 _read_transposed(model, node, weights[name])

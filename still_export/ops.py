@@ -66,9 +66,10 @@ def _eager(*arguments: Any) -> tuple[Tensor, ...]:
     tensors, config = _call(arguments)
     states = {name: tensors[f"past_{name}"] for name in state_names(config)}
     state = HybridAttentionState(length=tensors["past_length"], **states)
-    inputs = [tensors[t.name] for t in HYBRID_ATTENTION.inputs if t.name not in ("window_factor", "past_length")]
-    new_tokens = inputs.pop()
-    output, present = kernel(*inputs, config, state, new_tokens)
+    query, key, value, gate, q_weight, k_weight = (
+        tensors[t.name] for t in HYBRID_ATTENTION.inputs if t.role != "count" and t.name != "window_factor"
+    )
+    output, present = kernel(query, key, value, gate, q_weight, k_weight, config, state, tensors["new_tokens"])
     found = present.tensors()
     missing = output.new_empty(0, dtype=torch.float32)
     return output, *(found.get(s.name, missing) for s in HYBRID_ATTENTION.states)

@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -73,7 +73,7 @@ def export(
         raise ConfigError(f"--to {to} is unknown; known: {', '.join(TARGETS)}.")
     if output is None:
         raise typer.BadParameter("give the package folder to write: -o DIR", param_hint="-o")
-    given = {
+    given: dict[str, Any] = {
         "model": model,
         "attach_untrained": attach_untrained or None,
         "dtype": dtype,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -13,6 +13,9 @@ from rich.table import Table
 
 from still_export.cli.output import Output
 from still_export.errors import ConfigError
+
+if TYPE_CHECKING:
+    from still_export.verify import Report
 
 EXAMPLES = """
 Examples:
@@ -73,7 +76,7 @@ def verify(
     raise typer.Exit(0 if report.passed else 1)
 
 
-def _print(report: "Report", folder: Path) -> None:  # noqa: F821, UP037
+def _print(report: Report, folder: Path) -> None:
     console = Console(width=None if Console().is_terminal else 120)
     table = Table(title="PyTorch against ONNX Runtime: errors of the logits, and of the worst state tensor")
     for column in ("case", "logits max", "mean", "cosine", "states max", "mean", "cosine", "worst state", ""):

@@ -163,7 +163,7 @@ class OrtModel:
             return self._value.ortvalue_from_numpy_with_onnx_type(array, ONNX_TYPES[dtype])
         return self._value.ortvalue_from_numpy(array, self.device, 0)
 
-    def _binding(self, tokens: int) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, Any]:
+    def _binding(self, tokens: int) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray]:
         """I/O binding for calls of `tokens` tokens in the current turn, with the arrays that it reads its inputs from."""
         key = (tokens, self._turn)
         if key not in self._bindings:
