@@ -43,8 +43,8 @@ class Tolerance:
 
 TOLERANCES = {
     # PyTorch's own float32 logits of SmolLM2-135M (magnitude 25) are off its float64 ones by 4e-5 in the median of 120 decode steps
-    # and by up to 5.5e-3: a few tokens amplify rounding. Two float32 runtimes may differ by twice that.
-    "float32": Tolerance(2e-2, 5e-3, 1e-3, "elemwise", 1e-3),
+    # and by up to 5.5e-3: a few tokens amplify rounding, in scores and keys too. Two float32 runtimes may differ by twice that.
+    "float32": Tolerance(5e-2, 2e-2, 1e-3, "elemwise", 1e-3),
     # Near ties flip selections in half precision, so single elements prove nothing there; see the float32 package for those.
     "float16": Tolerance(5e-2, 5e-2, 5e-2, "median", 5e-2),
 }
@@ -191,7 +191,7 @@ class Verifier:
         folder.mkdir(parents=True, exist_ok=True)
         save_json([feed for case, _ in judged for feed in case.feeds], str(folder / "inputs.json"))
         answers = [IterationResult(out, runner_name="pytorch") for case, _ in judged for out in case.expected]
-        with G_LOGGER.verbosity(G_LOGGER.CRITICAL):
+        with G_LOGGER.verbosity(G_LOGGER.CRITICAL), np.errstate(invalid="ignore"):
             RunResults([("pytorch", answers)]).save(str(folder / "outputs.json"))
         return self._judge(judged, selections, folder)
 
@@ -317,7 +317,7 @@ class Verifier:
             return name, [IterationResult(out, runner_name=name) for out in outputs]
 
         verdicts: dict[str, bool] = {}
-        with G_LOGGER.verbosity(G_LOGGER.CRITICAL):
+        with G_LOGGER.verbosity(G_LOGGER.CRITICAL), np.errstate(invalid="ignore", divide="ignore"):
             accuracy = Comparator.compare_accuracy(
                 RunResults([results("onnxrt", 1), results("pytorch", 0)]), compare_func=compare
             )

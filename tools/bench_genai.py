@@ -1,0 +1,93 @@
+#!/usr/bin/env python3
+"""Measure the peer: onnxruntime-genai's own export of a base model with full attention, on the CPU, as its users run it.
+
+  pip install -e ".[genai]"
+  python tools/bench_genai.py MODEL WORK -o peer.json
+  still-export bench PACKAGE --beside peer.json
+
+MODEL is the base model (folder or GGUF file); WORK keeps genai's package for the next run. Lengths, decode steps and what is measured
+are those of `still-export bench`; one process per length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+
+def measure(package: Path, length: int, steps: int) -> dict[str, float]:
+    """One length in this process: random tokens, greedy decoding."""
+    import numpy as np
+    import onnxruntime_genai as genai
+
+    model = genai.Model(str(package))
+    total = length + steps + 1
+    parameters = genai.GeneratorParams(model)
+    parameters.set_search_options(max_length=total, min_length=total, do_sample=False)
+    generator = genai.Generator(model, parameters)
+    tokens = np.random.default_rng(0).integers(0, 40_000, length).astype(np.int32)
+    begin = time.perf_counter()
+    generator.append_tokens(tokens)
+    generator.generate_next_token()
+    prefill = time.perf_counter() - begin
+    times = []
+    for _ in range(steps):
+        begin = time.perf_counter()
+        generator.generate_next_token()
+        times.append(time.perf_counter() - begin)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {"length": length, "prefill_s": prefill, "decode_ms": statistics.median(times) * 1e3, "peak_mb": peak}
+
+
+def build(model: Path, work: Path) -> Path:
+    """genai's float32 CPU package of `model`, made once."""
+    package = work / "genai"
+    if (package / "genai_config.json").exists():
+        return package
+    folder = model
+    if model.is_file():
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        folder = work / "base"
+        AutoModelForCausalLM.from_pretrained(model.parent, gguf_file=model.name).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(model.parent, gguf_file=model.name).save_pretrained(folder)
+    command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(folder), "-o", str(package)]
+    subprocess.run([*command, "-p", "fp32", "-e", "cpu", "-c", str(work / "cache")], check=True, stdout=sys.stderr)
+    return package
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("-o", "--output", type=Path, default=Path("peer.json"))
+    parser.add_argument("--lengths", default="1024,4096,8000")
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(measure(options.work / "genai", options.one, options.steps)))
+        return
+    options.work.mkdir(parents=True, exist_ok=True)
+    build(options.model.resolve(), options.work)
+    rows = []
+    for length in map(int, options.lengths.split(",")):
+        command = [sys.executable, __file__, str(options.model), str(options.work), "--one", str(length)]
+        done = subprocess.run([*command, "--steps", str(options.steps)], check=True, text=True, stdout=subprocess.PIPE)
+        rows.append(json.loads(done.stdout.strip().splitlines()[-1]))
+        print(
+            "{length:6.0f} tokens: prefill {prefill_s:.2f} s, decode {decode_ms:.1f} ms, peak {peak_mb:.0f} MB".format(
+                **rows[-1]
+            )
+        )
+    options.output.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
