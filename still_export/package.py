@@ -61,8 +61,9 @@ def staged_folder(target: Path, force: bool = False) -> Iterator[Path]:
         yield staging
         _replace(staging, target)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            free = shutil.disk_usage(target.parent).free >> 20
+        free = shutil.disk_usage(target.parent).free >> 20 if target.parent.is_dir() else 0
+        # NumPy reports a short write without an errno.
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) or (error.errno is None and free < 64):
             raise PackageError(
                 f"the disk of {target.parent} is full ({free} MiB free); nothing was left there. Free space or choose another folder."
             ) from error

@@ -9,7 +9,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 
 class Output:
@@ -57,3 +65,27 @@ class Output:
                 progress.update(task, advance=1, description=f"{what}: {done}")
 
             yield advance
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[Callable[[str, int, int, dict[str, float]], None]]:
+        """A bar per stage with its newest measurements and the time left; called with stage, steps done, steps in all, measurements."""
+        if self.quiet:
+            yield lambda stage, done, total, measured: None
+            return
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[measured]}"),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=self.errors) as progress:
+            tasks: dict[str, Any] = {}
+
+            def update(stage: str, done: int, total: int, measured: dict[str, float]) -> None:
+                if stage not in tasks:
+                    tasks[stage] = progress.add_task(stage, total=total, measured="")
+                shown = "  ".join(f"{name} {value:,.4g}" for name, value in measured.items())
+                progress.update(tasks[stage], completed=done, measured=shown)
+
+            yield update

@@ -102,8 +102,8 @@ def _print(report: Report, folder: Path) -> None:
     console.print(table)
     chosen = report.selections
     print(
-        f"selections: {chosen.compared} salient rows compared, {chosen.near_ties} differ by a near tie "
-        f"(their prompts were replaced), {chosen.wrong} differ without one"
+        f"selections: {chosen.compared} salient rows compared, {chosen.near_ties} differ by a near tie, "
+        f"{chosen.wrong} differ without one"
     )
     layer = "none" if report.first_diverging_layer is None else str(report.first_diverging_layer)
     print(f"top-1 agreement: {report.top1:.4f}; first diverging layer: {layer}")

@@ -95,9 +95,18 @@ class OrtModel:
             raise RunError(
                 f"this onnxruntime has no {missing.pop()}. Install onnxruntime-gpu, or run with --provider cpu."
             )
-        self.session = onnxruntime.InferenceSession(
-            str(self.folder / "model.onnx"), options, providers=[*providers, "CPUExecutionProvider"]
-        )
+        try:
+            self.session = onnxruntime.InferenceSession(
+                str(self.folder / "model.onnx"), options, providers=[*providers, "CPUExecutionProvider"]
+            )
+        except Exception as error:  # onnxruntime's own types, which have no common base
+            dtype = self.manifest["model"]["dtype"]
+            advice = (
+                " Its CPU provider has no bfloat16: use --provider cuda, or export float32."
+                if dtype == "bfloat16"
+                else ""
+            )
+            raise RunError(f"ONNX Runtime cannot load {self.folder / 'model.onnx'}: {error}.{advice}") from error
         self._value = onnxruntime.OrtValue
         self.batch = 0
 

@@ -172,12 +172,17 @@ def test_interrupt_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_full_disk(model: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("reason", [(28, "No space left on device"), ("problem writing element 5120 to file",)])
+def test_full_disk(
+    reason: tuple, model: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the operating system says it, and as NumPy does: without a number."""
     import onnx_ir
 
     def full(*arguments: object, **options: object) -> None:
-        raise OSError(28, "No space left on device")
+        raise OSError(*reason)
 
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 0))
     monkeypatch.setattr(onnx_ir, "save", full)
     assert call(model, "--to", "onnx", "-o", tmp_path / "p") == 2
     assert "full" in capsys.readouterr().err

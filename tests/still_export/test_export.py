@@ -15,7 +15,7 @@ from still_export.load import load_model
 from still_export.package import Package
 from still_export.runners.torch import Arrays, TorchRunner, next_feed
 from tests.still_export.conftest import Exporter
-from tests.still_export.tiny import CHUNK, MIXED, VOCAB
+from tests.still_export.tiny import CHUNK, MIXED, VOCAB, plain_model
 from tests.tolerances import MODEL
 
 
@@ -31,7 +31,8 @@ def ort_outputs(session: onnxruntime.InferenceSession, feed: Arrays) -> Arrays:
 
 def reference_of(package: Package) -> TorchRunner:
     config = package.manifest["config"]
-    return TorchRunner(load_model(config["model"]), config["all_logits"])
+    model = load_model(config["model"], attach_untrained=config["attach_untrained"])
+    return TorchRunner(model, config["all_logits"])
 
 
 def start_feed(runner: TorchRunner, tokens: np.ndarray, capacity: int, counts: list[int] | None = None) -> Arrays:
@@ -95,7 +96,6 @@ def test_tying_follows_the_model(tied: bool, tmp_path: Any) -> None:
     from still_export.export import trace_model
     from still_export.lower import lower_program
     from still_export.models import attach_untrained
-    from tests.still_export.tiny import plain_model
 
     model = attach_untrained(plain_model("llama", torch.float32, tie_word_embeddings=tied, num_hidden_layers=1))
     graph = lower_program(trace_model(model)).graph
@@ -128,6 +128,24 @@ def test_graph_equals_pytorch(export_tiny: Exporter, family: str, dtype: str, st
         actual = ort_outputs(session, next_feed(actual, tokens_in, new))
         live = {"logits": expected["logits"][new > 0]}
         assert_close({**expected, **live}, {**actual, "logits": actual["logits"][new > 0]}, dtype)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_untrained_attention_keeps_the_base_logits(family: str, tmp_path: Any) -> None:
+    """Through the package, with the default chunks: every prompt of up to 128 tokens."""
+    from still_export.onnx_package import ExportOptions, export_onnx
+
+    base = plain_model(family, torch.float32)
+    base.save_pretrained(tmp_path / "base")
+    package = export_onnx(
+        ExportOptions(str(tmp_path / "base"), attach_untrained=True, all_logits=True), tmp_path / "package"
+    )
+    runner, session = reference_of(package), session_of(package)
+    tokens = draw(1, 128)
+    expected = base(torch.from_numpy(tokens)).logits.detach().numpy()
+    for length in (1, 2, 63, 64, 65, 127, 128):
+        logits = ort_outputs(session, start_feed(runner, tokens[:, :length], length))["logits"]
+        np.testing.assert_allclose(logits, expected[:, :length], atol=1e-4, rtol=0)
 
 
 def test_all_logits(export_tiny: Exporter) -> None:
