@@ -19,7 +19,6 @@ from typing import Any
 
 from still_graphs.errors import ConfigError
 from still_graphs.opset import HYBRID_ATTENTION
-
 from still_kernels.hybrid_attention.config import CHOICES, HybridAttentionConfig
 from still_kernels.hybrid_attention.tiles import MAX_SALIENT_PER_CHUNK, SHARED_BYTES, pow2, tile_table
 
@@ -35,7 +34,7 @@ POINTER_TYPES = {
     "evicted_count": "i32",
     "counters": "i32",
     **{s.name: "fp32" for s in HYBRID_ATTENTION.states if s.dtype == "float32"},
-    **dict.fromkeys(("score", "stats", "prefix_z", "part_acc", "part_ml", "part_lin", "part_den", "part_score"), "fp32"),
+    **dict.fromkeys(("score", "mass", "prefix_z", "part_acc", "part_ml", "part_lin", "part_den", "part_score"), "fp32"),
 }
 """Element types of pointer arguments that do not depend on the variant; all others have the activations' type."""
 
@@ -105,17 +104,13 @@ def signature_of(kernel: Any, name: str, variant: Variant, constants: dict[str, 
         absent.add("window_factor")
     if variant.overflow == "error":
         absent |= {"evicted_key", "evicted_value", "evicted_count"}
-        if name == "scan":
-            absent |= set()
-    else:
-        absent.add("stats")
     if variant.overflow != "fold_min_score":
         absent.add("salient_score")
     types = {
         **POINTER_TYPES,
         "new_tokens": TRITON_TYPES[variant.count_dtype],
         "past_length": TRITON_TYPES[variant.count_dtype],
-        "prefix_kv": "fp32" if variant.dtype == "float32" else "bf16",
+        **dict.fromkeys(("prefix_kv", "phi_q", "phi_k"), "fp32" if variant.dtype == "float32" else "bf16"),
     }
     signature: dict[str, str] = {}
     values: dict[str, Any] = {}
@@ -200,9 +195,10 @@ def compile_variant(variant: Variant, arch: int) -> tuple[dict[str, Any], dict[s
             "grid": GRIDS[name],
             "constexprs": {k: v for k, v in sorted(values.items()) if not k.startswith("p_")},
         }
-    rows = pow2(variant.feature_rows)
+    scan = table.scan.constants
     host = {
-        "scan_programs": rows // table.scan.constants["PB"],
+        "scan_programs": -(-config.state_features // scan["FB"]) * -(-variant.head_dim // scan["DB"]),
+        "features_tiles": table.features.constants["TB"],
         "score_blocks_per_chunk": variant.chunk_size // table.score.constants["BM"],
         "attend_rows": table.attend.constants["BM"],
         "value_slices": pow2(variant.head_dim) // table.decode.constants["DS"],
@@ -215,8 +211,9 @@ def compile_variant(variant: Variant, arch: int) -> tuple[dict[str, Any], dict[s
 
 
 GRIDS = {
-    "score": ["(tiles + 2) * score_blocks_per_chunk", "H", "B"],
+    "score": ["tiles * score_blocks_per_chunk", "H", "B"],
     "select": ["tiles, or 1 with a folding policy", "HS", "B"],
+    "features": ["2 * ceil(n_tiles / features_tiles); 1 in decode", "H", "B"],
     "scan": ["scan_programs", "H", "B"],
     "attend": ["ceil(n_tiles * C / attend_rows)", "H", "B"],
     "commit": ["H", "B", "1"],

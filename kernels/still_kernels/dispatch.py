@@ -1,12 +1,137 @@
-"""From op, device and dtype to the kernel that computes it."""
+"""From op, device and dtype to the kernel that computes it, or the reason why there is none."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
 from torch import Tensor
 
+from still_graphs.errors import UnsupportedError
 from still_kernels.hybrid_attention.chunked import chunked_hybrid_attention
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
+from still_kernels.hybrid_attention.naive import check_inputs
 from still_kernels.hybrid_attention.state import HybridAttentionState
+from still_kernels.hybrid_attention.tiles import (
+    CHUNK_SIZES,
+    HEAD_DIMS,
+    MAX_FEATURE_ROWS,
+    MAX_GROUP,
+    MAX_SALIENT_PER_CHUNK,
+)
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+Result = tuple[Tensor, HybridAttentionState]
+
+
+def refusals(config: HybridAttentionConfig, dtype: torch.dtype) -> list[str]:
+    """Why the Triton kernels do not cover a layer, one line per property with what is covered; empty if they do."""
+    k = config.salient_per_chunk
+    rules = [
+        (dtype in DTYPES, f"dtype={dtype}", ", ".join(str(t) for t in DTYPES)),
+        (config.head_dim in HEAD_DIMS, f"head_dim={config.head_dim}", f"one of {HEAD_DIMS}"),
+        (config.chunk_size in CHUNK_SIZES, f"chunk_size={config.chunk_size}", f"one of {CHUNK_SIZES}"),
+        (k <= MAX_SALIENT_PER_CHUNK, f"salient_per_chunk={k}", f"at most {MAX_SALIENT_PER_CHUNK}"),
+        (
+            config.projection_dim <= MAX_FEATURE_ROWS,
+            f"feature_dim={config.projection_dim}",
+            f"at most {MAX_FEATURE_ROWS}",
+        ),
+        (config.group_size <= MAX_GROUP, f"{config.group_size} query heads per key/value head", f"at most {MAX_GROUP}"),
+        (config.local == "chunked", f"local={config.local!r}", "'chunked'"),
+    ]
+    return [f"{what}; the kernels have {covered}." for ok, what, covered in rules if not ok]
+
+
+def _demand_kernel(config: HybridAttentionConfig, dtype: torch.dtype, device: torch.device) -> None:
+    if device.type != "cuda":
+        raise UnsupportedError(f"device {device.type!r} has no kernel; known: cpu (PyTorch, chunked), cuda (Triton).")
+    reasons = refusals(config, dtype)
+    if reasons:
+        raise UnsupportedError(
+            "no Triton kernel of still::HybridAttention covers this layer: "
+            + " ".join(reasons)
+            + " Run it on the CPU, or call still_kernels.hybrid_attention.chunked directly."
+        )
+
+
+def _triton(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gate: Tensor | None,
+    feature_q_weight: Tensor,
+    feature_k_weight: Tensor,
+    config: HybridAttentionConfig,
+    state: HybridAttentionState,
+    new_tokens: Tensor | None = None,
+    in_place: bool = False,
+) -> Result:
+    from still_kernels.hybrid_attention.launch import launch_hybrid_attention
+
+    batch, tokens = check_inputs(query, key, value, gate, config)
+    state.check(config, batch)
+    _demand_kernel(config, query.dtype, query.device)
+    if new_tokens is None:
+        new_tokens = torch.full((batch,), tokens, dtype=torch.int64, device=query.device)
+    if not in_place:
+        state = replace(state, **{name: t.clone() for name, t in state.tensors().items() if name != "length"})
+    output = torch.empty_like(query, memory_format=torch.contiguous_format)
+    launch_hybrid_attention(
+        query.contiguous(),
+        key.contiguous(),
+        value.contiguous(),
+        None if gate is None else gate.contiguous(),
+        feature_q_weight.to(query.dtype).contiguous(),
+        feature_k_weight.to(query.dtype).contiguous(),
+        config,
+        state,
+        output,
+        batch,
+        tokens,
+        new_tokens,
+        window_factor=_window_factor(config, query.device),
+    )
+    return output, replace(state, length=state.length + new_tokens.to(state.length.dtype))
+
+
+def _window_factor(config: HybridAttentionConfig, device: torch.device) -> Tensor | None:
+    if config.window_factor is None:
+        return None
+    return torch.tensor(config.window_factor, dtype=torch.float32, device=device)
+
+
+def kernel_for(device: torch.device) -> Callable[..., Result]:
+    """The implementation that `hybrid_attention` uses on a device."""
+    return chunked_hybrid_attention if device.type == "cpu" else _triton
+
+
+class _Recompute(torch.autograd.Function):
+    """The kernel's forward; the backward repeats the call in PyTorch, chunk by chunk, and differentiates that."""
+
+    @staticmethod
+    def forward(ctx, config, state, new_tokens, *tensors):  # type: ignore[no-untyped-def]
+        ctx.config, ctx.state, ctx.new_tokens = config, state, new_tokens
+        ctx.save_for_backward(*tensors)
+        output, present = kernel_for(tensors[0].device)(*tensors, config, state, new_tokens)
+        ctx.names = tuple(present.tensors())
+        states = tuple(present.tensors().values())
+        ctx.mark_non_differentiable(*states)
+        return output, *states
+
+    @staticmethod
+    def backward(ctx, grad, *_):  # type: ignore[no-untyped-def]
+        leaves = [
+            None if tensor is None else tensor.detach().requires_grad_(wanted)
+            for tensor, wanted in zip(ctx.saved_tensors, ctx.needs_input_grad[3:], strict=True)
+        ]
+        with torch.enable_grad():
+            output, _ = chunked_hybrid_attention(*leaves, ctx.config, ctx.state, ctx.new_tokens)
+        wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+        found = iter(torch.autograd.grad(output, wanted, grad, allow_unused=True))
+        grads = [next(found) if leaf is not None and leaf.requires_grad else None for leaf in leaves]
+        return None, None, None, *grads
 
 
 def hybrid_attention(
@@ -18,9 +143,79 @@ def hybrid_attention(
     feature_k_weight: Tensor,
     config: HybridAttentionConfig,
     state: HybridAttentionState,
-    new_tokens: Tensor,
-) -> tuple[Tensor, HybridAttentionState]:
-    """Hybrid attention by the fastest kernel that covers the call; arguments as of `chunked_hybrid_attention`."""
-    return chunked_hybrid_attention(
-        query, key, value, gate, feature_q_weight, feature_k_weight, config, state, new_tokens
+    new_tokens: Tensor | None = None,
+    in_place: bool = False,
+) -> Result:
+    """Hybrid attention by the fastest kernel that covers the call; arguments as of `chunked_hybrid_attention`.
+
+    On CUDA the Triton kernels, without reading anything back to the host: a row that outgrows the salient cache with
+    overflow="error" gets NaN outputs instead of an exception. On the CPU the chunked form. Where an input asks for
+    gradients they come from recomputation in PyTorch; states carry none.
+
+    Args:
+        in_place: Write the new state into `state`'s tensors (CUDA; the CPU form always makes new ones); `length` of the
+            returned state is new in any case. Not with gradients.
+
+    Raises:
+        UnsupportedError: No kernel covers the call on its device; the message lists what is covered.
+    """
+    tensors = (query, key, value, gate, feature_q_weight, feature_k_weight)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        output, *states = _Recompute.apply(config, state, new_tokens, *tensors)
+        return output, HybridAttentionState(**dict(zip(state.tensors(), states, strict=True)))
+    if in_place and query.device.type != "cpu":
+        return _triton(*tensors, config, state, new_tokens, in_place=True)
+    return kernel_for(query.device)(*tensors, config, state, new_tokens)
+
+
+def hybrid_attention_ragged(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gate: Tensor | None,
+    feature_q_weight: Tensor,
+    feature_k_weight: Tensor,
+    config: HybridAttentionConfig,
+    state: HybridAttentionState,
+    query_start: Tensor,
+    state_row: Tensor,
+    max_tokens: int,
+) -> Tensor:
+    """Hybrid attention of packed sequences, each with its own row of a larger state, which is updated in place.
+
+    Args:
+        query, gate: [tokens, H, D]. key, value: [tokens, HK, D]. All contiguous, on CUDA.
+        query_start: First token of each sequence, then the number of tokens, int32 or int64 [B + 1].
+        state_row: Row of `state` that each sequence owns, distinct, int32 or int64 [B].
+        max_tokens: An upper bound of the tokens of one sequence; 1 takes the decode kernel.
+
+    Returns:
+        [tokens, H, D]. The rows' tensors in `state`, `length` included, are those after the call.
+
+    Raises:
+        UnsupportedError: As of `hybrid_attention`.
+    """
+    from still_kernels.hybrid_attention.launch import launch_hybrid_attention
+
+    check_inputs(query[None], key[None], value[None], None if gate is None else gate[None], config)
+    _demand_kernel(config, query.dtype, query.device)
+    output = torch.empty_like(query)
+    launch_hybrid_attention(
+        query,
+        key,
+        value,
+        gate,
+        feature_q_weight,
+        feature_k_weight,
+        config,
+        state,
+        output,
+        state_row.shape[0],
+        max_tokens,
+        None,
+        query_start,
+        state_row,
+        _window_factor(config, query.device),
     )
+    state.length.index_add_(0, state_row, query_start.diff().to(state.length.dtype))
+    return output

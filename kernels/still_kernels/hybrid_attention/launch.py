@@ -18,6 +18,7 @@ from still_kernels.hybrid_attention.tiles import KernelTile, TileTable, decode_s
 from still_kernels.hybrid_attention.triton_attend import attend_kernel, commit_kernel
 from still_kernels.hybrid_attention.triton_common import FEATURE_CODES, OVERFLOW_CODES, SCOPE_CODES
 from still_kernels.hybrid_attention.triton_decode import decode_kernel
+from still_kernels.hybrid_attention.triton_features import features_kernel
 from still_kernels.hybrid_attention.triton_scan import scan_kernel
 from still_kernels.hybrid_attention.triton_score import score_kernel
 from still_kernels.hybrid_attention.triton_select import select_kernel
@@ -25,6 +26,7 @@ from still_kernels.hybrid_attention.triton_select import select_kernel
 KERNELS = {
     "score": score_kernel,
     "select": select_kernel,
+    "features": features_kernel,
     "scan": scan_kernel,
     "attend": attend_kernel,
     "commit": commit_kernel,
@@ -45,6 +47,7 @@ def constants_of(config: HybridAttentionConfig, wide: bool, ragged: bool, window
         "C": config.chunk_size,
         "D": config.head_dim,
         "DP": pow2(config.head_dim),
+        "F": config.state_features,
         "P": config.projection_dim,
         "PP": pow2(config.projection_dim),
         "KP": pow2(config.salient_per_chunk),
@@ -54,7 +57,6 @@ def constants_of(config: HybridAttentionConfig, wide: bool, ragged: bool, window
         "RELEASED": int(config.saliency == "released_prefill"),
         "OVERFLOW": OVERFLOW_CODES[config.overflow],
         "EVICT": int(config.overflow != "error"),
-        "STATS": int(config.overflow == "error"),
         "GATE": int(config.gate == "channel"),
         "FACTOR": int(window_factor),
         "RAGGED": int(ragged),
@@ -92,23 +94,26 @@ def workspace_shapes(
     chunk, features = config.chunk_size, config.state_features
     shapes: dict[str, tuple[tuple[int, ...], str]] = {}
     reach = tile_count(tokens, chunk) + 2
+    segment = 1 if config.overflow != "error" else min(table.segment_tiles, reach - 2)
     if tokens > 1:
-        segment = 1 if config.overflow != "error" else min(table.segment_tiles, reach - 2)
         shapes["score"] = ((packed, heads), "float32")
         shapes["prefix_kv"] = ((batch, segment, heads, features, dim), "L")
         shapes["prefix_z"] = ((batch, segment, heads, features), "float32")
-        if config.overflow == "error":
-            shapes["stats"] = ((batch, reach, heads, 3, chunk), "float32")
+        shapes["phi_q"] = ((batch, segment, heads, chunk, features), "L")
     else:
         shapes["part_acc"] = ((batch, heads, splits + 1, dim), "float32")
         shapes["part_ml"] = ((batch, heads, splits + 1, 2), "float32")
         shapes["part_lin"] = ((batch, heads, dim), "float32")
         shapes["part_den"] = ((batch, heads), "float32")
         shapes["part_score"] = ((batch, heads), "float32")
-        if config.overflow != "error":  # named by the scan kernel, not written in decode
-            shapes["prefix_kv"], shapes["prefix_z"] = ((16,), "L"), ((16,), "float32")
+        if config.overflow != "error":  # named by the kernels, not written in decode
+            shapes["prefix_kv"], shapes["prefix_z"], shapes["phi_q"] = ((16,), "L"), ((16,), "float32"), ((16,), "L")
     if tokens > 1 or config.overflow != "error":
         shapes["flags"] = ((batch, reach, select, chunk), "int8")
+    if tokens > 1 or config.overflow != "error":
+        extra = 0 if config.overflow == "error" else pow2(config.salient_per_chunk)
+        shapes["phi_k"] = ((batch, segment, heads, chunk + extra, features), "L")
+        shapes["mass"] = ((batch, segment, heads, features), "float32")
     if config.overflow != "error":
         rows = pow2(config.salient_per_chunk)
         shapes["evicted_key"] = ((batch, select, rows, dim), "T")
@@ -211,19 +216,21 @@ def launch_hybrid_attention(
         "epsilon": config.mix_epsilon,
     }
     launch = Launcher(table.kernels(), values)
-    scan_programs = pow2(config.projection_dim) // table.scan.constants["PB"]
+    scan = table.scan.constants
+    scan_programs = -(-config.state_features // scan["FB"]) * -(-config.head_dim // scan["DB"])
     evicting = config.overflow != "error"
     if tokens == 1:
         if evicting:
             values["score"] = state.window_score  # never read: the promoted chunk lies in the ring
             launch("select", (1, select, batch), first_tile=0)
+            launch("features", (1, heads, batch), first_tile=0, n_tiles=1)  # keys only
             launch("scan", (scan_programs, heads, batch), first_tile=0, n_tiles=1, store_prefix=0)
         values["counters"] = persistent_counters(query.device, batch * 2 * heads)
         group = heads // select
         slices = pow2(config.head_dim) // table.decode.constants["DS"]
         launch("decode", (group * (1 + slices) + splits, select, batch))
         return
-    launch("score", ((tiles + 2) * (chunk // table.score.constants["BM"]), heads, batch))
+    launch("score", (tiles * (chunk // table.score.constants["BM"]), heads, batch))
     if not evicting:
         launch("select", (tiles, select, batch), first_tile=0)
     step = 1 if evicting else table.segment_tiles
@@ -232,6 +239,8 @@ def launch_hybrid_attention(
         count = min(step, tiles - first)
         if evicting:  # the cache is right for one chunk at a time
             launch("select", (1, select, batch), first_tile=first)
+        groups = -(-count // table.features.constants["TB"])
+        launch("features", (2 * groups, heads, batch), first_tile=first, n_tiles=count)
         launch("scan", (scan_programs, heads, batch), first_tile=first, n_tiles=count, store_prefix=1)
         launch("attend", (-(-count * chunk // rows), heads, batch), first_tile=first, n_tiles=count)
     launch("commit", (heads, batch, 1))

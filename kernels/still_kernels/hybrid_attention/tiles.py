@@ -40,6 +40,7 @@ class TileTable:
 
     score: KernelTile
     select: KernelTile
+    features: KernelTile
     scan: KernelTile
     attend: KernelTile
     commit: KernelTile
@@ -49,7 +50,7 @@ class TileTable:
 
     def kernels(self) -> dict[str, KernelTile]:
         """The tiles by kernel."""
-        names = ("score", "select", "scan", "attend", "commit", "decode")
+        names = ("score", "select", "features", "scan", "attend", "commit", "decode")
         return {name: getattr(self, name) for name in names}
 
 
@@ -69,17 +70,17 @@ def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wid
     heavy = wide or dim > 128
     if heavy and small:
         block = min(block, 32)
-    stages = 1 if heavy and small else 2
-    if heavy or small:
-        keys = 32 if heavy else 64
-        attend = KernelTile({"BM": block, "BL": min(chunk_size, keys), "BN": keys, "PB": min(rows, 32), "STAGES": stages}, 4)
-    else:
-        attend = KernelTile({"BM": 128, "BL": min(chunk_size, 64), "BN": 128, "PB": min(rows, 32), "STAGES": 2}, 8)
+    keys = 32 if heavy else 64
+    features = min(rows, 32 if heavy else 64)
+    stages = 1 if heavy and small else 2 if heavy or small else 3
     return TileTable(
         score=KernelTile({"BM": min(block, 32) if heavy else block}, 4, 1),
         select=KernelTile({}, 4, 1),
-        scan=KernelTile({"PB": min(rows, 32), "RB": min(block, 32) if heavy else block}, 4, stages),
-        attend=attend,
+        features=KernelTile({"RB": min(block, 32) if heavy else block, "TB": 4}, 4, 2 if not heavy else 1),
+        scan=KernelTile(
+            {"FB": features, "DB": 64, "RB": min(block, 32) if heavy else block, "STAGES": stages}, 4, stages
+        ),
+        attend=KernelTile({"BM": block, "BN": keys, "FB": features, "STAGES": stages}, 4, stages),
         commit=KernelTile({}, 4, 1),
         decode=KernelTile({"DS": 32, "BN": 32, "BL": 32, "RB": 16}, 4, 1, None if heavy else 128),
         segment_tiles=max(2, 8192 // chunk_size),

@@ -1,5 +1,6 @@
 """Last steps of prefill: local, salient and linear attention in one epilogue, then the window ring."""
 
+# mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 import triton
@@ -7,11 +8,7 @@ import triton.language as tl
 
 from still_kernels.hybrid_attention.triton_common import (
     LOG2E,
-    feature_minus,
-    feature_plus,
-    feature_stats,
     load_tokens,
-    load_weight,
     row_of,
     settle,
 )
@@ -32,13 +29,12 @@ def _absorb(b_acc, b_max, b_sum, b_dot, b_v, scale2, SETTLE: tl.constexpr, DOT: 
     return b_acc, b_new, b_sum
 
 
-@triton.jit(do_not_specialize=["T", "H", "HK", "HS", "K", "N", "W_HEADS", "first_tile", "n_tiles", "phantom"])
+@triton.jit(do_not_specialize=["T", "H", "HK", "HS", "K", "N", "first_tile", "n_tiles", "phantom"])
 def attend_kernel(
     p_query,
     p_key,
     p_value,
     p_gate,
-    p_feature_q_weight,
     p_window_factor,
     p_window_key,
     p_window_value,
@@ -48,6 +44,7 @@ def attend_kernel(
     p_past_length,
     p_query_start,
     p_state_row,
+    p_phi_q,
     p_prefix_kv,
     p_prefix_z,
     p_output,
@@ -57,7 +54,6 @@ def attend_kernel(
     HS,
     K,
     N,
-    W_HEADS,
     first_tile,
     n_tiles,
     phantom,
@@ -66,15 +62,12 @@ def attend_kernel(
     C: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
-    P: tl.constexpr,
-    PP: tl.constexpr,
+    F: tl.constexpr,
     BM: tl.constexpr,
-    BL: tl.constexpr,
     BN: tl.constexpr,
-    PB: tl.constexpr,
+    FB: tl.constexpr,
     STAGES: tl.constexpr,
     SETTLE: tl.constexpr,
-    FEATURE: tl.constexpr,
     GATE: tl.constexpr,
     FACTOR: tl.constexpr,
     OVERFLOW: tl.constexpr,
@@ -83,11 +76,8 @@ def attend_kernel(
 ):
     """Output of the queries of chunks c0 + first_tile .. + n_tiles - 1. Grid (ceil(n_tiles * C / BM), H, B).
 
-    A block of BM queries lies within one chunk or spans BM / C whole ones; then each row is masked to what its chunk sees.
-    The longest programs start first.
+    A block of BM queries lies within one chunk. The longest programs start first.
     """
-    CHUNKS: tl.constexpr = BM // C if BM > C else 1
-    F: tl.constexpr = 2 * P if FEATURE <= 1 else P
     i_block = tl.num_programs(0) - 1 - tl.program_id(0)
     i_head = tl.program_id(1)
     i_batch = tl.program_id(2)
@@ -95,7 +85,6 @@ def attend_kernel(
     end = length + count
     span = count if RAGGED else T
     first = (length // C + first_tile) * C + i_block * BM
-    last_chunk = length // C + first_tile + n_tiles - 1
     if first >= length + span:
         return
     o_row = tl.arange(0, BM)
@@ -104,7 +93,7 @@ def attend_kernel(
     o_query = first + o_row
     o_token = start + o_query - length
     p_tile = (o_token * H + i_head)[:, None] * D + o_dim[None, :]
-    m_store = (o_query >= length) & (o_query < length + span) & (o_query < (last_chunk + 1) * C)
+    m_store = (o_query >= length) & (o_query < length + span)
     if first >= end:  # padding
         tl.store(
             p_output + p_tile, tl.zeros([BM, DP], p_output.dtype.element_ty), mask=m_store[:, None] & m_dim[None, :]
@@ -114,16 +103,7 @@ def attend_kernel(
     b_q = tl.load(p_query + p_tile, mask=m_query[:, None] & m_dim[None, :], other=0.0)
     scale2 = scale * LOG2E
     chunk = first // C
-    b_chunk = o_query // C
     i_kv = i_head // (H // HK)
-
-    # Feature statistics of the queries, while the accumulator is not alive yet.
-    p_weight = p_feature_q_weight + (i_head % W_HEADS).to(tl.int64) * (P * D)
-    o_all = tl.arange(0, PP)
-    b_wide = b_q.to(tl.float32)
-    b_square = tl.sum(b_wide * b_wide, 1)
-    b_direction = tl.dot(b_q, tl.trans(load_weight(p_weight, o_all, P, D, DP)), input_precision=DOT)
-    b_scale, b_plus, b_minus = feature_stats(b_direction, b_square, o_all < P, FEATURE)
 
     # Local softmax: the previous chunk and the current one up to the query.
     p_key_new = p_key + (start * HK + i_kv) * D
@@ -133,25 +113,24 @@ def attend_kernel(
     b_max = tl.full([BM], -1.0e30, tl.float32)
     b_sum = tl.zeros([BM], tl.float32)
     b_acc = tl.zeros([BM, DP], tl.float32)
-    for o_first in tl.range(tl.maximum(chunk - 1, 0) * C, first + BM, BL, num_stages=1):
-        o_key = o_first + tl.arange(0, BL)
+    for o_first in tl.range(tl.maximum(chunk - 1, 0) * C, first + BM, BM, num_stages=STAGES):
+        o_key = o_first + o_row
         b_key = load_tokens(p_key_new, p_key_ring, o_key, length, end, HK * D, D, DP, C)
         b_value = load_tokens(p_value_new, p_value_ring, o_key, length, end, HK * D, D, DP, C)
         b_dot = tl.dot(b_q, tl.trans(b_key), input_precision=DOT)
-        m_local = (o_key[None, :] <= o_query[:, None]) & ((o_key // C)[None, :] >= b_chunk[:, None] - 1)
-        b_dot = tl.where(m_local, b_dot, float("-inf"))
+        b_dot = tl.where(o_key[None, :] <= o_query[:, None], b_dot, float("-inf"))
         b_acc, b_max, b_sum = _absorb(b_acc, b_max, b_sum, b_dot, b_value, scale2, SETTLE, DOT)
     if phantom != 0 and chunk == 0:  # C logits of 0 with zero values
-        b_new = tl.where(b_chunk == 0, tl.maximum(b_max, 0.0), b_max)
+        b_new = tl.maximum(b_max, 0.0)
         b_decay = tl.exp2(b_max - b_new)
         b_acc = b_acc * b_decay[:, None]
-        b_sum = b_sum * b_decay + tl.where(b_chunk == 0, C * tl.exp2(-b_new), 0.0)
+        b_sum = b_sum * b_decay + C * tl.exp2(-b_new)
         b_max = b_new
 
-    # Salient cache: whole blocks that every row sees, then the rest with a mask.
-    final = tl.minimum(tl.minimum(chunk + CHUNKS - 1, last_chunk), (end - 1) // C)
-    seen = tl.minimum(tl.maximum(final - 1, 0) * K, N)
-    whole = tl.minimum(tl.maximum(chunk - 1, 0) * K, N) // BN * BN
+    # Salient cache: whole blocks, then the rest with a mask.
+    slots = tl.maximum(chunk - 1, 0) * K
+    seen = tl.minimum(slots, N)
+    whole = seen // BN * BN
     i_select = i_head // (H // HS)
     p_cached_key = p_salient_key + (row * HS + i_select) * N * D
     p_cached_value = p_salient_value + (row * HS + i_select) * N * D
@@ -162,53 +141,39 @@ def attend_kernel(
         b_dot = tl.dot(b_q, tl.trans(b_key), input_precision=DOT)
         b_value = tl.load(p_cached_value + s * D + o_tile, mask=m_dim[None, :], other=0.0)
         b_acc, b_max, b_sum = _absorb(b_acc, b_max, b_sum, b_dot, b_value, scale2, SETTLE, DOT)
-    b_seen = tl.minimum(tl.maximum(b_chunk - 1, 0) * K, N)
     for s in tl.range(whole, seen, BN, num_stages=1):
         m_slot = ((s + o_slot) < seen)[:, None] & m_dim[None, :]
         b_key = tl.load(p_cached_key + s * D + o_tile, mask=m_slot, other=0.0)
         b_value = tl.load(p_cached_value + s * D + o_tile, mask=m_slot, other=0.0)
         b_dot = tl.dot(b_q, tl.trans(b_key), input_precision=DOT)
-        b_dot = tl.where((s + o_slot)[None, :] < b_seen[:, None], b_dot, float("-inf"))
+        b_dot = tl.where((s + o_slot < seen)[None, :], b_dot, float("-inf"))
         b_acc, b_max, b_sum = _absorb(b_acc, b_max, b_sum, b_dot, b_value, scale2, SETTLE, DOT)
     if FACTOR:
         factor = tl.load(p_window_factor + i_head)
         b_acc = b_acc * factor
         b_sum = b_sum * factor
 
-    # Linear part: everything older that is not salient. Blocks of features keep the registers free of spills, which would
-    # make the assembler wait after every matrix instruction.
-    if final >= 2:
+    # Linear part: everything older that is not salient.
+    if chunk >= 2:
         b_linear = tl.zeros([BM, DP], tl.float32)
-        for f in tl.range(0, PP, PB, num_stages=1):
-            o_feature = f + tl.arange(0, PB)
-            m_feature = o_feature < P
-            b_weight = load_weight(p_weight, o_feature, P, D, DP)
-            b_part = tl.dot(b_q, tl.trans(b_weight), input_precision=DOT)
-            for half in tl.static_range(0, 2 if FEATURE <= 1 else 1):
-                if half == 0:
-                    b_phi = feature_plus(b_part, b_scale, b_plus, m_feature, FEATURE)
-                else:
-                    b_phi = feature_minus(b_part, b_scale, b_minus, m_feature)
-                for j in tl.static_range(0, CHUNKS):
-                    seen_chunk = chunk + j
-                    tile = seen_chunk - length // C - first_tile
-                    known = (seen_chunk <= last_chunk) & (seen_chunk * C < end)
-                    i_prefix = (i_batch.to(tl.int64) * n_tiles + tile) * H + i_head
-                    p_z = p_prefix_z + i_prefix * F + half * P + o_feature
-                    p_kv = p_prefix_kv + i_prefix * (F * D) + half * (P * D) + o_feature[:, None] * D + o_dim[None, :]
-                    b_rows = b_phi
-                    if CHUNKS > 1:
-                        b_rows = tl.where((b_chunk == seen_chunk)[:, None], b_phi, 0.0)
-                    b_sum += tl.sum(b_rows * tl.load(p_z, mask=m_feature & known, other=0.0)[None, :], 1)
-                    b_kv = tl.load(p_kv, mask=m_feature[:, None] & m_dim[None, :] & known, other=0.0)
-                    b_linear = tl.dot(b_rows.to(b_kv.dtype), b_kv, b_linear, input_precision=DOT)
+        i_prefix = (i_batch.to(tl.int64) * n_tiles + i_block * BM // C) * H + i_head
+        p_phi = p_phi_q + (i_prefix * C + first % C + o_row)[:, None] * F
+        for f in tl.range(0, F, FB, num_stages=STAGES):
+            o_feature = f + tl.arange(0, FB)
+            m_feature = o_feature < F
+            b_phi = tl.load(p_phi + o_feature[None, :], mask=m_feature[None, :], other=0.0)
+            p_kv = p_prefix_kv + (i_prefix * F + o_feature)[:, None] * D + o_dim[None, :]
+            b_kv = tl.load(p_kv, mask=m_feature[:, None] & m_dim[None, :], other=0.0)
+            b_z = tl.load(p_prefix_z + i_prefix * F + o_feature, mask=m_feature, other=0.0)
+            b_sum += tl.sum(b_phi.to(tl.float32) * b_z[None, :], 1)
+            b_linear = tl.dot(b_phi, b_kv, b_linear, input_precision=DOT)
         if GATE:
             b_gate = tl.load(p_gate + p_tile, mask=m_query[:, None] & m_dim[None, :], other=0.0)
             b_linear = b_linear * b_gate.to(tl.float32)
         b_acc += b_linear
     b_out = b_acc / (b_sum + epsilon)[:, None]
     if OVERFLOW == 0:  # beyond the capacity: the caller should have refused
-        b_out = tl.where(((b_chunk - 1) * K > N)[:, None], float("nan"), b_out)
+        b_out = tl.where(slots > N, float("nan"), b_out)
     b_out = tl.where(m_query[:, None], b_out, 0.0)
     tl.store(p_output + p_tile, b_out.to(p_output.dtype.element_ty), mask=m_store[:, None] & m_dim[None, :])
 

@@ -5,6 +5,7 @@ last one merges all partials of the group against the true maximum. The last gro
 counters are zero between launches, so the launch can be captured in a CUDA graph.
 """
 
+# mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 import triton
@@ -139,7 +140,7 @@ def _linear_slice(
             old = length // C - 2
             b_key_weight = load_weight(p_feature_k_weight + w_head, o_feature, P, D, DP)
             o_all = tl.arange(0, C)
-            b_selected, b_score = select_chunk(
+            b_selected, _ = select_chunk(
                 p_window_score, p_window_score, old, length, length, 0, row, i_select, H, GR, K, SCOPE, C
             )
             b_flag = tl.where(b_selected, 0, 1)
@@ -253,7 +254,7 @@ def _local_part(
         if promoting:
             # The rows that enter the cache now count in softmax; other programs read only older slots.
             old = chunk - 2
-            b_selected, b_score = select_chunk(
+            b_selected, _ = select_chunk(
                 p_window_score, p_window_score, old, length, length, 0, row, i_select, H, GR, K, SCOPE, C
             )
             o_rank = tl.arange(0, KP)

@@ -1,5 +1,6 @@
-"""First step of prefill: the self-saliency of new tokens and the feature statistics of keys that will be promoted."""
+"""First step of prefill: the self-saliency of new tokens."""
 
+# mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 import triton
@@ -8,9 +9,7 @@ import triton.language as tl
 from still_kernels.hybrid_attention.triton_common import (
     LOG2E,
     RELEASED_EPSILON,
-    feature_stats,
     load_tokens,
-    load_weight,
     row_of,
 )
 
@@ -24,49 +23,38 @@ def _own_window_logits(b_q, b_k, o_query, o_key, scale, C: tl.constexpr, DOT: tl
     return b_logit, m_others, o_ahead == 0
 
 
-@triton.jit(do_not_specialize=["T", "H", "HK", "W_HEADS", "R"])
+@triton.jit(do_not_specialize=["T", "H", "HK"])
 def score_kernel(
     p_query,
     p_key,
-    p_feature_k_weight,
     p_window_key,
     p_new_tokens,
     p_past_length,
     p_query_start,
     p_state_row,
     p_score,
-    p_stats,
     T,
     H,
     HK,
-    W_HEADS,
-    R,
     scale,
     C: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
-    P: tl.constexpr,
-    PP: tl.constexpr,
     BM: tl.constexpr,
-    FEATURE: tl.constexpr,
     RELEASED: tl.constexpr,
-    STATS: tl.constexpr,
     RAGGED: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Scores of the call's tokens, score [tokens, H], and stats [B, R, H, 3, C] of chunks that are promoted within the call.
-
-    Grid (R * C / BM, H, B): chunk length // C - 2 + i, rows in blocks of BM.
-    """
+    """Scores of the call's tokens, score [tokens, H]. Grid (tiles * C / BM, H, B): chunk length // C + i, rows in blocks of BM."""
     SUB: tl.constexpr = C // BM
     i_tile = tl.program_id(0) // SUB
     i_head = tl.program_id(1)
     i_batch = tl.program_id(2)
     row, start, length, count = row_of(i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, T, RAGGED)
     end = length + count
-    chunk = length // C - 2 + i_tile
+    chunk = length // C + i_tile
     first = chunk * C + (tl.program_id(0) % SUB) * BM
-    if count == 0 or chunk < 0 or first >= end:
+    if count == 0 or first >= end or first + BM <= length:
         return
     i_kv = i_head // (H // HK)
     p_new = p_key + (start * HK + i_kv) * D
@@ -76,21 +64,6 @@ def score_kernel(
     o_query = first + o_row
     b_own_key = load_tokens(p_new, p_ring, o_query, length, end, HK * D, D, DP, C)
 
-    if STATS:
-        if chunk <= (end - 1) // C - 2:
-            o_feature = tl.arange(0, PP)
-            p_weight = p_feature_k_weight + (i_head % W_HEADS).to(tl.int64) * (P * D)
-            b_weight = load_weight(p_weight, o_feature, P, D, DP)
-            b_direction = tl.dot(b_own_key, tl.trans(b_weight), input_precision=DOT)
-            b_wide = b_own_key.to(tl.float32)
-            b_scale, b_plus, b_minus = feature_stats(b_direction, tl.sum(b_wide * b_wide, 1), o_feature < P, FEATURE)
-            p_out = p_stats + (((i_batch.to(tl.int64) * R + i_tile) * H + i_head) * 3) * C + first - chunk * C + o_row
-            tl.store(p_out, b_scale)
-            tl.store(p_out + C, b_plus)
-            tl.store(p_out + 2 * C, b_minus)
-
-    if first + BM <= length:
-        return
     o_token = start + o_query - length
     m_query = (o_query >= length) & (o_query < end)
     p_q = p_query + (o_token * H + i_head)[:, None] * D + o_dim[None, :]
