@@ -8,12 +8,14 @@ __all__ = [
     "CapacityError",
     "CheckpointError",
     "ConfigError",
+    "DataError",
     "ModelNotFoundError",
     "NotLinearizedError",
     "PackageError",
     "PaddingError",
     "ShapeError",
     "StillExportError",
+    "TrainingError",
     "UnsupportedError",
     "UnsupportedModelError",
 ]
@@ -41,3 +43,11 @@ class PaddingError(StillExportError, ValueError):
 
 class PackageError(StillExportError):
     """An exported package is missing, damaged, of another version, or cannot be written."""
+
+
+class DataError(StillExportError):
+    """A text is empty, binary, too short, or does not fit the model."""
+
+
+class TrainingError(StillExportError):
+    """Training cannot go on: values that are no numbers, memory that does not suffice, or a folder of another run."""

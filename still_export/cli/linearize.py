@@ -1,0 +1,137 @@
+"""still-export linearize: from a softmax model to a STILL model."""
+
+from __future__ import annotations
+
+import inspect
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from still_export.cli.output import Output
+from still_export.errors import ConfigError
+
+EXAMPLES = """
+Examples:
+
+    still-export linearize BASE --text book.txt -o DIR
+
+    still-export linearize --config recipe.yaml --finetune-steps 200 -o DIR
+
+    still-export linearize BASE --adapter DIR/adapter -o AGAIN
+
+    torchrun --nproc-per-node 2 -m still_export.cli.main linearize --config recipe.yaml -o DIR
+"""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to `app`."""
+    app.command("linearize", epilog=EXAMPLES)(with_recipe_flags(linearize))
+
+
+def with_recipe_flags(function: Callable[..., None]) -> Callable[..., None]:
+    """`function` with a flag for every field of Recipe, passed in its `recipe_options` where the user gave it."""
+    from still_export.linearization.recipe import Recipe
+
+    hints = get_type_hints(Recipe)
+    own = inspect.signature(function, eval_str=True)
+    flags = []
+    for entry in fields(Recipe):
+        if entry.name in ("base", "texts"):
+            continue
+        kind, default = hints[entry.name], entry.default
+        flag = f"--{entry.name.replace('_', '-')}"
+        if "tuple" in str(kind):
+            kind = list[str]
+        shown = None if default is None else str(default)
+        help_option = typer.Option(flag, help=entry.metadata["help"], show_default=shown or False)
+        if kind is bool:
+            help_option = typer.Option(flag, help=entry.metadata["help"], show_default=False)
+        annotation = Annotated[kind | None, help_option]
+        flags.append(inspect.Parameter(entry.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
+
+    def verb(**given: Any) -> None:
+        options = {flag.name: given.pop(flag.name) for flag in flags}
+        function(**given, recipe_options={name: value for name, value in options.items() if value not in (None, [])})
+
+    kept = [
+        p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own.parameters.values() if p.name != "recipe_options"
+    ]
+    verb.__signature__ = own.replace(parameters=kept + flags)  # type: ignore[attr-defined]
+    verb.__annotations__ = {p.name: p.annotation for p in kept + flags}
+    verb.__doc__ = function.__doc__
+    return verb
+
+
+def linearize(
+    recipe_options: dict[str, Any],
+    base: Annotated[
+        str | None, typer.Argument(help="Softmax model: Hugging Face folder, hub id, or GGUF file.", show_default=False)
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Model folder to write.", show_default=False)
+    ] = None,
+    text: Annotated[
+        list[str] | None, typer.Option("--text", help="Text file; repeatable. The end of each is held out.")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML recipe; flags win over it.")] = None,
+    softmax_layers: Annotated[
+        int, typer.Option(min=0, help="Layers that stay softmax, found by select-layers first.")
+    ] = 0,
+    adapter: Annotated[
+        Path | None, typer.Option(help="Apply this adapter to BASE instead of training.", show_default=False)
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in the output folder.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing folder.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+) -> None:
+    """Turn a softmax model into a STILL model: attention transfer, then LoRA; say what each costs."""
+    try:
+        from still_export.linearization.recipe import read_recipe
+        from still_export.linearize import apply
+        from still_export.linearize import linearize as run
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"linearize needs {error.name}. Run: pip install 'still-export[train]'") from error
+
+    if output is None:
+        raise typer.BadParameter("give the model folder to write: -o DIR", param_hint="-o")
+    out = Output(as_json, quiet)
+    if adapter is not None:
+        if base is None:
+            raise typer.BadParameter("give the base model of the adapter", param_hint="BASE")
+        apply(base, adapter, output, tokenizer=recipe_options.get("tokenizer"), force=force)
+        out.result(
+            {"model": str(output)},
+            f"{output}: {base} with {adapter}",
+            f"next: still-export {output} --to onnx -o PACKAGE",
+        )
+        return
+    given = {**recipe_options, **({"base": base} if base else {}), **({"texts": tuple(text)} if text else {})}
+    recipe = read_recipe(config, given)
+    command = shlex.join(["still-export", *sys.argv[1:]])
+    if softmax_layers:
+        from still_export.select_layers import select_layers
+
+        chosen = select_layers(
+            recipe, softmax_layers, output.with_name(f"{output.name}.layers"), resume=resume, log=out.log
+        )
+        recipe = replace(recipe, layer_types=chosen.layer_types)
+    with out.training() as progress:
+        result = run(recipe, output, resume=resume, force=force, command=command, progress=progress, log=out.log)
+    report = result.to_dict()
+    lines = [f"bits per byte of held-out text, {name}: {bits:.4f}" for name, bits in result.bits_per_byte.items()]
+    lines += [
+        f"stage {s.name}: {s.steps} steps, {s.tokens / max(s.seconds, 1e-9):,.0f} tokens/s, loss {s.losses[-1]:.4f}"
+        + (", ended on a plateau" if s.stopped_early else "")
+        for s in result.stages
+    ]
+    out.result(
+        {"model": str(output), **report},
+        *lines,
+        f"next: still-export evaluate {output}   or   still-export {output} --to onnx -o PACKAGE",
+    )

@@ -1,0 +1,1 @@
+"""From a softmax model to a STILL model: data, objectives, training loop, adapter."""

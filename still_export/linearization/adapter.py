@@ -1,0 +1,84 @@
+"""The adapter: feature maps, gates and LoRA in one small safetensors file, applied to a base by `load_model`'s overlays."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from still_export.config import StillConfig
+from still_export.errors import CheckpointError
+from still_export.linearization.recipe import Recipe
+from still_export.load import load_model
+from still_export.models.checkpoint import read_json
+from still_export.models.convert import plain_names
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "g_proj")
+
+
+def still_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Feature maps and gates."""
+    return [(n, p) for n, p in model.named_parameters() if ".feature_" in n or ".g_proj." in n]
+
+
+def attach_lora(model: Any, recipe: Recipe) -> Any:
+    """`model` with LoRA on the projections of its hybrid layers, everything else frozen."""
+    from peft import LoraConfig, get_peft_model
+
+    hybrid = "|".join(str(i) for i, layer in enumerate(model.model.layers) if hasattr(layer.self_attn, "feature_q_weight"))
+    config = LoraConfig(
+        r=recipe.lora_rank,
+        lora_alpha=recipe.lora_alpha,
+        target_modules=rf".*\.layers\.({hybrid})\.self_attn\.({'|'.join(LORA_TARGETS)})",
+        task_type="CAUSAL_LM",
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers for an attribute by its old name
+        return get_peft_model(model, config)
+
+
+def trained_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Feature maps, gates and LoRA of an objective's model, gathered from all processes, under the family's names."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    tensors = plain_names({n.removeprefix("model."): t for n, t in get_model_state_dict(module, options=options).items()})
+    return {n: t for n, t in tensors.items() if ".feature_" in n or ".g_proj." in n or "lora_" in n}
+
+
+def save_adapter(folder: Path, tensors: Mapping[str, Tensor], still: StillConfig, recipe: Recipe) -> None:
+    """Write the adapter's weights as float16, and its configuration: PEFT's fields and the STILL configuration."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stored = {name: tensor.detach().to(torch.float16).contiguous() for name, tensor in tensors.items()}
+    save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
+    values = {
+        "peft_type": "LORA",
+        "base_model_name_or_path": recipe.base,
+        "r": recipe.lora_rank,
+        "lora_alpha": recipe.lora_alpha,
+        "target_modules": list(LORA_TARGETS),
+        "still_config": still.to_dict(),
+    }
+    (folder / CONFIG).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+
+
+def apply_adapter(base: str, folder: Path, dtype: str | torch.dtype = "auto") -> Any:
+    """The STILL model of a base model and an adapter, LoRA merged.
+
+    Raises:
+        CheckpointError: The folder is no adapter of a STILL model, or of another base.
+    """
+    path = folder / CONFIG
+    if not path.is_file():
+        raise CheckpointError(f"{folder} has no {CONFIG}, so it is no adapter. Give the folder that `linearize` wrote.")
+    values = read_json(path)
+    if not isinstance(values.get("still_config"), dict):
+        raise CheckpointError(f"{path} has no still_config, so it is no adapter of a STILL model.")
+    still = StillConfig.from_dict(values["still_config"])
+    return load_model(base, attach_untrained=True, still_config=still, overlays=[folder], dtype=dtype)

@@ -1,0 +1,106 @@
+"""What the two stages minimise, as modules that DDP and FSDP can wrap: a batch in, a loss and its parts out."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from still_export.linearization.modes import HYBRID, SOFTMAX, TRANSFER, TrainableAttention, attention_mode
+
+SELECTION_QUERIES = 32
+"""Positions of a row whose attention says which tokens should be salient: enough for a gradient, negligible beside T."""
+
+
+class TransferObjective(nn.Module):
+    """Stage 1: every head's hybrid output against the softmax output before o_proj; softmax feeds the next layer.
+
+    Args:
+        model: A STILL model.
+        attentions: Its hybrid layers.
+    """
+
+    def __init__(self, model: Any, attentions: list[TrainableAttention]) -> None:
+        super().__init__()
+        self.model = model
+        self.attentions = attentions
+
+    def forward(self, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean relative error over layers and heads, and per layer [L]; ids [B, T]."""
+        with attention_mode(self.attentions, TRANSFER):
+            self.model(ids, use_cache=False, logits_to_keep=1)
+        layers = torch.stack([a.difference.mean() for a in self.attentions if a.difference is not None])
+        return layers.mean(), layers.detach()
+
+
+class FinetuneObjective(nn.Module):
+    """Stage 2: next-token cross-entropy, or divergence from the teacher, of the model with LoRA.
+
+    Args:
+        model: A PEFT model around a STILL model; with its adapter disabled and softmax attention it is the teacher.
+        attentions: Its hybrid layers.
+        loss: "ce" or "kl".
+        selection_weight: Of the selection's loss.
+        softmax_layers: Indices among `attentions` that stay softmax.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        attentions: list[TrainableAttention],
+        loss: str,
+        selection_weight: float = 0.0,
+        softmax_layers: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.attentions = attentions
+        self.loss = loss
+        self.selection_weight = selection_weight
+        self.softmax_layers = softmax_layers
+
+    def forward(self, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss, and its parts [next token or divergence, selection if watched]; ids, weights [B, T].
+
+        The mean is over positions, not over weights, so that the mean over processes is that of the whole batch.
+        """
+        watched = self.selection_weight > 0 and torch.is_grad_enabled()
+        positions = _positions(ids, weights) if watched else None
+        student_mode(self.attentions, self.softmax_layers)
+        for attention in self.attentions:
+            attention.selection_queries = positions
+        logits = self.model(ids, use_cache=False).logits[:, :-1].float()
+        # Taken before the teacher runs through the same modules.
+        selection = torch.stack([a.selection for a in self.attentions if a.selection is not None]).mean() if watched else None
+        if self.loss == "kl":
+            target = self.teacher_logits(ids)[:, :-1].float().log_softmax(-1)
+            per_token = (target.exp() * (target - logits.log_softmax(-1))).sum(-1)
+        else:
+            per_token = nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
+        main = (per_token * weights[:, 1:]).mean()
+        if selection is None:
+            return main, main.detach()[None]
+        return main + self.selection_weight * selection, torch.stack([main, selection]).detach()
+
+    @torch.no_grad()
+    def teacher_logits(self, ids: Tensor) -> Tensor:
+        """Logits of the base model, [B, T, V]."""
+        plain = getattr(self.model, "disable_adapter", contextlib.nullcontext)
+        with attention_mode(self.attentions, SOFTMAX), plain():
+            return self.model(ids, use_cache=False).logits
+
+
+def student_mode(attentions: list[TrainableAttention], softmax_layers: tuple[int, ...]) -> None:
+    """Hybrid attention, softmax in `softmax_layers`; it stays, because recomputation in the backward pass needs the same modes."""
+    for index, attention in enumerate(attentions):
+        attention.mode = SOFTMAX if index in softmax_layers else HYBRID
+
+
+def _positions(ids: Tensor, weights: Tensor) -> Tensor:
+    """Queries to watch, int64 [B, n]: those that predict answers (weight above 1), filled up by evenly spread ones."""
+    tokens = ids.shape[1]
+    spread = torch.arange(tokens, device=ids.device) * 0.6180339887 % 1  # the golden ratio spreads the highest ones evenly
+    priority = (weights > 1).roll(-1, dims=1).float() + spread
+    return priority.topk(min(SELECTION_QUERIES, tokens), dim=1).indices

@@ -1,0 +1,138 @@
+"""Recipe: every option of a linearization, from a YAML file and flags."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from still_export.errors import ConfigError
+
+if TYPE_CHECKING:
+    from still_export.config import StillConfig
+
+STILL_FIELDS = ("chunk_size", "salient_per_chunk", "select_scope", "feature_map", "capacity_tokens", "layer_types")
+CHOICES = {"loss": ("ce", "kl"), "precision": ("fp32", "bf16"), "device": ("auto", "cpu")}
+
+
+def option(default: Any, text: str) -> Any:
+    """A field with the help text of its flag."""
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a model is linearized; learning rates and rank are those of the released recipe.
+
+    Every field is an option of the recipe file and, with dashes, a flag.
+
+    Raises:
+        ConfigError: A value is unknown or out of range.
+    """
+
+    base: str = option("", "Softmax model: Hugging Face folder, hub id, or GGUF file.")
+    texts: tuple[str, ...] = option((), "Text files; the end of each is held out for validation.")
+    tokenizer: str | None = option(None, "Folder of the tokenizer, if it is not beside the model.")
+    chunk_size: int = option(64, "Tokens per chunk.")
+    salient_per_chunk: int = option(4, "Tokens per chunk that stay in softmax.")
+    select_scope: str = option("q_head", "q_head, kv_group_max or kv_group_mean.")
+    feature_map: str = option("np_softmax_pm", "Feature map of the linear part.")
+    capacity_tokens: int | None = option(None, "Longest sequence; default: the model's own.")
+    layer_types: tuple[str, ...] | None = option(None, "Per layer hybrid_attention or full_attention.")
+    transfer_steps: int = option(500, "Steps of stage 1, attention transfer; 0 = none.")
+    transfer_rate: float = option(1e-2, "Learning rate of stage 1.")
+    finetune_steps: int = option(1000, "Steps of stage 2, LoRA; 0 = none.")
+    finetune_rate: float = option(1e-4, "Learning rate of stage 2.")
+    sequence_length: int = option(1024, "Tokens of a row.")
+    batch_size: int = option(8, "Rows of a step over all processes.")
+    micro_batch_size: int | None = option(None, "Rows of one pass on one process, whose gradients add up; default: all.")
+    lora_rank: int = option(8, "Rank of LoRA.")
+    lora_alpha: float = option(16.0, "Scale of LoRA times its rank.")
+    loss: str = option("ce", "Of stage 2: ce = next token, kl = divergence from the teacher.")
+    selection_weight: float = option(0.0, "Of a loss in stage 2 that makes tokens salient that far queries attend to; 0 = off.")
+    retrieval: float = option(0.0, "Share of the rows that are synthetic retrieval tasks.")
+    answer_weight: float = option(10.0, "Loss weight of their answers.")
+    warmup: float = option(0.05, "Share of a stage's steps in which the rate rises; it then falls to a tenth.")
+    weight_decay: float = option(0.0, "Of AdamW.")
+    clip_norm: float = option(1.0, "Greatest norm of the gradient; 0 = any.")
+    precision: str = option("fp32", "Of the products around the attention: fp32 or bf16.")
+    gradient_checkpointing: bool = option(False, "Recompute activations: less memory, more time.")
+    seed: int = option(0, "Of data and LoRA.")
+    held_out: float = option(0.02, "Share of each text that is held out.")
+    validate_every: int = option(100, "Steps between validations.")
+    validation_rows: int = option(8, "Rows of a validation.")
+    patience: int = option(3, "Validations without improvement that end a stage; 0 = never.")
+    checkpoint_every: int = option(100, "Steps between checkpoints.")
+    device: str = option("auto", "auto or cpu.")
+
+    def __post_init__(self) -> None:
+        for name in ("texts", "layer_types"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name}={getattr(self, name)!r} is unknown; known: {', '.join(choices)}.")
+        for name in ("sequence_length", "batch_size", "lora_rank", "validate_every", "validation_rows", "checkpoint_every"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}; it must be at least 1.")
+        for name in ("transfer_steps", "finetune_steps", "selection_weight", "answer_weight", "patience"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}={getattr(self, name)}; it must not be negative.")
+        for name in ("retrieval", "warmup", "held_out"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} is outside 0..1.")
+        if self.micro_batch_size is not None and not 1 <= self.micro_batch_size <= self.batch_size:
+            raise ConfigError(f"micro_batch_size={self.micro_batch_size} is outside 1..batch_size={self.batch_size}.")
+
+    def still_config(self) -> StillConfig:
+        """The STILL part of the model's configuration."""
+        from still_export.config import StillConfig  # brings torch, which the command line's help does not need
+
+        return StillConfig(**{name: getattr(self, name) for name in STILL_FIELDS})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Values that JSON and YAML can hold."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+
+def read_recipe(path: Path | None, given: Mapping[str, Any]) -> Recipe:
+    """The recipe in a YAML file (None: the defaults), changed by the options in `given`.
+
+    Relative paths of base, texts and tokenizer in the file are taken from the file's folder where they exist there.
+
+    Raises:
+        ConfigError: The file is no recipe, or a value is unknown.
+    """
+    known = [f.name for f in fields(Recipe)]
+    values: Any = {}
+    if path is not None:
+        import yaml
+
+        try:
+            values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ConfigError(f"{path} is no YAML recipe: {error}.") from error
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path} holds a {type(values).__name__}; a recipe is a mapping of options.")
+        for name in values:
+            if name not in known:
+                near = difflib.get_close_matches(str(name), known, 1)
+                hint = f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(known)}."
+                raise ConfigError(f"{path} has the unknown option {name!r}.{hint}")
+        for name in ("base", "tokenizer"):
+            if isinstance(values.get(name), str):
+                values[name] = _beside(path, values[name])
+        if isinstance(values.get("texts"), list):
+            values["texts"] = [_beside(path, str(text)) for text in values["texts"]]
+    try:
+        return replace(Recipe(**values), **given)
+    except TypeError as error:
+        raise ConfigError(f"{path or 'the options'}: a value has the wrong type: {error}.") from error
+
+
+def _beside(path: Path, name: str) -> str:
+    beside = path.parent / name
+    return str(beside) if beside.exists() else name

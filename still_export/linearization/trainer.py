@@ -1,0 +1,203 @@
+"""The loop of one stage: accelerate around it, sharded checkpoints beside it, a run that can be killed at any point."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+from still_export.errors import TrainingError
+from still_export.linearization.recipe import Recipe
+from still_export.linearization.texts import Batches
+
+PARTIAL = StateDictOptions(ignore_frozen_params=True, strict=False)
+KEPT_CHECKPOINTS = 2
+
+
+@dataclass
+class StageReport:
+    """What a stage did.
+
+    losses: Of every step. validation: (step, loss) pairs. seconds: Of training steps alone, over all runs of the stage.
+    """
+
+    name: str
+    steps: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    losses: list[float] = field(default_factory=list)
+    validation: list[tuple[int, float]] = field(default_factory=list)
+    parts: list[float] = field(default_factory=list)
+    stopped_early: bool = False
+    done: bool = False
+
+
+Progress = Callable[[str, int, int, dict[str, float]], None]
+"""Called after each step with stage, steps done, steps in all, and loss and tokens per second."""
+
+
+class Trainer:
+    """Trains the parameters of `objective` that require a gradient.
+
+    Args:
+        accelerator: Of this process.
+        recipe: Its sizes and intervals.
+        name: Of the stage; names its checkpoints.
+        folder: Where checkpoints of all stages lie.
+        progress: Called on the main process.
+    """
+
+    def __init__(self, accelerator: Accelerator, recipe: Recipe, name: str, folder: Path, progress: Progress) -> None:
+        self.accelerator, self.recipe, self.name = accelerator, recipe, name
+        self.folder = folder / name
+        self.progress = progress
+
+    def train(
+        self, objective: nn.Module, batches: Batches, steps: int, rate: float, validate: Callable[[nn.Module], float]
+    ) -> StageReport:
+        """Train for `steps` steps, from the latest checkpoint where there is one.
+
+        Args:
+            objective: Maps ids and weights to (loss, parts).
+            batches: Batch of every step.
+            rate: Highest learning rate.
+            validate: The loss that decides on an early stop, equal on every process.
+
+        Raises:
+            TrainingError: The loss is no number, memory does not suffice, or a checkpoint does not fit.
+        """
+        accelerator, recipe = self.accelerator, self.recipe
+        trained = [p for p in objective.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=recipe.weight_decay)
+        module, optimizer = accelerator.prepare(objective, optimizer)
+        trained = [p for p in module.parameters() if p.requires_grad]
+        report = self._restore(module, optimizer)
+        while report.steps < steps and not report.done:
+            started = time.perf_counter()
+            for group in optimizer.param_groups:
+                group["lr"] = rate * schedule(report.steps, steps, recipe.warmup)
+            try:
+                loss, parts = self._step(module, optimizer, trained, batches, report.steps)
+            except torch.OutOfMemoryError as error:
+                raise TrainingError(
+                    f"stage {self.name} ran out of GPU memory at step {report.steps} with {recipe.batch_size} rows of "
+                    f"{recipe.sequence_length} tokens. Use a smaller --micro-batch-size (the result stays the same), "
+                    f"--gradient-checkpointing, --precision bf16 or more processes; then --resume. Checkpoints are in {self.folder}."
+                ) from error
+            if not math.isfinite(loss):
+                bad = [str(i) for i, part in enumerate(parts) if not math.isfinite(part)]
+                raise TrainingError(
+                    f"the loss of stage {self.name} is {loss} at step {report.steps} (parts {', '.join(bad)} of {len(parts)}): "
+                    "the teacher's activations, or the student's, hold values that are no numbers. Use --precision fp32 or a smaller "
+                    f"rate; then --resume. Checkpoints before it are in {self.folder}."
+                )
+            report.steps += 1
+            report.tokens += recipe.batch_size * recipe.sequence_length
+            seconds = time.perf_counter() - started
+            report.seconds += seconds
+            report.losses.append(loss)
+            report.parts = parts
+            last = report.steps == steps
+            if report.steps % recipe.validate_every == 0 or last:
+                report.validation.append((report.steps, validate(module)))
+                report.stopped_early = plateau([v for _, v in report.validation], recipe.patience) and not last
+            report.done = last or report.stopped_early
+            if accelerator.is_main_process:
+                speed = recipe.batch_size * recipe.sequence_length / seconds
+                self.progress(self.name, report.steps, steps, {"loss": loss, "tokens/s": speed})
+            if report.done or report.steps % recipe.checkpoint_every == 0:
+                self._save(module, optimizer, report)
+        return report
+
+    def _step(
+        self, module: nn.Module, optimizer: Any, trained: list[Tensor], batches: Batches, step: int
+    ) -> tuple[float, list[float]]:
+        """One optimizer step; the loss and its parts over all processes."""
+        accelerator, recipe = self.accelerator, self.recipe
+        batch = batches.batch(step)
+        rows = torch.arange(accelerator.process_index, recipe.batch_size, accelerator.num_processes)
+        passes = rows.split(recipe.micro_batch_size or len(rows))
+        total, total_parts = torch.zeros((), device=accelerator.device), torch.zeros((), device=accelerator.device)
+        optimizer.zero_grad(set_to_none=True)
+        for number, part in enumerate(passes):
+            share = len(part) / len(rows)
+            wait = number + 1 < len(passes)
+            with accelerator.no_sync(module) if wait else contextlib.nullcontext(), accelerator.autocast():
+                loss, parts = module(batch.ids[part].to(accelerator.device), batch.weights[part].to(accelerator.device))
+                accelerator.backward(loss * share)
+            total, total_parts = total + loss.detach() * share, total_parts + parts * share
+        if recipe.clip_norm:
+            accelerator.clip_grad_norm_(trained, recipe.clip_norm)
+        optimizer.step()
+        summed = accelerator.reduce(torch.cat([total[None].float(), total_parts.float()]), reduction="mean").tolist()
+        return summed[0], summed[1:]
+
+    def _save(self, module: nn.Module, optimizer: Any, report: StageReport) -> None:
+        """Write a checkpoint that appears under its name only when it is complete."""
+        accelerator = self.accelerator
+        final = self.folder / f"step-{report.steps:07d}"
+        partial = final.with_suffix(".partial")
+        if accelerator.is_main_process:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        accelerator.wait_for_everyone()
+        weights, state = get_state_dict(module, optimizer, options=PARTIAL)
+        dcp.save({"weights": weights, "optimizer": state}, checkpoint_id=partial, no_dist=not dist.is_initialized())
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            (partial / "report.json").write_text(json.dumps(asdict(report)), encoding="utf-8")
+            shutil.rmtree(final, ignore_errors=True)
+            partial.rename(final)
+            for old in self._checkpoints()[:-KEPT_CHECKPOINTS]:
+                shutil.rmtree(old)
+        accelerator.wait_for_everyone()
+
+    def _checkpoints(self) -> list[Path]:
+        return sorted(p for p in self.folder.glob("step-*") if p.suffix != ".partial")
+
+    def _restore(self, module: nn.Module, optimizer: Any) -> StageReport:
+        """Load the latest checkpoint into module and optimizer."""
+        found = self._checkpoints()
+        if not found:
+            return StageReport(self.name)
+        weights, state = get_state_dict(module, optimizer, options=PARTIAL)
+        try:
+            dcp.load({"weights": weights, "optimizer": state}, checkpoint_id=found[-1], no_dist=not dist.is_initialized())
+            set_state_dict(module, optimizer, model_state_dict=weights, optim_state_dict=state, options=PARTIAL)
+            values = json.loads((found[-1] / "report.json").read_text(encoding="utf-8"))
+        except (dcp.api.CheckpointException, OSError, ValueError, RuntimeError, KeyError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise TrainingError(
+                f"the checkpoint {found[-1]} does not fit this run: {reason}. Resume with the recipe that wrote it, or remove it to "
+                "continue from the one before."
+            ) from error
+        values["validation"] = [(step, loss) for step, loss in values["validation"]]
+        return StageReport(**values)
+
+
+def schedule(step: int, steps: int, warmup: float) -> float:
+    """Factor on the learning rate: a linear rise over the first `warmup` share, then a cosine down to a tenth."""
+    rise = max(1, round(steps * warmup))
+    if step < rise:
+        return (step + 1) / rise
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - rise) / max(1, steps - rise)))
+
+
+def plateau(losses: list[float], patience: int) -> bool:
+    """Whether the last `patience` losses brought no improvement of a thousandth on the best before them."""
+    if patience == 0 or len(losses) <= patience:
+        return False
+    return min(losses[-patience:]) > min(losses[:-patience]) * (1 - 1e-3)

@@ -1,0 +1,301 @@
+"""Linearize a softmax model: attention transfer, then LoRA, then a STILL model folder and an adapter that gives it from the base."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from still_export.errors import ConfigError, TrainingError
+from still_export.linearization import adapter
+from still_export.linearization.modes import HYBRID, SOFTMAX, TrainableAttention, attention_mode, make_trainable
+from still_export.linearization.objectives import FinetuneObjective, TransferObjective
+from still_export.linearization.recipe import Recipe
+from still_export.linearization.tasks import TaskWriter
+from still_export.linearization.texts import Batches, Corpus, held_out_rows, read_corpus
+from still_export.linearization.trainer import Progress, StageReport, Trainer
+from still_export.load import load_model, load_tokenizer
+
+RUN_FILE, REPORT_FILE, WORK = "run.json", "linearize.json", "training"
+
+
+@dataclass
+class Linearization:
+    """What `linearize` did.
+
+    bits_per_byte: Of the held-out text by teacher, student after stage 1 (hybrid, LoRA off), and student.
+    stages: Report of each stage that ran.
+    """
+
+    folder: Path
+    bits_per_byte: dict[str, float]
+    stages: list[StageReport]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Values that JSON can hold."""
+        return {"bits_per_byte": self.bits_per_byte, "stages": [asdict(stage) for stage in self.stages]}
+
+
+def linearize(
+    recipe: Recipe,
+    output: Path,
+    *,
+    resume: bool = False,
+    force: bool = False,
+    command: str = "",
+    progress: Progress = lambda *_: None,
+    log: Callable[[str], None] = lambda _: None,
+) -> Linearization:
+    """Linearize `recipe.base` into the model folder `output`; `output`/adapter holds the adapter.
+
+    Runs on one process, or on all that torchrun or `accelerate launch` started.
+
+    Args:
+        resume: Continue the run whose checkpoints `output` holds.
+        force: Replace an existing folder.
+        command: Recorded in linearize.json.
+        progress: Called after every step.
+        log: Called with a line about each part of the work.
+
+    Raises:
+        TrainingError: Training cannot go on; checkpoints stay intact.
+        DataError: The texts are unusable.
+        ConfigError: The recipe contradicts the model or the folder.
+    """
+    if not recipe.base or not recipe.texts:
+        raise ConfigError("a linearization needs a base model and at least one text file (--text).")
+    accelerator = make_accelerator(recipe)
+    run = LinearizationRun(recipe, output, accelerator, progress, log)
+    run.open_folder(resume, force)
+    stages = []
+    if recipe.transfer_steps:
+        stages.append(run.transfer())
+    finetune, model, attentions = run.finetune()
+    stages += [finetune] if finetune else []
+    bits = run.quality(model, attentions)
+    result = Linearization(output, bits, stages)
+    if accelerator.is_main_process:
+        run.write(result, command)
+    accelerator.wait_for_everyone()
+    return result
+
+
+def make_accelerator(recipe: Recipe) -> Accelerator:
+    """An Accelerator as the recipe says, seeded; float32 products may use TF32, which keeps more bits than bfloat16."""
+    accelerator = Accelerator(
+        mixed_precision="bf16" if recipe.precision == "bf16" else "no", cpu=recipe.device == "cpu" or None
+    )
+    set_seed(recipe.seed)
+    if recipe.precision == "bf16":
+        torch.set_float32_matmul_precision("high")
+    return accelerator
+
+
+class LinearizationRun:
+    """One run: its folder, data and model; every stage starts from the base and the results of the stage before."""
+
+    def __init__(
+        self, recipe: Recipe, output: Path, accelerator: Accelerator, progress: Progress, log: Callable[[str], None]
+    ) -> None:
+        self.recipe, self.output, self.accelerator = recipe, output, accelerator
+        self.progress, self.log = progress, log
+        self.work = output / WORK
+        self.tokenizer = load_tokenizer(recipe.tokenizer or recipe.base)
+        log("reading the base model")
+        self.vocab_size = int(self.load_base().config.vocab_size)
+        log("tokenizing the texts")
+        self.corpus: Corpus = read_corpus(recipe.texts, self.tokenizer, self.vocab_size, recipe.held_out)
+        self.held_out = held_out_rows(self.corpus, recipe.validation_rows, recipe.sequence_length)
+
+    def load_base(self) -> Any:
+        """The base with untrained STILL attention, float32, frozen."""
+        model = load_model(
+            self.recipe.base, attach_untrained=True, still_config=self.recipe.still_config(), dtype=torch.float32
+        )
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        return model
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What must be equal for a run to be continued."""
+        values = self.recipe.to_dict()
+        for name in ("device", "checkpoint_every", "micro_batch_size", "gradient_checkpointing", "precision", "texts", "base", "tokenizer"):
+            del values[name]
+        tokens = hashlib.sha256(self.corpus.train.tobytes()).hexdigest()
+        weights = hashlib.sha256()
+        for name, parameter in self.load_base().named_parameters():
+            weights.update(name.encode())
+            weights.update(parameter.double().sum().numpy().tobytes())
+        return {**values, "training_tokens_sha256": tokens, "base_weights": weights.hexdigest()}
+
+    def open_folder(self, resume: bool, force: bool) -> None:
+        """Make the output folder, or check that it holds this run.
+
+        Raises:
+            ConfigError: It exists and neither resume nor force was given.
+            TrainingError: It belongs to another run.
+        """
+        path = self.work / RUN_FILE
+        mine = self.fingerprint()
+        if resume:
+            try:
+                theirs = json.loads(path.read_text(encoding="utf-8"))
+            except (OSError, ValueError) as error:
+                raise TrainingError(
+                    f"{self.output} holds no run to resume ({RUN_FILE} cannot be read: {error}). Leave out --resume."
+                ) from error
+            differing = sorted(k for k in mine.keys() | theirs.keys() if mine.get(k) != theirs.get(k))
+            if differing:
+                raise TrainingError(
+                    f"{self.output} holds another run: {', '.join(f'{k} {theirs.get(k)} there, {mine.get(k)} here' for k in differing[:3])}. "
+                    "Nothing was changed. Resume with the recipe that started it, or choose another folder."
+                )
+        elif self.accelerator.is_main_process:
+            if self.output.exists() and any(self.output.iterdir()):
+                if not force:
+                    raise ConfigError(f"{self.output} exists. Pass --resume to continue its run, or --force to replace it.")
+                shutil.rmtree(self.output)
+            self.work.mkdir(parents=True)
+            path.write_text(json.dumps(mine, indent=1) + "\n", encoding="utf-8")
+        self.accelerator.wait_for_everyone()
+
+    def batches(self, retrieval: float) -> Batches:
+        """The training batches with a share of retrieval rows."""
+        recipe = self.recipe
+        writer = TaskWriter(self.tokenizer, self.corpus.train)
+        return Batches(
+            self.corpus, writer, recipe.batch_size, recipe.sequence_length, recipe.seed, retrieval, recipe.answer_weight
+        )
+
+    def validate(self, module: nn.Module) -> float:
+        """Loss of the held-out rows."""
+        losses = []
+        with torch.no_grad(), self.accelerator.autocast():
+            for row in self.held_out.to(self.accelerator.device):
+                losses.append(float(module(row[None], torch.ones_like(row[None], dtype=torch.float32))[0]))
+        return sum(losses) / len(losses)
+
+    def transfer(self) -> StageReport:
+        """Stage 1; writes training/transfer.safetensors."""
+        recipe = self.recipe
+        model = self.load_base()
+        attentions = make_trainable(model)
+        for attention in attentions:
+            attention.save_memory = recipe.gradient_checkpointing
+        for _, parameter in adapter.still_parameters(model):
+            parameter.requires_grad_(True)
+        self.log(f"stage 1, attention transfer: {_count(model):,} parameters in {len(attentions)} layers")
+        trainer = Trainer(self.accelerator, recipe, "transfer", self.work, self.progress)
+        objective = TransferObjective(model, attentions)
+        report = trainer.train(objective, self.batches(recipe.retrieval), recipe.transfer_steps, recipe.transfer_rate, self.validate)
+        self._keep("transfer", objective)
+        return report
+
+    def finetune(self) -> tuple[StageReport | None, Any, list[TrainableAttention]]:
+        """Stage 2; writes training/finetune.safetensors. The report, and the model with LoRA."""
+        recipe = self.recipe
+        model = self.load_base()
+        if recipe.transfer_steps:
+            model.load_state_dict(load_file(self.work / "transfer.safetensors"), strict=False)
+        attentions = make_trainable(model)
+        if not recipe.finetune_steps:
+            return None, model.to(self.accelerator.device), attentions
+        set_seed(recipe.seed)  # LoRA starts the same whether or not stage 1 ran in this process
+        if recipe.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.enable_input_require_grads()
+            model.train()
+        model = adapter.attach_lora(model, recipe)
+        self.log(f"stage 2, LoRA: {_count(model):,} parameters, loss {recipe.loss}")
+        trainer = Trainer(self.accelerator, recipe, "finetune", self.work, self.progress)
+        objective = FinetuneObjective(model, attentions, recipe.loss, recipe.selection_weight)
+        report = trainer.train(objective, self.batches(recipe.retrieval), recipe.finetune_steps, recipe.finetune_rate, self.validate)
+        self._keep("finetune", objective)
+        return report, model.eval(), attentions
+
+    def _keep(self, stage: str, objective: nn.Module) -> None:
+        tensors = {n: t.cpu().contiguous() for n, t in adapter.trained_tensors(objective).items()}
+        if self.accelerator.is_main_process:
+            save_file(tensors, self.work / f"{stage}.safetensors")
+        self.accelerator.wait_for_everyone()
+
+    @torch.no_grad()
+    def quality(self, model: Any, attentions: list[TrainableAttention]) -> dict[str, float]:
+        """Bits per byte of the held-out rows: teacher, after stage 1, after stage 2."""
+        finetuned = hasattr(model, "disable_adapter")
+        rows = self.held_out.to(self.accelerator.device)
+
+        def bits(mode: str) -> float:
+            with attention_mode(attentions, mode), self.accelerator.autocast():
+                losses = [cross_entropy(model(row[None], use_cache=False).logits, row[None]) for row in rows]
+            return sum(losses) / len(losses) / math.log(2) / self.corpus.bytes_per_token
+
+        def without_lora(mode: str) -> float:
+            if not finetuned:
+                return bits(mode)
+            with model.disable_adapter():
+                return bits(mode)
+
+        result = {"teacher": without_lora(SOFTMAX), "after attention transfer": without_lora(HYBRID)}
+        if finetuned:
+            result["after LoRA"] = bits(HYBRID)
+        return result
+
+    def write(self, result: Linearization, command: str) -> None:
+        """Write adapter, model, tokenizer and report."""
+        self.log("writing the model")
+        tensors: dict[str, Tensor] = {}
+        for stage in result.stages:
+            tensors.update(load_file(self.work / f"{stage.name}.safetensors"))
+        if not tensors:
+            base = self.load_base()
+            tensors = {n: p.detach() for n, p in adapter.still_parameters(base)}
+        folder = self.output / "adapter"
+        still = self.recipe.still_config()
+        shutil.rmtree(folder, ignore_errors=True)
+        adapter.save_adapter(folder, tensors, still, self.recipe)
+        save_model(adapter.apply_adapter(self.recipe.base, folder), self.tokenizer, self.output)
+        content = {"command": command, "recipe": self.recipe.to_dict(), **result.to_dict()}
+        (self.output / REPORT_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def apply(base: str, adapter_folder: Path, output: Path, *, tokenizer: str | None = None, force: bool = False) -> Any:
+    """Write the STILL model that `adapter_folder` makes of `base`; returns it.
+
+    Raises:
+        ConfigError: `output` exists and `force` is not given.
+        CheckpointError: The folder is no adapter, or of another base.
+    """
+    if output.exists() and any(output.iterdir()):
+        if not force:
+            raise ConfigError(f"{output} exists. Pass --force to replace it.")
+        shutil.rmtree(output)
+    model = adapter.apply_adapter(base, adapter_folder)
+    save_model(model, load_tokenizer(tokenizer or base), output)
+    return model
+
+
+def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write a STILL model and its tokenizer."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def cross_entropy(logits: Tensor, ids: Tensor) -> float:
+    """Mean next-token cross-entropy in nats; logits [B, T, V], ids [B, T]."""
+    return float(nn.functional.cross_entropy(logits[:, :-1].float().transpose(1, 2), ids[:, 1:]))
+
+
+def _count(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)

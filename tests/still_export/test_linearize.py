@@ -1,0 +1,363 @@
+"""Linearization: what the stages change, what resuming and several processes must not change, what users may get wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch.nn.functional import mse_loss
+
+from still_export import linearize as module
+from still_export.config import StillConfig
+from still_export.errors import CheckpointError, ConfigError, DataError, TrainingError
+from still_export.linearization.adapter import still_parameters
+from still_export.linearization.modes import HYBRID, SOFTMAX, attention_mode, make_trainable, selection_loss
+from still_export.linearization.objectives import FinetuneObjective, TransferObjective
+from still_export.linearization.recipe import read_recipe
+from still_export.linearization.tasks import TASKS, TaskWriter
+from still_export.linearization.texts import Batches, read_corpus
+from still_export.linearization.trainer import plateau, schedule
+from still_export.linearize import linearize
+from still_export.load import load_model
+from still_export.models import attach_untrained
+from still_kernels.hybrid_attention import HybridAttentionConfig
+from tests.still_export.tiny import FAMILIES, plain_model, random_ids, still_model
+from tests.still_export.training import byte_tokenizer, make_base, make_text, small_recipe
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_base(tmp_path_factory.mktemp("base") / "model")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_text(tmp_path_factory.mktemp("text") / "text.txt")
+
+
+@pytest.fixture(scope="module")
+def finished(base: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, module.Linearization]:
+    output = tmp_path_factory.mktemp("finished") / "model"
+    return output, linearize(small_recipe(base, text), output)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_softmax_mode_is_the_base_model(family: str) -> None:
+    plain = plain_model(family)
+    model = attach_untrained(plain, StillConfig(chunk_size=8))
+    ids = random_ids(2, 50)
+    with torch.no_grad(), attention_mode(make_trainable(model), SOFTMAX):
+        torch.testing.assert_close(model(ids, use_cache=False).logits, plain(ids).logits, rtol=0, atol=1e-10)
+
+
+def test_transfer_compares_with_the_softmax_stream() -> None:
+    """Each layer's difference is that of its own hybrid output at the teacher's input, whatever the layers before it do."""
+    model = still_model("llama", torch.float64)
+    attentions = make_trainable(model)
+    ids = random_ids(2, 40)
+    seen: dict[int, tuple[Any, ...]] = {}
+    for attention in attentions:
+        attention.o_proj.register_forward_hook(lambda m, x, y, i=attention.layer_idx: seen.__setitem__(i, x[0]))
+    _, layers = TransferObjective(model, attentions)(ids, torch.ones_like(ids))
+    teacher = dict(seen)
+    for index, attention in enumerate(attentions):
+        attention.mode = HYBRID  # layers before it compute softmax: the teacher's stream
+        for other in attentions[:index]:
+            other.mode = SOFTMAX
+        with torch.no_grad():
+            model(ids, use_cache=False)
+        heads = (attention.still.num_heads, attention.head_dim)
+        ours, theirs = (x[index].unflatten(2, heads) for x in (seen, teacher))
+        expected = [
+            mse_loss(ours[b, :, h], theirs[b, :, h]) / theirs[b, :, h].square().mean()
+            for b in range(2)
+            for h in range(heads[0])
+        ]
+        torch.testing.assert_close(layers[index], torch.stack(expected).mean().float(), rtol=1e-4, atol=1e-7)
+
+
+def test_transfer_descends() -> None:
+    model = attach_untrained(plain_model("llama", torch.float32), StillConfig(chunk_size=8, salient_per_chunk=2))
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    trained = [p.requires_grad_(True) for _, p in still_parameters(model)]
+    objective, optimizer = TransferObjective(model, make_trainable(model)), torch.optim.AdamW(trained, lr=1e-2)
+    ids = random_ids(4, 96)
+    losses = []
+    for _ in range(25):
+        optimizer.zero_grad()
+        loss, _ = objective(ids, torch.ones_like(ids))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.97 * losses[0]
+
+
+def test_transfer_trains_maps_and_gates_and_nothing_else(
+    base: Path, finished: tuple[Path, module.Linearization]
+) -> None:
+    output, result = finished
+    maps = load_file(output / "training" / "transfer.safetensors")
+    model = load_model(str(base), attach_untrained=True)
+    expected = {name for name, _ in still_parameters(model)}
+    assert set(maps) == expected
+    before = dict(model.named_parameters())
+    assert all(not torch.equal(tensor, before[name]) for name, tensor in maps.items())
+    assert [len(stage.losses) for stage in result.stages] == [4, 4]
+
+
+def test_adapter_on_the_base_is_the_model(base: Path, finished: tuple[Path, module.Linearization], tmp_path: Path) -> None:
+    output, result = finished
+    again = module.apply(str(base), output / "adapter", tmp_path / "again")
+    ids = torch.randint(0, 256, (1, 100))
+    with torch.no_grad():
+        torch.testing.assert_close(again(ids).logits, load_model(output)(ids).logits, rtol=0, atol=0)
+    names = {n for n in load_file(output / "adapter" / "adapter_model.safetensors") if "lora_" in n}
+    for target in ("q_proj", "k_proj", "v_proj", "o_proj", "g_proj"):
+        assert f"model.layers.2.self_attn.{target}.lora_B.default.weight" in names
+    bits = result.bits_per_byte
+    assert bits["after LoRA"] < bits["after attention transfer"]
+    saved = json.loads((output / "linearize.json").read_text())
+    assert saved["bits_per_byte"] == bits and saved["recipe"]["chunk_size"] == 8
+
+
+def test_saved_model_has_the_reported_quality(finished: tuple[Path, module.Linearization]) -> None:
+    """float16 in the adapter costs nothing that shows."""
+    output, result = finished
+    recipe = json.loads((output / "linearize.json").read_text())["recipe"]
+    corpus = read_corpus(recipe["texts"], byte_tokenizer(), 257, recipe["held_out"])
+    rows = module.held_out_rows(corpus, recipe["validation_rows"], recipe["sequence_length"])
+    model = load_model(output)
+    with torch.no_grad():
+        nats = sum(module.cross_entropy(model(row[None]).logits, row[None]) for row in rows) / len(rows)
+    bits = nats / torch.log(torch.tensor(2.0)).item() / corpus.bytes_per_token
+    assert bits == pytest.approx(result.bits_per_byte["after LoRA"], rel=1e-3)
+
+
+@pytest.mark.parametrize("stop", [("transfer", 3), ("finetune", 3)], ids=["stage 1", "stage 2"])
+def test_killed_run_resumes_to_the_last_digit(
+    stop: tuple[str, int], base: Path, text: Path, finished: tuple[Path, module.Linearization], tmp_path: Path
+) -> None:
+    class Killed(Exception):
+        pass
+
+    def kill(stage: str, step: int, total: int, measured: dict[str, float]) -> None:
+        if (stage, step) == stop:
+            raise Killed
+
+    recipe, output = small_recipe(base, text), tmp_path / "model"
+    with pytest.raises(Killed):
+        linearize(recipe, output, progress=kill)
+    steps: list[tuple[str, int]] = []
+    result = linearize(recipe, output, resume=True, progress=lambda stage, step, *_: steps.append((stage, step)))
+    assert steps[0] == (stop[0], 3)  # the checkpoint after step 2 was found
+    for ours, theirs in zip(result.stages, finished[1].stages, strict=True):
+        assert ours.losses == theirs.losses and ours.validation == theirs.validation
+    assert result.bits_per_byte == finished[1].bits_per_byte
+
+
+@pytest.mark.parametrize("fsdp", [False, True], ids=["ddp", "fsdp"])
+def test_two_processes_have_the_losses_of_one(
+    fsdp: bool, base: Path, text: Path, finished: tuple[Path, module.Linearization], tmp_path: Path
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(small_recipe(base, text).to_dict()), encoding="utf-8")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if fsdp:
+        environment |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "still_export.cli.main"]
+    done = subprocess.run(
+        [*launch, "linearize", "--config", str(recipe), "-o", str(tmp_path / "model"), "--quiet"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads((tmp_path / "model" / "linearize.json").read_text())
+    for ours, theirs in zip(report["stages"], finished[1].stages, strict=True):
+        assert ours["losses"] == pytest.approx(theirs.losses, rel=1e-5)
+    shards = list((tmp_path / "model" / "training" / "finetune").glob("step-*/*.distcp"))
+    assert len(shards) == 4  # two checkpoints, a shard of each process
+
+
+@pytest.mark.parametrize("loss", ["ce", "kl"])
+def test_micro_batches_and_recomputation_change_nothing(loss: str, base: Path, text: Path, tmp_path: Path) -> None:
+    recipe = small_recipe(base, text, transfer_steps=2, finetune_steps=2, sequence_length=200, loss=loss, retrieval=0.5, selection_weight=0.1)
+    whole = linearize(recipe, tmp_path / "whole")
+    cut = linearize(replace(recipe, micro_batch_size=1, gradient_checkpointing=True), tmp_path / "cut")
+    for ours, theirs in zip(cut.stages, whole.stages, strict=True):
+        assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)
+
+
+def test_teacher_inside_the_student_is_the_base() -> None:
+    """KL compares with the base: no LoRA, softmax. Where the student is the base, it is zero."""
+    plain = plain_model("qwen3", torch.float64)
+    model = attach_untrained(plain, StillConfig(chunk_size=8, salient_per_chunk=8, mix_epsilon=0.0))
+    objective = FinetuneObjective(model, make_trainable(model), "kl")
+    ids = random_ids(2, 40)
+    with torch.no_grad():
+        torch.testing.assert_close(objective.teacher_logits(ids), plain(ids).logits, rtol=0, atol=1e-10)
+        assert float(objective(ids, torch.ones(ids.shape))[0]) < 1e-6
+
+
+def test_selection_loss_makes_attended_tokens_salient() -> None:
+    """Descending it on the keys moves a far, attended token into the top k of its chunk."""
+    config = HybridAttentionConfig(1, 1, 4, chunk_size=8, salient_per_chunk=1)
+    generator = torch.Generator().manual_seed(3)
+    query, key = (torch.randn(1, 32, 1, 4, generator=generator) for _ in range(2))
+    wanted = 3
+    key[0, wanted] = query[0, 31] * 3  # the last query attends to it
+    query.requires_grad_(True)
+    start = selection_loss(query, key, torch.tensor([[31]]), config).item()
+    optimizer = torch.optim.Adam([query], lr=0.05)
+    for _ in range(60):
+        optimizer.zero_grad()
+        selection_loss(query, key, torch.tensor([[31]]), config).backward()
+        optimizer.step()
+    from still_export.linearization.modes import margins
+
+    scores = margins(query.detach().transpose(1, 2), key.transpose(1, 2), 8)[0, 0, 1:8]
+    assert int(scores.argmax()) + 1 == wanted
+    assert selection_loss(query, key, torch.tensor([[31]]), config).item() < start
+
+
+def test_batches_depend_on_seed_and_step_alone(text: Path) -> None:
+    tokenizer = byte_tokenizer()
+    corpus = read_corpus([text], tokenizer, 257, 0.1)
+    make = lambda seed: Batches(corpus, TaskWriter(tokenizer, corpus.train), 3, 200, seed, 0.5, 10.0)  # noqa: E731
+    one, other = make(1), make(1)
+    for step in (0, 7, 100):
+        a, b = one.batch(step), other.batch(step)
+        assert torch.equal(a.ids, b.ids) and torch.equal(a.weights, b.weights)
+        assert a.ids.shape == a.weights.shape == (3, 200)
+    assert not torch.equal(one.batch(5).ids, make(2).batch(5).ids)
+    assert set(torch.cat([one.batch(s).weights for s in range(9)]).unique().tolist()) == {0.0, 1.0, 10.0}
+
+
+def test_blocks_of_an_epoch_cover_the_text_once(text: Path) -> None:
+    tokenizer = byte_tokenizer()
+    corpus = read_corpus([text], tokenizer, 257, 0.5)
+    batches = Batches(corpus, TaskWriter(tokenizer, corpus.train), 1, 100, 0, 0.0, 1.0)
+    seen = torch.cat([batches.batch(step).ids for step in range(batches.blocks)])
+    assert sorted(map(tuple, seen.tolist())) == sorted(
+        map(tuple, corpus.train[: batches.blocks * 100].reshape(-1, 100).tolist())
+    )
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_prompt_holds_its_answer_at_the_asked_depth(name: str, text: Path) -> None:
+    import numpy as np
+
+    tokenizer = byte_tokenizer()
+    writer = TaskWriter(tokenizer, read_corpus([text], tokenizer, 257, 0.0).train)
+    for depth in (0.0, 0.5, 1.0):
+        ids, count = writer.prompt(TASKS[name], 700, depth, np.random.default_rng(4))
+        prompt, answer = tokenizer.decode(ids[:-count]), tokenizer.decode(ids[-count:])
+        assert len(ids) == 700 and len(answer.strip()) == 6
+        assert prompt.count(answer) == 1
+        assert prompt.index(answer) / len(prompt) == pytest.approx(0.05 + 0.75 * depth, abs=0.15)
+
+
+def test_schedule_and_plateau() -> None:
+    rates = [schedule(step, 100, 0.1) for step in range(100)]
+    assert rates[0] == 0.1 and max(rates) == rates[9] == 1.0 and rates[-1] == pytest.approx(0.1, abs=1e-3)
+    assert plateau([5.0, 4.0, 4.0, 4.1, 4.0], 3) and not plateau([5.0, 4.0, 4.0, 3.9], 3)
+    assert not plateau([5.0, 5.0], 3) and not plateau([5.0] * 9, 0)
+
+
+def test_stage_ends_on_a_plateau(base: Path, text: Path, tmp_path: Path) -> None:
+    recipe = small_recipe(base, text, transfer_rate=0.0, transfer_steps=20, finetune_steps=0, validate_every=1, patience=2)
+    stage = linearize(recipe, tmp_path / "model").stages[0]
+    assert stage.stopped_early and stage.steps == 3
+
+
+def test_bad_texts_and_tokenizers(base: Path, text: Path, tmp_path: Path) -> None:
+    empty, binary, zeros = tmp_path / "empty.txt", tmp_path / "binary.txt", tmp_path / "zeros.txt"
+    empty.write_text("\n ")
+    binary.write_bytes(b"text \xff\xfe text")
+    zeros.write_bytes(b"text\0text")
+    for path, message in (
+        (empty, "empty"),
+        (binary, "no UTF-8"),
+        (zeros, "zero bytes"),
+        (tmp_path / "none", "cannot be read"),
+    ):
+        with pytest.raises(DataError, match=message):
+            linearize(small_recipe(base, path), tmp_path / "model")
+    small = make_base(tmp_path / "small", "llama")
+    config = json.loads((small / "config.json").read_text())
+    with pytest.raises(DataError, match="belongs to another model"):
+        read_corpus([text], byte_tokenizer(), config["vocab_size"] - 200, 0.1)
+    short = tmp_path / "short.txt"
+    short.write_text("too short")
+    with pytest.raises((DataError, ConfigError), match="fewer than one row"):
+        linearize(small_recipe(base, short), tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+def test_teacher_with_nan_stops_with_its_layer(text: Path, tmp_path: Path) -> None:
+    """Finite weights whose activations overflow; weights that are NaN are refused when they are read."""
+    model = plain_model("llama", torch.float32, vocab_size=257, eos_token_id=256, bos_token_id=None, pad_token_id=None)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.v_proj.weight.fill_(3e38)
+    model.save_pretrained(tmp_path / "base")
+    byte_tokenizer().save_pretrained(tmp_path / "base")
+    recipe = small_recipe(tmp_path / "base", text)
+    with pytest.raises(TrainingError, match=r"step 0 \(parts 1.*no numbers"):
+        linearize(recipe, tmp_path / "model")
+
+
+def test_out_of_memory_names_the_flag(base: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(TransferObjective, "forward", full)
+    with pytest.raises(TrainingError, match="--micro-batch-size"):
+        linearize(small_recipe(base, text), tmp_path / "model")
+
+
+def test_folder_of_another_run_is_left_alone(base: Path, text: Path, finished: tuple[Path, module.Linearization]) -> None:
+    output = finished[0]
+    before = {p: p.stat().st_mtime_ns for p in output.rglob("*")}
+    with pytest.raises(TrainingError, match="another run: chunk_size 8 there, 16 here"):
+        linearize(small_recipe(base, text, chunk_size=16), output, resume=True)
+    with pytest.raises(ConfigError, match="--resume"):
+        linearize(small_recipe(base, text), output)
+    with pytest.raises(TrainingError, match="no run to resume"):
+        linearize(small_recipe(base, text), output / "nothing", resume=True)
+    assert {p: p.stat().st_mtime_ns for p in output.rglob("*")} == before
+
+
+def test_foreign_adapters_are_refused(finished: tuple[Path, module.Linearization], tmp_path: Path) -> None:
+    adapter = finished[0] / "adapter"
+    other = make_base(tmp_path / "other", hidden_size=36)
+    with pytest.raises(CheckpointError):
+        module.apply(str(other), adapter, tmp_path / "model")
+    with pytest.raises(CheckpointError, match="no adapter"):
+        module.apply(str(other), other, tmp_path / "model")
+
+
+def test_recipe_files(tmp_path: Path, base: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"base: {base}\ntransfer_rate: 0.5\ntexts: [here.txt]\n")
+    (tmp_path / "here.txt").write_text("x")
+    recipe = read_recipe(path, {"transfer_steps": 7})
+    assert (recipe.transfer_rate, recipe.transfer_steps, recipe.texts) == (0.5, 7, (str(tmp_path / "here.txt"),))
+    path.write_text("transfer_rat: 1")
+    with pytest.raises(ConfigError, match="'transfer_rate'"):
+        read_recipe(path, {})
+    path.write_text("- a list")
+    with pytest.raises(ConfigError, match="mapping"):
+        read_recipe(path, {})
+    with pytest.raises(ConfigError, match="known: ce, kl"):
+        read_recipe(None, {"loss": "mse"})

