@@ -21,6 +21,7 @@ class Scope:
         self.root: Scope = self if parent is None else parent.root
         self.nodes: list[onnx.NodeProto] = []
         self._constants: dict[tuple[Any, ...], str] = {}
+        self._values: dict[tuple[Any, ...], list[str]] = {}
         self._count = 0
 
     def fresh(self, hint: str) -> str:
@@ -60,15 +61,27 @@ class Scope:
         return self.shape(*value)
 
     def __call__(self, op_type: str, *inputs: Value, out: str | None = None, **attributes: Any) -> str:
-        """Add a node with one output and return the output's name."""
-        return self.multi(op_type, *inputs, out=[out or self.fresh(op_type.lower())], **attributes)[0]
+        """Add a node with one output and return the output's name; an unnamed result that exists already is shared."""
+        return self.multi(op_type, *inputs, out=[out] if out else 1, **attributes)[0]
 
     def multi(self, op_type: str, *inputs: Value, out: int | Sequence[str], **attributes: Any) -> list[str]:
-        """Add a node with several outputs, named or counted."""
-        outputs = [self.fresh(op_type.lower()) for _ in range(out)] if isinstance(out, int) else list(out)
+        """Add a node with several outputs, named or counted; counted ones that exist already are shared."""
         names = [self.name(value) for value in inputs]
-        self.nodes.append(helper.make_node(op_type, names, outputs, **attributes))
-        return outputs
+        if not isinstance(out, int):
+            self.nodes.append(helper.make_node(op_type, names, list(out), **attributes))
+            return list(out)
+        key = (op_type, tuple(names), repr(sorted(attributes.items())))
+        known = self._known(key)
+        if known is None:
+            known = [self.fresh(op_type.lower()) for _ in range(out)]
+            self.nodes.append(helper.make_node(op_type, names, known, **attributes))
+            self._values[key] = known
+        return known
+
+    def _known(self, key: tuple[Any, ...]) -> list[str] | None:
+        """Outputs of an equal node in this scope or one around it."""
+        found = self._values.get(key)
+        return found if found is not None or self.parent is None else self.parent._known(key)
 
     def shape(self, *dims: str | int) -> str:
         """A shape from one-element int64 tensors and numbers (0 copies, -1 infers)."""

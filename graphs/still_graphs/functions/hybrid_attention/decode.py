@@ -19,11 +19,12 @@ class Step:
 
     condition: str
     slot: str  # of the new token, [B, 1, 1]
-    ring_index: str  # [B, HK, 3]: row, head, slot
+    ring_index: str  # [B, 1, HK, 3]: row, head, slot, as ScatterND takes new keys [B, 1, HK, D]
     score_index: str  # [B, H, 3]
-    own_index: str  # slot of the new token, [B, HK, G, 1]
+    own_index: str  # slot of the new token, [B, H, 1, 1]
     own: str  # column is the new token, bool [B, 1, 1, S]
-    others: str  # mask of the saliency window without the token itself, [B, 1, 1, S]
+    others: str  # columns of the saliency window without the token itself, bool [B, 1, 1, S]
+    rest: str  # `others` as a mask
     alone: str  # position 0, bool [B, 1, 1, 1]
     mask: str  # of the local softmax, [B, 1, 1, S]
     held: str  # salient rows cached, [B, 1, 1, 1]
@@ -64,11 +65,12 @@ def make_step(layer: Layer) -> Step | None:
     return Step(
         condition=condition,
         slot=slot_flat,
-        ring_index=index(layer.kv_heads),
+        ring_index=b.unsqueeze(index(layer.kv_heads), 1),
         score_index=index(layer.heads),
         own_index=b("Expand", slot, b.shape(layer.batch, layer.heads, 1, 1)),
         own=b("Equal", age, 0),
         others=others,
+        rest=layer.mask(b, others),
         alone=b("Equal", past, 0),
         mask=mask,
         held=b.reshape(layer.held_rows(b), -1, 1, 1, 1),
@@ -85,16 +87,15 @@ def write_decode(b: Scope, layer: Layer, step: Step, outputs: dict[str, str]) ->
     # Each ring has one writer, and its readers read what it wrote.
     ring = {}
     for name in ("key", "value"):
-        fresh = b.reshape(name, 0, layer.kv_heads, layer.dim)
         out = outputs[f"present_window_{name}"]
-        ring[name] = layer.wide(b, b("ScatterND", f"past_window_{name}", step.ring_index, fresh, out=out))
+        ring[name] = layer.wide(b, b("ScatterND", f"past_window_{name}", step.ring_index, name, out=out))
 
     grouped = b.reshape(scaled, 0, layer.kv_heads, -1, layer.dim)
     logits = b("MatMul", grouped, b("Transpose", ring["key"], perm=[0, 1, 3, 2]))
     logits = b.reshape(logits, 0, layer.heads, 1, -1)  # [B, H, 1, S]
     own = b("GatherElements", logits, step.own_index, axis=3)
     last_slot = b("Equal", b("Mod", b.arange(2 * chunk), chunk), chunk - 1) if layer.saliency != "margin" else ""
-    score = self_saliency(b, layer, logits, own, step.others, step.alone, step.own, last_slot)
+    score = self_saliency(b, layer, logits, own, step.others, step.alone, step.own, last_slot, step.rest)
     score = b.reshape(score, 0, layer.heads)
     b("ScatterND", "past_window_score", step.score_index, score, out=outputs["present_window_score"])
 
@@ -122,7 +123,7 @@ def write_decode(b: Scope, layer: Layer, step: Step, outputs: dict[str, str]) ->
         far = b("MatMul", far, layer.wide(b, "past_salient_value"))
         value = b("Add", value, far if layer.per_query_head else b.reshape(far, *rows))
 
-    phi = features(b, layer, query, layer.weights["q"], (0, layer.heads, 1))
+    phi = features(b, layer, query, layer.weights["q"], (0, layer.heads, 1), rows=1)
     linear = b("MatMul", phi, "past_kv_state")
     mass = b("MatMul", phi, b.unsqueeze("past_z_state", 3))
     if layer.gated:

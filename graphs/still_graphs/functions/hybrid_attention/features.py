@@ -8,13 +8,15 @@ from still_graphs.functions.hybrid_attention.layer import Layer
 FEATURE_FLOOR = 1e-12
 
 
-def features(b: Scope, layer: Layer, x: str, weight: str, lead: tuple[str | int, ...]) -> str:
+def features(b: Scope, layer: Layer, x: str, weight: str, lead: tuple[str | int, ...], rows: int = 0) -> str:
     """phi(x) in float32.
 
     Args:
         x: [..., D] float32.
         weight: [..., D, P], broadcast against x.
         lead: Dimensions of the result before F, for the final reshape of the two-sided maps.
+
+        rows: 1 where x has one row (dimension -2), else 0.
 
     Returns:
         [*lead, F].
@@ -31,8 +33,8 @@ def features(b: Scope, layer: Layer, x: str, weight: str, lead: tuple[str | int,
         # Both signs on an axis of their own: one softmax for the two.
         sign: str = b.constant([[1.0], [-1.0]], "float32")
         if name == "np_softmax_pm":
-            sign = b("Mul", b.unsqueeze(ratio, -2), sign)
-        both = b("Mul", b.unsqueeze(direction, -2), sign)
+            sign = b("Mul", ratio if rows == 1 else b.unsqueeze(ratio, -2), sign)
+        both = b("Mul", direction if rows == 1 else b.unsqueeze(direction, -2), sign)
         phi = b.reshape(b("Softmax", both, axis=-1), *lead, layer.features)
     elif name == "softmax":
         phi = b("Softmax", direction, axis=-1)

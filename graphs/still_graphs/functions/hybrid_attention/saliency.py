@@ -11,7 +11,15 @@ RELEASED_EPSILON = 1e-8
 
 
 def self_saliency(
-    b: Scope, layer: Layer, logits: str, own: str, others: str, alone: str, own_column: str, last_slot: str
+    b: Scope,
+    layer: Layer,
+    logits: str,
+    own: str,
+    others: str,
+    alone: str,
+    own_column: str,
+    last_slot: str,
+    rest_mask: str = "",
 ) -> str:
     """Score of each row's token.
 
@@ -21,6 +29,7 @@ def self_saliency(
         others: Columns of its window without its own, bool, broadcast against `logits`.
         alone: No other token, bool, broadcast against [..., 1].
         own_column: The token's own column, bool. last_slot: Columns in slot C-1 (position mod C), bool.
+        rest_mask: `others` as a mask, where the caller has it.
 
     Returns:
         [..., 1].
@@ -29,7 +38,7 @@ def self_saliency(
         score = _released(b, layer, logits, others, own_column, last_slot)
     else:
         # logsumexp as maximum - log(largest probability): a fused softmax is several times faster than ReduceLogSumExp.
-        rest = b("Add", logits, layer.mask(b, others))
+        rest = b("Add", logits, rest_mask or layer.mask(b, others))
         log_share = b("Log", b("ReduceMax", b("Softmax", rest, axis=-1), [-1]))
         score = b("Add", b("Sub", own, b("ReduceMax", rest, [-1])), log_share)
     return b("Where", alone, math.inf, score)
