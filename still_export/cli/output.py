@@ -20,6 +20,10 @@ from rich.progress import (
 )
 
 
+LONG_PROMPT = 1024
+"""Tokens from which reading a prompt shows a bar."""
+
+
 class Output:
     """Prints a verb's results and progress as its --json and --quiet flags say."""
 
@@ -50,6 +54,23 @@ class Output:
         with Progress(*columns, console=self.errors, transient=not self.errors.is_terminal) as progress:
             task = progress.add_task("starting", total=None)
             yield lambda step: progress.update(task, description=step)
+
+    @contextlib.contextmanager
+    def reading(self, tokens: int) -> Iterator[Callable[[int, int], None]]:
+        """A bar over a prompt of `tokens` tokens, gone when it was read; none for a short one."""
+        if self.quiet or tokens < LONG_PROMPT or not self.errors.is_terminal:
+            yield lambda done, total: None
+            return
+        columns = (TextColumn("reading"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=self.errors, transient=True) as progress:
+            task = progress.add_task("reading", total=tokens)
+
+            def advance(done: int, total: int) -> None:
+                progress.update(task, completed=done)
+                if done == total:
+                    progress.stop()
+
+            yield advance
 
     @contextlib.contextmanager
     def bar(self, what: str, total: int) -> Iterator[Callable[[str], None]]:

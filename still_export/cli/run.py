@@ -73,7 +73,8 @@ def run(
             content = prompt if prompt_file is None else _read(prompt_file)
             ids = text.turn(content or "", True, system) if chat else text.encode(content or "")
         stream = None if as_json else sys.stdout
-        answer = ort.stream_answer(model, text, ids, tokens, sampling, stream)
+        with out.reading(len(ids)) as progress:
+            answer = ort.stream_answer(model, text, ids, tokens, sampling, stream, progress)
     except ort.RunError as error:
         raise PackageError(str(error)) from error
     if as_json:

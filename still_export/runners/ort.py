@@ -14,7 +14,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -250,8 +250,11 @@ class OrtModel:
             self._past[name] = self._tensor(array, state["dtype"])
         self.length = np.asarray(length, np.int64).copy()
 
-    def prefill(self, tokens: Iterable[int], progress: Any = None) -> np.ndarray:
-        """Feed a prompt to the single row in pieces of `prefill_tokens`; logits [V] of its last token."""
+    def prefill(self, tokens: Iterable[int], progress: Callable[[int, int], None] | None = None) -> np.ndarray:
+        """Feed a prompt to the single row in pieces of `prefill_tokens`; logits [V] of its last token.
+
+        `progress` is told the tokens fed and their total after each piece.
+        """
         prompt = np.asarray(list(tokens), np.int64)
         if prompt.size == 0:
             raise RunError("the prompt has no tokens. Give at least one.")
@@ -267,11 +270,16 @@ class OrtModel:
         return logits[0, -1]
 
     def generate(
-        self, prompt: Iterable[int], count: int, sampling: Sampling, stop: Iterable[int] = ()
+        self,
+        prompt: Iterable[int],
+        count: int,
+        sampling: Sampling,
+        stop: Iterable[int] = (),
+        progress: Callable[[int, int], None] | None = None,
     ) -> Iterator[int]:
         """Tokens that follow `prompt`, at most `count`, ending after one of `stop` (which is not yielded)."""
         stops = set(stop)
-        logits = self.prefill(prompt)
+        logits = self.prefill(prompt, progress)
         for step in range(count):
             token = sampling.choose(logits)
             if token in stops:
@@ -329,7 +337,13 @@ class Text:
 
 
 def stream_answer(
-    model: OrtModel, text: Text | None, prompt: list[int], count: int, sampling: Sampling, stream: Any = sys.stdout
+    model: OrtModel,
+    text: Text | None,
+    prompt: list[int],
+    count: int,
+    sampling: Sampling,
+    stream: Any = sys.stdout,
+    progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Write the continuation of `prompt` to `stream` (or nowhere) as it comes; what was generated, and timings."""
     begin = time.perf_counter()
@@ -337,7 +351,7 @@ def stream_answer(
     generated: list[int] = []
 
     def tokens() -> Iterator[int]:
-        for token in model.generate(prompt, count, sampling, model.manifest["eos_token_ids"]):
+        for token in model.generate(prompt, count, sampling, model.manifest["eos_token_ids"], progress):
             times.append(time.perf_counter())
             generated.append(token)
             yield token
