@@ -13,7 +13,7 @@ from typing import Any
 
 from still_export.errors import PackageError, StillExportError
 from still_export.package import MANIFEST, MODEL, Package, open_package, write_manifest
-from still_export.trt_package import GENERATED, TrtOptions
+from still_export.trt_options import GENERATED, TrtOptions
 
 MODULES = {"trt": "tensorrt", "trt-rtx": "tensorrt_rtx_bindings"}
 LOG, TIMING_CACHE = "build.log", "timing.cache"
@@ -225,8 +225,10 @@ class EngineBuilder:
         config = builder.create_builder_config()
         flags = module.BuilderFlag
         if trt.target == "trt" and self.major < 10:
-            config.set_flag(flags.FP16)
-            config.set_flag(flags.OBEY_PRECISION_CONSTRAINTS)
+            if self.package.manifest["model"]["dtype"] == "float16":
+                config.set_flag(flags.FP16)
+                config.set_flag(flags.OBEY_PRECISION_CONSTRAINTS)
+            config.builder_optimization_level = self.trt.optimization_level
             config.set_tactic_sources(0)  # cuBLAS and cuDNN bring nothing to these graphs, and may be absent
         if trt.version_compatible:
             config.set_flag(flags.VERSION_COMPATIBLE)
@@ -283,19 +285,25 @@ class EngineBuilder:
             yield profile
 
     def _fix_precisions(self, network: Any) -> None:
-        """Hold every layer to the types that the graph says: before 10 they are hints, and norms would run in half precision."""
-        module = self.module
-        floats = (module.float32, module.float16)
-        kinds = module.LayerType
-        free = {kinds.CONSTANT, kinds.CAST, kinds.PLUGIN_V2, kinds.SHAPE, kinds.IDENTITY}
+        """Hold every layer to the types that the graph says: before 10 they are hints, and norms would run in half precision.
+
+        The parsed network does not know the types of its inner tensors, so the package lists those of the graph.
+        """
+        module, types = self.module, self.package.manifest["value_types"]
+        kinds = {"float32": module.float32, "float16": module.float16}
+        free = {getattr(module.LayerType, n) for n in ("CONSTANT", "CAST", "PLUGIN_V2", "SHAPE", "IDENTITY")}
         for index in range(network.num_layers):
             layer = network.get_layer(index)
-            outputs = [layer.get_output(i) for i in range(layer.num_outputs)]
-            if layer.type in free or not outputs or any(o is None or o.dtype not in floats for o in outputs):
+            names = [layer.get_output(i).name for i in range(layer.num_outputs)]
+            if layer.type in free or not names or any(types.get(name) not in kinds for name in names):
                 continue
-            layer.precision = outputs[0].dtype
-            for i, output in enumerate(outputs):
-                layer.set_output_type(i, output.dtype)
+            layer.precision = kinds[types[names[0]]]
+            for i, name in enumerate(names):
+                layer.set_output_type(i, kinds[types[name]])
+        for index in range(network.num_outputs):
+            output = network.get_output(index)
+            if types.get(output.name) in kinds:
+                output.dtype = kinds[types[output.name]]
 
     def _check_plugin_layers(self, plan: Any) -> None:
         """Raise unless every still node became a plugin layer: the parser would take a function in its place, silently."""
@@ -319,8 +327,8 @@ class EngineBuilder:
 def plugin_layers(inspected: str) -> dict[str, int]:
     """Plugin layers by plugin type of the first profile, from the engine inspector's JSON."""
     counts: dict[str, int] = {}
-    for layer in json.loads(inspected)["Layers"]:
-        # Layers of further profiles carry the profile's number in their names.
+    for layer in json.loads(inspected, strict=False)["Layers"]:
+        # The text holds raw control characters. Layers of further profiles carry the profile's number in their names.
         if isinstance(layer, dict) and "PluginType" in layer and "[profile " not in layer["Name"]:
             counts[layer["PluginType"]] = counts.get(layer["PluginType"], 0) + 1
     return counts

@@ -5,62 +5,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from still_export.errors import ConfigError, UnsupportedError
+from still_export.errors import UnsupportedError
 from still_export.onnx_package import ExportOptions, Progress, export_onnx
 from still_export.package import MANIFEST, MODEL, Package, open_package, staged_folder, write_manifest
 from still_export.plugins import build_plugins, find_tensorrt_headers, pack_archive
+from still_export.trt_options import GENERATED, TrtOptions
 
-PREFILL_TOKENS = 2048
-ARCHS = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90")
-RTX_ARCHS = ("sm_86", "sm_89", "sm_120")
 KERNELS = "kernels.bin"
-GENERATED = ("format_version", "versions", "files")
 RUNNER_FILES = {"ort.py": "run_ort.py", "tensorrt.py": "run_trt.py", "cuda_driver.py": "cuda_driver.py"}
-
-
-@dataclass(frozen=True)
-class TrtOptions:
-    """What a TensorRT package is asked for beyond the model.
-
-    Args:
-        target: trt, or trt-rtx.
-        archs: Architectures that kernels (trt) or engines (trt-rtx) are compiled for; empty = the defaults of the target.
-        prefill_tokens: Tokens of one prefill call.
-        batch: Largest batch of the engines.
-        version_compatible: Engines that later versions of TensorRT run too.
-        strip_weights: Engines without weights, to be refitted from the package (TensorRT 10 and later).
-        workspace_mib: Limit of TensorRT's workspace, 0 = none.
-        tensorrt_include: Folders of NvInfer.h to compile the plugin library for; empty = the usual places.
-    """
-
-    target: str = "trt"
-    archs: tuple[str, ...] = ()
-    prefill_tokens: int = PREFILL_TOKENS
-    batch: int = 8
-    version_compatible: bool = False
-    strip_weights: bool = False
-    workspace_mib: int = 0
-    tensorrt_include: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.target not in ("trt", "trt-rtx"):
-            raise ConfigError(f"target {self.target!r} is unknown; known: trt, trt-rtx.")
-        for name in ("prefill_tokens", "batch"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}; it must be at least 1.")
-        if self.prefill_tokens < 2:
-            raise ConfigError("prefill_tokens=1 leaves no prefill profile; give at least 2.")
-        if self.workspace_mib < 0:
-            raise ConfigError(f"workspace_mib={self.workspace_mib}; it must not be negative.")
-
-    @property
-    def architectures(self) -> tuple[str, ...]:
-        """Architectures asked for, or the target's defaults."""
-        return self.archs or (ARCHS if self.target == "trt" else RTX_ARCHS)
 
 
 def export_trt(
@@ -131,6 +87,7 @@ def _fill(source: Path, folder: Path, trt: TrtOptions, say: Progress) -> None:
         prefill_tokens=trt.prefill_tokens,
         trt={**{k: list(v) if isinstance(v, tuple) else v for k, v in config.items()}, "passes": passes},
         plugin_layers=_plugin_nodes(graph),
+        value_types=_value_types(graph) if target.plugins else {},
         engines=[],
     )
     for state in manifest["states"]:
@@ -157,6 +114,20 @@ def _plugin_nodes(graph: Any) -> dict[str, int]:
         if node.domain == DOMAIN:
             counts[node.op_type] = counts.get(node.op_type, 0) + 1
     return counts
+
+
+def _value_types(graph: Any) -> dict[str, str]:
+    """Element type of every floating point value that a node computes; builders without strong typing are held to them."""
+    import onnx
+
+    names = {
+        onnx.TensorProto.FLOAT: "float32",
+        onnx.TensorProto.FLOAT16: "float16",
+        onnx.TensorProto.BFLOAT16: "bfloat16",
+    }
+    inferred = onnx.shape_inference.infer_shapes(graph).graph
+    values = (*inferred.value_info, *inferred.output)
+    return {v.name: names[kind] for v in values if (kind := v.type.tensor_type.elem_type) in names}
 
 
 def _write_plugins(graph: Any, folder: Path, trt: TrtOptions, say: Progress) -> dict[str, str]:

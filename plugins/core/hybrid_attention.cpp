@@ -11,19 +11,18 @@ namespace still
 namespace
 {
 
-constexpr int64_t kStatistics = 3; // numbers kept per row of a chunk
 constexpr size_t kFloatBytes = 4;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Programs that share the salient cache of one select head: enough to fill the chip, 32 slots each at least.
+// Programs that share the salient cache of one select head: enough to fill the chip, 32 slots each at least, 24 at most.
 int64_t decode_splits(int64_t batch, int64_t select_heads, int64_t slots, int64_t programs)
 {
     if (slots == 0)
         return 1;
     int64_t const fill = ceil_div(programs, batch * select_heads);
     int64_t const wanted = std::max(fill, ceil_div(slots, 256));
-    return std::max<int64_t>(1, std::min({ceil_div(slots, 32), wanted, int64_t{64}}));
+    return std::max<int64_t>(1, std::min({ceil_div(slots, 32), wanted, int64_t{24}}));
 }
 
 // The sizes that grids and workspace follow from.
@@ -34,7 +33,7 @@ struct Sizes
           features(call.size("F")), chunk(call.size("C")), slots(call.size("N")), tiles((token_count + chunk - 2) / chunk + 1),
           folds(call.text("overflow") != "error"), segment(folds ? 1 : std::min(variant.constant("segment_tiles"), tiles)),
           splits(decode_splits(batch_size, select_heads, slots, variant.constant("decode_programs"))),
-          evicted_rows(variant.constant("evicted_rows")), element_bytes(type_bytes(call.activation)),
+          window_parts(variant.constant("window_parts")), evicted_rows(folds ? variant.constant("evicted_rows") : 0), element_bytes(type_bytes(call.activation)),
           linear_bytes(call.activation == Type::kFloat32 ? 4 : 2)
     {
     }
@@ -51,7 +50,8 @@ struct Sizes
     bool folds;
     int64_t segment;
     int64_t splits;
-    int64_t evicted_rows;
+    int64_t window_parts; // of the ring in decode
+    int64_t evicted_rows; // rows that a folding policy may move out of the cache at once
     size_t element_bytes;
     size_t linear_bytes; // of the linear part's operands
 };
@@ -176,8 +176,8 @@ private:
                 bytes *= static_cast<size_t>(size);
             arguments[name] = builder.region(bytes);
         };
-        for (char const* name : {"score", "stats", "flags", "evicted_key", "evicted_value", "evicted_count", "prefix_kv", "prefix_z",
-                 "part_acc", "part_ml", "part_lin", "part_den", "part_score", "counters"})
+        for (char const* name : {"score", "flags", "prefix_kv", "prefix_z", "phi_q", "phi_k", "mass", "evicted_key", "evicted_value",
+                 "evicted_count", "part_acc", "part_ml", "part_window", "part_lin", "part_den", "counters"})
             arguments[name] = {};
         bool const decode = s.tokens == 1;
         if (!decode)
@@ -185,27 +185,32 @@ private:
             region("score", kFloatBytes, {s.batch * s.tokens, s.heads});
             region("prefix_kv", s.linear_bytes, {s.batch, s.segment, s.heads, s.features, s.head_dim});
             region("prefix_z", kFloatBytes, {s.batch, s.segment, s.heads, s.features});
-            if (!s.folds)
-                region("stats", kFloatBytes, {s.batch, s.tiles + 2, s.heads, kStatistics, s.chunk});
+            region("phi_q", s.linear_bytes, {s.batch, s.segment, s.heads, s.chunk, s.features});
         }
         else
         {
-            region("part_acc", kFloatBytes, {s.batch, s.heads, s.splits + 1, s.head_dim});
-            region("part_ml", kFloatBytes, {s.batch, s.heads, s.splits + 1, 2});
+            int64_t const parts = s.splits + s.window_parts + 1;
+            region("part_acc", kFloatBytes, {s.batch, s.heads, parts, s.head_dim});
+            region("part_ml", kFloatBytes, {s.batch, s.heads, parts, 2});
+            region("part_window", kFloatBytes, {s.batch, s.heads, s.window_parts, 4});
             region("part_lin", kFloatBytes, {s.batch, s.heads, s.head_dim});
             region("part_den", kFloatBytes, {s.batch, s.heads});
-            region("part_score", kFloatBytes, {s.batch, s.heads});
             // Never read: the chunk that a step promotes lies in the ring.
             arguments["score"] = builder.output("present_window_score");
-            if (s.folds) // scan writes no prefix here, but takes the pointers
-            {
-                region("prefix_kv", s.linear_bytes, {16});
-                region("prefix_z", kFloatBytes, {16});
-            }
             arguments["counters"] = builder.persistent(kFloatBytes * static_cast<size_t>(s.batch * 2 * s.heads));
         }
+        if (decode && s.folds) // named by the kernels, not written in decode
+        {
+            region("prefix_kv", s.linear_bytes, {16});
+            region("prefix_z", kFloatBytes, {16});
+            region("phi_q", s.linear_bytes, {16});
+        }
         if (!decode || s.folds)
+        {
             region("flags", 1, {s.batch, s.tiles + 2, s.select_heads, s.chunk});
+            region("phi_k", s.linear_bytes, {s.batch, s.segment, s.heads, s.chunk + s.evicted_rows, s.features});
+            region("mass", kFloatBytes, {s.batch, s.segment, s.heads, s.features});
+        }
         if (s.folds)
         {
             region("evicted_key", s.element_bytes, {s.batch, s.select_heads, s.evicted_rows, s.head_dim});
@@ -220,7 +225,7 @@ private:
         arguments["first_tile"] = number(0);
         arguments["n_tiles"] = number(s.tiles);
         arguments["store_prefix"] = number(1);
-        builder.kernel("score", {(s.tiles + 2) * variant.constant("score_blocks_per_chunk"), s.heads, s.batch}, arguments);
+        builder.kernel("score", {s.tiles * variant.constant("score_blocks_per_chunk"), s.heads, s.batch}, arguments);
         if (!s.folds)
             builder.kernel("select", {s.tiles, s.select_heads, s.batch}, arguments);
         for (int64_t first = 0; first < s.tiles; first += s.segment)
@@ -230,6 +235,7 @@ private:
             arguments["n_tiles"] = number(count);
             if (s.folds) // the cache is right for one chunk at a time
                 builder.kernel("select", {1, s.select_heads, s.batch}, arguments);
+            builder.kernel("features", {2 * ceil_div(count, variant.constant("features_tiles")), s.heads, s.batch}, arguments);
             builder.kernel("scan", {variant.constant("scan_programs"), s.heads, s.batch}, arguments);
             builder.kernel("attend", {ceil_div(count * s.chunk, variant.constant("attend_rows")), s.heads, s.batch}, arguments);
         }
@@ -245,10 +251,11 @@ private:
         if (s.folds)
         {
             builder.kernel("select", {1, s.select_heads, s.batch}, arguments);
+            builder.kernel("features", {1, s.heads, s.batch}, arguments); // keys only
             builder.kernel("scan", {variant.constant("scan_programs"), s.heads, s.batch}, arguments);
         }
-        int64_t const group = s.heads / s.select_heads;
-        builder.kernel("decode", {group * (1 + variant.constant("value_slices")) + s.splits, s.select_heads, s.batch}, arguments);
+        int64_t const jobs = variant.constant("value_slices") + s.window_parts + 1;
+        builder.kernel("decode", {s.heads / s.select_heads * jobs + s.splits, s.select_heads, s.batch}, arguments);
     }
 };
 

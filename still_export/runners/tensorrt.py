@@ -9,6 +9,7 @@ Exports copy this file into the package as run_trt.py, where it is a program of 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import sys
 from collections.abc import Iterable, Iterator
@@ -26,6 +27,7 @@ except ImportError:  # in a package, beside its own copies
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 NUMPY_TYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+NUMPY_TYPES |= {"float": np.float32, "half": np.float16, "bf16": np.uint16}  # TensorRT's names
 PREFILL, DECODE = 0, 1
 
 
@@ -51,7 +53,18 @@ def load_plugin_library(module: Any, folder: Path, manifest: dict[str, Any], plu
     if not plugin.is_file():
         raise TrtError(f"the plugin library {plugin} is missing (searched there only). Name it with --plugin FILE.")
     registry = module.get_plugin_registry()
-    if registry.load_library(str(plugin.resolve())) is None:
+    if int(major) < 10:
+        # 8.6.0's registry does not load libraries (8.6.1's does): the variant that registers itself serves both.
+        itself = plugin.with_name(f"{plugin.stem.removesuffix('_static')}_static.so")
+        try:
+            ctypes.CDLL(str(itself.resolve()))
+        except OSError as error:
+            raise TrtError(f"the plugin library {itself} cannot be loaded: {error}.") from error
+        known = {creator.name for creator in registry.plugin_creator_list}
+        loaded = known.issuperset(manifest.get("plugin_layers", {}))
+    else:
+        loaded = registry.load_library(str(plugin.resolve())) is not None
+    if not loaded:
         raise TrtError(
             f"TensorRT {module.__version__} cannot load the plugin library {plugin}; it was built for another version."
         )
@@ -175,27 +188,28 @@ class TrtModel:
         """Device memory of the state."""
         return sum(buffer.size for buffer in self._state.values())
 
-    def start(self, batch: int = 1, tokens: int = 0) -> None:
-        """Forget everything; `batch` rows, room for `tokens` tokens at once (it grows when needed; 0 = the least)."""
+    def start(self, batch: int = 1, tokens: int = 0, slots: int = 0) -> None:
+        """Forget everything; `batch` rows, room for `tokens` tokens at once (it grows when needed; 0 = the least), `slots` at least."""
         if not 1 <= batch <= self.entry["batch"]:
             raise TrtError(
                 f"batch {batch} is outside 1..{self.entry['batch']} of the engine. Build it again: still-export build {self.folder} "
                 f"--batch {batch}"
             )
-        self.batch, self.room, self.room_slots = batch, 0, 0
+        self.batch, self.room, self.room_slots = batch, 0, slots
         self.length = np.zeros(batch, np.int64)
         self._state: dict[str, Buffer] = {}
         self._state_shapes: dict[str, tuple[int, ...]] = {}
         vocabulary = self.manifest["model"]["vocab_size"]
         rows = self.prefill_tokens if self.manifest["model"]["all_logits"] else 1
-        self._logit_type = NUMPY_TYPES[self.manifest["model"]["dtype"]]
+        # Builders without strong typing may give an output another type than the graph does.
+        self._logit_type = NUMPY_TYPES[str(self.engine.get_tensor_dtype("logits")).rsplit(".", 1)[-1].lower()]
         sizes = {
             "input_ids": 4 * batch * self.prefill_tokens,
             "new_tokens": 4 * batch,
             "past_length": 4 * batch,
             "present_length": 4 * batch,
             "next_token": 4 * batch * rows,
-            "logits": ITEM_BYTES[self.manifest["model"]["dtype"]] * batch * rows * vocabulary,
+            "logits": np.dtype(self._logit_type).itemsize * batch * rows * vocabulary,
         }
         try:
             self._io = {name: Buffer(self.driver, size) for name, size in sizes.items()}
@@ -270,22 +284,31 @@ class TrtModel:
             self._resize(needed)
 
     def feed(self, input_ids: np.ndarray, new_tokens: np.ndarray | None = None) -> np.ndarray:
-        """Run one call.
+        """Run one call, in pieces where it has more tokens than the engine's prefill profile.
 
         Args:
-            input_ids: [B, T], right-padded; T at most `prefill_tokens`.
+            input_ids: [B, T], right-padded.
             new_tokens: Tokens that each row brings, [B]; None = T.
 
         Returns:
             Logits, [B, 1, V] of each row's last new token, or [B, T, V] if the package was exported so.
         """
-        tokens = input_ids.shape[1]
-        if tokens > self.prefill_tokens:
-            raise TrtError(
-                f"{tokens} tokens in one call; the engine takes {self.prefill_tokens}. Feed the prompt in pieces."
-            )
+        tokens, step = input_ids.shape[1], self.prefill_tokens
         counts = np.full(self.batch, tokens, np.int32) if new_tokens is None else np.asarray(new_tokens, np.int32)
         self._room_for(int(counts.max()))
+        if tokens <= step:
+            return self._call(input_ids, counts)
+        pieces: list[np.ndarray] = []
+        for begin in range(0, tokens, step):
+            here = np.clip(counts - begin, 0, step).astype(np.int32)
+            logits = self._call(input_ids[:, begin : begin + step], here)
+            if pieces and not self.manifest["model"]["all_logits"]:
+                logits = np.where((here > 0)[:, None, None], logits, pieces.pop())
+            pieces.append(logits)
+        return np.concatenate(pieces, axis=1)
+
+    def _call(self, input_ids: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        tokens = input_ids.shape[1]
         self._io["input_ids"].write(np.ascontiguousarray(input_ids, np.int32))
         self._io["new_tokens"].write(counts)
         self._io["past_length"].write(self.length.astype(np.int32))
@@ -295,6 +318,28 @@ class TrtModel:
         return self._io["logits"].read(
             np.empty((self.batch, rows, self.manifest["model"]["vocab_size"]), self._logit_type)
         )
+
+    def infer(self, feed: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """One call with its state given and returned, named as in the graph; for comparing with other runtimes."""
+        batch = feed["input_ids"].shape[0]
+        given = {s["name"]: feed[f"past_{s['name']}"] for s in self.states}
+
+        def room(symbol: str) -> int:
+            return max((given[s["name"]].shape[2] for s in self.states if symbol in s["shape"]), default=0)
+
+        self.start(batch, room("capacity"), max(1, room("slots")))
+        self.length = np.asarray(feed["past_length"], np.int64)
+        self._room_for(int(np.max(feed["new_tokens"])))
+        for name, array in given.items():
+            held = np.zeros(self._state_shapes[name], array.dtype)
+            held[tuple(slice(0, n) for n in array.shape)] = array
+            self._state[name].write(held)
+            self.driver.synchronize()  # before `held` is freed
+        outputs = {"logits": self._floats(self.feed(feed["input_ids"], feed["new_tokens"]))}
+        for name, array in self.state_arrays().items():
+            outputs[f"present_{name}"] = array[tuple(slice(0, n) for n in given[name].shape)].copy()
+        outputs["present_length"] = self.length
+        return outputs
 
     def _decode_graph(self) -> Any:
         """The captured decode step: it reads the token it chose before, and leaves the next one and the longer lengths behind."""

@@ -19,8 +19,9 @@ ATTRIBUTES.update(chunk_size=32, salient_per_chunk=5, mix_epsilon=1e-5)
 ABSENT = {"window_factor", "past_salient_score"}
 TYPES = {"ptr": "p", "i32": "i", "f32": "f"}
 ARGUMENTS = {  # orders differ on purpose: the core goes by name
-    "score": ["T:i32", "query:ptr", "key:ptr", "score:ptr", "stats:ptr", "past_length:ptr", "scale:f32", "R:i32"],
+    "score": ["T:i32", "query:ptr", "key:ptr", "score:ptr", "past_length:ptr", "scale:f32", "R:i32"],
     "select": ["flags:ptr", "first_tile:i32", "K:i32", "window_factor:ptr"],
+    "features": ["phi_q:ptr", "phi_k:ptr", "first_tile:i32", "n_tiles:i32"],
     "scan": ["kv_state:ptr", "prefix_kv:ptr", "prefix_z:ptr", "first_tile:i32", "n_tiles:i32", "W_HEADS:i32"],
     "attend": ["output:ptr", "query_start:ptr", "salient_key:ptr", "epsilon:f32", "first_tile:i32", "n_tiles:i32"],
     "commit": ["window_key:ptr", "new_tokens:ptr", "H:i32", "HK:i32", "N:i32"],
@@ -30,6 +31,8 @@ CONSTANTS = {
     "segment_tiles": 4,
     "scan_programs": 3,
     "score_blocks_per_chunk": 2,
+    "features_tiles": 3,
+    "window_parts": 2,
     "attend_rows": 48,
     "value_slices": 2,
     "decode_programs": 60,
@@ -113,7 +116,7 @@ def test_shared_feature_weights_are_one_head(op: CoreOp, recorder: Recorder) -> 
         given[i] = ("float16", (1, 48, 64))
     op.prepare(given)
     op.launch(*addresses(op), 0x7000000, 5)
-    assert values(recorder.launches()[2][1], "scan")["W_HEADS"] == 1
+    assert values(recorder.launches()[3][1], "scan")["W_HEADS"] == 1
 
 
 @pytest.mark.parametrize(
@@ -162,20 +165,14 @@ def test_prefill_launches(op: CoreOp, recorder: Recorder) -> None:
     op.prepare(given)
     loaded = len(recorder.log("cuModuleLoadData"))
     op.launch(ins, outs, 0x7000000, 5)
-    assert len(recorder.log("cuModuleLoadData")) == loaded == 5, "modules load when prepared, never at launch"
+    assert len(recorder.log("cuModuleLoadData")) == loaded == 6, "modules load when prepared, never at launch"
     launches = recorder.launches()
     # 150 tokens touch at most 6 chunks of 32; segments of 4
     assert [name for name, _ in launches] == [
-        f"{k}_kernel" for k in ("score", "select", "scan", "attend", "scan", "attend", "commit")
+        f"{k}_kernel" for k in ("score", "select", "features", "scan", "attend", "features", "scan", "attend", "commit")
     ]
     assert [fields["grid"] for _, fields in launches] == [
-        "16,6,2",
-        "6,6,2",
-        "3,6,2",
-        "3,6,2",
-        "3,6,2",
-        "2,6,2",
-        "6,2,1",
+        *("12,6,2", "6,6,2", "4,6,2", "3,6,2", "3,6,2", "2,6,2", "3,6,2", "2,6,2", "6,2,1")
     ]
     assert {fields["block"] for _, fields in launches} == {"128,1,1"}
     assert {fields["shared"] for _, fields in launches} == {"1000"} and {
@@ -189,16 +186,16 @@ def test_prefill_launches(op: CoreOp, recorder: Recorder) -> None:
     assert values(launches[1][1], "select")["window_factor"] == 0, "an absent optional input is null"
     assert [values(f, "scan")["first_tile"] for n, f in launches if n == "scan_kernel"] == [0, 4]
     assert [values(f, "scan")["n_tiles"] for n, f in launches if n == "scan_kernel"] == [4, 2]
-    attend = values(launches[3][1], "attend")
+    attend = values(launches[4][1], "attend")
     assert attend["salient_key"] == at["present_salient_key"], "kernels work on the present state"
     assert attend["output"] == at["output"] and attend["epsilon"] == pytest.approx(1e-5)
     commit = values(launches[-1][1], "commit")
     assert (commit["H"], commit["HK"], commit["N"]) == (6, 3, 80)
     # regions of the workspace: distinct, 256-aligned, in bounds
-    scan = values(launches[2][1], "scan")
+    scan = values(launches[3][1], "scan")
     regions = [
         score["score"],
-        score["stats"],
+        values(launches[2][1], "features")["phi_k"],
         values(launches[1][1], "select")["flags"],
         scan["prefix_kv"],
         scan["prefix_z"],
@@ -215,7 +212,9 @@ def test_decode_is_one_launch_with_its_own_counters(core: Core, op: CoreOp, reco
     ins, outs = addresses(op)
     op.launch(ins, outs, 0x7000000, 0)
     ((name, fields),) = recorder.launches()
-    assert name == "decode_kernel" and fields["grid"] == "6,6,2"  # 3 splits of 32 slots, 2 slices, 1 head
+    assert (
+        name == "decode_kernel" and fields["grid"] == "8,6,2"
+    )  # 3 splits of 32 slots, 2 slices and 2 parts of the ring and 1 for 1 head
     assert values(fields, "decode")["NS"] == 3
     other = core.op("HybridAttention", ATTRIBUTES, absent_mask(ABSENT))
     other.prepare(given)

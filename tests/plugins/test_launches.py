@@ -164,7 +164,10 @@ def test_the_core_mirrors_the_python_launcher(
             elif key == "score" and tokens == 1:
                 assert int(got[key]) == at["past_window_score"]
             elif key != "counters":
-                assert int(got[key]) >= workspace and regions.setdefault(key, int(got[key])) == int(got[key]), (name, key)
+                assert int(got[key]) >= workspace and regions.setdefault(key, int(got[key])) == int(got[key]), (
+                    name,
+                    key,
+                )
     table = launch.device_table(config, torch.device("cpu"), dtype == torch.float32)
     splits = launch.decode_splits(batch, config.select_heads, state.slots, table.decode_programs)
     shapes = launch.workspace_shapes(config, batch, tokens, batch * tokens, table, splits)

@@ -22,7 +22,8 @@ from still_export.build import (
 )
 from still_export.errors import ConfigError, PackageError
 from still_export.package import Package, open_package, write_manifest
-from still_export.trt_package import TrtOptions, kernel_variants, lower_package
+from still_export.trt_options import TrtOptions
+from still_export.trt_package import kernel_variants, lower_package
 from still_graphs.pipelines import run_pipeline
 from tests.still_graphs.small_graph import SALIENT, SIZES, small_graph, state_shape, state_type, states
 

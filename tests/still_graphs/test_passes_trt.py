@@ -134,6 +134,24 @@ def test_lower_opset_single_operators(op: str, attributes: dict[str, str]) -> No
     np.testing.assert_allclose(after, before, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("start", "end", "expected"), [(1, 3, [5, 7]), (-2, -1, [5]), (0, None, [3, 5, 7]), (0, 1, [3])]
+)
+def test_parts_of_shapes_are_picked_from_the_whole(start: int, end: int | None, expected: list[int]) -> None:
+    import onnxruntime
+
+    info = helper.make_tensor_value_info
+    attributes = {"start": start} | ({} if end is None else {"end": end})
+    node = helper.make_node("Shape", ["x"], ["y"], **attributes)
+    ends = [info("x", TensorProto.FLOAT, ["a", "b", "c"])], [info("y", TensorProto.INT64, ["n"])]
+    opsets = [helper.make_opsetid("", 23)]
+    model = helper.make_model(helper.make_graph([node], "g", *ends), opset_imports=opsets, ir_version=10)
+    lower_opset(model)
+    assert not [n for n in model.graph.node if n.op_type == "Shape" and attribute(n, "end") is not None]
+    feeds = {"x": np.zeros((3, 5, 7), np.float32)}
+    assert onnxruntime.InferenceSession(model.SerializeToString()).run(None, feeds)[0].tolist() == expected
+
+
 def test_lower_opset_names_what_it_cannot_write() -> None:
     info = helper.make_tensor_value_info
     node = helper.make_node("Attention", ["q", "k", "v"], ["y"], name="attend")

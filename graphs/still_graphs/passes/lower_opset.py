@@ -178,8 +178,22 @@ def _swish(node: onnx.NodeProto, r: Rewriter, types: dict[str, int]) -> int:
     return 1
 
 
+def _shape(node: onnx.NodeProto, r: Rewriter, types: dict[str, int]) -> int:
+    """A part of a shape, picked from the whole: TensorRT 8.6 reads opset 17 but ignores Shape's start and end."""
+    start, end = attribute(node, "start", 0), attribute(node, "end")
+    if start == 0 and end is None:
+        r.nodes.append(node)
+        return 0
+    if end is None or (start < 0) != (end < 0):
+        raise _unsupported(node, f"is handled for a start and an end counted from one side, here {start} and {end};")
+    whole = r.node("Shape", [node.input[0]], hint=f"{node.output[0]}.whole")
+    r.node("Gather", [whole, r.constant(list(range(start, end)), "int64")], node.output[0], axis=0)
+    return 1
+
+
 WRITERS: dict[str, Callable[[onnx.NodeProto, Rewriter, dict[str, int]], int]] = {
     "RMSNormalization": _rms_normalization,
+    "Shape": _shape,
     "Split": _split,
     "Gelu": _gelu,
     "Swish": _swish,
