@@ -19,7 +19,6 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-
 LONG_PROMPT = 1024
 """Tokens from which reading a prompt shows a bar."""
 

@@ -342,6 +342,14 @@ def test_bad_config(changes: dict, match: str) -> None:
         make_config(**changes)
 
 
+def test_spellings_of_the_specification() -> None:
+    assert make_config(local="sliding(5)", salient_per_chunk=0) == make_config(
+        local="sliding", window_size=5, salient_per_chunk=0
+    )
+    factors = torch.tensor([0.5, 1.0, 1.5, 2.0, 2.5, 3.0])
+    assert make_config(window_factor=factors).window_factor == (0.5, 1.0, 1.5, 2.0, 2.5, 3.0)
+
+
 def test_bad_shapes() -> None:
     config = make_config()
     query, key, value, gate, q_weight, k_weight = make_inputs(config, 2, 5)

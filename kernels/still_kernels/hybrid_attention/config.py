@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -31,9 +33,9 @@ class HybridAttentionConfig:
         feature_map: phi; the projections may have one head (shared) or H.
         feature_dim: P, output rows of the projections; None = D. F is 2P for the "_pm" maps, else P.
         gate: "channel" expects a gate tensor, "none" expects None.
-        local: "chunked" = previous and current chunk; "sliding" = the `window_size` latest tokens.
+        local: "chunked" = previous and current chunk; "sliding" = the `window_size` latest tokens; "sliding(W)" sets both.
         window_size: W of "sliding", None = C; with salient tokens W must equal C, else 1 <= W <= C.
-        window_factor: Scalar per query head on the softmax terms (LoLCATs), or None.
+        window_factor: Scalars on the softmax terms (LoLCATs), any sequence of H numbers, or None.
         mix_epsilon: Added to the joint denominator.
         phantom_first_chunk: Chunk 0 sees C zero keys with zero values (released training code).
         capacity_tokens: T_max, what the salient cache covers; its slots are `capacity_slots`.
@@ -56,7 +58,7 @@ class HybridAttentionConfig:
     gate: str = "channel"
     local: str = "chunked"
     window_size: int | None = None
-    window_factor: tuple[float, ...] | None = None
+    window_factor: Sequence[float] | None = None
     mix_epsilon: float = 1e-6
     phantom_first_chunk: bool = False
     capacity_tokens: int = 8192
@@ -64,6 +66,11 @@ class HybridAttentionConfig:
     profile: str = "still"
 
     def __post_init__(self) -> None:
+        if window := re.fullmatch(r"sliding\((\d+)\)", str(self.local)):
+            object.__setattr__(self, "local", "sliding")
+            object.__setattr__(self, "window_size", int(window[1]))
+        if self.window_factor is not None:
+            object.__setattr__(self, "window_factor", tuple(float(x) for x in self.window_factor))
         for name, choices in CHOICES.items():
             value = getattr(self, name)
             if value not in choices:
