@@ -6,12 +6,15 @@ import json
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from still_export.cli.output import Output
 from still_export.errors import ConfigError
+
+if TYPE_CHECKING:
+    from still_export.onnx_package import ExportOptions
 
 EXAMPLES = """
 Examples:
@@ -19,6 +22,8 @@ Examples:
     still-export MODEL_FOLDER --to onnx -o package
 
     still-export model.gguf --to onnx --attach-untrained --capacity-tokens 32768 -o package
+
+    still-export MODEL_FOLDER --to trt --fp16 --arch sm_87,sm_90 -o package
 
     still-export export --config package/manifest.json -o again
 """
@@ -33,7 +38,7 @@ def export(
     model: Annotated[
         str | None, typer.Argument(help="STILL model: Hugging Face folder, hub id, or GGUF file.", show_default=False)
     ] = None,
-    to: Annotated[str, typer.Option("--to", help="Target: onnx.")] = "onnx",
+    to: Annotated[str, typer.Option("--to", help="Target: onnx, trt or trt-rtx.")] = "onnx",
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Package folder to write.", show_default=False)
     ] = None,
@@ -60,11 +65,35 @@ def export(
     overflow: Annotated[
         str | None, typer.Option(help="Beyond it: error, fold_min_score or fold_oldest.", show_default="error")
     ] = None,
+    fp16: Annotated[bool, typer.Option("--fp16", help="trt: half precision (the default there).")] = False,
+    bf16: Annotated[bool, typer.Option("--bf16", help="trt: bfloat16, for TensorRT 10 and later.")] = False,
+    arch: Annotated[
+        str | None, typer.Option(help="trt: GPUs to compile for.", show_default="sm_80,sm_86,sm_87,sm_89,sm_90")
+    ] = None,
+    prefill_tokens: Annotated[
+        int | None, typer.Option(help="trt: tokens of one prefill call.", show_default="2048")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(help="trt: largest batch.", show_default="8")] = None,
+    workspace: Annotated[
+        int | None, typer.Option(help="trt: limit of TensorRT's workspace, MiB.", show_default="none")
+    ] = None,
+    version_compatible: Annotated[
+        bool, typer.Option("--version-compatible", help="trt: engines that later versions run too.")
+    ] = False,
+    strip_weights: Annotated[
+        bool, typer.Option("--strip-weights", help="trt: engines without weights (TensorRT 10 and later).")
+    ] = False,
+    tensorrt_include: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="trt: folder of NvInfer.h to compile the plugin for; repeatable.", show_default="/usr/include"
+        ),
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="Repeat the export that this manifest.json records.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
-    """Export a model to a package: model.onnx, weights, tokenizer, run_ort.py, manifest.json."""
+    """Export a model to a package: graph, weights, tokenizer, a runner, manifest.json; for trt also kernels, plugin and engine."""
     from dataclasses import asdict, replace
 
     from still_export.onnx_package import ExportOptions, export_onnx
@@ -76,7 +105,7 @@ def export(
     given: dict[str, Any] = {
         "model": model,
         "attach_untrained": attach_untrained or None,
-        "dtype": dtype,
+        "dtype": _dtype(dtype, fp16, bf16, to),
         "all_logits": all_logits or None,
         "overlays": tuple(overlay) if overlay else None,
         "revision": revision,
@@ -99,11 +128,22 @@ def export(
         options = ExportOptions(**given)
     if Path(options.model).exists():
         options = replace(options, model=str(Path(options.model).resolve()))
-    out = Output(as_json, quiet)
+    out, command = Output(as_json, quiet), shlex.join(["still-export", *sys.argv[1:]])
+    if to != "onnx":
+        asked = {
+            "target": to,
+            "archs": tuple(arch.split(",")) if arch else None,
+            "prefill_tokens": prefill_tokens,
+            "batch": batch,
+            "workspace_mib": workspace,
+            "version_compatible": version_compatible or None,
+            "strip_weights": strip_weights or None,
+            "tensorrt_include": tuple(map(str, tensorrt_include)) if tensorrt_include else None,
+        }
+        _export_trt(options, {k: v for k, v in asked.items() if v is not None}, output, force, command, out)
+        return
     with out.steps() as progress:
-        package = export_onnx(
-            options, output, force=force, command=shlex.join(["still-export", *sys.argv[1:]]), progress=progress
-        )
+        package = export_onnx(options, output, force=force, command=command, progress=progress)
     size = sum(entry["size_bytes"] for entry in package.manifest["files"].values())
     out.result(
         {"package": str(output), "size_bytes": size, "config": asdict(options)},
@@ -112,4 +152,36 @@ def export(
     )
 
 
-TARGETS = ("onnx",)
+def _dtype(dtype: str | None, fp16: bool, bf16: bool, to: str) -> str | None:
+    """The element type asked for; engines are float16 unless told otherwise."""
+    if (dtype is not None) + fp16 + bf16 > 1:
+        raise typer.BadParameter("give one of --dtype, --fp16, --bf16")
+    if fp16 or bf16:
+        return "float16" if fp16 else "bfloat16"
+    return dtype or (None if to == "onnx" else "float16")
+
+
+def _export_trt(
+    options: ExportOptions, asked: dict[str, Any], output: Path, force: bool, command: str, out: Output
+) -> None:
+    """Write a package for TensorRT and, where that is possible here, its engines."""
+    from still_export.build import NoBuilderError, build_engines
+    from still_export.trt_options import TrtOptions
+    from still_export.trt_package import export_trt
+
+    with out.steps() as progress:
+        package = export_trt(options, TrtOptions(**asked), output, force=force, command=command, progress=progress)
+        try:
+            engines = build_engines(package, progress=progress)
+        except NoBuilderError as error:
+            engines, reason = [], str(error)
+    if not engines:
+        out.log(f"no engine yet: {reason}")
+    out.result(
+        {"package": str(output), "engines": [str(e) for e in engines], "trt": asked},
+        f"{output}: {'complete' if not engines else ', '.join(e.name for e in engines)}",
+        f"next: still-export build {output}" if not engines else f'next: still-export run {output} --prompt "..."',
+    )
+
+
+TARGETS = ("onnx", "trt", "trt-rtx")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -41,11 +41,13 @@ def run(
     top_p: Annotated[float, typer.Option(help="1 = all.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
     threads: Annotated[int, typer.Option(min=0, help="0 = ONNX Runtime's choice.")] = 0,
-    provider: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    provider: Annotated[str, typer.Option(help="Of ONNX Runtime: cpu or cuda.")] = "cpu",
+    runtime: Annotated[str | None, typer.Option(help="ort or trt.", show_default="the package's target")] = None,
+    plugin: Annotated[Path | None, typer.Option(help="trt: plugin library in the place of the package's.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print tokens, text and timings as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No timings on stderr.")] = False,
 ) -> None:
-    """Continue a prompt, or chat, with ONNX Runtime; prompts of any length are fed in pieces."""
+    """Continue a prompt, or chat, with ONNX Runtime or TensorRT; prompts of any length are fed in pieces."""
     from still_export.package import open_package
     from still_export.runners import ort
 
@@ -53,11 +55,14 @@ def run(
         raise typer.BadParameter("give exactly one of --prompt, --prompt-file, --prompt-ids, --chat")
     if provider not in ("cpu", "cuda"):
         raise ConfigError(f"--provider {provider} is unknown; known: cpu, cuda.")
-    open_package(package)
+    target = open_package(package).manifest.get("target", "onnx")
+    runtime = runtime or ("ort" if target == "onnx" else target)
+    if runtime not in ("ort", "trt") or (runtime == "ort") != (target == "onnx"):
+        raise ConfigError(f"a package for {target} does not run with --runtime {runtime}; ort runs onnx, trt runs trt.")
     out = Output(as_json, quiet)
     try:
         sampling = ort.Sampling(temperature, top_k, top_p, seed)
-        model = ort.OrtModel(package, threads, provider)
+        model = _model(runtime, package, threads, provider, plugin)
         model.start()
         if prompt_ids is not None:
             try:
@@ -83,6 +88,16 @@ def run(
         f"[{answer['prompt_tokens']} prompt tokens, first token after {answer['first_token_s']:.2f} s, "
         f"{answer['decode_tokens_per_s']:.1f} tokens/s]"
     )
+
+
+def _model(runtime: str, package: Path, threads: int, provider: str, plugin: Path | None) -> Any:
+    if runtime == "ort":
+        from still_export.runners.ort import OrtModel
+
+        return OrtModel(package, threads, provider)
+    from still_export.runners.tensorrt import TrtModel
+
+    return TrtModel(package, plugin)
 
 
 def _read(path: Path) -> str:

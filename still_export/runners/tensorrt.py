@@ -390,12 +390,17 @@ class TrtModel:
         return logits[0, -1]
 
     def generate(
-        self, prompt: Iterable[int], count: int, sampling: Sampling, stop: Iterable[int] = ()
+        self,
+        prompt: Iterable[int],
+        count: int,
+        sampling: Sampling,
+        stop: Iterable[int] = (),
+        progress: Any = None,
     ) -> Iterator[int]:
         """Tokens that follow `prompt`, at most `count`, ending after one of `stop` (which is not yielded)."""
         stops, prompt = set(stop), list(prompt)
         self._room_for(len(prompt) + count)
-        token = sampling.choose(self._floats(self.prefill(prompt)))
+        token = sampling.choose(self._floats(self.prefill(prompt, progress)))
         rest = (
             self.greedy(np.array([token]), count - 1)
             if sampling.temperature == 0

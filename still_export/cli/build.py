@@ -1,0 +1,50 @@
+"""still-export build: the engines of a package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from still_export.cli.output import Output
+
+EXAMPLES = """
+Examples:
+
+    still-export build package
+
+    still-export build package --batch 4 --prefill-tokens 1024
+"""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to `app`."""
+    app.command("build", epilog=EXAMPLES)(build)
+
+
+def build(
+    package: Annotated[Path, typer.Argument(help="Package folder, exported with --to trt or --to trt-rtx.")],
+    plugin: Annotated[Path | None, typer.Option(help="Plugin library in the place of the package's.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Largest batch.", show_default="as exported")] = None,
+    prefill_tokens: Annotated[
+        int | None, typer.Option(help="Tokens of one prefill call.", show_default="as exported")
+    ] = None,
+    workspace: Annotated[
+        int | None, typer.Option(help="Limit of TensorRT's workspace, MiB.", show_default="as exported")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+) -> None:
+    """Build the engines of a package with the TensorRT and the GPU of this machine; build.log keeps TensorRT's words."""
+    from still_export.build import BuildOptions, build_engines, reopen
+
+    out, opened = Output(as_json, quiet), reopen(package)
+    options = BuildOptions(plugin=plugin, batch=batch, prefill_tokens=prefill_tokens, workspace_mib=workspace)
+    with out.steps() as progress:
+        engines = build_engines(opened, options, progress)
+    out.result(
+        {"package": str(package), "engines": [str(e) for e in engines]},
+        *(f"{engine}: {engine.stat().st_size / 2**20:.0f} MiB" for engine in engines),
+        f'next: still-export run {package} --prompt "..."   or   still-export verify {package}',
+    )

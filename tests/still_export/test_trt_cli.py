@@ -1,0 +1,52 @@
+"""The command line for TensorRT: what it writes, and what it says where nothing can be built."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from still_export.cli.main import main
+from tests.still_export.test_build import needs_rtx, onnx_package, trt_package
+
+
+def run(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as end:
+        main([str(a) for a in arguments])
+    return int(end.value.code or 0)
+
+
+def test_build_without_tensorrt_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package = trt_package(tmp_path / "trt", monkeypatch)
+    monkeypatch.setitem(__import__("sys").modules, "tensorrt", None)
+    assert run("build", package.path) == 2
+    assert f"still-export build {package.path}" in capsys.readouterr().err.replace("\n", " ")
+    assert run("run", package.path, "--prompt", "a") == 2
+    assert "has no engine yet" in capsys.readouterr().err
+    assert run("build", onnx_package(tmp_path / "onnx").path) == 2
+
+
+def test_runtimes_and_packages_must_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    package = onnx_package(tmp_path / "onnx").path
+    assert run("run", package, "--runtime", "trt", "--prompt", "a") == 2
+    assert "a package for onnx does not run with --runtime trt" in capsys.readouterr().err
+
+
+def test_one_dtype_at_a_time(tmp_path: Path) -> None:
+    assert run("model", "--to", "trt", "--fp16", "--bf16", "-o", tmp_path / "x") == 2
+    assert run("model", "--to", "tensorrt", "-o", tmp_path / "x") == 2
+
+
+@needs_rtx
+@pytest.mark.slow
+def test_a_real_model_becomes_a_tensorrt_rtx_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = Path(__file__).resolve().parents[3] / "shared/models/stories260K"
+    if not model.is_dir():
+        pytest.skip("needs the shared models")
+    options = ("--attach-untrained", "--capacity-tokens", 512, "--chunk-size", 16, "--salient-per-chunk", 2)
+    trt = ("--to", "trt-rtx", "--arch", "sm_89", "--prefill-tokens", 64, "--batch", 2)
+    assert run(model, *trt, *options, "-o", tmp_path / "rtx", "--json", "--quiet") == 0
+    assert [Path(e).name for e in json.loads(capsys.readouterr().out)["engines"]] == ["engine-rtx.plan"]
