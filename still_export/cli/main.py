@@ -40,9 +40,9 @@ def _root(
 
 
 def _register() -> None:
-    from still_export.cli import bench, export, inspect, linearize, run, verify
+    from still_export.cli import bench, build, export, inspect, linearize, run, verify
 
-    for module in (export, run, verify, inspect, bench, linearize):
+    for module in (export, build, run, verify, inspect, bench, linearize):
         module.register(app)
 
 
