@@ -265,7 +265,7 @@ def test_steps_of_many_layers_share_their_indices(tmp_path: Any) -> None:
     assert (sizes[1] - sizes[0]) / 4 <= 7
     branch = next(n for n in optimized.graph.node if n.op_type == "If")
     short = next(a.g for a in branch.attribute if a.name == "then_branch")
-    assert len(short.node) <= 64
+    assert len(short.node) <= 60
 
 
 def test_different_nodes_get_functions_of_their_own() -> None:

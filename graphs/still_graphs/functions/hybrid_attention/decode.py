@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from still_graphs.functions.builder import INT64, Scope
 from still_graphs.functions.hybrid_attention.features import features
-from still_graphs.functions.hybrid_attention.layer import Layer
+from still_graphs.functions.hybrid_attention.layer import MASKED, Layer
 from still_graphs.functions.hybrid_attention.saliency import self_saliency
 
 
@@ -20,12 +20,11 @@ class Step:
     condition: str
     slot: str  # of the new token, [B, 1, 1]
     ring_index: str  # [B, 1, HK, 3]: row, head, slot, as ScatterND takes new keys [B, 1, HK, D]
-    score_index: str  # [B, H, 3]
+    score_index: str  # [B, H, 1, 1, 3], as it takes scores [B, H, 1, 1]
     own_index: str  # slot of the new token, [B, H, 1, 1]
     own: str  # column is the new token, bool [B, 1, 1, S]
     others: str  # columns of the saliency window without the token itself, bool [B, 1, 1, S]
     rest: str  # `others` as a mask
-    alone: str  # position 0, bool [B, 1, 1, 1]
     mask: str  # of the local softmax, [B, 1, 1, S]
     held: str  # salient rows cached, [B, 1, 1, 1]
 
@@ -38,7 +37,9 @@ def make_step(layer: Layer) -> Step | None:
     # Ranges that start at a computed 0 are not folded into separate constants of each layer.
     zero = b("Sub", b("ReduceMax", "past_length", keepdims=0), b("ReduceMax", "past_length", keepdims=0))
     offset = b("Mod", "past_length", chunk)
-    waits = b("Or", b("Greater", offset, 0), b("Less", "past_length", 2 * chunk))  # no promotion in this row
+    # No promotion in this row, and not position 0, which is alone in its window.
+    early = b("And", b("Less", "past_length", 2 * chunk), b("Greater", "past_length", 0))
+    waits = b("Or", b("Greater", offset, 0), early)
     plain = b("And", waits, b("Equal", "new_tokens", 1))
     plain = b("ReduceMin", b("Cast", plain, to=INT64), keepdims=1)  # [1]: 1, or 0 which no T equals
     condition = b("Equal", b.dim("query", 1), plain)
@@ -66,12 +67,11 @@ def make_step(layer: Layer) -> Step | None:
         condition=condition,
         slot=slot_flat,
         ring_index=b.unsqueeze(index(layer.kv_heads), 1),
-        score_index=index(layer.heads),
+        score_index=b.unsqueeze(index(layer.heads), 2, 3),
         own_index=b("Expand", slot, b.shape(layer.batch, layer.heads, 1, 1)),
         own=b("Equal", age, 0),
         others=others,
         rest=layer.mask(b, others),
-        alone=b("Equal", past, 0),
         mask=mask,
         held=b.reshape(layer.held_rows(b), -1, 1, 1, 1),
     )
@@ -95,21 +95,19 @@ def write_decode(b: Scope, layer: Layer, step: Step, outputs: dict[str, str]) ->
     logits = b.reshape(logits, 0, layer.heads, 1, -1)  # [B, H, 1, S]
     own = b("GatherElements", logits, step.own_index, axis=3)
     last_slot = b("Equal", b("Mod", b.arange(2 * chunk), chunk), chunk - 1) if layer.saliency != "margin" else ""
-    score = self_saliency(b, layer, logits, own, step.others, step.alone, step.own, last_slot, step.rest)
-    score = b.reshape(score, 0, layer.heads)
+    score = self_saliency(b, layer, logits, own, step.others, "", step.own, last_slot, step.rest)
     b("ScatterND", "past_window_score", step.score_index, score, out=outputs["present_window_score"])
 
-    mask = step.mask
+    logits = b("Add", logits, step.mask)
     if layer.salient:
         salient_q = scaled if layer.per_query_head else grouped
         by_cache = b("MatMul", salient_q, b("Transpose", layer.wide(b, "past_salient_key"), perm=[0, 1, 3, 2]))
         if not layer.per_query_head:
             by_cache = b.reshape(by_cache, 0, layer.heads, 1, -1)
         slots = b.dim("past_salient_key", 2)
+        by_cache = b("Where", b("Less", b.arange(slots), step.held), by_cache, MASKED)
         logits = b("Concat", logits, by_cache, axis=3)
-        held = layer.mask(b, b("Less", b.arange(slots), step.held))
-        mask = b("Concat", mask, held, axis=3)
-    p = b("Softmax", b("Add", logits, mask), axis=-1)
+    p = b("Softmax", logits, axis=-1)
     share = b("ReduceMax", p, [-1])  # 1 / sum of e^(s - m): the largest term is e^0
     if layer.salient:
         near, far = b.multi("Split", p, b.shape(2 * chunk, slots), out=2, axis=3)

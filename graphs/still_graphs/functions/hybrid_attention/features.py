@@ -25,10 +25,14 @@ def features(b: Scope, layer: Layer, x: str, weight: str, lead: tuple[str | int,
     name = layer.feature_map
     if name == "identity":
         return direction
+    ratio = ""
     if name == "np_softmax_pm":
-        norm = b("ReduceL2", x, [-1])
-        length = b("Max", b("ReduceL2", direction, [-1]), FEATURE_FLOOR)
-        ratio = b("Div", norm, length)
+        ratio = b("ReduceL2", x, [-1])
+        if rows == 1:
+            # One node for three; slower than they are on many rows. 0 stays 0.
+            direction = b("LpNormalization", direction, axis=-1, p=2)
+        else:
+            ratio = b("Div", ratio, b("Max", b("ReduceL2", direction, [-1]), FEATURE_FLOOR))
     if name in ("np_softmax_pm", "softmax_pm"):
         # Both signs on an axis of their own: one softmax for the two.
         sign: str = b.constant([[1.0], [-1.0]], "float32")

@@ -27,7 +27,7 @@ def self_saliency(
         logits: Scaled, [..., W].
         own: The token's own logit, [..., 1].
         others: Columns of its window without its own, bool, broadcast against `logits`.
-        alone: No other token, bool, broadcast against [..., 1].
+        alone: No other token, bool, broadcast against [..., 1]; "" where every token has company.
         own_column: The token's own column, bool. last_slot: Columns in slot C-1 (position mod C), bool.
         rest_mask: `others` as a mask, where the caller has it.
 
@@ -41,7 +41,7 @@ def self_saliency(
         rest = b("Add", logits, rest_mask or layer.mask(b, others))
         log_share = b("Log", b("ReduceMax", b("Softmax", rest, axis=-1), [-1]))
         score = b("Add", b("Sub", own, b("ReduceMax", rest, [-1])), log_share)
-    return b("Where", alone, math.inf, score)
+    return b("Where", alone, math.inf, score) if alone else score
 
 
 def _released(b: Scope, layer: Layer, logits: str, others: str, own_column: str, last_slot: str) -> str:
