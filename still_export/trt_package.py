@@ -143,11 +143,13 @@ def _write_plugins(graph: Any, folder: Path, trt: TrtOptions, say: Progress) -> 
     for include in find_tensorrt_headers(trt.tensorrt_include):
         say(f"compiling the plugin library for the headers in {include}")
         build = folder / ".build"
-        build_plugins(build, archive=archive, tensorrt_include=include)
+        build_plugins(build, archive=archive, tensorrt_include=include, runner=True)
         for library in sorted((build / "tensorrt").glob("libstill_tensorrt*.so")):
             shutil.copyfile(library, folder / library.name)
             if not library.stem.endswith("_static"):
-                libraries[library.stem.removeprefix("libstill_tensorrt")] = library.name
+                major = library.stem.removeprefix("libstill_tensorrt")
+                libraries[major] = library.name
+                shutil.copy2(build / "runner/still_run", folder / f"still_run{major}")
         shutil.rmtree(build)
     return libraries
 

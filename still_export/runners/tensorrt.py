@@ -154,7 +154,10 @@ class TrtModel:
                 raise TrtError(
                     "TensorRT cannot make an execution context; its reason stands above. " + self._memory_text()
                 )
-            context.device_memory = self._scratch.address
+            if hasattr(context, "set_device_memory"):
+                context.set_device_memory(self._scratch.address, self._scratch.size)
+            else:
+                context.device_memory = self._scratch.address
             context.set_optimization_profile_async(profile, self.driver.stream.value)
             contexts.append(context)
         self.driver.synchronize()

@@ -1,0 +1,306 @@
+#include "engine.h"
+
+#include "../core/error.h"
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <fstream>
+#include <iterator>
+
+namespace still
+{
+namespace
+{
+
+class Logger final : public nvinfer1::ILogger
+{
+    void log(Severity severity, char const* text) noexcept override
+    {
+        if (severity <= Severity::kERROR)
+            std::fprintf(stderr, "TensorRT: %s\n", text);
+    }
+} sLogger;
+
+std::string read_file(std::string const& path)
+{
+    std::ifstream file(path, std::ios::binary);
+    if (!file)
+        fail(path, " cannot be opened.");
+    return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+}
+
+size_t item_bytes(std::string const& type) { return type == "float32" ? 4 : 2; }
+
+size_t item_bytes(nvinfer1::DataType type) { return type == nvinfer1::DataType::kFLOAT || type == nvinfer1::DataType::kINT32 ? 4 : 2; }
+
+cudaStream_t cuda(CuStream stream) { return reinterpret_cast<cudaStream_t>(stream); }
+
+} // namespace
+
+Buffer::Buffer(size_t bytes) : mBytes(std::max<size_t>(bytes, 16))
+{
+    Driver& driver = Driver::get();
+    size_t free = 0;
+    size_t total = 0;
+    driver.memGetInfo(&free, &total);
+    if (driver.memAlloc(&mAddress, mBytes) != 0)
+        fail("out of device memory: ", mBytes >> 20, " MiB more were needed, ", free >> 20, " of ", total >> 20,
+            " MiB are free. Use a shorter context.");
+}
+
+Buffer::~Buffer()
+{
+    Driver::get().memFree(mAddress);
+}
+
+Engine::Engine(std::string const& folder, std::string const& plugin, int device)
+    : mFolder(folder), mManifest(Json::parse(read_file(folder + "/manifest.json"), folder + "/manifest.json")), mDriver(Driver::get())
+{
+    if (mManifest.at("target").string() != "trt")
+        fail(folder, " is a package for ", mManifest.at("target").string(), "; still_run needs one exported with --to trt.");
+    if (mManifest.at("engines").items().empty())
+        fail(folder, " has no engine yet. Build it on this machine: still-export build ", folder);
+    mEntry = mManifest.at("engines").items()[0];
+    int handle = 0;
+    CuContext context = nullptr;
+    mDriver.check(mDriver.deviceGet(&handle, device), "cuDeviceGet");
+    mDriver.check(mDriver.devicePrimaryCtxRetain(&context, handle), "cuDevicePrimaryCtxRetain");
+    mDriver.check(mDriver.ctxSetCurrent(context), "cuCtxSetCurrent");
+    mDriver.check(mDriver.streamCreate(&mStream, 1), "cuStreamCreate");
+    std::string const architecture = "sm_" + std::to_string(current_architecture());
+    auto const& built = mEntry.at("archs").items();
+    if (std::none_of(built.begin(), built.end(), [&](Json const& item) { return item.string() == architecture; }))
+        fail("the engine was built for ", built[0].string(), ", this GPU is ", architecture, ". Build it again here: still-export build ", folder);
+    open_tensorrt(plugin);
+    read_engine();
+    make_contexts();
+}
+
+void Engine::open_tensorrt(std::string const& plugin)
+{
+    std::string const version = mEntry.at("tensorrt").string();
+    std::string const major = version.substr(0, version.find('.'));
+    if (major != std::to_string(NV_TENSORRT_MAJOR))
+        fail("the engine was built by TensorRT ", version, ", this program for TensorRT ", NV_TENSORRT_MAJOR, ". Build still_run with its headers.");
+    std::string const name = "libnvinfer.so." + major;
+    void* const library = dlopen(name.c_str(), RTLD_NOW | RTLD_GLOBAL);
+    if (!library)
+        fail(name, " cannot be opened. Install TensorRT ", version, ", or name its folder in LD_LIBRARY_PATH.");
+    // The variant that registers itself: this program is a host that only opens it.
+    std::string const path = plugin.empty() ? mFolder + "/libstill_tensorrt" + major + "_static.so" : plugin;
+    if (!dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL))
+    {
+        char const* const why = dlerror();
+        fail("the plugin library ", path, " cannot be loaded: ", why ? why : "unknown reason", ". Name it with --plugin.");
+    }
+    using Create = void* (*) (void*, int32_t);
+    auto const create = reinterpret_cast<Create>(dlsym(library, "createInferRuntime_INTERNAL"));
+    if (!create)
+        fail(name, " has no createInferRuntime_INTERNAL; it is no TensorRT runtime.");
+    mRuntime.reset(static_cast<nvinfer1::IRuntime*>(create(&sLogger, NV_TENSORRT_VERSION)));
+    if (!mRuntime)
+        fail("TensorRT made no runtime; its reason stands above.");
+}
+
+void Engine::read_engine()
+{
+    std::string const path = mFolder + "/" + mEntry.at("file").string();
+    std::string const plan = read_file(path);
+    if (static_cast<int64_t>(plan.size()) != mEntry.at("size_bytes").integer())
+        fail(path, " has ", plan.size(), " bytes, the manifest says ", mEntry.at("size_bytes").integer(), ": it is truncated or replaced. Copy it again.");
+    mEngine.reset(mRuntime->deserializeCudaEngine(plan.data(), plan.size()));
+    if (!mEngine)
+        fail("TensorRT refused ", path, "; its reason stands above. Build it again: still-export build ", mFolder);
+}
+
+void Engine::make_contexts()
+{
+#if NV_TENSORRT_MAJOR >= 10
+    mScratch = std::make_unique<Buffer>(static_cast<size_t>(mEngine->getDeviceMemorySizeV2()));
+#else
+    mScratch = std::make_unique<Buffer>(mEngine->getDeviceMemorySize());
+#endif
+    for (int const profile : {kPrefill, kDecode})
+    {
+#if NV_TENSORRT_MAJOR >= 10
+        mContexts[profile].reset(mEngine->createExecutionContext(nvinfer1::ExecutionContextAllocationStrategy::kUSER_MANAGED));
+#else
+        mContexts[profile].reset(mEngine->createExecutionContextWithoutDeviceMemory());
+#endif
+        auto& context = mContexts[profile];
+        if (!context)
+            fail("TensorRT made no execution context; its reason stands above.");
+        // One scratch memory for both: they never run at the same time.
+#if NV_TENSORRT_MAJOR >= 10
+        context->setDeviceMemoryV2(reinterpret_cast<void*>(mScratch->address()), static_cast<int64_t>(mScratch->bytes()));
+#else
+        context->setDeviceMemory(reinterpret_cast<void*>(mScratch->address()));
+#endif
+        context->setOptimizationProfileAsync(profile, cuda(mStream));
+    }
+    mDriver.check(mDriver.streamSynchronize(mStream), "cuStreamSynchronize");
+}
+
+int64_t Engine::slots(int64_t tokens) const
+{
+    Json const& capacity = mManifest.at("capacity");
+    int64_t const chunk = capacity.at("chunk_size").integer();
+    int64_t const chunks = (tokens + chunk - 1) / chunk;
+    return std::max<int64_t>(1, capacity.at("salient_per_chunk").integer() * std::max<int64_t>(0, chunks - 2));
+}
+
+nvinfer1::Dims Engine::shape(Json const& state) const
+{
+    nvinfer1::Dims dims{};
+    for (Json const& item : state.at("shape").items())
+    {
+        int64_t const size = item.kind() == Json::Kind::kNumber ? item.integer() : item.string() == "batch" ? 1 : item.string() == "slots" ? mSlots : mCapacity;
+        dims.d[dims.nbDims++] = static_cast<std::remove_reference_t<decltype(dims.d[0])>>(size);
+    }
+    return dims;
+}
+
+void Engine::start(int64_t tokens)
+{
+    Json const& capacity = mManifest.at("capacity");
+    int64_t const limit = capacity.at("capacity_tokens").integer();
+    bool const bounded = capacity.at("overflow").string() == "error";
+    if (bounded && tokens > limit)
+        fail(tokens, " tokens exceed this package's capacity of ", limit, " tokens. Use fewer, or export with a larger --capacity-tokens.");
+    mSlots = slots(bounded ? tokens : limit);
+    mCapacity = std::max<int64_t>(1, tokens);
+    mLength = 0;
+    mGraph = nullptr;
+    mBuffers.clear();
+    std::fill(std::begin(mBound), std::end(mBound), -1);
+    auto const add = [&](std::string const& name, size_t bytes) {
+        auto buffer = std::make_unique<Buffer>(bytes);
+        mDriver.check(mDriver.memsetD8Async(buffer->address(), 0, buffer->bytes(), mStream), "cuMemsetD8Async");
+        mBuffers[name] = std::move(buffer);
+    };
+    size_t const rows = mManifest.at("model").at("all_logits").boolean() ? static_cast<size_t>(mEntry.at("prefill_tokens").integer()) : 1;
+    add("input_ids", 4 * static_cast<size_t>(mEntry.at("prefill_tokens").integer()));
+    for (char const* name : {"new_tokens", "past_length", "present_length"})
+        add(name, 4);
+    add("next_token", 4 * rows);
+    add("logits", rows * item_bytes(mEngine->getTensorDataType("logits")) * static_cast<size_t>(mManifest.at("model").at("vocab_size").integer()));
+    for (Json const& state : mManifest.at("states").items())
+    {
+        nvinfer1::Dims const dims = shape(state);
+        size_t bytes = item_bytes(state.at("dtype").string());
+        for (int axis = 0; axis < dims.nbDims; ++axis)
+            bytes *= static_cast<size_t>(dims.d[axis]);
+        add(state.at("name").string(), bytes);
+    }
+    mDriver.check(mDriver.streamSynchronize(mStream), "cuStreamSynchronize");
+}
+
+size_t Engine::state_bytes() const
+{
+    size_t bytes = 0;
+    for (Json const& state : mManifest.at("states").items())
+        bytes += mBuffers.at(state.at("name").string())->bytes();
+    return bytes;
+}
+
+void Engine::bind(Profile profile, int64_t tokens)
+{
+    if (mBound[profile] == tokens)
+        return;
+    auto& context = *mContexts[profile];
+    using Size = std::remove_reference_t<decltype(nvinfer1::Dims{}.d[0])>;
+    nvinfer1::Dims ids{};
+    ids.nbDims = 2;
+    ids.d[0] = 1;
+    ids.d[1] = static_cast<Size>(tokens);
+    nvinfer1::Dims one{};
+    one.nbDims = 1;
+    one.d[0] = 1;
+    bool good = context.setInputShape("input_ids", ids) && context.setInputShape("new_tokens", one) && context.setInputShape("past_length", one);
+    for (char const* name : {"input_ids", "new_tokens", "past_length", "present_length", "next_token", "logits"})
+        good = good && context.setTensorAddress(name, reinterpret_cast<void*>(mBuffers.at(name)->address()));
+    for (Json const& state : mManifest.at("states").items())
+    {
+        std::string const& name = state.at("name").string();
+        void* const address = reinterpret_cast<void*>(mBuffers.at(name)->address()); // past and present are one buffer
+        good = good && context.setInputShape(("past_" + name).c_str(), shape(state)) && context.setTensorAddress(("past_" + name).c_str(), address)
+            && context.setTensorAddress(("present_" + name).c_str(), address);
+    }
+    if (!good)
+        fail("the engine does not take a call of ", tokens, " tokens; TensorRT's reason stands above.");
+    mBound[profile] = tokens;
+}
+
+void Engine::run(Profile profile, int64_t tokens)
+{
+    bind(profile, tokens);
+    if (!mContexts[profile]->enqueueV3(cuda(mStream)))
+        fail("TensorRT could not run ", tokens, " tokens; its reason stands above.");
+}
+
+void Engine::write(std::string const& name, std::vector<int32_t> const& values)
+{
+    mDriver.check(mDriver.memcpyHtoDAsync(mBuffers.at(name)->address(), values.data(), 4 * values.size(), mStream), "cuMemcpyHtoDAsync");
+}
+
+int32_t Engine::next_token()
+{
+    int32_t token = 0;
+    mDriver.check(mDriver.memcpyDtoHAsync(&token, mBuffers.at("input_ids")->address(), 4, mStream), "cuMemcpyDtoHAsync");
+    mDriver.check(mDriver.streamSynchronize(mStream), "cuStreamSynchronize");
+    return token;
+}
+
+int32_t Engine::prefill(std::vector<int32_t> const& prompt)
+{
+    auto const most = static_cast<size_t>(mEntry.at("prefill_tokens").integer());
+    size_t last = 0;
+    for (size_t begin = 0; begin < prompt.size(); begin += most)
+    {
+        std::vector<int32_t> const piece(prompt.begin() + static_cast<std::ptrdiff_t>(begin),
+            prompt.begin() + static_cast<std::ptrdiff_t>(std::min(begin + most, prompt.size())));
+        auto const count = static_cast<int32_t>(piece.size());
+        write("input_ids", piece);
+        write("new_tokens", {count});
+        write("past_length", {mLength});
+        run(count == 1 ? kDecode : kPrefill, count);
+        mLength += count;
+        last = piece.size() - 1;
+    }
+    size_t const row = mManifest.at("model").at("all_logits").boolean() ? last : 0;
+    mDriver.check(mDriver.memcpyDtoDAsync(mBuffers.at("input_ids")->address(), mBuffers.at("next_token")->address() + 4 * row, 4, mStream),
+        "cuMemcpyDtoDAsync");
+    return next_token();
+}
+
+void Engine::capture()
+{
+    // Modules and tactics must be there before the capture; a step of 0 tokens changes no state.
+    int32_t const token = next_token();
+    write("past_length", {mLength});
+    write("new_tokens", {0});
+    run(kDecode, 1);
+    mDriver.check(mDriver.streamSynchronize(mStream), "cuStreamSynchronize");
+    CuGraph graph = nullptr;
+    mDriver.check(mDriver.streamBeginCapture(mStream, 2), "cuStreamBeginCapture");
+    run(kDecode, 1);
+    mDriver.check(mDriver.memcpyDtoDAsync(mBuffers.at("past_length")->address(), mBuffers.at("present_length")->address(), 4, mStream), "cuMemcpyDtoDAsync");
+    mDriver.check(mDriver.memcpyDtoDAsync(mBuffers.at("input_ids")->address(), mBuffers.at("next_token")->address(), 4, mStream), "cuMemcpyDtoDAsync");
+    mDriver.check(mDriver.streamEndCapture(mStream, &graph), "cuStreamEndCapture");
+    mDriver.check(mDriver.graphInstantiate(&mGraph, graph, 0), "cuGraphInstantiate");
+    write("input_ids", {token});
+    write("new_tokens", {1});
+}
+
+int32_t Engine::step()
+{
+    if (!mGraph)
+        capture();
+    mDriver.check(mDriver.graphLaunch(mGraph, mStream), "cuGraphLaunch");
+    ++mLength;
+    return next_token();
+}
+
+} // namespace still

@@ -1,0 +1,81 @@
+// A package's engine with its state on the GPU: prefill in pieces, greedy decode replayed from a CUDA graph.
+#pragma once
+
+#include "../core/driver.h"
+#include "../core/json.h"
+
+#include <NvInfer.h>
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace still
+{
+
+class Buffer
+{
+public:
+    explicit Buffer(size_t bytes);
+    ~Buffer();
+    Buffer(Buffer const&) = delete;
+    Buffer& operator=(Buffer const&) = delete;
+    CuDevicePtr address() const { return mAddress; }
+    size_t bytes() const { return mBytes; }
+
+private:
+    CuDevicePtr mAddress{};
+    size_t mBytes{};
+};
+
+class Engine
+{
+public:
+    // Opens the package's engine and plugin. Throws still::Error saying what is missing or does not fit this machine.
+    Engine(std::string const& folder, std::string const& plugin, int device);
+
+    // Forgets everything; room for `tokens` tokens. Throws when the package's capacity is smaller.
+    void start(int64_t tokens);
+
+    // Feeds a prompt in pieces; the greedy token that follows.
+    int32_t prefill(std::vector<int32_t> const& prompt);
+
+    // The greedy token that follows the last one.
+    int32_t step();
+
+    size_t state_bytes() const;
+    Json const& manifest() const { return mManifest; }
+
+private:
+    enum Profile { kPrefill, kDecode };
+
+    void open_tensorrt(std::string const& plugin);
+    void read_engine();
+    void make_contexts();
+    int64_t slots(int64_t tokens) const;
+    nvinfer1::Dims shape(Json const& state) const;
+    void bind(Profile profile, int64_t tokens);
+    void run(Profile profile, int64_t tokens);
+    void write(std::string const& name, std::vector<int32_t> const& values);
+    int32_t next_token();
+    void capture();
+
+    std::string mFolder;
+    Json mManifest;
+    Json mEntry;
+    Driver& mDriver;
+    CuStream mStream{};
+    std::unique_ptr<nvinfer1::IRuntime> mRuntime;
+    std::unique_ptr<nvinfer1::ICudaEngine> mEngine;
+    std::unique_ptr<Buffer> mScratch;
+    std::unique_ptr<nvinfer1::IExecutionContext> mContexts[2];
+    int64_t mBound[2]{-1, -1};
+    std::map<std::string, std::unique_ptr<Buffer>> mBuffers; // by tensor, states by name
+    int64_t mSlots{1};
+    int64_t mCapacity{1};
+    int32_t mLength{};
+    CuGraphExec mGraph{};
+};
+
+} // namespace still

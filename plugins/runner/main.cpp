@@ -1,0 +1,160 @@
+// still_run: tokens or text from a package's TensorRT engine, without Python.
+#include "engine.h"
+#include "tokenizer.h"
+
+#include "../core/error.h"
+
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <set>
+#include <sstream>
+
+namespace
+{
+
+constexpr char kUsage[] = R"(usage: still_run PACKAGE (--prompt-ids 1,2,3 | --prompt TEXT) [--tokens N] [--plugin FILE] [--tokenizer FILE] [--device N]
+
+Continues a prompt greedily with the package's TensorRT engine. Token ids, or text, on stdout; timings on stderr.
+  --prompt-ids IDS   token ids, separated by commas
+  --prompt TEXT      text; needs a tokenizer library (tokenizers-cpp: libtokenizers_c.so)
+  --tokens N         tokens to generate at most (default 128)
+  --plugin FILE      plugin library in the place of the package's
+  --tokenizer FILE   tokenizer library
+  --device N         CUDA device (default 0)
+)";
+
+struct Options
+{
+    std::string package, ids, prompt, plugin, tokenizer;
+    long tokens{128};
+    int device{};
+};
+
+struct UsageError
+{
+    std::string text;
+};
+
+long number(std::string const& text, char const* name)
+{
+    char* end = nullptr;
+    long const value = std::strtol(text.c_str(), &end, 10);
+    if (text.empty() || *end)
+        throw UsageError{std::string(name) + " " + text + " is no number"};
+    return value;
+}
+
+Options parse(int argc, char** argv)
+{
+    Options options;
+    for (int i = 1; i < argc; ++i)
+    {
+        std::string const name = argv[i];
+        if (name == "--help" || name == "-h")
+        {
+            std::fputs(kUsage, stdout);
+            std::exit(0);
+        }
+        if (name.rfind("--", 0) != 0)
+        {
+            options.package = name;
+            continue;
+        }
+        if (i + 1 == argc)
+            throw UsageError{name + " needs a value"};
+        std::string const value = argv[++i];
+        if (name == "--prompt-ids")
+            options.ids = value;
+        else if (name == "--prompt")
+            options.prompt = value;
+        else if (name == "--plugin")
+            options.plugin = value;
+        else if (name == "--tokenizer")
+            options.tokenizer = value;
+        else if (name == "--tokens")
+            options.tokens = number(value, "--tokens");
+        else if (name == "--device")
+            options.device = static_cast<int>(number(value, "--device"));
+        else
+            throw UsageError{"unknown option " + name};
+    }
+    if (options.package.empty() || options.ids.empty() == options.prompt.empty() || options.tokens < 1)
+        throw UsageError{"give a package, one of --prompt-ids and --prompt, and at least one token"};
+    return options;
+}
+
+std::vector<int32_t> ids(std::string const& text)
+{
+    std::vector<int32_t> tokens;
+    std::istringstream stream(text);
+    for (std::string part; std::getline(stream, part, ',');)
+        tokens.push_back(static_cast<int32_t>(number(part, "--prompt-ids")));
+    return tokens;
+}
+
+double seconds()
+{
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+void run(Options const& options)
+{
+    std::vector<int32_t> prompt = ids(options.ids);
+    still::Engine engine(options.package, options.plugin, options.device);
+    std::unique_ptr<still::Tokenizer> tokenizer;
+    if (!options.prompt.empty())
+        tokenizer = std::make_unique<still::Tokenizer>(options.tokenizer, options.package + "/tokenizer.json");
+    if (tokenizer)
+        prompt = tokenizer->encode(options.prompt);
+    if (prompt.empty())
+        still::fail("the prompt has no tokens.");
+    std::set<int64_t> stops;
+    for (still::Json const& item : engine.manifest().at("eos_token_ids").items())
+        stops.insert(item.integer());
+
+    engine.start(static_cast<int64_t>(prompt.size()) + options.tokens);
+    double const begin = seconds();
+    std::vector<int32_t> tokens{engine.prefill(prompt)};
+    double const first = seconds();
+    size_t shown = 0;
+    auto const show = [&] {
+        std::string const text = tokenizer ? tokenizer->decode(tokens) : std::to_string(tokens.back()) + " ";
+        std::fputs(text.c_str() + (tokenizer ? std::min(shown, text.size()) : 0), stdout);
+        std::fflush(stdout);
+        shown = text.size();
+    };
+    while (stops.count(tokens.back()) == 0)
+    {
+        show();
+        if (static_cast<long>(tokens.size()) == options.tokens)
+            break;
+        tokens.push_back(engine.step());
+    }
+    std::fputs("\n", stdout);
+    double const spent = seconds() - first;
+    std::fprintf(stderr, "[%zu prompt tokens, first token after %.4f s, %.1f tokens/s, state %.1f MiB]\n", prompt.size(), first - begin,
+        spent > 0 ? static_cast<double>(tokens.size() - 1) / spent : 0.0, static_cast<double>(engine.state_bytes()) / (1 << 20));
+}
+
+} // namespace
+
+int main(int argc, char** argv)
+{
+    try
+    {
+        run(parse(argc, argv));
+        return 0;
+    }
+    catch (UsageError const& error)
+    {
+        std::fprintf(stderr, "still_run: %s\n\n%s", error.text.c_str(), kUsage);
+    }
+    catch (std::exception const& error)
+    {
+        std::fprintf(stderr, "still_run: %s\n", error.what());
+    }
+    return 2;
+}
