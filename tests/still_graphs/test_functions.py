@@ -133,7 +133,9 @@ class Runner:
         return torch.from_numpy(found.numpy().copy())
 
 
-def steps(c: HybridAttentionConfig, splits: list[int | list[int]], dtype: torch.dtype, batch: int) -> Any:
+def steps(
+    c: HybridAttentionConfig, splits: list[int | list[int]], dtype: torch.dtype, batch: int, sharpness: float = 2.0
+) -> Any:
     """Inputs of each call, padding poisoned with NaN, and what the PyTorch form makes of them."""
     generator = torch.Generator().manual_seed(0)
 
@@ -147,7 +149,7 @@ def steps(c: HybridAttentionConfig, splits: list[int | list[int]], dtype: torch.
         new = torch.tensor(split if isinstance(split, list) else [split] * batch)
         tokens = max(int(new.max()), 1)
         feeds = {
-            "query": 2 * normal(batch, tokens, c.num_heads, c.head_dim),
+            "query": sharpness * normal(batch, tokens, c.num_heads, c.head_dim),
             "key": normal(batch, tokens, c.num_kv_heads, c.head_dim),
             "value": normal(batch, tokens, c.num_kv_heads, c.head_dim),
         }
@@ -238,6 +240,15 @@ def test_overflow(overflow: str, knobs: dict[str, Any]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_low_precision(dtype: torch.dtype) -> None:
     check(config(), dtype=dtype)
+
+
+def test_logits_far_apart() -> None:
+    # Gaps beyond exp's range: scores must come from their own window's maximum, not from the row's.
+    runner = Runner(config(), torch.float32, 2, False)
+    for feeds, expected, split in steps(config(), [5, 1, 1, 9, 1, 1, [3, 1]], torch.float32, 2, sharpness=400.0):
+        found = runner(feeds)
+        for name, tensor in found.items():
+            close(tensor, expected[name], REFERENCE[torch.float32], f"{name} after {split}")
 
 
 def test_states_in_place() -> None:
