@@ -15,6 +15,7 @@ from still_export.errors import UnsupportedError
 from still_export.package import Package
 from still_export.runners.torch import Arrays, TorchRunner, next_feed
 from still_export.selections import SelectionCheck, Selections
+from still_export.targets import Infer, OrtTarget, TrtTarget
 
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 1000, 4097)
 DECODE_STEPS = 72
@@ -22,8 +23,6 @@ DECODE_STEPS = 72
 
 ATTEMPTS = 5
 """Prompts tried where a near tie made the runtimes select different tokens; see `Verifier._settled`."""
-
-Infer = Callable[[Arrays], Arrays]
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ class Report:
 
 
 class Verifier:
-    """Compares a package's ONNX model, run by ONNX Runtime through polygraphy, with the PyTorch model it was exported from.
+    """Compares a package, run by its runtime, with the PyTorch model it was exported from.
 
     Args:
         package: What to verify.
@@ -131,6 +130,7 @@ class Verifier:
         lengths: Prompt lengths, each prefilled at once; those beyond the capacity are left out.
         decode_steps: Single-token calls after a prefill.
         seed: Of the prompts.
+        target: The package's runtime; None = ONNX Runtime.
     """
 
     def __init__(
@@ -140,6 +140,7 @@ class Verifier:
         lengths: tuple[int, ...] = LENGTHS,
         decode_steps: int = DECODE_STEPS,
         seed: int = 0,
+        target: OrtTarget | TrtTarget | None = None,
     ) -> None:
         info, capacity = package.manifest["model"], package.manifest["capacity"]
         if info["dtype"] not in TOLERANCES:
@@ -148,6 +149,7 @@ class Verifier:
                 "Verify a float32 or float16 export of the same model."
             )
         self.package = package
+        self.target = target or OrtTarget(package)
         self.reference = TorchRunner(model, info["all_logits"])
         self.tolerance = TOLERANCES[info["dtype"]]
         self.random = np.random.default_rng(seed)
@@ -172,7 +174,6 @@ class Verifier:
             folder: Made where missing.
             progress: Told each finished case.
         """
-        from polygraphy.backend.onnxrt import OnnxrtRunner, SessionFromOnnx
         from polygraphy.comparator import IterationResult, RunResults
         from polygraphy.json import save_json
         from polygraphy.logger import G_LOGGER
@@ -180,17 +181,16 @@ class Verifier:
         selections = Selections()
         judged: list[tuple[Case, list[tuple[Arrays, Arrays]]]] = []
         G_LOGGER.module_severity = G_LOGGER.ERROR
-        with OnnxrtRunner(SessionFromOnnx(str(self.package.model_path)), name="onnxrt") as runner:
-
-            def infer(feed: Arrays) -> Arrays:
-                return {name: array.copy() for name, array in runner.infer(feed).items()}
-
+        with self.target.open() as infer:
             for make in self._cases():
                 judged.append(self._settled(make, infer, selections))
                 progress(judged[-1][0].name)
         folder.mkdir(parents=True, exist_ok=True)
-        save_json([feed for case, _ in judged for feed in case.feeds], str(folder / "inputs.json"))
-        answers = [IterationResult(out, runner_name="pytorch") for case, _ in judged for out in case.expected]
+        feeds, expected = self.target.saved(
+            [feed for case, _ in judged for feed in case.feeds], [out for case, _ in judged for out in case.expected]
+        )
+        save_json(feeds, str(folder / "inputs.json"))
+        answers = [IterationResult(out, runner_name="pytorch") for out in expected]
         with G_LOGGER.verbosity(G_LOGGER.CRITICAL), np.errstate(invalid="ignore"):
             RunResults([("pytorch", answers)]).save(str(folder / "outputs.json"))
         return self._judge(judged, selections, folder)
@@ -206,7 +206,8 @@ class Verifier:
         return self.random.integers(0, self.vocabulary, shape, dtype=np.int64)
 
     def _start(self, tokens: np.ndarray, capacity: int, new_tokens: np.ndarray | None = None) -> Arrays:
-        return {**next_feed({}, tokens, new_tokens), **self.reference.empty_feed(tokens.shape[0], capacity)}
+        room = max(capacity, self.target.least_capacity)
+        return {**next_feed({}, tokens, new_tokens), **self.reference.empty_feed(tokens.shape[0], room)}
 
     def _prefill_case(self, length: int) -> Case:
         feed = self._start(self._tokens(1, length), length)
@@ -286,7 +287,7 @@ class Verifier:
                     )
                 )
         failed = {int(r.output.rsplit(".", 1)[1]) for r in reports if not r.passed and "." in r.output}
-        command = ["polygraphy", "run", str(self.package.model_path), "--onnxrt"]
+        command = self.target.command()
         command += ["--load-inputs", str(folder / "inputs.json"), "--load-outputs", str(folder / "outputs.json")]
         command += [
             "--atol",
@@ -319,7 +320,7 @@ class Verifier:
         verdicts: dict[str, bool] = {}
         with G_LOGGER.verbosity(G_LOGGER.CRITICAL), np.errstate(invalid="ignore", divide="ignore"):
             accuracy = Comparator.compare_accuracy(
-                RunResults([results("onnxrt", 1), results("pytorch", 0)]), compare_func=compare
+                RunResults([results(self.target.name, 1), results("pytorch", 0)]), compare_func=compare
             )
         for iteration in next(iter(accuracy[0].values())):
             for output, result in iteration.items():

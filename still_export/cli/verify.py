@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from still_export.cli.output import Output
-from still_export.errors import ConfigError
+from still_export.errors import ConfigError, PackageError
 
 if TYPE_CHECKING:
     from still_export.verify import Report
@@ -44,14 +44,17 @@ def verify(
         int | None, typer.Option(help="Single-token steps after a prefill.", show_default="72")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0,
+    runtime: Annotated[str | None, typer.Option(help="ort or trt.", show_default="the package's target")] = None,
+    plugin: Annotated[Path | None, typer.Option(help="trt: plugin library in the place of the package's.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
-    """Compare ONNX Runtime with PyTorch on logits, every state tensor and every selection; exit 1 on a mismatch."""
+    """Compare ONNX Runtime or TensorRT with PyTorch on logits, every state tensor and every selection; exit 1 on a mismatch."""
     from dataclasses import replace
 
     from still_export.onnx_package import ExportOptions, load_source
     from still_export.package import open_package
+    from still_export.targets import OrtTarget, TrtTarget
     from still_export.verify import DECODE_STEPS, LENGTHS, Verifier
 
     try:
@@ -63,8 +66,20 @@ def verify(
     opened = open_package(package)
     options = ExportOptions.from_manifest(opened.manifest)
     out = Output(as_json, quiet)
+    kind = opened.manifest.get("target", "onnx")
+    runtime = runtime or ("ort" if kind == "onnx" else kind)
+    if runtime not in ("ort", "trt") or (runtime == "ort") != (kind == "onnx"):
+        raise ConfigError(
+            f"a package for {kind} is not verified with --runtime {runtime}; ort runs onnx, trt runs trt."
+        )
+    if runtime == "trt":
+        if not opened.manifest["engines"]:
+            raise PackageError(f"{package} has no engine yet. Build it on this machine: still-export build {package}")
+        options = replace(options, dtype="float32")  # half precision is held to what float32 computes
+    target = OrtTarget(opened) if runtime == "ort" else TrtTarget(opened, plugin)
     source = load_source(replace(options, model=model) if model else options)
-    verifier = Verifier(opened, source, wanted, DECODE_STEPS if decode_steps is None else decode_steps, seed)
+    steps = DECODE_STEPS if decode_steps is None else decode_steps
+    verifier = Verifier(opened, source, wanted, steps, seed, target)
     folder = output or package / "verify"
     with out.bar("verifying", verifier.case_count) as progress:
         report = verifier.run(folder, progress)
@@ -72,13 +87,13 @@ def verify(
     if as_json:
         out.result(report.to_dict())
     else:
-        _print(report, folder)
+        _print(report, folder, target.title)
     raise typer.Exit(0 if report.passed else 1)
 
 
-def _print(report: Report, folder: Path) -> None:
+def _print(report: Report, folder: Path, runtime: str) -> None:
     console = Console(width=None if Console().is_terminal else 120)
-    table = Table(title="PyTorch against ONNX Runtime: errors of the logits, and of the worst state tensor")
+    table = Table(title=f"PyTorch against {runtime}: errors of the logits, and of the worst state tensor")
     for column in ("case", "logits max", "mean", "cosine", "states max", "mean", "cosine", "worst state", ""):
         table.add_column(column, justify="left" if column in ("case", "worst state") else "right", no_wrap=True)
     cases = defaultdict(list)
