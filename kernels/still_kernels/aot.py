@@ -34,7 +34,9 @@ POINTER_TYPES = {
     "evicted_count": "i32",
     "counters": "i32",
     **{s.name: "fp32" for s in HYBRID_ATTENTION.states if s.dtype == "float32"},
-    **dict.fromkeys(("score", "mass", "prefix_z", "part_acc", "part_ml", "part_lin", "part_den", "part_score"), "fp32"),
+    **dict.fromkeys(
+        ("score", "mass", "prefix_z", "part_acc", "part_ml", "part_lin", "part_den", "part_window"), "fp32"
+    ),
 }
 """Element types of pointer arguments that do not depend on the variant; all others have the activations' type."""
 
@@ -150,7 +152,8 @@ def compile_variant(variant: Variant, arch: int) -> tuple[dict[str, Any], dict[s
     triton.knobs.compilation.disable_line_info = True  # line tables hold paths: bytes would depend on the machine
     config = variant.config()
     wide = variant.dtype == "float32"
-    table = tile_table(arch, variant.head_dim, variant.chunk_size, variant.feature_rows, wide)
+    grouped = variant.select_scope != "q_head"
+    table = tile_table(arch, variant.head_dim, variant.chunk_size, variant.feature_rows, wide, grouped)
     kernels: dict[str, Any] = {}
     cubins: dict[str, bytes] = {}
     for name, tile in table.kernels().items():
@@ -202,6 +205,7 @@ def compile_variant(variant: Variant, arch: int) -> tuple[dict[str, Any], dict[s
         "score_blocks_per_chunk": variant.chunk_size // table.score.constants["BM"],
         "attend_rows": table.attend.constants["BM"],
         "value_slices": pow2(variant.head_dim) // table.decode.constants["DS"],
+        "window_parts": 2 * variant.chunk_size // table.decode.constants["BL"],
         "segment_tiles": table.segment_tiles,
         "decode_programs": table.decode_programs,
         "evicted_rows": pow2(config.salient_per_chunk),
@@ -217,7 +221,7 @@ GRIDS = {
     "scan": ["scan_programs", "H", "B"],
     "attend": ["ceil(n_tiles * C / attend_rows)", "H", "B"],
     "commit": ["H", "B", "1"],
-    "decode": ["H / HS * (1 + value_slices) + NS", "HS", "B"],
+    "decode": ["H / HS * (value_slices + window_parts + 1) + NS", "HS", "B"],
 }
 """Grid rules, for readers; the C++ core mirrors launch.py."""
 

@@ -101,11 +101,12 @@ def workspace_shapes(
         shapes["prefix_z"] = ((batch, segment, heads, features), "float32")
         shapes["phi_q"] = ((batch, segment, heads, chunk, features), "L")
     else:
-        shapes["part_acc"] = ((batch, heads, splits + 1, dim), "float32")
-        shapes["part_ml"] = ((batch, heads, splits + 1, 2), "float32")
+        window = 2 * chunk // table.decode.constants["BL"]
+        shapes["part_acc"] = ((batch, heads, splits + window + 1, dim), "float32")
+        shapes["part_ml"] = ((batch, heads, splits + window + 1, 2), "float32")
+        shapes["part_window"] = ((batch, heads, window, 4), "float32")
         shapes["part_lin"] = ((batch, heads, dim), "float32")
         shapes["part_den"] = ((batch, heads), "float32")
-        shapes["part_score"] = ((batch, heads), "float32")
         if config.overflow != "error":  # named by the kernels, not written in decode
             shapes["prefix_kv"], shapes["prefix_z"], shapes["phi_q"] = ((16,), "L"), ((16,), "float32"), ((16,), "L")
     if tokens > 1 or config.overflow != "error":
@@ -120,6 +121,11 @@ def workspace_shapes(
         shapes["evicted_value"] = ((batch, select, rows, dim), "T")
         shapes["evicted_count"] = ((batch, select), "int32")
     return shapes
+
+
+def allocate(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A workspace buffer on the device of `like`; tests put guards around it."""
+    return like.new_empty(shape, dtype=dtype)
 
 
 def tile_count(tokens: int, chunk: int) -> int:
@@ -184,7 +190,7 @@ def launch_hybrid_attention(
         "T": query.dtype,
         "L": torch.float32 if wide else torch.bfloat16,
     }
-    workspace = {name: query.new_empty(shape, dtype=dtypes[kind]) for name, (shape, kind) in shapes.items()}
+    workspace = {name: allocate(query, shape, dtypes[kind]) for name, (shape, kind) in shapes.items()}
     tiles = tile_count(tokens, chunk)
     values = {
         **constants_of(config, wide, ragged, window_factor is not None),
@@ -227,8 +233,8 @@ def launch_hybrid_attention(
             launch("scan", (scan_programs, heads, batch), first_tile=0, n_tiles=1, store_prefix=0)
         values["counters"] = persistent_counters(query.device, batch * 2 * heads)
         group = heads // select
-        slices = pow2(config.head_dim) // table.decode.constants["DS"]
-        launch("decode", (group * (1 + slices) + splits, select, batch))
+        jobs = pow2(config.head_dim) // table.decode.constants["DS"] + 2 * chunk // table.decode.constants["BL"] + 1
+        launch("decode", (group * jobs + splits, select, batch))
         return
     launch("score", (tiles * (chunk // table.score.constants["BM"]), heads, batch))
     if not evicting:
@@ -252,7 +258,9 @@ def device_table(config: HybridAttentionConfig, device: torch.device, wide: bool
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         arch = 10 * major + minor
-    return tile_table(arch, config.head_dim, config.chunk_size, config.projection_dim, wide)
+    return tile_table(
+        arch, config.head_dim, config.chunk_size, config.projection_dim, wide, config.select_scope != "q_head"
+    )
 
 
 TRITON_VERSION = triton.__version__

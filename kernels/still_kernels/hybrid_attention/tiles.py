@@ -54,7 +54,9 @@ class TileTable:
         return {name: getattr(self, name) for name in names}
 
 
-def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wide: bool) -> TileTable:
+def tile_table(
+    arch: int, head_dim: int, chunk_size: int, feature_rows: int, wide: bool, grouped: bool = False
+) -> TileTable:
     """The table of one variant.
 
     Args:
@@ -63,34 +65,55 @@ def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wid
         chunk_size: C.
         feature_rows: P, rows of a feature projection.
         wide: float32 activations.
+        grouped: One selection per key/value head.
     """
     dim, rows = pow2(head_dim), pow2(feature_rows)
-    small = SHARED_BYTES.get(arch, 99 << 10) < (160 << 10)
-    block = min(chunk_size, 64)
+    shared = SHARED_BYTES.get(arch, 99 << 10)
+    small = shared < (160 << 10)
     heavy = wide or dim > 128
-    if heavy and small:
-        block = min(block, 32)
+    tight = heavy and (shared < (200 << 10) or (wide and dim > 128))
+    block = min(chunk_size, 32 if tight else 64)
+    columns = min(dim, 32) if heavy else dim  # of a projection that are in shared memory at a time
     keys = 32 if heavy else 64
     features = min(rows, 32 if heavy else 64)
-    stages = 1 if heavy and small else 2 if heavy or small else 3
+    stages = 1 if tight else 2 if heavy or small else 3
     return TileTable(
         score=KernelTile({"BM": min(block, 32) if heavy else block}, 4, 1),
         select=KernelTile({}, 4, 1),
-        features=KernelTile({"RB": min(block, 32) if heavy else block, "TB": 4}, 4, 2 if not heavy else 1),
+        features=KernelTile(
+            {"RB": min(block, 32) if heavy else block, "TB": 4, "DK": columns}, 4, 1, None if heavy else 168
+        ),
         scan=KernelTile(
-            {"FB": features, "DB": 64, "RB": min(block, 32) if heavy else block, "STAGES": stages}, 4, stages
+            {"FB": features, "DB": 64, "RB": min(block, 32) if heavy else block, "STAGES": stages if heavy else 4},
+            4,
+            stages,
         ),
         attend=KernelTile({"BM": block, "BN": keys, "FB": features, "STAGES": stages}, 4, stages),
         commit=KernelTile({}, 4, 1),
-        decode=KernelTile({"DS": 32, "BN": 32, "BL": 32, "RB": 16}, 4, 1, None if heavy else 128),
+        decode=KernelTile(
+            {
+                "DS": 32,
+                "BN": 16 if heavy else 32,
+                "BL": min(2 * chunk_size, 32 if heavy else 64),
+                "BS": 16 if heavy or grouped else 32,
+                "RB": 16,
+                "DK": columns,
+            },
+            4,
+            1,
+            None if heavy else 128,
+        ),
         segment_tiles=max(2, 8192 // chunk_size),
-        decode_programs=528,  # four for each of 132 multiprocessors
+        decode_programs=264,  # salient splits; with the other roles one wave of four programs a multiprocessor
     )
 
 
 def decode_splits(batch: int, select_heads: int, slots: int, programs: int) -> int:
-    """NS, programs that share the salient cache of one select head: enough to fill the chip, 32 slots each at least."""
+    """NS, programs that share the salient cache of one select head: enough to fill the chip, 32 slots each at least.
+
+    At most 24: with the parts of the window one block of the merge then takes all of them.
+    """
     if slots == 0:
         return 1
     fill = -(-programs // (batch * select_heads))
-    return max(1, min(-(-slots // 32), max(fill, -(-slots // 256)), 64))
+    return max(1, min(-(-slots // 32), max(fill, -(-slots // 256)), 24))

@@ -115,8 +115,8 @@ def attend_kernel(
     b_acc = tl.zeros([BM, DP], tl.float32)
     for o_first in tl.range(tl.maximum(chunk - 1, 0) * C, first + BM, BM, num_stages=STAGES):
         o_key = o_first + o_row
-        b_key = load_tokens(p_key_new, p_key_ring, o_key, length, end, HK * D, D, DP, C)
-        b_value = load_tokens(p_value_new, p_value_ring, o_key, length, end, HK * D, D, DP, C)
+        b_key = load_tokens(p_key_new, p_key_ring, o_key, length, end, HK * D, o_dim, D, C)
+        b_value = load_tokens(p_value_new, p_value_ring, o_key, length, end, HK * D, o_dim, D, C)
         b_dot = tl.dot(b_q, tl.trans(b_key), input_precision=DOT)
         b_dot = tl.where(o_key[None, :] <= o_query[:, None], b_dot, float("-inf"))
         b_acc, b_max, b_sum = _absorb(b_acc, b_max, b_sum, b_dot, b_value, scale2, SETTLE, DOT)

@@ -47,12 +47,11 @@ def settle(b_acc, SETTLE: tl.constexpr):
 
 
 @triton.jit
-def load_tokens(p_new, p_ring, o_position, length, end, stride, D: tl.constexpr, DP: tl.constexpr, C: tl.constexpr):
-    """Rows of a key or value head at absolute positions, from the call's tokens or the ring; zeros elsewhere.
+def load_tokens(p_new, p_ring, o_position, length, end, stride, o_dim, D: tl.constexpr, C: tl.constexpr):
+    """Columns `o_dim` of a key or value head at absolute positions, from the call's tokens or the ring; zeros elsewhere.
 
     p_new: the head's row of the call's first token, `stride` elements between tokens. p_ring: the head's ring.
     """
-    o_dim = tl.arange(0, DP)
     m_new = (o_position >= length) & (o_position < end)
     m_old = (o_position >= 0) & (o_position < length) & (o_position >= length - 2 * C)
     o_new = (o_position - length).to(tl.int64) * stride
@@ -62,100 +61,131 @@ def load_tokens(p_new, p_ring, o_position, length, end, stride, D: tl.constexpr,
 
 
 @triton.jit
-def load_weight(p_weight, o_row, P: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
-    """Rows `o_row` of one head's projection, [rows, DP]."""
-    o_dim = tl.arange(0, DP)
+def load_weight(p_weight, o_row, o_dim, P: tl.constexpr, D: tl.constexpr):
+    """Rows `o_row`, columns `o_dim` of one head's projection."""
     mask = (o_row < P)[:, None] & (o_dim < D)[None, :]
     return tl.load(p_weight + o_row[:, None] * D + o_dim[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
-def feature_stats(b_direction, b_square, m_feature, FEATURE: tl.constexpr):
-    """What normalises the features of each row: (scale in log2 units, log2-sum-exp of +u, of -u).
-
-    b_direction: [M, PP], 0 outside m_feature [PP]. b_square: squared norm of the row's input, [M].
-    """
+def direction_scale(b_norm_square, b_square, FEATURE: tl.constexpr):
+    """What multiplies a projection before its exponential in base 2, from squared norms of projection and input."""
     b_scale = tl.full(b_square.shape, LOG2E, tl.float32)
     if FEATURE == 0:
-        b_norm = tl.sqrt(tl.sum(b_direction * b_direction, 1))
-        b_scale = LOG2E * tl.sqrt(b_square) / tl.maximum(b_norm, FEATURE_FLOOR)
-    b_plus = tl.zeros(b_square.shape, tl.float32)
-    b_minus = tl.zeros(b_square.shape, tl.float32)
-    if FEATURE <= 2:
-        b_u = b_direction * b_scale[:, None]
-        b_high = tl.where(m_feature[None, :], b_u, float("-inf"))
-        b_max = tl.max(b_high, 1)
-        b_plus = b_max + tl.log2(tl.sum(tl.exp2(b_high - b_max[:, None]), 1))
-    if FEATURE <= 1:
-        b_low = tl.where(m_feature[None, :], -b_u, float("-inf"))
-        b_most = tl.max(b_low, 1)
-        b_minus = b_most + tl.log2(tl.sum(tl.exp2(b_low - b_most[:, None]), 1))
-    return b_scale, b_plus, b_minus
+        b_scale = LOG2E * tl.sqrt(b_square) / tl.maximum(tl.sqrt(b_norm_square), FEATURE_FLOOR)
+    return b_scale
 
 
 @triton.jit
-def feature_plus(b_direction, b_scale, b_plus, m_feature, FEATURE: tl.constexpr):
-    """First (for maps without a minus half: only) features of each row, [M, PP]; 0 outside m_feature."""
-    if FEATURE <= 2:
-        b_phi = tl.exp2(b_direction * b_scale[:, None] - b_plus[:, None])
-    elif FEATURE == 3:
-        b_phi = tl.maximum(b_direction, 0.0)
-    elif FEATURE == 4:
+def plain_features(b_direction, FEATURE: tl.constexpr):
+    """Features of the maps without normalisation."""
+    if FEATURE == 5:
+        return b_direction
+    if FEATURE == 4:
         b_phi = tl.where(b_direction > 0, b_direction + 1.0, tl.exp2(b_direction * LOG2E))
     else:
         b_phi = b_direction
-    if FEATURE <= 4:
-        b_phi = tl.maximum(b_phi, FEATURE_FLOOR)
-    return tl.where(m_feature[None, :], b_phi, 0.0)
+    return tl.maximum(b_phi, FEATURE_FLOOR)
 
 
 @triton.jit
-def feature_minus(b_direction, b_scale, b_minus, m_feature):
-    """Second half of the features of the _pm maps."""
-    b_phi = tl.exp2(-b_direction * b_scale[:, None] - b_minus[:, None])
-    return tl.where(m_feature[None, :], tl.maximum(b_phi, FEATURE_FLOOR), 0.0)
+def _row_softmax(b_u, m_feature, P: tl.constexpr, PP: tl.constexpr):
+    """Softmax over the features of each row, in base 2, with the floor of the features."""
+    if P != PP:
+        b_u = tl.where(m_feature[None, :], b_u, float("-inf"))
+    b_e = tl.exp2(b_u - tl.max(b_u, 1)[:, None])
+    b_phi = tl.maximum(b_e * (1.0 / tl.sum(b_e, 1))[:, None], FEATURE_FLOOR)
+    if P != PP:
+        b_phi = tl.where(m_feature[None, :], b_phi, 0.0)
+    return b_phi
+
+
+@triton.jit
+def feature_pair(b_direction, b_square, P: tl.constexpr, PP: tl.constexpr, FEATURE: tl.constexpr):
+    """Features of rows in two halves [M, PP], 0 beyond P; the second is 0 for maps without one.
+
+    b_direction: Projections [M, PP], 0 beyond P. b_square: Squared norms of the inputs, [M].
+    """
+    m_feature = tl.arange(0, PP) < P
+    b_minus = tl.zeros(b_direction.shape, tl.float32)
+    if FEATURE <= 2:
+        b_scale = direction_scale(tl.sum(b_direction * b_direction, 1), b_square, FEATURE)
+        b_u = b_direction * b_scale[:, None]
+        b_plus = _row_softmax(b_u, m_feature, P, PP)
+        if FEATURE <= 1:
+            b_minus = _row_softmax(-b_u, m_feature, P, PP)
+    else:
+        b_plus = tl.where(m_feature[None, :], plain_features(b_direction, FEATURE), 0.0)
+    return b_plus, b_minus
 
 
 @triton.jit
 def ranked_scores(
-    p_score, p_window_score, o_position, length, end, start, row, i_select, H, GR, SCOPE: tl.constexpr, C: tl.constexpr
+    p_score,
+    p_window_score,
+    o_position,
+    length,
+    end,
+    start,
+    row,
+    i_select,
+    H,
+    GR,
+    SCOPE: tl.constexpr,
+    GP: tl.constexpr,
+    C: tl.constexpr,
 ):
-    """Scores that the selection ranks, of one select head at absolute positions; GR query heads per select head."""
+    """Scores that the selection ranks, of one select head at absolute positions; GR <= GP query heads per select head."""
     m_new = (o_position >= length) & (o_position < end)
     m_old = (o_position >= 0) & (o_position < length)
     o_slot = o_position & (2 * C - 1)
-    b_score = tl.full(o_position.shape, 0.0, tl.float32)
+    if SCOPE == 0:
+        b_new = tl.load(p_score + (start + o_position - length) * H + i_select, mask=m_new, other=0.0)
+        b_old = tl.load(p_window_score + (row * H + i_select) * (2 * C) + o_slot, mask=m_old, other=0.0)
+        return tl.where(m_new, b_new, b_old)
+    o_group = tl.arange(0, GP)[:, None]
+    i_head = i_select * GR + o_group
+    m_group = o_group < GR
+    p_new = p_score + (start + o_position - length)[None, :] * H + i_head
+    p_old = p_window_score + (row * H + i_head) * (2 * C) + o_slot[None, :]
+    b_new = tl.load(p_new, mask=m_group & m_new[None, :], other=0.0)
+    b_old = tl.load(p_old, mask=m_group & m_old[None, :], other=0.0)
+    b_score = tl.where(m_new[None, :], b_new, b_old)
     if SCOPE == 1:
-        b_score = tl.full(o_position.shape, float("-inf"), tl.float32)
-    for g in range(GR):
-        i_head = i_select * GR + g
-        b_new = tl.load(p_score + (start + o_position - length) * H + i_head, mask=m_new, other=0.0)
-        b_old = tl.load(p_window_score + (row * H + i_head) * (2 * C) + o_slot, mask=m_old, other=0.0)
-        b_one = tl.where(m_new, b_new, b_old)
-        if SCOPE == 1:
-            b_score = tl.maximum(b_score, b_one)
-        else:
-            b_score += b_one
-    if SCOPE == 2:
-        b_score = b_score / GR
-    return b_score
+        return tl.max(tl.where(m_group, b_score, float("-inf")), 0)
+    return tl.sum(b_score, 0) / GR
 
 
 @triton.jit
 def select_chunk(
-    p_score, p_window_score, chunk, length, end, start, row, i_select, H, GR, K, SCOPE: tl.constexpr, C: tl.constexpr
+    p_score,
+    p_window_score,
+    chunk,
+    length,
+    end,
+    start,
+    row,
+    i_select,
+    H,
+    GR,
+    K,
+    SCOPE: tl.constexpr,
+    GP: tl.constexpr,
+    C: tl.constexpr,
 ):
     """True for the K highest scores of a chunk (ties: lower position), int1 [C], and the scores, [C]."""
-    BJ: tl.constexpr = C if C < 32 else 32
+    BJ: tl.constexpr = (
+        32  # blocks of rivals are loaded again: 2.6 times faster than comparing all with all in registers
+    )
     o_row = tl.arange(0, C)
     b_score = ranked_scores(
-        p_score, p_window_score, chunk * C + o_row, length, end, start, row, i_select, H, GR, SCOPE, C
+        p_score, p_window_score, chunk * C + o_row, length, end, start, row, i_select, H, GR, SCOPE, GP, C
     )
     b_rank = tl.zeros([C], tl.int32)
     for j in range(0, C, BJ):
         o_other = j + tl.arange(0, BJ)
         b_other = ranked_scores(
-            p_score, p_window_score, chunk * C + o_other, length, end, start, row, i_select, H, GR, SCOPE, C
+            p_score, p_window_score, chunk * C + o_other, length, end, start, row, i_select, H, GR, SCOPE, GP, C
         )
         b_ahead = (b_other[None, :] > b_score[:, None]) | (
             (b_other[None, :] == b_score[:, None]) & (o_other[None, :] < o_row[:, None])

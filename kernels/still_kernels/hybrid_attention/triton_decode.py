@@ -1,8 +1,9 @@
-"""One token per row in one launch: salient splits, local window and linear slices, merged by the last to arrive.
+"""One token per row in one launch: salient splits, parts of the window and slices of S, merged by the last to arrive.
 
 Programs of one select head (GR query heads) share a counter. Every program writes its partial result, then counts itself; the
-last one merges all partials of the group against the true maximum. The last group of a row then writes the window ring. The
-counters are zero between launches, so the launch can be captured in a CUDA graph.
+last one merges all partials of the group against the true maximum. The counters are zero between launches, so the launch can
+be captured in a CUDA graph. What a step costs beyond its bytes is a chain of dependent loads, so each role issues its loads
+together and reduces as little as it can.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -12,48 +13,51 @@ import triton
 import triton.language as tl
 
 from still_kernels.hybrid_attention.triton_common import (
+    FEATURE_FLOOR,
     LOG2E,
     RELEASED_EPSILON,
-    feature_minus,
-    feature_plus,
-    feature_stats,
+    direction_scale,
+    feature_pair,
     load_weight,
+    plain_features,
     row_of,
     select_chunk,
     selected_offsets,
 )
 
-
-@triton.jit
-def _gemv_block(b_max, b_sum, b_acc, b_q, p_k, p_v, m_row, m_dim):
-    """Rows of a block into per-row running softmaxes; [BN], [BN], [BN, DP]. Combined over rows at the end."""
-    b_k = tl.load(p_k, mask=m_row[:, None] & m_dim[None, :], other=0.0).to(tl.float32)
-    b_v = tl.load(p_v, mask=m_row[:, None] & m_dim[None, :], other=0.0).to(tl.float32)
-    b_logit = tl.sum(b_k * b_q[None, :], 1)
-    b_new = tl.maximum(b_max, tl.where(m_row, b_logit, -1.0e30))
-    b_p = tl.where(m_row, tl.exp2(b_logit - b_new), 0.0)
-    b_decay = tl.exp2(b_max - b_new)
-    return b_new, b_sum * b_decay + b_p, b_acc * b_decay[:, None] + b_p[:, None] * b_v
+FAR = tl.constexpr(-1.0e30)  # below every logit, and finite: differences stay numbers
 
 
 @triton.jit
 def _salient_one(
-    p_salient_key, p_salient_value, base, p_q, low, high, scale2, p_acc, p_ml,
-    D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
+    p_key, p_value, p_q, low, high, scale2, p_acc, p_ml, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Partial softmax of one query head over slots low .. high - 1."""
+    """Partial softmax of one query head over slots low .. high - 1: a running softmax per row, combined at the end."""
     o_dim = tl.arange(0, DP)
     m_dim = o_dim < D
+    o_slot = low + tl.arange(0, BN)
+    o_tile = o_slot[:, None] * D + o_dim[None, :]
+    mask = (o_slot < high)[:, None] & m_dim[None, :]
+    b_k = tl.load(p_key + o_tile, mask=mask, other=0.0)
+    b_v = tl.load(p_value + o_tile, mask=mask, other=0.0)
     b_q = tl.load(p_q + o_dim, mask=m_dim, other=0.0).to(tl.float32) * scale2
-    b_max = tl.full([BN], -1.0e30, tl.float32)
+    b_max = tl.full([BN], FAR, tl.float32)
     b_sum = tl.zeros([BN], tl.float32)
     b_acc = tl.zeros([BN, DP], tl.float32)
     for s in range(low, high, BN):
-        o_slot = s + tl.arange(0, BN)
-        o_row = base + o_slot[:, None] * D + o_dim[None, :]
-        b_max, b_sum, b_acc = _gemv_block(
-            b_max, b_sum, b_acc, b_q, p_salient_key + o_row, p_salient_value + o_row, o_slot < high, m_dim
-        )
+        m_row = s + tl.arange(0, BN) < high
+        mask = (s + BN + tl.arange(0, BN) < high)[:, None] & m_dim[None, :]
+        b_next_k = tl.load(p_key + (s - low + BN) * D + o_tile, mask=mask, other=0.0)  # the next block is on its way
+        b_next_v = tl.load(p_value + (s - low + BN) * D + o_tile, mask=mask, other=0.0)
+        b_logit = tl.where(m_row, tl.sum(b_k.to(tl.float32) * b_q[None, :], 1), FAR)
+        b_new = tl.maximum(b_max, b_logit)
+        b_p = tl.where(m_row, tl.exp2(b_logit - b_new), 0.0)
+        b_decay = tl.exp2(b_max - b_new)
+        b_sum = b_sum * b_decay + b_p
+        b_acc = b_acc * b_decay[:, None] + b_p[:, None] * b_v.to(tl.float32)
+        b_max = b_new
+        b_k = b_next_k
+        b_v = b_next_v
     top = tl.max(b_max, 0)
     b_weight = tl.exp2(b_max - top)
     tl.store(p_acc + o_dim, tl.sum(b_acc * b_weight[:, None], 0), mask=m_dim)
@@ -63,7 +67,7 @@ def _salient_one(
 
 @triton.jit
 def _salient_group(
-    p_salient_key, p_salient_value, base, p_query, i_query, GR, low, high, scale2, p_part_acc, p_part_ml, i_part, stride,
+    p_key, p_value, p_query, i_query, GR, low, high, scale2, p_part_acc, p_part_ml, i_part, stride,
     D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, GP: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """The same for the GR query heads of a key/value head, which read the rows once."""
@@ -71,25 +75,31 @@ def _salient_group(
     m_dim = o_dim < D
     o_head = tl.arange(0, GP)
     m_head = o_head < GR
+    o_slot = low + tl.arange(0, BN)
+    o_tile = o_slot[:, None] * D + o_dim[None, :]
+    mask = (o_slot < high)[:, None] & m_dim[None, :]
+    b_k = tl.load(p_key + o_tile, mask=mask, other=0.0)
+    b_v = tl.load(p_value + o_tile, mask=mask, other=0.0)
     p_q = p_query + (i_query + o_head)[:, None] * D + o_dim[None, :]
     b_q = tl.load(p_q, mask=m_head[:, None] & m_dim[None, :], other=0.0)
-    b_max = tl.full([GP], -1.0e30, tl.float32)
+    b_max = tl.full([GP], FAR, tl.float32)
     b_sum = tl.zeros([GP], tl.float32)
     b_acc = tl.zeros([GP, DP], tl.float32)
     for s in range(low, high, BN):
-        o_slot = s + tl.arange(0, BN)
-        m_slot = o_slot < high
-        o_row = base + o_slot[:, None] * D + o_dim[None, :]
-        b_k = tl.load(p_salient_key + o_row, mask=m_slot[:, None] & m_dim[None, :], other=0.0)
-        b_v = tl.load(p_salient_value + o_row, mask=m_slot[:, None] & m_dim[None, :], other=0.0)
+        m_slot = s + tl.arange(0, BN) < high
+        mask = (s + BN + tl.arange(0, BN) < high)[:, None] & m_dim[None, :]
+        b_next_k = tl.load(p_key + (s - low + BN) * D + o_tile, mask=mask, other=0.0)
+        b_next_v = tl.load(p_value + (s - low + BN) * D + o_tile, mask=mask, other=0.0)
         b_logit = tl.dot(b_q, tl.trans(b_k), input_precision=DOT) * scale2
-        b_logit = tl.where(m_slot[None, :], b_logit, -1.0e30)
+        b_logit = tl.where(m_slot[None, :], b_logit, FAR)
         b_new = tl.maximum(b_max, tl.max(b_logit, 1))
         b_p = tl.where(m_slot[None, :], tl.exp2(b_logit - b_new[:, None]), 0.0)
         b_decay = tl.exp2(b_max - b_new)
         b_sum = b_sum * b_decay + tl.sum(b_p, 1)
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision=DOT)
         b_max = b_new
+        b_k = b_next_k
+        b_v = b_next_v
     o_part = i_part + o_head.to(tl.int64) * stride
     tl.store(p_part_acc + o_part[:, None] * D + o_dim[None, :], b_acc, mask=m_head[:, None] & m_dim[None, :])
     tl.store(p_part_ml + o_part * 2, b_max, mask=m_head)
@@ -97,244 +107,330 @@ def _salient_group(
 
 
 @triton.jit
+def _fold_chunk(
+    b_plus_s, b_minus_s, b_plus_z, b_minus_z, old, length, row, i_select, i_kv, GR, p_weight, p_window_key, p_window_value,
+    p_window_score, H, HK, K, o_column, C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DK: tl.constexpr,
+    P: tl.constexpr, PP: tl.constexpr, GP: tl.constexpr, RB: tl.constexpr, FEATURE: tl.constexpr, SCOPE: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Add the unselected tokens of chunk `old`, which lies in the ring, to a slice of S and to z."""
+    o_feature = tl.arange(0, PP)
+    o_dim = tl.arange(0, DK)
+    b_weight = load_weight(p_weight, o_feature, o_dim, P, D)
+    b_selected, _ = select_chunk(
+        p_window_score, p_window_score, old, length, length, 0, row, i_select, H, GR, K, SCOPE, GP, C
+    )
+    for r in range(0, C, RB):
+        o_row = r + tl.arange(0, RB)
+        o_ring = ((row * HK + i_kv) * (2 * C) + ((old & 1) * C + o_row)).to(tl.int64) * D
+        b_v = tl.load(p_window_value + o_ring[:, None] + o_column[None, :], mask=(o_column < D)[None, :], other=0.0)
+        if RB == C:
+            m_row = b_selected == 0
+        else:
+            m_here = o_row[:, None] == tl.arange(0, C)[None, :]
+            m_row = tl.sum((m_here & (b_selected == 0)[None, :]).to(tl.int32), 1) > 0
+        b_direction = tl.zeros([RB, PP], tl.float32)
+        b_square = tl.zeros([RB], tl.float32)
+        for d in range(0, DP, DK):
+            o_part = d + o_dim
+            b_k = tl.load(p_window_key + o_ring[:, None] + o_part[None, :], mask=(o_part < D)[None, :], other=0.0)
+            if DK < DP:
+                b_weight = load_weight(p_weight, o_feature, o_part, P, D)
+            b_direction = tl.dot(b_k, tl.trans(b_weight), b_direction, input_precision=DOT)
+            b_square += tl.sum(b_k.to(tl.float32) * b_k.to(tl.float32), 1)
+        b_plus, b_minus = feature_pair(b_direction, b_square, P, PP, FEATURE)
+        b_plus = tl.where(m_row[:, None], b_plus, 0.0)
+        b_plus_z += tl.sum(b_plus, 0)
+        b_plus_s += tl.dot(tl.trans(b_plus.to(b_v.dtype)), b_v, input_precision=DOT)
+        if FEATURE <= 1:
+            b_minus = tl.where(m_row[:, None], b_minus, 0.0)
+            b_minus_z += tl.sum(b_minus, 0)
+            b_minus_s += tl.dot(tl.trans(b_minus.to(b_v.dtype)), b_v, input_precision=DOT)
+    return b_plus_s, b_minus_s, b_plus_z, b_minus_z
+
+
+@triton.jit
 def _linear_slice(
     i_slice, i_head, i_select, row, length, promoting, GR, p_q, p_feature_q_weight, p_feature_k_weight, p_window_key,
     p_window_value, p_window_score, p_kv_state, p_z_state, p_lin, p_den, i_kv, H, HK, K, W_HEADS,
-    C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DS: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
-    RB: tl.constexpr, FEATURE: tl.constexpr, SCOPE: tl.constexpr, FUSED: tl.constexpr, DOT: tl.constexpr,
+    C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DK: tl.constexpr, DS: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
+    GP: tl.constexpr, RB: tl.constexpr, FEATURE: tl.constexpr, SCOPE: tl.constexpr, FUSED: tl.constexpr,
+    DOT: tl.constexpr,
 ):  # fmt: skip
     """phi(q)^T S for DS value columns (and phi(q)^T z in slice 0); a promoted chunk is folded into S first."""
     F: tl.constexpr = 2 * P if FEATURE <= 1 else P
     DW: tl.constexpr = 32 if DP > 32 else DP
     o_feature = tl.arange(0, PP)
     m_feature = o_feature < P
-    o_dim = tl.arange(0, DP)
-    m_dim = o_dim < D
     o_column = i_slice * DS + tl.arange(0, DS)
     m_slice = m_feature[:, None] & (o_column < D)[None, :]
     p_state = p_kv_state + (row * H + i_head) * (F * D) + o_feature[:, None] * D + o_column[None, :]
     p_mass = p_z_state + (row * H + i_head) * F + o_feature
-    b_plus_s = tl.load(p_state, mask=m_slice, other=0.0)
     m_mass = m_feature & (i_slice == 0)  # z belongs to slice 0
+    b_plus_s = tl.load(p_state, mask=m_slice, other=0.0)
     b_plus_z = tl.load(p_mass, mask=m_mass, other=0.0)
-    b_minus_s = tl.zeros([PP, DS], tl.float32)
-    b_minus_z = tl.zeros([PP], tl.float32)
     if FEATURE <= 1:
         b_minus_s = tl.load(p_state + P * D, mask=m_slice, other=0.0)
         b_minus_z = tl.load(p_mass + P, mask=m_mass, other=0.0)
+    else:
+        b_minus_s = tl.zeros([PP, DS], tl.float32)
+        b_minus_z = tl.zeros([PP], tl.float32)
     w_head = (i_head % W_HEADS).to(tl.int64) * (P * D)
     b_direction = tl.zeros([PP], tl.float32)
-    b_square = tl.zeros([1], tl.float32)
     for d in tl.static_range(0, DP, DW):  # in column blocks: registers decide how many programs are resident
         o_part = d + tl.arange(0, DW)
-        b_q = tl.load(p_q + o_part, mask=o_part < D, other=0.0).to(tl.float32)
+        b_part = tl.load(p_q + o_part, mask=o_part < D, other=0.0).to(tl.float32)
         p_weight = p_feature_q_weight + w_head + o_feature[:, None] * D + o_part[None, :]
         b_weight = tl.load(p_weight, mask=m_feature[:, None] & (o_part < D)[None, :], other=0.0)
-        b_direction += tl.sum(b_weight.to(tl.float32) * b_q[None, :], 1)
-        b_square += tl.sum(b_q * b_q, 0)
-    b_direction = b_direction[None, :]
-    b_scale, b_lse_plus, b_lse_minus = feature_stats(b_direction, b_square, m_feature, FEATURE)
-
+        b_direction += tl.sum(b_weight.to(tl.float32) * b_part[None, :], 1)
     if FUSED:
         if promoting:
-            old = length // C - 2
-            b_key_weight = load_weight(p_feature_k_weight + w_head, o_feature, P, D, DP)
-            o_all = tl.arange(0, C)
-            b_selected, _ = select_chunk(
-                p_window_score, p_window_score, old, length, length, 0, row, i_select, H, GR, K, SCOPE, C
-            )
-            b_flag = tl.where(b_selected, 0, 1)
-            for r in range(0, C, RB):
-                o_row = r + tl.arange(0, RB)
-                o_ring = ((row * HK + i_kv) * (2 * C) + ((old & 1) * C + o_row)).to(tl.int64) * D
-                b_k = tl.load(p_window_key + o_ring[:, None] + o_dim[None, :], mask=m_dim[None, :], other=0.0)
-                m_column = (o_column < D)[None, :]
-                b_v = tl.load(p_window_value + o_ring[:, None] + o_column[None, :], mask=m_column, other=0.0)
-                m_row = tl.sum(tl.where(o_row[:, None] == o_all[None, :], b_flag[None, :], 0), 1) > 0
-                b_dir = tl.dot(b_k, tl.trans(b_key_weight), input_precision=DOT)
-                b_wide = b_k.to(tl.float32)
-                b_s, b_p, b_m = feature_stats(b_dir, tl.sum(b_wide * b_wide, 1), m_feature, FEATURE)
-                b_phi = tl.where(m_row[:, None], feature_plus(b_dir, b_s, b_p, m_feature, FEATURE), 0.0)
-                b_plus_z += tl.sum(b_phi, 0)
-                b_plus_s += tl.dot(tl.trans(b_phi.to(b_v.dtype)), b_v, input_precision=DOT)
-                if FEATURE <= 1:
-                    b_phi = tl.where(m_row[:, None], feature_minus(b_dir, b_s, b_m, m_feature), 0.0)
-                    b_minus_z += tl.sum(b_phi, 0)
-                    b_minus_s += tl.dot(tl.trans(b_phi.to(b_v.dtype)), b_v, input_precision=DOT)
+            b_plus_s, b_minus_s, b_plus_z, b_minus_z = _fold_chunk(
+                b_plus_s, b_minus_s, b_plus_z, b_minus_z, length // C - 2, length, row, i_select, i_kv, GR,
+                p_feature_k_weight + w_head, p_window_key, p_window_value, p_window_score, H, HK, K, o_column, C, D, DP,
+                DK, P, PP, GP, RB, FEATURE, SCOPE, DOT,
+            )  # fmt: skip
             tl.store(p_state, b_plus_s, mask=m_slice)
             tl.store(p_mass, b_plus_z, mask=m_mass)
             if FEATURE <= 1:
                 tl.store(p_state + P * D, b_minus_s, mask=m_slice)
                 tl.store(p_mass + P, b_minus_z, mask=m_mass)
-    b_phi = tl.sum(feature_plus(b_direction, b_scale, b_lse_plus, m_feature, FEATURE), 0)
-    b_out = tl.sum(b_phi[:, None] * b_plus_s, 0)
-    den = tl.sum(b_phi * b_plus_z, 0)
+
+    # Features of the query: both halves share each reduction.
+    if FEATURE <= 2:
+        square = 1.0
+        norm_square = 1.0
+        if FEATURE == 0:
+            o_dim = tl.arange(0, DP)
+            b_q = tl.load(p_q + o_dim, mask=o_dim < D, other=0.0).to(tl.float32)
+            square = tl.sum(b_q * b_q, 0)
+            norm_square = tl.sum(b_direction * b_direction, 0)
+        one = tl.full([1], 1.0, tl.float32)
+        b_scale = direction_scale(one * norm_square, one * square, FEATURE)
+        b_sign = 1.0 - 2.0 * tl.arange(0, 2).to(tl.float32)
+        b_u = (b_direction * b_scale)[None, :] * b_sign[:, None]
+        b_u = tl.where(m_feature[None, :], b_u, float("-inf"))
+        b_e = tl.exp2(b_u - tl.max(b_u, 1)[:, None])
+        b_both = tl.where(m_feature[None, :], tl.maximum(b_e / tl.sum(b_e, 1)[:, None], FEATURE_FLOOR), 0.0)
+        b_phi = tl.sum(tl.where(b_sign[:, None] > 0, b_both, 0.0), 0)
+        b_psi = tl.sum(tl.where(b_sign[:, None] < 0, b_both, 0.0), 0)
+    else:
+        b_phi = tl.where(m_feature, plain_features(b_direction, FEATURE), 0.0)
+        b_psi = b_phi
+    b_out = b_phi[:, None] * b_plus_s
+    b_den = b_phi * b_plus_z
     if FEATURE <= 1:
-        b_phi = tl.sum(feature_minus(b_direction, b_scale, b_lse_minus, m_feature), 0)
-        b_out += tl.sum(b_phi[:, None] * b_minus_s, 0)
-        den += tl.sum(b_phi * b_minus_z, 0)
-    tl.store(p_lin + o_column, b_out, mask=o_column < D)
+        b_out += b_psi[:, None] * b_minus_s
+        b_den += b_psi * b_minus_z
+    tl.store(p_lin + o_column, tl.sum(b_out, 0), mask=o_column < D)
     if i_slice == 0:
-        tl.store(p_den, den)
+        tl.store(p_den, tl.sum(b_den, 0))
 
 
 @triton.jit
-def _local_part(
-    i_head, i_select, g, row, i_batch, length, promoting, GR, HS, p_q, p_k, p_v, p_window_key, p_window_value,
-    p_window_score, p_salient_key, p_salient_value, p_acc, p_ml, p_part_score, i_kv, H, HK, K, N, phantom, scale2,
-    C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr, BN: tl.constexpr, SCOPE: tl.constexpr,
-    RELEASED: tl.constexpr, FUSED: tl.constexpr,
+def _window_part(
+    i_part, i_head, row, length, p_q, p_k, p_v, p_window_key, p_window_value, p_acc, p_ml, p_window, i_kv, G, HK, phantom,
+    scale2, may_write, C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BL: tl.constexpr, RELEASED: tl.constexpr,
 ):  # fmt: skip
-    """Window of one query head: its softmax, the new token's score, and the newly selected rows on their way to the cache."""
+    """BL slots of the ring for one query head; part 0 adds the token itself. p_window gets what the score needs.
+
+    That is (maximum, sum) of the window's other logits, then the own logit, or with RELEASED part 0 the whole score.
+    """
     o_dim = tl.arange(0, DP)
     m_dim = o_dim < D
     chunk = length // C
-    b_q = tl.load(p_q + o_dim, mask=m_dim, other=0.0).to(tl.float32) * scale2
-    b_own_k = tl.load(p_k + o_dim, mask=m_dim, other=0.0).to(tl.float32)
-    b_own_v = tl.load(p_v + o_dim, mask=m_dim, other=0.0).to(tl.float32)
-    own = tl.sum(b_q * b_own_k, 0)
     ring = (row * HK + i_kv) * (2 * C)
-    b_max = tl.full([BN], -1.0e30, tl.float32)
-    b_sum = tl.zeros([BN], tl.float32)
-    b_acc = tl.zeros([BN, DP], tl.float32)
-    w_max = tl.full([BN], -1.0e30, tl.float32)
-    w_sum = tl.zeros([BN], tl.float32)
-    for s in range(0, 2 * C, BN):
-        o_slot = s + tl.arange(0, BN)
-        o_back = (length - 1 - o_slot) & (2 * C - 1)
-        o_position = length - 1 - o_back
-        m_row = (o_position >= 0) & (o_position >= (chunk - 1) * C)
-        m_window = m_row & (o_position > length - C)
-        o_row = (ring + o_slot)[:, None] * D + o_dim[None, :]
-        mask = m_row[:, None] & m_dim[None, :]
-        b_k = tl.load(p_window_key + o_row, mask=mask, other=0.0).to(tl.float32)
-        b_v = tl.load(p_window_value + o_row, mask=mask, other=0.0).to(tl.float32)
-        b_logit = tl.sum(b_k * b_q[None, :], 1)
-        b_new = tl.maximum(b_max, tl.where(m_row, b_logit, -1.0e30))
-        b_p = tl.where(m_row, tl.exp2(b_logit - b_new), 0.0)
-        b_decay = tl.exp2(b_max - b_new)
-        b_sum = b_sum * b_decay + b_p
-        b_acc = b_acc * b_decay[:, None] + b_p[:, None] * b_v
-        b_max = b_new
-        w_new = tl.maximum(w_max, tl.where(m_window, b_logit, -1.0e30))
-        w_sum = w_sum * tl.exp2(w_max - w_new) + tl.where(m_window, tl.exp2(b_logit - w_new), 0.0)
-        w_max = w_new
-    others = tl.max(w_max, 0)
-    others_sum = tl.sum(w_sum * tl.exp2(w_max - others), 0)
-    score = (own - others - tl.log2(others_sum)) / LOG2E
-    if RELEASED:
-        top_w = tl.maximum(others, own)
-        total = others_sum * tl.exp2(others - top_w) + tl.exp2(own - top_w)
-        score = 0.0
-        for s in range(0, C, BN):
-            o_back = s + tl.arange(0, BN)  # age: 0 is the token itself
-            o_position = length - o_back
-            m_in = (o_position >= 0) & (o_back < C)
-            m_old = m_in & (o_back > 0)
-            o_row = (ring + (o_position & (2 * C - 1)))[:, None] * D + o_dim[None, :]
-            b_k = tl.load(p_window_key + o_row, mask=m_old[:, None] & m_dim[None, :], other=0.0).to(tl.float32)
-            b_logit = tl.sum(b_k * b_q[None, :], 1)
-            b_logit = tl.where(o_back == 0, own, b_logit)
-            b_p = tl.where(m_in, tl.exp2(b_logit - top_w) / total, 0.0)
-            b_without = tl.where(m_old, tl.exp2(b_logit - others) / others_sum, 0.0)
-            b_p = (b_p + RELEASED_EPSILON) / (1 + C * RELEASED_EPSILON)
-            b_without = (b_without + RELEASED_EPSILON) / (1 + C * RELEASED_EPSILON + 1.0 / C)
-            # The window covers every slot once, so an empty slot C-1 is found here as well.
-            b_without = tl.where((o_position & (C - 1)) == C - 1, 1.0 / C + RELEASED_EPSILON, b_without)
-            b_term = b_p * tl.log(b_p / (b_without + RELEASED_EPSILON))
-            score += tl.sum(tl.where(o_back < C, b_term, 0.0), 0)
-    tl.store(p_part_score, tl.where(length == 0, float("inf"), score))
-
-    top = tl.maximum(tl.max(b_max, 0), own)
-    if phantom != 0 and chunk == 0:
-        top = tl.maximum(top, 0.0)
-    fresh_sum = 0.0
-    b_fresh = tl.zeros([DP], tl.float32)
-    if FUSED:
-        if promoting:
-            # The rows that enter the cache now count in softmax; other programs read only older slots.
-            old = chunk - 2
-            b_selected, _ = select_chunk(
-                p_window_score, p_window_score, old, length, length, 0, row, i_select, H, GR, K, SCOPE, C
-            )
-            o_rank = tl.arange(0, KP)
-            m_rank = (o_rank < K) & (old * K + o_rank < N)
-            b_offset = selected_offsets(b_selected, KP, C)
-            o_row = (ring + (old & 1) * C + b_offset)[:, None] * D + o_dim[None, :]
-            mask = m_rank[:, None] & m_dim[None, :]
-            b_k = tl.load(p_window_key + o_row, mask=mask, other=0.0)
-            b_v = tl.load(p_window_value + o_row, mask=mask, other=0.0)
-            if g == 0:
-                o_to = ((row * HS + i_select) * N + old * K + o_rank)[:, None] * D + o_dim[None, :]
-                tl.store(p_salient_key + o_to, b_k, mask=mask)
-                tl.store(p_salient_value + o_to, b_v, mask=mask)
-            b_logit = tl.sum(b_k.to(tl.float32) * b_q[None, :], 1)
-            b_logit = tl.where(m_rank, b_logit, -1.0e30)
-            top = tl.maximum(top, tl.max(b_logit, 0))
-            b_p = tl.where(m_rank, tl.exp2(b_logit - top), 0.0)
-            fresh_sum = tl.sum(b_p, 0)
-            b_fresh = tl.sum(b_p[:, None] * b_v.to(tl.float32), 0)
-    b_weight = tl.exp2(b_max - top)
-    own_p = tl.exp2(own - top)
-    total_sum = tl.sum(b_sum * b_weight, 0) + own_p + fresh_sum
-    b_total = tl.sum(b_acc * b_weight[:, None], 0) + own_p * b_own_v + b_fresh
-    if phantom != 0 and chunk == 0:
-        total_sum += C * tl.exp2(-top)
+    o_slot = i_part * BL + tl.arange(0, BL)
+    o_back = (length - 1 - o_slot) & (2 * C - 1)
+    o_position = length - 1 - o_back
+    m_row = (o_position >= 0) & (o_position >= (chunk - 1) * C)
+    m_window = m_row & (o_position > length - C)
+    o_row = (ring + o_slot)[:, None] * D + o_dim[None, :]
+    mask = m_row[:, None] & m_dim[None, :]
+    b_k = tl.load(p_window_key + o_row, mask=mask, other=0.0)
+    b_v = tl.load(p_window_value + o_row, mask=mask, other=0.0)
+    b_q = tl.load(p_q + o_dim, mask=m_dim, other=0.0).to(tl.float32) * scale2
+    b_own_k = tl.load(p_k + o_dim, mask=m_dim, other=0.0)
+    b_own_v = tl.load(p_v + o_dim, mask=m_dim, other=0.0)
+    own = tl.sum(b_q * b_own_k.to(tl.float32), 0)
+    b_logit = tl.where(m_row, tl.sum(b_k.to(tl.float32) * b_q[None, :], 1), FAR)
+    top = tl.max(b_logit, 0)
+    others = tl.max(tl.where(m_window, b_logit, FAR), 0)
+    others_sum = tl.sum(tl.where(m_window, tl.exp2(b_logit - others), 0.0), 0)
+    if i_part == 0:
+        top = tl.maximum(top, own)
+        if phantom != 0 and chunk == 0:
+            top = tl.maximum(top, 0.0)
+    b_p = tl.where(m_row, tl.exp2(b_logit - top), 0.0)
+    total = tl.sum(b_p, 0)
+    b_total = tl.sum(b_p[:, None] * b_v.to(tl.float32), 0)
+    if i_part == 0:
+        own_p = tl.exp2(own - top)
+        total += own_p
+        b_total += own_p * b_own_v.to(tl.float32)
+        if phantom != 0 and chunk == 0:
+            total += C * tl.exp2(-top)
     tl.store(p_acc + o_dim, b_total, mask=m_dim)
     tl.store(p_ml, top)
-    tl.store(p_ml + 1, total_sum)
+    tl.store(p_ml + 1, total)
+    tl.store(p_window, others)
+    tl.store(p_window + 1, others_sum)
+    tl.store(p_window + 2, own)
+    if RELEASED:
+        if i_part == 0:
+            tl.store(p_window + 3, _released_score(b_q, own, length, ring, p_window_key, C, D, DP))
+    if may_write and (i_part == 0) and (i_head % G == 0):
+        # Nothing reads the token's slot, unless its old chunk is being promoted.
+        o_to = (ring + (length & (2 * C - 1))) * D + o_dim
+        tl.store(p_window_key + o_to, b_own_k, mask=m_dim)
+        tl.store(p_window_value + o_to, b_own_v, mask=m_dim)
+
+
+@triton.jit
+def _released_score(b_q, own, length, ring, p_window_key, C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+    """Score of the released training code for the new token; the window covers every slot modulo C once."""
+    BN: tl.constexpr = 32
+    o_dim = tl.arange(0, DP)
+    b_max = tl.full([BN], FAR, tl.float32)
+    b_sum = tl.zeros([BN], tl.float32)
+    for s in range(0, C, BN):
+        o_back = s + tl.arange(0, BN)
+        m_old = (o_back > 0) & (length - o_back >= 0)
+        b_logit = _ring_logits(b_q, length - o_back, m_old, ring, p_window_key, o_dim, C, D)
+        b_new = tl.maximum(b_max, tl.where(m_old, b_logit, FAR))
+        b_sum = b_sum * tl.exp2(b_max - b_new) + tl.where(m_old, tl.exp2(b_logit - b_new), 0.0)
+        b_max = b_new
+    others = tl.max(b_max, 0)
+    others_sum = tl.sum(b_sum * tl.exp2(b_max - others), 0)
+    top = tl.maximum(others, own)
+    total = others_sum * tl.exp2(others - top) + tl.exp2(own - top)
+    score = own * 0.0
+    for s in range(0, C, BN):
+        o_back = s + tl.arange(0, BN)  # age: 0 is the token itself
+        o_position = length - o_back
+        m_in = o_position >= 0
+        m_old = m_in & (o_back > 0)
+        b_logit = _ring_logits(b_q, o_position, m_old, ring, p_window_key, o_dim, C, D)
+        b_logit = tl.where(o_back == 0, own, b_logit)
+        b_p = tl.where(m_in, tl.exp2(b_logit - top) / total, 0.0)
+        b_without = tl.where(m_old, tl.exp2(b_logit - others) / others_sum, 0.0)
+        b_p = (b_p + RELEASED_EPSILON) / (1 + C * RELEASED_EPSILON)
+        b_without = (b_without + RELEASED_EPSILON) / (1 + C * RELEASED_EPSILON + 1.0 / C)
+        b_without = tl.where((o_position & (C - 1)) == C - 1, 1.0 / C + RELEASED_EPSILON, b_without)
+        score += tl.sum(b_p * tl.log(b_p / (b_without + RELEASED_EPSILON)), 0)
+    return score
+
+
+@triton.jit
+def _ring_logits(b_q, o_position, m_row, ring, p_window_key, o_dim, C: tl.constexpr, D: tl.constexpr):
+    """Logits (log2 units) of the scaled query to ring rows at absolute positions; 0 outside m_row."""
+    o_row = (ring + (o_position & (2 * C - 1)))[:, None] * D + o_dim[None, :]
+    b_k = tl.load(p_window_key + o_row, mask=m_row[:, None] & (o_dim < D)[None, :], other=0.0)
+    return tl.sum(b_k.to(tl.float32) * b_q[None, :], 1)
+
+
+@triton.jit
+def _fresh_part(
+    old, i_select, g, row, length, GR, HS, p_q, p_window_key, p_window_value, p_window_score, p_salient_key,
+    p_salient_value, p_acc, p_ml, i_kv, H, HK, K, N, scale2, C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    KP: tl.constexpr, GP: tl.constexpr, SCOPE: tl.constexpr,
+):  # fmt: skip
+    """Rows of chunk `old` that enter the cache in this step: their softmax, and their copies for later steps."""
+    o_dim = tl.arange(0, DP)
+    m_dim = o_dim < D
+    b_q = tl.load(p_q + o_dim, mask=m_dim, other=0.0).to(tl.float32) * scale2
+    b_selected, _ = select_chunk(
+        p_window_score, p_window_score, old, length, length, 0, row, i_select, H, GR, K, SCOPE, GP, C
+    )
+    o_rank = tl.arange(0, KP)
+    m_rank = (o_rank < K) & (old * K + o_rank < N)
+    o_from = (row * HK + i_kv) * (2 * C) + (old & 1) * C + selected_offsets(b_selected, KP, C)
+    o_row = o_from[:, None] * D + o_dim[None, :]
+    mask = m_rank[:, None] & m_dim[None, :]
+    b_k = tl.load(p_window_key + o_row, mask=mask, other=0.0)
+    b_v = tl.load(p_window_value + o_row, mask=mask, other=0.0)
+    if g == 0:
+        o_to = ((row * HS + i_select) * N + old * K + o_rank)[:, None] * D + o_dim[None, :]
+        tl.store(p_salient_key + o_to, b_k, mask=mask)
+        tl.store(p_salient_value + o_to, b_v, mask=mask)
+    b_logit = tl.where(m_rank, tl.sum(b_k.to(tl.float32) * b_q[None, :], 1), FAR)
+    top = tl.max(b_logit, 0)
+    b_p = tl.where(m_rank, tl.exp2(b_logit - top), 0.0)
+    tl.store(p_acc + o_dim, tl.sum(b_p[:, None] * b_v.to(tl.float32), 0), mask=m_dim)
+    tl.store(p_ml, top)
+    tl.store(p_ml + 1, tl.sum(b_p, 0))
 
 
 @triton.jit
 def _merge(
-    i_row, i_token, i_head, chunk, K, N, parts, epsilon, p_part_acc, p_part_ml, p_part_lin, p_part_den, p_gate,
-    p_window_factor, p_output, D: tl.constexpr, DP: tl.constexpr, GATE: tl.constexpr, FACTOR: tl.constexpr,
-    OVERFLOW: tl.constexpr,
+    i_row, i_token, i_head, i_state, heads, length, K, N, parts, epsilon, p_part_acc, p_part_ml, p_part_lin, p_part_den,
+    p_part_window, p_gate, p_window_factor, p_window_score, p_output, C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    GM: tl.constexpr, BS: tl.constexpr, WP: tl.constexpr, RELEASED: tl.constexpr, GATE: tl.constexpr,
+    FACTOR: tl.constexpr, OVERFLOW: tl.constexpr,
 ):  # fmt: skip
-    """Combine the partials of one query head against their global maximum, add the linear part, normalise, store."""
-    BS: tl.constexpr = 32
-    o_dim = tl.arange(0, DP)
-    m_dim = o_dim < D
-    b_max = tl.full([BS], -1.0e30, tl.float32)
-    b_sum = tl.zeros([BS], tl.float32)
-    b_acc = tl.zeros([BS, DP], tl.float32)
+    """Combine the partials of `heads` <= GM query heads against their global maxima, add the linear part, store.
+
+    i_row, i_token, i_head, i_state: First head's row of the workspace, of the activations, its number, its row of the scores.
+    """
+    LP: tl.constexpr = 4 * WP
+    o_dim = tl.arange(0, DP)[None, :]
+    o_head = tl.arange(0, GM)
+    m_head = o_head < heads
+    m_out = m_head[:, None] & (o_dim < D)
+    o_out = o_head[:, None] * D + o_dim
+    b_linear = tl.load(p_part_lin + i_row * D + o_out, mask=m_out, other=0.0)
+    b_den = tl.load(p_part_den + i_row + o_head, mask=m_head, other=1.0)
+    if GATE:
+        b_linear = b_linear * tl.load(p_gate + i_token * D + o_out, mask=m_out, other=0.0).to(tl.float32)
+    # Score of the token from the window parts.
+    o_part = tl.arange(0, WP)
+    p_window = p_part_window + (i_row + o_head)[:, None] * LP + 4 * o_part[None, :]
+    m_window = m_head[:, None] & (o_part < WP)[None, :]
+    b_others = tl.load(p_window, mask=m_window, other=FAR)
+    b_part_sum = tl.load(p_window + 1, mask=m_window, other=0.0)
+    b_own = tl.load(p_part_window + (i_row + o_head) * LP + 2, mask=m_head, other=0.0)
+    b_most = tl.max(b_others, 1)
+    b_rest = tl.sum(b_part_sum * tl.exp2(b_others - b_most[:, None]), 1)
+    b_score = (b_own - b_most - tl.log2(b_rest)) / LOG2E
+    if RELEASED:
+        b_score = tl.load(p_part_window + (i_row + o_head) * LP + 3, mask=m_head, other=0.0)
+    b_score = tl.where(length == 0, float("inf"), b_score)
+    tl.store(p_window_score + (i_state + o_head) * (2 * C) + (length & (2 * C - 1)), b_score, mask=m_head)
+
+    b_max = tl.full([BS, GM], FAR, tl.float32)
+    b_sum = tl.zeros([BS, GM], tl.float32)
+    b_acc = tl.zeros([BS, GM, DP], tl.float32)
     for s in range(0, parts, BS):
-        o_part = s + tl.arange(0, BS)
-        m_part = o_part < parts
-        o_from = i_row * parts + o_part
-        b_m = tl.load(p_part_ml + o_from * 2, mask=m_part, other=-1.0e30)
-        b_l = tl.load(p_part_ml + o_from * 2 + 1, mask=m_part, other=0.0)
-        p_acc = p_part_acc + o_from[:, None] * D + o_dim[None, :]
-        b_a = tl.load(p_acc, mask=m_part[:, None] & m_dim[None, :], other=0.0)
+        o_from = (i_row + o_head)[None, :] * parts + (s + tl.arange(0, BS))[:, None]
+        mask = (s + tl.arange(0, BS) < parts)[:, None] & m_head[None, :]
+        b_m = tl.load(p_part_ml + o_from * 2, mask=mask, other=FAR)
+        b_l = tl.load(p_part_ml + o_from * 2 + 1, mask=mask, other=0.0)
+        p_acc = p_part_acc + o_from[:, :, None] * D + o_dim[None, :, :]
+        b_a = tl.load(p_acc, mask=mask[:, :, None] & (o_dim < D)[None, :, :], other=0.0)
         b_new = tl.maximum(b_max, b_m)
         b_decay = tl.exp2(b_max - b_new)
         b_weight = tl.exp2(b_m - b_new)
         b_sum = b_sum * b_decay + b_l * b_weight
-        b_acc = b_acc * b_decay[:, None] + b_a * b_weight[:, None]
+        b_acc = b_acc * b_decay[:, :, None] + b_a * b_weight[:, :, None]
         b_max = b_new
-    top = tl.max(b_max, 0)
-    b_weight = tl.exp2(b_max - top)
-    total = tl.sum(b_sum * b_weight, 0)
-    b_out = tl.sum(b_acc * b_weight[:, None], 0)
+    b_top = tl.max(b_max, 0)
+    b_weight = tl.exp2(b_max - b_top[None, :])
+    b_total = tl.sum(b_sum * b_weight, 0)
+    b_out = tl.sum(b_acc * b_weight[:, :, None], 0)
     if FACTOR:
-        factor = tl.load(p_window_factor + i_head)
-        total = total * factor
-        b_out = b_out * factor
-    b_linear = tl.load(p_part_lin + i_row * D + o_dim, mask=m_dim, other=0.0)
-    if GATE:
-        b_linear = b_linear * tl.load(p_gate + i_token * D + o_dim, mask=m_dim, other=0.0).to(tl.float32)
-    b_out = (b_out + b_linear) / (total + tl.load(p_part_den + i_row) + epsilon)
-    if OVERFLOW == 0:
-        b_out = tl.where(tl.maximum(chunk - 1, 0) * K > N, float("nan"), b_out)
-    tl.store(p_output + i_token * D + o_dim, b_out.to(p_output.dtype.element_ty), mask=m_dim)
+        b_factor = tl.load(p_window_factor + i_head + o_head, mask=m_head, other=1.0)
+        b_total = b_total * b_factor
+        b_out = b_out * b_factor[:, None]
+    b_out = (b_out + b_linear) / (b_total + b_den + epsilon)[:, None]
+    if OVERFLOW == 0:  # beyond the capacity: the caller should have refused
+        b_out = tl.where(tl.maximum(length // C - 1, 0) * K > N, float("nan"), b_out)
+    tl.store(p_output + i_token * D + o_out, b_out.to(p_output.dtype.element_ty), mask=m_out)
 
 
 @triton.jit
 def _commit_token(
-    p_key, p_value, p_window_key, p_window_value, p_window_score, p_part_score, row, start, i_batch, length, H, HK,
-    C: tl.constexpr, D: tl.constexpr,
+    p_key, p_value, p_window_key, p_window_value, row, start, length, HK, C: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Write the token's key, value and scores into the ring: nothing reads the slot any more."""
+    """Write the token's key and value into the ring once the promoted chunk has been read."""
     BW: tl.constexpr = 1024
     slot = length & (2 * C - 1)
     for s in range(0, HK * D, BW):
@@ -345,10 +441,6 @@ def _commit_token(
         b_value = tl.load(p_value + start * HK * D + o_flat, mask=m_flat, other=0.0)
         tl.store(p_window_key + o_to, b_key, mask=m_flat)
         tl.store(p_window_value + o_to, b_value, mask=m_flat)
-    for s in range(0, H, 128):
-        o_head = s + tl.arange(0, 128)
-        b_score = tl.load(p_part_score + i_batch.to(tl.int64) * H + o_head, mask=o_head < H, other=0.0)
-        tl.store(p_window_score + (row * H + o_head) * (2 * C) + slot, b_score, mask=o_head < H)
 
 
 @triton.jit(do_not_specialize=["H", "HK", "K", "N", "W_HEADS", "NS", "phantom"])
@@ -375,7 +467,7 @@ def decode_kernel(
     p_part_ml,
     p_part_lin,
     p_part_den,
-    p_part_score,
+    p_part_window,
     p_counters,
     p_output,
     H,
@@ -390,6 +482,7 @@ def decode_kernel(
     C: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
+    DK: tl.constexpr,
     P: tl.constexpr,
     PP: tl.constexpr,
     KP: tl.constexpr,
@@ -397,6 +490,7 @@ def decode_kernel(
     DS: tl.constexpr,
     BN: tl.constexpr,
     BL: tl.constexpr,
+    BS: tl.constexpr,
     RB: tl.constexpr,
     FEATURE: tl.constexpr,
     SCOPE: tl.constexpr,
@@ -407,92 +501,105 @@ def decode_kernel(
     RAGGED: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Output of one token per row (rows with new_tokens 0 get zeros). Grid (GR * (1 + D / DS) + NS, HS, B).
+    """Output of one token per row (rows with new_tokens 0 get zeros). Grid (GR * (ND + WP + 1) + NS, HS, B).
 
-    With overflow "error" a promotion is part of this launch; with a folding policy it has happened before (select, scan).
+    ND = D / DS slices of S, WP = 2C / BL parts of the window, one program for rows on their way into the cache. With overflow
+    "error" a promotion is part of this launch; with a folding policy it has happened before (select, features, scan).
     """
     ND: tl.constexpr = DP // DS
+    WP: tl.constexpr = 2 * C // BL
+    JOBS: tl.constexpr = ND + WP + 1
     FUSED: tl.constexpr = OVERFLOW == 0
+    GM: tl.constexpr = 1 if SCOPE == 0 else 4
     i_role = tl.program_id(0)
     i_select = tl.program_id(1)
     i_batch = tl.program_id(2)
     HS = tl.num_programs(1)
     GR = H // HS
+    G = H // HK
     row, start, length, count = row_of(i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, 1, RAGGED)
     i_group = i_batch.to(tl.int64) * H + i_select * GR  # first query head of the group in [B, H]
-    o_dim = tl.arange(0, DP)
-    m_dim = o_dim < D
     if count == 0:
         if not RAGGED:
             if i_role < GR:
-                tl.store(
-                    p_output + (i_group + i_role) * D + o_dim,
-                    tl.zeros([DP], p_output.dtype.element_ty),
-                    mask=m_dim,
-                )
+                o_dim = tl.arange(0, DP)
+                b_zero = tl.zeros([DP], p_output.dtype.element_ty)
+                tl.store(p_output + (i_group + i_role) * D + o_dim, b_zero, mask=o_dim < D)
         return
     i_out = start * H + i_select * GR  # the same in the packed activations
     chunk = length // C
     promoting = (length % C == 0) & (chunk >= 2)
     scale2 = scale * LOG2E
-    parts = NS + 1
-    if i_role < GR * (1 + ND):
-        g = i_role // (1 + ND)
-        i_job = i_role % (1 + ND)
+    parts = NS + WP + 1
+    if i_role < GR * JOBS:
+        g = i_role // JOBS
+        i_job = i_role % JOBS
         i_head = i_select * GR + g
-        i_kv = i_head // (H // HK)
+        i_kv = i_head // G
         p_q = p_query + (i_out + g) * D
+        i_part = (i_group + g) * parts + NS + i_job - ND
         if i_job < ND:
             _linear_slice(
                 i_job, i_head, i_select, row, length, promoting, GR, p_q, p_feature_q_weight, p_feature_k_weight,
                 p_window_key, p_window_value, p_window_score, p_kv_state, p_z_state, p_part_lin + (i_group + g) * D,
-                p_part_den + i_group + g, i_kv, H, HK, K, W_HEADS, C, D, DP, DS, P, PP, RB, FEATURE, SCOPE, FUSED, DOT,
+                p_part_den + i_group + g, i_kv, H, HK, K, W_HEADS, C, D, DP, DK, DS, P, PP, GP, RB, FEATURE, SCOPE, FUSED,
+                DOT,
+            )  # fmt: skip
+        elif i_job < ND + WP:
+            _window_part(
+                i_job - ND, i_head, row, length, p_q, p_key + (start * HK + i_kv) * D, p_value + (start * HK + i_kv) * D,
+                p_window_key, p_window_value, p_part_acc + i_part * D, p_part_ml + i_part * 2,
+                p_part_window + ((i_group + g) * WP + i_job - ND) * 4, i_kv, G, HK, phantom, scale2,
+                (promoting == 0) | (OVERFLOW > 0), C, D, DP, BL, RELEASED,
+            )  # fmt: skip
+        elif FUSED and promoting:
+            _fresh_part(
+                chunk - 2, i_select, g, row, length, GR, HS, p_q, p_window_key, p_window_value, p_window_score,
+                p_salient_key, p_salient_value, p_part_acc + i_part * D, p_part_ml + i_part * 2, i_kv, H, HK, K, N,
+                scale2, C, D, DP, KP, GP, SCOPE,
             )  # fmt: skip
         else:
-            i_part = (i_group + g) * parts + NS
-            _local_part(
-                i_head, i_select, g, row, i_batch, length, promoting, GR, HS, p_q, p_key + (start * HK + i_kv) * D,
-                p_value + (start * HK + i_kv) * D, p_window_key, p_window_value, p_window_score, p_salient_key,
-                p_salient_value, p_part_acc + i_part * D, p_part_ml + i_part * 2, p_part_score + i_group + g, i_kv, H,
-                HK, K, N, phantom, scale2, C, D, DP, KP, BL, SCOPE, RELEASED, FUSED,
-            )  # fmt: skip
+            o_dim = tl.arange(0, DP)
+            tl.store(p_part_acc + i_part * D + o_dim, tl.zeros([DP], tl.float32), mask=o_dim < D)
+            tl.store(p_part_ml + i_part * 2, FAR)
+            tl.store(p_part_ml + i_part * 2 + 1, 0.0)
     else:
-        i_split = i_role - GR * (1 + ND)
+        i_split = i_role - GR * JOBS
         seen = tl.maximum(chunk - 1, 0) * K
         if FUSED:
-            seen = tl.where(promoting, seen - K, seen)
+            seen = tl.where(promoting, seen - K, seen)  # the newest rows are on their way
         seen = tl.minimum(seen, N)
         share = (seen + NS * BN - 1) // (NS * BN) * BN
         low = tl.minimum(i_split * share, seen)
         high = tl.minimum(low + share, seen)
         base = (row * HS + i_select) * N * D
+        i_part = i_group * parts + i_split
         if SCOPE == 0:
-            i_part = i_group * parts + i_split
             _salient_one(
-                p_salient_key, p_salient_value, base, p_query + i_out * D, low, high, scale2, p_part_acc + i_part * D,
-                p_part_ml + i_part * 2, D, DP, BN,
+                p_salient_key + base, p_salient_value + base, p_query + i_out * D, low, high, scale2,
+                p_part_acc + i_part * D, p_part_ml + i_part * 2, D, DP, BN,
             )  # fmt: skip
         else:
             _salient_group(
-                p_salient_key, p_salient_value, base, p_query, i_out, GR, low, high, scale2, p_part_acc, p_part_ml,
-                i_group * parts + i_split, parts, D, DP, BN, GP, DOT,
+                p_salient_key + base, p_salient_value + base, p_query, i_out, GR, low, high, scale2, p_part_acc,
+                p_part_ml, i_part, parts, D, DP, BN, GP, DOT,
             )  # fmt: skip
 
     tl.debug_barrier()
     p_counter = p_counters + i_batch * (2 * H) + i_select
-    if tl.atomic_add(p_counter, 1, sem="acq_rel") != GR * (1 + ND) + NS - 1:
+    if tl.atomic_add(p_counter, 1, sem="acq_rel") != GR * JOBS + NS - 1:
         return
     tl.store(p_counter, 0)
-    for g in range(GR):
+    for g in range(0, GR, GM):
         _merge(
-            i_group + g, i_out + g, i_select * GR + g, chunk, K, N, parts, epsilon, p_part_acc, p_part_ml, p_part_lin,
-            p_part_den, p_gate, p_window_factor, p_output, D, DP, GATE, FACTOR, OVERFLOW,
+            i_group + g, i_out + g, i_select * GR + g, row * H + i_select * GR + g, GR - g, length, K, N, parts, epsilon,
+            p_part_acc, p_part_ml, p_part_lin, p_part_den, p_part_window, p_gate, p_window_factor, p_window_score,
+            p_output, C, D, DP, GM, BS, WP, RELEASED, GATE, FACTOR, OVERFLOW,
         )  # fmt: skip
-    tl.debug_barrier()
-    p_counter = p_counters + i_batch * (2 * H) + H
-    if tl.atomic_add(p_counter, 1, sem="acq_rel") != HS - 1:
-        return
-    tl.store(p_counter, 0)
-    _commit_token(
-        p_key, p_value, p_window_key, p_window_value, p_window_score, p_part_score, row, start, i_batch, length, H, HK, C, D,
-    )  # fmt: skip
+    if FUSED:
+        if promoting:
+            tl.debug_barrier()
+            p_counter = p_counters + i_batch * (2 * H) + H
+            if tl.atomic_add(p_counter, 1, sem="acq_rel") == HS - 1:
+                tl.store(p_counter, 0)
+                _commit_token(p_key, p_value, p_window_key, p_window_value, row, start, length, HK, C, D)

@@ -7,9 +7,7 @@ import triton
 import triton.language as tl
 
 from still_kernels.hybrid_attention.triton_common import (
-    feature_minus,
-    feature_plus,
-    feature_stats,
+    feature_pair,
     load_tokens,
     load_weight,
     row_of,
@@ -17,26 +15,35 @@ from still_kernels.hybrid_attention.triton_common import (
 
 
 @triton.jit
+def _project(b_x, b_weight, b_direction, b_square, DOT: tl.constexpr):
+    """Add a block of columns to the projections [rows, PP] and to the squared norms [rows]."""
+    b_direction = tl.dot(b_x, tl.trans(b_weight), b_direction, input_precision=DOT)
+    b_wide = b_x.to(tl.float32)
+    return b_direction, b_square + tl.sum(b_wide * b_wide, 1)
+
+
+@triton.jit
 def _write_features(
-    b_x, b_weight, m_row, p_out, P: tl.constexpr, PP: tl.constexpr, FEATURE: tl.constexpr, DOT: tl.constexpr,
+    b_direction, b_square, m_row, p_out, P: tl.constexpr, PP: tl.constexpr, FEATURE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Features of a block of rows to `p_out` [rows, F], rows outside m_row as 0; sums over the rows, [PP] each half."""
+    """Features of a block of rows to `p_out` [rows, F]. KEYS: rows outside m_row as 0, and sums over the rows, [PP] each half."""
     F: tl.constexpr = 2 * P if FEATURE <= 1 else P
     o_feature = tl.arange(0, PP)
     m_feature = o_feature < P
-    o_row = tl.arange(0, b_x.shape[0])
-    b_direction = tl.dot(b_x, tl.trans(b_weight), input_precision=DOT)
-    b_wide = b_x.to(tl.float32)
-    b_scale, b_plus, b_minus = feature_stats(b_direction, tl.sum(b_wide * b_wide, 1), m_feature, FEATURE)
-    b_phi = tl.where(m_row[:, None], feature_plus(b_direction, b_scale, b_plus, m_feature, FEATURE), 0.0)
+    o_row = tl.arange(0, b_direction.shape[0])
+    b_plus, b_minus = feature_pair(b_direction, b_square, P, PP, FEATURE)
     p_block = p_out + o_row[:, None] * F + o_feature[None, :]
-    tl.store(p_block, b_phi.to(p_out.dtype.element_ty), mask=m_feature[None, :])
-    b_sum_plus = tl.sum(b_phi, 0)
+    b_sum_plus = tl.zeros([PP], tl.float32)
     b_sum_minus = tl.zeros([PP], tl.float32)
+    if KEYS:
+        b_plus = tl.where(m_row[:, None], b_plus, 0.0)
+        b_sum_plus = tl.sum(b_plus, 0)
+    tl.store(p_block, b_plus.to(p_out.dtype.element_ty), mask=m_feature[None, :])
     if FEATURE <= 1:
-        b_phi = tl.where(m_row[:, None], feature_minus(b_direction, b_scale, b_minus, m_feature), 0.0)
-        tl.store(p_block + P, b_phi.to(p_out.dtype.element_ty), mask=m_feature[None, :])
-        b_sum_minus = tl.sum(b_phi, 0)
+        if KEYS:
+            b_minus = tl.where(m_row[:, None], b_minus, 0.0)
+            b_sum_minus = tl.sum(b_minus, 0)
+        tl.store(p_block + P, b_minus.to(p_out.dtype.element_ty), mask=m_feature[None, :])
     return b_sum_plus, b_sum_minus
 
 
@@ -68,6 +75,7 @@ def features_kernel(
     C: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
+    DK: tl.constexpr,
     P: tl.constexpr,
     PP: tl.constexpr,
     RB: tl.constexpr,
@@ -98,7 +106,7 @@ def features_kernel(
     i_kv = i_head // (H // HK)
     c0 = length // C
     o_row = tl.arange(0, RB)
-    o_dim = tl.arange(0, DP)
+    o_dim = tl.arange(0, DK)
     o_feature = tl.arange(0, PP)
     m_feature = o_feature < P
     w_head = (i_head % W_HEADS).to(tl.int64) * (P * D)
@@ -108,7 +116,8 @@ def features_kernel(
         p_new = p_key + (start * HK + i_kv) * D
         p_ring = p_window_key + (row * HK + i_kv) * (2 * C) * D
         i_select = i_head // (H // HS)
-        b_weight = load_weight(p_feature_k_weight + w_head, o_feature, P, D, DP)
+        p_weight = p_feature_k_weight + w_head
+        b_weight = load_weight(p_weight, o_feature, o_dim, P, D)
         for tile in range(first, last):
             chunk = c0 + first_tile + tile
             if (chunk >= 2) & (chunk * C >= length):
@@ -116,11 +125,18 @@ def features_kernel(
                 b_mass_plus = tl.zeros([PP], tl.float32)
                 b_mass_minus = tl.zeros([PP], tl.float32)
                 p_flag = p_flags + ((i_batch.to(tl.int64) * R + first_tile + tile) * HS + i_select) * C
-                for r in tl.static_range(0, NB):
-                    b_key = load_tokens(p_new, p_ring, (chunk - 2) * C + r * RB + o_row, length, end, HK * D, D, DP, C)
+                for r in range(0, NB):
+                    o_position = (chunk - 2) * C + r * RB + o_row
+                    b_direction = tl.zeros([RB, PP], tl.float32)
+                    b_square = tl.zeros([RB], tl.float32)
+                    for d in range(0, DP, DK):
+                        b_key = load_tokens(p_new, p_ring, o_position, length, end, HK * D, d + o_dim, D, C)
+                        if DK < DP:
+                            b_weight = load_weight(p_weight, o_feature, d + o_dim, P, D)
+                        b_direction, b_square = _project(b_key, b_weight, b_direction, b_square, DOT)
                     m_row = tl.load(p_flag + r * RB + o_row) != 0
                     b_plus, b_minus = _write_features(
-                        b_key, b_weight, m_row, p_phi_k + (i_out * CR + r * RB) * F, P, PP, FEATURE, DOT
+                        b_direction, b_square, m_row, p_phi_k + (i_out * CR + r * RB) * F, P, PP, FEATURE, True
                     )
                     b_mass_plus += b_plus
                     b_mass_minus += b_minus
@@ -128,9 +144,16 @@ def features_kernel(
                     o_rank = tl.arange(0, KP)
                     m_rank = o_rank < tl.load(p_evicted_count + i_batch.to(tl.int64) * HS + i_select)
                     p_old = p_evicted_key + ((i_batch.to(tl.int64) * HS + i_select) * KP + o_rank)[:, None] * D
-                    b_old = tl.load(p_old + o_dim[None, :], mask=m_rank[:, None] & (o_dim < D)[None, :], other=0.0)
+                    b_direction = tl.zeros([KP, PP], tl.float32)
+                    b_square = tl.zeros([KP], tl.float32)
+                    for d in range(0, DP, DK):
+                        mask = m_rank[:, None] & (d + o_dim < D)[None, :]
+                        b_old = tl.load(p_old + d + o_dim[None, :], mask=mask, other=0.0)
+                        if DK < DP:
+                            b_weight = load_weight(p_weight, o_feature, d + o_dim, P, D)
+                        b_direction, b_square = _project(b_old, b_weight, b_direction, b_square, DOT)
                     b_plus, b_minus = _write_features(
-                        b_old, b_weight, m_rank, p_phi_k + (i_out * CR + C) * F, P, PP, FEATURE, DOT
+                        b_direction, b_square, m_rank, p_phi_k + (i_out * CR + C) * F, P, PP, FEATURE, True
                     )
                     b_mass_plus += b_plus
                     b_mass_minus += b_minus
@@ -138,14 +161,23 @@ def features_kernel(
                 if FEATURE <= 1:
                     tl.store(p_mass + i_out * F + P + o_feature, b_mass_minus, mask=m_feature)
     else:
-        b_weight = load_weight(p_feature_q_weight + w_head, o_feature, P, D, DP)
+        p_weight = p_feature_q_weight + w_head
+        b_weight = load_weight(p_weight, o_feature, o_dim, P, D)
         for tile in range(first, last):
             chunk = c0 + first_tile + tile
             if chunk >= 2:  # earlier chunks have no linear part
                 i_out = (i_batch.to(tl.int64) * n_tiles + tile) * H + i_head
-                for r in tl.static_range(0, NB):
+                for r in range(0, NB):
                     o_query = chunk * C + r * RB + o_row
                     m_row = (o_query >= length) & (o_query < end)
-                    p_q = p_query + ((start + o_query - length) * H + i_head)[:, None] * D + o_dim[None, :]
-                    b_q = tl.load(p_q, mask=m_row[:, None] & (o_dim < D)[None, :], other=0.0)
-                    _write_features(b_q, b_weight, m_row, p_phi_q + (i_out * C + r * RB) * F, P, PP, FEATURE, DOT)
+                    p_q = p_query + ((start + o_query - length) * H + i_head)[:, None] * D
+                    b_direction = tl.zeros([RB, PP], tl.float32)
+                    b_square = tl.zeros([RB], tl.float32)
+                    for d in range(0, DP, DK):
+                        mask = m_row[:, None] & (d + o_dim < D)[None, :]
+                        b_q = tl.load(p_q + d + o_dim[None, :], mask=mask, other=0.0)
+                        if DK < DP:
+                            b_weight = load_weight(p_weight, o_feature, d + o_dim, P, D)
+                        b_direction, b_square = _project(b_q, b_weight, b_direction, b_square, DOT)
+                    p_out = p_phi_q + (i_out * C + r * RB) * F
+                    _write_features(b_direction, b_square, m_row, p_out, P, PP, FEATURE, False)

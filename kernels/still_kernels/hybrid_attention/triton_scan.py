@@ -6,18 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from still_kernels.hybrid_attention.triton_common import row_of
-
-
-@triton.jit
-def _load_values(p_new, p_ring, o_position, length, end, stride, o_dim, D: tl.constexpr, C: tl.constexpr):
-    """Columns `o_dim` of a value head at absolute positions, from the call's tokens or the ring; zeros elsewhere."""
-    m_new = (o_position >= length) & (o_position < end)
-    m_old = (o_position >= 0) & (o_position < length) & (o_position >= length - 2 * C)
-    o_new = (o_position - length).to(tl.int64) * stride
-    o_old = (o_position & (2 * C - 1)).to(tl.int64) * D
-    p_row = tl.where(m_new, p_new + o_new, p_ring + o_old)
-    return tl.load(p_row[:, None] + o_dim[None, :], mask=(m_new | m_old)[:, None] & (o_dim < D)[None, :], other=0.0)
+from still_kernels.hybrid_attention.triton_common import load_tokens, row_of
 
 
 @triton.jit(do_not_specialize=["T", "H", "HK", "HS", "first_tile", "n_tiles", "store_prefix"])
@@ -94,7 +83,7 @@ def scan_kernel(
         p_phi = p_phi_k + (i_out * CR + o_inner)[:, None] * F + o_feature[None, :]
         b_phi = tl.load(p_phi, mask=(promoted & (o_inner < C))[:, None] & m_feature[None, :], other=0.0)
         o_position = tl.where(promoted, (chunk - 2) * C + o_inner, -1)
-        b_value = _load_values(p_new, p_ring, o_position, length, end, HK * D, o_dim, D, C)
+        b_value = load_tokens(p_new, p_ring, o_position, length, end, HK * D, o_dim, D, C)
         b_state = tl.dot(tl.trans(b_phi), b_value.to(b_phi.dtype), b_state, input_precision=DOT)
         if not EVICT:
             m_store = m_block & (j % NB == NB - 1)

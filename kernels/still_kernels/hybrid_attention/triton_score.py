@@ -62,7 +62,7 @@ def score_kernel(
     o_row = tl.arange(0, BM)
     o_dim = tl.arange(0, DP)
     o_query = first + o_row
-    b_own_key = load_tokens(p_new, p_ring, o_query, length, end, HK * D, D, DP, C)
+    b_own_key = load_tokens(p_new, p_ring, o_query, length, end, HK * D, o_dim, D, C)
 
     o_token = start + o_query - length
     m_query = (o_query >= length) & (o_query < end)
@@ -76,7 +76,7 @@ def score_kernel(
     b_k = b_own_key
     for j in tl.static_range(0, SUB + 1):
         if j > 0:
-            b_k = load_tokens(p_new, p_ring, o_query - j * BM, length, end, HK * D, D, DP, C)
+            b_k = load_tokens(p_new, p_ring, o_query - j * BM, length, end, HK * D, o_dim, D, C)
         b_logit, m_others, m_own = _own_window_logits(b_q, b_k, o_query, o_query - j * BM, scale, C, DOT)
         if j == 0:
             b_own = tl.sum(tl.where(m_own, b_logit, 0.0), 1)
@@ -94,7 +94,7 @@ def score_kernel(
         for j in tl.static_range(0, SUB + 1):
             o_key = o_query - j * BM
             if j > 0:
-                b_k = load_tokens(p_new, p_ring, o_key, length, end, HK * D, D, DP, C)
+                b_k = load_tokens(p_new, p_ring, o_key, length, end, HK * D, o_dim, D, C)
             b_logit, m_others, m_own = _own_window_logits(b_q, b_k, o_query, o_key, scale, C, DOT)
             m_seen = m_others | m_own
             b_p = tl.where(m_seen, tl.exp2(b_logit - b_all[:, None]), 0.0) / b_total[:, None]

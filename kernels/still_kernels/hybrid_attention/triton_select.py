@@ -52,6 +52,7 @@ def select_kernel(
     D: tl.constexpr,
     DP: tl.constexpr,
     KP: tl.constexpr,
+    GP: tl.constexpr,
     SCOPE: tl.constexpr,
     OVERFLOW: tl.constexpr,
     RAGGED: tl.constexpr,
@@ -79,7 +80,7 @@ def select_kernel(
     GR = H // HS
     i_kv = (i_select * GR) // (H // HK)
     b_selected, b_score = select_chunk(
-        p_score, p_window_score, old, length, end, start, row, i_select, H, GR, K, SCOPE, C
+        p_score, p_window_score, old, length, end, start, row, i_select, H, GR, K, SCOPE, GP, C
     )
     b_offset = selected_offsets(b_selected, KP, C)
     o_rank = tl.arange(0, KP)
@@ -144,22 +145,23 @@ def select_kernel(
 
     if OVERFLOW > 0:
         tl.store(p_evicted_count + i_group, tl.sum(m_evicted.to(tl.int32), 0))
+        m_dim = (o_dim < D)[None, :]
         p_old = (base + b_evicted)[:, None] * D + o_dim[None, :]
         m_old = m_evicted[:, None] & (o_dim < D)[None, :]
         p_to = (i_group * KP + o_rank)[:, None] * D + o_dim[None, :]
-        tl.store(p_evicted_key + p_to, tl.load(p_salient_key + p_old, mask=m_old, other=0.0))
-        tl.store(p_evicted_value + p_to, tl.load(p_salient_value + p_old, mask=m_old, other=0.0))
+        tl.store(p_evicted_key + p_to, tl.load(p_salient_key + p_old, mask=m_old, other=0.0), mask=m_dim)
+        tl.store(p_evicted_value + p_to, tl.load(p_salient_value + p_old, mask=m_old, other=0.0), mask=m_dim)
         tl.debug_barrier()  # every row has left before its slot is written again
     p_to = p_salient_key + (base + b_slot)[:, None] * D + o_dim[None, :]
     m_to = b_kept[:, None] & (o_dim < D)[None, :]
     o_token = old * C + b_offset
     p_new = p_key + (start * HK + i_kv) * D
     p_ring = p_window_key + (row * HK + i_kv) * (2 * C) * D
-    tl.store(p_to, load_tokens(p_new, p_ring, o_token, length, end, HK * D, D, DP, C), mask=m_to)
+    tl.store(p_to, load_tokens(p_new, p_ring, o_token, length, end, HK * D, o_dim, D, C), mask=m_to)
     p_to = p_salient_value + (base + b_slot)[:, None] * D + o_dim[None, :]
     p_new = p_value + (start * HK + i_kv) * D
     p_ring = p_window_value + (row * HK + i_kv) * (2 * C) * D
-    tl.store(p_to, load_tokens(p_new, p_ring, o_token, length, end, HK * D, D, DP, C), mask=m_to)
+    tl.store(p_to, load_tokens(p_new, p_ring, o_token, length, end, HK * D, o_dim, D, C), mask=m_to)
     if OVERFLOW == 1:
         tl.store(p_salient_score + base + b_slot, b_new_score, mask=b_kept)
 

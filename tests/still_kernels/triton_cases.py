@@ -1,0 +1,177 @@
+"""Cases that hold the Triton kernels to the chunked form; as a program: run them in Triton's interpreter, print the errors.
+
+The interpreter must be chosen before Triton is imported, so the tests start this file in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState
+from still_kernels.hybrid_attention.chunked import chunked_hybrid_attention
+
+SMALL: dict[str, Any] = {
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 24,
+    "feature_dim": 20,
+    "chunk_size": 32,
+    "salient_per_chunk": 3,
+    "capacity_tokens": 416,
+}
+"""All dimensions differ, none is a power of two that the kernels would not have to mask."""
+
+Call = tuple[int, list[int]]
+STEP: Call = (1, [1, 1])
+PROMOTING: list[Call] = [(62, [62, 61]), *[STEP] * 4, (34, [0, 34]), STEP, STEP]
+"""Both rows pass the start of a chunk within single steps; then a row without tokens."""
+CROSSING: list[Call] = [(33, [33, 7]), (70, [70, 0]), STEP, (1, [0, 1]), (90, [64, 90]), STEP]
+"""Calls that begin and end anywhere in a chunk."""
+
+
+SHORT: tuple[Call, ...] = ((66, [66, 35]), (1, [1, 0]))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer, the calls (T, tokens of each row) it gets, and what the inputs are."""
+
+    changes: dict[str, Any] = field(default_factory=dict)
+    calls: tuple[Call, ...] = tuple(CROSSING)
+    inputs: str = "random"
+
+    def config(self) -> HybridAttentionConfig:
+        """The layer."""
+        return HybridAttentionConfig(**{**SMALL, **self.changes})
+
+
+CASES = {
+    "crossing": Case(),
+    "promoting": Case(calls=tuple(PROMOTING)),
+    "group max": Case({"select_scope": "kv_group_max", "num_heads": 6}, tuple(PROMOTING)),
+    "group mean": Case(
+        {"select_scope": "kv_group_mean", "num_heads": 8, "num_kv_heads": 1}, ((66, [66, 35]), STEP, (31, [31, 30]))
+    ),
+    "fold min": Case(
+        {"overflow": "fold_min_score", "capacity_tokens": 128},
+        ((100, [100, 40]), (90, [64, 90]), (1, [0, 1]), (33, [33, 32])),
+    ),
+    "fold min decode": Case({"overflow": "fold_min_score", "capacity_tokens": 96}, ((126, [126, 125]), *[STEP] * 4)),
+    "fold oldest": Case(
+        {"overflow": "fold_oldest", "capacity_tokens": 128},
+        ((100, [100, 40]), (90, [64, 90]), (1, [0, 1]), (33, [33, 32])),
+    ),
+    "fold everything": Case(
+        {"overflow": "fold_min_score", "capacity_tokens": 64, "select_scope": "kv_group_max"},
+        ((98, [98, 95]), STEP, STEP),
+    ),
+    "released": Case({"profile": "released"}, ((66, [66, 35]), (30, [0, 30]))),
+    "released decode": Case({"profile": "released"}, (STEP, STEP, (28, [28, 1]), *[STEP] * 3)),
+    "window factor, no gate": Case({"window_factor": (0.5, 1.0, 2.0, 0.1), "gate": "none"}, SHORT),
+    "no salient": Case({"salient_per_chunk": 0}, SHORT),
+    "all salient": Case({"salient_per_chunk": 32}, ((98, [98, 95]), STEP)),
+    "softmax_pm": Case({"feature_map": "softmax_pm"}, SHORT),
+    "softmax": Case({"feature_map": "softmax"}, SHORT),
+    "relu": Case({"feature_map": "relu"}, SHORT),
+    "elu_plus_one": Case({"feature_map": "elu_plus_one"}, SHORT),
+    "chunk 128": Case({"chunk_size": 128}, ((255, [255, 130]), STEP, STEP, (3, [1, 3]))),
+    "equal logits": Case({}, ((100, [100, 66]), STEP), "equal"),
+    "one huge logit": Case({}, ((63, [63, 62]), STEP, STEP), "huge"),
+    "tied keys": Case({}, ((100, [100, 66]), STEP), "tied"),
+}
+
+
+def case_inputs(case: Case, batch: int, tokens: int, generator: torch.Generator) -> list[torch.Tensor | None]:
+    """query, key, value, gate of one call on the CPU."""
+    config = case.config()
+    heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+    query, gate = (torch.randn(batch, tokens, heads, dim, generator=generator) for _ in "qg")
+    key, value = (torch.randn(batch, tokens, kv_heads, dim, generator=generator) for _ in "kv")
+    if case.inputs == "equal":
+        query = torch.zeros_like(query)
+    elif case.inputs == "huge":
+        key[:, ::17] *= 60
+    elif case.inputs == "tied":
+        key[:], query[:] = key[:, :1], query[:, :1]
+    return [query, key, value, torch.sigmoid(gate) if config.gate == "channel" else None]
+
+
+GUARD = 1024  # elements before and after each guarded tensor
+
+
+class Guarded:
+    """Makes tensors with a margin on both sides, filled with NaN or a sentinel, and finds writes outside."""
+
+    def __init__(self) -> None:
+        self.blocks: list[torch.Tensor] = []
+
+    def empty(self, like: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of garbage within margins."""
+        size = math.prod(shape)
+        block = torch.full((size + 2 * GUARD,), 77, dtype=dtype, device=like.device)
+        self.blocks.append(block)
+        inner = block[GUARD : GUARD + size].view(shape)
+        return inner.fill_(float("nan") if dtype.is_floating_point else 113)
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy within margins."""
+        return self.empty(tensor, tuple(tensor.shape), tensor.dtype).copy_(tensor)
+
+    def check(self) -> None:
+        """Fail if a margin was written."""
+        for block in self.blocks:
+            assert bool((block[:GUARD] == 77).all()) and bool((block[-GUARD:] == 77).all()), (
+                f"a kernel wrote outside a buffer of {block.numel() - 2 * GUARD} elements, {block.dtype}"
+            )
+        self.blocks.clear()
+
+
+def run_case(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> dict[str, float]:
+    """Greatest difference of each result, relative above 1, from the chunked form, over all calls of a case; NaN where one is NaN.
+
+    Outputs and workspaces start as garbage, and a write outside of them or of a state is an error. Every call works on a
+    copy of the state, as a host with separate past and present buffers has it.
+    """
+    from still_kernels.hybrid_attention import launch
+
+    guarded = Guarded()
+    launch.allocate = guarded.empty
+    case = CASES[name]
+    config = case.config()
+    generator = torch.Generator().manual_seed(len(name))
+    batch = 2
+    shape = (config.num_heads, config.projection_dim, config.head_dim)
+    weights = [(torch.randn(shape, generator=generator) * config.head_dim**-0.5).to(device, dtype) for _ in "qk"]
+    expected_state = HybridAttentionState.empty(config, batch, dtype, device)
+    state = HybridAttentionState.empty(config, batch, dtype, device)
+    factor = config.window_factor
+    window_factor = None if factor is None else torch.tensor(factor, dtype=torch.float32, device=device)
+    errors: dict[str, float] = {}
+    for number, (tokens, counts) in enumerate(case.calls):
+        tensors = [None if x is None else x.to(device, dtype) for x in case_inputs(case, batch, tokens, generator)]
+        new = torch.tensor(counts, dtype=torch.int32 if number % 3 else torch.int64, device=device)
+        expected, expected_state = chunked_hybrid_attention(*tensors, *weights, config, expected_state, new)
+        state = HybridAttentionState(**{n: guarded.copy(t) for n, t in state.tensors().items()})
+        output = guarded.empty(tensors[0], tuple(tensors[0].shape), dtype)
+        launch.launch_hybrid_attention(
+            *tensors, *weights, config, state, output, batch, tokens, new, window_factor=window_factor
+        )
+        guarded.check()
+        state.length.add_(new)
+        pairs = {"output": (output, expected)}
+        pairs |= {n: (t, expected_state.tensors()[n]) for n, t in state.tensors().items() if t.numel()}
+        for what, (got, wanted) in pairs.items():
+            difference = (got.double() - wanted.double()).abs() / wanted.double().abs().clamp_min(1)
+            difference = torch.where(got == wanted, 0.0, difference)
+            errors[what] = max(errors.get(what, 0.0), difference.nan_to_num(float("inf"), float("inf")).max().item())
+    return errors
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: run_case(name) for name in sys.argv[1:] or CASES}))
