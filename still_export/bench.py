@@ -34,7 +34,9 @@ class Measurement:
 
 
 def measure(package: Path, length: int, steps: int = DECODE_STEPS, threads: int = 0) -> Measurement:
-    """Measure one context length in this process: random tokens, greedy decoding."""
+    """Measure one context length in this process: random tokens, greedy decoding, on the runtime that the package is for."""
+    if json.loads((package / "manifest.json").read_text(encoding="utf-8")).get("target") == "trt":
+        return _measure_trt(package, length, steps)
     from still_export.runners.ort import OrtModel
 
     model = OrtModel(package, threads)
@@ -51,6 +53,29 @@ def measure(package: Path, length: int, steps: int = DECODE_STEPS, threads: int 
         times.append(time.perf_counter() - begin)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return Measurement(length, prefill, statistics.median(times) * 1e3, peak)
+
+
+def _measure_trt(package: Path, length: int, steps: int) -> Measurement:
+    """The same on TensorRT: decode steps are replays of a CUDA graph, and the memory is the GPU's."""
+    from still_export.runners.tensorrt import TrtModel
+
+    model = TrtModel(package)
+    tokens = np.random.default_rng(0).integers(0, int(model.manifest["model"]["vocab_size"]), length)
+    model.start(tokens=length + steps + 1)
+    model.prefill(tokens[: model.prefill_tokens])  # the first call of a process loads code
+    model.start(tokens=length + steps + 1)
+    begin = time.perf_counter()
+    token = int(model.prefill(tokens).argmax())
+    prefill = time.perf_counter() - begin
+    times = []
+    replays = model.greedy(np.array([token]), steps + 1)
+    next(replays)  # captures the step
+    for _ in range(steps):
+        begin = time.perf_counter()
+        next(replays)
+        times.append(time.perf_counter() - begin)
+    free, total = model.driver.memory()
+    return Measurement(length, prefill, statistics.median(times) * 1e3, (total - free) / 2**20)
 
 
 def bench(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from still_export.bench import measure
 from still_export.package import Package
 from still_export.runners.ort import OrtModel, Sampling
 from still_export.runners.tensorrt import TrtError, TrtModel
@@ -189,3 +190,9 @@ def test_batches_and_memory_have_limits(package: Package, module: Any) -> None:
     model.driver.limit = 20_000  # type: ignore[attr-defined]
     with pytest.raises(TrtError, match=r"out of device memory: .* are free"):
         model.start(3, tokens=96)
+
+
+def test_bench_measures_the_packages_runtime(package: Package, module: Any) -> None:
+    row = measure(package.path, 40, steps=5)
+    assert row.length == 40 and row.prefill_s > 0 and row.decode_ms > 0 and row.peak_mb > 0
+    assert module.engine.calls == [16] + [16, 16, 8] + [1] * 7  # warm-up; prefill; warm-up and six replays
