@@ -58,3 +58,87 @@ def check(errors: dict[str, float], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", triton_cases.CASES)
 def test_interpreter(name: str, interpreted: dict[str, dict[str, float]]) -> None:
     check(interpreted[name], torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", triton_cases.CASES)
+def test_compiled(name: str) -> None:
+    check(triton_cases.run_case(name, "cuda"), torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["no salient", "all salient"])
+def test_low_precision_without_a_choice(name: str, dtype: torch.dtype) -> None:
+    """Where nothing is selected near ties cannot flip; the state is compared through the outputs that it makes."""
+    assert triton_cases.run_case(name, "cuda", dtype)["output"] <= REFERENCE[dtype]
+
+
+def llama_layer(tokens: int, **changes: object) -> tuple:
+    """A Llama-3.1-8B layer in bf16 on the GPU: (config, inputs of `tokens` tokens, new_tokens)."""
+    base = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "capacity_tokens": 2 * tokens}
+    config = triton_cases.HybridAttentionConfig(**{**base, **changes})
+    shapes = [(1, tokens, heads, 128) for heads in (32, 8, 8, 32)]
+    inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
+    inputs += [(torch.randn(32, 128, 128, device="cuda") * 128**-0.5).bfloat16() for _ in "qk"]
+    return config, inputs, torch.full((1,), tokens, device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 127, 128, 129, 193, 4096, 4097])
+def test_full_size_repeats_and_agrees(tokens: int) -> None:
+    from still_kernels.dispatch import hybrid_attention
+    from still_kernels.hybrid_attention.chunked import chunked_hybrid_attention
+
+    torch.manual_seed(tokens)
+    config, inputs, new = llama_layer(tokens)
+    empty = triton_cases.HybridAttentionState.empty(config, 1, torch.bfloat16, "cuda")
+    runs = [hybrid_attention(*inputs, config, empty, new) for _ in range(2)]
+    assert torch.equal(runs[0][0], runs[1][0])
+    assert all(torch.equal(a, b) for a, b in zip(*(run[1].tensors().values() for run in runs), strict=True))
+    expected, _ = chunked_hybrid_attention(*inputs, config, empty, new)
+    got = runs[0][0]
+    assert ((got.double() - expected.double()).norm() / expected.double().norm()).item() < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("scope", ["q_head", "kv_group_max"])
+def test_long_decode_in_a_graph_equals_prefill(scope: str) -> None:
+    """65,536 replayed steps, in place, against one prefill of the same tokens: outputs of the last chunk and S."""
+    from still_kernels.dispatch import hybrid_attention
+
+    torch.manual_seed(0)
+    tokens, tail = 65_536, 64
+    config, inputs, new = llama_layer(tokens, num_heads=4, num_kv_heads=1, select_scope=scope)
+    inputs = [x[:, :, : (1 if i in (1, 2) else 4)].contiguous() for i, x in enumerate(inputs[:4])] + [
+        x[:4].contiguous() for x in inputs[4:]
+    ]
+    empty = triton_cases.HybridAttentionState.empty(config, 1, torch.bfloat16, "cuda")
+    expected, wanted = hybrid_attention(*inputs, config, empty, new)
+    state = triton_cases.HybridAttentionState.empty(config, 1, torch.bfloat16, "cuda")
+    step, one = [x[:, :1].clone() for x in inputs[:4]], torch.ones(1, dtype=torch.int64, device="cuda")
+
+    def decode() -> torch.Tensor:
+        output, _ = hybrid_attention(*step, *inputs[4:], config, state, one, in_place=True)
+        state.length.add_(1)
+        return output
+
+    decode()
+    for tensor in state.tensors().values():
+        tensor.zero_()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = decode()
+    outputs = []
+    for t in range(tokens):
+        for mine, whole in zip(step, inputs, strict=False):
+            mine.copy_(whole[:, t : t + 1])
+        graph.replay()
+        if t >= tokens - tail:
+            outputs.append(output.clone())
+    got = torch.cat(outputs, dim=1)
+    assert state.length.item() == tokens
+    torch.testing.assert_close(got, expected[:, -tail:], atol=REFERENCE[torch.bfloat16], rtol=REFERENCE[torch.bfloat16])
+    torch.testing.assert_close(state.z_state, wanted.z_state, rtol=1e-3, atol=1e-2)

@@ -45,6 +45,7 @@ class Case:
     changes: dict[str, Any] = field(default_factory=dict)
     calls: tuple[Call, ...] = tuple(CROSSING)
     inputs: str = "random"
+    packed: bool = False  # through query_start and state_row, the rows in another order and among others
 
     def config(self) -> HybridAttentionConfig:
         """The layer."""
@@ -70,6 +71,10 @@ CASES = {
     "fold everything": Case(
         {"overflow": "fold_min_score", "capacity_tokens": 64, "select_scope": "kv_group_max"},
         ((98, [98, 95]), STEP, STEP),
+    ),
+    "packed": Case({"select_scope": "kv_group_max"}, ((66, [66, 35]), (30, [0, 30]), STEP, (2, [2, 1])), packed=True),
+    "packed, folding": Case(
+        {"overflow": "fold_oldest", "capacity_tokens": 96}, ((70, [70, 33]), (64, [40, 64])), packed=True
     ),
     "released": Case({"profile": "released"}, ((66, [66, 35]), (30, [0, 30]))),
     "released decode": Case({"profile": "released"}, (STEP, STEP, (28, [28, 1]), *[STEP] * 3)),
@@ -158,10 +163,13 @@ def run_case(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32)
         new = torch.tensor(counts, dtype=torch.int32 if number % 3 else torch.int64, device=device)
         expected, expected_state = chunked_hybrid_attention(*tensors, *weights, config, expected_state, new)
         state = HybridAttentionState(**{n: guarded.copy(t) for n, t in state.tensors().items()})
-        output = guarded.empty(tensors[0], tuple(tensors[0].shape), dtype)
-        launch.launch_hybrid_attention(
-            *tensors, *weights, config, state, output, batch, tokens, new, window_factor=window_factor
-        )
+        if case.packed:
+            output = _launch_packed(launch, guarded, tensors, weights, config, state, tokens, new, window_factor)
+        else:
+            output = guarded.empty(tensors[0], tuple(tensors[0].shape), dtype)
+            launch.launch_hybrid_attention(
+                *tensors, *weights, config, state, output, batch, tokens, new, window_factor=window_factor
+            )
         guarded.check()
         state.length.add_(new)
         pairs = {"output": (output, expected)}
@@ -171,6 +179,36 @@ def run_case(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32)
             difference = torch.where(got == wanted, 0.0, difference)
             errors[what] = max(errors.get(what, 0.0), difference.nan_to_num(float("inf"), float("inf")).max().item())
     return errors
+
+
+def _launch_packed(
+    launch: Any,
+    guarded: Guarded,
+    tensors: list[torch.Tensor | None],
+    weights: list[torch.Tensor],
+    config: HybridAttentionConfig,
+    state: HybridAttentionState,
+    tokens: int,
+    new: torch.Tensor,
+    window_factor: torch.Tensor | None,
+) -> torch.Tensor:
+    """The call with packed tokens on rows 2 and 0 of a state of three; returns the padded output, writes the rows back."""
+    rows = torch.tensor([2, 0], dtype=torch.int32, device=new.device)
+    wide = {n: guarded.copy(torch.cat([t[1:], torch.full_like(t[:1], 5), t[:1]])) for n, t in state.tensors().items()}
+    packed = [None if x is None else torch.cat([x[b, :n] for b, n in enumerate(new.tolist())]) for x in tensors]
+    start = torch.cat([new.new_zeros(1), new.cumsum(0)]).to(torch.int32)
+    output = guarded.empty(packed[0], tuple(packed[0].shape), packed[0].dtype)
+    large = HybridAttentionState(**wide)
+    launch.launch_hybrid_attention(
+        *packed, *weights, config, large, output, 2, tokens, None, start, rows, window_factor=window_factor
+    )
+    for name, tensor in state.tensors().items():
+        assert bool((wide[name][1] == 5).all()), f"{name}: a row that had no part in the call changed"
+        tensor.copy_(wide[name][rows.long()])
+    padded = torch.zeros_like(tensors[0])
+    for b, n in enumerate(new.tolist()):
+        padded[b, :n] = output[int(start[b]) : int(start[b]) + n]
+    return padded
 
 
 if __name__ == "__main__":

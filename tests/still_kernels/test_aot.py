@@ -1,0 +1,100 @@
+"""The archive of cubins: what the index says, that it repeats byte for byte, and what is refused. No GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from still_kernels import aot
+from still_kernels.hybrid_attention.tiles import SHARED_BYTES, decode_splits, tile_table
+
+VARIANT = {"head_dim": 64, "feature_rows": 64, "chunk_size": 32, "select_scope": "kv_group_max", "count_dtype": "int32"}
+
+
+def build(folder: Path, arch: str, variants: list[dict], cache: Path) -> dict:
+    """Run the program in a process of its own, with a cache of its own."""
+    choice = folder.with_suffix(".json")
+    choice.write_text(json.dumps(variants))
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(cache)}
+    command = [sys.executable, "-m", "still_kernels.aot", "--arch", arch, "--variants", str(choice), "-o", str(folder)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "index.json").read_text())
+
+
+def check_index(index: dict, folder: Path) -> None:
+    """Properties that every host relies on."""
+    assert (index["format"], index["version"]) == (aot.FORMAT, aot.FORMAT_VERSION)
+    assert index["source_hash"] == aot.source_hash()
+    for entry in index["variants"]:
+        arch = aot.parse_arch(entry["arch"])
+        assert set(entry["kernels"]) == {"score", "select", "features", "scan", "attend", "commit", "decode"}
+        for name, kernel in entry["kernels"].items():
+            assert kernel["symbol"] == f"{name}_kernel" and kernel["threads"] == 32 * kernel["num_warps"]
+            assert kernel["shared_bytes"] <= SHARED_BYTES[arch]
+            assert kernel["trailing_null_pointers"] == 2
+            cubin = (folder / kernel["cubin"]).read_bytes()
+            assert cubin[:4] == b"\x7fELF" and kernel["symbol"].encode() in cubin
+            names = [argument["name"] for argument in kernel["args"]]
+            assert len(set(names)) == len(names) and "query_start" not in names
+            assert {argument["type"] for argument in kernel["args"]} <= {"ptr", "i32", "f32"}
+        counts = {a["name"]: a["element"] for a in entry["kernels"]["decode"]["args"] if a["type"] == "ptr"}
+        assert counts["past_length"] == ("i64" if entry["key"]["count_dtype"] == "int64" else "i32")
+        assert all(isinstance(value, int) and value > 0 for value in entry["constants"].values())
+
+
+def test_archive_repeats_byte_for_byte(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    index = build(first, "sm_90", [VARIANT], tmp_path / "cache_a")
+    check_index(index, first)
+    build(second, "sm_90", [VARIANT], tmp_path / "cache_b")
+    files = sorted(p.name for p in first.iterdir())
+    assert files == sorted(p.name for p in second.iterdir())
+    assert all((first / name).read_bytes() == (second / name).read_bytes() for name in files)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", aot.ARCHS)
+def test_every_architecture(arch: str, tmp_path: Path) -> None:
+    variants = [
+        {},
+        {"dtype": "float16", "overflow": "fold_min_score", "gate": 0, "window_factor": 1},
+        {"dtype": "float32", "saliency": "released_prefill"},
+    ]
+    check_index(build(tmp_path / "out", arch, variants, tmp_path / "cache"), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--arch", "sm_70"], "sm_70"),
+        (["--arch", "sm_90", "--variants", "choice.json"], "feature_map='cosine'"),
+    ],
+)
+def test_refusals(arguments: list[str], word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    choice = tmp_path / "choice.json"
+    choice.write_text(json.dumps([{"feature_map": "cosine"}]))
+    arguments = [str(choice) if a == "choice.json" else a for a in arguments]
+    assert aot.main([*arguments, "-o", str(tmp_path / "out")]) == 2
+    assert word in capsys.readouterr().err
+
+
+def test_folder_that_is_not_empty_needs_force(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert aot.main(["--arch", "sm_90", "-o", str(tmp_path)]) == 2
+    assert "--force" in capsys.readouterr().err
+
+
+def test_splits_fill_the_chip_and_stay_mergeable() -> None:
+    programs = tile_table(90, 128, 64, 128, False).decode_programs
+    for batch, heads, slots in ((1, 32, 4088), (8, 32, 4088), (1, 8, 504), (64, 8, 100_000), (1, 32, 4)):
+        splits = decode_splits(batch, heads, slots, programs)
+        assert 1 <= splits <= 24 and splits <= max(1, -(-slots // 32))
+    assert decode_splits(1, 32, 0, programs) == 1

@@ -1,0 +1,94 @@
+"""Which kernel a call gets, what is refused, and gradients by recomputation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from still_graphs.errors import UnsupportedError
+from still_kernels import dispatch
+from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState
+from still_kernels.hybrid_attention.chunked import chunked_hybrid_attention
+
+CONFIG = HybridAttentionConfig(
+    num_heads=4, num_kv_heads=2, head_dim=12, chunk_size=8, salient_per_chunk=2, capacity_tokens=64
+)
+
+
+def inputs(tokens: int, requires_grad: bool = False) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(tokens)
+    shapes = [(2, tokens, heads, 12) for heads in (4, 2, 2, 4)] + [(4, 12, 12)] * 2
+    return [torch.randn(shape, generator=generator).requires_grad_(requires_grad) for shape in shapes]
+
+
+def test_cpu_is_the_chunked_form() -> None:
+    tensors, counts = inputs(37), torch.tensor([37, 5])
+    state = HybridAttentionState.empty(CONFIG, 2)
+    got, present = dispatch.hybrid_attention(*tensors, CONFIG, state, counts)
+    expected, expected_state = chunked_hybrid_attention(*tensors, CONFIG, state, counts)
+    assert torch.equal(got, expected)
+    assert all(torch.equal(t, expected_state.tensors()[n]) for n, t in present.tensors().items())
+
+
+def test_gradients_by_recomputation() -> None:
+    tensors, counts = inputs(37, requires_grad=True), torch.tensor([37, 5])
+    state = HybridAttentionState.empty(CONFIG, 2)
+    got, present = dispatch.hybrid_attention(*tensors, CONFIG, state, counts)
+    expected, _ = chunked_hybrid_attention(*tensors, CONFIG, state, counts)
+    gradient = torch.randn(got.shape, generator=torch.Generator().manual_seed(1))
+    assert present.length.tolist() == [37, 5]
+    for mine, plain in zip(
+        torch.autograd.grad(got, tensors, gradient), torch.autograd.grad(expected, tensors, gradient), strict=True
+    ):
+        torch.testing.assert_close(mine, plain)
+        assert mine.abs().max() > 0
+
+
+def test_gradients_only_where_wanted() -> None:
+    tensors = inputs(20)
+    tensors[4].requires_grad_(True)
+    got, _ = dispatch.hybrid_attention(*tensors, CONFIG, HybridAttentionState.empty(CONFIG, 2), torch.tensor([20, 20]))
+    got.sum().backward()
+    assert tensors[4].grad is not None and all(t.grad is None for t in tensors if t is not tensors[4])
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype", "word"),
+    [
+        ({"head_dim": 72}, torch.float16, "head_dim=72; the kernels have one of (64, 80, 96, 128, 256)"),
+        ({"chunk_size": 16}, torch.float16, "chunk_size=16"),
+        ({"chunk_size": 64, "salient_per_chunk": 33}, torch.float16, "salient_per_chunk=33"),
+        ({"num_heads": 32, "num_kv_heads": 1}, torch.float16, "32 query heads"),
+        ({"local": "sliding"}, torch.float16, "local='sliding'"),
+        ({}, torch.float64, "torch.float64"),
+    ],
+)
+def test_refusals_name_what_is_covered(changes: dict, dtype: torch.dtype, word: str) -> None:
+    base = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "chunk_size": 64}
+    reasons = dispatch.refusals(HybridAttentionConfig(**{**base, **changes}), dtype)
+    assert len(reasons) == 1 and word in reasons[0] and "the kernels have" in reasons[0]
+
+
+def test_covered_layer_has_no_refusal() -> None:
+    config = HybridAttentionConfig(num_heads=32, num_kv_heads=8, head_dim=128, profile="released")
+    assert dispatch.refusals(config, torch.bfloat16) == []
+
+
+def test_packed_sequences_need_a_gpu() -> None:
+    query, key, value, gate, wq, wk = inputs(6)
+    state = HybridAttentionState.empty(CONFIG, 2)
+    start, row = torch.tensor([0, 4, 12]), torch.tensor([1, 0])
+    with pytest.raises(UnsupportedError, match="known: cpu"):
+        dispatch.hybrid_attention_ragged(
+            query.flatten(0, 1),
+            key.flatten(0, 1),
+            value.flatten(0, 1),
+            gate.flatten(0, 1),
+            wq,
+            wk,
+            CONFIG,
+            state,
+            start,
+            row,
+            8,
+        )
