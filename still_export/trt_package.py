@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def export_trt(
         portable = folder / ".portable"
         export_onnx(options, portable, command=command, progress=progress)
         say(f"lowering for {trt.target}")
-        _fill(portable, folder, trt, say)
+        _fill(portable, folder, trt, say, os.replace)
         shutil.rmtree(portable)
         say("hashing")
         manifest = json.loads((folder / MANIFEST).read_text())
@@ -55,14 +56,14 @@ def export_trt(
 
 
 def lower_package(source: Package, trt: TrtOptions, folder: Path, progress: Progress | None = None) -> Package:
-    """Make a TensorRT package in the existing, empty `folder` from an ONNX package, whose weights are linked or copied."""
-    _fill(source.path, folder, trt, progress or (lambda step: None))
+    """Make a TensorRT package in the existing, empty `folder` from an ONNX package, whose weights are copied."""
+    _fill(source.path, folder, trt, progress or (lambda step: None), shutil.copyfile)
     manifest = json.loads((folder / MANIFEST).read_text())
     write_manifest(folder, {k: v for k, v in manifest.items() if k not in GENERATED})
     return open_package(folder, check_hashes=False)
 
 
-def _fill(source: Path, folder: Path, trt: TrtOptions, say: Progress) -> None:
+def _fill(source: Path, folder: Path, trt: TrtOptions, say: Progress, bring: Callable[[Path, Path], Any]) -> None:
     import onnx
 
     from still_graphs.pipelines import TARGETS, run_pipeline
@@ -77,7 +78,7 @@ def _fill(source: Path, folder: Path, trt: TrtOptions, say: Progress) -> None:
     skip = {MODEL, MANIFEST, "run_ort.py"}
     for path in source.iterdir():
         if path.is_file() and path.name not in skip:
-            _link(path, folder / path.name)
+            bring(path, folder / path.name)  # no links: onnx refuses weights that have two names
     runners = Path(__file__).parent / "runners"
     for name, copy in RUNNER_FILES.items():
         shutil.copyfile(runners / name, folder / copy)
@@ -95,14 +96,6 @@ def _fill(source: Path, folder: Path, trt: TrtOptions, say: Progress) -> None:
     if target.plugins:
         manifest["plugins"] = _write_plugins(graph, folder, trt, say)
     (folder / MANIFEST).write_text(json.dumps(manifest))
-
-
-def _link(source: Path, target: Path) -> None:
-    """Hard link, or copy where the file system has none."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
 
 
 def _plugin_nodes(graph: Any) -> dict[str, int]:
