@@ -24,6 +24,10 @@ ONNX_TYPES = {"float32": 1, "int64": 7, "float16": 10, "bfloat16": 16}
 NUMPY_TYPES = {"float32": np.float32, "int64": np.int64, "float16": np.float16, "bfloat16": np.uint16}
 
 
+SPARE_TOKENS = 256
+"""Least room that is added when a sequence outgrows its state."""
+
+
 class RunError(ValueError):
     """The package cannot run this request; the message says why and what to do."""
 
@@ -87,7 +91,6 @@ class OrtModel:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         options.enable_profiling = profile
-        options.enable_mem_pattern = False  # shapes change from call to call
         options.log_severity_level = 3
         providers = ["CUDAExecutionProvider"] if self.device == "cuda" else []
         missing = set(providers) - set(onnxruntime.get_available_providers())
@@ -134,19 +137,21 @@ class OrtModel:
         self._resize(tokens)
 
     def _resize(self, tokens: int) -> None:
-        """Make room for `tokens` tokens, keeping the state; at least doubles, so that copies stay rare."""
+        """Make room for `tokens` tokens, keeping the state. Spare room costs time, as attention reads every slot, and copies do too:
+        an eighth more each time."""
         capacity = self.manifest["capacity"]
         limit = capacity["capacity_tokens"]
+        spare = tokens + max(SPARE_TOKENS, tokens // 8)
         if capacity["overflow"] == "error":
             if tokens > limit:
                 raise RunError(
                     f"{tokens} tokens exceed this package's capacity of {limit} tokens. Shorten the prompt or --tokens, or export "
                     "again with a larger --capacity-tokens or another --overflow."
                 )
-            self.room = min(limit, max(tokens, 2 * self.room))
+            self.room = min(limit, spare if self.room else tokens)
             self.room_slots = max(self.room_slots, self.slots(self.room))
         else:
-            self.room = max(tokens, 2 * self.room)
+            self.room = spare if self.room else tokens
             self.room_slots = self.slots(limit)
         past: dict[str, Any] = {}
         self._spare: dict[str, Any] = {}
