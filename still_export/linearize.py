@@ -28,6 +28,8 @@ from still_export.linearization.trainer import Progress, StageReport, Trainer
 from still_export.load import load_model, load_tokenizer
 
 RUN_FILE, REPORT_FILE, WORK = "run.json", "linearize.json", "training"
+FRESH_GATE_BIAS = 2.0
+"""Where gates start to be trained: sigmoid(2) = 0.88. The 8 of attached, untrained gates is 1 in bfloat16, whose derivative is 0."""
 
 
 @dataclass
@@ -113,9 +115,10 @@ class LinearizationRun:
         self.work = output / WORK
         self.tokenizer = load_tokenizer(recipe.tokenizer or recipe.base)
         log("reading the base model")
-        self.vocab_size = int(self.load_base().config.vocab_size)
+        model = self.load_base()
+        self.base_weights = weights_digest(model)
         log("tokenizing the texts")
-        self.corpus: Corpus = read_corpus(recipe.texts, self.tokenizer, self.vocab_size, recipe.held_out)
+        self.corpus: Corpus = read_corpus(recipe.texts, self.tokenizer, int(model.config.vocab_size), recipe.held_out)
         self.held_out = held_out_rows(self.corpus, recipe.validation_rows, recipe.sequence_length)
 
     def load_base(self) -> Any:
@@ -123,21 +126,30 @@ class LinearizationRun:
         model = load_model(
             self.recipe.base, attach_untrained=True, still_config=self.recipe.still_config(), dtype=torch.float32
         )
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             parameter.requires_grad_(False)
+            if name.endswith(".g_proj.bias"):
+                parameter.fill_(FRESH_GATE_BIAS)
+        if self.recipe.start:
+            adapter.start_from(model, Path(self.recipe.start))
         return model
 
     def fingerprint(self) -> dict[str, Any]:
         """What must be equal for a run to be continued."""
         values = self.recipe.to_dict()
-        for name in ("device", "checkpoint_every", "micro_batch_size", "gradient_checkpointing", "precision", "texts", "base", "tokenizer"):
+        for name in (
+            "device",
+            "checkpoint_every",
+            "micro_batch_size",
+            "gradient_checkpointing",
+            "precision",
+            "texts",
+            "base",
+            "tokenizer",
+        ):
             del values[name]
         tokens = hashlib.sha256(self.corpus.train.tobytes()).hexdigest()
-        weights = hashlib.sha256()
-        for name, parameter in self.load_base().named_parameters():
-            weights.update(name.encode())
-            weights.update(parameter.double().sum().numpy().tobytes())
-        return {**values, "training_tokens_sha256": tokens, "base_weights": weights.hexdigest()}
+        return {**values, "training_tokens_sha256": tokens, "base_weights": self.base_weights}
 
     def open_folder(self, resume: bool, force: bool) -> None:
         """Make the output folder, or check that it holds this run.
@@ -157,14 +169,17 @@ class LinearizationRun:
                 ) from error
             differing = sorted(k for k in mine.keys() | theirs.keys() if mine.get(k) != theirs.get(k))
             if differing:
+                shown = ", ".join(f"{k} {theirs.get(k)} there, {mine.get(k)} here" for k in differing[:3])
                 raise TrainingError(
-                    f"{self.output} holds another run: {', '.join(f'{k} {theirs.get(k)} there, {mine.get(k)} here' for k in differing[:3])}. "
+                    f"{self.output} holds another run: {shown}. "
                     "Nothing was changed. Resume with the recipe that started it, or choose another folder."
                 )
         elif self.accelerator.is_main_process:
             if self.output.exists() and any(self.output.iterdir()):
                 if not force:
-                    raise ConfigError(f"{self.output} exists. Pass --resume to continue its run, or --force to replace it.")
+                    raise ConfigError(
+                        f"{self.output} exists. Pass --resume to continue its run, or --force to replace it."
+                    )
                 shutil.rmtree(self.output)
             self.work.mkdir(parents=True)
             path.write_text(json.dumps(mine, indent=1) + "\n", encoding="utf-8")
@@ -198,7 +213,9 @@ class LinearizationRun:
         self.log(f"stage 1, attention transfer: {_count(model):,} parameters in {len(attentions)} layers")
         trainer = Trainer(self.accelerator, recipe, "transfer", self.work, self.progress)
         objective = TransferObjective(model, attentions)
-        report = trainer.train(objective, self.batches(recipe.retrieval), recipe.transfer_steps, recipe.transfer_rate, self.validate)
+        report = trainer.train(
+            objective, self.batches(recipe.retrieval), recipe.transfer_steps, recipe.transfer_rate, self.validate
+        )
         self._keep("transfer", objective)
         return report
 
@@ -217,10 +234,14 @@ class LinearizationRun:
             model.enable_input_require_grads()
             model.train()
         model = adapter.attach_lora(model, recipe)
+        if recipe.start:
+            adapter.start_from(model, Path(recipe.start))
         self.log(f"stage 2, LoRA: {_count(model):,} parameters, loss {recipe.loss}")
         trainer = Trainer(self.accelerator, recipe, "finetune", self.work, self.progress)
         objective = FinetuneObjective(model, attentions, recipe.loss, recipe.selection_weight)
-        report = trainer.train(objective, self.batches(recipe.retrieval), recipe.finetune_steps, recipe.finetune_rate, self.validate)
+        report = trainer.train(
+            objective, self.batches(recipe.retrieval), recipe.finetune_steps, recipe.finetune_rate, self.validate
+        )
         self._keep("finetune", objective)
         return report, model.eval(), attentions
 
@@ -284,6 +305,15 @@ def apply(base: str, adapter_folder: Path, output: Path, *, tokenizer: str | Non
     model = adapter.apply_adapter(base, adapter_folder)
     save_model(model, load_tokenizer(tokenizer or base), output)
     return model
+
+
+def weights_digest(model: nn.Module) -> str:
+    """A short text that differs for other weights or names."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(name.encode())
+        digest.update(parameter.detach().double().sum().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def save_model(model: Any, tokenizer: Any, folder: Path) -> None:

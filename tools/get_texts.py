@@ -51,7 +51,9 @@ def npm(name: str, version: str) -> dict[str, bytes]:
 
 def enwik8() -> bytes:
     """The first 10^8 bytes of a 2006 dump of the English Wikipedia."""
-    with tarfile.open(fileobj=io.BytesIO(pypi("infini-transformer-pytorch", "infini_transformer_pytorch-0.2.1.tar.gz"))) as tar:
+    with tarfile.open(
+        fileobj=io.BytesIO(pypi("infini-transformer-pytorch", "infini_transformer_pytorch-0.2.1.tar.gz"))
+    ) as tar:
         member = next(m for m in tar if m.name.endswith("data/enwik8.gz"))
         return gzip.decompress(tar.extractfile(member).read())  # type: ignore[union-attr]
 

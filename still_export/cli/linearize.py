@@ -51,7 +51,7 @@ def with_recipe_flags(function: Callable[..., None]) -> Callable[..., None]:
         help_option = typer.Option(flag, help=entry.metadata["help"], show_default=shown or False)
         if kind is bool:
             help_option = typer.Option(flag, help=entry.metadata["help"], show_default=False)
-        annotation = Annotated[kind | None, help_option]
+        annotation = Annotated[kind | None, help_option]  # type: ignore[valid-type]
         flags.append(inspect.Parameter(entry.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
 
     def verb(**given: Any) -> None:

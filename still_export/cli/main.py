@@ -40,9 +40,9 @@ def _root(
 
 
 def _register() -> None:
-    from still_export.cli import bench, build, export, inspect, linearize, run, verify
+    from still_export.cli import audit, bench, build, evaluate, export, inspect, linearize, run, select_layers, verify
 
-    for module in (export, build, run, verify, inspect, bench, linearize):
+    for module in (export, build, run, verify, inspect, bench, linearize, evaluate, audit, select_layers):
         module.register(app)
 
 

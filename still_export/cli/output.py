@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -88,9 +89,27 @@ class Output:
 
     @contextlib.contextmanager
     def training(self) -> Iterator[Callable[[str, int, int, dict[str, float]], None]]:
-        """A bar per stage with its newest measurements and the time left; called with stage, steps done, steps in all, measurements."""
+        """A bar per stage with its newest measurements and the time left; called with stage, steps done, steps in all, measurements.
+
+        In a log file, where a bar shows nothing until its end, twenty lines per stage.
+        """
         if self.quiet:
             yield lambda stage, done, total, measured: None
+            return
+
+        def text(measured: dict[str, float]) -> str:
+            return "  ".join(f"{name} {value:,.4g}" for name, value in measured.items())
+
+        if not self.errors.is_terminal:
+            started: dict[str, tuple[float, int]] = {}
+
+            def line(stage: str, done: int, total: int, measured: dict[str, float]) -> None:
+                begin, first = started.setdefault(stage, (time.monotonic(), done))
+                if done % max(1, total // 20) == 0 or done == total:
+                    left = (time.monotonic() - begin) / max(1, done - first) * (total - done)
+                    self.log(f"{stage} {done}/{total}  {text(measured)}  {left:,.0f} s left")
+
+            yield line
             return
         columns = (
             TextColumn("{task.description}"),
@@ -105,7 +124,6 @@ class Output:
             def update(stage: str, done: int, total: int, measured: dict[str, float]) -> None:
                 if stage not in tasks:
                     tasks[stage] = progress.add_task(stage, total=total, measured="")
-                shown = "  ".join(f"{name} {value:,.4g}" for name, value in measured.items())
-                progress.update(tasks[stage], completed=done, measured=shown)
+                progress.update(tasks[stage], completed=done, measured=text(measured))
 
             yield update

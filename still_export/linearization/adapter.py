@@ -17,7 +17,7 @@ from still_export.config import StillConfig
 from still_export.errors import CheckpointError
 from still_export.linearization.recipe import Recipe
 from still_export.load import load_model
-from still_export.models.checkpoint import read_json
+from still_export.models.checkpoint import read_json, read_tensors, weight_files
 from still_export.models.convert import plain_names
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -33,10 +33,12 @@ def attach_lora(model: Any, recipe: Recipe) -> Any:
     """`model` with LoRA on the projections of its hybrid layers, everything else frozen."""
     from peft import LoraConfig, get_peft_model
 
-    hybrid = "|".join(str(i) for i, layer in enumerate(model.model.layers) if hasattr(layer.self_attn, "feature_q_weight"))
+    hybrid = "|".join(
+        str(i) for i, layer in enumerate(model.model.layers) if hasattr(layer.self_attn, "feature_q_weight")
+    )
     config = LoraConfig(
         r=recipe.lora_rank,
-        lora_alpha=recipe.lora_alpha,
+        lora_alpha=recipe.lora_alpha,  # type: ignore[arg-type]  # a factor: PEFT divides it by the rank
         target_modules=rf".*\.layers\.({hybrid})\.self_attn\.({'|'.join(LORA_TARGETS)})",
         task_type="CAUSAL_LM",
     )
@@ -48,7 +50,8 @@ def attach_lora(model: Any, recipe: Recipe) -> Any:
 def trained_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Feature maps, gates and LoRA of an objective's model, gathered from all processes, under the family's names."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    tensors = plain_names({n.removeprefix("model."): t for n, t in get_model_state_dict(module, options=options).items()})
+    found: dict[str, Any] = get_model_state_dict(module, options=options)
+    tensors = plain_names({name.removeprefix("model."): tensor for name, tensor in found.items()})
     return {n: t for n, t in tensors.items() if ".feature_" in n or ".g_proj." in n or "lora_" in n}
 
 
@@ -66,6 +69,25 @@ def save_adapter(folder: Path, tensors: Mapping[str, Tensor], still: StillConfig
         "still_config": still.to_dict(),
     }
     (folder / CONFIG).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+
+
+def start_from(model: nn.Module, folder: Path) -> None:
+    """Give the parameters of `model` that an adapter holds the adapter's values.
+
+    Raises:
+        CheckpointError: A tensor has another shape.
+    """
+    tensors = read_tensors(weight_files(folder), torch.float32)
+    for name, parameter in model.named_parameters():
+        value = tensors.get(next(iter(plain_names({name: parameter}))))
+        if value is None:
+            continue
+        if value.shape != parameter.shape:
+            raise CheckpointError(
+                f"{name} has the shape {list(value.shape)} in {folder}, {list(parameter.shape)} in this run. Use the same base and rank."
+            )
+        with torch.no_grad():
+            parameter.copy_(value)
 
 
 def apply_adapter(base: str, folder: Path, dtype: str | torch.dtype = "auto") -> Any:

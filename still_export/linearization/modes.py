@@ -22,7 +22,8 @@ class TrainableAttention(StillAttention):
 
     mode: "hybrid"; "softmax", the base model's attention; "transfer": softmax is computed and passed on, hybrid is compared with it,
         and the difference is kept in `difference`.
-    selection_queries: Positions [B, n] whose attention says which tokens should be salient; None = `selection` is not computed.
+    selection_queries: Positions [b, n] of the first b rows whose attention says which tokens should be salient; None = `selection`
+        is not computed.
     difference: Squared error relative to the teacher's mean square per head, [H].
     selection: Loss of the selection, a scalar.
     """
@@ -58,7 +59,8 @@ class TrainableAttention(StillAttention):
             output = softmax_attention(query, key, value) if soft else self._hybrid(query, key, value, gate)
             if self.selection_queries is not None and torch.is_grad_enabled():
                 with torch.autocast(query.device.type, enabled=False):
-                    self.selection = selection_loss(query, key, self.selection_queries, self.still)
+                    rows = self.selection_queries.shape[0]
+                    self.selection = selection_loss(query[:rows], key[:rows], self.selection_queries, self.still)
         return self.o_proj(output.flatten(2)), None
 
     def _hybrid(self, query: Tensor, key: Tensor, value: Tensor, gate: Tensor | None) -> Tensor:
@@ -84,7 +86,9 @@ def make_trainable(model: nn.Module) -> list[TrainableAttention]:
     """Turn the model's StillAttention modules into TrainableAttention, in place; names of parameters stay as they are."""
     found = [module for module in model.modules() if isinstance(module, StillAttention)]
     for module in found:
-        module.__class__ = TrainableAttention  # a subclass without state of its own: wrapping would rename the parameters
+        module.__class__ = (
+            TrainableAttention  # a subclass without state of its own: wrapping would rename the parameters
+        )
     return found  # type: ignore[return-value]
 
 
@@ -122,8 +126,9 @@ def relative_error(output: Tensor, target: Tensor) -> Tensor:
 def selection_loss(query: Tensor, key: Tensor, positions: Tensor, config: Any) -> Tensor:
     """How far the tokens that far queries attend to are from being salient.
 
-    Selection by top-k has no derivative. Here every token beyond the window of a query weighs as much as the query attends to it
-    in full softmax, and pays softplus of the margin that it lacks to the k-th score of its chunk, or has on it.
+    Selection by top-k has no derivative. Here the attention of queries to tokens beyond their window, in full softmax, is what the
+    softmax over the scores of each chunk should look like: a cross-entropy, so its optimum is finite. A loss on ranks alone is not:
+    scores then grow without bound.
 
     Args:
         query: After RoPE, [B, T, H, D]; T is cut to whole chunks.
@@ -148,11 +153,10 @@ def selection_loss(query: Tensor, key: Tensor, positions: Tensor, config: Any) -
         attention = (asked @ k.transpose(-1, -2) * config.head_dim**-0.5).masked_fill(~seen[:, None], -torch.inf)
         beyond = far // chunk <= (index // chunk - 2)[..., None]
         weight = (attention.softmax(-1) * beyond[:, None]).mean(2)  # [B, H, T]
-    scores = margins(q, k, chunk).unflatten(2, (chunks, chunk))
-    scores[:, :, 0, 0] = scores[:, :, 0, 1:].detach().amax(-1)  # position 0 is salient whatever it scores
-    threshold = scores.detach().topk(salient + 1, dim=-1).values[..., salient - 1 :].mean(-1, keepdim=True)
-    lack = nn.functional.softplus(threshold - scores)
-    return (weight.unflatten(2, (chunks, chunk)) * lack).sum((2, 3)).mean()
+        weight[..., 0] = 0  # position 0 is salient whatever it scores
+    scores = margins(q, k, chunk)
+    scores = torch.cat([scores[..., 1:2].detach(), scores[..., 1:]], dim=-1).unflatten(2, (chunks, chunk))
+    return -(weight.unflatten(2, (chunks, chunk)) * scores.log_softmax(-1)).sum((2, 3)).mean()
 
 
 def margins(q: Tensor, k: Tensor, chunk: int) -> Tensor:

@@ -67,13 +67,15 @@ class FinetuneObjective(nn.Module):
         The mean is over positions, not over weights, so that the mean over processes is that of the whole batch.
         """
         watched = self.selection_weight > 0 and torch.is_grad_enabled()
-        positions = _positions(ids, weights) if watched else None
+        positions = watched_positions(ids, weights) if watched else None
         student_mode(self.attentions, self.softmax_layers)
         for attention in self.attentions:
             attention.selection_queries = positions
         logits = self.model(ids, use_cache=False).logits[:, :-1].float()
         # Taken before the teacher runs through the same modules.
-        selection = torch.stack([a.selection for a in self.attentions if a.selection is not None]).mean() if watched else None
+        selection = (
+            torch.stack([a.selection for a in self.attentions if a.selection is not None]).mean() if watched else None
+        )
         if self.loss == "kl":
             target = self.teacher_logits(ids)[:, :-1].float().log_softmax(-1)
             per_token = (target.exp() * (target - logits.log_softmax(-1))).sum(-1)
@@ -98,9 +100,11 @@ def student_mode(attentions: list[TrainableAttention], softmax_layers: tuple[int
         attention.mode = SOFTMAX if index in softmax_layers else HYBRID
 
 
-def _positions(ids: Tensor, weights: Tensor) -> Tensor:
+def watched_positions(ids: Tensor, weights: Tensor) -> Tensor:
     """Queries to watch, int64 [B, n]: those that predict answers (weight above 1), filled up by evenly spread ones."""
     tokens = ids.shape[1]
-    spread = torch.arange(tokens, device=ids.device) * 0.6180339887 % 1  # the golden ratio spreads the highest ones evenly
+    spread = (
+        torch.arange(tokens, device=ids.device) * 0.6180339887 % 1
+    )  # the golden ratio spreads the highest ones evenly
     priority = (weights > 1).roll(-1, dims=1).float() + spread
     return priority.topk(min(SELECTION_QUERIES, tokens), dim=1).indices

@@ -35,6 +35,7 @@ class Recipe:
     base: str = option("", "Softmax model: Hugging Face folder, hub id, or GGUF file.")
     texts: tuple[str, ...] = option((), "Text files; the end of each is held out for validation.")
     tokenizer: str | None = option(None, "Folder of the tokenizer, if it is not beside the model.")
+    start: str | None = option(None, "Adapter folder whose maps, gates and LoRA training starts from.")
     chunk_size: int = option(64, "Tokens per chunk.")
     salient_per_chunk: int = option(4, "Tokens per chunk that stay in softmax.")
     select_scope: str = option("q_head", "q_head, kv_group_max or kv_group_mean.")
@@ -47,11 +48,15 @@ class Recipe:
     finetune_rate: float = option(1e-4, "Learning rate of stage 2.")
     sequence_length: int = option(1024, "Tokens of a row.")
     batch_size: int = option(8, "Rows of a step over all processes.")
-    micro_batch_size: int | None = option(None, "Rows of one pass on one process, whose gradients add up; default: all.")
+    micro_batch_size: int | None = option(
+        None, "Rows of one pass on one process, whose gradients add up; default: all."
+    )
     lora_rank: int = option(8, "Rank of LoRA.")
     lora_alpha: float = option(16.0, "Scale of LoRA times its rank.")
     loss: str = option("ce", "Of stage 2: ce = next token, kl = divergence from the teacher.")
-    selection_weight: float = option(0.0, "Of a loss in stage 2 that makes tokens salient that far queries attend to; 0 = off.")
+    selection_weight: float = option(
+        0.0, "Of a loss in stage 2 that makes tokens salient that far queries attend to; 0 = off."
+    )
     retrieval: float = option(0.0, "Share of the rows that are synthetic retrieval tasks.")
     answer_weight: float = option(10.0, "Loss weight of their answers.")
     warmup: float = option(0.05, "Share of a stage's steps in which the rate rises; it then falls to a tenth.")
@@ -75,7 +80,14 @@ class Recipe:
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is unknown; known: {', '.join(choices)}.")
-        for name in ("sequence_length", "batch_size", "lora_rank", "validate_every", "validation_rows", "checkpoint_every"):
+        for name in (
+            "sequence_length",
+            "batch_size",
+            "lora_rank",
+            "validate_every",
+            "validation_rows",
+            "checkpoint_every",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}; it must be at least 1.")
         for name in ("transfer_steps", "finetune_steps", "selection_weight", "answer_weight", "patience"):
@@ -122,7 +134,7 @@ def read_recipe(path: Path | None, given: Mapping[str, Any]) -> Recipe:
                 near = difflib.get_close_matches(str(name), known, 1)
                 hint = f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(known)}."
                 raise ConfigError(f"{path} has the unknown option {name!r}.{hint}")
-        for name in ("base", "tokenizer"):
+        for name in ("base", "tokenizer", "start"):
             if isinstance(values.get(name), str):
                 values[name] = _beside(path, values[name])
         if isinstance(values.get("texts"), list):

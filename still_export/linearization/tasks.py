@@ -59,7 +59,8 @@ def task_named(name: str) -> Task:
     if name not in TASKS:
         near = difflib.get_close_matches(name, TASKS, 1)
         raise ConfigError(
-            f"the task {name!r} is unknown; known: {', '.join(TASKS)}." + (f" Did you mean {near[0]!r}?" if near else "")
+            f"the task {name!r} is unknown; known: {', '.join(TASKS)}."
+            + (f" Did you mean {near[0]!r}?" if near else "")
         )
     return TASKS[name]
 
@@ -91,7 +92,10 @@ class TaskWriter:
         values = [self._value(rng) for _ in keys]
         tail = self._ids(".")
         facts = [
-            (float(rng.random()) if i else depth, _piece((self._ids(task.fact.format(key=key)), 1), (value, 1), (tail, 1)))
+            (
+                float(rng.random()) if i else depth,
+                _piece((self._ids(task.fact.format(key=key)), 1), (value, 1), (tail, 1)),
+            )
             for i, (key, value) in enumerate(zip(keys, values, strict=True))
         ]
         end = _piece((self._ids(task.question.format(key=keys[0])), 1), (values[0], 1))
@@ -113,7 +117,9 @@ class TaskWriter:
             fact, ask = self._ids(task.fact.format(key=key)), self._ids(task.question.format(key=key))
             place = float(rng.random())
             pieces.append((place, _piece((fact, 1), (value, 0), (tail, 1))))
-            pieces.append((place + (1 - place) * float(rng.random()), _piece((ask, 1), (value, answer_weight), (tail, 1))))
+            pieces.append(
+                (place + (1 - place) * float(rng.random()), _piece((ask, 1), (value, answer_weight), (tail, 1)))
+            )
         row = self._compose(task, length, pieces, _piece(), rng)
         return row[0].astype(np.int64), row[1].astype(np.float32)
 

@@ -126,7 +126,14 @@ class Batches:
     """
 
     def __init__(
-        self, corpus: Corpus, writer: TaskWriter, rows: int, tokens: int, seed: int, retrieval: float, answer_weight: float
+        self,
+        corpus: Corpus,
+        writer: TaskWriter,
+        rows: int,
+        tokens: int,
+        seed: int,
+        retrieval: float,
+        answer_weight: float,
     ) -> None:
         self.corpus, self.writer = corpus, writer
         self.rows, self.tokens, self.seed = rows, tokens, seed

@@ -7,13 +7,13 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from torch import Tensor, nn
@@ -123,7 +123,7 @@ class Trainer:
         return report
 
     def _step(
-        self, module: nn.Module, optimizer: Any, trained: list[Tensor], batches: Batches, step: int
+        self, module: nn.Module, optimizer: Any, trained: list[nn.Parameter], batches: Batches, step: int
     ) -> tuple[float, list[float]]:
         """One optimizer step; the loss and its parts over all processes."""
         accelerator, recipe = self.accelerator, self.recipe
@@ -135,9 +135,14 @@ class Trainer:
         for number, part in enumerate(passes):
             share = len(part) / len(rows)
             wait = number + 1 < len(passes)
-            with accelerator.no_sync(module) if wait else contextlib.nullcontext(), accelerator.autocast():
-                loss, parts = module(batch.ids[part].to(accelerator.device), batch.weights[part].to(accelerator.device))
-                accelerator.backward(loss * share)
+            with accelerator.no_sync(module) if wait else contextlib.nullcontext():
+                with accelerator.autocast():
+                    loss, parts = module(
+                        batch.ids[part].to(accelerator.device), batch.weights[part].to(accelerator.device)
+                    )
+                accelerator.backward(
+                    loss * share
+                )  # outside of autocast: the attention's recomputation has its own precision
             total, total_parts = total + loss.detach() * share, total_parts + parts * share
         if recipe.clip_norm:
             accelerator.clip_grad_norm_(trained, recipe.clip_norm)
@@ -155,7 +160,8 @@ class Trainer:
             partial.mkdir(parents=True)
         accelerator.wait_for_everyone()
         weights, state = get_state_dict(module, optimizer, options=PARTIAL)
-        dcp.save({"weights": weights, "optimizer": state}, checkpoint_id=partial, no_dist=not dist.is_initialized())
+        with _one_process_is_fine():
+            dcp.save({"weights": weights, "optimizer": state}, checkpoint_id=partial)
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             (partial / "report.json").write_text(json.dumps(asdict(report)), encoding="utf-8")
@@ -175,7 +181,8 @@ class Trainer:
             return StageReport(self.name)
         weights, state = get_state_dict(module, optimizer, options=PARTIAL)
         try:
-            dcp.load({"weights": weights, "optimizer": state}, checkpoint_id=found[-1], no_dist=not dist.is_initialized())
+            with _one_process_is_fine():
+                dcp.load({"weights": weights, "optimizer": state}, checkpoint_id=found[-1])
             set_state_dict(module, optimizer, model_state_dict=weights, optim_state_dict=state, options=PARTIAL)
             values = json.loads((found[-1] / "report.json").read_text(encoding="utf-8"))
         except (dcp.api.CheckpointException, OSError, ValueError, RuntimeError, KeyError) as error:
@@ -186,6 +193,14 @@ class Trainer:
             ) from error
         values["validation"] = [(step, loss) for step, loss in values["validation"]]
         return StageReport(**values)
+
+
+@contextlib.contextmanager
+def _one_process_is_fine() -> Iterator[None]:
+    """Silence torch's remark that a checkpoint is written without a process group."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def schedule(step: int, steps: int, warmup: float) -> float:

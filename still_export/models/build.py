@@ -135,12 +135,17 @@ def _some(names: list[str]) -> str:
 
 
 def _materialise(module: StillAttention, device: torch.device) -> None:
-    """Give the parameters that have no value yet their initial ones."""
+    """Give the parameters that have no value yet their initial ones; the others keep theirs."""
+    known = {name: p for name, p in module.named_parameters() if not p.is_meta}
     for owner in (module, module.g_proj):
         for name, parameter in [] if owner is None else list(owner.named_parameters(recurse=False)):
             if parameter.is_meta:
                 setattr(owner, name, nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=device)))
+    kept = {name: parameter.detach().clone() for name, parameter in known.items() if _is_still(f".self_attn.{name}")}
     module.reset_parameters()
+    with torch.no_grad():
+        for name, value in kept.items():
+            module.get_parameter(name).copy_(value)
 
 
 def attach_untrained(model: Any, still: StillConfig | None = None) -> Any:

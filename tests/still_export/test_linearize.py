@@ -115,13 +115,19 @@ def test_transfer_trains_maps_and_gates_and_nothing_else(
     assert [len(stage.losses) for stage in result.stages] == [4, 4]
 
 
-def test_adapter_on_the_base_is_the_model(base: Path, finished: tuple[Path, module.Linearization], tmp_path: Path) -> None:
+def test_adapter_on_the_base_is_the_model(
+    base: Path, finished: tuple[Path, module.Linearization], tmp_path: Path
+) -> None:
     output, result = finished
     again = module.apply(str(base), output / "adapter", tmp_path / "again")
     ids = torch.randint(0, 256, (1, 100))
     with torch.no_grad():
         torch.testing.assert_close(again(ids).logits, load_model(output)(ids).logits, rtol=0, atol=0)
-    names = {n for n in load_file(output / "adapter" / "adapter_model.safetensors") if "lora_" in n}
+    adapter = load_file(output / "adapter" / "adapter_model.safetensors")
+    for name, parameter in still_parameters(again):
+        if "feature_" in name or name.endswith("bias"):  # LoRA adds to the weights of gates
+            torch.testing.assert_close(parameter.detach(), adapter[name].float(), rtol=0, atol=0)
+    names = {n for n in adapter if "lora_" in n}
     for target in ("q_proj", "k_proj", "v_proj", "o_proj", "g_proj"):
         assert f"model.layers.2.self_attn.{target}.lora_B.default.weight" in names
     bits = result.bits_per_byte
@@ -173,8 +179,21 @@ def test_two_processes_have_the_losses_of_one(
     recipe.write_text(yaml.safe_dump(small_recipe(base, text).to_dict()), encoding="utf-8")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if fsdp:
-        environment |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "still_export.cli.main"]
+        environment |= {
+            "ACCELERATE_USE_FSDP": "true",
+            "FSDP_VERSION": "2",
+            "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        }
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "still_export.cli.main",
+    ]
     done = subprocess.run(
         [*launch, "linearize", "--config", str(recipe), "-o", str(tmp_path / "model"), "--quiet"],
         env=environment,
@@ -192,7 +211,16 @@ def test_two_processes_have_the_losses_of_one(
 
 @pytest.mark.parametrize("loss", ["ce", "kl"])
 def test_micro_batches_and_recomputation_change_nothing(loss: str, base: Path, text: Path, tmp_path: Path) -> None:
-    recipe = small_recipe(base, text, transfer_steps=2, finetune_steps=2, sequence_length=200, loss=loss, retrieval=0.5, selection_weight=0.1)
+    recipe = small_recipe(
+        base,
+        text,
+        transfer_steps=2,
+        finetune_steps=2,
+        sequence_length=200,
+        loss=loss,
+        retrieval=0.5,
+        selection_weight=0.1,
+    )
     whole = linearize(recipe, tmp_path / "whole")
     cut = linearize(replace(recipe, micro_batch_size=1, gradient_checkpointing=True), tmp_path / "cut")
     for ours, theirs in zip(cut.stages, whole.stages, strict=True):
@@ -276,7 +304,9 @@ def test_schedule_and_plateau() -> None:
 
 
 def test_stage_ends_on_a_plateau(base: Path, text: Path, tmp_path: Path) -> None:
-    recipe = small_recipe(base, text, transfer_rate=0.0, transfer_steps=20, finetune_steps=0, validate_every=1, patience=2)
+    recipe = small_recipe(
+        base, text, transfer_rate=0.0, transfer_steps=20, finetune_steps=0, validate_every=1, patience=2
+    )
     stage = linearize(recipe, tmp_path / "model").stages[0]
     assert stage.stopped_early and stage.steps == 3
 
@@ -326,7 +356,9 @@ def test_out_of_memory_names_the_flag(base: Path, text: Path, tmp_path: Path, mo
         linearize(small_recipe(base, text), tmp_path / "model")
 
 
-def test_folder_of_another_run_is_left_alone(base: Path, text: Path, finished: tuple[Path, module.Linearization]) -> None:
+def test_folder_of_another_run_is_left_alone(
+    base: Path, text: Path, finished: tuple[Path, module.Linearization]
+) -> None:
     output = finished[0]
     before = {p: p.stat().st_mtime_ns for p in output.rglob("*")}
     with pytest.raises(TrainingError, match="another run: chunk_size 8 there, 16 here"):

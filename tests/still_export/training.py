@@ -27,7 +27,9 @@ def byte_tokenizer() -> Any:
 
 def make_base(folder: Path, family: str = "llama", **changes: Any) -> Path:
     """A base model folder with weights of a trained model's size."""
-    model = plain_model(family, torch.float32, vocab_size=257, eos_token_id=256, bos_token_id=None, pad_token_id=None, **changes)
+    model = plain_model(
+        family, torch.float32, vocab_size=257, eos_token_id=256, bos_token_id=None, pad_token_id=None, **changes
+    )
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder

@@ -1,0 +1,71 @@
+"""still-export audit: what must hold in a STILL model, and what its parts do."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from still_export.cli.output import Output
+from still_export.errors import ConfigError
+
+EXAMPLES = """
+Examples:
+
+    still-export audit MODEL --text held_out.txt -o audit
+"""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to `app`."""
+    app.command("audit", epilog=EXAMPLES)(audit)
+
+
+def audit(
+    model: Annotated[str, typer.Argument(help="STILL model.", show_default=False)],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder for report and plots.", show_default="MODEL/audit")
+    ] = None,
+    text: Annotated[Path | None, typer.Option(help="Text to audit on.", show_default="a built-in one")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of it at most.")] = 1024,
+    tokenizer: Annotated[str | None, typer.Option(help="Folder of the tokenizer, if not beside the model.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+) -> None:
+    """Check pass-through (k = 0, k = C) and the linear mass; plot the norms around NP-Map and where salient tokens lie."""
+    import torch
+
+    from still_export.audit import audit as run
+    from still_export.audit import write_audit
+    from still_export.evaluate import DEFAULT_HAYSTACK
+    from still_export.linearization.texts import read_text, tokenize
+    from still_export.load import load_model, load_tokenizer
+
+    out = Output(as_json, quiet)
+    loaded = load_model(model, dtype="float32")
+    words = load_tokenizer(tokenizer or model)
+    content = read_text(text) if text else DEFAULT_HAYSTACK
+    ids = tokenize(content[: 16 * tokens], words, int(loaded.config.vocab_size))[:tokens]
+    chunk = loaded.config.still.chunk_size
+    if len(ids) <= 4 * chunk:
+        raise ConfigError(f"the text has {len(ids)} tokens; an audit needs more than four chunks of {chunk}.")
+    with out.steps() as step:
+        step("auditing")
+        result = run(loaded, words, torch.from_numpy(ids).long())
+    folder = output or Path(model) / "audit"
+    write_audit(result, folder, shlex.join(["still-export", *sys.argv[1:]]))
+    mass = [f"linear mass, {k}: relative error {v:.1e}" for k, v in (result.linear_mass or {}).items()]
+    salient = ", ".join(f"{token!r} {share:.1%}" for token, share, _ in result.frequent_tokens[:6])
+    out.result(
+        {"folder": str(folder), **result.to_dict()},
+        f"k = C against softmax: {result.full_selection:.1e} of the logits' spread",
+        f"k = 0 against softmax within two chunks: {result.window:.1e}",
+        *mass,
+        f"most often salient: {salient}",
+        f"report and plots: {folder}",
+        "PASSED" if result.passed else "FAILED: a property that must hold does not",
+    )
+    raise typer.Exit(0 if result.passed else 1)

@@ -1,0 +1,66 @@
+"""still-export select-layers: which layers should stay softmax."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from still_export.cli.linearize import with_recipe_flags
+from still_export.cli.output import Output
+from still_export.errors import ConfigError
+
+EXAMPLES = """
+Examples:
+
+    still-export select-layers BASE --text book.txt --count 2 -o layers
+
+    still-export linearize BASE --text book.txt --softmax-layers 2 -o DIR
+"""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to `app`."""
+    app.command("select-layers", epilog=EXAMPLES)(with_recipe_flags(select_layers))
+
+
+def select_layers(
+    recipe_options: dict[str, Any],
+    base: Annotated[
+        str | None, typer.Argument(help="Softmax model: Hugging Face folder, hub id, or GGUF file.", show_default=False)
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder to write.", show_default=False)] = None,
+    count: Annotated[int, typer.Option(min=1, help="Layers that stay softmax.")] = 1,
+    steps: Annotated[int, typer.Option(min=1, help="LoRA steps of each candidate in a round.")] = 25,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds at most; fewer where the ranking is stable.")] = 4,
+    text: Annotated[
+        list[str] | None, typer.Option("--text", help="Text file; repeatable. The end of each is held out.")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML recipe; flags win over it.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in the output folder.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing folder.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+) -> None:
+    """Score each layer by how much closer the linearized model gets to its teacher when the layer stays softmax."""
+    try:
+        from still_export.linearization.recipe import read_recipe
+        from still_export.select_layers import select_layers as run
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"select-layers needs {error.name}. Run: pip install 'still-export[train]'") from error
+
+    if output is None:
+        raise typer.BadParameter("give the folder to write: -o DIR", param_hint="-o")
+    out = Output(as_json, quiet)
+    given = {**recipe_options, **({"base": base} if base else {}), **({"texts": tuple(text)} if text else {})}
+    recipe = read_recipe(config, given)
+    choice = run(recipe, count, output, steps=steps, rounds=rounds, resume=resume, force=force, log=out.log)
+    ranked = sorted(choice.scores.items(), key=lambda item: -item[1])
+    out.result(
+        asdict(choice),
+        *(f"layer {layer}: KL {score:+.4f} lower when it stays softmax" for layer, score in ranked),
+        f"chosen after {choice.rounds} rounds: {', '.join(map(str, choice.layers))}",
+        f"next: still-export linearize {recipe.base} --softmax-layers {count} -o DIR, or layer_types of {output / 'layers.json'}",
+    )

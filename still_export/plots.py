@@ -1,0 +1,71 @@
+"""Plots of evaluations and audits, as PNG files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def _figure(columns: int, rows: int, width: float, height: float) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def retrieval(rows: Mapping[str, Mapping[int, Sequence[float]]], task: str, path: Path) -> None:
+    """Heatmaps of accuracy, one per variant: lengths from left to right, depths from top (far) to bottom (near)."""
+    figure, axes = _figure(len(rows), 1, 2.2 * len(rows) + 1, 3.2)
+    image = None
+    for axis, (variant, by_length) in zip(axes[0], rows.items(), strict=True):
+        values = np.array(list(by_length.values())).T  # [depths, lengths]
+        image = axis.imshow(values, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+        axis.set_title(f"{variant.replace('_', ' ')}\n{values.mean():.0%}", fontsize=8)
+        axis.set_xticks(range(len(by_length)), [str(n) for n in by_length], fontsize=7, rotation=45)
+        depths = values.shape[0]
+        axis.set_yticks([0, depths - 1], ["0", "1"] if depths > 1 else ["0", "0"], fontsize=7)
+        axis.set_xlabel("tokens", fontsize=8)
+    axes[0][0].set_ylabel("depth of the fact", fontsize=8)
+    figure.colorbar(image, ax=axes[0], label=f"{task.replace('_', ' ')}: answers right")
+    figure.savefig(path, dpi=120)
+
+
+def bits_per_byte(values: Mapping[str, Mapping[str, float]], path: Path) -> None:
+    """Bars: bits per byte of every variant, grouped by text and context."""
+    figure, axes = _figure(1, 1, 7, 3.2)
+    axis = axes[0][0]
+    names = list(next(iter(values.values())))
+    width = 0.8 / len(values)
+    for index, (variant, row) in enumerate(values.items()):
+        axis.bar(np.arange(len(names)) + index * width, list(row.values()), width, label=variant.replace("_", " "))
+    axis.set_xticks(np.arange(len(names)) + 0.4 - width / 2, names, fontsize=8)
+    axis.set_ylabel("bits per byte")
+    axis.legend(fontsize=7)
+    figure.savefig(path, dpi=120)
+
+
+def norm_profile(profile: Mapping[str, Mapping[str, Sequence[float]]], path: Path) -> None:
+    """Mean norm per layer of queries and keys: before the map, after it, and after its direction alone."""
+    figure, axes = _figure(len(profile), 1, 4 * len(profile), 3)
+    for axis, (side, lines) in zip(axes[0], profile.items(), strict=True):
+        for name, (values, style) in zip(lines, zip(lines.values(), ("-o", "--x", ":s"), strict=False), strict=False):
+            axis.plot(values, style, label=name, markersize=4)
+        axis.set_title(side, fontsize=9)
+        axis.set_xlabel("layer", fontsize=8)
+        axis.legend(fontsize=7)
+    axes[0][0].set_ylabel("mean norm", fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+def salient_offsets(counts: np.ndarray, path: Path) -> None:
+    """How often each offset of a chunk is selected, [layers, C]; white is a uniform choice."""
+    figure, axes = _figure(1, 1, 7, 3)
+    uniform = counts.mean(1, keepdims=True)
+    image = axes[0][0].imshow(counts / np.maximum(uniform, 1e-9), cmap="coolwarm", vmin=0, vmax=2, aspect="auto")
+    axes[0][0].set_xlabel("offset in the chunk", fontsize=8)
+    axes[0][0].set_ylabel("layer", fontsize=8)
+    figure.colorbar(image, ax=axes[0][0], label="selected, relative to uniform")
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,40 @@
+"""The audit finds what is wrong, and only that."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from still_export import audit as module
+from still_export.audit import audit, write_audit
+from tests.still_export.tiny import CHUNK, random_ids, still_model
+from tests.still_export.training import byte_tokenizer
+
+
+def test_a_sound_model_passes(tmp_path: Path) -> None:
+    model = still_model("llama", torch.float32, mix_epsilon=1e-9)
+    result = audit(model, byte_tokenizer(), random_ids(1, 10 * CHUNK + 3)[0])
+    assert result.passed and max(result.linear_mass.values()) < 1e-5
+    assert result.offsets.shape == (3, CHUNK) and result.offsets.sum() == 3 * 6 * 3 * 10
+    norms = result.norms["keys"]
+    assert norms["after NP-Map"] == pytest.approx(norms["before the map"], rel=1e-4)
+    assert norms["direction alone"] != pytest.approx(norms["before the map"], rel=1e-2)
+    write_audit(result, tmp_path, "command")
+    assert json.loads((tmp_path / "audit.json").read_text())["passed"] is True
+    assert all((tmp_path / f"{name}.png").is_file() for name in ("norms", "salient_offsets"))
+
+
+def test_wrong_attention_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = still_model("llama", torch.float32)
+    ids = random_ids(1, 6 * CHUNK)[0]
+    softmax = module.make_trainable(model)[0].__class__._hybrid
+
+    def scaled(self: object, *arguments: object) -> torch.Tensor:
+        return softmax(self, *arguments) * 1.01  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module.TrainableAttention, "_hybrid", scaled)
+    result = audit(model, byte_tokenizer(), ids)
+    assert not result.passed and result.full_selection > 1e-3
