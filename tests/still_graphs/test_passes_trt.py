@@ -152,9 +152,30 @@ def test_parts_of_shapes_are_picked_from_the_whole(start: int, end: int | None, 
     assert onnxruntime.InferenceSession(model.SerializeToString()).run(None, feeds)[0].tolist() == expected
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("float16", 2e-3)])
+def test_full_attention_is_written_out(dtype: str, tolerance: float) -> None:
+    import onnxruntime
+
+    info, kind = helper.make_tensor_value_info, helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    node = helper.make_node("Attention", ["q", "k", "v", "mask"], ["y"], scale=0.5, is_causal=0)
+    shapes = {"q": (2, 3, 5, 4), "k": (2, 3, 7, 4), "v": (2, 3, 7, 4), "mask": (2, 1, 5, 7)}
+    ends = [info(n, kind, shape) for n, shape in shapes.items()], [info("y", kind, (2, 3, 5, 4))]
+    opsets = [helper.make_opsetid("", 23)]
+    model = helper.make_model(helper.make_graph([node], "g", *ends), opset_imports=opsets, ir_version=10)
+    random = np.random.default_rng(0)
+    feeds = {n: random.standard_normal(shape).astype(dtype) for n, shape in shapes.items()}
+    feeds["mask"] = np.where(feeds["mask"] > 0, 0, np.finfo(dtype).min).astype(dtype)
+    feeds["mask"][..., 0] = 0
+    before = onnxruntime.InferenceSession(model.SerializeToString()).run(None, feeds)[0]
+    assert lower_opset(model) == 1
+    onnx.checker.check_model(model, full_check=True)
+    after = onnxruntime.InferenceSession(model.SerializeToString()).run(None, feeds)[0]
+    np.testing.assert_allclose(after, before, atol=tolerance)
+
+
 def test_lower_opset_names_what_it_cannot_write() -> None:
     info = helper.make_tensor_value_info
-    node = helper.make_node("Attention", ["q", "k", "v"], ["y"], name="attend")
+    node = helper.make_node("Attention", ["q", "k", "v"], ["y"], name="attend", is_causal=1)
     ends = [info(n, TensorProto.FLOAT, [1, 2, 3, 4]) for n in "qkv"], [info("y", TensorProto.FLOAT, None)]
     model = helper.make_model(helper.make_graph([node], "g", *ends), opset_imports=[helper.make_opsetid("", 23)])
     with pytest.raises(UnsupportedError, match="node attend: Attention cannot be written in opset 17"):

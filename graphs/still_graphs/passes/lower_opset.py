@@ -178,6 +178,37 @@ def _swish(node: onnx.NodeProto, r: Rewriter, types: dict[str, int]) -> int:
     return 1
 
 
+def _attention(node: onnx.NodeProto, r: Rewriter, types: dict[str, int]) -> int:
+    """softmax(q k^T scale + mask) v, the softmax in float32; q, k and v as [B, H, T, D] with the same heads."""
+    if (
+        len(node.output) > 1
+        or len(node.input) > 4
+        or attribute(node, "is_causal", 0)
+        or attribute(node, "softcap", 0.0)
+    ):
+        raise _unsupported(node, "is handled without cache, causal flag and soft cap;")
+    scale = attribute(node, "scale")
+    mask = node.input[3] if len(node.input) > 3 else ""
+    if scale is None or not mask or types.get(mask) == TensorProto.BOOL or attribute(node, "q_num_heads") is not None:
+        raise _unsupported(node, "is handled with a scale, an additive mask and four-dimensional inputs;")
+    dtype, hint = _type(node, types), node.name or node.output[0]
+    wide = dtype == TensorProto.FLOAT
+    factor = r.constant(scale, "float32", f"{hint}.scale")
+    if not wide:
+        factor = r.node("Cast", [factor], hint=f"{hint}.scale.narrow", to=dtype)
+    scaled = r.node("Mul", [node.input[0], factor], hint=f"{hint}.scaled")  # before the product, which could overflow
+    turned = r.node("Transpose", [node.input[1]], hint=f"{hint}.turned", perm=[0, 1, 3, 2])
+    logits = r.node("MatMul", [scaled, turned], hint=f"{hint}.logits")
+    if not wide:
+        logits = r.node("Cast", [logits], hint=f"{hint}.wide", to=TensorProto.FLOAT)
+        mask = r.node("Cast", [mask], hint=f"{hint}.mask", to=TensorProto.FLOAT)
+    share = r.node("Softmax", [r.node("Add", [logits, mask], hint=f"{hint}.masked")], hint=f"{hint}.share", axis=-1)
+    if not wide:
+        share = r.node("Cast", [share], hint=f"{hint}.narrow", to=dtype)
+    r.node("MatMul", [share, node.input[2]], node.output[0])
+    return 1
+
+
 def _shape(node: onnx.NodeProto, r: Rewriter, types: dict[str, int]) -> int:
     """A part of a shape, picked from the whole: TensorRT 8.6 reads opset 17 but ignores Shape's start and end."""
     start, end = attribute(node, "start", 0), attribute(node, "end")
@@ -195,6 +226,7 @@ WRITERS: dict[str, Callable[[onnx.NodeProto, Rewriter, dict[str, int]], int]] = 
     "RMSNormalization": _rms_normalization,
     "Shape": _shape,
     "Split": _split,
+    "Attention": _attention,
     "Gelu": _gelu,
     "Swish": _swish,
     **{f"Reduce{name}": _reduction for name in REDUCTIONS},
