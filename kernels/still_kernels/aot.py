@@ -13,7 +13,9 @@ import itertools
 import json
 import sys
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -81,11 +83,11 @@ class Variant:
 
 
 def default_variants() -> list[Variant]:
-    """Llama and Qwen geometries with chunks of 64, both 16-bit types, both count types, per-head and group selection."""
+    """Gated layers with chunks of 64: both 16-bit types, head sizes 64 and 128, both scopes, both count types."""
     return [
-        Variant(dtype=dtype, head_dim=dim, feature_rows=dim, gate=gate, select_scope=scope, count_dtype=count)
-        for dtype, dim, gate, scope, count in itertools.product(
-            ("bfloat16", "float16"), (64, 128), (1, 0), ("q_head", "kv_group_max"), ("int64", "int32")
+        Variant(dtype=dtype, head_dim=dim, feature_rows=dim, select_scope=scope, count_dtype=count)
+        for dtype, dim, scope, count in itertools.product(
+            ("bfloat16", "float16"), (64, 128), ("q_head", "kv_group_max"), ("int64", "int32")
         )
     ]
 
@@ -152,8 +154,7 @@ def compile_variant(variant: Variant, arch: int) -> tuple[dict[str, Any], dict[s
     triton.knobs.compilation.disable_line_info = True  # line tables hold paths: bytes would depend on the machine
     config = variant.config()
     wide = variant.dtype == "float32"
-    grouped = variant.select_scope != "q_head"
-    table = tile_table(arch, variant.head_dim, variant.chunk_size, variant.feature_rows, wide, grouped)
+    table = tile_table(arch, variant.head_dim, variant.chunk_size, variant.feature_rows, wide)
     kernels: dict[str, Any] = {}
     cubins: dict[str, bytes] = {}
     for name, tile in table.kernels().items():
@@ -235,15 +236,20 @@ def source_hash() -> str:
     return digest.hexdigest()
 
 
-def write_archive(output: Path, archs: Sequence[int], variants: Iterable[Variant]) -> dict[str, Any]:
-    """Compile `variants` for `archs` into the folder `output`; returns the index."""
+def write_archive(output: Path, archs: Sequence[int], variants: Iterable[Variant], jobs: int = 1) -> dict[str, Any]:
+    """Compile `variants` for `archs` into the folder `output`, in `jobs` processes; returns the index."""
     import triton
 
     output.mkdir(parents=True, exist_ok=True)
+    work = list(itertools.product(variants, archs))
     entries = []
-    for variant in variants:
-        for arch in archs:
-            entry, cubins = compile_variant(variant, arch)
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        results = (
+            pool.map(compile_variant, *zip(*work, strict=True))
+            if jobs > 1
+            else itertools.starmap(compile_variant, work)
+        )
+        for (variant, arch), (entry, cubins) in zip(work, results, strict=True):
             entries.append(entry)
             for file, data in cubins.items():
                 (output / file).write_bytes(data)
@@ -268,6 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-o", "--output", type=Path, required=True, help="folder to write")
     parser.add_argument("--variants", type=Path, help="JSON list of variants (fields of Variant); default: built in")
     parser.add_argument("--force", action="store_true", help="write into a folder that is not empty")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that compile")
     options = parser.parse_args(arguments)
     try:
         archs = [parse_arch(name) for name in options.arch.split(",")]
@@ -276,7 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             variants = [Variant(**fields) for fields in json.loads(options.variants.read_text())]
         if options.output.exists() and any(options.output.iterdir()) and not options.force:
             raise ConfigError(f"{options.output} is not empty; --force writes into it.")
-        write_archive(options.output, archs, variants)
+        write_archive(options.output, archs, variants, options.jobs)
     except (ConfigError, TypeError, json.JSONDecodeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

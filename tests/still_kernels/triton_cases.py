@@ -181,6 +181,28 @@ def run_case(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32)
     return errors
 
 
+def run_garbage() -> None:
+    """Launches with lengths and counts that make no sense; fails if one writes outside its buffers or does not end."""
+    from still_kernels.hybrid_attention import launch
+
+    guarded = Guarded()
+    launch.allocate = guarded.empty
+    for overflow in ("error", "fold_min_score", "fold_oldest"):
+        case = Case({"overflow": overflow, "capacity_tokens": 160})
+        config = case.config()
+        generator = torch.Generator().manual_seed(0)
+        weights = [torch.randn(4, 20, 24, generator=generator) for _ in "qk"]
+        for tokens in (1, 40):
+            inputs = case_inputs(case, 2, tokens, generator)
+            empty = HybridAttentionState.empty(config, 2)
+            state = HybridAttentionState(**{n: guarded.copy(t) for n, t in empty.tensors().items()})
+            state.length.copy_(torch.tensor([-77, 2**40 + 5 * 32]))
+            output = guarded.empty(inputs[0], tuple(inputs[0].shape), torch.float32)
+            new = torch.tensor([2**31, 10**12])
+            launch.launch_hybrid_attention(*inputs, *weights, config, state, output, 2, tokens, new)
+            guarded.check()
+
+
 def _launch_packed(
     launch: Any,
     guarded: Guarded,
@@ -212,4 +234,7 @@ def _launch_packed(
 
 
 if __name__ == "__main__":
-    print(json.dumps({name: run_case(name) for name in sys.argv[1:] or CASES}))
+    if sys.argv[1:] == ["garbage"]:
+        run_garbage()
+    else:
+        print(json.dumps({name: run_case(name) for name in sys.argv[1:] or CASES}))

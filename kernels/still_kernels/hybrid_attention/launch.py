@@ -258,9 +258,7 @@ def device_table(config: HybridAttentionConfig, device: torch.device, wide: bool
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         arch = 10 * major + minor
-    return tile_table(
-        arch, config.head_dim, config.chunk_size, config.projection_dim, wide, config.select_scope != "q_head"
-    )
+    return tile_table(arch, config.head_dim, config.chunk_size, config.projection_dim, wide)
 
 
 TRITON_VERSION = triton.__version__

@@ -54,9 +54,7 @@ class TileTable:
         return {name: getattr(self, name) for name in names}
 
 
-def tile_table(
-    arch: int, head_dim: int, chunk_size: int, feature_rows: int, wide: bool, grouped: bool = False
-) -> TileTable:
+def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wide: bool) -> TileTable:
     """The table of one variant.
 
     Args:
@@ -65,7 +63,6 @@ def tile_table(
         chunk_size: C.
         feature_rows: P, rows of a feature projection.
         wide: float32 activations.
-        grouped: One selection per key/value head.
     """
     dim, rows = pow2(head_dim), pow2(feature_rows)
     shared = SHARED_BYTES.get(arch, 99 << 10)
@@ -93,9 +90,9 @@ def tile_table(
         decode=KernelTile(
             {
                 "DS": 32,
-                "BN": 16 if heavy else 32,
+                "BN": 16,
                 "BL": min(2 * chunk_size, 32 if heavy else 64),
-                "BS": 16 if heavy or grouped else 32,
+                "BS": 16 if heavy else 32,
                 "RB": 16,
                 "DK": columns,
             },

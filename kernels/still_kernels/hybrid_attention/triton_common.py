@@ -21,16 +21,21 @@ RELEASED_EPSILON = tl.constexpr(1e-8)
 
 @triton.jit
 def row_of(i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, T, RAGGED: tl.constexpr):
-    """Where one sequence lies: (state row, index of its first packed token, length before the call, new tokens)."""
+    """Where one sequence lies: (state row, index of its first packed token, length before the call, new tokens).
+
+    Lengths and counts are clamped: a TensorRT builder times kernels on garbage, which must stay within its buffers.
+    """
     if RAGGED:
         start = tl.load(p_query_start + i_batch).to(tl.int64)
         count = (tl.load(p_query_start + i_batch + 1).to(tl.int64) - start).to(tl.int32)
         row = tl.load(p_state_row + i_batch).to(tl.int64)
     else:
         start = i_batch.to(tl.int64) * T
-        count = tl.load(p_new_tokens + i_batch).to(tl.int32)
+        given = tl.load(p_new_tokens + i_batch).to(tl.int64)
+        count = tl.minimum(tl.maximum(given, 0), T).to(tl.int32)
         row = i_batch.to(tl.int64)
-    length = tl.load(p_past_length + row).to(tl.int32)
+    past = tl.load(p_past_length + row).to(tl.int64)
+    length = tl.minimum(tl.maximum(past, 0), 1 << 30).to(tl.int32)
     return row, start, length, count
 
 

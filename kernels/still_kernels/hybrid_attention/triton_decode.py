@@ -362,68 +362,56 @@ def _fresh_part(
 
 @triton.jit
 def _merge(
-    i_row, i_token, i_head, i_state, heads, length, K, N, parts, epsilon, p_part_acc, p_part_ml, p_part_lin, p_part_den,
+    i_row, i_token, i_head, i_state, length, K, N, parts, epsilon, p_part_acc, p_part_ml, p_part_lin, p_part_den,
     p_part_window, p_gate, p_window_factor, p_window_score, p_output, C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    GM: tl.constexpr, BS: tl.constexpr, WP: tl.constexpr, RELEASED: tl.constexpr, GATE: tl.constexpr,
-    FACTOR: tl.constexpr, OVERFLOW: tl.constexpr,
+    BS: tl.constexpr, WP: tl.constexpr, RELEASED: tl.constexpr, GATE: tl.constexpr, FACTOR: tl.constexpr,
+    OVERFLOW: tl.constexpr,
 ):  # fmt: skip
-    """Combine the partials of `heads` <= GM query heads against their global maxima, add the linear part, store.
+    """Combine the partials of one query head against their global maximum, add the linear part, store output and score.
 
-    i_row, i_token, i_head, i_state: First head's row of the workspace, of the activations, its number, its row of the scores.
+    i_row, i_token, i_head, i_state: The head's row of the workspace, of the activations, its number, its row of the scores.
     """
-    LP: tl.constexpr = 4 * WP
-    o_dim = tl.arange(0, DP)[None, :]
-    o_head = tl.arange(0, GM)
-    m_head = o_head < heads
-    m_out = m_head[:, None] & (o_dim < D)
-    o_out = o_head[:, None] * D + o_dim
-    b_linear = tl.load(p_part_lin + i_row * D + o_out, mask=m_out, other=0.0)
-    b_den = tl.load(p_part_den + i_row + o_head, mask=m_head, other=1.0)
+    MP: tl.constexpr = 64  # more than the parts can be
+    o_dim = tl.arange(0, DP)
+    m_dim = o_dim < D
+    b_linear = tl.load(p_part_lin + i_row * D + o_dim, mask=m_dim, other=0.0)
+    den = tl.load(p_part_den + i_row)
     if GATE:
-        b_linear = b_linear * tl.load(p_gate + i_token * D + o_out, mask=m_out, other=0.0).to(tl.float32)
+        b_linear = b_linear * tl.load(p_gate + i_token * D + o_dim, mask=m_dim, other=0.0).to(tl.float32)
     # Score of the token from the window parts.
-    o_part = tl.arange(0, WP)
-    p_window = p_part_window + (i_row + o_head)[:, None] * LP + 4 * o_part[None, :]
-    m_window = m_head[:, None] & (o_part < WP)[None, :]
-    b_others = tl.load(p_window, mask=m_window, other=FAR)
-    b_part_sum = tl.load(p_window + 1, mask=m_window, other=0.0)
-    b_own = tl.load(p_part_window + (i_row + o_head) * LP + 2, mask=m_head, other=0.0)
-    b_most = tl.max(b_others, 1)
-    b_rest = tl.sum(b_part_sum * tl.exp2(b_others - b_most[:, None]), 1)
-    b_score = (b_own - b_most - tl.log2(b_rest)) / LOG2E
+    p_window = p_part_window + i_row * (4 * WP)
+    o_window = 4 * tl.arange(0, WP)
+    b_others = tl.load(p_window + o_window)
+    most = tl.max(b_others, 0)
+    rest = tl.sum(tl.load(p_window + o_window + 1) * tl.exp2(b_others - most), 0)
+    score = (tl.load(p_window + 2) - most - tl.log2(rest)) / LOG2E
     if RELEASED:
-        b_score = tl.load(p_part_window + (i_row + o_head) * LP + 3, mask=m_head, other=0.0)
-    b_score = tl.where(length == 0, float("inf"), b_score)
-    tl.store(p_window_score + (i_state + o_head) * (2 * C) + (length & (2 * C - 1)), b_score, mask=m_head)
+        score = tl.load(p_window + 3)
+    score = tl.where(length == 0, float("inf"), score)
+    tl.store(p_window_score + i_state * (2 * C) + (length & (2 * C - 1)), score)
 
-    b_max = tl.full([BS, GM], FAR, tl.float32)
-    b_sum = tl.zeros([BS, GM], tl.float32)
-    b_acc = tl.zeros([BS, GM, DP], tl.float32)
+    # The global maximum first; then the accumulators only have to be weighted and added.
+    o_all = i_row * parts + tl.arange(0, MP)
+    m_all = tl.arange(0, MP) < parts
+    b_all = tl.load(p_part_ml + o_all * 2, mask=m_all, other=FAR)
+    top = tl.max(b_all, 0)
+    total = tl.sum(tl.load(p_part_ml + o_all * 2 + 1, mask=m_all, other=0.0) * tl.exp2(b_all - top), 0)
+    b_acc = tl.zeros([BS, DP], tl.float32)
     for s in range(0, parts, BS):
-        o_from = (i_row + o_head)[None, :] * parts + (s + tl.arange(0, BS))[:, None]
-        mask = (s + tl.arange(0, BS) < parts)[:, None] & m_head[None, :]
-        b_m = tl.load(p_part_ml + o_from * 2, mask=mask, other=FAR)
-        b_l = tl.load(p_part_ml + o_from * 2 + 1, mask=mask, other=0.0)
-        p_acc = p_part_acc + o_from[:, :, None] * D + o_dim[None, :, :]
-        b_a = tl.load(p_acc, mask=mask[:, :, None] & (o_dim < D)[None, :, :], other=0.0)
-        b_new = tl.maximum(b_max, b_m)
-        b_decay = tl.exp2(b_max - b_new)
-        b_weight = tl.exp2(b_m - b_new)
-        b_sum = b_sum * b_decay + b_l * b_weight
-        b_acc = b_acc * b_decay[:, :, None] + b_a * b_weight[:, :, None]
-        b_max = b_new
-    b_top = tl.max(b_max, 0)
-    b_weight = tl.exp2(b_max - b_top[None, :])
-    b_total = tl.sum(b_sum * b_weight, 0)
-    b_out = tl.sum(b_acc * b_weight[:, :, None], 0)
+        m_block = s + tl.arange(0, BS) < parts
+        o_block = i_row * parts + s + tl.arange(0, BS)
+        b_weight = tl.exp2(tl.load(p_part_ml + o_block * 2, mask=m_block, other=FAR) - top)
+        p_acc = p_part_acc + o_block[:, None] * D + o_dim[None, :]
+        b_acc += tl.load(p_acc, mask=m_block[:, None] & m_dim[None, :], other=0.0) * b_weight[:, None]
+    b_out = tl.sum(b_acc, 0)
     if FACTOR:
-        b_factor = tl.load(p_window_factor + i_head + o_head, mask=m_head, other=1.0)
-        b_total = b_total * b_factor
-        b_out = b_out * b_factor[:, None]
-    b_out = (b_out + b_linear) / (b_total + b_den + epsilon)[:, None]
+        factor = tl.load(p_window_factor + i_head)
+        total = total * factor
+        b_out = b_out * factor
+    b_out = (b_out + b_linear) / (total + den + epsilon)
     if OVERFLOW == 0:  # beyond the capacity: the caller should have refused
         b_out = tl.where(tl.maximum(length // C - 1, 0) * K > N, float("nan"), b_out)
-    tl.store(p_output + i_token * D + o_out, b_out.to(p_output.dtype.element_ty), mask=m_out)
+    tl.store(p_output + i_token * D + o_dim, b_out.to(p_output.dtype.element_ty), mask=m_dim)
 
 
 @triton.jit
@@ -510,7 +498,6 @@ def decode_kernel(
     WP: tl.constexpr = 2 * C // BL
     JOBS: tl.constexpr = ND + WP + 1
     FUSED: tl.constexpr = OVERFLOW == 0
-    GM: tl.constexpr = 1 if SCOPE == 0 else 4
     i_role = tl.program_id(0)
     i_select = tl.program_id(1)
     i_batch = tl.program_id(2)
@@ -590,11 +577,11 @@ def decode_kernel(
     if tl.atomic_add(p_counter, 1, sem="acq_rel") != GR * JOBS + NS - 1:
         return
     tl.store(p_counter, 0)
-    for g in range(0, GR, GM):
+    for g in range(GR):
         _merge(
-            i_group + g, i_out + g, i_select * GR + g, row * H + i_select * GR + g, GR - g, length, K, N, parts, epsilon,
+            i_group + g, i_out + g, i_select * GR + g, row * H + i_select * GR + g, length, K, N, parts, epsilon,
             p_part_acc, p_part_ml, p_part_lin, p_part_den, p_part_window, p_gate, p_window_factor, p_window_score,
-            p_output, C, D, DP, GM, BS, WP, RELEASED, GATE, FACTOR, OVERFLOW,
+            p_output, C, D, DP, BS, WP, RELEASED, GATE, FACTOR, OVERFLOW,
         )  # fmt: skip
     if FUSED:
         if promoting:
