@@ -69,13 +69,9 @@ def build_engines(
             f"{package.path} is a package for {manifest.get('target')}, which has no engines. "
             "Export with --to trt or --to trt-rtx."
         )
-    recorded: dict[str, Any] = {
-        k: tuple(v) if isinstance(v, list) else v for k, v in manifest["trt"].items() if k != "passes"
-    }
-    for name in ("batch", "prefill_tokens", "workspace_mib"):
-        if getattr(options, name) is not None:
-            recorded[name] = getattr(options, name)
-    trt = TrtOptions(**recorded)
+    names = ("batch", "prefill_tokens", "workspace_mib")
+    changes = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    trt = TrtOptions.from_manifest(manifest, **changes)
     module = load_tensorrt(trt.target, package.path)
     with EngineBuilder(module, package, trt, say) as builder:
         entries = builder.build(options.plugin)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from still_export.errors import ConfigError
 
@@ -49,6 +50,21 @@ class TrtOptions:
             raise ConfigError("prefill_tokens=1 leaves no prefill profile; give at least 2.")
         if self.workspace_mib < 0:
             raise ConfigError(f"workspace_mib={self.workspace_mib}; it must not be negative.")
+
+    @classmethod
+    def from_manifest(cls, manifest: dict[str, Any], **changes: Any) -> TrtOptions:
+        """The options that a manifest records, none in an empty one, with `changes`.
+
+        Raises:
+            ConfigError: It records options that this version does not know.
+        """
+        recorded = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in manifest.get("trt", {}).items() if k != "passes"
+        }
+        try:
+            return cls(**{**recorded, **changes})
+        except TypeError as error:
+            raise ConfigError(f"the manifest has TensorRT options that this version does not know: {error}.") from error
 
     @property
     def architectures(self) -> tuple[str, ...]:

@@ -38,7 +38,7 @@ def export(
     model: Annotated[
         str | None, typer.Argument(help="STILL model: Hugging Face folder, hub id, or GGUF file.", show_default=False)
     ] = None,
-    to: Annotated[str, typer.Option("--to", help="Target: onnx, trt or trt-rtx.")] = "onnx",
+    to: Annotated[str | None, typer.Option("--to", help="Target: onnx, trt or trt-rtx.", show_default="onnx")] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Package folder to write.", show_default=False)
     ] = None,
@@ -98,6 +98,8 @@ def export(
 
     from still_export.onnx_package import ExportOptions, export_onnx
 
+    manifest = _read_manifest(config)
+    to = to or manifest.get("target", "onnx")
     if to not in TARGETS:
         raise ConfigError(f"--to {to} is unknown; known: {', '.join(TARGETS)}.")
     if output is None:
@@ -105,7 +107,7 @@ def export(
     given: dict[str, Any] = {
         "model": model,
         "attach_untrained": attach_untrained or None,
-        "dtype": _dtype(dtype, fp16, bf16, to),
+        "dtype": _dtype(dtype, fp16, bf16, to if config is None else "onnx"),
         "all_logits": all_logits or None,
         "overlays": tuple(overlay) if overlay else None,
         "revision": revision,
@@ -117,11 +119,7 @@ def export(
     }
     given = {name: value for name, value in given.items() if value is not None}
     if config is not None:
-        try:
-            recorded = ExportOptions.from_manifest(json.loads(config.read_text(encoding="utf-8")))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{config} is no manifest of an export: {error}.") from error
-        options = replace(recorded, **given)
+        options = replace(ExportOptions.from_manifest(manifest), **given)
     elif model is None:
         raise typer.BadParameter("give a model, or --config manifest.json", param_hint="MODEL")
     else:
@@ -131,7 +129,6 @@ def export(
     out, command = Output(as_json, quiet), shlex.join(["still-export", *sys.argv[1:]])
     if to != "onnx":
         asked = {
-            "target": to,
             "archs": tuple(arch.split(",")) if arch else None,
             "prefill_tokens": prefill_tokens,
             "batch": batch,
@@ -140,7 +137,8 @@ def export(
             "strip_weights": strip_weights or None,
             "tensorrt_include": tuple(map(str, tensorrt_include)) if tensorrt_include else None,
         }
-        _export_trt(options, {k: v for k, v in asked.items() if v is not None}, output, force, command, out)
+        asked = {k: v for k, v in asked.items() if v is not None}
+        _export_trt(options, to, manifest, asked, output, force, command, out)
         return
     with out.steps() as progress:
         package = export_onnx(options, output, force=force, command=command, progress=progress)
@@ -150,6 +148,19 @@ def export(
         f"{output}: {len(package.manifest['files'])} files, {size / 2**20:.0f} MiB",
         f'next: still-export run {output} --prompt "..."   or   still-export verify {output}',
     )
+
+
+def _read_manifest(config: Path | None) -> dict[str, Any]:
+    """The manifest to repeat, empty without one."""
+    if config is None:
+        return {}
+    try:
+        manifest = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{config} is no manifest of an export: {error}.") from error
+    if not isinstance(manifest, dict):
+        raise ConfigError(f"{config} is no manifest of an export.")
+    return manifest
 
 
 def _dtype(dtype: str | None, fp16: bool, bf16: bool, to: str) -> str | None:
@@ -162,15 +173,23 @@ def _dtype(dtype: str | None, fp16: bool, bf16: bool, to: str) -> str | None:
 
 
 def _export_trt(
-    options: ExportOptions, asked: dict[str, Any], output: Path, force: bool, command: str, out: Output
+    options: ExportOptions,
+    to: str,
+    manifest: dict[str, Any],
+    asked: dict[str, Any],
+    output: Path,
+    force: bool,
+    command: str,
+    out: Output,
 ) -> None:
-    """Write a package for TensorRT and, where that is possible here, its engines."""
+    """Write a package for TensorRT, as `asked` or else as `manifest` records it, and its engines where that is possible here."""
     from still_export.build import NoBuilderError, build_engines
     from still_export.trt_options import TrtOptions
     from still_export.trt_package import export_trt
 
+    trt = TrtOptions.from_manifest(manifest if manifest.get("target") == to else {}, target=to, **asked)
     with out.steps() as progress:
-        package = export_trt(options, TrtOptions(**asked), output, force=force, command=command, progress=progress)
+        package = export_trt(options, trt, output, force=force, command=command, progress=progress)
         try:
             engines = build_engines(package, progress=progress)
         except NoBuilderError as error:

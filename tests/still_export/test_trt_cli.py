@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from still_export.cli.main import main
+from still_export.package import Package
 from tests.still_export.test_build import needs_rtx, onnx_package, trt_package
 
 
@@ -50,3 +52,26 @@ def test_a_real_model_becomes_a_tensorrt_rtx_engine(tmp_path: Path, capsys: pyte
     trt = ("--to", "trt-rtx", "--arch", "sm_89", "--prefill-tokens", 64, "--batch", 2)
     assert run(model, *trt, *options, "-o", tmp_path / "rtx", "--json", "--quiet") == 0
     assert [Path(e).name for e in json.loads(capsys.readouterr().out)["engines"]] == ["engine-rtx.plan"]
+
+
+def test_a_manifest_repeats_its_target_and_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = trt_package(tmp_path / "trt", monkeypatch)
+    path = package.path / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["config"] = {"model": "somewhere", "dtype": "bfloat16", "overlays": []}
+    manifest["trt"] |= {"archs": ["sm_87"], "prefill_tokens": 64}
+    path.write_text(json.dumps(manifest))
+    seen: list[Any] = []
+
+    def export(options: Any, trt: Any, *arguments: Any, **more: Any) -> Package:
+        seen.extend([options, trt])
+        return package
+
+    monkeypatch.setattr("still_export.trt_package.export_trt", export)
+    monkeypatch.setitem(__import__("sys").modules, "tensorrt", None)
+    assert run("export", "--config", path, "-o", tmp_path / "again", "--batch", 5, "--quiet") == 0
+    options, trt = seen
+    assert (options.model, options.dtype) == ("somewhere", "bfloat16")
+    assert (trt.target, trt.archs, trt.prefill_tokens, trt.batch) == ("trt", ("sm_87",), 64, 5)
+    (tmp_path / "broken.json").write_text("[")
+    assert run("export", "--config", tmp_path / "broken.json", "-o", tmp_path / "again") == 2
