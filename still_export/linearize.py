@@ -115,6 +115,8 @@ class LinearizationRun:
         self.work = output / WORK
         self.tokenizer = load_tokenizer(recipe.tokenizer or recipe.base)
         log("reading the base model")
+        geometry = load_model(recipe.base, attach_untrained=True).config
+        self.still = recipe.still_config(geometry.num_hidden_layers, geometry.num_attention_heads)
         model = self.load_base()
         self.base_weights = weights_digest(model)
         log("tokenizing the texts")
@@ -123,15 +125,11 @@ class LinearizationRun:
 
     def load_base(self) -> Any:
         """The base with untrained STILL attention, float32, frozen."""
-        model = load_model(
-            self.recipe.base, attach_untrained=True, still_config=self.recipe.still_config(), dtype=torch.float32
-        )
+        model = load_model(self.recipe.base, attach_untrained=True, still_config=self.still, dtype=torch.float32)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(False)
             if name.endswith(".g_proj.bias"):
                 parameter.fill_(FRESH_GATE_BIAS)
-        if self.recipe.start:
-            adapter.start_from(model, Path(self.recipe.start))
         return model
 
     def fingerprint(self) -> dict[str, Any]:
@@ -234,8 +232,6 @@ class LinearizationRun:
             model.enable_input_require_grads()
             model.train()
         model = adapter.attach_lora(model, recipe)
-        if recipe.start:
-            adapter.start_from(model, Path(recipe.start))
         self.log(f"stage 2, LoRA: {_count(model):,} parameters, loss {recipe.loss}")
         trainer = Trainer(self.accelerator, recipe, "finetune", self.work, self.progress)
         objective = FinetuneObjective(model, attentions, recipe.loss, recipe.selection_weight)
@@ -283,9 +279,8 @@ class LinearizationRun:
             base = self.load_base()
             tensors = {n: p.detach() for n, p in adapter.still_parameters(base)}
         folder = self.output / "adapter"
-        still = self.recipe.still_config()
         shutil.rmtree(folder, ignore_errors=True)
-        adapter.save_adapter(folder, tensors, still, self.recipe)
+        adapter.save_adapter(folder, tensors, self.still, self.recipe)
         save_model(adapter.apply_adapter(self.recipe.base, folder), self.tokenizer, self.output)
         content = {"command": command, "recipe": self.recipe.to_dict(), **result.to_dict()}
         (self.output / REPORT_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -1,6 +1,6 @@
 """Train the small softmax model that assets/ holds linearized: a Llama of 2.4 M parameters that finds facts in 4096 tokens.
 
-python tools/train_small.py TEXTS_FOLDER OUTPUT --minutes 4     (or --steps N, which repeats a run; needs a GPU to be quick)
+python tools/train_small.py TEXTS_FOLDER OUTPUT --minutes 4     (or --steps N: progress by steps, not by the clock; needs a GPU to be quick)
 
 Half of the rows are public text, half synthetic retrieval. Its own selection loss trains along: heads learn to mark, by attending to
 themselves, the tokens that later queries will look for. That costs the softmax model nothing and makes it fit for STILL.

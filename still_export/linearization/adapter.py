@@ -17,7 +17,7 @@ from still_export.config import StillConfig
 from still_export.errors import CheckpointError
 from still_export.linearization.recipe import Recipe
 from still_export.load import load_model
-from still_export.models.checkpoint import read_json, read_tensors, weight_files
+from still_export.models.checkpoint import read_json
 from still_export.models.convert import plain_names
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -69,25 +69,6 @@ def save_adapter(folder: Path, tensors: Mapping[str, Tensor], still: StillConfig
         "still_config": still.to_dict(),
     }
     (folder / CONFIG).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-
-
-def start_from(model: nn.Module, folder: Path) -> None:
-    """Give the parameters of `model` that an adapter holds the adapter's values.
-
-    Raises:
-        CheckpointError: A tensor has another shape.
-    """
-    tensors = read_tensors(weight_files(folder), torch.float32)
-    for name, parameter in model.named_parameters():
-        value = tensors.get(next(iter(plain_names({name: parameter}))))
-        if value is None:
-            continue
-        if value.shape != parameter.shape:
-            raise CheckpointError(
-                f"{name} has the shape {list(value.shape)} in {folder}, {list(parameter.shape)} in this run. Use the same base and rank."
-            )
-        with torch.no_grad():
-            parameter.copy_(value)
 
 
 def apply_adapter(base: str, folder: Path, dtype: str | torch.dtype = "auto") -> Any:

@@ -35,12 +35,14 @@ class Recipe:
     base: str = option("", "Softmax model: Hugging Face folder, hub id, or GGUF file.")
     texts: tuple[str, ...] = option((), "Text files; the end of each is held out for validation.")
     tokenizer: str | None = option(None, "Folder of the tokenizer, if it is not beside the model.")
-    start: str | None = option(None, "Adapter folder whose maps, gates and LoRA training starts from.")
     chunk_size: int = option(64, "Tokens per chunk.")
     salient_per_chunk: int = option(4, "Tokens per chunk that stay in softmax.")
     select_scope: str = option("q_head", "q_head, kv_group_max or kv_group_mean.")
     feature_map: str = option("np_softmax_pm", "Feature map of the linear part.")
     capacity_tokens: int | None = option(None, "Longest sequence; default: the model's own.")
+    window_factors: tuple[float, ...] | None = option(
+        None, "Weight of the softmax terms against the linear ones, one for all layers or one each."
+    )
     layer_types: tuple[str, ...] | None = option(None, "Per layer hybrid_attention or full_attention.")
     transfer_steps: int = option(500, "Steps of stage 1, attention transfer; 0 = none.")
     transfer_rate: float = option(1e-2, "Learning rate of stage 1.")
@@ -73,10 +75,10 @@ class Recipe:
     device: str = option("auto", "auto or cpu.")
 
     def __post_init__(self) -> None:
-        for name in ("texts", "layer_types"):
+        for name in ("texts", "layer_types", "window_factors"):
             value = getattr(self, name)
             if value is not None:
-                object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
+                object.__setattr__(self, name, (value,) if isinstance(value, str | float | int) else tuple(value))
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is unknown; known: {', '.join(choices)}.")
@@ -99,11 +101,23 @@ class Recipe:
         if self.micro_batch_size is not None and not 1 <= self.micro_batch_size <= self.batch_size:
             raise ConfigError(f"micro_batch_size={self.micro_batch_size} is outside 1..batch_size={self.batch_size}.")
 
-    def still_config(self) -> StillConfig:
-        """The STILL part of the model's configuration."""
+    def still_config(self, layers: int, heads: int) -> StillConfig:
+        """The STILL part of the configuration of a model with so many layers and query heads.
+
+        Raises:
+            ConfigError: window_factors are neither one nor one per layer.
+        """
         from still_export.config import StillConfig  # brings torch, which the command line's help does not need
 
-        return StillConfig(**{name: getattr(self, name) for name in STILL_FIELDS})
+        factors = self.window_factors
+        if factors is not None:
+            if len(factors) not in (1, layers):
+                raise ConfigError(
+                    f"window_factors has {len(factors)} values; give one, or one for each of {layers} layers."
+                )
+            factors = factors * (layers // len(factors))
+        rows = None if factors is None else tuple((float(factor),) * heads for factor in factors)
+        return StillConfig(window_factors=rows, **{name: getattr(self, name) for name in STILL_FIELDS})
 
     def to_dict(self) -> dict[str, Any]:
         """Values that JSON and YAML can hold."""
@@ -134,7 +148,7 @@ def read_recipe(path: Path | None, given: Mapping[str, Any]) -> Recipe:
                 near = difflib.get_close_matches(str(name), known, 1)
                 hint = f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(known)}."
                 raise ConfigError(f"{path} has the unknown option {name!r}.{hint}")
-        for name in ("base", "tokenizer", "start"):
+        for name in ("base", "tokenizer"):
             if isinstance(values.get(name), str):
                 values[name] = _beside(path, values[name])
         if isinstance(values.get("texts"), list):

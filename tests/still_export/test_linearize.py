@@ -303,6 +303,20 @@ def test_schedule_and_plateau() -> None:
     assert not plateau([5.0, 5.0], 3) and not plateau([5.0] * 9, 0)
 
 
+def test_window_factors_reach_model_and_training(base: Path, text: Path, tmp_path: Path) -> None:
+    """Each layer takes its factor, and model and adapter carry it."""
+    recipe = small_recipe(base, text, transfer_steps=1, finetune_steps=0)
+    plain = linearize(recipe, tmp_path / "plain").stages[0].losses[0]
+    factored = linearize(replace(recipe, window_factors=(2.0, 3.0, 1e6)), tmp_path / "factored")
+    assert factored.stages[0].losses[0] != pytest.approx(plain, rel=1e-3)
+    config = load_model(tmp_path / "factored").config.still
+    assert config.window_factors == ((2.0,) * 6, (3.0,) * 6, (1e6,) * 6)
+    again = module.apply(str(base), tmp_path / "factored" / "adapter", tmp_path / "again")
+    assert again.config.still == config
+    with pytest.raises(ConfigError, match="2 values; give one, or one for each of 3 layers"):
+        linearize(replace(recipe, window_factors=(2.0, 3.0)), tmp_path / "bad")
+
+
 def test_stage_ends_on_a_plateau(base: Path, text: Path, tmp_path: Path) -> None:
     recipe = small_recipe(
         base, text, transfer_rate=0.0, transfer_steps=20, finetune_steps=0, validate_every=1, patience=2
