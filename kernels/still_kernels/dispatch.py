@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -96,10 +97,14 @@ def _triton(
     return output, replace(state, length=state.length + new_tokens.to(state.length.dtype))
 
 
+@functools.cache
+def _factor_tensor(values: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=device)
+
+
 def _window_factor(config: HybridAttentionConfig, device: torch.device) -> Tensor | None:
-    if config.window_factor is None:
-        return None
-    return torch.tensor(config.window_factor, dtype=torch.float32, device=device)
+    """The factors on the device; kept, because a copy from the host cannot be captured in a CUDA graph."""
+    return None if config.window_factor is None else _factor_tensor(config.window_factor, device)
 
 
 def kernel_for(device: torch.device) -> Callable[..., Result]:
