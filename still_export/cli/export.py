@@ -183,7 +183,8 @@ def _export_trt(
     out: Output,
 ) -> None:
     """Write a package for TensorRT, as `asked` or else as `manifest` records it, and its engines where that is possible here."""
-    from still_export.build import NoBuilderError, build_engines
+    from still_export.build import build_engines
+    from still_export.engine_builder import NoBuilderError
     from still_export.trt_options import TrtOptions
     from still_export.trt_package import export_trt
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
+import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -11,15 +13,8 @@ from typing import Any
 import onnx
 import pytest
 
-from still_export.build import (
-    BuildError,
-    BuildOptions,
-    EngineBuilder,
-    NoBuilderError,
-    build_engines,
-    plugin_layers,
-    write_atomically,
-)
+from still_export.build import BuildOptions, build_engines
+from still_export.engine_builder import BuildError, EngineBuilder, NoBuilderError, plugin_layers, write_atomically
 from still_export.errors import ConfigError, PackageError
 from still_export.package import Package, open_package, write_manifest
 from still_export.trt_options import TrtOptions
@@ -82,6 +77,7 @@ def test_tensorrt_rtx_reads_and_builds_the_graph(tmp_path: Path) -> None:
     steps: list[str] = []
     (engine,) = build_engines(package, progress=steps.append)
     assert engine.stat().st_size > 10_000 and "building the engine" in steps
+    assert any(step.startswith("building the engine: ") and " of " in step for step in steps)
     manifest = open_package(package.path).manifest  # every hash right, the engine's among them
     (entry,) = manifest["engines"]
     assert entry["file"] == "engine-rtx.plan" and entry["archs"] == ["sm_89"] and entry["batch"] == 2
@@ -200,3 +196,9 @@ def test_files_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
     write_atomically(path, memoryview(b"new"))
     assert path.read_bytes() == b"new"
+
+
+def test_building_and_running_need_no_torch() -> None:
+    block = "import sys; sys.modules.update(torch=None, transformers=None, onnx=None, typer=None)"
+    code = f"{block}; import still_export.build, still_export.runners.tensorrt"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,285 @@
+"""One run of TensorRT's or TensorRT-RTX's builder over a package, and the check of what it built."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from still_export.errors import StillExportError
+from still_export.package import MODEL, Package
+from still_export.trt_options import TrtOptions
+
+LOG, TIMING_CACHE = "build.log", "timing.cache"
+Progress = Callable[[str], None]
+
+
+class BuildError(StillExportError):
+    """TensorRT is missing, refused the graph, or built an engine that is not what was asked for."""
+
+
+class NoBuilderError(BuildError):
+    """This machine cannot build the engines; the package is complete and another machine can."""
+
+
+def load_plugin(module: Any, package: Package, plugin: Path | None) -> Path:
+    """Load the plugin library for this TensorRT.
+
+    Raises:
+        BuildError: The package has none for this version, or the file is missing.
+    """
+    from still_export.runners.tensorrt import TrtError, load_plugin_library
+
+    try:
+        return load_plugin_library(module, package.path, package.manifest, plugin)
+    except TrtError as error:
+        raise BuildError(str(error)) from error
+
+
+class EngineBuilder:
+    """One run of TensorRT's builder over a package; keeps its log in build.log."""
+
+    def __init__(self, module: Any, package: Package, trt: TrtOptions, say: Progress) -> None:
+        self.module, self.package, self.trt, self.say = module, package, trt, say
+        self.major = int(module.__version__.split(".")[0]) if trt.target == "trt" else 11
+        self.errors: list[str] = []
+
+    def __enter__(self) -> EngineBuilder:
+        self.log = (self.package.path / LOG).open("w", encoding="utf-8")
+        self.logger = self._make_logger()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.log.close()
+
+    def _make_logger(self) -> Any:
+        module, log, errors = self.module, self.log, self.errors
+
+        class FileLogger(module.ILogger):  # type: ignore[misc, name-defined]
+            def __init__(self) -> None:
+                module.ILogger.__init__(self)
+
+            def log(self, severity: Any, message: str) -> None:
+                name = str(severity).rsplit(".", 1)[-1]
+                if not log.closed and name != "VERBOSE":
+                    log.write(f"{time.strftime('%H:%M:%S')} {name:8} {message}\n")
+                    log.flush()
+                if name in ("ERROR", "INTERNAL_ERROR"):
+                    errors.append(message)
+
+        return FileLogger()
+
+    def _make_monitor(self) -> Any:
+        module, say = self.module, self.say
+
+        class Monitor(module.IProgressMonitor):  # type: ignore[misc, name-defined]
+            """Tells the outermost phase and its step."""
+
+            def __init__(self) -> None:
+                module.IProgressMonitor.__init__(self)
+                self.steps: dict[str, int] = {}
+
+            def phase_start(self, name: str, parent: str | None, steps: int) -> None:
+                if parent is None:
+                    self.steps[name] = steps
+
+            def step_complete(self, name: str, step: int) -> bool:
+                if name in self.steps:
+                    say(f"building the engine: {name}, {step + 1} of {self.steps[name]}")
+                return True
+
+            def phase_finish(self, name: str) -> None:
+                self.steps.pop(name, None)
+
+        return Monitor()
+
+    def fail(self, what: str) -> BuildError:
+        """An error that carries TensorRT's last words."""
+        said = "\n  ".join(self.errors[-5:]) or "TensorRT gave no reason"
+        return BuildError(f"{what}:\n  {said}\nThe whole log: {self.package.path / LOG}")
+
+    def build(self, plugin: Path | None) -> list[dict[str, Any]]:
+        """Build, check and write the engine; its manifest entry."""
+        module, target = self.module, self.trt.target
+        if target == "trt":
+            self.say("loading the plugin library")
+            load_plugin(module, self.package, plugin)
+        self.say("starting TensorRT")
+        builder = module.Builder(self.logger)
+        network = builder.create_network(self._network_flags())
+        parser = module.OnnxParser(network, self.logger)
+        self.say("reading the graph")
+        if not parser.parse_from_file(str(self.package.path / MODEL)):
+            self.errors.extend(str(parser.get_error(i)) for i in range(parser.num_errors))
+            raise self.fail(f"TensorRT {module.__version__} refused {self.package.path / MODEL}")
+        if target == "trt" and self.major < 10:
+            self._fix_precisions(network)
+        config = self._config(builder, network)
+        start = time.monotonic()
+        self.say("building the engine")
+        plan = builder.build_serialized_network(network, config)
+        if plan is None:
+            raise self.fail("TensorRT could not build the engine")
+        seconds = time.monotonic() - start
+        name = "engine.plan" if target == "trt" else "engine-rtx.plan"
+        self._check_plugin_layers(plan)
+        write_atomically(self.package.path / name, memoryview(plan))
+        if target == "trt":
+            write_atomically(self.package.path / TIMING_CACHE, memoryview(config.get_timing_cache().serialize()))
+        entry = {
+            "file": name,
+            "tensorrt": module.__version__,
+            "size_bytes": plan.nbytes,
+            "build_s": round(seconds, 1),
+            "batch": self.trt.batch,
+            "prefill_tokens": self.trt.prefill_tokens,
+            "slots": self._slots(),
+            "profiles": ["prefill", "decode"],
+            "stripped": self.trt.strip_weights,
+            **self._device(),
+        }
+        return [entry]
+
+    def _device(self) -> dict[str, Any]:
+        if self.trt.target == "trt-rtx":
+            return {"archs": list(self.trt.architectures)}
+        from still_export.runners.cuda_driver import Driver
+
+        driver = Driver()
+        return {"gpu": driver.name, "archs": [f"sm_{driver.architecture}"]}
+
+    def _network_flags(self) -> int:
+        flags = self.module.NetworkDefinitionCreationFlag
+        if self.major < 10:
+            return 1 << int(flags.EXPLICIT_BATCH)
+        return 1 << int(flags.STRONGLY_TYPED)
+
+    def _config(self, builder: Any, network: Any) -> Any:
+        module, trt = self.module, self.trt
+        config = builder.create_builder_config()
+        flags = module.BuilderFlag
+        if trt.target == "trt" and self.major < 10:
+            if self.package.manifest["model"]["dtype"] == "float16":
+                config.set_flag(flags.FP16)
+                config.set_flag(flags.OBEY_PRECISION_CONSTRAINTS)
+            config.builder_optimization_level = self.trt.optimization_level
+            config.set_tactic_sources(0)  # cuBLAS and cuDNN bring nothing to these graphs, and may be absent
+        if trt.version_compatible:
+            config.set_flag(flags.VERSION_COMPATIBLE)
+        if trt.strip_weights:
+            if not hasattr(flags, "STRIP_PLAN"):
+                raise BuildError(f"TensorRT {module.__version__} cannot strip weights; it came with 10.0.")
+            config.set_flag(flags.STRIP_PLAN)
+        if trt.workspace_mib:
+            config.set_memory_pool_limit(module.MemoryPoolType.WORKSPACE, trt.workspace_mib << 20)
+        if hasattr(module, "IProgressMonitor"):  # since 9
+            self.monitor = self._make_monitor()
+            config.progress_monitor = self.monitor
+        config.profiling_verbosity = module.ProfilingVerbosity.DETAILED
+        if trt.target == "trt-rtx":
+            config.num_compute_capabilities = len(trt.architectures)
+            for index, arch in enumerate(trt.architectures):
+                name = arch.upper().replace("_", "")
+                if not hasattr(module.ComputeCapability, name):
+                    known = [n for n in dir(module.ComputeCapability) if n.startswith("SM")]
+                    raise BuildError(
+                        f"{arch} is no architecture of TensorRT-RTX {module.__version__}: {', '.join(known)}."
+                    )
+                config.set_compute_capability(getattr(module.ComputeCapability, name), index)
+        cache = self.package.path / TIMING_CACHE
+        if trt.target == "trt":
+            config.set_timing_cache(config.create_timing_cache(cache.read_bytes() if cache.exists() else b""), False)
+        for profile in self._profiles(builder, network):
+            config.add_optimization_profile(profile)
+        return config
+
+    def _slots(self) -> int:
+        """Most salient slots of a layer; at least one, because dimensions of length 0 crash some versions."""
+        capacity = self.package.manifest["capacity"]
+        chunks = -(-capacity["capacity_tokens"] // capacity["chunk_size"])
+        return max(1, capacity["salient_per_chunk"] * max(0, chunks - 2))
+
+    def _profiles(self, builder: Any, network: Any) -> Iterator[Any]:
+        """Prefill: up to `prefill_tokens` tokens; decode: one token, for which kernels are chosen of their own."""
+        batch, tokens = self.trt.batch, self.trt.prefill_tokens
+        sizes = {"slots": self._slots(), "capacity": self.package.manifest["capacity"]["capacity_tokens"]}
+        names = {"past_" + s["name"]: s["shape"] for s in self.package.manifest["states"]}
+        for low, best, high in ((1, tokens, tokens), (1, 1, 1)):
+            profile = builder.create_optimization_profile()
+            for index in range(network.num_inputs):
+                tensor = network.get_input(index)
+                if tensor.name == "input_ids":
+                    shapes: list[tuple[int, ...]] = [(1, low), (1, best), (batch, high)]
+                elif tensor.name in ("new_tokens", "past_length"):
+                    shapes = [(1,), (1,), (batch,)]
+                else:
+                    least = {name: 1 for name in sizes}
+                    shapes = [
+                        tuple({"batch": rows, **some}.get(d, d) for d in names[tensor.name])
+                        for rows, some in ((1, least), (1, sizes), (batch, sizes))
+                    ]
+                profile.set_shape(tensor.name, *shapes)
+            yield profile
+
+    def _fix_precisions(self, network: Any) -> None:
+        """Hold every layer to the types that the graph says: before 10 they are hints, and norms would run in half precision.
+
+        The parsed network does not know the types of its inner tensors, so the package lists those of the graph.
+        """
+        module, types = self.module, self.package.manifest["value_types"]
+        kinds = {"float32": module.float32, "float16": module.float16}
+        free = {getattr(module.LayerType, n) for n in ("CONSTANT", "CAST", "PLUGIN_V2", "SHAPE", "IDENTITY")}
+        for index in range(network.num_layers):
+            layer = network.get_layer(index)
+            names = [layer.get_output(i).name for i in range(layer.num_outputs)]
+            if layer.type in free or not names or any(types.get(name) not in kinds for name in names):
+                continue
+            layer.precision = kinds[types[names[0]]]
+            for i, name in enumerate(names):
+                layer.set_output_type(i, kinds[types[name]])
+        for index in range(network.num_outputs):
+            output = network.get_output(index)
+            if types.get(output.name) in kinds:
+                output.dtype = kinds[types[output.name]]
+
+    def _check_plugin_layers(self, plan: Any) -> None:
+        """Raise unless every still node became a plugin layer: the parser would take a function in its place, silently."""
+        wanted = self.package.manifest["plugin_layers"]
+        if not wanted:
+            return
+        engine = self.module.Runtime(self.logger).deserialize_cuda_engine(plan)
+        if engine is None:
+            raise self.fail("the engine cannot be read back")
+        found = engine.create_engine_inspector().get_engine_information(self.module.LayerInformationFormat.JSON)
+        (self.package.path / "engine.json").write_text(found)
+        counts = plugin_layers(found)
+        for op, count in wanted.items():
+            if counts.get(op, 0) != count:
+                raise BuildError(
+                    f"{count} nodes of {op} became {counts.get(op, 0)} plugin layers; engine.json has all layers. "
+                    "This plan would not compute what was exported, and was not written."
+                )
+
+
+def plugin_layers(inspected: str) -> dict[str, int]:
+    """Plugin layers by plugin type of the first profile, from the engine inspector's JSON."""
+    counts: dict[str, int] = {}
+    for layer in json.loads(inspected, strict=False)["Layers"]:
+        # The text holds raw control characters. Layers of further profiles carry the profile's number in their names.
+        if isinstance(layer, dict) and "PluginType" in layer and "[profile " not in layer["Name"]:
+            counts[layer["PluginType"]] = counts.get(layer["PluginType"], 0) + 1
+    return counts
+
+
+def write_atomically(path: Path, content: Any) -> None:
+    """Write a file whole or not at all."""
+    staging = path.with_name(f".{path.name}.part")
+    try:
+        with staging.open("wb") as file:
+            file.write(content)
+        os.replace(staging, path)
+    finally:
+        staging.unlink(missing_ok=True)
