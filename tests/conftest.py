@@ -1,0 +1,19 @@
+"""Tests that need hardware are skipped, and say so, where it is absent."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip `gpu` without a CUDA device, `tensorrt` without that and the library."""
+    cuda = torch.cuda.is_available()
+    tensorrt = cuda and importlib.util.find_spec("tensorrt") is not None
+    for item in items:
+        if item.get_closest_marker("gpu") and not cuda:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if item.get_closest_marker("tensorrt") and not tensorrt:
+            item.add_marker(pytest.mark.skip(reason="needs TensorRT and a CUDA device"))
