@@ -21,12 +21,16 @@ import time
 from pathlib import Path
 
 
-def measure(package: Path, length: int, steps: int) -> dict[str, float]:
+def measure(package: Path, length: int, steps: int, threads: int) -> dict[str, float]:
     """One length in this process: random tokens, greedy decoding."""
     import numpy as np
     import onnxruntime_genai as genai
 
-    model = genai.Model(str(package))
+    config = genai.Config(str(package))
+    if threads:
+        session = {"intra_op_num_threads": threads}
+        config.overlay(json.dumps({"model": {"decoder": {"session_options": session}}}))
+    model = genai.Model(config)
     total = length + steps + 1
     parameters = genai.GeneratorParams(model)
     parameters.set_search_options(max_length=total, min_length=total, do_sample=False)
@@ -69,17 +73,19 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, default=Path("peer.json"))
     parser.add_argument("--lengths", default="1024,4096,8000")
     parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--threads", type=int, default=0, help="0 = genai's choice, which is half of the logical cores")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        print(json.dumps(measure(options.work / "genai", options.one, options.steps)))
+        print(json.dumps(measure(options.work / "genai", options.one, options.steps, options.threads)))
         return
     options.work.mkdir(parents=True, exist_ok=True)
     build(options.model.resolve(), options.work)
     rows = []
     for length in map(int, options.lengths.split(",")):
         command = [sys.executable, __file__, str(options.model), str(options.work), "--one", str(length)]
-        done = subprocess.run([*command, "--steps", str(options.steps)], check=True, text=True, stdout=subprocess.PIPE)
+        command += ["--steps", str(options.steps), "--threads", str(options.threads)]
+        done = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE)
         rows.append(json.loads(done.stdout.strip().splitlines()[-1]))
         print(
             "{length:6.0f} tokens: prefill {prefill_s:.2f} s, decode {decode_ms:.1f} ms, peak {peak_mb:.0f} MB".format(
