@@ -15,7 +15,7 @@ from still_export.errors import ConfigError, ModelNotFoundError, UnsupportedErro
 from still_export.package import MODEL, Package, open_package, staged_folder, write_manifest
 
 PREFILL_TOKENS = 512
-"""Tokens of one prefill call. SmolLM2-135M, 4,096 tokens, one thread: 256, 512, 1,024 take 12.5, 12.2, 12.0 s with peaks of 822, 847, 905 MB."""
+"""Tokens of one prefill call: longer calls are not faster and take more memory (docs/onnxruntime.md)."""
 
 STILL_OPTIONS = ("chunk_size", "salient_per_chunk", "select_scope", "capacity_tokens", "overflow")
 Progress = Callable[[str], None]
