@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -101,16 +100,14 @@ def export_onnx(
     """
     say = progress or (lambda step: None)
     with staged_folder(target, force) as folder:
+        say("copying the tokenizer")  # before the weights: its own work memory would come on top of them
+        text = _write_text_files(options, folder)
         say("reading the model")
         model = load_source(options)
-        describe = _describe(model, options, command)
+        describe = {**_describe(model, options, command), **text}
         model.generation_config.save_pretrained(folder)
         say("tracing")
         _write_model(model, options, folder, say)
-        del model
-        gc.collect()
-        say("copying the tokenizer")
-        describe.update(_write_text_files(options, folder))
         shutil.copyfile(Path(__file__).parent / "runners" / "ort.py", folder / "run_ort.py")
         say("hashing")
         write_manifest(folder, describe)
