@@ -19,7 +19,11 @@ from still_graphs.passes.walk import Rewriter, attribute, drop_attribute, elemen
 
 ABSENT_INPUTS = "absent_inputs"
 ACTIVATION_TYPE = "activation_type"
-TYPE_NAMES: dict[int, str] = {TensorProto.FLOAT: "float32", TensorProto.FLOAT16: "float16", TensorProto.BFLOAT16: "bfloat16"}
+TYPE_NAMES: dict[int, str] = {
+    TensorProto.FLOAT: "float32",
+    TensorProto.FLOAT16: "float16",
+    TensorProto.BFLOAT16: "bfloat16",
+}
 
 
 def lower_plugin_nodes(model: onnx.ModelProto) -> int:
