@@ -7,6 +7,7 @@ from math import prod
 from typing import Any
 
 from still_export.package import Package
+from still_export.runners.ort import slots_for
 
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 CONTEXTS = (1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
@@ -15,9 +16,8 @@ CONTEXTS = (1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
 def state_bytes(manifest: dict[str, Any], tokens: int) -> int:
     """Bytes of one row's state after `tokens` tokens; beyond the capacity of a folding package it no longer grows."""
     capacity = manifest["capacity"]
-    chunk, salient = capacity["chunk_size"], capacity["salient_per_chunk"]
     held = tokens if capacity["overflow"] == "error" else min(tokens, capacity["capacity_tokens"])
-    sizes = {"batch": 1, "slots": salient * max(0, -(-held // chunk) - 2), "capacity": tokens}
+    sizes = {"batch": 1, "slots": slots_for(capacity, held), "capacity": tokens}
     return sum(prod(sizes.get(d, d) for d in s["shape"]) * BYTES[s["dtype"]] for s in manifest["states"])
 
 

@@ -28,6 +28,25 @@ SPARE_TOKENS = 256
 """Least room that is added when a sequence outgrows its state."""
 
 
+def slots_for(capacity: dict[str, Any], tokens: int) -> int:
+    """Salient slots that `tokens` tokens fill, by the manifest's `capacity`."""
+    return int(capacity["salient_per_chunk"]) * max(0, -(-tokens // int(capacity["chunk_size"])) - 2)
+
+
+def checked_prompt(tokens: Iterable[int], vocabulary: int) -> np.ndarray:
+    """The prompt as int64 [T].
+
+    Raises:
+        RunError: It is empty, or has ids outside the vocabulary.
+    """
+    prompt = np.asarray(list(tokens), np.int64)
+    if prompt.size == 0:
+        raise RunError("the prompt has no tokens. Give at least one.")
+    if prompt.min() < 0 or prompt.max() >= vocabulary:
+        raise RunError(f"token ids {prompt.min()}..{prompt.max()} are outside the vocabulary 0..{vocabulary - 1}.")
+    return prompt
+
+
 class RunError(ValueError):
     """The package cannot run this request; the message says why and what to do."""
 
@@ -120,8 +139,7 @@ class OrtModel:
 
     def slots(self, tokens: int) -> int:
         """Salient slots that `tokens` tokens fill."""
-        chunk = self.manifest["capacity"]
-        return chunk["salient_per_chunk"] * max(0, -(-tokens // chunk["chunk_size"]) - 2)
+        return slots_for(self.manifest["capacity"], tokens)
 
     def _shape(self, state: dict[str, Any]) -> list[int]:
         sizes = {"batch": self.batch, "slots": self.room_slots, "capacity": self.room}
@@ -260,12 +278,7 @@ class OrtModel:
 
         `progress` is told the tokens fed and their total after each piece.
         """
-        prompt = np.asarray(list(tokens), np.int64)
-        if prompt.size == 0:
-            raise RunError("the prompt has no tokens. Give at least one.")
-        vocabulary = self.manifest["model"]["vocab_size"]
-        if prompt.min() < 0 or prompt.max() >= vocabulary:
-            raise RunError(f"token ids {prompt.min()}..{prompt.max()} are outside the vocabulary 0..{vocabulary - 1}.")
+        prompt = checked_prompt(tokens, self.manifest["model"]["vocab_size"])
         if int(self.length[0]) + prompt.size > self.room:
             self._resize(int(self.length[0]) + prompt.size)
         for start in range(0, prompt.size, self.prefill_tokens):

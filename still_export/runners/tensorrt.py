@@ -20,10 +20,17 @@ import numpy as np
 
 try:
     from still_export.runners.cuda_driver import Buffer, CudaError, Driver
-    from still_export.runners.ort import RunError, Sampling, Text, stream_answer
+    from still_export.runners.ort import RunError, Sampling, Text, checked_prompt, slots_for, stream_answer
 except ImportError:  # in a package, beside its own copies
     from cuda_driver import Buffer, CudaError, Driver  # type: ignore[import-not-found, no-redef]
-    from run_ort import RunError, Sampling, Text, stream_answer  # type: ignore[import-not-found, no-redef]
+    from run_ort import (  # type: ignore[import-not-found, no-redef]
+        RunError,
+        Sampling,
+        Text,
+        checked_prompt,
+        slots_for,
+        stream_answer,
+    )
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 NUMPY_TYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
@@ -184,8 +191,7 @@ class TrtModel:
 
     def slots(self, tokens: int) -> int:
         """Salient slots that `tokens` tokens fill, at least 1."""
-        capacity = self.manifest["capacity"]
-        return max(1, capacity["salient_per_chunk"] * max(0, -(-tokens // capacity["chunk_size"]) - 2))
+        return max(1, slots_for(self.manifest["capacity"], tokens))
 
     def state_bytes(self) -> int:
         """Device memory of the state."""
@@ -382,9 +388,7 @@ class TrtModel:
 
     def prefill(self, tokens: Iterable[int], progress: Any = None) -> np.ndarray:
         """Feed a prompt to the single row in pieces of `prefill_tokens`; logits [V] of its last token."""
-        prompt = np.asarray(list(tokens), np.int32)
-        if prompt.size == 0:
-            raise TrtError("the prompt has no tokens. Give at least one.")
+        prompt = checked_prompt(tokens, self.manifest["model"]["vocab_size"]).astype(np.int32)
         self._room_for(prompt.size)
         for start in range(0, prompt.size, self.prefill_tokens):
             logits = self.feed(prompt[None, start : start + self.prefill_tokens])

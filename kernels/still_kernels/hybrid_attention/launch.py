@@ -259,6 +259,3 @@ def device_table(config: HybridAttentionConfig, device: torch.device, wide: bool
         major, minor = torch.cuda.get_device_capability(device)
         arch = 10 * major + minor
     return tile_table(arch, config.head_dim, config.chunk_size, config.projection_dim, wide)
-
-
-TRITON_VERSION = triton.__version__
