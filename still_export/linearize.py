@@ -116,7 +116,8 @@ class LinearizationRun:
         self.tokenizer = load_tokenizer(recipe.tokenizer or recipe.base)
         log("reading the base model")
         geometry = load_model(recipe.base, attach_untrained=True).config
-        self.still = recipe.still_config(geometry.num_hidden_layers, geometry.num_attention_heads)
+        self.layers, self.heads = geometry.num_hidden_layers, geometry.num_attention_heads
+        self.still = recipe.still_config(self.layers, self.heads)
         model = self.load_base()
         self.base_weights = weights_digest(model)
         log("tokenizing the texts")
@@ -203,10 +204,10 @@ class LinearizationRun:
         """Stage 1; writes training/transfer.safetensors."""
         recipe = self.recipe
         model = self.load_base()
-        attentions = make_trainable(model)
+        attentions = make_trainable(model, recipe.learn_window_factors)
         for attention in attentions:
             attention.save_memory = recipe.gradient_checkpointing
-        for _, parameter in adapter.still_parameters(model):
+        for _, parameter in adapter.still_parameters(model, gate_weights=not recipe.low_rank_gates):
             parameter.requires_grad_(True)
         self.log(f"stage 1, attention transfer: {_count(model):,} parameters in {len(attentions)} layers")
         trainer = Trainer(self.accelerator, recipe, "transfer", self.work, self.progress)
@@ -221,9 +222,9 @@ class LinearizationRun:
         """Stage 2; writes training/finetune.safetensors. The report, and the model with LoRA."""
         recipe = self.recipe
         model = self.load_base()
+        attentions = make_trainable(model, recipe.learn_window_factors)
         if recipe.transfer_steps:
             model.load_state_dict(load_file(self.work / "transfer.safetensors"), strict=False)
-        attentions = make_trainable(model)
         if not recipe.finetune_steps:
             return None, model.to(self.accelerator.device), attentions
         set_seed(recipe.seed)  # LoRA starts the same whether or not stage 1 ran in this process
@@ -280,7 +281,8 @@ class LinearizationRun:
             tensors = {n: p.detach() for n, p in adapter.still_parameters(base)}
         folder = self.output / "adapter"
         shutil.rmtree(folder, ignore_errors=True)
-        adapter.save_adapter(folder, tensors, self.still, self.recipe)
+        still = adapter.take_window_factors(tensors, self.still, self.layers, self.heads)
+        adapter.save_adapter(folder, tensors, still, self.recipe)
         save_model(adapter.apply_adapter(self.recipe.base, folder), self.tokenizer, self.output)
         content = {"command": command, "recipe": self.recipe.to_dict(), **result.to_dict()}
         (self.output / REPORT_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -108,9 +108,9 @@ class _Candidates:
         self.run, self.recipe, self.steps = run, run.recipe, steps
         self.folder = run.work / "candidates"
         self.folder.mkdir(exist_ok=True)
+        self.attentions = make_trainable(model, run.recipe.learn_window_factors)
         if run.recipe.transfer_steps:
             model.load_state_dict(load_file(run.work / "transfer.safetensors"), strict=False)
-        self.attentions = make_trainable(model)
         set_seed(self.recipe.seed)
         self.model = adapter.attach_lora(model, self.recipe).to(run.accelerator.device)
         self.lora = {n: p for n, p in self.model.named_parameters() if p.requires_grad}

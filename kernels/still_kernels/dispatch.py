@@ -67,6 +67,7 @@ def _triton(
     config: HybridAttentionConfig,
     state: HybridAttentionState,
     new_tokens: Tensor | None = None,
+    window_factor: Tensor | None = None,
     in_place: bool = False,
 ) -> Result:
     from still_kernels.hybrid_attention.launch import launch_hybrid_attention
@@ -92,7 +93,7 @@ def _triton(
         batch,
         tokens,
         new_tokens,
-        window_factor=_window_factor(config, query.device),
+        window_factor=_window_factor(config, query.device) if window_factor is None else window_factor,
     )
     return output, replace(state, length=state.length + new_tokens.to(state.length.dtype))
 
@@ -119,7 +120,8 @@ class _Recompute(torch.autograd.Function):
     def forward(ctx, config, state, new_tokens, *tensors):  # type: ignore[no-untyped-def]
         ctx.config, ctx.state, ctx.new_tokens = config, state, new_tokens
         ctx.save_for_backward(*tensors)
-        output, present = kernel_for(tensors[0].device)(*tensors, config, state, new_tokens)
+        *inputs, window_factor = tensors
+        output, present = kernel_for(tensors[0].device)(*inputs, config, state, new_tokens, window_factor)
         ctx.names = tuple(present.tensors())
         states = tuple(present.tensors().values())
         ctx.mark_non_differentiable(*states)
@@ -132,7 +134,8 @@ class _Recompute(torch.autograd.Function):
             for tensor, wanted in zip(ctx.saved_tensors, ctx.needs_input_grad[3:], strict=True)
         ]
         with torch.enable_grad():
-            output, _ = chunked_hybrid_attention(*leaves, ctx.config, ctx.state, ctx.new_tokens)
+            *inputs, window_factor = leaves
+            output, _ = chunked_hybrid_attention(*inputs, ctx.config, ctx.state, ctx.new_tokens, window_factor)
         wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
         found = iter(torch.autograd.grad(output, wanted, grad, allow_unused=True))
         grads = [next(found) if leaf is not None and leaf.requires_grad else None for leaf in leaves]
@@ -149,13 +152,14 @@ def hybrid_attention(
     config: HybridAttentionConfig,
     state: HybridAttentionState,
     new_tokens: Tensor | None = None,
+    window_factor: Tensor | None = None,
     in_place: bool = False,
 ) -> Result:
     """Hybrid attention by the fastest kernel that covers the call; arguments as of `chunked_hybrid_attention`.
 
     On CUDA the Triton kernels, without reading anything back to the host: a row that outgrows the salient cache with
     overflow="error" gets NaN outputs instead of an exception. On the CPU the chunked form. Where an input asks for
-    gradients they come from recomputation in PyTorch; states carry none.
+    gradients they come, on CUDA, from recomputation in PyTorch; states carry none.
 
     Args:
         in_place: Write the new state into `state`'s tensors (CUDA; the CPU form always makes new ones); `length` of the
@@ -165,12 +169,18 @@ def hybrid_attention(
         UnsupportedError: No kernel covers the call on its device; the message lists what is covered.
     """
     tensors = (query, key, value, gate, feature_q_weight, feature_k_weight)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        output, *states = _Recompute.apply(config, state, new_tokens, *tensors)
+    differentiate = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (*tensors, window_factor)
+    )
+    if query.device.type == "cpu":
+        output, present = chunked_hybrid_attention(*tensors, config, state, new_tokens, window_factor)
+        if differentiate:
+            present = HybridAttentionState(**{name: t.detach() for name, t in present.tensors().items()})
+        return output, present
+    if differentiate:
+        output, *states = _Recompute.apply(config, state, new_tokens, *tensors, window_factor)
         return output, HybridAttentionState(**dict(zip(state.tensors(), states, strict=True)))
-    if in_place and query.device.type != "cpu":
-        return _triton(*tensors, config, state, new_tokens, in_place=True)
-    return kernel_for(query.device)(*tensors, config, state, new_tokens)
+    return kernel_for(query.device)(*tensors, config, state, new_tokens, window_factor, in_place=in_place)
 
 
 def hybrid_attention_ragged(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from still_export.config import StillConfig
 from still_export.errors import CheckpointError
+from still_export.linearization.modes import window_factor
 from still_export.linearization.recipe import Recipe
 from still_export.load import load_model
 from still_export.models.checkpoint import read_json
@@ -24,9 +26,13 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "g_proj")
 
 
-def still_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Feature maps and gates."""
-    return [(n, p) for n, p in model.named_parameters() if ".feature_" in n or ".g_proj." in n]
+FACTORS = ".window_factor_exponent"
+
+
+def still_parameters(model: nn.Module, gate_weights: bool = True) -> list[tuple[str, nn.Parameter]]:
+    """Feature maps, gates (without `gate_weights` their biases only) and window factors that are learned."""
+    marks = (".feature_", ".g_proj." if gate_weights else ".g_proj.bias", FACTORS)
+    return [(n, p) for n, p in model.named_parameters() if any(mark in n for mark in marks)]
 
 
 def attach_lora(model: Any, recipe: Recipe) -> Any:
@@ -52,7 +58,21 @@ def trained_tensors(module: nn.Module) -> dict[str, Tensor]:
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     found: dict[str, Any] = get_model_state_dict(module, options=options)
     tensors = plain_names({name.removeprefix("model."): tensor for name, tensor in found.items()})
-    return {n: t for n, t in tensors.items() if ".feature_" in n or ".g_proj." in n or "lora_" in n}
+    marks = (".feature_", ".g_proj.", "lora_", FACTORS)
+    kept = {n: t for n, t in tensors.items() if any(mark in n for mark in marks)}
+    # Gates of low rank keep their fresh weight, zero, and are LoRA's product alone.
+    return {n: t for n, t in kept.items() if not n.endswith(".g_proj.weight") or bool(t.any())}
+
+
+def take_window_factors(tensors: dict[str, Tensor], still: StillConfig, layers: int, heads: int) -> StillConfig:
+    """Move learned window factors out of `tensors` into the configuration, where a model has them; layers without are 1."""
+    found = {int(n.split(".layers.")[1].split(".")[0]): tensors.pop(n) for n in list(tensors) if n.endswith(FACTORS)}
+    if not found:
+        return still
+    ones = torch.zeros(heads)
+    return replace(
+        still, window_factors=tuple(tuple(window_factor(found.get(i, ones)).tolist()) for i in range(layers))
+    )
 
 
 def save_adapter(folder: Path, tensors: Mapping[str, Tensor], still: StillConfig, recipe: Recipe) -> None:

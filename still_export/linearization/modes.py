@@ -15,6 +15,9 @@ from still_kernels.dispatch import hybrid_attention
 from still_kernels.hybrid_attention import HybridAttentionState
 
 HYBRID, SOFTMAX, TRANSFER = "hybrid", "softmax", "transfer"
+FACTOR_SPEED = 5.0
+"""Logarithm of a window factor per unit of its trained exponent. Factors differ by orders of magnitude between heads, and AdamW
+moves a parameter by at most about its rate each step."""
 
 
 class TrainableAttention(StillAttention):
@@ -24,12 +27,14 @@ class TrainableAttention(StillAttention):
         and the difference is kept in `difference`.
     selection_queries: Positions [b, n] of the first b rows whose attention says which tokens should be salient; None = `selection`
         is not computed.
+    window_factor_exponent: Of the weight of the softmax terms per head, [H], where it is trained; None = the configuration's.
     difference: Squared error relative to the teacher's mean square per head, [H].
     selection: Loss of the selection, a scalar.
     """
 
     mode: str = HYBRID
     save_memory: bool = False
+    window_factor_exponent: nn.Parameter | None
     selection_queries: Tensor | None = None
     difference: Tensor | None = None
     selection: Tensor | None = None
@@ -78,17 +83,38 @@ class TrainableAttention(StillAttention):
         # The kernel chooses its own precision: S, z and the features are float32 whatever the matrix products around it use.
         with torch.autocast(query.device.type, enabled=False):
             return hybrid_attention(
-                query, key, value, gate, self.feature_q_weight, self.feature_k_weight, self.still, state, new_tokens
+                query,
+                key,
+                value,
+                gate,
+                self.feature_q_weight,
+                self.feature_k_weight,
+                self.still,
+                state,
+                new_tokens,
+                None if self.window_factor_exponent is None else window_factor(self.window_factor_exponent.float()),
             )[0]
 
 
-def make_trainable(model: nn.Module) -> list[TrainableAttention]:
-    """Turn the model's StillAttention modules into TrainableAttention, in place; names of parameters stay as they are."""
+def window_factor(exponent: Tensor) -> Tensor:
+    """Weight of the softmax terms: positive, and far from 1 within the few units that a stage moves a parameter."""
+    return torch.exp(FACTOR_SPEED * exponent)
+
+
+def make_trainable(model: nn.Module, learn_window_factors: bool = False) -> list[TrainableAttention]:
+    """Turn the model's StillAttention modules into TrainableAttention, in place; names of parameters stay as they are.
+
+    Args:
+        learn_window_factors: Give each a frozen `window_factor_exponent` that starts at the configuration's factors.
+    """
     found = [module for module in model.modules() if isinstance(module, StillAttention)]
     for module in found:
-        module.__class__ = (
-            TrainableAttention  # a subclass without state of its own: wrapping would rename the parameters
-        )
+        module.__class__ = TrainableAttention  # wrapping would rename the parameters
+        module.register_parameter("window_factor_exponent", None)
+        if learn_window_factors:
+            start = torch.tensor(module.still.window_factor or [1.0] * module.still.num_heads)
+            exponent = (start.log() / FACTOR_SPEED).to(module.feature_q_weight.device)
+            module.window_factor_exponent = nn.Parameter(exponent, requires_grad=False)
     return found  # type: ignore[return-value]
 
 

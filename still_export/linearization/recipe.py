@@ -43,6 +43,10 @@ class Recipe:
     window_factors: tuple[float, ...] | None = option(
         None, "Weight of the softmax terms against the linear ones, one for all layers or one each."
     )
+    learn_window_factors: bool = option(False, "Stage 1 trains them, one per query head.")
+    low_rank_gates: bool = option(
+        False, "The gates' weights have the rank of LoRA and train from stage 1 on: a small adapter."
+    )
     layer_types: tuple[str, ...] | None = option(None, "Per layer hybrid_attention or full_attention.")
     transfer_steps: int = option(500, "Steps of stage 1, attention transfer; 0 = none.")
     transfer_rate: float = option(1e-2, "Learning rate of stage 1.")

@@ -198,6 +198,9 @@ def merge_lora(tensors: Mapping[str, Tensor], adapter: Mapping[str, Any] | None)
     scale = float(adapter["lora_alpha"]) / (rank**0.5 if adapter.get("use_rslora") else rank)
     for module, pair in pairs.items():
         target = f"{module}.weight"
+        if module.endswith(".g_proj") and set(pair) == {"A", "B"} and target not in result:
+            # A gate of low rank is LoRA's product alone: a fresh gate's weight is zero and not stored.
+            result[target] = pair["B"].new_zeros(pair["B"].shape[0], pair["A"].shape[1])
         if set(pair) != {"A", "B"} or target not in result:
             what = (
                 "fits no weight of the model"

@@ -136,17 +136,33 @@ def test_adapter_on_the_base_is_the_model(
     assert saved["bits_per_byte"] == bits and saved["recipe"]["chunk_size"] == 8
 
 
+def quality(folder: Path) -> float:
+    """Bits per byte of the held-out rows by the model in `folder`, which a run wrote."""
+    recipe = json.loads((folder / "linearize.json").read_text())["recipe"]
+    corpus = read_corpus(recipe["texts"], byte_tokenizer(), 257, recipe["held_out"])
+    rows = module.held_out_rows(corpus, recipe["validation_rows"], recipe["sequence_length"])
+    model = load_model(folder)
+    with torch.no_grad():
+        nats = sum(module.cross_entropy(model(row[None]).logits, row[None]) for row in rows) / len(rows)
+    return nats / torch.log(torch.tensor(2.0)).item() / corpus.bytes_per_token
+
+
 def test_saved_model_has_the_reported_quality(finished: tuple[Path, module.Linearization]) -> None:
     """float16 in the adapter costs nothing that shows."""
     output, result = finished
-    recipe = json.loads((output / "linearize.json").read_text())["recipe"]
-    corpus = read_corpus(recipe["texts"], byte_tokenizer(), 257, recipe["held_out"])
-    rows = module.held_out_rows(corpus, recipe["validation_rows"], recipe["sequence_length"])
-    model = load_model(output)
-    with torch.no_grad():
-        nats = sum(module.cross_entropy(model(row[None]).logits, row[None]) for row in rows) / len(rows)
-    bits = nats / torch.log(torch.tensor(2.0)).item() / corpus.bytes_per_token
-    assert bits == pytest.approx(result.bits_per_byte["after LoRA"], rel=1e-3)
+    assert quality(output) == pytest.approx(result.bits_per_byte["after LoRA"], rel=1e-3)
+
+
+def test_learned_factors_and_low_rank_gates(base: Path, text: Path, tmp_path: Path) -> None:
+    changes = {"learn_window_factors": True, "low_rank_gates": True, "transfer_rate": 0.1, "window_factors": (2.0,)}
+    result = linearize(small_recipe(base, text, **changes), tmp_path / "model")
+    assert quality(tmp_path / "model") == pytest.approx(result.bits_per_byte["after LoRA"], rel=1e-3)
+    factors = torch.tensor(load_model(tmp_path / "model").config.still_config["window_factors"])
+    assert factors.min() > 0 and (factors - 2).abs().min() > 1e-3  # every head of every layer moved
+    assert (factors - 2).abs().max() < 20
+    adapter = load_file(tmp_path / "model" / "adapter" / "adapter_model.safetensors")
+    assert not [name for name in adapter if name.endswith("g_proj.weight") or "window_factor" in name]
+    assert [name for name in adapter if "g_proj.lora_B" in name]
 
 
 @pytest.mark.parametrize("stop", [("transfer", 3), ("finetune", 3)], ids=["stage 1", "stage 2"])

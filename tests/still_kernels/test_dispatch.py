@@ -32,11 +32,15 @@ def test_cpu_is_the_chunked_form() -> None:
 
 def test_gradients_by_recomputation() -> None:
     tensors, counts = inputs(37, requires_grad=True), torch.tensor([37, 5])
+    tensors.append(torch.tensor([0.5, 1.0, 2.0, 30.0], requires_grad=True))  # window_factor
     state = HybridAttentionState.empty(CONFIG, 2)
-    got, present = dispatch.hybrid_attention(*tensors, CONFIG, state, counts)
-    expected, _ = chunked_hybrid_attention(*tensors, CONFIG, state, counts)
+    # What CUDA takes; on the CPU PyTorch differentiates the chunked form directly.
+    got, *states = dispatch._Recompute.apply(CONFIG, state, counts, *tensors)
+    expected, present = dispatch.hybrid_attention(*tensors[:6], CONFIG, state, counts, tensors[6])
     gradient = torch.randn(got.shape, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(got, expected)
     assert present.length.tolist() == [37, 5]
+    assert not any(t.requires_grad for t in (*states, *present.tensors().values()))
     for mine, plain in zip(
         torch.autograd.grad(got, tensors, gradient), torch.autograd.grad(expected, tensors, gradient), strict=True
     ):

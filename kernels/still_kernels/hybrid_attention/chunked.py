@@ -32,6 +32,7 @@ def chunked_hybrid_attention(
     config: HybridAttentionConfig,
     state: HybridAttentionState,
     new_tokens: Tensor | None = None,
+    window_factor: Tensor | None = None,
 ) -> tuple[Tensor, HybridAttentionState]:
     """Hybrid attention of new tokens after those that `state` has seen.
 
@@ -43,6 +44,7 @@ def chunked_hybrid_attention(
         config: The layer.
         state: What the rows have seen; unchanged by the call.
         new_tokens: Tokens that each row brings, the rest of the row is padding, int [B]; None = T for every row.
+        window_factor: Weight of the softmax terms per head, [H], for training; None = that of `config`.
 
     Returns:
         output [B, T, H, D], dtype of query, 0 at padding; and the state after the new tokens.
@@ -63,6 +65,8 @@ def chunked_hybrid_attention(
     if int(new_tokens.min()) < 0 or int(new_tokens.max()) > tokens:
         raise ShapeError(f"new_tokens: expected values in 0..{tokens}, got {new_tokens.tolist()}.")
     _check_capacity(state, new_tokens, config)
+    if window_factor is None and config.window_factor is not None:
+        window_factor = torch.tensor(config.window_factor, dtype=torch.float32, device=query.device)
     outputs = []
     for start in range(0, tokens, SEGMENT_TOKENS):
         part = slice(start, start + SEGMENT_TOKENS)
@@ -77,6 +81,7 @@ def chunked_hybrid_attention(
             config,
             state,
             present,
+            window_factor,
         )
         outputs.append(output)
     return torch.cat(outputs, dim=1), state
@@ -109,6 +114,7 @@ def _segment(
     config: HybridAttentionConfig,
     state: HybridAttentionState,
     new: Tensor,
+    window_factor: Tensor | None,
 ) -> tuple[Tensor, HybridAttentionState]:
     """One pass over at most SEGMENT_TOKENS tokens; arguments as of `chunked_hybrid_attention`."""
     batch, tokens, heads, dim = query.shape
@@ -211,8 +217,8 @@ def _segment(
     numerator = weight.unflatten(1, (config.num_kv_heads, group)) @ v_window[:, :, None]
     by_cache = salient_weight.flatten(2, 3).unflatten(1, (-1, salient_group)) @ promotion.values[:, :, None]
     numerator = numerator.flatten(1, 2) + by_cache.flatten(1, 2).unflatten(2, (chunks, rows))
-    if config.window_factor is not None:
-        factor = torch.tensor(config.window_factor, dtype=wide, device=device)[:, None, None, None]
+    if window_factor is not None:
+        factor = window_factor.to(wide)[:, None, None, None]
         numerator, denominator = factor * numerator, factor * denominator
 
     # Linear part.
