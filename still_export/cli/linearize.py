@@ -118,7 +118,7 @@ def linearize(
         from still_export.select_layers import select_layers
 
         chosen = select_layers(
-            recipe, softmax_layers, output.with_name(f"{output.name}.layers"), resume=resume, log=out.log
+            recipe, softmax_layers, output.with_name(f"{output.name}.layers"), resume=resume, force=force, log=out.log
         )
         recipe = replace(recipe, layer_types=chosen.layer_types)
     with out.training() as progress:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
+import onnx
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM
 
 from still_export import select_layers as module
+from still_export.cli.main import main
 from still_export.config import FULL, HYBRID
 from still_export.errors import ConfigError, TrainingError
-from still_export.linearize import linearize
 from still_export.load import load_model
 from still_export.select_layers import best, select_layers
 from tests.still_export.training import byte_tokenizer, make_base, make_text, small_recipe
@@ -69,14 +74,47 @@ def test_finds_the_layer_that_matters_and_resumes(
     assert again.scores == choice.scores and trained == [1, 2]
 
 
-def test_mixed_model_from_the_choice(base: Path, text: Path, tmp_path: Path) -> None:
-    recipe = small_recipe(base, text, layer_types=(HYBRID, FULL, HYBRID), transfer_steps=1, finetune_steps=1)
-    result = linearize(recipe, tmp_path / "model")
-    model = load_model(tmp_path / "model")
-    assert model.config.still.layer_types == (HYBRID, FULL, HYBRID)
-    assert len(result.stages[0].parts) == 2  # the softmax layer has nothing to learn
-    with torch.no_grad():
-        assert torch.isfinite(model(torch.randint(0, 256, (1, 90))).logits).all()
+def test_two_processes_share_the_candidates(base: Path, text: Path, tmp_path: Path) -> None:
+    recipe = small_recipe(base, text, sequence_length=96)
+    alone = select_layers(recipe, 1, tmp_path / "alone", steps=1, rounds=1)
+    config = tmp_path / "recipe.yaml"
+    config.write_text(yaml.safe_dump(recipe.to_dict()), encoding="utf-8")
+    launch = [sys.executable, *"-m torch.distributed.run --standalone --nproc-per-node 2".split()]
+    verb = [*"-m still_export.cli.main select-layers --steps 1 --rounds 1 --quiet --config".split(), str(config)]
+    done = subprocess.run(
+        [*launch, *verb, "-o", str(tmp_path / "shared")],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    shared = json.loads((tmp_path / "shared" / "layers.json").read_text())
+    assert shared["layers"] == alone.layers
+    assert list(shared["scores"].values()) == pytest.approx(list(alone.scores.values()), rel=1e-3, abs=1e-6)
+
+
+def test_mixed_model_end_to_end(base: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Choose a layer, linearize the others, export, and hold ONNX Runtime to PyTorch: only commands that a user types."""
+    recipe = small_recipe(base, text, sequence_length=96, transfer_steps=1, finetune_steps=1)
+    config, model, package = tmp_path / "recipe.yaml", tmp_path / "model", tmp_path / "package"
+    config.write_text(yaml.safe_dump(recipe.to_dict()), encoding="utf-8")
+    for folder in (model, tmp_path / "model.layers"):  # of an earlier run
+        folder.mkdir()
+        (folder / "old").touch()
+    for arguments in (
+        ["linearize", "--config", config, "--softmax-layers", 1, "-o", model, "--force"],
+        [model, "--to", "onnx", "-o", package],
+        ["verify", package, "--lengths", "1,8,17,40", "--decode-steps", "10"],
+    ):
+        with pytest.raises(SystemExit) as stop:
+            main([str(a) for a in arguments])
+        assert not stop.value.code
+    assert "PASSED" in capsys.readouterr().out
+    assert load_model(model).config.still.layer_types == (HYBRID, FULL, HYBRID)
+    assert len(json.loads((model / "linearize.json").read_text())["stages"][0]["parts"]) == 2  # the others' maps
+    past = {t.name for t in onnx.load(package / "model.onnx", load_external_data=False).graph.input}
+    assert {"past_kv_state.0", "past_key.1", "past_kv_state.2"} <= past and "past_kv_state.1" not in past
 
 
 def test_ranking_and_bad_input(base: Path, text: Path, tmp_path: Path) -> None:
