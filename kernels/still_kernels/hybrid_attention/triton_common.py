@@ -44,10 +44,11 @@ def settle(b_acc, SETTLE: tl.constexpr):
     """b_acc, complete: the pipeliner then does not carry an unfinished matrix product into the next iteration.
 
     Left alone it does, and ptxas (12.8 to 13.0, C7515) answers by waiting after every matrix instruction of the kernel.
-    The move disappears in the assembler. Off in the interpreter, which has no inline assembly.
+    No instruction at all, output tied to input: a move would stay in the machine code, one per register of the accumulator.
+    Off in the interpreter, which has no inline assembly.
     """
     if SETTLE:
-        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [b_acc], dtype=tl.float32, is_pure=True, pack=1)
+        return tl.inline_asm_elementwise("", "=f,0", [b_acc], dtype=tl.float32, is_pure=True, pack=1)
     return b_acc
 
 
