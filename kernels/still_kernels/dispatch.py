@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -21,6 +21,7 @@ from still_kernels.hybrid_attention.tiles import (
     MAX_GROUP,
     MAX_SALIENT_PER_CHUNK,
 )
+from still_kernels.hybrid_attention.whole import covers_whole, whole_hybrid_attention
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 Result = tuple[Tensor, HybridAttentionState]
@@ -181,6 +182,78 @@ def hybrid_attention(
         output, *states = _Recompute.apply(config, state, new_tokens, *tensors, window_factor)
         return output, HybridAttentionState(**dict(zip(state.tensors(), states, strict=True)))
     return kernel_for(query.device)(*tensors, config, state, new_tokens, window_factor, in_place=in_place)
+
+
+class _RecomputeWhole(torch.autograd.Function):
+    """The Triton kernels forward; the backward pass repeats the call in PyTorch, compiled, and differentiates that."""
+
+    @staticmethod
+    def forward(ctx, config, *tensors):  # type: ignore[no-untyped-def]
+        ctx.config = config
+        ctx.save_for_backward(*tensors)
+        *inputs, window_factor = tensors
+        return _from_empty(kernel_for(inputs[0].device), inputs, config, window_factor)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        leaves = [
+            None if tensor is None else tensor.detach().requires_grad_(wanted)
+            for tensor, wanted in zip(ctx.saved_tensors, ctx.needs_input_grad[1:], strict=True)
+        ]
+        *inputs, window_factor = leaves
+        with torch.enable_grad():
+            output = _whole_on(grad.device)(*inputs, ctx.config, window_factor)
+        wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+        found = iter(torch.autograd.grad(output, wanted, grad, allow_unused=True))
+        return None, *(next(found) if leaf is not None and leaf.requires_grad else None for leaf in leaves)
+
+
+@functools.cache
+def _whole_on(device: torch.device) -> Callable[..., Tensor]:
+    """What differentiates whole sequences on a device: on CUDA, elementwise work costs more than the products unless it is fused."""
+    if device.type == "cpu":
+        return whole_hybrid_attention
+    return torch.compile(whole_hybrid_attention, dynamic=False)
+
+
+def _from_empty(
+    kernel: Callable[..., Result], inputs: Sequence[Tensor | None], config: HybridAttentionConfig, factor: Tensor | None
+) -> Tensor:
+    query = inputs[0]
+    assert query is not None
+    batch, tokens = query.shape[:2]
+    slots = config.slots_for(tokens) if config.overflow == "error" else config.capacity_slots
+    state = HybridAttentionState.empty(config, batch, query.dtype, query.device, slots=slots)
+    return kernel(*inputs, config, state, None, factor)[0]
+
+
+def hybrid_attention_whole(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gate: Tensor | None,
+    feature_q_weight: Tensor,
+    feature_k_weight: Tensor,
+    config: HybridAttentionConfig,
+    window_factor: Tensor | None = None,
+) -> Tensor:
+    """Hybrid attention of rows that are new and equally long, without their state: what training calls.
+
+    Args: As of `whole_hybrid_attention`.
+
+    Returns:
+        [B, T, H, D]. Gradients on CUDA come from recomputation, so that a layer keeps no more than its inputs.
+
+    Raises:
+        UnsupportedError: No kernel covers the call on its device.
+    """
+    inputs = (query, key, value, gate, feature_q_weight, feature_k_weight)
+    differentiate = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*inputs, window_factor))
+    if not differentiate or not covers_whole(config, query.shape[1]):
+        return _from_empty(hybrid_attention, inputs, config, window_factor)
+    if query.device.type == "cpu":
+        return whole_hybrid_attention(*inputs, config, window_factor)
+    return _RecomputeWhole.apply(config, *inputs, window_factor)
 
 
 def hybrid_attention_ragged(

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from still_export.attention import StillAttention
-from still_kernels.dispatch import hybrid_attention
-from still_kernels.hybrid_attention import HybridAttentionState
+from still_kernels.dispatch import hybrid_attention_whole
 
 HYBRID, SOFTMAX, TRANSFER = "hybrid", "softmax", "transfer"
 FACTOR_SPEED = 5.0
@@ -76,13 +75,9 @@ class TrainableAttention(StillAttention):
         return self._attend(*arguments)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, gate: Tensor | None) -> Tensor:
-        batch, tokens = query.shape[:2]
-        slots = self.still.slots_for(tokens) if self.still.overflow == "error" else self.still.capacity_slots
-        state = HybridAttentionState.empty(self.still, batch, query.dtype, query.device, slots=slots)
-        new_tokens = torch.full((batch,), tokens, dtype=torch.int64, device=query.device)
         # The kernel chooses its own precision: S, z and the features are float32 whatever the matrix products around it use.
         with torch.autocast(query.device.type, enabled=False):
-            return hybrid_attention(
+            return hybrid_attention_whole(
                 query,
                 key,
                 value,
@@ -90,10 +85,8 @@ class TrainableAttention(StillAttention):
                 self.feature_q_weight,
                 self.feature_k_weight,
                 self.still,
-                state,
-                new_tokens,
                 None if self.window_factor_exponent is None else window_factor(self.window_factor_exponent.float()),
-            )[0]
+            )
 
 
 def window_factor(exponent: Tensor) -> Tensor:

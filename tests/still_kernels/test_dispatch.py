@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from still_graphs.errors import UnsupportedError
 from still_kernels import dispatch
 from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState
 from still_kernels.hybrid_attention.chunked import chunked_hybrid_attention
+from still_kernels.hybrid_attention.whole import whole_hybrid_attention
 
 CONFIG = HybridAttentionConfig(
     num_heads=4, num_kv_heads=2, head_dim=12, chunk_size=8, salient_per_chunk=2, capacity_tokens=64
@@ -54,6 +57,59 @@ def test_gradients_only_where_wanted() -> None:
     got, _ = dispatch.hybrid_attention(*tensors, CONFIG, HybridAttentionState.empty(CONFIG, 2), torch.tensor([20, 20]))
     got.sum().backward()
     assert tensors[4].grad is not None and all(t.grad is None for t in tensors if t is not tensors[4])
+
+
+WHOLE = [
+    {},
+    {"salient_per_chunk": 0},
+    {"salient_per_chunk": 8},
+    {"select_scope": "kv_group_max"},
+    {"select_scope": "kv_group_mean", "overflow": "fold_oldest"},
+    {"profile": "released", "saliency": "released_prefill", "phantom_first_chunk": True},
+    {"feature_map": "softmax", "feature_dim": 5, "gate": "none"},
+    {"feature_map": "relu", "window_factor": (0.5, 1.0, 3.0, 30.0)},
+]
+
+
+@pytest.mark.parametrize("changes", WHOLE, ids=lambda c: ", ".join(c) or "default")
+@pytest.mark.parametrize("tokens", [1, 16, 17, 31, 64])
+def test_whole_sequences_equal_the_chunked_form(tokens: int, changes: dict[str, object]) -> None:
+    config = dataclasses.replace(CONFIG, **changes)
+    generator = torch.Generator().manual_seed(tokens)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+    query, key, value, gate = (random(2, tokens, heads, 12) for heads in (4, 2, 2, 4))
+    maps = [random(4, config.projection_dim, 12) for _ in range(2)]
+    inputs = [query, key, value, gate if config.gate == "channel" else None, *maps]
+    learned = random(4).square().detach().requires_grad_()
+    state = HybridAttentionState.empty(config, 2, torch.float64)
+    for factor in (None, learned):
+        expected, _ = chunked_hybrid_attention(*inputs, config, state, None, factor)
+        gradient = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
+        leaves = [t for t in (*inputs, factor) if t is not None]
+        wanted = torch.autograd.grad(expected, leaves, gradient, allow_unused=True)
+        for got in (
+            dispatch.hybrid_attention_whole(*inputs, config, factor),
+            dispatch._RecomputeWhole.apply(config, *inputs, factor),  # what CUDA takes
+        ):
+            torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+            found = torch.autograd.grad(got, leaves, gradient, allow_unused=True)
+            for leaf, *pair in zip(leaves, found, wanted, strict=True):
+                mine, theirs = (torch.zeros_like(leaf) if g is None else g for g in pair)
+                torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
+
+
+def test_sequences_beyond_the_cache_take_the_chunked_form() -> None:
+    config = dataclasses.replace(CONFIG, overflow="fold_oldest", capacity_tokens=40)
+    tensors = inputs(60, requires_grad=True)
+    state = HybridAttentionState.empty(config, 2)
+    got = dispatch.hybrid_attention_whole(*tensors, config)
+    torch.testing.assert_close(got, chunked_hybrid_attention(*tensors, config, state)[0], rtol=0, atol=0)
+    assert got.requires_grad
+    with pytest.raises(UnsupportedError, match="60 tokens"):
+        whole_hybrid_attention(*tensors, config)
 
 
 @pytest.mark.parametrize(
