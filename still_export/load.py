@@ -42,6 +42,7 @@ class _Checkpoint:
     tensors: dict[str, Tensor]
     adapter: dict[str, Any] | None = None
     generation: dict[str, Any] = field(default_factory=dict)
+    still: StillConfig | None = None
 
 
 def load_model(
@@ -57,10 +58,10 @@ def load_model(
 
     Args:
         source: Model folder, hub id ("org/name") or .gguf file. A STILL model, a checkpoint of the released STILL code, or, with
-            `attach_untrained` or a LoLCATs overlay, a plain softmax model.
+            `attach_untrained`, an adapter that `linearize` wrote, or a LoLCATs overlay, a plain softmax model.
         attach_untrained: Give a plain softmax model untrained STILL attention (identity maps, open gates).
-        still_config: Its configuration; for released and LoLCATs checkpoints what their files do not say. Not for STILL folders,
-            which carry their own.
+        still_config: Its configuration; for released and LoLCATs checkpoints what their files do not say. Not for STILL folders and
+            adapters, which carry their own.
         overlays: Folders, hub ids or safetensors files whose tensors are added to the model's: LoRA adapters, LoLCATs feature maps.
         dtype: float32, float16, bfloat16, or auto = as stored.
         revision: Of a hub id.
@@ -104,13 +105,15 @@ def load_model(
         )
     else:
         family_of(found.model_type)
-        if not attach_untrained:
+        if not attach_untrained and found.still is None:
             raise NotLinearizedError(
                 f"{source} is a plain softmax {found.model_type} model: it is not linearized, it has no feature maps and gates. "
                 "Linearize it first, or pass --attach-untrained to give it untrained STILL attention, whose answers are the base "
                 "model's only within the first two chunks (128 tokens)."
             )
-        still, fresh = still_config or StillConfig(), True
+        if found.still is not None and still_config is not None:
+            raise ConfigError("the adapter has a configuration of its own; leave out STILL options.")
+        still, fresh = found.still or still_config or StillConfig(), True
     family = family_of(found.model_type)
     config = still_family_config(family, found.config, still)
     model = build_model(family, config, found.tensors, fresh)
@@ -202,6 +205,8 @@ def _overlay(found: _Checkpoint, path: Path, dtype: torch.dtype) -> None:
     found.tensors = convert.plain_names(found.tensors)
     if adapter.is_file():
         found.adapter = read_json(adapter)
+        if isinstance(found.adapter.get("still_config"), dict):
+            found.still = StillConfig.from_dict(found.adapter["still_config"])
     found.tensors.update({name: checked(name, tensor, dtype, str(path)) for name, tensor in added.items()})
     if any("lora_" in name for name in added):
         found.tensors = convert.merge_lora(found.tensors, found.adapter)

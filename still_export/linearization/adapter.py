@@ -103,5 +103,4 @@ def apply_adapter(base: str, folder: Path, dtype: str | torch.dtype = "auto") ->
     values = read_json(path)
     if not isinstance(values.get("still_config"), dict):
         raise CheckpointError(f"{path} has no still_config, so it is no adapter of a STILL model.")
-    still = StillConfig.from_dict(values["still_config"])
-    return load_model(base, attach_untrained=True, still_config=still, overlays=[folder], dtype=dtype)
+    return load_model(base, overlays=[folder], dtype=dtype)

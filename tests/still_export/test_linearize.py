@@ -122,7 +122,10 @@ def test_adapter_on_the_base_is_the_model(
     again = module.apply(str(base), output / "adapter", tmp_path / "again")
     ids = torch.randint(0, 256, (1, 100))
     with torch.no_grad():
-        torch.testing.assert_close(again(ids).logits, load_model(output)(ids).logits, rtol=0, atol=0)
+        for model in (load_model(output), load_model(base, overlays=[output / "adapter"])):
+            torch.testing.assert_close(again(ids).logits, model(ids).logits, rtol=0, atol=0)
+    with pytest.raises(ConfigError, match="configuration of its own"):
+        load_model(base, overlays=[output / "adapter"], still_config=StillConfig())
     adapter = load_file(output / "adapter" / "adapter_model.safetensors")
     for name, parameter in still_parameters(again):
         if "feature_" in name or name.endswith("bias"):  # LoRA adds to the weights of gates
