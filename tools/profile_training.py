@@ -1,0 +1,91 @@
+#!/usr/bin/env python3
+"""Where a training step of `still-export linearize` spends its time, by kind of work, with the share of matrix work.
+
+  python tools/profile_training.py BASE --text corpus.txt --stage 1 --batch-size 16 --sequence-length 2048 --precision bf16
+
+On a GPU the time of its kernels counts, on the CPU that of PyTorch's operators.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from still_export.linearization.recipe import Recipe
+from still_export.linearize import linearize
+
+KINDS = (
+    ("matrix products", r"gemm|nvjet|cutlass|cublas|wgmma|xmma|triton_tem|\b(mm|bmm|addmm|baddbmm)\b"),
+    ("softmax attention", r"flash|fmha|attention_(forward|backward)|scaled_dot_product|sdpa"),
+    ("hybrid attention kernels", r"^(score|features|scan|attend|linear\w*)_kernel"),
+    ("fused elementwise", r"^triton_"),
+)
+"""Kinds by the name of a kernel or operator, the first that matches; the first three are matrix work."""
+WAIT, WARM, ACTIVE = 2, 1, 3
+SHOWN = 12
+
+
+def kind_of(name: str) -> str:
+    """The kind of work of a kernel."""
+    return next((kind for kind, pattern in KINDS if re.search(pattern, name, re.IGNORECASE)), "everything else")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("base")
+    parser.add_argument("--text", required=True)
+    parser.add_argument("--stage", type=int, choices=(1, 2), default=1)
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--sequence-length", type=int, default=2048)
+    parser.add_argument("--precision", default="bf16", choices=("fp32", "bf16"))
+    given = parser.parse_args()
+    steps = WAIT + WARM + ACTIVE
+    recipe = Recipe(
+        base=given.base,
+        texts=(given.text,),
+        batch_size=given.batch_size,
+        sequence_length=given.sequence_length,
+        precision=given.precision,
+        transfer_steps=steps if given.stage == 1 else 0,
+        finetune_steps=steps if given.stage == 2 else 0,
+        validate_every=steps,
+        validation_rows=1,
+    )
+    cuda = torch.cuda.is_available()
+    speeds: list[float] = []
+    activities = [ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        profile(activities=activities, schedule=schedule(wait=WAIT, warmup=WARM, active=ACTIVE, repeat=1)) as profiler,
+    ):
+
+        def progress(stage: str, step: int, of: int, values: dict[str, float]) -> None:
+            speeds.append(values["tokens/s"])
+            profiler.step()
+
+        linearize(recipe, Path(folder) / "model", progress=progress)
+    times: Counter[str] = Counter()
+    for event in profiler.key_averages():
+        if not event.key.startswith("ProfilerStep"):
+            times[event.key] += event.self_device_time_total if cuda else event.self_cpu_time_total
+    total = sum(times.values())
+    kinds: Counter[str] = Counter()
+    for name, time in times.items():
+        kinds[kind_of(name)] += time
+    for name, time in times.most_common(SHOWN):
+        print(f"{time / total:6.1%}  {time / ACTIVE / 1e3:9.2f} ms a step  {name[:90]}")
+    print()
+    for kind in (*(kind for kind, _ in KINDS), "everything else"):
+        print(f"{kinds[kind] / total:6.1%}  {kinds[kind] / ACTIVE / 1e3:9.2f} ms a step  {kind}")
+    matrix = sum(kinds[kind] for kind, _ in KINDS[:3]) / total
+    print(f"matrix work {matrix:.1%} of {total / ACTIVE / 1e3:.1f} ms a step; {speeds[WAIT - 1]:,.0f} tokens/s unprofiled")
+
+
+if __name__ == "__main__":
+    main()
