@@ -253,6 +253,8 @@ def hybrid_attention_whole(
         return _from_empty(hybrid_attention, inputs, config, window_factor)
     if query.device.type == "cpu":
         return whole_hybrid_attention(*inputs, config, window_factor)
+    if window_factor is None:  # as a tensor: torch.compile would compile again for every layer's numbers
+        window_factor = _window_factor(config, query.device)
     return _RecomputeWhole.apply(config, *inputs, window_factor)
 
 
