@@ -81,6 +81,7 @@ def _triton(
     if not in_place:
         state = replace(state, **{name: t.clone() for name, t in state.tensors().items() if name != "length"})
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
+    present_length = torch.empty_like(state.length) if tokens == 1 else None
     launch_hybrid_attention(
         query.contiguous(),
         key.contiguous(),
@@ -95,8 +96,11 @@ def _triton(
         tokens,
         new_tokens,
         window_factor=_window_factor(config, query.device) if window_factor is None else window_factor,
+        present_length=present_length,
     )
-    return output, replace(state, length=state.length + new_tokens.to(state.length.dtype))
+    if present_length is None:  # decode writes it on its way: a kernel of its own would cost a tenth of a step
+        present_length = state.length + new_tokens.to(state.length.dtype)
+    return output, replace(state, length=present_length)
 
 
 @functools.cache

@@ -163,6 +163,7 @@ def launch_hybrid_attention(
     state_row: Tensor | None = None,
     window_factor: Tensor | None = None,
     table: TileTable | None = None,
+    present_length: Tensor | None = None,
 ) -> None:
     """Run the kernels on `state`, in place; `state.length` is read and left for the caller to advance.
 
@@ -174,6 +175,7 @@ def launch_hybrid_attention(
         query_start: First packed token of each row, [B + 1]. state_row: State row of each, [B].
         window_factor: fp32 [H], or None.
         table: Block sizes; by default those of the device.
+        present_length: [B], not the state's; in decode (T = 1, not packed) it gets the lengths after the call.
     """
     wide = query.dtype == torch.float32
     ragged = query_start is not None
@@ -206,6 +208,7 @@ def launch_hybrid_attention(
         "output": output,
         "new_tokens": new_tokens,
         "past_length": state.length,
+        "present_length": present_length,
         "query_start": query_start,
         "state_row": state_row,
         "T": tokens,

@@ -121,6 +121,7 @@ def decode_kernel(
     p_part_window,
     p_counters,
     p_output,
+    p_present_length,
     H,
     HK,
     K,
@@ -156,6 +157,7 @@ def decode_kernel(
 
     ND = D / DS slices of S, WP = 2C / BL parts of the window, one program for rows on their way into the cache. With overflow
     "error" a promotion is part of this launch; with a folding policy it has happened before (select, features, scan).
+    p_present_length, where given, gets the lengths after the step; it must not be past_length, which others still read.
     """
     ND: tl.constexpr = DP // DS
     WP: tl.constexpr = 2 * C // BL
@@ -169,6 +171,10 @@ def decode_kernel(
     G = H // HK
     row, start, length, count = row_of(i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, 1, RAGGED)
     i_group = i_batch.to(tl.int64) * H + i_select * GR  # first query head of the group in [B, H]
+    if p_present_length is not None:
+        if (i_role == 0) & (i_select == 0):
+            past = tl.load(p_past_length + i_batch)
+            tl.store(p_present_length + i_batch, past + count.to(past.dtype))
     if count == 0:
         if not RAGGED:
             if i_role < GR:
