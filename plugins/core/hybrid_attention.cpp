@@ -156,6 +156,7 @@ private:
         arguments["H"] = number(sizes.heads);
         arguments["HK"] = number(call.size("HK"));
         arguments["HS"] = number(sizes.select_heads);
+        arguments["G"] = number(sizes.heads / call.size("HK"));
         arguments["K"] = number(call.integer("salient_per_chunk"));
         arguments["N"] = number(sizes.slots);
         arguments["W_HEADS"] = number(call.tensor("feature_q_weight").dims[0]);

@@ -215,6 +215,7 @@ def launch_hybrid_attention(
         "H": heads,
         "HK": kv_heads,
         "HS": select,
+        "G": heads // kv_heads,
         "K": config.salient_per_chunk,
         "N": state.slots,
         "W_HEADS": feature_q_weight.shape[0],

@@ -90,9 +90,10 @@ def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wid
         decode=KernelTile(
             {
                 "DS": 32,
+                "DW": 32 if wide else 64,  # the bytes of DS columns of S: both tiles then have one layout
                 "BN": 16,
                 "BL": min(2 * chunk_size, 32 if heavy else 64),
-                "BS": 16 if heavy else 32,
+                "BS": 16,
                 "RB": 16,
                 "DK": columns,
             },

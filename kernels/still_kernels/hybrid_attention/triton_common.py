@@ -95,7 +95,7 @@ def plain_features(b_direction, FEATURE: tl.constexpr):
 
 
 @triton.jit
-def _row_softmax(b_u, m_feature, P: tl.constexpr, PP: tl.constexpr):
+def row_softmax(b_u, m_feature, P: tl.constexpr, PP: tl.constexpr):
     """Softmax over the features of each row, in base 2, with the floor of the features."""
     if P != PP:
         b_u = tl.where(m_feature[None, :], b_u, float("-inf"))
@@ -117,9 +117,9 @@ def feature_pair(b_direction, b_square, P: tl.constexpr, PP: tl.constexpr, FEATU
     if FEATURE <= 2:
         b_scale = direction_scale(tl.sum(b_direction * b_direction, 1), b_square, FEATURE)
         b_u = b_direction * b_scale[:, None]
-        b_plus = _row_softmax(b_u, m_feature, P, PP)
+        b_plus = row_softmax(b_u, m_feature, P, PP)
         if FEATURE <= 1:
-            b_minus = _row_softmax(-b_u, m_feature, P, PP)
+            b_minus = row_softmax(-b_u, m_feature, P, PP)
     else:
         b_plus = tl.where(m_feature[None, :], plain_features(b_direction, FEATURE), 0.0)
     return b_plus, b_minus

@@ -12,69 +12,92 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from still_kernels.hybrid_attention.triton_common import LOG2E, row_of
+from still_kernels.hybrid_attention.triton_common import LOG2E
 from still_kernels.hybrid_attention.triton_decode_roles import (
     FAR,
     fresh_part,
     linear_slice,
     salient_group,
     salient_one,
+    step_of,
     window_part,
 )
 
 
 @triton.jit
+def _load_parts(p_acc, p_ml, s, parts, o_head, m_head, GR, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr):
+    """Accumulators [BS, GM, DP], maxima and sums [BS, GM] of parts s .. s + BS - 1."""
+    o_dim = tl.arange(0, DP)
+    o_part = s + tl.arange(0, BS)
+    m_part = (o_part < parts)[:, None] & m_head[None, :]
+    o_row = o_part[:, None] * GR + o_head[None, :]
+    m_acc = m_part[:, :, None] & (o_dim < D)[None, None, :]
+    b_acc = tl.load(p_acc + o_row[:, :, None] * D + o_dim[None, None, :], mask=m_acc, other=0.0)
+    b_most = tl.load(p_ml + o_row * 2, mask=m_part, other=FAR)
+    b_sums = tl.load(p_ml + o_row * 2 + 1, mask=m_part, other=0.0)
+    return b_acc, b_most, b_sums
+
+
+@triton.jit
 def _merge(
-    i_row, i_token, i_head, i_state, length, K, N, parts, epsilon, p_part_acc, p_part_ml, p_part_lin, p_part_den,
-    p_part_window, p_gate, p_window_factor, p_window_score, p_output, C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    BS: tl.constexpr, WP: tl.constexpr, RELEASED: tl.constexpr, GATE: tl.constexpr, FACTOR: tl.constexpr,
+    g, GR, i_group, i_out, i_select, i_part, i_score, length, live, parts, K, N, epsilon, p_part_acc, p_part_ml, p_part_lin,
+    p_part_den, p_part_window, p_window_factor, p_window_score, p_output, C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    GM: tl.constexpr, BS: tl.constexpr, WP: tl.constexpr, RELEASED: tl.constexpr, FACTOR: tl.constexpr,
     OVERFLOW: tl.constexpr,
 ):  # fmt: skip
-    """Combine the partials of one query head against their global maximum, add the linear part, store output and score.
+    """Combine the partials of query heads g .. g + GM - 1 of a group against their global maxima; store outputs and scores.
 
-    i_row, i_token, i_head, i_state: The head's row of the workspace, of the activations, its number, its row of the scores.
+    i_group, i_out, i_score: The group's first head in the workspace, the activations, the scores. i_part: Its first part of
+    `parts`, each with GR rows. Everything is loaded before anything is reduced: one trip to L2 in place of one per value.
     """
-    MP: tl.constexpr = 64  # more than the parts can be
     o_dim = tl.arange(0, DP)
-    m_dim = o_dim < D
-    b_linear = tl.load(p_part_lin + i_row * D + o_dim, mask=m_dim, other=0.0)
-    den = tl.load(p_part_den + i_row)
-    if GATE:
-        b_linear = b_linear * tl.load(p_gate + i_token * D + o_dim, mask=m_dim, other=0.0).to(tl.float32)
-    # Score of the token from the window parts.
-    p_window = p_part_window + i_row * (4 * WP)
-    o_window = 4 * tl.arange(0, WP)
-    b_others = tl.load(p_window + o_window)
-    most = tl.max(b_others, 0)
-    rest = tl.sum(tl.load(p_window + o_window + 1) * tl.exp2(b_others - most), 0)
-    score = (tl.load(p_window + 2) - most - tl.log2(rest)) / LOG2E
-    if RELEASED:
-        score = tl.load(p_window + 3)
-    score = tl.where(length == 0, float("inf"), score)
-    tl.store(p_window_score + i_state * (2 * C) + (length & (2 * C - 1)), score)
+    o_head = g + tl.arange(0, GM)
+    m_head = o_head < GR
+    m_tile = m_head[:, None] & (o_dim < D)[None, :]
+    o_tile = o_head[:, None] * D + o_dim[None, :]
+    p_acc = p_part_acc + i_part * GR * D
+    p_ml = p_part_ml + i_part * GR * 2
+    b_acc, b_most, b_sums = _load_parts(p_acc, p_ml, 0, parts, o_head, m_head, GR, D, DP, BS)
+    o_window = 4 * (o_head[:, None] * WP + tl.arange(0, WP)[None, :])
+    p_window = p_part_window + i_group * (4 * WP)
+    b_others = tl.load(p_window + o_window, mask=m_head[:, None], other=FAR)
+    b_rest = tl.load(p_window + o_window + 1, mask=m_head[:, None], other=0.0)
+    b_own = tl.load(p_window + o_head * (4 * WP) + (3 if RELEASED else 2), mask=m_head, other=0.0)
+    b_linear = tl.load(p_part_lin + i_group * D + o_tile, mask=m_tile, other=0.0)
+    b_den = tl.load(p_part_den + i_group + o_head, mask=m_head, other=0.0)
 
-    # The global maximum first; then the accumulators only have to be weighted and added.
-    o_all = i_row * parts + tl.arange(0, MP)
-    m_all = tl.arange(0, MP) < parts
-    b_all = tl.load(p_part_ml + o_all * 2, mask=m_all, other=FAR)
-    top = tl.max(b_all, 0)
-    total = tl.sum(tl.load(p_part_ml + o_all * 2 + 1, mask=m_all, other=0.0) * tl.exp2(b_all - top), 0)
-    b_acc = tl.zeros([BS, DP], tl.float32)
-    for s in range(0, parts, BS):
-        m_block = s + tl.arange(0, BS) < parts
-        o_block = i_row * parts + s + tl.arange(0, BS)
-        b_weight = tl.exp2(tl.load(p_part_ml + o_block * 2, mask=m_block, other=FAR) - top)
-        p_acc = p_part_acc + o_block[:, None] * D + o_dim[None, :]
-        b_acc += tl.load(p_acc, mask=m_block[:, None] & m_dim[None, :], other=0.0) * b_weight[:, None]
-    b_out = tl.sum(b_acc, 0)
+    b_top = tl.max(b_most, 0)
+    b_weight = tl.exp2(b_most - b_top[None, :])
+    b_total = tl.sum(b_sums * b_weight, 0)
+    b_out = tl.sum(b_acc * b_weight[:, :, None], 0)
+    for s in range(BS, parts, BS):
+        b_acc, b_most, b_sums = _load_parts(p_acc, p_ml, s, parts, o_head, m_head, GR, D, DP, BS)
+        b_new = tl.maximum(b_top, tl.max(b_most, 0))
+        b_weight = tl.exp2(b_most - b_new[None, :])
+        b_decay = tl.exp2(b_top - b_new)
+        b_total = b_total * b_decay + tl.sum(b_sums * b_weight, 0)
+        b_out = b_out * b_decay[:, None] + tl.sum(b_acc * b_weight[:, :, None], 0)
+        b_top = b_new
     if FACTOR:
-        factor = tl.load(p_window_factor + i_head)
-        total = total * factor
-        b_out = b_out * factor
-    b_out = (b_out + b_linear) / (total + den + epsilon)
+        b_factor = tl.load(p_window_factor + i_select * GR + o_head, mask=m_head, other=0.0)
+        b_total = b_total * b_factor
+        b_out = b_out * b_factor[:, None]
+    b_out = (b_out + b_linear) / (b_total + b_den + epsilon)[:, None]
     if OVERFLOW == 0:  # beyond the capacity: the caller should have refused
         b_out = tl.where(tl.maximum(length // C - 1, 0) * K > N, float("nan"), b_out)
-    tl.store(p_output + i_token * D + o_dim, b_out.to(p_output.dtype.element_ty), mask=m_dim)
+    b_out = tl.where(live, b_out, 0.0)
+    tl.store(p_output + i_out * D + o_tile, b_out.to(p_output.dtype.element_ty), mask=m_tile)
+
+    # The score of the token, from the parts of the window.
+    if RELEASED:
+        b_score = b_own
+    else:
+        b_reach = tl.max(b_others, 1)
+        b_rest = tl.sum(b_rest * tl.exp2(b_others - b_reach[:, None]), 1)
+        b_score = (b_own - b_reach - tl.log2(b_rest)) / LOG2E
+    b_score = tl.where(length == 0, float("inf"), b_score)
+    o_score = (i_score + o_head) * (2 * C) + (length & (2 * C - 1))
+    tl.store(p_window_score + o_score, b_score, mask=m_head & live)
 
 
 @triton.jit
@@ -94,7 +117,7 @@ def _commit_token(
         tl.store(p_window_value + o_to, b_value, mask=m_flat)
 
 
-@triton.jit(do_not_specialize=["H", "HK", "K", "N", "W_HEADS", "NS", "phantom"])
+@triton.jit(do_not_specialize=["H", "HK", "G", "K", "N", "W_HEADS", "NS", "phantom"])
 def decode_kernel(
     p_query,
     p_key,
@@ -124,6 +147,7 @@ def decode_kernel(
     p_present_length,
     H,
     HK,
+    G,
     K,
     N,
     W_HEADS,
@@ -140,6 +164,7 @@ def decode_kernel(
     KP: tl.constexpr,
     GP: tl.constexpr,
     DS: tl.constexpr,
+    DW: tl.constexpr,
     BN: tl.constexpr,
     BL: tl.constexpr,
     BS: tl.constexpr,
@@ -163,82 +188,65 @@ def decode_kernel(
     WP: tl.constexpr = 2 * C // BL
     JOBS: tl.constexpr = ND + WP + 1
     FUSED: tl.constexpr = OVERFLOW == 0
+    GM: tl.constexpr = 1 if SCOPE == 0 else 4  # heads that are merged together
     i_role = tl.program_id(0)
     i_select = tl.program_id(1)
     i_batch = tl.program_id(2)
     HS = tl.num_programs(1)
-    GR = H // HS
-    G = H // HK
-    row, start, length, count = row_of(i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, 1, RAGGED)
+    GR = 1 if SCOPE == 0 else G  # query heads that share a selection
+    row = i_batch.to(tl.int64)
+    start = row
+    if RAGGED:
+        start = tl.load(p_query_start + i_batch).to(tl.int64)
+        row = tl.load(p_state_row + i_batch).to(tl.int64)
+        if tl.load(p_query_start + i_batch + 1).to(tl.int64) == start:  # no token of the call is this row's
+            return
     i_group = i_batch.to(tl.int64) * H + i_select * GR  # first query head of the group in [B, H]
-    if p_present_length is not None:
-        if (i_role == 0) & (i_select == 0):
-            past = tl.load(p_past_length + i_batch)
-            tl.store(p_present_length + i_batch, past + count.to(past.dtype))
-    if count == 0:
-        if not RAGGED:
-            if i_role < GR:
-                o_dim = tl.arange(0, DP)
-                b_zero = tl.zeros([DP], p_output.dtype.element_ty)
-                tl.store(p_output + (i_group + i_role) * D + o_dim, b_zero, mask=o_dim < D)
-        return
     i_out = start * H + i_select * GR  # the same in the packed activations
-    chunk = length // C
-    promoting = (length % C == 0) & (chunk >= 2)
     scale2 = scale * LOG2E
-    parts = NS + WP + 1
+    i_first = (i_batch.to(tl.int64) * HS + i_select) * (NS + WP + 1)  # the group's first part, of GR rows
     if i_role < GR * JOBS:
         g = i_role // JOBS
         i_job = i_role % JOBS
         i_head = i_select * GR + g
-        i_kv = i_head // G
         p_q = p_query + (i_out + g) * D
-        i_part = (i_group + g) * parts + NS + i_job - ND
+        i_part = (i_first + NS + i_job - ND) * GR + g
         if i_job < ND:
             linear_slice(
-                i_job, i_head, i_select, row, length, promoting, GR, p_q, p_feature_q_weight, p_feature_k_weight,
-                p_window_key, p_window_value, p_window_score, p_kv_state, p_z_state, p_part_lin + (i_group + g) * D,
-                p_part_den + i_group + g, i_kv, H, HK, K, W_HEADS, C, D, DP, DK, DS, P, PP, GP, RB, FEATURE, SCOPE, FUSED,
-                DOT,
-            )  # fmt: skip
-        elif i_job < ND + WP:
-            window_part(
-                i_job - ND, i_head, row, length, p_q, p_key + (start * HK + i_kv) * D, p_value + (start * HK + i_kv) * D,
-                p_window_key, p_window_value, p_part_acc + i_part * D, p_part_ml + i_part * 2,
-                p_part_window + ((i_group + g) * WP + i_job - ND) * 4, i_kv, G, HK, phantom, scale2,
-                (promoting == 0) | (OVERFLOW > 0), C, D, DP, BL, RELEASED,
-            )  # fmt: skip
-        elif FUSED and promoting:
-            fresh_part(
-                chunk - 2, i_select, g, row, length, GR, HS, p_q, p_window_key, p_window_value, p_window_score,
-                p_salient_key, p_salient_value, p_part_acc + i_part * D, p_part_ml + i_part * 2, i_kv, H, HK, K, N,
-                scale2, C, D, DP, KP, GP, SCOPE,
+                i_job, i_head, i_select, i_batch, row, GR, p_q, p_gate + (i_out + g) * D if GATE else p_gate,
+                p_feature_q_weight, p_feature_k_weight, p_window_key, p_window_value, p_window_score, p_kv_state, p_z_state,
+                p_new_tokens, p_past_length, p_part_lin + (i_group + g) * D, p_part_den + i_group + g, H, HK, G, K, W_HEADS, C, D,
+                DP, DK, DS, DW, P, PP, GP, RB, FEATURE, SCOPE, GATE, RAGGED, FUSED, DOT,
             )  # fmt: skip
         else:
-            o_dim = tl.arange(0, DP)
-            tl.store(p_part_acc + i_part * D + o_dim, tl.zeros([DP], tl.float32), mask=o_dim < D)
-            tl.store(p_part_ml + i_part * 2, FAR)
-            tl.store(p_part_ml + i_part * 2 + 1, 0.0)
+            i_kv = i_head // G if SCOPE == 0 else i_select
+            if i_job < ND + WP:
+                window_part(
+                    i_job - ND, i_head, i_kv, i_batch, row, p_q, p_key + (start * HK + i_kv) * D,
+                    p_value + (start * HK + i_kv) * D, p_window_key, p_window_value, p_new_tokens, p_past_length,
+                    p_part_acc + i_part * D, p_part_ml + i_part * 2, p_part_window + ((i_group + g) * WP + i_job - ND) * 4, G, HK,
+                    phantom, scale2, C, D, DP, BL, RELEASED, RAGGED, FUSED,
+                )  # fmt: skip
+            else:
+                fresh_part(
+                    i_select, g, i_batch, row, GR, HS, p_q, p_window_key, p_window_value, p_window_score, p_salient_key,
+                    p_salient_value, p_new_tokens, p_past_length, p_part_acc + i_part * D, p_part_ml + i_part * 2, i_kv, H, HK, K,
+                    N, scale2, C, D, DP, KP, GP, SCOPE, RAGGED, FUSED,
+                )  # fmt: skip
     else:
         i_split = i_role - GR * JOBS
-        seen = tl.maximum(chunk - 1, 0) * K
-        if FUSED:
-            seen = tl.where(promoting, seen - K, seen)  # the newest rows are on their way
-        seen = tl.minimum(seen, N)
-        share = (seen + NS * BN - 1) // (NS * BN) * BN
-        low = tl.minimum(i_split * share, seen)
-        high = tl.minimum(low + share, seen)
         base = (row * HS + i_select) * N * D
-        i_part = i_group * parts + i_split
+        i_part = (i_first + i_split) * GR
         if SCOPE == 0:
             salient_one(
-                p_salient_key + base, p_salient_value + base, p_query + i_out * D, low, high, scale2,
-                p_part_acc + i_part * D, p_part_ml + i_part * 2, D, DP, BN,
+                p_salient_key + base, p_salient_value + base, p_query + i_out * D, i_batch, row, p_new_tokens, p_past_length,
+                i_split, K, N, NS, scale2, p_part_acc + i_part * D, p_part_ml + i_part * 2, C, D, DP, BN, RAGGED, FUSED,
             )  # fmt: skip
         else:
             salient_group(
-                p_salient_key + base, p_salient_value + base, p_query, i_out, GR, low, high, scale2, p_part_acc,
-                p_part_ml, i_part, parts, D, DP, BN, GP, DOT,
+                p_salient_key + base, p_salient_value + base, p_query + i_out * D, i_batch, row, p_new_tokens, p_past_length,
+                GR, i_split, K, N, NS, scale2, p_part_acc + i_part * D, p_part_ml + i_part * 2, C, D, DP, BN, GP,
+                RAGGED, FUSED, DOT,
             )  # fmt: skip
 
     tl.debug_barrier()
@@ -246,11 +254,16 @@ def decode_kernel(
     if tl.atomic_add(p_counter, 1, sem="acq_rel") != GR * JOBS + NS - 1:
         return
     tl.store(p_counter, 0)
-    for g in range(GR):
+    length, live, promoting = step_of(i_batch, row, p_new_tokens, p_past_length, C, RAGGED, FUSED)
+    if p_present_length is not None:
+        if i_select == 0:
+            past = tl.load(p_past_length + i_batch)
+            tl.store(p_present_length + i_batch, past + live.to(past.dtype))
+    for g in range(0, GR, GM):
         _merge(
-            i_group + g, i_out + g, i_select * GR + g, row * H + i_select * GR + g, length, K, N, parts, epsilon,
-            p_part_acc, p_part_ml, p_part_lin, p_part_den, p_part_window, p_gate, p_window_factor, p_window_score,
-            p_output, C, D, DP, BS, WP, RELEASED, GATE, FACTOR, OVERFLOW,
+            g, GR, i_group, i_out, i_select, i_first, row * H + i_select * GR, length, live, NS + WP + 1, K, N, epsilon,
+            p_part_acc, p_part_ml, p_part_lin, p_part_den, p_part_window, p_window_factor, p_window_score, p_output, C, D, DP,
+            GM, BS if SCOPE else 2 * BS, WP, RELEASED, FACTOR, OVERFLOW,
         )  # fmt: skip
     if FUSED:
         if promoting:

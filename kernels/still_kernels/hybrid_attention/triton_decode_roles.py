@@ -8,11 +8,13 @@ import triton.language as tl
 
 from still_kernels.hybrid_attention.triton_common import (
     FEATURE_FLOOR,
+    LOG2E,
     RELEASED_EPSILON,
     direction_scale,
     feature_pair,
     load_weight,
     plain_features,
+    row_softmax,
     select_chunk,
     selected_offsets,
 )
@@ -21,90 +23,128 @@ FAR = tl.constexpr(-1.0e30)  # below every logit, and finite: differences stay n
 
 
 @triton.jit
+def step_of(i_batch, row, p_new_tokens, p_past_length, C: tl.constexpr, RAGGED: tl.constexpr, FUSED: tl.constexpr):
+    """(length before the step, whether the row brings a token, whether this launch promotes a chunk); clamped as row_of does.
+
+    Every role asks for itself, after its first loads: what is asked at the start, all wait for.
+    """
+    past = tl.load(p_past_length + row).to(tl.int64)
+    length = tl.minimum(tl.maximum(past, 0), 1 << 30).to(tl.int32)
+    live = length >= 0
+    if not RAGGED:  # packed rows without a token have left
+        live = tl.load(p_new_tokens + i_batch) > 0
+    promoting = live & (length % C == 0) & (length >= 2 * C)
+    if not FUSED:
+        promoting = length < 0
+    return length, live, promoting
+
+
+@triton.jit
+def _load_rows(p_key, p_value, low, high, o_row, o_dim, D: tl.constexpr):
+    """Keys and values of slots low + o_row below `high`; zeros elsewhere."""
+    mask = (low + o_row < high)[:, None] & (o_dim < D)[None, :]
+    o_tile = low * D + (o_row[:, None] * D + o_dim[None, :])
+    return tl.load(p_key + o_tile, mask=mask, other=0.0), tl.load(p_value + o_tile, mask=mask, other=0.0)
+
+
+@triton.jit
+def _absorb(b_k, b_v, low, seen, o_row, b_q, b_max, b_sum, b_acc):
+    """Add a block of rows to a running softmax that every row of the block keeps for itself."""
+    m_row = low + o_row < seen
+    b_logit = tl.where(m_row, tl.sum(b_k.to(tl.float32) * b_q[None, :], 1), FAR)
+    b_new = tl.maximum(b_max, b_logit)
+    b_p = tl.where(m_row, tl.exp2(b_logit - b_new), 0.0)
+    b_decay = tl.exp2(b_max - b_new)
+    b_acc = b_acc * b_decay[:, None] + b_p[:, None] * b_v.to(tl.float32)
+    return b_new, b_sum * b_decay + b_p, b_acc
+
+
+@triton.jit
+def slots_in_use(
+    i_batch, row, p_new_tokens, p_past_length, K, N, C: tl.constexpr, RAGGED: tl.constexpr, FUSED: tl.constexpr
+):
+    """Slots of the cache that a step reads: none without a token; the rows that are being promoted are on their way."""
+    length, live, promoting = step_of(i_batch, row, p_new_tokens, p_past_length, C, RAGGED, FUSED)
+    seen = tl.maximum(length // C - 1 - promoting.to(tl.int32), 0) * K
+    return tl.where(live, tl.minimum(seen, N), 0)
+
+
+@triton.jit
 def salient_one(
-    p_key, p_value, p_q, low, high, scale2, p_acc, p_ml, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
+    p_key, p_value, p_q, i_batch, row, p_new_tokens, p_past_length, i_split, K, N, NS, scale2, p_acc, p_ml, C: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, RAGGED: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
-    """Partial softmax of one query head over slots low .. high - 1: a running softmax per row, combined at the end."""
+    """Partial softmax of one query head over blocks i_split, i_split + NS, ... of BN slots in use.
+
+    The first block is fetched before the number of slots in use is known, so it may hold anything beyond.
+    """
     o_dim = tl.arange(0, DP)
-    m_dim = o_dim < D
-    o_slot = low + tl.arange(0, BN)
-    o_tile = o_slot[:, None] * D + o_dim[None, :]
-    mask = (o_slot < high)[:, None] & m_dim[None, :]
-    b_k = tl.load(p_key + o_tile, mask=mask, other=0.0)
-    b_v = tl.load(p_value + o_tile, mask=mask, other=0.0)
-    b_q = tl.load(p_q + o_dim, mask=m_dim, other=0.0).to(tl.float32) * scale2
+    o_row = tl.arange(0, BN)
+    step = NS * BN
+    first = i_split * BN
+    b_k0, b_v0 = _load_rows(p_key, p_value, first, N, o_row, o_dim, D)
+    b_q = tl.load(p_q + o_dim, mask=o_dim < D, other=0.0).to(tl.float32) * scale2
+    seen = slots_in_use(i_batch, row, p_new_tokens, p_past_length, K, N, C, RAGGED, FUSED)
+    b_v0 = tl.where((first + o_row < seen)[:, None], b_v0, 0.0)
     b_max = tl.full([BN], FAR, tl.float32)
     b_sum = tl.zeros([BN], tl.float32)
     b_acc = tl.zeros([BN, DP], tl.float32)
-    for s in range(low, high, BN):
-        m_row = s + tl.arange(0, BN) < high
-        mask = (s + BN + tl.arange(0, BN) < high)[:, None] & m_dim[None, :]
-        b_next_k = tl.load(p_key + (s - low + BN) * D + o_tile, mask=mask, other=0.0)  # the next block is on its way
-        b_next_v = tl.load(p_value + (s - low + BN) * D + o_tile, mask=mask, other=0.0)
-        b_logit = tl.where(m_row, tl.sum(b_k.to(tl.float32) * b_q[None, :], 1), FAR)
-        b_new = tl.maximum(b_max, b_logit)
-        b_p = tl.where(m_row, tl.exp2(b_logit - b_new), 0.0)
-        b_decay = tl.exp2(b_max - b_new)
-        b_sum = b_sum * b_decay + b_p
-        b_acc = b_acc * b_decay[:, None] + b_p[:, None] * b_v.to(tl.float32)
-        b_max = b_new
-        b_k = b_next_k
-        b_v = b_next_v
+    for s in range(first, seen, step):
+        b_k1, b_v1 = _load_rows(p_key, p_value, s + step, seen, o_row, o_dim, D)  # the next block is on its way
+        b_max, b_sum, b_acc = _absorb(b_k0, b_v0, s, seen, o_row, b_q, b_max, b_sum, b_acc)
+        b_k0 = b_k1
+        b_v0 = b_v1
     top = tl.max(b_max, 0)
     b_weight = tl.exp2(b_max - top)
-    tl.store(p_acc + o_dim, tl.sum(b_acc * b_weight[:, None], 0), mask=m_dim)
+    tl.store(p_acc + o_dim, tl.sum(b_acc * b_weight[:, None], 0), mask=o_dim < D)
     tl.store(p_ml, top)
     tl.store(p_ml + 1, tl.sum(b_sum * b_weight, 0))
 
 
 @triton.jit
 def salient_group(
-    p_key, p_value, p_query, i_query, GR, low, high, scale2, p_part_acc, p_part_ml, i_part, stride,
-    D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, GP: tl.constexpr, DOT: tl.constexpr,
+    p_key, p_value, p_q, i_batch, row, p_new_tokens, p_past_length, GR, i_split, K, N, NS, scale2, p_acc, p_ml, C: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, GP: tl.constexpr, RAGGED: tl.constexpr,
+    FUSED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """The same for the GR query heads of a key/value head, which read the rows once."""
+    """The same for the GR query heads of a key/value head, which read blocks of BN rows once; p_acc, p_ml: GR rows."""
     o_dim = tl.arange(0, DP)
-    m_dim = o_dim < D
     o_head = tl.arange(0, GP)
     m_head = o_head < GR
-    o_slot = low + tl.arange(0, BN)
-    o_tile = o_slot[:, None] * D + o_dim[None, :]
-    mask = (o_slot < high)[:, None] & m_dim[None, :]
-    b_k = tl.load(p_key + o_tile, mask=mask, other=0.0)
-    b_v = tl.load(p_value + o_tile, mask=mask, other=0.0)
-    p_q = p_query + (i_query + o_head)[:, None] * D + o_dim[None, :]
-    b_q = tl.load(p_q, mask=m_head[:, None] & m_dim[None, :], other=0.0)
+    o_row = tl.arange(0, BN)
+    o_tile = o_head[:, None] * D + o_dim[None, :]
+    m_tile = m_head[:, None] & (o_dim < D)[None, :]
+    b_q = tl.load(p_q + o_tile, mask=m_tile, other=0.0)
+    seen = slots_in_use(i_batch, row, p_new_tokens, p_past_length, K, N, C, RAGGED, FUSED)
     b_max = tl.full([GP], FAR, tl.float32)
     b_sum = tl.zeros([GP], tl.float32)
     b_acc = tl.zeros([GP, DP], tl.float32)
-    for s in range(low, high, BN):
-        m_slot = s + tl.arange(0, BN) < high
-        mask = (s + BN + tl.arange(0, BN) < high)[:, None] & m_dim[None, :]
-        b_next_k = tl.load(p_key + (s - low + BN) * D + o_tile, mask=mask, other=0.0)
-        b_next_v = tl.load(p_value + (s - low + BN) * D + o_tile, mask=mask, other=0.0)
+    b_k, b_v = _load_rows(p_key, p_value, i_split * BN, seen, o_row, o_dim, D)
+    for s in range(i_split * BN, seen, NS * BN):
+        b_next_k, b_next_v = _load_rows(p_key, p_value, s + NS * BN, seen, o_row, o_dim, D)
+        m_row = s + o_row < seen
         b_logit = tl.dot(b_q, tl.trans(b_k), input_precision=DOT) * scale2
-        b_logit = tl.where(m_slot[None, :], b_logit, FAR)
+        b_logit = tl.where(m_row[None, :], b_logit, FAR)
         b_new = tl.maximum(b_max, tl.max(b_logit, 1))
-        b_p = tl.where(m_slot[None, :], tl.exp2(b_logit - b_new[:, None]), 0.0)
+        b_p = tl.where(m_row[None, :], tl.exp2(b_logit - b_new[:, None]), 0.0)
         b_decay = tl.exp2(b_max - b_new)
         b_sum = b_sum * b_decay + tl.sum(b_p, 1)
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision=DOT)
         b_max = b_new
         b_k = b_next_k
         b_v = b_next_v
-    o_part = i_part + o_head.to(tl.int64) * stride
-    tl.store(p_part_acc + o_part[:, None] * D + o_dim[None, :], b_acc, mask=m_head[:, None] & m_dim[None, :])
-    tl.store(p_part_ml + o_part * 2, b_max, mask=m_head)
-    tl.store(p_part_ml + o_part * 2 + 1, b_sum, mask=m_head)
+    tl.store(p_acc + o_tile, b_acc, mask=m_tile)
+    tl.store(p_ml + o_head * 2, b_max, mask=m_head)
+    tl.store(p_ml + o_head * 2 + 1, b_sum, mask=m_head)
 
 
 @triton.jit
 def _fold_chunk(
-    b_plus_s, b_minus_s, b_plus_z, b_minus_z, old, length, row, i_select, i_kv, GR, p_weight, p_window_key, p_window_value,
-    p_window_score, H, HK, K, o_column, C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DK: tl.constexpr,
-    P: tl.constexpr, PP: tl.constexpr, GP: tl.constexpr, RB: tl.constexpr, FEATURE: tl.constexpr, SCOPE: tl.constexpr, DOT: tl.constexpr,
+    old, length, row, i_select, i_kv, GR, p_weight, p_window_key, p_window_value, p_window_score, p_state, p_mass, m_mass, H,
+    HK, K, o_column, C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DK: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
+    GP: tl.constexpr, RB: tl.constexpr, FEATURE: tl.constexpr, SCOPE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Add the unselected tokens of chunk `old`, which lies in the ring, to a slice of S and to z."""
+    """Add the unselected tokens of chunk `old`, which lies in the ring, to a slice of S and to z, in memory."""
     o_feature = tl.arange(0, PP)
     o_dim = tl.arange(0, DK)
     b_weight = load_weight(p_weight, o_feature, o_dim, P, D)
@@ -129,132 +169,212 @@ def _fold_chunk(
                 b_weight = load_weight(p_weight, o_feature, o_part, P, D)
             b_direction = tl.dot(b_k, tl.trans(b_weight), b_direction, input_precision=DOT)
             b_square += tl.sum(b_k.to(tl.float32) * b_k.to(tl.float32), 1)
-        b_plus, b_minus = feature_pair(b_direction, b_square, P, PP, FEATURE)
-        b_plus = tl.where(m_row[:, None], b_plus, 0.0)
-        b_plus_z += tl.sum(b_plus, 0)
-        b_plus_s += tl.dot(tl.trans(b_plus.to(b_v.dtype)), b_v, input_precision=DOT)
+        if FEATURE <= 1:  # one half after the other: both do not fit in the registers
+            b_scale = direction_scale(tl.sum(b_direction * b_direction, 1), b_square, FEATURE)
+            b_u = b_direction * b_scale[:, None]
+            b_phi = tl.where(m_row[:, None], row_softmax(b_u, o_feature < P, P, PP), 0.0)
+            _add_rows(b_phi, b_v, p_state, p_mass, o_feature, o_column, m_mass, P, D, DOT)
+            b_phi = tl.where(m_row[:, None], row_softmax(-b_u, o_feature < P, P, PP), 0.0)
+            _add_rows(b_phi, b_v, p_state + P * D, p_mass + P, o_feature, o_column, m_mass, P, D, DOT)
+        else:
+            b_phi, _zeros = feature_pair(b_direction, b_square, P, PP, FEATURE)
+            b_phi = tl.where(m_row[:, None], b_phi, 0.0)
+            _add_rows(b_phi, b_v, p_state, p_mass, o_feature, o_column, m_mass, P, D, DOT)
+
+
+@triton.jit
+def _add_rows(
+    b_phi, b_v, p_state, p_mass, o_feature, o_column, m_mass, P: tl.constexpr, D: tl.constexpr, DOT: tl.constexpr
+):  # fmt: skip
+    """Add phi^T v to one half of a slice of S, and the sum of phi to z."""
+    m_slice = (o_feature < P)[:, None] & (o_column < D)[None, :]
+    p_slice = p_state + o_feature[:, None] * D + o_column[None, :]
+    b_s = tl.load(p_slice, mask=m_slice, other=0.0)
+    b_z = tl.load(p_mass + o_feature, mask=m_mass, other=0.0)
+    tl.store(p_mass + o_feature, b_z + tl.sum(b_phi, 0), mask=m_mass)
+    tl.store(p_slice, b_s + tl.dot(tl.trans(b_phi.to(b_v.dtype)), b_v, input_precision=DOT), mask=m_slice)
+
+
+@triton.jit
+def _square_and_reach(a_square, a_high, a_low, b_square, b_high, b_low):
+    return a_square + b_square, tl.maximum(a_high, b_high), tl.minimum(a_low, b_low)
+
+
+@triton.jit
+def _pair_sum(a_plus, a_minus, b_plus, b_minus):
+    return a_plus + b_plus, a_minus + b_minus
+
+
+@triton.jit
+def _query_features(b_direction, square, P: tl.constexpr, PP: tl.constexpr, FEATURE: tl.constexpr):
+    """Both halves of phi(q), 0 beyond P, from the projection [PP] (0 beyond P) and |q|^2. Two rounds of reductions."""
+    m_feature = tl.arange(0, PP) < P
+    if FEATURE > 2:
+        b_phi = tl.where(m_feature, plain_features(b_direction, FEATURE), 0.0)
+        return b_phi, b_phi
+    b_high = tl.where(m_feature, b_direction, float("-inf"))
+    b_low = tl.where(m_feature, b_direction, float("inf"))
+    norm_square, high, low = tl.reduce((b_direction * b_direction, b_high, b_low), 0, _square_and_reach)
+    scale = LOG2E
+    if FEATURE == 0:
+        scale = LOG2E * tl.sqrt(square) / tl.maximum(tl.sqrt(norm_square), FEATURE_FLOOR)
+    b_phi = tl.where(m_feature, tl.exp2((b_direction - high) * scale), 0.0)
+    b_psi = tl.where(m_feature, tl.exp2((low - b_direction) * scale), 0.0)
+    plus, minus = tl.reduce((b_phi, b_psi), 0, _pair_sum)
+    b_phi = tl.where(m_feature, tl.maximum(b_phi * (1.0 / plus), FEATURE_FLOOR), 0.0)
+    b_psi = tl.where(m_feature, tl.maximum(b_psi * (1.0 / minus), FEATURE_FLOOR), 0.0)
+    return b_phi, b_psi
+
+
+@triton.jit
+def _slice_loads(
+    p_q, p_weight, p_slice, m_slice, D: tl.constexpr, DP: tl.constexpr, DW: tl.constexpr, P: tl.constexpr, PP: tl.constexpr
+):  # fmt: skip
+    """First loads of a slice: two blocks of columns of q and of its projection, the first half of S."""
+    o_feature = tl.arange(0, PP)
+    o_dim = tl.arange(0, DW)
+    SECOND: tl.constexpr = DW if DP > DW else 0
+    b_q = tl.load(p_q + o_dim, mask=o_dim < D, other=0.0)
+    b_weight = load_weight(p_weight, o_feature, o_dim, P, D)
+    b_q2 = b_q
+    b_weight2 = b_weight
+    if DP > DW:
+        b_q2 = tl.load(p_q + SECOND + o_dim, mask=SECOND + o_dim < D, other=0.0)
+        b_weight2 = load_weight(p_weight, o_feature, SECOND + o_dim, P, D)
+    return b_q, b_q2, b_weight, b_weight2, tl.load(p_slice, mask=m_slice, other=0.0)
+
+
+@triton.jit
+def _slice_output(
+    b_q, b_q2, b_weight, b_weight2, b_plus_s, p_q, p_gate, p_weight, p_slice, p_mass, p_lin, p_den, i_slice, o_column, m_slice,
+    D: tl.constexpr, DP: tl.constexpr, DW: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, FEATURE: tl.constexpr,
+    GATE: tl.constexpr,
+):  # fmt: skip
+    """gate * phi(q)^T S for the columns of a slice, and in slice 0 phi(q)^T z. Takes the values of _slice_loads."""
+    o_feature = tl.arange(0, PP)
+    m_feature = o_feature < P
+    m_column = o_column < D
+    b_direction = tl.sum(b_weight.to(tl.float32) * b_q.to(tl.float32)[None, :], 1)
+    if DP > DW:
+        b_direction += tl.sum(b_weight2.to(tl.float32) * b_q2.to(tl.float32)[None, :], 1)
+    for d in tl.static_range(2 * DW, DP, DW):
+        o_part = d + tl.arange(0, DW)
+        b_more = load_weight(p_weight, o_feature, o_part, P, D)
+        b_part = tl.load(p_q + o_part, mask=o_part < D, other=0.0)
+        b_direction += tl.sum(b_more.to(tl.float32) * b_part.to(tl.float32)[None, :], 1)
+    if FEATURE <= 1:
+        b_minus_s = tl.load(p_slice + P * D, mask=m_slice, other=0.0)
+    m_mass = m_feature & (i_slice == 0)  # z belongs to slice 0
+    b_plus_z = tl.load(p_mass + o_feature, mask=m_mass, other=0.0)
+    if FEATURE <= 1:
+        b_minus_z = tl.load(p_mass + P + o_feature, mask=m_mass, other=0.0)
+    if GATE:
+        b_gate = tl.load(p_gate + o_column, mask=m_column, other=0.0).to(tl.float32)
+    o_dim = tl.arange(0, DP)
+    b_whole = tl.load(p_q + o_dim, mask=o_dim < D, other=0.0).to(tl.float32)
+    b_phi, b_psi = _query_features(b_direction, tl.sum(b_whole * b_whole, 0), P, PP, FEATURE)
+    b_terms = b_phi[:, None] * b_plus_s
+    if FEATURE <= 1:
+        b_terms += b_psi[:, None] * b_minus_s
+    b_out = tl.sum(b_terms, 0)
+    if GATE:
+        b_out = b_out * b_gate
+    tl.store(p_lin + o_column, b_out, mask=m_column)
+    if i_slice == 0:
+        b_mass = b_phi * b_plus_z
         if FEATURE <= 1:
-            b_minus = tl.where(m_row[:, None], b_minus, 0.0)
-            b_minus_z += tl.sum(b_minus, 0)
-            b_minus_s += tl.dot(tl.trans(b_minus.to(b_v.dtype)), b_v, input_precision=DOT)
-    return b_plus_s, b_minus_s, b_plus_z, b_minus_z
+            b_mass += b_psi * b_minus_z
+        tl.store(p_den, tl.sum(b_mass, 0))
 
 
 @triton.jit
 def linear_slice(
-    i_slice, i_head, i_select, row, length, promoting, GR, p_q, p_feature_q_weight, p_feature_k_weight, p_window_key,
-    p_window_value, p_window_score, p_kv_state, p_z_state, p_lin, p_den, i_kv, H, HK, K, W_HEADS,
-    C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DK: tl.constexpr, DS: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
-    GP: tl.constexpr, RB: tl.constexpr, FEATURE: tl.constexpr, SCOPE: tl.constexpr, FUSED: tl.constexpr,
-    DOT: tl.constexpr,
+    i_slice, i_head, i_select, i_batch, row, GR, p_q, p_gate, p_feature_q_weight, p_feature_k_weight, p_window_key,
+    p_window_value, p_window_score, p_kv_state, p_z_state, p_new_tokens, p_past_length, p_lin, p_den, H, HK, G, K, W_HEADS,
+    C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DK: tl.constexpr, DS: tl.constexpr, DW: tl.constexpr, P: tl.constexpr,
+    PP: tl.constexpr, GP: tl.constexpr, RB: tl.constexpr, FEATURE: tl.constexpr, SCOPE: tl.constexpr, GATE: tl.constexpr,
+    RAGGED: tl.constexpr, FUSED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """phi(q)^T S for DS value columns (and phi(q)^T z in slice 0); a promoted chunk is folded into S first."""
-    F: tl.constexpr = 2 * P if FEATURE <= 1 else P
-    DW: tl.constexpr = 32 if DP > 32 else DP
-    o_feature = tl.arange(0, PP)
-    m_feature = o_feature < P
-    o_column = i_slice * DS + tl.arange(0, DS)
-    m_slice = m_feature[:, None] & (o_column < D)[None, :]
-    p_state = p_kv_state + (row * H + i_head) * (F * D) + o_feature[:, None] * D + o_column[None, :]
-    p_mass = p_z_state + (row * H + i_head) * F + o_feature
-    m_mass = m_feature & (i_slice == 0)  # z belongs to slice 0
-    b_plus_s = tl.load(p_state, mask=m_slice, other=0.0)
-    b_plus_z = tl.load(p_mass, mask=m_mass, other=0.0)
-    if FEATURE <= 1:
-        b_minus_s = tl.load(p_state + P * D, mask=m_slice, other=0.0)
-        b_minus_z = tl.load(p_mass + P, mask=m_mass, other=0.0)
-    else:
-        b_minus_s = tl.zeros([PP, DS], tl.float32)
-        b_minus_z = tl.zeros([PP], tl.float32)
-    w_head = (i_head % W_HEADS).to(tl.int64) * (P * D)
-    b_direction = tl.zeros([PP], tl.float32)
-    for d in tl.static_range(0, DP, DW):  # in column blocks: registers decide how many programs are resident
-        o_part = d + tl.arange(0, DW)
-        b_part = tl.load(p_q + o_part, mask=o_part < D, other=0.0).to(tl.float32)
-        p_weight = p_feature_q_weight + w_head + o_feature[:, None] * D + o_part[None, :]
-        b_weight = tl.load(p_weight, mask=m_feature[:, None] & (o_part < D)[None, :], other=0.0)
-        b_direction += tl.sum(b_weight.to(tl.float32) * b_part[None, :], 1)
-    if FUSED:
-        if promoting:
-            b_plus_s, b_minus_s, b_plus_z, b_minus_z = _fold_chunk(
-                b_plus_s, b_minus_s, b_plus_z, b_minus_z, length // C - 2, length, row, i_select, i_kv, GR,
-                p_feature_k_weight + w_head, p_window_key, p_window_value, p_window_score, H, HK, K, o_column, C, D, DP,
-                DK, P, PP, GP, RB, FEATURE, SCOPE, DOT,
-            )  # fmt: skip
-            tl.store(p_state, b_plus_s, mask=m_slice)
-            tl.store(p_mass, b_plus_z, mask=m_mass)
-            if FEATURE <= 1:
-                tl.store(p_state + P * D, b_minus_s, mask=m_slice)
-                tl.store(p_mass + P, b_minus_z, mask=m_mass)
+    """gate * phi(q)^T S for DS value columns (and phi(q)^T z in slice 0); a promoted chunk is folded into S first.
 
-    # Features of the query: both halves share each reduction.
-    if FEATURE <= 2:
-        square = 1.0
-        norm_square = 1.0
-        if FEATURE == 0:
-            o_dim = tl.arange(0, DP)
-            b_q = tl.load(p_q + o_dim, mask=o_dim < D, other=0.0).to(tl.float32)
-            square = tl.sum(b_q * b_q, 0)
-            norm_square = tl.sum(b_direction * b_direction, 0)
-        one = tl.full([1], 1.0, tl.float32)
-        b_scale = direction_scale(one * norm_square, one * square, FEATURE)
-        b_sign = 1.0 - 2.0 * tl.arange(0, 2).to(tl.float32)
-        b_u = (b_direction * b_scale)[None, :] * b_sign[:, None]
-        b_u = tl.where(m_feature[None, :], b_u, float("-inf"))
-        b_e = tl.exp2(b_u - tl.max(b_u, 1)[:, None])
-        b_both = tl.where(m_feature[None, :], tl.maximum(b_e / tl.sum(b_e, 1)[:, None], FEATURE_FLOOR), 0.0)
-        b_phi = tl.sum(tl.where(b_sign[:, None] > 0, b_both, 0.0), 0)
-        b_psi = tl.sum(tl.where(b_sign[:, None] < 0, b_both, 0.0), 0)
+    Nothing that a plain step loads depends on the length. A promotion loads everything again: held across the branch the values
+    would cost the plain step its registers. DW columns of the projection take the bytes of DS columns of S, so that phi is born
+    in the layout in which S multiplies it.
+    """
+    F: tl.constexpr = 2 * P if FEATURE <= 1 else P
+    o_feature = tl.arange(0, PP)
+    o_column = i_slice * DS + tl.arange(0, DS)
+    m_slice = (o_feature < P)[:, None] & (o_column < D)[None, :]
+    w_head = tl.where(W_HEADS > 1, i_head, 0).to(tl.int64) * (P * D)
+    p_weight = p_feature_q_weight + w_head
+    p_state = p_kv_state + (row * H + i_head) * (F * D)
+    p_mass = p_z_state + (row * H + i_head) * F
+    p_slice = p_state + o_feature[:, None] * D + o_column[None, :]
+    b_q, b_q2, b_weight, b_weight2, b_plus_s = _slice_loads(p_q, p_weight, p_slice, m_slice, D, DP, DW, P, PP)
+    tl.debug_barrier()  # the compiler would move the loads into the branches, behind the trip for the length
+    length, _live, promoting = step_of(i_batch, row, p_new_tokens, p_past_length, C, RAGGED, FUSED)
+    if FUSED and promoting:
+        _fold_chunk(
+            length // C - 2, length, row, i_select, i_head // G, GR, p_feature_k_weight + w_head, p_window_key,
+            p_window_value, p_window_score, p_state, p_mass, (o_feature < P) & (i_slice == 0), H, HK, K, o_column, C, D, DP, DK,
+            P, PP, GP, RB, FEATURE, SCOPE, DOT,
+        )  # fmt: skip
+        tl.debug_barrier()
+        b_q, b_q2, b_weight, b_weight2, b_plus_s = _slice_loads(p_q, p_weight, p_slice, m_slice, D, DP, DW, P, PP)
+        _slice_output(
+            b_q, b_q2, b_weight, b_weight2, b_plus_s, p_q, p_gate, p_weight, p_slice, p_mass, p_lin, p_den, i_slice, o_column,
+            m_slice, D, DP, DW, P, PP, FEATURE, GATE,
+        )  # fmt: skip
     else:
-        b_phi = tl.where(m_feature, plain_features(b_direction, FEATURE), 0.0)
-        b_psi = b_phi
-    b_out = b_phi[:, None] * b_plus_s
-    b_den = b_phi * b_plus_z
-    if FEATURE <= 1:
-        b_out += b_psi[:, None] * b_minus_s
-        b_den += b_psi * b_minus_z
-    tl.store(p_lin + o_column, tl.sum(b_out, 0), mask=o_column < D)
-    if i_slice == 0:
-        tl.store(p_den, tl.sum(b_den, 0))
+        _slice_output(
+            b_q, b_q2, b_weight, b_weight2, b_plus_s, p_q, p_gate, p_weight, p_slice, p_mass, p_lin, p_den, i_slice, o_column,
+            m_slice, D, DP, DW, P, PP, FEATURE, GATE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _pair_max(a_one, a_two, b_one, b_two):
+    return tl.maximum(a_one, b_one), tl.maximum(a_two, b_two)
 
 
 @triton.jit
 def window_part(
-    i_part, i_head, row, length, p_q, p_k, p_v, p_window_key, p_window_value, p_acc, p_ml, p_window, i_kv, G, HK, phantom,
-    scale2, may_write, C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BL: tl.constexpr, RELEASED: tl.constexpr,
+    i_part, i_head, i_kv, i_batch, row, p_q, p_k, p_v, p_window_key, p_window_value, p_new_tokens, p_past_length, p_acc, p_ml,
+    p_window, G, HK, phantom, scale2, C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BL: tl.constexpr,
+    RELEASED: tl.constexpr, RAGGED: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
     """BL slots of the ring for one query head; part 0 adds the token itself. p_window gets what the score needs.
 
-    That is (maximum, sum) of the window's other logits, then the own logit, or with RELEASED part 0 the whole score.
+    That is (maximum, sum) of the window's other logits, then the own logit, or with RELEASED part 0 the whole score. All slots
+    are loaded, before the length is known: which of them count is seen to afterwards.
     """
     o_dim = tl.arange(0, DP)
     m_dim = o_dim < D
-    chunk = length // C
     ring = (row * HK + i_kv) * (2 * C)
     o_slot = i_part * BL + tl.arange(0, BL)
+    o_row = (ring + o_slot)[:, None] * D + o_dim[None, :]
+    b_k = tl.load(p_window_key + o_row, mask=m_dim[None, :], other=0.0)
+    b_v = tl.load(p_window_value + o_row, mask=m_dim[None, :], other=0.0)
+    b_q = tl.load(p_q + o_dim, mask=m_dim, other=0.0).to(tl.float32) * scale2
+    b_own_k = tl.load(p_k + o_dim, mask=m_dim, other=0.0)
+    b_own_v = tl.load(p_v + o_dim, mask=m_dim, other=0.0)
+    length, live, promoting = step_of(i_batch, row, p_new_tokens, p_past_length, C, RAGGED, FUSED)
+    chunk = length // C
     o_back = (length - 1 - o_slot) & (2 * C - 1)
     o_position = length - 1 - o_back
     m_row = (o_position >= 0) & (o_position >= (chunk - 1) * C)
     m_window = m_row & (o_position > length - C)
-    o_row = (ring + o_slot)[:, None] * D + o_dim[None, :]
-    mask = m_row[:, None] & m_dim[None, :]
-    b_k = tl.load(p_window_key + o_row, mask=mask, other=0.0)
-    b_v = tl.load(p_window_value + o_row, mask=mask, other=0.0)
-    b_q = tl.load(p_q + o_dim, mask=m_dim, other=0.0).to(tl.float32) * scale2
-    b_own_k = tl.load(p_k + o_dim, mask=m_dim, other=0.0)
-    b_own_v = tl.load(p_v + o_dim, mask=m_dim, other=0.0)
     own = tl.sum(b_q * b_own_k.to(tl.float32), 0)
     b_logit = tl.where(m_row, tl.sum(b_k.to(tl.float32) * b_q[None, :], 1), FAR)
-    top = tl.max(b_logit, 0)
-    others = tl.max(tl.where(m_window, b_logit, FAR), 0)
-    others_sum = tl.sum(tl.where(m_window, tl.exp2(b_logit - others), 0.0), 0)
+    top, others = tl.reduce((b_logit, tl.where(m_window, b_logit, FAR)), 0, _pair_max)
     if i_part == 0:
         top = tl.maximum(top, own)
         if phantom != 0 and chunk == 0:
             top = tl.maximum(top, 0.0)
     b_p = tl.where(m_row, tl.exp2(b_logit - top), 0.0)
-    total = tl.sum(b_p, 0)
-    b_total = tl.sum(b_p[:, None] * b_v.to(tl.float32), 0)
+    b_other = tl.where(m_window, tl.exp2(b_logit - others), 0.0)
+    total, others_sum = tl.reduce((b_p, b_other), 0, _pair_sum)
+    b_total = tl.sum(tl.where(m_row[:, None], b_p[:, None] * b_v.to(tl.float32), 0.0), 0)
     if i_part == 0:
         own_p = tl.exp2(own - top)
         total += own_p
@@ -270,8 +390,8 @@ def window_part(
     if RELEASED:
         if i_part == 0:
             tl.store(p_window + 3, _released_score(b_q, own, length, ring, p_window_key, C, D, DP))
-    if may_write and (i_part == 0) and (i_head % G == 0):
-        # Nothing reads the token's slot, unless its old chunk is being promoted.
+    if live & (promoting == 0) & (i_part == 0) & (i_head % G == 0):
+        # Nothing reads the token's slot, unless its old chunk is being promoted: then the last program writes it.
         o_to = (ring + (length & (2 * C - 1))) * D + o_dim
         tl.store(p_window_key + o_to, b_own_k, mask=m_dim)
         tl.store(p_window_value + o_to, b_own_v, mask=m_dim)
@@ -322,31 +442,38 @@ def _ring_logits(b_q, o_position, m_row, ring, p_window_key, o_dim, C: tl.conste
 
 @triton.jit
 def fresh_part(
-    old, i_select, g, row, length, GR, HS, p_q, p_window_key, p_window_value, p_window_score, p_salient_key,
-    p_salient_value, p_acc, p_ml, i_kv, H, HK, K, N, scale2, C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    KP: tl.constexpr, GP: tl.constexpr, SCOPE: tl.constexpr,
+    i_select, g, i_batch, row, GR, HS, p_q, p_window_key, p_window_value, p_window_score, p_salient_key, p_salient_value,
+    p_new_tokens, p_past_length, p_acc, p_ml, i_kv, H, HK, K, N, scale2, C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    KP: tl.constexpr, GP: tl.constexpr, SCOPE: tl.constexpr, RAGGED: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
-    """Rows of chunk `old` that enter the cache in this step: their softmax, and their copies for later steps."""
+    """Rows that enter the cache in this step: their softmax, and their copies for later steps; an empty part in a plain step."""
     o_dim = tl.arange(0, DP)
     m_dim = o_dim < D
-    b_q = tl.load(p_q + o_dim, mask=m_dim, other=0.0).to(tl.float32) * scale2
-    b_selected, _ = select_chunk(
-        p_window_score, p_window_score, old, length, length, 0, row, i_select, H, GR, K, SCOPE, GP, C
-    )
-    o_rank = tl.arange(0, KP)
-    m_rank = (o_rank < K) & (old * K + o_rank < N)
-    o_from = (row * HK + i_kv) * (2 * C) + (old & 1) * C + selected_offsets(b_selected, KP, C)
-    o_row = o_from[:, None] * D + o_dim[None, :]
-    mask = m_rank[:, None] & m_dim[None, :]
-    b_k = tl.load(p_window_key + o_row, mask=mask, other=0.0)
-    b_v = tl.load(p_window_value + o_row, mask=mask, other=0.0)
-    if g == 0:
-        o_to = ((row * HS + i_select) * N + old * K + o_rank)[:, None] * D + o_dim[None, :]
-        tl.store(p_salient_key + o_to, b_k, mask=mask)
-        tl.store(p_salient_value + o_to, b_v, mask=mask)
-    b_logit = tl.where(m_rank, tl.sum(b_k.to(tl.float32) * b_q[None, :], 1), FAR)
-    top = tl.max(b_logit, 0)
-    b_p = tl.where(m_rank, tl.exp2(b_logit - top), 0.0)
-    tl.store(p_acc + o_dim, tl.sum(b_p[:, None] * b_v.to(tl.float32), 0), mask=m_dim)
-    tl.store(p_ml, top)
-    tl.store(p_ml + 1, tl.sum(b_p, 0))
+    length, _live, promoting = step_of(i_batch, row, p_new_tokens, p_past_length, C, RAGGED, FUSED)
+    if FUSED and promoting:
+        old = length // C - 2
+        b_q = tl.load(p_q + o_dim, mask=m_dim, other=0.0).to(tl.float32) * scale2
+        b_selected, _ = select_chunk(
+            p_window_score, p_window_score, old, length, length, 0, row, i_select, H, GR, K, SCOPE, GP, C
+        )
+        o_rank = tl.arange(0, KP)
+        m_rank = (o_rank < K) & (old * K + o_rank < N)
+        o_from = (row * HK + i_kv) * (2 * C) + (old & 1) * C + selected_offsets(b_selected, KP, C)
+        o_row = o_from[:, None] * D + o_dim[None, :]
+        mask = m_rank[:, None] & m_dim[None, :]
+        b_k = tl.load(p_window_key + o_row, mask=mask, other=0.0)
+        b_v = tl.load(p_window_value + o_row, mask=mask, other=0.0)
+        if g == 0:
+            o_to = ((row * HS + i_select) * N + old * K + o_rank)[:, None] * D + o_dim[None, :]
+            tl.store(p_salient_key + o_to, b_k, mask=mask)
+            tl.store(p_salient_value + o_to, b_v, mask=mask)
+        b_logit = tl.where(m_rank, tl.sum(b_k.to(tl.float32) * b_q[None, :], 1), FAR)
+        top = tl.max(b_logit, 0)
+        b_p = tl.where(m_rank, tl.exp2(b_logit - top), 0.0)
+        tl.store(p_acc + o_dim, tl.sum(b_p[:, None] * b_v.to(tl.float32), 0), mask=m_dim)
+        tl.store(p_ml, top)
+        tl.store(p_ml + 1, tl.sum(b_p, 0))
+    else:
+        tl.store(p_acc + o_dim, tl.zeros([DP], tl.float32), mask=m_dim)
+        tl.store(p_ml, FAR)
+        tl.store(p_ml + 1, 0.0)
