@@ -76,7 +76,8 @@ def salient_one(
 ):  # fmt: skip
     """Partial softmax of one query head over blocks i_split, i_split + NS, ... of BN slots in use.
 
-    The first block is fetched before the number of slots in use is known, so it may hold anything beyond.
+    Two blocks are on their way while two are absorbed: with one, the latency of the memory bounds the speed. The first is
+    fetched before the number of slots in use is known, so it may hold anything beyond.
     """
     o_dim = tl.arange(0, DP)
     o_row = tl.arange(0, BN)
@@ -85,15 +86,16 @@ def salient_one(
     b_k0, b_v0 = _load_rows(p_key, p_value, first, N, o_row, o_dim, D)
     b_q = tl.load(p_q + o_dim, mask=o_dim < D, other=0.0).to(tl.float32) * scale2
     seen = slots_in_use(i_batch, row, p_new_tokens, p_past_length, K, N, C, RAGGED, FUSED)
+    b_k1, b_v1 = _load_rows(p_key, p_value, first + step, seen, o_row, o_dim, D)
     b_v0 = tl.where((first + o_row < seen)[:, None], b_v0, 0.0)
     b_max = tl.full([BN], FAR, tl.float32)
     b_sum = tl.zeros([BN], tl.float32)
     b_acc = tl.zeros([BN, DP], tl.float32)
-    for s in range(first, seen, step):
-        b_k1, b_v1 = _load_rows(p_key, p_value, s + step, seen, o_row, o_dim, D)  # the next block is on its way
+    for s in range(first, seen, 2 * step):
         b_max, b_sum, b_acc = _absorb(b_k0, b_v0, s, seen, o_row, b_q, b_max, b_sum, b_acc)
-        b_k0 = b_k1
-        b_v0 = b_v1
+        b_k0, b_v0 = _load_rows(p_key, p_value, s + 2 * step, seen, o_row, o_dim, D)
+        b_max, b_sum, b_acc = _absorb(b_k1, b_v1, s + step, seen, o_row, b_q, b_max, b_sum, b_acc)
+        b_k1, b_v1 = _load_rows(p_key, p_value, s + 3 * step, seen, o_row, o_dim, D)
     top = tl.max(b_max, 0)
     b_weight = tl.exp2(b_max - top)
     tl.store(p_acc + o_dim, tl.sum(b_acc * b_weight[:, None], 0), mask=o_dim < D)
