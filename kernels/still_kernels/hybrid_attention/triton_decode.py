@@ -166,6 +166,8 @@ def decode_kernel(
     DS: tl.constexpr,
     DW: tl.constexpr,
     BN: tl.constexpr,
+    BG: tl.constexpr,
+    STAGES: tl.constexpr,
     BL: tl.constexpr,
     BS: tl.constexpr,
     RB: tl.constexpr,
@@ -245,7 +247,7 @@ def decode_kernel(
         else:
             salient_group(
                 p_salient_key + base, p_salient_value + base, p_query + i_out * D, i_batch, row, p_new_tokens, p_past_length,
-                GR, i_split, K, N, NS, scale2, p_part_acc + i_part * D, p_part_ml + i_part * 2, C, D, DP, BN, GP,
+                GR, i_split, K, N, NS, scale2, p_part_acc + i_part * D, p_part_ml + i_part * 2, C, D, DP, BG, GP, STAGES,
                 RAGGED, FUSED, DOT,
             )  # fmt: skip
 

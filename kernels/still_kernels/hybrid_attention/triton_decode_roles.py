@@ -106,14 +106,14 @@ def salient_one(
 @triton.jit
 def salient_group(
     p_key, p_value, p_q, i_batch, row, p_new_tokens, p_past_length, GR, i_split, K, N, NS, scale2, p_acc, p_ml, C: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, GP: tl.constexpr, RAGGED: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, BG: tl.constexpr, GP: tl.constexpr, STAGES: tl.constexpr, RAGGED: tl.constexpr,
     FUSED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """The same for the GR query heads of a key/value head, which read blocks of BN rows once; p_acc, p_ml: GR rows."""
+    """The same for the GR query heads of a key/value head, which read blocks of BG rows once; p_acc, p_ml: GR rows."""
     o_dim = tl.arange(0, DP)
     o_head = tl.arange(0, GP)
     m_head = o_head < GR
-    o_row = tl.arange(0, BN)
+    o_row = tl.arange(0, BG)
     o_tile = o_head[:, None] * D + o_dim[None, :]
     m_tile = m_head[:, None] & (o_dim < D)[None, :]
     b_q = tl.load(p_q + o_tile, mask=m_tile, other=0.0)
@@ -121,9 +121,8 @@ def salient_group(
     b_max = tl.full([GP], FAR, tl.float32)
     b_sum = tl.zeros([GP], tl.float32)
     b_acc = tl.zeros([GP, DP], tl.float32)
-    b_k, b_v = _load_rows(p_key, p_value, i_split * BN, seen, o_row, o_dim, D)
-    for s in range(i_split * BN, seen, NS * BN):
-        b_next_k, b_next_v = _load_rows(p_key, p_value, s + NS * BN, seen, o_row, o_dim, D)
+    for s in tl.range(i_split * BG, seen, NS * BG, num_stages=STAGES):
+        b_k, b_v = _load_rows(p_key, p_value, s, seen, o_row, o_dim, D)
         m_row = s + o_row < seen
         b_logit = tl.dot(b_q, tl.trans(b_k), input_precision=DOT) * scale2
         b_logit = tl.where(m_row[None, :], b_logit, FAR)
@@ -133,8 +132,6 @@ def salient_group(
         b_sum = b_sum * b_decay + tl.sum(b_p, 1)
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision=DOT)
         b_max = b_new
-        b_k = b_next_k
-        b_v = b_next_v
     tl.store(p_acc + o_tile, b_acc, mask=m_tile)
     tl.store(p_ml + o_head * 2, b_max, mask=m_head)
     tl.store(p_ml + o_head * 2 + 1, b_sum, mask=m_head)
