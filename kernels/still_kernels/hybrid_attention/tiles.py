@@ -96,7 +96,7 @@ def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wid
                 "STAGES": 2 if heavy or small else 4,
                 "BL": min(2 * chunk_size, 32 if heavy else 64),
                 "BS": 16,
-                "RB": 16,
+                "RB": 16 if heavy else min(chunk_size, 64),
                 "DK": columns,
             },
             4,
