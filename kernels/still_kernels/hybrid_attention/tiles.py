@@ -27,10 +27,13 @@ class KernelTile:
     num_warps: int = 4
     num_stages: int = 2
     max_registers: int | None = None  # per thread; None = the compiler's choice
+    dependent: bool = False  # launched before the kernel ahead of it has ended, for which it then waits
 
     def options(self) -> dict[str, int]:
         """Compile options in Triton's names."""
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        if self.dependent:
+            options["launch_pdl"] = True
         return options if self.max_registers is None else {**options, "maxnreg": self.max_registers}
 
 
@@ -89,6 +92,7 @@ def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wid
         commit=KernelTile({}, 4, 1),
         decode=KernelTile(
             {
+                "PDL": int(arch >= 90),
                 "DS": 32,
                 "DW": 32 if wide else 64,  # the bytes of DS columns of S: both tiles then have one layout
                 "BN": 8 if wide and dim > 128 else 16,
@@ -102,6 +106,7 @@ def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wid
             4,
             1,
             None if heavy else 128,
+            arch >= 90,
         ),
         segment_tiles=max(2, 8192 // chunk_size),
         decode_programs=264,  # salient splits; with the other roles one wave of four programs a multiprocessor

@@ -178,6 +178,8 @@ def decode_kernel(
     GATE: tl.constexpr,
     FACTOR: tl.constexpr,
     RAGGED: tl.constexpr,
+    SETTLE: tl.constexpr,
+    PDL: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """Output of one token per row (rows with new_tokens 0 get zeros). Grid (GR * (ND + WP + 1) + NS, HS, B).
@@ -190,6 +192,10 @@ def decode_kernel(
     WP: tl.constexpr = 2 * C // BL
     JOBS: tl.constexpr = ND + WP + 1
     FUSED: tl.constexpr = OVERFLOW == 0
+    if PDL and SETTLE:  # not in the interpreter
+        # The kernel ahead may still run: wait for it before touching memory. The next kernel may be launched meanwhile.
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     GM: tl.constexpr = 1 if SCOPE == 0 else 4  # heads that are merged together
     i_role = tl.program_id(0)
     i_select = tl.program_id(1)
