@@ -37,7 +37,8 @@ POINTER_TYPES = {
     "counters": "i32",
     **{s.name: "fp32" for s in HYBRID_ATTENTION.states if s.dtype == "float32"},
     **dict.fromkeys(
-        ("score", "mass", "prefix_z", "part_acc", "part_ml", "part_lin", "part_den", "part_window"), "fp32"
+        ("score", "mass", "prefix_z", "linear_sum", "part_acc", "part_ml", "part_lin", "part_den", "part_window"),
+        "fp32",
     ),
 }
 """Element types of pointer arguments that do not depend on the variant; all others have the activations' type."""
@@ -114,7 +115,7 @@ def signature_of(kernel: Any, name: str, variant: Variant, constants: dict[str, 
         **POINTER_TYPES,
         "new_tokens": TRITON_TYPES[variant.count_dtype],
         "past_length": TRITON_TYPES[variant.count_dtype],
-        **dict.fromkeys(("prefix_kv", "phi_q", "phi_k"), "fp32" if variant.dtype == "float32" else "bf16"),
+        **dict.fromkeys(("prefix_kv", "phi_k", "linear"), "fp32" if variant.dtype == "float32" else "bf16"),
     }
     signature: dict[str, str] = {}
     values: dict[str, Any] = {}
@@ -204,6 +205,8 @@ def compile_variant(variant: Variant, arch: int) -> tuple[dict[str, Any], dict[s
         "scan_programs": -(-config.state_features // scan["FB"]) * -(-variant.head_dim // scan["DB"]),
         "features_tiles": table.features.constants["TB"],
         "score_blocks_per_chunk": variant.chunk_size // table.score.constants["BM"],
+        "prefix_every": scan["EVERY"],
+        "linear_rows": table.linear.constants["BM"] * table.linear.constants["TB"],
         "attend_rows": table.attend.constants["BM"],
         "value_slices": pow2(variant.head_dim) // table.decode.constants["DS"],
         "window_parts": 2 * variant.chunk_size // table.decode.constants["BL"],
@@ -218,8 +221,9 @@ def compile_variant(variant: Variant, arch: int) -> tuple[dict[str, Any], dict[s
 GRIDS = {
     "score": ["tiles * score_blocks_per_chunk", "H", "B"],
     "select": ["tiles, or 1 with a folding policy", "HS", "B"],
-    "features": ["2 * ceil(n_tiles / features_tiles); 1 in decode", "H", "B"],
+    "features": ["ceil(n_tiles / features_tiles)", "H", "B"],
     "scan": ["scan_programs", "H", "B"],
+    "linear": ["ceil(n_tiles * C / linear_rows)", "H", "B"],
     "attend": ["ceil(n_tiles * C / attend_rows)", "H", "B"],
     "commit": ["H", "B", "1"],
     "decode": ["H / HS * (value_slices + window_parts + 1) + NS", "HS", "B"],

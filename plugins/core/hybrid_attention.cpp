@@ -33,7 +33,7 @@ struct Sizes
           features(call.size("F")), chunk(call.size("C")), slots(call.size("N")), tiles((token_count + chunk - 2) / chunk + 1),
           folds(call.text("overflow") != "error"), segment(folds ? 1 : std::min(variant.constant("segment_tiles"), tiles)),
           splits(decode_splits(batch_size, select_heads, slots, variant.constant("decode_programs"))),
-          window_parts(variant.constant("window_parts")), evicted_rows(folds ? variant.constant("evicted_rows") : 0), element_bytes(type_bytes(call.activation)),
+          stored(ceil_div(segment, variant.constant("prefix_every"))), window_parts(variant.constant("window_parts")), evicted_rows(folds ? variant.constant("evicted_rows") : 0), element_bytes(type_bytes(call.activation)),
           linear_bytes(call.activation == Type::kFloat32 ? 4 : 2)
     {
     }
@@ -50,6 +50,7 @@ struct Sizes
     bool folds;
     int64_t segment;
     int64_t splits;
+    int64_t stored; // chunks of a segment whose S is stored
     int64_t window_parts; // of the ring in decode
     int64_t evicted_rows; // rows that a folding policy may move out of the cache at once
     size_t element_bytes;
@@ -177,16 +178,17 @@ private:
                 bytes *= static_cast<size_t>(size);
             arguments[name] = builder.region(bytes);
         };
-        for (char const* name : {"score", "flags", "prefix_kv", "prefix_z", "phi_q", "phi_k", "mass", "evicted_key", "evicted_value",
+        for (char const* name : {"score", "flags", "prefix_kv", "prefix_z", "linear", "linear_sum", "phi_k", "mass", "evicted_key", "evicted_value",
                  "evicted_count", "part_acc", "part_ml", "part_window", "part_lin", "part_den", "counters"})
             arguments[name] = {};
         bool const decode = s.tokens == 1;
         if (!decode)
         {
             region("score", kFloatBytes, {s.batch * s.tokens, s.heads});
-            region("prefix_kv", s.linear_bytes, {s.batch, s.segment, s.heads, s.features, s.head_dim});
-            region("prefix_z", kFloatBytes, {s.batch, s.segment, s.heads, s.features});
-            region("phi_q", s.linear_bytes, {s.batch, s.segment, s.heads, s.chunk, s.features});
+            region("prefix_kv", s.linear_bytes, {s.batch, s.stored, s.heads, s.features, s.head_dim});
+            region("prefix_z", kFloatBytes, {s.batch, s.stored, s.heads, s.features});
+            region("linear", s.linear_bytes, {s.batch, s.segment, s.heads, s.chunk, s.head_dim});
+            region("linear_sum", kFloatBytes, {s.batch, s.segment, s.heads, s.chunk});
         }
         else
         {
@@ -204,7 +206,6 @@ private:
         {
             region("prefix_kv", s.linear_bytes, {16});
             region("prefix_z", kFloatBytes, {16});
-            region("phi_q", s.linear_bytes, {16});
         }
         if (!decode || s.folds)
         {
@@ -236,8 +237,9 @@ private:
             arguments["n_tiles"] = number(count);
             if (s.folds) // the cache is right for one chunk at a time
                 builder.kernel("select", {1, s.select_heads, s.batch}, arguments);
-            builder.kernel("features", {2 * ceil_div(count, variant.constant("features_tiles")), s.heads, s.batch}, arguments);
+            builder.kernel("features", {ceil_div(count, variant.constant("features_tiles")), s.heads, s.batch}, arguments);
             builder.kernel("scan", {variant.constant("scan_programs"), s.heads, s.batch}, arguments);
+            builder.kernel("linear", {ceil_div(count * s.chunk, variant.constant("linear_rows")), s.heads, s.batch}, arguments);
             builder.kernel("attend", {ceil_div(count * s.chunk, variant.constant("attend_rows")), s.heads, s.batch}, arguments);
         }
         builder.kernel("commit", {s.heads, s.batch, 1}, arguments);
@@ -252,7 +254,7 @@ private:
         if (s.folds)
         {
             builder.kernel("select", {1, s.select_heads, s.batch}, arguments);
-            builder.kernel("features", {1, s.heads, s.batch}, arguments); // keys only
+            builder.kernel("features", {1, s.heads, s.batch}, arguments);
             builder.kernel("scan", {variant.constant("scan_programs"), s.heads, s.batch}, arguments);
         }
         int64_t const jobs = variant.constant("value_slices") + s.window_parts + 1;

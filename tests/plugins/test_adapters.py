@@ -78,7 +78,7 @@ def test_adapter(include: str, recorder: object, tmp_path: Path) -> None:
     assert lines.count("enqueue 0") == 2
     assert int(next(line for line in lines if line.startswith("workspace")).split()[1]) > 0
     launches = [line.split()[1] for line in lines if line.startswith("cuLaunchKernel")]
-    prefill = ("score", "select", "features", "scan", "attend", "features", "scan", "attend", "commit")
+    prefill = ("score", "select", *("features", "scan", "linear", "attend") * 2, "commit")
     assert launches == [f"{k}_kernel" for k in (*prefill, "decode")]
     assert not [line for line in lines if line.startswith("cuMemcpyDtoD")], "past and present were one buffer"
     assert "logged still: node node7: HybridAttention: the node lacks the attribute chunk_size" in ran.stdout

@@ -21,8 +21,9 @@ TYPES = {"ptr": "p", "i32": "i", "f32": "f"}
 ARGUMENTS = {  # orders differ on purpose: the core goes by name
     "score": ["T:i32", "query:ptr", "key:ptr", "score:ptr", "past_length:ptr", "scale:f32", "R:i32"],
     "select": ["flags:ptr", "first_tile:i32", "K:i32", "window_factor:ptr"],
-    "features": ["phi_q:ptr", "phi_k:ptr", "first_tile:i32", "n_tiles:i32"],
+    "features": ["phi_k:ptr", "first_tile:i32", "n_tiles:i32"],
     "scan": ["kv_state:ptr", "prefix_kv:ptr", "prefix_z:ptr", "first_tile:i32", "n_tiles:i32", "W_HEADS:i32"],
+    "linear": ["linear:ptr", "linear_sum:ptr", "first_tile:i32", "n_tiles:i32"],
     "attend": ["output:ptr", "query_start:ptr", "salient_key:ptr", "epsilon:f32", "first_tile:i32", "n_tiles:i32"],
     "commit": ["window_key:ptr", "new_tokens:ptr", "H:i32", "HK:i32", "N:i32"],
     "decode": ["counters:ptr", "part_acc:ptr", "output:ptr", "NS:i32", "B:i32", "phantom:i32"],
@@ -32,6 +33,8 @@ CONSTANTS = {
     "scan_programs": 3,
     "score_blocks_per_chunk": 2,
     "features_tiles": 3,
+    "prefix_every": 2,
+    "linear_rows": 64,
     "window_parts": 2,
     "attend_rows": 48,
     "value_slices": 2,
@@ -165,14 +168,14 @@ def test_prefill_launches(op: CoreOp, recorder: Recorder) -> None:
     op.prepare(given)
     loaded = len(recorder.log("cuModuleLoadData"))
     op.launch(ins, outs, 0x7000000, 5)
-    assert len(recorder.log("cuModuleLoadData")) == loaded == 6, "modules load when prepared, never at launch"
+    assert len(recorder.log("cuModuleLoadData")) == loaded == 7, "modules load when prepared, never at launch"
     launches = recorder.launches()
     # 150 tokens touch at most 6 chunks of 32; segments of 4
     assert [name for name, _ in launches] == [
-        f"{k}_kernel" for k in ("score", "select", "features", "scan", "attend", "features", "scan", "attend", "commit")
+        f"{k}_kernel" for k in ("score", "select", *("features", "scan", "linear", "attend") * 2, "commit")
     ]
     assert [fields["grid"] for _, fields in launches] == [
-        *("12,6,2", "6,6,2", "4,6,2", "3,6,2", "3,6,2", "2,6,2", "3,6,2", "2,6,2", "6,2,1")
+        *("12,6,2", "6,6,2", "2,6,2", "3,6,2", "2,6,2", "3,6,2", "1,6,2", "3,6,2", "1,6,2", "2,6,2", "6,2,1")
     ]
     assert {fields["block"] for _, fields in launches} == {"128,1,1"}
     assert {fields["shared"] for _, fields in launches} == {"1000"} and {
@@ -186,7 +189,8 @@ def test_prefill_launches(op: CoreOp, recorder: Recorder) -> None:
     assert values(launches[1][1], "select")["window_factor"] == 0, "an absent optional input is null"
     assert [values(f, "scan")["first_tile"] for n, f in launches if n == "scan_kernel"] == [0, 4]
     assert [values(f, "scan")["n_tiles"] for n, f in launches if n == "scan_kernel"] == [4, 2]
-    attend = values(launches[4][1], "attend")
+    linear = values(launches[4][1], "linear")
+    attend = values(launches[5][1], "attend")
     assert attend["salient_key"] == at["present_salient_key"], "kernels work on the present state"
     assert attend["output"] == at["output"] and attend["epsilon"] == pytest.approx(1e-5)
     commit = values(launches[-1][1], "commit")
@@ -199,8 +203,10 @@ def test_prefill_launches(op: CoreOp, recorder: Recorder) -> None:
         values(launches[1][1], "select")["flags"],
         scan["prefix_kv"],
         scan["prefix_z"],
+        linear["linear"],
+        linear["linear_sum"],
     ]
-    assert len(set(regions)) == 5 and all(r % 256 == 0 and r >= 0x7000000 for r in regions)
+    assert len(set(regions)) == 7 and all(r % 256 == 0 and r >= 0x7000000 for r in regions)
     assert max(regions) < 0x7000000 + op.workspace(given)
 
 

@@ -15,6 +15,7 @@ import torch
 
 from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState
 from still_kernels.hybrid_attention.chunked import chunked_hybrid_attention
+from still_kernels.hybrid_attention.tiles import TileTable, tile_table, with_constants
 
 SMALL: dict[str, Any] = {
     "num_heads": 4,
@@ -46,10 +47,18 @@ class Case:
     calls: tuple[Call, ...] = tuple(CROSSING)
     inputs: str = "random"
     packed: bool = False  # through query_start and state_row, the rows in another order and among others
+    wide: bool = False  # in the interpreter: block sizes of float32 in the place of those of 16 bits
+    tiles: dict[str, dict[str, int]] = field(default_factory=dict)  # in the interpreter: other block sizes, by kernel
 
     def config(self) -> HybridAttentionConfig:
         """The layer."""
         return HybridAttentionConfig(**{**SMALL, **self.changes})
+
+    def table(self) -> TileTable:
+        """Block sizes in the interpreter."""
+        config = self.config()
+        table = tile_table(90, config.head_dim, config.chunk_size, config.projection_dim, self.wide)
+        return with_constants(table, self.tiles)
 
 
 CASES = {
@@ -57,7 +66,9 @@ CASES = {
     "promoting": Case(calls=tuple(PROMOTING)),
     "group max": Case({"select_scope": "kv_group_max", "num_heads": 6}, tuple(PROMOTING)),
     "group mean": Case(
-        {"select_scope": "kv_group_mean", "num_heads": 8, "num_kv_heads": 1}, ((66, [66, 35]), STEP, (31, [31, 30]))
+        {"select_scope": "kv_group_mean", "num_heads": 8, "num_kv_heads": 1},
+        ((66, [66, 35]), STEP, (31, [31, 30])),
+        wide=True,
     ),
     "fold min": Case(
         {"overflow": "fold_min_score", "capacity_tokens": 128},
@@ -74,7 +85,7 @@ CASES = {
     ),
     "packed": Case({"select_scope": "kv_group_max"}, ((66, [66, 35]), (30, [0, 30]), STEP, (2, [2, 1])), packed=True),
     "packed, folding": Case(
-        {"overflow": "fold_oldest", "capacity_tokens": 96}, ((70, [70, 33]), (64, [40, 64])), packed=True
+        {"overflow": "fold_oldest", "capacity_tokens": 96}, ((70, [70, 33]), (64, [40, 64])), packed=True, wide=True
     ),
     "released": Case({"profile": "released"}, ((66, [66, 35]), (30, [0, 30]))),
     "released decode": Case({"profile": "released"}, (STEP, STEP, (28, [28, 1]), *[STEP] * 3)),
@@ -89,6 +100,11 @@ CASES = {
     "equal logits": Case({}, ((100, [100, 66]), STEP), "equal"),
     "one huge logit": Case({}, ((63, [63, 62]), STEP, STEP), "huge"),
     "tied keys": Case({}, ((100, [100, 66]), STEP), "tied"),
+    "identity": Case({"feature_map": "identity"}, SHORT),
+    "wide blocks": Case(calls=((33, [33, 7]), (131, [70, 131])), wide=True),
+    "chunk 64": Case({"chunk_size": 64}, ((200, [200, 65]), (70, [64, 70]))),
+    "chunk 256": Case({"chunk_size": 256}, ((514, [514, 300]),)),
+    "many chunks": Case({"capacity_tokens": 512}, ((30, [30, 5]), (390, [390, 161]), STEP)),
 }
 
 
@@ -149,6 +165,7 @@ def run_case(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32)
     launch.allocate = guarded.empty
     case = CASES[name]
     config = case.config()
+    table = case.table() if device == "cpu" else None
     generator = torch.Generator().manual_seed(len(name))
     batch = 2
     shape = (config.num_heads, config.projection_dim, config.head_dim)
@@ -164,11 +181,11 @@ def run_case(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32)
         expected, expected_state = chunked_hybrid_attention(*tensors, *weights, config, expected_state, new)
         state = HybridAttentionState(**{n: guarded.copy(t) for n, t in state.tensors().items()})
         if case.packed:
-            output = _launch_packed(launch, guarded, tensors, weights, config, state, tokens, new, window_factor)
+            output = _launch_packed(launch, guarded, tensors, weights, config, state, tokens, new, window_factor, table)
         else:
             output = guarded.empty(tensors[0], tuple(tensors[0].shape), dtype)
             launch.launch_hybrid_attention(
-                *tensors, *weights, config, state, output, batch, tokens, new, window_factor=window_factor
+                *tensors, *weights, config, state, output, batch, tokens, new, window_factor=window_factor, table=table
             )
         guarded.check()
         state.length.add_(new)
@@ -213,6 +230,7 @@ def _launch_packed(
     tokens: int,
     new: torch.Tensor,
     window_factor: torch.Tensor | None,
+    table: TileTable | None,
 ) -> torch.Tensor:
     """The call with packed tokens on rows 2 and 0 of a state of three; returns the padded output, writes the rows back."""
     rows = torch.tensor([2, 0], dtype=torch.int32, device=new.device)
@@ -222,7 +240,7 @@ def _launch_packed(
     output = guarded.empty(packed[0], tuple(packed[0].shape), packed[0].dtype)
     large = HybridAttentionState(**wide)
     launch.launch_hybrid_attention(
-        *packed, *weights, config, large, output, 2, tokens, None, start, rows, window_factor=window_factor
+        *packed, *weights, config, large, output, 2, tokens, None, start, rows, window_factor, table
     )
     for name, tensor in state.tensors().items():
         assert bool((wide[name][1] == 5).all()), f"{name}: a row that had no part in the call changed"

@@ -19,6 +19,7 @@ from still_kernels.hybrid_attention.triton_attend import attend_kernel, commit_k
 from still_kernels.hybrid_attention.triton_common import FEATURE_CODES, OVERFLOW_CODES, SCOPE_CODES
 from still_kernels.hybrid_attention.triton_decode import decode_kernel
 from still_kernels.hybrid_attention.triton_features import features_kernel
+from still_kernels.hybrid_attention.triton_linear import linear_kernel
 from still_kernels.hybrid_attention.triton_scan import scan_kernel
 from still_kernels.hybrid_attention.triton_score import score_kernel
 from still_kernels.hybrid_attention.triton_select import select_kernel
@@ -28,6 +29,7 @@ KERNELS = {
     "select": select_kernel,
     "features": features_kernel,
     "scan": scan_kernel,
+    "linear": linear_kernel,
     "attend": attend_kernel,
     "commit": commit_kernel,
     "decode": decode_kernel,
@@ -97,9 +99,11 @@ def workspace_shapes(
     segment = 1 if config.overflow != "error" else min(table.segment_tiles, reach - 2)
     if tokens > 1:
         shapes["score"] = ((packed, heads), "float32")
-        shapes["prefix_kv"] = ((batch, segment, heads, features, dim), "L")
-        shapes["prefix_z"] = ((batch, segment, heads, features), "float32")
-        shapes["phi_q"] = ((batch, segment, heads, chunk, features), "L")
+        stored = -(-segment // table.scan.constants["EVERY"])
+        shapes["prefix_kv"] = ((batch, stored, heads, features, dim), "L")
+        shapes["prefix_z"] = ((batch, stored, heads, features), "float32")
+        shapes["linear"] = ((batch, segment, heads, chunk, dim), "L")
+        shapes["linear_sum"] = ((batch, segment, heads, chunk), "float32")
     else:
         window = 2 * chunk // table.decode.constants["BL"]
         shapes["part_acc"] = ((batch, heads, splits + window + 1, dim), "float32")
@@ -108,7 +112,7 @@ def workspace_shapes(
         shapes["part_lin"] = ((batch, heads, dim), "float32")
         shapes["part_den"] = ((batch, heads), "float32")
         if config.overflow != "error":  # named by the kernels, not written in decode
-            shapes["prefix_kv"], shapes["prefix_z"], shapes["phi_q"] = ((16,), "L"), ((16,), "float32"), ((16,), "L")
+            shapes["prefix_kv"], shapes["prefix_z"] = ((16,), "L"), ((16,), "float32")
     if tokens > 1 or config.overflow != "error":
         shapes["flags"] = ((batch, reach, select, chunk), "int8")
     if tokens > 1 or config.overflow != "error":
@@ -233,7 +237,7 @@ def launch_hybrid_attention(
         if evicting:
             values["score"] = state.window_score  # never read: the promoted chunk lies in the ring
             launch("select", (1, select, batch), first_tile=0)
-            launch("features", (1, heads, batch), first_tile=0, n_tiles=1)  # keys only
+            launch("features", (1, heads, batch), first_tile=0, n_tiles=1)
             launch("scan", (scan_programs, heads, batch), first_tile=0, n_tiles=1, store_prefix=0)
         values["counters"] = persistent_counters(query.device, batch * 2 * heads)
         group = heads // select
@@ -245,13 +249,15 @@ def launch_hybrid_attention(
         launch("select", (tiles, select, batch), first_tile=0)
     step = 1 if evicting else table.segment_tiles
     rows = table.attend.constants["BM"]
+    linear_rows = table.linear.constants["BM"] * table.linear.constants["TB"]
     for first in range(0, tiles, step):
         count = min(step, tiles - first)
         if evicting:  # the cache is right for one chunk at a time
             launch("select", (1, select, batch), first_tile=first)
         groups = -(-count // table.features.constants["TB"])
-        launch("features", (2 * groups, heads, batch), first_tile=first, n_tiles=count)
+        launch("features", (groups, heads, batch), first_tile=first, n_tiles=count)
         launch("scan", (scan_programs, heads, batch), first_tile=first, n_tiles=count, store_prefix=1)
+        launch("linear", (-(-count * chunk // linear_rows), heads, batch), first_tile=first, n_tiles=count)
         launch("attend", (-(-count * chunk // rows), heads, batch), first_tile=first, n_tiles=count)
     launch("commit", (heads, batch, 1))
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 CHUNK_SIZES = (32, 64, 128, 256)
@@ -45,6 +46,7 @@ class TileTable:
     select: KernelTile
     features: KernelTile
     scan: KernelTile
+    linear: KernelTile
     attend: KernelTile
     commit: KernelTile
     decode: KernelTile
@@ -53,7 +55,7 @@ class TileTable:
 
     def kernels(self) -> dict[str, KernelTile]:
         """The tiles by kernel."""
-        names = ("score", "select", "features", "scan", "attend", "commit", "decode")
+        names = ("score", "select", "features", "scan", "linear", "attend", "commit", "decode")
         return {name: getattr(self, name) for name in names}
 
 
@@ -77,6 +79,7 @@ def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wid
     keys = 32 if heavy else 64
     features = min(rows, 32 if heavy else 64)
     stages = 1 if tight else 2 if heavy or small else 3
+    every = 1 if heavy or chunk_size > 64 else 2  # chunks from one stored S to the next
     return TileTable(
         score=KernelTile({"BM": min(block, 32) if heavy else block}, 4, 1),
         select=KernelTile({}, 4, 1),
@@ -84,11 +87,29 @@ def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wid
             {"RB": min(block, 32) if heavy else block, "TB": 4, "DK": columns}, 4, 1, None if heavy else 168
         ),
         scan=KernelTile(
-            {"FB": features, "DB": 64, "RB": min(block, 32) if heavy else block, "STAGES": stages if heavy else 4},
+            {
+                "FB": features,
+                "DB": 64,
+                "RB": min(block, 32) if heavy else block,
+                "EVERY": every,
+                "STAGES": stages if heavy else 4,
+            },
             4,
             stages,
         ),
-        attend=KernelTile({"BM": block, "BN": keys, "FB": features, "STAGES": stages}, 4, stages),
+        linear=KernelTile(
+            {
+                "BM": (16 if wide and dim > 128 else min(block, 32)) if heavy else 64,
+                "TB": 4,
+                "DK": columns,
+                "DS": 16 if heavy else 32,
+                "EVERY": every,
+                "STAGES": min(stages, 2),
+            },
+            4,
+            min(stages, 2),
+        ),
+        attend=KernelTile({"BM": block, "BN": keys, "STAGES": stages}, 4, stages),
         commit=KernelTile({}, 4, 1),
         decode=KernelTile(
             {
@@ -111,6 +132,15 @@ def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wid
         segment_tiles=max(2, 8192 // chunk_size),
         decode_programs=264,  # salient splits; with the other roles one wave of four programs a multiprocessor
     )
+
+
+def with_constants(table: TileTable, changes: dict[str, dict[str, int]]) -> TileTable:
+    """`table` with other compile-time constants of some kernels."""
+    tiles = table.kernels()
+    new: dict[str, Any] = {
+        name: replace(tiles[name], constants={**tiles[name].constants, **c}) for name, c in changes.items()
+    }
+    return replace(table, **new)
 
 
 def decode_splits(batch: int, select_heads: int, slots: int, programs: int) -> int:

@@ -44,9 +44,8 @@ def attend_kernel(
     p_past_length,
     p_query_start,
     p_state_row,
-    p_phi_q,
-    p_prefix_kv,
-    p_prefix_z,
+    p_linear,
+    p_linear_sum,
     p_output,
     T,
     H,
@@ -62,10 +61,8 @@ def attend_kernel(
     C: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
-    F: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
-    FB: tl.constexpr,
     STAGES: tl.constexpr,
     SETTLE: tl.constexpr,
     GATE: tl.constexpr,
@@ -155,21 +152,13 @@ def attend_kernel(
 
     # Linear part: everything older that is not salient.
     if chunk >= 2:
-        b_linear = tl.zeros([BM, DP], tl.float32)
-        i_prefix = (i_batch.to(tl.int64) * n_tiles + i_block * BM // C) * H + i_head
-        p_phi = p_phi_q + (i_prefix * C + first % C + o_row)[:, None] * F
-        for f in tl.range(0, F, FB, num_stages=STAGES):
-            o_feature = f + tl.arange(0, FB)
-            m_feature = o_feature < F
-            b_phi = tl.load(p_phi + o_feature[None, :], mask=m_feature[None, :], other=0.0)
-            p_kv = p_prefix_kv + (i_prefix * F + o_feature)[:, None] * D + o_dim[None, :]
-            b_kv = tl.load(p_kv, mask=m_feature[:, None] & m_dim[None, :], other=0.0)
-            b_z = tl.load(p_prefix_z + i_prefix * F + o_feature, mask=m_feature, other=0.0)
-            b_sum += tl.sum(b_phi.to(tl.float32) * b_z[None, :], 1)
-            b_linear = tl.dot(b_phi, b_kv, b_linear, input_precision=DOT)
+        i_tile = i_batch.to(tl.int64) * n_tiles + i_block * BM // C
+        o_linear = (i_tile * H + i_head) * C + o_query % C
+        b_sum += tl.load(p_linear_sum + o_linear, mask=m_query, other=0.0)
+        m_linear = m_query[:, None] & m_dim[None, :]
+        b_linear = tl.load(p_linear + o_linear[:, None] * D + o_dim[None, :], mask=m_linear, other=0.0).to(tl.float32)
         if GATE:
-            b_gate = tl.load(p_gate + p_tile, mask=m_query[:, None] & m_dim[None, :], other=0.0)
-            b_linear = b_linear * b_gate.to(tl.float32)
+            b_linear *= tl.load(p_gate + p_tile, mask=m_linear, other=0.0).to(tl.float32)
         b_acc += b_linear
     b_out = b_acc / (b_sum + epsilon)[:, None]
     if OVERFLOW == 0:  # beyond the capacity: the caller should have refused

@@ -1,4 +1,4 @@
-"""Third step of prefill: features of the queries and of the keys that are folded into the linear state."""
+"""Third step of prefill: features of the keys that are folded into the linear state."""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
@@ -23,35 +23,25 @@ def _project(b_x, b_weight, b_direction, b_square, DOT: tl.constexpr):
 
 
 @triton.jit
-def _write_features(
-    b_direction, b_square, m_row, p_out, P: tl.constexpr, PP: tl.constexpr, FEATURE: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    """Features of a block of rows to `p_out` [rows, F]. KEYS: rows outside m_row as 0, and sums over the rows, [PP] each half."""
+def _write_features(b_direction, b_square, m_row, p_out, P: tl.constexpr, PP: tl.constexpr, FEATURE: tl.constexpr):
+    """Features of a block of rows to `p_out` [rows, F], 0 for rows outside m_row; their sums over the rows, [PP] each half."""
     F: tl.constexpr = 2 * P if FEATURE <= 1 else P
     o_feature = tl.arange(0, PP)
     m_feature = o_feature < P
     o_row = tl.arange(0, b_direction.shape[0])
     b_plus, b_minus = feature_pair(b_direction, b_square, P, PP, FEATURE)
     p_block = p_out + o_row[:, None] * F + o_feature[None, :]
-    b_sum_plus = tl.zeros([PP], tl.float32)
-    b_sum_minus = tl.zeros([PP], tl.float32)
-    if KEYS:
-        b_plus = tl.where(m_row[:, None], b_plus, 0.0)
-        b_sum_plus = tl.sum(b_plus, 0)
+    b_plus = tl.where(m_row[:, None], b_plus, 0.0)
+    b_minus = tl.where(m_row[:, None], b_minus, 0.0)
     tl.store(p_block, b_plus.to(p_out.dtype.element_ty), mask=m_feature[None, :])
     if FEATURE <= 1:
-        if KEYS:
-            b_minus = tl.where(m_row[:, None], b_minus, 0.0)
-            b_sum_minus = tl.sum(b_minus, 0)
         tl.store(p_block + P, b_minus.to(p_out.dtype.element_ty), mask=m_feature[None, :])
-    return b_sum_plus, b_sum_minus
+    return tl.sum(b_plus, 0), tl.sum(b_minus, 0)
 
 
 @triton.jit(do_not_specialize=["T", "H", "HK", "HS", "W_HEADS", "R", "first_tile", "n_tiles"])
 def features_kernel(
-    p_query,
     p_key,
-    p_feature_q_weight,
     p_feature_k_weight,
     p_window_key,
     p_new_tokens,
@@ -61,7 +51,6 @@ def features_kernel(
     p_flags,
     p_evicted_key,
     p_evicted_count,
-    p_phi_q,
     p_phi_k,
     p_mass,
     T,
@@ -86,17 +75,15 @@ def features_kernel(
     RAGGED: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Features of chunks c0 + first_tile .. + n_tiles - 1, TB chunks per program.
+    """Features of what chunks c0 + first_tile .. + n_tiles - 1 promote, TB chunks per program.
 
-    The first half of the grid writes phi_k [B, n_tiles, H, C (+ KP evicted rows), F] of the chunk that each of these chunks
-    promotes (two before it; tokens that stay in softmax as 0) and the sums mass [B, n_tiles, H, F]. The second half writes
-    phi_q [B, n_tiles, H, C, F]. Grid (2 * ceil(n_tiles / TB), H, B).
+    Writes phi_k [B, n_tiles, H, C (+ KP evicted rows), F] of the chunk that each of these chunks promotes (two before it; tokens
+    that stay in softmax as 0) and the sums mass [B, n_tiles, H, F]. Grid (ceil(n_tiles / TB), H, B).
     """
     NB: tl.constexpr = C // RB
     F: tl.constexpr = 2 * P if FEATURE <= 1 else P
     CR: tl.constexpr = C + KP if EVICT else C
-    groups = (n_tiles + TB - 1) // TB
-    i_group = tl.program_id(0) % groups
+    i_group = tl.program_id(0)
     i_head = tl.program_id(1)
     i_batch = tl.program_id(2)
     row, start, length, count = row_of(i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, T, RAGGED)
@@ -112,72 +99,50 @@ def features_kernel(
     w_head = (i_head % W_HEADS).to(tl.int64) * (P * D)
     first = i_group * TB
     last = tl.minimum(tl.minimum(first + TB, n_tiles), (end + C - 1) // C - c0 - first_tile)
-    if tl.program_id(0) < groups:
-        p_new = p_key + (start * HK + i_kv) * D
-        p_ring = p_window_key + (row * HK + i_kv) * (2 * C) * D
-        i_select = i_head // (H // HS)
-        p_weight = p_feature_k_weight + w_head
-        b_weight = load_weight(p_weight, o_feature, o_dim, P, D)
-        for tile in range(first, last):
-            chunk = c0 + first_tile + tile
-            if (chunk >= 2) & (chunk * C >= length):
-                i_out = (i_batch.to(tl.int64) * n_tiles + tile) * H + i_head
-                b_mass_plus = tl.zeros([PP], tl.float32)
-                b_mass_minus = tl.zeros([PP], tl.float32)
-                p_flag = p_flags + ((i_batch.to(tl.int64) * R + first_tile + tile) * HS + i_select) * C
-                for r in range(0, NB):
-                    o_position = (chunk - 2) * C + r * RB + o_row
-                    b_direction = tl.zeros([RB, PP], tl.float32)
-                    b_square = tl.zeros([RB], tl.float32)
-                    for d in range(0, DP, DK):
-                        b_key = load_tokens(p_new, p_ring, o_position, length, end, HK * D, d + o_dim, D, C)
-                        if DK < DP:
-                            b_weight = load_weight(p_weight, o_feature, d + o_dim, P, D)
-                        b_direction, b_square = _project(b_key, b_weight, b_direction, b_square, DOT)
-                    m_row = tl.load(p_flag + r * RB + o_row) != 0
-                    b_plus, b_minus = _write_features(
-                        b_direction, b_square, m_row, p_phi_k + (i_out * CR + r * RB) * F, P, PP, FEATURE, True
-                    )
-                    b_mass_plus += b_plus
-                    b_mass_minus += b_minus
-                if EVICT:  # rows that left the cache
-                    o_rank = tl.arange(0, KP)
-                    m_rank = o_rank < tl.load(p_evicted_count + i_batch.to(tl.int64) * HS + i_select)
-                    p_old = p_evicted_key + ((i_batch.to(tl.int64) * HS + i_select) * KP + o_rank)[:, None] * D
-                    b_direction = tl.zeros([KP, PP], tl.float32)
-                    b_square = tl.zeros([KP], tl.float32)
-                    for d in range(0, DP, DK):
-                        mask = m_rank[:, None] & (d + o_dim < D)[None, :]
-                        b_old = tl.load(p_old + d + o_dim[None, :], mask=mask, other=0.0)
-                        if DK < DP:
-                            b_weight = load_weight(p_weight, o_feature, d + o_dim, P, D)
-                        b_direction, b_square = _project(b_old, b_weight, b_direction, b_square, DOT)
-                    b_plus, b_minus = _write_features(
-                        b_direction, b_square, m_rank, p_phi_k + (i_out * CR + C) * F, P, PP, FEATURE, True
-                    )
-                    b_mass_plus += b_plus
-                    b_mass_minus += b_minus
-                tl.store(p_mass + i_out * F + o_feature, b_mass_plus, mask=m_feature)
-                if FEATURE <= 1:
-                    tl.store(p_mass + i_out * F + P + o_feature, b_mass_minus, mask=m_feature)
-    else:
-        p_weight = p_feature_q_weight + w_head
-        b_weight = load_weight(p_weight, o_feature, o_dim, P, D)
-        for tile in range(first, last):
-            chunk = c0 + first_tile + tile
-            if chunk >= 2:  # earlier chunks have no linear part
-                i_out = (i_batch.to(tl.int64) * n_tiles + tile) * H + i_head
-                for r in range(0, NB):
-                    o_query = chunk * C + r * RB + o_row
-                    m_row = (o_query >= length) & (o_query < end)
-                    p_q = p_query + ((start + o_query - length) * H + i_head)[:, None] * D
-                    b_direction = tl.zeros([RB, PP], tl.float32)
-                    b_square = tl.zeros([RB], tl.float32)
-                    for d in range(0, DP, DK):
-                        mask = m_row[:, None] & (d + o_dim < D)[None, :]
-                        b_q = tl.load(p_q + d + o_dim[None, :], mask=mask, other=0.0)
-                        if DK < DP:
-                            b_weight = load_weight(p_weight, o_feature, d + o_dim, P, D)
-                        b_direction, b_square = _project(b_q, b_weight, b_direction, b_square, DOT)
-                    p_out = p_phi_q + (i_out * C + r * RB) * F
-                    _write_features(b_direction, b_square, m_row, p_out, P, PP, FEATURE, False)
+    p_new = p_key + (start * HK + i_kv) * D
+    p_ring = p_window_key + (row * HK + i_kv) * (2 * C) * D
+    i_select = i_head // (H // HS)
+    p_weight = p_feature_k_weight + w_head
+    b_weight = load_weight(p_weight, o_feature, o_dim, P, D)
+    for tile in range(first, last):
+        chunk = c0 + first_tile + tile
+        if (chunk >= 2) & (chunk * C >= length):
+            i_out = (i_batch.to(tl.int64) * n_tiles + tile) * H + i_head
+            b_mass_plus = tl.zeros([PP], tl.float32)
+            b_mass_minus = tl.zeros([PP], tl.float32)
+            p_flag = p_flags + ((i_batch.to(tl.int64) * R + first_tile + tile) * HS + i_select) * C
+            for r in range(0, NB):
+                o_position = (chunk - 2) * C + r * RB + o_row
+                b_direction = tl.zeros([RB, PP], tl.float32)
+                b_square = tl.zeros([RB], tl.float32)
+                for d in range(0, DP, DK):
+                    b_key = load_tokens(p_new, p_ring, o_position, length, end, HK * D, d + o_dim, D, C)
+                    if DK < DP:
+                        b_weight = load_weight(p_weight, o_feature, d + o_dim, P, D)
+                    b_direction, b_square = _project(b_key, b_weight, b_direction, b_square, DOT)
+                m_row = tl.load(p_flag + r * RB + o_row) != 0
+                b_plus, b_minus = _write_features(
+                    b_direction, b_square, m_row, p_phi_k + (i_out * CR + r * RB) * F, P, PP, FEATURE
+                )
+                b_mass_plus += b_plus
+                b_mass_minus += b_minus
+            if EVICT:  # rows that left the cache
+                o_rank = tl.arange(0, KP)
+                m_rank = o_rank < tl.load(p_evicted_count + i_batch.to(tl.int64) * HS + i_select)
+                p_old = p_evicted_key + ((i_batch.to(tl.int64) * HS + i_select) * KP + o_rank)[:, None] * D
+                b_direction = tl.zeros([KP, PP], tl.float32)
+                b_square = tl.zeros([KP], tl.float32)
+                for d in range(0, DP, DK):
+                    mask = m_rank[:, None] & (d + o_dim < D)[None, :]
+                    b_old = tl.load(p_old + d + o_dim[None, :], mask=mask, other=0.0)
+                    if DK < DP:
+                        b_weight = load_weight(p_weight, o_feature, d + o_dim, P, D)
+                    b_direction, b_square = _project(b_old, b_weight, b_direction, b_square, DOT)
+                b_plus, b_minus = _write_features(
+                    b_direction, b_square, m_rank, p_phi_k + (i_out * CR + C) * F, P, PP, FEATURE
+                )
+                b_mass_plus += b_plus
+                b_mass_minus += b_minus
+            tl.store(p_mass + i_out * F + o_feature, b_mass_plus, mask=m_feature)
+            if FEATURE <= 1:
+                tl.store(p_mass + i_out * F + P + o_feature, b_mass_minus, mask=m_feature)

@@ -1,4 +1,4 @@
-"""Fourth step of prefill: the linear state before each chunk, by one pass over the chunks with S in registers."""
+"""Third step of prefill, second half: the linear state along the chunks, by one pass over them with S in registers."""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
@@ -38,16 +38,17 @@ def scan_kernel(
     DB: tl.constexpr,
     RB: tl.constexpr,
     KP: tl.constexpr,
+    EVERY: tl.constexpr,
     STAGES: tl.constexpr,
     EVICT: tl.constexpr,
     RAGGED: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Fold promoted chunks into S and z in chunk order; leave what each chunk c0 + first_tile + i sees.
+    """Fold promoted chunks into S and z in chunk order; leave what each chunk c0 + first_tile + EVERY * i sees.
 
-    Each program owns an FB x DB block of one head's S, so in place is hazard-free. prefix_kv [B, n_tiles, H, F, D], prefix_z
-    [B, n_tiles, H, F]. Grid (ceil(F / FB) * ceil(D / DB), H, B). EVICT (folding policies): one chunk per call, and the rows
-    that left the cache are folded as well.
+    Each program owns an FB x DB block of one head's S, so in place is hazard-free. prefix_kv [B, ceil(n_tiles / EVERY), H, F, D],
+    prefix_z [B, ceil(n_tiles / EVERY), H, F]. Grid (ceil(F / FB) * ceil(D / DB), H, B). EVICT (folding policies): one chunk per
+    call, and the rows that left the cache are folded as well.
     """
     NB: tl.constexpr = C // RB
     CR: tl.constexpr = C + KP if EVICT else C
@@ -75,6 +76,7 @@ def scan_kernel(
     p_new = p_value + (start * HK + i_kv) * D
     p_ring = p_window_value + (row * HK + i_kv) * (2 * C) * D
     i_first = i_batch.to(tl.int64) * n_tiles * H + i_head
+    i_stored = i_batch.to(tl.int64) * ((n_tiles + EVERY - 1) // EVERY) * H + i_head
     for j in tl.range(0, number * NB, num_stages=STAGES):
         chunk = c0 + j // NB
         promoted = (chunk >= 2) & (chunk * C >= length)
@@ -86,8 +88,9 @@ def scan_kernel(
         b_value = load_tokens(p_new, p_ring, o_position, length, end, HK * D, o_dim, D, C)
         b_state = tl.dot(tl.trans(b_phi), b_value.to(b_phi.dtype), b_state, input_precision=DOT)
         if not EVICT:
-            m_store = m_block & (j % NB == NB - 1)
-            tl.store(p_prefix_kv + i_out * (F * D) + o_block, b_state.to(p_prefix_kv.dtype.element_ty), mask=m_store)
+            m_store = m_block & (j % (NB * EVERY) == NB - 1)
+            p_out = p_prefix_kv + (i_stored + j // (NB * EVERY) * H) * (F * D) + o_block
+            tl.store(p_out, b_state.to(p_prefix_kv.dtype.element_ty), mask=m_store)
     if EVICT:
         promoted = (c0 >= 2) & (c0 * C >= length)
         o_rank = tl.arange(0, KP)
@@ -98,7 +101,7 @@ def scan_kernel(
         b_value = tl.load(p_old, mask=(o_dim < D)[None, :] & promoted, other=0.0)
         b_state = tl.dot(tl.trans(b_phi), b_value.to(b_phi.dtype), b_state, input_precision=DOT)
         m_store = m_block & (store_prefix != 0)
-        tl.store(p_prefix_kv + i_first * (F * D) + o_block, b_state.to(p_prefix_kv.dtype.element_ty), mask=m_store)
+        tl.store(p_prefix_kv + i_stored * (F * D) + o_block, b_state.to(p_prefix_kv.dtype.element_ty), mask=m_store)
     tl.store(p_state, b_state, mask=m_block)
 
     if tl.program_id(0) % COLUMNS == 0:  # z: a prefix sum of the masses
@@ -113,6 +116,7 @@ def scan_kernel(
             o_mass = (i_first + o_tile * H)[:, None] * F + o_feature[None, :]
             b_mass = tl.load(p_mass + o_mass, mask=m_mass, other=0.0)
             b_sum = tl.cumsum(b_mass, 0) + b_z[None, :]
-            tl.store(p_prefix_z + o_mass, b_sum, mask=m_tile & (store_prefix != 0))
+            o_stored = (i_stored + o_tile // EVERY * H)[:, None] * F + o_feature[None, :]
+            tl.store(p_prefix_z + o_stored, b_sum, mask=m_tile & ((o_tile % EVERY)[:, None] == 0) & (store_prefix != 0))
             b_z += tl.sum(b_mass, 0)
         tl.store(p_z, b_z, mask=m_feature)
