@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from still_export.builder_log import Progress, file_logger, progress_monitor
 from still_export.errors import StillExportError
 from still_export.package import MODEL, Package
 from still_export.trt_options import TrtOptions
 
 LOG, TIMING_CACHE = "build.log", "timing.cache"
-Progress = Callable[[str], None]
 
 
 class BuildError(StillExportError):
@@ -31,7 +31,7 @@ def load_plugin(module: Any, package: Package, plugin: Path | None) -> Path:
     Raises:
         BuildError: The package has none for this version, or the file is missing.
     """
-    from still_export.runners.tensorrt import TrtError, load_plugin_library
+    from still_export.runners.trt_engine import TrtError, load_plugin_library
 
     try:
         return load_plugin_library(module, package.path, package.manifest, plugin)
@@ -49,86 +49,39 @@ class EngineBuilder:
 
     def __enter__(self) -> EngineBuilder:
         self.log = (self.package.path / LOG).open("w", encoding="utf-8")
-        self.logger = self._make_logger()
+        self.logger = file_logger(self.module, self.log, self.errors)
         return self
 
     def __exit__(self, *error: Any) -> None:
         self.log.close()
 
-    def _make_logger(self) -> Any:
-        module, log, errors = self.module, self.log, self.errors
-
-        class FileLogger(module.ILogger):  # type: ignore[misc, name-defined]
-            def __init__(self) -> None:
-                module.ILogger.__init__(self)
-
-            def log(self, severity: Any, message: str) -> None:
-                name = str(severity).rsplit(".", 1)[-1]
-                if not log.closed and name != "VERBOSE":
-                    log.write(f"{time.strftime('%H:%M:%S')} {name:8} {message}\n")
-                    log.flush()
-                if name in ("ERROR", "INTERNAL_ERROR"):
-                    errors.append(message)
-
-        return FileLogger()
-
-    def _make_monitor(self) -> Any:
-        module, say = self.module, self.say
-
-        class Monitor(module.IProgressMonitor):  # type: ignore[misc, name-defined]
-            """Tells the outermost phase and its step."""
-
-            def __init__(self) -> None:
-                module.IProgressMonitor.__init__(self)
-                self.steps: dict[str, int] = {}
-
-            def phase_start(self, name: str, parent: str | None, steps: int) -> None:
-                if parent is None:
-                    self.steps[name] = steps
-
-            def step_complete(self, name: str, step: int) -> bool:
-                if name in self.steps:
-                    say(f"building the engine: {name}, {step + 1} of {self.steps[name]}")
-                return True
-
-            def phase_finish(self, name: str) -> None:
-                self.steps.pop(name, None)
-
-        return Monitor()
-
     def fail(self, what: str) -> BuildError:
         """An error that carries TensorRT's last words."""
         said = "\n  ".join(self.errors[-5:]) or "TensorRT gave no reason"
-        return BuildError(f"{what}:\n  {said}\nThe whole log: {self.package.path / LOG}")
+        advice = ""
+        if any("memory" in error.lower() for error in self.errors) and self.trt.target == "trt":
+            free, total = self.driver.memory()
+            advice = (
+                f"\n{free >> 20} of {total >> 20} MiB of device memory are free. Close other programs on this GPU, or build with a "
+                f"smaller --batch (now {self.trt.batch}), --prefill-tokens (now {self.trt.prefill_tokens}) or --workspace."
+            )
+        return BuildError(f"{what}:\n  {said}{advice}\nThe whole log: {self.package.path / LOG}")
 
     def build(self, plugin: Path | None) -> list[dict[str, Any]]:
         """Build, check and write the engine; its manifest entry."""
         module, target = self.module, self.trt.target
         if target == "trt":
+            from still_export.runners.cuda_driver import Driver
+
+            self.driver = Driver()
             self.say("loading the plugin library")
-            load_plugin(module, self.package, plugin)
-        self.say("starting TensorRT")
-        builder = module.Builder(self.logger)
-        network = builder.create_network(self._network_flags())
-        parser = module.OnnxParser(network, self.logger)
-        self.say("reading the graph")
-        if not parser.parse_from_file(str(self.package.path / MODEL)):
-            self.errors.extend(str(parser.get_error(i)) for i in range(parser.num_errors))
-            raise self.fail(f"TensorRT {module.__version__} refused {self.package.path / MODEL}")
-        if target == "trt" and self.major < 10:
-            self._fix_precisions(network)
-        config = self._config(builder, network)
+            self.plugin = load_plugin(module, self.package, plugin)
         start = time.monotonic()
-        self.say("building the engine")
-        plan = builder.build_serialized_network(network, config)
-        if plan is None:
-            raise self.fail("TensorRT could not build the engine")
+        plan = self._plan()
         seconds = time.monotonic() - start
-        name = "engine.plan" if target == "trt" else "engine-rtx.plan"
         self._check_plugin_layers(plan)
+        name = "engine.plan" if target == "trt" else "engine-rtx.plan"
         write_atomically(self.package.path / name, memoryview(plan))
-        if target == "trt":
-            write_atomically(self.package.path / TIMING_CACHE, memoryview(config.get_timing_cache().serialize()))
         entry = {
             "file": name,
             "tensorrt": module.__version__,
@@ -143,13 +96,34 @@ class EngineBuilder:
         }
         return [entry]
 
+    def _plan(self) -> Any:
+        """The serialized engine; the network and its weights are gone when this returns."""
+        module, target = self.module, self.trt.target
+        self.say("starting TensorRT")
+        builder = module.Builder(self.logger)
+        network = builder.create_network(self._network_flags())
+        parser = module.OnnxParser(network, self.logger)
+        config = self._config(builder)
+        self.say("reading the graph")
+        if not parser.parse_from_file(str(self.package.path / MODEL)):
+            self.errors.extend(str(parser.get_error(i)) for i in range(parser.num_errors))
+            raise self.fail(f"TensorRT {module.__version__} refused {self.package.path / MODEL}")
+        for profile in self._profiles(builder, network):
+            config.add_optimization_profile(profile)
+        if target == "trt" and self.major < 10:
+            self._fix_precisions(network)
+        self.say("building the engine")
+        plan = builder.build_serialized_network(network, config)
+        if plan is None:
+            raise self.fail("TensorRT could not build the engine")
+        if target == "trt":
+            write_atomically(self.package.path / TIMING_CACHE, memoryview(config.get_timing_cache().serialize()))
+        return plan
+
     def _device(self) -> dict[str, Any]:
         if self.trt.target == "trt-rtx":
             return {"archs": list(self.trt.architectures)}
-        from still_export.runners.cuda_driver import Driver
-
-        driver = Driver()
-        return {"gpu": driver.name, "archs": [f"sm_{driver.architecture}"]}
+        return {"gpu": self.driver.name, "archs": [f"sm_{self.driver.architecture}"]}
 
     def _network_flags(self) -> int:
         flags = self.module.NetworkDefinitionCreationFlag
@@ -157,44 +131,60 @@ class EngineBuilder:
             return 1 << int(flags.EXPLICIT_BATCH)
         return 1 << int(flags.STRONGLY_TYPED)
 
-    def _config(self, builder: Any, network: Any) -> Any:
+    def _config(self, builder: Any) -> Any:
         module, trt = self.module, self.trt
         config = builder.create_builder_config()
         flags = module.BuilderFlag
-        if trt.target == "trt" and self.major < 10:
-            if self.package.manifest["model"]["dtype"] == "float16":
-                config.set_flag(flags.FP16)
-                config.set_flag(flags.OBEY_PRECISION_CONSTRAINTS)
-            config.builder_optimization_level = self.trt.optimization_level
-            config.set_tactic_sources(0)  # cuBLAS and cuDNN bring nothing to these graphs, and may be absent
-        if trt.version_compatible:
-            config.set_flag(flags.VERSION_COMPATIBLE)
         if trt.strip_weights:
             if not hasattr(flags, "STRIP_PLAN"):
                 raise BuildError(f"TensorRT {module.__version__} cannot strip weights; it came with 10.0.")
+            # Refitted with the very weights of the build: no optimization is given up.
             config.set_flag(flags.STRIP_PLAN)
+            config.set_flag(flags.REFIT_IDENTICAL)
+        if trt.version_compatible:
+            config.set_flag(flags.VERSION_COMPATIBLE)
         if trt.workspace_mib:
             config.set_memory_pool_limit(module.MemoryPoolType.WORKSPACE, trt.workspace_mib << 20)
         if hasattr(module, "IProgressMonitor"):  # since 9
-            self.monitor = self._make_monitor()
+            self.monitor = progress_monitor(module, self.say)
             config.progress_monitor = self.monitor
         config.profiling_verbosity = module.ProfilingVerbosity.DETAILED
         if trt.target == "trt-rtx":
-            config.num_compute_capabilities = len(trt.architectures)
-            for index, arch in enumerate(trt.architectures):
-                name = arch.upper().replace("_", "")
-                if not hasattr(module.ComputeCapability, name):
-                    known = [n for n in dir(module.ComputeCapability) if n.startswith("SM")]
-                    raise BuildError(
-                        f"{arch} is no architecture of TensorRT-RTX {module.__version__}: {', '.join(known)}."
-                    )
-                config.set_compute_capability(getattr(module.ComputeCapability, name), index)
-        cache = self.package.path / TIMING_CACHE
-        if trt.target == "trt":
-            config.set_timing_cache(config.create_timing_cache(cache.read_bytes() if cache.exists() else b""), False)
-        for profile in self._profiles(builder, network):
-            config.add_optimization_profile(profile)
+            self._set_architectures(config)
+            return config
+        if self.package.manifest["model"]["dtype"] == "float32":
+            config.clear_flag(flags.TF32)  # float32 is asked for, not 10 bits of it
+        config.builder_optimization_level = trt.optimization_level
+        if trt.version_compatible:
+            registering = "_static" if self.major < 10 else ""
+            config.plugins_to_serialize = [str(self.plugin.resolve()).replace(f"{registering}.so", ".so")]
+        if self.major < 10:
+            if self.package.manifest["model"]["dtype"] == "float16":
+                config.set_flag(flags.FP16)
+                config.set_flag(flags.OBEY_PRECISION_CONSTRAINTS)
+            config.set_tactic_sources(0)  # cuBLAS and cuDNN bring nothing to these graphs, and may be absent
+        self._set_timing_cache(config)
         return config
+
+    def _set_timing_cache(self, config: Any) -> None:
+        """Take up the timings of an earlier build; those of another GPU or TensorRT are dropped."""
+        path = self.package.path / TIMING_CACHE
+        self.cache = config.create_timing_cache(path.read_bytes() if path.exists() else b"")
+        if self.cache is None or not config.set_timing_cache(self.cache, False):
+            self.say("the timing cache is of another machine: starting a new one")
+            self.errors.clear()
+            self.cache = config.create_timing_cache(b"")
+            config.set_timing_cache(self.cache, False)
+
+    def _set_architectures(self, config: Any) -> None:
+        module, names = self.module, self.trt.architectures
+        config.num_compute_capabilities = len(names)
+        for index, arch in enumerate(names):
+            name = arch.upper().replace("_", "")
+            if not hasattr(module.ComputeCapability, name):
+                known = [n for n in dir(module.ComputeCapability) if n.startswith("SM")]
+                raise BuildError(f"{arch} is no architecture of TensorRT-RTX {module.__version__}: {', '.join(known)}.")
+            config.set_compute_capability(getattr(module.ComputeCapability, name), index)
 
     def _slots(self) -> int:
         """Most salient slots of a layer; at least one, because dimensions of length 0 crash some versions."""
@@ -250,7 +240,10 @@ class EngineBuilder:
         wanted = self.package.manifest["plugin_layers"]
         if not wanted:
             return
-        engine = self.module.Runtime(self.logger).deserialize_cuda_engine(plan)
+        runtime = self.module.Runtime(self.logger)
+        if self.trt.version_compatible:
+            runtime.engine_host_code_allowed = True
+        engine = runtime.deserialize_cuda_engine(plan)
         if engine is None:
             raise self.fail("the engine cannot be read back")
         found = engine.create_engine_inspector().get_engine_information(self.module.LayerInformationFormat.JSON)

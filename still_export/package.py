@@ -21,6 +21,9 @@ from still_export.errors import PackageError
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 MODEL = "model.onnx"
+UNLISTED = (MANIFEST, "build.log", "engine.json", "timing.cache", "verify", "bench")
+"""What verbs write into a package and may write again: not part of what a manifest vouches for."""
+
 VERSIONED = ("still-export", "torch", "transformers", "onnx", "onnxscript", "onnxruntime", "triton", "tensorrt")
 
 
@@ -120,10 +123,12 @@ def write_manifest(folder: Path, content: dict[str, Any]) -> None:
     files = {
         str(path.relative_to(folder)): {"sha256": file_sha256(path), "size_bytes": path.stat().st_size}
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != MANIFEST
+        if path.is_file() and path.relative_to(folder).parts[0] not in UNLISTED
     }
     manifest = {"format_version": FORMAT_VERSION, **content, "versions": tool_versions(), "files": files}
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    staging = folder / f".{MANIFEST}.part"
+    staging.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    os.replace(staging, folder / MANIFEST)
 
 
 def open_package(path: Path, check_hashes: bool = True) -> Package:

@@ -17,7 +17,12 @@ from still_export.plugins import build_plugins, find_tensorrt_headers, pack_arch
 from still_export.trt_options import GENERATED, TrtOptions
 
 KERNELS = "kernels.bin"
-RUNNER_FILES = {"ort.py": "run_ort.py", "tensorrt.py": "run_trt.py", "cuda_driver.py": "cuda_driver.py"}
+RUNNER_FILES = {
+    "ort.py": "run_ort.py",
+    "tensorrt.py": "run_trt.py",
+    "trt_engine.py": "trt_engine.py",
+    "cuda_driver.py": "cuda_driver.py",
+}
 
 
 def export_trt(

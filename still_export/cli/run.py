@@ -50,6 +50,7 @@ def run(
     """Continue a prompt, or chat, with ONNX Runtime or TensorRT; prompts of any length are fed in pieces."""
     from still_export.package import open_package
     from still_export.runners import ort
+    from still_export.runners.cuda_driver import CudaError
 
     if sum(x is not None for x in (prompt, prompt_file, prompt_ids)) + int(chat and prompt is None) != 1:
         raise typer.BadParameter("give exactly one of --prompt, --prompt-file, --prompt-ids, --chat")
@@ -80,7 +81,7 @@ def run(
         stream = None if as_json else sys.stdout
         with out.reading(len(ids)) as progress:
             answer = ort.stream_answer(model, text, ids, tokens, sampling, stream, progress)
-    except ort.RunError as error:
+    except (ort.RunError, CudaError) as error:
         raise PackageError(str(error)) from error
     if as_json:
         print(json.dumps(answer))

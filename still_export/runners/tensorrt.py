@@ -9,8 +9,6 @@ Exports copy this file into the package as run_trt.py, where it is a program of 
 from __future__ import annotations
 
 import argparse
-import ctypes
-import json
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -19,10 +17,11 @@ from typing import Any
 import numpy as np
 
 try:
-    from still_export.runners.cuda_driver import Buffer, CudaError, Driver
+    from still_export.runners.cuda_driver import Buffer, CudaError
     from still_export.runners.ort import RunError, Sampling, Text, checked_prompt, slots_for, stream_answer
+    from still_export.runners.trt_engine import DECODE, PREFILL, TrtEngine, TrtError
 except ImportError:  # in a package, beside its own copies
-    from cuda_driver import Buffer, CudaError, Driver  # type: ignore[import-not-found, no-redef]
+    from cuda_driver import Buffer, CudaError  # type: ignore[import-not-found, no-redef]
     from run_ort import (  # type: ignore[import-not-found, no-redef]
         RunError,
         Sampling,
@@ -31,58 +30,17 @@ except ImportError:  # in a package, beside its own copies
         slots_for,
         stream_answer,
     )
+    from trt_engine import DECODE, PREFILL, TrtEngine, TrtError  # type: ignore[import-not-found, no-redef]
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 NUMPY_TYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 NUMPY_TYPES |= {"float": np.float32, "half": np.float16, "bf16": np.uint16}  # TensorRT's names
-PREFILL, DECODE = 0, 1
 
 
-class TrtError(RunError):
-    """The engine cannot run here, or not this request; the message says why and what to do."""
-
-
-def load_plugin_library(module: Any, folder: Path, manifest: dict[str, Any], plugin: Path | None = None) -> Path:
-    """Register the package's plugins with TensorRT.
-
-    Raises:
-        TrtError: No library for this TensorRT, the file is missing, or TensorRT refuses it.
-    """
-    major = module.__version__.split(".")[0]
-    if plugin is None:
-        libraries = manifest.get("plugins", {})
-        if major not in libraries:
-            raise TrtError(
-                f"{folder} has no plugin library for TensorRT {module.__version__}, only for {', '.join(libraries) or 'none'}. "
-                "Export again with --tensorrt-include FOLDER of that version, or name a library with --plugin."
-            )
-        plugin = folder / libraries[major]
-    if not plugin.is_file():
-        raise TrtError(f"the plugin library {plugin} is missing (searched there only). Name it with --plugin FILE.")
-    registry = module.get_plugin_registry()
-    if int(major) < 10:
-        # 8.6.0's registry does not load libraries (8.6.1's does): the variant that registers itself serves both.
-        itself = plugin.with_name(f"{plugin.stem.removesuffix('_static')}_static.so")
-        try:
-            ctypes.CDLL(str(itself.resolve()))
-        except OSError as error:
-            raise TrtError(f"the plugin library {itself} cannot be loaded: {error}.") from error
-        known = {creator.name for creator in registry.plugin_creator_list}
-        loaded = known.issuperset(manifest.get("plugin_layers", {}))
-    else:
-        loaded = registry.load_library(str(plugin.resolve())) is not None
-    if not loaded:
-        raise TrtError(
-            f"TensorRT {module.__version__} cannot load the plugin library {plugin}; it was built for another version."
-        )
-    return plugin
-
-
-class TrtModel:
+class TrtModel(TrtEngine):
     """A package's engine with its state on the GPU: feed tokens, get logits.
 
-    Past and present of every state are one buffer. Prefill and decode are two execution contexts that share their scratch memory;
-    a decode step is replayed from a CUDA graph.
+    Past and present of every state are one buffer. A decode step is replayed from a CUDA graph.
 
     Args:
         folder: The package.
@@ -91,98 +49,9 @@ class TrtModel:
     """
 
     def __init__(self, folder: Path, plugin: Path | None = None, device: int = 0) -> None:
-        self.folder = Path(folder)
-        manifest_path = self.folder / "manifest.json"
-        if not manifest_path.is_file():
-            raise TrtError(f"{self.folder} has no manifest.json: it is no exported package.")
-        self.manifest: dict[str, Any] = json.loads(manifest_path.read_text(encoding="utf-8"))
+        super().__init__(folder, plugin, device)
         self.states: list[dict[str, Any]] = self.manifest["states"]
-        if not self.manifest.get("engines"):
-            raise TrtError(
-                f"{self.folder} has no engine yet. Build it on this machine: still-export build {self.folder}"
-            )
-        self.entry: dict[str, Any] = self.manifest["engines"][0]
-        try:
-            import tensorrt
-        except ImportError as error:
-            raise TrtError(
-                f"the Python module tensorrt is not installed ({error}). Install version {self.entry['tensorrt']}."
-            ) from error
-        self.module = tensorrt
-        try:
-            self.driver = Driver(device)
-        except CudaError as error:
-            raise TrtError(str(error)) from error
-        self._check_host()
-        load_plugin_library(tensorrt, self.folder, self.manifest, plugin)
-        self.logger = tensorrt.Logger(tensorrt.Logger.ERROR)
-        self.engine = self._read_engine()
-        self._contexts = self._make_contexts()
         self.batch = 0
-
-    def _check_host(self) -> None:
-        entry, version = self.entry, self.module.__version__
-        compatible = self.manifest["trt"]["version_compatible"]
-        # Patch releases read each other's plans no more than minor ones do.
-        if entry["tensorrt"] != version and not compatible:
-            raise TrtError(
-                f"the engine was built by TensorRT {entry['tensorrt']}, this is {version}. Build it again: still-export build "
-                f"{self.folder}, or export with --version-compatible."
-            )
-        arch = f"sm_{self.driver.architecture}"
-        if arch not in entry["archs"]:
-            raise TrtError(
-                f"the engine was built for {', '.join(entry['archs'])} ({entry.get('gpu', 'unknown')}), this GPU is "
-                f"{self.driver.name}, {arch}. Build it again here: still-export build {self.folder}"
-            )
-
-    def _read_engine(self) -> Any:
-        path = self.folder / self.entry["file"]
-        size = path.stat().st_size if path.is_file() else -1
-        if size != self.entry["size_bytes"]:
-            raise TrtError(
-                f"{path} has {size} bytes, the manifest says {self.entry['size_bytes']}: it is missing, truncated or replaced. "
-                f"Copy it again, or build it again: still-export build {self.folder}"
-            )
-        engine = self.module.Runtime(self.logger).deserialize_cuda_engine(path.read_bytes())
-        if engine is None:
-            raise TrtError(
-                f"TensorRT {self.module.__version__} refused {path}; its reason stands above. Build it again."
-            )
-        return engine
-
-    def _make_contexts(self) -> list[Any]:
-        """One context for each profile, over one scratch memory: they never run at the same time."""
-        contexts = []
-        self._scratch = Buffer(self.driver, self._scratch_bytes())
-        for profile in (PREFILL, DECODE):
-            context = self._new_context()
-            if context is None:
-                raise TrtError(
-                    "TensorRT cannot make an execution context; its reason stands above. " + self._memory_text()
-                )
-            if hasattr(context, "set_device_memory"):
-                context.set_device_memory(self._scratch.address, self._scratch.size)
-            else:
-                context.device_memory = self._scratch.address
-            context.set_optimization_profile_async(profile, self.driver.stream.value)
-            contexts.append(context)
-        self.driver.synchronize()
-        return contexts
-
-    def _new_context(self) -> Any:
-        strategy = getattr(self.module, "ExecutionContextAllocationStrategy", None)
-        if strategy is not None:
-            return self.engine.create_execution_context(strategy.USER_MANAGED)
-        return self.engine.create_execution_context_without_device_memory()
-
-    def _scratch_bytes(self) -> int:
-        size = getattr(self.engine, "device_memory_size_v2", None)
-        return int(self.engine.device_memory_size if size is None else size)
-
-    def _memory_text(self) -> str:
-        free, total = self.driver.memory()
-        return f"{free >> 20} of {total >> 20} MiB of device memory are free."
 
     @property
     def prefill_tokens(self) -> int:
@@ -230,7 +99,7 @@ class TrtModel:
         self._io["past_length"].zero()
 
     def _resize(self, tokens: int) -> None:
-        """Make room for `tokens` tokens, keeping the state; at least doubles, so that copies stay rare."""
+        """Make room for `tokens` tokens, keeping the state; at least doubles where memory allows, so that copies stay rare."""
         capacity = self.manifest["capacity"]
         limit, bounded = capacity["capacity_tokens"], capacity["overflow"] == "error"
         if bounded and tokens > limit:
@@ -238,56 +107,88 @@ class TrtModel:
                 f"{tokens} tokens exceed this package's capacity of {limit} tokens. Shorten the prompt or --tokens, or export again "
                 "with a larger --capacity-tokens or another --overflow."
             )
-        self.room = min(limit, max(tokens, 2 * self.room)) if bounded else max(tokens, 2 * self.room)
         self._graph: Any = None
         self._bound: list[tuple[int, ...] | None] = [None, None]
-        self.room_slots = max(self.room_slots, self.slots(self.room if bounded else limit))
-        for state in self.states:
-            name, shape, item = state["name"], self._state_shape(state), ITEM_BYTES[state["dtype"]]
-            old, old_shape = self._state.get(name), self._state_shapes.get(name)
-            if shape == old_shape:
-                continue
+        ample = max(tokens, 2 * self.room)
+        try:
+            self._grow(min(limit, ample) if bounded else ample)
+        except CudaError:
             try:
-                buffer = Buffer(self.driver, int(np.prod(shape)) * item)
+                self._grow(tokens)
             except CudaError as error:
-                raise TrtError(
-                    f"{error} The state of {self.batch} rows for {self.room} tokens does not fit; use fewer."
-                ) from error
+                raise TrtError(f"{error} {self._fitting(tokens)}") from error
+
+    def _grow(self, room: int) -> None:
+        """Give every state room for `room` tokens; where memory ends, the state is as it was, some of it roomier."""
+        capacity = self.manifest["capacity"]
+        bounded = capacity["overflow"] == "error"
+        slots = max(self.room_slots, self.slots(room if bounded else capacity["capacity_tokens"]))
+        sizes = {"batch": self.batch, "slots": slots, "capacity": max(1, room)}
+        for state in self.states:
+            name, item = state["name"], ITEM_BYTES[state["dtype"]]
+            shape = tuple(sizes.get(d, d) for d in state["shape"])
+            old, old_shape = self._state.get(name), self._state_shapes.get(name)
+            if old is not None and old_shape is not None and all(n <= m for n, m in zip(shape, old_shape, strict=True)):
+                continue
+            buffer = Buffer(self.driver, int(np.prod(shape)) * item)
             buffer.zero()
             if old is not None and old_shape is not None:  # only axis 2 grows
                 pitch, old_pitch = (int(np.prod(x[2:])) * item for x in (shape, old_shape))
                 self.driver.copy_rows(buffer.address, pitch, old.address, old_pitch, shape[0] * shape[1])
                 self.driver.synchronize()  # before `old` is freed
             self._state[name], self._state_shapes[name] = buffer, shape
+        self.room, self.room_slots = room, slots
 
-    def _state_shape(self, state: dict[str, Any]) -> tuple[int, ...]:
-        sizes = {"batch": self.batch, "slots": self.room_slots, "capacity": max(1, self.room)}
-        return tuple(sizes.get(d, d) for d in state["shape"])
+    def _fitting(self, tokens: int) -> str:
+        """What of the state would fit into the memory that is free beside it, for a message."""
+        held = sum(buffer.size for buffer in self._state.values())
+        free = held + self.driver.memory()[0]
+        texts = []
+        for rows in {self.batch, 1}:
+            least, most = 0, tokens
+            while least < most:  # the largest room whose state is at most `free`
+                middle = (least + most + 1) // 2
+                least, most = (middle, most) if self._bytes(rows, middle) <= free else (least, middle - 1)
+            if least:
+                texts.append(f"{least} tokens of {rows} rows" if rows > 1 else f"{least} tokens of one row")
+        return f"The state of {self.batch} rows for {tokens} tokens does not fit; {' or '.join(texts) or 'none'} would."
+
+    def _bytes(self, batch: int, tokens: int) -> int:
+        """State memory of `batch` rows of `tokens` tokens."""
+        capacity = self.manifest["capacity"]
+        slots = self.slots(tokens if capacity["overflow"] == "error" else capacity["capacity_tokens"])
+        sizes = {"batch": batch, "slots": slots, "capacity": max(1, tokens)}
+        shapes = ((s, [sizes.get(d, d) for d in s["shape"]]) for s in self.states)
+        return sum(int(np.prod(shape)) * ITEM_BYTES[s["dtype"]] for s, shape in shapes)
 
     def _bind(self, profile: int, tokens: int) -> Any:
         """The profile's context with shapes and addresses of a call of `tokens` tokens."""
-        context = self._contexts[profile]
+        context = self.contexts[profile]
         key = (self.batch, tokens, self.room, self.room_slots, self._io["logits"].address)
         if self._bound[profile] == key:
             return context
-        context.set_input_shape("input_ids", (self.batch, tokens))
-        for name in ("new_tokens", "past_length"):
-            context.set_input_shape(name, (self.batch,))
+        self._bound[profile] = None
+        shapes = {"input_ids": (self.batch, tokens), "new_tokens": (self.batch,), "past_length": (self.batch,)}
+        addresses = {name: buffer.address for name, buffer in self._io.items()}
         for state in self.states:
-            context.set_input_shape(f"past_{state['name']}", self._state_shape(state))
-            address = self._state[state["name"]].address
-            context.set_tensor_address(f"past_{state['name']}", address)
-            context.set_tensor_address(f"present_{state['name']}", address)
-        for name, buffer in self._io.items():
-            context.set_tensor_address(name, buffer.address)
+            name = state["name"]
+            shapes[f"past_{name}"] = self._state_shapes[name]
+            addresses[f"past_{name}"] = addresses[f"present_{name}"] = self._state[name].address
+        for name, shape in shapes.items():
+            if not context.set_input_shape(name, shape):
+                raise TrtError(f"the engine does not take {name} of shape {list(shape)}. {self.again}")
+        for name, address in addresses.items():
+            if not context.set_tensor_address(name, address):
+                raise TrtError(f"the engine has no tensor {name}; it was built from another graph. {self.again}")
         self._bound[profile] = key
         return context
 
     def _run(self, profile: int, tokens: int) -> None:
         if not self._bind(profile, tokens).execute_async_v3(self.driver.stream.value):
-            raise TrtError(f"TensorRT could not run {tokens} tokens; its reason stands above. {self._memory_text()}")
+            raise TrtError(f"TensorRT could not run {tokens} tokens; its reason stands above. {self.memory_text()}")
 
-    def _room_for(self, tokens: int) -> None:
+    def reserve(self, tokens: int) -> None:
+        """Make room for `tokens` more tokens, keeping the state."""
         needed = int(self.length.max()) + tokens
         if needed > self.room:
             self._resize(needed)
@@ -304,7 +205,7 @@ class TrtModel:
         """
         tokens, step = input_ids.shape[1], self.prefill_tokens
         counts = np.full(self.batch, tokens, np.int32) if new_tokens is None else np.asarray(new_tokens, np.int32)
-        self._room_for(int(counts.max()))
+        self.reserve(int(counts.max()))
         if tokens <= step:
             return self._call(input_ids, counts)
         pieces: list[np.ndarray] = []
@@ -328,27 +229,22 @@ class TrtModel:
             np.empty((self.batch, rows, self.manifest["model"]["vocab_size"]), self._logit_type)
         )
 
-    def infer(self, feed: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """One call with its state given and returned, named as in the graph; for comparing with other runtimes."""
-        batch = feed["input_ids"].shape[0]
+    def load(self, feed: dict[str, np.ndarray]) -> None:
+        """Start from the state that `feed` holds as `past_*`, with its room at least."""
         given = {s["name"]: feed[f"past_{s['name']}"] for s in self.states}
 
         def room(symbol: str) -> int:
             return max((given[s["name"]].shape[2] for s in self.states if symbol in s["shape"]), default=0)
 
-        self.start(batch, room("capacity"), max(1, room("slots")))
+        self.start(feed["input_ids"].shape[0], room("capacity"), max(1, room("slots")))
         self.length = np.asarray(feed["past_length"], np.int64)
-        self._room_for(int(np.max(feed["new_tokens"])))
-        for name, array in given.items():
-            held = np.zeros(self._state_shapes[name], array.dtype)
+        self.reserve(int(np.max(feed["new_tokens"])))
+        for state in self.states:
+            name, array = state["name"], given[state["name"]]
+            held = np.zeros(self._state_shapes[name], NUMPY_TYPES[state["dtype"]])
             held[tuple(slice(0, n) for n in array.shape)] = array
             self._state[name].write(held)
             self.driver.synchronize()  # before `held` is freed
-        outputs = {"logits": self._floats(self.feed(feed["input_ids"], feed["new_tokens"]))}
-        for name, array in self.state_arrays().items():
-            outputs[f"present_{name}"] = array[tuple(slice(0, n) for n in given[name].shape)].copy()
-        outputs["present_length"] = self.length
-        return outputs
 
     def _decode_graph(self) -> Any:
         """The captured decode step: it reads the token it chose before, and leaves the next one and the longer lengths behind."""
@@ -368,7 +264,7 @@ class TrtModel:
 
     def greedy(self, token: np.ndarray, count: int) -> Iterator[np.ndarray]:
         """Tokens [B] that follow `token` [B] greedily, `count` of them, from replays of a captured step."""
-        self._room_for(count)
+        self.reserve(count)
         self._io["past_length"].write(self.length.astype(np.int32))
         self._io["input_ids"].write(np.ascontiguousarray(token, np.int32))
         graph = self._decode_graph()
@@ -382,14 +278,14 @@ class TrtModel:
         """Copies of the state tensors by name; bfloat16 as uint16."""
         self.driver.synchronize()
         return {
-            s["name"]: self._state[s["name"]].read(np.empty(self._state_shape(s), NUMPY_TYPES[s["dtype"]]))
+            s["name"]: self._state[s["name"]].read(np.empty(self._state_shapes[s["name"]], NUMPY_TYPES[s["dtype"]]))
             for s in self.states
         }
 
     def prefill(self, tokens: Iterable[int], progress: Any = None) -> np.ndarray:
         """Feed a prompt to the single row in pieces of `prefill_tokens`; logits [V] of its last token."""
         prompt = checked_prompt(tokens, self.manifest["model"]["vocab_size"]).astype(np.int32)
-        self._room_for(prompt.size)
+        self.reserve(prompt.size)
         for start in range(0, prompt.size, self.prefill_tokens):
             logits = self.feed(prompt[None, start : start + self.prefill_tokens])
             if progress is not None:
@@ -406,8 +302,8 @@ class TrtModel:
     ) -> Iterator[int]:
         """Tokens that follow `prompt`, at most `count`, ending after one of `stop` (which is not yielded)."""
         stops, prompt = set(stop), list(prompt)
-        self._room_for(len(prompt) + count)
-        token = sampling.choose(self._floats(self.prefill(prompt, progress)))
+        self.reserve(len(prompt) + count)
+        token = sampling.choose(self.floats(self.prefill(prompt, progress)))
         rest = (
             self.greedy(np.array([token]), count - 1)
             if sampling.temperature == 0
@@ -423,10 +319,11 @@ class TrtModel:
     def _sampled(self, token: int, count: int, sampling: Sampling) -> Iterator[np.ndarray]:
         for _ in range(count):
             logits = self.feed(np.array([[token]], np.int32))
-            token = sampling.choose(self._floats(logits[0, -1]))
+            token = sampling.choose(self.floats(logits[0, -1]))
             yield np.array([token])
 
-    def _floats(self, logits: np.ndarray) -> np.ndarray:
+    def floats(self, logits: np.ndarray) -> np.ndarray:
+        """Logits as the engine gave them, in float32."""
         if self._logit_type == np.uint16:  # bfloat16: the upper half of a float32
             return (logits.astype(np.uint32) << 16).view(np.float32)
         return logits.astype(np.float32)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import subprocess
 import sys
 import types
@@ -14,12 +13,16 @@ import onnx
 import pytest
 
 from still_export.build import BuildOptions, build_engines
-from still_export.engine_builder import BuildError, EngineBuilder, NoBuilderError, plugin_layers, write_atomically
+from still_export.engine_builder import BuildError, NoBuilderError, plugin_layers, write_atomically
 from still_export.errors import ConfigError, PackageError
 from still_export.package import Package, open_package, write_manifest
+from still_export.runners.tensorrt import TrtModel
+from still_export.runners.trt_engine import TrtError
 from still_export.trt_options import TrtOptions
 from still_export.trt_package import kernel_variants, lower_package
+from still_graphs.passes.walk import drop_attribute
 from still_graphs.pipelines import run_pipeline
+from tests.still_export import fake_tensorrt
 from tests.still_graphs.small_graph import SALIENT, SIZES, small_graph, state_shape, state_type, states
 
 needs_rtx = pytest.mark.skipif(
@@ -35,6 +38,7 @@ def onnx_package(folder: Path, dtype: str = "float16") -> Package:
     types_ = {onnx.TensorProto.FLOAT: "float32", onnx.TensorProto.FLOAT16: "float16"}
     manifest = {
         "target": "onnx",
+        "op": {"domain": "still", "name": "HybridAttention", "version": 1},
         "model": {"dtype": dtype, "vocab_size": 23, "all_logits": True, "layers": 1},
         "capacity": {
             "capacity_tokens": 12 * SIZES["C"],
@@ -64,11 +68,13 @@ def rtx_package(folder: Path, **options: Any) -> Package:
     return lower_package(onnx_package(folder / "portable"), trt, folder)
 
 
-def trt_package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Package:
+def trt_package(folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: str = "float16", **options: Any) -> Package:
     """A lowered package for TensorRT whose kernels were not compiled."""
-    monkeypatch.setattr("still_export.trt_package._write_plugins", lambda *a: {"10": "libstill_tensorrt10.so"})
+    monkeypatch.setattr(
+        "still_export.trt_package._write_plugins", lambda graph, target, *a: fake_tensorrt.write_libraries(target)
+    )
     folder.mkdir(parents=True)
-    return lower_package(onnx_package(folder / "portable"), TrtOptions("trt", batch=2), folder)
+    return lower_package(onnx_package(folder / "portable", dtype), TrtOptions("trt", **{"batch": 2} | options), folder)
 
 
 @needs_rtx
@@ -137,47 +143,134 @@ def test_options_are_checked(tmp_path: Path) -> None:
         build_engines(rtx_package(tmp_path / "rtx"), BuildOptions(batch=0))
 
 
+VERSIONS = ("8.6.1", "10.3.0", "11.1.0")
+
+
 def test_a_missing_plugin_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = trt_package(tmp_path / "trt", monkeypatch)
-    monkeypatch.setattr("still_export.build.has_gpu", lambda: True)
-    module = types.SimpleNamespace(__version__="11.1.0", ILogger=object)
-    monkeypatch.setitem(__import__("sys").modules, "tensorrt", module)
-    with pytest.raises(
-        BuildError, match=r"no plugin library for TensorRT 11\.1\.0, only for 10\. .*--tensorrt-include"
-    ):
-        build_engines(package)
-    module.__version__ = "10.3.0"
+    fake_tensorrt.install(monkeypatch, "10.3.0")
+    (package.path / "libstill_tensorrt10.so").unlink()
     with pytest.raises(BuildError, match=r"libstill_tensorrt10\.so is missing \(searched there only\).*--plugin"):
         build_engines(package)
+    del package.manifest["plugins"]["10"]
+    with pytest.raises(
+        BuildError, match=r"no plugin library for TensorRT 10\.3\.0, only for 8, 11\. .*--tensorrt-include"
+    ):
+        build_engines(package)
 
 
-def inspected(*layers: dict[str, str] | str) -> str:
-    return json.dumps({"Layers": list(layers), "Bindings": []})
+@pytest.mark.parametrize("version", VERSIONS)
+def test_each_version_gets_what_it_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    package = trt_package(tmp_path / "trt", monkeypatch, workspace_mib=3, optimization_level=1)
+    module = fake_tensorrt.install(monkeypatch, version)
+    steps: list[str] = []
+    build_engines(package, BuildOptions(batch=5, prefill_tokens=24), progress=steps.append)
+    (config,) = module.configs
+    typed = {"FP16", "OBEY_PRECISION_CONSTRAINTS"} if module.major == 8 else set()
+    assert config.flags == {"TF32"} | typed
+    assert config.pools == {"WORKSPACE": 3 << 20} and config.builder_optimization_level == 1
+    assert config.sources == (0 if module.major == 8 else None)
+    assert ("building the engine: tactics, 1 of 2" in steps) == (module.major >= 10)
+    prefill, decode = config.profiles
+    assert prefill["input_ids"] == ((1, 1), (1, 24), (5, 24)) and decode["input_ids"] == ((1, 1), (1, 1), (5, 1))
+    most = SALIENT * (12 - 2)
+    assert prefill["past_salient_key.0"] == ((1, 6, 1, 4), (1, 6, most, 4), (5, 6, most, 4))
+    (entry,) = open_package(package.path).manifest["engines"]
+    assert entry["tensorrt"] == version and (entry["batch"], entry["prefill_tokens"]) == (5, 24)
+    held = {
+        layer.get_output(0).name: layer.precision for layer in module.networks[0].layers if hasattr(layer, "precision")
+    }
+    if module.major < 10:
+        norm = [kind for name, kind in held.items() if ".square" in name or ".mean" in name or ".root" in name]
+        assert len(norm) == 3 and set(norm) == {"float32"}, "norms stay in float32"
+        assert held["q_flat"] == "float16" and held["mixed"] is None, "products in half, plugins as they are"
+    else:
+        assert not any(held.values()), "strongly typed networks take no types"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_engines_for_later_versions_carry_the_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    package = trt_package(tmp_path / "trt", monkeypatch, version_compatible=True)
+    module = fake_tensorrt.install(monkeypatch, version)
+    build_engines(package)
+    assert "VERSION_COMPATIBLE" in module.configs[0].flags
+    assert module.configs[0].plugins_to_serialize == [str(package.path / f"libstill_tensorrt{module.major}.so")]
+    later = fake_tensorrt.install(monkeypatch, "11.4.0")
+    TrtModel(package.path)
+    assert not later.loaded, "the plan brings its plugin"
+    fake_tensorrt.install(monkeypatch, "8.6.0")
+    with pytest.raises(TrtError, match=f"built by TensorRT {version}, this is 8.6.0"):
+        TrtModel(package.path)
+
+
+def test_stripped_engines_get_their_weights_from_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = trt_package(tmp_path / "trt", monkeypatch, strip_weights=True)
+    module = fake_tensorrt.install(monkeypatch, "10.3.0")
+    build_engines(package)
+    assert {"STRIP_PLAN", "REFIT_IDENTICAL"} <= module.configs[0].flags
+    TrtModel(package.path)
+    assert module.engines[-1].refitted
+    fake_tensorrt.install(monkeypatch, "8.6.1")
+    with pytest.raises(BuildError, match=r"TensorRT 8\.6\.1 cannot strip weights; it came with 10\.0"):
+        build_engines(package)
+
+
+def test_float32_is_not_rounded_to_tensor_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = trt_package(tmp_path / "trt", monkeypatch, "float32")
+    module = fake_tensorrt.install(monkeypatch, "8.6.1")
+    build_engines(package)
+    assert module.configs[0].flags == set()
+
+
+def test_timings_of_another_version_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = trt_package(tmp_path / "trt", monkeypatch)
+    for version, kept in (("10.3.0", True), ("10.3.0", True), ("11.1.0", False)):
+        module = fake_tensorrt.install(monkeypatch, version)
+        steps: list[str] = []
+        build_engines(package, progress=steps.append)
+        assert (not any("starting a new one" in step for step in steps)) == kept
+        assert module.configs[0].cache is not None
+        assert (package.path / "timing.cache").read_text() == f"timings {version}"
+
+
+def test_a_failed_build_leaves_the_old_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = trt_package(tmp_path / "trt", monkeypatch)
+    module = fake_tensorrt.install(monkeypatch, "10.3.0")
+    build_engines(package)
+    module.build_fails = "Error Code 2: OutOfMemory (no further information)"
+    with pytest.raises(
+        BuildError, match=r"OutOfMemory.*\n.* MiB of device memory are free\. .*smaller --batch \(now 2\)"
+    ):
+        build_engines(open_package(package.path))
+    assert "OutOfMemory" in (package.path / "build.log").read_text()
+    TrtModel(open_package(package.path).path)  # every hash right
 
 
 def test_every_still_node_must_be_a_plugin_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert plugin_layers(
+        '{"Layers": [{"Name": "a", "PluginType": "X"}, {"Name": "a [profile 1]", "PluginType": "X"}, "names only"]}'
+    ) == {"X": 1}
     package = trt_package(tmp_path / "trt", monkeypatch)
-    plugin = {"Name": "attention", "LayerType": "PluginV3", "PluginType": "HybridAttention"}
-    second = {**plugin, "Name": "attention [profile 1]"}
-    assert plugin_layers(inspected(plugin, second, {"Name": "mul"}, "names only")) == {"HybridAttention": 1}
-
-    def builder(layers: str) -> EngineBuilder:
-        inspector = types.SimpleNamespace(get_engine_information=lambda form: layers)
-        engine = types.SimpleNamespace(create_engine_inspector=lambda: inspector)
-        runtime = types.SimpleNamespace(deserialize_cuda_engine=lambda plan: engine)
-        module = types.SimpleNamespace(
-            __version__="10.3.0",
-            ILogger=object,
-            Runtime=lambda logger: runtime,
-            LayerInformationFormat=types.SimpleNamespace(JSON=0),
-        )
-        made = EngineBuilder(module, package, TrtOptions(), print)
-        made.logger = None
-        return made
-
-    builder(inspected(plugin, second))._check_plugin_layers(b"")
+    fake_tensorrt.install(monkeypatch, "10.3.0")
+    graph = onnx.load(package.model_path)
+    fake_tensorrt.restore_bodies(graph)  # with functions, the parser takes them in the place of plugins
+    onnx.save(graph, package.model_path)
     with pytest.raises(BuildError, match="1 nodes of HybridAttention became 0 plugin layers"):
-        builder(inspected({"Name": "mul", "LayerType": "kgen"}))._check_plugin_layers(b"")
+        build_engines(package)
+    assert not (package.path / "engine.plan").exists()
+
+
+def test_a_graph_without_creator_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = trt_package(tmp_path / "trt", monkeypatch)
+    fake_tensorrt.install(monkeypatch, "10.3.0")
+    graph = onnx.load(package.model_path)
+    for node in graph.graph.node:
+        drop_attribute(node, "plugin_version")
+    onnx.save(graph, package.model_path)
+    with pytest.raises(BuildError, match=r"refused .*model\.onnx:\n.*no creator for HybridAttention"):
+        build_engines(package)
 
 
 def test_kernels_of_a_graph() -> None:
