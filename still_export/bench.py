@@ -1,7 +1,7 @@
 """Prefill and decode speed, and peak memory, of a package by context length; one process per length.
 
-As a program (`python -m still_export.bench PACKAGE LENGTH STEPS THREADS`) it measures one length and prints JSON: it imports no torch,
-so the peak is the runtime's own.
+As a program (`python -m still_export.bench PACKAGE LENGTH STEPS THREADS BATCH`) it measures one length and prints JSON: no torch is
+imported, so the peak is the runtime's own.
 """
 
 from __future__ import annotations
@@ -25,18 +25,23 @@ DECODE_STEPS = 24
 
 @dataclass(frozen=True)
 class Measurement:
-    """One context length: time of its prefill with the first token, median time of a decode step, peak memory of the process."""
+    """One context length: time of its prefill with the first token, median time of a decode step of all rows, peak memory."""
 
     length: int
     prefill_s: float
     decode_ms: float
     peak_mb: float
+    batch: int = 1
+    state_mb: float = 0.0
 
 
-def measure(package: Path, length: int, steps: int = DECODE_STEPS, threads: int = 0) -> Measurement:
-    """Measure one context length in this process: random tokens, greedy decoding, on the runtime that the package is for."""
+def measure(package: Path, length: int, steps: int = DECODE_STEPS, threads: int = 0, batch: int = 1) -> Measurement:
+    """Measure one context length in this process: random tokens, greedy decoding, on the runtime that the package is for.
+
+    `batch` rows for TensorRT; one for ONNX Runtime.
+    """
     if json.loads((package / "manifest.json").read_text(encoding="utf-8")).get("target") == "trt":
-        return _measure_trt(package, length, steps)
+        return _measure_trt(package, length, steps, batch)
     from still_export.runners.ort import OrtModel
 
     model = OrtModel(package, threads)
@@ -55,27 +60,28 @@ def measure(package: Path, length: int, steps: int = DECODE_STEPS, threads: int 
     return Measurement(length, prefill, statistics.median(times) * 1e3, peak)
 
 
-def _measure_trt(package: Path, length: int, steps: int) -> Measurement:
+def _measure_trt(package: Path, length: int, steps: int, batch: int) -> Measurement:
     """The same on TensorRT: decode steps are replays of a CUDA graph, and the memory is the GPU's."""
     from still_export.runners.tensorrt import TrtModel
 
     model = TrtModel(package)
-    tokens = np.random.default_rng(0).integers(0, int(model.manifest["model"]["vocab_size"]), length)
-    model.start(tokens=length + steps + 1)
-    model.prefill(tokens[: model.prefill_tokens])  # the first call of a process loads code
-    model.start(tokens=length + steps + 1)
+    tokens = np.random.default_rng(0).integers(0, int(model.manifest["model"]["vocab_size"]), (batch, length))
+    model.start(batch, tokens=length + steps + 1)
+    model.feed(tokens[:, : model.prefill_tokens])  # the first call of a process loads code
+    model.start(batch, tokens=length + steps + 1)
     begin = time.perf_counter()
-    token = int(model.prefill(tokens).argmax())
+    token = model.feed(tokens)[:, -1].argmax(-1)
     prefill = time.perf_counter() - begin
     times = []
-    replays = model.greedy(np.array([token]), steps + 1)
+    replays = model.greedy(token, steps + 1)
     next(replays)  # captures the step
     for _ in range(steps):
         begin = time.perf_counter()
         next(replays)
         times.append(time.perf_counter() - begin)
     free, total = model.driver.memory()
-    return Measurement(length, prefill, statistics.median(times) * 1e3, (total - free) / 2**20)
+    decode, peak = statistics.median(times) * 1e3, (total - free) / 2**20
+    return Measurement(length, prefill, decode, peak, batch, model.state_bytes() / 2**20)
 
 
 def bench(
@@ -83,6 +89,7 @@ def bench(
     lengths: tuple[int, ...] = LENGTHS,
     steps: int = DECODE_STEPS,
     threads: int = 0,
+    batch: int = 1,
     progress: Callable[[str], None] = lambda done: None,
 ) -> list[Measurement]:
     """Measure each of `lengths` in a process of its own.
@@ -94,7 +101,8 @@ def bench(
 
     rows = []
     for length in lengths:
-        command = [sys.executable, "-m", "still_export.bench", str(package), str(length), str(steps), str(threads)]
+        command = [sys.executable, "-m", "still_export.bench", str(package)]
+        command += map(str, (length, steps, threads, batch))
         done = subprocess.run(command, text=True, capture_output=True)
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
@@ -133,4 +141,4 @@ def to_dict(rows: list[Measurement]) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asdict(measure(Path(sys.argv[1]), *map(int, sys.argv[2:5])))))
+    print(json.dumps(asdict(measure(Path(sys.argv[1]), *map(int, sys.argv[2:6])))))

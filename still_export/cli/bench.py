@@ -34,18 +34,27 @@ def bench(
     lengths: Annotated[str | None, typer.Option(help="Context lengths.", show_default="1024,4096,8000")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Decode steps per length.")] = 24,
     threads: Annotated[int, typer.Option(min=0, help="0 = ONNX Runtime's choice.")] = 0,
+    batch: Annotated[int, typer.Option(min=1, help="trt: rows at once.")] = 1,
+    runtime: Annotated[str | None, typer.Option(help="ort or trt.", show_default="the package's target")] = None,
     beside: Annotated[
         Path | None, typer.Option(help="JSON rows of another runtime (tools/bench_genai.py) to compare and plot with.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the measurements as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
-    """Measure prefill, decode and peak memory by context length with ONNX Runtime."""
+    """Measure prefill, decode and peak memory by context length with ONNX Runtime or TensorRT."""
     from still_export.bench import LENGTHS, Measurement, plot, to_dict
     from still_export.bench import bench as measure
     from still_export.package import open_package
 
     opened = open_package(package)
+    kind = opened.manifest.get("target", "onnx")
+    if runtime not in (None, "ort" if kind == "onnx" else kind) or kind == "trt-rtx":
+        raise ConfigError(
+            f"a package for {kind} is not measured with --runtime {runtime}; ort runs onnx, trt runs trt."
+        )
+    if batch > 1 and kind == "onnx":
+        raise ConfigError(f"--batch {batch} is for TensorRT packages; ONNX Runtime is measured with one row.")
     try:
         wanted = tuple(int(n) for n in lengths.split(",")) if lengths else LENGTHS
     except ValueError:
@@ -60,10 +69,16 @@ def bench(
             raise ConfigError(f"{beside} holds no measurements: {error}.") from error
     out = Output(as_json, quiet)
     with out.bar("measuring", len(wanted)) as progress:
-        rows = measure(package, wanted, steps, threads, progress)
+        rows = measure(package, wanted, steps, threads, batch, progress)
     folder = output or package / "bench"
     folder.mkdir(parents=True, exist_ok=True)
-    content = {"package": str(package), "threads": threads, "rows": to_dict(rows), "beside": to_dict(peer)}
+    content = {
+        "package": str(package),
+        "threads": threads,
+        "batch": batch,
+        "rows": to_dict(rows),
+        "beside": to_dict(peer),
+    }
     (folder / "bench.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     plot({"still-export": rows, **({beside.stem: peer} if beside else {})}, folder / "bench.png")
     out.result(content, *_lines(rows, peer), f"results: {folder / 'bench.json'}, {folder / 'bench.png'}")

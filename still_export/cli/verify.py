@@ -15,6 +15,8 @@ from still_export.cli.output import Output
 from still_export.errors import ConfigError, PackageError
 
 if TYPE_CHECKING:
+    from still_export.cases import CaseSource
+    from still_export.package import Package
     from still_export.verify import Report
 
 EXAMPLES = """
@@ -23,6 +25,8 @@ Examples:
     still-export verify package
 
     still-export verify package --lengths 1,65,300 --decode-steps 16 --model /path/to/the/model
+
+    still-export verify package --record calls.npz     and, where there is a GPU and no PyTorch: --calls calls.npz
 """
 
 
@@ -41,48 +45,60 @@ def verify(
     ] = None,
     lengths: Annotated[str | None, typer.Option(help="Prompt lengths.", show_default="1,63,...,4097")] = None,
     decode_steps: Annotated[
-        int | None, typer.Option(help="Single-token steps after a prefill.", show_default="72")
+        int | None, typer.Option(min=1, help="Single-token steps after a prefill.", show_default="72; trt: 256")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0,
     runtime: Annotated[str | None, typer.Option(help="ort or trt.", show_default="the package's target")] = None,
     plugin: Annotated[Path | None, typer.Option(help="trt: plugin library in the place of the package's.")] = None,
+    record: Annotated[
+        Path | None, typer.Option(help="Only write PyTorch's answers to this file, for a machine without PyTorch.")
+    ] = None,
+    calls: Annotated[Path | None, typer.Option(help="Take PyTorch's answers from a file made with --record.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
     """Compare ONNX Runtime or TensorRT with PyTorch on logits, every state tensor and every selection; exit 1 on a mismatch."""
-    from dataclasses import replace
-
-    from still_export.onnx_package import ExportOptions, load_source
     from still_export.package import open_package
+    from still_export.recorded import RecordedCases, record_cases
+    from still_export.runners.cuda_driver import CudaError
+    from still_export.runners.ort import RunError
     from still_export.targets import OrtTarget, TrtTarget
-    from still_export.verify import DECODE_STEPS, LENGTHS, Verifier
+    from still_export.verify import DECODE_STEPS, Verifier, check_dtype
 
+    if record is not None and calls is not None:
+        raise ConfigError("--record writes a file of answers and --calls reads one; give one of them.")
     try:
-        wanted = tuple(int(n) for n in lengths.split(",")) if lengths else LENGTHS
+        wanted = None if lengths is None else tuple(int(x) for x in lengths.split(","))
     except ValueError:
-        raise ConfigError(f"--lengths {lengths}: give numbers separated by commas, such as 1,64,1000.") from None
-    if min(wanted) < 1:
-        raise ConfigError(f"--lengths {lengths}: a prompt has at least one token.")
-    opened = open_package(package)
-    options = ExportOptions.from_manifest(opened.manifest)
-    out = Output(as_json, quiet)
+        raise ConfigError(f"--lengths {lengths}: give numbers separated by commas.") from None
+    opened, out = open_package(package), Output(as_json, quiet)
     kind = opened.manifest.get("target", "onnx")
     runtime = runtime or ("ort" if kind == "onnx" else kind)
     if runtime not in ("ort", "trt") or (runtime == "ort") != (kind == "onnx"):
         raise ConfigError(
             f"a package for {kind} is not verified with --runtime {runtime}; ort runs onnx, trt runs trt."
         )
-    if runtime == "trt":
-        if not opened.manifest["engines"]:
-            raise PackageError(f"{package} has no engine yet. Build it on this machine: still-export build {package}")
-        options = replace(options, dtype="float32")  # half precision is held to what float32 computes
+    check_dtype(opened)
+    if runtime == "trt" and record is None and not opened.manifest["engines"]:
+        raise PackageError(f"{package} has no engine yet. Build it on this machine: still-export build {package}")
+    steps = DECODE_STEPS[kind] if decode_steps is None else decode_steps
+    cases = _torch_cases(opened, model, wanted, steps, seed) if calls is None else RecordedCases(calls, opened)
+    if record is not None:
+        with out.bar("recording", cases.count) as progress:
+            record_cases(cases, opened, record, progress)
+        out.result(
+            {"calls": str(record)},
+            f"{record}: {cases.count} cases",
+            f"next: still-export verify {package} --calls {record}",
+        )
+        return
     target = OrtTarget(opened) if runtime == "ort" else TrtTarget(opened, plugin)
-    source = load_source(replace(options, model=model) if model else options)
-    steps = DECODE_STEPS if decode_steps is None else decode_steps
-    verifier = Verifier(opened, source, wanted, steps, seed, target)
     folder = output or package / "verify"
-    with out.bar("verifying", verifier.case_count) as progress:
-        report = verifier.run(folder, progress)
+    try:
+        with out.bar("verifying", cases.count) as progress:
+            report = Verifier(opened, cases, target, steps).run(folder, progress)
+    except (RunError, CudaError) as error:
+        raise PackageError(str(error)) from error
     (folder / "report.json").write_text(json.dumps(report.to_dict(), indent=1) + "\n", encoding="utf-8")
     if as_json:
         out.result(report.to_dict())
@@ -91,10 +107,34 @@ def verify(
     raise typer.Exit(0 if report.passed else 1)
 
 
+def _torch_cases(
+    package: Package, model: str | None, lengths: tuple[int, ...] | None, steps: int, seed: int
+) -> CaseSource:
+    """Cases answered by PyTorch; a half precision package is held to float32, beside PyTorch's own run in half precision."""
+    from dataclasses import replace
+
+    from still_export.onnx_package import ExportOptions, load_source
+    from still_export.torch_cases import LENGTHS, TorchCases
+
+    options = ExportOptions.from_manifest(package.manifest)
+    if model:
+        options = replace(options, model=model)
+    dtype = package.manifest["model"]["dtype"]
+    half = None if dtype == "float32" else load_source(replace(options, dtype=dtype))
+    source = load_source(replace(options, dtype="float32"))
+    return TorchCases(package.manifest, source, half, lengths or LENGTHS, steps, seed)
+
+
 def _print(report: Report, folder: Path, runtime: str) -> None:
-    console = Console(width=None if Console().is_terminal else 120)
-    table = Table(title=f"PyTorch against {runtime}: errors of the logits, and of the worst state tensor")
-    for column in ("case", "logits max", "mean", "cosine", "states max", "mean", "cosine", "worst state", ""):
+    console = Console(width=None if Console().is_terminal else 150)
+    half = any(entry.own_mean_abs for entry in report.outputs)
+    title = "errors of the logits, and of the worst state tensor" + (
+        "; own = PyTorch's half precision run" if half else ""
+    )
+    table = Table(title=f"PyTorch against {runtime}: {title}")
+    columns = ["case", "logits max", "mean", "own", "cosine", "states max", "mean", "own", "cosine", "worst state", ""]
+    columns = [c for c in columns if half or c != "own"]
+    for column in columns:
         table.add_column(column, justify="left" if column in ("case", "worst state") else "right", no_wrap=True)
     cases = defaultdict(list)
     for entry in report.outputs:
@@ -102,26 +142,37 @@ def _print(report: Report, folder: Path, runtime: str) -> None:
     for case, entries in cases.items():
         logits = next(e for e in entries if e.output == "logits")
         states = [e for e in entries if e.output != "logits"]
-        worst = max(states, key=lambda e: (not e.passed, e.max_abs))
+        worst = max(states, key=lambda e: (not e.passed, e.mean_abs / e.bound if half and e.bound else e.max_abs))
+        mean, own = (sum(getattr(e, name) for e in states) / len(states) for name in ("mean_abs", "own_mean_abs"))
         table.add_row(
             case,
             f"{logits.max_abs:.1e}",
             f"{logits.mean_abs:.1e}",
+            *([f"{logits.own_mean_abs:.1e}"] if half else []),
             f"{logits.cosine:.7f}",
             f"{worst.max_abs:.1e}",
-            f"{sum(e.mean_abs for e in states) / len(states):.1e}",
+            f"{mean:.1e}",
+            *([f"{own:.1e}"] if half else []),
             f"{min(e.cosine for e in states):.7f}",
             worst.output.removeprefix("present_") if worst.max_abs else "-",
             "ok" if all(e.passed for e in entries) else "MISMATCH",
         )
     console.print(table)
+    for check in report.checks:
+        print(f"{check.name}: " + ("yes" if check.passed else f"NO, {check.detail}"))
     chosen = report.selections
     print(
-        f"selections: {chosen.compared} salient rows compared, {chosen.near_ties} differ by a near tie, "
-        f"{chosen.wrong} differ without one"
+        f"selections: {chosen.compared} salient rows compared, {chosen.near_ties} differ by a near tie "
+        f"(a lead of at most {report.tie:.1e}), {chosen.wrong} differ without one"
     )
+    own_top1 = f" (PyTorch's half precision run {report.own_top1:.4f})" if half else ""
     layer = "none" if report.first_diverging_layer is None else str(report.first_diverging_layer)
-    print(f"top-1 agreement: {report.top1:.4f}; first diverging layer: {layer}")
+    print(f"top-1 agreement: {report.top1:.4f}{own_top1}; first diverging layer: {layer}")
     print(f"report with every output: {folder / 'report.json'}")
-    print(f"the same verdict without still-export:\n  {report.command}")
+    print(
+        "the same without still-export, as far as single calls show it:"
+        if half
+        else "the same verdict without still-export:"
+    )
+    print(f"  sh {folder / 'polygraphy.sh'}" if half else f"  {report.command}")
     print("PASSED" if report.passed else "FAILED: the package does not compute what PyTorch computes")

@@ -8,10 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from still_export.calls import Arrays
 from still_export.models import forward_with_state
 from still_export.state import empty_states
-
-Arrays = dict[str, np.ndarray]
 
 
 class TorchRunner:
@@ -51,11 +50,3 @@ class TorchRunner:
         )
         outputs["present_length"] = (length + counts).numpy()
         return outputs
-
-
-def next_feed(outputs: Arrays, tokens: np.ndarray, new_tokens: np.ndarray | None = None) -> Arrays:
-    """The feed that continues a call's `outputs` with `tokens` [B, T]."""
-    feed = {name.replace("present_", "past_", 1): x for name, x in outputs.items() if name.startswith("present_")}
-    feed["input_ids"] = tokens
-    feed["new_tokens"] = np.full(tokens.shape[0], tokens.shape[1], np.int64) if new_tokens is None else new_tokens
-    return feed

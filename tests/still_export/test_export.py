@@ -11,9 +11,10 @@ import onnxruntime
 import pytest
 import torch
 
+from still_export.calls import Arrays, next_feed
 from still_export.load import load_model
 from still_export.package import Package
-from still_export.runners.torch import Arrays, TorchRunner, next_feed
+from still_export.runners.torch import TorchRunner
 from tests.still_export.conftest import Exporter
 from tests.still_export.tiny import CHUNK, MIXED, VOCAB, plain_model
 from tests.tolerances import MODEL

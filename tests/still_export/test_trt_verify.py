@@ -1,0 +1,214 @@
+"""build, run, verify and bench for TensorRT, end to end over the stand-ins; and a runner that is wrong must fail."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from still_export.bench import measure
+from still_export.cli.main import main
+from still_export.runners.tensorrt import TrtModel
+from still_export.targets import TrtSession
+from still_export.trt_options import TrtOptions
+from still_export.trt_package import lower_package
+from tests.still_export import fake_tensorrt
+from tests.still_export.conftest import Exporter
+from tests.still_export.tiny import CHUNK
+
+SIZES = ("--lengths", "1,8,33,40", "--decode-steps", "20")
+"""A prompt longer than the profile, and steps beyond a chunk."""
+
+
+@pytest.fixture(scope="module")
+def package_of(tmp_path_factory: pytest.TempPathFactory, export_tiny: Exporter) -> Callable[[str], Path]:
+    """A package of the tiny model in a type, without an engine."""
+
+    @cache
+    def make(dtype: str) -> Path:
+        folder = tmp_path_factory.mktemp(dtype)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                "still_export.trt_package._write_plugins",
+                lambda graph, target, *a: fake_tensorrt.write_libraries(target),
+            )
+            lower_package(export_tiny(dtype=dtype), TrtOptions(batch=4, prefill_tokens=4 * CHUNK), folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def answers(package_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """PyTorch's answers for the float16 package."""
+    path = tmp_path_factory.mktemp("answers") / "calls.npz"
+    assert call("verify", package_of("float16"), "--record", path, *SIZES, "--quiet") == 0
+    return path
+
+
+@pytest.fixture
+def built(package_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: Any) -> Path:
+    """A package with an engine of TensorRT 8.6 (float16), or of the parameter's type and version."""
+    dtype, version = getattr(request, "param", ("float16", "8.6.1"))
+    fake_tensorrt.install(monkeypatch, version)
+    monkeypatch.setattr("still_export.build.has_gpu", lambda: True)
+    shutil.copytree(package_of(dtype), tmp_path / "package")
+    assert call("build", tmp_path / "package", "--quiet") == 0
+    return tmp_path / "package"
+
+
+def call(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as end:
+        main([str(a) for a in arguments])
+    return int(end.value.code or 0)
+
+
+def report(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "report.json").read_text())
+
+
+def test_verify_passes(built: Path, answers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("verify", built, "--runtime", "trt", "--calls", answers, "--quiet") == 0, capsys.readouterr().out
+    expect_all(built, capsys.readouterr().out)
+    assert polygraphy(built, tmp_path) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("built", [("float32", "10.3.0"), ("float16", "11.1.0")], indirect=True)
+def test_verify_passes_beside_pytorch(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("verify", built, *SIZES, "--quiet") == 0, capsys.readouterr().out
+    expect_all(built, capsys.readouterr().out)
+
+
+def expect_all(built: Path, shown: str) -> None:
+    cases = ("prefill 40", "ragged batch of 4", "prefill in pieces", "20 decode steps", "5 decode steps, 4 rows")
+    for words in ("PASSED", *cases):
+        assert words in shown
+    assert "20 replayed steps of 1 rows equal single steps: yes" in shown
+    assert "5 replayed steps of 4 rows equal single steps: yes" in shown
+    names = {entry["output"].split(".")[0] for entry in report(built / "verify")["outputs"]}
+    assert {"logits", "present_kv_state", "present_salient_key", "present_window_score", "present_length"} <= names
+
+
+def polygraphy(package: Path, scratch: Path) -> int:
+    """The printed command, with ONNX Runtime over the bodies in the place of the engine."""
+    words = shlex.split((package / "verify/polygraphy.sh").read_text())
+    begin, end = words.index("run") + 1, words.index("--load-inputs")
+    assert words[begin : end - 1] == [str(package / "engine.plan"), "--model-type", "engine", "--trt", "--plugins"]
+    assert words[end - 1].endswith("_static.so")
+    model = onnx.load(package / "model.onnx")
+    fake_tensorrt.restore_bodies(model)
+    onnx.save(model, scratch / "bodies.onnx")
+    command = [*words[:begin], str(scratch / "bodies.onnx"), "--onnxrt", *words[end:]]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert "Pass Rate" in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.returncode
+
+
+def test_run_and_bench(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("run", built, "--runtime", "trt", "--prompt-ids", ",".join(["5"] * 70), "--tokens", 4, "--json") == 0
+    assert len(json.loads(capsys.readouterr().out)["tokens"]) == 4
+    row = measure(built, 40, steps=3, batch=2)
+    assert (row.length, row.batch) == (40, 2) and row.decode_ms > 0
+
+
+@pytest.mark.slow
+def test_answers_travel_to_a_machine_without_pytorch(
+    built: Path, answers: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = answers
+    for name in [n for n in sys.modules if n.split(".")[0] in ("torch", "transformers", "onnx")]:
+        monkeypatch.setitem(sys.modules, name, None)
+    assert call("verify", built, "--calls", calls, "--decode-steps", 20, "--json", "--quiet") == 0
+    found = report(built / "verify")
+    assert found["passed"] and len(found["checks"]) == 2 and found["selections"]["compared"] > 0
+
+    def refused(*arguments: object, words: str) -> None:
+        capsys.readouterr()
+        assert call("verify", built, *arguments, "--quiet") == 2
+        assert words in capsys.readouterr().err.replace("\n", " ")
+
+    refused("--calls", calls, "--record", calls, words="give one of them")
+    refused("--calls", built / "manifest.json", words="holds no recorded calls")
+    manifest = json.loads((built / "manifest.json").read_text())
+    manifest["files"]["model.onnx.data"]["sha256"] = "0" * 64
+    (built / "manifest.json").write_text(json.dumps(manifest))
+    refused("--calls", calls, words="is not the file that was exported")
+
+
+def broken(built: Path, answers: Path) -> dict[str, Any]:
+    assert call("verify", built, "--calls", answers, "--quiet") == 1
+    found = report(built / "verify")
+    assert not found["passed"]
+    return found
+
+
+def failed(found: dict[str, Any]) -> set[str]:
+    return {f"{o['case']}: {o['output']}" for o in found["outputs"] if not o["passed"]}
+
+
+def test_a_wrong_state_row_fails(built: Path, answers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = TrtModel.state_arrays
+
+    def swapped(model: TrtModel) -> dict[str, np.ndarray]:
+        states = right(model)
+        if model.batch > 1:
+            states["window_value.1"][[0, 3]] = states["window_value.1"][[3, 0]]
+        return states
+
+    monkeypatch.setattr(TrtModel, "state_arrays", swapped)
+    found = broken(built, answers)
+    assert failed(found) == {f"{c}: present_window_value.1" for c in ("ragged batch of 4", "5 decode steps, 4 rows")}
+    assert found["first_diverging_layer"] == 1
+
+
+@pytest.mark.slow
+def test_a_stale_graph_fails(built: Path, answers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured step that is kept although the state moved writes to the old place."""
+    right, kept = TrtModel._resize, []
+
+    def resize(model: TrtModel, tokens: int) -> None:
+        grows, graph = bool(model._state), getattr(model, "_graph", None)
+        kept.extend(model._state.values())  # what a GPU would do with freed memory is undefined
+        right(model, tokens)
+        if grows:
+            model._graph = graph
+
+    monkeypatch.setattr(TrtModel, "_resize", resize)
+    found = broken(built, answers)
+    assert not failed(found) and not all(check["passed"] for check in found["checks"])
+
+
+@pytest.mark.slow
+def test_a_missing_piece_fails(built: Path, answers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = TrtModel._call
+
+    def forget(model: TrtModel, ids: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        logits = right(model, ids, counts)
+        if ids.shape[1] == 4 * CHUNK:  # the rest of the prompt starts over
+            model.length = model.length * 0
+        return logits
+
+    monkeypatch.setattr(TrtModel, "_call", forget)
+    assert {f"prefill {n}: logits" for n in (33, 40)} <= failed(broken(built, answers))
+
+
+@pytest.mark.slow
+def test_a_state_that_is_not_carried_fails(built: Path, answers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = TrtSession.decode
+
+    def decode(session: TrtSession, start: Any, steps: Any) -> Any:
+        return right(session, {**start, "past_length": start["past_length"] + 1}, steps)
+
+    monkeypatch.setattr(TrtSession, "decode", decode)
+    assert any("decode steps" in name for name in failed(broken(built, answers)))
