@@ -109,7 +109,9 @@ def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wid
             4,
             min(stages, 2),
         ),
-        attend=KernelTile({"BM": block, "BN": keys, "STAGES": stages}, 4, stages),
+        attend=KernelTile({"BM": 128, "BN": 64, "REGISTERS": 1, "AHEAD": 1, "STAGES": 4}, 8, 4)
+        if arch == 90 and not heavy
+        else KernelTile({"BM": block, "BN": keys, "REGISTERS": 0, "AHEAD": 0, "STAGES": stages}, 4, stages),
         commit=KernelTile({}, 4, 1),
         decode=KernelTile(
             {

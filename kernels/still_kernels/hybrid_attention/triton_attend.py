@@ -8,6 +8,7 @@ import triton.language as tl
 
 from still_kernels.hybrid_attention.triton_common import (
     LOG2E,
+    in_registers,
     load_tokens,
     row_of,
     settle,
@@ -27,6 +28,15 @@ def _absorb(b_acc, b_max, b_sum, b_dot, b_v, scale2, SETTLE: tl.constexpr, DOT: 
     b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision=DOT)
     b_acc = settle(b_acc, SETTLE)
     return b_acc, b_new, b_sum
+
+
+@triton.jit
+def _hide_far_keys(b_dot, o_key, o_query, o_start, C: tl.constexpr, BM: tl.constexpr):
+    """-inf for keys after the query or more than one chunk before its own, which starts at o_start."""
+    m_seen = o_key[None, :] <= o_query[:, None]
+    if BM > C:
+        m_seen = m_seen & (o_key[None, :] >= o_start[:, None] - C)
+    return tl.where(m_seen, b_dot, float("-inf"))
 
 
 @triton.jit(do_not_specialize=["T", "H", "HK", "HS", "K", "N", "first_tile", "n_tiles", "phantom"])
@@ -63,6 +73,8 @@ def attend_kernel(
     DP: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
+    REGISTERS: tl.constexpr,
+    AHEAD: tl.constexpr,
     STAGES: tl.constexpr,
     SETTLE: tl.constexpr,
     GATE: tl.constexpr,
@@ -73,7 +85,7 @@ def attend_kernel(
 ):
     """Output of the queries of chunks c0 + first_tile .. + n_tiles - 1. Grid (ceil(n_tiles * C / BM), H, B).
 
-    A block of BM queries lies within one chunk. The longest programs start first.
+    A block of BM queries lies within one chunk or spans whole ones. The longest programs start first.
     """
     i_block = tl.num_programs(0) - 1 - tl.program_id(0)
     i_head = tl.program_id(1)
@@ -81,28 +93,32 @@ def attend_kernel(
     row, start, length, count = row_of(i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, T, RAGGED)
     end = length + count
     span = count if RAGGED else T
-    first = (length // C + first_tile) * C + i_block * BM
-    if first >= length + span:
+    c0 = length // C + first_tile
+    first = c0 * C + i_block * BM
+    limit = tl.minimum(length + span, (c0 + n_tiles) * C)
+    if first >= limit:
         return
-    o_row = tl.arange(0, BM)
     o_dim = tl.arange(0, DP)
     m_dim = o_dim < D
-    o_query = first + o_row
+    o_query = first + tl.arange(0, BM)
     o_token = start + o_query - length
     p_tile = (o_token * H + i_head)[:, None] * D + o_dim[None, :]
-    m_store = (o_query >= length) & (o_query < length + span)
+    m_store = (o_query >= length) & (o_query < limit)
     if first >= end:  # padding
         tl.store(
             p_output + p_tile, tl.zeros([BM, DP], p_output.dtype.element_ty), mask=m_store[:, None] & m_dim[None, :]
         )
         return
-    m_query = (o_query >= length) & (o_query < end)
+    m_query = m_store & (o_query < end)
     b_q = tl.load(p_query + p_tile, mask=m_query[:, None] & m_dim[None, :], other=0.0)
+    b_q = in_registers(b_q, REGISTERS * SETTLE)
     scale2 = scale * LOG2E
     chunk = first // C
+    last_chunk = (tl.minimum(first + BM, limit) - 1) // C
+    o_start = o_query // C * C  # of the query's chunk
     i_kv = i_head // (H // HK)
 
-    # Local softmax: the previous chunk and the current one up to the query.
+    # Local softmax: the previous chunk and the current one up to the query. Blocks that reach into the ring come first.
     p_key_new = p_key + (start * HK + i_kv) * D
     p_key_ring = p_window_key + (row * HK + i_kv) * (2 * C) * D
     p_value_new = p_value + (start * HK + i_kv) * D
@@ -110,40 +126,65 @@ def attend_kernel(
     b_max = tl.full([BM], -1.0e30, tl.float32)
     b_sum = tl.zeros([BM], tl.float32)
     b_acc = tl.zeros([BM, DP], tl.float32)
-    for o_first in tl.range(tl.maximum(chunk - 1, 0) * C, first + BM, BM, num_stages=STAGES):
-        o_key = o_first + o_row
+    o_slot = tl.arange(0, BN)
+    o_tile = o_slot[:, None] * D + o_dim[None, :]
+    begin = tl.maximum(chunk - 1, 0) * C
+    stop = tl.minimum(first + BM, end)
+    fresh = begin + (tl.maximum(length - begin, 0) + BN - 1) // BN * BN
+    for o_first in tl.range(begin, tl.minimum(fresh, stop), BN, num_stages=1):
+        o_key = o_first + o_slot
         b_key = load_tokens(p_key_new, p_key_ring, o_key, length, end, HK * D, o_dim, D, C)
         b_value = load_tokens(p_value_new, p_value_ring, o_key, length, end, HK * D, o_dim, D, C)
         b_dot = tl.dot(b_q, tl.trans(b_key), input_precision=DOT)
-        b_dot = tl.where(o_key[None, :] <= o_query[:, None], b_dot, float("-inf"))
+        b_dot = _hide_far_keys(b_dot, o_key, o_query, o_start, C, BM)
+        b_acc, b_max, b_sum = _absorb(b_acc, b_max, b_sum, b_dot, b_value, scale2, SETTLE, DOT)
+    for o_first in tl.range(fresh, stop, BN, num_stages=STAGES):
+        o_key = o_first + o_slot
+        p_first = (o_first - length).to(tl.int64) * (HK * D)
+        o_new = o_slot[:, None] * (HK * D) + o_dim[None, :]
+        m_key = (o_key < end)[:, None] & m_dim[None, :]
+        b_key = tl.load(p_key_new + p_first + o_new, mask=m_key, other=0.0)
+        b_dot = tl.dot(b_q, tl.trans(b_key), input_precision=DOT)
+        b_dot = _hide_far_keys(b_dot, o_key, o_query, o_start, C, BM)
+        b_value = tl.load(p_value_new + p_first + o_new, mask=m_key, other=0.0)
         b_acc, b_max, b_sum = _absorb(b_acc, b_max, b_sum, b_dot, b_value, scale2, SETTLE, DOT)
     if phantom != 0 and chunk == 0:  # C logits of 0 with zero values
-        b_new = tl.maximum(b_max, 0.0)
+        b_phantom = tl.where(o_start == 0, 1.0 * C, 0.0)
+        b_new = tl.where(o_start == 0, tl.maximum(b_max, 0.0), b_max)
         b_decay = tl.exp2(b_max - b_new)
         b_acc = b_acc * b_decay[:, None]
-        b_sum = b_sum * b_decay + C * tl.exp2(-b_new)
+        b_sum = b_sum * b_decay + b_phantom * tl.exp2(tl.minimum(-b_new, 0.0))
         b_max = b_new
 
-    # Salient cache: whole blocks, then the rest with a mask.
-    slots = tl.maximum(chunk - 1, 0) * K
-    seen = tl.minimum(slots, N)
-    whole = seen // BN * BN
+    # Salient cache: whole blocks that every query sees, then the rest with a mask.
+    b_slots = tl.maximum(o_start // C - 1, 0) * K
+    b_seen = tl.minimum(b_slots, N)
+    seen = tl.minimum(tl.maximum(last_chunk - 1, 0) * K, N)
+    whole = tl.minimum(tl.maximum(chunk - 1, 0) * K, N) // BN * BN
     i_select = i_head // (H // HS)
     p_cached_key = p_salient_key + (row * HS + i_select) * N * D
     p_cached_value = p_salient_value + (row * HS + i_select) * N * D
-    o_slot = tl.arange(0, BN)
-    o_tile = o_slot[:, None] * D + o_dim[None, :]
-    for s in tl.range(0, whole, BN, num_stages=STAGES):
-        b_key = tl.load(p_cached_key + s * D + o_tile, mask=m_dim[None, :], other=0.0)
-        b_dot = tl.dot(b_q, tl.trans(b_key), input_precision=DOT)
-        b_value = tl.load(p_cached_value + s * D + o_tile, mask=m_dim[None, :], other=0.0)
-        b_acc, b_max, b_sum = _absorb(b_acc, b_max, b_sum, b_dot, b_value, scale2, SETTLE, DOT)
+    if AHEAD:  # the next products of queries and keys run while the softmax of these is computed
+        b_key = tl.load(p_cached_key + o_tile, mask=m_dim[None, :] & (whole > 0), other=0.0)
+        b_dot = settle(tl.dot(b_q, tl.trans(b_key), input_precision=DOT), SETTLE)
+        for s in tl.range(0, whole, BN, num_stages=STAGES):
+            b_key = tl.load(p_cached_key + (s + BN) * D + o_tile, mask=m_dim[None, :] & (s + BN < whole), other=0.0)
+            b_next = tl.dot(b_q, tl.trans(b_key), input_precision=DOT)
+            b_value = tl.load(p_cached_value + s * D + o_tile, mask=m_dim[None, :], other=0.0)
+            b_acc, b_max, b_sum = _absorb(b_acc, b_max, b_sum, b_dot, b_value, scale2, SETTLE, DOT)
+            b_dot = settle(b_next, SETTLE)
+    else:
+        for s in tl.range(0, whole, BN, num_stages=STAGES):
+            b_key = tl.load(p_cached_key + s * D + o_tile, mask=m_dim[None, :], other=0.0)
+            b_dot = tl.dot(b_q, tl.trans(b_key), input_precision=DOT)
+            b_value = tl.load(p_cached_value + s * D + o_tile, mask=m_dim[None, :], other=0.0)
+            b_acc, b_max, b_sum = _absorb(b_acc, b_max, b_sum, b_dot, b_value, scale2, SETTLE, DOT)
     for s in tl.range(whole, seen, BN, num_stages=1):
         m_slot = ((s + o_slot) < seen)[:, None] & m_dim[None, :]
         b_key = tl.load(p_cached_key + s * D + o_tile, mask=m_slot, other=0.0)
         b_value = tl.load(p_cached_value + s * D + o_tile, mask=m_slot, other=0.0)
         b_dot = tl.dot(b_q, tl.trans(b_key), input_precision=DOT)
-        b_dot = tl.where((s + o_slot < seen)[None, :], b_dot, float("-inf"))
+        b_dot = tl.where((s + o_slot)[None, :] < b_seen[:, None], b_dot, float("-inf"))
         b_acc, b_max, b_sum = _absorb(b_acc, b_max, b_sum, b_dot, b_value, scale2, SETTLE, DOT)
     if FACTOR:
         factor = tl.load(p_window_factor + i_head)
@@ -151,18 +192,19 @@ def attend_kernel(
         b_sum = b_sum * factor
 
     # Linear part: everything older that is not salient.
-    if chunk >= 2:
-        i_tile = i_batch.to(tl.int64) * n_tiles + i_block * BM // C
-        o_linear = (i_tile * H + i_head) * C + o_query % C
-        b_sum += tl.load(p_linear_sum + o_linear, mask=m_query, other=0.0)
-        m_linear = m_query[:, None] & m_dim[None, :]
-        b_linear = tl.load(p_linear + o_linear[:, None] * D + o_dim[None, :], mask=m_linear, other=0.0).to(tl.float32)
+    if last_chunk >= 2:
+        m_linear = m_query & (o_start >= 2 * C)
+        i_tile = i_batch.to(tl.int64) * n_tiles + (o_start // C - c0)
+        o_linear = (i_tile * H + i_head) * C + (o_query - o_start)
+        b_sum += tl.load(p_linear_sum + o_linear, mask=m_linear, other=0.0)
+        m_block = m_linear[:, None] & m_dim[None, :]
+        b_linear = tl.load(p_linear + o_linear[:, None] * D + o_dim[None, :], mask=m_block, other=0.0).to(tl.float32)
         if GATE:
-            b_linear *= tl.load(p_gate + p_tile, mask=m_linear, other=0.0).to(tl.float32)
+            b_linear *= tl.load(p_gate + p_tile, mask=m_block, other=0.0).to(tl.float32)
         b_acc += b_linear
     b_out = b_acc / (b_sum + epsilon)[:, None]
     if OVERFLOW == 0:  # beyond the capacity: the caller should have refused
-        b_out = tl.where(slots > N, float("nan"), b_out)
+        b_out = tl.where((b_slots > N)[:, None], float("nan"), b_out)
     b_out = tl.where(m_query[:, None], b_out, 0.0)
     tl.store(p_output + p_tile, b_out.to(p_output.dtype.element_ty), mask=m_store[:, None] & m_dim[None, :])
 
