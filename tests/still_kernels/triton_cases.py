@@ -15,7 +15,7 @@ import torch
 
 from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState
 from still_kernels.hybrid_attention.chunked import chunked_hybrid_attention
-from still_kernels.hybrid_attention.tiles import TileTable, tile_table, with_constants
+from still_kernels.hybrid_attention.tiles import TileTable, changed, tile_table
 
 SMALL: dict[str, Any] = {
     "num_heads": 4,
@@ -58,7 +58,9 @@ class Case:
         """Block sizes in the interpreter."""
         config = self.config()
         table = tile_table(90, config.head_dim, config.chunk_size, config.projection_dim, self.wide)
-        return with_constants(table, self.tiles)
+        for kernel, setting in self.tiles.items():
+            table = changed(table, kernel, setting)
+        return table
 
 
 CASES = {

@@ -5,7 +5,9 @@ The C++ core mirrors this file: a few launches and integer arithmetic, no values
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,7 +83,11 @@ class Launcher:
         kernel, tile = KERNELS[name], self.tiles[name]
         values = {**self.values, **tile.constants, **more}
         arguments = {arg: values.get(arg.removeprefix("p_")) for arg in kernel.arg_names}
-        kernel[grid](**arguments, **tile.options())
+        self.start(name, partial(kernel[grid], **arguments, **tile.options()))
+
+    def start(self, name: str, run: Callable[[], None]) -> None:
+        """Run one launch; `tune` also keeps it."""
+        run()
 
 
 def workspace_shapes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -136,13 +137,29 @@ def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wid
     )
 
 
-def with_constants(table: TileTable, changes: dict[str, dict[str, int]]) -> TileTable:
-    """`table` with other compile-time constants of some kernels."""
-    tiles = table.kernels()
-    new: dict[str, Any] = {
-        name: replace(tiles[name], constants={**tiles[name].constants, **c}) for name, c in changes.items()
-    }
-    return replace(table, **new)
+def changed(table: TileTable, kernel: str, setting: Mapping[str, int | None]) -> TileTable:
+    """`table` with another setting of one kernel.
+
+    Args:
+        setting: By name: constants and options of the kernel's tile, fields of the table, or "other_kernel.NAME".
+
+    Raises:
+        KeyError: A name is none of these.
+    """
+    for name, value in setting.items():
+        owner, _, plain = name.rpartition(".")
+        tile = table.kernels()[owner or kernel] if owner or kernel in table.kernels() else KernelTile()
+        new: dict[str, Any] = {plain: value}
+        if plain in ("segment_tiles", "decode_programs"):
+            table = replace(table, **new)
+            continue
+        if plain in tile.constants:
+            new = {"constants": {**tile.constants, **new}}
+        elif plain not in ("num_warps", "num_stages", "max_registers", "dependent"):
+            raise KeyError(f"{kernel} has no setting {name}; it has {', '.join(tile.constants)}.")
+        new = {owner or kernel: replace(tile, **new)}
+        table = replace(table, **new)
+    return table
 
 
 def decode_splits(batch: int, select_heads: int, slots: int, programs: int) -> int:

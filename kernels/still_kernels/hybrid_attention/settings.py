@@ -1,0 +1,83 @@
+"""What `python -m still_kernels.tune` tries: settings of each kernel, and which of them do not go together. Integers only."""
+
+from __future__ import annotations
+
+from still_kernels.hybrid_attention.config import HybridAttentionConfig
+from still_kernels.hybrid_attention.tiles import TileTable
+
+Setting = dict[str, int | None]
+
+
+def _one(name: str, *values: int | None) -> list[Setting]:
+    return [{name: value} for value in values]
+
+
+def _both(*values: int) -> list[Setting]:
+    return [{"STAGES": value, "num_stages": value} for value in values]
+
+
+WARPS = _one("num_warps", 2, 4, 8)
+REGISTERS = _one("max_registers", None, 128, 168)
+MOVES: dict[str, list[Setting]] = {
+    "attend": [
+        {"BM": 64, "num_warps": 4, "STAGES": 3, "REGISTERS": 0, "AHEAD": 0},
+        {"BM": 64, "num_warps": 4, "STAGES": 3},
+        {"BM": 128, "num_warps": 8},
+        {"BM": 128, "num_warps": 4, "STAGES": 2, "REGISTERS": 0, "AHEAD": 0},
+        {"BM": 128, "BN": 128, "num_warps": 8, "STAGES": 2, "REGISTERS": 0, "AHEAD": 0},
+        {"BM": 128, "BN": 32, "num_warps": 8, "STAGES": 3, "REGISTERS": 0, "AHEAD": 0, "max_registers": 128},
+        {"BM": 128, "num_warps": 8, "STAGES": 2, "REGISTERS": 0, "AHEAD": 0, "max_registers": 128},
+        {"BM": 32, "num_warps": 4},
+        *_one("AHEAD", 0, 1),
+        *_one("REGISTERS", 0, 1),
+        *_both(2, 3, 4, 6),
+        *_one("BN", 32, 64, 128),
+    ],
+    "linear": [
+        *REGISTERS,
+        *_one("TB", 1, 2, 4, 8),
+        *_one("DS", 16, 32, 64),
+        *_both(1, 2, 3),
+        {"BM": 128, "num_warps": 8},
+        {"BM": 64, "num_warps": 4},
+    ],
+    "features": [*REGISTERS, *_one("TB", 1, 2, 4, 8), {"RB": 32}, *WARPS],
+    "scan": [*_both(2, 3, 4, 6), {"FB": 128}, {"DB": 128}, {"DB": 32}, {"FB": 128, "num_warps": 8}, {"RB": 32}, *WARPS],
+    "score": [*_one("BM", 32, 64), *WARPS, *REGISTERS],
+    "select": [*_one("num_warps", 1, 2, 4, 8)],
+    "prefill": [
+        *_one("segment_tiles", 32, 64, 128, 256, 512, 1024),
+        {"scan.EVERY": 1, "linear.EVERY": 1},
+        {"scan.EVERY": 2, "linear.EVERY": 2},
+    ],
+    "decode": [
+        *_one("BN", 8, 16, 32),
+        *_both(2, 3, 4),
+        *_one("DS", 32, 64),
+        *_one("BL", 32, 64, 128),
+        *_one("RB", 16, 32, 64),
+        {"dependent": 0, "PDL": 0},
+        *_one("num_warps", 4, 8),
+        *_one("max_registers", None, 96, 128, 168),
+        *_one("decode_programs", 132, 264, 528),
+    ],
+}
+"""What is tried from the current setting and then from better ones, by kernel; "prefill" is a whole call."""
+WEIGHTS = {"attend": 3, "linear": 2}
+"""Shares of the time, 1 where nothing is said: by what the kernels take and how many settings they have."""
+
+
+def misfit(table: TileTable, config: HybridAttentionConfig) -> str:
+    """Why the block sizes of a table do not go together, or nothing."""
+    tiles = {name: tile.constants for name, tile in table.kernels().items()}
+    chunk, every = config.chunk_size, tiles["scan"]["EVERY"]
+    rules = {
+        "scan and linear need one EVERY": tiles["linear"]["EVERY"] == every and every in (1, 2),
+        f"BM of linear divides {every * chunk}": every * chunk % tiles["linear"]["BM"] == 0,
+        f"blocks divide the chunk of {chunk}": all(
+            chunk % tiles[k][n] == 0 for k, n in (("score", "BM"), ("scan", "RB"))
+        ),
+        f"RB of features divides the chunk of {chunk}": chunk % tiles["features"]["RB"] == 0,
+        f"BL divides the ring of {2 * chunk}": 2 * chunk % tiles["decode"]["BL"] == 0,
+    }
+    return "; ".join(rule for rule, kept in rules.items() if not kept)

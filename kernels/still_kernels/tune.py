@@ -1,0 +1,307 @@
+"""Which block sizes are fastest on this GPU: every kernel timed alone, over settings around those of tiles.py.
+
+    python -m still_kernels.tune --context 65536 --seconds 240 -o tune.json
+
+Each setting runs whole calls first: their outputs and states, written over NaN, must be those of the current settings, else it gets
+no time. From the best setting the search goes on while time is left. Nothing is written back: put what wins into tiles.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from still_kernels.bench import CHECK_LIMIT, DECODE_BYTES, Layer, decode_cost, median_s, relative_error
+from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState
+from still_kernels.hybrid_attention.settings import MOVES, WEIGHTS, Setting, misfit
+from still_kernels.hybrid_attention.tiles import TileTable, changed
+
+Launch = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One setting. `time_s` is None where it cannot run or its result is wrong; `note` says why."""
+
+    setting: Setting
+    time_s: float | None
+    error: float
+    note: str = ""
+
+    def entry(self) -> dict[str, Any]:
+        """For JSON, which has no infinity."""
+        return {**asdict(self), "error": self.error if math.isfinite(self.error) else None}
+
+
+@contextlib.contextmanager
+def _recording() -> Iterator[list[tuple[str, Launch]]]:
+    """Keeps the launches that are made within; workspace starts as NaN, so that nobody reads what an earlier call left."""
+    from still_kernels.hybrid_attention import launch
+
+    made: list[tuple[str, Launch]] = []
+
+    class Recorder(launch.Launcher):
+        def start(self, name: str, run: Launch) -> None:
+            made.append((name, run))
+            run()
+
+    def poisoned(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return like.new_full(shape, float("nan") if dtype.is_floating_point else 113, dtype=dtype)
+
+    before = launch.Launcher, launch.allocate
+    launch.Launcher, launch.allocate = Recorder, poisoned  # type: ignore[misc]
+    try:
+        yield made
+    finally:
+        launch.Launcher, launch.allocate = before  # type: ignore[misc]
+
+
+class Workload:
+    """Calls of one kind: a prefill of `tokens`, or decode steps on several states at `tokens`."""
+
+    def __init__(
+        self, config: HybridAttentionConfig, tokens: int, decode: bool, dtype: torch.dtype, device: str
+    ) -> None:
+        self.config, self.new = config, 1 if decode else tokens
+        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        generator = torch.Generator(device).manual_seed(0)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(shape, device=device, generator=generator).to(dtype)
+
+        query, gate = random(1, self.new, heads, dim), random(1, self.new, heads, dim).sigmoid()
+        key, value = random(1, self.new, kv_heads, dim), random(1, self.new, kv_heads, dim)
+        weight_q, weight_k = ((random(heads, config.projection_dim, dim) * dim**-0.5).to(dtype) for _ in "qk")
+        self.inputs: Layer = (query, key, value, gate, weight_q, weight_k)
+        self.count = torch.full((1,), self.new, device=device)
+        state = HybridAttentionState.empty(config, 1, dtype, device)
+        copies = 1
+        if decode:
+            for name, tensor in state.tensors().items():
+                if name == "length":
+                    tensor.fill_(tokens - 1)
+                else:
+                    tensor.copy_(torch.randn(tensor.shape, device=device, generator=generator).abs() + 0.1)
+            if device == "cuda":
+                copies = max(2, min(32, DECODE_BYTES // int(decode_cost(config, tokens - 1, 1)[0])))
+        self.states = [state] * copies
+
+    def run(self, table: TileTable) -> tuple[list[tuple[str, Launch]], dict[str, Tensor]]:
+        """Launches of one call on each state, and the results of the first."""
+        from still_kernels.hybrid_attention.launch import launch_hybrid_attention
+
+        results: dict[str, Tensor] = {}
+        with _recording() as made:
+            for given in self.states:
+                state = HybridAttentionState(**{name: tensor.clone() for name, tensor in given.tensors().items()})
+                output = torch.full_like(self.inputs[0], float("nan"))
+                launch_hybrid_attention(
+                    *self.inputs,
+                    self.config,
+                    state,
+                    output,
+                    1,
+                    self.new,
+                    self.count,
+                    table=table,  # type: ignore[misc]
+                )
+                results = results or {"output": output.clone(), **{n: t.clone() for n, t in state.tensors().items()}}
+        return made, results
+
+
+def time_launches(launches: Sequence[Launch], device: str) -> float:
+    """Seconds of all launches together: replays of a CUDA graph, or the clock in the interpreter."""
+    if device != "cuda":
+        begin = time.perf_counter()
+        for run in launches:
+            run()
+        return time.perf_counter() - begin
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for run in launches:
+            run()
+    return median_s(graph.replay, 10)
+
+
+class Tuner:
+    """Trials of one workload and kernel."""
+
+    def __init__(self, work: Workload, kernel: str, table: TileTable, dtype: torch.dtype, device: str) -> None:
+        self.work, self.kernel, self.table, self.device = work, kernel, table, device
+        self.limit = CHECK_LIMIT[dtype]
+        self.made, self.expected = work.run(table)
+
+    def trial(self, setting: Setting) -> Trial:
+        """Run, check and time one setting."""
+        from triton.runtime.errors import OutOfResources, PTXASError, TritonError
+
+        table = changed(self.table, self.kernel, setting)
+        note = misfit(table, self.work.config)
+        if note:
+            return Trial(setting, None, 0.0, note)
+        try:
+            made, results = self.work.run(table)
+        except OutOfResources as failure:
+            return Trial(setting, None, 0.0, f"needs {failure.required} of {failure.name}, there are {failure.limit}")
+        except (PTXASError, TritonError, RuntimeError) as failure:
+            if "CUDA" in str(failure):
+                raise
+            return Trial(setting, None, 0.0, f"does not compile: {str(failure).strip().splitlines()[0]}")
+        error = max(
+            (relative_error(got, wanted) for got, wanted in self._pairs(results) if wanted.double().norm() > 0),
+            default=0.0,
+        )
+        if not error <= self.limit:
+            return Trial(setting, None, error, "WRONG RESULT")
+        mine = [run for name, run in made if self.kernel in (name, "prefill")]
+        return Trial(setting, time_launches(mine, self.device) / len(self.work.states), error)
+
+    def _pairs(self, results: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        for name, got in results.items():
+            wanted = self.expected[name]
+            kept = wanted.isfinite()  # position 0 has an infinite score
+            yield torch.where(kept, got, 0), torch.where(kept, wanted, 0)
+
+    def compile_ahead(self, settings: Sequence[Setting]) -> None:
+        """Compile the kernel for all settings at once, on every core; failures show when the setting is tried."""
+        from triton.runtime._async_compile import AsyncCompileMode
+
+        from still_kernels.hybrid_attention.launch import KERNELS
+
+        if self.device != "cuda" or self.kernel not in KERNELS:
+            return
+        run: Any = next(run for name, run in self.made if name == self.kernel)
+        with ThreadPoolExecutor(os.cpu_count()) as pool, AsyncCompileMode(pool, ignore_errors=True):
+            for setting in settings:
+                table = changed(self.table, self.kernel, setting)
+                if not misfit(table, self.work.config):
+                    tile = table.kernels()[self.kernel]
+                    arguments = {k: v for k, v in run.keywords.items() if k in KERNELS[self.kernel].arg_names}
+                    KERNELS[self.kernel].warmup(grid=(1, 1, 1), **{**arguments, **tile.constants}, **tile.options())
+
+    def search(self, seconds: float) -> list[Trial]:
+        """The current setting, then moves from it, then moves from the best while one is found and time is left."""
+        end = time.monotonic() + seconds
+        best = self.trial({})
+        trials, tried = [best], {self._key({})}
+        while True:
+            settings = []
+            for move in MOVES[self.kernel]:
+                setting = self._known({**best.setting, **move})
+                if setting is not None and self._key(setting) not in tried:
+                    tried.add(self._key(setting))
+                    settings.append(setting)
+            if time.monotonic() < end:
+                self.compile_ahead(settings)
+            before = best
+            for setting in settings:
+                if time.monotonic() >= end:
+                    trials.append(Trial(setting, None, 0.0, "no time left"))
+                    continue
+                trials.append(self.trial(setting))
+                if trials[-1].time_s and best.time_s and trials[-1].time_s < 0.99 * best.time_s:
+                    best = trials[-1]
+            if best is before or self.device != "cuda" or time.monotonic() >= end:
+                return trials
+
+    def _key(self, setting: Setting) -> str:
+        return repr(changed(self.table, self.kernel, setting))
+
+    def _known(self, setting: Setting) -> Setting | None:
+        """The setting, or None where this kernel has no such constant."""
+        with contextlib.suppress(KeyError):
+            changed(self.table, self.kernel, setting)
+            return setting
+        return None
+
+
+def report(title: str, trials: Sequence[Trial]) -> str:
+    """Text table of one kernel, fastest first; settings without a time last, with the reason."""
+    base = trials[0].time_s
+    lines = [title]
+    for trial in sorted(trials, key=lambda t: t.time_s or float("inf")):
+        name = ", ".join(f"{k}={v}" for k, v in trial.setting.items()) or "(current)"
+        if trial.time_s is None:
+            lines.append(f"{'-':>12}{'':16}  {name}: {trial.note}")
+        else:
+            gain = "" if base is None else f"{trial.time_s / base - 1:+.1%}"
+            lines.append(f"{trial.time_s * 1e6:12.1f}{gain:>8}{trial.error:8.0e}  {name}")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; exit code 0, 1 if a setting gave a wrong result, 2 without a GPU or for a wrong option."""
+    from still_kernels.hybrid_attention.launch import device_table, triton
+
+    parser = argparse.ArgumentParser(prog="python -m still_kernels.tune", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--context", type=int, default=65536, help="tokens of the prefill and behind the decode step")
+    parser.add_argument(
+        "--geometry", default="32,8,128,64,4", help="heads, key heads, head size, chunk, salient per chunk"
+    )
+    parser.add_argument("--scope", default="q_head", help="select scope")
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--kernels", default=",".join(MOVES), help="comma-separated")
+    parser.add_argument("--seconds", type=float, default=240, help="time for all kernels together")
+    parser.add_argument("-o", "--output", type=Path, help="write all trials here, as JSON")
+    options = parser.parse_args(arguments)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and not triton.knobs.runtime.interpret:
+        print("error: no CUDA device; the kernels are timed on the GPU they run on.", file=sys.stderr)
+        return 2
+    names = options.kernels.split(",")
+    unknown = [name for name in names if name not in MOVES]
+    if unknown:
+        print(f"error: --kernels {','.join(unknown)} is unknown; known: {', '.join(MOVES)}.", file=sys.stderr)
+        return 2
+    heads, kv_heads, dim, chunk, salient = (int(part) for part in options.geometry.split(","))
+    config = HybridAttentionConfig(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        chunk_size=chunk,
+        salient_per_chunk=salient,
+        select_scope=options.scope,
+        capacity_tokens=options.context + chunk,
+    )
+    dtype = getattr(torch, options.dtype)
+    table = device_table(config, torch.device(device), dtype == torch.float32)
+    end = time.monotonic() + options.seconds
+    found: dict[str, list[Trial]] = {}
+    for done, name in enumerate(names):
+        left = [WEIGHTS.get(other, 1) for other in names[done:]]
+        share = (end - time.monotonic()) * left[0] / sum(left)
+        work = Workload(config, options.context, name == "decode", dtype, device)
+        found[name] = Tuner(work, name, table, dtype, device).search(share)
+        print(
+            report(f"{name}, {options.context} tokens, {options.dtype}: us, against current, error", found[name]),
+            flush=True,
+        )
+        del work
+    if options.output:
+        kernels = {name: [trial.entry() for trial in trials] for name, trials in found.items()}
+        where = torch.cuda.get_device_name() if device == "cuda" else "interpreter"
+        head = {
+            "device": where,
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "options": vars(options) | {"output": None},
+        }
+        options.output.write_text(json.dumps({**head, "kernels": kernels}, indent=1) + "\n")
+    return 1 if any(trial.note == "WRONG RESULT" for trials in found.values() for trial in trials) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""The tuner: what it tries, what it refuses to time, its output; in Triton's interpreter. Times need a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from still_kernels import tune
+from still_kernels.hybrid_attention.config import HybridAttentionConfig
+from still_kernels.hybrid_attention.settings import MOVES, misfit
+from still_kernels.hybrid_attention.tiles import changed, tile_table
+
+SMALL = ["--geometry", "2,1,24,32,3", "--context", "70", "--dtype", "float32"]
+
+
+def interpreted(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python code with kernels in the interpreter."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", code, *SMALL, *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+
+
+def test_settings_are_checked_timed_and_written(tmp_path: Path) -> None:
+    code = "import sys; from still_kernels import tune; sys.exit(tune.main(sys.argv[1:]))"
+    done = interpreted(code, "--kernels", "score,select", "--seconds", "4", "-o", str(tmp_path / "tune.json"))
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "tune.json").read_text())
+    assert set(report["kernels"]) == {"score", "select"}
+    for trials in report["kernels"].values():
+        assert trials[0]["setting"] == {} and trials[0]["time_s"] > 0 and trials[0]["error"] == 0
+    score = {json.dumps(t["setting"]): t for t in report["kernels"]["score"]}
+    assert score['{"BM": 64}']["time_s"] is None
+    assert score['{"BM": 64}']["note"] in ("blocks divide the chunk of 32", "no time left")
+    assert "(current)" in done.stdout
+
+
+def test_a_wrong_result_gets_no_time(tmp_path: Path) -> None:
+    code = """
+import sys
+from still_kernels import tune
+right = tune.Workload.run
+def wrong(self, table):
+    made, results = right(self, table)
+    if table.select.num_warps == 2:
+        results["output"][0, -1, 0, 0] += 1e6
+    return made, results
+tune.Workload.run = wrong
+tune.MOVES["select"] = [{"num_warps": 2}]
+sys.exit(tune.main(sys.argv[1:]))
+"""
+    done = interpreted(code, "--kernels", "select", "--seconds", "60")
+    assert done.returncode == 1, done.stderr
+    assert "num_warps=2: WRONG RESULT" in done.stdout
+
+
+def test_workspace_starts_as_nan() -> None:
+    code = """
+from still_kernels import tune
+from still_kernels.hybrid_attention import launch
+import torch
+with tune._recording():
+    assert launch.allocate(torch.zeros(1), (3,), torch.float32).isnan().all()
+assert not hasattr(launch.Launcher, "made") and launch.Launcher.__name__ == "Launcher"
+"""
+    assert interpreted(code).returncode == 0
+
+
+def test_every_move_is_a_setting_of_some_table() -> None:
+    table = tile_table(90, 128, 64, 128, False)
+    for kernel, moves in MOVES.items():
+        for move in moves:
+            assert changed(table, kernel, move).kernels()
+    with pytest.raises(KeyError, match="attend has no setting XX; it has BM"):
+        changed(table, "attend", {"XX": 1})
+
+
+def test_settings_that_do_not_go_together() -> None:
+    config = HybridAttentionConfig(num_heads=2, num_kv_heads=1, head_dim=128, chunk_size=64)
+    table = tile_table(90, 128, 64, 128, False)
+    assert misfit(table, config) == ""
+    assert misfit(changed(table, "scan", {"EVERY": 1}), config).startswith("scan and linear need one EVERY")
+    assert misfit(changed(table, "score", {"BM": 128}), config) == "blocks divide the chunk of 64"
+    for arch in (80, 86, 90, 120):
+        for dim in (64, 80, 96, 128, 256):
+            for chunk in (32, 64, 128, 256):
+                for wide in (False, True):
+                    layer = HybridAttentionConfig(num_heads=2, num_kv_heads=1, head_dim=dim, chunk_size=chunk)
+                    assert misfit(tile_table(arch, dim, chunk, dim, wide), layer) == "", (arch, dim, chunk, wide)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_refuses_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tune.main([]) == 2
+    assert "no CUDA device" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_tune_on_a_gpu() -> None:
+    assert tune.main(["--context", "2048", "--kernels", "score,linear,decode", "--seconds", "30"]) == 0
