@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <fstream>
 #include <iterator>
 
@@ -39,22 +40,6 @@ cudaStream_t cuda(CuStream stream) { return reinterpret_cast<cudaStream_t>(strea
 
 } // namespace
 
-Buffer::Buffer(size_t bytes) : mBytes(std::max<size_t>(bytes, 16))
-{
-    Driver& driver = Driver::get();
-    size_t free = 0;
-    size_t total = 0;
-    driver.memGetInfo(&free, &total);
-    if (driver.memAlloc(&mAddress, mBytes) != 0)
-        fail("out of device memory: ", mBytes >> 20, " MiB more were needed, ", free >> 20, " of ", total >> 20,
-            " MiB are free. Use a shorter context.");
-}
-
-Buffer::~Buffer()
-{
-    Driver::get().memFree(mAddress);
-}
-
 Engine::Engine(std::string const& folder, std::string const& plugin, int device)
     : mFolder(folder), mManifest(Json::parse(read_file(folder + "/manifest.json"), folder + "/manifest.json")), mDriver(Driver::get())
 {
@@ -63,6 +48,10 @@ Engine::Engine(std::string const& folder, std::string const& plugin, int device)
     if (mManifest.at("engines").items().empty())
         fail(folder, " has no engine yet. Build it on this machine: still-export build ", folder);
     mEntry = mManifest.at("engines").items()[0];
+    if (mEntry.at("stripped").boolean())
+        fail("the engine holds no weights (--strip-weights), and taking them from the graph needs TensorRT's Python module. Run it with ", folder,
+            "/run_trt.py, or export without --strip-weights.");
+    MappedFile const plan(mFolder + "/" + mEntry.at("file").string(), mEntry.at("size_bytes").integer());
     int handle = 0;
     CuContext context = nullptr;
     mDriver.check(mDriver.deviceGet(&handle, device), "cuDeviceGet");
@@ -74,23 +63,28 @@ Engine::Engine(std::string const& folder, std::string const& plugin, int device)
     if (std::none_of(built.begin(), built.end(), [&](Json const& item) { return item.string() == architecture; }))
         fail("the engine was built for ", built[0].string(), ", this GPU is ", architecture, ". Build it again here: still-export build ", folder);
     open_tensorrt(plugin);
-    read_engine();
+    mEngine.reset(mRuntime->deserializeCudaEngine(plan.data(), plan.bytes()));
+    if (!mEngine)
+        fail("TensorRT refused ", mEntry.at("file").string(), "; its reason stands above. Build it again: still-export build ", mFolder);
     make_contexts();
 }
 
 void Engine::open_tensorrt(std::string const& plugin)
 {
     std::string const version = mEntry.at("tensorrt").string();
-    std::string const major = version.substr(0, version.find('.'));
-    if (major != std::to_string(NV_TENSORRT_MAJOR))
+    int const major = std::atoi(version.c_str());
+    // A version-compatible plan brings its own runtime and the plugin library.
+    bool const compatible = mManifest.at("trt").at("version_compatible").boolean();
+    if (compatible ? major > NV_TENSORRT_MAJOR : major != NV_TENSORRT_MAJOR)
         fail("the engine was built by TensorRT ", version, ", this program for TensorRT ", NV_TENSORRT_MAJOR, ". Build still_run with its headers.");
-    std::string const name = "libnvinfer.so." + major;
+    std::string const generation = std::to_string(NV_TENSORRT_MAJOR);
+    std::string const name = "libnvinfer.so." + generation;
     void* const library = dlopen(name.c_str(), RTLD_NOW | RTLD_GLOBAL);
     if (!library)
         fail(name, " cannot be opened. Install TensorRT ", version, ", or name its folder in LD_LIBRARY_PATH.");
     // The variant that registers itself: this program is a host that only opens it.
-    std::string const path = plugin.empty() ? mFolder + "/libstill_tensorrt" + major + "_static.so" : plugin;
-    if (!dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL))
+    std::string const path = plugin.empty() ? mFolder + "/libstill_tensorrt" + generation + "_static.so" : plugin;
+    if (!compatible && !dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL))
     {
         char const* const why = dlerror();
         fail("the plugin library ", path, " cannot be loaded: ", why ? why : "unknown reason", ". Name it with --plugin.");
@@ -102,17 +96,7 @@ void Engine::open_tensorrt(std::string const& plugin)
     mRuntime.reset(static_cast<nvinfer1::IRuntime*>(create(&sLogger, NV_TENSORRT_VERSION)));
     if (!mRuntime)
         fail("TensorRT made no runtime; its reason stands above.");
-}
-
-void Engine::read_engine()
-{
-    std::string const path = mFolder + "/" + mEntry.at("file").string();
-    std::string const plan = read_file(path);
-    if (static_cast<int64_t>(plan.size()) != mEntry.at("size_bytes").integer())
-        fail(path, " has ", plan.size(), " bytes, the manifest says ", mEntry.at("size_bytes").integer(), ": it is truncated or replaced. Copy it again.");
-    mEngine.reset(mRuntime->deserializeCudaEngine(plan.data(), plan.size()));
-    if (!mEngine)
-        fail("TensorRT refused ", path, "; its reason stands above. Build it again: still-export build ", mFolder);
+    mRuntime->setEngineHostCodeAllowed(compatible);
 }
 
 void Engine::make_contexts()
@@ -256,6 +240,10 @@ int32_t Engine::next_token()
 int32_t Engine::prefill(std::vector<int32_t> const& prompt)
 {
     auto const most = static_cast<size_t>(mEntry.at("prefill_tokens").integer());
+    int64_t const vocabulary = mManifest.at("model").at("vocab_size").integer();
+    for (int32_t const token : prompt)
+        if (token < 0 || token >= vocabulary)
+            fail("token ", token, " is outside the vocabulary 0..", vocabulary - 1, ".");
     size_t last = 0;
     for (size_t begin = 0; begin < prompt.size(); begin += most)
     {

@@ -3,6 +3,7 @@
 
 #include "../core/driver.h"
 #include "../core/json.h"
+#include "memory.h"
 
 #include <NvInfer.h>
 
@@ -13,21 +14,6 @@
 
 namespace still
 {
-
-class Buffer
-{
-public:
-    explicit Buffer(size_t bytes);
-    ~Buffer();
-    Buffer(Buffer const&) = delete;
-    Buffer& operator=(Buffer const&) = delete;
-    CuDevicePtr address() const { return mAddress; }
-    size_t bytes() const { return mBytes; }
-
-private:
-    CuDevicePtr mAddress{};
-    size_t mBytes{};
-};
 
 class Engine
 {
@@ -51,7 +37,6 @@ private:
     enum Profile { kPrefill, kDecode };
 
     void open_tensorrt(std::string const& plugin);
-    void read_engine();
     void make_contexts();
     int64_t slots(int64_t tokens) const;
     nvinfer1::Dims shape(Json const& state) const;

@@ -5,6 +5,7 @@
 #include "../core/error.h"
 
 #include <chrono>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -44,6 +45,8 @@ long number(std::string const& text, char const* name)
     long const value = std::strtol(text.c_str(), &end, 10);
     if (text.empty() || *end)
         throw UsageError{std::string(name) + " " + text + " is no number"};
+    if (value > INT32_MAX || value < INT32_MIN)
+        throw UsageError{std::string(name) + " " + text + " is too large"};
     return value;
 }
 

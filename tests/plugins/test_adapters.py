@@ -36,16 +36,6 @@ def test_adapter(include: str, recorder: object, tmp_path: Path) -> None:
     done = subprocess.run(["cmake", "--build", tmp_path / "build"], capture_output=True, text=True)
     assert done.returncode == 0 and "warning" not in done.stdout + done.stderr, done.stdout + done.stderr
 
-    runner = tmp_path / "build/runner/still_run"
-    for arguments, message in (
-        ([], "give a package"),
-        (["nowhere", "--prompt-ids", "1"], "nowhere/manifest.json cannot be opened"),
-        (["nowhere", "--prompt-ids", "1,x"], "--prompt-ids x is no number"),
-        (["nowhere", "--tokens"], "--tokens needs a value"),
-    ):
-        refused = subprocess.run([runner, *arguments], capture_output=True, text=True)
-        assert refused.returncode == 2 and message in refused.stderr
-
     libraries = sorted((tmp_path / "build/tensorrt").glob("libstill_tensorrt*.so"))
     assert len(libraries) == 2
     for library in libraries:
