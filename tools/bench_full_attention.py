@@ -3,8 +3,8 @@
 
   python tools/bench_full_attention.py --layers 4 --context 65536 --batch 1,8
 
-Some layers and a small vocabulary stand for the model: a step costs layers x layer + head. Needs PyTorch alone. `--small` shrinks every
-size, to try the script on a CPU. Results are JSON lines.
+Some layers and a small vocabulary stand for the model: a step costs layers x layer + head (`head_us`). Needs PyTorch alone. `--small`
+shrinks every size, to try the script on a CPU. Results are JSON lines.
 """
 
 from __future__ import annotations
@@ -141,6 +141,8 @@ def main() -> int:
                     model = Model(size, batch, device, dtype)
                     with sdpa_kernel(backend):
                         row["decode_us"] = round(timed(model.step, 50, device) * 1e6, 1)
+                    x = model.embedding[model.ids]
+                    row["head_us"] = round(timed(lambda: x @ model.head.T, 50, device) * 1e6, 1)  # noqa: B023
                 except RuntimeError as error:  # a backend may refuse a shape; the other one is measured all the same
                     row["failed"] = str(error)[:200]
                 print(json.dumps(row), flush=True)

@@ -1,0 +1,336 @@
+#!/usr/bin/env python3
+"""Show the TensorRT numbers of docs/support.md again, on a GPU machine that reaches no registry and has little time.
+
+  python tools/prove_trt.py prepare OUT --model MODEL --include TENSORRT/include     # with PyTorch, no GPU
+  python tools/prove_trt.py small PLACE --deadline 300                               # with the GPU
+  python tools/prove_trt.py large PLACE --deadline 300
+
+`prepare` writes OUT/more00, more01, ...: folders of at most 48 MB that hold a package of MODEL with PyTorch's answers, and packages of
+SmolLM2-135M's and Llama-3.1-8B's geometry without weights. PLACE on the GPU machine holds TensorRT with Python (env.sh with trt-python)
+and what `cat more*/more.tar.* | tar x` gives. Every step has a time limit and a log; the table is written after each step to $OUT and
+printed last, so that what was measured comes back even when a later step fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PART_BYTES = 48_000_000
+LENGTHS = "1,63,64,65,129,512"
+CONTEXT, SMALL_CONTEXT = 65536, 8064
+LARGE_LAYERS, LARGE_VOCABULARY = 8, 32000
+GEOMETRIES: dict[str, dict[str, int | bool]] = {
+    "small": {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49152,
+        "tie_word_embeddings": True,
+    },
+    "large": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": LARGE_LAYERS,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": LARGE_VOCABULARY,
+        "tie_word_embeddings": False,
+    },
+}
+"""Of SmolLM2-135M, and of Llama-3.1-8B with fewer layers and a smaller vocabulary."""
+
+EXPORTS = {
+    "verified": ["--capacity-tokens", "4096", "--batch", "4", "--prefill-tokens", "512"],
+    "small": ["--capacity-tokens", "8448", "--batch", "1"],
+    "large": ["--capacity-tokens", str(CONTEXT + 256), "--batch", "8"],
+}
+
+
+def prepare(options: argparse.Namespace) -> int:
+    """Make everything that the GPU machine needs beside TensorRT."""
+    work = options.out / "work"
+    shutil.rmtree(work, ignore_errors=True)
+    content = work / "content"
+    content.mkdir(parents=True)
+    for name in options.only.split(","):
+        model = options.model if name == "verified" else _random_model(work / f"{name}.model", name)
+        command = ["still-export", model, "--to", "trt", "--attach-untrained", "--arch", options.arch, *EXPORTS[name]]
+        command += ["--tensorrt-include", options.include, "-o", content / name, "--quiet"]
+        subprocess.run([str(c) for c in command], check=True)
+        if name == "verified":
+            record = ["still-export", "verify", content / name, "--record", content / "calls.npz", "--lengths", LENGTHS]
+            subprocess.run([str(c) for c in record], check=True)
+            if options.timings:
+                shutil.copyfile(options.timings, content / name / "timing.cache")
+        else:
+            (content / name / "model.onnx.data").unlink()
+            shutil.rmtree(model)
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-compile", "--only-binary=:all:", "--target"]
+    subprocess.run([*install, str(content / "site"), "typer", "rich"], check=True)
+    for old in options.out.glob("more*"):
+        shutil.rmtree(old)
+    archive = work / "more.tar.gz"
+    subprocess.run(["tar", "-czf", archive, "-C", content, "."], check=True)
+    subprocess.run(["split", "-b", str(PART_BYTES), "-d", archive, work / "more.tar."], check=True)
+    for number, piece in enumerate(sorted(work.glob("more.tar.[0-9]*"))):
+        folder = options.out / f"more{number:02d}"
+        folder.mkdir()
+        shutil.move(piece, folder / piece.name)
+        print(folder, (folder / piece.name).stat().st_size)
+    shutil.rmtree(work)
+    return 0
+
+
+def _random_model(folder: Path, name: str) -> Path:
+    """A model folder of a geometry in float16; its weights are left as they lie in memory, mostly zeros."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.initialization import no_init_weights
+
+    config = LlamaConfig(
+        max_position_embeddings=131072, rope_parameters={"rope_type": "default", "rope_theta": 5e5}, **GEOMETRIES[name]
+    )
+    torch.set_default_dtype(torch.float16)
+    with no_init_weights():
+        model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    model.save_pretrained(folder)
+    torch.set_default_dtype(torch.float32)
+    return folder
+
+
+class Session:
+    """Runs steps until a deadline, keeps their logs, and a table of what they found."""
+
+    def __init__(self, place: Path, deadline_s: float) -> None:
+        self.place = place.resolve()
+        self.end = time.monotonic() + deadline_s
+        self.out = Path(os.environ.get("OUT", place / "out"))
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.rows: list[tuple[str, str]] = []
+        binaries = self.place / "bin"
+        binaries.mkdir(exist_ok=True)
+        (binaries / "polygraphy").write_text(f'#!/bin/bash\n. {self.place}/env.sh\ntrt-polygraphy "$@"\n')
+        (binaries / "polygraphy").chmod(0o755)
+        self.head = (
+            f". {self.place}/env.sh; export PATH={binaries}:$PATH PYTHONUNBUFFERED=1; "
+            f"export PYTHONPATH={self.place}/site:{ROOT}:{ROOT}/graphs:{ROOT}/kernels; "
+            'still() { trt-python -m still_export.cli.main "$@"; }; '
+        )
+
+    def step(self, name: str, command: str, limit_s: float, bare: bool = False) -> str | None:
+        """Run a shell command for at most `limit_s` seconds; its output, None where it failed or there was no time."""
+        left = self.end - time.monotonic()
+        if left < 5:
+            self.note(name, "not run: no time left")
+            return None
+        begin = time.monotonic()
+        log = self.out / f"{name}.log"
+        with log.open("w") as file:
+            try:
+                process = subprocess.run(
+                    ["timeout", "-k", "3", f"{min(limit_s, left):.0f}", "bash", "-c", ("" if bare else self.head) + command],
+                    stdout=file, stderr=subprocess.STDOUT, cwd=ROOT,
+                )  # fmt: skip
+                status = process.returncode
+            except OSError as error:
+                file.write(str(error))
+                status = -1
+        output = log.read_text(errors="replace")
+        seconds = time.monotonic() - begin
+        self.note(name, f"{'ok' if status == 0 else f'FAILED ({status})'} after {seconds:.1f} s")
+        print(f"--- {name}, {seconds:.1f} s, exit {status}\n{output[-1500:] if status else output[-600:]}", flush=True)
+        return output if status == 0 else None
+
+    def note(self, name: str, value: str) -> None:
+        """Add a row and write the table."""
+        self.rows.append((name, value))
+        (self.out / "table.txt").write_text(self.table())
+
+    def measured(self, name: str, output: str | None, read: Callable[[list[dict[str, Any]]], Any]) -> Any:
+        """Read a step's JSON lines with `read`; None where that fails."""
+        rows = [json.loads(line) for line in (output or "").splitlines() if line.startswith("{")]
+        try:
+            return read(rows)
+        except (LookupError, StopIteration, TypeError, ZeroDivisionError) as error:
+            self.note(name, f"cannot be computed: {error!r}")
+            return None
+
+    def table(self) -> str:
+        """The rows so far."""
+        return "".join(f"{name:34} {value}\n" for name, value in self.rows)
+
+
+def small(session: Session) -> None:
+    """Proof on a real model, then build time and speed at SmolLM2-135M's geometry."""
+    place = session.place
+    package, calls = place / "verified", place / "calls.npz"
+    if session.step("verified_build", f"still build {package} --quiet", 150):
+        _engine_facts(session, package)
+        output = session.step("verify", f"still verify {package} --runtime trt --calls {calls} --quiet", 90)
+        verdict = "PASSED" if output and output.rstrip().endswith("PASSED") else "see verify.log"
+        session.note("verify", verdict)
+        _keep(session, package / "verify/report.json")
+        output = session.step("polygraphy", f"sh {package}/verify/polygraphy.sh", 60)
+        session.note("polygraphy", "Pass Rate: 100.00%" if output and "100.00%" in output else "see polygraphy.log")
+        _runners(session, package)
+    package = place / "small"
+    bench = f"trt-python tools/bench_engine.py {package} --context {SMALL_CONTEXT} --batch 1 --steps 64"
+    built = session.step("small_build", f"{bench} --build --batch ''", 185)
+    build = session.measured("small_build", built, lambda rows: rows[0]["build_s"])
+    if build is not None:
+        session.note("small: engine build", f"{build} s (target 180)")
+        _engine_facts(session, package)
+    output = session.step("small_bench", f"{bench} --layers", 40)
+    eager = session.step(
+        "small_eager", f"python3 tools/bench_eager.py --context {SMALL_CONTEXT} --steps 64", 60, bare=True
+    )
+    mine = session.measured(
+        "small: decode", output, lambda rows: next(r["decode_us"] for r in rows if "decode_us" in r)
+    )
+    theirs = session.measured("small: eager", eager, lambda rows: rows[-1]["decode_us"])
+    if mine and theirs:
+        session.note("small: decode at 8K", f"{mine} us, PyTorch eager {theirs} us: {theirs / mine:.1f}x (target 3)")
+
+
+def _runners(session: Session, package: Path) -> None:
+    """The C++ program and the Python runner give the same tokens."""
+    ids = ",".join(str(7 * i % 1000 + 3) for i in range(600))  # more than a prefill call
+    run = session.step("run", f"still run {package} --runtime trt --prompt-ids {ids} --tokens 64 --json --quiet", 40)
+    library = f"export LD_LIBRARY_PATH={session.place}/lib:$LD_LIBRARY_PATH; "
+    direct = session.step("still_run", f"{library}{package}/still_run8 {package} --prompt-ids {ids} --tokens 64", 40)
+    if run and direct:
+        python = json.loads(next(line for line in run.splitlines() if line.startswith("{")))["tokens"]
+        native = [int(x) for x in re.findall(r"^[\d ]+$", direct, re.M)[0].split()]
+        speed = direct.strip().splitlines()[-1]
+        session.note("still_run", f"same tokens: {python[: len(native)] == native[: len(python)]} {speed}")
+
+
+def large(session: Session) -> None:
+    """Speed at Llama-3.1-8B's geometry beside full attention; the whole model from fewer layers and a smaller vocabulary."""
+    full = session.step(
+        "full_attention",
+        f"python3 tools/bench_full_attention.py --layers 4 --context {CONTEXT} --batch 1,8",
+        100,
+        bare=True,
+    )
+    package = session.place / "large"
+    bench = f"trt-python tools/bench_engine.py {package} --context {CONTEXT} --steps 50"
+    built = session.step("large_build", f"{bench} --build --batch ''", 240)
+    build = session.measured("large_build", built, lambda rows: rows[0])
+    if build:
+        session.note("large: engine build", f"{build['build_s']} s, {build['engine_mib']} MiB")
+        _engine_facts(session, package)
+    output = session.step("large_bench", f"{bench} --batch 1,8 --prefill --layers", 80)
+    layers = GEOMETRIES["large"]["num_hidden_layers"]
+    head = {
+        b: session.measured(
+            "head", full, lambda rows, b=b: next(r["head_us"] for r in rows if r.get("batch") == b and "head_us" in r)
+        )
+        for b in (1, 8)
+    }
+
+    def whole(step_us: float, count: int, head_us: float) -> float:
+        """Milliseconds of 32 layers and the whole vocabulary."""
+        return (32 * (step_us - head_us) / count + head_us * 128256 / LARGE_VOCABULARY) / 1e3
+
+    for batch, target, ratio in ((1, 5.0, 1.15), (8, 9.2, 2.1)):
+        name = f"large: decode, batch {batch}"
+        mine = session.measured(
+            name,
+            output,
+            lambda rows, b=batch: next(r["decode_us"] for r in rows if r.get("batch") == b and "decode_us" in r),
+        )
+        theirs = session.measured(
+            name,
+            full,
+            lambda rows, b=batch: min(
+                (r["decode_us"], r["layers"]) for r in rows if r.get("batch") == b and "decode_us" in r
+            ),
+        )
+        if mine and theirs and head[batch] is not None:
+            a, b = whole(mine, int(layers), head[batch]), whole(*theirs, head[batch])
+            session.note(
+                name, f"{a:.2f} ms (target {target}), full attention {b:.2f} ms: {b / a:.2f}x (target {ratio})"
+            )
+            state = session.measured(
+                name,
+                output,
+                lambda rows, b=batch: next(r["state_mib"] for r in rows if r.get("batch") == b and "state_mib" in r),
+            )
+            session.note(
+                f"large: state, batch {batch}", f"{state * 32 / int(layers) / 1024:.2f} GiB (target 2.3 at batch 1)"
+            )
+    calls = session.measured(
+        "large: prefill", output, lambda rows: [r["prefill_ms"] for r in rows if "prefill_ms" in r]
+    )
+    base = session.measured("large: prefill", full, lambda rows: next(r for r in rows if "attention_ms" in r))
+    if calls and base:
+        mine = sum(calls) / len(calls) * (CONTEXT / 2048) * 32 / int(layers) / 1e3
+        theirs = 32 * (base["attention_ms"] + base["rest_ms"]) / 1e3
+        session.note(
+            "large: prefill of 65,536",
+            f"{mine:.2f} s, full attention {theirs:.2f} s: {theirs / mine:.2f}x (target 1.7)",
+        )
+
+
+def _engine_facts(session: Session, package: Path) -> None:
+    """Which kernels the products run on, from the engine's own list of layers; and the builder's log."""
+    _keep(session, package / "build.log")
+    text = (package / "engine.json").read_text(errors="replace")
+    tactics: dict[str, int] = {}
+    for name in re.findall(r'"TacticName": "(\w*gemm_\w*?)_(?:[nt]{2}_n|tilesize)', text):
+        tactics[name] = tactics.get(name, 0) + 1
+    session.note(f"{package.name}: products", ", ".join(f"{n} {name}" for name, n in sorted(tactics.items())) or "none")
+    if (package / "timing.cache").exists():
+        _keep(session, package / "timing.cache")
+
+
+def _keep(session: Session, path: Path) -> None:
+    if path.is_file():
+        shutil.copyfile(path, session.out / f"{path.parent.name}_{path.name}")
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    verb = verbs.add_parser("prepare")
+    verb.add_argument("out", type=Path)
+    verb.add_argument("--model", required=True, help="model folder that is verified")
+    verb.add_argument("--include", required=True, help="folder of TensorRT 8.6's NvInfer.h")
+    verb.add_argument("--arch", default="sm_90")
+    verb.add_argument("--only", default="verified,small,large")
+    verb.add_argument("--timings", help="timing cache of an earlier build of the verified package")
+    for name in ("small", "large"):
+        verb = verbs.add_parser(name)
+        verb.add_argument("place", type=Path)
+        verb.add_argument("--deadline", type=float, default=420, help="seconds for all steps (default 420)")
+    options = parser.parse_args()
+    if options.verb == "prepare":
+        return prepare(options)
+    session = Session(options.place, options.deadline)
+    try:
+        {"small": small, "large": large}[options.verb](session)
+    finally:
+        print(f"\n=== {options.verb} ===\n{session.table()}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
