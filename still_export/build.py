@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from still_export.engine_builder import EngineBuilder, NoBuilderError, Progress
+from still_export.builder_log import Progress
+from still_export.engine_builder import BuildError, EngineBuilder, NoBuilderError
 from still_export.errors import PackageError
 from still_export.package import MANIFEST, Package, open_package, write_manifest
 from still_export.trt_options import GENERATED, TrtOptions
@@ -24,12 +25,14 @@ class BuildOptions:
         batch: Largest batch.
         prefill_tokens: Tokens of one prefill call.
         workspace_mib: Limit of the workspace.
+        optimization_level: Effort of the builder.
     """
 
     plugin: Path | None = None
     batch: int | None = None
     prefill_tokens: int | None = None
     workspace_mib: int | None = None
+    optimization_level: int | None = None
 
 
 def build_engines(
@@ -56,15 +59,22 @@ def build_engines(
             f"{package.path} is a package for {manifest.get('target')}, which has no engines. "
             "Export with --to trt or --to trt-rtx."
         )
-    names = ("batch", "prefill_tokens", "workspace_mib")
+    names = ("batch", "prefill_tokens", "workspace_mib", "optimization_level")
     changes = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     trt = TrtOptions.from_manifest(manifest, **changes)
     module = load_tensorrt(trt.target, package.path)
-    with EngineBuilder(module, package, trt, say) as builder:
-        entries = builder.build(options.plugin)
-    content = {k: v for k, v in manifest.items() if k not in GENERATED}
-    content.update(engines=entries, prefill_tokens=trt.prefill_tokens)
-    write_manifest(package.path, content)
+    try:
+        with EngineBuilder(module, package, trt, say) as builder:
+            entries = builder.build(options.plugin)
+        say("hashing")
+        content = {k: v for k, v in manifest.items() if k not in GENERATED}
+        content.update(engines=entries, prefill_tokens=trt.prefill_tokens)
+        engines = [entry["file"] for entry in entries]
+        write_manifest(package.path, content, {k: v for k, v in manifest["files"].items() if k not in engines})
+    except OSError as error:
+        raise BuildError(
+            f"cannot write into {package.path}: {error.strerror or error}. Free space, or copy the package where you may write."
+        ) from error
     return [package.path / entry["file"] for entry in entries]
 
 

@@ -118,11 +118,16 @@ def tool_versions() -> dict[str, str]:
     return found
 
 
-def write_manifest(folder: Path, content: dict[str, Any]) -> None:
-    """Write manifest.json with `content`, the format version, tool versions, and size and hash of every file in `folder`."""
+def write_manifest(folder: Path, content: dict[str, Any], known: dict[str, dict[str, Any]] | None = None) -> None:
+    """Write manifest.json with `content`, the format version, tool versions, and size and hash of every file in `folder`.
+
+    `known` holds the entries of files that did not change: they are kept, so that damage since does not pass for the original.
+    """
+    entries = known or {}
     files = {
-        str(path.relative_to(folder)): {"sha256": file_sha256(path), "size_bytes": path.stat().st_size}
+        name: entries.get(name) or {"sha256": file_sha256(path), "size_bytes": path.stat().st_size}
         for path in sorted(folder.rglob("*"))
+        for name in [str(path.relative_to(folder))]
         if path.is_file() and path.relative_to(folder).parts[0] not in UNLISTED
     }
     manifest = {"format_version": FORMAT_VERSION, **content, "versions": tool_versions(), "files": files}

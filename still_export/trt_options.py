@@ -51,6 +51,9 @@ class TrtOptions:
         if self.workspace_mib < 0:
             raise ConfigError(f"workspace_mib={self.workspace_mib}; it must not be negative.")
 
+        if not 0 <= self.optimization_level <= 5:
+            raise ConfigError(f"optimization_level={self.optimization_level}; it lies in 0..5.")
+
     @classmethod
     def from_manifest(cls, manifest: dict[str, Any], **changes: Any) -> TrtOptions:
         """The options that a manifest records, none in an empty one, with `changes`.

@@ -33,6 +33,9 @@ def build(
     workspace: Annotated[
         int | None, typer.Option(help="Limit of TensorRT's workspace, MiB.", show_default="as exported")
     ] = None,
+    optimization_level: Annotated[
+        int | None, typer.Option(help="Effort of TensorRT's builder, 0 to 5.", show_default="2")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
@@ -40,7 +43,7 @@ def build(
     from still_export.build import BuildOptions, build_engines, reopen
 
     out, opened = Output(as_json, quiet), reopen(package)
-    options = BuildOptions(plugin=plugin, batch=batch, prefill_tokens=prefill_tokens, workspace_mib=workspace)
+    options = BuildOptions(plugin, batch, prefill_tokens, workspace, optimization_level)
     with out.steps() as progress:
         engines = build_engines(opened, options, progress)
     out.result(

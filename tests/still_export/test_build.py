@@ -136,6 +136,7 @@ def test_options_are_checked(tmp_path: Path) -> None:
         ({"batch": 0}, "batch=0"),
         ({"prefill_tokens": 1}, "no prefill profile"),
         ({"workspace_mib": -1}, "must not be negative"),
+        ({"optimization_level": 6}, "lies in 0..5"),
     ):
         with pytest.raises(ConfigError, match=message):
             TrtOptions(**change)  # type: ignore[arg-type]
@@ -246,6 +247,27 @@ def test_a_failed_build_leaves_the_old_engine(tmp_path: Path, monkeypatch: pytes
         build_engines(open_package(package.path))
     assert "OutOfMemory" in (package.path / "build.log").read_text()
     TrtModel(open_package(package.path).path)  # every hash right
+
+
+def test_a_build_vouches_only_for_what_it_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = trt_package(tmp_path / "trt", monkeypatch)
+    fake_tensorrt.install(monkeypatch, "10.3.0")
+    (package.path / "run_trt.py").write_text("damaged since")
+    build_engines(package)
+    with pytest.raises(PackageError, match=r"run_trt\.py is not the file that was exported"):
+        open_package(package.path)
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = trt_package(tmp_path / "trt", monkeypatch)
+    fake_tensorrt.install(monkeypatch, "10.3.0")
+
+    def full(path: Path, content: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("still_export.engine_builder.write_atomically", full)
+    with pytest.raises(BuildError, match=r"No space left on device\. Free space"):
+        build_engines(package)
 
 
 def test_every_still_node_must_be_a_plugin_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
