@@ -117,11 +117,13 @@ def _random_model(folder: Path, name: str) -> Path:
 class Session:
     """Runs steps until a deadline, keeps their logs, and a table of what they found."""
 
-    def __init__(self, place: Path, deadline_s: float) -> None:
-        self.place = place.resolve()
+    def __init__(self, place: Path, name: str, deadline_s: float) -> None:
+        self.place, self.name = place.resolve(), name
         self.end = time.monotonic() + deadline_s
-        self.out = Path(os.environ.get("OUT", place / "out"))
-        self.out.mkdir(parents=True, exist_ok=True)
+        self.out = self.place / f"{name}-logs"
+        self.final = Path(os.environ.get("OUT", self.place)).resolve()
+        for folder in (self.out, self.final):
+            folder.mkdir(parents=True, exist_ok=True)
         self.rows: list[tuple[str, str]] = []
         binaries = self.place / "bin"
         binaries.mkdir(exist_ok=True)
@@ -160,7 +162,13 @@ class Session:
     def note(self, name: str, value: str) -> None:
         """Add a row and write the table."""
         self.rows.append((name, value))
-        (self.out / "table.txt").write_text(self.table())
+        (self.final / f"{self.name}.txt").write_text(self.table())
+
+    def close(self) -> None:
+        """Print the table, and pack the logs into one file: few files come back."""
+        archive = self.final / f"{self.name}-logs.tar.gz"
+        subprocess.run(["tar", "-czf", archive, "-C", self.place, self.out.name], check=False)
+        print(f"\n=== {self.name} ===\n{self.table()}", flush=True)
 
     def measured(self, name: str, output: str | None, read: Callable[[list[dict[str, Any]]], Any]) -> Any:
         """Read a step's JSON lines with `read`; None where that fails."""
@@ -324,11 +332,11 @@ def main() -> int:
     options = parser.parse_args()
     if options.verb == "prepare":
         return prepare(options)
-    session = Session(options.place, options.deadline)
+    session = Session(options.place, options.verb, options.deadline)
     try:
         {"small": small, "large": large}[options.verb](session)
     finally:
-        print(f"\n=== {options.verb} ===\n{session.table()}", flush=True)
+        session.close()
     return 0
 
 
