@@ -120,8 +120,9 @@ def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wid
                 "DS": 32,
                 "DW": 32 if wide else 64,  # the bytes of DS columns of S: both tiles then have one layout
                 "BN": 8 if wide and dim > 128 else 16,
+                "SN": 2 if heavy else 3 if small else 5,
                 "BG": 16 if heavy else 32,
-                "STAGES": 2 if heavy or small else 4,
+                "SG": 2 if heavy or small else 4,
                 "BL": min(2 * chunk_size, 32 if heavy else 64),
                 "BS": 16,
                 "RB": 16 if heavy else min(chunk_size, 64),

@@ -166,8 +166,9 @@ def decode_kernel(
     DS: tl.constexpr,
     DW: tl.constexpr,
     BN: tl.constexpr,
+    SN: tl.constexpr,
     BG: tl.constexpr,
-    STAGES: tl.constexpr,
+    SG: tl.constexpr,
     BL: tl.constexpr,
     BS: tl.constexpr,
     RB: tl.constexpr,
@@ -248,12 +249,12 @@ def decode_kernel(
         if SCOPE == 0:
             salient_one(
                 p_salient_key + base, p_salient_value + base, p_query + i_out * D, i_batch, row, p_new_tokens, p_past_length,
-                i_split, K, N, NS, scale2, p_part_acc + i_part * D, p_part_ml + i_part * 2, C, D, DP, BN, RAGGED, FUSED,
+                i_split, K, N, NS, scale2, p_part_acc + i_part * D, p_part_ml + i_part * 2, C, D, DP, BN, SN, RAGGED, FUSED,
             )  # fmt: skip
         else:
             salient_group(
                 p_salient_key + base, p_salient_value + base, p_query + i_out * D, i_batch, row, p_new_tokens, p_past_length,
-                GR, i_split, K, N, NS, scale2, p_part_acc + i_part * D, p_part_ml + i_part * 2, C, D, DP, BG, GP, STAGES,
+                GR, i_split, K, N, NS, scale2, p_part_acc + i_part * D, p_part_ml + i_part * 2, C, D, DP, BG, GP, SG,
                 RAGGED, FUSED, DOT,
             )  # fmt: skip
 

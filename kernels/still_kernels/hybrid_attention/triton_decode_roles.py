@@ -72,30 +72,29 @@ def slots_in_use(
 @triton.jit
 def salient_one(
     p_key, p_value, p_q, i_batch, row, p_new_tokens, p_past_length, i_split, K, N, NS, scale2, p_acc, p_ml, C: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, RAGGED: tl.constexpr, FUSED: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, SN: tl.constexpr, RAGGED: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
     """Partial softmax of one query head over blocks i_split, i_split + NS, ... of BN slots in use.
 
-    Two blocks are on their way while two are absorbed: with one, the latency of the memory bounds the speed. The first is
-    fetched before the number of slots in use is known, so it may hold anything beyond.
+    SN - 1 blocks are on their way through shared memory: with one, the latency of the memory bounds the speed, and blocks that
+    wait in registers are waited for at the end of each round, where they are unpacked. The first block is fetched before the
+    number of slots in use is known, so it may hold anything beyond; it comes last.
     """
     o_dim = tl.arange(0, DP)
     o_row = tl.arange(0, BN)
     step = NS * BN
     first = i_split * BN
-    b_k0, b_v0 = _load_rows(p_key, p_value, first, N, o_row, o_dim, D)
-    b_q = tl.load(p_q + o_dim, mask=o_dim < D, other=0.0).to(tl.float32) * scale2
+    b_first_k, b_first_v = _load_rows(p_key, p_value, first, N, o_row, o_dim, D)
     seen = slots_in_use(i_batch, row, p_new_tokens, p_past_length, K, N, C, RAGGED, FUSED)
-    b_k1, b_v1 = _load_rows(p_key, p_value, first + step, seen, o_row, o_dim, D)
-    b_v0 = tl.where((first + o_row < seen)[:, None], b_v0, 0.0)
+    b_q = tl.load(p_q + o_dim, mask=o_dim < D, other=0.0).to(tl.float32) * scale2
     b_max = tl.full([BN], FAR, tl.float32)
     b_sum = tl.zeros([BN], tl.float32)
     b_acc = tl.zeros([BN, DP], tl.float32)
-    for s in range(first, seen, 2 * step):
-        b_max, b_sum, b_acc = _absorb(b_k0, b_v0, s, seen, o_row, b_q, b_max, b_sum, b_acc)
-        b_k0, b_v0 = _load_rows(p_key, p_value, s + 2 * step, seen, o_row, o_dim, D)
-        b_max, b_sum, b_acc = _absorb(b_k1, b_v1, s + step, seen, o_row, b_q, b_max, b_sum, b_acc)
-        b_k1, b_v1 = _load_rows(p_key, p_value, s + 3 * step, seen, o_row, o_dim, D)
+    for s in tl.range(first + step, seen, step, num_stages=SN):
+        b_k, b_v = _load_rows(p_key, p_value, s, seen, o_row, o_dim, D)
+        b_max, b_sum, b_acc = _absorb(b_k, b_v, s, seen, o_row, b_q, b_max, b_sum, b_acc)
+    b_first_v = tl.where((first + o_row < seen)[:, None], b_first_v, 0.0)
+    b_max, b_sum, b_acc = _absorb(b_first_k, b_first_v, first, seen, o_row, b_q, b_max, b_sum, b_acc)
     top = tl.max(b_max, 0)
     b_weight = tl.exp2(b_max - top)
     tl.store(p_acc + o_dim, tl.sum(b_acc * b_weight[:, None], 0), mask=o_dim < D)
@@ -106,7 +105,7 @@ def salient_one(
 @triton.jit
 def salient_group(
     p_key, p_value, p_q, i_batch, row, p_new_tokens, p_past_length, GR, i_split, K, N, NS, scale2, p_acc, p_ml, C: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, BG: tl.constexpr, GP: tl.constexpr, STAGES: tl.constexpr, RAGGED: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, BG: tl.constexpr, GP: tl.constexpr, SG: tl.constexpr, RAGGED: tl.constexpr,
     FUSED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """The same for the GR query heads of a key/value head, which read blocks of BG rows once; p_acc, p_ml: GR rows."""
@@ -116,12 +115,12 @@ def salient_group(
     o_row = tl.arange(0, BG)
     o_tile = o_head[:, None] * D + o_dim[None, :]
     m_tile = m_head[:, None] & (o_dim < D)[None, :]
-    b_q = tl.load(p_q + o_tile, mask=m_tile, other=0.0)
     seen = slots_in_use(i_batch, row, p_new_tokens, p_past_length, K, N, C, RAGGED, FUSED)
+    b_q = tl.load(p_q + o_tile, mask=m_tile, other=0.0)
     b_max = tl.full([GP], FAR, tl.float32)
     b_sum = tl.zeros([GP], tl.float32)
     b_acc = tl.zeros([GP, DP], tl.float32)
-    for s in tl.range(i_split * BG, seen, NS * BG, num_stages=STAGES):
+    for s in tl.range(i_split * BG, seen, NS * BG, num_stages=SG):
         b_k, b_v = _load_rows(p_key, p_value, s, seen, o_row, o_dim, D)
         m_row = s + o_row < seen
         b_logit = tl.dot(b_q, tl.trans(b_k), input_precision=DOT) * scale2
