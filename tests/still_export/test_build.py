@@ -14,12 +14,12 @@ import pytest
 
 from still_export.build import BuildOptions, build_engines
 from still_export.engine_builder import BuildError, NoBuilderError, plugin_layers, write_atomically
-from still_export.errors import ConfigError, PackageError
+from still_export.errors import ConfigError, PackageError, UnsupportedError
 from still_export.package import Package, open_package, write_manifest
 from still_export.runners.tensorrt import TrtModel
 from still_export.runners.trt_engine import TrtError
 from still_export.trt_options import TrtOptions
-from still_export.trt_package import kernel_variants, lower_package
+from still_export.trt_package import demand_kernels, kernel_variants, lower_package
 from still_graphs.passes.walk import drop_attribute
 from still_graphs.pipelines import run_pipeline
 from tests.still_export import fake_tensorrt
@@ -301,6 +301,22 @@ def test_kernels_of_a_graph() -> None:
     (variant,) = kernel_variants(model)
     assert (variant.dtype, variant.head_dim, variant.feature_rows, variant.chunk_size) == ("float16", 4, 5, 8)
     assert (variant.gate, variant.window_factor, variant.count_dtype, variant.select_scope) == (1, 0, "int32", "q_head")
+
+
+def test_a_layer_without_kernel_is_refused_before_anything_is_compiled() -> None:
+    model = small_graph("float16")
+    run_pipeline(model, "trt")
+    with pytest.raises(UnsupportedError, match=r"covers attention: chunk_size=8; the kernels have one of .* --to onnx"):
+        demand_kernels(model)
+    (node,) = (n for n in model.graph.node if n.op_type == "HybridAttention")
+    drop_attribute(node, "chunk_size")
+    node.attribute.append(onnx.helper.make_attribute("chunk_size", 64))
+    demand_kernels(model)  # head size 4 is masked
+    for tensor in model.graph.initializer:
+        if tensor.name.startswith("feature_"):
+            tensor.dims[2] = 512
+    with pytest.raises(UnsupportedError, match="head_dim=512; the kernels have"):
+        demand_kernels(model)
 
 
 def test_files_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
