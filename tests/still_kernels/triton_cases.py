@@ -94,6 +94,19 @@ CASES = {
     "window factor, no gate": Case({"window_factor": (0.5, 1.0, 2.0, 0.1), "gate": "none"}, SHORT),
     "no salient": Case({"salient_per_chunk": 0}, SHORT),
     "all salient": Case({"salient_per_chunk": 32}, ((98, [98, 95]), STEP)),
+    "wide heads": Case({"head_dim": 72, "num_heads": 2, "num_kv_heads": 1}, ((66, [66, 35]), STEP), wide=True),
+    "few splits": Case(
+        {"salient_per_chunk": 32}, ((287, [287, 260]), STEP, STEP), tiles={"decode": {"decode_programs": 1}}
+    ),
+    "few splits, group": Case(
+        {"salient_per_chunk": 32, "select_scope": "kv_group_mean"},
+        ((287, [287, 260]), STEP, STEP),
+        tiles={"decode": {"decode_programs": 1}},
+    ),
+    "many parts, group": Case(
+        {"salient_per_chunk": 32, "select_scope": "kv_group_max", "capacity_tokens": 960},
+        ((126, [126, 125]), STEP, STEP),
+    ),
     "softmax_pm": Case({"feature_map": "softmax_pm"}, SHORT),
     "softmax": Case({"feature_map": "softmax"}, SHORT),
     "relu": Case({"feature_map": "relu"}, SHORT),
@@ -186,11 +199,14 @@ def run_case(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32)
             output = _launch_packed(launch, guarded, tensors, weights, config, state, tokens, new, window_factor, table)
         else:
             output = guarded.empty(tensors[0], tuple(tensors[0].shape), dtype)
+            length = guarded.empty(state.length, (batch,), state.length.dtype)
             launch.launch_hybrid_attention(
-                *tensors, *weights, config, state, output, batch, tokens, new, window_factor=window_factor, table=table
+                *tensors, *weights, config, state, output, batch, tokens, new, None, None, window_factor, table, length
             )
         guarded.check()
         state.length.add_(new)
+        if tokens == 1 and not case.packed:
+            state.length.copy_(length)
         pairs = {"output": (output, expected)}
         pairs |= {n: (t, expected_state.tensors()[n]) for n, t in state.tensors().items() if t.numel()}
         for what, (got, wanted) in pairs.items():
