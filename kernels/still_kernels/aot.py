@@ -102,7 +102,7 @@ def parse_arch(name: str) -> int:
 
 def signature_of(kernel: Any, name: str, variant: Variant, constants: dict[str, Any]) -> tuple[dict[str, str], dict]:
     """Triton signature and compile-time values of a kernel."""
-    absent = {"query_start", "state_row", "present_length"}
+    absent = {"query_start", "state_row", "present_length", "trace"}
     if not variant.gate:
         absent.add("gate")
     if not variant.window_factor:

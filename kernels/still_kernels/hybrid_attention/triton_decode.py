@@ -117,6 +117,20 @@ def _commit_token(
         tl.store(p_window_value + o_to, b_value, mask=m_flat)
 
 
+@triton.jit
+def _stamp(p_trace, K: tl.constexpr):
+    """Write the multiprocessor's clock to column K of the program's row of the trace, at the start its number and the time too."""
+    if p_trace is not None:
+        i_program = tl.program_id(0) + tl.num_programs(0) * (tl.program_id(1) + tl.num_programs(1) * tl.program_id(2))
+        clock = tl.inline_asm_elementwise("mov.u64 $0, %clock64;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+        tl.store(p_trace + i_program * 8 + K, clock)
+        time = tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+        tl.store(p_trace + i_program * 8 + (4 if K == 0 else 5), time)
+        if K == 0:
+            place = tl.inline_asm_elementwise("mov.u32 $0, %smid;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+            tl.store(p_trace + i_program * 8 + 6, place.to(tl.int64))
+
+
 @triton.jit(do_not_specialize=["H", "HK", "G", "K", "N", "W_HEADS", "NS", "phantom"])
 def decode_kernel(
     p_query,
@@ -145,6 +159,7 @@ def decode_kernel(
     p_counters,
     p_output,
     p_present_length,
+    p_trace,
     H,
     HK,
     G,
@@ -188,6 +203,7 @@ def decode_kernel(
     ND = D / DS slices of S, WP = 2C / BL parts of the window, one program for rows on their way into the cache. With overflow
     "error" a promotion is part of this launch; with a folding policy it has happened before (select, features, scan).
     p_present_length, where given, gets the lengths after the step; it must not be past_length, which others still read.
+    p_trace is for tools/profile_decode.py: int64 [programs, 8] of clocks; None, as everywhere else, leaves no code.
     """
     ND: tl.constexpr = DP // DS
     WP: tl.constexpr = 2 * C // BL
@@ -197,6 +213,7 @@ def decode_kernel(
         # The kernel ahead may still run: wait for it before touching memory. The next kernel may be launched meanwhile.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    _stamp(p_trace, 0)
     GM: tl.constexpr = 1 if SCOPE == 0 else 4  # heads that are merged together
     i_role = tl.program_id(0)
     i_select = tl.program_id(1)
@@ -258,9 +275,12 @@ def decode_kernel(
                 RAGGED, FUSED, DOT,
             )  # fmt: skip
 
+    _stamp(p_trace, 1)
     tl.debug_barrier()
     p_counter = p_counters + i_batch * (2 * H) + i_select
-    if tl.atomic_add(p_counter, 1, sem="acq_rel") != GR * JOBS + NS - 1:
+    arrived = tl.atomic_add(p_counter, 1, sem="acq_rel")
+    _stamp(p_trace, 2)
+    if arrived != GR * JOBS + NS - 1:
         return
     tl.store(p_counter, 0)
     length, live, promoting = step_of(i_batch, row, p_new_tokens, p_past_length, C, RAGGED, FUSED)
@@ -274,6 +294,7 @@ def decode_kernel(
             p_part_acc, p_part_ml, p_part_lin, p_part_den, p_part_window, p_window_factor, p_window_score, p_output, C, D, DP,
             GM, BS if SCOPE else 2 * BS, WP, RELEASED, FACTOR, OVERFLOW,
         )  # fmt: skip
+    _stamp(p_trace, 3)
     if FUSED:
         if promoting:
             tl.debug_barrier()
