@@ -37,7 +37,7 @@ POINTER_TYPES = {
     "counters": "i32",
     **{s.name: "fp32" for s in HYBRID_ATTENTION.states if s.dtype == "float32"},
     **dict.fromkeys(
-        ("score", "mass", "prefix_z", "linear_sum", "part_acc", "part_ml", "part_lin", "part_den", "part_window"),
+        ("score", "prefix_z", "linear_sum", "part_acc", "part_ml", "part_lin", "part_den", "part_window"),
         "fp32",
     ),
 }

@@ -178,7 +178,7 @@ private:
                 bytes *= static_cast<size_t>(size);
             arguments[name] = builder.region(bytes);
         };
-        for (char const* name : {"score", "flags", "prefix_kv", "prefix_z", "linear", "linear_sum", "phi_k", "mass", "evicted_key", "evicted_value",
+        for (char const* name : {"score", "flags", "prefix_kv", "prefix_z", "linear", "linear_sum", "phi_k", "evicted_key", "evicted_value",
                  "evicted_count", "part_acc", "part_ml", "part_window", "part_lin", "part_den", "counters"})
             arguments[name] = {};
         bool const decode = s.tokens == 1;
@@ -211,7 +211,6 @@ private:
         {
             region("flags", 1, {s.batch, s.tiles + 2, s.select_heads, s.chunk});
             region("phi_k", s.linear_bytes, {s.batch, s.segment, s.heads, s.chunk + s.evicted_rows, s.features});
-            region("mass", kFloatBytes, {s.batch, s.segment, s.heads, s.features});
         }
         if (s.folds)
         {

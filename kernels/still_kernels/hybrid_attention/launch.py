@@ -124,7 +124,6 @@ def workspace_shapes(
     if tokens > 1 or config.overflow != "error":
         extra = 0 if config.overflow == "error" else pow2(config.salient_per_chunk)
         shapes["phi_k"] = ((batch, segment, heads, chunk + extra, features), "L")
-        shapes["mass"] = ((batch, segment, heads, features), "float32")
     if config.overflow != "error":
         rows = pow2(config.salient_per_chunk)
         shapes["evicted_key"] = ((batch, select, rows, dim), "T")

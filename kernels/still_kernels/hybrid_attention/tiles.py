@@ -85,7 +85,7 @@ def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wid
         score=KernelTile({"BM": min(block, 32) if heavy else block}, 4, 1),
         select=KernelTile({}, 4, 1),
         features=KernelTile(
-            {"RB": min(block, 32) if heavy else block, "TB": 4, "DK": columns}, 4, 1, None if heavy else 168
+            {"RB": min(block, 32) if heavy else block, "TB": 4, "DK": columns}, 4, 1, None if heavy else 128
         ),
         scan=KernelTile(
             {

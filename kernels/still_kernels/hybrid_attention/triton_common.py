@@ -118,21 +118,46 @@ def row_softmax(b_u, m_feature, P: tl.constexpr, PP: tl.constexpr):
 
 
 @triton.jit
-def feature_pair(b_direction, b_square, P: tl.constexpr, PP: tl.constexpr, FEATURE: tl.constexpr):
+def _scaled_softmax(b_x, b_scale, b_keep, m_feature, P: tl.constexpr, PP: tl.constexpr):
+    """Softmax of rows times a scale >= 0, in base 2, with the floor of the features; times b_keep, 0 or 1 by row.
+
+    Scale and maximum enter one multiply-add; b_keep enters the rows' factors.
+    """
+    if P != PP:
+        b_x = tl.where(m_feature[None, :], b_x, float("-inf"))
+    b_top = tl.max(b_x, 1) * b_scale
+    b_e = tl.exp2(b_x * b_scale[:, None] - b_top[:, None])
+    if P != PP:
+        b_e = tl.where(m_feature[None, :], b_e, 0.0)  # where the scale is 0
+    b_phi = tl.maximum(b_e * (b_keep / tl.sum(b_e, 1))[:, None], (b_keep * FEATURE_FLOOR)[:, None])
+    if P != PP:
+        b_phi = tl.where(m_feature[None, :], b_phi, 0.0)
+    return b_phi
+
+
+@triton.jit
+def kept_features(b_direction, b_square, b_keep, P: tl.constexpr, PP: tl.constexpr, FEATURE: tl.constexpr):
     """Features of rows in two halves [M, PP], 0 beyond P; the second is 0 for maps without one.
 
-    b_direction: Projections [M, PP], 0 beyond P. b_square: Squared norms of the inputs, [M].
+    b_direction: Projections [M, PP], 0 beyond P. b_square: Squared norms of the inputs, [M]. b_keep: 1, or 0 for rows of zeros.
     """
     m_feature = tl.arange(0, PP) < P
     b_minus = tl.zeros(b_direction.shape, tl.float32)
     if FEATURE <= 2:
         b_scale = direction_scale(tl.sum(b_direction * b_direction, 1), b_square, FEATURE)
-        b_u = b_direction * b_scale[:, None]
-        b_plus = row_softmax(b_u, m_feature, P, PP)
+        b_plus = _scaled_softmax(b_direction, b_scale, b_keep, m_feature, P, PP)
         if FEATURE <= 1:
-            b_minus = row_softmax(-b_u, m_feature, P, PP)
+            b_minus = _scaled_softmax(-b_direction, b_scale, b_keep, m_feature, P, PP)
     else:
-        b_plus = tl.where(m_feature[None, :], plain_features(b_direction, FEATURE), 0.0)
+        b_plus = tl.where(m_feature[None, :], plain_features(b_direction, FEATURE) * b_keep[:, None], 0.0)
+    return b_plus, b_minus
+
+
+@triton.jit
+def feature_pair(b_direction, b_square, P: tl.constexpr, PP: tl.constexpr, FEATURE: tl.constexpr):
+    """`kept_features` of all rows."""
+    b_all = tl.full(b_square.shape, 1.0, tl.float32)
+    b_plus, b_minus = kept_features(b_direction, b_square, b_all, P, PP, FEATURE)
     return b_plus, b_minus
 
 

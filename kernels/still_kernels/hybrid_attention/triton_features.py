@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from still_kernels.hybrid_attention.triton_common import (
-    feature_pair,
+    kept_features,
     load_tokens,
     load_weight,
     row_of,
@@ -24,19 +24,16 @@ def _project(b_x, b_weight, b_direction, b_square, DOT: tl.constexpr):
 
 @triton.jit
 def _write_features(b_direction, b_square, m_row, p_out, P: tl.constexpr, PP: tl.constexpr, FEATURE: tl.constexpr):
-    """Features of a block of rows to `p_out` [rows, F], 0 for rows outside m_row; their sums over the rows, [PP] each half."""
+    """Features of a block of rows to `p_out` [rows, F], 0 for rows outside m_row."""
     F: tl.constexpr = 2 * P if FEATURE <= 1 else P
     o_feature = tl.arange(0, PP)
     m_feature = o_feature < P
     o_row = tl.arange(0, b_direction.shape[0])
-    b_plus, b_minus = feature_pair(b_direction, b_square, P, PP, FEATURE)
+    b_plus, b_minus = kept_features(b_direction, b_square, m_row.to(tl.float32), P, PP, FEATURE)
     p_block = p_out + o_row[:, None] * F + o_feature[None, :]
-    b_plus = tl.where(m_row[:, None], b_plus, 0.0)
-    b_minus = tl.where(m_row[:, None], b_minus, 0.0)
     tl.store(p_block, b_plus.to(p_out.dtype.element_ty), mask=m_feature[None, :])
     if FEATURE <= 1:
         tl.store(p_block + P, b_minus.to(p_out.dtype.element_ty), mask=m_feature[None, :])
-    return tl.sum(b_plus, 0), tl.sum(b_minus, 0)
 
 
 @triton.jit(do_not_specialize=["T", "H", "HK", "HS", "W_HEADS", "R", "first_tile", "n_tiles"])
@@ -52,7 +49,6 @@ def features_kernel(
     p_evicted_key,
     p_evicted_count,
     p_phi_k,
-    p_mass,
     T,
     H,
     HK,
@@ -78,7 +74,7 @@ def features_kernel(
     """Features of what chunks c0 + first_tile .. + n_tiles - 1 promote, TB chunks per program.
 
     Writes phi_k [B, n_tiles, H, C (+ KP evicted rows), F] of the chunk that each of these chunks promotes (two before it; tokens
-    that stay in softmax as 0) and the sums mass [B, n_tiles, H, F]. Grid (ceil(n_tiles / TB), H, B).
+    that stay in softmax as 0). Grid (ceil(n_tiles / TB), H, B).
     """
     NB: tl.constexpr = C // RB
     F: tl.constexpr = 2 * P if FEATURE <= 1 else P
@@ -95,7 +91,6 @@ def features_kernel(
     o_row = tl.arange(0, RB)
     o_dim = tl.arange(0, DK)
     o_feature = tl.arange(0, PP)
-    m_feature = o_feature < P
     w_head = (i_head % W_HEADS).to(tl.int64) * (P * D)
     first = i_group * TB
     last = tl.minimum(tl.minimum(first + TB, n_tiles), (end + C - 1) // C - c0 - first_tile)
@@ -108,8 +103,6 @@ def features_kernel(
         chunk = c0 + first_tile + tile
         if (chunk >= 2) & (chunk * C >= length):
             i_out = (i_batch.to(tl.int64) * n_tiles + tile) * H + i_head
-            b_mass_plus = tl.zeros([PP], tl.float32)
-            b_mass_minus = tl.zeros([PP], tl.float32)
             p_flag = p_flags + ((i_batch.to(tl.int64) * R + first_tile + tile) * HS + i_select) * C
             for r in range(0, NB):
                 o_position = (chunk - 2) * C + r * RB + o_row
@@ -121,11 +114,7 @@ def features_kernel(
                         b_weight = load_weight(p_weight, o_feature, d + o_dim, P, D)
                     b_direction, b_square = _project(b_key, b_weight, b_direction, b_square, DOT)
                 m_row = tl.load(p_flag + r * RB + o_row) != 0
-                b_plus, b_minus = _write_features(
-                    b_direction, b_square, m_row, p_phi_k + (i_out * CR + r * RB) * F, P, PP, FEATURE
-                )
-                b_mass_plus += b_plus
-                b_mass_minus += b_minus
+                _write_features(b_direction, b_square, m_row, p_phi_k + (i_out * CR + r * RB) * F, P, PP, FEATURE)
             if EVICT:  # rows that left the cache
                 o_rank = tl.arange(0, KP)
                 m_rank = o_rank < tl.load(p_evicted_count + i_batch.to(tl.int64) * HS + i_select)
@@ -138,11 +127,4 @@ def features_kernel(
                     if DK < DP:
                         b_weight = load_weight(p_weight, o_feature, d + o_dim, P, D)
                     b_direction, b_square = _project(b_old, b_weight, b_direction, b_square, DOT)
-                b_plus, b_minus = _write_features(
-                    b_direction, b_square, m_rank, p_phi_k + (i_out * CR + C) * F, P, PP, FEATURE
-                )
-                b_mass_plus += b_plus
-                b_mass_minus += b_minus
-            tl.store(p_mass + i_out * F + o_feature, b_mass_plus, mask=m_feature)
-            if FEATURE <= 1:
-                tl.store(p_mass + i_out * F + P + o_feature, b_mass_minus, mask=m_feature)
+                _write_features(b_direction, b_square, m_rank, p_phi_k + (i_out * CR + C) * F, P, PP, FEATURE)

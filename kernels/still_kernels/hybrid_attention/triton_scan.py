@@ -20,7 +20,6 @@ def scan_kernel(
     p_query_start,
     p_state_row,
     p_phi_k,
-    p_mass,
     p_evicted_value,
     p_prefix_kv,
     p_prefix_z,
@@ -46,6 +45,7 @@ def scan_kernel(
 ):
     """Fold promoted chunks into S and z in chunk order; leave what each chunk c0 + first_tile + EVERY * i sees.
 
+    z is summed from the features that enter S, which are rounded to the operands' type: both keep one ratio.
     Each program owns an FB x DB block of one head's S, so in place is hazard-free. prefix_kv [B, ceil(n_tiles / EVERY), H, F, D],
     prefix_z [B, ceil(n_tiles / EVERY), H, F]. Grid (ceil(F / FB) * ceil(D / DB), H, B). EVICT (folding policies): one chunk per
     call, and the rows that left the cache are folded as well.
@@ -73,6 +73,12 @@ def scan_kernel(
     o_row = tl.arange(0, RB)
     p_state = p_kv_state + (row * H + i_head) * (F * D) + o_block
     b_state = tl.load(p_state, mask=m_block, other=0.0)
+    # z by products with ones, in columns that are all equal; the programs of the first columns of S store one of them.
+    o_copy = tl.arange(0, 16)
+    m_mass = m_feature[:, None] & (o_copy == 0)[None, :] & (tl.program_id(0) % COLUMNS == 0)
+    p_z = p_z_state + (row * H + i_head) * F + o_feature[:, None] + 0 * o_copy[None, :]
+    b_mass = tl.load(p_z, mask=m_feature[:, None], other=0.0)
+    b_ones = tl.full([RB, 16], 1.0, p_phi_k.dtype.element_ty)
     p_new = p_value + (start * HK + i_kv) * D
     p_ring = p_window_value + (row * HK + i_kv) * (2 * C) * D
     i_first = i_batch.to(tl.int64) * n_tiles * H + i_head
@@ -87,10 +93,14 @@ def scan_kernel(
         o_position = tl.where(promoted, (chunk - 2) * C + o_inner, -1)
         b_value = load_tokens(p_new, p_ring, o_position, length, end, HK * D, o_dim, D, C)
         b_state = tl.dot(tl.trans(b_phi), b_value.to(b_phi.dtype), b_state, input_precision=DOT)
+        b_mass += tl.dot(tl.trans(b_phi), b_ones, input_precision=DOT)
         if not EVICT:
-            m_store = m_block & (j % (NB * EVERY) == NB - 1)
-            p_out = p_prefix_kv + (i_stored + j // (NB * EVERY) * H) * (F * D) + o_block
-            tl.store(p_out, b_state.to(p_prefix_kv.dtype.element_ty), mask=m_store)
+            stored = j % (NB * EVERY) == NB - 1
+            i_prefix = i_stored + j // (NB * EVERY) * H
+            p_out = p_prefix_kv + i_prefix * (F * D) + o_block
+            tl.store(p_out, b_state.to(p_prefix_kv.dtype.element_ty), mask=m_block & stored)
+            p_out = p_prefix_z + i_prefix * F + o_feature[:, None] + 0 * o_copy[None, :]
+            tl.store(p_out, b_mass, mask=m_mass & stored)
     if EVICT:
         promoted = (c0 >= 2) & (c0 * C >= length)
         o_rank = tl.arange(0, KP)
@@ -100,23 +110,11 @@ def scan_kernel(
         p_old = p_evicted_value + (i_select * KP + o_rank)[:, None] * D + o_dim[None, :]
         b_value = tl.load(p_old, mask=(o_dim < D)[None, :] & promoted, other=0.0)
         b_state = tl.dot(tl.trans(b_phi), b_value.to(b_phi.dtype), b_state, input_precision=DOT)
-        m_store = m_block & (store_prefix != 0)
-        tl.store(p_prefix_kv + i_stored * (F * D) + o_block, b_state.to(p_prefix_kv.dtype.element_ty), mask=m_store)
+        b_few = tl.full([KP, 16], 1.0, p_phi_k.dtype.element_ty)
+        b_mass += tl.dot(tl.trans(b_phi), b_few, input_precision=DOT)
+        p_out = p_prefix_kv + i_stored * (F * D) + o_block
+        tl.store(p_out, b_state.to(p_prefix_kv.dtype.element_ty), mask=m_block & (store_prefix != 0))
+        p_out = p_prefix_z + i_stored * F + o_feature[:, None] + 0 * o_copy[None, :]
+        tl.store(p_out, b_mass, mask=m_mass & (store_prefix != 0))
     tl.store(p_state, b_state, mask=m_block)
-
-    if tl.program_id(0) % COLUMNS == 0:  # z: a prefix sum of the masses
-        BT: tl.constexpr = 16
-        p_z = p_z_state + (row * H + i_head) * F + o_feature
-        b_z = tl.load(p_z, mask=m_feature, other=0.0)
-        for t in range(0, number, BT):
-            o_tile = t + tl.arange(0, BT)
-            chunk = c0 + o_tile
-            m_tile = (o_tile < number)[:, None] & m_feature[None, :]
-            m_mass = ((chunk >= 2) & (chunk * C >= length))[:, None] & m_tile
-            o_mass = (i_first + o_tile * H)[:, None] * F + o_feature[None, :]
-            b_mass = tl.load(p_mass + o_mass, mask=m_mass, other=0.0)
-            b_sum = tl.cumsum(b_mass, 0) + b_z[None, :]
-            o_stored = (i_stored + o_tile // EVERY * H)[:, None] * F + o_feature[None, :]
-            tl.store(p_prefix_z + o_stored, b_sum, mask=m_tile & ((o_tile % EVERY)[:, None] == 0) & (store_prefix != 0))
-            b_z += tl.sum(b_mass, 0)
-        tl.store(p_z, b_z, mask=m_feature)
+    tl.store(p_z, b_mass, mask=m_mass)
