@@ -136,12 +136,13 @@ def write_manifest(folder: Path, content: dict[str, Any], known: dict[str, dict[
     os.replace(staging, folder / MANIFEST)
 
 
-def open_package(path: Path, check_hashes: bool = True) -> Package:
+def open_package(path: Path, check_hashes: bool = True, check_engines: bool = True) -> Package:
     """Read the package at `path`.
 
     Args:
         path: The folder.
         check_hashes: Compare every file with its hash in the manifest.
+        check_engines: Engines too must be there; a build makes them anew.
 
     Raises:
         PackageError: No package, a manifest of a newer format, a missing or changed file.
@@ -160,13 +161,18 @@ def open_package(path: Path, check_hashes: bool = True) -> Package:
         raise PackageError(
             f"{manifest_path} has format version {version}; this still-export reads up to {FORMAT_VERSION}. Update still-export."
         )
+    engines = {entry["file"] for entry in manifest.get("engines", [])}
     for name, entry in manifest.get("files", {}).items():
-        file = path / name
+        file, again = path / name, "export the model again."
+        if name in engines:
+            if not check_engines:
+                continue
+            again = f"build it again: still-export build {path}"
         if not file.is_file():
-            raise PackageError(f"{file} is missing, though the manifest lists it. Export the model again.")
+            raise PackageError(f"{file} is missing, though the manifest lists it. Copy the package again, or {again}")
         if file.stat().st_size != entry["size_bytes"] or (check_hashes and file_sha256(file) != entry["sha256"]):
             raise PackageError(
                 f"{file} is not the file that was exported: its size or SHA-256 differs from the manifest. "
-                "Copy the package again, or export the model again."
+                f"Copy the package again, or {again}"
             )
     return Package(path, manifest)

@@ -191,10 +191,10 @@ class Verifier:
 
     def _verdicts(self, pairs: list[tuple[Arrays, Arrays]], tolerance: Tolerance) -> dict[str, bool]:
         """Polygraphy's verdict on each output over all calls; outputs without elements are left out."""
-        from polygraphy.comparator import Comparator, CompareFunc, IterationResult, RunResults
+        from polygraphy.comparator import Comparator, IterationResult, RunResults
         from polygraphy.logger import G_LOGGER
 
-        compare = CompareFunc.simple(
+        compare = _simple_compare()(
             check_error_stat=tolerance.statistic,
             atol=tolerance.absolute,
             rtol=tolerance.relative,
@@ -210,10 +210,18 @@ class Verifier:
             accuracy = Comparator.compare_accuracy(
                 RunResults([results(self.target.name, 1), results("pytorch", 0)]), compare_func=compare
             )
-        for iteration in next(iter(accuracy[0].values())):
+        compared = accuracy if hasattr(accuracy, "values") else accuracy[0]  # newer ones: one result per function
+        for iteration in next(iter(compared.values())):
             for output, result in iteration.items():
                 verdicts[output] = verdicts.get(output, True) and bool(result)
         return verdicts
+
+
+def _simple_compare() -> Any:
+    """Polygraphy's comparison by tolerances; its name depends on the version, and 0.49 is the last for TensorRT 8.6."""
+    from polygraphy import comparator
+
+    return getattr(comparator, "SimpleCompareFunc", None) or comparator.CompareFunc.simple
 
 
 def check_dtype(package: Package) -> None:

@@ -17,6 +17,7 @@ namespace still
 {
 
 // TensorRT's registry in this process, found by name: linking libnvinfer would tie the library to one file name of it.
+// Polygraphy opens plugins before it opens TensorRT, which is opened here then; TensorRT's own users find the same library loaded.
 inline nvinfer1::IPluginRegistry* plugin_registry()
 {
     constexpr char symbol[] = "getPluginRegistry";
@@ -25,9 +26,13 @@ inline nvinfer1::IPluginRegistry* plugin_registry()
     for (char const* name : {versioned.c_str(), "libnvinfer.so"})
         if (void* const library = found ? nullptr : dlopen(name, RTLD_NOW | RTLD_NOLOAD))
             found = dlsym(library, symbol);
+    if (void* const library = found ? nullptr : dlopen(versioned.c_str(), RTLD_NOW | RTLD_GLOBAL))
+        found = dlsym(library, symbol);
     if (!found)
     {
-        std::fprintf(stderr, "still: %s is not loaded in this process; load TensorRT before this plugin.\n", versioned.c_str());
+        std::fprintf(stderr,
+            "still: %s is neither loaded in this process nor found; load TensorRT before this plugin, or name its folder in LD_LIBRARY_PATH.\n",
+            versioned.c_str());
         return nullptr;
     }
     return reinterpret_cast<nvinfer1::IPluginRegistry* (*) ()>(found)();

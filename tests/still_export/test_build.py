@@ -12,7 +12,7 @@ from typing import Any
 import onnx
 import pytest
 
-from still_export.build import BuildOptions, build_engines
+from still_export.build import BuildOptions, build_engines, reopen
 from still_export.engine_builder import BuildError, NoBuilderError, plugin_layers, write_atomically
 from still_export.errors import ConfigError, PackageError, UnsupportedError
 from still_export.package import Package, open_package, write_manifest
@@ -247,6 +247,19 @@ def test_a_failed_build_leaves_the_old_engine(tmp_path: Path, monkeypatch: pytes
         build_engines(open_package(package.path))
     assert "OutOfMemory" in (package.path / "build.log").read_text()
     TrtModel(open_package(package.path).path)  # every hash right
+
+
+def test_a_lost_or_truncated_engine_is_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = trt_package(tmp_path / "trt", monkeypatch)
+    fake_tensorrt.install(monkeypatch, "10.3.0")
+    build_engines(package)
+    plan = package.path / "engine.plan"
+    for damage in (lambda: plan.write_bytes(plan.read_bytes()[:-9]), plan.unlink):
+        damage()
+        with pytest.raises(PackageError, match=r"engine\.plan is .* or build it again: still-export build"):
+            open_package(package.path)
+        build_engines(reopen(package.path))
+        TrtModel(open_package(package.path).path)
 
 
 def test_a_build_vouches_only_for_what_it_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
