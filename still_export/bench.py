@@ -7,6 +7,7 @@ imported, so the peak is the runtime's own.
 from __future__ import annotations
 
 import json
+import re
 import resource
 import statistics
 import subprocess
@@ -106,6 +107,7 @@ def bench(
         done = subprocess.run(command, text=True, capture_output=True)
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+            reason = re.sub(r"^[\w.]+Error: ", "", reason)  # the message, without the class that a traceback names
             raise PackageError(f"measuring {length} tokens failed: {reason}")
         rows.append(Measurement(**json.loads(done.stdout.strip().splitlines()[-1])))
         progress(f"{length} tokens")

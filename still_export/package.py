@@ -24,6 +24,9 @@ MODEL = "model.onnx"
 UNLISTED = (MANIFEST, "build.log", "engine.json", "timing.cache", "verify", "bench")
 """What verbs write into a package and may write again: not part of what a manifest vouches for."""
 
+PLUGIN = "libstill_tensorrt"
+"""How the names of plugin libraries begin."""
+
 VERSIONED = ("still-export", "torch", "transformers", "onnx", "onnxscript", "onnxruntime", "triton", "tensorrt")
 
 
@@ -169,6 +172,8 @@ def open_package(path: Path, check_hashes: bool = True, check_engines: bool = Tr
                 continue
             again = f"build it again: still-export build {path}"
         if not file.is_file():
+            if name.startswith(PLUGIN):
+                continue  # --plugin may name another, and whoever loads it says so
             raise PackageError(f"{file} is missing, though the manifest lists it. Copy the package again, or {again}")
         if file.stat().st_size != entry["size_bytes"] or (check_hashes and file_sha256(file) != entry["sha256"]):
             raise PackageError(

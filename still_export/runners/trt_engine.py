@@ -140,7 +140,7 @@ class TrtEngine:
         built, version = self.entry["tensorrt"], self.module.__version__
         # Patch releases read each other's plans no more than minor ones do.
         if built != version and not (self.compatible and _numbers(version) >= _numbers(built)):
-            hint = "" if self.compatible else " Or export with --version-compatible."
+            hint = "" if self.compatible else ", or export with --version-compatible."
             raise TrtError(f"the engine was built by TensorRT {built}, this is {version}. {self.again}{hint}")
         arch = f"sm_{self.driver.architecture}"
         if arch not in self.entry["archs"]:
