@@ -94,23 +94,31 @@ def build_plugins(
     Raises:
         PluginBuildError: CMake or the sources are missing, or the build fails; carries the tool's output.
     """
-    if not (SOURCE / "CMakeLists.txt").is_file():
-        raise PluginBuildError(f"{SOURCE}: the C++ sources are not there. Build plugins from a source checkout.")
+    options = {"STILL_ARCHIVE": archive, "TENSORRT_INCLUDE_DIR": tensorrt_include, "CUDA_INCLUDE_DIR": cuda_include}
+    return run_cmake(SOURCE, build, {**options, "STILL_RUNNER": "ON" if runner else "OFF"})
+
+
+def run_cmake(source: Path, build: Path, options: dict[str, Path | str | None]) -> Path:
+    """Configure and build the CMake project in `source`; paths among the options become absolute, None becomes empty.
+
+    Returns:
+        build.
+
+    Raises:
+        PluginBuildError: CMake or the sources are missing, or the build fails; carries the tool's output.
+    """
+    if not (source / "CMakeLists.txt").is_file():
+        raise PluginBuildError(f"{source}: the C++ sources are not there. Build plugins from a source checkout.")
     cmake = shutil.which("cmake")
     if cmake is None:
         raise PluginBuildError(
             "cmake is missing. Install cmake and a C++17 compiler, or use a prebuilt plugin library."
         )
-    configure = [cmake, "-S", str(SOURCE), "-B", str(build)]
+    configure = [cmake, "-S", str(source), "-B", str(build)]
     if shutil.which("ninja"):
         configure += ["-G", "Ninja"]
-    for option, path in (
-        ("STILL_ARCHIVE", archive),
-        ("TENSORRT_INCLUDE_DIR", tensorrt_include),
-        ("CUDA_INCLUDE_DIR", cuda_include),
-    ):
-        configure.append(f"-D{option}={path.resolve() if path else ''}")
-    configure.append(f"-DSTILL_RUNNER={'ON' if runner else 'OFF'}")
+    for option, value in options.items():
+        configure.append(f"-D{option}={value.resolve() if isinstance(value, Path) else value or ''}")
     for command in (configure, [cmake, "--build", str(build), "--parallel"]):
         done = subprocess.run(command, text=True, capture_output=True)
         if done.returncode:

@@ -75,9 +75,12 @@ def node_model(c: HybridAttentionConfig, dtype: torch.dtype, layers: int = 1, op
     return model
 
 
-def session(model: onnx.ModelProto, save: str = "") -> Any:
+def session(model: onnx.ModelProto, save: str = "", library: str = "", threads: int = 1) -> Any:
+    """A session of `model`; with `library` its kernels win over the bodies."""
     options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
+    options.intra_op_num_threads = threads
+    if library:
+        options.register_custom_ops_library(library)
     options.log_severity_level = 3
     if save:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
@@ -93,12 +96,19 @@ def value(tensor: torch.Tensor) -> Any:
 
 
 class Runner:
-    """Runs a one-layer model over IOBinding; with `in_place` past and present of each state are one buffer."""
+    """Runs a one-layer model over IOBinding; with `in_place` past and present of each state are one buffer, else present starts as NaN."""
 
     def __init__(
-        self, c: HybridAttentionConfig, dtype: torch.dtype, batch: int, in_place: bool, opset: int = 23
+        self,
+        c: HybridAttentionConfig,
+        dtype: torch.dtype,
+        batch: int,
+        in_place: bool,
+        opset: int = 23,
+        library: str = "",
+        threads: int = 1,
     ) -> None:
-        self.session = session(node_model(c, dtype, opset=opset))
+        self.session = session(node_model(c, dtype, opset=opset), library=library, threads=threads)
         self.dtype, self.in_place = dtype, in_place
         state = HybridAttentionState.empty(c, batch, dtype).tensors()
         state.pop("length")
@@ -117,12 +127,17 @@ class Runner:
             if self.in_place and name != "output.0":
                 binding.bind_ortvalue_output(name, self.state[name[8:-2]])
             else:
-                binding.bind_output(name)
+                like = (
+                    feeds["query"]
+                    if name == "output.0"
+                    else self._tensor(self.state[name[8:-2]], self.kinds[name[8:-2]])
+                )
+                held[name] = value(torch.full_like(like, torch.nan))
+                binding.bind_ortvalue_output(name, held[name])
         self.session.run_with_iobinding(binding)
-        found = dict(zip(names, binding.get_outputs(), strict=True))
         if not self.in_place:
-            self.state = {name: found[f"present_{name}.0"] for name in self.state}
-        result = {"output": self._tensor(found["output.0"], self.dtype)}
+            self.state = {name: held[f"present_{name}.0"] for name in self.state}
+        result = {"output": self._tensor(held["output.0"], self.dtype)}
         return result | {n: self._tensor(v, self.kinds[n]) for n, v in self.state.items()}
 
     @staticmethod
@@ -184,8 +199,10 @@ def check(
     dtype: torch.dtype = torch.float32,
     in_place: bool = False,
     opset: int = 23,
+    library: str = "",
+    threads: int = 1,
 ) -> None:
-    runner = Runner(c, dtype, 2, in_place, opset)
+    runner = Runner(c, dtype, 2, in_place, opset, library, threads)
     for feeds, expected, split in steps(c, splits, dtype, 2):
         found = runner(feeds)
         for name, tensor in found.items():

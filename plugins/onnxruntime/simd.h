@@ -1,0 +1,337 @@
+// Vectors of the instruction set that a source file is compiled for, and the few loops that everything is made of.
+//
+// Everything lies in an unnamed namespace and calls no template of the standard library: the same source is compiled once per
+// instruction set, and the linker must not merge a function compiled for one with its namesake compiled for another.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#if defined(__F16C__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+namespace
+{
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16, kTileRows = 8;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8, kTileRows = 4;
+#elif defined(__aarch64__)
+constexpr int kLanes = 4, kTileRows = 8;
+#else
+constexpr int kLanes = 4, kTileRows = 4;
+#endif
+
+typedef float Vec __attribute__((vector_size(kLanes * 4)));
+typedef int32_t VecInt __attribute__((vector_size(kLanes * 4)));
+
+constexpr float kMinusInfinity = -__builtin_huge_valf();
+
+struct Half
+{
+    uint16_t bits;
+};
+
+inline Vec load(float const* x)
+{
+    Vec v;
+    std::memcpy(&v, x, sizeof v);
+    return v;
+}
+
+inline void store(float* x, Vec v)
+{
+    std::memcpy(x, &v, sizeof v);
+}
+
+inline Vec spread(float x)
+{
+    return x - Vec{};
+}
+
+// The first n < kLanes elements, the others `fill`.
+inline Vec load_part(float const* x, int n, float fill)
+{
+    Vec v = spread(fill);
+    std::memcpy(&v, x, sizeof(float) * static_cast<unsigned>(n));
+    return v;
+}
+
+inline Vec larger(Vec a, Vec b)
+{
+    return a > b ? a : b;
+}
+
+inline float sum(Vec v)
+{
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps(reinterpret_cast<__m512>(v));
+#elif defined(__AVX2__)
+    __m256 const wide = reinterpret_cast<__m256>(v);
+    __m128 const four = _mm_add_ps(_mm256_castps256_ps128(wide), _mm256_extractf128_ps(wide, 1));
+    __m128 const two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+#else
+    float x[kLanes];
+    std::memcpy(x, &v, sizeof v);
+    for (int half = kLanes / 2; half; half /= 2)
+        for (int i = 0; i < half; ++i)
+            x[i] += x[i + half];
+    return x[0];
+#endif
+}
+
+inline float largest(Vec v)
+{
+    float x[kLanes];
+    std::memcpy(x, &v, sizeof v);
+    for (int half = kLanes / 2; half; half /= 2)
+        for (int i = 0; i < half; ++i)
+            x[i] = x[i] > x[i + half] ? x[i] : x[i + half];
+    return x[0];
+}
+
+// e^x within 2e-7 of its value; 0 where the result would be denormal, finite above float's range.
+// x = n ln 2 + r with |r| <= ln 2 / 2; the Taylor series of degree 7 leaves 5e-9; 2^n is added to the exponent's bits.
+inline Vec exponential(Vec x)
+{
+    Vec const low = spread(-87.33f), high = spread(88.72f), shift = spread(12582912.0f); // 1.5 * 2^23: the sum's low bits are n
+    VecInt const vanishes = x < low;
+    x = vanishes ? low : x;
+    x = x > high ? high : x;
+    Vec const shifted = x * 1.44269504f + shift;
+    Vec const n = shifted - shift;
+    Vec const r = (x - n * 0.693359375f) - n * -2.12194440e-4f; // ln 2 in two parts, the first exact times n
+    Vec p = r * (1.0f / 5040) + 1.0f / 720;
+    p = p * r + 1.0f / 120;
+    p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    VecInt const scaled = reinterpret_cast<VecInt>(p) + (reinterpret_cast<VecInt>(shifted) << 23);
+    return vanishes ? Vec{} : reinterpret_cast<Vec>(scaled);
+}
+
+inline float exponential(float x)
+{
+    return exponential(spread(x))[0];
+}
+
+inline int round_up(int n, int unit)
+{
+    return (n + unit - 1) / unit * unit;
+}
+
+inline float largest(float const* x, int n)
+{
+    Vec most = spread(kMinusInfinity);
+    int i = 0;
+    for (; i + kLanes <= n; i += kLanes)
+        most = larger(most, load(x + i));
+    if (i < n)
+        most = larger(most, load_part(x + i, n - i, kMinusInfinity));
+    return largest(most);
+}
+
+// x := e^(x - m); returns the sum.
+inline float exponentiate(float* x, int n, float m)
+{
+    Vec total = {};
+    int i = 0;
+    for (; i + kLanes <= n; i += kLanes)
+    {
+        Vec const e = exponential(load(x + i) - m);
+        total += e;
+        store(x + i, e);
+    }
+    if (i < n)
+    {
+        Vec const e = exponential(load_part(x + i, n - i, kMinusInfinity) - m);
+        total += e;
+        std::memcpy(x + i, &e, sizeof(float) * static_cast<unsigned>(n - i));
+    }
+    return sum(total);
+}
+
+inline float sum_of_exponentials(float const* x, int n, float m)
+{
+    Vec total = {};
+    int i = 0;
+    for (; i + kLanes <= n; i += kLanes)
+        total += exponential(load(x + i) - m);
+    if (i < n)
+        total += exponential(load_part(x + i, n - i, kMinusInfinity) - m);
+    return sum(total);
+}
+
+inline void scale(float* x, int n, float factor)
+{
+    for (int i = 0; i < n; ++i)
+        x[i] *= factor;
+}
+
+inline float dot(float const* a, float const* b, int n)
+{
+    Vec total = {}, second = {};
+    int i = 0;
+    for (; i + 2 * kLanes <= n; i += 2 * kLanes)
+    {
+        total += load(a + i) * load(b + i);
+        second += load(a + i + kLanes) * load(b + i + kLanes);
+    }
+    for (; i + kLanes <= n; i += kLanes)
+        total += load(a + i) * load(b + i);
+    if (i < n)
+        total += load_part(a + i, n - i, 0) * load_part(b + i, n - i, 0);
+    return sum(total + second);
+}
+
+// out[r] = factor * (x . rows[r]), rows [count, n] dense.
+inline void dots(float const* x, float const* rows, int count, int n, float factor, float* out)
+{
+    for (int r = 0; r < count; ++r)
+        out[r] = factor * dot(x, rows + static_cast<int64_t>(r) * n, n);
+}
+
+template <int Width>
+inline void add_weighted_part(float const* weight, float const* rows, int count, int64_t stride, float* out)
+{
+    Vec even[Width], odd[Width];
+    for (int j = 0; j < Width; ++j)
+        even[j] = load(out + j * kLanes), odd[j] = Vec{};
+    int r = 0;
+    for (; r + 2 <= count; r += 2)
+        for (int j = 0; j < Width; ++j)
+        {
+            even[j] += weight[r] * load(rows + r * stride + j * kLanes);
+            odd[j] += weight[r + 1] * load(rows + (r + 1) * stride + j * kLanes);
+        }
+    if (r < count)
+        for (int j = 0; j < Width; ++j)
+            even[j] += weight[r] * load(rows + r * stride + j * kLanes);
+    for (int j = 0; j < Width; ++j)
+        store(out + j * kLanes, even[j] + odd[j]);
+}
+
+// out[n] += sum over r of weight[r] * rows[r], rows [count, n] dense.
+inline void add_weighted(float const* weight, float const* rows, int count, int n, float* out)
+{
+    int j = 0;
+    for (; j + 4 * kLanes <= n; j += 4 * kLanes)
+        add_weighted_part<4>(weight, rows + j, count, n, out + j);
+    for (; j + kLanes <= n; j += kLanes)
+        add_weighted_part<1>(weight, rows + j, count, n, out + j);
+    if (j < n)
+        for (int r = 0; r < count; ++r)
+            for (int i = j; i < n; ++i)
+                out[i] += weight[r] * rows[static_cast<int64_t>(r) * n + i];
+}
+
+// A number as the state and the activations hold it, and back.
+inline float to_float(float x)
+{
+    return x;
+}
+
+inline void from_float(float x, float* out)
+{
+    *out = x;
+}
+
+#if defined(__F16C__)
+inline float to_float(Half x)
+{
+    return _cvtsh_ss(x.bits);
+}
+
+inline void from_float(float x, Half* out)
+{
+    out->bits = static_cast<uint16_t>(_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT));
+}
+#elif defined(__aarch64__)
+inline float to_float(Half x)
+{
+    __fp16 h;
+    std::memcpy(&h, &x, sizeof h);
+    return h;
+}
+
+inline void from_float(float x, Half* out)
+{
+    __fp16 const h = static_cast<__fp16>(x);
+    std::memcpy(out, &h, sizeof h);
+}
+#else
+inline float to_float(Half x)
+{
+    // The exponent moves by 112; denormals are settled by a product with a power of two, infinities and NaN keep theirs.
+    uint32_t const sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16, rest = static_cast<uint32_t>(x.bits & 0x7fffu) << 13;
+    float value;
+    uint32_t bits = rest;
+    std::memcpy(&value, &bits, sizeof value);
+    value *= 5.192296858534828e33f; // 2^112
+    std::memcpy(&bits, &value, sizeof bits);
+    if ((x.bits & 0x7c00u) == 0x7c00u)
+        bits = 0x7f800000u | (rest & 0x007fffffu);
+    bits |= sign;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+inline void from_float(float x, Half* out)
+{
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    uint32_t const sign = bits >> 16 & 0x8000u;
+    bits &= 0x7fffffffu;
+    uint32_t half;
+    if (bits > 0x7f800000u)
+        half = 0x7e00u; // NaN
+    else if (bits >= 0x477ff000u)
+        half = 0x7c00u; // rounds to infinity
+    else if (bits < 0x38800000u)
+    {
+        // Denormal: adding 0.5 leaves the rounded value in the sum's low bits.
+        float magnitude;
+        std::memcpy(&magnitude, &bits, sizeof magnitude);
+        magnitude += 0.5f;
+        std::memcpy(&half, &magnitude, sizeof half);
+        half -= 0x3f000000u;
+    }
+    else
+        half = (bits - 0x38000000u + 0xfffu + (bits >> 13 & 1u)) >> 13;
+    out->bits = static_cast<uint16_t>(sign | half);
+}
+#endif
+
+// `rows` rows of n numbers as floats: the rows themselves, or a copy in `room`. Sets the distance of rows in the result.
+inline float const* floats(float const* x, int, int, int64_t stride, float*, int64_t& result_stride)
+{
+    result_stride = stride;
+    return x;
+}
+
+inline float const* floats(Half const* x, int rows, int n, int64_t stride, float* room, int64_t& result_stride)
+{
+    result_stride = n;
+    for (int r = 0; r < rows; ++r)
+    {
+        Half const* from = x + r * stride;
+        float* to = room + static_cast<int64_t>(r) * n;
+        int i = 0;
+#if defined(__F16C__)
+        for (; i + 8 <= n; i += 8)
+            _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<__m128i const*>(from + i))));
+#endif
+        for (; i < n; ++i)
+            to[i] = to_float(from[i]);
+    }
+    return room;
+}
+
+} // namespace

@@ -1,0 +1,202 @@
+"""The native CPU kernel of still::HybridAttention, in ONNX Runtime, against the PyTorch form; the cases are those of the function body."""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+
+from still_export.native import build_native, find_onnxruntime_headers
+from still_export.plugins import PluginBuildError
+from still_kernels.hybrid_attention.naive import naive_hybrid_attention
+from tests.still_graphs import test_functions as body
+from tests.tolerances import REFERENCE
+
+pytest.importorskip("onnxruntime")
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="session")
+def library() -> str:
+    """libstill_onnxruntime.so, built once per checkout into build/, which git ignores."""
+    if not shutil.which("cmake") or not shutil.which("g++"):
+        pytest.skip("needs cmake and g++")
+    try:
+        include = find_onnxruntime_headers()
+    except PluginBuildError as error:
+        pytest.skip(str(error))
+    folder = ROOT / "build/plugins-onnxruntime"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:  # test processes run side by side
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return str(build_native(folder, include))
+
+
+FOLDING = [*body.SPLITS, 37, [20, 3], 1, 1, 1, 1, 1]
+CASES: list[tuple[dict[str, Any], Any]] = [
+    *((knobs, body.SPLITS) for knobs in body.KNOBS),
+    ({"feature_map": "identity"}, body.SPLITS),
+    ({"chunk_size": 64, "salient_per_chunk": 4, "head_dim": 16, "feature_dim": None, "capacity_tokens": 1000},
+     [130, 1, 1, 1, 59, 1, 1, [1, 61], [0, 1], [3, 70], 1, 200]),
+    ({"chunk_size": 40, "head_dim": 20, "feature_dim": 33, "capacity_tokens": 1000}, [97, 1, 1, 30, [33, 64], 120]),
+    *(({"capacity_tokens": 20, "overflow": overflow, **knobs}, FOLDING)
+      for overflow in ("fold_oldest", "fold_min_score")
+      for knobs in ({}, {"select_scope": "kv_group_mean"}, {"local": "sliding"}, {"capacity_tokens": 8})),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "apart"])
+@pytest.mark.parametrize("knobs, splits", CASES, ids=str)
+def test_kernel_equals_stateful_form(library: str, knobs: dict[str, Any], splits: Any, in_place: bool) -> None:
+    body.check(body.config(**knobs), splits, in_place=in_place, library=library)
+
+
+@pytest.mark.parametrize("instructions", ["baseline", "v3", "v4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_instruction_sets(library: str, monkeypatch: pytest.MonkeyPatch, instructions: str, dtype: torch.dtype) -> None:
+    """Each one that this processor has; half precision converts on its own way in each."""
+    monkeypatch.setenv("STILL_CPU", instructions)
+    c = body.config(chunk_size=16, head_dim=24, feature_dim=20, capacity_tokens=400)
+    try:
+        body.check(c, [70, 1, 1, 12, [1, 9], 40], dtype, library=library)
+    except Exception as error:
+        if "cannot run it" not in str(error):
+            raise
+        pytest.skip(f"this processor has no {instructions}")
+
+
+def test_logits_far_apart(library: str) -> None:
+    runner = body.Runner(body.config(), torch.float32, 2, False, library=library)
+    for feeds, expected, split in body.steps(body.config(), [5, 1, 1, 9, 1, 1, [3, 1]], torch.float32, 2, 400.0):
+        for name, tensor in runner(feeds).items():
+            body.close(tensor, expected[name], REFERENCE[torch.float32], f"{name} after {split}")
+
+
+def test_equals_the_quadratic_definition(library: str) -> None:
+    c = body.config()
+    runner = body.Runner(c, torch.float32, 2, True, library=library)
+    parts = [(feeds, runner(feeds)["output"]) for feeds, _, _ in body.steps(c, [9, 1, 1, 13, 1, 20], torch.float32, 2)]
+    whole = [torch.cat([feeds[n] for feeds, _ in parts], dim=1) for n in ("query", "key", "value", "gate")]
+    weights = [parts[0][0][f"feature_{n}_weight"] for n in "qk"]
+    expected = naive_hybrid_attention(*whole, *weights, c)
+    body.close(torch.cat([o for _, o in parts], dim=1), expected, REFERENCE[torch.float32], "output")
+
+
+@pytest.mark.parametrize("knobs", [{}, {"select_scope": "kv_group_max"}, {"local": "sliding"}], ids=str)
+def test_threads_change_no_bit(library: str, knobs: dict[str, Any]) -> None:
+    """A cache of several parts: its split must not depend on who computes it."""
+    c = body.config(chunk_size=8, salient_per_chunk=8, head_dim=16, capacity_tokens=600, **knobs)
+    runs = []
+    for threads in (1, 2, 2):
+        runner = body.Runner(c, torch.float32, 2, True, library=library, threads=threads)
+        runs.append([runner(feeds) for feeds, *_ in body.steps(c, [310, 1, 1, 9, [1, 3], 1], torch.float32, 2)])
+    for others in runs[1:]:
+        for first, other in zip(runs[0], others, strict=True):
+            assert all(torch.equal(first[name], other[name]) for name in first)
+
+
+def test_long_cache_in_parts(library: str) -> None:
+    c = body.config(chunk_size=8, salient_per_chunk=8, head_dim=16, capacity_tokens=600)
+    body.check(c, [310, 1, 1, 1, [1, 0], 1], in_place=True, library=library)
+
+
+def test_exponential(library: str) -> None:
+    """z of one promoted token is e^x with this map, so z shows the kernel's exponential over its whole range."""
+    c = body.config(
+        num_heads=1, num_kv_heads=1, head_dim=1, feature_dim=1, chunk_size=1, salient_per_chunk=0,
+        feature_map="elu_plus_one", gate="none",
+    )  # fmt: skip
+    x = torch.linspace(-27.5, -1e-4, 4001)  # below, the floor of 1e-12
+    runner = body.Runner(c, torch.float32, len(x), True, library=library)
+    feeds = {n: torch.ones(len(x), 3, 1, 1) for n in ("query", "value")}
+    feeds["key"] = x[:, None, None, None].repeat(1, 3, 1, 1)
+    feeds |= {f"feature_{n}_weight": torch.ones(1, 1, 1) for n in "qk"}
+    feeds |= {"new_tokens": torch.full((len(x),), 3), "past_length": torch.zeros(len(x), dtype=torch.int64)}
+    z = runner(feeds)["z_state"].flatten().double()
+    expected = x.double().exp()
+    assert float(((z - expected) / expected).abs().max()) < 1e-6
+
+
+def test_nodes_of_different_attributes(library: str) -> None:
+    """Attributes are each node's own, also where functions have overloads."""
+    model = body.node_model(body.config(), torch.float32, 2)
+    del model.functions[:]
+    for attribute in model.graph.node[1].attribute:
+        if attribute.name == "mix_epsilon":
+            attribute.f = 0.25
+    assert body.attach_functions(model) == 2
+    session = body.session(model, library=library)
+    feeds = {}
+    for info in session.get_inputs():
+        shape = [{"B": 1, "T": 3, "N": 4}.get(d, d) for d in info.shape]
+        feeds[info.name] = np.ones(shape, np.int64 if "int64" in info.type else np.float32)
+    feeds["new_tokens"][:], feeds["past_length"][:] = 3, 0
+    feeds = {n: v * 0 if n.startswith("past_") else v for n, v in feeds.items()}
+    first, second = session.run(["output.0", "output.1"], feeds)
+    assert first[0, 0, 0, 0] == pytest.approx(1.0, abs=1e-5)
+    assert second[0, 0, 0, 0] == pytest.approx(1 / 1.25, abs=1e-5)
+
+
+def test_the_kernel_takes_the_node(library: str, tmp_path: Path) -> None:
+    """Not the body: one node stays in the graph that runs."""
+    options = body.ort.SessionOptions()
+    options.register_custom_ops_library(library)
+    options.optimized_model_filepath = str(tmp_path / "run.onnx")
+    model = body.node_model(body.config(), torch.float32, 2)
+    body.ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    assert [n.op_type for n in onnx.load(tmp_path / "run.onnx").graph.node] == ["HybridAttention"] * 2
+
+
+def one_call(library: str, **changes: Any) -> Any:
+    c = body.config(capacity_tokens=12)
+    runner = body.Runner(c, torch.float32, 2, False, library=library)
+    feeds, *_ = next(iter(body.steps(c, [5], torch.float32, 2)))
+    return runner(feeds | changes)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"past_length": torch.tensor([0, 60])}, "row 1 grows to 65 tokens"),
+        ({"new_tokens": torch.tensor([5, 6])}, "new_tokens 6"),
+        ({"past_length": torch.tensor([-1, 0])}, "past_length -1"),
+        ({"feature_k_weight": torch.zeros(6, 7, 8)}, "feature_k_weight is"),
+    ],
+    ids=str,
+)
+def test_wrong_calls_are_refused(library: str, changes: dict[str, Any], message: str) -> None:
+    if "feature_k_weight" in changes:  # ONNX Runtime would refuse it by the graph's shapes
+        model = body.node_model(body.config(), torch.float32)
+        for info in model.graph.input:
+            if info.name == "feature_k_weight.0":
+                info.type.tensor_type.shape.dim[1].dim_value = 7
+        session = body.session(model, library=library)
+        feeds = {
+            i.name: np.zeros(
+                [{"B": 1, "T": 1, "N": 4}.get(d, d) for d in i.shape], np.int64 if "int" in i.type else np.float32
+            )
+            for i in session.get_inputs()
+        }
+        with pytest.raises(Exception, match=message):
+            session.run(None, feeds)
+        return
+    with pytest.raises(Exception, match=message):
+        one_call(library, **changes)
+
+
+def test_unknown_attribute_value_and_dtype_are_refused_at_creation(library: str) -> None:
+    model = body.node_model(body.config(), torch.float32)
+    for attribute in model.graph.node[0].attribute:
+        if attribute.name == "feature_map":
+            attribute.s = b"cosine"
+    with pytest.raises(Exception, match='feature_map="cosine" is unknown; known: np_softmax_pm'):
+        body.session(model, library=library)
+    with pytest.raises(Exception, match="bfloat16"):
+        body.session(body.node_model(body.config(), torch.bfloat16), library=library)
