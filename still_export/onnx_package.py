@@ -16,6 +16,9 @@ from still_export.package import MODEL, Package, open_package, staged_folder, wr
 PREFILL_TOKENS = 512
 """Tokens of one prefill call: longer calls are not faster and take more memory (docs/onnxruntime.md)."""
 
+NATIVE_DTYPES = ("float32", "float16")
+"""What the native kernel computes; the rest of a model in bfloat16 would not run on ONNX Runtime's CPU provider either."""
+
 STILL_OPTIONS = ("chunk_size", "salient_per_chunk", "select_scope", "capacity_tokens", "overflow")
 Progress = Callable[[str], None]
 
@@ -31,6 +34,7 @@ class ExportOptions:
         all_logits: Logits of every position instead of each row's last new token.
         overlays: Adapters or feature maps to add.
         revision: Of a hub id.
+        native: Put a native kernel for CPUs like this one into the package.
         chunk_size ... overflow: Of the STILL configuration, for models that do not carry one; None = default.
     """
 
@@ -40,6 +44,7 @@ class ExportOptions:
     all_logits: bool = False
     overlays: tuple[str, ...] = ()
     revision: str | None = None
+    native: bool = False
     chunk_size: int | None = None
     salient_per_chunk: int | None = None
     select_scope: str | None = None
@@ -81,7 +86,13 @@ def load_source(options: ExportOptions) -> Any:
 
 
 def export_onnx(
-    options: ExportOptions, target: Path, *, force: bool = False, command: str = "", progress: Progress | None = None
+    options: ExportOptions,
+    target: Path,
+    *,
+    force: bool = False,
+    command: str = "",
+    progress: Progress | None = None,
+    onnxruntime_include: Path | None = None,
 ) -> Package:
     """Export a model to a package for ONNX Runtime.
 
@@ -91,6 +102,7 @@ def export_onnx(
         force: Replace `target`.
         command: The command line, for the manifest.
         progress: Told each step.
+        onnxruntime_include: Folder of ONNX Runtime's C headers for a native kernel; None looks in the usual places.
 
     Returns:
         The package.
@@ -102,9 +114,15 @@ def export_onnx(
     with staged_folder(target, force) as folder:
         say("copying the tokenizer")  # before the weights: its own work memory would come on top of them
         text = _write_text_files(options, folder)
+        native = _write_native(options, folder, onnxruntime_include, say)
         say("reading the model")
         model = load_source(options)
-        describe = {**_describe(model, options, command), **text}
+        describe = {**_describe(model, options, command), **text, **native}
+        if native and describe["model"]["dtype"] not in NATIVE_DTYPES:
+            raise UnsupportedError(
+                f"--native computes {' and '.join(NATIVE_DTYPES)}, not {describe['model']['dtype']}. Export with --dtype float32, "
+                "or without --native."
+            )
         model.generation_config.save_pretrained(folder)
         say("tracing")
         _write_model(model, options, folder, say)
@@ -112,6 +130,16 @@ def export_onnx(
         say("hashing")
         write_manifest(folder, describe)
     return open_package(target, check_hashes=False)
+
+
+def _write_native(options: ExportOptions, folder: Path, include: Path | None, say: Progress) -> dict[str, Any]:
+    """The native kernel's library, and what the manifest says of it; nothing where none is asked for."""
+    if not options.native:
+        return {}
+    from still_export.native import add_native
+
+    say("compiling the native kernel")
+    return {"native": add_native(folder, include)}
 
 
 def _write_model(model: Any, options: ExportOptions, folder: Path, say: Progress) -> None:

@@ -23,6 +23,8 @@ Examples:
 
     still-export model.gguf --to onnx --attach-untrained --capacity-tokens 32768 -o package
 
+    still-export MODEL_FOLDER --to onnx --native -o package
+
     still-export MODEL_FOLDER --to trt --fp16 --arch sm_87,sm_90 -o package
 
     still-export export --config package/manifest.json -o again
@@ -64,6 +66,13 @@ def export(
     ] = None,
     overflow: Annotated[
         str | None, typer.Option(help="Beyond it: error, fold_min_score or fold_oldest.", show_default="error")
+    ] = None,
+    native: Annotated[
+        bool, typer.Option("--native", help="onnx: add a native kernel for CPUs like this one (cmake, g++).")
+    ] = False,
+    onnxruntime_include: Annotated[
+        Path | None,
+        typer.Option(help="onnx: folder of onnxruntime_c_api.h for --native.", show_default="/usr/include/onnxruntime"),
     ] = None,
     fp16: Annotated[bool, typer.Option("--fp16", help="trt: half precision (the default there).")] = False,
     bf16: Annotated[bool, typer.Option("--bf16", help="trt: bfloat16, for TensorRT 10 and later.")] = False,
@@ -111,6 +120,7 @@ def export(
         "all_logits": all_logits or None,
         "overlays": tuple(overlay) if overlay else None,
         "revision": revision,
+        "native": native or None,
         "chunk_size": chunk_size,
         "salient_per_chunk": salient_per_chunk,
         "select_scope": select_scope,
@@ -128,6 +138,9 @@ def export(
         options = replace(options, model=str(Path(options.model).resolve()))
     out, command = Output(as_json, quiet), shlex.join(["still-export", *sys.argv[1:]])
     if to != "onnx":
+        if native or onnxruntime_include:
+            raise ConfigError(f"--native and --onnxruntime-include are for --to onnx, not for --to {to}.")
+        options = replace(options, native=False)  # a repeated export to ONNX may have it
         asked = {
             "archs": tuple(arch.split(",")) if arch else None,
             "prefill_tokens": prefill_tokens,
@@ -141,7 +154,9 @@ def export(
         _export_trt(options, to, manifest, asked, output, force, command, out)
         return
     with out.steps() as progress:
-        package = export_onnx(options, output, force=force, command=command, progress=progress)
+        package = export_onnx(
+            options, output, force=force, command=command, progress=progress, onnxruntime_include=onnxruntime_include
+        )
     size = sum(entry["size_bytes"] for entry in package.manifest["files"].values())
     out.result(
         {"package": str(output), "size_bytes": size, "config": asdict(options)},

@@ -61,7 +61,7 @@ def verify(
     from still_export.package import open_package
     from still_export.recorded import RecordedCases, record_cases
     from still_export.runners.cuda_driver import CudaError
-    from still_export.runners.ort import RunError
+    from still_export.runners.ort import RunError, native_here
     from still_export.targets import OrtTarget, TrtTarget
     from still_export.verify import DECODE_STEPS, Verifier, check_dtype
 
@@ -103,7 +103,7 @@ def verify(
     if as_json:
         out.result(report.to_dict())
     else:
-        _print(report, folder, target.title)
+        _print(report, folder, target.title, runtime == "ort" and native_here(opened.manifest))
     raise typer.Exit(0 if report.passed else 1)
 
 
@@ -125,7 +125,7 @@ def _torch_cases(
     return TorchCases(package.manifest, source, half, lengths or LENGTHS, steps, seed)
 
 
-def _print(report: Report, folder: Path, runtime: str) -> None:
+def _print(report: Report, folder: Path, runtime: str, native: bool) -> None:
     console = Console(width=None if Console().is_terminal else 150)
     half = any(entry.own_mean_abs for entry in report.outputs)
     title = "errors of the logits, and of the worst state tensor" + (
@@ -172,6 +172,8 @@ def _print(report: Report, folder: Path, runtime: str) -> None:
     print(
         "the same without still-export, as far as single calls show it:"
         if half
+        else "the verdict on the function bodies, which run where the kernel is not loaded, without still-export:"
+        if native
         else "the same verdict without still-export:"
     )
     print(f"  sh {folder / 'polygraphy.sh'}" if half else f"  {report.command}")

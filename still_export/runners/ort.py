@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import platform
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -84,6 +85,47 @@ class Sampling:
         return int(self.random.choice(order, p=probability))
 
 
+def native_here(manifest: dict[str, Any]) -> bool:
+    """Whether the package has a native kernel for this kind of machine."""
+    native = manifest.get("native")
+    return bool(native) and (native["system"], native["machine"]) == (platform.system(), platform.machine())
+
+
+def open_session(folder: Path, manifest: dict[str, Any], options: Any, provider: str = "cpu") -> Any:
+    """An onnxruntime session of the package's model, with its native kernel where it has one for this kind of machine.
+
+    Args:
+        options: onnxruntime.SessionOptions, completed here.
+        provider: "cpu" or "cuda".
+
+    Raises:
+        RunError: The model or the kernel cannot be loaded.
+    """
+    import onnxruntime
+
+    native = manifest.get("native") if provider == "cpu" else None
+    if native and native_here(manifest):
+        try:
+            options.register_custom_ops_library(str(folder.resolve() / native["library"]))
+        except Exception as error:  # onnxruntime's own types, which have no common base
+            raise RunError(
+                f"{folder / native['library']} cannot be loaded: {error}. Export the model again, on this machine or without --native."
+            ) from error
+    elif native:
+        made = f"{native['system']} {native['machine']}"
+        print(f"the native kernel is for {made}: running without it", file=sys.stderr)
+    providers = ["CUDAExecutionProvider"] if provider == "cuda" else []
+    path = folder / "model.onnx"
+    try:
+        return onnxruntime.InferenceSession(str(path), options, providers=[*providers, "CPUExecutionProvider"])
+    except Exception as error:
+        dtype = manifest["model"]["dtype"]
+        advice = (
+            " Its CPU provider has no bfloat16: use --provider cuda, or export float32." if dtype == "bfloat16" else ""
+        )
+        raise RunError(f"ONNX Runtime cannot load {path}: {error}.{advice}") from error
+
+
 class OrtModel:
     """A package's model with its state: feed tokens, get logits.
 
@@ -117,18 +159,7 @@ class OrtModel:
             raise RunError(
                 f"this onnxruntime has no {missing.pop()}. Install onnxruntime-gpu, or run with --provider cpu."
             )
-        try:
-            self.session = onnxruntime.InferenceSession(
-                str(self.folder / "model.onnx"), options, providers=[*providers, "CPUExecutionProvider"]
-            )
-        except Exception as error:  # onnxruntime's own types, which have no common base
-            dtype = self.manifest["model"]["dtype"]
-            advice = (
-                " Its CPU provider has no bfloat16: use --provider cuda, or export float32."
-                if dtype == "bfloat16"
-                else ""
-            )
-            raise RunError(f"ONNX Runtime cannot load {self.folder / 'model.onnx'}: {error}.{advice}") from error
+        self.session = open_session(self.folder, self.manifest, options, self.device)
         self._value = onnxruntime.OrtValue
         self.batch = 0
 

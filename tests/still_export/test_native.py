@@ -1,0 +1,162 @@
+"""Packages with a native kernel: exported, run by every runner, verified; portable where the kernel is not for the machine."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from still_export.cli.main import main
+from still_export.native import HEADER, LIBRARY, find_onnxruntime_headers
+from still_export.onnx_package import ExportOptions, export_onnx
+from still_export.package import Package, open_package, write_manifest
+from still_export.plugins import PluginBuildError
+from still_export.runners.ort import OrtModel, RunError
+from tests.plugins.test_onnxruntime import library
+from tests.still_export.conftest import Exporter
+from tests.still_export.tiny import CHUNK, VOCAB
+from tests.tolerances import MODEL
+
+__all__ = ["library"]
+
+PROMPT = np.random.default_rng(3).integers(3, VOCAB, 61)
+MIXED = ("hybrid_attention", "full_attention", "hybrid_attention")
+
+
+@pytest.fixture
+def built(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exports take the library that was built once."""
+
+    def add_native(folder: Path, include: Path | None = None) -> dict[str, Any]:
+        shutil.copyfile(library, folder / LIBRARY)
+        return {"library": LIBRARY, "system": platform.system(), "machine": platform.machine()}
+
+    monkeypatch.setattr("still_export.native.add_native", add_native)
+
+
+def native(export_tiny: Exporter, **arguments: Any) -> Package:
+    return export_tiny(options={"native": True}, **arguments)
+
+
+def loads_kernel(folder: Path) -> bool:
+    """Whether a process that runs the package maps the library."""
+    code = (
+        "import sys; from still_export.runners.ort import OrtModel; model = OrtModel(sys.argv[1], threads=1); "
+        "print('libstill_onnxruntime' in open('/proc/self/maps').read())"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True)
+    return done.stdout.strip() == "True"
+
+
+def verify(folder: Path) -> int:
+    """Exit code of the verb."""
+    try:
+        return main(["verify", str(folder), "--lengths", "1,9,40", "--decode-steps", "10", "--quiet"]) or 0
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+@pytest.mark.parametrize("still", [{}, {"layer_types": MIXED}, {"select_scope": "kv_group_max"}], ids=str)
+def test_equals_the_bodies(built: None, export_tiny: Exporter, still: dict[str, Any]) -> None:
+    """Prefill in pieces, growing caches, state in place, promotions during decode: same logits and states."""
+    answers = []
+    for package in (export_tiny(**still), native(export_tiny, **still)):
+        model = OrtModel(package.path, threads=1)
+        model.manifest["prefill_tokens"] = 2 * CHUNK + 3
+        model.start()
+        logits = [model.prefill(PROMPT)]
+        # Random tokens: repeated ones, as greedy decoding makes, have near ties of scores.
+        for token in np.random.default_rng(4).integers(3, VOCAB, 2 * CHUNK + 5):
+            logits.append(model.feed(np.array([[token]]))[0, -1].copy())
+        answers.append((np.array(logits), model.state_arrays()))
+    (logits, states), (native_logits, native_states) = answers
+    np.testing.assert_allclose(native_logits, logits, atol=MODEL["float32"], rtol=MODEL["float32"])
+    for name, array in native_states.items():
+        np.testing.assert_allclose(array, states[name], atol=MODEL["float32"], rtol=MODEL["float32"], err_msg=name)
+
+
+def test_every_runner_loads_it_and_verify_proves_it(
+    built: None, export_tiny: Exporter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package = native(export_tiny)
+    assert LIBRARY in package.manifest["files"]
+    assert loads_kernel(package.path) and not loads_kernel(export_tiny().path)
+    assert package.model_path.read_bytes() == export_tiny().model_path.read_bytes()
+    alone = [sys.executable, "run_ort.py", "--prompt-ids", "5,6,7", "--tokens", "3"]
+    done = subprocess.run(alone, cwd=package.path, capture_output=True, text=True)
+    assert done.returncode == 0 and len(done.stdout.split()) == 3, done.stderr
+    assert verify(package.path) == 0
+    shown = capsys.readouterr().out
+    assert "ONNX Runtime with the native kernel" in " ".join(shown.split()) and "function bodies" in shown
+
+
+def test_a_kernel_that_computes_something_else_fails_verify(built: None, export_tiny: Exporter, tmp_path: Path) -> None:
+    """The library reads no feature map any more and takes the default one."""
+    folder = tmp_path / "broken"
+    shutil.copytree(native(export_tiny, feature_map="softmax_pm").path, folder)
+    content = (folder / LIBRARY).read_bytes()
+    assert b"feature_map\0" in content
+    (folder / LIBRARY).write_bytes(content.replace(b"feature_map\0", b"feature_mop\0"))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    write_manifest(folder, {k: v for k, v in manifest.items() if k not in ("format_version", "versions", "files")})
+    assert verify(folder) == 1
+
+
+def test_other_machines_run_the_bodies(
+    built: None, export_tiny: Exporter, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    package = native(export_tiny)
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    model = OrtModel(package.path, threads=1)
+    model.start()
+    assert "running without it" in capfd.readouterr().err
+    (package.path / LIBRARY).rename(package.path / "away")
+    try:
+        assert model.prefill(PROMPT).shape == (VOCAB,)
+        OrtModel(package.path, threads=1)
+        monkeypatch.undo()
+        with pytest.raises(RunError, match="cannot be loaded"):
+            OrtModel(package.path, threads=1)
+    finally:
+        (package.path / "away").rename(package.path / LIBRARY)
+    assert open_package(package.path)
+
+
+def test_the_manifest_repeats_it(built: None, export_tiny: Exporter, tmp_path: Path) -> None:
+    package = native(export_tiny)
+    again = export_onnx(ExportOptions.from_manifest(package.manifest), tmp_path / "again")
+    assert again.manifest["native"] == package.manifest["native"]
+
+
+def test_bfloat16_is_refused(built: None, export_tiny: Exporter) -> None:
+    with pytest.raises(Exception, match="--native computes float32 and float16, not bfloat16"):
+        native(export_tiny, dtype="bfloat16")
+
+
+def test_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("STILL_ONNXRUNTIME_INCLUDE", raising=False)
+    monkeypatch.setattr("still_export.native.USUAL_INCLUDES", (str(tmp_path / "usual"),))
+    with pytest.raises(PluginBuildError, match="libonnxruntime-dev"):
+        find_onnxruntime_headers()
+    with pytest.raises(PluginBuildError, match=r"has no onnxruntime_c_api\.h"):
+        find_onnxruntime_headers(tmp_path)
+    for name in ("usual", "named"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / HEADER).touch()
+    assert find_onnxruntime_headers() == tmp_path / "usual"
+    monkeypatch.setenv("STILL_ONNXRUNTIME_INCLUDE", str(tmp_path / "named"))
+    assert find_onnxruntime_headers() == tmp_path / "named"
+    assert find_onnxruntime_headers(tmp_path / "usual") == tmp_path / "usual"
+
+
+def test_only_for_onnx(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["export", "model", "--to", "trt", "--native", "-o", str(tmp_path / "x")])
+    assert "--native" in capsys.readouterr().err
