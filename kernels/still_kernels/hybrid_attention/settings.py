@@ -43,7 +43,7 @@ MOVES: dict[str, list[Setting]] = {
     ],
     "features": [*REGISTERS, *_one("TB", 1, 2, 4, 8), {"RB": 32}, *WARPS],
     "scan": [*_both(2, 3, 4, 6), {"FB": 128}, {"DB": 128}, {"DB": 32}, {"FB": 128, "num_warps": 8}, {"RB": 32}, *WARPS],
-    "score": [*_one("BM", 32, 64), *WARPS, *REGISTERS],
+    "score": [*_one("BM", 32, 64), *WARPS, *_one("max_registers", None, 80, 96, 128)],
     "select": [*_one("num_warps", 1, 2, 4, 8)],
     "prefill": [
         *_one("segment_tiles", 32, 64, 128, 256, 512, 1024),

@@ -85,7 +85,7 @@ def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wid
         score=KernelTile({"BM": min(block, 32) if heavy else block}, 4, 1),
         select=KernelTile({}, 4, 1),
         features=KernelTile(
-            {"RB": min(block, 32) if heavy else block, "TB": 4, "DK": columns}, 4, 1, None if heavy else 128
+            {"RB": min(block, 32) if heavy else block, "TB": 4, "DK": columns}, 4, 1, None if heavy else 168
         ),
         scan=KernelTile(
             {
@@ -133,7 +133,8 @@ def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wid
             None if heavy else 128,
             arch >= 90,
         ),
-        segment_tiles=max(2, 8192 // chunk_size),
+        # Each segment ends in a tail of waves: 16,384 tokens instead of 8,192 took 0.1 ms off 65,536.
+        segment_tiles=max(2, 16384 // chunk_size),
         decode_programs=264,  # salient splits; with the other roles one wave of four programs a multiprocessor
     )
 
