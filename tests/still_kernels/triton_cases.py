@@ -110,6 +110,8 @@ CASES = {
     "softmax_pm": Case({"feature_map": "softmax_pm"}, SHORT),
     "softmax": Case({"feature_map": "softmax"}, SHORT),
     "relu": Case({"feature_map": "relu"}, SHORT),
+    "softmax decode": Case({"feature_map": "softmax"}, ((63, [63, 62]), STEP, STEP, STEP)),
+    "relu decode": Case({"feature_map": "relu"}, ((63, [63, 62]), STEP, STEP, STEP)),
     "elu_plus_one": Case({"feature_map": "elu_plus_one"}, SHORT),
     "chunk 128": Case({"chunk_size": 128}, ((255, [255, 130]), STEP, STEP, (3, [1, 3]))),
     "equal logits": Case({}, ((100, [100, 66]), STEP), "equal"),

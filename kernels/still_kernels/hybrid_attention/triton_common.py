@@ -106,19 +106,7 @@ def plain_features(b_direction, FEATURE: tl.constexpr):
 
 
 @triton.jit
-def row_softmax(b_u, m_feature, P: tl.constexpr, PP: tl.constexpr):
-    """Softmax over the features of each row, in base 2, with the floor of the features."""
-    if P != PP:
-        b_u = tl.where(m_feature[None, :], b_u, float("-inf"))
-    b_e = tl.exp2(b_u - tl.max(b_u, 1)[:, None])
-    b_phi = tl.maximum(b_e * (1.0 / tl.sum(b_e, 1))[:, None], FEATURE_FLOOR)
-    if P != PP:
-        b_phi = tl.where(m_feature[None, :], b_phi, 0.0)
-    return b_phi
-
-
-@triton.jit
-def _scaled_softmax(b_x, b_scale, b_keep, m_feature, P: tl.constexpr, PP: tl.constexpr):
+def scaled_softmax(b_x, b_scale, b_keep, m_feature, P: tl.constexpr, PP: tl.constexpr):
     """Softmax of rows times a scale >= 0, in base 2, with the floor of the features; times b_keep, 0 or 1 by row.
 
     Scale and maximum enter one multiply-add; b_keep enters the rows' factors.
@@ -145,9 +133,9 @@ def kept_features(b_direction, b_square, b_keep, P: tl.constexpr, PP: tl.constex
     b_minus = tl.zeros(b_direction.shape, tl.float32)
     if FEATURE <= 2:
         b_scale = direction_scale(tl.sum(b_direction * b_direction, 1), b_square, FEATURE)
-        b_plus = _scaled_softmax(b_direction, b_scale, b_keep, m_feature, P, PP)
+        b_plus = scaled_softmax(b_direction, b_scale, b_keep, m_feature, P, PP)
         if FEATURE <= 1:
-            b_minus = _scaled_softmax(-b_direction, b_scale, b_keep, m_feature, P, PP)
+            b_minus = scaled_softmax(-b_direction, b_scale, b_keep, m_feature, P, PP)
     else:
         b_plus = tl.where(m_feature[None, :], plain_features(b_direction, FEATURE) * b_keep[:, None], 0.0)
     return b_plus, b_minus

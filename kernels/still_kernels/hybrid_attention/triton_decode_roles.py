@@ -11,10 +11,10 @@ from still_kernels.hybrid_attention.triton_common import (
     LOG2E,
     RELEASED_EPSILON,
     direction_scale,
-    feature_pair,
+    kept_features,
     load_weight,
     plain_features,
-    row_softmax,
+    scaled_softmax,
     select_chunk,
     selected_offsets,
 )
@@ -167,30 +167,32 @@ def _fold_chunk(
                 b_weight = load_weight(p_weight, o_feature, o_part, P, D)
             b_direction = tl.dot(b_k, tl.trans(b_weight), b_direction, input_precision=DOT)
             b_square += tl.sum(b_k.to(tl.float32) * b_k.to(tl.float32), 1)
+        b_keep = tl.where(m_row, 1.0, 0.0)
         if FEATURE <= 1:  # one half after the other: both do not fit in the registers
             b_scale = direction_scale(tl.sum(b_direction * b_direction, 1), b_square, FEATURE)
-            b_u = b_direction * b_scale[:, None]
-            b_phi = tl.where(m_row[:, None], row_softmax(b_u, o_feature < P, P, PP), 0.0)
+            b_phi = scaled_softmax(b_direction, b_scale, b_keep, o_feature < P, P, PP)
             _add_rows(b_phi, b_v, p_state, p_mass, o_feature, o_column, m_mass, P, D, DOT)
-            b_phi = tl.where(m_row[:, None], row_softmax(-b_u, o_feature < P, P, PP), 0.0)
+            b_phi = scaled_softmax(-b_direction, b_scale, b_keep, o_feature < P, P, PP)
             _add_rows(b_phi, b_v, p_state + P * D, p_mass + P, o_feature, o_column, m_mass, P, D, DOT)
         else:
-            b_phi, _zeros = feature_pair(b_direction, b_square, P, PP, FEATURE)
-            b_phi = tl.where(m_row[:, None], b_phi, 0.0)
+            b_phi, _zeros = kept_features(b_direction, b_square, b_keep, P, PP, FEATURE)
             _add_rows(b_phi, b_v, p_state, p_mass, o_feature, o_column, m_mass, P, D, DOT)
+        if RB < C:
+            tl.debug_barrier()  # the next round adds to what this one stored
 
 
 @triton.jit
 def _add_rows(
     b_phi, b_v, p_state, p_mass, o_feature, o_column, m_mass, P: tl.constexpr, D: tl.constexpr, DOT: tl.constexpr
 ):  # fmt: skip
-    """Add phi^T v to one half of a slice of S, and the sum of phi to z."""
+    """Add phi^T v to one half of a slice of S, and the sum of the same rounded phi to z, as prefill does."""
+    b_phi = b_phi.to(b_v.dtype)
     m_slice = (o_feature < P)[:, None] & (o_column < D)[None, :]
     p_slice = p_state + o_feature[:, None] * D + o_column[None, :]
     b_s = tl.load(p_slice, mask=m_slice, other=0.0)
     b_z = tl.load(p_mass + o_feature, mask=m_mass, other=0.0)
-    tl.store(p_mass + o_feature, b_z + tl.sum(b_phi, 0), mask=m_mass)
-    tl.store(p_slice, b_s + tl.dot(tl.trans(b_phi.to(b_v.dtype)), b_v, input_precision=DOT), mask=m_slice)
+    tl.store(p_mass + o_feature, b_z + tl.sum(b_phi.to(tl.float32), 0), mask=m_mass)
+    tl.store(p_slice, b_s + tl.dot(tl.trans(b_phi), b_v, input_precision=DOT), mask=m_slice)
 
 
 @triton.jit
