@@ -5,7 +5,7 @@
   python tools/prove_trt.py small PLACE --deadline 300                               # with the GPU
   python tools/prove_trt.py large PLACE --deadline 300
 
-`prepare` writes OUT/more00, more01, ...: folders of at most 48 MB that hold a package of MODEL with PyTorch's answers, and packages of
+`prepare` writes OUT/more00, more01, ...: folders of at most 40 MB that hold a package of MODEL with PyTorch's answers, and packages of
 SmolLM2-135M's and Llama-3.1-8B's geometry without weights. PLACE on the GPU machine holds TensorRT with Python (env.sh with trt-python)
 and what `cat more*/more.tar.* | tar x` gives. Every step has a time limit and a log; the table is written after each step to $OUT and
 printed last, so that what was measured comes back even when a later step fails.
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PART_BYTES = 48_000_000
+PART_BYTES = 40_000_000
 LENGTHS = "1,63,64,65,129,512"
 CONTEXT, SMALL_CONTEXT = 65536, 8064
 LARGE_LAYERS = int(os.environ.get("LARGE_LAYERS", "8"))  # fewer where memory is short: results are scaled by layer

@@ -115,6 +115,17 @@ def polygraphy(package: Path, scratch: Path) -> int:
     return done.returncode
 
 
+def test_what_pytorch_computes_in_float32_stays_in_float32(package_of: Callable[[str], Path]) -> None:
+    """Norms, rotary angles and the logits; TensorRT 8.6 is held to these types, and 11 has no others."""
+    package = package_of("float16")
+    types = json.loads((package / "manifest.json").read_text())["value_types"]
+    found: dict[str, set[str]] = {}
+    for node in onnx.load(package / "model.onnx", load_external_data=False).graph.node:
+        found.setdefault(node.op_type, set()).add(types.get(node.output[0], "integer"))
+    assert all(found[op] == {"float32"} for op in ("ReduceMean", "Sqrt", "Div", "Cos", "Sin")), found
+    assert found["MatMul"] == {"float16"} and types["logits"] == "float32"
+
+
 def test_run_and_bench(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("run", built, "--runtime", "trt", "--prompt-ids", ",".join(["5"] * 70), "--tokens", 4, "--json") == 0
     assert len(json.loads(capsys.readouterr().out)["tokens"]) == 4
