@@ -88,7 +88,7 @@ class Sampling:
 def native_here(manifest: dict[str, Any]) -> bool:
     """Whether the package has a native kernel for this kind of machine."""
     native = manifest.get("native")
-    return bool(native) and (native["system"], native["machine"]) == (platform.system(), platform.machine())
+    return native is not None and (native["system"], native["machine"]) == (platform.system(), platform.machine())
 
 
 def open_session(folder: Path, manifest: dict[str, Any], options: Any, provider: str = "cpu") -> Any:
