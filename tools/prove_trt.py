@@ -177,7 +177,7 @@ class Session:
         rows = [json.loads(line) for line in (output or "").splitlines() if line.startswith("{")]
         try:
             return read(rows)
-        except (LookupError, StopIteration, TypeError, ZeroDivisionError) as error:
+        except (LookupError, StopIteration, TypeError, ValueError) as error:
             self.note(name, f"cannot be computed: {error!r}")
             return None
 
@@ -274,6 +274,8 @@ def large(session: Session) -> None:
                 (r["decode_us"], r["layers"]) for r in rows if r.get("batch") == b and "decode_us" in r
             ),
         )
+        if mine:
+            session.note(f"{name}, {layers} layers", f"{mine} us")
         if mine and theirs and head[batch] is not None:
             a, b = whole(mine, int(layers), head[batch]), whole(*theirs, head[batch])
             session.note(
