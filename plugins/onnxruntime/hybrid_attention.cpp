@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <iterator>
 #include <utility>
 
 #include "kernels.h"
@@ -15,33 +14,6 @@ namespace
 {
 
 constexpr size_t kMaxLanes = 64; // tasks that have room at once
-
-struct Set
-{
-    Kernels const& (*kernels)(bool half);
-    bool (*runs)();
-};
-
-Set const kSets[] = {
-#if defined(STILL_X86)
-    {v4_kernels,
-        []
-        {
-            return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq")
-                   && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma");
-        }},
-    {v3_kernels, [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2"); }},
-#endif
-    {baseline_kernels, [] { return true; }},
-};
-
-Set const& set(int index)
-{
-    for (Set const& s : kSets)
-        if (s.runs() && index-- == 0)
-            return s;
-    return kSets[std::size(kSets) - 1];
-}
 
 // Where a call's scratch memory goes.
 struct Scratch
@@ -291,19 +263,9 @@ Tensors const kNoTensors{};
 
 } // namespace
 
-int count_instruction_sets()
-{
-    return static_cast<int>(std::count_if(std::begin(kSets), std::end(kSets), [](Set const& s) { return s.runs(); }));
-}
-
-char const* instruction_set_name(int index)
-{
-    return set(index).kernels(false).name;
-}
-
 size_t scratch_size(Layer const& layer, int batch, int64_t tokens)
 {
-    Call call{layer, kNoTensors, kSets[0].kernels(layer.half), kNoHost, batch};
+    Call call{layer, kNoTensors, kernels_of(0, layer.half), kNoHost, batch};
     int64_t* done;
     return lay_out(call, nullptr, tokens, &done) + 64;
 }
@@ -311,7 +273,7 @@ size_t scratch_size(Layer const& layer, int batch, int64_t tokens)
 void hybrid_attention(Layer const& layer, Tensors const& tensors, int batch, int64_t const* past, int64_t const* brought, void* scratch,
     Host const& host, int instruction_set)
 {
-    Call call{layer, tensors, set(instruction_set).kernels(layer.half), host, batch};
+    Call call{layer, tensors, kernels_of(instruction_set, layer.half), host, batch};
     int64_t* done;
     lay_out(call, static_cast<char*>(scratch), *std::max_element(brought, brought + batch), &done);
     std::fill(done, done + batch, 0);

@@ -52,6 +52,9 @@ STILL_INLINE size_t partial_size(Layer const& layer)
     return 3 + 2 * static_cast<size_t>(layer.dim);
 }
 
+// Those of the instruction set with this number among the ones that the processor can run, best first.
+Kernels const& kernels_of(int instruction_set, bool half);
+
 Kernels const& baseline_kernels(bool half);
 #if defined(STILL_X86)
 Kernels const& v3_kernels(bool half);
