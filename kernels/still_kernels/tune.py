@@ -177,20 +177,25 @@ class Tuner:
 
     def compile_ahead(self, settings: Sequence[Setting]) -> None:
         """Compile the kernel for all settings at once, on every core; failures show when the setting is tried."""
-        from triton.runtime._async_compile import AsyncCompileMode
+        from triton.runtime import _async_compile
 
         from still_kernels.hybrid_attention.launch import KERNELS
 
         if self.device != "cuda" or self.kernel not in KERNELS:
             return
+        kernel = KERNELS[self.kernel]
         run: Any = next(run for name, run in self.made if name == self.kernel)
-        with ThreadPoolExecutor(os.cpu_count()) as pool, AsyncCompileMode(pool, ignore_errors=True):
-            for setting in settings:
-                table = changed(self.table, self.kernel, setting)
-                if not misfit(table, self.work.config):
-                    tile = table.kernels()[self.kernel]
-                    arguments = {k: v for k, v in run.keywords.items() if k in KERNELS[self.kernel].arg_names}
-                    KERNELS[self.kernel].warmup(grid=(1, 1, 1), **{**arguments, **tile.constants}, **tile.options())
+        arguments = {name: value for name, value in run.keywords.items() if name in kernel.arg_names}
+        try:
+            with ThreadPoolExecutor(os.cpu_count()) as pool, _async_compile.AsyncCompileMode(pool, ignore_errors=True):
+                for setting in settings:
+                    table = changed(self.table, self.kernel, setting)
+                    if not misfit(table, self.work.config):
+                        tile = table.kernels()[self.kernel]
+                        kernel.warmup(grid=(1, 1, 1), **arguments | tile.constants, **tile.options())
+        except Exception as failure:  # a private interface of Triton, and only a matter of time
+            _async_compile.active_mode.set(None)
+            print(f"{self.kernel}: settings compile one by one ({failure}).", file=sys.stderr)
 
     def search(self, seconds: float) -> list[Trial]:
         """The current setting, then moves from it, then moves from the best while one is found and time is left."""

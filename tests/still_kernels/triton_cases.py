@@ -120,7 +120,15 @@ CASES = {
     "identity": Case({"feature_map": "identity"}, SHORT),
     "wide blocks": Case(calls=((33, [33, 7]), (131, [70, 131])), wide=True),
     "chunk 64": Case({"chunk_size": 64}, ((200, [200, 65]), (70, [64, 70]))),
-    "chunk 256": Case({"chunk_size": 256}, ((514, [514, 300]),)),
+    "chunk 256": Case({"chunk_size": 256, "capacity_tokens": 1024}, ((514, [514, 300]),)),
+    "other blocks": Case(
+        calls=((33, [33, 7]), (131, [70, 131])),
+        tiles={
+            "scan": {"EVERY": 1, "FB": 32, "DB": 16},
+            "linear": {"EVERY": 1, "BM": 32, "TB": 1},
+            "attend": {"BM": 64, "BN": 32, "AHEAD": 0},
+        },
+    ),
     "many chunks": Case({"capacity_tokens": 512}, ((30, [30, 5]), (390, [390, 161]), STEP)),
 }
 
