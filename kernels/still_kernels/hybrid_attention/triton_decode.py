@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 
 from still_kernels.hybrid_attention.triton_common import LOG2E
+from still_kernels.hybrid_attention.triton_decode_linear import linear_slice
 from still_kernels.hybrid_attention.triton_decode_roles import (
     FAR,
     fresh_part,
-    linear_slice,
     salient_group,
     salient_one,
     step_of,

@@ -1,4 +1,4 @@
-"""What the programs of the decode kernel compute before they meet: cache splits, slices of S, parts of the window."""
+"""What the programs of the decode kernel compute before they meet: cache splits, parts of the window, rows on their way."""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
@@ -7,14 +7,7 @@ import triton
 import triton.language as tl
 
 from still_kernels.hybrid_attention.triton_common import (
-    FEATURE_FLOOR,
-    LOG2E,
     RELEASED_EPSILON,
-    direction_scale,
-    kept_features,
-    load_weight,
-    plain_features,
-    scaled_softmax,
     select_chunk,
     selected_offsets,
 )
@@ -137,199 +130,8 @@ def salient_group(
 
 
 @triton.jit
-def _fold_chunk(
-    old, length, row, i_select, i_kv, GR, p_weight, p_window_key, p_window_value, p_window_score, p_state, p_mass, m_mass, H,
-    HK, K, o_column, C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DK: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
-    GP: tl.constexpr, RB: tl.constexpr, FEATURE: tl.constexpr, SCOPE: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    """Add the unselected tokens of chunk `old`, which lies in the ring, to a slice of S and to z, in memory."""
-    o_feature = tl.arange(0, PP)
-    o_dim = tl.arange(0, DK)
-    b_weight = load_weight(p_weight, o_feature, o_dim, P, D)
-    b_selected, _ = select_chunk(
-        p_window_score, p_window_score, old, length, length, 0, row, i_select, H, GR, K, SCOPE, GP, C
-    )
-    for r in range(0, C, RB):
-        o_row = r + tl.arange(0, RB)
-        o_ring = ((row * HK + i_kv) * (2 * C) + ((old & 1) * C + o_row)).to(tl.int64) * D
-        b_v = tl.load(p_window_value + o_ring[:, None] + o_column[None, :], mask=(o_column < D)[None, :], other=0.0)
-        if RB == C:
-            m_row = b_selected == 0
-        else:
-            m_here = o_row[:, None] == tl.arange(0, C)[None, :]
-            m_row = tl.sum((m_here & (b_selected == 0)[None, :]).to(tl.int32), 1) > 0
-        b_direction = tl.zeros([RB, PP], tl.float32)
-        b_square = tl.zeros([RB], tl.float32)
-        for d in range(0, DP, DK):
-            o_part = d + o_dim
-            b_k = tl.load(p_window_key + o_ring[:, None] + o_part[None, :], mask=(o_part < D)[None, :], other=0.0)
-            if DK < DP:
-                b_weight = load_weight(p_weight, o_feature, o_part, P, D)
-            b_direction = tl.dot(b_k, tl.trans(b_weight), b_direction, input_precision=DOT)
-            b_square += tl.sum(b_k.to(tl.float32) * b_k.to(tl.float32), 1)
-        b_keep = tl.where(m_row, 1.0, 0.0)
-        if FEATURE <= 1:  # one half after the other: both do not fit in the registers
-            b_scale = direction_scale(tl.sum(b_direction * b_direction, 1), b_square, FEATURE)
-            b_phi = scaled_softmax(b_direction, b_scale, b_keep, o_feature < P, P, PP)
-            _add_rows(b_phi, b_v, p_state, p_mass, o_feature, o_column, m_mass, P, D, DOT)
-            b_phi = scaled_softmax(-b_direction, b_scale, b_keep, o_feature < P, P, PP)
-            _add_rows(b_phi, b_v, p_state + P * D, p_mass + P, o_feature, o_column, m_mass, P, D, DOT)
-        else:
-            b_phi, _zeros = kept_features(b_direction, b_square, b_keep, P, PP, FEATURE)
-            _add_rows(b_phi, b_v, p_state, p_mass, o_feature, o_column, m_mass, P, D, DOT)
-        if RB < C:
-            tl.debug_barrier()  # the next round adds to what this one stored
-
-
-@triton.jit
-def _add_rows(
-    b_phi, b_v, p_state, p_mass, o_feature, o_column, m_mass, P: tl.constexpr, D: tl.constexpr, DOT: tl.constexpr
-):  # fmt: skip
-    """Add phi^T v to one half of a slice of S, and the sum of the same rounded phi to z, as prefill does."""
-    b_phi = b_phi.to(b_v.dtype)
-    m_slice = (o_feature < P)[:, None] & (o_column < D)[None, :]
-    p_slice = p_state + o_feature[:, None] * D + o_column[None, :]
-    b_s = tl.load(p_slice, mask=m_slice, other=0.0)
-    b_z = tl.load(p_mass + o_feature, mask=m_mass, other=0.0)
-    tl.store(p_mass + o_feature, b_z + tl.sum(b_phi.to(tl.float32), 0), mask=m_mass)
-    tl.store(p_slice, b_s + tl.dot(tl.trans(b_phi), b_v, input_precision=DOT), mask=m_slice)
-
-
-@triton.jit
-def _square_and_reach(a_square, a_high, a_low, b_square, b_high, b_low):
-    return a_square + b_square, tl.maximum(a_high, b_high), tl.minimum(a_low, b_low)
-
-
-@triton.jit
-def _pair_sum(a_plus, a_minus, b_plus, b_minus):
+def pair_sum(a_plus, a_minus, b_plus, b_minus):
     return a_plus + b_plus, a_minus + b_minus
-
-
-@triton.jit
-def _query_features(b_direction, square, P: tl.constexpr, PP: tl.constexpr, FEATURE: tl.constexpr):
-    """Both halves of phi(q), 0 beyond P, from the projection [PP] (0 beyond P) and |q|^2. Two rounds of reductions."""
-    m_feature = tl.arange(0, PP) < P
-    if FEATURE > 2:
-        b_phi = tl.where(m_feature, plain_features(b_direction, FEATURE), 0.0)
-        return b_phi, b_phi
-    b_high = tl.where(m_feature, b_direction, float("-inf"))
-    b_low = tl.where(m_feature, b_direction, float("inf"))
-    norm_square, high, low = tl.reduce((b_direction * b_direction, b_high, b_low), 0, _square_and_reach)
-    scale = LOG2E
-    if FEATURE == 0:
-        scale = LOG2E * tl.sqrt(square) / tl.maximum(tl.sqrt(norm_square), FEATURE_FLOOR)
-    b_phi = tl.where(m_feature, tl.exp2((b_direction - high) * scale), 0.0)
-    b_psi = tl.where(m_feature, tl.exp2((low - b_direction) * scale), 0.0)
-    plus, minus = tl.reduce((b_phi, b_psi), 0, _pair_sum)
-    b_phi = tl.where(m_feature, tl.maximum(b_phi * (1.0 / plus), FEATURE_FLOOR), 0.0)
-    b_psi = tl.where(m_feature, tl.maximum(b_psi * (1.0 / minus), FEATURE_FLOOR), 0.0)
-    return b_phi, b_psi
-
-
-@triton.jit
-def _slice_loads(
-    p_q, p_weight, p_slice, m_slice, D: tl.constexpr, DP: tl.constexpr, DW: tl.constexpr, P: tl.constexpr, PP: tl.constexpr
-):  # fmt: skip
-    """First loads of a slice: two blocks of columns of q and of its projection, the first half of S."""
-    o_feature = tl.arange(0, PP)
-    o_dim = tl.arange(0, DW)
-    SECOND: tl.constexpr = DW if DP > DW else 0
-    b_q = tl.load(p_q + o_dim, mask=o_dim < D, other=0.0)
-    b_weight = load_weight(p_weight, o_feature, o_dim, P, D)
-    b_q2 = b_q
-    b_weight2 = b_weight
-    if DP > DW:
-        b_q2 = tl.load(p_q + SECOND + o_dim, mask=SECOND + o_dim < D, other=0.0)
-        b_weight2 = load_weight(p_weight, o_feature, SECOND + o_dim, P, D)
-    return b_q, b_q2, b_weight, b_weight2, tl.load(p_slice, mask=m_slice, other=0.0)
-
-
-@triton.jit
-def _slice_output(
-    b_q, b_q2, b_weight, b_weight2, b_plus_s, p_q, p_gate, p_weight, p_slice, p_mass, p_lin, p_den, i_slice, o_column, m_slice,
-    D: tl.constexpr, DP: tl.constexpr, DW: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, FEATURE: tl.constexpr,
-    GATE: tl.constexpr,
-):  # fmt: skip
-    """gate * phi(q)^T S for the columns of a slice, and in slice 0 phi(q)^T z. Takes the values of _slice_loads."""
-    o_feature = tl.arange(0, PP)
-    m_feature = o_feature < P
-    m_column = o_column < D
-    b_direction = tl.sum(b_weight.to(tl.float32) * b_q.to(tl.float32)[None, :], 1)
-    if DP > DW:
-        b_direction += tl.sum(b_weight2.to(tl.float32) * b_q2.to(tl.float32)[None, :], 1)
-    for d in tl.static_range(2 * DW, DP, DW):
-        o_part = d + tl.arange(0, DW)
-        b_more = load_weight(p_weight, o_feature, o_part, P, D)
-        b_part = tl.load(p_q + o_part, mask=o_part < D, other=0.0)
-        b_direction += tl.sum(b_more.to(tl.float32) * b_part.to(tl.float32)[None, :], 1)
-    if FEATURE <= 1:
-        b_minus_s = tl.load(p_slice + P * D, mask=m_slice, other=0.0)
-    m_mass = m_feature & (i_slice == 0)  # z belongs to slice 0
-    b_plus_z = tl.load(p_mass + o_feature, mask=m_mass, other=0.0)
-    if FEATURE <= 1:
-        b_minus_z = tl.load(p_mass + P + o_feature, mask=m_mass, other=0.0)
-    if GATE:
-        b_gate = tl.load(p_gate + o_column, mask=m_column, other=0.0).to(tl.float32)
-    o_dim = tl.arange(0, DP)
-    b_whole = tl.load(p_q + o_dim, mask=o_dim < D, other=0.0).to(tl.float32)
-    b_phi, b_psi = _query_features(b_direction, tl.sum(b_whole * b_whole, 0), P, PP, FEATURE)
-    b_terms = b_phi[:, None] * b_plus_s
-    if FEATURE <= 1:
-        b_terms += b_psi[:, None] * b_minus_s
-    b_out = tl.sum(b_terms, 0)
-    if GATE:
-        b_out = b_out * b_gate
-    tl.store(p_lin + o_column, b_out, mask=m_column)
-    if i_slice == 0:
-        b_mass = b_phi * b_plus_z
-        if FEATURE <= 1:
-            b_mass += b_psi * b_minus_z
-        tl.store(p_den, tl.sum(b_mass, 0))
-
-
-@triton.jit
-def linear_slice(
-    i_slice, i_head, i_select, i_batch, row, GR, p_q, p_gate, p_feature_q_weight, p_feature_k_weight, p_window_key,
-    p_window_value, p_window_score, p_kv_state, p_z_state, p_new_tokens, p_past_length, p_lin, p_den, H, HK, G, K, W_HEADS,
-    C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DK: tl.constexpr, DS: tl.constexpr, DW: tl.constexpr, P: tl.constexpr,
-    PP: tl.constexpr, GP: tl.constexpr, RB: tl.constexpr, FEATURE: tl.constexpr, SCOPE: tl.constexpr, GATE: tl.constexpr,
-    RAGGED: tl.constexpr, FUSED: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    """gate * phi(q)^T S for DS value columns (and phi(q)^T z in slice 0); a promoted chunk is folded into S first.
-
-    Nothing that a plain step loads depends on the length. A promotion loads everything again: held across the branch the values
-    would cost the plain step its registers. DW columns of the projection take the bytes of DS columns of S, so that phi is born
-    in the layout in which S multiplies it.
-    """
-    F: tl.constexpr = 2 * P if FEATURE <= 1 else P
-    o_feature = tl.arange(0, PP)
-    o_column = i_slice * DS + tl.arange(0, DS)
-    m_slice = (o_feature < P)[:, None] & (o_column < D)[None, :]
-    w_head = tl.where(W_HEADS > 1, i_head, 0).to(tl.int64) * (P * D)
-    p_weight = p_feature_q_weight + w_head
-    p_state = p_kv_state + (row * H + i_head) * (F * D)
-    p_mass = p_z_state + (row * H + i_head) * F
-    p_slice = p_state + o_feature[:, None] * D + o_column[None, :]
-    b_q, b_q2, b_weight, b_weight2, b_plus_s = _slice_loads(p_q, p_weight, p_slice, m_slice, D, DP, DW, P, PP)
-    tl.debug_barrier()  # the compiler would move the loads into the branches, behind the trip for the length
-    length, _live, promoting = step_of(i_batch, row, p_new_tokens, p_past_length, C, RAGGED, FUSED)
-    if FUSED and promoting:
-        _fold_chunk(
-            length // C - 2, length, row, i_select, i_head // G, GR, p_feature_k_weight + w_head, p_window_key,
-            p_window_value, p_window_score, p_state, p_mass, (o_feature < P) & (i_slice == 0), H, HK, K, o_column, C, D, DP, DK,
-            P, PP, GP, RB, FEATURE, SCOPE, DOT,
-        )  # fmt: skip
-        tl.debug_barrier()
-        b_q, b_q2, b_weight, b_weight2, b_plus_s = _slice_loads(p_q, p_weight, p_slice, m_slice, D, DP, DW, P, PP)
-        _slice_output(
-            b_q, b_q2, b_weight, b_weight2, b_plus_s, p_q, p_gate, p_weight, p_slice, p_mass, p_lin, p_den, i_slice, o_column,
-            m_slice, D, DP, DW, P, PP, FEATURE, GATE,
-        )  # fmt: skip
-    else:
-        _slice_output(
-            b_q, b_q2, b_weight, b_weight2, b_plus_s, p_q, p_gate, p_weight, p_slice, p_mass, p_lin, p_den, i_slice, o_column,
-            m_slice, D, DP, DW, P, PP, FEATURE, GATE,
-        )  # fmt: skip
 
 
 @triton.jit
@@ -373,7 +175,7 @@ def window_part(
             top = tl.maximum(top, 0.0)
     b_p = tl.where(m_row, tl.exp2(b_logit - top), 0.0)
     b_other = tl.where(m_window, tl.exp2(b_logit - others), 0.0)
-    total, others_sum = tl.reduce((b_p, b_other), 0, _pair_sum)
+    total, others_sum = tl.reduce((b_p, b_other), 0, pair_sum)
     b_total = tl.sum(tl.where(m_row[:, None], b_p[:, None] * b_v.to(tl.float32), 0.0), 0)
     if i_part == 0:
         own_p = tl.exp2(own - top)
