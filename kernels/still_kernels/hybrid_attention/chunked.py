@@ -66,7 +66,7 @@ def chunked_hybrid_attention(
         raise ShapeError(f"new_tokens: expected values in 0..{tokens}, got {new_tokens.tolist()}.")
     _check_capacity(state, new_tokens, config)
     if window_factor is None and config.window_factor is not None:
-        window_factor = torch.tensor(config.window_factor, dtype=torch.float32, device=query.device)
+        window_factor = torch.tensor(config.window_factor, dtype=state.kv_state.dtype, device=query.device)
     outputs = []
     for start in range(0, tokens, SEGMENT_TOKENS):
         part = slice(start, start + SEGMENT_TOKENS)

@@ -115,7 +115,7 @@ def whole_hybrid_attention(
     numerator = by_head(weight, v_local)
     denominator = weight.sum(-1, keepdim=True)
     if window_factor is None and config.window_factor is not None:
-        window_factor = torch.tensor(config.window_factor, device=device)
+        window_factor = torch.tensor(config.window_factor, dtype=wide, device=device)
     factor = None if window_factor is None else window_factor.to(wide)[:, None, None, None]
     if factor is not None:
         numerator, denominator = factor * numerator, factor * denominator
