@@ -84,7 +84,9 @@ def main() -> None:
     for kind in (*(kind for kind, _ in KINDS), "everything else"):
         print(f"{kinds[kind] / total:6.1%}  {kinds[kind] / ACTIVE / 1e3:9.2f} ms a step  {kind}")
     matrix = sum(kinds[kind] for kind, _ in KINDS[:3]) / total
-    print(f"matrix work {matrix:.1%} of {total / ACTIVE / 1e3:.1f} ms a step; {speeds[WAIT - 1]:,.0f} tokens/s unprofiled")
+    print(
+        f"matrix work {matrix:.1%} of {total / ACTIVE / 1e3:.1f} ms a step; {speeds[WAIT - 1]:,.0f} tokens/s unprofiled"
+    )
 
 
 if __name__ == "__main__":
