@@ -4,7 +4,7 @@
   python tools/get_ort_headers.py build/onnxruntime-include      # prints the folder
   still-export MODEL --to onnx --native --onnxruntime-include build/onnxruntime-include -o DIR
 
-Only the headers are unpacked; nothing is installed. Debian 13, Ubuntu 25.04 and later have the package as libonnxruntime-dev.
+Only the headers are unpacked; nothing is installed. Debian 13 installs the same with apt.
 """
 
 from __future__ import annotations
