@@ -81,6 +81,8 @@ def _fill(source: Path, folder: Path, trt: TrtOptions, say: Progress, bring: Cal
     passes = run_pipeline(graph, trt.target)
     onnx.save(graph, folder / MODEL)
     skip = {MODEL, MANIFEST, "run_ort.py"}
+    if native := manifest.pop("native", None):  # ONNX Runtime's kernel
+        skip.add(native["library"])
     for path in source.iterdir():
         if path.is_file() and path.name not in skip:
             bring(path, folder / path.name)  # no links: onnx refuses weights that have two names

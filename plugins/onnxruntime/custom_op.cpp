@@ -2,6 +2,7 @@
 #include <array>
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
 
 #include "op_schema.h"
 #include "ort_api.h"
@@ -36,14 +37,10 @@ public:
             if (inputs[i])
                 shapes[i] = shape_of(inputs[i]);
         }
-        if (shapes != known_)
-        {
-            sizes_ = read_shapes(layer_, shapes);
-            known_ = shapes;
-        }
+        Sizes const sizes = sizes_of(shapes);
         int64_t const* const brought = static_cast<int64_t const*>(data_of(inputs[kNewTokens]));
         int64_t const* const past = static_cast<int64_t const*>(data_of(inputs[kPastLength]));
-        check_counts(sizes_, past, brought);
+        check_counts(sizes, past, brought);
 
         auto const input = [&](int i) -> void*
         { return inputs[static_cast<size_t>(i)] ? data_of(inputs[static_cast<size_t>(i)]) : nullptr; };
@@ -81,10 +78,10 @@ public:
         x.salient_key = state(kPastSalientKey), x.salient_value = state(kPastSalientValue);
         x.salient_score = static_cast<float*>(state(kPastSalientScore));
         x.kv_state = static_cast<float*>(state(kPastKvState)), x.z_state = static_cast<float*>(state(kPastZState));
-        x.tokens = sizes_.tokens;
-        if (sizes_.batch == 0)
+        x.tokens = sizes.tokens;
+        if (sizes.batch == 0)
             return;
-        Memory const scratch(context, memory_, scratch_size(sizes_.layer, sizes_.batch, sizes_.tokens));
+        Memory const scratch(context, memory_, scratch_size(sizes.layer, sizes.batch, sizes.tokens));
         Host const host{context, [](void* c, void (*task)(void*, size_t), size_t total, void* data)
             {
                 // The status can only tell of a missing thread pool; the tasks are then run here.
@@ -95,10 +92,22 @@ public:
                         task(data, i);
                 }
             }};
-        hybrid_attention(sizes_.layer, x, sizes_.batch, past, brought, scratch.data, host, instruction_set_);
+        hybrid_attention(sizes.layer, x, sizes.batch, past, brought, scratch.data, host, instruction_set_);
     }
 
 private:
+    // Of the latest call, as steps are alike; a session may be run from several threads.
+    Sizes sizes_of(Shapes const& shapes)
+    {
+        std::lock_guard<std::mutex> const lock(mutex_);
+        if (shapes != known_)
+        {
+            sizes_ = read_shapes(layer_, shapes);
+            known_ = shapes;
+        }
+        return sizes_;
+    }
+
     // STILL_CPU=baseline and the like choose a lesser instruction set, for tests.
     static int chosen_set()
     {
@@ -114,7 +123,8 @@ private:
     Layer layer_;
     int instruction_set_;
     OrtMemoryInfo* memory_ = nullptr;
-    Shapes known_; // of the latest call
+    std::mutex mutex_;
+    Shapes known_;
     Sizes sizes_{};
 };
 

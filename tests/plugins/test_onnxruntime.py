@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,30 @@ def test_the_kernel_takes_the_node(library: str, tmp_path: Path) -> None:
     model = body.node_model(body.config(), torch.float32, 2)
     body.ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     assert [n.op_type for n in onnx.load(tmp_path / "run.onnx").graph.node] == ["HybridAttention"] * 2
+
+
+def test_one_session_from_several_threads(library: str) -> None:
+    c = body.config(capacity_tokens=12)
+    session = body.session(body.node_model(c, torch.float32), library=library)
+    generator = np.random.default_rng(0)
+
+    def feeds(batch: int, tokens: int) -> dict[str, np.ndarray]:
+        sizes = {"B": batch, "T": tokens, "N": 3}
+        found = {}
+        for info in session.get_inputs():
+            shape = [sizes.get(d, d) for d in info.shape]
+            past = info.name.startswith("past_")
+            found[info.name] = (np.zeros if past else generator.standard_normal)(shape).astype(np.float32)
+        return found | {"past_length": np.zeros(batch, np.int64), "new_tokens": np.full(batch, tokens, np.int64)}
+
+    calls = [feeds(1, 9), feeds(3, 2)]
+    expected = [session.run(["output.0"], call)[0] for call in calls]
+
+    def repeat(i: int) -> bool:
+        return all(np.array_equal(session.run(["output.0"], calls[i])[0], expected[i]) for _ in range(100))
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(repeat, (0, 1)))
 
 
 def one_call(library: str, **changes: Any) -> Any:
