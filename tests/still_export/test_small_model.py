@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from still_export.config import StillConfig
 from still_export.evaluate import DEFAULT_HAYSTACK, answered, without
 from still_export.linearization.tasks import TASKS, TaskWriter
 from still_export.linearization.texts import tokenize
@@ -30,6 +33,19 @@ def prompts(length: int, count: int) -> list[tuple[np.ndarray, int]]:
 def test_fits_the_repository() -> None:
     assert sum(path.stat().st_size for path in SMALL.rglob("*") if path.is_file()) < 6_000_000
     assert load_model(SMALL).dtype == torch.float16
+
+
+def test_adapter_of_smollm2_is_complete() -> None:
+    """Its base is too large for a test; tools/demo.sh runs the two together."""
+    folder = SMALL.parent / "smollm2-135m-instruct"
+    tensors = load_file(folder / "adapter_model.safetensors")
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 8_000_000
+    assert all(torch.isfinite(tensor).all() for tensor in tensors.values())
+    still = StillConfig.from_dict(json.loads((folder / "adapter_config.json").read_text())["still_config"])
+    assert still.window_factors is not None and [len(row) for row in still.window_factors] == [9] * 30
+    targets = [f"{p}_proj.lora_{m}.default.weight" for p in "qkvog" for m in "AB"]
+    names = ["feature_q_weight", "feature_k_weight", "g_proj.bias", *targets]
+    assert set(tensors) == {f"model.layers.{layer}.self_attn.{name}" for layer in range(30) for name in names}
 
 
 @pytest.fixture(scope="module")
