@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -118,6 +118,18 @@ def kernel_for(device: torch.device) -> Callable[..., Result]:
     return chunked_hybrid_attention if device.type == "cpu" else _triton
 
 
+def _recompute(  # type: ignore[no-untyped-def]
+    call: Callable[[list[Tensor | None]], Tensor], tensors, wanted: Sequence[bool], grad: Tensor
+) -> Iterator[Tensor | None]:
+    """Gradients of the `wanted` ones of `tensors`, by a new run of `call` on all of them; None for the others."""
+    leaves = [None if t is None else t.detach().requires_grad_(want) for t, want in zip(tensors, wanted, strict=True)]
+    with torch.enable_grad():
+        output = call(leaves)
+    asked = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+    found = iter(torch.autograd.grad(output, asked, grad, allow_unused=True))
+    return (next(found) if leaf is not None and leaf.requires_grad else None for leaf in leaves)
+
+
 class _Recompute(torch.autograd.Function):
     """The kernel's forward; the backward repeats the call in PyTorch, chunk by chunk, and differentiates that."""
 
@@ -127,23 +139,17 @@ class _Recompute(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         *inputs, window_factor = tensors
         output, present = kernel_for(tensors[0].device)(*inputs, config, state, new_tokens, window_factor)
-        ctx.names = tuple(present.tensors())
         states = tuple(present.tensors().values())
         ctx.mark_non_differentiable(*states)
         return output, *states
 
     @staticmethod
     def backward(ctx, grad, *_):  # type: ignore[no-untyped-def]
-        leaves = [
-            None if tensor is None else tensor.detach().requires_grad_(wanted)
-            for tensor, wanted in zip(ctx.saved_tensors, ctx.needs_input_grad[3:], strict=True)
-        ]
-        with torch.enable_grad():
+        def call(leaves):  # type: ignore[no-untyped-def]
             *inputs, window_factor = leaves
-            output, _ = chunked_hybrid_attention(*inputs, ctx.config, ctx.state, ctx.new_tokens, window_factor)
-        wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
-        found = iter(torch.autograd.grad(output, wanted, grad, allow_unused=True))
-        grads = [next(found) if leaf is not None and leaf.requires_grad else None for leaf in leaves]
+            return chunked_hybrid_attention(*inputs, ctx.config, ctx.state, ctx.new_tokens, window_factor)[0]
+
+        grads = _recompute(call, ctx.saved_tensors, ctx.needs_input_grad[3:], grad)
         return None, None, None, *grads
 
 
@@ -200,16 +206,11 @@ class _RecomputeWhole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        leaves = [
-            None if tensor is None else tensor.detach().requires_grad_(wanted)
-            for tensor, wanted in zip(ctx.saved_tensors, ctx.needs_input_grad[1:], strict=True)
-        ]
-        *inputs, window_factor = leaves
-        with torch.enable_grad():
-            output = _whole_on(grad.device)(*inputs, ctx.config, window_factor)
-        wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
-        found = iter(torch.autograd.grad(output, wanted, grad, allow_unused=True))
-        return None, *(next(found) if leaf is not None and leaf.requires_grad else None for leaf in leaves)
+        def call(leaves):  # type: ignore[no-untyped-def]
+            *inputs, window_factor = leaves
+            return _whole_on(grad.device)(*inputs, ctx.config, window_factor)
+
+        return None, *_recompute(call, ctx.saved_tensors, ctx.needs_input_grad[1:], grad)
 
 
 @functools.cache
