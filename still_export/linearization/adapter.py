@@ -69,9 +69,9 @@ def take_window_factors(tensors: dict[str, Tensor], still: StillConfig, layers: 
     found = {int(n.split(".layers.")[1].split(".")[0]): tensors.pop(n) for n in list(tensors) if n.endswith(FACTORS)}
     if not found:
         return still
-    ones = torch.zeros(heads)
+    neutral = torch.zeros(heads)  # exponents: factors of 1
     return replace(
-        still, window_factors=tuple(tuple(window_factor(found.get(i, ones)).tolist()) for i in range(layers))
+        still, window_factors=tuple(tuple(window_factor(found.get(i, neutral)).tolist()) for i in range(layers))
     )
 
 

@@ -45,7 +45,7 @@ class Recipe:
     )
     learn_window_factors: bool = option(False, "Stage 1 trains them, one per query head.")
     low_rank_gates: bool = option(
-        False, "The gates' weights have the rank of LoRA and train from stage 1 on: a small adapter."
+        False, "Stage 1 trains the gates' biases only, stage 2 weights of LoRA's rank: a small adapter."
     )
     layer_types: tuple[str, ...] | None = option(None, "Per layer hybrid_attention or full_attention.")
     transfer_steps: int = option(500, "Steps of stage 1, attention transfer; 0 = none.")
