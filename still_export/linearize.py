@@ -7,7 +7,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +118,9 @@ class LinearizationRun:
         geometry = load_model(recipe.base, attach_untrained=True).config
         self.layers, self.heads = geometry.num_hidden_layers, geometry.num_attention_heads
         self.still = recipe.still_config(self.layers, self.heads)
+        self.start = adapter.Start(recipe) if recipe.start else None
+        if self.start and recipe.window_factors is None:
+            self.still = replace(self.still, window_factors=self.start.still.window_factors)
         model = self.load_base()
         self.base_weights = weights_digest(model)
         log("tokenizing the texts")
@@ -125,12 +128,14 @@ class LinearizationRun:
         self.held_out = held_out_rows(self.corpus, recipe.validation_rows, recipe.sequence_length)
 
     def load_base(self) -> Any:
-        """The base with untrained STILL attention, float32, frozen."""
+        """The base with untrained STILL attention, or that of the adapter to go on from, float32, frozen."""
         model = load_model(self.recipe.base, attach_untrained=True, still_config=self.still, dtype=torch.float32)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(False)
             if name.endswith(".g_proj.bias"):
                 parameter.fill_(FRESH_GATE_BIAS)
+        if self.start:
+            adapter.load_tensors(model, self.start.still_tensors())
         return model
 
     def fingerprint(self) -> dict[str, Any]:
@@ -145,6 +150,7 @@ class LinearizationRun:
             "texts",
             "base",
             "tokenizer",
+            "start",
         ):
             del values[name]
         tokens = hashlib.sha256(self.corpus.train.tobytes()).hexdigest()
@@ -213,7 +219,11 @@ class LinearizationRun:
         trainer = Trainer(self.accelerator, recipe, "transfer", self.work, self.progress)
         objective = TransferObjective(model, attentions)
         report = trainer.train(
-            objective, self.batches(recipe.retrieval), recipe.transfer_steps, recipe.transfer_rate, self.validate
+            objective,
+            self.batches(recipe.retrieval),
+            recipe.transfer_steps,
+            lambda _: recipe.transfer_rate,
+            self.validate,
         )
         self._keep("transfer", objective)
         return report
@@ -232,15 +242,29 @@ class LinearizationRun:
             model.gradient_checkpointing_enable({"use_reentrant": False})
             model.enable_input_require_grads()
             model.train()
-        model = adapter.attach_lora(model, recipe)
+        model = self.attach_lora(model)
+        for name, parameter in model.named_parameters():
+            if name.endswith(adapter.FACTORS):
+                parameter.requires_grad_(True)
         self.log(f"stage 2, LoRA: {_count(model):,} parameters, loss {recipe.loss}")
         trainer = Trainer(self.accelerator, recipe, "finetune", self.work, self.progress)
         objective = FinetuneObjective(model, attentions, recipe.loss, recipe.selection_weight)
         report = trainer.train(
-            objective, self.batches(recipe.retrieval), recipe.finetune_steps, recipe.finetune_rate, self.validate
+            objective,
+            self.batches(recipe.retrieval),
+            recipe.finetune_steps,
+            lambda name: recipe.transfer_rate if name.endswith(adapter.FACTORS) else recipe.finetune_rate,
+            self.validate,
         )
         self._keep("finetune", objective)
         return report, model.eval(), attentions
+
+    def attach_lora(self, model: Any) -> Any:
+        """`model` with LoRA, fresh or that of the adapter to go on from."""
+        model = adapter.attach_lora(model, self.recipe)
+        if self.start:
+            self.start.load_lora(model)
+        return model
 
     def _keep(self, stage: str, objective: nn.Module) -> None:
         tensors = {n: t.cpu().contiguous() for n, t in adapter.trained_tensors(objective).items()}
@@ -273,7 +297,7 @@ class LinearizationRun:
     def write(self, result: Linearization, command: str) -> None:
         """Write adapter, model, tokenizer and report."""
         self.log("writing the model")
-        tensors: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = dict(self.start.tensors) if self.start else {}
         for stage in result.stages:
             tensors.update(load_file(self.work / f"{stage.name}.safetensors"))
         if not tensors:

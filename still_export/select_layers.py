@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from still_export.config import FULL, HYBRID
 from still_export.errors import ConfigError, TrainingError
-from still_export.linearization import adapter
 from still_export.linearization.modes import make_trainable
 from still_export.linearization.objectives import FinetuneObjective
 from still_export.linearization.recipe import Recipe
@@ -112,7 +111,7 @@ class _Candidates:
         if run.recipe.transfer_steps:
             model.load_state_dict(load_file(run.work / "transfer.safetensors"), strict=False)
         set_seed(self.recipe.seed)
-        self.model = adapter.attach_lora(model, self.recipe).to(run.accelerator.device)
+        self.model = run.attach_lora(model).to(run.accelerator.device)
         self.lora = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self.start = {n: p.detach().clone() for n, p in self.lora.items()}
         self.batches = run.batches(self.recipe.retrieval)

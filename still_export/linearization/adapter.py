@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from still_export.config import StillConfig
-from still_export.errors import CheckpointError
+from still_export.errors import CheckpointError, ConfigError
 from still_export.linearization.modes import window_factor
 from still_export.linearization.recipe import Recipe
 from still_export.load import load_model
@@ -91,11 +91,11 @@ def save_adapter(folder: Path, tensors: Mapping[str, Tensor], still: StillConfig
     (folder / CONFIG).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
-def apply_adapter(base: str, folder: Path, dtype: str | torch.dtype = "auto") -> Any:
-    """The STILL model of a base model and an adapter, LoRA merged.
+def read_adapter(folder: Path) -> tuple[dict[str, Any], StillConfig]:
+    """The configuration of an adapter, PEFT's fields and its STILL part.
 
     Raises:
-        CheckpointError: The folder is no adapter of a STILL model, or of another base.
+        CheckpointError: The folder is no adapter of a STILL model.
     """
     path = folder / CONFIG
     if not path.is_file():
@@ -103,4 +103,66 @@ def apply_adapter(base: str, folder: Path, dtype: str | torch.dtype = "auto") ->
     values = read_json(path)
     if not isinstance(values.get("still_config"), dict):
         raise CheckpointError(f"{path} has no still_config, so it is no adapter of a STILL model.")
+    return values, StillConfig.from_dict(values["still_config"])
+
+
+def apply_adapter(base: str, folder: Path, dtype: str | torch.dtype = "auto") -> Any:
+    """The STILL model of a base model and an adapter, LoRA merged.
+
+    Raises:
+        CheckpointError: The folder is no adapter of a STILL model, or of another base.
+    """
+    read_adapter(folder)
     return load_model(base, overlays=[folder], dtype=dtype)
+
+
+class Start:
+    """What a run goes on from: the tensors of an adapter, and the window factors it was saved with.
+
+    Args:
+        recipe: Whose `start` is read.
+
+    Raises:
+        CheckpointError: It is no adapter of a STILL model.
+        ConfigError: The recipe has another feature map, or another LoRA than it.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        folder = Path(str(recipe.start))
+        values, self.still = read_adapter(folder)
+        mine = {"r": recipe.lora_rank, "lora_alpha": recipe.lora_alpha, "feature_map": recipe.feature_map}
+        theirs = {"r": values.get("r"), "lora_alpha": values.get("lora_alpha"), "feature_map": self.still.feature_map}
+        for name, value in mine.items():
+            if value != theirs[name]:
+                raise ConfigError(
+                    f"the adapter {folder} has {name} {theirs[name]}, the recipe {value}; they must be equal."
+                )
+        self.tensors = load_file(folder / WEIGHTS)
+
+    def still_tensors(self) -> dict[str, Tensor]:
+        """Feature maps and gates, under the names of a STILL model."""
+        return {n: t for n, t in self.tensors.items() if "lora_" not in n}
+
+    def load_lora(self, model: Any) -> None:
+        """Put the adapter's LoRA into a PEFT model; layers that stay softmax there have none.
+
+        Raises:
+            CheckpointError: A shape differs: it belongs to another base.
+        """
+        own = model.state_dict()
+        lora = {f"base_model.model.{n}": t for n, t in self.tensors.items() if "lora_" in n}
+        load_tensors(model, {n: t for n, t in lora.items() if n in own})
+
+
+def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Put `tensors` into the parameters of the same names; the other parameters stay.
+
+    Raises:
+        CheckpointError: A shape differs.
+    """
+    try:
+        model.load_state_dict(dict(tensors), strict=False)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"the adapter belongs to another base model: {str(error).splitlines()[-1].strip()}"
+        ) from error

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from still_export.linearization.modes import HYBRID, SOFTMAX, TRANSFER, TrainableAttention, attention_mode
 
+SLICE = 1024
+"""Positions whose loss is computed at a time: float32 copies of all logits of long rows would be most of the memory."""
 SELECTION_QUERIES = 32
 """Positions of a row whose attention says which tokens should be salient: enough for a gradient, negligible beside T."""
 
@@ -71,17 +75,15 @@ class FinetuneObjective(nn.Module):
         student_mode(self.attentions, self.softmax_layers)
         for attention in self.attentions:
             attention.selection_queries = positions
-        logits = self.model(ids, use_cache=False).logits[:, :-1].float()
+        logits = self.model(ids, use_cache=False).logits[:, :-1]
         # Taken before the teacher runs through the same modules.
         selection = (
             torch.stack([a.selection for a in self.attentions if a.selection is not None]).mean() if watched else None
         )
-        if self.loss == "kl":
-            target = self.teacher_logits(ids)[:, :-1].float().log_softmax(-1)
-            per_token = (target.exp() * (target - logits.log_softmax(-1))).sum(-1)
-        else:
-            per_token = nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
-        main = (per_token * weights[:, 1:]).mean()
+        target, loss_of = (
+            (self.teacher_logits(ids)[:, :-1], divergence) if self.loss == "kl" else (ids[:, 1:], cross_entropy)
+        )
+        main = (by_slices(loss_of, logits, target) * weights[:, 1:]).mean()
         if selection is None:
             return main, main.detach()[None]
         return main + self.selection_weight * selection, torch.stack([main, selection]).detach()
@@ -92,6 +94,23 @@ class FinetuneObjective(nn.Module):
         plain = getattr(self.model, "disable_adapter", contextlib.nullcontext)
         with attention_mode(self.attentions, SOFTMAX), plain():
             return self.model(ids, use_cache=False).logits
+
+
+def by_slices(loss_of: Callable[[Tensor, Tensor], Tensor], logits: Tensor, target: Tensor) -> Tensor:
+    """`loss_of` of every position, [B, T], from logits [B, T, V]; its copies of them exist for one slice of T at a time."""
+    slices = zip(logits.split(SLICE, dim=1), target.split(SLICE, dim=1), strict=True)
+    return torch.cat([checkpoint(loss_of, *pair, use_reentrant=False) for pair in slices], dim=1)
+
+
+def divergence(logits: Tensor, target: Tensor) -> Tensor:
+    """KL divergence of the student's distribution from the teacher's, [B, T], in nats; logits [B, T, V]."""
+    expected = target.float().log_softmax(-1)
+    return (expected.exp() * (expected - logits.float().log_softmax(-1))).sum(-1)
+
+
+def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    """Of every position, [B, T], in nats; logits [B, T, V], target ids [B, T]."""
+    return nn.functional.cross_entropy(logits.float().transpose(1, 2), target, reduction="none")
 
 
 def student_mode(attentions: list[TrainableAttention], softmax_layers: tuple[int, ...]) -> None:

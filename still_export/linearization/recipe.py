@@ -35,6 +35,7 @@ class Recipe:
     base: str = option("", "Softmax model: Hugging Face folder, hub id, or GGUF file.")
     texts: tuple[str, ...] = option((), "Text files; the end of each is held out for validation.")
     tokenizer: str | None = option(None, "Folder of the tokenizer, if it is not beside the model.")
+    start: str | None = option(None, "Adapter folder to go on from, of the same base: to train it on longer rows, say.")
     chunk_size: int = option(64, "Tokens per chunk.")
     salient_per_chunk: int = option(4, "Tokens per chunk that stay in softmax.")
     select_scope: str = option("q_head", "q_head, kv_group_max or kv_group_mean.")
@@ -43,7 +44,7 @@ class Recipe:
     window_factors: tuple[float, ...] | None = option(
         None, "Weight of the softmax terms against the linear ones, one for all layers or one each."
     )
-    learn_window_factors: bool = option(False, "Stage 1 trains them, one per query head.")
+    learn_window_factors: bool = option(False, "Both stages train them, one per query head, at stage 1's rate.")
     low_rank_gates: bool = option(
         False, "Stage 1 trains the gates' biases only, stage 2 weights of LoRA's rank: a small adapter."
     )
@@ -152,7 +153,7 @@ def read_recipe(path: Path | None, given: Mapping[str, Any]) -> Recipe:
                 near = difflib.get_close_matches(str(name), known, 1)
                 hint = f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(known)}."
                 raise ConfigError(f"{path} has the unknown option {name!r}.{hint}")
-        for name in ("base", "tokenizer"):
+        for name in ("base", "tokenizer", "start"):
             if isinstance(values.get(name), str):
                 values[name] = _beside(path, values[name])
         if isinstance(values.get("texts"), list):

@@ -66,28 +66,38 @@ class Trainer:
         self.progress = progress
 
     def train(
-        self, objective: nn.Module, batches: Batches, steps: int, rate: float, validate: Callable[[nn.Module], float]
+        self,
+        objective: nn.Module,
+        batches: Batches,
+        steps: int,
+        rate_of: Callable[[str], float],
+        validate: Callable[[nn.Module], float],
     ) -> StageReport:
         """Train for `steps` steps, from the latest checkpoint where there is one.
 
         Args:
             objective: Maps ids and weights to (loss, parts).
             batches: Batch of every step.
-            rate: Highest learning rate.
+            rate_of: Highest learning rate of a parameter, by its name in `objective`.
             validate: The loss that decides on an early stop, equal on every process.
 
         Raises:
             TrainingError: The loss is no number, memory does not suffice, or a checkpoint does not fit.
         """
         accelerator, recipe = self.accelerator, self.recipe
-        trained = [p for p in objective.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=recipe.weight_decay)
+        groups: dict[float, list[nn.Parameter]] = {}
+        for name, parameter in objective.named_parameters():
+            if parameter.requires_grad:
+                groups.setdefault(rate_of(name), []).append(parameter)
+        optimizer = torch.optim.AdamW(
+            [{"params": members, "lr": rate} for rate, members in groups.items()], weight_decay=recipe.weight_decay
+        )
         module, optimizer = accelerator.prepare(objective, optimizer)
         trained = [p for p in module.parameters() if p.requires_grad]
         report = self._restore(module, optimizer)
         while report.steps < steps and not report.done:
             started = time.perf_counter()
-            for group in optimizer.param_groups:
+            for group, rate in zip(optimizer.param_groups, groups, strict=True):
                 group["lr"] = rate * schedule(report.steps, steps, recipe.warmup)
             try:
                 loss, parts = self._step(module, optimizer, trained, batches, report.steps)

@@ -168,6 +168,32 @@ def test_learned_factors_and_low_rank_gates(base: Path, text: Path, tmp_path: Pa
     assert [name for name in adapter if "g_proj.lora_B" in name]
 
 
+def test_adapter_is_a_start(base: Path, text: Path, tmp_path: Path) -> None:
+    """A run that goes on from an adapter begins with its quality, keeps its factors and learns them in stage 2 too."""
+    common = {"learn_window_factors": True, "low_rank_gates": True, "batch_size": 2}
+    first = linearize(small_recipe(base, text, **common, window_factors=(2.0,), transfer_rate=0.1), tmp_path / "first")
+    recipe = small_recipe(base, text, **common, start=str(tmp_path / "first" / "adapter"), transfer_steps=0)
+    still = replace(recipe, transfer_rate=1e-12, finetune_rate=1e-12, finetune_steps=1)
+    same = linearize(still, tmp_path / "same")
+    assert same.bits_per_byte["after LoRA"] == pytest.approx(first.bits_per_byte["after LoRA"], rel=1e-3)
+    assert same.bits_per_byte["after attention transfer"] == pytest.approx(
+        first.bits_per_byte["after attention transfer"], rel=1e-3
+    )
+    linearize(recipe, tmp_path / "second")
+    folders = ("first", "same", "second")
+    before, kept, moved = (
+        torch.tensor(load_model(tmp_path / name).config.still_config["window_factors"]) for name in folders
+    )
+    torch.testing.assert_close(kept, before, rtol=1e-5, atol=0)
+    assert (moved / before - 1).abs().min() > 1e-4
+    for change in ({"lora_rank": 4}, {"feature_map": "softmax"}):
+        with pytest.raises(ConfigError, match="must be equal"):
+            linearize(replace(recipe, **change), tmp_path / "other")
+    other = make_base(tmp_path / "base", hidden_size=96)
+    with pytest.raises(CheckpointError, match="another base"):
+        linearize(replace(recipe, base=str(other)), tmp_path / "other")
+
+
 @pytest.mark.parametrize("stop", [("transfer", 3), ("finetune", 3)], ids=["stage 1", "stage 2"])
 def test_killed_run_resumes_to_the_last_digit(
     stop: tuple[str, int], base: Path, text: Path, finished: tuple[Path, module.Linearization], tmp_path: Path

@@ -181,6 +181,8 @@ class Guarded:
 def run_case(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> dict[str, float]:
     """Greatest difference of each result, relative above 1, from the chunked form, over all calls of a case; NaN where one is NaN.
 
+    In the interpreter 16-bit results are held to the chunked form of the same inputs in float64.
+
     Outputs and workspaces start as garbage, and a write outside of them or of a state is an error. Every call works on a
     copy of the state, as a host with separate past and present buffers has it.
     """
@@ -195,7 +197,8 @@ def run_case(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32)
     batch = 2
     shape = (config.num_heads, config.projection_dim, config.head_dim)
     weights = [(torch.randn(shape, generator=generator) * config.head_dim**-0.5).to(device, dtype) for _ in "qk"]
-    expected_state = HybridAttentionState.empty(config, batch, dtype, device)
+    exact = torch.float64 if device == "cpu" and dtype != torch.float32 else dtype
+    expected_state = HybridAttentionState.empty(config, batch, exact, device)
     state = HybridAttentionState.empty(config, batch, dtype, device)
     factor = config.window_factor
     window_factor = None if factor is None else torch.tensor(factor, dtype=torch.float32, device=device)
@@ -203,7 +206,8 @@ def run_case(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32)
     for number, (tokens, counts) in enumerate(case.calls):
         tensors = [None if x is None else x.to(device, dtype) for x in case_inputs(case, batch, tokens, generator)]
         new = torch.tensor(counts, dtype=torch.int32 if number % 3 else torch.int64, device=device)
-        expected, expected_state = chunked_hybrid_attention(*tensors, *weights, config, expected_state, new)
+        arguments = [None if x is None else x.to(exact) for x in (*tensors, *weights)]
+        expected, expected_state = chunked_hybrid_attention(*arguments, config, expected_state, new)
         state = HybridAttentionState(**{n: guarded.copy(t) for n, t in state.tensors().items()})
         if case.packed:
             output = _launch_packed(launch, guarded, tensors, weights, config, state, tokens, new, window_factor, table)
@@ -283,4 +287,10 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["garbage"]:
         run_garbage()
     else:
-        print(json.dumps({name: run_case(name) for name in sys.argv[1:] or CASES}))
+        arguments, dtype = sys.argv[1:], torch.float32
+        if arguments and arguments[0] in ("float16", "bfloat16"):
+            import interpreter16
+
+            interpreter16.install()
+            dtype = getattr(torch, arguments.pop(0))
+        print(json.dumps({name: run_case(name, "cpu", dtype) for name in arguments or CASES}))
