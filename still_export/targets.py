@@ -41,12 +41,14 @@ class Session(Protocol):
 class OrtSession:
     """ONNX Runtime, through polygraphy."""
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: Any, manifest: dict[str, Any]) -> None:
         self.runner = runner
+        self.manifest = manifest
 
     def infer(self, feed: Arrays) -> Arrays:
-        """Outputs of one call whose state is given."""
-        return {name: array.copy() for name, array in self.runner.infer(feed).items()}
+        """Outputs of one call whose state is given, in whatever float type."""
+        outputs = self.runner.infer(typed_states(feed, self.manifest))
+        return {name: array.copy() for name, array in outputs.items()}
 
     def decode(self, start: Arrays, steps: tuple[np.ndarray, ...]) -> tuple[np.ndarray, Arrays]:
         """Each call starts from the outputs of the one before."""
@@ -76,7 +78,7 @@ class OrtTarget:
         options.log_severity_level = 3
         session = open_session(self.package.path, self.package.manifest, options)
         with OnnxrtRunner(session, name=self.name) as runner:
-            yield OrtSession(runner)
+            yield OrtSession(runner, self.package.manifest)
 
     def saved(self, feeds: list[Arrays], expected: list[Arrays]) -> tuple[list[Arrays], list[Arrays]]:
         """Calls that polygraphy's own command can repeat, with the types that it must pass."""

@@ -77,6 +77,15 @@ def test_export_run_verify_inspect_bench(model: Path, tmp_path: Path, capsys: Ca
     assert (tmp_path / "bench" / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_verify_of_a_half_precision_package(export_tiny: Exporter, tmp_path: Path, capsys: Capture) -> None:
+    """PyTorch's calls are in float32; the package takes and is saved in its own type, which polygraphy's command repeats."""
+    package = export_tiny("llama", "float16").path
+    assert call("verify", package, "--lengths", "1,17,40", "--decode-steps", "9", "-o", tmp_path) == 0
+    assert "half precision" in capsys.readouterr().out
+    done = subprocess.run(["sh", tmp_path / "polygraphy.sh"], capture_output=True, text=True)
+    assert done.returncode == 0 and "Pass Rate: 100.00%" in done.stdout, done.stdout[-2000:]
+
+
 def test_manifest_repeats_the_export(export_tiny: Exporter, tmp_path: Path) -> None:
     package = export_tiny()
     assert call("export", "--config", package.path / "manifest.json", "-o", tmp_path / "again", "--quiet") == 0
