@@ -14,6 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
+from still_graphs.errors import UnsupportedError
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from still_kernels.hybrid_attention.state import HybridAttentionState
 from still_kernels.hybrid_attention.tiles import KernelTile, TileTable, decode_splits, pow2, tile_table
@@ -142,16 +143,44 @@ def tile_count(tokens: int, chunk: int) -> int:
     return (tokens + chunk - 2) // chunk + 1
 
 
+COUNTERS = 4096  # of one stream at least: 64 rows of 32 heads
 _counters: dict[tuple[torch.device, int], Tensor] = {}
+_spare: dict[torch.device, list[Tensor]] = {}  # zero and not in use; the last one is the largest
+_made: list[Tensor] = []  # kept for ever: CUDA graphs hold addresses
+
+
+def current_stream(device: torch.device) -> tuple[int, bool]:
+    """The current stream of a device, and whether it is being captured into a CUDA graph."""
+    if device.type != "cuda":
+        return 0, False
+    return torch.cuda.current_stream(device).cuda_stream, torch.cuda.is_current_stream_capturing()
 
 
 def persistent_counters(device: torch.device, size: int) -> Tensor:
-    """Arrival counters of the decode kernel for the current stream: zero between launches, at least `size` of them."""
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    """Arrival counters of the decode kernel for the current stream: zero between launches, at least `size` of them.
+
+    A capture only records work, so what it captured would be zero in its own replays and garbage for everyone else: captures take
+    counters that an earlier call has left over. Graphs captured on one stream share them and must not run at the same time.
+
+    Raises:
+        UnsupportedError: In a capture that no call of this size went ahead of.
+    """
+    stream, capturing = current_stream(device)
+    spare = _spare.setdefault(device, [])
+    if not capturing and not (spare and spare[-1].numel() >= size):
+        blocks = torch.zeros(8, max(size, COUNTERS), dtype=torch.int32, device=device)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # other streams will use them
+        _made.append(blocks)
+        spare.extend(blocks)
     found = _counters.get((device, stream))
     if found is None or found.numel() < size:
-        found = torch.zeros(max(size, 4096), dtype=torch.int32, device=device)
-        _counters[device, stream] = found
+        if not (spare and spare[-1].numel() >= size):
+            raise UnsupportedError(
+                f"a CUDA graph is being captured, and no counters for {size} heads of all rows are ready. "
+                "Decode once with this batch before the capture; that also loads the kernel."
+            )
+        found = _counters[device, stream] = spare.pop()
     return found
 
 
@@ -234,20 +263,29 @@ def launch_hybrid_attention(
         "scale": config.head_dim**-0.5,
         "epsilon": config.mix_epsilon,
     }
-    launch = Launcher(table.kernels(), values)
+    with torch.cuda.device_of(query):  # Triton launches on the current device
+        _launch_steps(Launcher(table.kernels(), values), config, table, query.device, batch, tokens)
+
+
+def _launch_steps(
+    launch: Launcher, config: HybridAttentionConfig, table: TileTable, device: torch.device, batch: int, tokens: int
+) -> None:
+    """The kernels of one call in their order."""
+    chunk, heads, select = config.chunk_size, config.num_heads, config.select_heads
+    tiles = tile_count(tokens, chunk)
+    values = launch.values
     scan = table.scan.constants
     scan_programs = -(-config.state_features // scan["FB"]) * -(-config.head_dim // scan["DB"])
     evicting = config.overflow != "error"
     if tokens == 1:
         if evicting:
-            values["score"] = state.window_score  # never read: the promoted chunk lies in the ring
+            values["score"] = values["window_score"]  # never read: the promoted chunk lies in the ring
             launch("select", (1, select, batch), first_tile=0)
             launch("features", (1, heads, batch), first_tile=0, n_tiles=1)
             launch("scan", (scan_programs, heads, batch), first_tile=0, n_tiles=1, store_prefix=0)
-        values["counters"] = persistent_counters(query.device, batch * 2 * heads)
-        group = heads // select
+        values["counters"] = persistent_counters(device, batch * 2 * heads)
         jobs = pow2(config.head_dim) // table.decode.constants["DS"] + 2 * chunk // table.decode.constants["BL"] + 1
-        launch("decode", (group * jobs + splits, select, batch))
+        launch("decode", (heads // select * jobs + values["NS"], select, batch))
         return
     launch("score", (tiles * (chunk // table.score.constants["BM"]), heads, batch))
     if not evicting:

@@ -1,0 +1,82 @@
+"""Host side of the Triton kernels: counters of decode across streams and CUDA graphs, and the device that launches go to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from still_graphs.errors import UnsupportedError
+from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState
+
+pytest.importorskip("triton")
+from still_kernels.hybrid_attention import launch
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The stream that calls see, and empty tables of counters."""
+    now: dict[str, Any] = {"stream": 1, "capturing": False}
+    monkeypatch.setattr(launch, "current_stream", lambda device: (now["stream"], now["capturing"]))
+    for table in ("_counters", "_spare"):
+        monkeypatch.setattr(launch, table, {})
+    monkeypatch.setattr(launch, "_made", [])
+    return now
+
+
+def test_counters_of_a_capture_were_zero_before_it(stream: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zeroing that a capture records does not happen until its replay, which may come after other users of the stream."""
+    eager = launch.persistent_counters(CPU, 10)
+    assert not eager.any()
+    stream.update(stream=2, capturing=True)
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: pytest.fail("work recorded in a capture"))
+    captured = launch.persistent_counters(CPU, 10)
+    assert captured.data_ptr() != eager.data_ptr() and captured.numel() >= 10 and not captured.any()
+    assert launch.persistent_counters(CPU, 10) is captured
+
+
+def test_counters_are_of_one_stream_and_stay(stream: dict[str, Any]) -> None:
+    """A graph holds the address of counters that have become too small for later calls."""
+    small = launch.persistent_counters(CPU, 10)
+    size = small.numel() + 1
+    large = launch.persistent_counters(CPU, size)
+    assert large.numel() >= size and launch.persistent_counters(CPU, 10) is large
+    stream["stream"] = 2
+    other = launch.persistent_counters(CPU, size)
+    regions = {t.data_ptr() for t in (small, large, other)}
+    assert len(regions) == 3
+    assert all(any(block[0].data_ptr() <= p <= block[-1].data_ptr() for block in launch._made) for p in regions)
+
+
+def test_a_capture_without_a_call_ahead_is_refused(stream: dict[str, Any]) -> None:
+    stream["capturing"] = True
+    with pytest.raises(UnsupportedError, match="before the capture"):
+        launch.persistent_counters(CPU, 10)
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_kernels_go_to_the_device_of_the_tensors(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current device, which in a model over several GPUs is not that of the layer."""
+    config = HybridAttentionConfig(num_heads=4, num_kv_heads=2, head_dim=64, chunk_size=32, capacity_tokens=256)
+    inside: list[torch.Tensor] = []
+    launched: list[tuple[str, bool]] = []
+
+    @contextmanager
+    def device_of(tensor: torch.Tensor) -> Iterator[None]:
+        inside.append(tensor)
+        yield
+        inside.pop()
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(launch.Launcher, "start", lambda self, name, run: launched.append((name, bool(inside))))
+    query, key = torch.zeros(1, tokens, 4, 64), torch.zeros(1, tokens, 2, 64)
+    weight, state = torch.zeros(1, 64, 64), HybridAttentionState.empty(config, 1)
+    launch.launch_hybrid_attention(
+        query, key, key, query, weight, weight, config, state, query.clone(), 1, tokens, torch.tensor([tokens])
+    )
+    assert launched and all(guarded for _, guarded in launched)
