@@ -147,7 +147,8 @@ def selection_loss(query: Tensor, key: Tensor, positions: Tensor, config: Any) -
 
     Selection by top-k has no derivative. Here the attention of queries to tokens beyond their window, in full softmax, is what the
     softmax over the scores of each chunk should look like: a cross-entropy, so its optimum is finite. A loss on ranks alone is not:
-    scores then grow without bound.
+    scores then grow without bound. The attention is squared: what is spread over hundreds of tokens is the linear memory's business,
+    and the few heads that look something up would not be heard beside all those that spread.
 
     Args:
         query: After RoPE, [B, T, H, D]; T is cut to whole chunks.
@@ -171,7 +172,7 @@ def selection_loss(query: Tensor, key: Tensor, positions: Tensor, config: Any) -
         seen = far <= index[..., None]  # [B, n, T]
         attention = (asked @ k.transpose(-1, -2) * config.head_dim**-0.5).masked_fill(~seen[:, None], -torch.inf)
         beyond = far // chunk <= (index // chunk - 2)[..., None]
-        weight = (attention.softmax(-1) * beyond[:, None]).mean(2)  # [B, H, T]
+        weight = (attention.softmax(-1) * beyond[:, None]).square().mean(2)  # [B, H, T]
         weight[..., 0] = 0  # position 0 is salient whatever it scores
     scores = margins(q, k, chunk)
     scores = torch.cat([scores[..., 1:2].detach(), scores[..., 1:]], dim=-1).unflatten(2, (chunks, chunk))
