@@ -49,16 +49,19 @@ def staged_folder(target: Path, force: bool = False) -> Iterator[Path]:
 
     Args:
         target: Where the folder goes.
-        force: Replace what is there.
+        force: Replace the package that is there.
 
     Raises:
-        PackageError: `target` exists without `force`, is no folder, or the disk is full.
+        PackageError: `target` exists without `force`, is no package, or the disk is full.
     """
     target = Path(os.path.abspath(target))
     if target.exists() and not force:
         raise PackageError(f"{target} exists. Choose another folder, or replace it with --force.")
     if target.exists() and not target.is_dir():
         raise PackageError(f"{target} is a file, not a folder. Choose another place for the package.")
+    if target.exists() and any(target.iterdir()) and not _is_package(target):
+        # It may be the model itself, a home or the working directory.
+        raise PackageError(f"{target} is no exported package, so --force does not delete it. Choose another folder.")
     staging = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -81,6 +84,14 @@ def staged_folder(target: Path, force: bool = False) -> Iterator[Path]:
     finally:
         if staging is not None:
             shutil.rmtree(staging, ignore_errors=True)
+
+
+def _is_package(folder: Path) -> bool:
+    """Whether `folder` has a manifest of this project, damaged files or not."""
+    try:
+        return "format_version" in json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        return False
 
 
 def _replace(staging: Path, target: Path) -> None:

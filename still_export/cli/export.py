@@ -44,7 +44,7 @@ def export(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Package folder to write.", show_default=False)
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing folder.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing package.")] = False,
     attach_untrained: Annotated[
         bool, typer.Option("--attach-untrained", help="Give a plain softmax model untrained STILL attention.")
     ] = False,

@@ -38,6 +38,20 @@ def test_existing_folder_needs_force(tmp_path: Path) -> None:
     assert [x.name for x in (tmp_path / "p").iterdir()] == ["new"]
 
 
+def test_force_deletes_packages_only(tmp_path: Path) -> None:
+    """`-o . --force` must not delete the working directory, nor `-o MODEL --force` the model."""
+    other = tmp_path / "model"
+    other.mkdir()
+    with staged_folder(other, force=True) as staging:  # empty: nothing is lost
+        (staging / "config.json").write_text("{}")
+    for manifest in (None, "{", "[]", '{"name": "an app"}'):
+        if manifest is not None:
+            (other / "manifest.json").write_text(manifest)
+        with pytest.raises(PackageError, match="no exported package"), staged_folder(other, force=True):
+            pass
+        assert (other / "config.json").is_file()
+
+
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, RuntimeError, MemoryError])
 @pytest.mark.parametrize("force", [False, True])
 def test_interruption_leaves_the_old_package_or_none(tmp_path: Path, interruption: type, force: bool) -> None:
