@@ -236,6 +236,7 @@ class LinearizationRun:
         if recipe.transfer_steps:
             model.load_state_dict(load_file(self.work / "transfer.safetensors"), strict=False)
         if not recipe.finetune_steps:
+            model = self.attach_lora(model) if self.start else model
             return None, model.to(self.accelerator.device), attentions
         set_seed(recipe.seed)  # LoRA starts the same whether or not stage 1 ran in this process
         if recipe.gradient_checkpointing:

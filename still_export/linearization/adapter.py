@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from still_export.config import StillConfig
+from still_export.config import FULL, StillConfig
 from still_export.errors import CheckpointError, ConfigError
 from still_export.linearization.modes import window_factor
 from still_export.linearization.recipe import Recipe
@@ -117,7 +117,7 @@ def apply_adapter(base: str, folder: Path, dtype: str | torch.dtype = "auto") ->
 
 
 class Start:
-    """What a run goes on from: the tensors of an adapter, and the window factors it was saved with.
+    """What a run goes on from: the tensors of an adapter for the hybrid layers, and the window factors it was saved with.
 
     Args:
         recipe: Whose `start` is read.
@@ -137,21 +137,24 @@ class Start:
                 raise ConfigError(
                     f"the adapter {folder} has {name} {theirs[name]}, the recipe {value}; they must be equal."
                 )
-        self.tensors = load_file(folder / WEIGHTS)
+        softmax = [i for i, kind in enumerate(recipe.layer_types or ()) if kind == FULL]
+        self.tensors = {
+            name: tensor
+            for name, tensor in load_file(folder / WEIGHTS).items()
+            if not any(f".layers.{i}." in name for i in softmax)
+        }
 
     def still_tensors(self) -> dict[str, Tensor]:
         """Feature maps and gates, under the names of a STILL model."""
         return {n: t for n, t in self.tensors.items() if "lora_" not in n}
 
     def load_lora(self, model: Any) -> None:
-        """Put the adapter's LoRA into a PEFT model; layers that stay softmax there have none.
+        """Put the adapter's LoRA into a PEFT model.
 
         Raises:
             CheckpointError: A shape differs: it belongs to another base.
         """
-        own = model.state_dict()
-        lora = {f"base_model.model.{n}": t for n, t in self.tensors.items() if "lora_" in n}
-        load_tensors(model, {n: t for n, t in lora.items() if n in own})
+        load_tensors(model, {f"base_model.model.{n}": t for n, t in self.tensors.items() if "lora_" in n})
 
 
 def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:

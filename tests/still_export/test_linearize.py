@@ -189,6 +189,17 @@ def test_adapter_is_a_start(base: Path, text: Path, tmp_path: Path) -> None:
     for change in ({"lora_rank": 4}, {"feature_map": "softmax"}):
         with pytest.raises(ConfigError, match="must be equal"):
             linearize(replace(recipe, **change), tmp_path / "other")
+    mixed = replace(recipe, layer_types=("hybrid_attention", "full_attention", "hybrid_attention"), finetune_steps=0)
+    result = linearize(mixed, tmp_path / "mixed")
+    assert quality(tmp_path / "mixed") == pytest.approx(result.bits_per_byte["after LoRA"], rel=1e-3)
+    kept_tensors = load_file(tmp_path / "mixed" / "adapter" / "adapter_model.safetensors")
+    start_tensors = load_file(tmp_path / "first" / "adapter" / "adapter_model.safetensors")
+    assert kept_tensors.keys() == {name for name in start_tensors if ".layers.1." not in name}
+    softmax, plain = (
+        load_model(tmp_path / "mixed").model.layers[1],
+        load_model(base, attach_untrained=True).model.layers[1],
+    )
+    assert torch.equal(softmax.self_attn.q_proj.weight, plain.self_attn.q_proj.weight)
     other = make_base(tmp_path / "base", hidden_size=96)
     with pytest.raises(CheckpointError, match="another base"):
         linearize(replace(recipe, base=str(other)), tmp_path / "other")
