@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from still_graphs.errors import UnsupportedError
+from still_graphs.errors import ShapeError, UnsupportedError
 from still_kernels.hybrid_attention.chunked import chunked_hybrid_attention
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from still_kernels.hybrid_attention.naive import check_inputs
@@ -58,6 +58,16 @@ def _demand_kernel(config: HybridAttentionConfig, dtype: torch.dtype, device: to
         )
 
 
+def _demand_contiguous(tensors: dict[str, Tensor]) -> None:
+    """The kernels take addresses and compute strides from shapes; what they write in place cannot be copied first."""
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            raise ShapeError(
+                f"{name} {list(tensor.shape)} has strides {tensor.stride()}: not contiguous, and the kernels write or read it "
+                "in place. Pass a contiguous tensor."
+            )
+
+
 def _triton(
     query: Tensor,
     key: Tensor,
@@ -78,8 +88,12 @@ def _triton(
     _demand_kernel(config, query.dtype, query.device)
     if new_tokens is None:
         new_tokens = torch.full((batch,), tokens, dtype=torch.int64, device=query.device)
-    if not in_place:
-        state = replace(state, **{name: t.clone() for name, t in state.tensors().items() if name != "length"})
+    tensors = {name: t for name, t in state.tensors().items() if name != "length"}
+    if in_place:
+        _demand_contiguous(tensors)
+    else:
+        tensors = {name: t.clone(memory_format=torch.contiguous_format) for name, t in tensors.items()}
+    state = replace(state, **tensors, length=state.length.contiguous())
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     present_length = torch.empty_like(state.length) if tokens == 1 else None
     launch_hybrid_attention(
@@ -94,7 +108,7 @@ def _triton(
         output,
         batch,
         tokens,
-        new_tokens,
+        new_tokens.contiguous(),
         window_factor=_window_factor(config, query.device) if window_factor is None else window_factor,
         present_length=present_length,
     )
@@ -105,7 +119,8 @@ def _triton(
 
 @functools.cache
 def _factor_tensor(values: tuple[float, ...], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.float32, device=device)
+    with torch.inference_mode(False):  # kept for calls that differentiate, which take no tensor made for inference
+        return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 def _window_factor(config: HybridAttentionConfig, device: torch.device) -> Tensor | None:
@@ -178,6 +193,7 @@ def hybrid_attention(
 
     Raises:
         UnsupportedError: No kernel covers the call on its device; the message lists what is covered.
+        ShapeError: A tensor does not fit, or a state that is to be written in place is not contiguous.
     """
     tensors = (query, key, value, gate, feature_q_weight, feature_k_weight)
     differentiate = torch.is_grad_enabled() and any(
@@ -288,28 +304,31 @@ def hybrid_attention_ragged(
         [tokens, H, D]. The rows' tensors in `state`, `length` included, are those after the call.
 
     Raises:
-        UnsupportedError: As of `hybrid_attention`.
+        UnsupportedError: As of `hybrid_attention`. ShapeError: A tensor does not fit or is not contiguous.
     """
     from still_kernels.hybrid_attention.launch import launch_hybrid_attention
 
     check_inputs(query[None], key[None], value[None], None if gate is None else gate[None], config)
+    state.check(config, state.length.shape[0])
     _demand_kernel(config, query.dtype, query.device)
+    given = {"query": query, "key": key, "value": value, "gate": gate, **state.tensors()}
+    _demand_contiguous({name: t for name, t in given.items() if t is not None})
     output = torch.empty_like(query)
     launch_hybrid_attention(
         query,
         key,
         value,
         gate,
-        feature_q_weight,
-        feature_k_weight,
+        feature_q_weight.to(query.dtype).contiguous(),
+        feature_k_weight.to(query.dtype).contiguous(),
         config,
         state,
         output,
         state_row.shape[0],
         max_tokens,
         None,
-        query_start,
-        state_row,
+        query_start.contiguous(),
+        state_row.contiguous(),
         _window_factor(config, query.device),
     )
     state.length.index_add_(0, state_row, query_start.diff().to(state.length.dtype))

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from still_graphs.errors import UnsupportedError
+from still_graphs.errors import ShapeError, UnsupportedError
 from still_kernels import dispatch
 from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState
 from still_kernels.hybrid_attention.chunked import chunked_hybrid_attention
@@ -152,3 +152,52 @@ def test_packed_sequences_need_a_gpu() -> None:
             row,
             8,
         )
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    """Arguments of the launches that calls would make on a GPU."""
+    pytest.importorskip("triton")
+    from still_kernels.hybrid_attention import launch
+
+    calls: list[tuple] = []
+    monkeypatch.setattr(
+        launch, "launch_hybrid_attention", lambda *args, **named: calls.append((*args, *named.values()))
+    )
+    monkeypatch.setattr(dispatch, "_demand_kernel", lambda *_: None)
+    return calls
+
+
+def test_kernels_see_contiguous_tensors_only(launched: list[tuple]) -> None:
+    """They take addresses: a transposed state or counts of stride 0 would be read and written elsewhere."""
+    tensors, state = inputs(6), HybridAttentionState.empty(CONFIG, 2)
+    odd = dataclasses.replace(
+        state, kv_state=state.kv_state.mT.contiguous().mT, length=torch.zeros(1, dtype=torch.int64).expand(2)
+    )
+    counts = torch.tensor([6]).expand(2)
+    _, present = dispatch._triton(*tensors, CONFIG, odd, counts)
+    (call,) = launched
+    given = [t for t in call if isinstance(t, torch.Tensor)]
+    given += [t for s in call if isinstance(s, HybridAttentionState) for t in s.tensors().values()]
+    assert len(given) == 6 + 2 + 8 and all(t.is_contiguous() for t in (*given, *present.tensors().values()))
+    with pytest.raises(ShapeError, match=r"kv_state .* not contiguous"):
+        dispatch._triton(*tensors, CONFIG, odd, counts, in_place=True)
+    packed = [t.flatten(0, 1) for t in tensors[:4]]
+    with pytest.raises(ShapeError, match=r"kv_state .* not contiguous"):
+        dispatch.hybrid_attention_ragged(*packed, *tensors[4:], CONFIG, odd, torch.tensor([0, 6, 12]), counts, 6)
+
+
+def test_packed_weights_take_the_type_of_the_tokens(launched: list[tuple]) -> None:
+    tensors, state = inputs(6), HybridAttentionState.empty(CONFIG, 2, torch.bfloat16)
+    packed = [t.flatten(0, 1).bfloat16() for t in tensors[:4]]
+    start, rows = torch.tensor([0, 6, 12]), torch.tensor([1, 0])
+    dispatch.hybrid_attention_ragged(*packed, *tensors[4:], CONFIG, state, start, rows, 6)
+    assert {t.dtype for t in launched[0][:6]} == {torch.bfloat16}
+    assert state.length.tolist() == [6, 6]
+
+
+def test_factors_first_used_in_inference_can_be_saved_for_gradients() -> None:
+    config = dataclasses.replace(CONFIG, window_factor=(0.25, 1.0, 2.0, 3.0))
+    with torch.inference_mode():
+        factor = dispatch._window_factor(config, torch.device("cpu"))
+    assert factor is not None and not factor.is_inference()
