@@ -40,12 +40,7 @@ def _call(arguments: tuple[Any, ...]) -> tuple[dict[str, Any], HybridAttentionCo
     )
     query, weight, cache = tensors["query"], tensors["feature_q_weight"], tensors["past_salient_key"]
     chunk, salient = int(attributes["chunk_size"]), int(attributes["salient_per_chunk"])
-    factor = tensors["window_factor"]
     capacity = (cache.shape[2] // max(salient, 1) + 2) * chunk
-    if type(factor) is Tensor:  # a value, not a tracer's stand-in
-        values: tuple[float, ...] | None = tuple(factor.tolist())
-    else:
-        values = None
     config = HybridAttentionConfig.from_attributes(
         attributes,
         num_heads=query.shape[2],
@@ -54,7 +49,6 @@ def _call(arguments: tuple[Any, ...]) -> tuple[dict[str, Any], HybridAttentionCo
         feature_dim=weight.shape[1],
         gated=tensors["gate"] is not None,
         capacity_tokens=capacity,
-        window_factor=values,
     )
     return tensors, config
 
@@ -69,7 +63,9 @@ def _eager(*arguments: Any) -> tuple[Tensor, ...]:
     query, key, value, gate, q_weight, k_weight = (
         tensors[t.name] for t in HYBRID_ATTENTION.inputs if t.role != "count" and t.name != "window_factor"
     )
-    output, present = kernel(query, key, value, gate, q_weight, k_weight, config, state, tensors["new_tokens"])
+    # Factors stay a tensor: to read them would make the host wait for the device, and a CUDA graph impossible.
+    counts, factor = tensors["new_tokens"], tensors["window_factor"]
+    output, present = kernel(query, key, value, gate, q_weight, k_weight, config, state, counts, factor)
     found = present.tensors()
     missing = output.new_empty(0, dtype=torch.float32)
     return output, *(found.get(s.name, missing) for s in HYBRID_ATTENTION.states)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
+from still_export import ops
 from still_export.attention import StillAttention
 from still_export.config import StillConfig
 from still_export.models import attach_untrained
 from still_export.models.convert import fold_householder
-from still_kernels.hybrid_attention import HybridAttentionConfig, naive_hybrid_attention
+from still_kernels import dispatch
+from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, naive_hybrid_attention
+from still_kernels.hybrid_attention.chunked import chunked_hybrid_attention
 from tests.still_export.tiny import CHUNK, GOLDEN_FOLDER, plain_model, random_ids, still_model
 from tests.tolerances import GOLDEN, REFERENCE
 
@@ -113,3 +118,45 @@ def test_householder_folds_as_the_released_maps(name: str) -> None:
     output = naive_hybrid_attention(query, key, value, gate.sigmoid(), *folded, config)
     expected = arrays["output"][:, :, :tokens].transpose(1, 2)
     torch.testing.assert_close(output, expected, rtol=0, atol=GOLDEN)
+
+
+def test_the_op_hands_window_factors_on_as_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their values on the host would cost a wait for the device in every layer and step, and no CUDA graph could be captured."""
+    factors = (0.5, 1.0, 2.0, 0.25)
+    config = HybridAttentionConfig(
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=12,
+        chunk_size=8,
+        salient_per_chunk=2,
+        window_factor=factors,
+        capacity_tokens=64,
+    )
+    state = HybridAttentionState.empty(config, 1)
+    shapes = [(1, 30, heads, 12) for heads in (4, 2, 2, 4)] + [(4, 12, 12)] * 2
+    tensors = [torch.randn(shape, generator=torch.Generator().manual_seed(1)) for shape in shapes]
+    counts = torch.tensor([30])
+    expected, _ = chunked_hybrid_attention(*tensors, config, state, counts)
+    seen = []
+
+    def kernel(*arguments: Any) -> Any:
+        seen.append(arguments[9])
+        return chunked_hybrid_attention(*arguments)
+
+    monkeypatch.setattr(dispatch, "hybrid_attention", kernel)
+    monkeypatch.setattr(ops, "_call", without_reading(ops._call, monkeypatch))
+    output, _ = ops.hybrid_attention(*tensors, config, state, counts)
+    assert seen[0].tolist() == list(factors)
+    torch.testing.assert_close(output, expected)
+
+
+def without_reading(function: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`function`, during which a tensor's values cannot be asked for."""
+
+    def call(*arguments: Any) -> Any:
+        with monkeypatch.context() as patch:
+            for name in ("tolist", "item", "__bool__", "__int__"):
+                patch.setattr(torch.Tensor, name, lambda *_: pytest.fail("a value was read"))
+            return function(*arguments)
+
+    return call
