@@ -1,0 +1,100 @@
+"""Triton's interpreter, made right for 16-bit floats as the kernels use them, and made to refuse what it would get wrong.
+
+The interpreter keeps bfloat16 as the integers of its bits and computes with those: products, sums and comparisons are nonsense
+without a word, and a conversion from float32 cuts bits off where hardware rounds. Here matrix products take the exact values and
+accumulate in float32, as matrix instructions do; conversions round to nearest, ties to even; any other arithmetic on 16-bit
+floats raises, float16 included: a kernel that did it would lose accuracy on hardware too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+
+MOVES = (
+    "masked_load masked_store load store reshape trans expand_dims broadcast cat join split splat unsplat gather select bitcast "
+    "addptr fp_ext fp_trunc dot"
+).split()
+"""Builder methods that may see 16-bit floats: they move values, or are made right below."""
+
+
+def _narrow(handle: Any) -> bool:
+    return isinstance(handle, interpreter.TensorHandle) and handle.dtype.scalar in (tl.float16, tl.bfloat16)
+
+
+def widened(data: np.ndarray, dtype: Any) -> np.ndarray:
+    """float32 values of float16 or of bfloat16's bits."""
+    if dtype == tl.bfloat16:
+        return (data.astype(np.uint32) << 16).view(np.float32)
+    return data.astype(np.float32)
+
+
+def bfloat16_bits(data: np.ndarray) -> np.ndarray:
+    """Bits of float32 values rounded to bfloat16, nearest, ties to even."""
+    bits = np.ascontiguousarray(data).view(np.uint32).reshape(data.shape)
+    rounded = (bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(data), 0x7FFF, rounded).astype(np.uint16)
+
+
+def _extend(self: Any, source: Any, target: Any) -> Any:
+    data = widened(source.data, source.dtype.scalar)
+    assert target.scalar == tl.float32, f"{source.dtype} to {target}"
+    return interpreter.TensorHandle(data, tl.float32)
+
+
+def _truncate(self: Any, source: Any, target: Any) -> Any:
+    assert source.dtype.scalar == tl.float32, f"{source.dtype} to {target}"
+    if target.scalar == tl.bfloat16:
+        return interpreter.TensorHandle(bfloat16_bits(source.data), tl.bfloat16)
+    with np.errstate(over="ignore"):
+        return interpreter.TensorHandle(source.data.astype(np.float16), tl.float16)
+
+
+def _dot(self: Any, a: Any, b: Any, d: Any, precision: Any, _imprecise: Any) -> Any:
+    if not (_narrow(a) and _narrow(b)):
+        raise TypeError(f"a product of {a.dtype} by {b.dtype} among 16-bit activations, rounded to tf32 on hardware")
+    if d.dtype.scalar != tl.float32:
+        raise TypeError(f"a product accumulates in {d.dtype}")
+    product = np.matmul(widened(a.data, a.dtype.scalar), widened(b.data, b.dtype.scalar))
+    return interpreter.TensorHandle(product + d.data, tl.float32)
+
+
+def refusing(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def refuse(self: Any, *args: Any) -> Any:
+        if any(_narrow(arg) for arg in args):
+            raise TypeError(f"{name} of 16-bit floats: convert them to float32 first")
+        return method(self, *args)
+
+    return refuse
+
+
+def install() -> None:
+    """Patch the interpreter of this process."""
+    builder = interpreter.InterpreterBuilder
+    for name in dir(builder):
+        plain = name.removeprefix("create_")
+        if plain != name and plain not in MOVES:
+            setattr(builder, name, refusing(plain, getattr(builder, name)))
+    builder.create_fp_ext = _extend
+    builder.create_fp_trunc = _truncate
+    builder.create_dot = _dot
+    builder.get_bf16 = lambda self, value: interpreter.TensorHandle(
+        bfloat16_bits(np.array([value], dtype=np.float32)), tl.bfloat16
+    )
+    for operation in (interpreter.ReduceOps, interpreter.ScanOps):
+        _refuse_reductions(operation)
+
+
+def _refuse_reductions(operation: Any) -> None:
+    check_tensor = operation.check_tensor
+
+    def check(self: Any, inputs: Any) -> None:
+        check_tensor(self, inputs)
+        if any(_narrow(x.handle) for x in inputs):
+            raise TypeError("a reduction of 16-bit floats: convert them to float32 first")
+
+    operation.check_tensor = check
