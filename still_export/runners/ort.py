@@ -48,6 +48,11 @@ def checked_prompt(tokens: Iterable[int], vocabulary: int) -> np.ndarray:
     return prompt
 
 
+def token_ids(text: str) -> list[int]:
+    """Token ids written with commas between them; raises ValueError."""
+    return [int(x) for x in text.split(",")]
+
+
 class RunError(ValueError):
     """The package cannot run this request; the message says why and what to do."""
 
@@ -185,6 +190,15 @@ class OrtModel:
         self._past: dict[str, Any] = {}
         self._resize(tokens)
 
+    def _check_capacity(self, tokens: int) -> None:
+        """Raise RunError where `tokens` tokens are more than the package can hold."""
+        capacity = self.manifest["capacity"]
+        if capacity["overflow"] == "error" and tokens > capacity["capacity_tokens"]:
+            raise RunError(
+                f"{tokens} tokens exceed this package's capacity of {capacity['capacity_tokens']} tokens. Shorten the prompt or "
+                "--tokens, or export again with a larger --capacity-tokens or another --overflow."
+            )
+
     def _resize(self, tokens: int) -> None:
         """Make room for `tokens` tokens, keeping the state. Spare room costs time, as attention reads every slot, and copies do too:
         an eighth more each time."""
@@ -192,11 +206,7 @@ class OrtModel:
         limit = capacity["capacity_tokens"]
         spare = tokens + max(SPARE_TOKENS, tokens // 8)
         if capacity["overflow"] == "error":
-            if tokens > limit:
-                raise RunError(
-                    f"{tokens} tokens exceed this package's capacity of {limit} tokens. Shorten the prompt or --tokens, or export "
-                    "again with a larger --capacity-tokens or another --overflow."
-                )
+            self._check_capacity(tokens)
             self.room = min(limit, spare if self.room else tokens)
             self.room_slots = max(self.room_slots, self.slots(self.room))
         else:
@@ -326,8 +336,15 @@ class OrtModel:
         stop: Iterable[int] = (),
         progress: Callable[[int, int], None] | None = None,
     ) -> Iterator[int]:
-        """Tokens that follow `prompt`, at most `count`, ending after one of `stop` (which is not yielded)."""
-        stops = set(stop)
+        """Tokens that follow `prompt`, at most `count`, ending after one of `stop` (which is not yielded).
+
+        The last one is not fed to the model.
+
+        Raises:
+            RunError: They and the prompt may exceed the capacity; nothing was fed then.
+        """
+        stops, prompt = set(stop), list(prompt)
+        self._check_capacity(int(self.length[0]) + len(prompt) + count - 1)
         logits = self.prefill(prompt, progress)
         for step in range(count):
             token = sampling.choose(logits)
@@ -427,12 +444,16 @@ def stream_answer(
 def chat(model: OrtModel, text: Text, count: int, sampling: Sampling, system: str | None) -> None:
     """Talk until the input ends."""
     first = True
+    unread: list[int] = []
     while True:
         try:
             message = input("> ")
         except EOFError:
             return
-        stream_answer(model, text, text.turn(message, first, system), count, sampling)
+        prompt = unread + text.turn(message, first, system)
+        answer = stream_answer(model, text, prompt, count, sampling)["tokens"]
+        # Of an answer that was cut off the model has not seen the last token.
+        unread = answer[-1:] if len(answer) == count else []
         first = False
 
 
@@ -444,7 +465,7 @@ def main() -> int:
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", help="text to continue")
-    what.add_argument("--prompt-ids", help="token ids to continue, separated by commas")
+    what.add_argument("--prompt-ids", type=token_ids, help="token ids to continue, separated by commas")
     what.add_argument("--chat", action="store_true", help="talk with the model; ends at end of input")
     parser.add_argument("--system", help="system message of a chat")
     parser.add_argument("--tokens", type=int, default=128, help="tokens to generate at most (default 128)")
@@ -460,8 +481,7 @@ def main() -> int:
         model = OrtModel(options.folder, options.threads, options.provider)
         model.start()
         if options.prompt_ids:
-            prompt = [int(x) for x in options.prompt_ids.split(",")]
-            stream_answer(model, None, prompt, options.tokens, sampling)
+            stream_answer(model, None, options.prompt_ids, options.tokens, sampling)
             return 0
         text = Text(model)
         if options.chat:

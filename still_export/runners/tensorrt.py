@@ -18,7 +18,7 @@ import numpy as np
 
 try:
     from still_export.runners.cuda_driver import Buffer, CudaError
-    from still_export.runners.ort import RunError, Sampling, Text, checked_prompt, slots_for, stream_answer
+    from still_export.runners.ort import RunError, Sampling, Text, checked_prompt, slots_for, stream_answer, token_ids
     from still_export.runners.trt_engine import DECODE, PREFILL, TrtEngine, TrtError
 except ImportError:  # in a package, beside its own copies
     from cuda_driver import Buffer, CudaError  # type: ignore[import-not-found, no-redef]
@@ -29,6 +29,7 @@ except ImportError:  # in a package, beside its own copies
         checked_prompt,
         slots_for,
         stream_answer,
+        token_ids,
     )
     from trt_engine import DECODE, PREFILL, TrtEngine, TrtError  # type: ignore[import-not-found, no-redef]
 
@@ -337,7 +338,7 @@ def main() -> int:
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", help="text to continue")
-    what.add_argument("--prompt-ids", help="token ids to continue, separated by commas")
+    what.add_argument("--prompt-ids", type=token_ids, help="token ids to continue, separated by commas")
     parser.add_argument("--plugin", type=Path, help="plugin library in the place of the package's")
     parser.add_argument("--tokens", type=int, default=128, help="tokens to generate at most (default 128)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 = greedy (default)")
@@ -350,7 +351,7 @@ def main() -> int:
         model: Any = TrtModel(options.folder, options.plugin)
         model.start()
         text = None if options.prompt_ids else Text(model)
-        prompt = [int(x) for x in options.prompt_ids.split(",")] if text is None else text.encode(options.prompt)
+        prompt = options.prompt_ids if text is None else text.encode(options.prompt)
         answer = stream_answer(model, text, prompt, options.tokens, sampling)
         print({k: v for k, v in answer.items() if k not in ("tokens", "text")}, file=sys.stderr)
     except (RunError, CudaError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from still_export.load import load_model
-from still_export.runners.ort import OrtModel, RunError, Sampling
+from still_export.runners.ort import OrtModel, RunError, Sampling, chat
 from tests.still_export.conftest import Exporter
 from tests.still_export.tiny import CHUNK, VOCAB
 from tests.tolerances import MODEL
@@ -74,6 +75,37 @@ def test_capacity_is_refused_before_anything_runs(export_tiny: Exporter) -> None
         model.prefill(PROMPT)
     assert model.length[0] == 0
     model.prefill(PROMPT[:40])
+
+
+def test_answer_beyond_the_capacity_is_refused_before_anything_runs(export_tiny: Exporter) -> None:
+    """Not after the part that fits was printed; the last token need not fit, as nothing follows it."""
+    model = OrtModel(export_tiny(capacity_tokens=40).path, threads=1)
+    model.start()
+    with pytest.raises(RunError, match="41 tokens exceed"):
+        next(model.generate(PROMPT[:30], 12, Sampling()))
+    assert model.length[0] == 0
+    assert len(list(model.generate(PROMPT[:30], 11, Sampling()))) == 11
+
+
+def test_chat_feeds_the_whole_of_an_answer_that_was_cut_off(
+    export_tiny: Exporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second turn goes on where the first one ended: as one prompt of everything said before."""
+    model, answers = started(export_tiny), []
+
+    class Talk:
+        def turn(self, message: str, first: bool, system: str | None) -> list[int]:
+            return [int(x) for x in message.split()]
+
+        def stream(self, tokens: Iterable[int]) -> Iterator[str]:
+            answers.append(list(tokens))
+            yield ""
+
+    said = iter(["5 6 7", "8 9"])
+    monkeypatch.setattr("builtins.input", lambda _: next(said, None) or (_ for _ in ()).throw(EOFError))
+    chat(model, Talk(), 4, Sampling(), None)  # type: ignore[arg-type]
+    model.start()
+    assert list(model.generate([5, 6, 7, *answers[0], 8, 9], 4, Sampling())) == answers[1]
 
 
 def test_bad_requests(export_tiny: Exporter) -> None:
@@ -147,6 +179,6 @@ def test_stand_alone_script(export_tiny: Exporter) -> None:
     assert done.returncode == 0, done.stderr
     model = started(export_tiny)
     assert [int(x) for x in done.stdout.split()] == greedy(model, 12)
-    program = program.replace(ids, "1,99")
-    failed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert failed.returncode == 2 and "outside the vocabulary" in failed.stderr
+    for bad, message in (("1,99", "outside the vocabulary"), ("1,x", "--prompt-ids")):
+        failed = subprocess.run([sys.executable, "-c", program.replace(ids, bad)], capture_output=True, text=True)
+        assert failed.returncode == 2 and message in failed.stderr and "Traceback" not in failed.stderr
