@@ -68,19 +68,20 @@ def _eager(*arguments: Any) -> tuple[Tensor, ...]:
     output, present = kernel(query, key, value, gate, q_weight, k_weight, config, state, counts, factor)
     found = present.tensors()
     missing = output.new_empty(0, dtype=torch.float32)
-    return output, *(found.get(s.name, missing) for s in HYBRID_ATTENTION.states)
+    results = (output, *(found.get(s.name, missing) for s in HYBRID_ATTENTION.states))
+    return tuple(t.contiguous() for t in results)
 
 
 def _fake(*arguments: Any) -> tuple[Tensor, ...]:
-    """Shapes and dtypes of the op's results; a call's slots are those of its salient cache."""
+    """Shapes and dtypes of the op's results, all contiguous; a call's slots are those of its salient cache."""
     spec = HYBRID_ATTENTION
     tensors = dict(zip(spec.input_names(), arguments, strict=False))
     query = tensors["query"]
     present = []
     for state in spec.states:
         past = tensors[f"past_{state.name}"]
-        present.append(query.new_empty(0, dtype=torch.float32) if past is None else torch.empty_like(past))
-    return torch.empty_like(query), *present
+        present.append(query.new_empty(0, dtype=torch.float32) if past is None else past.new_empty(past.shape))
+    return query.new_empty(query.shape), *present
 
 
 _LIBRARY.impl(HYBRID_ATTENTION.torch_name, _eager, "CompositeExplicitAutograd")

@@ -150,6 +150,23 @@ def test_the_op_hands_window_factors_on_as_a_tensor(monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(output, expected)
 
 
+@pytest.mark.parametrize("tokens", [1, 30])
+def test_the_fake_op_has_the_strides_of_the_real_one(tokens: int) -> None:
+    """Compiled models assert them; activations come as views of [B, H, T, D]."""
+    config = HybridAttentionConfig(
+        num_heads=4, num_kv_heads=2, head_dim=12, chunk_size=8, salient_per_chunk=2, capacity_tokens=64
+    )
+    state = HybridAttentionState.empty(config, 2)
+    tensors = [torch.randn(2, heads, tokens, 12).transpose(1, 2) for heads in (4, 2, 2, 4)]
+    tensors += [torch.randn(4, 12, 12) for _ in "qk"]
+    states = (getattr(state, s.name) for s in ops.HYBRID_ATTENTION.states)
+    counts = torch.tensor([tokens, 1])
+    arguments = (*tensors, None, counts, state.length, *states, *config.attributes().values())
+    torch.library.opcheck(
+        torch.ops.still.hybrid_attention.default, arguments, test_utils=("test_schema", "test_faketensor")
+    )
+
+
 def without_reading(function: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """`function`, during which a tensor's values cannot be asked for."""
 
