@@ -109,8 +109,10 @@ def test_chat_feeds_the_whole_of_an_answer_that_was_cut_off(
     states = model.state_arrays()
     model.start()
     model.prefill(expected)
-    for name, array in model.state_arrays().items():
-        np.testing.assert_allclose(array, states[name], atol=MODEL["float32"], rtol=MODEL["float32"])
+    for name, array in model.state_arrays().items():  # the chat's may have more room
+        np.testing.assert_allclose(
+            states[name][:, :, : array.shape[2]], array, atol=MODEL["float32"], rtol=MODEL["float32"]
+        )
 
 
 def test_bad_requests(export_tiny: Exporter) -> None:
