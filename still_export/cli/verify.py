@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -79,6 +80,7 @@ def verify(
             f"a package for {kind} is not verified with --runtime {runtime}; ort runs onnx, trt runs trt."
         )
     check_dtype(opened)
+    _check_lengths(wanted or (), opened)
     if runtime == "trt" and record is None and not opened.manifest["engines"]:
         raise PackageError(f"{package} has no engine yet. Build it on this machine: still-export build {package}")
     steps = DECODE_STEPS[kind] if decode_steps is None else decode_steps
@@ -89,7 +91,7 @@ def verify(
         out.result(
             {"calls": str(record)},
             f"{record}: {cases.count} cases",
-            f"next: still-export verify {package} --calls {record}",
+            f"next: still-export verify {shlex.quote(str(package))} --calls {shlex.quote(str(record))}",
         )
         return
     target = OrtTarget(opened) if runtime == "ort" else TrtTarget(opened, plugin)
@@ -105,6 +107,15 @@ def verify(
     else:
         _print(report, folder, target.title, runtime == "ort" and native_here(opened.manifest))
     raise typer.Exit(0 if report.passed else 1)
+
+
+def _check_lengths(lengths: tuple[int, ...], package: Package) -> None:
+    """Raise ConfigError for prompts that the package cannot hold; of the lengths not asked for, those are left out."""
+    capacity = package.manifest["capacity"]
+    limit = capacity["capacity_tokens"] if capacity["overflow"] == "error" else max(lengths, default=1)
+    for length in lengths:
+        if not 1 <= length <= limit:
+            raise ConfigError(f"--lengths {length} is outside 1..{limit}, the capacity of {package.path}.")
 
 
 def _torch_cases(
@@ -176,5 +187,5 @@ def _print(report: Report, folder: Path, runtime: str, native: bool) -> None:
         if native
         else "the same verdict without still-export:"
     )
-    print(f"  sh {folder / 'polygraphy.sh'}" if half else f"  {report.command}")
+    print(f"  sh {shlex.quote(str(folder / 'polygraphy.sh'))}" if half else f"  {report.command}")
     print("PASSED" if report.passed else "FAILED: the package does not compute what PyTorch computes")
