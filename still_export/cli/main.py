@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import signal
 import sys
 import threading
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -47,7 +49,7 @@ def _register() -> None:
 
 
 class _Interrupted(BaseException):
-    """Ctrl-C; not KeyboardInterrupt, which typer would turn into exit code 130."""
+    """Ctrl-C or SIGTERM; not KeyboardInterrupt, which typer would turn into exit code 130."""
 
 
 def _interrupt(*_: object) -> None:
@@ -58,11 +60,16 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line: exit 0 on success, 1 on failure or mismatch, 2 on wrong usage or input."""
     _register()
     given = list(sys.argv[1:] if arguments is None else arguments)
-    verbs = {command.name for command in app.registered_commands}
+    verbs = {command.name or "" for command in app.registered_commands}
     if given and given[0] not in verbs and given[0] not in ("-h", "--help", "--version"):
+        near = difflib.get_close_matches(given[0], verbs, 1)
+        if near and not given[0].startswith("-") and not Path(given[0]).exists():
+            _complain("ConfigError", f"{given[0]} is neither a verb nor a model here. Did you mean {near[0]!r}?")
+            sys.exit(2)
         given.insert(0, "export")
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, _interrupt)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, _interrupt)
     try:
         app(given, standalone_mode=True)
     except StillExportError as error:
