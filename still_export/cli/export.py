@@ -134,23 +134,27 @@ def export(
         raise typer.BadParameter("give a model, or --config manifest.json", param_hint="MODEL")
     else:
         options = ExportOptions(**given)
-    if Path(options.model).exists():
-        options = replace(options, model=str(Path(options.model).resolve()))
+    # The manifest is read from other working directories.
+    options = replace(options, model=_absolute(options.model), overlays=tuple(map(_absolute, options.overlays)))
     out, command = Output(as_json, quiet), shlex.join(["still-export", *sys.argv[1:]])
+    asked = {
+        "arch": tuple(arch.split(",")) if arch else None,
+        "prefill_tokens": prefill_tokens,
+        "batch": batch,
+        "workspace": workspace,
+        "version_compatible": version_compatible or None,
+        "strip_weights": strip_weights or None,
+        "tensorrt_include": tuple(map(str, tensorrt_include)) if tensorrt_include else None,
+    }
+    asked = {k: v for k, v in asked.items() if v is not None}
+    if to == "onnx" and asked:
+        flags = ", ".join("--" + name.replace("_", "-") for name in asked)
+        raise ConfigError(f"{flags}: for --to trt and trt-rtx, not for --to onnx.")
     if to != "onnx":
         if native or onnxruntime_include:
             raise ConfigError(f"--native and --onnxruntime-include are for --to onnx, not for --to {to}.")
         options = replace(options, native=False)  # a repeated export to ONNX may have it
-        asked = {
-            "archs": tuple(arch.split(",")) if arch else None,
-            "prefill_tokens": prefill_tokens,
-            "batch": batch,
-            "workspace_mib": workspace,
-            "version_compatible": version_compatible or None,
-            "strip_weights": strip_weights or None,
-            "tensorrt_include": tuple(map(str, tensorrt_include)) if tensorrt_include else None,
-        }
-        asked = {k: v for k, v in asked.items() if v is not None}
+        asked = {{"arch": "archs", "workspace": "workspace_mib"}.get(k, k): v for k, v in asked.items()}
         _export_trt(options, to, manifest, asked, output, force, command, out)
         return
     with out.steps() as progress:
@@ -158,11 +162,17 @@ def export(
             options, output, force=force, command=command, progress=progress, onnxruntime_include=onnxruntime_include
         )
     size = sum(entry["size_bytes"] for entry in package.manifest["files"].values())
+    shown = shlex.quote(str(output))
     out.result(
         {"package": str(output), "size_bytes": size, "config": asdict(options)},
         f"{output}: {len(package.manifest['files'])} files, {size / 2**20:.0f} MiB",
-        f'next: still-export run {output} --prompt "..."   or   still-export verify {output}',
+        f'next: still-export run {shown} --prompt "..."   or   still-export verify {shown}',
     )
+
+
+def _absolute(source: str) -> str:
+    """A path as an absolute one; hub ids stay."""
+    return str(Path(source).resolve()) if Path(source).exists() else source
 
 
 def _read_manifest(config: Path | None) -> dict[str, Any]:
@@ -212,10 +222,11 @@ def _export_trt(
             engines, reason = [], str(error)
     if not engines:
         out.log(f"no engine yet: {reason}")
+    shown = shlex.quote(str(output))
     out.result(
         {"package": str(output), "engines": [str(e) for e in engines], "trt": asked},
         f"{output}: {'complete' if not engines else ', '.join(e.name for e in engines)}",
-        f"next: still-export build {output}" if not engines else f'next: still-export run {output} --prompt "..."',
+        f"next: still-export build {shown}" if not engines else f'next: still-export run {shown} --prompt "..."',
     )
 
 

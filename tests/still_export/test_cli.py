@@ -15,6 +15,8 @@ import pytest
 import torch
 
 from still_export.cli.main import main
+from still_export.errors import ConfigError
+from still_export.onnx_package import ExportOptions
 from tests.still_export.conftest import Exporter
 from tests.still_export.tiny import plain_model, still_model
 
@@ -93,6 +95,25 @@ def test_manifest_repeats_the_export(export_tiny: Exporter, tmp_path: Path) -> N
         assert (tmp_path / "again" / name).read_bytes() == (package.path / name).read_bytes()
 
 
+def test_manifest_names_the_model_and_its_overlays_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """verify reads both again, perhaps from another working directory; hub ids stay what they are."""
+    seen = []
+
+    def export(options: ExportOptions, *_: object, **__: object) -> None:
+        seen.append(options)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr("still_export.onnx_package.export_onnx", export)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base").mkdir()
+    (tmp_path / "adapter").mkdir()
+    assert call("base", "--overlay", "adapter", "--overlay", "org/maps", "-o", "p") == 2
+    assert seen[0].model == str(tmp_path / "base")
+    assert seen[0].overlays == (str(tmp_path / "adapter"), "org/maps")
+
+
 def test_verify_finds_another_model(export_tiny: Exporter, tmp_path: Path, capsys: Capture) -> None:
     """A model that differs in one weight of layer 1: exit 1, the layer named, and polygraphy says the same."""
     changed = still_model("llama", torch.float32)
@@ -136,6 +157,13 @@ def test_attach_untrained_is_asked_for(plain: Path, tmp_path: Path, capsys: Capt
         (("run", "{empty}", "--prompt", "x"), "no exported package"),
         (("run", "{exists}"), "exactly one"),
         (("verify", "{exists}", "--lengths", "a"), "numbers"),
+        (("verify", "{exists}", "--lengths", "8,0"), "outside 1..256"),
+        (("verify", "{exists}", "--lengths", "257"), "outside 1..256"),
+        (("verfy", "{exists}"), "Did you mean 'verify'?"),
+        (
+            ("{model}", "--to", "onnx", "-o", "{out}", "--arch", "sm_90", "--batch", "2"),
+            "--arch, --batch: for --to trt",
+        ),
         (("inspect", "{empty}"), "no exported package"),
         (("export", "--config", "{empty}/none.json", "-o", "{out}"), "no manifest"),
     ],
@@ -167,13 +195,14 @@ def test_prompt_beyond_the_capacity(export_tiny: Exporter, capsys: Capture) -> N
     assert "capacity of 40 tokens" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupt_leaves_nothing(
-    model: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    number: int, model: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import still_export.lower
 
     def interrupt(traced: object) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
 
     monkeypatch.setattr(still_export.lower, "lower_program", interrupt)
     assert call(model, "--to", "onnx", "-o", tmp_path / "p") == 2
