@@ -30,7 +30,7 @@ class ExportOptions:
     Args:
         model: Folder, hub id or GGUF file.
         attach_untrained: Give a plain softmax model untrained STILL attention.
-        dtype: Of the weights: auto, float32, float16 or bfloat16.
+        dtype: Of the weights: float32, float16, bfloat16, or auto = as stored, but bfloat16 as float32.
         all_logits: Logits of every position instead of each row's last new token.
         overlays: Adapters or feature maps to add.
         revision: Of a hub id.
@@ -73,9 +73,11 @@ class ExportOptions:
 
 def load_source(options: ExportOptions) -> Any:
     """The PyTorch model that `options` describe."""
+    import torch
+
     from still_export.load import load_model
 
-    return load_model(
+    model = load_model(
         options.model,
         attach_untrained=options.attach_untrained,
         still_config=options.still_config(),
@@ -83,6 +85,11 @@ def load_source(options: ExportOptions) -> Any:
         dtype=options.dtype,
         revision=options.revision,
     )
+    if options.dtype == "auto" and model.dtype == torch.bfloat16:
+        # Most checkpoints are stored so, and ONNX Runtime's CPU provider has no bfloat16: the package would run almost nowhere.
+        model = model.float()
+        model.config.dtype = torch.float32
+    return model
 
 
 def export_onnx(

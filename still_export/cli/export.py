@@ -48,7 +48,12 @@ def export(
     attach_untrained: Annotated[
         bool, typer.Option("--attach-untrained", help="Give a plain softmax model untrained STILL attention.")
     ] = False,
-    dtype: Annotated[str | None, typer.Option(help="auto, float32, float16 or bfloat16.", show_default="auto")] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="float32, float16, bfloat16, or auto: as stored, but bfloat16 as float32.", show_default="auto"
+        ),
+    ] = None,
     all_logits: Annotated[
         bool, typer.Option("--all-logits", help="Logits of every position, not of the last token.")
     ] = False,

@@ -31,8 +31,8 @@ def ort_outputs(session: onnxruntime.InferenceSession, feed: Arrays) -> Arrays:
 
 
 def reference_of(package: Package) -> TorchRunner:
-    config = package.manifest["config"]
-    model = load_model(config["model"], attach_untrained=config["attach_untrained"])
+    config, dtype = package.manifest["config"], package.manifest["model"]["dtype"]
+    model = load_model(config["model"], attach_untrained=config["attach_untrained"], dtype=dtype)
     return TorchRunner(model, config["all_logits"])
 
 
@@ -164,7 +164,15 @@ def test_half_precision_logits_are_float32(export_tiny: Exporter) -> None:
 
 
 def test_bfloat16_exports_and_checks(export_tiny: Exporter) -> None:
-    package = export_tiny("llama", "bfloat16")
+    package = export_tiny("llama", "bfloat16", {"dtype": "bfloat16"})
     onnx.checker.check_model(str(package.model_path), full_check=True)
     kinds = {s["dtype"] for s in package.manifest["states"]}
     assert kinds == {"bfloat16", "float32"}
+
+
+def test_bfloat16_checkpoint_becomes_a_package_that_runs(export_tiny: Exporter) -> None:
+    """As most checkpoints are stored, and without asking for a type: the CPU provider has no bfloat16."""
+    package = export_tiny("llama", "bfloat16")
+    runner, session = reference_of(package), session_of(package)
+    feed = start_feed(runner, draw(1, 3 * CHUNK), 3 * CHUNK)
+    assert_close(runner.infer(feed), ort_outputs(session, feed))

@@ -137,7 +137,7 @@ def test_the_manifest_repeats_it(built: None, export_tiny: Exporter, tmp_path: P
 
 def test_bfloat16_is_refused(built: None, export_tiny: Exporter) -> None:
     with pytest.raises(Exception, match="--native computes float32 and float16, not bfloat16"):
-        native(export_tiny, dtype="bfloat16")
+        export_tiny(dtype="bfloat16", options={"native": True, "dtype": "bfloat16"})
 
 
 def test_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
