@@ -94,7 +94,7 @@ def load_model(
         if found.model_type == "still":
             found.model_type = convert.released_family(found.config, found.tensors)
         found.tensors = convert.convert_released(found.tensors)
-        still = still_config or convert.released_config(found.config)
+        still = convert.released_config(found.config, still_config)
         types = convert.layers_with_maps(found.tensors, int(found.config["num_hidden_layers"]))
         if still.layer_types is None and types is not None:
             still = replace(still, layer_types=types)

@@ -95,10 +95,10 @@ def layers_with_maps(tensors: Mapping[str, Any], layers: int) -> tuple[str, ...]
     return types if FULL in types else None
 
 
-def released_config(config: Mapping[str, Any]) -> StillConfig:
-    """The STILL configuration of a released checkpoint: what its config.json says, else the training code's defaults."""
+def released_config(config: Mapping[str, Any], still: StillConfig | None = None) -> StillConfig:
+    """The STILL configuration of a released checkpoint: what its config.json says, else `still`, else the training code's defaults."""
     known = {name: config[name] for name in ("chunk_size", "salient_per_chunk") if name in config}
-    return StillConfig(profile="released", gate_bias=False, **known)
+    return replace(still or StillConfig(), profile="released", gate_bias=False, **known)
 
 
 def released_family(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:

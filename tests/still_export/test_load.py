@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,14 @@ def test_released_names(family: str, tmp_path: Path) -> None:
     ids = random_ids(1, 200)
     with torch.no_grad():
         assert torch.equal(load_model(tmp_path / "again")(ids).logits, model(ids).logits)
+
+
+def test_released_checkpoint_takes_what_its_files_do_not_say(tmp_path: Path) -> None:
+    """As `--capacity-tokens 512` does; the profile that its weights were trained with stays."""
+    written, _ = released_checkpoint(tmp_path)
+    model = load_model(tmp_path, still_config=StillConfig(capacity_tokens=512, overflow="fold_oldest"))
+    wanted = replace(written.config.still, capacity_tokens=512, overflow="fold_oldest")
+    assert model.config.still == wanted
 
 
 def test_released_names_with_a_head_missing(tmp_path: Path) -> None:
