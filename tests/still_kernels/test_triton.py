@@ -90,8 +90,6 @@ def check_narrow(name: str, dtype: str) -> None:
     limits["output"], limits["output norm"] = REFERENCE[getattr(torch, dtype)] / 2, NARROW_NORM
     limits |= dict.fromkeys(("window_score", "salient_score"), REFERENCE[torch.float32])  # fp32, from exact products
     limits |= dict.fromkeys(("kv_state", "z_state"), REFERENCE[torch.bfloat16] / 4)  # operands in bf16 with fp16 too
-    if name == "identity":  # denominators pass through zero: rounding one projection moves outputs by 5
-        limits["output"] = limits["output norm"] = 1e3
     assert {what: error for what, error in errors.items() if not error <= limits[what]} == {}
 
 
