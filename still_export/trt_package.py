@@ -48,6 +48,8 @@ def export_trt(
         StillExportError: The model cannot be exported, no kernel covers it, or the package cannot be written.
     """
     say = progress or (lambda step: None)
+    if trt.target == "trt":
+        find_tensorrt_headers(trt.tensorrt_include)  # a wrong folder is refused before minutes of work
     with staged_folder(target, force) as folder:
         portable = folder / ".portable"
         export_onnx(options, portable, command=command, progress=progress)

@@ -100,7 +100,7 @@ def export(
     tensorrt_include: Annotated[
         list[Path] | None,
         typer.Option(
-            help="trt: folder of NvInfer.h to compile the plugin for; repeatable.", show_default="/usr/include"
+            help="trt: folder of NvInfer.h to compile the plugin for; repeatable.", show_default="the usual places"
         ),
     ] = None,
     config: Annotated[Path | None, typer.Option(help="Repeat the export that this manifest.json records.")] = None,
@@ -225,12 +225,17 @@ def _export_trt(
             engines = build_engines(package, progress=progress)
         except NoBuilderError as error:
             engines, reason = [], str(error)
+    if not package.manifest.get("plugins", True):
+        out.log(
+            "no plugin library: there is no NvInfer.h in the usual places. Name its folder with --tensorrt-include, or the engine's "
+            "machine will need --plugin."
+        )
     if not engines:
         out.log(f"no engine yet: {reason}")
     shown = shlex.quote(str(output))
     out.result(
         {"package": str(output), "engines": [str(e) for e in engines], "trt": asked},
-        f"{output}: {'complete' if not engines else ', '.join(e.name for e in engines)}",
+        f"{output}: {', '.join(e.name for e in engines) or 'no engine yet'}",
         f"next: still-export build {shown}" if not engines else f'next: still-export run {shown} --prompt "..."',
     )
 

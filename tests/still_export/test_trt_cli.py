@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 
 from still_export.cli.main import main
+from still_export.onnx_package import ExportOptions
 from still_export.package import Package
+from still_export.plugins import PluginBuildError
+from still_export.trt_options import TrtOptions
+from still_export.trt_package import export_trt
 from tests.still_export.test_build import needs_rtx, onnx_package, trt_package
 
 
@@ -40,6 +44,28 @@ def test_runtimes_and_packages_must_fit(tmp_path: Path, capsys: pytest.CaptureFi
 def test_one_dtype_at_a_time(tmp_path: Path) -> None:
     assert run("model", "--to", "trt", "--fp16", "--bf16", "-o", tmp_path / "x") == 2
     assert run("model", "--to", "tensorrt", "-o", tmp_path / "x") == 2
+
+
+def test_a_package_without_plugin_library_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its engine cannot be built or run without one, which would come out on the GPU's machine only."""
+    package = trt_package(tmp_path / "trt", monkeypatch)
+    monkeypatch.setattr("still_export.trt_package.export_trt", lambda *_, **__: package)
+    monkeypatch.setitem(__import__("sys").modules, "tensorrt", None)
+    for plugins in (package.manifest["plugins"], {}):
+        package.manifest["plugins"] = plugins
+        assert run("model", "--to", "trt", "-o", tmp_path / "x") == 0
+        shown = capsys.readouterr()
+        assert ("--tensorrt-include" in shown.err) == (not plugins)
+        assert "no engine yet" in shown.out
+
+
+def test_a_folder_without_headers_is_refused_before_the_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("still_export.trt_package.export_onnx", lambda *_, **__: pytest.fail("exported first"))
+    trt = TrtOptions("trt", tensorrt_include=(str(tmp_path),))
+    with pytest.raises(PluginBuildError, match="NvInfer"):
+        export_trt(ExportOptions("model"), trt, tmp_path / "x")
 
 
 @needs_rtx
