@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that only a GPU can show about the kernels. usage: bash tools/check_kernels.sh [-o FOLDER] [STEP ...]
-# Steps: tests slow memcheck racecheck bench tune; without any: all but slow. Logs and JSON go to FOLDER (build/check_kernels).
+# Steps: compile tests slow memcheck racecheck bench tune; without any: all but slow. compile: all at once, on every core. Logs and JSON go to FOLDER (build/check_kernels).
 # Runs without installation; pytest may come through PYTHONPATH. PYTHON, KERNEL_CASES (pytest -k of the sanitizer), TUNE_SECONDS.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -9,7 +9,7 @@ python=${PYTHON:-python3}
 out=build/check_kernels
 [ "${1:-}" = -o ] && { out=$2; shift 2; }
 mkdir -p "$out"
-steps=${*:-tests memcheck racecheck bench tune}
+steps=${*:-compile tests memcheck racecheck bench tune}
 cases=${KERNEL_CASES:-crossing or promoting or folding}
 "$python" -c 'import torch; assert torch.cuda.is_available(), "no CUDA device"' || exit 2
 
@@ -23,12 +23,13 @@ sanitizer() { # TOOL: few cases, compiled; every kernel is then slower a hundred
 }
 run() {
     case $1 in
+    compile) "$python" -W ignore tools/compile_kernels.py ;;
     tests) "$python" -m pytest -q -p no:cacheprovider -m "gpu and not slow" tests/still_kernels ;;
     slow) "$python" -m pytest -q -p no:cacheprovider -m "gpu and slow" tests/still_kernels ;;
     memcheck | racecheck) sanitizer "$1" ;;
     bench) "$python" -m still_kernels.bench --json "$out/bench.json" ;;
     tune) "$python" -m still_kernels.tune --seconds "${TUNE_SECONDS:-240}" -o "$out/tune.json" ;;
-    *) echo "unknown step $1; known: tests slow memcheck racecheck bench tune"; return 2 ;;
+    *) echo "unknown step $1; known: compile tests slow memcheck racecheck bench tune"; return 2 ;;
     esac
 }
 failed=0

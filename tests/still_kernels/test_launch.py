@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,3 +84,19 @@ def test_kernels_go_to_the_device_of_the_tensors(tokens: int, monkeypatch: pytes
         query, key, key, query, weight, weight, config, state, query.clone(), 1, tokens, torch.tensor([tokens])
     )
     assert launched and all(guarded for _, guarded in launched)
+
+
+@pytest.mark.slow
+def test_kernels_of_a_case_compile_ahead_for_the_just_in_time_path(tmp_path: Path) -> None:
+    tool = Path(__file__).parents[2] / "tools/compile_kernels.py"
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(tool), "--jobs", "1", "folding"],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    assert "2 of 2 layers compile for sm_90" in done.stdout
+    kernels = {path.stem for path in tmp_path.glob("*/*.cubin")}
+    assert {f"{name}_kernel" for name in launch.KERNELS} - kernels == {"decode_kernel"}  # the case has no single step
