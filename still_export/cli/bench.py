@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from still_export.cli.output import Output
+from still_export.cli.runtimes import runtime_of
 from still_export.errors import ConfigError
 
 EXAMPLES = """
@@ -49,10 +50,7 @@ def bench(
 
     opened = open_package(package)
     kind = opened.manifest.get("target", "onnx")
-    if runtime not in (None, "ort" if kind == "onnx" else kind) or kind == "trt-rtx":
-        raise ConfigError(
-            f"a package for {kind} is not measured with --runtime {runtime}; ort runs onnx, trt runs trt."
-        )
+    runtime_of(kind, runtime)
     if batch > 1 and kind == "onnx":
         raise ConfigError(f"--batch {batch} is for TensorRT packages; ONNX Runtime is measured with one row.")
     try:

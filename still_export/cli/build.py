@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from still_export.cli.output import Output
+from still_export.cli.runtimes import next_commands
 
 EXAMPLES = """
 Examples:
@@ -47,9 +47,8 @@ def build(
     options = BuildOptions(plugin, batch, prefill_tokens, workspace, optimization_level)
     with out.steps() as progress:
         engines = build_engines(opened, options, progress)
-    shown = shlex.quote(str(package))
     out.result(
         {"package": str(package), "engines": [str(e) for e in engines]},
         *(f"{engine}: {engine.stat().st_size / 2**20:.0f} MiB" for engine in engines),
-        f'next: still-export run {shown} --prompt "..."   or   still-export verify {shown}',
+        next_commands(package, opened.manifest["target"]),
     )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from still_export.cli.output import Output
+from still_export.cli.runtimes import next_commands
 from still_export.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -167,11 +168,10 @@ def export(
             options, output, force=force, command=command, progress=progress, onnxruntime_include=onnxruntime_include
         )
     size = sum(entry["size_bytes"] for entry in package.manifest["files"].values())
-    shown = shlex.quote(str(output))
     out.result(
         {"package": str(output), "size_bytes": size, "config": asdict(options)},
         f"{output}: {len(package.manifest['files'])} files, {size / 2**20:.0f} MiB",
-        f'next: still-export run {shown} --prompt "..."   or   still-export verify {shown}',
+        next_commands(output, to),
     )
 
 
@@ -232,11 +232,10 @@ def _export_trt(
         )
     if not engines:
         out.log(f"no engine yet: {reason}")
-    shown = shlex.quote(str(output))
     out.result(
         {"package": str(output), "engines": [str(e) for e in engines], "trt": asked},
         f"{output}: {', '.join(e.name for e in engines) or 'no engine yet'}",
-        f"next: still-export build {shown}" if not engines else f'next: still-export run {shown} --prompt "..."',
+        next_commands(output, to) if engines else f"next: still-export build {shlex.quote(str(output))}",
     )
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from still_export.cli.output import Output
+from still_export.cli.runtimes import runtime_of
 from still_export.errors import ConfigError, PackageError
 
 EXAMPLES = """
@@ -56,10 +57,7 @@ def run(
         raise typer.BadParameter("give exactly one of --prompt, --prompt-file, --prompt-ids, --chat")
     if provider not in ("cpu", "cuda"):
         raise ConfigError(f"--provider {provider} is unknown; known: cpu, cuda.")
-    target = open_package(package).manifest.get("target", "onnx")
-    runtime = runtime or ("ort" if target == "onnx" else target)
-    if runtime not in ("ort", "trt") or (runtime == "ort") != (target == "onnx"):
-        raise ConfigError(f"a package for {target} does not run with --runtime {runtime}; ort runs onnx, trt runs trt.")
+    runtime = runtime_of(open_package(package).manifest.get("target", "onnx"), runtime)
     out = Output(as_json, quiet)
     try:
         sampling = ort.Sampling(temperature, top_k, top_p, seed)

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from still_export.cli.output import Output
+from still_export.cli.runtimes import runtime_of
 from still_export.errors import ConfigError, PackageError
 
 if TYPE_CHECKING:
@@ -74,11 +75,7 @@ def verify(
         raise ConfigError(f"--lengths {lengths}: give numbers separated by commas.") from None
     opened, out = open_package(package), Output(as_json, quiet)
     kind = opened.manifest.get("target", "onnx")
-    runtime = runtime or ("ort" if kind == "onnx" else kind)
-    if runtime not in ("ort", "trt") or (runtime == "ort") != (kind == "onnx"):
-        raise ConfigError(
-            f"a package for {kind} is not verified with --runtime {runtime}; ort runs onnx, trt runs trt."
-        )
+    runtime = runtime_of(kind, runtime)
     check_dtype(opened)
     _check_lengths(wanted or (), opened)
     if runtime == "trt" and record is None and not opened.manifest["engines"]:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from still_export.cli.main import main
+from still_export.cli.runtimes import next_commands, runtime_of
+from still_export.errors import ConfigError
 from still_export.onnx_package import ExportOptions
 from still_export.package import Package
 from still_export.plugins import PluginBuildError
@@ -39,6 +41,16 @@ def test_runtimes_and_packages_must_fit(tmp_path: Path, capsys: pytest.CaptureFi
     package = onnx_package(tmp_path / "onnx").path
     assert run("run", package, "--runtime", "trt", "--prompt", "a") == 2
     assert "a package for onnx does not run with --runtime trt" in capsys.readouterr().err
+
+
+def test_tensorrt_rtx_packages_are_built_only() -> None:
+    """No verb is recommended, or half tried, that does not take them."""
+    assert "still-export" not in next_commands(Path("p"), "trt-rtx")
+    assert "still-export run 'my p'" in next_commands(Path("my p"), "trt")
+    assert runtime_of("onnx", None) == "ort" and runtime_of("trt", "trt") == "trt"
+    for target, asked in (("trt-rtx", None), ("trt-rtx", "trt"), ("trt", "ort")):
+        with pytest.raises(ConfigError, match=f"a package for {target}"):
+            runtime_of(target, asked)
 
 
 def test_one_dtype_at_a_time(tmp_path: Path) -> None:
