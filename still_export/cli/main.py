@@ -48,6 +48,13 @@ def _register() -> None:
         module.register(app)
 
 
+EXTRAS = {
+    "onnx": ("onnx", "onnx_ir", "onnxscript", "onnxruntime", "polygraphy", "matplotlib"),
+    "gpu": ("triton",),
+}
+"""Extras of this package by the modules that verbs import where they need them."""
+
+
 class _Interrupted(BaseException):
     """Ctrl-C or SIGTERM; not KeyboardInterrupt, which typer would turn into exit code 130."""
 
@@ -74,6 +81,13 @@ def main(arguments: list[str] | None = None) -> None:
         app(given, standalone_mode=True)
     except StillExportError as error:
         _complain(type(error).__name__, str(error))
+        sys.exit(2)
+    except ImportError as error:
+        module = (error.name or "").split(".")[0]
+        extra = next((extra for extra, modules in EXTRAS.items() if module in modules), None)
+        if extra is None:
+            raise
+        _complain("MissingPackage", f"this needs the package {module}. Run: pip install 'still-export[{extra}]'")
         sys.exit(2)
     except _Interrupted:
         _complain("Interrupted", "nothing half-written was left behind.")

@@ -187,8 +187,9 @@ def read_tokenizer(path: Path) -> Any:
     from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer
 
+    rule = _value(open_gguf(path), "tokenizer.ggml.pre", "")  # first: it says what transformers would not
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    if _value(open_gguf(path), "tokenizer.ggml.pre", "") == "smollm":
+    if rule == "smollm":
         # Every digit is a token of its own, and a space before it stands alone.
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [

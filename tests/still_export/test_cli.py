@@ -235,6 +235,36 @@ def test_version_and_help(capsys: Capture) -> None:
         assert "Example" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "missing, arguments, extra",
+    [
+        ("onnxruntime", ("run", "{package}", "--prompt-ids", "5"), "onnx"),
+        ("polygraphy", ("verify", "{package}"), "onnx"),
+        ("matplotlib", ("bench", "{package}", "--lengths", "8", "--steps", "1", "-q", "-o", "{out}"), "onnx"),
+        ("onnxscript", ("{model}", "-q", "-o", "{out}"), "onnx"),
+        ("triton", ("{plain}", "--attach-untrained", "--to", "trt", "-q", "-o", "{out}"), "gpu"),
+    ],
+)
+def test_a_missing_package_is_named_with_its_extra(
+    missing: str,
+    arguments: tuple[str, ...],
+    extra: str,
+    model: Path,
+    plain: Path,
+    export_tiny: Exporter,
+    tmp_path: Path,
+    capsys: Capture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch and transformers alone install by themselves; what a verb needs beside them is an extra."""
+    places = {"model": model, "plain": plain, "package": export_tiny().path, "out": tmp_path / "out"}
+    for name in [n for n in sys.modules if n.split(".")[0] == missing]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)
+    assert call(*(a.format(**places) for a in arguments)) == 2
+    assert f"pip install 'still-export[{extra}]'" in capsys.readouterr().err
+
+
 def test_running_needs_no_torch(export_tiny: Exporter) -> None:
     """`still-export run` on an edge box: neither torch nor transformers is imported."""
     program = (
