@@ -73,6 +73,30 @@ def test_every_architecture(arch: str, tmp_path: Path) -> None:
     check_index(build(tmp_path / "out", arch, variants, tmp_path / "cache"), tmp_path / "out")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [86, 90])
+@pytest.mark.parametrize(
+    "properties",
+    [
+        {"feature_rows": 256},
+        {"feature_rows": 256, "chunk_size": 256, "head_dim": 80, "select_scope": "kv_group_max"},
+        {"feature_rows": 256, "chunk_size": 32, "head_dim": 64, "dtype": "float32"},
+        {"feature_rows": 256, "chunk_size": 256, "head_dim": 256, "dtype": "float32", "overflow": "fold_min_score"},
+    ],
+    ids=lambda properties: " ".join(str(value) for value in properties.values()),
+)
+def test_the_largest_projections_fit(
+    arch: int, properties: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shared memory is known before the assembler, which takes minutes for these, has run; too much is an error."""
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(CUDABackend, "make_cubin", lambda *_: b"no code")
+    entry, _ = aot.compile_variant(aot.Variant(**properties), arch)
+    assert set(entry["kernels"]) == set(KERNELS)
+
+
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [

@@ -81,6 +81,7 @@ def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wid
     features = min(rows, 32 if heavy else 64)
     stages = 1 if tight else 2 if heavy or small else 3
     every = 1 if heavy or chunk_size > 64 else 2  # chunks from one stored S to the next
+    many = small and rows > 128  # features do not fit where those of a head of 128 do
     return TileTable(
         score=KernelTile({"BM": min(block, 32) if heavy else block}, 4, 1),
         select=KernelTile({}, 4, 1),
@@ -100,15 +101,15 @@ def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wid
         ),
         linear=KernelTile(
             {
-                "BM": (16 if wide and dim > 128 else min(block, 32)) if heavy else 64,
+                "BM": (16 if wide and (dim > 128 or many) else min(block, 32)) if heavy else 64,
                 "TB": 4,
                 "DK": columns,
                 "DS": 16 if heavy else 32,
                 "EVERY": every,
-                "STAGES": min(stages, 2),
+                "STAGES": 1 if many else min(stages, 2),
             },
             4,
-            min(stages, 2),
+            1 if many else min(stages, 2),
         ),
         attend=KernelTile({"BM": 128, "BN": 64, "REGISTERS": 1, "AHEAD": 1, "STAGES": 4}, 8, 4)
         if arch == 90 and not heavy
@@ -125,7 +126,7 @@ def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wid
                 "SG": 2 if heavy or small else 4,
                 "BL": min(2 * chunk_size, 32 if heavy else 64),
                 "BS": 16,
-                "RB": 16 if heavy else min(chunk_size, 64),
+                "RB": 16 if heavy else min(chunk_size, 32 if many else 64),
                 "DK": columns,
             },
             4,
