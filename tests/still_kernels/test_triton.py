@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -186,6 +187,64 @@ def test_full_size_repeats_and_agrees(tokens: int) -> None:
     expected, _ = chunked_hybrid_attention(*inputs, config, empty, new)
     got = runs[0][0]
     assert ((got.double() - expected.double()).norm() / expected.double().norm()).item() < 1e-2
+
+
+def chained_steps(dependent: bool, layers: int, steps: int, device: str, **changes: object) -> list[torch.Tensor]:
+    """Outputs and last states of steps through layers, each of which takes the output before it: decode launches and no others.
+
+    On a GPU from a graph: launched one by one, each kernel would have ended before the next arrives.
+    """
+    from still_kernels.hybrid_attention import launch
+    from still_kernels.hybrid_attention.tiles import changed
+
+    base = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "capacity_tokens": 512}
+    config = triton_cases.HybridAttentionConfig(**{**base, **changes})
+    heads, dim, dtype = config.num_heads, config.head_dim, torch.bfloat16
+    table = launch.device_table(config, torch.device(device), wide=False)
+    table = changed(table, "decode", {"dependent": dependent, "PDL": int(dependent)})
+    generator = torch.Generator().manual_seed(0)
+    query, key, value, gate, *weights = (
+        torch.randn(shape, generator=generator).to(device, dtype)
+        for shape in [(1, steps, n, dim) for n in (heads, config.num_kv_heads, config.num_kv_heads, heads)]
+        + [(heads, config.projection_dim, dim)] * 2
+    )
+    query, key, value, gate = (x.transpose(0, 1).contiguous() for x in (query, key, value, gate))
+    states = [triton_cases.HybridAttentionState.empty(config, 1, dtype, device) for _ in range(layers)]
+    lengths = [(state.length, torch.zeros_like(state.length)) for state in states]
+    one, outputs = torch.ones(1, dtype=torch.int64, device=device), [torch.empty_like(query) for _ in range(layers)]
+
+    def run() -> None:
+        for t in range(steps):
+            x = query[t : t + 1]
+            for layer, output in enumerate(outputs):
+                past, present = lengths[layer][t % 2], lengths[layer][1 - t % 2]
+                state = dataclasses.replace(states[layer], length=past)
+                given = (x, key[t : t + 1], value[t : t + 1], gate[t : t + 1], *weights)
+                x = output[t : t + 1]
+                launch.launch_hybrid_attention(*given, config, state, x, 1, 1, one, table=table, present_length=present)
+
+    run()
+    tensors = [tensor for state in states for tensor in state.tensors().values()]
+    if device == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        for tensor in tensors:
+            tensor.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+    return outputs + tensors
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scope", ["q_head", "kv_group_max"])
+def test_dependent_launches_change_nothing(scope: str) -> None:
+    """Each launch reads what the one before wrote, and reuses its workspace and counters: too early would be seen."""
+    plain = chained_steps(False, 8, 300, "cuda", select_scope=scope)
+    assert plain[7].isfinite().all()
+    for _ in range(3):
+        early = chained_steps(True, 8, 300, "cuda", select_scope=scope)
+        assert all(torch.equal(a, b) for a, b in zip(plain, early, strict=True))
 
 
 @pytest.mark.gpu

@@ -6,9 +6,11 @@ The interpreter must be chosen before Triton is imported, so the tests start thi
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -181,6 +183,19 @@ class Guarded:
         self.blocks.clear()
 
 
+@contextlib.contextmanager
+def guarded_workspaces() -> Iterator[Guarded]:
+    """Workspaces of launches within margins; not of those that follow, in tests of the same process."""
+    from still_kernels.hybrid_attention import launch
+
+    guarded, before = Guarded(), launch.allocate
+    launch.allocate = guarded.empty
+    try:
+        yield guarded
+    finally:
+        launch.allocate = before
+
+
 def run_case(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> dict[str, float]:
     """Greatest difference of each result, relative above 1, from the chunked form, over all calls of a case; NaN where one is NaN.
 
@@ -190,10 +205,13 @@ def run_case(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32)
     Outputs and workspaces start as garbage, and a write outside of them or of a state is an error. Every call works on a
     copy of the state, as a host with separate past and present buffers has it.
     """
+    with guarded_workspaces() as guarded:
+        return _errors_of(guarded, name, device, dtype)
+
+
+def _errors_of(guarded: Guarded, name: str, device: str, dtype: torch.dtype) -> dict[str, float]:
     from still_kernels.hybrid_attention import launch
 
-    guarded = Guarded()
-    launch.allocate = guarded.empty
     case = CASES[name]
     config = case.config()
     table = case.table() if device == "cpu" else None
@@ -244,10 +262,13 @@ def run_case(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32)
 
 def run_garbage() -> None:
     """Launches with lengths and counts that make no sense; fails if one writes outside its buffers or does not end."""
+    with guarded_workspaces() as guarded:
+        _run_garbage(guarded)
+
+
+def _run_garbage(guarded: Guarded) -> None:
     from still_kernels.hybrid_attention import launch
 
-    guarded = Guarded()
-    launch.allocate = guarded.empty
     for overflow in ("error", "fold_min_score", "fold_oldest"):
         case = Case({"overflow": overflow, "capacity_tokens": 160})
         config = case.config()
