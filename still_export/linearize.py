@@ -121,6 +121,10 @@ class LinearizationRun:
         self.start = adapter.Start(recipe) if recipe.start else None
         if self.start and recipe.window_factors is None:
             self.still = replace(self.still, window_factors=self.start.still.window_factors)
+        if recipe.window_factor_scale != 1:
+            rows = self.still.window_factors or ((1.0,) * self.heads,) * self.layers
+            scaled = tuple(tuple(factor * recipe.window_factor_scale for factor in row) for row in rows)
+            self.still = replace(self.still, window_factors=scaled)
         model = self.load_base()
         self.base_weights = weights_digest(model)
         log("tokenizing the texts")

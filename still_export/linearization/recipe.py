@@ -44,6 +44,9 @@ class Recipe:
     window_factors: tuple[float, ...] | None = option(
         None, "Weight of the softmax terms against the linear ones, one for all layers or one each."
     )
+    window_factor_scale: float = option(
+        1.0, "Multiplies the weights that the run starts with; an adapter's grow with the length it will read."
+    )
     learn_window_factors: bool = option(False, "Both stages train them, one per query head, at stage 1's rate.")
     low_rank_gates: bool = option(
         False, "Stage 1 trains the gates' biases only, stage 2 weights of LoRA's rank: a small adapter."
@@ -103,6 +106,8 @@ class Recipe:
         for name in ("retrieval", "warmup", "held_out"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} is outside 0..1.")
+        if self.window_factor_scale <= 0:
+            raise ConfigError(f"window_factor_scale={self.window_factor_scale}; it must be positive.")
         if self.micro_batch_size is not None and not 1 <= self.micro_batch_size <= self.batch_size:
             raise ConfigError(f"micro_batch_size={self.micro_batch_size} is outside 1..batch_size={self.batch_size}.")
 

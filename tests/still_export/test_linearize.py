@@ -174,17 +174,20 @@ def test_adapter_is_a_start(base: Path, text: Path, tmp_path: Path) -> None:
     first = linearize(small_recipe(base, text, **common, window_factors=(2.0,), transfer_rate=0.1), tmp_path / "first")
     recipe = small_recipe(base, text, **common, start=str(tmp_path / "first" / "adapter"), transfer_steps=0)
     still = replace(recipe, transfer_rate=1e-12, finetune_rate=1e-12, finetune_steps=1)
+    scaled = linearize(replace(still, finetune_steps=0, window_factor_scale=3.0), tmp_path / "scaled")
+    assert scaled.bits_per_byte["after LoRA"] != pytest.approx(first.bits_per_byte["after LoRA"], rel=1e-4)
     same = linearize(still, tmp_path / "same")
     assert same.bits_per_byte["after LoRA"] == pytest.approx(first.bits_per_byte["after LoRA"], rel=1e-3)
     assert same.bits_per_byte["after attention transfer"] == pytest.approx(
         first.bits_per_byte["after attention transfer"], rel=1e-3
     )
     linearize(recipe, tmp_path / "second")
-    folders = ("first", "same", "second")
-    before, kept, moved = (
+    folders = ("first", "same", "scaled", "second")
+    before, kept, tripled, moved = (
         torch.tensor(load_model(tmp_path / name).config.still_config["window_factors"]) for name in folders
     )
     torch.testing.assert_close(kept, before, rtol=1e-5, atol=0)
+    torch.testing.assert_close(tripled, 3 * before, rtol=1e-5, atol=0)
     assert (moved / before - 1).abs().min() > 1e-4
     for change in ({"lora_rank": 4}, {"feature_map": "softmax"}):
         with pytest.raises(ConfigError, match="must be equal"):
