@@ -48,6 +48,9 @@ def _register() -> None:
         module.register(app)
 
 
+ROOT_OPTIONS = ("-h", "--help", "--version", "--install-completion", "--show-completion")
+"""What stands in the place of a verb; anything else is the model of an export."""
+
 EXTRAS = {
     "onnx": ("onnx", "onnx_ir", "onnxscript", "onnxruntime", "polygraphy", "matplotlib"),
     "gpu": ("triton",),
@@ -68,7 +71,7 @@ def main(arguments: list[str] | None = None) -> None:
     _register()
     given = list(sys.argv[1:] if arguments is None else arguments)
     verbs = {command.name or "" for command in app.registered_commands}
-    if given and given[0] not in verbs and given[0] not in ("-h", "--help", "--version"):
+    if given and given[0] not in verbs and given[0] not in ROOT_OPTIONS:
         near = difflib.get_close_matches(given[0], verbs, 1)
         if near and not given[0].startswith("-") and not Path(given[0]).exists():
             _complain("ConfigError", f"{given[0]} is neither a verb nor a model here. Did you mean {near[0]!r}?")

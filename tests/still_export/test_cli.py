@@ -230,6 +230,8 @@ def test_full_disk(
 def test_version_and_help(capsys: Capture) -> None:
     assert call("--version") == 0
     assert capsys.readouterr().out.startswith("still-export ")
+    assert call("--show-completion", "bash") == 0
+    assert "completion" in capsys.readouterr().out
     for verb in ("export", "run", "verify", "inspect", "bench"):
         assert call(verb, "--help") == 0
         assert "Example" in capsys.readouterr().out
