@@ -28,10 +28,14 @@ def unpickle(source: Path, target: Path) -> int:
     """
     try:
         values: Any = torch.load(source, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+    except pickle.UnpicklingError:  # its own text advises to let the file run code
+        raise CheckpointError(
+            f"{source} is no file of plain tensors: it is damaged, or wants to run code, which is refused."
+        ) from None
+    except (RuntimeError, EOFError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
-            f"{source} cannot be read as plain tensors: {reason}. It is damaged, or wants to run code, which is refused."
+            f"{source} cannot be read as plain tensors: {reason}. Fetch it again."
         ) from error
     for name in CONTAINERS:
         if isinstance(values, dict) and isinstance(values.get(name), dict):

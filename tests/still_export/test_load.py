@@ -186,7 +186,9 @@ def test_lolcats_overlays(tmp_path: Path) -> None:
         assert torch.equal(load_model(tmp_path / "saved")(ids).logits, model(ids).logits)
 
 
-def test_published_pickles_are_converted_without_running_them(tmp_path: Path) -> None:
+def test_published_pickles_are_converted_without_running_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     maps = {"model.layers.0.self_attn.window_factors": torch.arange(12.0)[::2]}
     torch.save({"model_state_dict": maps, "step": 3}, tmp_path / "model.pt")
     save_plain(tmp_path / "base")
@@ -203,6 +205,8 @@ def test_published_pickles_are_converted_without_running_them(tmp_path: Path) ->
     torch.save(Bomb(), tmp_path / "bomb.pt")
     assert unpickle.main([str(tmp_path / "bomb.pt"), str(tmp_path / "out.safetensors")]) == 2
     assert not (tmp_path / "ran").exists() and not (tmp_path / "out.safetensors").exists()
+    said = capsys.readouterr().err
+    assert "refused" in said and "weights_only" not in said, "torch's own text advises to run it"
 
 
 def test_lora_of_another_model(tmp_path: Path) -> None:
