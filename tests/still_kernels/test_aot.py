@@ -65,11 +65,16 @@ def test_archive_repeats_byte_for_byte(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", aot.ARCHS)
 def test_every_architecture(arch: str, tmp_path: Path) -> None:
-    variants = [
-        {},
-        {"dtype": "float16", "overflow": "fold_min_score", "gate": 0, "window_factor": 1},
-        {"dtype": "float32", "saliency": "released_prefill"},
-    ]
+    variants: list[dict] = [{}]
+    if arch in (
+        "sm_87",
+        "sm_90",
+        "sm_120",
+    ):  # an edge device, a server, the least shared memory; the others take as long
+        variants += [
+            {"dtype": "float16", "overflow": "fold_min_score", "gate": 0, "window_factor": 1},
+            {"dtype": "float32", "saliency": "released_prefill"},
+        ]
     check_index(build(tmp_path / "out", arch, variants, tmp_path / "cache"), tmp_path / "out")
 
 
