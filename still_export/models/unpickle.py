@@ -34,9 +34,7 @@ def unpickle(source: Path, target: Path) -> int:
         ) from None
     except (RuntimeError, EOFError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(
-            f"{source} cannot be read as plain tensors: {reason}. Fetch it again."
-        ) from error
+        raise CheckpointError(f"{source} cannot be read as plain tensors: {reason}. Fetch it again.") from error
     for name in CONTAINERS:
         if isinstance(values, dict) and isinstance(values.get(name), dict):
             values = values[name]
