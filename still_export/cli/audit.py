@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from still_export.cli.output import Output
+from still_export.cli.output import Output, report_folder
 from still_export.errors import ConfigError
 
 EXAMPLES = """
@@ -46,6 +46,7 @@ def audit(
 
     out = Output(as_json, quiet)
     loaded = load_model(model, dtype="float32")
+    folder = report_folder(output or Path(model) / "audit")
     words = load_tokenizer(tokenizer or model)
     content = read_text(text) if text else DEFAULT_HAYSTACK
     ids = tokenize(content[: 16 * tokens], words, int(loaded.config.vocab_size))[:tokens]
@@ -55,7 +56,6 @@ def audit(
     with out.steps() as step:
         step("auditing")
         result = run(loaded, words, torch.from_numpy(ids).long())
-    folder = output or Path(model) / "audit"
     write_audit(result, folder, shlex.join(["still-export", *sys.argv[1:]]))
     mass = [f"linear mass, {k}: relative error {v:.1e}" for k, v in (result.linear_mass or {}).items()]
     salient = ", ".join(f"{token!r} {share:.1%}" for token, share, _ in result.frequent_tokens[:6])

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from still_export.cli.output import Output
+from still_export.cli.output import Output, report_folder
 from still_export.cli.runtimes import runtime_of
 from still_export.errors import ConfigError
 
@@ -65,11 +65,10 @@ def bench(
             peer = [Measurement(**row) for row in json.loads(beside.read_text(encoding="utf-8"))]
         except (OSError, ValueError, TypeError) as error:
             raise ConfigError(f"{beside} holds no measurements: {error}.") from error
+    folder = report_folder(output or package / "bench")
     out = Output(as_json, quiet)
     with out.bar("measuring", len(wanted)) as progress:
         rows = measure(package, wanted, steps, threads, batch, progress)
-    folder = output or package / "bench"
-    folder.mkdir(parents=True, exist_ok=True)
     content = {
         "package": str(package),
         "threads": threads,

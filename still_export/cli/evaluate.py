@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from still_export.cli.output import Output
+from still_export.cli.output import Output, report_folder
 from still_export.errors import ConfigError
 
 EXAMPLES = """
@@ -68,7 +68,7 @@ def evaluate(
     models = load_any(model, teacher, dtype)
     if teacher is not None and "still" not in models:
         raise ConfigError(f"{model} is a softmax model; --teacher is for STILL models.")
-    folder = output or Path(model) / "evaluation"
+    folder = report_folder(output or Path(model) / "evaluation")
     out = Output(as_json, quiet)
     with out.bar("evaluating", measurements(list(models), options)) as advance:
         result = evaluate(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -20,8 +22,26 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from still_export.errors import ConfigError
+
 LONG_PROMPT = 1024
 """Tokens from which reading a prompt shows a bar."""
+
+
+def report_folder(folder: Path) -> Path:
+    """`folder`, made where missing, before the work whose results go there.
+
+    Raises:
+        ConfigError: It cannot be made or written, as in a package on a read-only disk.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        reason = None if os.access(folder, os.W_OK) else "no permission, or a read-only disk"
+    except OSError as error:
+        reason = error.strerror
+    if reason is not None:
+        raise ConfigError(f"cannot write results into {folder}: {reason}. Choose another folder with -o.")
+    return folder
 
 
 class Output:

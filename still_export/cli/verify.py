@@ -12,9 +12,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from still_export.cli.output import Output
+from still_export.cli.output import Output, report_folder
 from still_export.cli.runtimes import runtime_of
-from still_export.errors import ConfigError, PackageError
+from still_export.errors import ConfigError, ModelNotFoundError, PackageError
 
 if TYPE_CHECKING:
     from still_export.cases import CaseSource
@@ -80,6 +80,7 @@ def verify(
     _check_lengths(wanted or (), opened)
     if runtime == "trt" and record is None and not opened.manifest["engines"]:
         raise PackageError(f"{package} has no engine yet. Build it on this machine: still-export build {package}")
+    folder = report_folder((output or package / "verify") if record is None else record.parent)
     steps = DECODE_STEPS[kind] if decode_steps is None else decode_steps
     cases = _torch_cases(opened, model, wanted, steps, seed) if calls is None else RecordedCases(calls, opened)
     if record is not None:
@@ -92,7 +93,6 @@ def verify(
         )
         return
     target = OrtTarget(opened) if runtime == "ort" else TrtTarget(opened, plugin)
-    folder = output or package / "verify"
     try:
         with out.bar("verifying", cases.count) as progress:
             report = Verifier(opened, cases, target, steps).run(folder, progress)
@@ -128,8 +128,13 @@ def _torch_cases(
     if model:
         options = replace(options, model=model)
     dtype = package.manifest["model"]["dtype"]
-    half = None if dtype == "float32" else load_source(replace(options, dtype=dtype))
-    source = load_source(replace(options, dtype="float32"))
+    try:
+        half = None if dtype == "float32" else load_source(replace(options, dtype=dtype))
+        source = load_source(replace(options, dtype="float32"))
+    except ModelNotFoundError as error:
+        raise ModelNotFoundError(
+            f"{error} The package was exported from it; if the model lies elsewhere now, name it with --model."
+        ) from error
     return TorchCases(package.manifest, source, half, lengths or LENGTHS, steps, seed)
 
 

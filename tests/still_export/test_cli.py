@@ -227,6 +227,27 @@ def test_full_disk(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("verb", ["verify", "bench", "audit", "evaluate"])
+def test_results_that_cannot_be_written_are_refused_before_the_work(
+    verb: str, model: Path, export_tiny: Exporter, tmp_path: Path, capsys: Capture
+) -> None:
+    """A package may lie on a read-only disk; here a file is in the way."""
+    (tmp_path / "file").touch()
+    place = export_tiny().path if verb in ("verify", "bench") else model
+    assert call(verb, place, "-o", tmp_path / "file" / "results") == 2
+    assert "Choose another folder with -o" in capsys.readouterr().err
+
+
+def test_verify_of_a_package_whose_model_moved(export_tiny: Exporter, tmp_path: Path, capsys: Capture) -> None:
+    package = tmp_path / "package"
+    shutil.copytree(export_tiny().path, package)
+    manifest = json.loads((package / "manifest.json").read_text())
+    manifest["config"]["model"] = str(tmp_path / "gone")
+    (package / "manifest.json").write_text(json.dumps(manifest))
+    assert call("verify", package) == 2
+    assert "--model" in capsys.readouterr().err
+
+
 def test_version_and_help(capsys: Capture) -> None:
     assert call("--version") == 0
     assert capsys.readouterr().out.startswith("still-export ")
