@@ -285,6 +285,30 @@ def _run_garbage(guarded: Guarded) -> None:
             guarded.check()
 
 
+def run_unused(name: str, dtype: torch.dtype) -> None:
+    """A case twice, slots without a token holding zeros and then NaN; fails where that makes a difference."""
+    from still_kernels.hybrid_attention import launch
+
+    case = CASES[name]
+    config, table = case.config(), case.table()
+    generator = torch.Generator().manual_seed(0)
+    shape = (config.num_heads, config.projection_dim, config.head_dim)
+    weights = [(torch.randn(shape, generator=generator) * config.head_dim**-0.5).to(dtype) for _ in "qk"]
+    zeros, unknown = (HybridAttentionState.empty(config, 2, dtype) for _ in range(2))
+    for tensor_name, tensor in unknown.tensors().items():
+        if tensor_name.startswith(("window", "salient")):
+            tensor.fill_(float("nan"))
+    for tokens, counts in case.calls:
+        inputs = [None if x is None else x.to(dtype) for x in case_inputs(case, 2, tokens, generator)]
+        new, outputs = torch.tensor(counts), []
+        for state in (zeros, unknown):
+            outputs.append(torch.full_like(inputs[0], float("nan")))
+            given = (*inputs, *weights, config, state, outputs[-1], 2, tokens, new)
+            launch.launch_hybrid_attention(*given, table=table)
+            state.length.add_(new)
+        assert torch.equal(*outputs) and torch.equal(zeros.kv_state, unknown.kv_state), f"{name}, {tokens} tokens"
+
+
 def _launch_packed(
     launch: Any,
     guarded: Guarded,
@@ -317,12 +341,15 @@ def _launch_packed(
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["garbage"]:
-        run_garbage()
-    else:
-        dtype, *names = sys.argv[1:]
-        if dtype != "float32":
-            import interpreter16
+    dtype, *names = sys.argv[1:]
+    if dtype in ("float16", "bfloat16", "unused"):
+        import interpreter16
 
-            interpreter16.install()
+        interpreter16.install()
+    if dtype == "garbage":
+        run_garbage()
+    elif dtype == "unused":
+        for case_name in names:
+            run_unused(case_name, torch.bfloat16)
+    else:
         print(json.dumps({name: run_case(name, "cpu", getattr(torch, dtype)) for name in names or CASES}))
