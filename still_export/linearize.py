@@ -164,7 +164,7 @@ class LinearizationRun:
         """Make the output folder, or check that it holds this run.
 
         Raises:
-            ConfigError: It exists and neither resume nor force was given.
+            ConfigError: It exists and neither resume nor force was given, or holds something else than a run.
             TrainingError: It belongs to another run.
         """
         path = self.work / RUN_FILE
@@ -184,12 +184,7 @@ class LinearizationRun:
                     "Nothing was changed. Resume with the recipe that started it, or choose another folder."
                 )
         elif self.accelerator.is_main_process:
-            if self.output.exists() and any(self.output.iterdir()):
-                if not force:
-                    raise ConfigError(
-                        f"{self.output} exists. Pass --resume to continue its run, or --force to replace it."
-                    )
-                shutil.rmtree(self.output)
+            clear_folder(self.output, force, "Pass --resume to continue its run, or --force to replace it.")
             self.work.mkdir(parents=True)
             path.write_text(json.dumps(mine, indent=1) + "\n", encoding="utf-8")
         self.accelerator.wait_for_everyone()
@@ -321,16 +316,37 @@ def apply(base: str, adapter_folder: Path, output: Path, *, tokenizer: str | Non
     """Write the STILL model that `adapter_folder` makes of `base`; returns it.
 
     Raises:
-        ConfigError: `output` exists and `force` is not given.
+        ConfigError: `output` exists and `force` is not given, or it holds something else than a model that was linearized.
         CheckpointError: The folder is no adapter, or of another base.
     """
-    if output.exists() and any(output.iterdir()):
-        if not force:
-            raise ConfigError(f"{output} exists. Pass --force to replace it.")
-        shutil.rmtree(output)
-    model = adapter.apply_adapter(base, adapter_folder)
-    save_model(model, load_tokenizer(tokenizer or base), output)
+    model, words = adapter.apply_adapter(base, adapter_folder), load_tokenizer(tokenizer or base)
+    clear_folder(output, force, "Pass --force to replace it.")
+    save_model(model, words, output)
     return model
+
+
+def clear_folder(folder: Path, force: bool, hint: str) -> None:
+    """Delete what an earlier linearization left in `folder`.
+
+    Raises:
+        ConfigError: It holds something and `force` is not given, or something that no linearization made: the base, or a home.
+    """
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not force:
+        raise ConfigError(f"{folder} exists. {hint}")
+    if not ((folder / WORK / RUN_FILE).is_file() or is_still_folder(folder)):
+        raise ConfigError(f"{folder} holds no linearized model, so --force does not delete it. Choose another folder.")
+    shutil.rmtree(folder)
+
+
+def is_still_folder(folder: Path) -> bool:
+    """Whether the folder holds a STILL model."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return "still_config" in config
+    except (OSError, ValueError, TypeError):
+        return False
 
 
 def weights_digest(model: nn.Module) -> str:

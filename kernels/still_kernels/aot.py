@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
@@ -240,8 +240,14 @@ def source_hash() -> str:
     return digest.hexdigest()
 
 
-def write_archive(output: Path, archs: Sequence[int], variants: Iterable[Variant], jobs: int = 1) -> dict[str, Any]:
-    """Compile `variants` for `archs` into the folder `output`, in `jobs` processes; returns the index."""
+def write_archive(
+    output: Path,
+    archs: Sequence[int],
+    variants: Iterable[Variant],
+    jobs: int = 1,
+    log: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Compile `variants` for `archs` into the folder `output`, in `jobs` processes; returns the index. `log` hears of each."""
     import triton
 
     output.mkdir(parents=True, exist_ok=True)
@@ -257,7 +263,7 @@ def write_archive(output: Path, archs: Sequence[int], variants: Iterable[Variant
             entries.append(entry)
             for file, data in cubins.items():
                 (output / file).write_bytes(data)
-            print(f"sm_{arch} {variant}", file=sys.stderr)
+            log(f"sm_{arch} {variant}")
     index = {
         "format": FORMAT,
         "version": FORMAT_VERSION,
@@ -287,7 +293,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             variants = [Variant(**fields) for fields in json.loads(options.variants.read_text())]
         if options.output.exists() and any(options.output.iterdir()) and not options.force:
             raise ConfigError(f"{options.output} is not empty; --force writes into it.")
-        write_archive(options.output, archs, variants, options.jobs)
+        write_archive(options.output, archs, variants, options.jobs, lambda line: print(line, file=sys.stderr))
     except (ConfigError, TypeError, json.JSONDecodeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -101,6 +101,10 @@ def linearize(
     if output is None:
         raise typer.BadParameter("give the model folder to write: -o DIR", param_hint="-o")
     out = Output(as_json, quiet)
+    if quiet:
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
     if adapter is not None:
         if base is None:
             raise typer.BadParameter("give the base model of the adapter", param_hint="BASE")

@@ -108,6 +108,11 @@ class Recipe:
                 raise ConfigError(f"{name}={getattr(self, name)} is outside 0..1.")
         if self.window_factor_scale <= 0:
             raise ConfigError(f"window_factor_scale={self.window_factor_scale}; it must be positive.")
+        if self.transfer_steps and self.sequence_length <= 2 * self.chunk_size:
+            raise ConfigError(
+                f"sequence_length={self.sequence_length}: rows of at most two chunks ({2 * self.chunk_size} tokens) are softmax "
+                "throughout, so stage 1 has nothing to train. Use longer rows or a smaller --chunk-size."
+            )
         if self.micro_batch_size is not None and not 1 <= self.micro_batch_size <= self.batch_size:
             raise ConfigError(f"micro_batch_size={self.micro_batch_size} is outside 1..batch_size={self.batch_size}.")
 

@@ -443,6 +443,28 @@ def test_folder_of_another_run_is_left_alone(
     assert {p: p.stat().st_mtime_ns for p in output.rglob("*")} == before
 
 
+def test_force_deletes_linearized_models_only(base: Path, text: Path, finished: Any, tmp_path: Path) -> None:
+    adapter = finished[0] / "adapter"
+    for call in (
+        lambda: linearize(small_recipe(base, text), base, force=True),
+        lambda: module.apply(str(base), adapter, base, force=True),
+    ):
+        with pytest.raises(ConfigError, match="holds no linearized model"):
+            call()
+    assert load_model(base, attach_untrained=True) is not None
+    module.apply(str(base), adapter, tmp_path / "model")
+    with pytest.raises(CheckpointError):
+        module.apply(str(base), tmp_path, tmp_path / "model", force=True)
+    assert load_model(tmp_path / "model") is not None  # a call that fails deletes nothing
+    module.apply(str(base), adapter, tmp_path / "model", force=True)
+
+
+def test_rows_without_linear_tokens_are_refused(base: Path, text: Path) -> None:
+    with pytest.raises(ConfigError, match="at most two chunks"):
+        small_recipe(base, text, sequence_length=16)
+    assert small_recipe(base, text, sequence_length=16, transfer_steps=0).sequence_length == 16
+
+
 def test_foreign_adapters_are_refused(finished: tuple[Path, module.Linearization], tmp_path: Path) -> None:
     adapter = finished[0] / "adapter"
     other = make_base(tmp_path / "other", hidden_size=36)

@@ -100,8 +100,8 @@ def test_mixed_model_end_to_end(base: Path, text: Path, tmp_path: Path, capsys: 
     config, model, package = tmp_path / "recipe.yaml", tmp_path / "model", tmp_path / "package"
     config.write_text(yaml.safe_dump(recipe.to_dict()), encoding="utf-8")
     for folder in (model, tmp_path / "model.layers"):  # of an earlier run
-        folder.mkdir()
-        (folder / "old").touch()
+        (folder / "training").mkdir(parents=True)
+        (folder / "training" / "run.json").touch()
     for arguments in (
         ["linearize", "--config", config, "--softmax-layers", 1, "-o", model, "--force"],
         [model, "--to", "onnx", "-o", package],
