@@ -15,11 +15,14 @@ from torch import Tensor, nn
 
 from still_export.config import FULL, HYBRID
 from still_export.errors import ConfigError, TrainingError
+from still_export.linearization.lookup import lookup_scores
 from still_export.linearization.modes import make_trainable
 from still_export.linearization.objectives import FinetuneObjective
 from still_export.linearization.recipe import Recipe
+from still_export.linearization.tasks import TaskWriter
 from still_export.linearize import LinearizationRun, make_accelerator, set_seed
 
+KL, RETRIEVAL = CRITERIA = ("kl", "retrieval")
 NONE = -1
 """The candidate that restores no layer: what scores are measured from."""
 
@@ -28,7 +31,8 @@ NONE = -1
 class LayerChoice:
     """The result of `select_layers`.
 
-    layers: Chosen indices, best first. scores: KL reduction in nats per token by layer, after the last round.
+    layers: Chosen indices, best first.
+    scores: By layer, KL reduction in nats per token after the last round, or attention to facts summed over heads.
     rounds: Rounds that ran. layer_types: For StillConfig.
     """
 
@@ -43,6 +47,7 @@ def select_layers(
     count: int,
     output: Path,
     *,
+    by: str = KL,
     steps: int = 25,
     rounds: int = 4,
     resume: bool = False,
@@ -51,14 +56,18 @@ def select_layers(
 ) -> LayerChoice:
     """Score every layer and choose `count`; writes layers.json into `output`.
 
-    One stage 1 serves all candidates, because it trains each layer behind the teacher's own outputs. Then every candidate, the student
-    with one layer restored, gets LoRA against the teacher for `steps` steps a round, until the best `count` stay the same for two
-    rounds. Candidates are shared out over the processes that torchrun started; finished ones are not repeated by a resumed run.
+    By "retrieval": how much attention a layer's heads together send from answers to the facts that hold them; nothing is trained.
+    By "kl": how much closer to its teacher the student gets with the layer restored. One stage 1 serves all candidates, because it
+    trains each layer behind the teacher's own outputs. Then every candidate gets LoRA against the teacher for `steps` steps a round,
+    until the best `count` stay the same for two rounds. Candidates are shared out over the processes that torchrun started; finished
+    ones are not repeated by a resumed run.
 
     Raises:
-        ConfigError: More layers than the model has.
+        ConfigError: More layers than the model has, or an unknown `by`.
         TrainingError: The folder holds another run.
     """
+    if by not in CRITERIA:
+        raise ConfigError(f"by={by!r} is unknown; known: {', '.join(CRITERIA)}.")
     recipe = replace(recipe, layer_types=None, loss="kl", device=recipe.device)
     accelerator = make_accelerator(recipe)
     run = LinearizationRun(recipe, output, accelerator, lambda *_: None, log)
@@ -67,7 +76,30 @@ def select_layers(
     if not 0 < count <= layers:
         raise ConfigError(f"{count} softmax layers of a model with {layers}.")
     run.open_folder(resume, force)
-    if recipe.transfer_steps and not (run.work / "transfer.safetensors").is_file():
+    if by == RETRIEVAL:
+        log("looking for heads that look facts up")
+        attentions = make_trainable(model.to(accelerator.device))
+        writer = TaskWriter(run.tokenizer, run.corpus.train)
+        found = lookup_scores(model, attentions, writer, recipe.sequence_length, recipe.seed).sum(1)
+        scores = [dict(enumerate(found.tolist()))]
+    else:
+        scores = _kl_scores(run, model, count, steps, rounds, log)
+    chosen = best(scores[-1], count)
+    types = tuple(FULL if layer in chosen else HYBRID for layer in range(layers))
+    choice = LayerChoice(chosen, scores[-1], len(scores), types)
+    if accelerator.is_main_process:
+        content = {**asdict(choice), "scores_by_round": scores, "recipe": recipe.to_dict()}
+        (output / "layers.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    accelerator.wait_for_everyone()
+    return choice
+
+
+def _kl_scores(
+    run: LinearizationRun, model: Any, count: int, steps: int, rounds: int, log: Callable[[str], None]
+) -> list[dict[int, float]]:
+    """KL reductions of every layer, a dictionary for each round."""
+    accelerator, layers = run.accelerator, run.layers
+    if run.recipe.transfer_steps and not (run.work / "transfer.safetensors").is_file():
         run.transfer()
     candidates = _Candidates(run, model, steps)
     scores: list[dict[int, float]] = []
@@ -83,14 +115,7 @@ def select_layers(
         scores.append({layer: found[NONE] - value for layer, value in found.items() if layer != NONE})
         if number and set(best(scores[-1], count)) == set(best(scores[-2], count)):
             break
-    chosen = best(scores[-1], count)
-    types = tuple(FULL if layer in chosen else HYBRID for layer in range(layers))
-    choice = LayerChoice(chosen, scores[-1], len(scores), types)
-    if accelerator.is_main_process:
-        content = {**asdict(choice), "scores_by_round": scores, "recipe": recipe.to_dict()}
-        (output / "layers.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    accelerator.wait_for_everyone()
-    return choice
+    return scores
 
 
 def best(scores: dict[int, float], count: int) -> list[int]:

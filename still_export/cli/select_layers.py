@@ -17,6 +17,8 @@ Examples:
 
     still-export select-layers BASE --text book.txt --count 2 -o layers
 
+    still-export select-layers BASE --text book.txt --count 4 --by retrieval -o layers
+
     still-export linearize BASE --text book.txt --softmax-layers 2 -o DIR
 """
 
@@ -33,6 +35,9 @@ def select_layers(
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder to write.", show_default=False)] = None,
     count: Annotated[int, typer.Option(min=1, help="Layers that stay softmax.")] = 1,
+    by: Annotated[
+        str, typer.Option(help="kl: train a student per layer; retrieval: see which layers look facts up, in a minute.")
+    ] = "kl",
     steps: Annotated[int, typer.Option(min=1, help="LoRA steps of each candidate in a round.")] = 25,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds at most; fewer where the ranking is stable.")] = 4,
     text: Annotated[
@@ -44,7 +49,7 @@ def select_layers(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
-    """Score each layer by how much closer the linearized model gets to its teacher when the layer stays softmax."""
+    """Score each layer by how much closer the linearized model gets to its teacher when the layer stays softmax, or by what it looks up."""
     try:
         from still_export.linearization.recipe import read_recipe
         from still_export.select_layers import select_layers as run
@@ -56,11 +61,12 @@ def select_layers(
     out = Output(as_json, quiet)
     given = {**recipe_options, **({"base": base} if base else {}), **({"texts": tuple(text)} if text else {})}
     recipe = read_recipe(config, given)
-    choice = run(recipe, count, output, steps=steps, rounds=rounds, resume=resume, force=force, log=out.log)
+    choice = run(recipe, count, output, by=by, steps=steps, rounds=rounds, resume=resume, force=force, log=out.log)
+    says = "KL {:+.4f} lower when it stays softmax" if by == "kl" else "attention from answers to facts {:.2f}"
     ranked = sorted(choice.scores.items(), key=lambda item: -item[1])
     out.result(
         asdict(choice),
-        *(f"layer {layer}: KL {score:+.4f} lower when it stays softmax" for layer, score in ranked),
-        f"chosen after {choice.rounds} rounds: {', '.join(map(str, choice.layers))}",
+        *(f"layer {layer}: {says.format(score)}" for layer, score in ranked),
+        f"chosen: {', '.join(map(str, choice.layers))}",
         f"next: still-export linearize {recipe.base} --softmax-layers {count} -o DIR, or layer_types of {output / 'layers.json'}",
     )

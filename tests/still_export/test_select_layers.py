@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 import torch
@@ -18,6 +19,8 @@ from still_export import select_layers as module
 from still_export.cli.main import main
 from still_export.config import FULL, HYBRID
 from still_export.errors import ConfigError, TrainingError
+from still_export.linearization.lookup import attention_to_fact
+from still_export.linearization.modes import make_trainable
 from still_export.load import load_model
 from still_export.select_layers import best, select_layers
 from tests.still_export.training import byte_tokenizer, make_base, make_text, small_recipe
@@ -115,6 +118,24 @@ def test_mixed_model_end_to_end(base: Path, text: Path, tmp_path: Path, capsys: 
     assert len(json.loads((model / "linearize.json").read_text())["stages"][0]["parts"]) == 2  # the others' maps
     past = {t.name for t in onnx.load(package / "model.onnx", load_external_data=False).graph.input}
     assert {"past_kv_state.0", "past_key.1", "past_kv_state.2"} <= past and "past_kv_state.1" not in past
+
+
+def test_attention_to_a_fact_is_that_of_the_base(base: Path, text: Path, tmp_path: Path) -> None:
+    """By transformers' own attention weights."""
+    ids = np.random.default_rng(0).integers(0, 200, 90)
+    ids[40:46] = ids[-6:] = [201, 202, 203, 204, 205, 206]
+    plain = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
+    with torch.no_grad():
+        weights = plain(torch.from_numpy(ids)[None], output_attentions=True).attentions
+    expected = torch.stack([w[0][:, range(83, 89), range(40, 46)].mean(1) for w in weights])
+    model = load_model(base, attach_untrained=True)
+    found = attention_to_fact(model, make_trainable(model), ids, 6)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    choice = select_layers(small_recipe(base, text, sequence_length=256), 2, tmp_path / "layers", by="retrieval")
+    scores = list(choice.scores.values())
+    assert choice.layers == sorted(range(3), key=lambda layer: -scores[layer])[:2] and min(scores) > 0
+    with pytest.raises(ConfigError, match="by='size' is unknown"):
+        select_layers(small_recipe(base, text), 1, tmp_path / "other", by="size")
 
 
 def test_ranking_and_bad_input(base: Path, text: Path, tmp_path: Path) -> None:

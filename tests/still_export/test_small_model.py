@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from still_export.config import StillConfig
+from still_export.config import FULL, HYBRID, StillConfig
 from still_export.evaluate import DEFAULT_HAYSTACK, answered, without
 from still_export.linearization.tasks import TASKS, TaskWriter
 from still_export.linearization.texts import tokenize
@@ -35,9 +35,12 @@ def test_fits_the_repository() -> None:
     assert load_model(SMALL).dtype == torch.float16
 
 
-def test_adapter_of_smollm2_is_complete() -> None:
+@pytest.mark.parametrize(
+    ("name", "softmax"), [("smollm2-135m-instruct", ()), ("smollm2-135m-instruct-mixed", (17, 18, 20, 23))]
+)
+def test_adapter_of_smollm2_is_complete(name: str, softmax: tuple[int, ...]) -> None:
     """Its base is too large for a test; tools/demo.sh runs the two together."""
-    folder = SMALL.parent / "smollm2-135m-instruct"
+    folder = SMALL.parent / name
     tensors = load_file(folder / "adapter_model.safetensors")
     assert sum(path.stat().st_size for path in folder.iterdir()) < 8_000_000
     assert all(torch.isfinite(tensor).all() for tensor in tensors.values())
@@ -45,7 +48,9 @@ def test_adapter_of_smollm2_is_complete() -> None:
     assert still.window_factors is not None and [len(row) for row in still.window_factors] == [9] * 30
     targets = [f"{p}_proj.lora_{m}.default.weight" for p in "qkvog" for m in "AB"]
     names = ["feature_q_weight", "feature_k_weight", "g_proj.bias", *targets]
-    assert set(tensors) == {f"model.layers.{layer}.self_attn.{name}" for layer in range(30) for name in names}
+    hybrid = [layer for layer in range(30) if layer not in softmax]
+    assert still.layer_types == (tuple(HYBRID if i in hybrid else FULL for i in range(30)) if softmax else None)
+    assert set(tensors) == {f"model.layers.{layer}.self_attn.{name}" for layer in hybrid for name in names}
 
 
 @pytest.fixture(scope="module")
