@@ -82,6 +82,7 @@ def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wid
     stages = 1 if tight else 2 if heavy or small else 3
     every = 1 if heavy or chunk_size > 64 else 2  # chunks from one stored S to the next
     many = small and rows > 128  # features do not fit where those of a head of 128 do
+    linear = 1 if many else stages if arch == 90 else min(stages, 2)
     return TileTable(
         score=KernelTile({"BM": min(block, 32) if heavy else block}, 4, 1),
         select=KernelTile({}, 4, 1),
@@ -106,14 +107,12 @@ def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wid
                 "DK": columns,
                 "DS": 16 if heavy else 32,
                 "EVERY": every,
-                "STAGES": 1 if many else min(stages, 2),
+                "STAGES": linear,
             },
             4,
-            1 if many else min(stages, 2),
+            linear,
         ),
-        attend=KernelTile({"BM": 128, "BN": 64, "REGISTERS": 1, "AHEAD": 1, "STAGES": 4}, 8, 4)
-        if arch == 90 and not heavy
-        else KernelTile({"BM": block, "BN": keys, "REGISTERS": 0, "AHEAD": 0, "STAGES": stages}, 4, stages),
+        attend=KernelTile({"BM": block, "BN": keys, "REGISTERS": 0, "AHEAD": 0, "STAGES": stages}, 4, stages),
         commit=KernelTile({}, 4, 1),
         decode=KernelTile(
             {
