@@ -21,6 +21,7 @@ from still_export.errors import ConfigError, TrainingError
 from still_export.linearization import adapter
 from still_export.linearization.modes import HYBRID, SOFTMAX, TrainableAttention, attention_mode, make_trainable
 from still_export.linearization.objectives import FinetuneObjective, TransferObjective
+from still_export.linearization.objectives import cross_entropy as per_token
 from still_export.linearization.recipe import Recipe
 from still_export.linearization.tasks import TaskWriter
 from still_export.linearization.texts import Batches, Corpus, held_out_rows, read_corpus
@@ -184,7 +185,8 @@ class LinearizationRun:
                     "Nothing was changed. Resume with the recipe that started it, or choose another folder."
                 )
         elif self.accelerator.is_main_process:
-            clear_folder(self.output, force, "Pass --resume to continue its run, or --force to replace it.")
+            check_replaceable(self.output, force, "Pass --resume to continue its run, or --force to replace it.")
+            shutil.rmtree(self.output, ignore_errors=True)
             self.work.mkdir(parents=True)
             path.write_text(json.dumps(mine, indent=1) + "\n", encoding="utf-8")
         self.accelerator.wait_for_everyone()
@@ -319,25 +321,21 @@ def apply(base: str, adapter_folder: Path, output: Path, *, tokenizer: str | Non
         ConfigError: `output` exists and `force` is not given, or it holds something else than a model that was linearized.
         CheckpointError: The folder is no adapter, or of another base.
     """
+    check_replaceable(output, force, "Pass --force to replace it.")
     model, words = adapter.apply_adapter(base, adapter_folder), load_tokenizer(tokenizer or base)
-    clear_folder(output, force, "Pass --force to replace it.")
+    shutil.rmtree(output, ignore_errors=True)
     save_model(model, words, output)
     return model
 
 
-def clear_folder(folder: Path, force: bool, hint: str) -> None:
-    """Delete what an earlier linearization left in `folder`.
-
-    Raises:
-        ConfigError: It holds something and `force` is not given, or something that no linearization made: the base, or a home.
-    """
+def check_replaceable(folder: Path, force: bool, hint: str) -> None:
+    """Raise ConfigError where `folder` holds something and `force` is not given, or what no linearization made: the base, a home."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not force:
         raise ConfigError(f"{folder} exists. {hint}")
     if not ((folder / WORK / RUN_FILE).is_file() or is_still_folder(folder)):
         raise ConfigError(f"{folder} holds no linearized model, so --force does not delete it. Choose another folder.")
-    shutil.rmtree(folder)
 
 
 def is_still_folder(folder: Path) -> bool:
@@ -366,7 +364,7 @@ def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
 
 def cross_entropy(logits: Tensor, ids: Tensor) -> float:
     """Mean next-token cross-entropy in nats; logits [B, T, V], ids [B, T]."""
-    return float(nn.functional.cross_entropy(logits[:, :-1].float().transpose(1, 2), ids[:, 1:]))
+    return float(per_token(logits[:, :-1], ids[:, 1:]).mean())
 
 
 def _count(model: nn.Module) -> int:
