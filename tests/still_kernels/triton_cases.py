@@ -129,7 +129,7 @@ CASES = {
         tiles={
             "scan": {"EVERY": 1, "FB": 32, "DB": 16},
             "linear": {"EVERY": 1, "BM": 32, "TB": 1},
-            "attend": {"BM": 64, "BN": 32, "AHEAD": 0},
+            "attend": {"BM": 64, "BN": 32},
         },
     ),
     "many chunks": Case({"capacity_tokens": 512}, ((30, [30, 5]), (390, [390, 161]), STEP)),

@@ -20,16 +20,13 @@ WARPS = _one("num_warps", 2, 4, 8)
 REGISTERS = _one("max_registers", None, 128, 168)
 MOVES: dict[str, list[Setting]] = {
     "attend": [
-        {"BM": 64, "num_warps": 4, "STAGES": 3, "REGISTERS": 0, "AHEAD": 0},
         {"BM": 64, "num_warps": 4, "STAGES": 3},
         {"BM": 128, "num_warps": 8},
-        {"BM": 128, "num_warps": 4, "STAGES": 2, "REGISTERS": 0, "AHEAD": 0},
-        {"BM": 128, "BN": 128, "num_warps": 8, "STAGES": 2, "REGISTERS": 0, "AHEAD": 0},
-        {"BM": 128, "BN": 32, "num_warps": 8, "STAGES": 3, "REGISTERS": 0, "AHEAD": 0, "max_registers": 128},
-        {"BM": 128, "num_warps": 8, "STAGES": 2, "REGISTERS": 0, "AHEAD": 0, "max_registers": 128},
+        {"BM": 128, "num_warps": 4, "STAGES": 2},
+        {"BM": 128, "BN": 128, "num_warps": 8, "STAGES": 2},
+        {"BM": 128, "BN": 32, "num_warps": 8, "STAGES": 3, "max_registers": 128},
+        {"BM": 128, "num_warps": 8, "STAGES": 2, "max_registers": 128},
         {"BM": 32, "num_warps": 4},
-        *_one("AHEAD", 0, 1),
-        *_one("REGISTERS", 0, 1),
         *_both(2, 3, 4, 6),
         *_one("BN", 32, 64, 128),
     ],

@@ -112,7 +112,7 @@ def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wid
             4,
             linear,
         ),
-        attend=KernelTile({"BM": block, "BN": keys, "REGISTERS": 0, "AHEAD": 0, "STAGES": stages}, 4, stages),
+        attend=KernelTile({"BM": block, "BN": keys, "STAGES": stages}, 4, stages),
         commit=KernelTile({}, 4, 1),
         decode=KernelTile(
             {

@@ -8,7 +8,6 @@ import triton.language as tl
 
 from still_kernels.hybrid_attention.triton_common import (
     LOG2E,
-    in_registers,
     load_tokens,
     row_of,
     settle,
@@ -73,8 +72,6 @@ def attend_kernel(
     DP: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
-    REGISTERS: tl.constexpr,
-    AHEAD: tl.constexpr,
     STAGES: tl.constexpr,
     SETTLE: tl.constexpr,
     GATE: tl.constexpr,
@@ -111,7 +108,6 @@ def attend_kernel(
         return
     m_query = m_store & (o_query < end)
     b_q = tl.load(p_query + p_tile, mask=m_query[:, None] & m_dim[None, :], other=0.0)
-    b_q = in_registers(b_q, REGISTERS * SETTLE)
     scale2 = scale * LOG2E
     chunk = first // C
     last_chunk = (tl.minimum(first + BM, limit) - 1) // C
@@ -164,21 +160,11 @@ def attend_kernel(
     i_select = i_head // (H // HS)
     p_cached_key = p_salient_key + (row * HS + i_select) * N * D
     p_cached_value = p_salient_value + (row * HS + i_select) * N * D
-    if AHEAD:  # the next products of queries and keys run while the softmax of these is computed
-        b_key = tl.load(p_cached_key + o_tile, mask=m_dim[None, :] & (whole > 0), other=0.0)
-        b_dot = settle(tl.dot(b_q, tl.trans(b_key), input_precision=DOT), SETTLE)
-        for s in tl.range(0, whole, BN, num_stages=STAGES):
-            b_key = tl.load(p_cached_key + (s + BN) * D + o_tile, mask=m_dim[None, :] & (s + BN < whole), other=0.0)
-            b_next = tl.dot(b_q, tl.trans(b_key), input_precision=DOT)
-            b_value = tl.load(p_cached_value + s * D + o_tile, mask=m_dim[None, :], other=0.0)
-            b_acc, b_max, b_sum = _absorb(b_acc, b_max, b_sum, b_dot, b_value, scale2, SETTLE, DOT)
-            b_dot = settle(b_next, SETTLE)
-    else:
-        for s in tl.range(0, whole, BN, num_stages=STAGES):
-            b_key = tl.load(p_cached_key + s * D + o_tile, mask=m_dim[None, :], other=0.0)
-            b_dot = tl.dot(b_q, tl.trans(b_key), input_precision=DOT)
-            b_value = tl.load(p_cached_value + s * D + o_tile, mask=m_dim[None, :], other=0.0)
-            b_acc, b_max, b_sum = _absorb(b_acc, b_max, b_sum, b_dot, b_value, scale2, SETTLE, DOT)
+    for s in tl.range(0, whole, BN, num_stages=STAGES):
+        b_key = tl.load(p_cached_key + s * D + o_tile, mask=m_dim[None, :], other=0.0)
+        b_dot = tl.dot(b_q, tl.trans(b_key), input_precision=DOT)
+        b_value = tl.load(p_cached_value + s * D + o_tile, mask=m_dim[None, :], other=0.0)
+        b_acc, b_max, b_sum = _absorb(b_acc, b_max, b_sum, b_dot, b_value, scale2, SETTLE, DOT)
     for s in tl.range(whole, seen, BN, num_stages=1):
         m_slot = ((s + o_slot) < seen)[:, None] & m_dim[None, :]
         b_key = tl.load(p_cached_key + s * D + o_tile, mask=m_slot, other=0.0)

@@ -53,17 +53,6 @@ def settle(b_acc, SETTLE: tl.constexpr):
 
 
 @triton.jit
-def in_registers(b_x, ON: tl.constexpr):
-    """A 16-bit block that the compiler does not recognize as loaded: as left operand it then stays in registers.
-
-    Otherwise Hopper's matrix instructions read it from shared memory for every block of the right operand.
-    """
-    if ON:
-        return tl.inline_asm_elementwise("", "=r,0", [b_x], dtype=b_x.dtype, is_pure=True, pack=2)
-    return b_x
-
-
-@triton.jit
 def load_tokens(p_new, p_ring, o_position, length, end, stride, o_dim, D: tl.constexpr, C: tl.constexpr):
     """Columns `o_dim` of a key or value head at absolute positions, from the call's tokens or the ring; zeros elsewhere.
 
