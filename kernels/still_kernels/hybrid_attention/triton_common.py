@@ -53,6 +53,15 @@ def settle(b_acc, SETTLE: tl.constexpr):
 
 
 @triton.jit
+def rounded(b_x, b_y):
+    """b_x * b_y for a sum over lanes. A plain product may enter the first addition unrounded, in each lane its own one.
+
+    Lanes then disagree about the sum in its last bit, and copies of what is computed from it about what they store.
+    """
+    return tl.fma(b_x, b_y, 0.0)
+
+
+@triton.jit
 def load_tokens(p_new, p_ring, o_position, length, end, stride, o_dim, D: tl.constexpr, C: tl.constexpr):
     """Columns `o_dim` of a key or value head at absolute positions, from the call's tokens or the ring; zeros elsewhere.
 

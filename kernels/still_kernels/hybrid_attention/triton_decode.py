@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from still_kernels.hybrid_attention.triton_common import LOG2E
+from still_kernels.hybrid_attention.triton_common import LOG2E, rounded
 from still_kernels.hybrid_attention.triton_decode_linear import linear_slice
 from still_kernels.hybrid_attention.triton_decode_roles import (
     FAR,
@@ -68,14 +68,14 @@ def _merge(
 
     b_top = tl.max(b_most, 0)
     b_weight = tl.exp2(b_most - b_top[None, :])
-    b_total = tl.sum(b_sums * b_weight, 0)
+    b_total = tl.sum(rounded(b_sums, b_weight), 0)
     b_out = tl.sum(b_acc * b_weight[:, :, None], 0)
     for s in range(BS, parts, BS):
         b_acc, b_most, b_sums = _load_parts(p_acc, p_ml, s, parts, o_head, m_head, GR, D, DP, BS)
         b_new = tl.maximum(b_top, tl.max(b_most, 0))
         b_weight = tl.exp2(b_most - b_new[None, :])
         b_decay = tl.exp2(b_top - b_new)
-        b_total = b_total * b_decay + tl.sum(b_sums * b_weight, 0)
+        b_total = b_total * b_decay + tl.sum(rounded(b_sums, b_weight), 0)
         b_out = b_out * b_decay[:, None] + tl.sum(b_acc * b_weight[:, :, None], 0)
         b_top = b_new
     if FACTOR:
@@ -93,7 +93,7 @@ def _merge(
         b_score = b_own
     else:
         b_reach = tl.max(b_others, 1)
-        b_rest = tl.sum(b_rest * tl.exp2(b_others - b_reach[:, None]), 1)
+        b_rest = tl.sum(rounded(b_rest, tl.exp2(b_others - b_reach[:, None])), 1)
         b_score = (b_own - b_reach - tl.log2(b_rest)) / LOG2E
     b_score = tl.where(length == 0, float("inf"), b_score)
     o_score = (i_score + o_head) * (2 * C) + (length & (2 * C - 1))

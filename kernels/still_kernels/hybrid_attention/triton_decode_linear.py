@@ -13,6 +13,7 @@ from still_kernels.hybrid_attention.triton_common import (
     kept_features,
     load_weight,
     plain_features,
+    rounded,
     scaled_softmax,
     select_chunk,
 )
@@ -92,7 +93,7 @@ def _query_features(b_direction, square, P: tl.constexpr, PP: tl.constexpr, FEAT
         return b_phi, b_phi
     b_high = tl.where(m_feature, b_direction, float("-inf"))
     b_low = tl.where(m_feature, b_direction, float("inf"))
-    norm_square, high, low = tl.reduce((b_direction * b_direction, b_high, b_low), 0, _square_and_reach)
+    norm_square, high, low = tl.reduce((rounded(b_direction, b_direction), b_high, b_low), 0, _square_and_reach)
     scale = LOG2E
     if FEATURE == 0:
         scale = LOG2E * tl.sqrt(square) / tl.maximum(tl.sqrt(norm_square), FEATURE_FLOOR)
@@ -150,7 +151,7 @@ def _slice_output(
         b_gate = tl.load(p_gate + o_column, mask=m_column, other=0.0).to(tl.float32)
     o_dim = tl.arange(0, DP)
     b_whole = tl.load(p_q + o_dim, mask=o_dim < D, other=0.0).to(tl.float32)
-    b_phi, b_psi = _query_features(b_direction, tl.sum(b_whole * b_whole, 0), P, PP, FEATURE)
+    b_phi, b_psi = _query_features(b_direction, tl.sum(rounded(b_whole, b_whole), 0), P, PP, FEATURE)
     b_terms = b_phi[:, None] * b_plus_s
     if FEATURE <= 1:
         b_terms += b_psi[:, None] * b_minus_s

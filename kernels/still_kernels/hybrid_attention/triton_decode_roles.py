@@ -8,6 +8,7 @@ import triton.language as tl
 
 from still_kernels.hybrid_attention.triton_common import (
     RELEASED_EPSILON,
+    rounded,
     select_chunk,
     selected_offsets,
 )
@@ -166,7 +167,7 @@ def window_part(
     o_position = length - 1 - o_back
     m_row = (o_position >= 0) & (o_position >= (chunk - 1) * C)
     m_window = m_row & (o_position > length - C)
-    own = tl.sum(b_q * b_own_k.to(tl.float32), 0)
+    own = tl.sum(rounded(b_q, b_own_k.to(tl.float32)), 0)
     b_logit = tl.where(m_row, tl.sum(b_k.to(tl.float32) * b_q[None, :], 1), FAR)
     top, others = tl.reduce((b_logit, tl.where(m_window, b_logit, FAR)), 0, _pair_max)
     if i_part == 0:
