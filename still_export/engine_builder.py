@@ -98,12 +98,15 @@ class EngineBuilder:
 
     def _plan(self) -> Any:
         """The serialized engine; the network and its weights are gone when this returns."""
+        cache = None  # the first name, so the first that goes: 8.6 crashes where it outlives builder and logger
         module, target = self.module, self.trt.target
         self.say("starting TensorRT")
         builder = module.Builder(self.logger)
         network = builder.create_network(self._network_flags())
         parser = module.OnnxParser(network, self.logger)
         config = self._config(builder)
+        if target == "trt":
+            cache = self._timing_cache(config)
         self.say("reading the graph")
         if not parser.parse_from_file(str(self.package.path / MODEL)):
             self.errors.extend(str(parser.get_error(i)) for i in range(parser.num_errors))
@@ -116,7 +119,7 @@ class EngineBuilder:
         plan = builder.build_serialized_network(network, config)
         if plan is None:
             raise self.fail("TensorRT could not build the engine")
-        if target == "trt":
+        if cache is not None:
             write_atomically(self.package.path / TIMING_CACHE, memoryview(config.get_timing_cache().serialize()))
         return plan
 
@@ -163,18 +166,18 @@ class EngineBuilder:
                 config.set_flag(flags.FP16)
                 config.set_flag(flags.OBEY_PRECISION_CONSTRAINTS)
             config.set_tactic_sources(0)  # cuBLAS and cuDNN bring nothing to these graphs, and may be absent
-        self._set_timing_cache(config)
         return config
 
-    def _set_timing_cache(self, config: Any) -> None:
+    def _timing_cache(self, config: Any) -> Any:
         """Take up the timings of an earlier build; those of another GPU or TensorRT are dropped."""
         path = self.package.path / TIMING_CACHE
-        self.cache = config.create_timing_cache(path.read_bytes() if path.exists() else b"")
-        if self.cache is None or not config.set_timing_cache(self.cache, False):
+        cache = config.create_timing_cache(path.read_bytes() if path.exists() else b"")
+        if cache is None or not config.set_timing_cache(cache, False):
             self.say("the timing cache is of another machine: starting a new one")
             self.errors.clear()
-            self.cache = config.create_timing_cache(b"")
-            config.set_timing_cache(self.cache, False)
+            cache = config.create_timing_cache(b"")
+            config.set_timing_cache(cache, False)
+        return cache
 
     def _set_architectures(self, config: Any) -> None:
         module, names = self.module, self.trt.architectures

@@ -137,6 +137,7 @@ void run(Options const& options)
         tokens.push_back(engine.step());
     }
     std::fputs("\n", stdout);
+    std::fflush(stdout); // before the timings, where both go to one file
     double const spent = seconds() - first;
     std::fprintf(stderr, "[%zu prompt tokens, first token after %.4f s, %.1f tokens/s, state %.1f MiB]\n", prompt.size(), first - begin,
         spent > 0 ? static_cast<double>(tokens.size() - 1) / spent : 0.0, static_cast<double>(engine.state_bytes()) / (1 << 20));
