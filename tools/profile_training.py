@@ -2,6 +2,7 @@
 """Where a training step of `still-export linearize` spends its time, by kind of work, with the share of matrix work.
 
   python tools/profile_training.py BASE --text corpus.txt --stage 1 --batch-size 16 --sequence-length 2048 --precision bf16
+  python tools/profile_training.py BASE --text corpus.txt --stage 2 --config recipe.yaml
 
 On a GPU the time of its kernels counts, on the CPU that of PyTorch's operators.
 """
@@ -17,12 +18,12 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from still_export.linearization.recipe import Recipe
+from still_export.linearization.recipe import read_recipe
 from still_export.linearize import linearize
 
 KINDS = (
-    ("matrix products", r"gemm|nvjet|cutlass|cublas|wgmma|xmma|triton_tem|\b(mm|bmm|addmm|baddbmm)\b"),
     ("softmax attention", r"flash|fmha|attention_(forward|backward)|scaled_dot_product|sdpa"),
+    ("matrix products", r"gemm|nvjet|cutlass|cublas|wgmma|xmma|triton_tem|\b(mm|bmm|addmm|baddbmm)\b"),
     ("hybrid attention kernels", r"^(score|features|scan|attend|linear\w*)_kernel"),
     ("fused elementwise", r"^triton_"),
 )
@@ -41,21 +42,23 @@ def main() -> None:
     parser.add_argument("base")
     parser.add_argument("--text", required=True)
     parser.add_argument("--stage", type=int, choices=(1, 2), default=1)
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--sequence-length", type=int, default=2048)
-    parser.add_argument("--precision", default="bf16", choices=("fp32", "bf16"))
+    parser.add_argument("--config", type=Path, help="YAML recipe; flags win over it")
+    parser.add_argument("--batch-size", type=int)
+    parser.add_argument("--sequence-length", type=int)
+    parser.add_argument("--precision", choices=("fp32", "bf16"))
     given = parser.parse_args()
     steps = WAIT + WARM + ACTIVE
-    recipe = Recipe(
-        base=given.base,
-        texts=(given.text,),
-        batch_size=given.batch_size,
-        sequence_length=given.sequence_length,
-        precision=given.precision,
-        transfer_steps=steps if given.stage == 1 else 0,
-        finetune_steps=steps if given.stage == 2 else 0,
-        validate_every=steps,
-        validation_rows=1,
+    flags = {name: getattr(given, name) for name in ("base", "batch_size", "sequence_length", "precision")}
+    recipe = read_recipe(
+        given.config,
+        {
+            **{name: value for name, value in flags.items() if value is not None},
+            "texts": (given.text,),
+            "transfer_steps": steps if given.stage == 1 else 0,
+            "finetune_steps": steps if given.stage == 2 else 0,
+            "validate_every": steps,
+            "validation_rows": 1,
+        },
     )
     cuda = torch.cuda.is_available()
     speeds: list[float] = []

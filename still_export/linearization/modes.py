@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ class TrainableAttention(StillAttention):
                 query, key, value, _ = self.project(hidden_states, position_embeddings)
                 output = softmax_attention(query, key, value)
             gate = None if self.g_proj is None else torch.sigmoid(self.g_proj(hidden_states)).view(query.shape)
-            self.difference = relative_error(self._hybrid(query, key, value, gate), output)
+            self.difference = fused(relative_error, query.device)(self._hybrid(query, key, value, gate), output)
         else:
             query, key, value, gate = self.project(hidden_states, position_embeddings)
             soft = self.mode == SOFTMAX
@@ -64,7 +65,8 @@ class TrainableAttention(StillAttention):
             if self.selection_queries is not None and torch.is_grad_enabled():
                 with torch.autocast(query.device.type, enabled=False):
                     rows = self.selection_queries.shape[0]
-                    self.selection = selection_loss(query[:rows], key[:rows], self.selection_queries, self.still)
+                    loss_of = fused(selection_loss, query.device)
+                    self.selection = loss_of(query[:rows], key[:rows], self.selection_queries, self.still)
         return self.o_proj(output.flatten(2)), None
 
     def _hybrid(self, query: Tensor, key: Tensor, value: Tensor, gate: Tensor | None) -> Tensor:
@@ -122,6 +124,12 @@ def attention_mode(modules: list[TrainableAttention], mode: str) -> Iterator[Non
     finally:
         for module, old in zip(modules, before, strict=True):
             module.mode = old
+
+
+@functools.cache
+def fused(function: Callable[..., Tensor], device: torch.device) -> Callable[..., Tensor]:
+    """`function`, on CUDA compiled: elementwise work on float32 copies costs more than the products around it unless it is fused."""
+    return function if device.type == "cpu" else torch.compile(function, dynamic=False)
 
 
 def softmax_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
