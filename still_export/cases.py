@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,12 +20,14 @@ RARE = 0.99
 class Noise(NamedTuple):
     """Errors of PyTorch's half precision run on one output, where either run's number is not zero.
 
-    `usual` is the bound that all but a hundredth of them keep (RARE), `mean` and `largest` are over all.
+    `usual` is the bound that all but a hundredth of them keep (RARE), `mean` and `largest` are over all, `part` is the largest
+    median of a part (`part_medians`).
     """
 
     usual: float
     mean: float
     largest: float
+    part: float = 0.0
 
 
 @dataclass
@@ -94,14 +97,30 @@ def chain(infer: Callable[[Arrays], Arrays], start: Arrays, steps: tuple[np.ndar
 
 def noise_of(pairs: list[tuple[np.ndarray, np.ndarray]]) -> Noise:
     """Errors of the second arrays beside the first ones, where either is not zero; equal infinities do not differ."""
-    parts = []
+    found = []
     for expected, actual in pairs:
         error = distance(expected, actual)
-        parts.append(error[(expected != 0) | (actual != 0)].ravel())
-    errors = np.concatenate(parts)
+        found.append(error[(expected != 0) | (actual != 0)].ravel())
+    errors = np.concatenate(found)
     if not errors.size:
         return Noise(0.0, 0.0, 0.0)
-    return Noise(float(np.quantile(errors, RARE, method="higher")), float(errors.mean()), float(errors.max()))
+    usual = float(np.quantile(errors, RARE, method="higher"))
+    worst = max(max(part_medians(*pair), default=0.0) for pair in pairs)
+    return Noise(usual, float(errors.mean()), float(errors.max()), worst)
+
+
+def part_medians(expected: np.ndarray, actual: np.ndarray) -> list[float]:
+    """Median error of each part of an output: each row's logits, each head of each row of a state.
+
+    A whole output's median would not see one wrong row of a batch, nor a wrong slot among many that are still zero: only numbers count
+    that are not zero on both sides.
+    """
+    if not expected.size:
+        return []
+    count = math.prod(expected.shape[:2])
+    error, counted = distance(expected, actual), (expected != 0) | (actual != 0)
+    parts = zip(error.reshape(count, -1), counted.reshape(count, -1), strict=True)
+    return [float(np.median(part[mask])) for part, mask in parts if mask.any()]
 
 
 def distance(expected: np.ndarray, actual: np.ndarray) -> np.ndarray:

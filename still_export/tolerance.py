@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from still_export.cases import Case
 
 DIGITS = 3
+SPREAD = 2.0
+"""How much wider than PyTorch's worst part a runtime's may err: another draw, and sums in half precision."""
 
 
 @dataclass(frozen=True)
@@ -38,15 +40,17 @@ FLOAT32 = Tolerance({"": 2e-2, "logits": 5e-2}, 1e-3, "elemwise", 1e-3)
 def half_tolerance(cases: list[Case]) -> Tolerance:
     """What PyTorch's own half precision run of the same calls says about rounding.
 
-    An output's bound is the error that 99% of that run's numbers keep, in the case where they are worst. The runtime must keep it in the
-    median, so its errors may be spread some four times as wide as PyTorch's: kernels that sum in half precision need two to three.
+    The runtime must keep an output's bound in the median of each part: each row's logits, each head of each row of a state. The bound is
+    the error that 99% of PyTorch's numbers keep, in the case where they are worst, so errors may be spread some four times as wide as
+    PyTorch's: kernels that sum in half precision need two to three. A row's logits err together, by one factor of its last norm, so a
+    row in a hundred of PyTorch's own would not keep that: the bound is at least SPREAD times the median of PyTorch's worst part.
     Two scores tie where they lie no further apart than that run's largest errors can move them.
     """
     bounds: dict[str, float] = {"": 0.0}
     tie = 0.0
     for case in cases:
         for name, noise in case.noise.items():
-            bounds[name] = max(bounds.get(name, 0.0), _rounded_up(noise.usual))
+            bounds[name] = max(bounds.get(name, 0.0), _rounded_up(max(noise.usual, SPREAD * noise.part)))
             if name.startswith("present_window_score."):
                 tie = max(tie, 2 * noise.largest)
     return Tolerance(bounds, 0.0, "median", tie)
