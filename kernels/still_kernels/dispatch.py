@@ -49,13 +49,16 @@ def refusals(config: HybridAttentionConfig, dtype: torch.dtype) -> list[str]:
 def _demand_kernel(config: HybridAttentionConfig, dtype: torch.dtype, device: torch.device) -> None:
     if device.type != "cuda":
         raise UnsupportedError(f"device {device.type!r} has no kernel; known: cpu (PyTorch, chunked), cuda (Triton).")
-    reasons = refusals(config, dtype)
+    reasons = _refusals(config, dtype)
     if reasons:
         raise UnsupportedError(
             "no Triton kernel of still::HybridAttention covers this layer: "
             + " ".join(reasons)
             + " Run it on the CPU, or call still_kernels.hybrid_attention.chunked directly."
         )
+
+
+_refusals = functools.lru_cache(refusals)  # asked at every call
 
 
 def _demand_contiguous(tensors: dict[str, Tensor]) -> None:
@@ -88,12 +91,13 @@ def _triton(
     _demand_kernel(config, query.dtype, query.device)
     if new_tokens is None:
         new_tokens = torch.full((batch,), tokens, dtype=torch.int64, device=query.device)
-    tensors = {name: t for name, t in state.tensors().items() if name != "length"}
+    tensors = state.tensors()
+    tensors["length"] = tensors["length"].contiguous()
     if in_place:
         _demand_contiguous(tensors)
     else:
-        tensors = {name: t.clone(memory_format=torch.contiguous_format) for name, t in tensors.items()}
-    state = replace(state, **tensors, length=state.length.contiguous())
+        tensors |= {n: t.clone(memory_format=torch.contiguous_format) for n, t in tensors.items() if n != "length"}
+    state = HybridAttentionState(**tensors)
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     present_length = torch.empty_like(state.length) if tokens == 1 else None
     launch_hybrid_attention(

@@ -86,6 +86,48 @@ def test_kernels_go_to_the_device_of_the_tensors(tokens: int, monkeypatch: pytes
     assert launched and all(guarded for _, guarded in launched)
 
 
+def test_a_launch_finds_the_kernel_that_its_like_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what Triton compiles for: types and alignment of the pointers, which there are, the layer. Not by integers at run time."""
+    base = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "chunk_size": 32, "capacity_tokens": 256}
+    found: list[bool] = []
+
+    class Compiled:
+        def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+            return lambda *_: None
+
+    def start(self: Any, name: str, run: Any) -> Compiled:
+        found.append(not run.keywords)  # options and names are for Triton's own search
+        return Compiled()
+
+    monkeypatch.setattr(launch.Launcher, "start", start)
+    monkeypatch.setattr(launch, "_compiled", {})
+
+    def call(tokens: int = 40, shift: int = 0, kind: torch.dtype = torch.int64, own: bool = False, **more: Any) -> str:
+        config = HybridAttentionConfig(**{**base, **more})
+        query, key = torch.zeros(tokens * 256 + shift)[shift:].view(1, tokens, 4, 64), torch.zeros(1, tokens, 2, 64)
+        weight, state = torch.zeros(1, 64, 64), HybridAttentionState.empty(config, 1)
+        new, table = torch.tensor([tokens], dtype=kind), launch.device_table(config, CPU, True) if own else None
+        found.clear()
+        given = (query, key, key, query if config.gate == "channel" else None, weight, weight, config, state)
+        launch.launch_hybrid_attention(*given, torch.zeros(1, tokens, 4, 64), 1, tokens, new, table=table)
+        return {(True,): "all", (False,): "none"}.get(tuple(set(found)), "some")
+
+    assert [call(), call(), call(tokens=80)] == ["none", "all", "all"]
+    assert [call(shift=1), call(shift=1), call(shift=4)] == ["some", "all", "all"]  # not all kernels take queries
+    assert [call(kind=torch.int32), call(own=True), call(own=True)] == ["none"] * 3
+    assert [call(gate="none"), call(gate="none"), call(salient_per_chunk=8)] == ["none", "all", "none"]
+    assert [call(tokens=1), call(tokens=1)] == ["none", "all"]
+
+
+@pytest.mark.parametrize("name", launch.KERNELS)
+def test_kernels_leave_integers_unspecialised(name: str) -> None:
+    """One kernel serves all of them: ahead of time, and where a launch finds the one that an earlier call ran."""
+    known = [p.is_constexpr or p.name.startswith("p_") or p.do_not_specialize for p in launch.KERNELS[name].params]
+    floats = [p.name in ("scale", "epsilon") for p in launch.KERNELS[name].params]  # Triton specialises no floats
+    assert all(a or b for a, b in zip(known, floats, strict=True))
+    assert all(argument.startswith("p_") for argument in launch.KERNELS[name].arg_names[: launch.POINTERS[name]])
+
+
 @pytest.mark.slow
 def test_kernels_of_a_case_compile_ahead_for_the_just_in_time_path(tmp_path: Path) -> None:
     tool = Path(__file__).parents[2] / "tools/compile_kernels.py"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
@@ -39,6 +39,13 @@ KERNELS = {
 }
 
 
+ARGUMENTS = {name: [arg.removeprefix("p_") for arg in kernel.arg_names] for name, kernel in KERNELS.items()}
+"""Values that a kernel takes, in order; pointers come first."""
+POINTERS = {name: sum(arg.startswith("p_") for arg in kernel.arg_names) for name, kernel in KERNELS.items()}
+_compiled: dict[tuple[Any, ...], Any] = {}  # kernels that ran before, by name, Launcher.variant and kinds of pointers
+
+
+@lru_cache
 def constants_of(config: HybridAttentionConfig, wide: bool, ragged: bool, window_factor: bool) -> dict[str, Any]:
     """Compile-time constants by name; each kernel takes those that it declares.
 
@@ -72,10 +79,16 @@ def constants_of(config: HybridAttentionConfig, wide: bool, ragged: bool, window
 
 @dataclass
 class Launcher:
-    """Launches kernels by name; arguments are found by name without their p_ prefix, absent pointers are None."""
+    """Launches kernels by name; arguments are found by name without their p_ prefix, absent pointers are None.
+
+    Triton looks for the compiled kernel by types and values of all arguments, which took 30 us a launch. `variant`, what a call's
+    compile-time constants follow from, lets a launch find by that and its pointers the kernel that it got before. Integers at run
+    time have no part in it: the kernels leave them unspecialised. None leaves the search to Triton.
+    """
 
     tiles: dict[str, KernelTile]
     values: dict[str, Any]
+    variant: object | None = None
 
     def __call__(self, name: str, grid: tuple[int, int, int], **more: Any) -> None:
         """Launch kernel `name` unless the grid is empty."""
@@ -83,12 +96,28 @@ class Launcher:
             return
         kernel, tile = KERNELS[name], self.tiles[name]
         values = {**self.values, **tile.constants, **more}
-        arguments = {arg: values.get(arg.removeprefix("p_")) for arg in kernel.arg_names}
-        self.start(name, partial(kernel[grid], **arguments, **tile.options()))
+        found = [values.get(argument) for argument in ARGUMENTS[name]]
+        key = None
+        if self.variant is not None:
+            pointers = [x if x is None else (x.dtype, x.data_ptr() % 16) for x in found[: POINTERS[name]]]
+            key = (name, self.variant, *pointers)
+            if key in _compiled:
+                self.start(name, partial(_compiled[key][grid], *found))
+                return
+        arguments = dict(zip(kernel.arg_names, found, strict=True))
+        compiled = self.start(name, partial(kernel[grid], **arguments, **tile.options()))
+        if key is not None and compiled is not None:
+            _compiled[key] = compiled
 
-    def start(self, name: str, run: Callable[[], None]) -> None:
-        """Run one launch; `tune` also keeps it."""
-        run()
+    def start(self, name: str, run: Callable[[], Any]) -> Any:
+        """Run one launch; returns the compiled kernel where Triton tells. `tune` also keeps the launch."""
+        return run()
+
+
+@cache
+def _variant(*what: Any) -> object:
+    """One object for equal arguments, which then need no comparison at each launch."""
+    return object()
 
 
 def workspace_shapes(
@@ -212,12 +241,14 @@ def launch_hybrid_attention(
         new_tokens: int32 or int64 [B]; ignored for packed tokens.
         query_start: First packed token of each row, [B + 1]. state_row: State row of each, [B].
         window_factor: fp32 [H], or None.
-        table: Block sizes; by default those of the device.
+        table: Block sizes; by default those of the device. With others Triton looks for the compiled kernels at each launch.
         present_length: [B], not the state's; in decode (T = 1, not packed) it gets the lengths after the call.
     """
     wide = query.dtype == torch.float32
     ragged = query_start is not None
     chunk, heads, kv_heads, select = config.chunk_size, config.num_heads, config.num_kv_heads, config.select_heads
+    factor = window_factor is not None
+    variant = None if table is not None else _variant(config, query.device, query.dtype, ragged, factor)
     if table is None:
         table = device_table(config, query.device, wide)
     splits = decode_splits(batch, select, state.slots, table.decode_programs)
@@ -233,7 +264,7 @@ def launch_hybrid_attention(
     workspace = {name: allocate(query, shape, dtypes[kind]) for name, (shape, kind) in shapes.items()}
     tiles = tile_count(tokens, chunk)
     values = {
-        **constants_of(config, wide, ragged, window_factor is not None),
+        **constants_of(config, wide, ragged, factor),
         **state.tensors(),
         **workspace,
         "query": query,
@@ -264,7 +295,7 @@ def launch_hybrid_attention(
         "epsilon": config.mix_epsilon,
     }
     with torch.cuda.device_of(query):  # Triton launches on the current device
-        _launch_steps(Launcher(table.kernels(), values), config, table, query.device, batch, tokens)
+        _launch_steps(Launcher(table.kernels(), values, variant), config, table, query.device, batch, tokens)
 
 
 def _launch_steps(
@@ -307,8 +338,12 @@ def _launch_steps(
 
 def device_table(config: HybridAttentionConfig, device: torch.device, wide: bool) -> TileTable:
     """Block sizes for a device; the interpreter on the CPU uses those of sm_90."""
-    arch = 90
-    if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        arch = 10 * major + minor
-    return tile_table(arch, config.head_dim, config.chunk_size, config.projection_dim, wide)
+    return tile_table(_arch(device), config.head_dim, config.chunk_size, config.projection_dim, wide)
+
+
+@cache
+def _arch(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor

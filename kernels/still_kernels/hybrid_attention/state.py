@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -30,6 +31,11 @@ def state_shape(config: HybridAttentionConfig, name: str, batch: int, slots: int
 def state_names(config: HybridAttentionConfig) -> tuple[str, ...]:
     """Names of the state tensors that `config` has, in the order of the OpSpec."""
     return tuple(s.name for s in HYBRID_ATTENTION.states if not s.optional or config.overflow == "fold_min_score")
+
+
+@lru_cache  # asked at every call
+def _state_shapes(config: HybridAttentionConfig, batch: int, slots: int) -> dict[str, tuple[int, ...]]:
+    return {name: state_shape(config, name, batch, slots) for name in state_names(config)}
 
 
 @dataclass(frozen=True)
@@ -80,16 +86,15 @@ class HybridAttentionState:
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that exist, by name, `length` last."""
-        found = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
+        found = {name: tensor for name, tensor in vars(self).items() if tensor is not None}
         found["length"] = found.pop("length")
         return found
 
     def check(self, config: HybridAttentionConfig, batch: int) -> None:
         """Raise ShapeError unless every tensor has the shape that `config` and `batch` demand."""
-        for name in state_names(config):
+        for name, expected in _state_shapes(config, batch, self.slots).items():
             tensor = getattr(self, name)
-            expected = state_shape(config, name, batch, self.slots)
-            if tensor is None or tuple(tensor.shape) != expected:
+            if tensor is None or tensor.shape != expected:
                 got = "nothing" if tensor is None else list(tensor.shape)
                 raise ShapeError(
                     f"state {name}: expected {list(expected)}, got {got}. Start from HybridAttentionState.empty."

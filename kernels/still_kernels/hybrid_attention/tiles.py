@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -60,6 +61,7 @@ class TileTable:
         return {name: getattr(self, name) for name in names}
 
 
+@lru_cache
 def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wide: bool) -> TileTable:
     """The table of one variant.
 
