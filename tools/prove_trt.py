@@ -109,8 +109,7 @@ def _blank_model(folder: Path, name: str) -> Path:
         model = LlamaForCausalLM(config)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.numel() < 1 << 22:  # larger ones are fresh pages, zero already and not even there
-                parameter.zero_()
+            parameter.zero_()
     model.save_pretrained(folder)
     torch.set_default_dtype(torch.float32)
     return folder
