@@ -21,7 +21,7 @@ int64_t decode_splits(int64_t batch, int64_t select_heads, int64_t slots, int64_
     if (slots == 0)
         return 1;
     int64_t const fill = ceil_div(programs, batch * select_heads);
-    int64_t const wanted = std::max(fill, ceil_div(slots, 256));
+    int64_t const wanted = std::max(fill, ceil_div(slots, 512));
     return std::max<int64_t>(1, std::min({ceil_div(slots, 32), wanted, int64_t{24}}));
 }
 

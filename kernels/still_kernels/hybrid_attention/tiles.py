@@ -123,10 +123,10 @@ def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wid
                 "DW": 32 if wide else 64,  # the bytes of DS columns of S: both tiles then have one layout
                 "BN": 8 if wide and dim > 128 else 16,
                 "SN": 2 if heavy else 3 if small else 5,
-                "BG": 16 if heavy else 32,
-                "SG": 2 if heavy or small else 4,
+                "BG": 16 if heavy else 64,
+                "SG": 2 if heavy or small else 3,
                 "BL": min(2 * chunk_size, 32 if heavy else 64),
-                "BS": 16,
+                "BS": 32,  # parts of one head that are merged together
                 "RB": 16 if heavy else min(chunk_size, 32 if many else 64),
                 "DK": columns,
             },
@@ -174,4 +174,4 @@ def decode_splits(batch: int, select_heads: int, slots: int, programs: int) -> i
     if slots == 0:
         return 1
     fill = -(-programs // (batch * select_heads))
-    return max(1, min(-(-slots // 32), max(fill, -(-slots // 256)), 24))
+    return max(1, min(-(-slots // 32), max(fill, -(-slots // 512)), 24))

@@ -1,9 +1,9 @@
 """One token per row in one launch: salient splits, parts of the window and slices of S, merged by the last to arrive.
 
-Programs of one select head (GR query heads) share a counter. Every program writes its partial result, then counts itself; the
-last one merges all partials of the group against the true maximum. The counters are zero between launches, so the launch can
-be captured in a CUDA graph. What a step costs beyond its bytes is a chain of dependent loads, so each role issues its loads
-together and reduces as little as it can.
+Programs of one query head share a counter. Every program writes its partial result, then counts itself; the last one merges all
+partials of the head against the true maximum. The counters are zero between launches, so the launch can be captured in a CUDA
+graph. What a step costs beyond its bytes is a chain of dependent loads, so each role issues its loads together and reduces as
+little as it can.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -25,88 +25,93 @@ from still_kernels.hybrid_attention.triton_decode_roles import (
 
 
 @triton.jit
-def _load_parts(p_acc, p_ml, s, parts, o_head, m_head, GR, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr):
-    """Accumulators [BS, GM, DP], maxima and sums [BS, GM] of parts s .. s + BS - 1."""
-    o_dim = tl.arange(0, DP)
+def _load_parts(p_acc, p_ml, s, parts, GR, o_dim, D: tl.constexpr, BS: tl.constexpr):
+    """Accumulators [BS, DP], maxima and sums [BS] of parts s .. s + BS - 1 of one head."""
     o_part = s + tl.arange(0, BS)
-    m_part = (o_part < parts)[:, None] & m_head[None, :]
-    o_row = o_part[:, None] * GR + o_head[None, :]
-    m_acc = m_part[:, :, None] & (o_dim < D)[None, None, :]
-    b_acc = tl.load(p_acc + o_row[:, :, None] * D + o_dim[None, None, :], mask=m_acc, other=0.0)
-    b_most = tl.load(p_ml + o_row * 2, mask=m_part, other=FAR)
-    b_sums = tl.load(p_ml + o_row * 2 + 1, mask=m_part, other=0.0)
+    m_part = o_part < parts
+    m_acc = m_part[:, None] & (o_dim < D)[None, :]
+    b_acc = tl.load(p_acc + o_part[:, None] * GR * D + o_dim[None, :], mask=m_acc, other=0.0)
+    b_most = tl.load(p_ml + o_part * GR * 2, mask=m_part, other=FAR)
+    b_sums = tl.load(p_ml + o_part * GR * 2 + 1, mask=m_part, other=0.0)
     return b_acc, b_most, b_sums
 
 
 @triton.jit
 def _merge(
-    g, GR, i_group, i_out, i_select, i_part, i_score, length, live, parts, K, N, epsilon, p_part_acc, p_part_ml, p_part_lin,
-    p_part_den, p_part_window, p_window_factor, p_window_score, p_output, C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    GM: tl.constexpr, BS: tl.constexpr, WP: tl.constexpr, RELEASED: tl.constexpr, FACTOR: tl.constexpr,
+    g, GR, i_group, i_out, i_select, i_part, i_score, length, live, promoting, parts, K, N, epsilon, p_part_acc, p_part_ml,
+    p_part_lin, p_part_den, p_part_window, p_window_factor, p_window_score, p_output, C: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, BS: tl.constexpr, WP: tl.constexpr, SCOPE: tl.constexpr, RELEASED: tl.constexpr, FACTOR: tl.constexpr,
     OVERFLOW: tl.constexpr,
 ):  # fmt: skip
-    """Combine the partials of query heads g .. g + GM - 1 of a group against their global maxima; store outputs and scores.
+    """Combine the partials of query head g of a group against their global maximum; store output and score.
 
     i_group, i_out, i_score: The group's first head in the workspace, the activations, the scores. i_part: Its first part of
-    `parts`, each with GR rows. Everything is loaded before anything is reduced: one trip to L2 in place of one per value.
+    `parts`, each with GR rows. All loads are on their way before anything is reduced: one trip to L2 in place of one per value.
     """
     o_dim = tl.arange(0, DP)
-    o_head = g + tl.arange(0, GM)
-    m_head = o_head < GR
-    m_tile = m_head[:, None] & (o_dim < D)[None, :]
-    o_tile = o_head[:, None] * D + o_dim[None, :]
-    p_acc = p_part_acc + i_part * GR * D
-    p_ml = p_part_ml + i_part * GR * 2
-    b_acc, b_most, b_sums = _load_parts(p_acc, p_ml, 0, parts, o_head, m_head, GR, D, DP, BS)
-    o_window = 4 * (o_head[:, None] * WP + tl.arange(0, WP)[None, :])
-    p_window = p_part_window + i_group * (4 * WP)
-    b_others = tl.load(p_window + o_window, mask=m_head[:, None], other=FAR)
-    b_rest = tl.load(p_window + o_window + 1, mask=m_head[:, None], other=0.0)
-    b_own = tl.load(p_window + o_head * (4 * WP) + (3 if RELEASED else 2), mask=m_head, other=0.0)
-    b_linear = tl.load(p_part_lin + i_group * D + o_tile, mask=m_tile, other=0.0)
-    b_den = tl.load(p_part_den + i_group + o_head, mask=m_head, other=0.0)
+    m_dim = o_dim < D
+    p_acc = p_part_acc + (i_part * GR + g) * D
+    p_ml = p_part_ml + (i_part * GR + g) * 2
+    b_acc, b_most, b_sums = _load_parts(p_acc, p_ml, 0, parts, GR, o_dim, D, BS)
+    o_window = 4 * tl.arange(0, WP)
+    p_window = p_part_window + (i_group + g) * (4 * WP)
+    b_others = tl.load(p_window + o_window)
+    b_rest = tl.load(p_window + o_window + 1)
+    own = tl.load(p_window + (3 if RELEASED else 2))
+    b_linear = tl.load(p_part_lin + (i_group + g) * D + o_dim, mask=m_dim, other=0.0)
+    mass = tl.load(p_part_den + i_group + g)
 
-    b_top = tl.max(b_most, 0)
-    b_weight = tl.exp2(b_most - b_top[None, :])
-    b_total = tl.sum(rounded(b_sums, b_weight), 0)
-    b_out = tl.sum(b_acc * b_weight[:, :, None], 0)
+    top = tl.max(b_most, 0)
+    b_weight = tl.exp2(b_most - top)
+    total = tl.sum(rounded(b_sums, b_weight), 0)
+    b_out = tl.sum(b_acc * b_weight[:, None], 0)
     for s in range(BS, parts, BS):
-        b_acc, b_most, b_sums = _load_parts(p_acc, p_ml, s, parts, o_head, m_head, GR, D, DP, BS)
-        b_new = tl.maximum(b_top, tl.max(b_most, 0))
-        b_weight = tl.exp2(b_most - b_new[None, :])
-        b_decay = tl.exp2(b_top - b_new)
-        b_total = b_total * b_decay + tl.sum(rounded(b_sums, b_weight), 0)
-        b_out = b_out * b_decay[:, None] + tl.sum(b_acc * b_weight[:, :, None], 0)
-        b_top = b_new
+        b_acc, b_most, b_sums = _load_parts(p_acc, p_ml, s, parts, GR, o_dim, D, BS)
+        new = tl.maximum(top, tl.max(b_most, 0))
+        b_weight = tl.exp2(b_most - new)
+        decay = tl.exp2(top - new)
+        total = total * decay + tl.sum(rounded(b_sums, b_weight), 0)
+        b_out = b_out * decay + tl.sum(b_acc * b_weight[:, None], 0)
+        top = new
     if FACTOR:
-        b_factor = tl.load(p_window_factor + i_select * GR + o_head, mask=m_head, other=0.0)
-        b_total = b_total * b_factor
-        b_out = b_out * b_factor[:, None]
-    b_out = (b_out + b_linear) / (b_total + b_den + epsilon)[:, None]
+        factor = tl.load(p_window_factor + i_select * GR + g)
+        total = total * factor
+        b_out = b_out * factor
+    b_out = (b_out + b_linear) / (total + mass + epsilon)
     if OVERFLOW == 0:  # beyond the capacity: the caller should have refused
         b_out = tl.where(tl.maximum(length // C - 1, 0) * K > N, float("nan"), b_out)
     b_out = tl.where(live, b_out, 0.0)
-    tl.store(p_output + i_out * D + o_tile, b_out.to(p_output.dtype.element_ty), mask=m_tile)
+    tl.store(p_output + (i_out + g) * D + o_dim, b_out.to(p_output.dtype.element_ty), mask=m_dim)
 
     # The score of the token, from the parts of the window.
-    if RELEASED:
-        b_score = b_own
-    else:
-        b_reach = tl.max(b_others, 1)
-        b_rest = tl.sum(rounded(b_rest, tl.exp2(b_others - b_reach[:, None])), 1)
-        b_score = (b_own - b_reach - tl.log2(b_rest)) / LOG2E
-    b_score = tl.where(length == 0, float("inf"), b_score)
-    o_score = (i_score + o_head) * (2 * C) + (length & (2 * C - 1))
-    tl.store(p_window_score + o_score, b_score, mask=m_head & live)
+    score = own
+    if not RELEASED:
+        reach = tl.max(b_others, 0)
+        score = (own - reach - tl.log2(tl.sum(rounded(b_rest, tl.exp2(b_others - reach)), 0))) / LOG2E
+    score = tl.where(length == 0, float("inf"), score)
+    if SCOPE:
+        if promoting:  # other heads of the group may still select by the score that this one replaces
+            tl.store(p_window + 2, score)
+            live = length < 0
+    tl.store(p_window_score + (i_score + g) * (2 * C) + (length & (2 * C - 1)), score, mask=live)
 
 
 @triton.jit
 def _commit_token(
-    p_key, p_value, p_window_key, p_window_value, row, start, length, HK, C: tl.constexpr, D: tl.constexpr,
+    p_key, p_value, p_window_key, p_window_value, p_window_score, p_score, row, start, length, H, HK, C: tl.constexpr,
+    D: tl.constexpr, WP: tl.constexpr, SCOPE: tl.constexpr,
 ):  # fmt: skip
-    """Write the token's key and value into the ring once the promoted chunk has been read."""
+    """Write the token's key and value into the ring once the promoted chunk has been read, its scores once they have ranked.
+
+    p_score: Where the heads of the row have left their scores, 4 WP apart.
+    """
     BW: tl.constexpr = 1024
     slot = length & (2 * C - 1)
+    if SCOPE:
+        for s in range(0, H, BW):
+            o_head = s + tl.arange(0, BW)
+            b_score = tl.load(p_score + o_head * (4 * WP), mask=o_head < H, other=0.0)
+            tl.store(p_window_score + (row * H + o_head) * (2 * C) + slot, b_score, mask=o_head < H)
     for s in range(0, HK * D, BW):
         o_flat = s + tl.arange(0, BW)
         m_flat = o_flat < HK * D
@@ -214,7 +219,6 @@ def decode_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     _stamp(p_trace, 0)
-    GM: tl.constexpr = 1 if SCOPE == 0 else 4  # heads that are merged together
     i_role = tl.program_id(0)
     i_select = tl.program_id(1)
     i_batch = tl.program_id(2)
@@ -242,7 +246,7 @@ def decode_kernel(
                 i_job, i_head, i_select, i_batch, row, GR, p_q, p_gate + (i_out + g) * D if GATE else p_gate,
                 p_feature_q_weight, p_feature_k_weight, p_window_key, p_window_value, p_window_score, p_kv_state, p_z_state,
                 p_new_tokens, p_past_length, p_part_lin + (i_group + g) * D, p_part_den + i_group + g, H, HK, G, K, W_HEADS, C, D,
-                DP, DK, DS, DW, P, PP, GP, RB, FEATURE, SCOPE, GATE, RAGGED, FUSED, DOT,
+                DP, DK, DS, DW, P, PP, GP, RB, FEATURE, SCOPE, GATE, RAGGED, FUSED, SETTLE, DOT,
             )  # fmt: skip
         else:
             i_kv = i_head // G if SCOPE == 0 else i_select
@@ -272,33 +276,51 @@ def decode_kernel(
             salient_group(
                 p_salient_key + base, p_salient_value + base, p_query + i_out * D, i_batch, row, p_new_tokens, p_past_length,
                 GR, i_split, K, N, NS, scale2, p_part_acc + i_part * D, p_part_ml + i_part * 2, C, D, DP, BG, GP, SG,
-                RAGGED, FUSED, DOT,
+                RAGGED, FUSED, SETTLE, DOT,
             )  # fmt: skip
 
     _stamp(p_trace, 1)
     tl.debug_barrier()
-    p_counter = p_counters + i_batch * (2 * H) + i_select
-    arrived = tl.atomic_add(p_counter, 1, sem="acq_rel")
+    # Who is last at a query head merges it: where heads share splits, several programs may merge at the same time.
+    p_counter = p_counters + i_batch * (2 * H) + i_select * GR
+    if SCOPE == 0:
+        m_last = tl.atomic_add(p_counter, 1, sem="acq_rel") == JOBS + NS - 1
+        merged = m_last.to(tl.int32)
+    else:
+        o_head = tl.arange(0, GP)
+        g = i_role // JOBS
+        m_head = (o_head < GR) & ((o_head == g) | (g >= GR))
+        b_arrived = tl.atomic_add(p_counter + o_head, tl.full([GP], 1, tl.int32), mask=m_head, sem="acq_rel")
+        m_last = m_head & (b_arrived == JOBS + NS - 1)
+        merged = tl.sum(m_last.to(tl.int32), 0)
     _stamp(p_trace, 2)
-    if arrived != GR * JOBS + NS - 1:
+    if merged == 0:
         return
-    tl.store(p_counter, 0)
     length, live, promoting = step_of(i_batch, row, p_new_tokens, p_past_length, C, RAGGED, FUSED)
-    if p_present_length is not None:
-        if i_select == 0:
-            past = tl.load(p_past_length + i_batch)
-            tl.store(p_present_length + i_batch, past + live.to(past.dtype))
-    for g in range(0, GR, GM):
-        _merge(
-            g, GR, i_group, i_out, i_select, i_first, row * H + i_select * GR, length, live, NS + WP + 1, K, N, epsilon,
-            p_part_acc, p_part_ml, p_part_lin, p_part_den, p_part_window, p_window_factor, p_window_score, p_output, C, D, DP,
-            GM, BS if SCOPE else 2 * BS, WP, RELEASED, FACTOR, OVERFLOW,
-        )  # fmt: skip
+    for g in range(0, GR):
+        mine = merged
+        if SCOPE:
+            mine = tl.sum((m_last & (o_head == g)).to(tl.int32), 0)
+        if mine > 0:
+            tl.store(p_counter + g, 0)
+            if p_present_length is not None:
+                if i_select + g == 0:
+                    past = tl.load(p_past_length + i_batch)
+                    tl.store(p_present_length + i_batch, past + live.to(past.dtype))
+            _merge(
+                g, GR, i_group, i_out, i_select, i_first, row * H + i_select * GR, length, live, promoting, NS + WP + 1, K, N,
+                epsilon, p_part_acc, p_part_ml, p_part_lin, p_part_den, p_part_window, p_window_factor, p_window_score, p_output,
+                C, D, DP, BS, WP, SCOPE, RELEASED, FACTOR, OVERFLOW,
+            )  # fmt: skip
     _stamp(p_trace, 3)
     if FUSED:
         if promoting:
             tl.debug_barrier()
             p_counter = p_counters + i_batch * (2 * H) + H
-            if tl.atomic_add(p_counter, 1, sem="acq_rel") == HS - 1:
+            if tl.atomic_add(p_counter, merged, sem="acq_rel") == H - merged:
                 tl.store(p_counter, 0)
-                _commit_token(p_key, p_value, p_window_key, p_window_value, row, start, length, HK, C, D)
+                p_score = p_part_window + i_batch.to(tl.int64) * H * (4 * WP) + 2
+                _commit_token(
+                    p_key, p_value, p_window_key, p_window_value, p_window_score, p_score, row, start, length, H, HK, C, D, WP,
+                    SCOPE,
+                )  # fmt: skip

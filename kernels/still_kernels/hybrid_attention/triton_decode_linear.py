@@ -13,6 +13,7 @@ from still_kernels.hybrid_attention.triton_common import (
     kept_features,
     load_weight,
     plain_features,
+    prefetch,
     rounded,
     scaled_softmax,
     select_chunk,
@@ -22,17 +23,31 @@ from still_kernels.hybrid_attention.triton_decode_roles import pair_sum, step_of
 
 @triton.jit
 def _fold_chunk(
-    old, length, row, i_select, i_kv, GR, p_weight, p_window_key, p_window_value, p_window_score, p_state, p_mass, m_mass, H,
-    HK, K, o_column, C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DK: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
-    GP: tl.constexpr, RB: tl.constexpr, FEATURE: tl.constexpr, SCOPE: tl.constexpr, DOT: tl.constexpr,
+    b_phi, b_psi, old, length, row, i_select, i_kv, GR, p_weight, p_window_key, p_window_value, p_window_score, p_state, p_mass,
+    m_mass, H, HK, K, o_column, C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DK: tl.constexpr, P: tl.constexpr,
+    PP: tl.constexpr, GP: tl.constexpr, RB: tl.constexpr, FEATURE: tl.constexpr, SCOPE: tl.constexpr, SETTLE: tl.constexpr,
+    DOT: tl.constexpr,
 ):  # fmt: skip
-    """Add the unselected tokens of chunk `old`, which lies in the ring, to a slice of S and to z, in memory."""
+    """Add the unselected tokens of chunk `old`, which lies in the ring, to a slice of S and to z, in memory.
+
+    Returns:
+        What they add to phi(q)^T S [DS] and phi(q)^T z [PP, to be summed], from phi(q) in its halves b_phi and b_psi [PP].
+    """
     o_feature = tl.arange(0, PP)
     o_dim = tl.arange(0, DK)
-    b_weight = load_weight(p_weight, o_feature, o_dim, P, D)
+    DS: tl.constexpr = o_column.shape[0]
+    # All lines that a round needs are on their way while the selection is made.
+    BYTES: tl.constexpr = p_weight.dtype.element_ty.primitive_bitwidth // 8
+    o_token = ((row * HK + i_kv) * (2 * C) + ((old & 1) * C + tl.arange(0, C))).to(tl.int64) * D
+    o_line = tl.arange(0, 4) * (D * BYTES // 4)
+    prefetch(p_window_key + o_token, o_line, SETTLE)
+    prefetch(p_window_value + o_token, o_line, SETTLE)
+    prefetch(p_weight + tl.minimum(o_feature, P - 1) * D, o_line, SETTLE)
     b_selected, _ = select_chunk(
         p_window_score, p_window_score, old, length, length, 0, row, i_select, H, GR, K, SCOPE, GP, C
     )
+    b_more = tl.zeros([DS], tl.float32)
+    b_more_mass = tl.zeros([PP], tl.float32)
     for r in range(0, C, RB):
         o_row = r + tl.arange(0, RB)
         o_ring = ((row * HK + i_kv) * (2 * C) + ((old & 1) * C + o_row)).to(tl.int64) * D
@@ -47,36 +62,48 @@ def _fold_chunk(
         for d in range(0, DP, DK):
             o_part = d + o_dim
             b_k = tl.load(p_window_key + o_ring[:, None] + o_part[None, :], mask=(o_part < D)[None, :], other=0.0)
-            if DK < DP:
-                b_weight = load_weight(p_weight, o_feature, o_part, P, D)
+            b_weight = load_weight(p_weight, o_feature, o_part, P, D)
             b_direction = tl.dot(b_k, tl.trans(b_weight), b_direction, input_precision=DOT)
             b_square += tl.sum(b_k.to(tl.float32) * b_k.to(tl.float32), 1)
         b_keep = tl.where(m_row, 1.0, 0.0)
-        if FEATURE <= 1:  # one half after the other: both do not fit in the registers
-            b_scale = direction_scale(tl.sum(b_direction * b_direction, 1), b_square, FEATURE)
-            b_phi = scaled_softmax(b_direction, b_scale, b_keep, o_feature < P, P, PP)
-            _add_rows(b_phi, b_v, p_state, p_mass, o_feature, o_column, m_mass, P, D, DOT)
-            b_phi = scaled_softmax(-b_direction, b_scale, b_keep, o_feature < P, P, PP)
-            _add_rows(b_phi, b_v, p_state + P * D, p_mass + P, o_feature, o_column, m_mass, P, D, DOT)
-        else:
-            b_phi, _zeros = kept_features(b_direction, b_square, b_keep, P, PP, FEATURE)
-            _add_rows(b_phi, b_v, p_state, p_mass, o_feature, o_column, m_mass, P, D, DOT)
+        b_scale = direction_scale(tl.sum(b_direction * b_direction, 1), b_square, FEATURE)
+        for half in tl.static_range(0, 2 if FEATURE <= 1 else 1):
+            if FEATURE <= 1:
+                b_signed = b_direction if half == 0 else -b_direction
+                b_rows = scaled_softmax(b_signed, b_scale, b_keep, o_feature < P, P, PP)
+            else:
+                b_rows, _zeros = kept_features(b_direction, b_square, b_keep, P, PP, FEATURE)
+            b_query = b_phi if half == 0 else b_psi
+            b_out, b_mass = _add_rows(
+                b_rows, b_query, b_v, p_state + half * (P * D), p_mass + half * P, o_feature, o_column, m_mass, P, D, DOT
+            )  # fmt: skip
+            b_more += b_out
+            b_more_mass += b_mass
         if RB < C:
             tl.debug_barrier()  # the next round adds to what this one stored
+    return b_more, b_more_mass
 
 
 @triton.jit
 def _add_rows(
-    b_phi, b_v, p_state, p_mass, o_feature, o_column, m_mass, P: tl.constexpr, D: tl.constexpr, DOT: tl.constexpr
+    b_rows, b_query, b_v, p_state, p_mass, o_feature, o_column, m_mass, P: tl.constexpr, D: tl.constexpr, DOT: tl.constexpr
 ):  # fmt: skip
-    """Add phi^T v to one half of a slice of S, and the sum of the same rounded phi to z, as prefill does."""
-    b_phi = b_phi.to(b_v.dtype)
+    """Add phi^T v of rows to one half of a slice of S, and the sum of the same rounded phi to z, as prefill does.
+
+    Returns the same as seen by phi(q): [DS], and before the sum over features [PP]. Matrix instructions add up the rows: without
+    them the sums of columns are most of a promotion's instructions.
+    """
+    b_rows = b_rows.to(b_v.dtype)
     m_slice = (o_feature < P)[:, None] & (o_column < D)[None, :]
     p_slice = p_state + o_feature[:, None] * D + o_column[None, :]
-    b_s = tl.load(p_slice, mask=m_slice, other=0.0)
+    b_more = tl.dot(tl.trans(b_rows), b_v, input_precision=DOT)
+    b_ones = tl.full([b_rows.shape[0], 16], 1.0, b_rows.dtype)
+    b_mass = tl.max(tl.dot(tl.trans(b_rows), b_ones, input_precision=DOT), 1)
     b_z = tl.load(p_mass + o_feature, mask=m_mass, other=0.0)
-    tl.store(p_mass + o_feature, b_z + tl.sum(b_phi.to(tl.float32), 0), mask=m_mass)
-    tl.store(p_slice, b_s + tl.dot(tl.trans(b_phi), b_v, input_precision=DOT), mask=m_slice)
+    b_s = tl.load(p_slice, mask=m_slice, other=0.0)
+    tl.store(p_slice, b_s + b_more, mask=m_slice)
+    tl.store(p_mass + o_feature, b_z + b_mass, mask=m_mass)
+    return tl.sum(b_query[:, None] * b_more, 0), b_query * b_mass
 
 
 @triton.jit
@@ -125,14 +152,11 @@ def _slice_loads(
 
 @triton.jit
 def _slice_output(
-    b_q, b_q2, b_weight, b_weight2, b_plus_s, p_q, p_gate, p_weight, p_slice, p_mass, p_lin, p_den, i_slice, o_column, m_slice,
-    D: tl.constexpr, DP: tl.constexpr, DW: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, FEATURE: tl.constexpr,
-    GATE: tl.constexpr,
+    b_q, b_q2, b_weight, b_weight2, b_plus_s, p_q, p_gate, p_weight, p_slice, p_mass, o_column, m_slice, m_mass, D: tl.constexpr,
+    DP: tl.constexpr, DW: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, FEATURE: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
-    """gate * phi(q)^T S for the columns of a slice, and in slice 0 phi(q)^T z. Takes the values of _slice_loads."""
+    """phi(q)^T S for the columns of a slice, phi(q) z before it is summed, the gate, both halves of phi(q); from _slice_loads."""
     o_feature = tl.arange(0, PP)
-    m_feature = o_feature < P
-    m_column = o_column < D
     b_direction = tl.sum(b_weight.to(tl.float32) * b_q.to(tl.float32)[None, :], 1)
     if DP > DW:
         b_direction += tl.sum(b_weight2.to(tl.float32) * b_q2.to(tl.float32)[None, :], 1)
@@ -143,26 +167,30 @@ def _slice_output(
         b_direction += tl.sum(b_more.to(tl.float32) * b_part.to(tl.float32)[None, :], 1)
     if FEATURE <= 1:
         b_minus_s = tl.load(p_slice + P * D, mask=m_slice, other=0.0)
-    m_mass = m_feature & (i_slice == 0)  # z belongs to slice 0
     b_plus_z = tl.load(p_mass + o_feature, mask=m_mass, other=0.0)
     if FEATURE <= 1:
         b_minus_z = tl.load(p_mass + P + o_feature, mask=m_mass, other=0.0)
+    b_gate = b_q
     if GATE:
-        b_gate = tl.load(p_gate + o_column, mask=m_column, other=0.0).to(tl.float32)
+        b_gate = tl.load(p_gate + o_column, mask=o_column < D, other=0.0)
     o_dim = tl.arange(0, DP)
     b_whole = tl.load(p_q + o_dim, mask=o_dim < D, other=0.0).to(tl.float32)
     b_phi, b_psi = _query_features(b_direction, tl.sum(rounded(b_whole, b_whole), 0), P, PP, FEATURE)
     b_terms = b_phi[:, None] * b_plus_s
+    b_mass = b_phi * b_plus_z
     if FEATURE <= 1:
         b_terms += b_psi[:, None] * b_minus_s
-    b_out = tl.sum(b_terms, 0)
+        b_mass += b_psi * b_minus_z
+    return tl.sum(b_terms, 0), b_mass, b_gate, b_phi, b_psi
+
+
+@triton.jit
+def _store_slice(b_out, b_mass, b_gate, p_lin, p_den, i_slice, o_column, D: tl.constexpr, GATE: tl.constexpr):
+    """gate * phi(q)^T S, and phi(q)^T z where the slice is the first."""
     if GATE:
-        b_out = b_out * b_gate
-    tl.store(p_lin + o_column, b_out, mask=m_column)
+        b_out = b_out * b_gate.to(tl.float32)
+    tl.store(p_lin + o_column, b_out, mask=o_column < D)
     if i_slice == 0:
-        b_mass = b_phi * b_plus_z
-        if FEATURE <= 1:
-            b_mass += b_psi * b_minus_z
         tl.store(p_den, tl.sum(b_mass, 0))
 
 
@@ -172,18 +200,19 @@ def linear_slice(
     p_window_value, p_window_score, p_kv_state, p_z_state, p_new_tokens, p_past_length, p_lin, p_den, H, HK, G, K, W_HEADS,
     C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DK: tl.constexpr, DS: tl.constexpr, DW: tl.constexpr, P: tl.constexpr,
     PP: tl.constexpr, GP: tl.constexpr, RB: tl.constexpr, FEATURE: tl.constexpr, SCOPE: tl.constexpr, GATE: tl.constexpr,
-    RAGGED: tl.constexpr, FUSED: tl.constexpr, DOT: tl.constexpr,
+    RAGGED: tl.constexpr, FUSED: tl.constexpr, SETTLE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """gate * phi(q)^T S for DS value columns (and phi(q)^T z in slice 0); a promoted chunk is folded into S first.
+    """gate * phi(q)^T S for DS value columns (and phi(q)^T z in slice 0); a promoted chunk is folded into S on the way.
 
     Nothing that a plain step loads depends on the length. A promotion loads everything again: held across the branch the values
-    would cost the plain step its registers. DW columns of the projection take the bytes of DS columns of S, so that phi is born
-    in the layout in which S multiplies it.
+    would cost the plain step its registers. It adds what the chunk means to the result, in place of reading S after the fold.
+    DW columns of the projection take the bytes of DS columns of S, so that phi is born in the layout in which S multiplies it.
     """
     F: tl.constexpr = 2 * P if FEATURE <= 1 else P
     o_feature = tl.arange(0, PP)
     o_column = i_slice * DS + tl.arange(0, DS)
     m_slice = (o_feature < P)[:, None] & (o_column < D)[None, :]
+    m_mass = (o_feature < P) & (i_slice == 0)  # z belongs to slice 0
     w_head = tl.where(W_HEADS > 1, i_head, 0).to(tl.int64) * (P * D)
     p_weight = p_feature_q_weight + w_head
     p_state = p_kv_state + (row * H + i_head) * (F * D)
@@ -193,19 +222,21 @@ def linear_slice(
     tl.debug_barrier()  # the compiler would move the loads into the branches, behind the trip for the length
     length, _live, promoting = step_of(i_batch, row, p_new_tokens, p_past_length, C, RAGGED, FUSED)
     if FUSED and promoting:
-        _fold_chunk(
-            length // C - 2, length, row, i_select, i_head // G, GR, p_feature_k_weight + w_head, p_window_key,
-            p_window_value, p_window_score, p_state, p_mass, (o_feature < P) & (i_slice == 0), H, HK, K, o_column, C, D, DP, DK,
-            P, PP, GP, RB, FEATURE, SCOPE, DOT,
-        )  # fmt: skip
-        tl.debug_barrier()
         b_q, b_q2, b_weight, b_weight2, b_plus_s = _slice_loads(p_q, p_weight, p_slice, m_slice, D, DP, DW, P, PP)
-        _slice_output(
-            b_q, b_q2, b_weight, b_weight2, b_plus_s, p_q, p_gate, p_weight, p_slice, p_mass, p_lin, p_den, i_slice, o_column,
-            m_slice, D, DP, DW, P, PP, FEATURE, GATE,
+        b_out, b_mass, b_gate, b_phi, b_psi = _slice_output(
+            b_q, b_q2, b_weight, b_weight2, b_plus_s, p_q, p_gate, p_weight, p_slice, p_mass, o_column, m_slice, m_mass, D, DP, DW,
+            P, PP, FEATURE, GATE,
         )  # fmt: skip
+        tl.debug_barrier()  # all threads have read the slice
+        b_more, b_more_mass = _fold_chunk(
+            b_phi, b_psi, length // C - 2, length, row, i_select, i_head // G, GR, p_feature_k_weight + w_head, p_window_key,
+            p_window_value, p_window_score, p_state, p_mass, m_mass, H, HK, K, o_column, C, D, DP, DK, P, PP, GP, RB, FEATURE,
+            SCOPE, SETTLE, DOT,
+        )  # fmt: skip
+        _store_slice(b_out + b_more, b_mass + b_more_mass, b_gate, p_lin, p_den, i_slice, o_column, D, GATE)
     else:
-        _slice_output(
-            b_q, b_q2, b_weight, b_weight2, b_plus_s, p_q, p_gate, p_weight, p_slice, p_mass, p_lin, p_den, i_slice, o_column,
-            m_slice, D, DP, DW, P, PP, FEATURE, GATE,
+        b_out, b_mass, b_gate, _phi, _psi = _slice_output(
+            b_q, b_q2, b_weight, b_weight2, b_plus_s, p_q, p_gate, p_weight, p_slice, p_mass, o_column, m_slice, m_mass, D, DP, DW,
+            P, PP, FEATURE, GATE,
         )  # fmt: skip
+        _store_slice(b_out, b_mass, b_gate, p_lin, p_den, i_slice, o_column, D, GATE)

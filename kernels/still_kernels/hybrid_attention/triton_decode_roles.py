@@ -8,6 +8,7 @@ import triton.language as tl
 
 from still_kernels.hybrid_attention.triton_common import (
     RELEASED_EPSILON,
+    prefetch,
     rounded,
     select_chunk,
     selected_offsets,
@@ -100,7 +101,7 @@ def salient_one(
 def salient_group(
     p_key, p_value, p_q, i_batch, row, p_new_tokens, p_past_length, GR, i_split, K, N, NS, scale2, p_acc, p_ml, C: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, BG: tl.constexpr, GP: tl.constexpr, SG: tl.constexpr, RAGGED: tl.constexpr,
-    FUSED: tl.constexpr, DOT: tl.constexpr,
+    FUSED: tl.constexpr, SETTLE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """The same for the GR query heads of a key/value head, which read blocks of BG rows once; p_acc, p_ml: GR rows."""
     o_dim = tl.arange(0, DP)
@@ -109,6 +110,11 @@ def salient_group(
     o_row = tl.arange(0, BG)
     o_tile = o_head[:, None] * D + o_dim[None, :]
     m_tile = m_head[:, None] & (o_dim < D)[None, :]
+    o_first = tl.minimum(i_split * BG + o_row, N - 1) * D  # a row that is there, in use or not
+    o_line = tl.arange(0, 4) * (D * (p_key.dtype.element_ty.primitive_bitwidth // 8) // 4)
+    if N > 0:
+        prefetch(p_key + o_first, o_line, SETTLE)
+        prefetch(p_value + o_first, o_line, SETTLE)
     seen = slots_in_use(i_batch, row, p_new_tokens, p_past_length, K, N, C, RAGGED, FUSED)
     b_q = tl.load(p_q + o_tile, mask=m_tile, other=0.0)
     b_max = tl.full([GP], FAR, tl.float32)
