@@ -88,14 +88,16 @@ class StillAttention(nn.Module):
         position_embeddings: tuple[Tensor, Tensor] | None,
         state: HybridAttentionState,
         new_tokens: Tensor,
+        in_place: bool = False,
     ) -> tuple[Tensor, HybridAttentionState]:
         """Attend from new tokens after those that `state` has seen.
 
         Args:
             hidden: [B, T, channels], right-padded.
             position_embeddings: cos, sin at the tokens' absolute positions, each [B or 1, T, D].
-            state: What the rows have seen; unchanged by the call.
+            state: What the rows have seen; unchanged by the call unless `in_place`.
             new_tokens: Tokens that each row brings, int64 [B].
+            in_place: The new state may be written into `state`'s tensors; it is on CUDA, except in a traced or trained model.
 
         Returns:
             [B, T, channels], meaningless at padding, and the state after the new tokens.
@@ -103,10 +105,11 @@ class StillAttention(nn.Module):
         query, key, value, gate = self.project(hidden, position_embeddings)
         # The op is one node for export and has no derivative; training differentiates through the kernel itself.
         training = torch.is_grad_enabled() and query.requires_grad and not torch.compiler.is_exporting()
-        attend = kernel if training else hybrid_attention
-        output, state = attend(
-            query, key, value, gate, self.feature_q_weight, self.feature_k_weight, self.still, state, new_tokens
-        )
+        given = (query, key, value, gate, self.feature_q_weight, self.feature_k_weight, self.still, state, new_tokens)
+        if training or (in_place and not torch.compiler.is_compiling()):
+            output, state = kernel(*given, in_place=in_place)
+        else:
+            output, state = hybrid_attention(*given)
         return self.o_proj(output.flatten(2)), state
 
     def forward(
@@ -134,7 +137,9 @@ class StillAttention(nn.Module):
                 "pass past_key_values=StillCache.empty(model.config), or none, to the model's forward."
             )
         state = layer.take(hidden_states.dtype, hidden_states.device)
-        output, state = self.forward_state(hidden_states, position_embeddings, state, layer.new_tokens)
+        output, state = self.forward_state(
+            hidden_states, position_embeddings, state, layer.new_tokens, in_place=layer.owned
+        )
         layer.store(state)
         return output, None
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from still_graphs.opset import HYBRID_ATTENTION, AttributeValue, OpSpec
+from still_kernels.dispatch import factor_tensor
 from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState
 from still_kernels.hybrid_attention.state import state_names, state_shape
 
@@ -112,7 +113,10 @@ def hybrid_attention(
         output [B, T, H, D] and the state after the call.
     """
     if window_factor is None and config.window_factor is not None:
-        window_factor = torch.tensor(config.window_factor, device=query.device)
+        if torch.compiler.is_compiling():
+            window_factor = torch.tensor(config.window_factor, device=query.device)
+        else:
+            window_factor = factor_tensor(config.window_factor, query.device)
     results = torch.ops.still.hybrid_attention(
         query,
         key,

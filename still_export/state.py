@@ -95,12 +95,17 @@ class StillCacheLayer(CacheLayerMixin):
 
 
 class HybridLayer(StillCacheLayer):
-    """State of one hybrid attention layer."""
+    """State of one hybrid attention layer.
+
+    `owned`: nobody else has the state's tensors, so a call may write into them; a copy of the salient cache per token would cost
+    more than the step that needs it.
+    """
 
     def __init__(self, config: HybridAttentionConfig) -> None:
         super().__init__()
         self.config = config
         self.state: HybridAttentionState | None = None
+        self.owned = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         raise UnsupportedError(
@@ -125,10 +130,11 @@ class HybridLayer(StillCacheLayer):
 
     def store(self, state: HybridAttentionState) -> None:
         """Keep the state after the call."""
-        self.state, self.length = state, state.length
+        self.state, self.length, self.owned = state, state.length, True
 
     def states(self) -> dict[str, Tensor]:
         assert self.state is not None, "the cache is empty"
+        self.owned = False
         return {name: tensor for name, tensor in self.state.tensors().items() if name != "length"}
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
@@ -213,7 +219,7 @@ class StillCache(Cache):
             layer.length = past_length
             layer.is_initialized = True
             if isinstance(layer, HybridLayer):
-                layer.state = HybridAttentionState(**tensors, length=past_length)
+                layer.state, layer.owned = HybridAttentionState(**tensors, length=past_length), False
             else:
                 layer.keys, layer.values = tensors["key"], tensors["value"]
         return cache

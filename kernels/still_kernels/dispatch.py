@@ -122,14 +122,14 @@ def _triton(
 
 
 @functools.cache
-def _factor_tensor(values: tuple[float, ...], device: torch.device) -> Tensor:
+def factor_tensor(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Window factors on a device; kept, because a copy from the host cannot be captured in a CUDA graph."""
     with torch.inference_mode(False):  # kept for calls that differentiate, which take no tensor made for inference
         return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 def _window_factor(config: HybridAttentionConfig, device: torch.device) -> Tensor | None:
-    """The factors on the device; kept, because a copy from the host cannot be captured in a CUDA graph."""
-    return None if config.window_factor is None else _factor_tensor(config.window_factor, device)
+    return None if config.window_factor is None else factor_tensor(config.window_factor, device)
 
 
 def kernel_for(device: torch.device) -> Callable[..., Result]:

@@ -8,8 +8,10 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from still_export import attention
 from still_export.errors import CapacityError, PaddingError, UnsupportedError
-from still_export.state import StillCache
+from still_export.state import HybridLayer, StillCache
+from still_kernels import dispatch
 from tests.still_export.tiny import CHUNK, MIXED, padded, random_ids, still_model
 from tests.tolerances import REFERENCE
 
@@ -77,6 +79,41 @@ def test_second_generate_continues_the_cache() -> None:
     prompt = torch.cat([first, random_ids(1, 5, seed=9)], dim=1)
     second = model.generate(prompt, max_new_tokens=10, do_sample=False, past_key_values=cache)
     assert torch.equal(second, model.generate(prompt, max_new_tokens=10, do_sample=False))
+
+
+def test_only_tensors_that_nobody_else_has_are_written_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA a call writes into the cache's state; states that were given or handed out stay as they are."""
+    asked: list[bool] = []
+
+    def kernel(*arguments: object, in_place: bool) -> object:
+        asked.append(in_place)
+        return dispatch.hybrid_attention(*arguments, in_place=in_place)
+
+    monkeypatch.setattr(attention, "kernel", kernel)
+    model = still_model("llama")
+    cache = StillCache.empty(model.config)
+    ids = random_ids(1, 4)
+    with torch.no_grad():
+        for _ in range(2):
+            model(ids, past_key_values=cache)
+        assert asked == [True] * 6  # 3 layers
+        assert cache.length is not None
+        known = cache.states(), cache.length
+        model(ids, past_key_values=cache)
+        given = StillCache.from_states(model.config, *known)
+        model(ids, past_key_values=given)
+        assert len(asked) == 6
+        model(ids, past_key_values=given)
+        assert asked == [True] * 9
+
+
+@pytest.mark.gpu
+def test_generation_in_place_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = still_model("llama", layer_types=MIXED).to("cuda", torch.float32)
+    ids = random_ids(2, 3 * CHUNK).cuda()
+    mine = model.generate(ids, max_new_tokens=2 * CHUNK, do_sample=False)
+    monkeypatch.setattr(HybridLayer, "owned", property(lambda self: False, lambda self, value: None), raising=False)
+    assert torch.equal(mine, model.generate(ids, max_new_tokens=2 * CHUNK, do_sample=False))
 
 
 @pytest.mark.parametrize("overflow", ["fold_min_score", "fold_oldest"])
