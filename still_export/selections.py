@@ -12,6 +12,8 @@ from still_export.calls import Arrays, next_feed
 Leads = dict[int, np.ndarray]
 """By layer, the lead of the last selected score over the first rejected one, [B, HS, chunks]."""
 
+KEY = "present_salient_key."
+
 
 @dataclass
 class Selections:
@@ -39,21 +41,53 @@ def compare_selections(pairs: list[tuple[Arrays, Arrays]], leads: Any, salient: 
     """
     found = Selections()
     for expected, actual in pairs:
-        for name in expected:
-            if not name.startswith("present_salient_key."):
-                continue
-            a, b = expected[name].astype(np.float32), actual[name].astype(np.float32)
-            differs = ~(np.abs(a - b).max(-1, initial=0) <= 0.1 * np.abs(a).max(-1, initial=0) + 1e-6)  # [B, HS, N]
-            found.compared += int(np.abs(a).any(-1).sum())
-            if not differs.any():
-                continue
-            of_layer = leads()[int(name.rsplit(".", 1)[1])]
-            for row, head, slot in np.argwhere(differs):
-                chunk = slot // salient
-                excused = chunk < of_layer.shape[2] and of_layer[row, head, chunk] <= tie
-                found.near_ties += int(excused)
-                found.wrong += int(not excused)
+        for layer in _layers(expected):
+            differs, excused = _differing(expected, actual, layer, leads, salient, tie)
+            found.compared += int(np.abs(expected[KEY + layer]).any(-1).sum())
+            found.near_ties += int(excused.sum())
+            found.wrong += int((differs & ~excused).sum())
     return found
+
+
+def without_ties(
+    pairs: list[tuple[Arrays, Arrays]], leads: Any, salient: int, tie: float
+) -> list[tuple[Arrays, Arrays]]:
+    """The pairs with PyTorch's token in every slot where the target took another one on a near tie: both are right there.
+
+    Args:
+        pairs, leads, salient, tie: As in `compare_selections`.
+    """
+    settled = []
+    for expected, actual in pairs:
+        outputs = dict(actual)
+        for layer in _layers(expected):
+            _, excused = _differing(expected, actual, layer, leads, salient, tie)
+            for name in (n for n in expected if n.startswith("present_salient_") and n.endswith(f".{layer}")):
+                mask = excused.reshape(*excused.shape, *[1] * (expected[name].ndim - 3))
+                outputs[name] = np.where(mask, expected[name], actual[name])
+        settled.append((expected, outputs))
+    return settled
+
+
+def _layers(outputs: Arrays) -> list[str]:
+    """Numbers of the layers that have a salient cache."""
+    return [name.removeprefix(KEY) for name in outputs if name.startswith(KEY)]
+
+
+def _differing(
+    expected: Arrays, actual: Arrays, layer: str, leads: Any, salient: int, tie: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Slots [B, HS, N] that hold other tokens, and those of them whose chunk has a near tie."""
+    a, b = (outputs[KEY + layer].astype(np.float32) for outputs in (expected, actual))
+    differs = ~(np.abs(a - b).max(-1, initial=0) <= 0.1 * np.abs(a).max(-1, initial=0) + 1e-6)
+    if not differs.any():
+        return differs, differs
+    lead = leads()[int(layer)]
+    chunk = np.arange(differs.shape[2]) // salient
+    known = chunk < lead.shape[2]
+    close = np.zeros_like(differs)
+    close[..., known] = lead[..., chunk[known]] <= tie
+    return differs, differs & close
 
 
 def selection_leads(reference: Any, manifest: dict[str, Any], tokens: np.ndarray, counts: np.ndarray) -> Leads:

@@ -14,7 +14,7 @@ from still_export.calls import Arrays
 from still_export.cases import Case, CaseSource, Noise, distance, part_medians, same_best
 from still_export.errors import UnsupportedError
 from still_export.package import Package
-from still_export.selections import Selections, compare_selections
+from still_export.selections import Selections, compare_selections, without_ties
 from still_export.targets import Check, OrtTarget, Session, TrtTarget
 from still_export.tolerance import FLOAT32, Tolerance, half_tolerance
 
@@ -111,8 +111,10 @@ class Verifier:
         cases = [case for case, _ in judged]
         tolerance = half_tolerance(cases) if any(case.noise for case in cases) else FLOAT32
         if tolerance.statistic != "elemwise":
-            for case, pairs in judged:
-                selections.add(compare_selections(pairs, lambda case=case: case.leads, self.salient, tolerance.tie))  # type: ignore[misc]
+            for i, (case, pairs) in enumerate(judged):
+                given = (pairs, lambda case=case: case.leads, self.salient, tolerance.tie)  # type: ignore[misc]
+                selections.add(compare_selections(*given))
+                judged[i] = case, without_ties(*given)
         folder.mkdir(parents=True, exist_ok=True)
         self._save(cases, folder)
         command = self.target.command()
