@@ -241,7 +241,7 @@ def large(session: Session) -> None:
     )
     package = session.place / "large"
     bench = f"trt-python tools/bench_engine.py {package} --context {CONTEXT} --steps 50"
-    built = session.step("large_build", f"{bench} --build --batch ''", 240)
+    built = session.step("large_build", f"{bench} --build --batch ''", 460)
     build = session.measured("large_build", built, lambda rows: rows[0])
     if build:
         session.note("large: engine build", f"{build['build_s']} s, {build['engine_mib']} MiB")
