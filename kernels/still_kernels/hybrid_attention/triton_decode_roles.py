@@ -92,9 +92,9 @@ def salient_one(
     b_max, b_sum, b_acc = _absorb(b_first_k, b_first_v, first, seen, o_row, b_q, b_max, b_sum, b_acc)
     top = tl.max(b_max, 0)
     b_weight = tl.exp2(b_max - top)
-    tl.store(p_acc + o_dim, tl.sum(b_acc * b_weight[:, None], 0), mask=o_dim < D)
+    tl.store(p_acc + o_dim, tl.sum(rounded(b_acc, b_weight[:, None]), 0), mask=o_dim < D)
     tl.store(p_ml, top)
-    tl.store(p_ml + 1, tl.sum(b_sum * b_weight, 0))
+    tl.store(p_ml + 1, tl.sum(rounded(b_sum, b_weight), 0))
 
 
 @triton.jit
@@ -221,7 +221,7 @@ def _released_score(b_q, own, length, ring, p_window_key, C: tl.constexpr, D: tl
         b_sum = b_sum * tl.exp2(b_max - b_new) + tl.where(m_old, tl.exp2(b_logit - b_new), 0.0)
         b_max = b_new
     others = tl.max(b_max, 0)
-    others_sum = tl.sum(b_sum * tl.exp2(b_max - others), 0)
+    others_sum = tl.sum(rounded(b_sum, tl.exp2(b_max - others)), 0)
     top = tl.maximum(others, own)
     total = others_sum * tl.exp2(others - top) + tl.exp2(own - top)
     score = own * 0.0
@@ -279,7 +279,7 @@ def fresh_part(
         b_logit = tl.where(m_rank, tl.sum(b_k.to(tl.float32) * b_q[None, :], 1), FAR)
         top = tl.max(b_logit, 0)
         b_p = tl.where(m_rank, tl.exp2(b_logit - top), 0.0)
-        tl.store(p_acc + o_dim, tl.sum(b_p[:, None] * b_v.to(tl.float32), 0), mask=m_dim)
+        tl.store(p_acc + o_dim, tl.sum(rounded(b_p[:, None], b_v.to(tl.float32)), 0), mask=m_dim)
         tl.store(p_ml, top)
         tl.store(p_ml + 1, tl.sum(b_p, 0))
     else:
