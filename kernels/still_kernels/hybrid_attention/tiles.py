@@ -97,7 +97,7 @@ def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wid
                 "DB": 64,
                 "RB": min(block, 32) if heavy else block,
                 "EVERY": every,
-                "STAGES": stages if heavy else 4,
+                "STAGES": stages if heavy else 6 if arch == 90 else 4,  # 0.86 instead of 0.93 ms for 65,536 tokens
             },
             4,
             stages,

@@ -69,19 +69,25 @@ def score_kernel(
     p_q = p_query + (o_token * H + i_head)[:, None] * D + o_dim[None, :]
     b_q = tl.load(p_q, mask=m_query[:, None] & (o_dim < D)[None, :], other=0.0)
 
-    # Blocks from the own one backwards; the window ends inside the last.
+    # Blocks from the own one backwards: keys before the query; all; keys after its place. Blocks before position 0 count nothing.
     b_own = tl.zeros([BM], tl.float32)
     b_max = tl.full([BM], -1.0e30, tl.float32)
     b_sum = tl.zeros([BM], tl.float32)
     b_k = b_own_key
+    scale2 = scale * LOG2E
     for j in tl.static_range(0, SUB + 1):
         if j > 0:
             b_k = load_tokens(p_new, p_ring, o_query - j * BM, length, end, HK * D, o_dim, D, C)
-        b_logit, m_others, m_own = _own_window_logits(b_q, b_k, o_query, o_query - j * BM, scale, C, DOT)
+        b_dot = tl.dot(b_q, tl.trans(b_k), input_precision=DOT)
         if j == 0:
-            b_own = tl.sum(tl.where(m_own, b_logit, 0.0), 1)
-        b_new = tl.maximum(b_max, tl.max(tl.where(m_others, b_logit, -1.0e30), 1))
-        b_p = tl.where(m_others, tl.exp2(b_logit - b_new[:, None]), 0.0)
+            b_own = tl.sum(tl.where(o_row[None, :] == o_row[:, None], b_dot, 0.0), 1) * scale2
+            b_dot = tl.where(o_row[None, :] < o_row[:, None], b_dot, float("-inf"))
+        elif j == SUB:
+            b_dot = tl.where((o_row[None, :] > o_row[:, None]) & (first >= C), b_dot, float("-inf"))
+        else:
+            b_dot = tl.where(first >= j * BM, b_dot, float("-inf"))
+        b_new = tl.maximum(b_max, tl.max(b_dot, 1) * scale2)
+        b_p = tl.exp2(b_dot * scale2 - b_new[:, None])
         b_sum = b_sum * tl.exp2(b_max - b_new) + tl.sum(b_p, 1)
         b_max = b_new
     if RELEASED:
