@@ -199,8 +199,8 @@ def guarded_workspaces() -> Iterator[Guarded]:
 def run_case(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> dict[str, float]:
     """Greatest difference of each result, relative above 1, from the chunked form, over all calls of a case; NaN where one is NaN.
 
-    In the interpreter 16-bit results are held to the chunked form of the same inputs in float64, by "output norm" also the
-    Frobenius norm of outputs.
+    The chunked form runs on the same inputs in float64; with 16 bits on a GPU in that type, with its rounding. Where it runs in
+    float64 "output norm" is the distance of the outputs by Frobenius norm. In float32 it errs itself, by 1.1e-5 among huge logits.
 
     Outputs and workspaces start as garbage, and a write outside of them or of a state is an error. Every call works on a
     copy of the state, as a host with separate past and present buffers has it.
@@ -221,7 +221,7 @@ def _errors_of(guarded: Guarded, name: str, device: str, dtype: torch.dtype) -> 
     weights = [(torch.randn(shape, generator=generator) * config.head_dim**-0.5).to(device, dtype) for _ in "qk"]
     if case.inputs == "positive":
         weights = [weight.abs() for weight in weights]
-    exact = torch.float64 if device == "cpu" and dtype != torch.float32 else dtype
+    exact = torch.float64 if device == "cpu" or dtype == torch.float32 else dtype
     expected_state = HybridAttentionState.empty(config, batch, exact, device)
     state = HybridAttentionState.empty(config, batch, dtype, device)
     factor = config.window_factor
