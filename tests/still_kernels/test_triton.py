@@ -76,6 +76,15 @@ def test_interpreter(name: str) -> None:
     check(interpreted(FAST)[name], torch.float32)
 
 
+ANY_ORDER = ("promoting", "half of a group")
+
+
+@pytest.mark.parametrize("name", ANY_ORDER)
+def test_programs_may_run_in_any_order(name: str) -> None:
+    """What one program replaces, as the score that a promotion ranks, none that runs later may still need."""
+    check(interpreted(ANY_ORDER, "shuffled")[name], torch.float32)
+
+
 NARROW = {
     "bfloat16": ("promoting", "many parts, group", "packed", "released", "wide heads"),
     "float16": ("no salient", "softmax decode", "fold everything"),

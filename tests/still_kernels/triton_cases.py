@@ -1,5 +1,5 @@
 """Cases that hold the Triton kernels to the chunked form; as a program (DTYPE [NAME ...]): run them in Triton's
-interpreter, print the errors.
+interpreter, print the errors; "shuffled" for DTYPE: in float32, the programs of each grid in some order.
 
 The interpreter must be chosen before Triton is imported, so the tests start this file in a process of its own.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import random
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -70,6 +71,9 @@ CASES = {
     "crossing": Case(),
     "promoting": Case(calls=tuple(PROMOTING)),
     "group max": Case({"select_scope": "kv_group_max", "num_heads": 6}, tuple(PROMOTING)),
+    "half of a group": Case(
+        {"select_scope": "kv_group_mean", "num_heads": 8, "salient_per_chunk": 15}, ((95, [94, 95]), STEP, STEP, STEP)
+    ),
     "group mean": Case(
         {"select_scope": "kv_group_mean", "num_heads": 8, "num_kv_heads": 1},
         ((66, [66, 35]), STEP, (31, [31, 30])),
@@ -309,6 +313,24 @@ def run_unused(name: str, dtype: torch.dtype) -> None:
         assert torch.equal(*outputs) and torch.equal(zeros.kv_state, unknown.kv_state), f"{name}, {tokens} tokens"
 
 
+def shuffle_programs() -> None:
+    """From now on the interpreter runs the programs of a grid in some other order at each launch; on hardware they have none."""
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    generator = random.Random(1)
+    original, order = builder.set_grid_idx, [0]
+
+    def set_grid_idx(x: int, y: int, z: int) -> None:
+        _, ny, nz = builder.grid_dim
+        if x == y == z == 0:
+            order[:] = range(math.prod(builder.grid_dim))
+            generator.shuffle(order)
+        i = order[(x * ny + y) * nz + z]
+        original(i // (ny * nz), i // nz % ny, i % nz)
+
+    builder.set_grid_idx = set_grid_idx
+
+
 def _launch_packed(
     launch: Any,
     guarded: Guarded,
@@ -346,6 +368,9 @@ if __name__ == "__main__":
         import interpreter16
 
         interpreter16.install()
+    if dtype == "shuffled":
+        shuffle_programs()
+        dtype = "float32"
     if dtype == "garbage":
         run_garbage()
     elif dtype == "unused":
