@@ -191,7 +191,8 @@ def _store_slice(b_out, b_mass, b_gate, p_lin, p_den, i_slice, o_column, D: tl.c
         b_out = b_out * b_gate.to(tl.float32)
     tl.store(p_lin + o_column, b_out, mask=o_column < D)
     if i_slice == 0:
-        tl.store(p_den, tl.sum(b_mass, 0))
+        # Summed as a matrix: Triton 3.7 fails on sm_100 where a vector that comes from tensor memory is.
+        tl.store(p_den + tl.arange(0, 1), tl.sum(b_mass[:, None], 0))
 
 
 @triton.jit
