@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from still_export.load import load_model, load_tokenizer
 
@@ -100,7 +100,7 @@ def softmax_model(base: str) -> Any:
     values = {
         k: v for k, v in source.config.to_dict().items() if k not in ("still_config", "model_type", "architectures")
     }
-    model = LlamaForCausalLM(type(LlamaForCausalLM.config_class())(**values)).to(torch.bfloat16)
+    model = LlamaForCausalLM(LlamaConfig(**values)).to(torch.bfloat16)
     model.load_state_dict(source.state_dict(), strict=False)
     model.tie_weights()
     return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")

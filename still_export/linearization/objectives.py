@@ -111,7 +111,7 @@ def divergence(logits: Tensor, target: Tensor) -> Tensor:
 
 def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     """Of every position, [B, T], in nats; logits [B, T, V], target ids [B, T]."""
-    # Flat: with the vocabulary in the middle PyTorch takes a kernel that is a hundred times slower.
+    # Flat: with the vocabulary in the middle PyTorch took a kernel on CUDA that was 73% of a step.
     flat = nn.functional.cross_entropy(logits.float().flatten(0, 1), target.flatten(), reduction="none")
     return flat.view(target.shape)
 
