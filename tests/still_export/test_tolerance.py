@@ -1,0 +1,23 @@
+"""The bounds of a float16 package: PyTorch's own run keeps them, a wrong row does not."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from still_export.cases import Case, noise_of, part_medians
+from still_export.tolerance import half_tolerance
+
+
+def test_rows_that_err_together_are_allowed_and_wrong_rows_are_not() -> None:
+    rng = np.random.default_rng(0)
+    exact = rng.standard_normal((1, 300, 50))
+    own = exact + 1e-3 * rng.standard_normal(exact.shape)
+    own[0, 7] += 0.1  # one row of 300, all of whose numbers err alike
+    case = Case("decode", [], [], lambda: {})
+    case.noise["logits"] = noise_of([(exact, own)])
+    bound = half_tolerance([case]).absolute["logits"]
+    assert case.noise["logits"].usual < 0.01
+    assert max(part_medians(exact, own)) <= bound < 0.3
+    wrong = own.copy()
+    wrong[0, 3] = exact[0, 4]
+    assert max(part_medians(exact, wrong)) > bound
