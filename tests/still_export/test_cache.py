@@ -109,11 +109,13 @@ def test_only_tensors_that_nobody_else_has_are_written_in_place(monkeypatch: pyt
 
 @pytest.mark.gpu
 def test_generation_in_place_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = still_model("llama", layer_types=MIXED).to("cuda", torch.float32)
-    ids = random_ids(2, 3 * CHUNK).cuda()
-    mine = model.generate(ids, max_new_tokens=2 * CHUNK, do_sample=False)
+    chunk = 32  # of the sizes that the kernels have, as the head size
+    model = still_model("llama", layer_types=MIXED, chunk_size=chunk, sizes={"head_dim": 64, "hidden_size": 48})
+    model = model.to("cuda", torch.float32)
+    ids = random_ids(2, 3 * chunk).cuda()
+    mine = model.generate(ids, max_new_tokens=2 * chunk, do_sample=False)
     monkeypatch.setattr(HybridLayer, "owned", property(lambda self: False, lambda self, value: None), raising=False)
-    assert torch.equal(mine, model.generate(ids, max_new_tokens=2 * CHUNK, do_sample=False))
+    assert torch.equal(mine, model.generate(ids, max_new_tokens=2 * chunk, do_sample=False))
 
 
 @pytest.mark.parametrize("overflow", ["fold_min_score", "fold_oldest"])

@@ -57,10 +57,16 @@ def plain_model(family: str, dtype: torch.dtype = torch.float64, seed: int = 0, 
     return model
 
 
-def still_model(family: str, dtype: torch.dtype = torch.float64, seed: int = 0, **still: Any) -> Any:
-    """A STILL model with every parameter random, feature maps and gates included."""
+def still_model(
+    family: str,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+    sizes: dict[str, int] | None = None,
+    **still: Any,
+) -> Any:
+    """A STILL model with every parameter random, feature maps and gates included; `sizes` change the plain configuration."""
     config = StillConfig(**{"chunk_size": CHUNK, "salient_per_chunk": 3, **still})
-    model = attach_untrained(plain_model(family, dtype, seed), config)
+    model = attach_untrained(plain_model(family, dtype, seed, **(sizes or {})), config)
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
