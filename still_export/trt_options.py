@@ -37,7 +37,7 @@ class TrtOptions:
     version_compatible: bool = False
     strip_weights: bool = False
     workspace_mib: int = 0
-    optimization_level: int = 2
+    optimization_level: int = 3
     tensorrt_include: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

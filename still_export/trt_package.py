@@ -17,6 +17,7 @@ from still_export.plugins import build_plugins, find_tensorrt_headers, pack_arch
 from still_export.trt_options import GENERATED, TrtOptions
 
 KERNELS = "kernels.bin"
+WEIGHTS = f"{MODEL}.data"
 RUNNER_FILES = {
     "ort.py": "run_ort.py",
     "tensorrt.py": "run_trt.py",
@@ -76,13 +77,14 @@ def _fill(source: Path, folder: Path, trt: TrtOptions, say: Progress, bring: Cal
     from still_graphs.pipelines import TARGETS, run_pipeline
 
     manifest = json.loads((source / MANIFEST).read_text())
-    graph = onnx.load(source / MODEL, load_external_data=False)
+    graph = onnx.load(source / MODEL)
     target = TARGETS[trt.target]
     if manifest["model"]["dtype"] not in target.dtypes:
         raise UnsupportedError(f"--to {trt.target} takes {', '.join(target.dtypes)}, not {manifest['model']['dtype']}.")
     passes = run_pipeline(graph, trt.target)
-    onnx.save(graph, folder / MODEL)
-    skip = {MODEL, MANIFEST, "run_ort.py"}
+    # Also takes the weights out of `graph`: what follows would not fit into one message with them.
+    onnx.save(graph, folder / MODEL, save_as_external_data=True, location=WEIGHTS)
+    skip = {MODEL, WEIGHTS, MANIFEST, "run_ort.py"}
     if native := manifest.pop("native", None):  # ONNX Runtime's kernel
         skip.add(native["library"])
     for path in source.iterdir():

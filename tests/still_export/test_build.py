@@ -167,7 +167,7 @@ def test_each_version_gets_what_it_knows(tmp_path: Path, monkeypatch: pytest.Mon
     steps: list[str] = []
     build_engines(package, BuildOptions(batch=5, prefill_tokens=24), progress=steps.append)
     (config,) = module.configs
-    typed = {"FP16", "OBEY_PRECISION_CONSTRAINTS"} if module.major == 8 else set()
+    typed = {"FP16", "OBEY_PRECISION_CONSTRAINTS", "REFIT"} if module.major == 8 else set()
     assert config.flags == {"TF32"} | typed
     assert config.pools == {"WORKSPACE": 3 << 20} and config.builder_optimization_level == 1
     assert config.sources == (0 if module.major == 8 else None)
@@ -184,7 +184,7 @@ def test_each_version_gets_what_it_knows(tmp_path: Path, monkeypatch: pytest.Mon
     if module.major < 10:
         norm = [kind for name, kind in held.items() if ".square" in name or ".mean" in name or ".root" in name]
         assert len(norm) == 3 and set(norm) == {"float32"}, "norms stay in float32"
-        assert held["q_flat"] == "float16" and held["mixed"] is None, "products in half, plugins as they are"
+        assert held["q_flat"] == "float16" and held["mixed.joined"] is None, "products in half, plugins as they are"
     else:
         assert not any(held.values()), "strongly typed networks take no types"
 
@@ -196,7 +196,7 @@ def test_engines_for_later_versions_carry_the_library(
     package = trt_package(tmp_path / "trt", monkeypatch, version_compatible=True)
     module = fake_tensorrt.install(monkeypatch, version)
     build_engines(package)
-    assert "VERSION_COMPATIBLE" in module.configs[0].flags
+    assert "VERSION_COMPATIBLE" in module.configs[0].flags and "REFIT" not in module.configs[0].flags
     assert module.configs[0].plugins_to_serialize == [str(package.path / f"libstill_tensorrt{module.major}.so")]
     later = fake_tensorrt.install(monkeypatch, "11.4.0")
     TrtModel(package.path)
@@ -222,7 +222,7 @@ def test_float32_is_not_rounded_to_tensor_cores(tmp_path: Path, monkeypatch: pyt
     package = trt_package(tmp_path / "trt", monkeypatch, "float32")
     module = fake_tensorrt.install(monkeypatch, "8.6.1")
     build_engines(package)
-    assert module.configs[0].flags == set()
+    assert module.configs[0].flags == {"REFIT"}
 
 
 def test_timings_of_another_version_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

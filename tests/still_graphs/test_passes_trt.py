@@ -14,11 +14,13 @@ from still_graphs.passes.inline_functions import inline_functions
 from still_graphs.passes.lower_integers import lower_integers
 from still_graphs.passes.lower_opset import lower_opset
 from still_graphs.passes.lower_plugin_nodes import lower_plugin_nodes
+from still_graphs.passes.merge_projections import merge_projections
+from still_graphs.passes.repeat_unsqueeze import repeat_unsqueeze
 from still_graphs.passes.replace_nonzero import replace_nonzero
 from still_graphs.passes.strip_functions import strip_functions
 from still_graphs.passes.take_general_branches import take_general_branches
 from still_graphs.passes.walk import attribute, opset_version, walk_nodes
-from tests.still_graphs.small_graph import VOCABULARY, empty_state, small_graph
+from tests.still_graphs.small_graph import HIDDEN, VOCABULARY, empty_state, small_graph
 
 SLOTS = 20
 SPLITS = (13, 1, 1, 1, 8, 1, 17, 1, 1)
@@ -229,8 +231,10 @@ def test_plugin_nodes_say_all_that_the_plugin_needs() -> None:
     kinds = {n.output[0]: attribute(n, "to") for n in model.graph.node if n.op_type == "Cast"}
     position = [n for n in names if n not in absent].index("new_tokens")
     assert [kinds[n] for n in node.input[position : position + 2]] == [TensorProto.INT32] * 2
-    assert lower_plugin_nodes(model) == 1
-    assert attribute(node, "absent_inputs") is not None
+    shapes = {n.output[0]: n for n in model.graph.node if n.op_type == "Reshape"}
+    assert all(node.input[i] in shapes and node.input[i].endswith(".joined") for i in range(4)), "heads side by side"
+    assert shapes["mixed"].input[0] == node.output[0]
+    assert lower_plugin_nodes(model) == 0 and attribute(node, "absent_inputs") is not None
 
 
 def test_plugin_nodes_need_a_known_type_and_op() -> None:
@@ -246,6 +250,43 @@ def test_plugin_nodes_need_a_known_type_and_op() -> None:
     next(n for n in model.graph.node if n.domain == DOMAIN).op_type = "HybridMixer"
     with pytest.raises(UnsupportedError, match="still::HybridMixer has no plugin; known: HybridAttention"):
         lower_plugin_nodes(model)
+
+
+def test_merged_projections_are_the_same_numbers(expected: list[dict[str, np.ndarray]]) -> None:
+    model = small_graph()
+    assert merge_projections(model) == 2, "q, kv and g read one value"
+    (product,) = [n for n in model.graph.node if n.op_type == "MatMul" and n.input[0] == "hidden"]
+    (weight,) = [i for i in model.graph.initializer if i.name == product.input[1]]
+    assert list(weight.dims) == [HIDDEN, 24 + 24 + 24]
+    assert not {"q", "kv", "g"} & {i.name for i in model.graph.initializer}, "no weight is held twice"
+    onnx.checker.check_model(model, full_check=True)
+    assert_same(model, expected, "float32", 1e-6)
+    assert merge_projections(model) == 0
+
+
+def test_projections_that_cannot_be_merged_stay() -> None:
+    model = small_graph()
+    q = next(n for n in model.graph.node if n.op_type == "MatMul" and n.input[1] == "q")
+    q.input[0] = "x"  # another value
+    model.graph.node.append(helper.make_node("Transpose", ["kv"], ["used_twice"]))
+    assert merge_projections(model) == 0 and q.input[1] == "q"
+
+
+def test_views_are_repeated_where_they_are_used() -> None:
+    info = helper.make_tensor_value_info
+    node = helper.make_node
+    nodes = [
+        node("Unsqueeze", ["a", "axis"], ["view"]),
+        node("Mul", ["view", "view"], ["b"]),
+        node("Add", ["b", "view"], ["c"]),
+    ]
+    axis = onnx.numpy_helper.from_array(np.array([1]), "axis")
+    ends = [info("a", TensorProto.FLOAT, ["n"])], [info("c", TensorProto.FLOAT, ["n", 1])]
+    model = helper.make_model(helper.make_graph(nodes, "g", *ends, [axis]))
+    assert repeat_unsqueeze(model) == 2 and repeat_unsqueeze(model) == 0
+    uses = [name for n in model.graph.node for name in n.input if "view" in name]
+    assert len(uses) == len(set(uses)) == 3
+    onnx.checker.check_model(model, full_check=True)
 
 
 def test_greedy_token_is_the_best_logit() -> None:
