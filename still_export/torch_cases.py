@@ -14,6 +14,7 @@ from still_export.runners.torch import TorchRunner
 from still_export.selections import Leads, selection_leads
 
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 1000, 4097)
+ROWS = 4
 
 
 class TorchCases:
@@ -24,7 +25,7 @@ class TorchCases:
         model: The PyTorch model that answers: in the package's type, or in float32 beside `half`.
         half: The same model in half precision, whose errors a half precision package is held to.
         lengths: Prompt lengths, each prefilled at once; those beyond the capacity are left out.
-        decode_steps: Single-token calls after a prefill; a quarter of them for the batch of four.
+        decode_steps: Single-token calls after a prefill; a quarter of them for several rows: four, or all that an engine takes.
         seed: Of the prompts.
     """
 
@@ -44,6 +45,8 @@ class TorchCases:
         self.random = np.random.default_rng(seed)
         self.vocabulary = int(info["vocab_size"])
         self.chunk = int(capacity["chunk_size"])
+        # An engine that takes more rows may run other kernels for them, one that takes fewer takes those.
+        self.rows = int(manifest["trt"]["batch"]) if manifest["target"] == "trt" else ROWS
         # An engine holds at least a chunk's salient slots.
         self.least_room = 3 * self.chunk if manifest["target"] == "trt" else 0
         limit = int(capacity["capacity_tokens"]) if capacity["overflow"] == "error" else 1 << 62
@@ -51,16 +54,18 @@ class TorchCases:
         self.longest = max(self.lengths, default=1)
         self.decode_prompt = min(2 * self.chunk + self.chunk // 2, max(1, limit - decode_steps))
         self.decode_steps = min(decode_steps, limit - self.decode_prompt)
-        self.count = len(self.lengths) + 4
+        self.count = len(self.lengths) + (4 if self.rows > 1 else 2)
 
     def __iter__(self) -> Iterator[Callable[[], Case]]:
         for length in self.lengths:
             yield partial(self._prefill, length)
-        yield self._ragged
+        if self.rows > 1:
+            yield self._ragged
         yield self._pieces
         yield partial(self._decode, self.decode_steps, np.array([self.decode_prompt]))
-        counts = np.array([self.decode_prompt, 1, self.chunk, min(self.chunk + 1, self.decode_prompt)])
-        yield partial(self._decode, -(-self.decode_steps // 4), np.minimum(counts, self.decode_prompt))
+        if self.rows > 1:
+            counts = np.resize([self.decode_prompt, 1, self.chunk, self.chunk + 1], self.rows)
+            yield partial(self._decode, -(-self.decode_steps // 4), np.minimum(counts, self.decode_prompt))
 
     def _tokens(self, *shape: int) -> np.ndarray:
         return self.random.integers(0, self.vocabulary, shape, dtype=np.int64)
@@ -75,8 +80,9 @@ class TorchCases:
     def _ragged(self) -> Case:
         """Rows of different lengths in one call, one of them empty."""
         longest = min(3 * self.chunk + 1, self.longest)
-        counts = np.array([longest, 0, 1, min(longest, self.chunk + 1)], np.int64)
-        return self._fixed("ragged batch of 4", [self._start(self._tokens(4, longest), longest, counts)])
+        counts = np.resize(np.array([longest, 0, 1, min(longest, self.chunk + 1)], np.int64), self.rows)
+        tokens = self._tokens(self.rows, longest)
+        return self._fixed(f"ragged batch of {self.rows}", [self._start(tokens, longest, counts)])
 
     def _pieces(self) -> Case:
         """Prefill in pieces across chunk boundaries; each call starts from PyTorch's state."""
