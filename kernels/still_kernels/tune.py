@@ -140,7 +140,10 @@ class Tuner:
     """Trials of one workload and kernel."""
 
     def __init__(self, work: Workload, kernel: str, table: TileTable, dtype: torch.dtype, device: str) -> None:
+        from still_kernels.hybrid_attention.launch import arch_of
+
         self.work, self.kernel, self.table, self.device = work, kernel, table, device
+        self.arch = arch_of(torch.device(device))
         self.limit = CHECK_LIMIT[dtype]
         self.made, self.expected = work.run(table)
 
@@ -149,7 +152,7 @@ class Tuner:
         from triton.runtime.errors import OutOfResources, PTXASError, TritonError
 
         table = changed(self.table, self.kernel, setting)
-        note = misfit(table, self.work.config)
+        note = misfit(table, self.work.config, self.arch)
         if note:
             return Trial(setting, None, 0.0, note)
         try:
@@ -190,7 +193,7 @@ class Tuner:
             with ThreadPoolExecutor(os.cpu_count()) as pool, _async_compile.AsyncCompileMode(pool, ignore_errors=True):
                 for setting in settings:
                     table = changed(self.table, self.kernel, setting)
-                    if not misfit(table, self.work.config):
+                    if not misfit(table, self.work.config, self.arch):
                         tile = table.kernels()[self.kernel]
                         kernel.warmup(grid=(1, 1, 1), **arguments | tile.constants, **tile.options())
         except Exception as failure:  # a private interface of Triton, and only a matter of time

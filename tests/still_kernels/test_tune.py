@@ -85,15 +85,18 @@ def test_every_move_is_a_setting_of_some_table() -> None:
 def test_settings_that_do_not_go_together() -> None:
     config = HybridAttentionConfig(num_heads=2, num_kv_heads=1, head_dim=128, chunk_size=64)
     table = tile_table(90, 128, 64, 128, False)
-    assert misfit(table, config) == ""
-    assert misfit(changed(table, "scan", {"EVERY": 1}), config).startswith("scan and linear need one EVERY")
-    assert misfit(changed(table, "score", {"BM": 128}), config) == "blocks divide the chunk of 64"
+    assert misfit(table, config, 90) == ""
+    assert misfit(changed(table, "scan", {"EVERY": 1}), config, 90).startswith("scan and linear need one EVERY")
+    assert misfit(changed(table, "score", {"BM": 128}), config, 90) == "blocks divide the chunk of 64"
+    one_stage = changed(table, "linear", {"STAGES": 1, "num_stages": 1})
+    assert misfit(one_stage, config, 90) == "linear with 64 rows needs two stages on sm_90 (ptxas 12.8)"
+    assert misfit(one_stage, config, 80) == misfit(changed(one_stage, "linear", {"BM": 32}), config, 90) == ""
     for arch in (80, 86, 90, 120):
         for dim in (64, 80, 96, 128, 256):
             for chunk in (32, 64, 128, 256):
                 for wide in (False, True):
                     layer = HybridAttentionConfig(num_heads=2, num_kv_heads=1, head_dim=dim, chunk_size=chunk)
-                    assert misfit(tile_table(arch, dim, chunk, dim, wide), layer) == "", (arch, dim, chunk, wide)
+                    assert misfit(tile_table(arch, dim, chunk, dim, wide), layer, arch) == "", (arch, dim, chunk, wide)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

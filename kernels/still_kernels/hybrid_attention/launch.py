@@ -338,11 +338,12 @@ def _launch_steps(
 
 def device_table(config: HybridAttentionConfig, device: torch.device, wide: bool) -> TileTable:
     """Block sizes for a device; the interpreter on the CPU uses those of sm_90."""
-    return tile_table(_arch(device), config.head_dim, config.chunk_size, config.projection_dim, wide)
+    return tile_table(arch_of(device), config.head_dim, config.chunk_size, config.projection_dim, wide)
 
 
 @cache
-def _arch(device: torch.device) -> int:
+def arch_of(device: torch.device) -> int:
+    """Compute capability, 90 for sm_90; the interpreter's is that of the tables it uses."""
     if device.type != "cuda":
         return 90
     major, minor = torch.cuda.get_device_capability(device)

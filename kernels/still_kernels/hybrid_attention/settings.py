@@ -67,8 +67,13 @@ WEIGHTS = {"attend": 3, "linear": 2}
 """Shares of the time, 1 where nothing is said: by what the kernels take and how many settings they have."""
 
 
-def misfit(table: TileTable, config: HybridAttentionConfig) -> str:
-    """Why the block sizes of a table do not go together, or nothing."""
+def misfit(table: TileTable, config: HybridAttentionConfig, arch: int) -> str:
+    """Why the block sizes of a table do not go together, or nothing; `arch` as for `tile_table`.
+
+    With one stage the buffers of linear's last loop stay where they are, and its descriptors of them are constants. On sm_90
+    ptxas 12.8, which Triton 3.6 and 3.7 bring, then adds to a register that holds something else: wrong results, or illegal
+    addresses (docs/kernels.md). With more stages it computes them in the loop, and rightly.
+    """
     tiles = {name: tile.constants for name, tile in table.kernels().items()}
     chunk, every = config.chunk_size, tiles["scan"]["EVERY"]
     rules = {
@@ -78,6 +83,9 @@ def misfit(table: TileTable, config: HybridAttentionConfig) -> str:
             chunk % tiles[k][n] == 0 for k, n in (("score", "BM"), ("scan", "RB"))
         ),
         f"RB of features divides the chunk of {chunk}": chunk % tiles["features"]["RB"] == 0,
+        "linear with 64 rows needs two stages on sm_90 (ptxas 12.8)": arch != 90
+        or tiles["linear"]["BM"] < 64
+        or tiles["linear"]["STAGES"] > 1,
         f"BL divides the ring of {2 * chunk}": 2 * chunk % tiles["decode"]["BL"] == 0,
     }
     return "; ".join(rule for rule, kept in rules.items() if not kept)
