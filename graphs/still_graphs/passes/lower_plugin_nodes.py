@@ -4,8 +4,8 @@ The parser hands a plugin only declared attributes, cannot pass an absent input,
 namespace. Counts are int32, the plugin's integer type. Heads lie side by side: TensorRT 8.6 also tries a format for images where the
 compiled part between two plugins has a tensor of four dimensions, and then compiles everything twice.
 
-requires: nodes in the order of their OpSpec; no functions of the domain; activation types inferable from the graph; the head size in
-the shape of a weight or a state.
+requires: nodes in the order of their OpSpec; no functions of the domain; activation types inferable from the graph; states are inputs
+of the graph, with the sizes of heads in their shapes.
 ensures: every attribute of the OpSpec is set; plugin_namespace and plugin_version are; absent inputs and outputs are gone from the
 lists, `absent_inputs` has their bits; `activation_type` names the activations' type; counts are int32; activations are
 [B, T, heads * D].
@@ -17,7 +17,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from still_graphs.errors import UnsupportedError
-from still_graphs.opset import DOMAIN, OPS, OpSpec
+from still_graphs.opset import DOMAIN, OPS, OpSpec, TensorSpec
 from still_graphs.passes.walk import Rewriter, attribute, drop_attribute, element_types, value_names
 
 ABSENT_INPUTS = "absent_inputs"
@@ -42,7 +42,7 @@ def lower_plugin_nodes(model: onnx.ModelProto) -> int:
     types = element_types(graph)
     rewriter = Rewriter(graph, value_names(graph))
     narrowed: dict[str, str] = {}
-    last = _last_dimensions(graph)
+    shapes = _input_shapes(graph)
     changed = 0
     for node in graph.node:
         spec = OPS.get(node.op_type) if node.domain == DOMAIN else None
@@ -52,7 +52,7 @@ def lower_plugin_nodes(model: onnx.ModelProto) -> int:
             rewriter.nodes.append(node)
             continue
         activation = _activation_type(node, spec, types)
-        behind = _join_heads(node, spec, rewriter, last)
+        behind = _join_heads(node, spec, rewriter, shapes)
         _rewrite(node, spec, activation, types, rewriter, narrowed)
         rewriter.nodes += [node, *behind]
         changed += 1
@@ -60,36 +60,47 @@ def lower_plugin_nodes(model: onnx.ModelProto) -> int:
     return changed
 
 
-def _last_dimensions(graph: onnx.GraphProto) -> dict[str, int]:
-    """Last dimension of initializers and graph inputs that tell it."""
-    last = {i.name: i.dims[-1] for i in graph.initializer if i.dims}
-    for info in graph.input:
-        dims = info.type.tensor_type.shape.dim
-        if dims and dims[-1].HasField("dim_value"):
-            last[info.name] = dims[-1].dim_value
-    return last
+def _input_shapes(graph: onnx.GraphProto) -> dict[str, list[int]]:
+    """Shapes of the graph's inputs, 0 where a dimension is free."""
+    return {info.name: [d.dim_value for d in info.type.tensor_type.shape.dim] for info in graph.input}
 
 
-def _join_heads(node: onnx.NodeProto, spec: OpSpec, rewriter: Rewriter, last: dict[str, int]) -> list[onnx.NodeProto]:
-    """Reshape activations around the node; the reshapes that belong behind it."""
+def _join_heads(
+    node: onnx.NodeProto, spec: OpSpec, rewriter: Rewriter, shapes: dict[str, list[int]]
+) -> list[onnx.NodeProto]:
+    """Reshape activations around the node; the reshapes that belong behind it.
+
+    Every size is a number: where one is left to be computed (-1), TensorRT 8.6 reserves memory for batch * tokens squared.
+    """
     given = dict(zip(spec.input_names(), node.input, strict=False))
-    wide = [t for t in (*spec.inputs, *spec.states, *spec.outputs) if t.shape[-1] == "D"]
-    sized = (given.get(n) for t in wide for n in (t.name, f"past_{t.name}"))
-    size = next((last[name] for name in sized if name in last), None)
-    if size is None:
-        raise UnsupportedError(f"node {node.name or node.op_type}: no weight or state of it tells the head size.")
+    sizes: dict[str, int] = {}
+    for state in spec.states:
+        for symbol, size in zip(state.shape, shapes.get(given.get(f"past_{state.name}", ""), ()), strict=False):
+            if size:
+                sizes[symbol] = size
+
+    def joined(tensor: TensorSpec) -> tuple[int, int] | None:
+        """Heads and their size where `tensor` has both as its last dimensions."""
+        if tensor.role != "activation" or len(tensor.shape) != 4:
+            return None
+        missing = [symbol for symbol in tensor.shape[2:] if symbol not in sizes]
+        if missing:
+            raise UnsupportedError(f"node {node.name or node.op_type}: no state of it tells {', '.join(missing)}.")
+        return sizes[tensor.shape[2]], sizes[tensor.shape[3]]
+
     for index, tensor in enumerate(spec.inputs):
-        if tensor in wide and len(tensor.shape) == 4 and node.input[index]:
+        heads = joined(tensor)
+        if heads and node.input[index]:
             name = node.input[index]
-            joined = rewriter.constant([0, 0, -1], "int64", f"{name}.joined_shape")
-            node.input[index] = rewriter.node("Reshape", [name, joined], hint=f"{name}.joined")
+            shape = rewriter.constant([0, 0, heads[0] * heads[1]], "int64", f"{name}.joined_shape")
+            node.input[index] = rewriter.node("Reshape", [name, shape], hint=f"{name}.joined")
     behind = []
     for index, tensor in enumerate(spec.outputs):
-        if tensor in wide and len(tensor.shape) == 4:
+        heads = joined(tensor)
+        if heads:
             name = node.output[index]
             node.output[index] = rewriter.fresh(f"{name}.joined")
-            apart = rewriter.constant([0, 0, -1, size], "int64", f"{name}.shape")
-            inputs = [node.output[index], apart]
+            inputs = [node.output[index], rewriter.constant([0, 0, *heads], "int64", f"{name}.shape")]
             behind.append(helper.make_node("Reshape", inputs, [name], name=f"{name}/Reshape"))
     return behind
 
