@@ -65,6 +65,9 @@ class EngineBuilder:
                 f"\n{free >> 20} of {total >> 20} MiB of device memory are free. Close other programs on this GPU, or build with a "
                 f"smaller --batch (now {self.trt.batch}), --prefill-tokens (now {self.trt.prefill_tokens}) or --workspace."
             )
+        if any("could not find any implementation" in error.lower() for error in self.errors):
+            # Seen with 8.6 on an H200: the choice of kernels for some shapes ends in an assertion, for others it does not.
+            advice += "\nTensorRT found no kernels for these shapes. Build with another --optimization-level, --batch or --prefill-tokens."
         return BuildError(f"{what}:\n  {said}{advice}\nThe whole log: {self.package.path / LOG}")
 
     def build(self, plugin: Path | None) -> list[dict[str, Any]]:

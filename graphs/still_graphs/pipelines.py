@@ -14,7 +14,6 @@ from still_graphs.passes.lower_integers import lower_integers
 from still_graphs.passes.lower_opset import lower_opset
 from still_graphs.passes.lower_plugin_nodes import lower_plugin_nodes
 from still_graphs.passes.merge_projections import merge_projections
-from still_graphs.passes.repeat_unsqueeze import repeat_unsqueeze
 from still_graphs.passes.replace_nonzero import replace_nonzero
 from still_graphs.passes.strip_functions import strip_functions
 from still_graphs.passes.take_general_branches import take_general_branches
@@ -60,7 +59,6 @@ TARGETS: dict[str, Target] = {
             steps=(
                 Step(strip_functions, "the parser prefers a function over a plugin"),
                 Step(merge_projections, "engines whose weights can be replaced merge none of their own"),
-                Step(repeat_unsqueeze, "8.6 builds parts without tensors of four dimensions in half the time"),
                 Step(add_greedy_token, "greedy decoding stays on the device"),
                 Step(lower_opset, "TensorRT 8.6 reads opset 17, and so do all later versions"),
                 Step(lower_integers, "8.6 has no int64, and hosts bind int32 alike everywhere"),

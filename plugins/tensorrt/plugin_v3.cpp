@@ -107,9 +107,12 @@ public:
     }
 
 private:
-    std::vector<Tensor> largest(DynamicPluginTensorDesc const* descs, int32_t count) const
+    static std::vector<Tensor> largest(DynamicPluginTensorDesc const* descs, int32_t count)
     {
-        return mNode.tensors(count, [&](int32_t i) { return descs[i].desc.type; }, [&](int32_t i) { return descs[i].max; });
+        std::vector<Tensor> tensors;
+        for (int32_t i = 0; i < count; ++i)
+            tensors.push_back(to_tensor(descs[i].desc.type, descs[i].max));
+        return tensors;
     }
 
     Plugin* copy() const noexcept

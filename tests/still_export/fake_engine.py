@@ -22,27 +22,23 @@ NUMPY = {"float": "f4", "float16": "f2", "int32": "i4"}
 def restore_bodies(model: onnx.ModelProto) -> None:
     """Undo what the lowering did to still nodes and to opset 23's spelling, and give the nodes their bodies, in place."""
     rewriter = Rewriter(model.graph, value_names(model.graph))
-    sizes = {
-        i.name: i.type.tensor_type.shape.dim[-1].dim_value for i in model.graph.input if "past_window_key" in i.name
-    }
     for node in model.graph.node:
         if node.op_type.startswith("Reduce") and attribute(node, "axes") is not None:
             node.input.append(rewriter.constant(attribute(node, "axes"), "int64"))
             drop_attribute(node, "axes")
         if node.op_type == "Split" and len(node.input) < 2:
             node.attribute.append(helper.make_attribute("num_outputs", len(node.output)))
-        behind = [_restore(node, rewriter, sizes)] if node.domain == DOMAIN else []
-        rewriter.nodes += [node, *behind]
+        if node.domain == DOMAIN:
+            _restore(node, rewriter)
+        rewriter.nodes.append(node)
     rewriter.finish()
     set_opset(model, "", 23)
     model.ir_version = 10
     attach_functions(model)
 
 
-def _restore(node: onnx.NodeProto, rewriter: Rewriter, sizes: dict[str, int]) -> onnx.NodeProto:
-    """Undo it for one node; the reshape that belongs behind it."""
+def _restore(node: onnx.NodeProto, rewriter: Rewriter) -> None:
     spec = OPS[node.op_type]
-    size = next(sizes[name] for name in node.input if name in sizes)
     absent, given, results = attribute(node, "absent_inputs"), iter(list(node.input)), iter(list(node.output))
     kinds = [t.dtype for t in spec.inputs] + [s.dtype for s in spec.states]
     missing = {name for i, name in enumerate(spec.input_names()) if absent >> i & 1}
@@ -57,18 +53,8 @@ def _restore(node: onnx.NodeProto, rewriter: Rewriter, sizes: dict[str, int]) ->
     node.output[:] = [
         "" if n.replace("present_", "past_", 1) in missing else next(results) for n in spec.output_names()
     ]
-    for index, tensor in enumerate(spec.inputs):  # heads lie side by side
-        if len(tensor.shape) == 4 and node.input[index]:
-            heads = rewriter.constant([0, 0, -1, size], "int64")
-            node.input[index] = rewriter.node("Reshape", [node.input[index], heads])
-    joined = node.output[0]
-    node.output[0] = rewriter.fresh(f"{joined}.heads")
-    behind = helper.make_node(
-        "Reshape", [node.output[0], rewriter.constant([0, 0, -1], "int64")], [joined], name=f"{joined}/Reshape"
-    )
     for name in ("plugin_namespace", "plugin_version", "absent_inputs", "activation_type"):
         drop_attribute(node, name)
-    return behind
 
 
 class Context:

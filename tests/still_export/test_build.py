@@ -184,9 +184,7 @@ def test_each_version_gets_what_it_knows(tmp_path: Path, monkeypatch: pytest.Mon
     if module.major < 10:
         norm = [kind for name, kind in held.items() if ".square" in name or ".mean" in name or ".root" in name]
         assert len(norm) == 3 and set(norm) == {"float32"}, "norms stay in float32"
-        assert held["q_flat"] == "float16" and held["mixed.joined.heads"] is None, (
-            "products in half, plugins as they are"
-        )
+        assert held["q_flat"] == "float16" and held["mixed"] is None, "products in half, plugins as they are"
     else:
         assert not any(held.values()), "strongly typed networks take no types"
 

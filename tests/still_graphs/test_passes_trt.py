@@ -15,7 +15,6 @@ from still_graphs.passes.lower_integers import lower_integers
 from still_graphs.passes.lower_opset import lower_opset
 from still_graphs.passes.lower_plugin_nodes import lower_plugin_nodes
 from still_graphs.passes.merge_projections import merge_projections
-from still_graphs.passes.repeat_unsqueeze import repeat_unsqueeze
 from still_graphs.passes.replace_nonzero import replace_nonzero
 from still_graphs.passes.strip_functions import strip_functions
 from still_graphs.passes.take_general_branches import take_general_branches
@@ -231,10 +230,8 @@ def test_plugin_nodes_say_all_that_the_plugin_needs() -> None:
     kinds = {n.output[0]: attribute(n, "to") for n in model.graph.node if n.op_type == "Cast"}
     position = [n for n in names if n not in absent].index("new_tokens")
     assert [kinds[n] for n in node.input[position : position + 2]] == [TensorProto.INT32] * 2
-    shapes = {n.output[0]: n for n in model.graph.node if n.op_type == "Reshape"}
-    assert all(node.input[i] in shapes and node.input[i].endswith(".joined") for i in range(4)), "heads side by side"
-    assert shapes["mixed"].input[0] == node.output[0]
-    assert lower_plugin_nodes(model) == 0 and attribute(node, "absent_inputs") is not None
+    assert lower_plugin_nodes(model) == 1
+    assert attribute(node, "absent_inputs") is not None
 
 
 def test_plugin_nodes_need_a_known_type_and_op() -> None:
@@ -270,23 +267,6 @@ def test_projections_that_cannot_be_merged_stay() -> None:
     q.input[0] = "x"  # another value
     model.graph.node.append(helper.make_node("Transpose", ["kv"], ["used_twice"]))
     assert merge_projections(model) == 0 and q.input[1] == "q"
-
-
-def test_views_are_repeated_where_they_are_used() -> None:
-    info = helper.make_tensor_value_info
-    node = helper.make_node
-    nodes = [
-        node("Unsqueeze", ["a", "axis"], ["view"]),
-        node("Mul", ["view", "view"], ["b"]),
-        node("Add", ["b", "view"], ["c"]),
-    ]
-    axis = onnx.numpy_helper.from_array(np.array([1]), "axis")
-    ends = [info("a", TensorProto.FLOAT, ["n"])], [info("c", TensorProto.FLOAT, ["n", 1])]
-    model = helper.make_model(helper.make_graph(nodes, "g", *ends, [axis]))
-    assert repeat_unsqueeze(model) == 2 and repeat_unsqueeze(model) == 0
-    uses = [name for n in model.graph.node for name in n.input if "view" in name]
-    assert len(uses) == len(set(uses)) == 3
-    onnx.checker.check_model(model, full_check=True)
 
 
 def test_greedy_token_is_the_best_logit() -> None:

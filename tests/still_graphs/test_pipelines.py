@@ -17,8 +17,7 @@ from tests.still_graphs.test_passes_trt import assert_same, rollout
 def test_trt_graph_is_valid_and_typed(dtype: str) -> None:
     model = small_graph(dtype)
     counts = run_pipeline(model, "trt")
-    assert list(counts) == [s.name for s in TARGETS["trt"].steps]
-    assert [name for name, count in counts.items() if not count] == ["repeat_unsqueeze"], "one layer repeats no view"
+    assert list(counts) == [s.name for s in TARGETS["trt"].steps] and all(counts.values())
     assert opset_version(model) == 17 and not model.functions
     onnx.checker.check_model(model)
     inferred = onnx.shape_inference.infer_shapes(model, check_type=True)  # every value but the plugin's outputs
