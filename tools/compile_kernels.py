@@ -31,6 +31,7 @@ NARROW = {
     "promoting": ("bfloat16",),
     "many parts, group": ("bfloat16",),
     "packed, folding": ("bfloat16",),
+    "many features": ("bfloat16",),
 }
 """Cases that the GPU tests run in 16 bits too."""
 

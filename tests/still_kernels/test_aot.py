@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from still_kernels import aot
 from still_kernels.hybrid_attention.launch import KERNELS
-from still_kernels.hybrid_attention.tiles import SHARED_BYTES, decode_splits, tile_table
+from still_kernels.hybrid_attention.tiles import SHARED_BYTES, TileTable, decode_splits, tile_table
 
 VARIANT = {"head_dim": 64, "feature_rows": 64, "chunk_size": 32, "select_scope": "kv_group_max", "count_dtype": "int32"}
 
@@ -100,6 +100,33 @@ def test_the_largest_projections_fit(
     monkeypatch.setattr(CUDABackend, "make_cubin", lambda *_: b"no code")
     entry, _ = aot.compile_variant(aot.Variant(**properties), arch)
     assert set(entry["kernels"]) == set(KERNELS)
+
+
+@pytest.mark.parametrize(
+    "properties",
+    [
+        {},
+        pytest.param({"head_dim": 64, "feature_map": "softmax"}, marks=pytest.mark.slow),
+        pytest.param(
+            {
+                "feature_rows": 192,
+                "head_dim": 80,
+                "chunk_size": 128,
+                "dtype": "float16",
+                "select_scope": "kv_group_max",
+            },
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"feature_rows": 129, "head_dim": 96, "chunk_size": 256}, marks=pytest.mark.slow),
+    ],
+    ids=lambda properties: " ".join(str(value) for value in properties.values()) or "default",
+)
+def test_the_largest_projections_assemble(properties: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registers are known to the assembler alone: a matrix instruction that needs more than decode may have is an error."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(TileTable, "kernels", lambda table: {"decode": table.decode})
+    _, cubins = aot.compile_variant(aot.Variant(**{"feature_rows": 256, **properties}), 90)
+    assert all(cubin[:4] == b"\x7fELF" for cubin in cubins.values())
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,9 @@ CASES = {
     "no salient": Case({"salient_per_chunk": 0}, SHORT),
     "all salient": Case({"salient_per_chunk": 32}, ((98, [98, 95]), STEP)),
     "wide heads": Case({"head_dim": 72, "num_heads": 2, "num_kv_heads": 1}, ((66, [66, 35]), STEP), wide=True),
+    "many features": Case(
+        {"feature_dim": 200, "chunk_size": 64, "capacity_tokens": 832}, ((126, [126, 125]), *[STEP] * 4)
+    ),
     "few splits": Case(
         {"salient_per_chunk": 32}, ((287, [287, 260]), STEP, STEP), tiles={"decode": {"decode_programs": 1}}
     ),

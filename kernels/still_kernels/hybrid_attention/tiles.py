@@ -127,7 +127,8 @@ def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wid
                 "SG": 2 if heavy or small else 3,
                 "BL": min(2 * chunk_size, 32 if heavy else 64),
                 "BS": 32,  # parts of one head that are merged together
-                "RB": 16 if heavy else min(chunk_size, 32 if many else 64),
+                # 64 rows go to the matrix instructions of sm_90: with 256 features they need 154 registers
+                "RB": 16 if heavy else min(chunk_size, 32 if rows > 128 else 64),
                 "DK": columns,
             },
             4,
