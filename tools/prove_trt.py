@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PART_BYTES = 40_000_000
 LENGTHS = "1,63,64,65,129,512"
 CONTEXT, SMALL_CONTEXT = 65536, 8064
-LARGE_LAYERS = int(os.environ.get("LARGE_LAYERS", "8"))  # fewer where memory is short: results are scaled by layer
+LARGE_LAYERS = int(os.environ.get("LARGE_LAYERS", "8"))  # fewer where time or memory is short: results are scaled by layer
 LARGE_VOCABULARY = 32000
 GEOMETRIES: dict[str, dict[str, int | bool]] = {
     "small": {
@@ -173,9 +173,8 @@ class Session:
 
     def measured(self, name: str, output: str | None, read: Callable[[list[dict[str, Any]]], Any]) -> Any:
         """Read a step's JSON lines with `read`; None where that fails."""
-        rows = [json.loads(line) for line in (output or "").splitlines() if line.startswith("{")]
         try:
-            return read(rows)
+            return read([json.loads(line) for line in (output or "").splitlines() if line.startswith('{"')])
         except (LookupError, StopIteration, TypeError, ValueError) as error:
             self.note(name, f"cannot be computed: {error!r}")
             return None
