@@ -32,6 +32,7 @@ NARROW = {
     "many parts, group": ("bfloat16",),
     "packed, folding": ("bfloat16",),
     "many features": ("bfloat16",),
+    **{f"head size {size}": ("bfloat16",) for size in (64, 80, 96, 256)},
 }
 """Cases that the GPU tests run in 16 bits too."""
 

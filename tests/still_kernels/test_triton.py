@@ -61,6 +61,9 @@ def interpreted(names: tuple[str, ...], dtype: str = "float32") -> dict[str, dic
     return results
 
 
+SIZES = tuple(name for name in triton_cases.CASES if name.startswith("head size"))
+"""Head sizes that the kernels name; other cases have sizes between them."""
+
 EXACT = ("window_key", "window_value", "salient_key", "salient_value", "length")
 
 
@@ -169,7 +172,7 @@ def test_low_precision_without_a_choice(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["promoting", "many parts, group", "packed, folding", "many features"])
+@pytest.mark.parametrize("name", ["promoting", "many parts, group", "packed, folding", "many features", *SIZES])
 def test_low_precision_with_a_choice(name: str) -> None:
     """Scores are fp32 sums of exact products: in these cases, as the interpreter shows, no choice is near a tie."""
     errors = triton_cases.run_case(name, "cuda", torch.bfloat16)

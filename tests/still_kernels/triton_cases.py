@@ -139,6 +139,10 @@ CASES = {
             "attend": {"BM": 64, "BN": 32},
         },
     ),
+    **{
+        f"head size {size}": Case({"head_dim": size, "feature_dim": size}, ((66, [66, 35]), *[STEP] * 2, (30, [0, 30])))
+        for size in (64, 80, 96, 256)
+    },
     "many chunks": Case({"capacity_tokens": 512}, ((30, [30, 5]), (390, [390, 161]), STEP)),
 }
 
