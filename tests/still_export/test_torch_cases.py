@@ -1,0 +1,29 @@
+"""What verify asks of a package follows from what the package takes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from still_export.torch_cases import TorchCases
+from tests.still_export.tiny import CHUNK, VOCAB, still_model
+
+
+@pytest.mark.parametrize(("target", "batch"), [("trt", 1), ("trt", 2), ("trt", 6), ("onnx", 4)])
+def test_rows_are_those_that_the_engine_takes(target: str, batch: int) -> None:
+    manifest = {
+        "target": target,
+        "model": {"all_logits": False, "vocab_size": VOCAB},
+        "capacity": {"chunk_size": CHUNK, "capacity_tokens": 12 * CHUNK, "overflow": "error"},
+        **({"trt": {"batch": batch}} if target == "trt" else {}),
+    }
+    asked = TorchCases(manifest, still_model("llama", torch.float32), lengths=(1, CHUNK + 1), decode_steps=4)
+    cases = [make() for make in asked]
+    assert len(cases) == asked.count
+    rows = {case.name: case.feeds[0]["input_ids"].shape[0] for case in cases}
+    several = {name: count for name, count in rows.items() if count > 1}
+    assert several == ({f"ragged batch of {batch}": batch, f"1 decode steps, {batch} rows": batch} if batch > 1 else {})
+    if batch > 1:
+        ragged = next(case for case in cases if case.name.startswith("ragged")).feeds[0]["new_tokens"]
+        assert 0 in ragged and len(np.unique(ragged)) > 1, "lengths differ, one row is empty"
