@@ -45,8 +45,10 @@ class TorchCases:
         self.random = np.random.default_rng(seed)
         self.vocabulary = int(info["vocab_size"])
         self.chunk = int(capacity["chunk_size"])
-        # An engine that takes more rows may run other kernels for them, one that takes fewer takes those.
-        self.rows = int(manifest["trt"]["batch"]) if manifest["target"] == "trt" else ROWS
+        # An engine that takes more rows may run other kernels for them, one that takes fewer takes those. Its own batch may
+        # differ from the package's: `build --batch`.
+        engine = next(iter(manifest.get("engines") or ()), manifest.get("trt", {"batch": ROWS}))
+        self.rows = int(engine["batch"])
         # An engine holds at least a chunk's salient slots.
         self.least_room = 3 * self.chunk if manifest["target"] == "trt" else 0
         limit = int(capacity["capacity_tokens"]) if capacity["overflow"] == "error" else 1 << 62

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -10,13 +12,21 @@ from still_export.torch_cases import TorchCases
 from tests.still_export.tiny import CHUNK, VOCAB, still_model
 
 
-@pytest.mark.parametrize(("target", "batch"), [("trt", 1), ("trt", 2), ("trt", 6), ("onnx", 4)])
-def test_rows_are_those_that_the_engine_takes(target: str, batch: int) -> None:
+@pytest.mark.parametrize(
+    ("facts", "batch"),
+    [
+        ({"target": "trt", "trt": {"batch": 1}}, 1),
+        ({"target": "trt", "trt": {"batch": 6}, "engines": []}, 6),
+        ({"target": "trt", "trt": {"batch": 8}, "engines": [{"batch": 2}]}, 2),
+        ({"target": "onnx"}, 4),
+    ],
+    ids=["one row", "not built", "built for fewer", "onnx"],
+)
+def test_rows_are_those_that_the_engine_takes(facts: dict[str, Any], batch: int) -> None:
     manifest = {
-        "target": target,
+        **facts,
         "model": {"all_logits": False, "vocab_size": VOCAB},
         "capacity": {"chunk_size": CHUNK, "capacity_tokens": 12 * CHUNK, "overflow": "error"},
-        **({"trt": {"batch": batch}} if target == "trt" else {}),
     }
     asked = TorchCases(manifest, still_model("llama", torch.float32), lengths=(1, CHUNK + 1), decode_steps=4)
     cases = [make() for make in asked]
