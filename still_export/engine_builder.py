@@ -67,7 +67,10 @@ class EngineBuilder:
             )
         if any("could not find any implementation" in error.lower() for error in self.errors):
             # Seen with 8.6 on an H200: the choice of kernels for some shapes ends in an assertion, for others it does not.
-            advice += "\nTensorRT found no kernels for these shapes. Build with another --optimization-level, --batch or --prefill-tokens."
+            advice += (
+                "\nTensorRT found no kernels for a part of the model in these shapes. Build with another --optimization-level "
+                f"(now {self.trt.optimization_level}), --batch (now {self.trt.batch}) or --prefill-tokens (now {self.trt.prefill_tokens})."
+            )
         return BuildError(f"{what}:\n  {said}{advice}\nThe whole log: {self.package.path / LOG}")
 
     def build(self, plugin: Path | None) -> list[dict[str, Any]]:

@@ -246,6 +246,11 @@ def test_a_failed_build_leaves_the_old_engine(tmp_path: Path, monkeypatch: pytes
     ):
         build_engines(open_package(package.path))
     assert "OutOfMemory" in (package.path / "build.log").read_text()
+    module.build_fails = "10: Could not find any implementation for node {ForeignNode[a...b]}."
+    with pytest.raises(
+        BuildError, match=r"implementation for node.*\n.* another --optimization-level \(now 3\), --batch \(now 2\)"
+    ):
+        build_engines(open_package(package.path))
     TrtModel(open_package(package.path).path)  # every hash right
 
 
