@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+from still_kernels.hybrid_attention.tiles import HEAD_DIMS
+
 CASES = Path(__file__).parents[1] / "tests/still_kernels/triton_cases.py"
 LLAMA: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 NARROW = {
@@ -32,7 +34,7 @@ NARROW = {
     "many parts, group": ("bfloat16",),
     "packed, folding": ("bfloat16",),
     "many features": ("bfloat16",),
-    **{f"head size {size}": ("bfloat16",) for size in (64, 80, 96, 256)},
+    **{f"head size {size}": ("bfloat16",) for size in HEAD_DIMS},
 }
 """Cases that the GPU tests run in 16 bits too."""
 

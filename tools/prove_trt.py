@@ -29,9 +29,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PART_BYTES = 40_000_000
 LENGTHS = "1,63,64,65,129,512"
 CONTEXT, SMALL_CONTEXT = 65536, 8064
-LARGE_LAYERS = int(
-    os.environ.get("LARGE_LAYERS", "8")
-)  # fewer where time or memory is short: results are scaled by layer
+# fewer where time or memory is short: results are scaled by layer
+LARGE_LAYERS = int(os.environ.get("LARGE_LAYERS", "8"))
 LARGE_VOCABULARY = 32000
 GEOMETRIES: dict[str, dict[str, int | bool]] = {
     "small": {

@@ -8,7 +8,6 @@ word (stride and swizzle) is one of three constants, and its lower word an addre
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ import triton
 
 from still_kernels import aot
 from still_kernels.hybrid_attention.tiles import TileTable, changed, tile_table
+from tests.machine_code import disassembly
 
 Range = tuple[int, int]
 State = dict[str, Range]
@@ -49,10 +49,7 @@ class Instruction(NamedTuple):
 
 def instructions(cubin: bytes, folder: Path) -> list[Instruction]:
     """Machine code of a kernel."""
-    file = folder / "kernel.cubin"
-    file.write_bytes(cubin)
-    command = [triton.knobs.nvidia.cuobjdump.path, "-sass", str(file)]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    text = disassembly(cubin, folder)
     lines = re.findall(
         r"^\s+/\*([0-9a-f]{4,5})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)[ \t]*([^;\n]*);", text, re.MULTILINE
     )

@@ -8,7 +8,6 @@ what they computed from the sum to one place, as Triton's layout conversions do,
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +23,14 @@ from triton.compiler import ASTSource
 from still_kernels import aot
 from still_kernels.hybrid_attention.tiles import TileTable
 from still_kernels.hybrid_attention.triton_common import rounded
+from tests.machine_code import disassembly
 
 REACH = 200  # instructions between the parts of a sum
 
 
 def instructions(cubin: bytes, folder: Path) -> list[str]:
     """Machine code without predicates."""
-    file = folder / "kernel.cubin"
-    file.write_bytes(cubin)
-    command = [triton.knobs.nvidia.cuobjdump.path, "-sass", str(file)]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    text = disassembly(cubin, folder)
     found = re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+\s+)?(.*?);", text, re.MULTILINE)
     return [instruction.replace(".reuse", "").strip() for instruction in found]
 

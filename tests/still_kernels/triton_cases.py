@@ -19,7 +19,7 @@ import torch
 
 from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState
 from still_kernels.hybrid_attention.chunked import chunked_hybrid_attention
-from still_kernels.hybrid_attention.tiles import TileTable, changed, tile_table
+from still_kernels.hybrid_attention.tiles import HEAD_DIMS, TileTable, changed, tile_table
 
 SMALL: dict[str, Any] = {
     "num_heads": 4,
@@ -141,7 +141,7 @@ CASES = {
     ),
     **{
         f"head size {size}": Case({"head_dim": size, "feature_dim": size}, ((66, [66, 35]), *[STEP] * 2, (30, [0, 30])))
-        for size in (64, 80, 96, 256)
+        for size in HEAD_DIMS
     },
     "many chunks": Case({"capacity_tokens": 512}, ((30, [30, 5]), (390, [390, 161]), STEP)),
 }

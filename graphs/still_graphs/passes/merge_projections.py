@@ -2,7 +2,7 @@
 
 Query, key, value and gate projections read the same tokens, and so do the two of a gated feed-forward layer. One product of all columns
 reads memory in longer runs and leaves fewer kernels. TensorRT merges such products where weights are constants that it may rewrite; an
-engine whose weights can be replaced has none.
+engine whose weights can be replaced merges none.
 
 requires: the weights' values in the graph, not in files beside it.
 ensures: no two MatMul nodes of one graph share their first input and have weights of their own, of one type and height.
