@@ -17,6 +17,7 @@ from still_graphs.passes.walk import (
     Rewriter,
     attribute,
     constant_value,
+    dimensions,
     drop_attribute,
     element_types,
     opset_version,
@@ -213,6 +214,31 @@ def _attention(node: onnx.NodeProto, r: Rewriter, types: dict[str, int]) -> int:
     return 1
 
 
+def _rotary_embedding(node: onnx.NodeProto, r: Rewriter, types: dict[str, int]) -> int:
+    """Halves a, b of each head of x [B, H, T, D] by an angle of its token: (a cos - b sin, b cos + a sin), cos and sin [B, T, D/2]."""
+    x, cos, sin = node.input[:3]
+    rank = len(dimensions(r.graph).get(x, []))
+    if (
+        len(node.input) > 3
+        or rank != 4
+        or attribute(node, "interleaved", 0)
+        or attribute(node, "rotary_embedding_dim", 0)
+    ):
+        raise _unsupported(node, "is handled for whole heads [B, H, T, D] in halves, with the angles of each token;")
+    hint = node.name or node.output[0]
+    axes = r.constant([1], "int64", f"{hint}.axis")
+    cos, sin = (r.node("Unsqueeze", [angle, axes], hint=f"{angle}.heads") for angle in (cos, sin))
+    halves = [r.fresh(f"{hint}.{half}") for half in ("first", "second")]
+    r.nodes.append(helper.make_node("Split", [x], halves, name=f"{hint}/Split", axis=-1))
+    first, second = halves
+    turned = [
+        r.node(op, [r.node("Mul", [a, cos]), r.node("Mul", [b, sin])])
+        for op, a, b in (("Sub", first, second), ("Add", second, first))
+    ]
+    r.node("Concat", turned, node.output[0], axis=-1)
+    return 1
+
+
 def _shape(node: onnx.NodeProto, r: Rewriter, types: dict[str, int]) -> int:
     """A part of a shape, picked from the whole: TensorRT 8.6 reads opset 17 but ignores Shape's start and end."""
     start, end = attribute(node, "start", 0), attribute(node, "end")
@@ -231,6 +257,7 @@ WRITERS: dict[str, Callable[[onnx.NodeProto, Rewriter, dict[str, int]], int]] = 
     "Shape": _shape,
     "Split": _split,
     "Attention": _attention,
+    "RotaryEmbedding": _rotary_embedding,
     "Gelu": _gelu,
     "Swish": _swish,
     **{f"Reduce{name}": _reduction for name in REDUCTIONS},
