@@ -71,6 +71,8 @@ class EngineBuilder:
                 "\nTensorRT found no kernels for a part of the model in these shapes. Build with another --optimization-level "
                 f"(now {self.trt.optimization_level}), --batch (now {self.trt.batch}) or --prefill-tokens (now {self.trt.prefill_tokens})."
             )
+            if self.package.manifest["trt"]["passes"].get("join_heads"):
+                advice += " Or export with --batch 2: each part of the model then has two layouts to try."
         return BuildError(f"{what}:\n  {said}{advice}\nThe whole log: {self.package.path / LOG}")
 
     def build(self, plugin: Path | None) -> list[dict[str, Any]]:

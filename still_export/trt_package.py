@@ -81,7 +81,7 @@ def _fill(source: Path, folder: Path, trt: TrtOptions, say: Progress, bring: Cal
     target = TARGETS[trt.target]
     if manifest["model"]["dtype"] not in target.dtypes:
         raise UnsupportedError(f"--to {trt.target} takes {', '.join(target.dtypes)}, not {manifest['model']['dtype']}.")
-    passes = run_pipeline(graph, trt.target)
+    passes = run_pipeline(graph, trt.target, one_row=trt.batch == 1)
     # Also takes the weights out of `graph`: what follows would not fit into one message with them.
     onnx.save(graph, folder / MODEL, save_as_external_data=True, location=WEIGHTS)
     skip = {MODEL, WEIGHTS, MANIFEST, "run_ort.py"}

@@ -5,10 +5,10 @@
   python tools/prove_trt.py small PLACE --deadline 300                               # with the GPU
   python tools/prove_trt.py large PLACE --deadline 300
 
-`prepare` writes OUT/more00, more01, ...: folders of at most 40 MB that hold a package of MODEL with PyTorch's answers, and packages of
-SmolLM2-135M's and Llama-3.1-8B's geometry without weights. PLACE on the GPU machine holds TensorRT with Python (env.sh with trt-python)
-and what `cat more*/more.tar.* | tar x` gives. Every step has a time limit and a log; the table is written after each step to $OUT and
-printed last, so that what was measured comes back even when a later step fails.
+`prepare` writes OUT/more00, more01, ...: folders of at most 40 MB that hold packages of MODEL for batches of four and for single rows with
+PyTorch's answers, and packages of SmolLM2-135M's and Llama-3.1-8B's geometry without weights. PLACE on the GPU machine holds TensorRT with
+Python (env.sh with trt-python) and what `cat more*/more.tar.* | tar x` gives. Every step has a time limit and a log; the table is written
+after each step to $OUT and printed last, so that what was measured comes back even when a later step fails.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ GEOMETRIES: dict[str, dict[str, int | bool]] = {
 
 EXPORTS = {
     "verified": ["--capacity-tokens", "4096", "--batch", "4", "--prefill-tokens", "512"],
+    "one_row": ["--capacity-tokens", "4096", "--batch", "1", "--prefill-tokens", "512"],
     "small": ["--capacity-tokens", "8448", "--batch", "1"],
     "large": ["--capacity-tokens", str(CONTEXT + 256), "--batch", "8"],
 }
@@ -68,15 +69,14 @@ def prepare(options: argparse.Namespace) -> int:
     content = work / "content"
     content.mkdir(parents=True)
     for name in options.only.split(","):
-        model = options.model if name == "verified" else _blank_model(work / f"{name}.model", name)
+        model = _blank_model(work / f"{name}.model", name) if name in GEOMETRIES else options.model
         command = ["still-export", model, "--to", "trt", "--attach-untrained", "--arch", options.arch, *EXPORTS[name]]
         command += ["--tensorrt-include", options.include, "-o", content / name, "--quiet"]
         subprocess.run([str(c) for c in command], check=True)
-        if name == "verified":
-            record = ["still-export", "verify", content / name, "--record", content / "calls.npz", "--lengths", LENGTHS]
+        if name not in GEOMETRIES:
+            calls = content / f"{name}.npz"
+            record = ["still-export", "verify", content / name, "--record", calls, "--lengths", LENGTHS]
             subprocess.run([str(c) for c in record], check=True)
-            if options.timings:
-                shutil.copyfile(options.timings, content / name / "timing.cache")
         else:
             (content / name / "model.onnx.data").unlink()
             shutil.rmtree(model)
@@ -188,17 +188,20 @@ class Session:
 def small(session: Session) -> None:
     """Proof on a real model, then build time and speed at SmolLM2-135M's geometry."""
     place = session.place
-    package, calls = place / "verified", place / "calls.npz"
-    if session.step("verified_build", f"still build {package} --quiet", 150):
-        _engine_facts(session, package)
-        output = session.step("verify", f"still verify {package} --runtime trt --calls {calls} --quiet", 90)
-        verdict = "PASSED" if output and output.rstrip().endswith("PASSED") else "see verify.log"
-        session.note("verify", verdict)
-        _keep(session, package / "verify/report.json")
-        output = session.step("polygraphy", f"sh {package}/verify/polygraphy.sh", 60)
-        rates = re.findall(r"Pass Rate: [\d.]+%", output or "")
-        session.note("polygraphy", rates[-1] if rates else "see polygraphy.log")
-        _runners(session, package)
+    for name in ("verified", "one_row"):
+        package = place / name
+        if session.step(f"{name}_build", f"still build {package} --quiet", 150):
+            _engine_facts(session, package)
+            verify = f"still verify {package} --runtime trt --calls {place / name}.npz --quiet"
+            output = session.step(f"{name}_verify", verify, 90)
+            session.note(
+                f"{name}: verify", "PASSED" if output and output.rstrip().endswith("PASSED") else "see its log"
+            )
+            _keep(session, package / "verify/report.json")
+            output = session.step(f"{name}_polygraphy", f"sh {package}/verify/polygraphy.sh", 60)
+            rates = re.findall(r"Pass Rate: [\d.]+%", output or "")
+            session.note(f"{name}: polygraphy", rates[-1] if rates else "see its log")
+            _runners(session, package)
     package = place / "small"
     bench = f"trt-python tools/bench_engine.py {package} --context {SMALL_CONTEXT} --batch 1 --steps 64"
     built = session.step("small_build", f"{bench} --build --batch ''", 185)
@@ -221,14 +224,19 @@ def small(session: Session) -> None:
 def _runners(session: Session, package: Path) -> None:
     """The C++ program and the Python runner give the same tokens."""
     ids = ",".join(str(7 * i % 500 + 3) for i in range(600))  # more than a prefill call
-    run = session.step("run", f"still run {package} --runtime trt --prompt-ids {ids} --tokens 64 --json --quiet", 40)
+    run = session.step(
+        f"{package.name}_run", f"still run {package} --runtime trt --prompt-ids {ids} --tokens 64 --json --quiet", 40
+    )
     library = f"export LD_LIBRARY_PATH={session.place}/lib:$LD_LIBRARY_PATH; "
-    direct = session.step("still_run", f"{library}{package}/still_run8 {package} --prompt-ids {ids} --tokens 64", 40)
+    program = f"{library}{package}/still_run8 {package} --prompt-ids {ids} --tokens 64"
+    direct = session.step(f"{package.name}_still_run", program, 40)
     if run and direct:
         python = json.loads(next(line for line in run.splitlines() if line.startswith("{")))["tokens"]
         native = [int(x) for x in re.findall(r"^[\d ]+$", direct, re.M)[0].split()]
         speed = direct.strip().splitlines()[-1]
-        session.note("still_run", f"same tokens: {python[: len(native)] == native[: len(python)]} {speed}")
+        session.note(
+            f"{package.name}: still_run", f"same tokens: {python[: len(native)] == native[: len(python)]} {speed}"
+        )
 
 
 def large(session: Session) -> None:
@@ -327,8 +335,7 @@ def main() -> int:
     verb.add_argument("--model", required=True, help="model folder that is verified")
     verb.add_argument("--include", required=True, help="folder of TensorRT 8.6's NvInfer.h")
     verb.add_argument("--arch", default="sm_90")
-    verb.add_argument("--only", default="verified,small,large")
-    verb.add_argument("--timings", help="timing cache of an earlier build of the verified package")
+    verb.add_argument("--only", default=",".join(EXPORTS))
     for name in ("small", "large"):
         verb = verbs.add_parser(name)
         verb.add_argument("place", type=Path)

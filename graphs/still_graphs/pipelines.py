@@ -9,7 +9,9 @@ import onnx
 
 from still_graphs.errors import UnsupportedError
 from still_graphs.passes.add_greedy_token import add_greedy_token
+from still_graphs.passes.fix_shapes import fix_shapes
 from still_graphs.passes.inline_functions import inline_functions
+from still_graphs.passes.join_heads import join_heads
 from still_graphs.passes.lower_integers import lower_integers
 from still_graphs.passes.lower_opset import lower_opset
 from still_graphs.passes.lower_plugin_nodes import lower_plugin_nodes
@@ -25,6 +27,7 @@ class Step:
 
     run: Callable[[onnx.ModelProto], int]
     reason: str
+    one_row: bool = False  # only for engines that take one row at a time
 
     @property
     def name(self) -> str:
@@ -58,7 +61,9 @@ TARGETS: dict[str, Target] = {
             dtypes=("float16", "bfloat16", "float32"),
             steps=(
                 Step(strip_functions, "the parser prefers a function over a plugin"),
+                Step(fix_shapes, "8.6 reserves memory for every dimension that is left to be computed"),
                 Step(merge_projections, "engines whose weights can be replaced merge none of their own"),
+                Step(join_heads, "8.6 tries each part of a model in one layout instead of two", one_row=True),
                 Step(add_greedy_token, "greedy decoding stays on the device"),
                 Step(lower_opset, "TensorRT 8.6 reads opset 17, and so do all later versions"),
                 Step(lower_integers, "8.6 has no int64, and hosts bind int32 alike everywhere"),
@@ -83,7 +88,11 @@ TARGETS: dict[str, Target] = {
 
 
 def run_pipeline(
-    model: onnx.ModelProto, target: str, dump: Callable[[str, onnx.ModelProto], None] | None = None
+    model: onnx.ModelProto,
+    target: str,
+    dump: Callable[[str, onnx.ModelProto], None] | None = None,
+    *,
+    one_row: bool = False,
 ) -> dict[str, int]:
     """Run the passes of `target` over `model`, in place.
 
@@ -91,6 +100,7 @@ def run_pipeline(
         model: A portable graph with its weights.
         target: Name of a target.
         dump: Called with each pass's name and its result.
+        one_row: The target runs one row (sequence) at a time.
 
     Returns:
         Changes by pass.
@@ -102,6 +112,8 @@ def run_pipeline(
         raise UnsupportedError(f"target {target!r} has no pipeline; known: {', '.join(TARGETS)}.")
     counts = {}
     for step in TARGETS[target].steps:
+        if step.one_row and not one_row:
+            continue
         counts[step.name] = step.run(model)
         if dump is not None:
             dump(step.name, model)

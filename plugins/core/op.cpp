@@ -213,20 +213,6 @@ Op::Op(OpSpec const& spec, std::map<std::string, AttributeValue> const& attribut
             mOutputs.push_back(&tensor);
 }
 
-std::optional<std::pair<int, int>> Op::locate(std::string const& symbol) const
-{
-    for (size_t i = 0; i < mInputs.size(); ++i)
-    {
-        if (mInputs[i]->weight)
-            continue; // may be shared by all heads
-        auto const& shape = mInputs[i]->shape;
-        auto const found = std::find(shape.begin(), shape.end(), symbol);
-        if (found != shape.end())
-            return std::make_pair(static_cast<int>(i), static_cast<int>(found - shape.begin()));
-    }
-    return std::nullopt;
-}
-
 Call Op::bind(std::vector<Tensor> const& inputs) const
 {
     if (inputs.size() != mInputs.size())

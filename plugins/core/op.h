@@ -7,7 +7,6 @@
 
 #include <map>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -85,9 +84,6 @@ public:
     // Inputs and outputs that exist, in order.
     std::vector<TensorSpec const*> const& inputs() const { return mInputs; }
     std::vector<TensorSpec const*> const& outputs() const { return mOutputs; }
-
-    // Position among inputs() of one that has the dimension `symbol`, and the axis; for shape inference by a host.
-    std::optional<std::pair<int, int>> locate(std::string const& symbol) const;
 
     // Checks the inputs and gives the outputs. Throws still::Error naming op, tensor, what was expected and what came.
     std::vector<Tensor> infer(std::vector<Tensor> const& inputs) const;

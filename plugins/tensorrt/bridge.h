@@ -11,6 +11,7 @@
 #include <cstring>
 #include <deque>
 #include <exception>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -82,15 +83,10 @@ inline Tensor to_tensor(nvinfer1::DataType type, nvinfer1::Dims const& dims)
     return tensor;
 }
 
-inline std::vector<Tensor> to_tensors(nvinfer1::PluginTensorDesc const* descs, int32_t count)
-{
-    std::vector<Tensor> tensors;
-    for (int i = 0; i < count; ++i)
-        tensors.push_back(to_tensor(descs[i].type, descs[i].dims));
-    return tensors;
-}
-
 // The op of a node plus the type it insists on; made from plugin fields and turned back into them.
+//
+// A tensor of activations may come with its last two dimensions as one, heads side by side: [B, T, H*D] is the same memory as
+// [B, T, H, D]. TensorRT 8.6 also tries a format for images where a layer's tensor has four dimensions, which doubles the build.
 class NodeOp
 {
 public:
@@ -141,11 +137,14 @@ public:
     nvinfer1::DimsExprs output_shape(int32_t index, nvinfer1::DimsExprs const* inputs) const
     {
         TensorSpec const& spec = *mOp.outputs()[static_cast<size_t>(index)];
+        auto const first = static_cast<size_t>(first_activation());
+        if (spec.shape == mOp.inputs()[first]->shape)
+            return inputs[first]; // heads side by side or not
         nvinfer1::DimsExprs shape;
         shape.nbDims = static_cast<int32_t>(spec.shape.size());
         for (size_t axis = 0; axis < spec.shape.size(); ++axis)
         {
-            auto const place = mOp.locate(spec.shape[axis]);
+            auto const place = locate(spec.shape[axis], [&](size_t input) { return inputs[input].nbDims; });
             if (!place)
                 fail(mOp.spec().name, ": no input tells the dimension ", spec.shape[axis], " of ", spec.name, ".");
             shape.d[axis] = inputs[place->first].d[place->second];
@@ -153,10 +152,41 @@ public:
         return shape;
     }
 
+    // The inputs as the op knows them, of `dims_at(i)` and `type_at(i)`: heads that lie side by side are told apart.
+    template <typename TypeAt, typename DimsAt>
+    std::vector<Tensor> tensors(int32_t count, TypeAt const& type_at, DimsAt const& dims_at) const
+    {
+        std::vector<Tensor> result;
+        for (int32_t i = 0; i < count; ++i)
+            result.push_back(to_tensor(type_at(i), dims_at(i)));
+        if (result.size() != mOp.inputs().size())
+            return result; // the op refuses that
+        auto const given = result;
+        for (size_t i = 0; i < result.size(); ++i)
+        {
+            TensorSpec const& spec = *mOp.inputs()[i];
+            if (!joined(spec, given[i].rank))
+                continue;
+            auto const place = locate(spec.shape.back(), [&](size_t input) { return given[input].rank; });
+            int64_t const last = place ? given[place->first].dims[place->second] : 0;
+            int64_t& heads = result[i].dims[given[i].rank - 1];
+            if (last <= 0 || heads % last)
+                continue;
+            heads /= last;
+            result[i].dims[result[i].rank++] = last;
+        }
+        return result;
+    }
+
+    std::vector<Tensor> tensors(nvinfer1::PluginTensorDesc const* inputs, int32_t count) const
+    {
+        return tensors(count, [&](int32_t i) { return inputs[i].type; }, [&](int32_t i) { return inputs[i].dims; });
+    }
+
     // Prepares for these shapes unless that was done.
     void prepare(nvinfer1::PluginTensorDesc const* inputs, int32_t count)
     {
-        auto const tensors = to_tensors(inputs, count);
+        auto const tensors = this->tensors(inputs, count);
         if (!mOp.prepared(tensors))
             mOp.prepare(tensors);
     }
@@ -258,6 +288,28 @@ private:
             values[attribute.name] = value(spec, attribute, fields);
         AttributeSpec const absent{kAbsentInputs, AttributeKind::kInteger, 0, 0.0, {}, {}};
         return {spec, values, static_cast<uint64_t>(static_cast<uint32_t>(value(spec, absent, fields).integer))};
+    }
+
+    static bool joined(TensorSpec const& spec, int32_t rank)
+    {
+        return !spec.weight && spec.shape.size() == 4 && rank == 3;
+    }
+
+    // Input and axis that have the dimension `symbol` alone.
+    template <typename RankAt>
+    std::optional<std::pair<size_t, size_t>> locate(std::string const& symbol, RankAt const& rank_at) const
+    {
+        for (size_t i = 0; i < mOp.inputs().size(); ++i)
+        {
+            TensorSpec const& spec = *mOp.inputs()[i];
+            if (spec.weight)
+                continue; // may be shared by all heads
+            auto const end = spec.shape.end() - (joined(spec, rank_at(i)) ? 2 : 0);
+            auto const found = std::find(spec.shape.begin(), end, symbol);
+            if (found != end)
+                return std::make_pair(i, static_cast<size_t>(found - spec.shape.begin()));
+        }
+        return std::nullopt;
     }
 
     int32_t first_activation() const

@@ -152,7 +152,7 @@ public:
 
     size_t getWorkspaceSize(PluginTensorDesc const* inputs, int32_t count, PluginTensorDesc const*, int32_t) const noexcept override
     {
-        return logged(size_t{0}, [&] { return mNode.op().workspace_bytes(to_tensors(inputs, count)); });
+        return logged(size_t{0}, [&] { return mNode.op().workspace_bytes(mNode.tensors(inputs, count)); });
     }
 
     // The shapes are not known here yet; what the attributes alone decide is loaded, so that enqueue never loads a module.

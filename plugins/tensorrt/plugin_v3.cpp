@@ -107,12 +107,9 @@ public:
     }
 
 private:
-    static std::vector<Tensor> largest(DynamicPluginTensorDesc const* descs, int32_t count)
+    std::vector<Tensor> largest(DynamicPluginTensorDesc const* descs, int32_t count) const
     {
-        std::vector<Tensor> tensors;
-        for (int32_t i = 0; i < count; ++i)
-            tensors.push_back(to_tensor(descs[i].desc.type, descs[i].max));
-        return tensors;
+        return mNode.tensors(count, [&](int32_t i) { return descs[i].desc.type; }, [&](int32_t i) { return descs[i].max; });
     }
 
     Plugin* copy() const noexcept

@@ -63,14 +63,19 @@ struct Shape
     std::vector<int> dims;
 };
 
+// Activations as [B, T, heads * D]: set by the argument "flat".
+bool gFlat = false;
+
 std::vector<Shape> inputs(int tokens)
 {
     auto const h = DataType::kHALF;
     auto const f = DataType::kFLOAT;
     auto const i = DataType::kINT32;
-    return {{h, {2, tokens, 6, 64}}, {h, {2, tokens, 3, 64}}, {h, {2, tokens, 3, 64}}, {h, {2, tokens, 6, 64}}, {h, {6, 48, 64}},
-        {h, {6, 48, 64}}, {i, {2}}, {i, {2}}, {h, {2, 3, 64, 64}}, {h, {2, 3, 64, 64}}, {f, {2, 6, 64}}, {h, {2, 6, 80, 64}},
-        {h, {2, 6, 80, 64}}, {f, {2, 6, 96, 64}}, {f, {2, 6, 96}}};
+    auto const heads = [&](int count) {
+        return Shape{h, gFlat ? std::vector<int>{2, tokens, count * 64} : std::vector<int>{2, tokens, count, 64}};
+    };
+    return {heads(6), heads(3), heads(3), heads(6), {h, {6, 48, 64}}, {h, {6, 48, 64}}, {i, {2}}, {i, {2}}, {h, {2, 3, 64, 64}},
+        {h, {2, 3, 64, 64}}, {f, {2, 6, 64}}, {h, {2, 6, 80, 64}}, {h, {2, 6, 80, 64}}, {f, {2, 6, 96, 64}}, {f, {2, 6, 96}}};
 }
 
 std::vector<Shape> outputs(int tokens)
@@ -317,7 +322,12 @@ int main(int argc, char** argv)
     reinterpret_cast<void (*)(ILoggerFinder*)>(dlsym(library, "setLoggerFinder"))(&gFinder);
     Given given;
     for (int i = 2; i < argc; ++i)
-        given.add(argv[i]);
+    {
+        if (std::string(argv[i]) == "flat")
+            gFlat = true;
+        else
+            given.add(argv[i]);
+    }
     run(library, given.collection());
     given.fields.erase(given.fields.begin()); // the first attribute is missing: must be refused with a log line
 #if NV_TENSORRT_MAJOR >= 10

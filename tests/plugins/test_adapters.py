@@ -57,18 +57,25 @@ def test_adapter(include: str, recorder: object, tmp_path: Path) -> None:
     kinds = {int: "i", float: "f", str: "s"}
     values = {**ATTRIBUTES, "absent_inputs": absent_mask(ABSENT), "activation_type": "float16"}
     arguments = [f"{name}={kinds[type(value)]}:{value}" for name, value in values.items()]
-    ran = subprocess.run(
-        [host, libraries[0], *arguments], capture_output=True, text=True, env={"LD_LIBRARY_PATH": str(drivers)}
-    )
-    lines = ran.stdout.splitlines()
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert lines[0] == f"creator 1 still HybridAttention 1 fields {len(HYBRID_ATTENTION.attributes) + 2}"
-    # output [B, T, H, D] as query; present_window_key [B, HK, 2*C, D] as the ring that came in, and so on
-    assert "shape 0: 0.0 0.1 0.2 0.3" in lines and "shape 1: 0.0 1.2 8.2 0.3" in lines
-    assert lines.count("enqueue 0") == 2
-    assert int(next(line for line in lines if line.startswith("workspace")).split()[1]) > 0
-    launches = [line.split()[1] for line in lines if line.startswith("cuLaunchKernel")]
-    prefill = ("score", "select", *("features", "scan", "linear", "attend") * 2, "commit")
-    assert launches == [f"{k}_kernel" for k in (*prefill, "decode")]
-    assert not [line for line in lines if line.startswith("cuMemcpyDtoD")], "past and present were one buffer"
-    assert "logged still: node node7: HybridAttention: the node lacks the attribute chunk_size" in ran.stdout
+    both: list[list[str]] = []
+    environment = {"LD_LIBRARY_PATH": str(drivers)}
+    for flat in (False, True):
+        command = [host, libraries[0], *arguments, *["flat"] * flat]
+        ran = subprocess.run(command, capture_output=True, text=True, env=environment)
+        lines = ran.stdout.splitlines()
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        assert lines[0] == f"creator 1 still HybridAttention 1 fields {len(HYBRID_ATTENTION.attributes) + 2}"
+        # output [B, T, H, D] as query; present_window_key [B, HK, 2*C, D] as the ring that came in, and so on
+        expected = ("0.0 0.1 0.2", "0.0 8.1 8.2 8.3") if flat else ("0.0 0.1 0.2 0.3", "0.0 1.2 8.2 0.3")
+        assert [line for line in lines if line.startswith("shape")][:2] == [
+            f"shape {i}: {places}" for i, places in enumerate(expected)
+        ]
+        assert lines.count("enqueue 0") == 2
+        assert int(next(line for line in lines if line.startswith("workspace")).split()[1]) > 0
+        launches = [line.split()[1] for line in lines if line.startswith("cuLaunchKernel")]
+        prefill = ("score", "select", *("features", "scan", "linear", "attend") * 2, "commit")
+        assert launches == [f"{k}_kernel" for k in (*prefill, "decode")]
+        assert not [line for line in lines if line.startswith("cuMemcpyDtoD")], "past and present were one buffer"
+        assert "logged still: node node7: HybridAttention: the node lacks the attribute chunk_size" in ran.stdout
+        both.append([line for line in lines if line.startswith(("workspace", "cuLaunch"))])
+    assert both[0] == both[1], "the same launches, however heads lie"

@@ -13,8 +13,9 @@ from onnx import TensorProto, helper
 
 from still_graphs.opset import DOMAIN, OPS
 from still_graphs.passes.attach_functions import attach_functions
-from still_graphs.passes.walk import Rewriter, attribute, drop_attribute, set_opset, value_names
+from still_graphs.passes.walk import Rewriter, attribute, dimensions, drop_attribute, set_opset, value_names
 from tests.still_export.fake_cuda import HostDriver
+from tests.still_graphs.small_graph import split_heads
 
 NUMPY = {"float": "f4", "float16": "f2", "int32": "i4"}
 
@@ -22,22 +23,23 @@ NUMPY = {"float": "f4", "float16": "f2", "int32": "i4"}
 def restore_bodies(model: onnx.ModelProto) -> None:
     """Undo what the lowering did to still nodes and to opset 23's spelling, and give the nodes their bodies, in place."""
     rewriter = Rewriter(model.graph, value_names(model.graph))
+    dims = dimensions(model.graph)
     for node in model.graph.node:
         if node.op_type.startswith("Reduce") and attribute(node, "axes") is not None:
             node.input.append(rewriter.constant(attribute(node, "axes"), "int64"))
             drop_attribute(node, "axes")
         if node.op_type == "Split" and len(node.input) < 2:
             node.attribute.append(helper.make_attribute("num_outputs", len(node.output)))
-        if node.domain == DOMAIN:
-            _restore(node, rewriter)
-        rewriter.nodes.append(node)
+        behind = _restore(node, rewriter, dims) if node.domain == DOMAIN else []
+        rewriter.nodes += [node, *behind]
     rewriter.finish()
     set_opset(model, "", 23)
     model.ir_version = 10
     attach_functions(model)
 
 
-def _restore(node: onnx.NodeProto, rewriter: Rewriter) -> None:
+def _restore(node: onnx.NodeProto, rewriter: Rewriter, dims: dict[str, list[int | str | None]]) -> list[onnx.NodeProto]:
+    """Undo it for one node; what belongs behind it."""
     spec = OPS[node.op_type]
     absent, given, results = attribute(node, "absent_inputs"), iter(list(node.input)), iter(list(node.output))
     kinds = [t.dtype for t in spec.inputs] + [s.dtype for s in spec.states]
@@ -55,6 +57,9 @@ def _restore(node: onnx.NodeProto, rewriter: Rewriter) -> None:
     ]
     for name in ("plugin_namespace", "plugin_version", "absent_inputs", "activation_type"):
         drop_attribute(node, name)
+    if len(dims[node.input[0]]) == 4:
+        return []
+    return [split_heads(node, rewriter, next(dims[n][-1] for n in node.input if n.startswith("past_window_key")))]
 
 
 class Context:

@@ -249,9 +249,20 @@ def test_a_failed_build_leaves_the_old_engine(tmp_path: Path, monkeypatch: pytes
     module.build_fails = "10: Could not find any implementation for node {ForeignNode[a...b]}."
     with pytest.raises(
         BuildError, match=r"implementation for node.*\n.* another --optimization-level \(now 3\), --batch \(now 2\)"
+    ) as refused:
+        build_engines(open_package(package.path))
+    assert "export with --batch 2" not in str(refused.value)
+    TrtModel(open_package(package.path).path)  # every hash right
+
+
+def test_packages_for_one_row_have_a_second_chance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = trt_package(tmp_path / "trt", monkeypatch, batch=1)
+    module = fake_tensorrt.install(monkeypatch, "8.6.1")
+    module.build_fails = "10: Could not find any implementation for node {ForeignNode[a...b]}."
+    with pytest.raises(
+        BuildError, match=r"Or export with --batch 2: each part of the model then has two layouts to try\."
     ):
         build_engines(open_package(package.path))
-    TrtModel(open_package(package.path).path)  # every hash right
 
 
 def test_a_lost_or_truncated_engine_is_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

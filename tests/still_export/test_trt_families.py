@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import onnx
 import onnx_ir
+import onnxruntime
 import pytest
 import torch
 
 from still_export.export import trace_model
 from still_export.lower import lower_program
 from still_export.trt_package import kernel_variants
+from still_graphs.opset import DOMAIN
 from still_graphs.passes.add_greedy_token import add_greedy_token
 from still_graphs.passes.attach_functions import attach_functions
 from still_graphs.passes.inline_functions import inline_functions
@@ -22,7 +25,9 @@ from still_graphs.passes.lower_integers import lower_integers
 from still_graphs.passes.lower_opset import lower_opset
 from still_graphs.passes.replace_nonzero import replace_nonzero
 from still_graphs.passes.take_general_branches import take_general_branches
+from still_graphs.passes.walk import dimensions, initializers
 from still_graphs.pipelines import run_pipeline
+from tests.still_export.fake_engine import restore_bodies
 from tests.still_export.test_build import needs_rtx
 from tests.still_export.tiny import FAMILIES, MIXED, still_model
 
@@ -36,6 +41,27 @@ def portable(family: str, dtype: torch.dtype, still: dict[str, Any]) -> onnx.Mod
     return model
 
 
+def answers(model: onnx.ModelProto) -> list[dict[str, np.ndarray]]:
+    """Outputs of a prefill over a chunk boundary and of a step after it, on ONNX Runtime."""
+    run = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    kinds = {"tensor(float)": "f4", "tensor(int32)": "i4", "tensor(int64)": "i8"}
+    sizes = {"batch": 1, "slots": 40, "capacity": 64}
+    state = {
+        i.name: np.zeros([sizes.get(d, d) for d in i.shape], kinds[i.type])
+        for i in run.get_inputs()
+        if i.name.startswith("past_")
+    }
+    names, found = [o.name for o in run.get_outputs()], []
+    kind = kinds[next(i.type for i in run.get_inputs() if i.name == "input_ids")]
+    for tokens in (20, 1):
+        feeds = {"input_ids": np.arange(tokens)[None] % 7 + 3, "new_tokens": np.array([tokens])}
+        found.append(
+            dict(zip(names, run.run(None, {n: v.astype(kind) for n, v in feeds.items()} | state), strict=True))
+        )
+        state = {n.replace("present_", "past_", 1): v for n, v in found[-1].items() if n.startswith("present_")}
+    return found
+
+
 def refusals(model: onnx.ModelProto) -> list[str]:
     """What TensorRT-RTX says against the graph."""
     import tensorrt_rtx_bindings as trt
@@ -45,6 +71,24 @@ def refusals(model: onnx.ModelProto) -> list[str]:
     parser = trt.OnnxParser(network, logger)
     parser.parse(model.SerializeToString())
     return [str(parser.get_error(i)) for i in range(parser.num_errors)]
+
+
+@pytest.mark.parametrize("one_row", [False, True])
+@pytest.mark.parametrize("family", [pytest.param(f, marks=[pytest.mark.slow] * (f != "llama")) for f in FAMILIES])
+def test_lowering_keeps_the_numbers(family: str, one_row: bool) -> None:
+    model = portable(family, torch.float32, {"layer_types": MIXED})
+    expected = answers(model)
+    run_pipeline(model, "trt", one_row=one_row)
+    constants = {n.output[0] for n in model.graph.node if n.op_type == "Constant"} | set(initializers(model.graph))
+    attended = {name for n in model.graph.node if n.domain == DOMAIN for name in (n.input[0], n.output[0])}
+    shapes = dimensions(model.graph)
+    assert {len(shapes[name]) for name in attended} == {3 if one_row else 4}
+    computed = [n.output[0] for n in model.graph.node if n.op_type == "Reshape" and n.input[1] not in constants]
+    assert all(any(isinstance(size, str) for size in shapes[name][2:]) for name in computed), "free sizes only"
+    restore_bodies(model)
+    for got, wanted in zip(answers(model), expected, strict=True):
+        for name, value in wanted.items():
+            np.testing.assert_allclose(got[name], value, atol=2e-5, rtol=2e-5, err_msg=name)
 
 
 @needs_rtx

@@ -31,25 +31,25 @@ SIZES = ("--lengths", "1,8,33,40", "--decode-steps", "20")
 
 
 @pytest.fixture(scope="module")
-def package_of(tmp_path_factory: pytest.TempPathFactory, export_tiny: Exporter) -> Callable[[str], Path]:
+def package_of(tmp_path_factory: pytest.TempPathFactory, export_tiny: Exporter) -> Callable[..., Path]:
     """A package of the tiny model in a type, without an engine."""
 
     @cache
-    def make(dtype: str) -> Path:
+    def make(dtype: str, batch: int = 4) -> Path:
         folder = tmp_path_factory.mktemp(dtype)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
                 "still_export.trt_package._write_plugins",
                 lambda graph, target, *a: fake_tensorrt.write_libraries(target),
             )
-            lower_package(export_tiny(dtype=dtype), TrtOptions(batch=4, prefill_tokens=4 * CHUNK), folder)
+            lower_package(export_tiny(dtype=dtype), TrtOptions(batch=batch, prefill_tokens=4 * CHUNK), folder)
         return folder
 
     return make
 
 
 @pytest.fixture(scope="module")
-def answers(package_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def answers(package_of: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """PyTorch's answers for the float16 package."""
     path = tmp_path_factory.mktemp("answers") / "calls.npz"
     assert call("verify", package_of("float16"), "--record", path, *SIZES, "--quiet") == 0
@@ -57,12 +57,12 @@ def answers(package_of: Callable[[str], Path], tmp_path_factory: pytest.TempPath
 
 
 @pytest.fixture
-def built(package_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: Any) -> Path:
-    """A package with an engine of TensorRT 8.6 (float16), or of the parameter's type and version."""
-    dtype, version = getattr(request, "param", ("float16", "8.6.1"))
+def built(package_of: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: Any) -> Path:
+    """A package with an engine of TensorRT 8.6 (float16), or of the parameter's type, version and batch."""
+    dtype, version, *batch = getattr(request, "param", ("float16", "8.6.1"))
     fake_tensorrt.install(monkeypatch, version)
     monkeypatch.setattr("still_export.build.has_gpu", lambda: True)
-    shutil.copytree(package_of(dtype), tmp_path / "package")
+    shutil.copytree(package_of(dtype, *batch), tmp_path / "package")
     assert call("build", tmp_path / "package", "--quiet") == 0
     return tmp_path / "package"
 
@@ -90,6 +90,16 @@ def test_verify_passes_beside_pytorch(built: Path, capsys: pytest.CaptureFixture
     expect_all(built, capsys.readouterr().out)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("built", [("float16", "8.6.1", 1)], indirect=True)
+def test_verify_passes_with_heads_side_by_side(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert json.loads((built / "manifest.json").read_text())["trt"]["passes"]["join_heads"] > 0
+    assert call("verify", built, *SIZES, "--quiet") == 0, capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "PASSED" in shown and "ragged batch" not in shown
+    assert "20 replayed steps of 1 rows equal single steps: yes" in shown
+
+
 def expect_all(built: Path, shown: str) -> None:
     cases = ("prefill 40", "ragged batch of 4", "prefill in pieces", "20 decode steps", "5 decode steps, 4 rows")
     for words in ("PASSED", *cases):
@@ -115,7 +125,7 @@ def polygraphy(package: Path, scratch: Path) -> int:
     return done.returncode
 
 
-def test_what_pytorch_computes_in_float32_stays_in_float32(package_of: Callable[[str], Path]) -> None:
+def test_what_pytorch_computes_in_float32_stays_in_float32(package_of: Callable[..., Path]) -> None:
     """Norms, rotary angles and the logits; TensorRT 8.6 is held to these types, and 11 has no others."""
     package = package_of("float16")
     types = json.loads((package / "manifest.json").read_text())["value_types"]

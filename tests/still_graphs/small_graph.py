@@ -8,6 +8,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from still_graphs.opset import DOMAIN, HYBRID_ATTENTION
 from still_graphs.passes.attach_functions import attach_functions
+from still_graphs.passes.walk import Rewriter
 
 VOCABULARY, HIDDEN = 23, 20
 SIZES = {"H": 6, "HK": 3, "HS": 6, "D": 4, "P": 5, "F": 10, "C": 8}
@@ -100,6 +101,8 @@ def small_graph(dtype: str = "float32", seed: int = 0, functions: bool = True) -
             *(info(n, kind, ["batch", "tokens", heads, dim]) for n in ("query", "gate", "mixed")),
             *(info(n, kind, ["batch", "tokens", kv_heads, dim]) for n in ("key", "value")),
             *(info(n, kind, ["batch", "tokens", HIDDEN]) for n in ("x", "hidden")),
+            *(info(n, kind, ["batch", "tokens", heads * dim]) for n in ("q_flat", "g_open", "mixed_flat")),
+            *(info(n, kind, ["batch", "tokens", kv_heads * dim]) for n in ("k_flat", "v_flat")),
         ],
     )
     opsets = [helper.make_opsetid("", 23), helper.make_opsetid(DOMAIN, 1)]
@@ -107,6 +110,18 @@ def small_graph(dtype: str = "float32", seed: int = 0, functions: bool = True) -
     if functions:
         attach_functions(model)
     return model
+
+
+def split_heads(node: onnx.NodeProto, rewriter: Rewriter, size: int) -> onnx.NodeProto:
+    """Undo join_heads at a still node with heads of `size`: reshapes in front, appended; the one that belongs behind it."""
+    for index, tensor in enumerate(HYBRID_ATTENTION.inputs):
+        if len(tensor.shape) == 4 and node.input[index]:
+            heads = rewriter.constant([0, 0, -1, size], "int64")
+            node.input[index] = rewriter.node("Reshape", [node.input[index], heads])
+    joined = node.output[0]
+    node.output[0] = rewriter.fresh(f"{joined}.heads")
+    shape = rewriter.constant([0, 0, -1], "int64")
+    return helper.make_node("Reshape", [node.output[0], shape], [joined], name=f"{joined}/Reshape")
 
 
 def empty_state(dtype: str, batch: int, slots: int) -> dict[str, np.ndarray]:

@@ -10,7 +10,9 @@ from onnx import TensorProto, helper
 from still_graphs.errors import UnsupportedError
 from still_graphs.opset import DOMAIN, HYBRID_ATTENTION
 from still_graphs.passes.add_greedy_token import add_greedy_token
+from still_graphs.passes.fix_shapes import fix_shapes
 from still_graphs.passes.inline_functions import inline_functions
+from still_graphs.passes.join_heads import join_heads
 from still_graphs.passes.lower_integers import lower_integers
 from still_graphs.passes.lower_opset import lower_opset
 from still_graphs.passes.lower_plugin_nodes import lower_plugin_nodes
@@ -18,8 +20,8 @@ from still_graphs.passes.merge_projections import merge_projections
 from still_graphs.passes.replace_nonzero import replace_nonzero
 from still_graphs.passes.strip_functions import strip_functions
 from still_graphs.passes.take_general_branches import take_general_branches
-from still_graphs.passes.walk import attribute, opset_version, walk_nodes
-from tests.still_graphs.small_graph import HIDDEN, VOCABULARY, empty_state, small_graph
+from still_graphs.passes.walk import Rewriter, attribute, opset_version, value_names, walk_nodes
+from tests.still_graphs.small_graph import HIDDEN, SIZES, VOCABULARY, empty_state, small_graph, split_heads
 
 SLOTS = 20
 SPLITS = (13, 1, 1, 1, 8, 1, 17, 1, 1)
@@ -174,6 +176,35 @@ def test_full_attention_is_written_out(dtype: str, tolerance: float) -> None:
     np.testing.assert_allclose(after, before, atol=tolerance)
 
 
+def rotary(**attributes: int) -> onnx.ModelProto:
+    info, kind = helper.make_tensor_value_info, TensorProto.FLOAT
+    node = helper.make_node("RotaryEmbedding", ["x", "cos", "sin"], ["y"], name="turn", num_heads=3, **attributes)
+    shapes = {"x": (2, 3, 5, 8), "cos": (2, 5, 4), "sin": (2, 5, 4)}
+    ends = [info(n, kind, shape) for n, shape in shapes.items()], [info("y", kind, (2, 3, 5, 8))]
+    opsets = [helper.make_opsetid("", 23)]
+    return helper.make_model(helper.make_graph([node], "g", *ends), opset_imports=opsets, ir_version=10)
+
+
+def test_rotary_embedding_is_written_out() -> None:
+    import onnxruntime
+
+    model, random = rotary(), np.random.default_rng(0)
+    shapes = {i.name: [d.dim_value for d in i.type.tensor_type.shape.dim] for i in model.graph.input}
+    feeds = {n: random.standard_normal(shape).astype("float32") for n, shape in shapes.items()}
+    before = onnxruntime.InferenceSession(model.SerializeToString()).run(None, feeds)[0]
+    assert lower_opset(model) == 1
+    onnx.checker.check_model(model, full_check=True)
+    after = onnxruntime.InferenceSession(model.SerializeToString()).run(None, feeds)[0]
+    np.testing.assert_allclose(after, before, atol=1e-6)
+
+
+def test_interleaved_rotary_embedding_is_refused() -> None:
+    with pytest.raises(
+        UnsupportedError, match="node turn: RotaryEmbedding cannot be written in opset 17: it is handled for"
+    ):
+        lower_opset(rotary(interleaved=1))
+
+
 def test_lower_opset_names_what_it_cannot_write() -> None:
     info = helper.make_tensor_value_info
     node = helper.make_node("Attention", ["q", "k", "v"], ["y"], name="attend", is_causal=1)
@@ -267,6 +298,103 @@ def test_projections_that_cannot_be_merged_stay() -> None:
     q.input[0] = "x"  # another value
     model.graph.node.append(helper.make_node("Transpose", ["kv"], ["used_twice"]))
     assert merge_projections(model) == 0 and q.input[1] == "q"
+
+
+def compute_shapes(model: onnx.ModelProto) -> None:
+    """Let every Reshape of `model` compute its shape from inputs of the model, one dimension from what is left, as exporters do."""
+    graph, nodes = model.graph, []
+    for name, value in (("zero", 0), ("one", 1)):
+        graph.initializer.append(onnx.numpy_helper.from_array(np.array([value]), name))
+    for name, source, index in (("batch_size", "past_length", "zero"), ("token_count", "input_ids", "one")):
+        nodes.append(helper.make_node("Shape", [source], [f"{name}.shape"]))
+        nodes.append(helper.make_node("Gather", [f"{name}.shape", index], [name]))
+    fixed = {t.name: onnx.numpy_helper.to_array(t) for t in graph.initializer if t.name.startswith("shape_")}
+    for name, shape in fixed.items():
+        tail = np.array([-1, *shape[3:]])
+        graph.initializer.remove(next(t for t in graph.initializer if t.name == name))
+        graph.initializer.append(onnx.numpy_helper.from_array(tail, f"{name}.tail"))
+        nodes.append(helper.make_node("Concat", ["batch_size", "token_count", f"{name}.tail"], [name], axis=0))
+    for node in graph.node:
+        if node.op_type == "Reshape":
+            node.attribute.append(helper.make_attribute("allowzero", 1))
+    nodes += list(graph.node)
+    del graph.node[:]
+    graph.node.extend(nodes)
+
+
+def test_shapes_become_constants(expected: list[dict[str, np.ndarray]]) -> None:
+    model = small_graph()
+    compute_shapes(model)
+    assert_same(model, expected, "float32", 0)
+    assert fix_shapes(model) == 5
+    values = {n.output[0]: attribute(n, "value") for n in model.graph.node if n.op_type == "Constant"}
+    shapes = {
+        n.output[0]: onnx.numpy_helper.to_array(values[n.input[1]]).tolist()
+        for n in model.graph.node
+        if n.op_type == "Reshape"
+    }
+    assert shapes["query"] == [0, 0, 6, 4] and shapes["key"] == [0, 0, 3, 4] and shapes["mixed_flat"] == [0, 0, 24]
+    assert not {n.op_type for n in model.graph.node} & {"Shape", "Concat"}, "nothing computes a shape any more"
+    onnx.checker.check_model(model, full_check=True)
+    assert_same(model, expected, "float32", 0)
+    assert fix_shapes(model) == 0
+
+
+def test_shapes_that_move_a_free_dimension_stay() -> None:
+    info = helper.make_tensor_value_info
+    ends = [info("a", TensorProto.FLOAT, ["n", 4])], [info("b", TensorProto.FLOAT, [2, "n", 2])]
+    shape = onnx.numpy_helper.from_array(np.array([2, -1, 2]), "shape")
+    node = helper.make_node("Reshape", ["a", "shape"], ["b"])
+    model = helper.make_model(helper.make_graph([node], "g", *ends, [shape]))
+    assert fix_shapes(model) == 0 and model.graph.node[0].input[1] == "shape"
+
+
+def test_heads_lie_side_by_side_at_the_plugin(expected: list[dict[str, np.ndarray]]) -> None:
+    model = small_graph()
+    info = helper.make_tensor_value_info("turned", TensorProto.FLOAT, ["batch", "tokens", 6, 4])
+    model.graph.value_info.append(info)
+    attention = next(i for i, n in enumerate(model.graph.node) if n.domain == DOMAIN)
+    model.graph.node.insert(attention, helper.make_node("Neg", ["query"], ["turned"]))  # as a rotation: on single heads
+    model.graph.node[attention + 1].input[0] = "turned"
+    turned = rollout(model)
+    assert join_heads(model) == 2, "in front for query; behind it"
+    (node,) = [n for n in model.graph.node if n.domain == DOMAIN]
+    assert list(node.input[1:4]) == ["k_flat", "v_flat", "g_open"], "no way there and back"
+    assert next(n for n in model.graph.node if n.op_type == "MatMul" and "o" in n.input).input[0] == node.output[0]
+    ranks = {i.name: len(i.type.tensor_type.shape.dim) for i in model.graph.value_info}
+    assert all(ranks[name] == 3 for name in (*node.input[:4], node.output[0]))
+    rewriter = Rewriter(model.graph, value_names(model.graph))
+    for each in model.graph.node:
+        behind = [split_heads(each, rewriter, SIZES["D"])] if each is node else []
+        rewriter.nodes += [each, *behind]
+    rewriter.finish()
+    assert_same(model, turned, "float32", 0)
+
+
+def test_views_are_made_where_they_are_used() -> None:
+    node, kind = helper.make_node, TensorProto.FLOAT
+    nodes = [
+        node("Unsqueeze", ["a", "axis"], ["view"]),
+        node("Mul", ["view", "view"], ["b"]),
+        node("Add", ["b", "view"], ["c"]),
+    ]
+    axis = onnx.numpy_helper.from_array(np.array([2]), "axis")
+    shapes = {"a": ["n", "m", 6], "view": ["n", "m", 1, 6], "b": ["n", "m", 1, 6], "c": ["n", "m", 1, 6]}
+    infos = {name: helper.make_tensor_value_info(name, kind, shape) for name, shape in shapes.items()}
+    graph = helper.make_graph(nodes, "g", [infos["a"]], [infos["c"]], [axis], value_info=[infos["view"], infos["b"]])
+    model = helper.make_model(graph)
+    assert join_heads(model) == 3 and join_heads(model) == 0
+    assert not [n for n in model.graph.node if n.op_type == "Unsqueeze"]
+    uses = [name for n in model.graph.node for name in n.input if name.startswith("view") and "shape" not in name]
+    assert len(uses) == len(set(uses)) == 3
+    onnx.checker.check_model(model, full_check=True)
+
+
+def test_unknown_heads_are_refused() -> None:
+    model = small_graph()
+    del model.graph.value_info[:]
+    with pytest.raises(UnsupportedError, match="node attention: the heads of query are unknown"):
+        join_heads(model)
 
 
 def test_greedy_token_is_the_best_logit() -> None:

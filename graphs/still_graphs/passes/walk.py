@@ -69,6 +69,18 @@ def element_types(graph: onnx.GraphProto) -> dict[str, int]:
     return types
 
 
+def dimensions(graph: onnx.GraphProto) -> dict[str, list[int | str | None]]:
+    """Dimensions by value name, as far as `graph` declares them: numbers, names of free ones, None for unknown ones."""
+    return {
+        info.name: [
+            dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None
+            for dim in info.type.tensor_type.shape.dim
+        ]
+        for info in (*graph.value_info, *graph.input, *graph.output)
+        if info.type.tensor_type.HasField("shape")
+    }
+
+
 def initializers(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
     """Initializers by name."""
     return {i.name: i for i in graph.initializer}
@@ -84,6 +96,24 @@ def constant_value(graph: onnx.GraphProto, name: str) -> np.ndarray | None:
             tensor = attribute(node, "value")
             return None if tensor is None else numpy_helper.to_array(tensor)
     return None
+
+
+def drop_unused_nodes(graph: onnx.GraphProto) -> int:
+    """Remove the nodes of `graph` that no output depends on; how many there were."""
+    needed = {output.name for output in graph.output}
+    kept = []
+    for node in reversed(graph.node):
+        if needed.intersection(node.output):
+            kept.append(node)
+            needed.update(node.input)
+            for inner in subgraphs(node):
+                needed.update(name for each in walk_nodes(inner) for name in each.input)
+                needed.update(output.name for output in inner.output)
+    dropped = len(graph.node) - len(kept)
+    if dropped:
+        del graph.node[:]
+        graph.node.extend(reversed(kept))
+    return dropped
 
 
 def set_opset(model: onnx.ModelProto, domain: str, version: int) -> None:

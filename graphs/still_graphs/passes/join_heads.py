@@ -1,0 +1,129 @@
+"""Hand still nodes their activations with the heads side by side, [B, T, heads * D], the same memory as [B, T, heads, D].
+
+Between two plugins TensorRT 8.6 compiles a block of the model as one part, once for each layout of the tensors that enter and leave it.
+Tensors of four dimensions have two, one of them for images, so a model builds in about half the time without any: heads lie side by side,
+and views of position embeddings, which every layer shares, are made where they are used.
+
+For engines of one row only: with a free batch the choice of kernels fails for some layouts, by an assertion of TensorRT's own, and a part
+that has just one then fails the build.
+
+requires: value_info of the activations with numbers of heads and head sizes; constant shapes (fix_shapes).
+ensures: no activation of a still node has four dimensions; every Unsqueeze to [B, T, 1, D] is a Reshape of its own at each use.
+"""
+
+from __future__ import annotations
+
+import onnx
+from onnx import helper
+
+from still_graphs.errors import UnsupportedError
+from still_graphs.opset import DOMAIN, OPS, OpSpec
+from still_graphs.passes.walk import Rewriter, dimensions, drop_unused_nodes, element_types, value_names
+
+
+def join_heads(model: onnx.ModelProto) -> int:
+    """Rewrite the main graph, in place.
+
+    Returns:
+        Number of reshapes added.
+
+    Raises:
+        UnsupportedError: The number of heads or their size is unknown.
+    """
+    graph = model.graph
+    joiner = _Joiner(graph)
+    for node in graph.node:
+        joiner.visit(node)
+    joiner.rewriter.finish()
+    drop_unused_nodes(graph)
+    return joiner.added
+
+
+class _Joiner:
+    """Rewrites node by node."""
+
+    def __init__(self, graph: onnx.GraphProto) -> None:
+        self.graph = graph
+        self.rewriter = Rewriter(graph, value_names(graph))
+        self.dims, self.types = dimensions(graph), element_types(graph)
+        self.ends = {output.name for output in graph.output}
+        self.sources: dict[str, str] = {}  # what each Reshape reads
+        self.views: dict[str, str] = {}  # what each Unsqueeze to [B, T, 1, D] reads
+        self.renamed: dict[str, str] = {}
+        self.added = 0
+
+    def visit(self, node: onnx.NodeProto) -> None:
+        """Append `node` with what belongs before and behind it."""
+        for index, name in enumerate(node.input):
+            name = node.input[index] = self.renamed.get(name, name)
+            if name in self.views:
+                node.input[index] = self.reshape(self.views[name], self.dims[name], name)
+        if node.domain == DOMAIN and node.op_type in OPS:
+            self.join(node, OPS[node.op_type])
+            return
+        if node.domain == "" and node.op_type == "Unsqueeze" and self.spread(node.output[0]):
+            self.views[node.output[0]] = node.input[0]
+        if node.domain == "" and node.op_type == "Reshape":
+            source, dims = self.sources.get(node.input[0]), self.dims.get(node.output[0], [None])
+            if (
+                source is not None
+                and None not in dims
+                and dims == self.dims.get(source)
+                and node.output[0] not in self.ends
+            ):
+                self.renamed[node.output[0]] = source  # there and back
+                return
+            self.sources[node.output[0]] = node.input[0]
+        self.rewriter.nodes.append(node)
+
+    def spread(self, name: str) -> bool:
+        """True for values of a token that all heads share, [B, T, 1, D]."""
+        dims = self.dims.get(name, [])
+        return len(dims) == 4 and dims[2] == 1 and isinstance(dims[3], int)
+
+    def join(self, node: onnx.NodeProto, spec: OpSpec) -> None:
+        """Append a still node with its heads side by side."""
+        for index, tensor in enumerate(spec.inputs):
+            name = node.input[index]
+            if name and tensor.role == "activation" and len(tensor.shape) == 4:
+                source = self.sources.get(name)
+                joined = self.joined(name, node)
+                node.input[index] = (
+                    source
+                    if source and self.dims.get(source) == joined
+                    else self.reshape(name, joined, f"{name}.joined")
+                )
+        self.rewriter.nodes.append(node)
+        for index, tensor in enumerate(spec.outputs):
+            name = node.output[index]
+            if name and tensor.role == "activation" and len(tensor.shape) == 4:
+                inner = self.rewriter.fresh(f"{name}.joined")
+                self.declare(inner, self.joined(name, node), name)
+                node.output[index] = inner
+                self.reshape(inner, self.dims[name], name, output=name)
+                self.sources[name] = inner
+
+    def joined(self, name: str, node: onnx.NodeProto) -> list[int | str | None]:
+        """Shape of activations with their heads side by side."""
+        dims = self.dims.get(name, [])
+        if len(dims) != 4 or not all(isinstance(size, int) for size in dims[2:]):
+            raise UnsupportedError(
+                f"node {node.name or node.op_type}: the heads of {name} are unknown; run onnx.shape_inference before lowering."
+            )
+        return [*dims[:2], int(dims[2] or 0) * int(dims[3] or 0)]
+
+    def reshape(self, name: str, dims: list[int | str | None], hint: str, output: str | None = None) -> str:
+        """Append a Reshape to `dims`, whose first two are those of `name`; its output's name."""
+        shape = self.rewriter.constant([0, 0, *dims[2:]], "int64", f"{hint}.shape")
+        result = self.rewriter.node("Reshape", [name, shape], output, hint=hint)
+        if output is None:
+            self.declare(result, dims, name)
+        self.added += 1
+        return result
+
+    def declare(self, name: str, dims: list[int | str | None], like: str) -> None:
+        """Tell shape and type of a new value; the type is that of `like`, where it is known."""
+        self.dims[name] = dims
+        if like in self.types:
+            self.types[name] = self.types[like]
+            self.graph.value_info.append(helper.make_tensor_value_info(name, self.types[like], dims))
