@@ -15,6 +15,7 @@ from still_export.package import MODEL, Package
 from still_export.trt_options import TrtOptions
 
 LOG, TIMING_CACHE = "build.log", "timing.cache"
+ATTEMPTS = 3
 
 
 class BuildError(StillExportError):
@@ -65,8 +66,7 @@ class EngineBuilder:
                 f"\n{free >> 20} of {total >> 20} MiB of device memory are free. Close other programs on this GPU, or build with a "
                 f"smaller --batch (now {self.trt.batch}), --prefill-tokens (now {self.trt.prefill_tokens}) or --workspace."
             )
-        if any("could not find any implementation" in error.lower() for error in self.errors):
-            # Seen with 8.6 on an H200: the choice of kernels for some shapes ends in an assertion, for others it does not.
+        if self._lacks_kernels():
             advice += (
                 "\nTensorRT found no kernels for a part of the model in these shapes. Build with another --optimization-level "
                 f"(now {self.trt.optimization_level}), --batch (now {self.trt.batch}) or --prefill-tokens (now {self.trt.prefill_tokens})."
@@ -85,7 +85,7 @@ class EngineBuilder:
             self.say("loading the plugin library")
             self.plugin = load_plugin(module, self.package, plugin)
         start = time.monotonic()
-        plan = self._plan()
+        plan = self._first_plan()
         seconds = time.monotonic() - start
         self._check_plugin_layers(plan)
         name = "engine.plan" if target == "trt" else "engine-rtx.plan"
@@ -104,7 +104,28 @@ class EngineBuilder:
         }
         return [entry]
 
-    def _plan(self) -> Any:
+    def _lacks_kernels(self) -> bool:
+        return any("could not find any implementation" in error.lower() for error in self.errors)
+
+    def _first_plan(self) -> Any:
+        """The plan of the first attempt that finds kernels for all parts.
+
+        8.6 fails by an assertion of its own where the kernel that took the least time is also the one that it holds in reserve for a free
+        batch. Seen on an H200: of two builds of one graph one failed, because times differ. Times of earlier builds are left aside then.
+        """
+        for attempt in range(1, ATTEMPTS):
+            try:
+                return self._plan(known_times=attempt == 1)
+            except BuildError:
+                if self.trt.target != "trt" or self.major >= 10 or not self._lacks_kernels():
+                    raise
+            self.errors.clear()
+            self.say(
+                f"a part of the model was left without kernels; choosing again, attempt {attempt + 1} of {ATTEMPTS}"
+            )
+        return self._plan(known_times=False)
+
+    def _plan(self, known_times: bool) -> Any:
         """The serialized engine; the network and its weights are gone when this returns."""
         cache = None  # the first name, so the first that goes: 8.6 crashes where it outlives builder and logger
         module, target = self.module, self.trt.target
@@ -114,7 +135,7 @@ class EngineBuilder:
         parser = module.OnnxParser(network, self.logger)
         config = self._config(builder)
         if target == "trt":
-            cache = self._timing_cache(config)
+            cache = self._timing_cache(config, known_times)
         self.say("reading the graph")
         if not parser.parse_from_file(str(self.package.path / MODEL)):
             self.errors.extend(str(parser.get_error(i)) for i in range(parser.num_errors))
@@ -180,10 +201,10 @@ class EngineBuilder:
             config.set_tactic_sources(0)  # cuBLAS and cuDNN bring nothing to these graphs, and may be absent
         return config
 
-    def _timing_cache(self, config: Any) -> Any:
+    def _timing_cache(self, config: Any, known_times: bool) -> Any:
         """Take up the timings of an earlier build; those of another GPU or TensorRT are dropped."""
         path = self.package.path / TIMING_CACHE
-        cache = config.create_timing_cache(path.read_bytes() if path.exists() else b"")
+        cache = config.create_timing_cache(path.read_bytes() if known_times and path.exists() else b"")
         if cache is None or not config.set_timing_cache(cache, False):
             self.say("the timing cache is of another machine: starting a new one")
             self.errors.clear()
