@@ -15,7 +15,7 @@ from still_export.package import MODEL, Package
 from still_export.trt_options import TrtOptions
 
 LOG, TIMING_CACHE = "build.log", "timing.cache"
-ATTEMPTS = 3
+ATTEMPTS = 3  # of choosing kernels; about every second fails where only one layout is left
 
 
 class BuildError(StillExportError):
@@ -67,12 +67,14 @@ class EngineBuilder:
                 f"smaller --batch (now {self.trt.batch}), --prefill-tokens (now {self.trt.prefill_tokens}) or --workspace."
             )
         if self._lacks_kernels():
-            advice += (
-                "\nTensorRT found no kernels for a part of the model in these shapes. Build with another --optimization-level "
-                f"(now {self.trt.optimization_level}), --batch (now {self.trt.batch}) or --prefill-tokens (now {self.trt.prefill_tokens})."
-            )
-            if self.package.manifest["trt"]["passes"].get("join_heads"):
-                advice += " Or export with --batch 2: each part of the model then has two layouts to try."
+            joined = "join_heads" in self.package.manifest["trt"].get("passes", {})
+            settings = {"optimization-level": self.trt.optimization_level, "prefill-tokens": self.trt.prefill_tokens}
+            settings |= {} if joined else {"batch": self.trt.batch}
+            settings |= {"workspace": self.trt.workspace_mib} if self.trt.workspace_mib else {}
+            named = ", ".join(f"--{name} (now {value})" for name, value in settings.items())
+            advice += f"\nTensorRT found no kernels for a part of the model in these shapes. Build with another value of {named}."
+            if joined:
+                advice += " Or export again with --batch 2 or more: each part of the model then has two layouts to try."
         return BuildError(f"{what}:\n  {said}{advice}\nThe whole log: {self.package.path / LOG}")
 
     def build(self, plugin: Path | None) -> list[dict[str, Any]]:
@@ -85,7 +87,7 @@ class EngineBuilder:
             self.say("loading the plugin library")
             self.plugin = load_plugin(module, self.package, plugin)
         start = time.monotonic()
-        plan = self._first_plan()
+        plan = self._plan_with_retries()
         seconds = time.monotonic() - start
         self._check_plugin_layers(plan)
         name = "engine.plan" if target == "trt" else "engine-rtx.plan"
@@ -107,7 +109,7 @@ class EngineBuilder:
     def _lacks_kernels(self) -> bool:
         return any("could not find any implementation" in error.lower() for error in self.errors)
 
-    def _first_plan(self) -> Any:
+    def _plan_with_retries(self) -> Any:
         """The plan of the first attempt that finds kernels for all parts.
 
         8.6 fails by an assertion of its own where the kernel that took the least time is also the one that it holds in reserve for a free
@@ -117,7 +119,8 @@ class EngineBuilder:
             try:
                 return self._plan(known_times=attempt == 1)
             except BuildError:
-                if self.trt.target != "trt" or self.major >= 10 or not self._lacks_kernels():
+                by_chance = self.trt.target == "trt" and self.major < 10 and not self.trt.workspace_mib
+                if not by_chance or not self._lacks_kernels():
                     raise
             self.errors.clear()
             self.say(

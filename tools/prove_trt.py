@@ -2,8 +2,10 @@
 """Show the TensorRT numbers of docs/support.md again, on a GPU machine that reaches no registry and has little time.
 
   python tools/prove_trt.py prepare OUT --model MODEL --include TENSORRT/include     # with PyTorch, no GPU
-  python tools/prove_trt.py small PLACE --deadline 300                               # with the GPU
-  python tools/prove_trt.py large PLACE --deadline 300
+  python tools/prove_trt.py verified PLACE --deadline 300                            # with the GPU; the first three may run side by side
+  python tools/prove_trt.py one_row PLACE --deadline 300
+  python tools/prove_trt.py small PLACE --deadline 300
+  python tools/prove_trt.py large PLACE --deadline 500                               # alone
 
 `prepare` writes OUT/more00, more01, ...: folders of at most 40 MB that hold packages of MODEL for batches of four and for single rows with
 PyTorch's answers, and packages of SmolLM2-135M's and Llama-3.1-8B's geometry without weights. PLACE on the GPU machine holds TensorRT with
@@ -185,34 +187,32 @@ class Session:
         return "".join(f"{name:34} {value}\n" for name, value in self.rows)
 
 
+def proof(session: Session) -> None:
+    """Verify the session's package, repeat that by polygraphy, and run its programs."""
+    package = session.place / session.name
+    if not session.step("build", f"still build {package} --quiet", 150):
+        return
+    _engine_facts(session, package)
+    output = session.step("verify", f"still verify {package} --runtime trt --calls {package}.npz --quiet", 90)
+    session.note("verify", "PASSED" if output and output.rstrip().endswith("PASSED") else "see verify.log")
+    _keep(session, package / "verify/report.json")
+    output = session.step("polygraphy", f"sh {package}/verify/polygraphy.sh", 60)
+    rates = re.findall(r"Pass Rate: [\d.]+%", output or "")
+    session.note("polygraphy", rates[-1] if rates else "see polygraphy.log")
+    _runners(session, package)
+
+
 def small(session: Session) -> None:
-    """Proof on a real model, then build time and speed at SmolLM2-135M's geometry."""
-    place = session.place
-    for name in ("verified", "one_row"):
-        package = place / name
-        if session.step(f"{name}_build", f"still build {package} --quiet", 150):
-            _engine_facts(session, package)
-            verify = f"still verify {package} --runtime trt --calls {place / name}.npz --quiet"
-            output = session.step(f"{name}_verify", verify, 90)
-            session.note(
-                f"{name}: verify", "PASSED" if output and output.rstrip().endswith("PASSED") else "see its log"
-            )
-            _keep(session, package / "verify/report.json")
-            output = session.step(f"{name}_polygraphy", f"sh {package}/verify/polygraphy.sh", 60)
-            rates = re.findall(r"Pass Rate: [\d.]+%", output or "")
-            session.note(f"{name}: polygraphy", rates[-1] if rates else "see its log")
-            _runners(session, package)
-    package = place / "small"
+    """Build time and speed at SmolLM2-135M's geometry."""
+    package = session.place / "small"
     bench = f"trt-python tools/bench_engine.py {package} --context {SMALL_CONTEXT} --batch 1 --steps 64"
-    built = session.step("small_build", f"{bench} --build --batch ''", 185)
-    build = session.measured("small_build", built, lambda rows: rows[0]["build_s"])
+    built = session.step("build", f"{bench} --build --batch ''", 185)
+    build = session.measured("build", built, lambda rows: rows[0]["build_s"])
     if build is not None:
         session.note("small: engine build", f"{build} s (target 180)")
         _engine_facts(session, package)
-    output = session.step("small_bench", f"{bench} --layers", 40)
-    eager = session.step(
-        "small_eager", f"python3 tools/bench_eager.py --context {SMALL_CONTEXT} --steps 64", 60, bare=True
-    )
+    output = session.step("bench", f"{bench} --layers", 40)
+    eager = session.step("eager", f"python3 tools/bench_eager.py --context {SMALL_CONTEXT} --steps 64", 60, bare=True)
     mine = session.measured(
         "small: decode", output, lambda rows: next(r["decode_us"] for r in rows if "decode_us" in r)
     )
@@ -224,19 +224,15 @@ def small(session: Session) -> None:
 def _runners(session: Session, package: Path) -> None:
     """The C++ program and the Python runner give the same tokens."""
     ids = ",".join(str(7 * i % 500 + 3) for i in range(600))  # more than a prefill call
-    run = session.step(
-        f"{package.name}_run", f"still run {package} --runtime trt --prompt-ids {ids} --tokens 64 --json --quiet", 40
-    )
+    run = session.step("run", f"still run {package} --runtime trt --prompt-ids {ids} --tokens 64 --json --quiet", 40)
     library = f"export LD_LIBRARY_PATH={session.place}/lib:$LD_LIBRARY_PATH; "
     program = f"{library}{package}/still_run8 {package} --prompt-ids {ids} --tokens 64"
-    direct = session.step(f"{package.name}_still_run", program, 40)
+    direct = session.step("still_run", program, 40)
     if run and direct:
         python = json.loads(next(line for line in run.splitlines() if line.startswith("{")))["tokens"]
         native = [int(x) for x in re.findall(r"^[\d ]+$", direct, re.M)[0].split()]
         speed = direct.strip().splitlines()[-1]
-        session.note(
-            f"{package.name}: still_run", f"same tokens: {python[: len(native)] == native[: len(python)]} {speed}"
-        )
+        session.note("still_run", f"same tokens: {python[: len(native)] == native[: len(python)]} {speed}")
 
 
 def large(session: Session) -> None:
@@ -249,12 +245,12 @@ def large(session: Session) -> None:
     )
     package = session.place / "large"
     bench = f"trt-python tools/bench_engine.py {package} --context {CONTEXT} --steps 50"
-    built = session.step("large_build", f"{bench} --build --batch ''", 460)
-    build = session.measured("large_build", built, lambda rows: rows[0])
+    built = session.step("build", f"{bench} --build --batch ''", 460)
+    build = session.measured("build", built, lambda rows: rows[0])
     if build:
         session.note("large: engine build", f"{build['build_s']} s, {build['engine_mib']} MiB")
         _engine_facts(session, package)
-    output = session.step("large_bench", f"{bench} --batch 1,8 --prefill --layers", 80)
+    output = session.step("bench", f"{bench} --batch 1,8 --prefill --layers", 80)
     layers = GEOMETRIES["large"]["num_hidden_layers"]
     head = {
         b: session.measured(
@@ -336,7 +332,8 @@ def main() -> int:
     verb.add_argument("--include", required=True, help="folder of TensorRT 8.6's NvInfer.h")
     verb.add_argument("--arch", default="sm_90")
     verb.add_argument("--only", default=",".join(EXPORTS))
-    for name in ("small", "large"):
+    steps = {"verified": proof, "one_row": proof, "small": small, "large": large}
+    for name in steps:
         verb = verbs.add_parser(name)
         verb.add_argument("place", type=Path)
         verb.add_argument("--deadline", type=float, default=420, help="seconds for all steps (default 420)")
@@ -345,7 +342,7 @@ def main() -> int:
         return prepare(options)
     session = Session(options.place, options.verb, options.deadline)
     try:
-        {"small": small, "large": large}[options.verb](session)
+        steps[options.verb](session)
     finally:
         session.close()
     return 0

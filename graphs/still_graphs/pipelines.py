@@ -27,7 +27,7 @@ class Step:
 
     run: Callable[[onnx.ModelProto], int]
     reason: str
-    one_row: bool = False  # only for engines that take one row at a time
+    one_row: bool = False  # only for a model that is to run one row (sequence) at a time
 
     @property
     def name(self) -> str:
@@ -61,8 +61,8 @@ TARGETS: dict[str, Target] = {
             dtypes=("float16", "bfloat16", "float32"),
             steps=(
                 Step(strip_functions, "the parser prefers a function over a plugin"),
-                Step(fix_shapes, "8.6 reserves memory for every dimension that is left to be computed"),
                 Step(merge_projections, "engines whose weights can be replaced merge none of their own"),
+                Step(fix_shapes, "8.6 reserves memory for dimensions that are left to be computed", one_row=True),
                 Step(join_heads, "8.6 tries each part of a model in one layout instead of two", one_row=True),
                 Step(add_greedy_token, "greedy decoding stays on the device"),
                 Step(lower_opset, "TensorRT 8.6 reads opset 17, and so do all later versions"),
@@ -100,7 +100,7 @@ def run_pipeline(
         model: A portable graph with its weights.
         target: Name of a target.
         dump: Called with each pass's name and its result.
-        one_row: The target runs one row (sequence) at a time.
+        one_row: The model is to run one row (sequence) at a time.
 
     Returns:
         Changes by pass.

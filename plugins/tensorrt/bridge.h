@@ -138,7 +138,7 @@ public:
     {
         TensorSpec const& spec = *mOp.outputs()[static_cast<size_t>(index)];
         auto const first = static_cast<size_t>(first_activation());
-        if (spec.shape == mOp.inputs()[first]->shape)
+        if (spec.shape == mOp.inputs()[first]->shape && (inputs[first].nbDims == 4 || joined(spec, inputs[first].nbDims)))
             return inputs[first]; // heads side by side or not
         nvinfer1::DimsExprs shape;
         shape.nbDims = static_cast<int32_t>(spec.shape.size());
@@ -292,7 +292,7 @@ private:
 
     static bool joined(TensorSpec const& spec, int32_t rank)
     {
-        return !spec.weight && spec.shape.size() == 4 && rank == 3;
+        return spec.type == ElementType::kActivation && !spec.weight && !spec.state && spec.shape.size() == 4 && rank == 3;
     }
 
     // Input and axis that have the dimension `symbol` alone.

@@ -88,7 +88,10 @@ def export(
     prefill_tokens: Annotated[
         int | None, typer.Option(help="trt: tokens of one prefill call.", show_default="2048")
     ] = None,
-    batch: Annotated[int | None, typer.Option(help="trt: largest batch.", show_default="8")] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(help="trt: largest batch; 8.6 builds for 1 in half the time.", show_default="8"),
+    ] = None,
     workspace: Annotated[
         int | None, typer.Option(help="trt: limit of TensorRT's workspace, MiB.", show_default="none")
     ] = None,

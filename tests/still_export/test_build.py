@@ -248,10 +248,11 @@ def test_a_failed_build_leaves_the_old_engine(tmp_path: Path, monkeypatch: pytes
     assert "OutOfMemory" in (package.path / "build.log").read_text()
     module.build_fails = "10: Could not find any implementation for node {ForeignNode[a...b]}."
     with pytest.raises(
-        BuildError, match=r"implementation for node.*\n.* another --optimization-level \(now 3\), --batch \(now 2\)"
+        BuildError,
+        match=r"implementation for node.*\n.* another value of --optimization-level \(now 3\), .*--batch \(now 2\)\.",
     ) as refused:
         build_engines(open_package(package.path))
-    assert "export with --batch 2" not in str(refused.value)
+    assert "export again" not in str(refused.value)
     TrtModel(open_package(package.path).path)  # every hash right
 
 
@@ -259,17 +260,19 @@ def test_packages_for_one_row_have_a_second_chance(tmp_path: Path, monkeypatch: 
     package = trt_package(tmp_path / "trt", monkeypatch, batch=1)
     module = fake_tensorrt.install(monkeypatch, "8.6.1")
     module.build_fails = "10: Could not find any implementation for node {ForeignNode[a...b]}."
-    with pytest.raises(
-        BuildError, match=r"Or export with --batch 2: each part of the model then has two layouts to try\."
-    ):
+    with pytest.raises(BuildError, match=r"Or export again with --batch 2 or more: each part") as refused:
         build_engines(open_package(package.path))
+    assert "--batch (now" not in str(refused.value), "more rows would not help"
 
 
-@pytest.mark.parametrize(("version", "failures", "attempts"), [("8.6.1", 2, 3), ("8.6.1", 3, 3), ("10.3.0", 1, 1)])
+@pytest.mark.parametrize(
+    ("version", "workspace", "failures", "attempts"),
+    [("8.6.1", 0, 2, 3), ("8.6.1", 0, 3, 3), ("8.6.1", 512, 1, 1), ("10.3.0", 0, 1, 1)],
+)
 def test_kernels_are_chosen_again_where_none_was_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, failures: int, attempts: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, workspace: int, failures: int, attempts: int
 ) -> None:
-    package = trt_package(tmp_path / "trt", monkeypatch)
+    package = trt_package(tmp_path / "trt", monkeypatch, workspace_mib=workspace)
     module = fake_tensorrt.install(monkeypatch, version)
     build_engines(package)
     before, steps = len(module.configs), list[str]()
@@ -279,8 +282,9 @@ def test_kernels_are_chosen_again_where_none_was_left(
         build_engines(open_package(package.path), progress=steps.append)
         assert module.configs[-1].cache.content == b"", "times that led to nothing are left aside"
     else:
-        with pytest.raises(BuildError, match="Could not find any implementation"):
+        with pytest.raises(BuildError, match="Could not find any implementation") as refused:
             build_engines(open_package(package.path), progress=steps.append)
+        assert ("--workspace (now 512)" in str(refused.value)) == bool(workspace)
     assert len(module.configs) - before == attempts
     assert sum("choosing again" in step for step in steps) == attempts - 1
     assert (package.path / "timing.cache").read_text() == f"timings {version}", "of the last build that ended well"

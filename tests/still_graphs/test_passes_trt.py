@@ -198,11 +198,17 @@ def test_rotary_embedding_is_written_out() -> None:
     np.testing.assert_allclose(after, before, atol=1e-6)
 
 
-def test_interleaved_rotary_embedding_is_refused() -> None:
+@pytest.mark.parametrize("what", ["interleaved", "rotary_embedding_dim", "positions", "flat"])
+def test_other_rotary_embeddings_are_refused(what: str) -> None:
+    model = rotary(**({what: 4} if "_" in what else {what: 1} if what == "interleaved" else {}))
+    if what == "positions":
+        model.graph.node[0].input.append("positions")
+    if what == "flat":
+        del model.graph.input[0].type.tensor_type.shape.dim[1]
     with pytest.raises(
         UnsupportedError, match="node turn: RotaryEmbedding cannot be written in opset 17: it is handled for"
     ):
-        lower_opset(rotary(interleaved=1))
+        lower_opset(model)
 
 
 def test_lower_opset_names_what_it_cannot_write() -> None:
@@ -388,6 +394,58 @@ def test_views_are_made_where_they_are_used() -> None:
     uses = [name for n in model.graph.node for name in n.input if name.startswith("view") and "shape" not in name]
     assert len(uses) == len(set(uses)) == 3
     onnx.checker.check_model(model, full_check=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "axes", "view"),
+    [
+        (["n", 1, 6], [0], [1, "n", 1, 6]),
+        (["n", 6], [0, 2], [1, "n", 1, 6]),
+        (["n", 6], [1, 2], ["n", 1, 1, 6]),
+        ([6], [0, 1, 2], [1, 1, 1, 6]),
+    ],
+)
+def test_other_views_stay(given: list[int | str], axes: list[int], view: list[int | str]) -> None:
+    info, kind = helper.make_tensor_value_info, TensorProto.FLOAT
+    nodes = [helper.make_node("Unsqueeze", ["a", "axes"], ["view"]), helper.make_node("Neg", ["view"], ["b"])]
+    ends = [info("a", kind, given)], [info("b", kind, view)]
+    axes_tensor = onnx.numpy_helper.from_array(np.array(axes), "axes")
+    model = helper.make_model(
+        helper.make_graph(nodes, "g", *ends, [axes_tensor], value_info=[info("view", kind, view)])
+    )
+    assert join_heads(model) == 0 and [n.op_type for n in model.graph.node] == ["Unsqueeze", "Neg"]
+
+
+def test_names_that_others_know_stay() -> None:
+    """A reshape there and back is an output of the graph, or read by a graph inside."""
+    info, kind, node = helper.make_tensor_value_info, TensorProto.FLOAT, helper.make_node
+    for last in (
+        node("Neg", ["back"], ["c"]),
+        node(
+            "If",
+            ["yes"],
+            ["c"],
+            **{
+                f"{name}_branch": helper.make_graph(
+                    [node("Neg", ["back"], ["inner"])], name, [], [info("inner", kind, None)]
+                )
+                for name in ("then", "else")
+            },
+        ),
+    ):
+        nodes = [node("Reshape", ["a", "wide"], ["b"]), node("Reshape", ["b", "flat"], ["back"]), last]
+        shapes = {"wide": [0, 2, 3], "flat": [0, 6]}
+        tensors = [onnx.numpy_helper.from_array(np.array(value), name) for name, value in shapes.items()]
+        tensors.append(onnx.numpy_helper.from_array(np.array(True), "yes"))
+        graph = helper.make_graph(
+            nodes, "g", [info("a", kind, ["n", 6])], [info("c", kind, ["n", 6])], tensors,
+            value_info=[info("b", kind, ["n", 2, 3]), info("back", kind, ["n", 6])],
+        )  # fmt: skip
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+        join_heads(model)
+        kept = {name for n in model.graph.node for name in n.output}
+        assert ("back" in kept) == (last.op_type == "If")
+        onnx.checker.check_model(model, full_check=True)
 
 
 def test_unknown_heads_are_refused() -> None:

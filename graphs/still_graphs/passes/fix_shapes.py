@@ -4,7 +4,7 @@ Exporters compute shapes while the model runs: batch and tokens from the model's
 tell then that two values have the same dimensions. TensorRT 8.6 reserved (batch * tokens)^2 rows where such values meet.
 
 requires: value_info with names for the free dimensions.
-ensures: a Reshape has a constant shape unless it merges, splits or moves a free dimension; nothing computes shapes that none uses.
+ensures: a Reshape of the main graph has a constant shape unless it merges, splits or moves a free dimension.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from still_graphs.passes.walk import (
     constant_value,
     dimensions,
     drop_attribute,
-    drop_unused_nodes,
+    drop_unused,
     value_names,
-    walk_graphs,
 )
 
 
@@ -28,15 +27,8 @@ def fix_shapes(model: onnx.ModelProto) -> int:
     Returns:
         Number of Reshape nodes changed.
     """
-    used = value_names(model.graph)
-    changed = sum(_fix(graph, used) for graph in walk_graphs(model.graph))
-    if changed:
-        drop_unused_nodes(model.graph)
-    return changed
-
-
-def _fix(graph: onnx.GraphProto, used: set[str]) -> int:
-    dims, rewriter, changed = dimensions(graph), Rewriter(graph, used), 0
+    graph = model.graph
+    dims, rewriter, changed = dimensions(graph), Rewriter(graph, value_names(graph)), 0
     for node in graph.node:
         if node.op_type == "Reshape" and node.domain == "":
             now = constant_value(graph, node.input[1])
@@ -47,6 +39,7 @@ def _fix(graph: onnx.GraphProto, used: set[str]) -> int:
                 changed += 1
         rewriter.nodes.append(node)
     rewriter.finish()
+    drop_unused(graph)
     return changed
 
 

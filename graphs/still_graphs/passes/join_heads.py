@@ -18,7 +18,7 @@ from onnx import helper
 
 from still_graphs.errors import UnsupportedError
 from still_graphs.opset import DOMAIN, OPS, OpSpec
-from still_graphs.passes.walk import Rewriter, dimensions, drop_unused_nodes, element_types, value_names
+from still_graphs.passes.walk import Rewriter, dimensions, drop_unused, element_types, inner_names, value_names
 
 
 def join_heads(model: onnx.ModelProto) -> int:
@@ -35,7 +35,7 @@ def join_heads(model: onnx.ModelProto) -> int:
     for node in graph.node:
         joiner.visit(node)
     joiner.rewriter.finish()
-    drop_unused_nodes(graph)
+    drop_unused(graph)
     return joiner.added
 
 
@@ -46,7 +46,10 @@ class _Joiner:
         self.graph = graph
         self.rewriter = Rewriter(graph, value_names(graph))
         self.dims, self.types = dimensions(graph), element_types(graph)
-        self.ends = {output.name for output in graph.output}
+        # Names that others know.
+        self.fixed = {name for node in graph.node for name in inner_names(node)} | {
+            output.name for output in graph.output
+        }
         self.sources: dict[str, str] = {}  # what each Reshape reads
         self.views: dict[str, str] = {}  # what each Unsqueeze to [B, T, 1, D] reads
         self.renamed: dict[str, str] = {}
@@ -61,7 +64,7 @@ class _Joiner:
         if node.domain == DOMAIN and node.op_type in OPS:
             self.join(node, OPS[node.op_type])
             return
-        if node.domain == "" and node.op_type == "Unsqueeze" and self.spread(node.output[0]):
+        if node.domain == "" and node.op_type == "Unsqueeze" and self.spread(node):
             self.views[node.output[0]] = node.input[0]
         if node.domain == "" and node.op_type == "Reshape":
             source, dims = self.sources.get(node.input[0]), self.dims.get(node.output[0], [None])
@@ -69,17 +72,17 @@ class _Joiner:
                 source is not None
                 and None not in dims
                 and dims == self.dims.get(source)
-                and node.output[0] not in self.ends
+                and node.output[0] not in self.fixed
             ):
                 self.renamed[node.output[0]] = source  # there and back
                 return
             self.sources[node.output[0]] = node.input[0]
         self.rewriter.nodes.append(node)
 
-    def spread(self, name: str) -> bool:
-        """True for values of a token that all heads share, [B, T, 1, D]."""
-        dims = self.dims.get(name, [])
-        return len(dims) == 4 and dims[2] == 1 and isinstance(dims[3], int)
+    def spread(self, node: onnx.NodeProto) -> bool:
+        """True where values of each token, [B, T, D], become [B, T, 1, D], for all heads."""
+        given, dims = self.dims.get(node.input[0], [None]), self.dims.get(node.output[0], [])
+        return len(dims) == 4 and isinstance(dims[3], int) and None not in given and dims == [*given[:2], 1, *given[2:]]
 
     def join(self, node: onnx.NodeProto, spec: OpSpec) -> None:
         """Append a still node with its heads side by side."""
@@ -90,7 +93,7 @@ class _Joiner:
                 joined = self.joined(name, node)
                 node.input[index] = (
                     source
-                    if source and self.dims.get(source) == joined
+                    if source and None not in joined and self.dims.get(source) == joined
                     else self.reshape(name, joined, f"{name}.joined")
                 )
         self.rewriter.nodes.append(node)

@@ -215,7 +215,10 @@ def _attention(node: onnx.NodeProto, r: Rewriter, types: dict[str, int]) -> int:
 
 
 def _rotary_embedding(node: onnx.NodeProto, r: Rewriter, types: dict[str, int]) -> int:
-    """Halves a, b of each head of x [B, H, T, D] by an angle of its token: (a cos - b sin, b cos + a sin), cos and sin [B, T, D/2]."""
+    """Halves a, b of each head of x [B, H, T, D] by an angle of its token: (a cos - b sin, b cos + a sin), cos and sin [B, T, D/2].
+
+    The exporter makes one of a softmax layer's rotation in float32, where no casts stand between its parts.
+    """
     x, cos, sin = node.input[:3]
     rank = len(dimensions(r.graph).get(x, []))
     if (

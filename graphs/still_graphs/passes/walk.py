@@ -98,21 +98,29 @@ def constant_value(graph: onnx.GraphProto, name: str) -> np.ndarray | None:
     return None
 
 
-def drop_unused_nodes(graph: onnx.GraphProto) -> int:
-    """Remove the nodes of `graph` that no output depends on; how many there were."""
+def inner_names(node: onnx.NodeProto) -> set[str]:
+    """Names that the graphs inside `node` use, those of outer values among them."""
+    graphs = [each for inner in subgraphs(node) for each in walk_graphs(inner)]
+    used = {name for graph in graphs for each in graph.node for name in each.input}
+    return used | {output.name for graph in graphs for output in graph.output}
+
+
+def drop_unused(graph: onnx.GraphProto) -> int:
+    """Remove the nodes of `graph` that no output depends on, and what it declares of values that are gone; how many nodes there were."""
     needed = {output.name for output in graph.output}
     kept = []
     for node in reversed(graph.node):
         if needed.intersection(node.output):
             kept.append(node)
-            needed.update(node.input)
-            for inner in subgraphs(node):
-                needed.update(name for each in walk_nodes(inner) for name in each.input)
-                needed.update(output.name for output in inner.output)
+            needed |= {*node.input, *inner_names(node)}
     dropped = len(graph.node) - len(kept)
     if dropped:
         del graph.node[:]
         graph.node.extend(reversed(kept))
+        made = {name for node in kept for name in node.output}
+        infos = [info for info in graph.value_info if info.name in made]
+        del graph.value_info[:]
+        graph.value_info.extend(infos)
     return dropped
 
 
