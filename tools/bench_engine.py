@@ -34,6 +34,36 @@ def fill_weights(package: Path) -> None:
             file.write(block[: size - start])
 
 
+def probe(model: Any, batch: int, context: int) -> np.ndarray:
+    """Logits [batch, vocabulary] after four tokens, the same in every row, behind `context` tokens of an empty state.
+
+    Raises:
+        RuntimeError: The engine has counted the tokens wrongly.
+    """
+    model.start(batch, context + 8)
+    model.length[:] = context
+    for token in (5, 7, 11, 13):
+        logits = model.floats(model.feed(np.full((batch, 1), token)))
+    lengths = model.lengths_on_device()
+    if (lengths != context + 4).any():
+        raise RuntimeError(f"WRONG at batch {batch}: lengths {lengths.tolist()} after {context + 4} tokens")
+    return logits[:, -1]
+
+
+def check_rows(model: Any, batch: int, context: int) -> float:
+    """Largest distance of a row from the row of a batch of one, as a share of that: TensorRT 8.6 has built engines that are right for
+    one row alone.
+
+    Raises:
+        RuntimeError: It is above 5%, or not a number.
+    """
+    alone, rows = probe(model, 1, context)[0], probe(model, batch, context)
+    error = float(np.max(np.linalg.norm(rows - alone, axis=1) / np.linalg.norm(alone)))
+    if not error < 0.05:
+        raise RuntimeError(f"WRONG at batch {batch}: a row is {error:.1%} away from what it is alone")
+    return error
+
+
 def build(package: Path) -> dict[str, Any]:
     """Build the engine; what it cost."""
     from still_export.build import build_engines, reopen
@@ -135,6 +165,7 @@ def main() -> int:
 
     model = TrtModel(options.package)
     for batch in batches:
+        print(json.dumps({"batch": batch, "row_error": check_rows(model, batch, options.context)}), flush=True)
         print(json.dumps(decode(model, batch, options.context, options.steps)), flush=True)
     if options.prefill:
         last = options.context - model.prefill_tokens

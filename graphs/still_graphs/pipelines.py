@@ -61,8 +61,8 @@ TARGETS: dict[str, Target] = {
             dtypes=("float16", "bfloat16", "float32"),
             steps=(
                 Step(strip_functions, "the parser prefers a function over a plugin"),
+                Step(fix_shapes, "8.6 reserves memory for dimensions that are left to be computed"),
                 Step(merge_projections, "engines whose weights can be replaced merge none of their own"),
-                Step(fix_shapes, "8.6 reserves memory for dimensions that are left to be computed", one_row=True),
                 Step(join_heads, "8.6 tries each part of a model in one layout instead of two", one_row=True),
                 Step(add_greedy_token, "greedy decoding stays on the device"),
                 Step(lower_opset, "TensorRT 8.6 reads opset 17, and so do all later versions"),

@@ -275,6 +275,10 @@ class TrtModel(TrtEngine):
             self.length = self.length + 1
             yield self._io["input_ids"].read(np.empty(self.batch, np.int32))
 
+    def lengths_on_device(self) -> np.ndarray:
+        """Tokens of every row, [B] int32, as the last call left them."""
+        return self._io["present_length"].read(np.empty(self.batch, np.int32))
+
     def state_arrays(self) -> dict[str, np.ndarray]:
         """Copies of the state tensors by name; bfloat16 as uint16."""
         self.driver.synchronize()

@@ -10,9 +10,7 @@ from onnx import TensorProto, helper
 from still_graphs.errors import UnsupportedError
 from still_graphs.opset import DOMAIN, HYBRID_ATTENTION
 from still_graphs.passes.add_greedy_token import add_greedy_token
-from still_graphs.passes.fix_shapes import fix_shapes
 from still_graphs.passes.inline_functions import inline_functions
-from still_graphs.passes.join_heads import join_heads
 from still_graphs.passes.lower_integers import lower_integers
 from still_graphs.passes.lower_opset import lower_opset
 from still_graphs.passes.lower_plugin_nodes import lower_plugin_nodes
@@ -20,8 +18,8 @@ from still_graphs.passes.merge_projections import merge_projections
 from still_graphs.passes.replace_nonzero import replace_nonzero
 from still_graphs.passes.strip_functions import strip_functions
 from still_graphs.passes.take_general_branches import take_general_branches
-from still_graphs.passes.walk import Rewriter, attribute, opset_version, value_names, walk_nodes
-from tests.still_graphs.small_graph import HIDDEN, SIZES, VOCABULARY, empty_state, small_graph, split_heads
+from still_graphs.passes.walk import attribute, opset_version, walk_nodes
+from tests.still_graphs.small_graph import HIDDEN, VOCABULARY, empty_state, small_graph
 
 SLOTS = 20
 SPLITS = (13, 1, 1, 1, 8, 1, 17, 1, 1)
@@ -304,155 +302,6 @@ def test_projections_that_cannot_be_merged_stay() -> None:
     q.input[0] = "x"  # another value
     model.graph.node.append(helper.make_node("Transpose", ["kv"], ["used_twice"]))
     assert merge_projections(model) == 0 and q.input[1] == "q"
-
-
-def compute_shapes(model: onnx.ModelProto) -> None:
-    """Let every Reshape of `model` compute its shape from inputs of the model, one dimension from what is left, as exporters do."""
-    graph, nodes = model.graph, []
-    for name, value in (("zero", 0), ("one", 1)):
-        graph.initializer.append(onnx.numpy_helper.from_array(np.array([value]), name))
-    for name, source, index in (("batch_size", "past_length", "zero"), ("token_count", "input_ids", "one")):
-        nodes.append(helper.make_node("Shape", [source], [f"{name}.shape"]))
-        nodes.append(helper.make_node("Gather", [f"{name}.shape", index], [name]))
-    fixed = {t.name: onnx.numpy_helper.to_array(t) for t in graph.initializer if t.name.startswith("shape_")}
-    for name, shape in fixed.items():
-        tail = np.array([-1, *shape[3:]])
-        graph.initializer.remove(next(t for t in graph.initializer if t.name == name))
-        graph.initializer.append(onnx.numpy_helper.from_array(tail, f"{name}.tail"))
-        nodes.append(helper.make_node("Concat", ["batch_size", "token_count", f"{name}.tail"], [name], axis=0))
-    for node in graph.node:
-        if node.op_type == "Reshape":
-            node.attribute.append(helper.make_attribute("allowzero", 1))
-    nodes += list(graph.node)
-    del graph.node[:]
-    graph.node.extend(nodes)
-
-
-def test_shapes_become_constants(expected: list[dict[str, np.ndarray]]) -> None:
-    model = small_graph()
-    compute_shapes(model)
-    assert_same(model, expected, "float32", 0)
-    assert fix_shapes(model) == 5
-    values = {n.output[0]: attribute(n, "value") for n in model.graph.node if n.op_type == "Constant"}
-    shapes = {
-        n.output[0]: onnx.numpy_helper.to_array(values[n.input[1]]).tolist()
-        for n in model.graph.node
-        if n.op_type == "Reshape"
-    }
-    assert shapes["query"] == [0, 0, 6, 4] and shapes["key"] == [0, 0, 3, 4] and shapes["mixed_flat"] == [0, 0, 24]
-    assert not {n.op_type for n in model.graph.node} & {"Shape", "Concat"}, "nothing computes a shape any more"
-    onnx.checker.check_model(model, full_check=True)
-    assert_same(model, expected, "float32", 0)
-    assert fix_shapes(model) == 0
-
-
-def test_shapes_that_move_a_free_dimension_stay() -> None:
-    info = helper.make_tensor_value_info
-    ends = [info("a", TensorProto.FLOAT, ["n", 4])], [info("b", TensorProto.FLOAT, [2, "n", 2])]
-    shape = onnx.numpy_helper.from_array(np.array([2, -1, 2]), "shape")
-    node = helper.make_node("Reshape", ["a", "shape"], ["b"])
-    model = helper.make_model(helper.make_graph([node], "g", *ends, [shape]))
-    assert fix_shapes(model) == 0 and model.graph.node[0].input[1] == "shape"
-
-
-def test_heads_lie_side_by_side_at_the_plugin(expected: list[dict[str, np.ndarray]]) -> None:
-    model = small_graph()
-    info = helper.make_tensor_value_info("turned", TensorProto.FLOAT, ["batch", "tokens", 6, 4])
-    model.graph.value_info.append(info)
-    attention = next(i for i, n in enumerate(model.graph.node) if n.domain == DOMAIN)
-    model.graph.node.insert(attention, helper.make_node("Neg", ["query"], ["turned"]))  # as a rotation: on single heads
-    model.graph.node[attention + 1].input[0] = "turned"
-    turned = rollout(model)
-    assert join_heads(model) == 2, "in front for query; behind it"
-    (node,) = [n for n in model.graph.node if n.domain == DOMAIN]
-    assert list(node.input[1:4]) == ["k_flat", "v_flat", "g_open"], "no way there and back"
-    assert next(n for n in model.graph.node if n.op_type == "MatMul" and "o" in n.input).input[0] == node.output[0]
-    ranks = {i.name: len(i.type.tensor_type.shape.dim) for i in model.graph.value_info}
-    assert all(ranks[name] == 3 for name in (*node.input[:4], node.output[0]))
-    rewriter = Rewriter(model.graph, value_names(model.graph))
-    for each in model.graph.node:
-        behind = [split_heads(each, rewriter, SIZES["D"])] if each is node else []
-        rewriter.nodes += [each, *behind]
-    rewriter.finish()
-    assert_same(model, turned, "float32", 0)
-
-
-def test_views_are_made_where_they_are_used() -> None:
-    node, kind = helper.make_node, TensorProto.FLOAT
-    nodes = [
-        node("Unsqueeze", ["a", "axis"], ["view"]),
-        node("Mul", ["view", "view"], ["b"]),
-        node("Add", ["b", "view"], ["c"]),
-    ]
-    axis = onnx.numpy_helper.from_array(np.array([2]), "axis")
-    shapes = {"a": ["n", "m", 6], "view": ["n", "m", 1, 6], "b": ["n", "m", 1, 6], "c": ["n", "m", 1, 6]}
-    infos = {name: helper.make_tensor_value_info(name, kind, shape) for name, shape in shapes.items()}
-    graph = helper.make_graph(nodes, "g", [infos["a"]], [infos["c"]], [axis], value_info=[infos["view"], infos["b"]])
-    model = helper.make_model(graph)
-    assert join_heads(model) == 3 and join_heads(model) == 0
-    assert not [n for n in model.graph.node if n.op_type == "Unsqueeze"]
-    uses = [name for n in model.graph.node for name in n.input if name.startswith("view") and "shape" not in name]
-    assert len(uses) == len(set(uses)) == 3
-    onnx.checker.check_model(model, full_check=True)
-
-
-@pytest.mark.parametrize(
-    ("given", "axes", "view"),
-    [
-        (["n", 1, 6], [0], [1, "n", 1, 6]),
-        (["n", 6], [0, 2], [1, "n", 1, 6]),
-        (["n", 6], [1, 2], ["n", 1, 1, 6]),
-        ([6], [0, 1, 2], [1, 1, 1, 6]),
-    ],
-)
-def test_other_views_stay(given: list[int | str], axes: list[int], view: list[int | str]) -> None:
-    info, kind = helper.make_tensor_value_info, TensorProto.FLOAT
-    nodes = [helper.make_node("Unsqueeze", ["a", "axes"], ["view"]), helper.make_node("Neg", ["view"], ["b"])]
-    ends = [info("a", kind, given)], [info("b", kind, view)]
-    axes_tensor = onnx.numpy_helper.from_array(np.array(axes), "axes")
-    model = helper.make_model(
-        helper.make_graph(nodes, "g", *ends, [axes_tensor], value_info=[info("view", kind, view)])
-    )
-    assert join_heads(model) == 0 and [n.op_type for n in model.graph.node] == ["Unsqueeze", "Neg"]
-
-
-def test_names_that_others_know_stay() -> None:
-    """A reshape there and back is an output of the graph, or read by a graph inside."""
-    info, kind, node = helper.make_tensor_value_info, TensorProto.FLOAT, helper.make_node
-    for last in (
-        node("Neg", ["back"], ["c"]),
-        node(
-            "If",
-            ["yes"],
-            ["c"],
-            **{
-                f"{name}_branch": helper.make_graph(
-                    [node("Neg", ["back"], ["inner"])], name, [], [info("inner", kind, None)]
-                )
-                for name in ("then", "else")
-            },
-        ),
-    ):
-        nodes = [node("Reshape", ["a", "wide"], ["b"]), node("Reshape", ["b", "flat"], ["back"]), last]
-        shapes = {"wide": [0, 2, 3], "flat": [0, 6]}
-        tensors = [onnx.numpy_helper.from_array(np.array(value), name) for name, value in shapes.items()]
-        tensors.append(onnx.numpy_helper.from_array(np.array(True), "yes"))
-        graph = helper.make_graph(
-            nodes, "g", [info("a", kind, ["n", 6])], [info("c", kind, ["n", 6])], tensors,
-            value_info=[info("b", kind, ["n", 2, 3]), info("back", kind, ["n", 6])],
-        )  # fmt: skip
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-        join_heads(model)
-        kept = {name for n in model.graph.node for name in n.output}
-        assert ("back" in kept) == (last.op_type == "If")
-        onnx.checker.check_model(model, full_check=True)
-
-
-def test_unknown_heads_are_refused() -> None:
-    model = small_graph()
-    del model.graph.value_info[:]
-    with pytest.raises(UnsupportedError, match="node attention: the heads of query are unknown"):
-        join_heads(model)
 
 
 def test_greedy_token_is_the_best_logit() -> None:

@@ -11,14 +11,7 @@ from __future__ import annotations
 
 import onnx
 
-from still_graphs.passes.walk import (
-    Rewriter,
-    constant_value,
-    dimensions,
-    drop_attribute,
-    drop_unused,
-    value_names,
-)
+from still_graphs.passes.walk import Rewriter, constant_value, dimensions, drop_attribute, drop_unused, value_names
 
 
 def fix_shapes(model: onnx.ModelProto) -> int:
