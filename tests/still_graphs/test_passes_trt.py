@@ -234,6 +234,19 @@ def test_lower_integers_keeps_every_output(expected: list[dict[str, np.ndarray]]
     assert lower_integers(model) == 0
 
 
+def test_counts_are_added_in_int32() -> None:
+    model = small_graph()
+    lower_integers(model)
+    (made,) = [n for n in model.graph.node if "present_length" in n.output]
+    assert made.op_type == "Add" and set(made.input) == {"past_length", "new_tokens"}
+    model = small_graph()
+    model.graph.node.append(helper.make_node("Mul", ["present_length", "new_tokens"], ["read"]))  # in int64
+    lower_integers(model)
+    (made,) = [n for n in model.graph.node if "present_length" in n.output]
+    assert made.op_type == "Cast"
+    onnx.checker.check_model(model)
+
+
 def test_lower_integers_passes_an_input_through() -> None:
     info = helper.make_tensor_value_info
     ends = [info("a", TensorProto.INT64, ["n"])], [info("b", TensorProto.INT64, ["n"])]
@@ -262,11 +275,23 @@ def test_plugin_nodes_say_all_that_the_plugin_needs() -> None:
     assert len(node.input) == len(names) - 2 and len(node.output) == len(HYBRID_ATTENTION.output_names()) - 1
     for declared in HYBRID_ATTENTION.attributes:
         assert attribute(node, declared.name) is not None
-    kinds = {n.output[0]: attribute(n, "to") for n in model.graph.node if n.op_type == "Cast"}
     position = [n for n in names if n not in absent].index("new_tokens")
-    assert [kinds[n] for n in node.input[position : position + 2]] == [TensorProto.INT32] * 2
+    assert list(node.input[position : position + 2]) == ["new_tokens", "past_length"], "the graph's own inputs, int32"
     assert lower_plugin_nodes(model) == 1
     assert attribute(node, "absent_inputs") is not None
+
+
+def test_counts_that_the_graph_computes_are_cast_for_the_plugin() -> None:
+    model = small_graph("float16", functions=False)
+    lower_integers(model)
+    (node,) = [n for n in model.graph.node if n.domain == DOMAIN]
+    position = HYBRID_ATTENTION.input_names().index("past_length")
+    assert node.input[position] == "past_length.int64"
+    model.graph.node.insert(2, helper.make_node("Add", ["past_length.int64", "new_tokens.int64"], ["later"]))
+    node.input[position] = "later"
+    lower_plugin_nodes(model)
+    kinds = {n.output[0]: attribute(n, "to") for n in model.graph.node if n.op_type == "Cast"}
+    assert "later" not in node.input and kinds["later.int32"] == TensorProto.INT32 and "later.int32" in node.input
 
 
 def test_plugin_nodes_need_a_known_type_and_op() -> None:

@@ -1,7 +1,7 @@
 """Give the graph int32 inputs and outputs in the place of int64 ones.
 
 TensorRT 8.6 has no int64 and plugins take their counts as int32; token ids and lengths fit. Inside, int64 stays where it was,
-which every parser reads (8.6 takes it for int32).
+which every parser reads (8.6 takes it for int32), but for an output that is the sum of inputs: lengths, which need no casts then.
 
 requires: inputs and outputs declare their types.
 ensures: no int64 input or output; the names are unchanged.
@@ -44,8 +44,15 @@ def lower_integers(model: onnx.ModelProto) -> int:
         for node in inner.node:
             node.input[:] = [mapping.get(name, name) for name in node.input]
     rewriter.nodes = [*head, *graph.node]
+    narrow = {wide: name for name, wide in renamed.items()}
+    read = {name for inner in walk_graphs(graph) for node in inner.node for name in node.input}
     for name, wide in outputs.items():
-        rewriter.node("Cast", [renamed.get(wide, wide)], name, to=TensorProto.INT32)
+        sums = [n for n in graph.node if n.op_type == "Add" and wide in n.output and set(n.input) <= set(narrow)]
+        if sums and wide not in read:
+            sums[0].input[:] = [narrow[n] for n in sums[0].input]
+            sums[0].output[:] = [name]
+        else:
+            rewriter.node("Cast", [renamed.get(wide, wide)], name, to=TensorProto.INT32)
     rewriter.finish()
     for info in list(graph.value_info):
         if info.name in outputs:

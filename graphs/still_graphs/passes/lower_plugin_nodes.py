@@ -38,7 +38,7 @@ def lower_plugin_nodes(model: onnx.ModelProto) -> int:
     graph = model.graph
     types = element_types(graph)
     rewriter = Rewriter(graph, value_names(graph))
-    narrowed: dict[str, str] = {}
+    narrowed = _int32_origins(graph, types)
     changed = 0
     for node in graph.node:
         spec = OPS.get(node.op_type) if node.domain == DOMAIN else None
@@ -50,6 +50,21 @@ def lower_plugin_nodes(model: onnx.ModelProto) -> int:
         rewriter.nodes.append(node)
     rewriter.finish()
     return changed
+
+
+def _int32_origins(graph: onnx.GraphProto, types: dict[str, int]) -> dict[str, str]:
+    """The int32 value by the int64 value that was cast from it.
+
+    A plugin reads the engine's own inputs then, not what TensorRT 8.6 keeps of two casts: at batch 8 it built engines whose plugins got
+    wrong counts from the second layer on.
+    """
+    return {
+        node.output[0]: node.input[0]
+        for node in graph.node
+        if node.op_type == "Cast"
+        and types.get(node.input[0]) == TensorProto.INT32
+        and attribute(node, "to") == TensorProto.INT64
+    }
 
 
 def _rewrite(
