@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
+import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from still_export.builder_log import Progress
-from still_export.engine_builder import BuildError, EngineBuilder, NoBuilderError
+from still_export.engine_builder import TIMING_CACHE, BuildError, EngineBuilder, NoBuilderError
 from still_export.errors import PackageError
-from still_export.package import MANIFEST, Package, open_package, write_manifest
+from still_export.package import BEFORE, MANIFEST, Package, open_package, write_manifest
+from still_export.row_check import WrongEngineError, check_rows
+from still_export.runners.tensorrt import TrtModel
+from still_export.runners.trt_engine import TrtError
 from still_export.trt_options import GENERATED, TrtOptions
 
 MODULES = {"trt": "tensorrt", "trt-rtx": "tensorrt_rtx_bindings"}
@@ -50,7 +57,8 @@ def build_engines(
 
     Raises:
         NoBuilderError: No TensorRT or no GPU here.
-        BuildError: The graph was refused, or a still node did not become a plugin layer; build.log has TensorRT's words.
+        BuildError: The graph was refused, a still node did not become a plugin layer, or rows of a batch are not what they are alone;
+            build.log has TensorRT's words.
     """
     options, say = options or BuildOptions(), progress or (lambda step: None)
     manifest = package.manifest
@@ -64,18 +72,60 @@ def build_engines(
     trt = TrtOptions.from_manifest(manifest, **changes)
     module = load_tensorrt(trt.target, package.path)
     try:
-        with EngineBuilder(module, package, trt, say) as builder:
-            entries = builder.build(options.plugin)
-        say("hashing")
-        content = {k: v for k, v in manifest.items() if k not in GENERATED}
-        content.update(engines=entries, prefill_tokens=trt.prefill_tokens)
-        engines = [entry["file"] for entry in entries]
-        write_manifest(package.path, content, {k: v for k, v in manifest["files"].items() if k not in engines})
+        with _kept(package):
+            with EngineBuilder(module, package, trt, say) as builder:
+                entries = builder.build(options.plugin)
+            say("hashing")
+            content = {k: v for k, v in manifest.items() if k not in GENERATED}
+            content.update(engines=entries, prefill_tokens=trt.prefill_tokens)
+            engines = [entry["file"] for entry in entries]
+            write_manifest(package.path, content, {k: v for k, v in manifest["files"].items() if k not in engines})
+            if trt.target == "trt":
+                say("comparing rows with each alone")
+                _check_rows(package.path, options.plugin, trt.batch)
+    except WrongEngineError as error:
+        raise BuildError(
+            f"{error} It was removed. TensorRT chooses kernels anew where {package.path / TIMING_CACHE} is deleted, or with another "
+            "--batch, --prefill-tokens or --optimization-level."
+        ) from error
     except OSError as error:
         raise BuildError(
             f"cannot write into {package.path}: {error.strerror or error}. Free space, or copy the package where you may write."
         ) from error
     return [package.path / entry["file"] for entry in entries]
+
+
+@contextlib.contextmanager
+def _kept(package: Package) -> Iterator[None]:
+    """Keep manifest and engines while others are built, and put them back where those are wrong."""
+    folder, engines = package.path / BEFORE, [entry["file"] for entry in package.manifest["engines"]]
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    try:
+        shutil.copyfile(package.path / MANIFEST, folder / MANIFEST)
+        for name in engines:
+            with contextlib.suppress(OSError):  # the engine is lost, or the file system has no links
+                os.link(package.path / name, folder / name)
+        try:
+            yield
+        except WrongEngineError:
+            for entry in reopen(package.path).manifest["engines"]:
+                (package.path / entry["file"]).unlink()
+            for file in folder.iterdir():
+                os.replace(file, package.path / file.name)
+            raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check_rows(path: Path, plugin: Path | None, batch: int) -> None:
+    """Raise unless the engine runs here, where it was built, and every row is what it is alone."""
+    try:
+        check_rows(TrtModel(path, plugin), batch)
+    except WrongEngineError:
+        raise
+    except TrtError as error:
+        raise BuildError(f"the engine was built, but does not run here: {error}") from error
 
 
 def load_tensorrt(target: str, package: Path) -> Any:

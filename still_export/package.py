@@ -21,7 +21,9 @@ from still_export.errors import PackageError
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 MODEL = "model.onnx"
-UNLISTED = (MANIFEST, "build.log", "engine.json", "timing.cache", "verify", "bench")
+BEFORE = "before"
+"""Folder of what a build replaces, while it runs."""
+UNLISTED = (MANIFEST, BEFORE, "build.log", "engine.json", "timing.cache", "verify", "bench")
 """What verbs write into a package and may write again: not part of what a manifest vouches for."""
 
 PLUGIN = "libstill_tensorrt"

@@ -5,7 +5,8 @@
 
 A model of real geometry need not travel: export it with random or empty weights, leave model.onnx.data behind, and this fills a file of the
 recorded size with random numbers. `--build` builds the engine first; `--layers` adds the time by layer of a decode step (TensorRT's
-profiler, without a CUDA graph). Needs what run_trt.py needs, for --build still_export as well. Results are JSON lines on stdout.
+profiler, without a CUDA graph). What is timed is compared first: every row with the row alone, at the start and behind the context. Needs
+still_export, without PyTorch. Results are JSON lines on stdout.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from still_export.build import build_engines, reopen
+from still_export.row_check import check_rows
+from still_export.runners.tensorrt import TrtModel
 
 WEIGHTS = "model.onnx.data"
 
@@ -34,40 +39,8 @@ def fill_weights(package: Path) -> None:
             file.write(block[: size - start])
 
 
-def probe(model: Any, batch: int, context: int) -> np.ndarray:
-    """Logits [batch, vocabulary] after four tokens, the same in every row, behind `context` tokens of an empty state.
-
-    Raises:
-        RuntimeError: The engine has counted the tokens wrongly.
-    """
-    model.start(batch, context + 8)
-    model.length[:] = context
-    for token in (5, 7, 11, 13):
-        logits = model.floats(model.feed(np.full((batch, 1), token)))
-    lengths = model.lengths_on_device()
-    if (lengths != context + 4).any():
-        raise RuntimeError(f"WRONG at batch {batch}: lengths {lengths.tolist()} after {context + 4} tokens")
-    return logits[:, -1]
-
-
-def check_rows(model: Any, batch: int, context: int) -> float:
-    """Largest distance of a row from the row of a batch of one, as a share of that: TensorRT 8.6 has built engines that are right for
-    one row alone.
-
-    Raises:
-        RuntimeError: It is above 5%, or not a number.
-    """
-    alone, rows = probe(model, 1, context)[0], probe(model, batch, context)
-    error = float(np.max(np.linalg.norm(rows - alone, axis=1) / np.linalg.norm(alone)))
-    if not error < 0.05:
-        raise RuntimeError(f"WRONG at batch {batch}: a row is {error:.1%} away from what it is alone")
-    return error
-
-
 def build(package: Path) -> dict[str, Any]:
     """Build the engine; what it cost."""
-    from still_export.build import build_engines, reopen
-
     begin = time.perf_counter()
     (engine,) = build_engines(reopen(package), progress=lambda step: print(step, file=sys.stderr))
     return {"build_s": round(time.perf_counter() - begin, 1), "engine_mib": engine.stat().st_size >> 20}
@@ -160,12 +133,10 @@ def main() -> int:
     batches = [int(b) for b in options.batch.split(",") if b]
     if not batches and not options.prefill:
         return 0
-    sys.path.insert(0, str(options.package.resolve()))
-    from run_trt import TrtModel  # type: ignore[import-not-found]
-
     model = TrtModel(options.package)
     for batch in batches:
-        print(json.dumps({"batch": batch, "row_error": check_rows(model, batch, options.context)}), flush=True)
+        errors = {c: round(check_rows(model, batch, c), 5) for c in (0, options.context)}
+        print(json.dumps({"batch": batch, "row_error": errors}), flush=True)
         print(json.dumps(decode(model, batch, options.context, options.steps)), flush=True)
     if options.prefill:
         last = options.context - model.prefill_tokens

@@ -35,7 +35,7 @@ def build(
         int | None, typer.Option(help="Limit of TensorRT's workspace, MiB.", show_default="as exported")
     ] = None,
     optimization_level: Annotated[
-        int | None, typer.Option(help="Effort of TensorRT's builder, 0 to 5.", show_default="2")
+        int | None, typer.Option(help="Effort of TensorRT's builder, 0 to 5.", show_default="3")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
