@@ -100,7 +100,7 @@ class EngineBuilder:
             "batch": self.trt.batch,
             "prefill_tokens": self.trt.prefill_tokens,
             "slots": self._slots(),
-            "profiles": ["prefill", "decode"],
+            "profiles": [name for name, *_ in self._calls()],
             "stripped": self.trt.strip_weights,
             **self._device(),
         }
@@ -231,26 +231,31 @@ class EngineBuilder:
         chunks = -(-capacity["capacity_tokens"] // capacity["chunk_size"])
         return max(1, capacity["salient_per_chunk"] * max(0, chunks - 2))
 
-    def _profiles(self, builder: Any, network: Any) -> Iterator[Any]:
-        """Prefill: up to `prefill_tokens` tokens; decode: one token, for which kernels are chosen of their own."""
+    def _calls(self) -> list[tuple[str, tuple[int, int, int], tuple[int, int, int]]]:
+        """Profiles: name, rows and tokens, each the least, those that kernels are chosen for, and the most.
+
+        Kernels that 8.6 chose for a single row are wrong for more, which a profile of 1 to 8 rows let it run: so single rows have a
+        profile of their own, and that of more rows is chosen for the most.
+        """
         batch, tokens = self.trt.batch, self.trt.prefill_tokens
-        sizes = {"slots": self._slots(), "capacity": self.package.manifest["capacity"]["capacity_tokens"]}
-        names = {"past_" + s["name"]: s["shape"] for s in self.package.manifest["states"]}
-        for low, best, high in ((1, tokens, tokens), (1, 1, 1)):
+        prefill, decode = ("prefill", (1, 1, batch), (1, tokens, tokens)), ("decode", (1, 1, 1), (1, 1, 1))
+        rows = [("decode rows", (2, batch, batch), (1, 1, 1))] if batch > 1 else []
+        return [prefill, decode, *rows]
+
+    def _profiles(self, builder: Any, network: Any) -> Iterator[Any]:
+        most = {"slots": self._slots(), "capacity": self.package.manifest["capacity"]["capacity_tokens"]}
+        least = dict.fromkeys(most, 1)
+        inputs = {"input_ids": ["batch", "tokens"], "new_tokens": ["batch"], "past_length": ["batch"]}
+        inputs |= {"past_" + s["name"]: s["shape"] for s in self.package.manifest["states"]}
+        for _, rows, tokens in self._calls():
             profile = builder.create_optimization_profile()
             for index in range(network.num_inputs):
-                tensor = network.get_input(index)
-                if tensor.name == "input_ids":
-                    shapes: list[tuple[int, ...]] = [(1, low), (1, best), (batch, high)]
-                elif tensor.name in ("new_tokens", "past_length"):
-                    shapes = [(1,), (1,), (batch,)]
-                else:
-                    least = {name: 1 for name in sizes}
-                    shapes = [
-                        tuple({"batch": rows, **some}.get(d, d) for d in names[tensor.name])
-                        for rows, some in ((1, least), (1, sizes), (batch, sizes))
-                    ]
-                profile.set_shape(tensor.name, *shapes)
+                name = network.get_input(index).name
+                shapes = [
+                    tuple({"batch": b, "tokens": t, **sizes}.get(d, d) for d in inputs[name])
+                    for b, t, sizes in zip(rows, tokens, (least, most, most), strict=True)
+                ]
+                profile.set_shape(name, *shapes)
             yield profile
 
     def _fix_precisions(self, network: Any) -> None:

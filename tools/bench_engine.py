@@ -95,7 +95,7 @@ def layers(model: Any, batch: int, context: int) -> dict[str, Any]:
     model.length[:] = context
     model.feed(np.full((batch, 1), 5))
     profiler = Profiler()
-    model.contexts[1].profiler = profiler
+    model.contexts[model.decode_profile].profiler = profiler
     model.feed(np.full((batch, 1), 5))
     times = profiler.times
 

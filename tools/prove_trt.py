@@ -190,7 +190,7 @@ class Session:
 def proof(session: Session) -> None:
     """Verify the session's package, repeat that by polygraphy, and run its programs."""
     package = session.place / session.name
-    if not session.step("build", f"still build {package} --quiet", 150):
+    if not session.step("build", f"still build {package} --quiet", 220):
         return
     _engine_facts(session, package)
     output = session.step("verify", f"still verify {package} --runtime trt --calls {package}.npz --quiet", 90)
@@ -206,7 +206,7 @@ def small(session: Session) -> None:
     """Build time and speed at SmolLM2-135M's geometry."""
     package = session.place / "small"
     bench = f"trt-python tools/bench_engine.py {package} --context {SMALL_CONTEXT} --batch 1 --steps 64"
-    built = session.step("build", f"{bench} --build --batch ''", 185)
+    built = session.step("build", f"{bench} --build --batch ''", 220)
     build = session.measured("build", built, lambda rows: rows[0]["build_s"])
     if build is not None:
         session.note("small: engine build", f"{build} s (target 180)")

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from still_export.package import Package
     from still_export.verify import Report
 
+SHOWN = 5
+"""Mismatches that are printed; the report has all."""
+
 EXAMPLES = """
 Examples:
 
@@ -180,6 +183,11 @@ def _print(report: Report, folder: Path, runtime: str, native: bool) -> None:
     )
     own_top1 = f" (PyTorch's half precision run {report.own_top1:.4f})" if half else ""
     layer = "none" if report.first_diverging_layer is None else str(report.first_diverging_layer)
+    for entry in [e for e in report.outputs if not e.passed][:SHOWN]:
+        print(
+            f"{entry.case}, {entry.output}: largest error {entry.max_abs:.1e}, largest median of a part {entry.worst_part:.1e} "
+            f"in call {entry.worst_call}, bound {entry.bound:.1e}"
+        )
     print(f"top-1 agreement: {report.top1:.4f}{own_top1}; first diverging layer: {layer}")
     print(f"report with every output: {folder / 'report.json'}")
     print(

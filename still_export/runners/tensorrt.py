@@ -19,7 +19,7 @@ import numpy as np
 try:
     from still_export.runners.cuda_driver import Buffer, CudaError
     from still_export.runners.ort import RunError, Sampling, Text, checked_prompt, slots_for, stream_answer, token_ids
-    from still_export.runners.trt_engine import DECODE, PREFILL, TrtEngine, TrtError
+    from still_export.runners.trt_engine import DECODE, DECODE_ROWS, PREFILL, TrtEngine, TrtError
 except ImportError:  # in a package, beside its own copies
     from cuda_driver import Buffer, CudaError  # type: ignore[import-not-found, no-redef]
     from run_ort import (  # type: ignore[import-not-found, no-redef]
@@ -31,7 +31,7 @@ except ImportError:  # in a package, beside its own copies
         stream_answer,
         token_ids,
     )
-    from trt_engine import DECODE, PREFILL, TrtEngine, TrtError  # type: ignore[import-not-found, no-redef]
+    from trt_engine import DECODE, DECODE_ROWS, PREFILL, TrtEngine, TrtError  # type: ignore[import-not-found, no-redef]
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 NUMPY_TYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
@@ -58,6 +58,11 @@ class TrtModel(TrtEngine):
     def prefill_tokens(self) -> int:
         """Tokens of one prefill call; longer prompts are fed in pieces."""
         return int(self.entry["prefill_tokens"])
+
+    @property
+    def decode_profile(self) -> int:
+        """Profile of calls of one token."""
+        return DECODE if self.batch == 1 else DECODE_ROWS
 
     def slots(self, tokens: int) -> int:
         """Salient slots that `tokens` tokens fill, at least 1."""
@@ -109,7 +114,7 @@ class TrtModel(TrtEngine):
                 "with a larger --capacity-tokens or another --overflow."
             )
         self._graph: Any = None
-        self._bound: list[tuple[int, ...] | None] = [None, None]
+        self._bound: list[tuple[int, ...] | None] = [None] * len(self.contexts)
         ample = max(tokens, 2 * self.room)
         try:
             self._grow(min(limit, ample) if bounded else ample)
@@ -223,7 +228,7 @@ class TrtModel(TrtEngine):
         self._io["input_ids"].write(np.ascontiguousarray(input_ids, np.int32))
         self._io["new_tokens"].write(counts)
         self._io["past_length"].write(self.length.astype(np.int32))
-        self._run(DECODE if tokens == 1 else PREFILL, tokens)
+        self._run(self.decode_profile if tokens == 1 else PREFILL, tokens)
         self.length = self.length + counts
         rows = tokens if self.manifest["model"]["all_logits"] else 1
         return self._io["logits"].read(
@@ -252,11 +257,11 @@ class TrtModel(TrtEngine):
         if self._graph is None:
             # Modules and tactics must be there before the capture; a step of 0 tokens changes no state.
             self._io["new_tokens"].write(np.zeros(self.batch, np.int32))
-            self._run(DECODE, 1)
+            self._run(self.decode_profile, 1)
             self.driver.synchronize()
 
             def step() -> None:
-                self._run(DECODE, 1)
+                self._run(self.decode_profile, 1)
                 self.driver.copy(self._io["past_length"].address, self._io["present_length"].address, 4 * self.batch)
                 self.driver.copy(self._io["input_ids"].address, self._io["next_token"].address, 4 * self.batch)
 

@@ -19,8 +19,8 @@ except ImportError:  # in a package, beside its own copies
     from cuda_driver import Buffer, CudaError, Driver  # type: ignore[import-not-found, no-redef]
     from run_ort import RunError  # type: ignore[import-not-found, no-redef]
 
-PREFILL, DECODE = 0, 1
-"""Profiles of an engine, and its contexts."""
+PREFILL, DECODE, DECODE_ROWS = 0, 1, 2
+"""Profiles of an engine, and its contexts: calls of several tokens, of one token of one row, of one token of several rows."""
 
 
 class TrtError(RunError):
@@ -185,7 +185,7 @@ class TrtEngine:
             raise TrtError(
                 f"{error} The engine needs that beside its weights: build it with a smaller --batch."
             ) from error
-        for profile in (PREFILL, DECODE):
+        for profile in (PREFILL, DECODE) if self.entry["batch"] == 1 else (PREFILL, DECODE, DECODE_ROWS):
             context = self._new_context()
             if context is None:
                 raise TrtError(

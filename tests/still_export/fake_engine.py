@@ -146,7 +146,8 @@ class Engine:
     def create_engine_inspector(self) -> Any:
         kind = "PluginV2" if self.major < 10 else "PluginV3"
         layers: list[Any] = [{"Name": "product", "LayerType": "gemm"}]
-        for suffix in ("", " [profile 1]"):
+        for profile in range(len(self.head["profiles"])):
+            suffix = f" [profile {profile}]" if profile else ""
             layers += [
                 {"Name": f"{op}{i}{suffix}", "LayerType": kind, "PluginType": op}
                 for op, count in self.head["plugins"].items()

@@ -172,12 +172,16 @@ def test_each_version_gets_what_it_knows(tmp_path: Path, monkeypatch: pytest.Mon
     assert config.pools == {"WORKSPACE": 3 << 20} and config.builder_optimization_level == 1
     assert config.sources == (0 if module.major == 8 else None)
     assert ("building the engine: tactics, 1 of 2" in steps) == (module.major >= 10)
-    prefill, decode = config.profiles
-    assert prefill["input_ids"] == ((1, 1), (1, 24), (5, 24)) and decode["input_ids"] == ((1, 1), (1, 1), (5, 1))
+    prefill, decode, rows = config.profiles
+    assert prefill["input_ids"] == ((1, 1), (1, 24), (5, 24)) and prefill["past_length"] == ((1,), (1,), (5,))
+    assert decode["input_ids"] == ((1, 1),) * 3, "kernels that are chosen for one row run one row alone"
+    assert rows["input_ids"] == ((2, 1), (5, 1), (5, 1))
     most = SALIENT * (12 - 2)
     assert prefill["past_salient_key.0"] == ((1, 6, 1, 4), (1, 6, most, 4), (5, 6, most, 4))
+    assert rows["past_salient_key.0"] == ((2, 6, 1, 4), (5, 6, most, 4), (5, 6, most, 4))
     (entry,) = open_package(package.path).manifest["engines"]
     assert entry["tensorrt"] == version and (entry["batch"], entry["prefill_tokens"]) == (5, 24)
+    assert entry["profiles"] == ["prefill", "decode", "decode rows"]
     held = {
         layer.get_output(0).name: layer.precision for layer in module.networks[0].layers if hasattr(layer, "precision")
     }
@@ -254,6 +258,14 @@ def test_a_failed_build_leaves_the_old_engine(tmp_path: Path, monkeypatch: pytes
         build_engines(open_package(package.path))
     assert "export again" not in str(refused.value)
     TrtModel(open_package(package.path).path)  # every hash right
+
+
+def test_engines_for_one_row_have_no_profile_for_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = trt_package(tmp_path / "trt", monkeypatch, batch=1)
+    module = fake_tensorrt.install(monkeypatch, "8.6.1")
+    build_engines(package)
+    assert [p["input_ids"] for p in module.configs[0].profiles] == [((1, 1), (1, 2048), (1, 2048)), ((1, 1),) * 3]
+    assert open_package(package.path).manifest["engines"][0]["profiles"] == ["prefill", "decode"]
 
 
 def test_packages_for_one_row_have_a_second_chance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

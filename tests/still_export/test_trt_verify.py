@@ -178,7 +178,9 @@ def failed(found: dict[str, Any]) -> set[str]:
     return {f"{o['case']}: {o['output']}" for o in found["outputs"] if not o["passed"]}
 
 
-def test_a_wrong_state_row_fails(built: Path, answers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_state_row_fails(
+    built: Path, answers: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     right = TrtModel.state_arrays
 
     def swapped(model: TrtModel) -> dict[str, np.ndarray]:
@@ -191,6 +193,9 @@ def test_a_wrong_state_row_fails(built: Path, answers: Path, monkeypatch: pytest
     found = broken(built, answers)
     assert failed(found) == {f"{c}: present_window_value.1" for c in ("ragged batch of 4", "5 decode steps, 4 rows")}
     assert found["first_diverging_layer"] == 1
+    (decode,) = [o for o in found["outputs"] if not o["passed"] and "decode" in o["case"]]
+    assert decode["worst_part"] > decode["bound"] and 1 <= decode["worst_call"] <= 6
+    assert "5 decode steps, 4 rows, present_window_value.1: largest error " in capsys.readouterr().out
 
 
 @pytest.mark.slow
