@@ -15,7 +15,6 @@ from still_export.package import MODEL, Package
 from still_export.trt_options import TrtOptions
 
 LOG, TIMING_CACHE = "build.log", "timing.cache"
-ATTEMPTS = 3  # of choosing kernels; about every second fails where only one layout is left
 
 
 class BuildError(StillExportError):
@@ -66,13 +65,16 @@ class EngineBuilder:
                 f"\n{free >> 20} of {total >> 20} MiB of device memory are free. Close other programs on this GPU, or build with a "
                 f"smaller --batch (now {self.trt.batch}), --prefill-tokens (now {self.trt.prefill_tokens}) or --workspace."
             )
-        if self._lacks_kernels():
+        if any("could not find any implementation" in error.lower() for error in self.errors):
             joined = "join_heads" in self.package.manifest["trt"].get("passes", {})
             settings = {"optimization-level": self.trt.optimization_level, "prefill-tokens": self.trt.prefill_tokens}
             settings |= {} if joined else {"batch": self.trt.batch}
             settings |= {"workspace": self.trt.workspace_mib} if self.trt.workspace_mib else {}
             named = ", ".join(f"--{name} (now {value})" for name, value in settings.items())
-            advice += f"\nTensorRT found no kernels for a part of the model in these shapes. Build with another value of {named}."
+            advice += (
+                "\nTensorRT found no kernels for a part of the model in these shapes. "
+                f"Build without {TIMING_CACHE}, or with another value of {named}."
+            )
             if joined:
                 advice += " Or export again with --batch 2 or more: each part of the model then has two layouts to try."
         return BuildError(f"{what}:\n  {said}{advice}\nThe whole log: {self.package.path / LOG}")
@@ -87,7 +89,7 @@ class EngineBuilder:
             self.say("loading the plugin library")
             self.plugin = load_plugin(module, self.package, plugin)
         start = time.monotonic()
-        plan = self._plan_with_retries()
+        plan = self._plan()
         seconds = time.monotonic() - start
         self._check_plugin_layers(plan)
         name = "engine.plan" if target == "trt" else "engine-rtx.plan"
@@ -106,29 +108,7 @@ class EngineBuilder:
         }
         return [entry]
 
-    def _lacks_kernels(self) -> bool:
-        return any("could not find any implementation" in error.lower() for error in self.errors)
-
-    def _plan_with_retries(self) -> Any:
-        """The plan of the first attempt that finds kernels for all parts.
-
-        8.6 fails by an assertion of its own where the kernel that took the least time is also the one that it holds in reserve for a free
-        batch. Seen on an H200: of two builds of one graph one failed, because times differ. Times of earlier builds are left aside then.
-        """
-        for attempt in range(1, ATTEMPTS):
-            try:
-                return self._plan(known_times=attempt == 1)
-            except BuildError:
-                by_chance = self.trt.target == "trt" and self.major < 10 and not self.trt.workspace_mib
-                if not by_chance or not self._lacks_kernels():
-                    raise
-            self.errors.clear()
-            self.say(
-                f"a part of the model was left without kernels; choosing again, attempt {attempt + 1} of {ATTEMPTS}"
-            )
-        return self._plan(known_times=False)
-
-    def _plan(self, known_times: bool) -> Any:
+    def _plan(self) -> Any:
         """The serialized engine; the network and its weights are gone when this returns."""
         cache = None  # the first name, so the first that goes: 8.6 crashes where it outlives builder and logger
         module, target = self.module, self.trt.target
@@ -138,7 +118,7 @@ class EngineBuilder:
         parser = module.OnnxParser(network, self.logger)
         config = self._config(builder)
         if target == "trt":
-            cache = self._timing_cache(config, known_times)
+            cache = self._timing_cache(config)
         self.say("reading the graph")
         if not parser.parse_from_file(str(self.package.path / MODEL)):
             self.errors.extend(str(parser.get_error(i)) for i in range(parser.num_errors))
@@ -204,10 +184,10 @@ class EngineBuilder:
             config.set_tactic_sources(0)  # cuBLAS and cuDNN bring nothing to these graphs, and may be absent
         return config
 
-    def _timing_cache(self, config: Any, known_times: bool) -> Any:
+    def _timing_cache(self, config: Any) -> Any:
         """Take up the timings of an earlier build; those of another GPU or TensorRT are dropped."""
         path = self.package.path / TIMING_CACHE
-        cache = config.create_timing_cache(path.read_bytes() if known_times and path.exists() else b"")
+        cache = config.create_timing_cache(path.read_bytes() if path.exists() else b"")
         if cache is None or not config.set_timing_cache(cache, False):
             self.say("the timing cache is of another machine: starting a new one")
             self.errors.clear()

@@ -135,7 +135,7 @@ class FakeTensorRT(types.ModuleType):
         self.networks: list[Any] = []
         self.loaded: list[str] = []
         self.creators: set[tuple[str, str, str]] = set()
-        self.build_fails, self.failures, self.works_after = "", 0, 0
+        self.build_fails = ""
         flags = "TF32 VERSION_COMPATIBLE REFIT" + (" FP16 OBEY_PRECISION_CONSTRAINTS" if major < 11 else "")
         self.BuilderFlag = _names(flags + (" STRIP_PLAN REFIT_IDENTICAL" if major >= 10 else ""))
         creation = {"EXPLICIT_BATCH": 0} if major < 11 else {}
@@ -223,9 +223,6 @@ class FakeTensorRT(types.ModuleType):
     def _build(self, network: Network, config: Config, logger: Any) -> HostMemory | None:
         if self.build_fails:
             logger.log("Severity.ERROR", self.build_fails)
-            self.failures += 1
-            if self.failures == self.works_after:
-                self.build_fails = ""
             return None
         assert config.profiles and all(set(p) == {i.name for i in network.model.graph.input} for p in config.profiles)
         monitor = getattr(config, "progress_monitor", None)

@@ -277,31 +277,6 @@ def test_packages_for_one_row_have_a_second_chance(tmp_path: Path, monkeypatch: 
     assert "--batch (now" not in str(refused.value), "more rows would not help"
 
 
-@pytest.mark.parametrize(
-    ("version", "workspace", "failures", "attempts"),
-    [("8.6.1", 0, 2, 3), ("8.6.1", 0, 3, 3), ("8.6.1", 512, 1, 1), ("10.3.0", 0, 1, 1)],
-)
-def test_kernels_are_chosen_again_where_none_was_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, workspace: int, failures: int, attempts: int
-) -> None:
-    package = trt_package(tmp_path / "trt", monkeypatch, workspace_mib=workspace)
-    module = fake_tensorrt.install(monkeypatch, version)
-    build_engines(package)
-    before, steps = len(module.configs), list[str]()
-    module.build_fails = "10: Could not find any implementation for node {ForeignNode[a...b]}."
-    module.works_after = failures
-    if failures < attempts:
-        build_engines(open_package(package.path), progress=steps.append)
-        assert module.configs[-1].cache.content == b"", "times that led to nothing are left aside"
-    else:
-        with pytest.raises(BuildError, match="Could not find any implementation") as refused:
-            build_engines(open_package(package.path), progress=steps.append)
-        assert ("--workspace (now 512)" in str(refused.value)) == bool(workspace)
-    assert len(module.configs) - before == attempts
-    assert sum("choosing again" in step for step in steps) == attempts - 1
-    assert (package.path / "timing.cache").read_text() == f"timings {version}", "of the last build that ended well"
-
-
 def test_a_lost_or_truncated_engine_is_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = trt_package(tmp_path / "trt", monkeypatch)
     fake_tensorrt.install(monkeypatch, "10.3.0")

@@ -4,8 +4,8 @@ Between two plugins TensorRT 8.6 compiles a block of the model as one part, once
 Tensors of four dimensions have two, one of them for images, so a model builds in about half the time without any: heads lie side by side,
 and views of position embeddings, which every layer shares, are made where they are used.
 
-For engines of one row only: with a free batch the choice of kernels fails for some layouts, by an assertion of TensorRT's own, and a part
-that has just one then fails the build.
+For engines of one row only: several rows decode faster in the layout for images (on an H200, eight rows of Llama-3.1-8B's geometry: 216 us
+a part in place of 304).
 
 requires: value_info of the activations with numbers of heads and head sizes; constant shapes (fix_shapes).
 ensures: no activation of a still node has four dimensions; every Unsqueeze to [B, T, 1, D] is a Reshape of its own at each use.
