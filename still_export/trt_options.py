@@ -33,7 +33,7 @@ class TrtOptions:
     target: str = "trt"
     archs: tuple[str, ...] = ()
     prefill_tokens: int = PREFILL_TOKENS
-    batch: int = 8
+    batch: int = 1
     version_compatible: bool = False
     strip_weights: bool = False
     workspace_mib: int = 0

@@ -27,7 +27,7 @@ def register(app: typer.Typer) -> None:
 def build(
     package: Annotated[Path, typer.Argument(help="Package folder, exported with --to trt or --to trt-rtx.")],
     plugin: Annotated[Path | None, typer.Option(help="Plugin library in the place of the package's.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Largest batch.", show_default="as exported")] = None,
+    batch: Annotated[int | None, typer.Option(help="Most rows at once.", show_default="as exported")] = None,
     prefill_tokens: Annotated[
         int | None, typer.Option(help="Tokens of one prefill call.", show_default="as exported")
     ] = None,

@@ -53,11 +53,7 @@ def lower_plugin_nodes(model: onnx.ModelProto) -> int:
 
 
 def _int32_origins(graph: onnx.GraphProto, types: dict[str, int]) -> dict[str, str]:
-    """The int32 value by the int64 value that was cast from it.
-
-    A plugin reads the engine's own inputs then, not what TensorRT 8.6 keeps of two casts: at batch 8 it built engines whose plugins got
-    wrong counts from the second layer on.
-    """
+    """The int32 value by the int64 value that was cast from it: plugins read the engine's own inputs, without two casts between."""
     return {
         node.output[0]: node.input[0]
         for node in graph.node
