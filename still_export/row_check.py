@@ -33,7 +33,8 @@ def check_rows(model: Any, batch: int, context: int = 0) -> float:
     Raises:
         WrongEngineError: It is above the tolerance or not a number, or the engine has counted the tokens wrongly.
     """
-    longest = min(model.prefill_tokens, model.manifest["capacity"]["chunk_size"] + 1)
+    capacity = model.manifest["capacity"]
+    longest = max(1, min(model.prefill_tokens, capacity["chunk_size"] + 1, capacity["capacity_tokens"] - STEPS))
     counts = np.maximum(1, longest - np.arange(batch))
     vocabulary = model.manifest["model"]["vocab_size"]
     prompts = np.random.default_rng(0).integers(0, vocabulary, (batch, longest + STEPS))
