@@ -31,7 +31,7 @@ def check_rows(model: Any, batch: int, context: int = 0) -> float:
         The largest distance, as a share of the logits' norm.
 
     Raises:
-        WrongEngineError: It is above the tolerance or not a number, or the engine has counted the tokens wrongly.
+        WrongEngineError: It is above the tolerance, a number is infinite or none, or the engine has counted the tokens wrongly.
     """
     capacity = model.manifest["capacity"]
     longest = max(1, min(model.prefill_tokens, capacity["chunk_size"] + 1, capacity["capacity_tokens"] - STEPS))
@@ -42,6 +42,11 @@ def check_rows(model: Any, batch: int, context: int = 0) -> float:
     largest = 0.0
     for row, count in enumerate(counts):
         alone = _answers(model, prompts[row : row + 1], counts[row : row + 1], context)[:, 0]
+        if not np.isfinite(alone).all():
+            raise WrongEngineError(
+                f"the engine gives numbers that are infinite or none for {count} tokens of a single row. Either the model overflows in "
+                "its type (export it with --dtype float32, or bfloat16 for TensorRT 10 and later), or the kernels are wrong."
+            )
         errors = np.linalg.norm(together[:, row] - alone, axis=1) / np.linalg.norm(alone, axis=1)
         if not (errors < TOLERANCE).all():
             calls = [f"prefill of {count} tokens", *(f"decode step {i + 1}" for i in range(STEPS))]

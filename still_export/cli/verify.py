@@ -185,7 +185,7 @@ def _print(report: Report, folder: Path, runtime: str, native: bool) -> None:
     layer = "none" if report.first_diverging_layer is None else str(report.first_diverging_layer)
     for entry in [e for e in report.outputs if not e.passed][:SHOWN]:
         print(
-            f"{entry.case}, {entry.output}: largest error {entry.max_abs:.1e}, largest median of a part {entry.worst_part:.1e} "
+            f"{entry.case}, {entry.output}: {'largest median of a part' if half else 'largest error'} {entry.worst:.1e} "
             f"in call {entry.worst_call}, bound {entry.bound:.1e}"
         )
     print(f"top-1 agreement: {report.top1:.4f}{own_top1}; first diverging layer: {layer}")

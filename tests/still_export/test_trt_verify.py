@@ -194,8 +194,8 @@ def test_a_wrong_state_row_fails(
     assert failed(found) == {f"{c}: present_window_value.1" for c in ("ragged batch of 4", "5 decode steps, 4 rows")}
     assert found["first_diverging_layer"] == 1
     (decode,) = [o for o in found["outputs"] if not o["passed"] and "decode" in o["case"]]
-    assert decode["worst_part"] > decode["bound"] and 1 <= decode["worst_call"] <= 6
-    assert "5 decode steps, 4 rows, present_window_value.1: largest error " in capsys.readouterr().out
+    assert decode["worst"] > decode["bound"] and 1 <= decode["worst_call"] <= 6
+    assert "5 decode steps, 4 rows, present_window_value.1: largest median of a part " in capsys.readouterr().out
 
 
 @pytest.mark.slow
