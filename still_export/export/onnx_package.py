@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from still_export.chat_format import chat_format
-from still_export.config import FULL, StillConfig
 from still_export.errors import ConfigError, ModelNotFoundError, UnsupportedError
-from still_export.package import MODEL, Package, open_package, staged_folder, write_manifest
+from still_export.export.chat_format import chat_format
+from still_export.mixers.config import FULL, StillConfig
+from still_export.package.folder import MODEL, Package, open_package, staged_folder, write_manifest
 
 PREFILL_TOKENS = 512
 """Tokens of one prefill call: longer calls are not faster and take more memory (docs/onnxruntime.md)."""
@@ -75,7 +75,7 @@ def load_source(options: ExportOptions) -> Any:
     """The PyTorch model that `options` describe."""
     import torch
 
-    from still_export.load import load_model
+    from still_export.models.load import load_model
 
     model = load_model(
         options.model,
@@ -133,7 +133,7 @@ def export_onnx(
         model.generation_config.save_pretrained(folder)
         say("tracing")
         _write_model(model, options, folder, say)
-        shutil.copyfile(Path(__file__).parent / "runners" / "ort.py", folder / "run_ort.py")
+        shutil.copyfile(Path(__file__).parents[1] / "runners" / "ort.py", folder / "run_ort.py")
         say("hashing")
         write_manifest(folder, describe)
     return open_package(target, check_hashes=False)
@@ -143,7 +143,7 @@ def _write_native(options: ExportOptions, folder: Path, include: Path | None, sa
     """The native kernel's library, and what the manifest says of it; nothing where none is asked for."""
     if not options.native:
         return {}
-    from still_export.native import add_native
+    from still_export.export.native import add_native
 
     say("compiling the native kernel")
     return {"native": add_native(folder, include)}
@@ -153,8 +153,8 @@ def _write_model(model: Any, options: ExportOptions, folder: Path, say: Progress
     import onnx
     import onnx_ir
 
-    from still_export.export import trace_model
-    from still_export.lower import lower_program
+    from still_export.export.lower import lower_program
+    from still_export.export.trace import trace_model
     from still_graphs.passes.attach_functions import attach_functions
 
     traced = trace_model(model, all_logits=options.all_logits)
@@ -234,7 +234,7 @@ def _state(name: str, layer: int, shape: list[Any], dtype: str, in_place: bool) 
 
 def _write_text_files(options: ExportOptions, folder: Path) -> dict[str, Any]:
     """Tokenizer, generation configuration and chat template; the manifest's chat format."""
-    from still_export.load import load_tokenizer
+    from still_export.models.load import load_tokenizer
 
     try:
         tokenizer = load_tokenizer(options.model, options.revision)

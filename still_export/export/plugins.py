@@ -14,7 +14,7 @@ from still_graphs.errors import StillExportError
 MAGIC = b"STILLAR1"
 INCLUDE_VARIABLE = "STILL_TENSORRT_INCLUDE"
 USUAL_INCLUDES = ("/usr/include/x86_64-linux-gnu", "/usr/include/aarch64-linux-gnu", "/usr/local/tensorrt/include")
-SOURCE = Path(__file__).resolve().parents[1] / "plugins"
+SOURCE = Path(__file__).resolve().parents[2] / "plugins"
 
 
 class PluginBuildError(StillExportError):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from still_export.config import FULL, StillConfig, head_size
 from still_export.errors import UnsupportedError
+from still_export.mixers.config import FULL, StillConfig, head_size
 from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState
 
 

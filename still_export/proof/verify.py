@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from still_export.calls import Arrays
-from still_export.cases import Case, CaseSource, Noise, distance, part_medians, same_best
 from still_export.errors import UnsupportedError
-from still_export.package import Package
-from still_export.selections import Selections, compare_selections, without_ties
-from still_export.targets import Check, OrtTarget, Session, TrtTarget
-from still_export.tolerance import FLOAT32, Tolerance, half_tolerance
+from still_export.package.calls import Arrays
+from still_export.package.folder import Package
+from still_export.proof.cases import Case, CaseSource, Noise, distance, part_medians, same_best
+from still_export.proof.selections import Selections, compare_selections, without_ties
+from still_export.proof.targets import Check, OrtTarget, Session, TrtTarget
+from still_export.proof.tolerance import FLOAT32, Tolerance, half_tolerance
 
 DECODE_STEPS = {"onnx": 72, "trt": 256}
 """More than a chunk, so that a promotion happens between plain steps."""
@@ -29,8 +29,9 @@ ATTEMPTS = 5
 class OutputReport:
     """Errors of one output over all calls of a case.
 
-    `own_mean_abs` is that of PyTorch's half precision run, 0 in float32. `worst` is the largest of what is held to the bound, in the call
-    `worst_call`, counted from 1: the error of a number, in half precision the median of a part (a row's logits, a head of a row of a state).
+    `own_mean_abs` is that of PyTorch's half precision run, 0 in float32. `worst` is the largest of what is held to the bound, in the
+    call `worst_call`, counted from 1: the error of a number, in half precision the median of a part (a row's logits, a head of a row
+    of a state).
     """
 
     case: str
@@ -240,9 +241,7 @@ def check_dtype(package: Package) -> None:
         )
 
 
-def report_of(
-    case: Case, output: str, pairs: list[tuple[Arrays, Arrays]], bound: float, by_part: bool
-) -> OutputReport:
+def report_of(case: Case, output: str, pairs: list[tuple[Arrays, Arrays]], bound: float, by_part: bool) -> OutputReport:
     """Errors of `output`, passed unless a number is none; `by_part`: medians of its parts are held to the bound."""
     errors = [distance(e[output], a[output]).ravel() for e, a in pairs]
     error = np.concatenate(errors)

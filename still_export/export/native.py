@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from still_export.plugins import SOURCE, PluginBuildError, run_cmake
+from still_export.export.plugins import SOURCE, PluginBuildError, run_cmake
 
 LIBRARY = "libstill_onnxruntime.so"
 HEADER = "onnxruntime_c_api.h"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from still_export.linearization.modes import HYBRID, SOFTMAX, TrainableAttention, attention_mode, make_trainable
-from still_export.state import StillCache
+from still_export.mixers.cache import StillCache
 from still_kernels.hybrid_attention.features import FEATURE_FLOOR
 
 MASS_TOLERANCE, PASS_THROUGH_TOLERANCE = 1e-3, 1e-3
@@ -186,7 +186,7 @@ def _selections(
 
 def write_audit(result: Audit, folder: Path, command: str) -> None:
     """Write audit.json, norms.png and salient_offsets.png."""
-    from still_export import plots
+    from still_export.evaluation import plots
 
     folder.mkdir(parents=True, exist_ok=True)
     content = {"command": command, **result.to_dict()}

@@ -6,7 +6,7 @@ from collections import Counter
 from math import prod
 from typing import Any
 
-from still_export.package import Package
+from still_export.package.folder import Package
 from still_export.runners.ort import slots_for
 
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from still_export.builder_log import Progress
-from still_export.engine_builder import TIMING_CACHE, BuildError, EngineBuilder, NoBuilderError
+from still_export.engines.builder import TIMING_CACHE, BuildError, EngineBuilder, NoBuilderError
+from still_export.engines.builder_log import Progress
+from still_export.engines.options import GENERATED, TrtOptions
+from still_export.engines.row_check import WrongEngineError, check_rows
 from still_export.errors import PackageError
-from still_export.package import BEFORE, MANIFEST, Package, open_package, write_manifest
-from still_export.row_check import WrongEngineError, check_rows
+from still_export.package.folder import BEFORE, MANIFEST, Package, open_package, write_manifest
 from still_export.runners.tensorrt import TrtModel
 from still_export.runners.trt_engine import TrtError
-from still_export.trt_options import GENERATED, TrtOptions
 
 MODULES = {"trt": "tensorrt", "trt-rtx": "tensorrt_rtx_bindings"}
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from still_export.errors import UnsupportedError
-from still_export.ops import hybrid_attention
-from still_export.state import HybridLayer, StillCache
+from still_export.mixers.cache import HybridLayer, StillCache
+from still_export.mixers.torch_ops import hybrid_attention
 from still_kernels.dispatch import hybrid_attention as kernel
 from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState
 

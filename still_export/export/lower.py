@@ -13,7 +13,7 @@ import onnx_ir as ir
 import torch
 
 import still_export
-from still_export.export import TracedModel
+from still_export.export.trace import TracedModel
 from still_graphs.opset import DOMAIN, OPS, OpSpec
 
 OPSET = 23

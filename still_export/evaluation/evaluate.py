@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from still_export.attention import StillAttention
 from still_export.errors import ConfigError, NotLinearizedError
 from still_export.linearization.modes import SOFTMAX, make_trainable
 from still_export.linearization.tasks import TaskWriter, task_named
 from still_export.linearization.texts import check_ids, read_text, tokenize
-from still_export.load import load_model
+from still_export.mixers.hybrid_attention import StillAttention
+from still_export.models.load import load_model
 
 VARIANTS = ("still", "no_salient_tokens", "window_only", "no_norm_preserving_map")
 TEACHER = "teacher"
@@ -262,7 +262,7 @@ def write_evaluation(result: Evaluation, options: EvaluationOptions, folder: Pat
     content = {"command": command, "options": asdict(options), **asdict(result)}
     (folder / "evaluation.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     (folder / "evaluation.md").write_text(f"{result.table()}\n\n`{command}`\n", encoding="utf-8")
-    from still_export import plots
+    from still_export.evaluation import plots
 
     if result.bits_per_byte and options.texts:
         plots.bits_per_byte(result.bits_per_byte, folder / "bits_per_byte.png")

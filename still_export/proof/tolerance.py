@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from still_export.cases import Case
+from still_export.proof.cases import Case
 
 DIGITS = 3
 SPREAD = 2.0

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig
 
-from still_export.config import StillConfig
 from still_export.errors import ConfigError, ModelNotFoundError, NotLinearizedError
+from still_export.mixers.config import StillConfig
 from still_export.models import convert
 from still_export.models.build import build_model, family_of, still_family_config
 from still_export.models.checkpoint import (

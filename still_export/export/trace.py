@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from still_export.mixers.cache import empty_states
 from still_export.models import forward_with_state
-from still_export.state import empty_states
 
 TRACE_BATCH, TRACE_TOKENS, TRACE_CAPACITY_CHUNKS = 3, 5, 4
 """Example sizes of the trace: all different and none 1, so that no dimension is specialised or taken for another."""

@@ -10,11 +10,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from still_export.engines.options import GENERATED, TrtOptions
 from still_export.errors import UnsupportedError
-from still_export.onnx_package import ExportOptions, Progress, export_onnx
-from still_export.package import MANIFEST, MODEL, Package, open_package, staged_folder, write_manifest
-from still_export.plugins import build_plugins, find_tensorrt_headers, pack_archive
-from still_export.trt_options import GENERATED, TrtOptions
+from still_export.export.onnx_package import ExportOptions, Progress, export_onnx
+from still_export.export.plugins import build_plugins, find_tensorrt_headers, pack_archive
+from still_export.package.folder import MANIFEST, MODEL, Package, open_package, staged_folder, write_manifest
 
 KERNELS = "kernels.bin"
 WEIGHTS = f"{MODEL}.data"
@@ -90,7 +90,7 @@ def _fill(source: Path, folder: Path, trt: TrtOptions, say: Progress, bring: Cal
     for path in source.iterdir():
         if path.is_file() and path.name not in skip:
             bring(path, folder / path.name)  # no links: onnx refuses weights that have two names
-    runners = Path(__file__).parent / "runners"
+    runners = Path(__file__).parents[1] / "runners"
     for name, copy in RUNNER_FILES.items():
         shutil.copyfile(runners / name, folder / copy)
     config = asdict(trt)

@@ -1,7 +1,7 @@
 """Prefill and decode speed, and peak memory, of a package by context length; one process per length.
 
-As a program (`python -m still_export.bench PACKAGE LENGTH STEPS THREADS BATCH`) it measures one length and prints JSON: no torch is
-imported, so the peak is the runtime's own.
+As a program (`python -m still_export.evaluation.bench PACKAGE LENGTH STEPS THREADS BATCH`) it measures one length and prints JSON: no
+torch is imported, so the peak is the runtime's own.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def bench(
 
     rows = []
     for length in lengths:
-        command = [sys.executable, "-m", "still_export.bench", str(package)]
+        command = [sys.executable, "-m", "still_export.evaluation.bench", str(package)]
         command += map(str, (length, steps, threads, batch))
         done = subprocess.run(command, text=True, capture_output=True)
         if done.returncode:

@@ -26,7 +26,7 @@ from still_export.linearization.recipe import Recipe
 from still_export.linearization.tasks import TaskWriter
 from still_export.linearization.texts import Batches, Corpus, held_out_rows, read_corpus
 from still_export.linearization.trainer import Progress, StageReport, Trainer
-from still_export.load import load_model, load_tokenizer
+from still_export.models.load import load_model, load_tokenizer
 
 RUN_FILE, REPORT_FILE, WORK = "run.json", "linearize.json", "training"
 FRESH_GATE_BIAS = 2.0

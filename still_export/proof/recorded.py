@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from still_export.calls import Arrays
-from still_export.cases import Case, CaseSource, Noise
 from still_export.errors import PackageError
-from still_export.package import Package
+from still_export.package.calls import Arrays
+from still_export.package.folder import Package
+from still_export.proof.cases import Case, CaseSource, Noise
 
 ATTEMPTS = 3
 """Prompts kept of each case of a float32 package, where a near tie may call for another."""

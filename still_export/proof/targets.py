@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from still_export.calls import Arrays, last_logits, typed_states
-from still_export.cases import chain
-from still_export.package import Package
+from still_export.package.calls import Arrays, last_logits, typed_states
+from still_export.package.folder import Package
+from still_export.proof.cases import chain
 from still_export.runners.ort import native_here, open_session
 
 

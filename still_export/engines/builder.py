@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from still_export.builder_log import Progress, file_logger, progress_monitor
+from still_export.engines.builder_log import Progress, file_logger, progress_monitor
+from still_export.engines.options import TrtOptions
 from still_export.errors import StillExportError
-from still_export.package import MODEL, Package
-from still_export.trt_options import TrtOptions
+from still_export.package.folder import MODEL, Package
 
 LOG, TIMING_CACHE = "build.log", "timing.cache"
 

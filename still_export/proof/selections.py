@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from still_export.calls import Arrays, next_feed
+from still_export.package.calls import Arrays, next_feed
 
 Leads = dict[int, np.ndarray]
 """By layer, the lead of the last selected score over the first rejected one, [B, HS, chunks]."""

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from still_export.calls import Arrays, next_feed, typed_states, without_padding
-from still_export.cases import Case, chain, noise_of, same_best
+from still_export.package.calls import Arrays, next_feed, typed_states, without_padding
+from still_export.proof.cases import Case, chain, noise_of, same_best
+from still_export.proof.selections import Leads, selection_leads
 from still_export.runners.torch import TorchRunner
-from still_export.selections import Leads, selection_leads
 
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 1000, 4097)
 ROWS = 4
