@@ -44,7 +44,7 @@ def test_runners_know_no_model_and_no_sibling_runtime() -> None:
 @pytest.mark.parametrize(
     "module, absent",
     [
-        ("still_graphs.opset", ["torch", "onnx", "numpy"]),
+        ("still_graphs.ops", ["torch", "onnx", "numpy"]),
         ("still_graphs.functions", ["torch", "onnxruntime"]),
         ("still_kernels.hybrid_attention", ["triton", "onnx", "transformers"]),
         ("still_export.models.load", ["onnx", "onnxruntime", "triton", "tensorrt"]),

@@ -14,7 +14,7 @@ import torch
 
 import still_export
 from still_export.export.trace import TracedModel
-from still_graphs.opset import DOMAIN, OPS, OpSpec
+from still_graphs.ops import DOMAIN, OPS, OpSpec
 
 OPSET = 23
 IR_VERSION = 10

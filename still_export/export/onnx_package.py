@@ -171,8 +171,7 @@ def _write_model(model: Any, options: ExportOptions, folder: Path, say: Progress
 
 def _describe(model: Any, options: ExportOptions, command: str) -> dict[str, Any]:
     """The manifest's account of `model`."""
-    from still_graphs.functions import IN_PLACE_STATES
-    from still_graphs.opset import HYBRID_ATTENTION
+    from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 
     config, still = model.config, model.config.still
     dtype = str(model.dtype).removeprefix("torch.")
@@ -193,7 +192,7 @@ def _describe(model: Any, options: ExportOptions, command: str) -> dict[str, Any
                 "batch" if d == "B" else "slots" if d == "N" else size
                 for d, size in zip(spec.shape, sizes, strict=True)
             ]
-            in_place = name in IN_PLACE_STATES[HYBRID_ATTENTION.name]
+            in_place = spec.in_place
             states.append(_state(name, index, shape, dtype if spec.dtype == "T" else spec.dtype, in_place))
     eos = model.generation_config.eos_token_id
     return {

@@ -111,7 +111,7 @@ def _fill(source: Path, folder: Path, trt: TrtOptions, say: Progress, bring: Cal
 
 def _plugin_nodes(graph: Any) -> dict[str, int]:
     """Number of nodes of each op that must become plugin layers."""
-    from still_graphs.opset import DOMAIN
+    from still_graphs.ops import DOMAIN
 
     counts: dict[str, int] = {}
     for node in graph.graph.node:
@@ -192,7 +192,7 @@ def demand_kernels(graph: Any) -> None:
 
 def _plugin_inputs(graph: Any) -> Iterator[tuple[Any, dict[str, str], dict[str, list[int]]]]:
     """Plugin nodes with the names of their inputs, by the OpSpec's, and the shapes of values."""
-    from still_graphs.opset import DOMAIN, OPS
+    from still_graphs.ops import DOMAIN, OPS
     from still_graphs.passes.lower_plugin_nodes import ABSENT_INPUTS
     from still_graphs.passes.walk import attribute
 
@@ -208,7 +208,7 @@ def _plugin_inputs(graph: Any) -> Iterator[tuple[Any, dict[str, str], dict[str, 
 
 def kernel_variants(graph: Any) -> list[Any]:
     """The kernels that a lowered graph needs, one variant for each set of choices."""
-    from still_graphs.opset import OPS
+    from still_graphs.ops import OPS
     from still_graphs.passes.lower_plugin_nodes import ACTIVATION_TYPE
     from still_graphs.passes.walk import attribute
     from still_kernels.aot import Variant

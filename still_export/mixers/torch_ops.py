@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from still_graphs.opset import HYBRID_ATTENTION, AttributeValue, OpSpec
+from still_graphs.ops import OpSpec
+from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
+from still_graphs.ops.spec import AttributeValue
 from still_kernels.dispatch import factor_tensor
 from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState
 from still_kernels.hybrid_attention.state import state_names, state_shape

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from still_export.export.plugins import pack_archive
-from still_graphs.opset import HYBRID_ATTENTION
+from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState
 from tests.plugins.core_abi import Core, Recorder, Tensor
 
