@@ -48,6 +48,8 @@ public:
         {
             OrtValue* value;
             check(g_api->KernelContext_GetOutput(context, i, shape.data(), shape.size(), &value));
+            if (!value)
+                throw Refused("still::HybridAttention: the node leaves out its output " + op_spec().outputs[i].name + ".");
             return data_of(value);
         };
         // Works in place: where the host keeps past and present apart, present starts as a copy.
@@ -55,7 +57,7 @@ public:
         {
             if (!inputs[static_cast<size_t>(past_input)])
                 return nullptr;
-            std::vector<int64_t> const& shape = shapes[static_cast<size_t>(past_input)];
+            std::vector<int64_t> const& shape = *shapes[static_cast<size_t>(past_input)];
             void* const from = input(past_input);
             void* const to = output(static_cast<size_t>(1 + past_input - kPastWindowKey), shape);
             if (from != to)
@@ -72,7 +74,7 @@ public:
         x.query = input(kQuery), x.key = input(kKey), x.value = input(kValue), x.gate = input(kGate);
         x.feature_q_weight = input(kFeatureQWeight), x.feature_k_weight = input(kFeatureKWeight);
         x.window_factor = static_cast<float const*>(input(kWindowFactor));
-        x.output = output(0, shapes[kQuery]);
+        x.output = output(0, *shapes[kQuery]);
         x.window_key = state(kPastWindowKey), x.window_value = state(kPastWindowValue);
         x.window_score = static_cast<float*>(state(kPastWindowScore));
         x.salient_key = state(kPastSalientKey), x.salient_value = state(kPastSalientValue);

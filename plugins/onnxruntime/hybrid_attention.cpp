@@ -8,6 +8,10 @@
 #include "kernels.h"
 #include "selection.h"
 
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#endif
+
 namespace still_cpu
 {
 namespace
@@ -15,17 +19,33 @@ namespace
 
 constexpr size_t kMaxLanes = 64; // tasks that have room at once
 
+// What lies side by side in the scratch memory is one block to the address sanitizer, which would not see a step from one array into
+// the next: in its builds they lie this many bytes apart, and what is between is marked.
+#if defined(__SANITIZE_ADDRESS__)
+constexpr size_t kGuard = 64;
+void mark(uintptr_t begin, size_t size) { ASAN_POISON_MEMORY_REGION(reinterpret_cast<void*>(begin), size); }
+void clear(void* begin, size_t size) { ASAN_UNPOISON_MEMORY_REGION(begin, size); }
+#else
+constexpr size_t kGuard = 0;
+void mark(uintptr_t, size_t) {}
+void clear(void*, size_t) {}
+#endif
+
 // Where a call's scratch memory goes.
 struct Scratch
 {
-    char* next;
+    uintptr_t next;
+    bool real; // false: only the size is wanted
 
     template <typename T>
     T* take(size_t count)
     {
-        next += -reinterpret_cast<uintptr_t>(next) % 64;
+        next = (next + 63) / 64 * 64;
         T* const taken = reinterpret_cast<T*>(next);
         next += count * sizeof(T);
+        if (real)
+            mark(next, kGuard);
+        next += kGuard;
         return taken;
     }
 };
@@ -59,12 +79,17 @@ struct Call
     {
         return static_cast<size_t>(s.row) * static_cast<size_t>(layer.select_heads()) + static_cast<size_t>(head);
     }
+    // Of the folded keys of one selection head.
+    size_t block_bytes() const
+    {
+        return static_cast<size_t>(layer.salient) * static_cast<size_t>(layer.dim) * static_cast<size_t>(layer.element_size());
+    }
     size_t ranked_size() const { return static_cast<size_t>(layer.chunk + layer.slots + layer.salient); }
 
     Task task(Step const& s, int head, size_t lane) const
     {
         size_t const own = selection(s, head / (layer.heads / layer.select_heads())), chunk = static_cast<size_t>(layer.chunk);
-        size_t const block = static_cast<size_t>(layer.salient * layer.dim * layer.element_size());
+        size_t const block = block_bytes();
         return {&layer, &tensors, &s, head, leaving + own * chunk, layer.sliding && layer.salient ? previous + own * chunk : nullptr,
             {folded_keys + own * block, folded_values + own * block, folded[own]}, rooms + lane * room_size};
     }
@@ -117,7 +142,7 @@ void select(Call& call, size_t index, size_t)
     call.folded[own] = 0;
     if (s.promotes)
     {
-        size_t const block = static_cast<size_t>(l.salient * l.dim * l.element_size());
+        size_t const block = call.block_bytes();
         select_tokens(selection, s.chunk - 2, call.leaving + own * chunk);
         call.folded[own] = fill_cache(
             selection, s.chunk - 2, call.leaving + own * chunk, call.folded_keys + own * block, call.folded_values + own * block);
@@ -234,28 +259,31 @@ void run_step(Call& call)
 }
 
 // Lays out the scratch memory; with a null base only its size counts.
-size_t lay_out(Call& call, char* base, int64_t tokens, int64_t** done)
+size_t lay_out(Call& call, void* base, int64_t tokens, int64_t** done)
 {
     Layer const& l = call.layer;
-    Scratch scratch{base};
+    Scratch scratch{reinterpret_cast<uintptr_t>(base), base != nullptr};
     size_t const batch = static_cast<size_t>(call.batch), heads = static_cast<size_t>(l.heads);
     size_t const selections = batch * static_cast<size_t>(l.select_heads()), chunk = static_cast<size_t>(l.chunk);
     size_t const blocks = static_cast<size_t>((std::min<int64_t>(tokens, l.chunk) + kBlockRows - 1) / kBlockRows);
     call.parts = static_cast<int>(std::max<int64_t>(1, (l.slots + kPartSlots - 1) / kPartSlots));
     call.lanes = std::min(kMaxLanes, batch * heads * std::max<size_t>(blocks, static_cast<size_t>(call.parts)));
-    call.room_size = (call.kernels.room(l) + 15) / 16 * 16;
+    size_t const room = call.kernels.room(l);
+    call.room_size = (room + 15) / 16 * 16 + kGuard / sizeof(float);
     *done = scratch.take<int64_t>(batch);
     call.steps = scratch.take<Step>(batch);
     call.rooms = scratch.take<float>(call.lanes * call.room_size);
+    for (size_t lane = 0; base && lane < call.lanes; ++lane)
+        mark(reinterpret_cast<uintptr_t>(call.rooms + lane * call.room_size + room), (call.room_size - room) * sizeof(float));
     call.partials = scratch.take<float>(call.parts > 1 ? batch * heads * static_cast<size_t>(call.parts) * partial_size(l) : 0);
     call.leaving = scratch.take<uint8_t>(selections * chunk);
     call.previous = scratch.take<uint8_t>(selections * chunk);
     call.folded = scratch.take<int>(selections);
-    call.folded_keys = scratch.take<char>(selections * static_cast<size_t>(l.salient * l.dim * l.element_size()));
-    call.folded_values = scratch.take<char>(selections * static_cast<size_t>(l.salient * l.dim * l.element_size()));
+    call.folded_keys = scratch.take<char>(selections * call.block_bytes());
+    call.folded_values = scratch.take<char>(selections * call.block_bytes());
     call.ranked = scratch.take<float>(selections * call.ranked_size());
     call.flags = scratch.take<uint8_t>(selections * call.ranked_size());
-    return static_cast<size_t>(scratch.next - base);
+    return static_cast<size_t>(scratch.next - reinterpret_cast<uintptr_t>(base));
 }
 
 Host const kNoHost{};
@@ -275,15 +303,16 @@ void hybrid_attention(Layer const& layer, Tensors const& tensors, int batch, int
 {
     Call call{layer, tensors, kernels_of(instruction_set, layer.half), host, batch};
     int64_t* done;
-    lay_out(call, static_cast<char*>(scratch), *std::max_element(brought, brought + batch), &done);
+    size_t const size = lay_out(call, scratch, *std::max_element(brought, brought + batch), &done);
     std::fill(done, done + batch, 0);
-    std::memset(call.folded, 0, sizeof(int) * static_cast<size_t>(batch * layer.select_heads()));
+    std::memset(call.folded, 0, sizeof(int) * static_cast<size_t>(batch) * static_cast<size_t>(layer.select_heads()));
     while (next_step(call, past, brought, done))
         run_step(call);
-    size_t const token = static_cast<size_t>(layer.heads * layer.dim * layer.element_size());
+    size_t const token = static_cast<size_t>(layer.heads) * static_cast<size_t>(layer.dim) * static_cast<size_t>(layer.element_size());
     for (int row = 0; row < batch; ++row)
         std::memset(static_cast<char*>(tensors.output) + static_cast<size_t>(row * tensors.tokens + brought[row]) * token, 0,
             static_cast<size_t>(tensors.tokens - brought[row]) * token);
+    clear(scratch, size);
 }
 
 } // namespace still_cpu

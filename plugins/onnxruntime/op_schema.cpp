@@ -1,6 +1,7 @@
 #include "op_schema.h"
 
 #include <algorithm>
+#include <limits>
 #include <map>
 #include <sstream>
 
@@ -11,12 +12,14 @@ namespace still_cpu
 namespace
 {
 
-std::string list(std::vector<int64_t> const& shape)
+std::string list(std::optional<std::vector<int64_t>> const& shape)
 {
+    if (!shape)
+        return "absent";
     std::ostringstream out;
     out << "[";
-    for (size_t i = 0; i < shape.size(); ++i)
-        out << (i ? ", " : "") << shape[i];
+    for (size_t i = 0; i < shape->size(); ++i)
+        out << (i ? ", " : "") << (*shape)[i];
     out << "]";
     return out.str();
 }
@@ -105,13 +108,16 @@ Sizes read_shapes(Layer layer, Shapes const& shapes)
     layer.weight_heads = 0;
     for (size_t i = 0; i < kInputs; ++i)
     {
-        if (shapes[i].empty() && inputs[i].optional)
+        if (!shapes[i] && inputs[i].optional)
             continue;
-        bool fits = shapes[i].size() == inputs[i].shape.size();
-        for (size_t d = 0; fits && d < shapes[i].size(); ++d)
+        bool fits = shapes[i] && shapes[i]->size() == inputs[i].shape.size();
+        for (size_t d = 0; fits && d < shapes[i]->size(); ++d)
         {
             std::string const& symbol = inputs[i].shape[d];
-            int64_t const size = shapes[i][d];
+            int64_t const size = (*shapes[i])[d];
+            if (size < 0 || size > kMostTokens)
+                throw Refused("still::HybridAttention: " + inputs[i].name + " is " + list(shapes[i]) + ": dimension " + symbol
+                              + " is out of range.");
             if (inputs[i].weight && symbol == "H" && inputs[i].shape.size() > 1)
             {
                 layer.weight_heads = i == kFeatureQWeight ? static_cast<int>(size) : layer.weight_heads;
@@ -139,10 +145,14 @@ Sizes read_shapes(Layer layer, Shapes const& shapes)
         if (known[symbol] < 1 || known[symbol] > 65536)
             throw Refused(
                 std::string("still::HybridAttention: dimension ") + symbol + "=" + std::to_string(known[symbol]) + " is out of range.");
+    for (char const* symbol : {"B", "N"}) // counted in 32 bits
+        if (known[symbol] > std::numeric_limits<int32_t>::max())
+            throw Refused(
+                std::string("still::HybridAttention: dimension ") + symbol + "=" + std::to_string(known[symbol]) + " is out of range.");
     if (known["H"] % known["HK"])
         throw Refused("still::HybridAttention: " + std::to_string(known["H"]) + " query heads are no multiple of "
                       + std::to_string(known["HK"]) + ".");
-    if ((layer.overflow == Overflow::kFoldMinScore) == shapes[kPastSalientScore].empty())
+    if ((layer.overflow == Overflow::kFoldMinScore) != shapes[kPastSalientScore].has_value())
         throw Refused("still::HybridAttention: past_salient_score goes with overflow=\"fold_min_score\", and only with it.");
     layer.heads = static_cast<int>(known["H"]);
     layer.kv_heads = static_cast<int>(known["HK"]);
@@ -158,10 +168,11 @@ void check_counts(Sizes const& sizes, int64_t const* past, int64_t const* brough
     Layer const& l = sizes.layer;
     for (int row = 0; row < sizes.batch; ++row)
     {
-        if (past[row] < 0 || brought[row] < 0 || brought[row] > sizes.tokens)
+        // Before they are added: the sum of what a file says may not fit.
+        if (past[row] < 0 || past[row] > kMostTokens || brought[row] < 0 || brought[row] > sizes.tokens)
             throw Refused("still::HybridAttention: row " + std::to_string(row) + " has past_length " + std::to_string(past[row])
-                          + " and new_tokens " + std::to_string(brought[row]) + "; expected at least 0, and new_tokens at most "
-                          + std::to_string(sizes.tokens) + ".");
+                          + " and new_tokens " + std::to_string(brought[row]) + "; expected 0 to " + std::to_string(kMostTokens)
+                          + ", and new_tokens at most " + std::to_string(sizes.tokens) + ".");
         int64_t const length = past[row] + brought[row];
         int64_t const slots = l.salient * std::max<int64_t>(0, (length + l.chunk - 1) / l.chunk - 2);
         if (l.overflow == Overflow::kError && slots > l.slots)

@@ -1,6 +1,7 @@
 // The op as ONNX Runtime sees it: attributes and shapes of a node, checked against the OpSpec.
 #pragma once
 
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -55,8 +56,8 @@ struct Attributes
 // The attributes of a node; throws Refused for a value that no kernel knows.
 Layer read_attributes(Attributes const& attributes, bool half);
 
-// Shapes of a call's inputs; an absent one is empty.
-using Shapes = std::vector<std::vector<int64_t>>;
+// Shapes of a call's inputs; an absent one has none, a scalar's is empty.
+using Shapes = std::vector<std::optional<std::vector<int64_t>>>;
 
 struct Sizes
 {
@@ -67,6 +68,9 @@ struct Sizes
 
 // Completes the layer by the inputs' shapes; throws Refused where they contradict the OpSpec or each other.
 Sizes read_shapes(Layer layer, Shapes const& shapes);
+
+// The longest sequence: sums and products with it stay far from the end of 64 bits.
+constexpr int64_t kMostTokens = int64_t{1} << 40;
 
 // Throws Refused for counts outside their range and for rows that outgrow the salient cache.
 void check_counts(Sizes const& sizes, int64_t const* past, int64_t const* brought);

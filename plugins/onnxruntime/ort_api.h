@@ -94,6 +94,11 @@ struct Memory
     {
         check(g_api->KernelContext_GetAllocator(context, info, &allocator));
         data = allocator->Alloc(allocator, size);
+        if (!data)
+        {
+            g_api->ReleaseAllocator(allocator);
+            throw Failed("still::HybridAttention: no memory for " + std::to_string(size >> 20) + " MiB of intermediate results.");
+        }
     }
     Memory(Memory const&) = delete;
     Memory& operator=(Memory const&) = delete;

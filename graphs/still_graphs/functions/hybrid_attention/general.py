@@ -36,12 +36,29 @@ class Grid:
     source: str  # row of the aligned position in cat([ring, new, zero]), [B, A]
 
 
+MOST_TOKENS = 1 << 40
+"""The longest sequence, as in the CPU kernels: products with it stay far from the end of 64 bits."""
+
+
+def checked_counts(b: Scope, tokens: str) -> tuple[str, str]:
+    """past_length and new_tokens, [B, 1] each; a call that has one outside 0..MOST_TOKENS or 0..T fails.
+
+    No standard op says "refuse": one takes row 0 of a table of one row, or row 1, which every runtime that checks its indices refuses.
+    """
+    past, new = b.unsqueeze("past_length", 1), b.unsqueeze("new_tokens", 1)
+    in_range = b.all_of(
+        b("Equal", past, b("Clip", past, 0, MOST_TOKENS)), b("Equal", new, b("Clip", new, 0, b("Squeeze", tokens)))
+    )
+    wrong = b("Sub", 1, b("ReduceMin", b.cast(in_range, INT64), keepdims=0))
+    zero = b("Gather", [0], wrong, name="past_length_or_new_tokens_out_of_range")
+    return b("Add", past, zero), b("Add", new, zero)
+
+
 def make_grid(b: Scope, layer: Layer) -> Grid:
-    chunk, past = layer.chunk, b.unsqueeze("past_length", 1)
-    new = b.unsqueeze("new_tokens", 1)
+    chunk, tokens = layer.chunk, b.dim("query", 1)
+    past, new = checked_counts(b, tokens)
     first, offset = b("Div", past, chunk), b("Mod", past, chunk)
     end = b("Add", past, new)
-    tokens = b.dim("query", 1)
     single = b("Equal", tokens, [1])
     need = b("Div", b.total(offset, new, chunk - 1), chunk)
     chunks = b.reshape(b("Max", b("ReduceMax", need, keepdims=0), 1), 1)
