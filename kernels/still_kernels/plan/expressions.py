@@ -15,7 +15,6 @@ its operator: ["+", ["size", "B"], 1]. Integers have 64 bits; overflow and divis
 from __future__ import annotations
 
 import ast
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,7 +53,7 @@ def _pow2(n: int) -> int:
 
 
 def _rsqrt(n: int) -> float:
-    return 1.0 / math.sqrt(n)
+    return float(n) ** -0.5
 
 
 def symbols(spec: OpSpec) -> list[str]:
