@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from still_export.build import build_engines, reopen
-from still_export.row_check import check_rows
+from still_export.engines.build import build_engines, reopen
+from still_export.engines.row_check import check_rows
 from still_export.runners.tensorrt import TrtModel
 
 WEIGHTS = "model.onnx.data"

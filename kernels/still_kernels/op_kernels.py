@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from still_graphs.errors import ConfigError, UnsupportedError
-from still_graphs.opset import OpSpec
+from still_graphs.ops import OpSpec
 from still_kernels.plan import Call, Check, Plan
 from still_kernels.plan.compiled import failures
 from still_kernels.tile import KernelTile

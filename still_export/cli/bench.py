@@ -44,9 +44,9 @@ def bench(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
     """Measure prefill, decode and peak memory by context length with ONNX Runtime or TensorRT."""
-    from still_export.bench import LENGTHS, Measurement, plot, to_dict
-    from still_export.bench import bench as measure
-    from still_export.package import open_package
+    from still_export.evaluation.bench import LENGTHS, Measurement, plot, to_dict
+    from still_export.evaluation.bench import bench as measure
+    from still_export.package.folder import open_package
 
     opened = open_package(package)
     kind = opened.manifest.get("target", "onnx")

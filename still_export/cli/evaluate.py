@@ -52,8 +52,15 @@ def evaluate(
     """Measure bits per byte and retrieval: teacher, STILL, and STILL without salient tokens, linear part, norm-preserving map."""
     from dataclasses import asdict
 
-    from still_export.evaluate import EvaluationOptions, evaluate, load_any, measurements, pick_device, write_evaluation
-    from still_export.load import load_tokenizer
+    from still_export.evaluation.evaluate import (
+        EvaluationOptions,
+        evaluate,
+        load_any,
+        measurements,
+        pick_device,
+        write_evaluation,
+    )
+    from still_export.models.load import load_tokenizer
 
     options = EvaluationOptions(
         texts=tuple(text or ()),

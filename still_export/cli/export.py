@@ -15,7 +15,7 @@ from still_export.cli.runtimes import next_commands
 from still_export.errors import ConfigError
 
 if TYPE_CHECKING:
-    from still_export.onnx_package import ExportOptions
+    from still_export.export.onnx_package import ExportOptions
 
 EXAMPLES = """
 Examples:
@@ -114,7 +114,7 @@ def export(
     """Export a model to a package: graph, weights, tokenizer, a runner, manifest.json; for trt also kernels, plugin and engine."""
     from dataclasses import asdict, replace
 
-    from still_export.onnx_package import ExportOptions, export_onnx
+    from still_export.export.onnx_package import ExportOptions, export_onnx
 
     manifest = _read_manifest(config)
     to = to or manifest.get("target", "onnx")
@@ -216,10 +216,10 @@ def _export_trt(
     out: Output,
 ) -> None:
     """Write a package for TensorRT, as `asked` or else as `manifest` records it, and its engines where that is possible here."""
-    from still_export.build import build_engines
-    from still_export.engine_builder import NoBuilderError
-    from still_export.trt_options import TrtOptions
-    from still_export.trt_package import export_trt
+    from still_export.engines.build import build_engines
+    from still_export.engines.builder import NoBuilderError
+    from still_export.engines.options import TrtOptions
+    from still_export.export.trt_package import export_trt
 
     trt = TrtOptions.from_manifest(manifest if manifest.get("target") == to else {}, target=to, **asked)
     with out.steps() as progress:

@@ -49,7 +49,7 @@ def run(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No timings on stderr.")] = False,
 ) -> None:
     """Continue a prompt, or chat, with ONNX Runtime or TensorRT; prompts of any length are fed in pieces."""
-    from still_export.package import open_package
+    from still_export.package.folder import open_package
     from still_export.runners import ort
     from still_export.runners.cuda_driver import CudaError
 

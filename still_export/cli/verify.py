@@ -17,9 +17,9 @@ from still_export.cli.runtimes import runtime_of
 from still_export.errors import ConfigError, ModelNotFoundError, PackageError
 
 if TYPE_CHECKING:
-    from still_export.cases import CaseSource
-    from still_export.package import Package
-    from still_export.verify import Report
+    from still_export.package.folder import Package
+    from still_export.proof.cases import CaseSource
+    from still_export.proof.verify import Report
 
 SHOWN = 5
 """Mismatches that are printed; the report has all."""
@@ -63,12 +63,12 @@ def verify(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
     """Compare ONNX Runtime or TensorRT with PyTorch on logits, every state tensor and every selection; exit 1 on a mismatch."""
-    from still_export.package import open_package
-    from still_export.recorded import RecordedCases, record_cases
+    from still_export.package.folder import open_package
+    from still_export.proof.recorded import RecordedCases, record_cases
+    from still_export.proof.targets import OrtTarget, TrtTarget
+    from still_export.proof.verify import DECODE_STEPS, Verifier, check_dtype
     from still_export.runners.cuda_driver import CudaError
     from still_export.runners.ort import RunError, native_here
-    from still_export.targets import OrtTarget, TrtTarget
-    from still_export.verify import DECODE_STEPS, Verifier, check_dtype
 
     if record is not None and calls is not None:
         raise ConfigError("--record writes a file of answers and --calls reads one; give one of them.")
@@ -124,8 +124,8 @@ def _torch_cases(
     """Cases answered by PyTorch; a half precision package is held to float32, beside PyTorch's own run in half precision."""
     from dataclasses import replace
 
-    from still_export.onnx_package import ExportOptions, load_source
-    from still_export.torch_cases import LENGTHS, TorchCases
+    from still_export.export.onnx_package import ExportOptions, load_source
+    from still_export.proof.torch_cases import LENGTHS, TorchCases
 
     options = ExportOptions.from_manifest(package.manifest)
     if model:

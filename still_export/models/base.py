@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from still_export.attention import StillAttention
-from still_export.config import FULL, HYBRID, StillConfig, head_size
 from still_export.errors import PaddingError, UnsupportedError
+from still_export.mixers.cache import StillCache
+from still_export.mixers.config import FULL, HYBRID, StillConfig, head_size
+from still_export.mixers.hybrid_attention import StillAttention
 from still_export.models.support import check_attention, check_family_config
-from still_export.state import StillCache
 
 
 class StillConfigMixin:

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from still_export.calls import Arrays
+from still_export.mixers.cache import empty_states
 from still_export.models import forward_with_state
-from still_export.state import empty_states
+from still_export.package.calls import Arrays
 
 
 class TorchRunner:

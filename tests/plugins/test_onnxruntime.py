@@ -13,8 +13,8 @@ import onnx
 import pytest
 import torch
 
-from still_export.native import build_native, find_onnxruntime_headers
-from still_export.plugins import PluginBuildError
+from still_export.export.native import build_native, find_onnxruntime_headers
+from still_export.export.plugins import PluginBuildError
 from still_kernels.hybrid_attention.naive import naive_hybrid_attention
 from tests.still_graphs import test_functions as body
 from tests.tolerances import REFERENCE

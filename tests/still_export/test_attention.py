@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from still_export import ops
-from still_export.attention import StillAttention
-from still_export.config import StillConfig
+from still_export.mixers import torch_ops as ops
+from still_export.mixers.config import StillConfig
+from still_export.mixers.hybrid_attention import StillAttention
 from still_export.models import attach_untrained
 from still_export.models.convert import fold_householder
 from still_kernels import dispatch

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from still_export import attention
 from still_export.errors import CapacityError, PaddingError, UnsupportedError
-from still_export.state import HybridLayer, StillCache
+from still_export.mixers import hybrid_attention as attention
+from still_export.mixers.cache import HybridLayer, StillCache
 from still_kernels import dispatch
 from tests.still_export.tiny import CHUNK, MIXED, padded, random_ids, still_model
 from tests.tolerances import REFERENCE

@@ -16,7 +16,7 @@ import torch
 
 from still_export.cli.main import main
 from still_export.errors import ConfigError
-from still_export.onnx_package import ExportOptions
+from still_export.export.onnx_package import ExportOptions
 from tests.still_export.conftest import Exporter
 from tests.still_export.tiny import plain_model, still_model
 
@@ -105,7 +105,7 @@ def test_manifest_names_the_model_and_its_overlays_from_anywhere(
         seen.append(options)
         raise ConfigError("enough")
 
-    monkeypatch.setattr("still_export.onnx_package.export_onnx", export)
+    monkeypatch.setattr("still_export.export.onnx_package.export_onnx", export)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "base").mkdir()
     (tmp_path / "adapter").mkdir()
@@ -199,12 +199,12 @@ def test_prompt_beyond_the_capacity(export_tiny: Exporter, capsys: Capture) -> N
 def test_interrupt_leaves_nothing(
     number: int, model: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import still_export.lower
+    import still_export.export.lower
 
     def interrupt(traced: object) -> None:
         os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(still_export.lower, "lower_program", interrupt)
+    monkeypatch.setattr(still_export.export.lower, "lower_program", interrupt)
     assert call(model, "--to", "onnx", "-o", tmp_path / "p") == 2
     assert "Interrupted" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
@@ -300,7 +300,7 @@ def test_running_needs_no_torch(export_tiny: Exporter) -> None:
 
 
 def test_chat_format_of_a_template() -> None:
-    from still_export.chat_format import chat_format
+    from still_export.export.chat_format import chat_format
 
     class Tokenizer:
         chat_template = "given"

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from still_export.config import StillConfig
 from still_export.errors import ConfigError, DataError
-from still_export.evaluate import (
+from still_export.evaluation.evaluate import (
     DEFAULT_HAYSTACK,
     VARIANTS,
     EvaluationOptions,
@@ -25,6 +24,7 @@ from still_export.evaluate import (
     without,
     write_evaluation,
 )
+from still_export.mixers.config import StillConfig
 from still_export.models import attach_untrained
 from tests.still_export.tiny import CHUNK, plain_model, random_ids, still_model
 from tests.still_export.training import byte_tokenizer, make_base, make_text

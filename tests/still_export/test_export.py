@@ -11,9 +11,9 @@ import onnxruntime
 import pytest
 import torch
 
-from still_export.calls import Arrays, next_feed
-from still_export.load import load_model
-from still_export.package import Package
+from still_export.models.load import load_model
+from still_export.package.calls import Arrays, next_feed
+from still_export.package.folder import Package
 from still_export.runners.torch import TorchRunner
 from tests.still_export.conftest import Exporter
 from tests.still_export.tiny import CHUNK, MIXED, VOCAB, plain_model
@@ -94,8 +94,8 @@ def test_tied_embeddings_are_stored_once(export_tiny: Exporter) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_tying_follows_the_model(tied: bool, tmp_path: Any) -> None:
-    from still_export.export import trace_model
-    from still_export.lower import lower_program
+    from still_export.export.lower import lower_program
+    from still_export.export.trace import trace_model
     from still_export.models import attach_untrained
 
     model = attach_untrained(plain_model("llama", torch.float32, tie_word_embeddings=tied, num_hidden_layers=1))
@@ -134,7 +134,7 @@ def test_graph_equals_pytorch(export_tiny: Exporter, family: str, dtype: str, st
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_untrained_attention_keeps_the_base_logits(family: str, tmp_path: Any) -> None:
     """Through the package, with the default chunks: every prompt of up to 128 tokens."""
-    from still_export.onnx_package import ExportOptions, export_onnx
+    from still_export.export.onnx_package import ExportOptions, export_onnx
 
     base = plain_model(family, torch.float32)
     base.save_pretrained(tmp_path / "base")

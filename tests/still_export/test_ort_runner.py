@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from still_export.load import load_model
+from still_export.models.load import load_model
 from still_export.runners.ort import OrtModel, RunError, Sampling, chat
 from tests.still_export.conftest import Exporter
 from tests.still_export.tiny import CHUNK, VOCAB

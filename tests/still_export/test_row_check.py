@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from still_export.build import BuildOptions, build_engines
-from still_export.engine_builder import BuildError
-from still_export.package import Package, open_package
-from still_export.row_check import WrongEngineError, check_rows
+from still_export.engines.build import BuildOptions, build_engines
+from still_export.engines.builder import BuildError
+from still_export.engines.row_check import WrongEngineError, check_rows
+from still_export.package.folder import Package, open_package
 from still_export.runners.tensorrt import TrtModel
 from still_export.runners.trt_engine import TrtError
 from tests.still_export import fake_tensorrt

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from still_export.selections import compare_selections, without_ties
+from still_export.proof.selections import compare_selections, without_ties
 
 BATCH, HEADS, CHUNKS, SALIENT, DIM = 2, 3, 4, 2, 5
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from still_export.package import Package
-from still_export.targets import TrtTarget
+from still_export.package.folder import Package
+from still_export.proof.targets import TrtTarget
 from tests.still_export.test_build import trt_package
 
 

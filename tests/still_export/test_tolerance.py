@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from still_export.cases import Case, noise_of, part_medians
-from still_export.tolerance import half_tolerance
+from still_export.proof.cases import Case, noise_of, part_medians
+from still_export.proof.tolerance import half_tolerance
 
 
 def test_rows_that_err_together_are_allowed_and_wrong_rows_are_not() -> None:

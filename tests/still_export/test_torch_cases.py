@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from still_export.torch_cases import TorchCases
+from still_export.proof.torch_cases import TorchCases
 from tests.still_export.tiny import CHUNK, VOCAB, still_model
 
 

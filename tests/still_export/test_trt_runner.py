@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from still_export.bench import measure
-from still_export.build import build_engines
-from still_export.package import Package, open_package
+from still_export.engines.build import build_engines
+from still_export.evaluation.bench import measure
+from still_export.package.folder import Package, open_package
+from still_export.proof.targets import TrtSession
 from still_export.runners.ort import OrtModel, Sampling
 from still_export.runners.tensorrt import TrtError, TrtModel
-from still_export.targets import TrtSession
 from tests.still_export import fake_tensorrt
 from tests.still_export.fake_tensorrt import FakeTensorRT
 from tests.still_export.test_build import onnx_package, trt_package

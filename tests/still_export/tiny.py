@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from still_export.config import StillConfig
+from still_export.mixers.config import StillConfig
 from still_export.models import FAMILIES, attach_untrained
 
 SHARED = Path(__file__).parents[3] / "shared"

@@ -6,7 +6,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from still_graphs.opset import DOMAIN, HYBRID_ATTENTION
+from still_graphs.ops import DOMAIN
+from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 from still_graphs.passes.attach_functions import attach_functions
 from still_graphs.passes.walk import Rewriter
 

@@ -11,8 +11,9 @@ import torch
 from onnx import TensorProto, helper
 
 from still_graphs.errors import UnsupportedError
-from still_graphs.functions import IN_PLACE_STATES, function_body
-from still_graphs.opset import DOMAIN, HYBRID_ATTENTION
+from still_graphs.functions import function_body
+from still_graphs.ops import DOMAIN
+from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 from still_graphs.passes.attach_functions import attach_functions
 from still_kernels.hybrid_attention.chunked import chunked_hybrid_attention
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
@@ -269,7 +270,7 @@ def test_logits_far_apart() -> None:
 
 
 def test_states_in_place() -> None:
-    assert set(IN_PLACE_STATES["HybridAttention"]) == {s.name for s in HYBRID_ATTENTION.states}
+    assert all(s.in_place for s in HYBRID_ATTENTION.states)
     check(config(), in_place=True)
 
 

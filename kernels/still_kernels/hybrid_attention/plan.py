@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from still_graphs.opset import HYBRID_ATTENTION
+from still_graphs.ops import HYBRID_ATTENTION
 from still_kernels.plan import Alias, Branch, Check, Launch, Let, Loop, Plan, Region
 
 DECODE, PREFILL, FOLDS = "T == 1", "T != 1", "overflow != 'error'"

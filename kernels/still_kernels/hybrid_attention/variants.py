@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from still_graphs.errors import ConfigError
-from still_graphs.opset import HYBRID_ATTENTION
+from still_graphs.ops import HYBRID_ATTENTION
 from still_kernels.hybrid_attention.config import CHOICES, HybridAttentionConfig
 from still_kernels.hybrid_attention.plan import PLAN
 from still_kernels.hybrid_attention.tiles import (

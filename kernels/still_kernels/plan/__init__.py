@@ -18,8 +18,8 @@ Python launcher (`launcher.py`) and the C++ core (plugins/core) execute it alike
         ),
     )
 
-A kernel's pointers go by name without p_: a tensor of the op (a state by its plain name is the present one), `query_start` and
-`state_row` of packed rows, a workspace or persistent region, an alias. What a call does not have is null. Its integers and reals are
+A kernel's pointers go by name without p_: a tensor of the op (a state is the present one, by its plain name, or by `present_<name>` where
+an input has that), `query_start` and `state_row` of packed rows, a workspace or persistent region, an alias. What a call does not have is null. Its integers and reals are
 those of the step, then those of the plan; what is left over are constants of the compiled kernel.
 
 Padded rows are [B, T, ...]; `tokens` is B * T and `rows` is B. Packed rows are [tokens, ...] with states of `rows` rows, of which the
@@ -34,7 +34,7 @@ from functools import cached_property
 from typing import Any
 
 from still_graphs.errors import UnsupportedError
-from still_graphs.opset import OpSpec
+from still_graphs.ops import OpSpec
 from still_kernels.plan.compiled import Compiled, failures
 from still_kernels.plan.expressions import leaves
 from still_kernels.plan.parts import (
@@ -149,7 +149,8 @@ class Plan:
         """Element type of every pointer that the plan can pass, by name; `call` has what `types` follow from."""
         env = call.environment()
         kinds = {"T": call.dtype or "", "int64": call.count_dtype or "", "float32": "float32"}
-        found = {t.name: kinds[t.dtype] for t in (*self.spec.inputs, *self.spec.states, *self.spec.outputs)}
+        found = {f"present_{state.name}": kinds[state.dtype] for state in self.spec.states}
+        found |= {t.name: kinds[t.dtype] for t in (*self.spec.states, *self.spec.inputs, *self.spec.outputs)}
         found |= {name: kinds["int64"] for name in ("query_start", "state_row")}
         for region in (*self.compiled.workspace, *self.compiled.persistent):
             found[region.name] = region.element(env)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from still_graphs.errors import ConfigError
-from still_graphs.opset import OpSpec
+from still_graphs.ops import OpSpec
 
 CALL = {"tokens": "integer", "rows": "integer", "packed": "integer", "dtype": "text", "count_dtype": "text"}
 """Of any call: its tokens of all rows, rows of its state, whether rows are packed, types of its activations and of its counts."""
@@ -58,7 +58,7 @@ def _rsqrt(n: int) -> float:
 
 def symbols(spec: OpSpec) -> list[str]:
     """Dimension symbols of an op, in the order of their first use: "C" for a dimension "2*C"."""
-    shapes = (tensor.shape for tensor in (*spec.inputs, *spec.states, *spec.outputs))
+    shapes = (tensor.shape for tensor in (*spec.all_inputs(), *spec.outputs))
     return list(dict.fromkeys(str(dim).rpartition("*")[2] for shape in shapes for dim in shape if isinstance(dim, str)))
 
 
@@ -92,9 +92,9 @@ class Scope:
         return (["call", name], CALL[name]) if name in CALL else None
 
     def tensors(self) -> set[str]:
-        """Names of tensors as kernels have them: states without past_ or present_."""
-        every = (*self.spec.inputs, *self.spec.states, *self.spec.outputs)
-        return {tensor.name for tensor in every} | {"query_start", "state_row"}
+        """Names of tensors as kernels have them: a state's present one by its plain name, unless an input has that."""
+        every = {tensor.name for tensor in (*self.spec.all_inputs(), *self.spec.outputs)}
+        return every | {f"present_{state.name}" for state in self.spec.states} | {"query_start", "state_row"}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,108 @@
+"""Trace a STILL model: one ExportedProgram for prefill and decode, tokens and states in, logits and states out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from still_export.mixers.cache import empty_states
+from still_export.models import forward_with_state
+
+TRACE_BATCH, TRACE_TOKENS, TRACE_CAPACITY_CHUNKS = 3, 5, 4
+"""Example sizes of the trace: all different and none 1, so that no dimension is specialised or taken for another."""
+
+
+@dataclass(frozen=True)
+class StateName:
+    """One state tensor of the graph: `past_<name>.<layer>` in, `present_<name>.<layer>` out."""
+
+    layer: int
+    name: str
+
+    @property
+    def past(self) -> str:
+        """Name of the graph input."""
+        return f"past_{self.name}.{self.layer}"
+
+    @property
+    def present(self) -> str:
+        """Name of the graph output."""
+        return f"present_{self.name}.{self.layer}"
+
+
+@dataclass(frozen=True)
+class TracedModel:
+    """An ExportedProgram with the names of its inputs and outputs in order."""
+
+    program: torch.export.ExportedProgram
+    input_names: list[str]
+    output_names: list[str]
+    states: list[StateName]
+
+
+class _StatefulForward(nn.Module):
+    """`forward_with_state` with its states as one flat argument list."""
+
+    def __init__(self, model: Any, states: list[StateName], last_only: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.states = states
+        self.last_only = last_only
+
+    def forward(self, input_ids: Tensor, new_tokens: Tensor, past_length: Tensor, past: list[Tensor]) -> list[Tensor]:
+        layers: list[dict[str, Tensor]] = [{} for _ in range(self.model.config.num_hidden_layers)]
+        for key, tensor in zip(self.states, past, strict=True):
+            layers[key.layer][key.name] = tensor
+        logits, present = forward_with_state(
+            self.model, input_ids, new_tokens, past_length, layers, last_only=self.last_only
+        )
+        return [logits.float(), *(present[key.layer][key.name] for key in self.states), past_length + new_tokens]
+
+
+def trace_model(model: Any, all_logits: bool = False) -> TracedModel:
+    """Trace `model` with dynamic batch, tokens and salient capacity.
+
+    Args:
+        model: A STILL model of any family, on the CPU.
+        all_logits: Logits of every position instead of each row's last new token.
+
+    Returns:
+        The program; inputs `input_ids [B,T]`, `new_tokens [B]`, `past_length [B]`, `past_<state>.<layer>`; outputs `logits` (float32),
+        `present_<state>.<layer>`, `present_length [B]`.
+    """
+    config = model.config
+    chunk = config.still.chunk_size
+    layers = empty_states(config, TRACE_BATCH, model.dtype, capacity=chunk * TRACE_CAPACITY_CHUNKS)
+    states = [StateName(index, name) for index, layer in enumerate(layers) for name in layer]
+    past = [layers[key.layer][key.name] for key in states]
+
+    batch = torch.export.Dim("batch", min=1, max=1 << 16)
+    tokens = torch.export.Dim("tokens", min=1, max=1 << 24)
+    capacity = {name: torch.export.Dim(name, min=2, max=1 << 24) for name in ("slots", "capacity")}
+    grown = empty_states(config, TRACE_BATCH, model.dtype, capacity=chunk * (TRACE_CAPACITY_CHUNKS + 1))
+    shapes = []
+    for key, tensor in zip(states, past, strict=True):
+        dims: dict[int, Any] = {0: batch}
+        for axis, (size, larger) in enumerate(zip(tensor.shape, grown[key.layer][key.name].shape, strict=True)):
+            if size != larger:
+                dims[axis] = capacity["capacity" if key.name in ("key", "value") else "slots"]
+        shapes.append(dims)
+    wrapper = _StatefulForward(model, states, last_only=not all_logits).eval()
+    counts = torch.zeros(TRACE_BATCH, dtype=torch.int64)
+    arguments = (torch.zeros(TRACE_BATCH, TRACE_TOKENS, dtype=torch.int64), counts + TRACE_TOKENS, counts, past)
+    with torch.no_grad():
+        program = torch.export.export(
+            wrapper,
+            arguments,
+            dynamic_shapes=({0: batch, 1: tokens}, {0: batch}, {0: batch}, shapes),
+            strict=False,
+        )
+    return TracedModel(
+        program,
+        ["input_ids", "new_tokens", "past_length", *(key.past for key in states)],
+        ["logits", *(key.present for key in states), "present_length"],
+        states,
+    )
