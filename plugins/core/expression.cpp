@@ -25,9 +25,10 @@ int64_t positive(int64_t divisor)
     return divisor;
 }
 
-int64_t floor_div(int64_t a, int64_t b) { return a / positive(b) - (a % b < 0); }
-int64_t floor_mod(int64_t a, int64_t b) { return a % positive(b) + (a % b < 0 ? b : 0); }
-int64_t ceil_div(int64_t a, int64_t b) { return a / positive(b) + (a % b > 0); }
+// These take a positive b.
+int64_t floor_div(int64_t a, int64_t b) { return a / b - (a % b < 0); }
+int64_t floor_mod(int64_t a, int64_t b) { return a % b + (a % b < 0 ? b : 0); }
+int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b > 0); }
 
 int64_t pow2(int64_t n)
 {
@@ -196,7 +197,7 @@ private:
     {
         for (TensorSpec const& input : mScope.spec().inputs)
         {
-            if (input.name != name && !(input.state && input.name == "past_" + name))
+            if (input.name != name && !(input.state && (input.name == "past_" + name || "present_" + input.name.substr(5) == name)))
                 continue;
             if (source == "has")
                 return mScope.leaf(Leaf::Source::kHas, input.name, 0, ValueKind::kInteger);
@@ -344,11 +345,11 @@ int64_t Expression::integer_at(size_t at, Environment const& environment) const
         if (__builtin_mul_overflow(first(), second(), &result))
             overflow();
         return result;
-    case Operator::kDivide: return floor_div(first(), second());
-    case Operator::kModulo: return floor_mod(first(), second());
+    case Operator::kDivide: return floor_div(first(), positive(second()));
+    case Operator::kModulo: return floor_mod(first(), positive(second()));
     case Operator::kMin: return std::min(first(), second());
     case Operator::kMax: return std::max(first(), second());
-    case Operator::kCeilDiv: return ceil_div(first(), second());
+    case Operator::kCeilDiv: return ceil_div(first(), positive(second()));
     case Operator::kPow2: return pow2(first());
     case Operator::kAnd: return first() && second();
     case Operator::kOr: return first() || second();

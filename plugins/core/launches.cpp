@@ -1,7 +1,6 @@
-#include "plan.h"
+#include "launches.h"
 
 #include "error.h"
-#include "op.h"
 
 #include <cstring>
 #include <mutex>
@@ -16,16 +15,6 @@ constexpr unsigned kDefaultSharedBytes = 48 * 1024;
 constexpr int kMaxDynamicSharedBytes = 8; // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 constexpr int64_t kMaxGridX = 2147483647;
 constexpr int64_t kMaxGrid = 65535; // of y and z
-
-Argument find(std::vector<TensorSpec const*> const& tensors, std::string const& name, Argument::Kind kind)
-{
-    for (size_t i = 0; i < tensors.size(); ++i)
-        if (tensors[i]->name == name)
-            return {kind, i, 0, 0.0};
-    return {};
-}
-
-size_t aligned(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
 // Modules stay loaded: 32 layers share them, and unloading at exit would race with the host's own teardown.
 std::mutex sMutex;
@@ -61,76 +50,40 @@ uint64_t bits(std::string const& kernel, std::string const& name, std::string co
 
 } // namespace
 
-Argument PlanBuilder::input(std::string const& name) const
+void add_launch(Launches& launches, std::string const& op, Kernel const& kernel, Grid const& grid,
+    std::function<Argument const*(std::string const&)> const& find)
 {
-    return find(*mCall.inputs, name, Argument::Kind::kInput);
-}
-
-Argument PlanBuilder::output(std::string const& name) const
-{
-    return find(*mCall.outputs, name, Argument::Kind::kOutput);
-}
-
-Argument PlanBuilder::region(size_t bytes)
-{
-    size_t const start = mPlan.workspace_bytes;
-    mPlan.workspace_bytes += aligned(bytes);
-    return {Argument::Kind::kWorkspace, start, 0, 0.0};
-}
-
-Argument PlanBuilder::persistent(size_t bytes)
-{
-    size_t const start = mPlan.persistent_bytes;
-    mPlan.persistent_bytes += aligned(bytes);
-    return {Argument::Kind::kPersistent, start, 0, 0.0};
-}
-
-Argument PlanBuilder::number(int64_t value)
-{
-    return {Argument::Kind::kInteger, 0, value, 0.0};
-}
-
-Argument PlanBuilder::real(double value)
-{
-    return {Argument::Kind::kFloat, 0, 0, value};
-}
-
-void PlanBuilder::kernel(std::string const& name, Grid const& grid, Arguments const& arguments)
-{
-    Kernel const& kernel = mVariant.kernel(name);
+    if (grid[0] < 0 || grid[1] < 0 || grid[2] < 0 || grid[0] > kMaxGridX || grid[1] > kMaxGrid || grid[2] > kMaxGrid)
+        fail(op, ": kernel ", kernel.name, " would need a grid of ", grid[0], " x ", grid[1], " x ", grid[2],
+            ". Lower the batch or the tokens of a call.");
     if (grid[0] == 0 || grid[1] == 0 || grid[2] == 0)
         return; // an empty tensor: nothing to compute
-    if (grid[0] > kMaxGridX || grid[1] > kMaxGrid || grid[2] > kMaxGrid)
-        mCall.refuse("kernel " + name + " would need a grid of " + std::to_string(grid[0]) + " x " + std::to_string(grid[1]) + " x "
-            + std::to_string(grid[2]) + ". Lower the batch or the tokens of a call.");
     Step step;
-    step.name = name;
+    step.name = kernel.name;
     step.function = load_function(kernel);
     for (size_t i = 0; i < 3; ++i)
         step.grid[i] = static_cast<unsigned>(grid[i]);
     step.threads = kernel.threads;
     step.shared_bytes = kernel.shared_bytes;
-    for (auto const& [argument, type] : kernel.arguments)
+    for (auto const& [name, type] : kernel.arguments)
     {
-        auto const found = arguments.find(argument);
-        if (found == arguments.end())
-            mCall.refuse("kernel " + name + " takes " + argument
-                + ", which this library does not pass. Build the archive and the library from one version.");
-        Argument const& value = found->second;
-        bool const integer = value.kind == Argument::Kind::kInteger;
-        bool const real = value.kind == Argument::Kind::kFloat;
+        Argument const* const value = find(name);
+        if (!value)
+            fail(op, ": kernel ", kernel.name, " takes ", name, ", which the launch plan does not pass. Compile the archive again.");
+        bool const integer = value->kind == Argument::Kind::kInteger;
+        bool const real = value->kind == Argument::Kind::kFloat;
         if ((integer || real) == (type == "ptr") || real != (type == "f32"))
-            mCall.refuse("kernel " + name + " takes " + argument + " as " + type
-                + "; this library passes something else. Build the archive and the library from one version.");
-        step.arguments.push_back(value);
-        step.values.push_back(integer || real ? bits(name, argument, type, value) : 0);
+            fail(op, ": kernel ", kernel.name, " takes ", name, " as ", type,
+                "; the launch plan passes something else. Compile the archive again.");
+        step.arguments.push_back(*value);
+        step.values.push_back(integer || real ? bits(kernel.name, name, type, *value) : 0);
     }
     step.arguments.resize(step.arguments.size() + kernel.trailing_nulls);
     step.values.resize(step.values.size() + kernel.trailing_nulls);
-    mPlan.steps.push_back(std::move(step));
+    launches.steps.push_back(std::move(step));
 }
 
-void PlanBuilder::copy(Argument target, Argument source, size_t bytes)
+void add_copy(Launches& launches, Argument target, Argument source, size_t bytes)
 {
     if (bytes == 0 || target.kind == Argument::Kind::kNull)
         return;
@@ -139,7 +92,7 @@ void PlanBuilder::copy(Argument target, Argument source, size_t bytes)
     step.name = "copy";
     step.arguments = {target, source};
     step.bytes = bytes;
-    mPlan.steps.push_back(std::move(step));
+    launches.steps.push_back(std::move(step));
 }
 
 void forget_functions()
@@ -187,7 +140,7 @@ ZeroedMemory::~ZeroedMemory()
     Driver::get().memFree(mAddress); // its failure means that the context is gone, and the memory with it
 }
 
-void run(Plan const& plan, void const* const* inputs, void* const* outputs, void* workspace, CuDevicePtr persistent,
+void run(Launches const& launches, void const* const* inputs, void* const* outputs, void* workspace, CuDevicePtr persistent,
     CuStream stream)
 {
     Driver& driver = Driver::get();
@@ -203,7 +156,7 @@ void run(Plan const& plan, void const* const* inputs, void* const* outputs, void
     };
     std::vector<uint64_t> values;
     std::vector<void*> pointers;
-    for (Step const& step : plan.steps)
+    for (Step const& step : launches.steps)
     {
         if (step.kind == Step::Kind::kCopy)
         {

@@ -1,4 +1,4 @@
-// A plan: the launches of one call, built by an op's planner, and the values that a launch fills in.
+// The launches of one call, and the values that are filled in when they run.
 #pragma once
 
 #include "archive.h"
@@ -7,14 +7,12 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <map>
+#include <functional>
 #include <string>
 #include <vector>
 
 namespace still
 {
-
-class Call;
 
 // The value of one kernel argument, known now (a number) or at launch (a pointer).
 struct Argument
@@ -40,63 +38,22 @@ struct Step
     std::string name;                // for messages
 };
 
-struct Plan
+struct Launches
 {
     std::vector<Step> steps;
     size_t workspace_bytes{};
     size_t persistent_bytes{}; // zeroed once; every launch leaves it zero
 };
 
-// What a planner writes into. Argument values go by name; the archive says which a kernel takes and in what order.
-class PlanBuilder
-{
-public:
-    PlanBuilder(Call const& call, Variant const& variant) : mCall(call), mVariant(variant) {}
+using Grid = std::array<int64_t, 3>;
 
-    using Arguments = std::map<std::string, Argument>;
-    using Grid = std::array<int64_t, 3>;
+// Adds a launch and loads its module; an empty grid adds nothing. `find` gives an argument's value by name, null for an unknown one.
+// Throws still::Error when the kernel takes an argument that is unknown or of another type, or the grid is too large.
+void add_launch(Launches& launches, std::string const& op, Kernel const& kernel, Grid const& grid,
+    std::function<Argument const*(std::string const&)> const& find);
 
-    Argument input(std::string const& name) const;  // null where the optional input is absent
-    Argument output(std::string const& name) const; // likewise
-    Argument region(size_t bytes);                  // of the workspace, 256-byte aligned
-    Argument persistent(size_t bytes);              // zeroed once, owned by the op instance, 256-byte aligned
-    static Argument number(int64_t value);
-    static Argument real(double value);
-
-    // Adds a launch; an empty grid adds nothing. Throws still::Error when the archive has no such kernel, it takes an argument
-    // that is not given or of another type, or the grid is too large.
-    void kernel(std::string const& name, Grid const& grid, Arguments const& arguments);
-
-    void copy(Argument target, Argument source, size_t bytes); // nothing at launch when both are one address
-
-    Plan take() { return std::move(mPlan); }
-
-private:
-    Call const& mCall;
-    Variant const& mVariant;
-    Plan mPlan;
-};
-
-// What only an op knows. One object per op, without state.
-class Planner
-{
-public:
-    virtual ~Planner() = default;
-
-    // Throws still::Error where no kernel covers the call, whatever the archive holds.
-    virtual void check(Call const& call) const = 0;
-
-    // Key of the archive's variant; of a call whose sizes or types are not known yet, the part that is.
-    virtual Key key(Call const& call) const = 0;
-
-    // Bytes for any call whose sizes are at most these.
-    virtual size_t workspace_bytes(Call const& largest, Variant const& variant) const = 0;
-
-    virtual void plan(Call const& call, Variant const& variant, PlanBuilder& builder) const = 0;
-};
-
-// The planner of an op; throws still::Error for an op without kernels.
-Planner const& planner(std::string const& op);
+// Adds a copy, which is nothing when it runs with both at one address.
+void add_copy(Launches& launches, Argument target, Argument source, size_t bytes);
 
 // The function of `kernel` in the current context, loaded once per context; sets its shared memory limit.
 CuFunction load_function(Kernel const& kernel);
@@ -120,8 +77,8 @@ private:
     size_t mBytes{};
 };
 
-// Runs a plan on `stream`.
-void run(Plan const& plan, void const* const* inputs, void* const* outputs, void* workspace, CuDevicePtr persistent,
+// Runs them on `stream`.
+void run(Launches const& launches, void const* const* inputs, void* const* outputs, void* workspace, CuDevicePtr persistent,
     CuStream stream);
 
 } // namespace still
