@@ -77,9 +77,18 @@ class OpKernels:
         return list(failures(self._rules[ahead], call.environment()))
 
     def variant_of(self, call: Call) -> Any:
-        """The variant that serves a call whose shapes and types are known."""
-        self.plan.check(call)
-        return self.variant(**self.plan.key_of(call))
+        """The variant that serves a call.
+
+        Raises:
+            UnsupportedError: A shape or type that the variant follows from is not known.
+        """
+        key = self.plan.key_of(call)
+        unknown = [name for name in self.plan.key if name not in key]
+        if unknown:
+            raise UnsupportedError(
+                f"{self.spec.name}: {', '.join(unknown)} of the kernel does not follow from the shapes that are known."
+            )
+        return self.variant(**key)
 
     def element_types(self, variant: Any) -> dict[str, str]:
         """Element type of every pointer that the plan can pass to kernels of a variant."""
@@ -93,18 +102,33 @@ class OpKernels:
             raise ConfigError(
                 f"{self.spec.name}: variants have {sorted(fields)}, the plan's key {sorted(self.plan.key)}."
             )
-        known = {*self.element_types(self.variant()), *self.plan.arguments}
         functions = self.functions()
-        for launch in self.plan.launches():
-            if launch.kernel not in functions:
-                raise ConfigError(
-                    f"{self.spec.name}: the plan launches {launch.kernel}; kernels: {', '.join(functions)}."
-                )
-            extra = set(launch.arguments) - set(functions[launch.kernel].arg_names)
-            if extra:
-                raise ConfigError(
-                    f"{self.spec.name}: {launch.kernel} takes no {', '.join(extra)}. The plan has {len(known)} others."
-                )
+        launches = list(self.plan.launches())
+        wrong = [
+            f"the plan launches the unknown kernel {launch.kernel}"
+            for launch in launches
+            if launch.kernel not in functions
+        ]
+        for name, function in functions.items():
+            mine = [set(launch.arguments) for launch in launches if launch.kernel == name]
+            wrong += [] if mine else [f"the plan does not launch {name}"]
+            for parameter in function.params:
+                plain, pointer = parameter.name.removeprefix("p_"), parameter.name.startswith("p_")
+                if not (
+                    pointer
+                    or parameter.is_constexpr
+                    or plain in self.plan.arguments
+                    or all(plain in own for own in mine)
+                ):
+                    wrong.append(f"{name} takes {plain}, which the plan does not pass")
+                if not (pointer or parameter.is_constexpr or parameter.do_not_specialize or self._real(plain)):
+                    wrong.append(f"{name} specialises {plain}, which changes from call to call")
+            wrong += [f"{name} has no argument {extra}" for extra in set().union(*mine) - set(function.arg_names)]
+        if wrong:
+            raise ConfigError(f"{self.spec.name}: {'; '.join(wrong)}.")
+
+    def _real(self, name: str) -> bool:
+        return name in self.plan.arguments and self.plan.compiled.arguments[name].kind == "real"
 
 
 _PLACES = {"HybridAttention": "still_kernels.hybrid_attention.variants"}

@@ -20,7 +20,7 @@ from still_kernels.hybrid_attention.triton_linear import linear_kernel
 from still_kernels.hybrid_attention.triton_scan import scan_kernel
 from still_kernels.hybrid_attention.triton_score import score_kernel
 from still_kernels.hybrid_attention.triton_select import select_kernel
-from still_kernels.hybrid_attention.variants import constants_of, plan_constants
+from still_kernels.hybrid_attention.variants import constants_of, plan_constants, sizes_of
 from still_kernels.plan import Call
 
 FUNCTIONS = {
@@ -46,51 +46,54 @@ def _variant(*what: Any) -> object:
     return object()
 
 
+def call_of(
+    config: HybridAttentionConfig,
+    dtype: torch.dtype,
+    table: TileTable,
+    batch: int,
+    tokens: int,
+    slots: int,
+    weight_heads: int = 1,
+    packed: tuple[int, int] | None = None,
+) -> Call:
+    """What the plan sees of a call.
+
+    Args:
+        slots: N. weight_heads: Heads of the feature weights.
+        packed: Tokens of all rows and rows of the state, where rows are packed.
+    """
+    return Call(
+        {**sizes_of(config), "B": batch, "T": tokens, "N": slots},
+        config.attributes(),
+        plan_constants(config, table),
+        dtype=str(dtype).removeprefix("torch."),
+        shapes={"feature_q_weight": (weight_heads,)},
+        tokens=None if packed is None else packed[0],
+        rows=None if packed is None else packed[1],
+    )
+
+
 def _prepare(
     config: HybridAttentionConfig,
     dtype: torch.dtype,
     table: TileTable,
     variant: object | None,
-    batch: int,
-    tokens: int,
-    packed: int | None,
-    slots: int,
-    rows: int,
-    weights: tuple[int, ...],
     factor: bool,
+    *call: Any,
 ) -> launcher.Prepared:
-    """The launches of a kind of call; `packed` tokens of all rows and `rows` of the state where rows are packed."""
-    sizes = {
-        "B": batch,
-        "T": tokens,
-        "H": config.num_heads,
-        "HK": config.num_kv_heads,
-        "HS": config.select_heads,
-        "D": config.head_dim,
-        "P": config.projection_dim,
-        "F": config.state_features,
-        "C": config.chunk_size,
-        "N": slots,
-    }
-    call = Call(
-        sizes,
-        config.attributes(),
-        plan_constants(config, table),
-        dtype=str(dtype).removeprefix("torch."),
-        shapes={"feature_q_weight": weights},
-        tokens=packed,
-        rows=None if packed is None else rows,
-    )
-    constants = constants_of(config, dtype == torch.float32, packed is not None, factor)
-    return launcher.prepare(PLAN.evaluate(call), FUNCTIONS, table.kernels(), constants, variant)
+    """The launches of a kind of call; `call` as of `call_of`."""
+    seen = call_of(config, dtype, table, *call)
+    constants = constants_of(config, dtype == torch.float32, seen.tokens is not None, factor)
+    return launcher.prepare(PLAN.evaluate(seen), FUNCTIONS, table.kernels(), constants, variant)
 
 
 @lru_cache(1024)
-def _prepared(config: HybridAttentionConfig, device: torch.device, dtype: torch.dtype, *call: Any) -> launcher.Prepared:
+def _prepared(
+    config: HybridAttentionConfig, device: torch.device, dtype: torch.dtype, factor: bool, *call: Any
+) -> launcher.Prepared:
     """The same with the block sizes of the device; kept, for a layer is called once per token."""
-    packed, factor = call[2] is not None, call[-1]
-    variant = _variant(config, device, dtype, packed, factor)
-    return _prepare(config, dtype, device_table(config, device, dtype == torch.float32), variant, *call)
+    variant = _variant(config, device, dtype, factor, call[-1] is not None)
+    return _prepare(config, dtype, device_table(config, device, dtype == torch.float32), variant, factor, *call)
 
 
 def launch_hybrid_attention(
@@ -124,20 +127,13 @@ def launch_hybrid_attention(
         table: Block sizes; by default those of the device. With others Triton looks for the compiled kernels at each launch.
         present_length: [B], not the state's; in decode (T = 1, not packed) it gets the lengths after the call.
     """
-    packed = None if query_start is None else query.shape[0]
-    sizes = (
-        batch,
-        tokens,
-        packed,
-        state.slots,
-        state.length.shape[0],
-        tuple(feature_q_weight.shape),
-        window_factor is not None,
-    )
+    packed = None if query_start is None else (query.shape[0], state.length.shape[0])
+    call = (batch, tokens, state.slots, feature_q_weight.shape[0], packed)
+    factor = window_factor is not None
     if table is None:
-        prepared = _prepared(config, query.device, query.dtype, *sizes)
+        prepared = _prepared(config, query.device, query.dtype, factor, *call)
     else:
-        prepared = _prepare(config, query.dtype, table, None, *sizes)
+        prepared = _prepare(config, query.dtype, table, None, factor, *call)
     tensors = {
         **state.tensors(),
         "query": query,

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from still_graphs.errors import ConfigError
-from still_graphs.ops import HYBRID_ATTENTION
 from still_kernels.hybrid_attention.config import CHOICES, HybridAttentionConfig
 from still_kernels.hybrid_attention.plan import PLAN
 from still_kernels.hybrid_attention.tiles import (
@@ -23,7 +22,7 @@ from still_kernels.hybrid_attention.tiles import (
     tile_table,
 )
 from still_kernels.op_kernels import Build, OpKernels
-from still_kernels.plan import Check
+from still_kernels.plan import Call, Check
 from still_kernels.tile import pow2
 
 DTYPES = ("float16", "bfloat16", "float32")
@@ -150,6 +149,24 @@ def build(variant: Variant, arch: int) -> Build:
     )
 
 
+def sizes_of(config: HybridAttentionConfig) -> dict[str, int]:
+    """Dimensions of a layer by the symbols of the op; those of a call are left to the caller."""
+    return {
+        "H": config.num_heads,
+        "HK": config.num_kv_heads,
+        "HS": config.select_heads,
+        "D": config.head_dim,
+        "P": config.projection_dim,
+        "F": config.state_features,
+        "C": config.chunk_size,
+    }
+
+
+def refusals(config: HybridAttentionConfig, dtype: str) -> list[str]:
+    """Why the Triton kernels do not cover a layer, one line per property with what is covered; empty if they do."""
+    return KERNELS.refusals(Call(sizes_of(config), config.attributes(), dtype=dtype))
+
+
 def functions() -> Mapping[str, Any]:
     """Triton's functions by name."""
     from still_kernels.hybrid_attention.launch import FUNCTIONS
@@ -186,4 +203,3 @@ KERNELS = OpKernels(
         *_COVERED,
     ),
 )
-assert KERNELS.spec is HYBRID_ATTENTION

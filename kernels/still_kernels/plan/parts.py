@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from still_graphs.ops import OpSpec
 from still_kernels.plan.expressions import Environment, environment
 
 ELEMENTS = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "int32": 4, "int64": 8}
@@ -144,6 +145,45 @@ class Call:
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     tokens: int | None = None
     rows: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        spec: OpSpec,
+        shapes: Mapping[str, tuple[int, ...]],
+        attributes: Mapping[str, Any],
+        dtype: str | None,
+        count_dtype: str | None,
+    ) -> Call:
+        """The call of an op with these inputs.
+
+        Args:
+            shapes: Of the inputs that are there, by their names in the op (`past_<state>`); 0 or less is a dimension that is not known.
+                The last two dimensions of an activation may be joined.
+        """
+        known = {
+            name: tensor for name, tensor in zip(spec.input_names(), spec.all_inputs(), strict=True) if name in shapes
+        }
+        sizes: dict[str, int] = {}
+        joined: list[tuple[str, str, int]] = []
+        for name, tensor in sorted(
+            known.items(), key=lambda item: item[1].role == "weight"
+        ):  # their 1 stands for all heads
+            if len(shapes[name]) == len(tensor.shape) - 1:
+                joined.append((str(tensor.shape[-2]), str(tensor.shape[-1]), shapes[name][-1]))
+            for dim, size in (
+                zip(tensor.shape, shapes[name], strict=False) if len(shapes[name]) == len(tensor.shape) else ()
+            ):
+                factor, _, symbol = str(dim).rpartition("*")
+                if size > 0 and isinstance(dim, str):
+                    sizes.setdefault(symbol, size // int(factor or 1))
+        for symbol, last, size in joined:
+            if sizes.get(last) and size > 0:
+                sizes.setdefault(symbol, size // sizes[last])
+        plain = {
+            tensor.name: shapes[name] for name, tensor in reversed(known.items())
+        }  # an input goes before a state of its name
+        return cls(sizes, attributes, {}, dtype, count_dtype, frozenset(plain), plain)
 
     def environment(self) -> Environment:
         """What expressions are evaluated on; names without a value are left out."""
