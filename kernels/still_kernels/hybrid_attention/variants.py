@@ -176,7 +176,7 @@ def functions() -> Mapping[str, Any]:
 
 _COVERED = (
     Check(f"dtype in {DTYPES}", f"dtype=torch.{{dtype}}; the kernels have {', '.join(DTYPES)}."),
-    Check(f"C in {CHUNK_SIZES}", f"chunk_size={{C}}; the kernels have one of {CHUNK_SIZES}."),
+    Check(f"chunk_size in {CHUNK_SIZES}", f"chunk_size={{chunk_size}}; the kernels have one of {CHUNK_SIZES}."),
     Check(
         f"salient_per_chunk <= {MAX_SALIENT_PER_CHUNK}",
         f"salient_per_chunk={{salient_per_chunk}}; the kernels have at most {MAX_SALIENT_PER_CHUNK}.",
