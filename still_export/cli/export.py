@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from still_export.cli.next_commands import next_commands
 from still_export.cli.output import Output
-from still_export.cli.runtimes import next_commands
 from still_export.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,7 +9,8 @@ from typing import Any
 
 from still_export.errors import ConfigError, ModelNotFoundError, UnsupportedError
 from still_export.export.chat_format import chat_format
-from still_export.mixers.config import FULL, StillConfig
+from still_export.mixers.config import StillConfig, head_size
+from still_export.package.bundle import write_programs
 from still_export.package.folder import MODEL, Package, open_package, staged_folder, write_manifest
 
 PREFILL_TOKENS = 512
@@ -133,7 +133,7 @@ def export_onnx(
         model.generation_config.save_pretrained(folder)
         say("tracing")
         _write_model(model, options, folder, say)
-        shutil.copyfile(Path(__file__).parents[1] / "runners" / "ort.py", folder / "run_ort.py")
+        write_programs(folder, ["ort"])
         say("hashing")
         write_manifest(folder, describe)
     return open_package(target, check_hashes=False)
@@ -171,35 +171,20 @@ def _write_model(model: Any, options: ExportOptions, folder: Path, say: Progress
 
 def _describe(model: Any, options: ExportOptions, command: str) -> dict[str, Any]:
     """The manifest's account of `model`."""
-    from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
+    from still_export.mixers.cache import state_table
+    from still_export.mixers.registry import mixer_of
 
     config, still = model.config, model.config.still
     dtype = str(model.dtype).removeprefix("torch.")
-    states: list[dict[str, Any]] = []
     layer_types = [still.layer_type(i) for i in range(config.num_hidden_layers)]
-    for index, kind in enumerate(layer_types):
-        if kind == FULL:
-            shape = ["batch", config.num_key_value_heads, "capacity", still.layer_config(config, index).head_dim]
-            states += [_state(name, index, shape, dtype, False) for name in ("key", "value")]
-            continue
-        layer = still.layer_config(config, index)
-        from still_kernels.hybrid_attention.state import state_names, state_shape
-
-        for name in state_names(layer):
-            spec = HYBRID_ATTENTION.state(name)
-            sizes = state_shape(layer, name, 1, 0)
-            shape = [
-                "batch" if d == "B" else "slots" if d == "N" else size
-                for d, size in zip(spec.shape, sizes, strict=True)
-            ]
-            in_place = spec.in_place
-            states.append(_state(name, index, shape, dtype if spec.dtype == "T" else spec.dtype, in_place))
+    ops = {m.op.name: m.op.version for m in (mixer_of(config, i) for i in range(config.num_hidden_layers))}
+    states = state_table(config, model.dtype)
     eos = model.generation_config.eos_token_id
     return {
         "target": "onnx",
         "command": command,
         "config": {**asdict(options), "overlays": list(options.overlays)},
-        "op": {"domain": HYBRID_ATTENTION.domain, "name": HYBRID_ATTENTION.name, "version": HYBRID_ATTENTION.version},
+        "ops": ops,
         "model": {
             "family": config.model_type.removeprefix("still_"),
             "dtype": dtype,
@@ -208,27 +193,18 @@ def _describe(model: Any, options: ExportOptions, command: str) -> dict[str, Any
             "hidden_size": config.hidden_size,
             "heads": config.num_attention_heads,
             "kv_heads": config.num_key_value_heads,
-            "head_dim": still.layer_config(config, 0).head_dim,
+            "head_dim": head_size(config),
             "vocab_size": config.vocab_size,
             "layer_types": layer_types,
             "linearized": not options.attach_untrained,
             "all_logits": options.all_logits,
         },
         "still": still.to_dict(),
-        "capacity": {
-            "capacity_tokens": still.capacity(config),
-            "chunk_size": still.chunk_size,
-            "salient_per_chunk": still.salient_per_chunk,
-            "overflow": still.overflow,
-        },
+        "capacity": {"capacity_tokens": states.capacity_tokens, "bounded": states.bounded},
         "prefill_tokens": PREFILL_TOKENS,
-        "states": states,
+        "states": [state.to_dict() for state in states],
         "eos_token_ids": [] if eos is None else list(eos) if isinstance(eos, (list, tuple)) else [eos],
     }
-
-
-def _state(name: str, layer: int, shape: list[Any], dtype: str, in_place: bool) -> dict[str, Any]:
-    return {"name": f"{name}.{layer}", "layer": layer, "shape": shape, "dtype": dtype, "in_place": in_place}
 
 
 def _write_text_files(options: ExportOptions, folder: Path) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from still_export.errors import PackageError
+from still_export.runners.base import FORMAT_VERSION, other_format
 
-FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 MODEL = "model.onnx"
 BEFORE = "before"
@@ -173,10 +173,8 @@ def open_package(path: Path, check_hashes: bool = True, check_engines: bool = Tr
         version = int(manifest["format_version"])
     except (ValueError, KeyError, TypeError) as error:
         raise PackageError(f"{manifest_path} is not readable ({error}). Export the model again.") from error
-    if version > FORMAT_VERSION:
-        raise PackageError(
-            f"{manifest_path} has format version {version}; this still-export reads up to {FORMAT_VERSION}. Update still-export."
-        )
+    if version != FORMAT_VERSION:
+        raise PackageError(other_format(manifest_path, manifest))
     engines = {entry["file"] for entry in manifest.get("engines", [])}
     for name, entry in manifest.get("files", {}).items():
         file, again = path / name, "export the model again."

@@ -22,8 +22,9 @@ from still_export.runners.tensorrt import TrtModel
 from still_export.runners.trt_engine import TrtError
 from still_graphs.passes.walk import drop_attribute
 from still_graphs.pipelines import run_pipeline
+from still_graphs.states import State
 from tests.still_export import fake_tensorrt
-from tests.still_graphs.small_graph import SALIENT, SIZES, small_graph, state_shape, state_type, states
+from tests.still_graphs.small_graph import SALIENT, SIZES, growth_of, small_graph, state_shape, state_type, states
 
 needs_rtx = pytest.mark.skipif(
     importlib.util.find_spec("tensorrt_rtx_bindings") is None, reason="needs tensorrt-rtx-cu13-libs and -bindings"
@@ -38,23 +39,21 @@ def onnx_package(folder: Path, dtype: str = "float16") -> Package:
     types_ = {onnx.TensorProto.FLOAT: "float32", onnx.TensorProto.FLOAT16: "float16"}
     manifest = {
         "target": "onnx",
-        "op": {"domain": "still", "name": "HybridAttention", "version": 1},
+        "ops": {"HybridAttention": 1},
         "model": {"dtype": dtype, "vocab_size": 23, "all_logits": True, "layers": 1},
-        "capacity": {
-            "capacity_tokens": 12 * SIZES["C"],
-            "chunk_size": SIZES["C"],
-            "salient_per_chunk": SALIENT,
-            "overflow": "error",
-        },
+        "still": {"chunk_size": SIZES["C"], "salient_per_chunk": SALIENT, "select_scope": "q_head"},
+        "capacity": {"capacity_tokens": 12 * SIZES["C"], "bounded": True},
         "prefill_tokens": 16,
         "states": [
-            {
-                "name": f"{name}.0",
-                "layer": 0,
-                "shape": state_shape(name),
-                "dtype": types_[state_type(name, dtype)],
-                "in_place": False,
-            }
+            State(
+                f"{name}.0",
+                0,
+                "HybridAttention",
+                tuple(state_shape(name)),
+                types_[state_type(name, dtype)],
+                False,
+                growth_of(name),
+            ).to_dict()
             for name in states()
         ],
     }
@@ -340,7 +339,7 @@ def test_a_graph_without_creator_is_refused(tmp_path: Path, monkeypatch: pytest.
 def test_kernels_of_a_graph() -> None:
     model = small_graph("float16")
     run_pipeline(model, "trt")
-    (variant,) = kernel_variants(model)
+    (variant,) = kernel_variants(model)["HybridAttention"]
     assert (variant.dtype, variant.head_dim, variant.feature_rows, variant.chunk_size) == ("float16", 4, 5, 8)
     assert (variant.gate, variant.window_factor, variant.count_dtype, variant.select_scope) == (1, 0, "int32", "q_head")
 
@@ -354,9 +353,10 @@ def test_a_layer_without_kernel_is_refused_before_anything_is_compiled() -> None
     drop_attribute(node, "chunk_size")
     node.attribute.append(onnx.helper.make_attribute("chunk_size", 64))
     demand_kernels(model)  # head size 4 is masked
-    for tensor in model.graph.initializer:
-        if tensor.name.startswith("feature_"):
-            tensor.dims[2] = 512
+    for info in (*model.graph.input, *model.graph.value_info):  # tensors of the layer are [..., 4]
+        dims = info.type.tensor_type.shape.dim
+        if dims and dims[-1].dim_value == 4:
+            dims[-1].dim_value = 512
     with pytest.raises(UnsupportedError, match="head_dim=512; the kernels have"):
         demand_kernels(model)
 

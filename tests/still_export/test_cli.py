@@ -69,7 +69,7 @@ def test_export_run_verify_inspect_bench(model: Path, tmp_path: Path, capsys: Ca
     from still_export.runners.ort import OrtModel
 
     runner = OrtModel(package)
-    runner.manifest["capacity"]["capacity_tokens"] = 1 << 20
+    runner.table.capacity_tokens = 1 << 20
     runner.start(tokens=1024)
     assert sizes[1024] == sum(array.nbytes for array in runner.state_arrays().values())
 
