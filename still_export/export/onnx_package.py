@@ -19,7 +19,10 @@ PREFILL_TOKENS = 512
 NATIVE_DTYPES = ("float32", "float16")
 """What the native kernel computes; the rest of a model in bfloat16 would not run on ONNX Runtime's CPU provider either."""
 
-STILL_OPTIONS = ("chunk_size", "salient_per_chunk", "select_scope", "capacity_tokens", "overflow")
+TRAINED_OPTIONS = ("chunk_size", "salient_per_chunk", "select_scope")
+DEPLOYMENT_OPTIONS = ("capacity_tokens", "overflow")
+"""Options of the STILL configuration: for models that do not carry one, and for all models."""
+
 Progress = Callable[[str], None]
 
 
@@ -35,7 +38,9 @@ class ExportOptions:
         overlays: Adapters or feature maps to add.
         revision: Of a hub id.
         native: Put a native kernel for CPUs like this one into the package.
-        chunk_size ... overflow: Of the STILL configuration, for models that do not carry one; None = default.
+        chunk_size, salient_per_chunk, select_scope: Of the STILL configuration, for models that do not carry one; None = default.
+        capacity_tokens, overflow: Likewise, of any model; None = the model's own.
+        prefill_tokens: Tokens of one prefill call; None = PREFILL_TOKENS.
     """
 
     model: str
@@ -50,11 +55,23 @@ class ExportOptions:
     select_scope: str | None = None
     capacity_tokens: int | None = None
     overflow: str | None = None
+    prefill_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.prefill_tokens is not None and self.prefill_tokens < 1:
+            raise ConfigError(f"prefill_tokens={self.prefill_tokens}; it must be at least 1.")
 
     def still_config(self) -> StillConfig | None:
         """The STILL configuration asked for, None where nothing was."""
-        given = {name: getattr(self, name) for name in STILL_OPTIONS if getattr(self, name) is not None}
+        given = self._given(TRAINED_OPTIONS)
         return StillConfig(**given) if given else None
+
+    def deployment(self) -> dict[str, Any]:
+        """What is asked of any model's STILL configuration."""
+        return self._given(DEPLOYMENT_OPTIONS)
+
+    def _given(self, names: tuple[str, ...]) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     @classmethod
     def from_manifest(cls, manifest: dict[str, Any]) -> ExportOptions:
@@ -81,6 +98,7 @@ def load_source(options: ExportOptions) -> Any:
         options.model,
         attach_untrained=options.attach_untrained,
         still_config=options.still_config(),
+        deployment=options.deployment(),
         overlays=options.overlays,
         dtype=options.dtype,
         revision=options.revision,
@@ -201,7 +219,7 @@ def _describe(model: Any, options: ExportOptions, command: str) -> dict[str, Any
         },
         "still": still.to_dict(),
         "capacity": {"capacity_tokens": states.capacity_tokens, "bounded": states.bounded},
-        "prefill_tokens": PREFILL_TOKENS,
+        "prefill_tokens": options.prefill_tokens or PREFILL_TOKENS,
         "states": [state.to_dict() for state in states],
         "eos_token_ids": [] if eos is None else list(eos) if isinstance(eos, (list, tuple)) else [eos],
     }
