@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from still_export.plugins import run_cmake
+from still_export.export.plugins import run_cmake
 from tests.plugins.core_abi import write_archive
 from tests.plugins.test_core import variant
 

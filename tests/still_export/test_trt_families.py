@@ -100,7 +100,7 @@ def test_strongly_typed_parser_reads_the_lowered_graph(family: str, dtype: torch
     plugins.CopyFrom(model)
     run_pipeline(plugins, "trt")
     onnx.checker.check_model(plugins)
-    (variant,) = kernel_variants(plugins)
+    (variant,) = kernel_variants(plugins)["HybridAttention"]
     assert variant.dtype == str(dtype).removeprefix("torch.")
     for step in INLINED:
         step(model)
