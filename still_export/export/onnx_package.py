@@ -14,7 +14,7 @@ from still_export.package.bundle import write_programs
 from still_export.package.folder import MODEL, Package, open_package, staged_folder, write_manifest
 
 PREFILL_TOKENS = 512
-"""Tokens of one prefill call: longer calls are not faster and take more memory (docs/onnxruntime.md)."""
+"""Tokens of one prefill call: longer calls are not faster and take more memory (docs/notebook/onnxruntime.md)."""
 
 NATIVE_DTYPES = ("float32", "float16")
 """What the native kernel computes; the rest of a model in bfloat16 would not run on ONNX Runtime's CPU provider either."""
