@@ -1,4 +1,4 @@
-"""What a model knows: bits per byte of texts, and retrieval by depth and length; for a STILL model also with parts switched off."""
+"""What a model knows: bits per byte of texts, retrieval by depth and length, chat; for a STILL model also with parts switched off."""
 
 from __future__ import annotations
 
@@ -15,14 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from still_export.attention import StillAttention
+from still_export.chat_format import chat_format
+from still_export.config import FULL, StillConfig
 from still_export.errors import ConfigError, NotLinearizedError
 from still_export.linearization.modes import SOFTMAX, make_trainable
 from still_export.linearization.tasks import TaskWriter, task_named
 from still_export.linearization.texts import check_ids, read_text, tokenize
 from still_export.load import load_model
+from still_export.questions import CHAT, holds, repeated, unseen_prompt
 
 VARIANTS = ("still", "no_salient_tokens", "window_only", "no_norm_preserving_map")
-TEACHER = "teacher"
+TEACHER, UNSEEN = "teacher", "unseen"
+REPLY_TOKENS = 40
+"""Of an answer to an unseen form; a chat's answers may have `CHAT_TOKENS`."""
+CHAT_TOKENS = 200
 TOKENS_AT_ONCE = {"cuda": 1 << 16, "cpu": 1 << 13}
 """Tokens of one forward pass; bounds the logits, 1.6 GB for 8K tokens of a 49K vocabulary."""
 
@@ -35,6 +41,9 @@ class EvaluationOptions:
         texts: Text files for bits per byte; context_lengths: at these contexts, every block on its own.
         text_tokens: Tokens of each text at most.
         tasks, lengths, depths, samples: Retrieval: samples prompts for each task, length and depth (0 = far, 1 = near the question).
+            The task "unseen" has forms of facts that no training row has; it is answered in a chat.
+        chat: So many questions of a chat are answered, whose ends and repetitions are counted.
+        variants: Of a STILL model.
     """
 
     texts: tuple[str, ...] = ()
@@ -45,10 +54,18 @@ class EvaluationOptions:
     depths: int = 10
     samples: int = 4
     seed: int = 0
+    chat: int = 0
+    variants: tuple[str, ...] = VARIANTS
 
     def __post_init__(self) -> None:
         for name in self.tasks:
-            task_named(name)
+            if name != UNSEEN:
+                task_named(name)
+        for name in self.variants:
+            if name not in VARIANTS:
+                raise ConfigError(f"the variant {name!r} is unknown; known: {', '.join(VARIANTS)}.")
+        if not 0 <= self.chat <= len(CHAT):
+            raise ConfigError(f"chat={self.chat}: there are {len(CHAT)} questions.")
         if min((*self.context_lengths, *self.lengths), default=2) < 2 or self.depths < 1 or self.samples < 1:
             raise ConfigError("lengths, depths and samples must be positive, contexts at least 2 tokens.")
 
@@ -58,10 +75,12 @@ class Evaluation:
     """Results by variant.
 
     bits_per_byte: variant -> "file @ context" -> value. retrieval: variant -> task -> length -> accuracy by depth.
+    chat: variant -> "tokens" (mean length), "ended" (share that ended by itself), "repeated" (share of 4-grams that occurred before).
     """
 
     bits_per_byte: dict[str, dict[str, float]] = field(default_factory=dict)
     retrieval: dict[str, dict[str, dict[int, list[float]]]] = field(default_factory=dict)
+    chat: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def accuracy(self, variant: str, task: str, length: int) -> float:
         """Mean over depths."""
@@ -70,15 +89,22 @@ class Evaluation:
 
     def table(self) -> str:
         """A Markdown table with one row per variant."""
-        variants = list(dict.fromkeys([*self.bits_per_byte, *self.retrieval]))
+        variants = list(dict.fromkeys([*self.bits_per_byte, *self.retrieval, *self.chat]))
         texts = list(next(iter(self.bits_per_byte.values()), {}))
         cells = [(t, n) for t, row in next(iter(self.retrieval.values()), {}).items() for n in row]
-        head = ["model", *(f"bits/byte {t}" for t in texts), *(f"{t} {n}" for t, n in cells)]
+        said = list(next(iter(self.chat.values()), {}))
+        head = [
+            "model",
+            *(f"bits/byte {t}" for t in texts),
+            *(f"{t} {n}" for t, n in cells),
+            *(f"chat {c}" for c in said),
+        ]
         lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
         for variant in variants:
             bits = [f"{self.bits_per_byte[variant][t]:.4f}" for t in texts]
             found = [f"{self.accuracy(variant, t, n):.0%}" for t, n in cells]
-            lines.append(f"| {' | '.join([variant.replace('_', ' '), *bits, *found])} |")
+            talk = [f"{self.chat[variant][c]:.3g}" for c in said]
+            lines.append(f"| {' | '.join([variant.replace('_', ' '), *bits, *found, *talk])} |")
         return "\n".join(lines)
 
 
@@ -90,7 +116,7 @@ def evaluate(
     device: torch.device | str = "cpu",
     advance: Callable[[str], None] = lambda _: None,
 ) -> Evaluation:
-    """Measure every model; STILL models in all VARIANTS.
+    """Measure every model; STILL models in the options' variants.
 
     Args:
         models: By name, "teacher" and "still", or one of them.
@@ -105,7 +131,7 @@ def evaluate(
     texts = {Path(path).name: read_text(Path(path)) for path in options.texts}
     for name, model in models.items():
         model.to(device)
-        names = VARIANTS if name == "still" else (name,)
+        names = options.variants if name == "still" else (name,)
         for variant in names:
             with without(model, variant):
                 for file, text in texts.items():
@@ -115,16 +141,28 @@ def evaluate(
                         advance(f"{variant}, {file} at {context}")
                 for task in options.tasks:
                     for length in options.lengths:
-                        rows = retrieval(model, tokenizer, task, length, options, texts)
+                        measure = unseen if task == UNSEEN else retrieval
+                        rows = measure(model, tokenizer, task, length, options, texts)
                         result.retrieval.setdefault(variant, {}).setdefault(task, {})[length] = rows
                         advance(f"{variant}, {task} at {length}")
+                if options.chat:
+                    result.chat[variant] = chat_ends(model, tokenizer, CHAT[: options.chat])
+                    advance(f"{variant}, chat")
     return result
 
 
-def load_any(source: str, teacher: str | None, dtype: str) -> dict[str, Any]:
-    """The models to evaluate by name: "still" for a STILL model, "teacher" for a softmax one."""
+def load_any(source: str, teacher: str | None, dtype: str, generates: bool = False) -> dict[str, Any]:
+    """The models to evaluate by name: "still" for a STILL model, "teacher" for a softmax one.
+
+    Args:
+        generates: They will write, which takes a cache; a softmax model without is faster on long texts.
+    """
 
     def softmax(path: str) -> Any:
+        if generates:
+            layers = load_model(path, attach_untrained=True, dtype=dtype).config.num_hidden_layers
+            full = StillConfig(layer_types=(FULL,) * layers)
+            return load_model(path, attach_untrained=True, still_config=full, dtype=dtype)
         # The loader checks files and reads GGUF; in softmax mode the attached maps and gates are not used.
         model = load_model(path, attach_untrained=True, dtype=dtype)
         for attention in make_trainable(model):
@@ -150,8 +188,9 @@ def pick_device(name: str) -> torch.device:
 
 def measurements(models: Sequence[str], options: EvaluationOptions) -> int:
     """How often `evaluate` will call `advance`."""
-    variants = sum(len(VARIANTS) if name == "still" else 1 for name in models)
-    return variants * (len(options.texts) * len(options.context_lengths) + len(options.tasks) * len(options.lengths))
+    variants = sum(len(options.variants) if name == "still" else 1 for name in models)
+    texts, tasks = len(options.texts) * len(options.context_lengths), len(options.tasks) * len(options.lengths)
+    return variants * (texts + tasks + bool(options.chat))
 
 
 @contextlib.contextmanager
@@ -240,6 +279,77 @@ def answered(model: Any, ids: Tensor, counts: Sequence[int]) -> int:
     likely = model(ids, use_cache=False, logits_to_keep=longest + 1).logits[:, :-1].argmax(-1)
     right = likely == ids[:, -longest:]
     return sum(bool(row[longest - count :].all()) for row, count in zip(right, counts, strict=True))
+
+
+def unseen(
+    model: Any, tokenizer: Any, task: str, length: int, options: EvaluationOptions, texts: dict[str, str]
+) -> list[float]:
+    """Share of the replies that hold the answer, by depth; facts stand in the texts in turn, so in source code where one is code.
+
+    Raises:
+        ConfigError: The tokenizer has no chat template, or a length has no room.
+    """
+    chat = chat_format(tokenizer)
+    if chat is None:
+        raise ConfigError(f"the task {task} is asked in a chat and the tokenizer has no chat template.")
+    hay = [text[: 200 * length] for text in texts.values()] or [DEFAULT_HAYSTACK]
+    fillers = [tokenize(text, tokenizer, int(model.config.vocab_size)) for text in hay]
+    rng = np.random.default_rng((options.seed, length, 1))
+    prompts = []
+    for depth in range(options.depths):
+        place = depth / max(1, options.depths - 1)
+        for sample in range(options.samples):
+            prompts.append(unseen_prompt(tokenizer, chat, fillers[sample % len(fillers)], length, place, rng))
+    found: list[bool] = []
+    at_once = max(1, TOKENS_AT_ONCE[model.device.type] // length)
+    for start in range(0, len(prompts), at_once):
+        part = prompts[start : start + at_once]
+        replies = greedy(model, tokenizer, [ids.tolist() for ids, _ in part], REPLY_TOKENS)
+        for reply, (_, answer) in zip(replies, part, strict=True):
+            found.append(holds(tokenizer.decode(reply, skip_special_tokens=True), answer))
+    return np.array(found).reshape(options.depths, options.samples).mean(1).tolist()
+
+
+def chat_ends(model: Any, tokenizer: Any, questions: Sequence[str]) -> dict[str, float]:
+    """How greedy answers of at most CHAT_TOKENS tokens end: mean "tokens", share "ended", mean share of "repeated" 4-grams.
+
+    Raises:
+        ConfigError: The tokenizer has no chat template.
+    """
+    if chat_format(tokenizer) is None:
+        raise ConfigError("chat: the tokenizer has no chat template.")
+    prompts = []
+    for question in questions:
+        turn = [{"role": "user", "content": question}]
+        text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        prompts.append(tokenizer(text, add_special_tokens=False)["input_ids"])
+    replies = greedy(model, tokenizer, prompts, CHAT_TOKENS)
+    return {
+        "tokens": sum(map(len, replies)) / len(replies),
+        "ended": sum(len(reply) < CHAT_TOKENS for reply in replies) / len(replies),
+        "repeated": sum(map(repeated, replies)) / len(replies),
+    }
+
+
+@torch.no_grad()
+def greedy(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
+    """The most likely continuation of every prompt up to its end, without the end's token, of at most `tokens` tokens."""
+    longest, end = max(map(len, prompts)), tokenizer.eos_token_id
+    ids = torch.full((len(prompts), longest), end, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, : len(prompt)] = torch.tensor(prompt)
+        mask[row, : len(prompt)] = 1
+    written = model.generate(
+        ids.to(model.device),
+        attention_mask=mask.to(model.device),
+        max_new_tokens=tokens,
+        do_sample=False,
+        eos_token_id=end,
+        pad_token_id=end,
+    )
+    rows = [row.tolist() for row in written[:, longest:].cpu()]
+    return [row[: row.index(end)] if end in row else row for row in rows]
 
 
 DEFAULT_HAYSTACK = " ".join(

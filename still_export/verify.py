@@ -240,9 +240,7 @@ def check_dtype(package: Package) -> None:
         )
 
 
-def report_of(
-    case: Case, output: str, pairs: list[tuple[Arrays, Arrays]], bound: float, by_part: bool
-) -> OutputReport:
+def report_of(case: Case, output: str, pairs: list[tuple[Arrays, Arrays]], bound: float, by_part: bool) -> OutputReport:
     """Errors of `output`, passed unless a number is none; `by_part`: medians of its parts are held to the bound."""
     errors = [distance(e[output], a[output]).ravel() for e, a in pairs]
     error = np.concatenate(errors)

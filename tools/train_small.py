@@ -145,7 +145,9 @@ def main() -> None:
             phase = wanted
             _, tokens, rows = PHASES[phase]
             rows = max(1, round(rows * options.scale))
-            batches = Batches(corpus, TaskWriter(tokenizer, corpus.train), rows, tokens, options.seed, 0.5, Weighing(10.0))
+            batches = Batches(
+                corpus, TaskWriter(tokenizer, corpus.train), rows, tokens, options.seed, 0.5, Weighing(10.0)
+            )
             workers = 12 if device.type == "cuda" else 0
             loader = iter(
                 DataLoader(Steps(batches, step), batch_size=None, num_workers=workers, pin_memory=workers > 0)

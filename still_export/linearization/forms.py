@@ -35,7 +35,9 @@ PROJECTS = "Apollo Badger Cascade Dynamo Echo Falcon Granite Horizon Iris Jupite
 GOODS = "printer router camera lamp heater freezer scanner telescope engine pump generator keyboard turbine microscope projector boiler".split()
 ROOMS = "archive laboratory kitchen workshop warehouse garage office library attic cellar greenhouse reception".split()
 COLOURS = "red blue green yellow purple orange black white brown pink silver gold turquoise violet".split()
-JOBS = "nurse pilot carpenter lawyer teacher chemist farmer painter butcher plumber editor tailor dentist surgeon".split()
+JOBS = (
+    "nurse pilot carpenter lawyer teacher chemist farmer painter butcher plumber editor tailor dentist surgeon".split()
+)
 INSTRUMENTS = "violin cello flute trumpet piano guitar drums harp clarinet saxophone accordion oboe".split()
 ANIMALS = "horse parrot rabbit hamster goat turtle spaniel donkey canary ferret hedgehog peacock".split()
 DRINKS = "coffee tea lemonade cider cocoa milk beer juice water wine".split()
@@ -247,7 +249,12 @@ class NaturalWriter:
         for fact in facts:
             asked, said = pick(fact.questions, rng), pick(fact.sentences, rng)
             form = pick(
-                ("\n\n{asked} {said}\n\n", "\n\nQuestion: {asked}\nAnswer: {v}\n\n", " Remember: {said}", "\nQ: {asked}\nA: {v}.\n"),
+                (
+                    "\n\n{asked} {said}\n\n",
+                    "\n\nQuestion: {asked}\nAnswer: {v}\n\n",
+                    " Remember: {said}",
+                    "\nQ: {asked}\nA: {v}.\n",
+                ),
                 rng,
             )
             question = form.format(asked=asked, said=said, v=f"{OPEN}{fact.value}{CLOSE}")

@@ -115,7 +115,14 @@ class Recipe:
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}; it must be at least 1.")
-        for name in ("transfer_steps", "finetune_steps", "selection_weight", "answer_weight", "answer_share", "patience"):
+        for name in (
+            "transfer_steps",
+            "finetune_steps",
+            "selection_weight",
+            "answer_weight",
+            "answer_share",
+            "patience",
+        ):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)}; it must not be negative.")
         for name in ("retrieval", "chat", "warmup", "held_out"):

@@ -222,10 +222,14 @@ def places(length: int, rng: np.random.Generator, near: bool) -> tuple[float, fl
     """Depths of a fact and of its question in a row of `length` tokens.
 
     Args:
-        near: Half of the questions follow at distances of equal share per octave, so that some stand right behind their fact; drawn
-            evenly, hardly any is nearer than a window.
+        near: Questions stand where evaluation has them too: a third follow at distances of equal share per octave, so that some stand
+            right behind their fact; a third near the row's end. Drawn evenly, hardly any is nearer than a window or farther than half.
     """
     place = float(rng.random())
-    if near and rng.random() < 0.5:
+    kind = rng.random() if near else 1.0
+    if kind < 1 / 3:
         return place, min(1.0, place + float(length ** (rng.random() - 1)))
+    if kind < 2 / 3:
+        later = 1 - float(rng.random()) / 10
+        return place * later, later
     return place, place + (1 - place) * float(rng.random())
