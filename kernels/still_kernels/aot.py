@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from still_graphs.errors import ConfigError
-from still_graphs.opset import HYBRID_ATTENTION
+from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 from still_kernels.hybrid_attention.config import CHOICES, HybridAttentionConfig
 from still_kernels.hybrid_attention.tiles import MAX_SALIENT_PER_CHUNK, SHARED_BYTES, pow2, tile_table
 

@@ -69,14 +69,32 @@ void check_format(Json const& json, std::string const& format, int64_t version, 
             " version ", version, ". Build the archive and the library from one version.");
 }
 
+// The integer `name` of an index, in least..most: what is cast to fewer bits later, or sizes memory.
+int64_t integer(Json const& json, char const* name, int64_t least, int64_t most, std::string const& source)
+{
+    int64_t const value = json.at(name).integer();
+    if (value < least || value > most)
+        fail(source, ": ", name, "=", value, " is outside ", least, "..", most, "; the archive is damaged.");
+    return value;
+}
+
+// 90 of "sm_90".
+int read_architecture(std::string const& text, std::string const& source)
+{
+    std::string const digits = text.rfind("sm_", 0) == 0 ? text.substr(3) : "";
+    if (digits.empty() || digits.size() > 4 || digits.find_first_not_of("0123456789") != std::string::npos)
+        fail(source, ": unknown architecture ", text, ".");
+    return std::stoi(digits);
+}
+
 Kernel read_kernel(std::string const& name, Json const& json, std::map<std::string, std::string_view> const& cubins, std::string const& source)
 {
     Kernel kernel;
     kernel.name = name;
     kernel.symbol = json.at("symbol").string();
-    kernel.threads = static_cast<unsigned>(json.at("threads").integer());
-    kernel.shared_bytes = static_cast<unsigned>(json.at("shared_bytes").integer());
-    kernel.trailing_nulls = static_cast<size_t>(json.at("trailing_null_pointers").integer());
+    kernel.threads = static_cast<unsigned>(integer(json, "threads", 1, 1024, source));
+    kernel.shared_bytes = static_cast<unsigned>(integer(json, "shared_bytes", 0, 1 << 20, source));
+    kernel.trailing_nulls = static_cast<size_t>(integer(json, "trailing_null_pointers", 0, 64, source));
     for (Json const& argument : json.at("args").items())
         kernel.arguments.emplace_back(argument.at("name").string(), argument.at("type").string());
     auto const cubin = cubins.find(json.at("cubin").string());
@@ -166,11 +184,8 @@ void Archive::add(std::string_view bytes, std::string const& source)
         {
             Variant variant;
             variant.op = op.substr(op.rfind(':') + 1);
-            variant.op_version = static_cast<int>(index.at("op_version").integer());
-            std::string const& architecture = item.at("arch").string(); // "sm_90"
-            if (architecture.rfind("sm_", 0) != 0)
-                fail(source, ": unknown architecture ", architecture, ".");
-            variant.architecture = std::stoi(architecture.substr(3));
+            variant.op_version = static_cast<int>(integer(index, "op_version", 1, 1 << 20, source));
+            variant.architecture = read_architecture(item.at("arch").string(), source);
             for (auto const& [name, value] : item.at("key").members())
                 variant.key[name] = value.text();
             for (auto const& [name, value] : item.at("constants").members())

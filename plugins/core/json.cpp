@@ -2,6 +2,7 @@
 
 #include "error.h"
 
+#include <cerrno>
 #include <cstdlib>
 
 namespace still
@@ -192,10 +193,15 @@ private:
             case 'u':
             {
                 unsigned code = hex();
-                if (code >= 0xd800 && code < 0xdc00 && mText.substr(mAt, 2) == "\\u")
+                if (code >= 0xd800 && code < 0xe000) // half of a character
                 {
+                    if (code >= 0xdc00 || mText.substr(mAt, 2) != "\\u")
+                        stop("half of a \\u pair");
                     mAt += 2;
-                    code = 0x10000 + ((code - 0xd800) << 10) + (hex() - 0xdc00);
+                    unsigned const low = hex();
+                    if (low < 0xdc00 || low > 0xdfff)
+                        stop("half of a \\u pair");
+                    code = 0x10000 + ((code - 0xd800) << 10) + (low - 0xdc00);
                 }
                 append(text, code);
                 break;
@@ -234,9 +240,10 @@ int64_t Json::integer() const
 {
     expect(Kind::kNumber, "an integer");
     char* end = nullptr;
+    errno = 0;
     int64_t const value = std::strtoll(mString.c_str(), &end, 10);
-    if (*end)
-        fail("JSON: expected an integer, got ", mString, ".");
+    if (*end || errno == ERANGE)
+        fail("JSON: expected an integer of 64 bits, got ", mString, ".");
     return value;
 }
 

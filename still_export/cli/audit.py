@@ -38,11 +38,11 @@ def audit(
     """Check pass-through (k = 0, k = C) and the linear mass; plot the norms around NP-Map and where salient tokens lie."""
     import torch
 
-    from still_export.audit import audit as run
-    from still_export.audit import write_audit
-    from still_export.evaluate import DEFAULT_HAYSTACK
+    from still_export.evaluation.audit import audit as run
+    from still_export.evaluation.audit import write_audit
+    from still_export.evaluation.evaluate import DEFAULT_HAYSTACK
     from still_export.linearization.texts import read_text, tokenize
-    from still_export.load import load_model, load_tokenizer
+    from still_export.models.load import load_model, load_tokenizer
 
     out = Output(as_json, quiet)
     loaded = load_model(model, dtype="float32")

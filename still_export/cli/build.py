@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from still_export.cli.next_commands import next_commands
 from still_export.cli.output import Output
-from still_export.cli.runtimes import next_commands
 
 EXAMPLES = """
 Examples:
@@ -41,7 +41,7 @@ def build(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
     """Build the engines of a package with the TensorRT and the GPU of this machine; build.log keeps TensorRT's words."""
-    from still_export.build import BuildOptions, build_engines, reopen
+    from still_export.engines.build import BuildOptions, build_engines, reopen
 
     out, opened = Output(as_json, quiet), reopen(package)
     options = BuildOptions(plugin, batch, prefill_tokens, workspace, optimization_level)

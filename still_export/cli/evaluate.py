@@ -60,7 +60,7 @@ def evaluate(
     """Measure bits per byte and retrieval: teacher, STILL, and STILL without salient tokens, linear part, norm-preserving map."""
     from dataclasses import asdict
 
-    from still_export.evaluate import (
+    from still_export.evaluation.evaluate import (
         UNSEEN,
         VARIANTS,
         EvaluationOptions,
@@ -70,7 +70,7 @@ def evaluate(
         pick_device,
         write_evaluation,
     )
-    from still_export.load import load_tokenizer
+    from still_export.models.load import load_tokenizer
 
     options = EvaluationOptions(
         texts=tuple(text or ()),

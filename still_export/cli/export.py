@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from still_export.cli.next_commands import next_commands
 from still_export.cli.output import Output
-from still_export.cli.runtimes import next_commands
 from still_export.errors import ConfigError
 
 if TYPE_CHECKING:
-    from still_export.onnx_package import ExportOptions
+    from still_export.export.onnx_package import ExportOptions
 
 EXAMPLES = """
 Examples:
@@ -86,7 +86,7 @@ def export(
         str | None, typer.Option(help="trt: GPUs to compile for.", show_default="sm_80,sm_86,sm_87,sm_89,sm_90")
     ] = None,
     prefill_tokens: Annotated[
-        int | None, typer.Option(help="trt: tokens of one prefill call.", show_default="2048")
+        int | None, typer.Option(help="Tokens of one prefill call.", show_default="512; trt: 2048")
     ] = None,
     batch: Annotated[
         int | None,
@@ -114,7 +114,7 @@ def export(
     """Export a model to a package: graph, weights, tokenizer, a runner, manifest.json; for trt also kernels, plugin and engine."""
     from dataclasses import asdict, replace
 
-    from still_export.onnx_package import ExportOptions, export_onnx
+    from still_export.export.onnx_package import ExportOptions, export_onnx
 
     manifest = _read_manifest(config)
     to = to or manifest.get("target", "onnx")
@@ -135,6 +135,7 @@ def export(
         "select_scope": select_scope,
         "capacity_tokens": capacity_tokens,
         "overflow": overflow,
+        "prefill_tokens": prefill_tokens if to == "onnx" else None,
     }
     given = {name: value for name, value in given.items() if value is not None}
     if config is not None:
@@ -148,7 +149,7 @@ def export(
     out, command = Output(as_json, quiet), shlex.join(["still-export", *sys.argv[1:]])
     asked = {
         "arch": tuple(arch.split(",")) if arch else None,
-        "prefill_tokens": prefill_tokens,
+        "prefill_tokens": None if to == "onnx" else prefill_tokens,
         "batch": batch,
         "workspace": workspace,
         "version_compatible": version_compatible or None,
@@ -216,10 +217,10 @@ def _export_trt(
     out: Output,
 ) -> None:
     """Write a package for TensorRT, as `asked` or else as `manifest` records it, and its engines where that is possible here."""
-    from still_export.build import build_engines
-    from still_export.engine_builder import NoBuilderError
-    from still_export.trt_options import TrtOptions
-    from still_export.trt_package import export_trt
+    from still_export.engines.build import build_engines
+    from still_export.engines.builder import NoBuilderError
+    from still_export.engines.options import TrtOptions
+    from still_export.export.trt_package import export_trt
 
     trt = TrtOptions.from_manifest(manifest if manifest.get("target") == to else {}, target=to, **asked)
     with out.steps() as progress:

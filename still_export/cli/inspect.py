@@ -27,8 +27,8 @@ def inspect(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Sizes of the state only.")] = False,
 ) -> None:
     """Show the state's size by context length beside full attention's cache, the graph's operators, and the files."""
-    from still_export.inspect import inspect as look
-    from still_export.package import open_package
+    from still_export.package.folder import open_package
+    from still_export.package.inspect import inspect as look
 
     found = look(open_package(package, check_hashes=False))
     lines = [f"{'context':>9} {'state':>12} {'full attention':>15}"]

@@ -92,9 +92,9 @@ def linearize(
 ) -> None:
     """Turn a softmax model into a STILL model: attention transfer, then LoRA; say what each costs."""
     try:
+        from still_export.linearization.linearize import apply
+        from still_export.linearization.linearize import linearize as run
         from still_export.linearization.recipe import read_recipe
-        from still_export.linearize import apply
-        from still_export.linearize import linearize as run
     except ModuleNotFoundError as error:
         raise ConfigError(f"linearize needs {error.name}. Run: pip install 'still-export[train]'") from error
 
@@ -119,7 +119,7 @@ def linearize(
     recipe = read_recipe(config, given)
     command = shlex.join(["still-export", *sys.argv[1:]])
     if softmax_layers:
-        from still_export.select_layers import select_layers
+        from still_export.linearization.select_layers import select_layers
 
         chosen = select_layers(
             recipe, softmax_layers, output.with_name(f"{output.name}.layers"), resume=resume, force=force, log=out.log

@@ -52,7 +52,7 @@ def select_layers(
     """Score each layer by how much closer the linearized model gets to its teacher when the layer stays softmax, or by what it looks up."""
     try:
         from still_export.linearization.recipe import read_recipe
-        from still_export.select_layers import select_layers as run
+        from still_export.linearization.select_layers import select_layers as run
     except ModuleNotFoundError as error:
         raise ConfigError(f"select-layers needs {error.name}. Run: pip install 'still-export[train]'") from error
 

@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from still_export.config import FULL, StillConfig
 from still_export.errors import CheckpointError, ConfigError
 from still_export.linearization.modes import window_factor
 from still_export.linearization.recipe import Recipe
-from still_export.load import load_model
+from still_export.mixers.config import FULL, StillConfig
 from still_export.models.checkpoint import read_json
 from still_export.models.convert import plain_names
+from still_export.models.load import load_model
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "g_proj")

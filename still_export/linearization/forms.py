@@ -30,9 +30,18 @@ TOWNS = (
     "Bergen Bristol Cologne Dallas Dublin Florence Geneva Hamburg Kyoto Lisbon Lyon Madrid Milan Naples Oslo Porto Prague Quebec "
     "Seville Toronto Turin Vienna Warsaw Zurich"
 ).split()
-COMPANIES = "Acme Borealis Corvex Deltron Everline Fintra Globex Hexaware Ionic Juniper Kestrel Lumina Meridian Nimbus Orbita Pinnacle".split()
-PROJECTS = "Apollo Badger Cascade Dynamo Echo Falcon Granite Horizon Iris Jupiter Kepler Lotus Mercury Nova Orion Phoenix Quartz Raven".split()
-GOODS = "printer router camera lamp heater freezer scanner telescope engine pump generator keyboard turbine microscope projector boiler".split()
+COMPANIES = (
+    "Acme Borealis Corvex Deltron Everline Fintra Globex Hexaware Ionic Juniper "
+    "Kestrel Lumina Meridian Nimbus Orbita Pinnacle"
+).split()
+PROJECTS = (
+    "Apollo Badger Cascade Dynamo Echo Falcon Granite Horizon Iris Jupiter Kepler "
+    "Lotus Mercury Nova Orion Phoenix Quartz Raven"
+).split()
+GOODS = (
+    "printer router camera lamp heater freezer scanner telescope engine pump "
+    "generator keyboard turbine microscope projector boiler"
+).split()
 ROOMS = "archive laboratory kitchen workshop warehouse garage office library attic cellar greenhouse reception".split()
 COLOURS = "red blue green yellow purple orange black white brown pink silver gold turquoise violet".split()
 JOBS = (

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from still_export.errors import ConfigError
 
 if TYPE_CHECKING:
-    from still_export.config import StillConfig
+    from still_export.mixers.config import StillConfig
 
 STILL_FIELDS = ("chunk_size", "salient_per_chunk", "select_scope", "feature_map", "capacity_tokens", "layer_types")
 CHOICES = {
@@ -157,7 +157,7 @@ class Recipe:
         Raises:
             ConfigError: window_factors are neither one nor one per layer.
         """
-        from still_export.config import StillConfig  # brings torch, which the command line's help does not need
+        from still_export.mixers.config import StillConfig  # brings torch, which the command line's help does not need
 
         factors = self.window_factors
         if factors is not None:

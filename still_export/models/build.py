@@ -10,9 +10,9 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from still_export.attention import StillAttention
-from still_export.config import StillConfig
 from still_export.errors import CheckpointError, ConfigError, UnsupportedModelError
+from still_export.mixers.config import StillConfig
+from still_export.mixers.hybrid_attention import StillAttention
 from still_export.models.families import FAMILIES, Family
 
 

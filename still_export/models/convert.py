@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from still_export.config import FULL, HYBRID, StillConfig
 from still_export.errors import CheckpointError, UnsupportedModelError
+from still_export.mixers.config import FULL, HYBRID, StillConfig
 
 _RELEASED = re.compile(r"(.*\.self_attn)\.feature_map_([qk])\.mlp\.linears\.(\d+)\.weight")
 _HOUSEHOLDER = re.compile(r"(.*\.self_attn)\.feature_map_([qk])\.hh\.u")

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from still_export.config import FULL
+from still_export.mixers.cache import StillCache
+from still_export.mixers.config import FULL
 from still_export.models.base import full_attention_mask, last_rows
-from still_export.state import StillCache
 
 
 def forward_with_state(
@@ -29,7 +29,7 @@ def forward_with_state(
         new_tokens: Tokens that each row brings, int64 [B].
         past_length: Tokens that each row has seen, int64 [B].
         states: Per layer, tensors by name: those of the OpSpec for hybrid layers; `key`, `value` [B, HK, capacity, D] for full ones.
-            All-zero states with past_length 0 start a sequence; see `still_export.state.empty_states`.
+            All-zero states with past_length 0 start a sequence; see `still_export.mixers.cache.empty_states`.
         last_only: Logits of each row's last new token instead of all.
 
     Returns:

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from still_export.config import StillConfig, head_size
 from still_export.errors import UnsupportedModelError
+from still_export.mixers.config import StillConfig, head_size
 
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary types whose cos and sin depend on the position alone, so that prefill in pieces equals prefill at once."""

@@ -6,18 +6,14 @@ Exports copy this file into the package, for run_trt.py.
 from __future__ import annotations
 
 import ctypes
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-try:
-    from still_export.runners.cuda_driver import Buffer, CudaError, Driver
-    from still_export.runners.ort import RunError
-except ImportError:  # in a package, beside its own copies
-    from cuda_driver import Buffer, CudaError, Driver  # type: ignore[import-not-found, no-redef]
-    from run_ort import RunError  # type: ignore[import-not-found, no-redef]
+from still_export.runners.base import read_manifest
+from still_export.runners.cuda_driver import Buffer, CudaError, Driver
+from still_export.runners.sampling import RunError
 
 PREFILL, DECODE, DECODE_ROWS = 0, 1, 2
 """Profiles of an engine, and its contexts: calls of several tokens, of one token of one row, of one token of several rows."""
@@ -66,8 +62,9 @@ def load_plugin_library(module: Any, folder: Path, manifest: dict[str, Any], plu
                 raise TrtError(f"{refused}; it was built for another version.")
         except (OSError, RuntimeError) as error:
             raise TrtError(f"{refused}: {error}. It is damaged, or built for another version or processor.") from error
-    versions, wanted = _versions(registry), str(manifest["op"]["version"])
+    versions = _versions(registry)
     for name in ops:
+        wanted = str(manifest["ops"][name])
         if name not in versions:
             raise TrtError(f"{refused}: it registered no plugin {name}. It was built for another version.")
         if wanted not in versions[name]:
@@ -100,10 +97,7 @@ class TrtEngine:
 
     def __init__(self, folder: Path, plugin: Path | None = None, device: int = 0) -> None:
         self.folder = Path(folder)
-        manifest_path = self.folder / "manifest.json"
-        if not manifest_path.is_file():
-            raise TrtError(f"{self.folder} has no manifest.json: it is no exported package.")
-        self.manifest: dict[str, Any] = json.loads(manifest_path.read_text(encoding="utf-8"))
+        self.manifest = read_manifest(self.folder)
         self.again = f"Build it again here: still-export build {self.folder}"
         if not self.manifest.get("engines"):
             raise TrtError(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from still_export.plugins import build_plugins
+from still_export.export.plugins import build_plugins
 from tests.plugins.core_abi import Core, Recorder, compile_recorder
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from still_export.plugins import pack_archive
-from still_graphs.opset import OpSpec
+from still_export.export.plugins import pack_archive
+from still_graphs.ops import OpSpec
 
 TYPES = {"float32": 1, "float16": 2, "bfloat16": 3, "int32": 4, "int64": 5}
 NAMES = {number: name for name, number in TYPES.items()}

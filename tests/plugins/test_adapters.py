@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from still_export.plugins import INCLUDE_VARIABLE
-from still_graphs.opset import HYBRID_ATTENTION
+from still_export.export.plugins import INCLUDE_VARIABLE
+from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 from tests.plugins.core_abi import write_archive
 from tests.plugins.test_core import ABSENT, ATTRIBUTES, ROOT, absent_mask, variant
 

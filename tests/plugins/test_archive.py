@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from still_export.plugins import PluginBuildError, pack_archive
-from still_graphs.opset import HYBRID_ATTENTION
+from still_export.export.plugins import PluginBuildError, pack_archive
+from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 from tests.plugins.core_abi import Core, CoreError, Recorder, shapes_of
 from tests.plugins.test_core import ABSENT, absent_mask
 

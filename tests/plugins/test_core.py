@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from still_graphs.opset import HYBRID_ATTENTION
+from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 from tests.plugins.core_abi import Core, CoreError, CoreOp, Recorder, Tensor, shapes_of, write_archive
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from still_export.plugins import pack_archive
-from still_graphs.opset import HYBRID_ATTENTION
+from still_export.export.plugins import pack_archive
+from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState
 from tests.plugins.core_abi import Core, Recorder, Tensor
 

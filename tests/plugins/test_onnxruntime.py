@@ -13,8 +13,8 @@ import onnx
 import pytest
 import torch
 
-from still_export.native import build_native, find_onnxruntime_headers
-from still_export.plugins import PluginBuildError
+from still_export.export.native import build_native, find_onnxruntime_headers
+from still_export.export.plugins import PluginBuildError
 from still_kernels.hybrid_attention.naive import naive_hybrid_attention
 from tests.still_graphs import test_functions as body
 from tests.tolerances import REFERENCE
@@ -33,7 +33,7 @@ def library() -> str:
         include = find_onnxruntime_headers()
     except PluginBuildError as error:
         pytest.skip(str(error))
-    folder = ROOT / "build/plugins-onnxruntime"
+    folder = ROOT / "build/plugins-native"
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:  # test processes run side by side
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -192,6 +192,10 @@ def one_call(library: str, **changes: Any) -> Any:
         ({"past_length": torch.tensor([0, 60])}, "row 1 grows to 65 tokens"),
         ({"new_tokens": torch.tensor([5, 6])}, "new_tokens 6"),
         ({"past_length": torch.tensor([-1, 0])}, "past_length -1"),
+        # Sums that have no place in 64 bits.
+        ({"past_length": torch.tensor([2**63 - 1, 0])}, "row 0 has past_length 9223372036854775807"),
+        ({"past_length": torch.tensor([0, 2**62]), "new_tokens": torch.tensor([5, 2**62])}, "past_length 461168601"),
+        ({"new_tokens": torch.tensor([5, 2**63 - 1])}, "new_tokens 9223372036854775807"),
         ({"feature_k_weight": torch.zeros(6, 7, 8)}, "feature_k_weight is"),
     ],
     ids=str,
@@ -214,6 +218,24 @@ def test_wrong_calls_are_refused(library: str, changes: dict[str, Any], message:
         return
     with pytest.raises(Exception, match=message):
         one_call(library, **changes)
+
+
+def test_a_scalar_in_the_place_of_an_optional_input_is_refused(library: str) -> None:
+    """It has a shape, of no dimensions: it is not absent, and not [H] or [B, T, H, D] either."""
+    for name, c in (("gate.0", body.config()), ("window_factor.0", body.config(window_factor=(0.5,) * 6))):
+        model = body.node_model(c, torch.float32)
+        for info in model.graph.input:
+            if info.name == name:
+                del info.type.tensor_type.shape.dim[:]
+        session = body.session(model, library=library)
+        feeds = {
+            i.name: np.zeros(
+                [{"B": 1, "T": 1, "N": 4}.get(d, d) for d in i.shape], np.int64 if "int" in i.type else np.float32
+            )
+            for i in session.get_inputs()
+        }
+        with pytest.raises(Exception, match=rf"{name[:-2]} is \[\], expected \[.*H=6"):
+            session.run(None, feeds)
 
 
 def test_unknown_attribute_value_and_dtype_are_refused_at_creation(library: str) -> None:

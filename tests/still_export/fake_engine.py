@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from still_graphs.opset import DOMAIN, OPS
+from still_graphs.ops import DOMAIN, OPS
 from still_graphs.passes.attach_functions import attach_functions
 from still_graphs.passes.walk import Rewriter, attribute, dimensions, drop_attribute, set_opset, value_names
 from tests.still_export.fake_cuda import HostDriver

@@ -15,7 +15,7 @@ from typing import Any
 import onnx
 import pytest
 
-from still_graphs.opset import DOMAIN, OPS
+from still_graphs.ops import DOMAIN, OPS
 from still_graphs.passes.walk import attribute
 from tests.still_export.fake_cuda import HostDriver
 from tests.still_export.fake_engine import Engine, restore_bodies

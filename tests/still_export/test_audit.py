@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from still_export import audit as module
-from still_export.audit import audit, write_audit
+from still_export.evaluation import audit as module
+from still_export.evaluation.audit import audit, write_audit
 from tests.still_export.tiny import CHUNK, random_ids, still_model
 from tests.still_export.training import byte_tokenizer
 

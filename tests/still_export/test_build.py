@@ -12,18 +12,19 @@ from typing import Any
 import onnx
 import pytest
 
-from still_export.build import BuildOptions, build_engines, reopen
-from still_export.engine_builder import BuildError, NoBuilderError, plugin_layers, write_atomically
+from still_export.engines.build import BuildOptions, build_engines, reopen
+from still_export.engines.builder import BuildError, NoBuilderError, plugin_layers, write_atomically
+from still_export.engines.options import TrtOptions
 from still_export.errors import ConfigError, PackageError, UnsupportedError
-from still_export.package import Package, open_package, write_manifest
+from still_export.export.trt_package import demand_kernels, kernel_variants, lower_package
+from still_export.package.folder import Package, open_package, write_manifest
 from still_export.runners.tensorrt import TrtModel
 from still_export.runners.trt_engine import TrtError
-from still_export.trt_options import TrtOptions
-from still_export.trt_package import demand_kernels, kernel_variants, lower_package
 from still_graphs.passes.walk import drop_attribute
 from still_graphs.pipelines import run_pipeline
+from still_graphs.states import State
 from tests.still_export import fake_tensorrt
-from tests.still_graphs.small_graph import SALIENT, SIZES, small_graph, state_shape, state_type, states
+from tests.still_graphs.small_graph import SALIENT, SIZES, growth_of, small_graph, state_shape, state_type, states
 
 needs_rtx = pytest.mark.skipif(
     importlib.util.find_spec("tensorrt_rtx_bindings") is None, reason="needs tensorrt-rtx-cu13-libs and -bindings"
@@ -38,23 +39,21 @@ def onnx_package(folder: Path, dtype: str = "float16") -> Package:
     types_ = {onnx.TensorProto.FLOAT: "float32", onnx.TensorProto.FLOAT16: "float16"}
     manifest = {
         "target": "onnx",
-        "op": {"domain": "still", "name": "HybridAttention", "version": 1},
+        "ops": {"HybridAttention": 1},
         "model": {"dtype": dtype, "vocab_size": 23, "all_logits": True, "layers": 1},
-        "capacity": {
-            "capacity_tokens": 12 * SIZES["C"],
-            "chunk_size": SIZES["C"],
-            "salient_per_chunk": SALIENT,
-            "overflow": "error",
-        },
+        "still": {"chunk_size": SIZES["C"], "salient_per_chunk": SALIENT, "select_scope": "q_head"},
+        "capacity": {"capacity_tokens": 12 * SIZES["C"], "bounded": True},
         "prefill_tokens": 16,
         "states": [
-            {
-                "name": f"{name}.0",
-                "layer": 0,
-                "shape": state_shape(name),
-                "dtype": types_[state_type(name, dtype)],
-                "in_place": False,
-            }
+            State(
+                f"{name}.0",
+                0,
+                "HybridAttention",
+                tuple(state_shape(name)),
+                types_[state_type(name, dtype)],
+                False,
+                growth_of(name),
+            ).to_dict()
             for name in states()
         ],
     }
@@ -71,7 +70,8 @@ def rtx_package(folder: Path, **options: Any) -> Package:
 def trt_package(folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: str = "float16", **options: Any) -> Package:
     """A lowered package for TensorRT whose kernels were not compiled."""
     monkeypatch.setattr(
-        "still_export.trt_package._write_plugins", lambda graph, target, *a: fake_tensorrt.write_libraries(target)
+        "still_export.export.trt_package._write_plugins",
+        lambda graph, target, *a: fake_tensorrt.write_libraries(target),
     )
     folder.mkdir(parents=True)
     return lower_package(onnx_package(folder / "portable", dtype), TrtOptions("trt", **{"batch": 2} | options), folder)
@@ -120,7 +120,7 @@ def test_without_tensorrt_the_package_is_complete_and_says_where_to_go(
     with pytest.raises(NoBuilderError, match=f"still-export build {package.path}"):
         build_engines(package)
     monkeypatch.setitem(__import__("sys").modules, "tensorrt", types.SimpleNamespace(__version__="10.3.0"))
-    monkeypatch.setattr("still_export.build.has_gpu", lambda: False)
+    monkeypatch.setattr("still_export.engines.build.has_gpu", lambda: False)
     with pytest.raises(NoBuilderError, match="no CUDA device"):
         build_engines(package)
 
@@ -306,7 +306,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: p
     def full(path: Path, content: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("still_export.engine_builder.write_atomically", full)
+    monkeypatch.setattr("still_export.engines.builder.write_atomically", full)
     with pytest.raises(BuildError, match=r"No space left on device\. Free space"):
         build_engines(package)
 
@@ -372,5 +372,5 @@ def test_files_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
 
 def test_building_and_running_need_no_torch() -> None:
     block = "import sys; sys.modules.update(torch=None, transformers=None, onnx=None, typer=None)"
-    code = f"{block}; import still_export.build, still_export.runners.tensorrt"
+    code = f"{block}; import still_export.engines.build, still_export.runners.tensorrt"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from still_export.config import StillConfig
 from still_export.errors import ConfigError
+from still_export.mixers.config import StillConfig
 from tests.still_export.tiny import family_config
 
 

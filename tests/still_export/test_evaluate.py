@@ -12,30 +12,29 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from still_export import evaluate as evaluation
-from still_export import questions
-from still_export.config import StillConfig
 from still_export.errors import ConfigError, DataError
-from still_export.evaluate import (
+from still_export.evaluation import chat as chats
+from still_export.evaluation import questions
+from still_export.evaluation.chat import chat_ends, greedy
+from still_export.evaluation.evaluate import (
     DEFAULT_HAYSTACK,
     VARIANTS,
     EvaluationOptions,
     answered,
     bits_per_byte,
-    chat_ends,
+    by_depth,
     evaluate,
-    greedy,
     load_any,
     measurements,
-    unseen,
     without,
     write_evaluation,
 )
 from still_export.linearization import forms
+from still_export.mixers.config import StillConfig
 from still_export.models import attach_untrained
 from tests.still_export.tiny import CHUNK, plain_model, random_ids, still_model
-from tools.chat_rows import prompts
 from tests.still_export.training import byte_tokenizer, make_base, make_text
+from tools.chat_rows import prompts
 
 
 def wide_model() -> Any:
@@ -201,14 +200,14 @@ def test_unseen_forms_are_answered_in_a_chat(monkeypatch: pytest.MonkeyPatch) ->
         texts = ["", *(text.split("\n\n")[0] for text in seen[-len(prompts) + 1 :])]
         return [tokenizer(text)["input_ids"] for text in texts]
 
-    monkeypatch.setattr(evaluation, "greedy", knows)
+    monkeypatch.setattr(chats, "greedy", knows)
     text = {"text": DEFAULT_HAYSTACK}
-    first = unseen(model, tokenizer, "unseen", 700, options, text)
+    first = by_depth(model, tokenizer, "unseen", 700, options, text)
     assert first == [0.5, 1.0, 1.0] and all(t.endswith("<assistant>") and t.startswith("<user>") for t in seen)
     prompts = list(seen)
-    assert unseen(model, tokenizer, "unseen", 700, options, text) == first and seen == 2 * prompts
+    assert by_depth(model, tokenizer, "unseen", 700, options, text) == first and seen == 2 * prompts
     with pytest.raises(ConfigError, match="no chat template"):
-        unseen(model, byte_tokenizer(), "unseen", 700, options, text)
+        by_depth(model, byte_tokenizer(), "unseen", 700, options, text)
 
 
 def test_unseen_forms_are_unseen() -> None:
@@ -217,7 +216,7 @@ def test_unseen_forms_are_unseen() -> None:
     shared = {w for words in questions.WORDS.values() for w in words.split() if f" {w} " in source.replace('"', " ")}
     assert not shared, shared
     assert not [a for a in questions.AROUND if repr(a)[1:-1] in source]
-    asked = {f["content"] if isinstance(f, dict) else f for f in questions.CHAT}
+    asked = set(questions.CHAT)
     assert len(asked) == 50 and not asked & set(prompts(3000, 0))
     rng = np.random.default_rng(0)
     for _ in range(50):

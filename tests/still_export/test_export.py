@@ -11,10 +11,10 @@ import onnxruntime
 import pytest
 import torch
 
-from still_export.calls import Arrays, next_feed
-from still_export.load import load_model
-from still_export.package import Package
-from still_export.runners.torch import TorchRunner
+from still_export.models.load import load_model
+from still_export.package.calls import Arrays, next_feed
+from still_export.package.folder import Package
+from still_export.runners.torch import TorchModel
 from tests.still_export.conftest import Exporter
 from tests.still_export.tiny import CHUNK, MIXED, VOCAB, plain_model
 from tests.tolerances import MODEL
@@ -30,13 +30,13 @@ def ort_outputs(session: onnxruntime.InferenceSession, feed: Arrays) -> Arrays:
     return dict(zip(names, session.run(names, feed), strict=True))
 
 
-def reference_of(package: Package) -> TorchRunner:
+def reference_of(package: Package) -> TorchModel:
     config, dtype = package.manifest["config"], package.manifest["model"]["dtype"]
     model = load_model(config["model"], attach_untrained=config["attach_untrained"], dtype=dtype)
-    return TorchRunner(model, config["all_logits"])
+    return TorchModel(package.manifest, model)
 
 
-def start_feed(runner: TorchRunner, tokens: np.ndarray, capacity: int, counts: list[int] | None = None) -> Arrays:
+def start_feed(runner: TorchModel, tokens: np.ndarray, capacity: int, counts: list[int] | None = None) -> Arrays:
     new_tokens = None if counts is None else np.array(counts, np.int64)
     return {**next_feed({}, tokens, new_tokens), **runner.empty_feed(tokens.shape[0], capacity)}
 
@@ -94,8 +94,8 @@ def test_tied_embeddings_are_stored_once(export_tiny: Exporter) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_tying_follows_the_model(tied: bool, tmp_path: Any) -> None:
-    from still_export.export import trace_model
-    from still_export.lower import lower_program
+    from still_export.export.lower import lower_program
+    from still_export.export.trace import trace_model
     from still_export.models import attach_untrained
 
     model = attach_untrained(plain_model("llama", torch.float32, tie_word_embeddings=tied, num_hidden_layers=1))
@@ -134,7 +134,7 @@ def test_graph_equals_pytorch(export_tiny: Exporter, family: str, dtype: str, st
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_untrained_attention_keeps_the_base_logits(family: str, tmp_path: Any) -> None:
     """Through the package, with the default chunks: every prompt of up to 128 tokens."""
-    from still_export.onnx_package import ExportOptions, export_onnx
+    from still_export.export.onnx_package import ExportOptions, export_onnx
 
     base = plain_model(family, torch.float32)
     base.save_pretrained(tmp_path / "base")

@@ -16,19 +16,19 @@ import yaml
 from safetensors.torch import load_file
 from torch.nn.functional import mse_loss
 
-from still_export import linearize as module
-from still_export.config import StillConfig
 from still_export.errors import CheckpointError, ConfigError, DataError, TrainingError
+from still_export.linearization import linearize as module
 from still_export.linearization.adapter import still_parameters
+from still_export.linearization.linearize import linearize
 from still_export.linearization.modes import HYBRID, SOFTMAX, attention_mode, make_trainable, selection_loss
 from still_export.linearization.objectives import FinetuneObjective, TransferObjective
 from still_export.linearization.recipe import read_recipe
 from still_export.linearization.tasks import TASKS, TaskWriter, Weighing
 from still_export.linearization.texts import Batches, read_corpus
 from still_export.linearization.trainer import plateau, schedule
-from still_export.linearize import linearize
-from still_export.load import load_model
+from still_export.mixers.config import StillConfig
 from still_export.models import attach_untrained
+from still_export.models.load import load_model
 from still_kernels.hybrid_attention import HybridAttentionConfig
 from tests.still_export.tiny import FAMILIES, plain_model, random_ids, still_model
 from tests.still_export.training import byte_tokenizer, make_base, make_text, small_recipe
@@ -126,6 +126,8 @@ def test_adapter_on_the_base_is_the_model(
             torch.testing.assert_close(again(ids).logits, model(ids).logits, rtol=0, atol=0)
     with pytest.raises(ConfigError, match="configuration of its own"):
         load_model(base, overlays=[output / "adapter"], still_config=StillConfig())
+    longer = load_model(base, overlays=[output / "adapter"], deployment={"capacity_tokens": 777}).config.still
+    assert longer == replace(load_model(output).config.still, capacity_tokens=777)
     adapter = load_file(output / "adapter" / "adapter_model.safetensors")
     for name, parameter in still_parameters(again):
         if "feature_" in name or name.endswith("bias"):  # LoRA adds to the weights of gates

@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from still_export.config import StillConfig
 from still_export.errors import (
     CheckpointError,
     ConfigError,
@@ -23,9 +22,10 @@ from still_export.errors import (
     StillExportError,
     UnsupportedModelError,
 )
-from still_export.load import load_model, load_tokenizer
+from still_export.mixers.config import StillConfig
 from still_export.models import demo, unpickle
 from still_export.models.demo import demo_model_path
+from still_export.models.load import load_model, load_tokenizer
 from tests.still_export.tiny import CHUNK, STORIES, family_config, needs_stories, plain_model, random_ids, still_model
 from tests.tolerances import REFERENCE
 

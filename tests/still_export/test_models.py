@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from still_export.attention import StillAttention
-from still_export.config import StillConfig
 from still_export.errors import ConfigError, UnsupportedModelError
-from still_export.load import load_model
+from still_export.mixers.cache import StillCache, empty_states
+from still_export.mixers.config import StillConfig
+from still_export.mixers.hybrid_attention import StillAttention
 from still_export.models import FAMILIES, attach_untrained, forward_with_state
 from still_export.models.build import still_family_config
-from still_export.state import StillCache, empty_states
+from still_export.models.load import load_model
 from tests.still_export.tiny import CHUNK, MIXED, family_config, padded, plain_model, random_ids, still_model
 from tests.tolerances import REFERENCE
 

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 
 from still_export.cli.main import main
-from still_export.native import HEADER, LIBRARY, find_onnxruntime_headers
-from still_export.onnx_package import ExportOptions, export_onnx
-from still_export.package import Package, open_package, write_manifest
-from still_export.plugins import PluginBuildError
-from still_export.runners.ort import OrtModel, RunError
+from still_export.export.native import HEADER, LIBRARY, find_onnxruntime_headers
+from still_export.export.onnx_package import ExportOptions, export_onnx
+from still_export.export.plugins import PluginBuildError
+from still_export.package.folder import Package, open_package, write_manifest
+from still_export.runners.ort import OrtModel
+from still_export.runners.sampling import RunError
 from tests.plugins.test_onnxruntime import library
 from tests.still_export.conftest import Exporter
 from tests.still_export.tiny import CHUNK, VOCAB
@@ -38,7 +39,7 @@ def built(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
         shutil.copyfile(library, folder / LIBRARY)
         return {"library": LIBRARY, "system": platform.system(), "machine": platform.machine()}
 
-    monkeypatch.setattr("still_export.native.add_native", add_native)
+    monkeypatch.setattr("still_export.export.native.add_native", add_native)
 
 
 def native(export_tiny: Exporter, **arguments: Any) -> Package:
@@ -142,7 +143,7 @@ def test_bfloat16_is_refused(built: None, export_tiny: Exporter) -> None:
 
 def test_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("STILL_ONNXRUNTIME_INCLUDE", raising=False)
-    monkeypatch.setattr("still_export.native.USUAL_INCLUDES", (str(tmp_path / "usual"),))
+    monkeypatch.setattr("still_export.export.native.USUAL_INCLUDES", (str(tmp_path / "usual"),))
     with pytest.raises(PluginBuildError, match="libonnxruntime-dev"):
         find_onnxruntime_headers()
     with pytest.raises(PluginBuildError, match=r"has no onnxruntime_c_api\.h"):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from still_export.errors import PackageError
-from still_export.package import FORMAT_VERSION, open_package, staged_folder, write_manifest
+from still_export.package.folder import FORMAT_VERSION, open_package, staged_folder, write_manifest
 
 
 def make_package(folder: Path) -> Path:

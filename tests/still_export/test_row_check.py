@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from still_export.build import BuildOptions, build_engines
-from still_export.engine_builder import BuildError
-from still_export.package import Package, open_package
-from still_export.row_check import WrongEngineError, check_rows
+from still_export.engines.build import BuildOptions, build_engines
+from still_export.engines.builder import BuildError
+from still_export.engines.row_check import WrongEngineError, check_rows
+from still_export.package.folder import Package, open_package
 from still_export.runners.tensorrt import TrtModel
 from still_export.runners.trt_engine import TrtError
 from tests.still_export import fake_tensorrt
@@ -55,7 +55,7 @@ def test_rows_are_what_they_are_alone(package: Package, context: int) -> None:
 def test_a_small_capacity_is_kept_within(package: Package) -> None:
     build_engines(package)
     model = TrtModel(package.path)
-    model.manifest["capacity"]["capacity_tokens"] = 6
+    model.table.capacity_tokens = 6
     assert 0 <= check_rows(model, ROWS) < 1e-5
 
 

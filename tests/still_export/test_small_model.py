@@ -10,13 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from still_export.config import FULL, HYBRID, StillConfig
-from still_export.evaluate import DEFAULT_HAYSTACK, answered, without
+from still_export.evaluation.evaluate import DEFAULT_HAYSTACK, answered, without
+from still_export.export.onnx_package import ExportOptions, export_onnx
 from still_export.linearization.tasks import TASKS, TaskWriter
 from still_export.linearization.texts import tokenize
-from still_export.load import load_model, load_tokenizer
-from still_export.onnx_package import ExportOptions, export_onnx
-from still_export.runners.ort import OrtModel, Sampling
+from still_export.mixers.config import FULL, HYBRID, StillConfig
+from still_export.models.load import load_model, load_tokenizer
+from still_export.runners.ort import OrtModel
+from still_export.runners.sampling import Sampling
 
 SMALL = Path(__file__).parents[2] / "assets" / "small"
 LENGTHS = (1024, 4096)

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from still_export.cli.main import main
-from still_export.cli.runtimes import next_commands, runtime_of
+from still_export.cli.next_commands import next_commands
+from still_export.engines.options import TrtOptions
 from still_export.errors import ConfigError
-from still_export.onnx_package import ExportOptions
-from still_export.package import Package
-from still_export.plugins import PluginBuildError
-from still_export.trt_options import TrtOptions
-from still_export.trt_package import export_trt
+from still_export.export.onnx_package import ExportOptions
+from still_export.export.plugins import PluginBuildError
+from still_export.export.trt_package import export_trt
+from still_export.package.folder import Package
+from still_export.runners.opening import runtime_of
 from tests.still_export.test_build import needs_rtx, onnx_package, trt_package
 
 
@@ -63,7 +64,7 @@ def test_a_package_without_plugin_library_says_so(
 ) -> None:
     """Its engine cannot be built or run without one, which would come out on the GPU's machine only."""
     package = trt_package(tmp_path / "trt", monkeypatch)
-    monkeypatch.setattr("still_export.trt_package.export_trt", lambda *_, **__: package)
+    monkeypatch.setattr("still_export.export.trt_package.export_trt", lambda *_, **__: package)
     monkeypatch.setitem(__import__("sys").modules, "tensorrt", None)
     for plugins in (package.manifest["plugins"], {}):
         package.manifest["plugins"] = plugins
@@ -74,7 +75,7 @@ def test_a_package_without_plugin_library_says_so(
 
 
 def test_a_folder_without_headers_is_refused_before_the_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("still_export.trt_package.export_onnx", lambda *_, **__: pytest.fail("exported first"))
+    monkeypatch.setattr("still_export.export.trt_package.export_onnx", lambda *_, **__: pytest.fail("exported first"))
     trt = TrtOptions("trt", tensorrt_include=(str(tmp_path),))
     with pytest.raises(PluginBuildError, match="NvInfer"):
         export_trt(ExportOptions("model"), trt, tmp_path / "x")
@@ -105,7 +106,7 @@ def test_a_manifest_repeats_its_target_and_options(tmp_path: Path, monkeypatch: 
         seen.extend([options, trt])
         return package
 
-    monkeypatch.setattr("still_export.trt_package.export_trt", export)
+    monkeypatch.setattr("still_export.export.trt_package.export_trt", export)
     monkeypatch.setitem(__import__("sys").modules, "tensorrt", None)
     assert run("export", "--config", path, "-o", tmp_path / "again", "--batch", 5, "--quiet") == 0
     options, trt = seen

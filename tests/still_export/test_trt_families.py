@@ -14,10 +14,10 @@ import onnxruntime
 import pytest
 import torch
 
-from still_export.export import trace_model
-from still_export.lower import lower_program
-from still_export.trt_package import kernel_variants
-from still_graphs.opset import DOMAIN
+from still_export.export.lower import lower_program
+from still_export.export.trace import trace_model
+from still_export.export.trt_package import kernel_variants
+from still_graphs.ops import DOMAIN
 from still_graphs.passes.add_greedy_token import add_greedy_token
 from still_graphs.passes.attach_functions import attach_functions
 from still_graphs.passes.inline_functions import inline_functions

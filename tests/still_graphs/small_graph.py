@@ -6,7 +6,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from still_graphs.opset import DOMAIN, HYBRID_ATTENTION
+from still_graphs.ops import DOMAIN
+from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 from still_graphs.passes.attach_functions import attach_functions
 from still_graphs.passes.walk import Rewriter
 
@@ -21,6 +22,13 @@ def state_shape(name: str) -> list[str | int]:
     """Shape of a state in the graph; batch and slots stay free."""
     symbols: dict[str, str | int] = {**SIZES, "B": "batch", "N": "slots", "2*C": 2 * SIZES["C"]}
     return [d if isinstance(d, int) else symbols[d] for d in HYBRID_ATTENTION.state(name).shape]
+
+
+def growth_of(name: str) -> dict[str, int | str | bool] | None:
+    """Resolved growth rule of a state, None where its size is fixed."""
+    growth = HYBRID_ATTENTION.state(name).growth
+    attributes = {"salient_per_chunk": SALIENT, "chunk_size": SIZES["C"], "overflow": "error"}
+    return None if growth is None else growth.resolve(attributes)
 
 
 def states() -> list[str]:

@@ -11,8 +11,9 @@ import torch
 from onnx import TensorProto, helper
 
 from still_graphs.errors import UnsupportedError
-from still_graphs.functions import IN_PLACE_STATES, function_body
-from still_graphs.opset import DOMAIN, HYBRID_ATTENTION
+from still_graphs.functions import function_body
+from still_graphs.ops import DOMAIN
+from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 from still_graphs.passes.attach_functions import attach_functions
 from still_kernels.hybrid_attention.chunked import chunked_hybrid_attention
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
@@ -269,7 +270,7 @@ def test_logits_far_apart() -> None:
 
 
 def test_states_in_place() -> None:
-    assert set(IN_PLACE_STATES["HybridAttention"]) == {s.name for s in HYBRID_ATTENTION.states}
+    assert all(s.in_place for s in HYBRID_ATTENTION.states)
     check(config(), in_place=True)
 
 
@@ -317,8 +318,39 @@ def test_different_nodes_get_functions_of_their_own() -> None:
     assert second[0, 0, 0, 0] == pytest.approx(1 / 1.25, abs=1e-5)
 
 
+WRONG_COUNTS: list[dict[str, list[int]]] = [
+    {"past_length": [0, -1]},
+    {"past_length": [-4, 5]},
+    {"past_length": [0, -(2**62)]},
+    {"past_length": [0, 2**63 - 1]},
+    {"past_length": [0, 60]},  # more than the cache has slots for
+    {"new_tokens": [5, -1]},
+    {"new_tokens": [5, 6]},
+    {"new_tokens": [5, 2**31]},
+    {"new_tokens": [5, 2**63 - 1]},
+    {"past_length": [2**62, 2**62], "new_tokens": [2**62, 2**62]},
+]
+
+
+@pytest.mark.parametrize("changes", WRONG_COUNTS, ids=str)
+@pytest.mark.parametrize("tokens", [5, 1])
+def test_counts_out_of_range_are_refused(changes: dict[str, list[int]], tokens: int) -> None:
+    """In either branch; with numbers whose sum has no place in 64 bits, too."""
+    if tokens == 1 and any(count == 5 for count in changes.get("new_tokens", ())):
+        changes = {"new_tokens": [min(count, 1) if count == 5 else count for count in changes["new_tokens"]]}
+    c = config(capacity_tokens=12)
+    runner = Runner(c, torch.float32, 2, False)
+    feeds, *_ = next(iter(steps(c, [tokens], torch.float32, 2)))
+    ort.set_default_logger_severity(4)
+    try:
+        with pytest.raises(Exception, match=r"out_of_range|invalid indice"):
+            runner(feeds | {name: torch.tensor(counts) for name, counts in changes.items()})
+    finally:
+        ort.set_default_logger_severity(2)
+
+
 def test_unknown_op_type_and_opset_are_refused() -> None:
-    node = helper.make_node("Attention", [], [], domain=DOMAIN)
+    node = helper.make_node("Mystery", [], [], domain=DOMAIN)
     with pytest.raises(UnsupportedError, match="HybridAttention"):
         function_body(node, TensorProto.FLOAT, dims={})
     node.op_type = "HybridAttention"

@@ -8,7 +8,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from still_graphs.errors import UnsupportedError
-from still_graphs.opset import DOMAIN
+from still_graphs.ops import DOMAIN
 from still_graphs.passes.fix_shapes import fix_shapes
 from still_graphs.passes.join_heads import join_heads
 from still_graphs.passes.walk import Rewriter, attribute, value_names

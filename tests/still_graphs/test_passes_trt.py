@@ -8,7 +8,8 @@ import pytest
 from onnx import TensorProto, helper
 
 from still_graphs.errors import UnsupportedError
-from still_graphs.opset import DOMAIN, HYBRID_ATTENTION
+from still_graphs.ops import DOMAIN
+from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 from still_graphs.passes.add_greedy_token import add_greedy_token
 from still_graphs.passes.inline_functions import inline_functions
 from still_graphs.passes.lower_integers import lower_integers

@@ -6,7 +6,7 @@ import onnx
 import pytest
 
 from still_graphs.errors import UnsupportedError
-from still_graphs.opset import DOMAIN
+from still_graphs.ops import DOMAIN
 from still_graphs.passes.walk import opset_version, walk_nodes
 from still_graphs.pipelines import TARGETS, run_pipeline
 from tests.still_graphs.small_graph import small_graph

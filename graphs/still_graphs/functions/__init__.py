@@ -11,17 +11,17 @@ from collections.abc import Callable, Mapping
 import onnx
 
 from still_graphs.errors import UnsupportedError
-from still_graphs.functions import hybrid_attention
+from still_graphs.functions import attention, hybrid_attention
 
 OPSETS = (23, 24)
 """Opsets of ai.onnx that bodies are written for."""
 
-BODIES: dict[str, Callable[[onnx.NodeProto, int, int, Mapping[str, int]], onnx.FunctionProto]] = {
-    "HybridAttention": hybrid_attention.function_body,
+Writer = Callable[[onnx.NodeProto, int, int, Mapping[str, int]], onnx.FunctionProto]
+BODIES: dict[str, tuple[Writer, tuple[str, ...]]] = {
+    "HybridAttention": (hybrid_attention.function_body, hybrid_attention.SYMBOLS),
+    "Attention": (attention.function_body, attention.SYMBOLS),
 }
-
-IN_PLACE_STATES: dict[str, tuple[str, ...]] = {"HybridAttention": hybrid_attention.IN_PLACE_STATES}
-"""Per op, the states whose past and present may be bound to one buffer when a runtime runs the body."""
+"""Per op, the writer of its body and the symbols of `dims` that it needs."""
 
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int = 23, *, dims: Mapping[str, int]) -> onnx.FunctionProto:
@@ -48,10 +48,11 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int = 23, *, dims: Ma
         raise UnsupportedError(f"activations of type {name}: function bodies take FLOAT, FLOAT16 and BFLOAT16.")
     if opset not in OPSETS:
         raise UnsupportedError(f"opset {opset}: function bodies are written for opsets {OPSETS[0]} to {OPSETS[-1]}.")
-    missing = [symbol for symbol in ("H", "HK", "D", "F", "WH") if symbol not in dims]
+    write, symbols = BODIES[node.op_type]
+    missing = [symbol for symbol in symbols if symbol not in dims]
     if missing:
         raise UnsupportedError(
             f"{node.name or node.op_type}: dimension {', '.join(missing)} is not fixed in the graph; declare the shapes of "
             "weights and past state."
         )
-    return BODIES[node.op_type](node, dtype, opset, dims)
+    return write(node, dtype, opset, dims)

@@ -12,7 +12,7 @@ import onnx
 
 from still_graphs.errors import UnsupportedError
 from still_graphs.functions import function_body
-from still_graphs.opset import DOMAIN, OPS, OpSpec
+from still_graphs.ops import DOMAIN, OPS, OpSpec
 
 _Key = tuple[str, bytes, tuple[bool, ...], tuple[bool, ...], int, tuple[tuple[str, int], ...]]
 _Types = dict[str, tuple[int, tuple[int | None, ...]]]
@@ -90,7 +90,7 @@ def _dimensions(node: onnx.NodeProto, types: _Types) -> dict[str, int]:
     """Sizes of the OpSpec's symbols that are fixed in the graph, and WH, the heads of the weights (1 = shared)."""
     spec = _spec(node)
     dims: dict[str, int] = {}
-    for name, tensor in zip(node.input, (*spec.inputs, *spec.states), strict=False):
+    for name, tensor in zip(node.input, spec.all_inputs(), strict=False):
         _, shape = types.get(name, (0, ()))
         for symbol, size in zip(tensor.shape, shape, strict=False):
             if isinstance(symbol, str) and size is not None:
@@ -105,7 +105,7 @@ def _activation_type(node: onnx.NodeProto, types: _Types) -> int:
     for name, kind in zip(node.input, kinds, strict=False):
         if kind == "T" and name in types and types[name][0]:
             return types[name][0]
-    for name, tensor in zip(node.output, (*spec.outputs, *spec.states), strict=False):
+    for name, tensor in zip(node.output, spec.all_outputs(), strict=False):
         if tensor.dtype == "T" and name in types and types[name][0]:
             return types[name][0]
     raise UnsupportedError(

@@ -10,7 +10,7 @@ import onnx
 import onnx.inliner
 
 from still_graphs.errors import UnsupportedError
-from still_graphs.opset import DOMAIN
+from still_graphs.ops import DOMAIN
 from still_graphs.passes.walk import walk_nodes
 
 

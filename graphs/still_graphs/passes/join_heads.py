@@ -17,7 +17,7 @@ import onnx
 from onnx import helper
 
 from still_graphs.errors import UnsupportedError
-from still_graphs.opset import DOMAIN, OPS, OpSpec
+from still_graphs.ops import DOMAIN, OPS, OpSpec
 from still_graphs.passes.walk import Rewriter, dimensions, drop_unused, element_types, inner_names, value_names
 
 

@@ -14,7 +14,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from still_graphs.errors import UnsupportedError
-from still_graphs.opset import DOMAIN, OPS, OpSpec
+from still_graphs.ops import DOMAIN, OPS, OpSpec
 from still_graphs.passes.walk import Rewriter, attribute, drop_attribute, element_types, value_names
 
 ABSENT_INPUTS = "absent_inputs"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import onnx
 
-from still_graphs.opset import DOMAIN
+from still_graphs.ops import DOMAIN
 from still_graphs.passes.walk import walk_nodes
 
 

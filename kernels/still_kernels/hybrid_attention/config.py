@@ -6,10 +6,13 @@ import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 from still_graphs.errors import ConfigError
-from still_graphs.opset import HYBRID_ATTENTION, AttributeValue
+from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION, SLOTS
+from still_graphs.ops.spec import AttributeValue
+from still_graphs.states import rows_after
 
 CHOICES: dict[str, tuple[str, ...]] = {
     **{a.name: a.choices for a in HYBRID_ATTENTION.attributes if a.choices},
@@ -142,8 +145,24 @@ class HybridAttentionConfig:
         return self.slots_for(self.capacity_tokens)
 
     def slots_for(self, tokens: int) -> int:
-        """Slots that a sequence of `tokens` tokens fills: k * max(0, ceil(tokens / C) - 2)."""
-        return self.salient_per_chunk * max(0, -(-tokens // self.chunk_size) - 2)
+        """Slots that a sequence of `tokens` tokens fills, whatever happens beyond the capacity."""
+        return rows_after(self._slot_rule, tokens, self.capacity_tokens)
+
+    @cached_property
+    def _slot_rule(self) -> dict[str, Any]:
+        return {**SLOTS.resolve(self.attributes()), "fixed": False}
+
+    def symbols(self) -> dict[str, int]:
+        """Sizes of the OpSpec's symbols that the configuration fixes."""
+        return {
+            "H": self.num_heads,
+            "HK": self.num_kv_heads,
+            "HS": self.select_heads,
+            "D": self.head_dim,
+            "P": self.projection_dim,
+            "F": self.state_features,
+            "C": self.chunk_size,
+        }
 
     def attributes(self) -> dict[str, AttributeValue]:
         """Values of the op's attributes, in the order of its OpSpec."""

@@ -9,28 +9,18 @@ import torch
 from torch import Tensor
 
 from still_graphs.errors import ShapeError
-from still_graphs.opset import HYBRID_ATTENTION
+from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
 
 
 def state_shape(config: HybridAttentionConfig, name: str, batch: int, slots: int) -> tuple[int, ...]:
     """Shape of the state tensor `name` for `batch` rows and `slots` salient slots, from the OpSpec."""
-    symbols = {
-        "B": batch,
-        "H": config.num_heads,
-        "HK": config.num_kv_heads,
-        "HS": config.select_heads,
-        "D": config.head_dim,
-        "F": config.state_features,
-        "2*C": 2 * config.chunk_size,
-        "N": slots,
-    }
-    return tuple(d if isinstance(d, int) else symbols[d] for d in HYBRID_ATTENTION.state(name).shape)
+    return HYBRID_ATTENTION.state(name).sizes({**config.symbols(), "B": batch, "N": slots})
 
 
 def state_names(config: HybridAttentionConfig) -> tuple[str, ...]:
     """Names of the state tensors that `config` has, in the order of the OpSpec."""
-    return tuple(s.name for s in HYBRID_ATTENTION.states if not s.optional or config.overflow == "fold_min_score")
+    return tuple(s.name for s in HYBRID_ATTENTION.states_with(config.attributes()))
 
 
 @lru_cache  # asked at every call

@@ -11,16 +11,11 @@ from still_graphs.functions.builder import FLOAT, Scope
 from still_graphs.functions.hybrid_attention.decode import make_step, write_decode
 from still_graphs.functions.hybrid_attention.general import General
 from still_graphs.functions.hybrid_attention.layer import Layer
-from still_graphs.opset import DOMAIN, HYBRID_ATTENTION
+from still_graphs.ops import DOMAIN
+from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 
-IN_PLACE_STATES = tuple(s.name for s in HYBRID_ATTENTION.states)
-"""All of them. In either branch each state has one writer, and nothing reads the past state after it was written:
-
-- short branch: rings are written by ScatterND, in place, and read from its output; the other states pass through Identity, which
-  does not copy a buffer to itself;
-- general branch: rings, S and z are copied into larger tensors first, and what is written is computed from these copies; cached rows
-  are written by ScatterND with rows taken from the concatenation that read the cache. Without a promotion it writes no row.
-"""
+SYMBOLS = ("H", "HK", "D", "F", "WH")
+"""Dimensions that the body is written for."""
 
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:

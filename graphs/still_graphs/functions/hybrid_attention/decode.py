@@ -40,7 +40,8 @@ def make_step(layer: Layer) -> Step | None:
     # No promotion in this row, and not position 0, which is alone in its window.
     early = b("And", b("Less", "past_length", 2 * chunk), b("Greater", "past_length", 0))
     waits = b("Or", b("Greater", offset, 0), early)
-    plain = b("And", waits, b("Equal", "new_tokens", 1))
+    # Negative lengths are the general branch's to refuse.
+    plain = b.all_of(waits, b("Equal", "new_tokens", 1), b("GreaterOrEqual", "past_length", 0))
     plain = b("ReduceMin", b("Cast", plain, to=INT64), keepdims=1)  # [1]: 1, or 0 which no T equals
     condition = b("Equal", b.dim("query", 1), plain)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from still_graphs.functions.builder import BOOL, FLOAT, INT64, Scope
+from still_graphs.functions.counts import checked_counts
 from still_graphs.functions.hybrid_attention.features import features
 from still_graphs.functions.hybrid_attention.layer import Layer
 from still_graphs.functions.hybrid_attention.overflow import compete
@@ -37,11 +38,10 @@ class Grid:
 
 
 def make_grid(b: Scope, layer: Layer) -> Grid:
-    chunk, past = layer.chunk, b.unsqueeze("past_length", 1)
-    new = b.unsqueeze("new_tokens", 1)
+    chunk, tokens = layer.chunk, b.dim("query", 1)
+    past, new = checked_counts(b, tokens)
     first, offset = b("Div", past, chunk), b("Mod", past, chunk)
     end = b("Add", past, new)
-    tokens = b.dim("query", 1)
     single = b("Equal", tokens, [1])
     need = b("Div", b.total(offset, new, chunk - 1), chunk)
     chunks = b.reshape(b("Max", b("ReduceMax", need, keepdims=0), 1), 1)

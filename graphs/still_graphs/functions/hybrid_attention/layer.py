@@ -9,7 +9,7 @@ import onnx
 from onnx import helper
 
 from still_graphs.functions.builder import FLOAT, Scope
-from still_graphs.opset import HYBRID_ATTENTION
+from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 
 MASKED = -1e30
 """Added to a logit that must not count: far below any logit, and finite so that a row of nothing else stays free of NaN."""

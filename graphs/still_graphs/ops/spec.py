@@ -1,0 +1,164 @@
+"""What an op is, as data: names, order, shapes, dtypes, attributes, and how its states grow. Stdlib only.
+
+The torch op, its fake kernel, the ONNX node and function, the plugin's fields, every runner's buffers and the manifest's state table
+are generated from these specs or checked against them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+DOMAIN = "still"
+VERSION = 1
+
+DType = Literal["T", "float32", "int64"]
+"""Element type of a tensor: "T" is the activations' type (float16, bfloat16 or float32)."""
+
+Role = Literal["activation", "weight", "count", "state"]
+AttributeValue = int | float | str
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One input or output. Shapes are numbers, symbols, or multiples of a symbol ("2*C").
+
+    Symbols of all ops: B batch, T tokens, H query heads, HK key/value heads, D head dim, N rows of a state that grows; the others are
+    explained by the op that has them.
+    """
+
+    name: str
+    shape: tuple[str | int, ...]
+    dtype: DType
+    role: Role
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How many rows a state has along `axis` after t tokens: rows * max(0, ceil(t / per) - lag).
+
+    Args:
+        dimension: Name of the free dimension in exported graphs.
+        axis: Of the state's shape; the dimension there is "N".
+        rows, per: Numbers, or names of the op's attributes that hold them.
+        lag: Blocks of `per` tokens that have no rows yet.
+        only: Attribute and value with which the state grows; with another value it has, from the first token on, the rows that the
+            capacity needs, and never more. None: it always grows.
+    """
+
+    dimension: str
+    axis: int
+    rows: int | str = 1
+    per: int | str = 1
+    lag: int = 0
+    only: tuple[str, AttributeValue] | None = None
+
+    def resolve(self, attributes: Mapping[str, AttributeValue]) -> dict[str, int | str | bool]:
+        """The rule in numbers, as the manifest carries it (`still_graphs.states` computes with it)."""
+        rows, per = (attributes[x] if isinstance(x, str) else x for x in (self.rows, self.per))
+        fixed = self.only is not None and attributes[self.only[0]] != self.only[1]
+        return {
+            "dimension": self.dimension,
+            "axis": self.axis,
+            "rows": int(rows),
+            "per": int(per),
+            "lag": self.lag,
+            "fixed": fixed,
+        }
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """One state: `past_<name>` in, `present_<name>` out. All-zero means empty.
+
+    Args:
+        name, shape, dtype: As of a TensorSpec; the first dimension is the batch.
+        growth: How it grows with the context; None: its size is fixed.
+        only: Attribute and value with which the op has this state; None: always.
+        in_place: Past and present may be one buffer when a runtime runs the function body; kernels always take one or two.
+    """
+
+    name: str
+    shape: tuple[str | int, ...]
+    dtype: DType
+    growth: Growth | None = None
+    only: tuple[str, AttributeValue] | None = None
+    in_place: bool = True
+
+    @property
+    def role(self) -> Role:
+        """As of a TensorSpec."""
+        return "state"
+
+    @property
+    def optional(self) -> bool:
+        """Some configurations of the op do not have it."""
+        return self.only is not None
+
+    def exists(self, attributes: Mapping[str, AttributeValue]) -> bool:
+        """Whether the op has this state with these attributes."""
+        return self.only is None or attributes[self.only[0]] == self.only[1]
+
+    def sizes(self, symbols: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape in numbers; `symbols` holds those that the shape names ("2*C" needs C)."""
+
+        def size(dim: str | int) -> int:
+            if isinstance(dim, int):
+                return dim
+            factor, _, symbol = dim.rpartition("*")
+            return int(factor or 1) * symbols[symbol]
+
+        return tuple(size(d) for d in self.shape)
+
+
+@dataclass(frozen=True)
+class AttributeSpec:
+    """One attribute of a node; `choices` is empty where any value of the type goes."""
+
+    name: str
+    default: AttributeValue
+    choices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """One op: `name` in ONNX and TensorRT, `torch_name` in torch, inputs and outputs in order."""
+
+    name: str
+    torch_name: str
+    inputs: tuple[TensorSpec, ...]
+    states: tuple[StateSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    attributes: tuple[AttributeSpec, ...] = ()
+    domain: str = DOMAIN
+    version: int = VERSION
+
+    def input_names(self) -> tuple[str, ...]:
+        """Names of all inputs in order: activations, weights and counts, then `past_<state>`."""
+        return tuple(t.name for t in self.inputs) + tuple(f"past_{s.name}" for s in self.states)
+
+    def output_names(self) -> tuple[str, ...]:
+        """Names of all outputs in order: activations, then `present_<state>`."""
+        return tuple(t.name for t in self.outputs) + tuple(f"present_{s.name}" for s in self.states)
+
+    def all_inputs(self) -> tuple[TensorSpec | StateSpec, ...]:
+        """Inputs, then states, in the order of `input_names`."""
+        return *self.inputs, *self.states
+
+    def all_outputs(self) -> tuple[TensorSpec | StateSpec, ...]:
+        """Outputs, then states, in the order of `output_names`."""
+        return *self.outputs, *self.states
+
+    def attribute(self, name: str) -> AttributeSpec:
+        """The attribute called `name`; KeyError for an unknown one (a bug of the caller)."""
+        return {a.name: a for a in self.attributes}[name]
+
+    def state(self, name: str) -> StateSpec:
+        """The state called `name`; KeyError for an unknown one (a bug of the caller)."""
+        return {s.name: s for s in self.states}[name]
+
+    def states_with(self, attributes: Mapping[str, AttributeValue]) -> tuple[StateSpec, ...]:
+        """The states that the op has with these attributes, in order."""
+        return tuple(s for s in self.states if s.exists(attributes))

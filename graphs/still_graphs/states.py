@@ -1,0 +1,122 @@
+"""How many rows a state has after how many tokens, and what that means in shapes and bytes. Stdlib only.
+
+The one place in Python that computes with a growth rule (`still_graphs.ops.spec.Growth.resolve`); exports copy this file into packages.
+C++ does it in plugins/runner/states.cpp.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8}
+"""Bytes of one element by dtype name."""
+
+
+def rows_after(rule: Mapping[str, Any], tokens: int, capacity_tokens: int) -> int:
+    """Rows that a state has after `tokens` tokens, by its resolved growth rule.
+
+    Args:
+        rule: rows, per, lag, and `fixed`: the state has the rows of the whole capacity from the first token on.
+        tokens: Tokens of the longest row of the batch.
+        capacity_tokens: What the state is meant to hold.
+    """
+    counted = capacity_tokens if rule["fixed"] else tokens
+    return int(rule["rows"]) * max(0, -(-counted // int(rule["per"])) - int(rule["lag"]))
+
+
+@dataclass(frozen=True)
+class State:
+    """One state of one layer, as the manifest's state table has it.
+
+    Args:
+        name: `<state>.<layer>`; the graph has `past_<name>` and `present_<name>`.
+        shape: "batch" first; the name of a growing dimension where the growth rule's axis is; numbers elsewhere.
+        dtype: Element type by name.
+        in_place: Past and present may be one buffer.
+        growth: Resolved growth rule, None where the size is fixed.
+    """
+
+    name: str
+    layer: int
+    op: str
+    shape: tuple[int | str, ...]
+    dtype: str
+    in_place: bool
+    growth: Mapping[str, Any] | None = None
+
+    @property
+    def past(self) -> str:
+        """Name of the graph input."""
+        return f"past_{self.name}"
+
+    @property
+    def present(self) -> str:
+        """Name of the graph output."""
+        return f"present_{self.name}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The manifest's entry."""
+        return {**vars(self), "shape": list(self.shape), "growth": None if self.growth is None else dict(self.growth)}
+
+    @classmethod
+    def from_dict(cls, entry: Mapping[str, Any]) -> State:
+        """The state that a manifest's entry describes; KeyError, TypeError where it has no such form."""
+        return cls(**{**entry, "shape": tuple(entry["shape"])})
+
+
+class StateTable:
+    """The states of a package.
+
+    Args:
+        states: In the graph's order.
+        capacity_tokens: What the package is meant to hold.
+        bounded: More tokens than that are refused; otherwise states fold or grow beyond it.
+
+    Raises:
+        ValueError: Two states grow by different rules under one name.
+    """
+
+    def __init__(self, states: Iterable[State], capacity_tokens: int, bounded: bool) -> None:
+        self.states = tuple(states)
+        self.capacity_tokens = capacity_tokens
+        self.bounded = bounded
+        self.growths: dict[str, Mapping[str, Any]] = {}
+        for state in self.states:
+            if state.growth is not None:
+                known = self.growths.setdefault(str(state.growth["dimension"]), state.growth)
+                if known != state.growth:
+                    raise ValueError(
+                        f"state {state.name} grows by {state.growth}, others of that dimension by {known}."
+                    )
+
+    @classmethod
+    def of(cls, manifest: Mapping[str, Any]) -> StateTable:
+        """The table of a package's manifest."""
+        capacity = manifest["capacity"]
+        states = (State.from_dict(entry) for entry in manifest["states"])
+        return cls(states, int(capacity["capacity_tokens"]), bool(capacity["bounded"]))
+
+    def __iter__(self) -> Any:
+        return iter(self.states)
+
+    def rows(self, tokens: int, least: int = 0) -> dict[str, int]:
+        """Size of every growing dimension with room for `tokens` tokens, at least `least` each."""
+        return {name: max(least, rows_after(rule, tokens, self.capacity_tokens)) for name, rule in self.growths.items()}
+
+    @property
+    def period(self) -> int:
+        """Tokens after which a state grows: the longest of all rules; calls that cross its multiples are the interesting ones."""
+        return max((int(rule["per"]) for rule in self.growths.values()), default=1)
+
+    def shapes(self, batch: int, rows: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+        """Shape of every state for `batch` rows of the batch and the given sizes of growing dimensions."""
+        sizes = {"batch": batch, **rows}
+        return {s.name: tuple(d if isinstance(d, int) else sizes[d] for d in s.shape) for s in self.states}
+
+    def size_bytes(self, batch: int, rows: Mapping[str, int]) -> int:
+        """Bytes of all states together."""
+        shapes = self.shapes(batch, rows)
+        return sum(math.prod(shapes[s.name]) * ITEM_BYTES[s.dtype] for s in self.states)

@@ -1,0 +1,58 @@
+// Which of the compiled kernels this processor can run.
+#include "instruction_sets.h"
+
+#include <algorithm>
+#include <iterator>
+
+namespace still_cpu
+{
+namespace
+{
+
+struct Set
+{
+    InstructionSet set;
+    char const* name;
+    bool (*runs)();
+};
+
+Set const kSets[] = {
+#if defined(STILL_X86)
+    {InstructionSet::kV4, "v4",
+        []
+        {
+            return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq")
+                   && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma");
+        }},
+    {InstructionSet::kV3, "v3",
+        [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2"); }},
+#endif
+    {InstructionSet::kBaseline, "baseline", [] { return true; }},
+};
+
+Set const& set(int index)
+{
+    for (Set const& s : kSets)
+        if (s.runs() && index-- == 0)
+            return s;
+    return kSets[std::size(kSets) - 1];
+}
+
+} // namespace
+
+InstructionSet instruction_set(int index)
+{
+    return set(index).set;
+}
+
+int count_instruction_sets()
+{
+    return static_cast<int>(std::count_if(std::begin(kSets), std::end(kSets), [](Set const& s) { return s.runs(); }));
+}
+
+char const* instruction_set_name(int index)
+{
+    return set(index).name;
+}
+
+} // namespace still_cpu

@@ -1,0 +1,119 @@
+#include "selection.h"
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+
+namespace still_cpu::hybrid
+{
+namespace
+{
+
+// Score of each token of a chunk as the selection ranks it.
+void rank(Selection const& selection, int64_t chunk, float* ranked)
+{
+    Layer const& l = *selection.layer;
+    int const group = l.heads / l.select_heads(), slot = static_cast<int>(chunk % 2) * l.chunk;
+    int64_t const first = static_cast<int64_t>(selection.row) * l.heads + selection.head * group;
+    for (int i = 0; i < l.chunk; ++i)
+    {
+        float const* const score = selection.tensors->window_score + first * 2 * l.chunk + slot + i;
+        float value = score[0];
+        for (int g = 1; g < group; ++g)
+        {
+            float const other = score[static_cast<int64_t>(g) * 2 * l.chunk];
+            value = l.scope == Scope::kGroupMax ? std::max(value, other) : value + other;
+        }
+        ranked[i] = l.scope == Scope::kGroupMean ? value / static_cast<float>(group) : value;
+    }
+}
+
+} // namespace
+
+void select_tokens(Selection const& selection, int64_t chunk, uint8_t* salient)
+{
+    Layer const& l = *selection.layer;
+    float* const ranked = selection.ranked;
+    rank(selection, chunk, ranked);
+    std::memset(salient, 0, static_cast<size_t>(l.chunk));
+    for (int taken = 0; taken < l.salient; ++taken)
+    {
+        int best = -1;
+        for (int i = 0; i < l.chunk; ++i)
+            if (!salient[i] && (best < 0 || ranked[i] > ranked[best]))
+                best = i;
+        salient[best] = 1;
+    }
+}
+
+int fill_cache(Selection const& selection, int64_t chunk, uint8_t* salient, void* folded_keys, void* folded_values)
+{
+    Layer const& l = *selection.layer;
+    Tensors const& x = *selection.tensors;
+    int64_t const slots = l.slots, before = std::min<int64_t>(slots, chunk * l.salient); // chunk 0 is the first to be promoted
+    int64_t const head = static_cast<int64_t>(selection.row) * l.select_heads() + selection.head;
+    size_t const bytes = static_cast<size_t>(l.dim) * static_cast<size_t>(l.element_size());
+    char* const keys = static_cast<char*>(x.salient_key) + static_cast<size_t>(head * slots) * bytes;
+    char* const values = static_cast<char*>(x.salient_value) + static_cast<size_t>(head * slots) * bytes;
+    float* const scores = x.salient_score ? x.salient_score + head * slots : nullptr;
+    float* const order = selection.ranked + l.chunk; // of cached tokens, then of newcomers; the lowest leaves
+    uint8_t* const alive = selection.flags;
+
+    for (int64_t slot = 0; slot < slots; ++slot)
+    {
+        alive[slot] = slot < before;
+        // With kFoldOldest: the latest chunk that was written to the slot.
+        int64_t const ring = std::max<int64_t>(1, slots / std::max(1, l.salient)), lane = slot / std::max(1, l.salient);
+        int64_t const turns = chunk - 1 - lane >= 0 ? (chunk - 1 - lane) / ring : -1;
+        order[slot] = scores ? scores[slot] : static_cast<float>(lane + turns * ring);
+    }
+    int newcomers = 0;
+    for (int i = 0; i < l.chunk; ++i)
+        if (salient[i])
+        {
+            order[slots + newcomers] = scores ? selection.ranked[i] : static_cast<float>(chunk);
+            alive[slots + newcomers++] = 1;
+        }
+    int folded = 0;
+    for (int64_t excess = before + newcomers - slots; excess > 0; --excess)
+    {
+        int64_t lowest = -1;
+        for (int64_t e = 0; e < slots + newcomers; ++e) // of equals the later one leaves
+            if (alive[e] && (lowest < 0 || order[e] <= order[lowest]))
+                lowest = e;
+        alive[lowest] = 0;
+        if (lowest < slots)
+        {
+            std::memcpy(
+                static_cast<char*>(folded_keys) + static_cast<size_t>(folded) * bytes, keys + static_cast<size_t>(lowest) * bytes, bytes);
+            std::memcpy(static_cast<char*>(folded_values) + static_cast<size_t>(folded) * bytes,
+                values + static_cast<size_t>(lowest) * bytes, bytes);
+            ++folded;
+        }
+    }
+    // The others take free slots, both in ascending order.
+    int64_t const head_of_group = selection.head / (l.select_heads() / l.kv_heads);
+    size_t const ring_slot =
+        static_cast<size_t>(((static_cast<int64_t>(selection.row) * l.kv_heads + head_of_group) * 2 + chunk % 2) * l.chunk);
+    int64_t slot = 0;
+    int newcomer = 0;
+    for (int i = 0; i < l.chunk; ++i)
+    {
+        if (!salient[i])
+            continue;
+        salient[i] = alive[slots + newcomer++];
+        if (!salient[i])
+            continue;
+        while (alive[slot])
+            ++slot;
+        size_t const from = (ring_slot + static_cast<size_t>(i)) * bytes, to = static_cast<size_t>(slot) * bytes;
+        std::memcpy(keys + to, static_cast<char*>(x.window_key) + from, bytes);
+        std::memcpy(values + to, static_cast<char*>(x.window_value) + from, bytes);
+        if (scores)
+            scores[slot] = selection.ranked[i];
+        alive[slot] = 1;
+    }
+    return folded;
+}
+
+} // namespace still_cpu::hybrid

@@ -1,0 +1,1 @@
+"""Building TensorRT engines, and the check of what was built."""

@@ -1,0 +1,1 @@
+"""What a model knows and how fast a package is."""

@@ -1,0 +1,319 @@
+"""What a model knows: bits per byte of texts, retrieval by depth and length, chat; for a STILL model also with parts switched off."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from still_export.errors import ConfigError, NotLinearizedError
+from still_export.evaluation.chat import chat_ends, unseen
+from still_export.evaluation.questions import CHAT
+from still_export.linearization.modes import SOFTMAX, make_trainable
+from still_export.linearization.tasks import TaskWriter, task_named
+from still_export.linearization.texts import check_ids, read_text, tokenize
+from still_export.mixers.config import FULL, StillConfig
+from still_export.mixers.hybrid_attention import StillAttention
+from still_export.models.load import load_model
+
+VARIANTS = ("still", "no_salient_tokens", "window_only", "no_norm_preserving_map")
+TEACHER, UNSEEN = "teacher", "unseen"
+TOKENS_AT_ONCE = {"cuda": 1 << 16, "cpu": 1 << 13}
+"""Tokens of one forward pass; bounds the logits, 1.6 GB for 8K tokens of a 49K vocabulary."""
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """What is measured.
+
+    Args:
+        texts: Text files for bits per byte; context_lengths: at these contexts, every block on its own.
+        text_tokens: Tokens of each text at most.
+        tasks, lengths, depths, samples: Retrieval: samples prompts for each task, length and depth (0 = far, 1 = near the question).
+            The task "unseen" has forms of facts that no training row has; it is answered in a chat.
+        chat: So many questions of a chat are answered, whose ends and repetitions are counted.
+        variants: Of a STILL model.
+    """
+
+    texts: tuple[str, ...] = ()
+    context_lengths: tuple[int, ...] = (1024,)
+    text_tokens: int = 1 << 17
+    tasks: tuple[str, ...] = ("needle", "passkey", "key_value")
+    lengths: tuple[int, ...] = (1024, 2048, 4096)
+    depths: int = 10
+    samples: int = 4
+    seed: int = 0
+    chat: int = 0
+    variants: tuple[str, ...] = VARIANTS
+
+    def __post_init__(self) -> None:
+        for name in self.tasks:
+            if name != UNSEEN:
+                task_named(name)
+        for name in self.variants:
+            if name not in VARIANTS:
+                raise ConfigError(f"the variant {name!r} is unknown; known: {', '.join(VARIANTS)}.")
+        if not 0 <= self.chat <= len(CHAT):
+            raise ConfigError(f"chat={self.chat}: there are {len(CHAT)} questions.")
+        if min((*self.context_lengths, *self.lengths), default=2) < 2 or self.depths < 1 or self.samples < 1:
+            raise ConfigError("lengths, depths and samples must be positive, contexts at least 2 tokens.")
+
+
+@dataclass
+class Evaluation:
+    """Results by variant.
+
+    bits_per_byte: variant -> "file @ context" -> value. retrieval: variant -> task -> length -> accuracy by depth.
+    chat: variant -> "tokens" (mean length), "ended" (share that ended by itself), "repeated" (share of 4-grams that occurred before).
+    """
+
+    bits_per_byte: dict[str, dict[str, float]] = field(default_factory=dict)
+    retrieval: dict[str, dict[str, dict[int, list[float]]]] = field(default_factory=dict)
+    chat: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def accuracy(self, variant: str, task: str, length: int) -> float:
+        """Mean over depths."""
+        row = self.retrieval[variant][task][length]
+        return sum(row) / len(row)
+
+    def table(self) -> str:
+        """A Markdown table with one row per variant."""
+        variants = list(dict.fromkeys([*self.bits_per_byte, *self.retrieval, *self.chat]))
+        texts = list(next(iter(self.bits_per_byte.values()), {}))
+        cells = [(t, n) for t, row in next(iter(self.retrieval.values()), {}).items() for n in row]
+        said = list(next(iter(self.chat.values()), {}))
+        head = [
+            "model",
+            *(f"bits/byte {t}" for t in texts),
+            *(f"{t} {n}" for t, n in cells),
+            *(f"chat {c}" for c in said),
+        ]
+        lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+        for variant in variants:
+            bits = [f"{self.bits_per_byte[variant][t]:.4f}" for t in texts]
+            found = [f"{self.accuracy(variant, t, n):.0%}" for t, n in cells]
+            talk = [f"{self.chat[variant][c]:.3g}" for c in said]
+            lines.append(f"| {' | '.join([variant.replace('_', ' '), *bits, *found, *talk])} |")
+        return "\n".join(lines)
+
+
+def evaluate(
+    models: dict[str, Any],
+    tokenizer: Any,
+    options: EvaluationOptions,
+    *,
+    device: torch.device | str = "cpu",
+    advance: Callable[[str], None] = lambda _: None,
+) -> Evaluation:
+    """Measure every model; STILL models in the options' variants.
+
+    Args:
+        models: By name, "teacher" and "still", or one of them.
+        tokenizer: Of all.
+        advance: Called after each measurement.
+
+    Raises:
+        DataError: A text is unusable, or the tokenizer does not fit.
+        ConfigError: A task does not fit into a length.
+    """
+    result = Evaluation()
+    texts = {Path(path).name: read_text(Path(path)) for path in options.texts}
+    for name, model in models.items():
+        model.to(device)
+        names = options.variants if name == "still" else (name,)
+        for variant in names:
+            with without(model, variant):
+                for file, text in texts.items():
+                    for context in options.context_lengths:
+                        bits = bits_per_byte(model, tokenizer, text, context, options.text_tokens)
+                        result.bits_per_byte.setdefault(variant, {})[f"{file} @ {context}"] = bits
+                        advance(f"{variant}, {file} at {context}")
+                for task in options.tasks:
+                    for length in options.lengths:
+                        rows = by_depth(model, tokenizer, task, length, options, texts)
+                        result.retrieval.setdefault(variant, {}).setdefault(task, {})[length] = rows
+                        advance(f"{variant}, {task} at {length}")
+                if options.chat:
+                    result.chat[variant] = chat_ends(model, tokenizer, CHAT[: options.chat])
+                    advance(f"{variant}, chat")
+    return result
+
+
+def by_depth(
+    model: Any, tokenizer: Any, task: str, length: int, options: EvaluationOptions, texts: dict[str, str]
+) -> list[float]:
+    """Share of right answers of a task at a length."""
+    if task != UNSEEN:
+        return retrieval(model, tokenizer, task, length, options, texts)
+    hay = [text[: 200 * length] for text in texts.values()] or [DEFAULT_HAYSTACK]
+    fillers = [tokenize(text, tokenizer, int(model.config.vocab_size)) for text in hay]
+    at_once = max(1, TOKENS_AT_ONCE[model.device.type] // length)
+    rng = np.random.default_rng((options.seed, length, 1))
+    return unseen(model, tokenizer, fillers, length, options.depths, options.samples, rng, at_once)
+
+
+def load_any(source: str, teacher: str | None, dtype: str, generates: bool = False) -> dict[str, Any]:
+    """The models to evaluate by name: "still" for a STILL model, "teacher" for a softmax one.
+
+    Args:
+        generates: They will write, which takes a cache; a softmax model without is faster on long texts.
+    """
+
+    def softmax(path: str) -> Any:
+        if generates:
+            layers = load_model(path, attach_untrained=True, dtype=dtype).config.num_hidden_layers
+            full = StillConfig(layer_types=(FULL,) * layers)
+            return load_model(path, attach_untrained=True, still_config=full, dtype=dtype)
+        # The loader checks files and reads GGUF; in softmax mode the attached maps and gates are not used.
+        model = load_model(path, attach_untrained=True, dtype=dtype)
+        for attention in make_trainable(model):
+            attention.mode = SOFTMAX
+        return model
+
+    models = {} if teacher is None else {TEACHER: softmax(teacher)}
+    try:
+        models["still"] = load_model(source, dtype=dtype)
+    except NotLinearizedError:
+        models[TEACHER] = softmax(source)
+    return models
+
+
+def pick_device(name: str) -> torch.device:
+    """The device that `name` means; auto is CUDA where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name not in ("cpu", "cuda") or (name == "cuda" and not torch.cuda.is_available()):
+        raise ConfigError(f"--device {name}: not on this machine. Known: auto, cpu, cuda.")
+    return torch.device(name)
+
+
+def measurements(models: Sequence[str], options: EvaluationOptions) -> int:
+    """How often `evaluate` will call `advance`."""
+    variants = sum(len(options.variants) if name == "still" else 1 for name in models)
+    texts, tasks = len(options.texts) * len(options.context_lengths), len(options.tasks) * len(options.lengths)
+    return variants * (texts + tasks + bool(options.chat))
+
+
+@contextlib.contextmanager
+def without(model: Any, variant: str) -> Iterator[None]:
+    """`model` as `variant` inside the block.
+
+    no_salient_tokens: k = 0, all tokens beyond the window are linear. window_only: those contribute nothing either: features that are
+    relu of a zero projection. no_norm_preserving_map: the same directions, without the norm of queries and keys.
+    """
+    modules = [m for m in model.modules() if isinstance(m, StillAttention)]
+    changes: dict[str, dict[str, Any]] = {
+        "no_salient_tokens": {"salient_per_chunk": 0},
+        "window_only": {"salient_per_chunk": 0, "feature_map": "relu"},
+        "no_norm_preserving_map": {"feature_map": "softmax_pm"},
+    }
+    before = [(m.still, m.feature_q_weight, m.feature_k_weight) for m in modules]
+    for module in modules:
+        change = dict(changes.get(variant, {}))
+        if variant == "no_norm_preserving_map" and module.still.feature_map != "np_softmax_pm":
+            change = {}
+        module.still = replace(module.still, **change)
+        if variant == "window_only":
+            module.feature_q_weight = nn.Parameter(torch.zeros_like(module.feature_q_weight))
+            module.feature_k_weight = nn.Parameter(torch.zeros_like(module.feature_k_weight))
+    try:
+        yield
+    finally:
+        for module, (still, query, key) in zip(modules, before, strict=True):
+            module.still, module.feature_q_weight, module.feature_k_weight = still, query, key
+
+
+@torch.no_grad()
+def bits_per_byte(model: Any, tokenizer: Any, text: str, context: int, limit: int) -> float:
+    """Bits per UTF-8 byte of the first `limit` tokens of `text`, in blocks of `context` tokens that know nothing of each other.
+
+    The first token of a block is given, not predicted.
+
+    Raises:
+        ConfigError: The text has not one block.
+    """
+    # Tokens are longer than a byte on the whole; the tail that is not needed is not tokenized.
+    ids = tokenize(text[: 16 * limit], tokenizer, int(model.config.vocab_size))[:limit]
+    blocks = len(ids) // context
+    if blocks == 0:
+        raise ConfigError(f"the text has {len(ids)} tokens, fewer than a context of {context}. Use a smaller one.")
+    rows = torch.from_numpy(ids[: blocks * context].reshape(blocks, context).astype(np.int64))
+    size = len(tokenizer.decode(rows.flatten().tolist(), clean_up_tokenization_spaces=False).encode())
+    nats, device = 0.0, model.device
+    for part in rows.split(max(1, TOKENS_AT_ONCE[device.type] // context)):
+        part = part.to(device)
+        logits = model(part, use_cache=False).logits
+        for row, row_logits in zip(part, logits, strict=True):
+            nats += float(nn.functional.cross_entropy(row_logits[:-1].float(), row[1:], reduction="sum"))
+    predicted = (context - 1) / context
+    return nats / math.log(2) / (size * predicted)
+
+
+@torch.no_grad()
+def retrieval(
+    model: Any, tokenizer: Any, task: str, length: int, options: EvaluationOptions, texts: dict[str, str]
+) -> list[float]:
+    """Share of answers whose every token is the most likely one, which is what greedy decoding gives, by depth."""
+    haystack = next(iter(texts.values()), None) or DEFAULT_HAYSTACK
+    filler = tokenize(haystack[: 200 * length], tokenizer, int(model.config.vocab_size))
+    writer = TaskWriter(tokenizer, filler)
+    # One seed for all variants: every model is asked the same questions.
+    rng = np.random.default_rng((options.seed, length))
+    found = []
+    for depth in range(options.depths):
+        place = depth / max(1, options.depths - 1)
+        prompts = [writer.prompt(task_named(task), length, place, rng) for _ in range(options.samples)]
+        hits = 0
+        at_once = max(1, TOKENS_AT_ONCE[model.device.type] // length)
+        for start in range(0, len(prompts), at_once):
+            part = prompts[start : start + at_once]
+            ids = np.stack([row for row, _ in part])
+            check_ids(ids, int(model.config.vocab_size))
+            hits += answered(model, torch.from_numpy(ids).to(model.device), [count for _, count in part])
+        found.append(hits / len(prompts))
+    return found
+
+
+def answered(model: Any, ids: Tensor, counts: Sequence[int]) -> int:
+    """Rows of `ids` [B, T] whose last `counts` tokens are each the most likely continuation."""
+    longest = max(counts)
+    likely = model(ids, use_cache=False, logits_to_keep=longest + 1).logits[:, :-1].argmax(-1)
+    right = likely == ids[:, -longest:]
+    return sum(bool(row[longest - count :].all()) for row, count in zip(right, counts, strict=True))
+
+
+DEFAULT_HAYSTACK = " ".join(
+    [
+        "The road climbs from the village to the old mill and turns east along the ridge.",
+        "In spring the farmers repair the walls and lead the sheep back to the upper fields.",
+        "A narrow bridge of oak crosses the stream, and boys fish there when the water is low.",
+        "The baker opens before dawn, and by noon the shelves are empty.",
+        "Letters arrive twice a week with the boat, together with lamp oil, salt and newspapers.",
+        "When fog covers the bay, the keeper rings a bell until the last ship has passed.",
+    ]
+    * 40
+)
+"""Filler for retrieval where no text is given."""
+
+
+def write_evaluation(result: Evaluation, options: EvaluationOptions, folder: Path, command: str) -> None:
+    """Write evaluation.json, evaluation.md and a heatmap per task."""
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {"command": command, "options": asdict(options), **asdict(result)}
+    (folder / "evaluation.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    (folder / "evaluation.md").write_text(f"{result.table()}\n\n`{command}`\n", encoding="utf-8")
+    from still_export.evaluation import plots
+
+    if result.bits_per_byte and options.texts:
+        plots.bits_per_byte(result.bits_per_byte, folder / "bits_per_byte.png")
+    for task in options.tasks:
+        if options.lengths:
+            plots.retrieval({v: rows[task] for v, rows in result.retrieval.items()}, task, folder / f"{task}.png")

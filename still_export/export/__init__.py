@@ -1,0 +1,1 @@
+"""From a model to a package: trace, lower, write."""

@@ -1,0 +1,242 @@
+"""The export verb for ONNX: from a model to a package folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from still_export.errors import ConfigError, ModelNotFoundError, UnsupportedError
+from still_export.export.chat_format import chat_format
+from still_export.mixers.config import StillConfig, head_size
+from still_export.package.bundle import write_programs
+from still_export.package.folder import MODEL, Package, open_package, staged_folder, write_manifest
+
+PREFILL_TOKENS = 512
+"""Tokens of one prefill call: longer calls are not faster and take more memory (docs/onnxruntime.md)."""
+
+NATIVE_DTYPES = ("float32", "float16")
+"""What the native kernel computes; the rest of a model in bfloat16 would not run on ONNX Runtime's CPU provider either."""
+
+TRAINED_OPTIONS = ("chunk_size", "salient_per_chunk", "select_scope")
+DEPLOYMENT_OPTIONS = ("capacity_tokens", "overflow")
+"""Options of the STILL configuration: for models that do not carry one, and for all models."""
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """What an export is asked for; `--config manifest.json` repeats it.
+
+    Args:
+        model: Folder, hub id or GGUF file.
+        attach_untrained: Give a plain softmax model untrained STILL attention.
+        dtype: Of the weights: float32, float16, bfloat16, or auto = as stored, but bfloat16 as float32.
+        all_logits: Logits of every position instead of each row's last new token.
+        overlays: Adapters or feature maps to add.
+        revision: Of a hub id.
+        native: Put a native kernel for CPUs like this one into the package.
+        chunk_size, salient_per_chunk, select_scope: Of the STILL configuration, for models that do not carry one; None = default.
+        capacity_tokens, overflow: Likewise, of any model; None = the model's own.
+        prefill_tokens: Tokens of one prefill call; None = PREFILL_TOKENS.
+    """
+
+    model: str
+    attach_untrained: bool = False
+    dtype: str = "auto"
+    all_logits: bool = False
+    overlays: tuple[str, ...] = ()
+    revision: str | None = None
+    native: bool = False
+    chunk_size: int | None = None
+    salient_per_chunk: int | None = None
+    select_scope: str | None = None
+    capacity_tokens: int | None = None
+    overflow: str | None = None
+    prefill_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.prefill_tokens is not None and self.prefill_tokens < 1:
+            raise ConfigError(f"prefill_tokens={self.prefill_tokens}; it must be at least 1.")
+
+    def still_config(self) -> StillConfig | None:
+        """The STILL configuration asked for, None where nothing was."""
+        given = self._given(TRAINED_OPTIONS)
+        return StillConfig(**given) if given else None
+
+    def deployment(self) -> dict[str, Any]:
+        """What is asked of any model's STILL configuration."""
+        return self._given(DEPLOYMENT_OPTIONS)
+
+    def _given(self, names: tuple[str, ...]) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    @classmethod
+    def from_manifest(cls, manifest: dict[str, Any]) -> ExportOptions:
+        """The options that a manifest records.
+
+        Raises:
+            ConfigError: It records none.
+        """
+        try:
+            values = dict(manifest["config"])
+            values["overlays"] = tuple(values["overlays"])
+            return cls(**values)
+        except (KeyError, TypeError) as error:
+            raise ConfigError(f"the manifest has no export configuration that this version reads: {error}.") from error
+
+
+def load_source(options: ExportOptions) -> Any:
+    """The PyTorch model that `options` describe."""
+    import torch
+
+    from still_export.models.load import load_model
+
+    model = load_model(
+        options.model,
+        attach_untrained=options.attach_untrained,
+        still_config=options.still_config(),
+        deployment=options.deployment(),
+        overlays=options.overlays,
+        dtype=options.dtype,
+        revision=options.revision,
+    )
+    if options.dtype == "auto" and model.dtype == torch.bfloat16:
+        # Most checkpoints are stored so, and ONNX Runtime's CPU provider has no bfloat16: the package would run almost nowhere.
+        model = model.float()
+        model.config.dtype = torch.float32
+    return model
+
+
+def export_onnx(
+    options: ExportOptions,
+    target: Path,
+    *,
+    force: bool = False,
+    command: str = "",
+    progress: Progress | None = None,
+    onnxruntime_include: Path | None = None,
+) -> Package:
+    """Export a model to a package for ONNX Runtime.
+
+    Args:
+        options: What to export and how.
+        target: The package folder; written whole or not at all.
+        force: Replace `target`.
+        command: The command line, for the manifest.
+        progress: Told each step.
+        onnxruntime_include: Folder of ONNX Runtime's C headers for a native kernel; None looks in the usual places.
+
+    Returns:
+        The package.
+
+    Raises:
+        StillExportError: The model cannot be read or exported, or the package cannot be written.
+    """
+    say = progress or (lambda step: None)
+    with staged_folder(target, force) as folder:
+        say("copying the tokenizer")  # before the weights: its own work memory would come on top of them
+        text = _write_text_files(options, folder)
+        native = _write_native(options, folder, onnxruntime_include, say)
+        say("reading the model")
+        model = load_source(options)
+        describe = {**_describe(model, options, command), **text, **native}
+        if native and describe["model"]["dtype"] not in NATIVE_DTYPES:
+            raise UnsupportedError(
+                f"--native computes {' and '.join(NATIVE_DTYPES)}, not {describe['model']['dtype']}. Export with --dtype float32, "
+                "or without --native."
+            )
+        model.generation_config.save_pretrained(folder)
+        say("tracing")
+        _write_model(model, options, folder, say)
+        write_programs(folder, ["ort"])
+        say("hashing")
+        write_manifest(folder, describe)
+    return open_package(target, check_hashes=False)
+
+
+def _write_native(options: ExportOptions, folder: Path, include: Path | None, say: Progress) -> dict[str, Any]:
+    """The native kernel's library, and what the manifest says of it; nothing where none is asked for."""
+    if not options.native:
+        return {}
+    from still_export.export.native import add_native
+
+    say("compiling the native kernel")
+    return {"native": add_native(folder, include)}
+
+
+def _write_model(model: Any, options: ExportOptions, folder: Path, say: Progress) -> None:
+    import onnx
+    import onnx_ir
+
+    from still_export.export.lower import lower_program
+    from still_export.export.trace import trace_model
+    from still_graphs.passes.attach_functions import attach_functions
+
+    traced = trace_model(model, all_logits=options.all_logits)
+    say("lowering to ONNX")
+    lowered = lower_program(traced)
+    say("writing the weights")
+    path = folder / MODEL
+    onnx_ir.save(lowered, path, external_data=f"{MODEL}.data")
+    del lowered, traced
+    graph = onnx.load(path, load_external_data=False)
+    attach_functions(graph)
+    onnx.save(graph, path)
+
+
+def _describe(model: Any, options: ExportOptions, command: str) -> dict[str, Any]:
+    """The manifest's account of `model`."""
+    from still_export.mixers.cache import state_table
+    from still_export.mixers.registry import mixer_of
+
+    config, still = model.config, model.config.still
+    dtype = str(model.dtype).removeprefix("torch.")
+    layer_types = [still.layer_type(i) for i in range(config.num_hidden_layers)]
+    ops = {m.op.name: m.op.version for m in (mixer_of(config, i) for i in range(config.num_hidden_layers))}
+    states = state_table(config, model.dtype)
+    eos = model.generation_config.eos_token_id
+    return {
+        "target": "onnx",
+        "command": command,
+        "config": {**asdict(options), "overlays": list(options.overlays)},
+        "ops": ops,
+        "model": {
+            "family": config.model_type.removeprefix("still_"),
+            "dtype": dtype,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "layers": config.num_hidden_layers,
+            "hidden_size": config.hidden_size,
+            "heads": config.num_attention_heads,
+            "kv_heads": config.num_key_value_heads,
+            "head_dim": head_size(config),
+            "vocab_size": config.vocab_size,
+            "layer_types": layer_types,
+            "linearized": not options.attach_untrained,
+            "all_logits": options.all_logits,
+        },
+        "still": still.to_dict(),
+        "capacity": {"capacity_tokens": states.capacity_tokens, "bounded": states.bounded},
+        "prefill_tokens": options.prefill_tokens or PREFILL_TOKENS,
+        "states": [state.to_dict() for state in states],
+        "eos_token_ids": [] if eos is None else list(eos) if isinstance(eos, (list, tuple)) else [eos],
+    }
+
+
+def _write_text_files(options: ExportOptions, folder: Path) -> dict[str, Any]:
+    """Tokenizer, generation configuration and chat template; the manifest's chat format."""
+    from still_export.models.load import load_tokenizer
+
+    try:
+        tokenizer = load_tokenizer(options.model, options.revision)
+    except ModelNotFoundError:
+        return {"chat": None}  # a model without text: the package runs on token ids
+    tokenizer.save_pretrained(folder)
+    if not (folder / "tokenizer.json").is_file():
+        raise UnsupportedError(
+            f"the tokenizer of {options.model} is a {type(tokenizer).__name__} without a tokenizer.json; "
+            "convert it to a fast tokenizer first."
+        )
+    return {"chat": chat_format(tokenizer)}

@@ -1,0 +1,126 @@
+"""The native side of a package: pack an archive of kernels into one file and build the plugin libraries around it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import subprocess
+from pathlib import Path
+
+from still_graphs.errors import StillExportError
+
+MAGIC = b"STILLAR1"
+INCLUDE_VARIABLE = "STILL_TENSORRT_INCLUDE"
+USUAL_INCLUDES = ("/usr/include/x86_64-linux-gnu", "/usr/include/aarch64-linux-gnu", "/usr/local/tensorrt/include")
+SOURCE = Path(__file__).resolve().parents[2] / "plugins"
+
+
+class PluginBuildError(StillExportError):
+    """A plugin library cannot be built here: a tool, a header or the sources are missing, or the compiler failed."""
+
+
+def pack_archive(folders: list[Path], target: Path) -> Path:
+    """Write the packed form of kernel archives, which the core embeds or reads: the indexes of all folders, then the cubins.
+
+    Args:
+        folders: Each holds index.json and the cubins that it names.
+        target: File to write.
+
+    Returns:
+        target.
+
+    Raises:
+        PluginBuildError: A folder has no index, or a cubin is missing.
+    """
+    indexes, cubins, blobs = [], {}, bytearray()
+    for folder in folders:
+        path = folder / "index.json"
+        if not path.is_file():
+            raise PluginBuildError(f"{path}: missing. Compile the kernels into {folder} first.")
+        index = json.loads(path.read_text())
+        indexes.append(index)
+        for variant in index["variants"]:
+            for kernel in variant["kernels"].values():
+                name = kernel["cubin"]
+                if name in cubins:
+                    continue
+                if not (folder / name).is_file():
+                    raise PluginBuildError(f"{folder / name}: missing, but {path} names it. Compile the kernels again.")
+                content = (folder / name).read_bytes()
+                cubins[name] = {"offset": len(blobs), "size": len(content)}
+                blobs += content + bytes(-len(content) % 16)
+    pack = {"format": "still-kernels-pack", "version": 1, "indexes": indexes, "cubins": cubins}
+    text = json.dumps(pack, sort_keys=True, separators=(",", ":")).encode()
+    head = MAGIC + struct.pack("<Q", len(text)) + text
+    target.write_bytes(head + bytes(-len(head) % 16) + bytes(blobs))
+    return target
+
+
+def find_tensorrt_headers(asked: tuple[str, ...] = ()) -> list[Path]:
+    """Folders of NvInfer.h: those asked for, or those of STILL_TENSORRT_INCLUDE, or the usual places that have it.
+
+    Raises:
+        PluginBuildError: A folder that was asked for has no NvInfer.h.
+    """
+    named = list(asked) or [p for p in os.environ.get(INCLUDE_VARIABLE, "").split(os.pathsep) if p]
+    for folder in named:
+        if not (Path(folder) / "NvInfer.h").is_file():
+            raise PluginBuildError(f"{folder} has no NvInfer.h. Give the include folder of a TensorRT installation.")
+    return [Path(p) for p in named] or [p for p in map(Path, USUAL_INCLUDES) if (p / "NvInfer.h").is_file()]
+
+
+def build_plugins(
+    build: Path,
+    *,
+    archive: Path | None = None,
+    tensorrt_include: Path | None = None,
+    cuda_include: Path | None = None,
+    runner: bool = False,
+) -> Path:
+    """Compile the core, and the TensorRT adapter where its headers are given, with CMake.
+
+    Args:
+        build: Build folder; kept, so that a second call compiles only what changed.
+        archive: Packed archive to embed, or None for libraries without kernels.
+        tensorrt_include: Folder of NvInfer.h, or None for the core alone.
+        cuda_include: Folder of cuda_runtime_api.h; None looks in the usual places.
+        runner: Build still_run too.
+
+    Returns:
+        build.
+
+    Raises:
+        PluginBuildError: CMake or the sources are missing, or the build fails; carries the tool's output.
+    """
+    options = {"STILL_ARCHIVE": archive, "TENSORRT_INCLUDE_DIR": tensorrt_include, "CUDA_INCLUDE_DIR": cuda_include}
+    return run_cmake(SOURCE, build, {**options, "STILL_RUNNER": "ON" if runner else "OFF"})
+
+
+def run_cmake(source: Path, build: Path, options: dict[str, Path | str | None], target: str = "all") -> Path:
+    """Configure the CMake project in `source` and build `target`; paths among the options become absolute, None becomes empty.
+
+    Returns:
+        build.
+
+    Raises:
+        PluginBuildError: CMake or the sources are missing, or the build fails; carries the tool's output.
+    """
+    if not (source / "CMakeLists.txt").is_file():
+        raise PluginBuildError(f"{source}: the C++ sources are not there. Build plugins from a source checkout.")
+    cmake = shutil.which("cmake")
+    if cmake is None:
+        raise PluginBuildError(
+            "cmake is missing. Install cmake and a C++17 compiler, or use a prebuilt plugin library."
+        )
+    configure = [cmake, "-S", str(source), "-B", str(build)]
+    if shutil.which("ninja"):
+        configure += ["-G", "Ninja"]
+    for option, value in options.items():
+        configure.append(f"-D{option}={value.resolve() if isinstance(value, Path) else value or ''}")
+    for command in (configure, [cmake, "--build", str(build), "--parallel", "--target", target]):
+        done = subprocess.run(command, text=True, capture_output=True)
+        if done.returncode:
+            raise PluginBuildError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+    return build

@@ -1,0 +1,95 @@
+"""Trace a STILL model: one ExportedProgram for prefill and decode, tokens and states in, logits and states out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from still_export.mixers.cache import empty_states, state_table
+from still_export.models import forward_with_state
+from still_graphs.states import State, StateTable, rows_after
+
+TRACE_BATCH, TRACE_TOKENS, TRACE_CAPACITY_PERIODS = 3, 5, 4
+"""Example sizes of the trace: all different and none 1, so that no dimension is specialised or taken for another."""
+
+
+@dataclass(frozen=True)
+class TracedModel:
+    """An ExportedProgram with the names of its inputs and outputs in order."""
+
+    program: torch.export.ExportedProgram
+    input_names: list[str]
+    output_names: list[str]
+    states: StateTable
+
+
+def _name(state: State) -> str:
+    """The state's name in its layer."""
+    return state.name.rsplit(".", 1)[0]
+
+
+def _varies(states: StateTable, dimension: str) -> bool:
+    """Whether the number of rows depends on the tokens at all: with no row per token, or a fixed capacity, it is a number."""
+    rule, few = states.growths[dimension], states.period * TRACE_CAPACITY_PERIODS
+    return len({rows_after(rule, tokens, states.capacity_tokens) for tokens in (few, few + states.period)}) > 1
+
+
+class _StatefulForward(nn.Module):
+    """`forward_with_state` with its states as one flat argument list."""
+
+    def __init__(self, model: Any, states: StateTable, last_only: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.states = states
+        self.last_only = last_only
+
+    def forward(self, input_ids: Tensor, new_tokens: Tensor, past_length: Tensor, past: list[Tensor]) -> list[Tensor]:
+        layers: list[dict[str, Tensor]] = [{} for _ in range(self.model.config.num_hidden_layers)]
+        for key, tensor in zip(self.states, past, strict=True):
+            layers[key.layer][_name(key)] = tensor
+        logits, present = forward_with_state(
+            self.model, input_ids, new_tokens, past_length, layers, last_only=self.last_only
+        )
+        return [logits.float(), *(present[key.layer][_name(key)] for key in self.states), past_length + new_tokens]
+
+
+def trace_model(model: Any, all_logits: bool = False) -> TracedModel:
+    """Trace `model` with dynamic batch, tokens and rows of the states that grow.
+
+    Args:
+        model: A STILL model of any family, on the CPU.
+        all_logits: Logits of every position instead of each row's last new token.
+
+    Returns:
+        The program; inputs `input_ids [B,T]`, `new_tokens [B]`, `past_length [B]`, `past_<state>.<layer>`; outputs `logits` (float32),
+        `present_<state>.<layer>`, `present_length [B]`.
+    """
+    config = model.config
+    states = state_table(config, model.dtype)
+    layers = empty_states(config, TRACE_BATCH, model.dtype, capacity=states.period * TRACE_CAPACITY_PERIODS)
+    past = [layers[state.layer][_name(state)] for state in states]
+
+    batch = torch.export.Dim("batch", min=1, max=1 << 16)
+    tokens = torch.export.Dim("tokens", min=1, max=1 << 24)
+    growing = {name: torch.export.Dim(name, min=2, max=1 << 24) for name in states.growths if _varies(states, name)}
+    named = {"batch": batch, **growing}
+    shapes = [{axis: named[d] for axis, d in enumerate(state.shape) if d in named} for state in states]
+    wrapper = _StatefulForward(model, states, last_only=not all_logits).eval()
+    counts = torch.zeros(TRACE_BATCH, dtype=torch.int64)
+    arguments = (torch.zeros(TRACE_BATCH, TRACE_TOKENS, dtype=torch.int64), counts + TRACE_TOKENS, counts, past)
+    with torch.no_grad():
+        program = torch.export.export(
+            wrapper,
+            arguments,
+            dynamic_shapes=({0: batch, 1: tokens}, {0: batch}, {0: batch}, shapes),
+            strict=False,
+        )
+    return TracedModel(
+        program,
+        ["input_ids", "new_tokens", "past_length", *(key.past for key in states)],
+        ["logits", *(key.present for key in states), "present_length"],
+        states,
+    )

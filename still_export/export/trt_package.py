@@ -1,0 +1,224 @@
+"""The export verb for TensorRT and TensorRT-RTX: from a model to a package whose engines can be built here or on another machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from still_export.engines.options import GENERATED, TrtOptions
+from still_export.errors import UnsupportedError
+from still_export.export.onnx_package import ExportOptions, Progress, export_onnx
+from still_export.export.plugins import build_plugins, find_tensorrt_headers, pack_archive
+from still_export.package.bundle import PROGRAMS, write_programs
+from still_export.package.folder import MANIFEST, MODEL, Package, open_package, staged_folder, write_manifest
+
+KERNELS = "kernels.bin"
+WEIGHTS = f"{MODEL}.data"
+
+
+def export_trt(
+    options: ExportOptions,
+    trt: TrtOptions,
+    target: Path,
+    *,
+    force: bool = False,
+    command: str = "",
+    progress: Progress | None = None,
+) -> Package:
+    """Export a model to a package for TensorRT: lowered graph, kernels, plugin libraries, runners; engines come from `build`.
+
+    Args:
+        options: The model.
+        trt: The target.
+        target: The package folder; written whole or not at all.
+        force: Replace `target`.
+        command: The command line, for the manifest.
+        progress: Told each step.
+
+    Raises:
+        StillExportError: The model cannot be exported, no kernel covers it, or the package cannot be written.
+    """
+    say = progress or (lambda step: None)
+    if trt.target == "trt":
+        find_tensorrt_headers(trt.tensorrt_include)  # a wrong folder is refused before minutes of work
+    with staged_folder(target, force) as folder:
+        portable = folder / ".portable"
+        export_onnx(options, portable, command=command, progress=progress)
+        say(f"lowering for {trt.target}")
+        _fill(portable, folder, trt, say, os.replace)
+        shutil.rmtree(portable)
+        say("hashing")
+        manifest = json.loads((folder / MANIFEST).read_text())
+        write_manifest(folder, {k: v for k, v in manifest.items() if k not in GENERATED})
+    return open_package(target, check_hashes=False)
+
+
+def lower_package(source: Package, trt: TrtOptions, folder: Path, progress: Progress | None = None) -> Package:
+    """Make a TensorRT package in the existing, empty `folder` from an ONNX package, whose weights are copied."""
+    _fill(source.path, folder, trt, progress or (lambda step: None), shutil.copyfile)
+    manifest = json.loads((folder / MANIFEST).read_text())
+    write_manifest(folder, {k: v for k, v in manifest.items() if k not in GENERATED})
+    return open_package(folder, check_hashes=False)
+
+
+def _fill(source: Path, folder: Path, trt: TrtOptions, say: Progress, bring: Callable[[Path, Path], Any]) -> None:
+    import onnx
+
+    from still_graphs.pipelines import TARGETS, run_pipeline
+
+    manifest = json.loads((source / MANIFEST).read_text())
+    graph = onnx.load(source / MODEL)
+    target = TARGETS[trt.target]
+    if manifest["model"]["dtype"] not in target.dtypes:
+        raise UnsupportedError(f"--to {trt.target} takes {', '.join(target.dtypes)}, not {manifest['model']['dtype']}.")
+    passes = run_pipeline(graph, trt.target, one_row=trt.batch == 1)
+    # Also takes the weights out of `graph`: what follows would not fit into one message with them.
+    onnx.save(graph, folder / MODEL, save_as_external_data=True, location=WEIGHTS)
+    skip = {MODEL, WEIGHTS, MANIFEST, *PROGRAMS.values()}
+    if native := manifest.pop("native", None):  # ONNX Runtime's kernel
+        skip.add(native["library"])
+    for path in source.iterdir():
+        if path.is_file() and path.name not in skip:
+            bring(path, folder / path.name)  # no links: onnx refuses weights that have two names
+    write_programs(folder, ["tensorrt"])
+    config = asdict(trt)
+    manifest.update(
+        target=trt.target,
+        prefill_tokens=trt.prefill_tokens,
+        trt={**{k: list(v) if isinstance(v, tuple) else v for k, v in config.items()}, "passes": passes},
+        plugin_layers=_plugin_nodes(graph),
+        value_types=_value_types(graph) if target.plugins else {},
+        engines=[],
+    )
+    for state in manifest["states"]:
+        state["in_place"] = target.plugins  # the kernels take one buffer for past and present; bodies do not
+    if target.plugins:
+        manifest["plugins"] = _write_plugins(graph, folder, trt, say)
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+
+
+def _plugin_nodes(graph: Any) -> dict[str, int]:
+    """Number of nodes of each op that must become plugin layers."""
+    from still_graphs.ops import DOMAIN
+
+    counts: dict[str, int] = {}
+    for node in graph.graph.node:
+        if node.domain == DOMAIN:
+            counts[node.op_type] = counts.get(node.op_type, 0) + 1
+    return counts
+
+
+def _value_types(graph: Any) -> dict[str, str]:
+    """Element type of every floating point value that a node computes; builders without strong typing are held to them."""
+    import onnx
+
+    names = {
+        onnx.TensorProto.FLOAT: "float32",
+        onnx.TensorProto.FLOAT16: "float16",
+        onnx.TensorProto.BFLOAT16: "bfloat16",
+    }
+    inferred = onnx.shape_inference.infer_shapes(graph).graph
+    values = (*inferred.value_info, *inferred.output)
+    return {v.name: names[kind] for v in values if (kind := v.type.tensor_type.elem_type) in names}
+
+
+def _write_plugins(graph: Any, folder: Path, trt: TrtOptions, say: Progress) -> dict[str, str]:
+    """Compile the kernels and, for each set of headers, a plugin library; library file by major version of TensorRT."""
+    from still_kernels.aot import parse_arch, write_archive
+
+    demand_kernels(graph)
+    say(f"compiling kernels for {', '.join(trt.architectures)}")
+    kernels = folder / ".kernels"
+    write_archive(kernels, [parse_arch(a) for a in trt.architectures], kernel_variants(graph))
+    archive = pack_archive([kernels], folder / KERNELS)
+    shutil.rmtree(kernels)
+    libraries = {}
+    for include in find_tensorrt_headers(trt.tensorrt_include):
+        say(f"compiling the plugin library for the headers in {include}")
+        build = folder / ".build"
+        build_plugins(build, archive=archive, tensorrt_include=include, runner=True)
+        for library in sorted((build / "tensorrt").glob("libstill_tensorrt*.so")):
+            shutil.copyfile(library, folder / library.name)
+            if not library.stem.endswith("_static"):
+                major = library.stem.removeprefix("libstill_tensorrt")
+                libraries[major] = library.name
+                shutil.copy2(build / "runner/still_run", folder / f"still_run{major}")
+        shutil.rmtree(build)
+    return libraries
+
+
+def demand_kernels(graph: Any) -> None:
+    """Raise UnsupportedError naming a layer of a lowered graph that no kernel covers, and what the kernels have.
+
+    They take head sizes between the measured ones too: the rest of a power of two is masked.
+    """
+    import torch
+
+    from still_graphs.passes.lower_plugin_nodes import ACTIVATION_TYPE
+    from still_graphs.passes.walk import attribute
+    from still_kernels.dispatch import refusals
+    from still_kernels.hybrid_attention.config import HybridAttentionConfig
+    from still_kernels.hybrid_attention.tiles import HEAD_DIMS
+
+    for node, given, shapes in _plugin_inputs(graph):
+        heads, rows, dim = shapes[given["feature_q_weight"]]
+        names = ("chunk_size", "salient_per_chunk", "feature_map", "select_scope", "saliency", "local", "window_size")
+        config = HybridAttentionConfig(
+            num_heads=max(heads, shapes[given["past_window_score"]][1]),
+            num_kv_heads=shapes[given["past_window_key"]][1],
+            head_dim=dim,
+            feature_dim=rows,
+            **{n: attribute(node, n) for n in names if attribute(node, n) is not None},
+        )
+        reasons = refusals(config, getattr(torch, attribute(node, ACTIVATION_TYPE)))
+        reasons = [r for r in reasons if not (r.startswith("head_dim=") and dim <= max(HEAD_DIMS))]
+        if reasons:
+            raise UnsupportedError(
+                f"no TensorRT kernel covers {node.name}: {' '.join(reasons)} Export with --to onnx, which runs every layer."
+            )
+
+
+def _plugin_inputs(graph: Any) -> Iterator[tuple[Any, dict[str, str], dict[str, list[int]]]]:
+    """Plugin nodes with the names of their inputs, by the OpSpec's, and the shapes of values."""
+    from still_graphs.ops import DOMAIN, OPS
+    from still_graphs.passes.lower_plugin_nodes import ABSENT_INPUTS
+    from still_graphs.passes.walk import attribute
+
+    shapes = {i.name: list(i.dims) for i in graph.graph.initializer}
+    for info in (*graph.graph.input, *graph.graph.value_info):
+        shapes[info.name] = [d.dim_value for d in info.type.tensor_type.shape.dim]
+    for node in graph.graph.node:
+        if node.domain == DOMAIN and node.op_type in OPS:
+            absent = attribute(node, ABSENT_INPUTS)
+            names = [n for i, n in enumerate(OPS[node.op_type].input_names()) if not absent >> i & 1]
+            yield node, dict(zip(names, node.input, strict=True)), shapes
+
+
+def kernel_variants(graph: Any) -> list[Any]:
+    """The kernels that a lowered graph needs, one variant for each set of choices."""
+    from still_graphs.ops import OPS
+    from still_graphs.passes.lower_plugin_nodes import ACTIVATION_TYPE
+    from still_graphs.passes.walk import attribute
+    from still_kernels.aot import Variant
+
+    variants = []
+    for node, given, shapes in _plugin_inputs(graph):
+        choices = {a.name: attribute(node, a.name) for a in OPS[node.op_type].attributes}
+        rows, dim = shapes[given["feature_q_weight"]][1:]
+        variant = Variant(
+            dtype=attribute(node, ACTIVATION_TYPE),
+            head_dim=dim,
+            feature_rows=rows,
+            gate=int("gate" in given),
+            window_factor=int("window_factor" in given),
+            count_dtype="int32",
+            **{n: choices[n] for n in ("chunk_size", "feature_map", "select_scope", "saliency", "overflow")},
+        )
+        if variant not in variants:
+            variants.append(variant)
+    return variants

@@ -1,0 +1,401 @@
+"""Linearize a softmax model: attention transfer, then LoRA, then a STILL model folder and an adapter that gives it from the base."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from still_export.errors import ConfigError, TrainingError
+from still_export.export.chat_format import chat_format
+from still_export.linearization import adapter
+from still_export.linearization.forms import NaturalWriter
+from still_export.linearization.modes import HYBRID, SOFTMAX, TrainableAttention, attention_mode, make_trainable
+from still_export.linearization.objectives import FinetuneObjective, TransferObjective
+from still_export.linearization.objectives import cross_entropy as per_token
+from still_export.linearization.recipe import Recipe
+from still_export.linearization.tasks import TaskWriter, Weighing
+from still_export.linearization.texts import Batches, Corpus, held_out_rows, read_chats, read_corpus
+from still_export.linearization.trainer import Progress, StageReport, Trainer
+from still_export.models.load import load_model, load_tokenizer
+
+RUN_FILE, REPORT_FILE, WORK = "run.json", "linearize.json", "training"
+FRESH_GATE_BIAS = 2.0
+"""Where gates start to be trained: sigmoid(2) = 0.88. The 8 of attached, untrained gates is 1 in bfloat16, whose derivative is 0."""
+
+
+@dataclass
+class Linearization:
+    """What `linearize` did.
+
+    bits_per_byte: Of the held-out text by teacher, student after stage 1 (hybrid, LoRA off), and student.
+    stages: Report of each stage that ran.
+    """
+
+    folder: Path
+    bits_per_byte: dict[str, float]
+    stages: list[StageReport]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Values that JSON can hold."""
+        return {"bits_per_byte": self.bits_per_byte, "stages": [asdict(stage) for stage in self.stages]}
+
+
+def linearize(
+    recipe: Recipe,
+    output: Path,
+    *,
+    resume: bool = False,
+    force: bool = False,
+    command: str = "",
+    progress: Progress = lambda *_: None,
+    log: Callable[[str], None] = lambda _: None,
+) -> Linearization:
+    """Linearize `recipe.base` into the model folder `output`; `output`/adapter holds the adapter.
+
+    Runs on one process, or on all that torchrun or `accelerate launch` started.
+
+    Args:
+        resume: Continue the run whose checkpoints `output` holds.
+        force: Replace an existing folder.
+        command: Recorded in linearize.json.
+        progress: Called after every step.
+        log: Called with a line about each part of the work.
+
+    Raises:
+        TrainingError: Training cannot go on; checkpoints stay intact.
+        DataError: The texts are unusable.
+        ConfigError: The recipe contradicts the model or the folder.
+    """
+    if not recipe.base or not recipe.texts:
+        raise ConfigError("a linearization needs a base model and at least one text file (--text).")
+    accelerator = make_accelerator(recipe)
+    run = LinearizationRun(recipe, output, accelerator, progress, log)
+    run.open_folder(resume, force)
+    stages = []
+    if recipe.transfer_steps:
+        stages.append(run.transfer())
+    finetune, model, attentions = run.finetune()
+    stages += [finetune] if finetune else []
+    bits = run.quality(model, attentions)
+    result = Linearization(output, bits, stages)
+    if accelerator.is_main_process:
+        run.write(result, command)
+    accelerator.wait_for_everyone()
+    return result
+
+
+def make_accelerator(recipe: Recipe) -> Accelerator:
+    """An Accelerator as the recipe says, seeded; float32 products may use TF32, which keeps more bits than bfloat16."""
+    accelerator = Accelerator(
+        mixed_precision="bf16" if recipe.precision == "bf16" else "no", cpu=recipe.device == "cpu" or None
+    )
+    set_seed(recipe.seed)
+    if recipe.precision == "bf16":
+        torch.set_float32_matmul_precision("high")
+    # Each length of rows has kernels of its own, in either stage, with and without gradients.
+    torch._dynamo.config.recompile_limit = 64
+    return accelerator
+
+
+class LinearizationRun:
+    """One run: its folder, data and model; every stage starts from the base and the results of the stage before."""
+
+    def __init__(
+        self, recipe: Recipe, output: Path, accelerator: Accelerator, progress: Progress, log: Callable[[str], None]
+    ) -> None:
+        self.recipe, self.output, self.accelerator = recipe, output, accelerator
+        self.progress, self.log = progress, log
+        self.work = output / WORK
+        self.tokenizer = load_tokenizer(recipe.tokenizer or recipe.base)
+        log("reading the base model")
+        geometry = load_model(recipe.base, attach_untrained=True).config
+        self.layers, self.heads = geometry.num_hidden_layers, geometry.num_attention_heads
+        self.still = recipe.still_config(self.layers, self.heads)
+        self.start = adapter.Start(recipe) if recipe.start else None
+        if self.start and recipe.window_factors is None:
+            self.still = replace(self.still, window_factors=self.start.still.window_factors)
+        if recipe.window_factor_scale != 1:
+            rows = self.still.window_factors or ((1.0,) * self.heads,) * self.layers
+            scaled = tuple(tuple(factor * recipe.window_factor_scale for factor in row) for row in rows)
+            self.still = replace(self.still, window_factors=scaled)
+        model = self.load_base()
+        self.base_weights = weights_digest(model)
+        log("tokenizing the texts")
+        self.corpus: Corpus = read_corpus(recipe.texts, self.tokenizer, int(model.config.vocab_size), recipe.held_out)
+        self.chats = []
+        if recipe.chat_file:
+            self.chats = read_chats(recipe.chat_file, self.tokenizer, int(model.config.vocab_size))
+        self.held_out = held_out_rows(self.corpus, recipe.validation_rows, recipe.sequence_length)
+
+    def load_base(self) -> Any:
+        """The base with untrained STILL attention, or that of the adapter to go on from, float32, frozen."""
+        model = load_model(self.recipe.base, attach_untrained=True, still_config=self.still, dtype=torch.float32)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(False)
+            if name.endswith(".g_proj.bias"):
+                parameter.fill_(FRESH_GATE_BIAS)
+        if self.start:
+            adapter.load_tensors(model, self.start.still_tensors())
+        return model
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What must be equal for a run to be continued."""
+        values = self.recipe.to_dict()
+        for name in (
+            "device",
+            "checkpoint_every",
+            "micro_batch_size",
+            "gradient_checkpointing",
+            "precision",
+            "texts",
+            "base",
+            "tokenizer",
+            "start",
+            "chat_file",
+        ):
+            del values[name]
+        tokens = hashlib.sha256(self.corpus.train.tobytes())
+        for chat in self.chats:
+            tokens.update(chat.tobytes())
+        return {**values, "training_tokens_sha256": tokens.hexdigest(), "base_weights": self.base_weights}
+
+    def open_folder(self, resume: bool, force: bool) -> None:
+        """Make the output folder, or check that it holds this run.
+
+        Raises:
+            ConfigError: It exists and neither resume nor force was given, or holds something else than a run.
+            TrainingError: It belongs to another run.
+        """
+        path = self.work / RUN_FILE
+        mine = self.fingerprint()
+        if resume:
+            try:
+                theirs = json.loads(path.read_text(encoding="utf-8"))
+            except (OSError, ValueError) as error:
+                raise TrainingError(
+                    f"{self.output} holds no run to resume ({RUN_FILE} cannot be read: {error}). Leave out --resume."
+                ) from error
+            differing = sorted(k for k in mine.keys() | theirs.keys() if mine.get(k) != theirs.get(k))
+            if differing:
+                shown = ", ".join(f"{k} {theirs.get(k)} there, {mine.get(k)} here" for k in differing[:3])
+                raise TrainingError(
+                    f"{self.output} holds another run: {shown}. "
+                    "Nothing was changed. Resume with the recipe that started it, or choose another folder."
+                )
+        elif self.accelerator.is_main_process:
+            check_replaceable(self.output, force, "Pass --resume to continue its run, or --force to replace it.")
+            shutil.rmtree(self.output, ignore_errors=True)
+            self.work.mkdir(parents=True)
+            path.write_text(json.dumps(mine, indent=1) + "\n", encoding="utf-8")
+        self.accelerator.wait_for_everyone()
+
+    def batches(self, retrieval: float) -> Batches:
+        """The training batches with a share of retrieval rows."""
+        recipe = self.recipe
+        natural = None
+        if recipe.natural:
+            natural = NaturalWriter(self.tokenizer, self.corpus.train, chat_format(self.tokenizer))
+        return Batches(
+            self.corpus,
+            TaskWriter(self.tokenizer, self.corpus.train),
+            recipe.batch_size,
+            recipe.sequence_length,
+            recipe.seed,
+            retrieval,
+            Weighing(recipe.answer_weight, recipe.answer_share),
+            natural=natural,
+            natural_share=recipe.natural,
+            chats=self.chats,
+            chat_share=recipe.chat,
+            lengths=recipe.row_lengths,
+        )
+
+    def validate(self, module: nn.Module) -> float:
+        """Loss of the held-out rows."""
+        losses = []
+        with torch.no_grad(), self.accelerator.autocast():
+            for row in self.held_out.to(self.accelerator.device):
+                losses.append(float(module(row[None], torch.ones_like(row[None], dtype=torch.float32))[0]))
+        return sum(losses) / len(losses)
+
+    def transfer(self) -> StageReport:
+        """Stage 1; writes training/transfer.safetensors."""
+        recipe = self.recipe
+        model = self.load_base()
+        attentions = make_trainable(model, recipe.learn_window_factors)
+        for attention in attentions:
+            attention.save_memory = recipe.gradient_checkpointing
+        for _, parameter in adapter.still_parameters(model, gate_weights=not recipe.low_rank_gates):
+            parameter.requires_grad_(True)
+        self.log(f"stage 1, attention transfer: {_count(model):,} parameters in {len(attentions)} layers")
+        trainer = Trainer(self.accelerator, recipe, "transfer", self.work, self.progress)
+        objective = TransferObjective(model, attentions)
+        report = trainer.train(
+            objective,
+            self.batches(recipe.retrieval),
+            recipe.transfer_steps,
+            lambda _: recipe.transfer_rate,
+            self.validate,
+        )
+        self._keep("transfer", objective)
+        return report
+
+    def finetune(self) -> tuple[StageReport | None, Any, list[TrainableAttention]]:
+        """Stage 2; writes training/finetune.safetensors. The report, and the model with LoRA."""
+        recipe = self.recipe
+        model = self.load_base()
+        attentions = make_trainable(model, recipe.learn_window_factors)
+        if recipe.transfer_steps:
+            model.load_state_dict(load_file(self.work / "transfer.safetensors"), strict=False)
+        if not recipe.finetune_steps:
+            model = self.attach_lora(model) if self.start else model
+            return None, model.to(self.accelerator.device), attentions
+        set_seed(recipe.seed)  # LoRA starts the same whether or not stage 1 ran in this process
+        if recipe.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.enable_input_require_grads()
+            model.train()
+        model = self.attach_lora(model)
+        for name, parameter in model.named_parameters():
+            if name.endswith(adapter.FACTORS):
+                parameter.requires_grad_(True)
+        self.log(f"stage 2, LoRA: {_count(model):,} parameters, loss {recipe.loss}")
+        trainer = Trainer(self.accelerator, recipe, "finetune", self.work, self.progress)
+        objective = FinetuneObjective(
+            model,
+            attentions,
+            recipe.loss,
+            recipe.selection_weight,
+            answer_loss=recipe.answer_loss,
+            per_answer=recipe.answer_share > 0,
+        )
+        report = trainer.train(
+            objective,
+            self.batches(recipe.retrieval),
+            recipe.finetune_steps,
+            lambda name: recipe.transfer_rate if name.endswith(adapter.FACTORS) else recipe.finetune_rate,
+            self.validate,
+        )
+        self._keep("finetune", objective)
+        return report, model.eval(), attentions
+
+    def attach_lora(self, model: Any) -> Any:
+        """`model` with LoRA, fresh or that of the adapter to go on from."""
+        model = adapter.attach_lora(model, self.recipe)
+        if self.start:
+            self.start.load_lora(model)
+        return model
+
+    def _keep(self, stage: str, objective: nn.Module) -> None:
+        tensors = {n: t.cpu().contiguous() for n, t in adapter.trained_tensors(objective).items()}
+        if self.accelerator.is_main_process:
+            save_file(tensors, self.work / f"{stage}.safetensors")
+        self.accelerator.wait_for_everyone()
+
+    @torch.no_grad()
+    def quality(self, model: Any, attentions: list[TrainableAttention]) -> dict[str, float]:
+        """Bits per byte of the held-out rows: teacher, after stage 1, after stage 2."""
+        finetuned = hasattr(model, "disable_adapter")
+        rows = self.held_out.to(self.accelerator.device)
+
+        def bits(mode: str) -> float:
+            with attention_mode(attentions, mode), self.accelerator.autocast():
+                losses = [cross_entropy(model(row[None], use_cache=False).logits, row[None]) for row in rows]
+            return sum(losses) / len(losses) / math.log(2) / self.corpus.bytes_per_token
+
+        def without_lora(mode: str) -> float:
+            if not finetuned:
+                return bits(mode)
+            with model.disable_adapter():
+                return bits(mode)
+
+        result = {"teacher": without_lora(SOFTMAX), "after attention transfer": without_lora(HYBRID)}
+        if finetuned:
+            result["after LoRA"] = bits(HYBRID)
+        return result
+
+    def write(self, result: Linearization, command: str) -> None:
+        """Write adapter, model, tokenizer and report."""
+        self.log("writing the model")
+        tensors: dict[str, Tensor] = dict(self.start.tensors) if self.start else {}
+        for stage in result.stages:
+            tensors.update(load_file(self.work / f"{stage.name}.safetensors"))
+        if not tensors:
+            base = self.load_base()
+            tensors = {n: p.detach() for n, p in adapter.still_parameters(base)}
+        folder = self.output / "adapter"
+        shutil.rmtree(folder, ignore_errors=True)
+        still = adapter.take_window_factors(tensors, self.still, self.layers, self.heads)
+        adapter.save_adapter(folder, tensors, still, self.recipe)
+        save_model(adapter.apply_adapter(self.recipe.base, folder), self.tokenizer, self.output)
+        content = {"command": command, "recipe": self.recipe.to_dict(), **result.to_dict()}
+        (self.output / REPORT_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def apply(base: str, adapter_folder: Path, output: Path, *, tokenizer: str | None = None, force: bool = False) -> Any:
+    """Write the STILL model that `adapter_folder` makes of `base`; returns it.
+
+    Raises:
+        ConfigError: `output` exists and `force` is not given, or it holds something else than a model that was linearized.
+        CheckpointError: The folder is no adapter, or of another base.
+    """
+    check_replaceable(output, force, "Pass --force to replace it.")
+    model, words = adapter.apply_adapter(base, adapter_folder), load_tokenizer(tokenizer or base)
+    shutil.rmtree(output, ignore_errors=True)
+    save_model(model, words, output)
+    return model
+
+
+def check_replaceable(folder: Path, force: bool, hint: str) -> None:
+    """Raise ConfigError where `folder` holds something and `force` is not given, or what no linearization made: the base, a home."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not force:
+        raise ConfigError(f"{folder} exists. {hint}")
+    if not ((folder / WORK / RUN_FILE).is_file() or is_still_folder(folder)):
+        raise ConfigError(f"{folder} holds no linearized model, so --force does not delete it. Choose another folder.")
+
+
+def is_still_folder(folder: Path) -> bool:
+    """Whether the folder holds a STILL model."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return "still_config" in config
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def weights_digest(model: nn.Module) -> str:
+    """A short text that differs for other weights or names."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(name.encode())
+        digest.update(parameter.detach().double().sum().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write a STILL model and its tokenizer."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def cross_entropy(logits: Tensor, ids: Tensor) -> float:
+    """Mean next-token cross-entropy in nats; logits [B, T, V], ids [B, T]."""
+    return float(per_token(logits[:, :-1], ids[:, 1:]).mean())
+
+
+def _count(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -1,0 +1,86 @@
+"""The cache of a STILL model: tensors only, one row of lengths per layer, right padding that enters nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from still_export.mixers.base import StillCacheLayer
+from still_export.mixers.registry import mixer_of
+from still_graphs.states import State, StateTable
+
+
+class StillCache(Cache):
+    """The cache of a whole model, for `model(..., past_key_values=cache)` and `generate`."""
+
+    layers: list[StillCacheLayer]  # type: ignore[assignment]
+
+    def __init__(self, layers: Sequence[StillCacheLayer]) -> None:
+        super().__init__(layers=list(layers))
+
+    @classmethod
+    def empty(cls, config: Any) -> StillCache:
+        """A cache that has seen nothing, for a model with the STILL family configuration `config`."""
+        return cls([mixer_of(config, i).cache_layer(config, i) for i in range(config.num_hidden_layers)])
+
+    @classmethod
+    def from_states(cls, config: Any, states: Sequence[dict[str, Tensor]], past_length: Tensor) -> StillCache:
+        """The cache that `states()` described, after `past_length` [B] tokens."""
+        cache = cls.empty(config)
+        for layer, tensors in zip(cache.layers, states, strict=True):
+            layer.load(tensors, past_length)
+        return cache
+
+    @property
+    def length(self) -> Tensor | None:
+        """Tokens that each row has seen, int64 [B]; None before the first call."""
+        return self.layers[0].length
+
+    def begin(self, new_tokens: Tensor, columns: int | None) -> None:
+        """Announce the next call to every layer; see `StillCacheLayer.begin`."""
+        for layer in self.layers:
+            layer.begin(new_tokens, columns)
+
+    def states(self) -> list[dict[str, Tensor]]:
+        """State tensors of every layer by name."""
+        return [layer.states() for layer in self.layers]
+
+
+def state_table(config: Any, dtype: torch.dtype) -> StateTable:
+    """The states of a model with the STILL family configuration `config` and activations of type `dtype`."""
+    states = []
+    for index in range(config.num_hidden_layers):
+        mixer = mixer_of(config, index)
+        attributes, symbols = mixer.attributes(config, index), mixer.symbols(config, index)
+        for spec in mixer.op.states_with(attributes):
+            growth = None if spec.growth is None else spec.growth.resolve(attributes)
+            shape: list[int | str] = [*spec.sizes({**symbols, "B": 0, "N": 0})]
+            shape[0] = "batch"
+            if growth is not None:
+                shape[int(growth["axis"])] = str(growth["dimension"])
+            kind = str(dtype).removeprefix("torch.") if spec.dtype == "T" else spec.dtype
+            states.append(
+                State(f"{spec.name}.{index}", index, mixer.op.name, tuple(shape), kind, spec.in_place, growth)
+            )
+    return StateTable(states, config.still.capacity(config), config.still.bounded)
+
+
+def empty_states(
+    config: Any, batch: int, dtype: torch.dtype, capacity: int | None = None, device: torch.device | str | None = None
+) -> list[dict[str, Tensor]]:
+    """All-zero states of every layer with room for `capacity` tokens (default: the configured capacity).
+
+    States that are always float32 are float64 in a float64 model.
+    """
+    table = state_table(config, dtype)
+    shapes = table.shapes(batch, table.rows(table.capacity_tokens if capacity is None else capacity))
+    layers: list[dict[str, Tensor]] = [{} for _ in range(config.num_hidden_layers)]
+    for state in table:
+        kind = torch.promote_types(dtype, torch.float32) if state.dtype == "float32" else getattr(torch, state.dtype)
+        tensor = torch.zeros(shapes[state.name], dtype=kind, device=device)
+        layers[state.layer][state.name.rsplit(".", 1)[0]] = tensor
+    return layers

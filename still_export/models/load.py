@@ -1,0 +1,228 @@
+"""Reading a model: Hugging Face folder, hub id or GGUF file; plain, STILL, released or LoLCATs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, GenerationConfig
+
+from still_export.errors import ConfigError, ModelNotFoundError, NotLinearizedError
+from still_export.mixers.config import StillConfig
+from still_export.models import convert
+from still_export.models.build import build_model, family_of, still_family_config
+from still_export.models.checkpoint import (
+    PICKLE_SUFFIXES,
+    checked,
+    read_config,
+    read_json,
+    read_tensors,
+    refuse_pickle,
+    stored_dtype,
+    weight_files,
+)
+from still_export.models.gguf import read_gguf, read_tokenizer
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass
+class _Checkpoint:
+    """What the files hold, before it becomes a model."""
+
+    model_type: str
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    adapter: dict[str, Any] | None = None
+    generation: dict[str, Any] = field(default_factory=dict)
+    still: StillConfig | None = None
+
+
+def load_model(
+    source: str | Path,
+    *,
+    attach_untrained: bool = False,
+    still_config: StillConfig | None = None,
+    deployment: Mapping[str, Any] | None = None,
+    overlays: Sequence[str | Path] = (),
+    dtype: str | torch.dtype = "auto",
+    revision: str | None = None,
+) -> Any:
+    """A STILL model in evaluation mode, on the CPU.
+
+    Args:
+        source: Model folder, hub id ("org/name") or .gguf file. A STILL model, a checkpoint of the released STILL code, or, with
+            `attach_untrained`, an adapter that `linearize` wrote, or a LoLCATs overlay, a plain softmax model.
+        attach_untrained: Give a plain softmax model untrained STILL attention (identity maps, open gates).
+        still_config: Its configuration; for released and LoLCATs checkpoints what their files do not say. Not for STILL folders and
+            adapters, which carry their own.
+        deployment: Fields of the configuration that no training fixes, of any model: `capacity_tokens`, `overflow`.
+        overlays: Folders, hub ids or safetensors files whose tensors are added to the model's: LoRA adapters, LoLCATs feature maps.
+        dtype: float32, float16, bfloat16, or auto = as stored.
+        revision: Of a hub id.
+
+    Raises:
+        ModelNotFoundError: `source` is no model.
+        CheckpointError: Files are damaged, incomplete, pickled, or hold NaN.
+        NotLinearizedError: A plain softmax model without `attach_untrained`.
+        UnsupportedModelError: The family or a variant of its attention is not covered.
+        ConfigError: Configurations contradict each other.
+    """
+    wanted = _dtype(dtype)
+    found = _read(resolve_source(source, revision), wanted)
+    for overlay in overlays:
+        _overlay(found, resolve_source(overlay, None), next(iter(found.tensors.values())).dtype)
+    found.tensors = convert.merge_lora(convert.plain_names(found.tensors), found.adapter)
+    fresh = False
+    released = found.model_type == "still" or convert.is_released(found.tensors)
+    if attach_untrained and (released or found.model_type.startswith("still_") or convert.is_lolcats(found.tensors)):
+        raise ConfigError(f"{source} is linearized: it has feature maps of its own. Leave out --attach-untrained.")
+    if found.model_type.startswith("still_"):
+        if still_config is not None:
+            raise _trained(f"{source} is a STILL model")
+        if not isinstance(found.config.get("still_config"), dict):
+            raise ConfigError(
+                f"config.json of {source} has no still_config. Save the model again with save_pretrained."
+            )
+        still = StillConfig.from_dict(found.config["still_config"])
+    elif released:
+        if found.model_type == "still":
+            found.model_type = convert.released_family(found.config, found.tensors)
+        found.tensors = convert.convert_released(found.tensors)
+        still = convert.released_config(found.config, still_config)
+        types = convert.layers_with_maps(found.tensors, int(found.config["num_hidden_layers"]))
+        if still.layer_types is None and types is not None:
+            still = replace(still, layer_types=types)
+    elif convert.is_lolcats(found.tensors):
+        family_of(found.model_type)
+        found.tensors, still = convert.convert_lolcats(
+            found.tensors, still_config, int(found.config["num_hidden_layers"])
+        )
+    else:
+        family_of(found.model_type)
+        if not attach_untrained and found.still is None:
+            raise NotLinearizedError(
+                f"{source} is a plain softmax {found.model_type} model: it is not linearized, it has no feature maps and gates. "
+                "Linearize it first, or pass --attach-untrained to give it untrained STILL attention, whose answers are the base "
+                "model's only within the first two chunks (128 tokens)."
+            )
+        if found.still is not None and still_config is not None:
+            raise _trained("the adapter")
+        still, fresh = found.still or still_config or StillConfig(), True
+    still = replace(still, **deployment or {})
+    family = family_of(found.model_type)
+    config = still_family_config(family, found.config, still)
+    model = build_model(family, config, found.tensors, fresh)
+    model.generation_config = GenerationConfig.from_dict(found.generation or _generation_of(config))
+    return model
+
+
+def _trained(what: str) -> ConfigError:
+    """Options that contradict what was trained."""
+    return ConfigError(
+        f"{what} has a configuration of its own, which fixes what was trained (chunk size, salient tokens, scope, maps). Leave out those "
+        "options; --capacity-tokens and --overflow may be given."
+    )
+
+
+def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
+    """The tokenizer beside a model; batches are padded on the right.
+
+    Raises:
+        ModelNotFoundError: `source` is no model, or has no tokenizer.
+    """
+    path = resolve_source(source, revision)
+    try:
+        tokenizer = read_tokenizer(path) if path.is_file() else AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelNotFoundError(f"{source} has no tokenizer that transformers can read: {error}") from error
+    tokenizer.padding_side = "right"
+    return tokenizer
+
+
+def resolve_source(source: str | Path, revision: str | None = None) -> Path:
+    """The folder or file that `source` names; hub ids are fetched into the hub's cache (safetensors and text files only).
+
+    Raises:
+        ModelNotFoundError: Neither a path nor a hub id that can be reached.
+    """
+    path = Path(source).expanduser()
+    if path.exists():
+        if path.is_file() and path.suffix in PICKLE_SUFFIXES:
+            raise refuse_pickle(path)
+        return path
+    if not isinstance(source, str) or not _HUB_ID.fullmatch(source):
+        raise ModelNotFoundError(
+            f"{source} does not exist. Give a Hugging Face model folder, a hub id (org/name) or a .gguf file."
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(source, revision=revision, allow_patterns=_HUB_FILES))
+    except Exception as error:  # huggingface_hub, its HTTP client and the network raise a dozen unrelated types
+        raise ModelNotFoundError(
+            f"{source} is no folder here and could not be fetched from the hub: {type(error).__name__}: "
+            f"{str(error).splitlines()[0] if str(error) else 'no reason given'} "
+            "Check the name, the network and, for gated models, `hf auth login`."
+        ) from error
+
+
+def _dtype(dtype: str | torch.dtype) -> torch.dtype | None:
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype == "auto":
+        return None
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype={dtype!r} is unknown; known: auto, {', '.join(DTYPES)}.")
+    return DTYPES[dtype]
+
+
+def _read(path: Path, dtype: torch.dtype | None) -> _Checkpoint:
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ModelNotFoundError(
+                f"{path} is a file; a model is a folder with config.json, a hub id, or a .gguf file."
+            )
+        return _Checkpoint(*read_gguf(path, dtype or torch.float32))
+    config = read_config(path)
+    known = config["model_type"]
+    if known != "still":
+        family_of(known)  # before gigabytes are read
+    tensors = read_tensors(weight_files(path), dtype or stored_dtype(config))
+    adapter, generation = path / "adapter_config.json", path / "generation_config.json"
+    return _Checkpoint(
+        known,
+        config,
+        tensors,
+        read_json(adapter) if adapter.is_file() else None,
+        read_json(generation) if generation.is_file() else {},
+    )
+
+
+def _overlay(found: _Checkpoint, path: Path, dtype: torch.dtype) -> None:
+    """Add the tensors of an adapter or of distilled feature maps; those that the model has are replaced."""
+    if path.is_file():
+        files, adapter = [path], path.parent / "adapter_config.json"
+    else:
+        files, adapter = weight_files(path), path / "adapter_config.json"
+    added = convert.plain_names(read_tensors(files))
+    found.tensors = convert.plain_names(found.tensors)
+    if adapter.is_file():
+        found.adapter = read_json(adapter)
+        if isinstance(found.adapter.get("still_config"), dict):
+            found.still = StillConfig.from_dict(found.adapter["still_config"])
+    found.tensors.update({name: checked(name, tensor, dtype, str(path)) for name, tensor in added.items()})
+    if any("lora_" in name for name in added):
+        found.tensors = convert.merge_lora(found.tensors, found.adapter)
+        found.adapter = None
+
+
+def _generation_of(config: Any) -> dict[str, Any]:
+    return {name: getattr(config, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}

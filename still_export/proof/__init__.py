@@ -1,0 +1,1 @@
+"""PyTorch against a package's runtime: cases, tolerances, comparison."""

@@ -1,0 +1,136 @@
+"""One comparison of verify, what PyTorch answered, and how far its own half precision run is off."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from still_export.package.calls import Arrays, last_logits, next_feed, without_padding
+from still_export.proof.excuses import Leads
+
+RARE = 0.99
+"""The part of PyTorch's own rounding errors that is called usual; the error at its end is what an engine is held to."""
+
+
+class Noise(NamedTuple):
+    """Errors of PyTorch's half precision run on one output, where either run's number is not zero.
+
+    `usual` is the bound that all but a hundredth of them keep (RARE), `mean` and `largest` are over all, `part` is the largest
+    median of a part (`part_medians`).
+    """
+
+    usual: float
+    mean: float
+    largest: float
+    part: float = 0.0
+
+
+@dataclass
+class Case:
+    """One comparison.
+
+    Args:
+        name: For the table.
+        feeds, expected: Calls with fixed inputs and PyTorch's outputs, saved for polygraphy's own command.
+        find_leads: Computes PyTorch's lead of selected over rejected scores.
+        start, steps: For decode: a prefill feed and the tokens [B, 1] that follow one by one; the target carries its own state.
+        step_logits: PyTorch's logits after the prefill and after every step, [B, 1 + steps, V].
+        noise: Of PyTorch's own half precision run, by output; empty for a package in float32.
+        own_top1: That run's best tokens that are float32's too, and all.
+    """
+
+    name: str
+    feeds: list[Arrays]
+    expected: list[Arrays]
+    find_leads: Callable[[], Leads]
+    start: Arrays | None = None
+    steps: tuple[np.ndarray, ...] = ()
+    step_logits: np.ndarray | None = None
+    noise: dict[str, Noise] = field(default_factory=dict)
+    own_top1: tuple[int, int] = (0, 0)
+
+    @cached_property
+    def leads(self) -> Leads:
+        """PyTorch's lead of selected over rejected scores."""
+        return self.find_leads()
+
+    def pairs(self, run: Any) -> list[tuple[Arrays, Arrays]]:
+        """PyTorch's and the target's outputs: of each call, or for decode of the whole way at once.
+
+        Args:
+            run: The target's session (`targets.Session`).
+        """
+        if self.start is None:
+            found = [(e, run.infer(feed)) for feed, e in zip(self.feeds, self.expected, strict=True)]
+            return [
+                tuple({**o, "logits": without_padding(o["logits"], f["new_tokens"])} for o in pair)  # type: ignore[misc]
+                for f, pair in zip(self.feeds, found, strict=True)
+            ]
+        assert self.step_logits is not None
+        logits, outputs = run.decode(self.start, self.steps)
+        return [({**self.expected[-1], "logits": self.step_logits}, {**outputs, "logits": logits})]
+
+
+class CaseSource(Protocol):
+    """Where cases come from: PyTorch beside the target, or a file that PyTorch filled on another machine."""
+
+    count: int
+
+    def __iter__(self) -> Iterator[Callable[[], Case]]:
+        """A maker of each case; asked again, it draws another prompt where it can."""
+
+
+def chain(infer: Callable[[Arrays], Arrays], start: Arrays, steps: tuple[np.ndarray, ...]) -> tuple[np.ndarray, Arrays]:
+    """Feed `start` and then `steps` one by one, each from the state of the one before: all logits, the last outputs."""
+    outputs = infer(start)
+    logits = [last_logits(outputs["logits"], start["new_tokens"])]
+    for token in steps:
+        outputs = infer(next_feed(outputs, token))
+        logits.append(outputs["logits"])
+    return np.concatenate(logits, axis=1), outputs
+
+
+def noise_of(pairs: list[tuple[np.ndarray, np.ndarray]]) -> Noise:
+    """Errors of the second arrays beside the first ones, where either is not zero; equal infinities do not differ."""
+    found = []
+    for expected, actual in pairs:
+        error = distance(expected, actual)
+        found.append(error[(expected != 0) | (actual != 0)].ravel())
+    errors = np.concatenate(found)
+    if not errors.size:
+        return Noise(0.0, 0.0, 0.0)
+    usual = float(np.quantile(errors, RARE, method="higher"))
+    worst = max(max(part_medians(*pair), default=0.0) for pair in pairs)
+    return Noise(usual, float(errors.mean()), float(errors.max()), worst)
+
+
+def part_medians(expected: np.ndarray, actual: np.ndarray) -> list[float]:
+    """Median error of each part of an output: each row's logits, each head of each row of a state.
+
+    A whole output's median would not see one wrong row of a batch, nor a wrong slot among many that are still zero: only numbers count
+    that are not zero on both sides.
+    """
+    if not expected.size:
+        return []
+    count = math.prod(expected.shape[:2])
+    error, counted = distance(expected, actual), (expected != 0) | (actual != 0)
+    parts = zip(error.reshape(count, -1), counted.reshape(count, -1), strict=True)
+    return [float(np.median(part[mask])) for part, mask in parts if mask.any()]
+
+
+def distance(expected: np.ndarray, actual: np.ndarray) -> np.ndarray:
+    """Absolute difference in float64; 0 where both are the same infinity (position 0 has an infinite score)."""
+    a, b = expected.astype(np.float64), actual.astype(np.float64)
+    same = a == b
+    return np.abs(np.where(same, 0, a) - np.where(same, 0, b))
+
+
+def same_best(expected: Arrays, actual: Arrays) -> np.ndarray:
+    """Where both find the same token the likeliest, over the rows that brought tokens."""
+    real = np.any(expected["logits"] != 0, axis=-1)
+    return (expected["logits"].argmax(-1) == actual["logits"].argmax(-1))[real]

@@ -1,0 +1,121 @@
+"""Cases in a file: PyTorch answers on one machine, an engine is compared on another that has no PyTorch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from still_export.errors import PackageError
+from still_export.package.calls import Arrays
+from still_export.package.folder import Package
+from still_export.proof.cases import Case, CaseSource, Noise
+
+ATTEMPTS = 3
+"""Prompts kept of each case of a float32 package, where a near tie may call for another."""
+
+FORMAT = 1
+
+
+def record_cases(
+    cases: CaseSource, package: Package, path: Path, progress: Callable[[str], None] = lambda done: None
+) -> None:
+    """Write the cases of `package` to `path`, whole or not at all; equal arrays are kept once."""
+    arrays: dict[str, np.ndarray] = {}
+
+    def keep(array: np.ndarray) -> str:
+        content = np.ascontiguousarray(array)
+        key = hashlib.sha256(f"{content.dtype}{content.shape}".encode() + content.tobytes()).hexdigest()[:24]
+        arrays[key] = content
+        return key
+
+    def keep_all(call: Arrays) -> dict[str, str]:
+        return {name: keep(array) for name, array in call.items()}
+
+    entries = []
+    for make in cases:
+        tries: list[dict[str, Any]] = []
+        while len(tries) < ATTEMPTS:
+            case = make()
+            tries.append(
+                {
+                    "name": case.name,
+                    "feeds": [keep_all(f) for f in case.feeds],
+                    "expected": [keep_all(e) for e in case.expected],
+                    "leads": {str(layer): keep(lead) for layer, lead in case.leads.items()},
+                    "start": None if case.start is None else keep_all(case.start),
+                    "steps": [keep(s) for s in case.steps],
+                    "step_logits": None if case.step_logits is None else keep(case.step_logits),
+                    "noise": case.noise,
+                    "own_top1": case.own_top1,
+                }
+            )
+            if case.noise:  # half precision: a near tie needs no other prompt
+                break
+        entries.append(tries)
+        progress(tries[0]["name"])
+    head = json.dumps({"format": FORMAT, "weights": _weights(package), "cases": entries})
+    staging = path.with_name(f".{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with staging.open("wb") as file:
+            np.savez_compressed(file, head=np.frombuffer(head.encode(), np.uint8), **arrays)  # type: ignore[arg-type]
+        os.replace(staging, path)
+    except OSError as error:
+        raise PackageError(f"cannot write {path}: {error.strerror}.") from error
+    finally:
+        staging.unlink(missing_ok=True)
+
+
+def _weights(package: Package) -> str:
+    """What tells the package's weights from others, whatever target they were lowered for."""
+    files = package.manifest["files"]
+    return str(files.get("model.onnx.data", files["model.onnx"])["sha256"])
+
+
+class RecordedCases:
+    """The cases that `record_cases` wrote.
+
+    Raises:
+        PackageError: The file is not readable, or belongs to other weights.
+    """
+
+    def __init__(self, path: Path, package: Package) -> None:
+        try:
+            self._arrays = np.load(path)
+            head = json.loads(self._arrays["head"].tobytes())
+        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+            raise PackageError(f"{path} holds no recorded calls ({error}). Make it with --record.") from error
+        if head["format"] != FORMAT or head["weights"] != _weights(package):
+            raise PackageError(f"{path} was recorded for other weights than those of {package.path}. Record it again.")
+        self._cases: list[list[dict[str, Any]]] = head["cases"]
+        self.count = len(self._cases)
+
+    def __iter__(self) -> Iterator[Callable[[], Case]]:
+        for tries in self._cases:
+            left = iter(tries)
+            last = tries[-1]
+            yield lambda left=left, last=last: self._read(next(left, last))  # type: ignore[misc]
+
+    def _read(self, entry: dict[str, Any]) -> Case:
+        def read_all(keys: dict[str, str]) -> Arrays:
+            return {name: self._arrays[key] for name, key in keys.items()}
+
+        leads = {int(layer): self._arrays[key] for layer, key in entry["leads"].items()}
+        return Case(
+            entry["name"],
+            [read_all(keys) for keys in entry["feeds"]],
+            [read_all(keys) for keys in entry["expected"]],
+            lambda: leads,
+            None if entry["start"] is None else read_all(entry["start"]),
+            tuple(self._arrays[key] for key in entry["steps"]),
+            None if entry["step_logits"] is None else self._arrays[entry["step_logits"]],
+            {name: Noise(*values) for name, values in entry["noise"].items()},
+            tuple(entry["own_top1"]),
+        )

@@ -1,0 +1,153 @@
+"""What verify asks: prompts around chunk boundaries, ragged batches, prompts in pieces, decode steps, with PyTorch's answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from still_export.package.calls import Arrays, next_feed, typed_states, without_padding
+from still_export.proof.cases import Case, chain, noise_of, same_best
+from still_export.proof.excuses import Leads, excuses_of
+from still_export.runners.torch import TorchModel
+from still_graphs.states import StateTable
+
+LENGTHS = (1, 63, 64, 65, 127, 128, 129, 1000, 4097)
+ROWS = 4
+
+
+class TorchCases:
+    """Cases drawn at random and answered by PyTorch.
+
+    Args:
+        manifest: Of the package.
+        model: The PyTorch model that answers: in the package's type, or in float32 beside `half`.
+        half: The same model in half precision, whose errors a half precision package is held to.
+        lengths: Prompt lengths, each prefilled at once; those beyond the capacity are left out.
+        decode_steps: Single-token calls after a prefill; a quarter of them for several rows: four, or all that an engine takes.
+        seed: Of the prompts.
+    """
+
+    def __init__(
+        self,
+        manifest: dict[str, Any],
+        model: Any,
+        half: Any = None,
+        lengths: tuple[int, ...] = LENGTHS,
+        decode_steps: int = 72,
+        seed: int = 0,
+    ) -> None:
+        self.manifest = manifest
+        self.reference = TorchModel(manifest, model)
+        self.half = None if half is None else TorchModel(manifest, half)
+        self.excuses = excuses_of(manifest)
+        self.random = np.random.default_rng(seed)
+        self.vocabulary = int(manifest["model"]["vocab_size"])
+        table = StateTable.of(manifest)
+        self.chunk = table.period
+        # An engine that takes more rows may run other kernels for them, one that takes fewer takes those. Its own batch may
+        # differ from the package's: `build --batch`.
+        engine = next(iter(manifest.get("engines") or ()), manifest.get("trt", {"batch": ROWS}))
+        self.rows = int(engine["batch"])
+        # An engine holds at least the rows of a chunk.
+        self.least_room = 3 * self.chunk if manifest["target"] == "trt" else 0
+        limit = table.capacity_tokens if table.bounded else 1 << 62
+        self.lengths = tuple(n for n in lengths if n <= limit)
+        self.longest = max(self.lengths, default=1)
+        self.decode_prompt = min(2 * self.chunk + self.chunk // 2, max(1, limit - decode_steps))
+        self.decode_steps = min(decode_steps, limit - self.decode_prompt)
+        self.count = len(self.lengths) + (4 if self.rows > 1 else 2)
+
+    def __iter__(self) -> Iterator[Callable[[], Case]]:
+        for length in self.lengths:
+            yield partial(self._prefill, length)
+        if self.rows > 1:
+            yield self._ragged
+        yield self._pieces
+        yield partial(self._decode, self.decode_steps, np.array([self.decode_prompt]))
+        if self.rows > 1:
+            counts = np.resize([self.decode_prompt, 1, self.chunk, self.chunk + 1], self.rows)
+            yield partial(self._decode, -(-self.decode_steps // 4), np.minimum(counts, self.decode_prompt))
+
+    def _tokens(self, *shape: int) -> np.ndarray:
+        return self.random.integers(0, self.vocabulary, shape, dtype=np.int64)
+
+    def _start(self, tokens: np.ndarray, capacity: int, new_tokens: np.ndarray | None = None) -> Arrays:
+        room = max(capacity, self.least_room)
+        return {**next_feed({}, tokens, new_tokens), **self.reference.empty_feed(tokens.shape[0], room)}
+
+    def _prefill(self, length: int) -> Case:
+        return self._fixed(f"prefill {length}", [self._start(self._tokens(1, length), length)])
+
+    def _ragged(self) -> Case:
+        """Rows of different lengths in one call, one of them empty."""
+        longest = min(3 * self.chunk + 1, self.longest)
+        counts = np.resize(np.array([longest, 0, 1, min(longest, self.chunk + 1)], np.int64), self.rows)
+        tokens = self._tokens(self.rows, longest)
+        return self._fixed(f"ragged batch of {self.rows}", [self._start(tokens, longest, counts)])
+
+    def _pieces(self) -> Case:
+        """Prefill in pieces across chunk boundaries; each call starts from PyTorch's state."""
+        sizes = [self.chunk - 1, self.chunk + 1, 2 * self.chunk + 1]
+        while sum(sizes) > self.longest and len(sizes) > 1:
+            sizes.pop()
+        first, *more = (self._tokens(1, max(1, min(size, self.longest))) for size in sizes)
+        return self._fixed("prefill in pieces", [self._start(first, max(sum(sizes), 1))], more)
+
+    def _fixed(self, name: str, feeds: list[Arrays], more: list[np.ndarray] | None = None) -> Case:
+        """A case of calls whose inputs are PyTorch's own: `feeds`, then `more` tokens from the state that they leave."""
+        expected = [self.reference.infer(feed) for feed in feeds]
+        for tokens in more or ():
+            feeds.append(next_feed(expected[-1], tokens))
+            expected.append(self.reference.infer(feeds[-1]))
+        case = Case(name, feeds, expected, partial(self._leads, feeds))
+        if self.half is not None:
+            runner = self.half
+            own = [(e, runner.infer(typed_states(f, self.manifest))) for f, e in zip(feeds, expected, strict=True)]
+            for feed, pair in zip(feeds, own, strict=True):
+                for outputs in pair:
+                    outputs["logits"] = without_padding(outputs["logits"], feed["new_tokens"])
+            self._measure(case, own)
+        return case
+
+    def _decode(self, steps: int, counts: np.ndarray) -> Case:
+        prompt = self._tokens(len(counts), int(counts.max()))
+        start = self._start(prompt, self.decode_prompt + steps, counts.astype(np.int64))
+        tokens = tuple(self._tokens(len(counts), 1) for _ in range(steps))
+        feeds: list[Arrays] = []
+
+        def remember(feed: Arrays) -> Arrays:
+            feeds[:] = [feed]
+            return self.reference.infer(feed)
+
+        logits, outputs = chain(remember, start, tokens)
+        name = f"{steps} decode steps" + (f", {len(counts)} rows" if len(counts) > 1 else "")
+        rows = [{**start, "input_ids": _packed(prompt, counts, tokens), "new_tokens": counts + steps}]
+        case = Case(name, feeds, [outputs], partial(self._leads, rows), start, tokens, logits)
+        if self.half is not None:
+            theirs, last = chain(self.half.infer, typed_states(start, self.manifest), tokens)
+            self._measure(case, [({**outputs, "logits": logits}, {**last, "logits": theirs})])
+        return case
+
+    def _leads(self, feeds: list[Arrays]) -> Leads:
+        """Leads of the sequences that `feeds` bring; their first call starts them."""
+        tokens = np.concatenate([f["input_ids"] for f in feeds], axis=1)
+        return self.excuses.leads(self.reference, tokens, np.sum([f["new_tokens"] for f in feeds], axis=0))
+
+    def _measure(self, case: Case, pairs: list[tuple[Arrays, Arrays]]) -> None:
+        for name in pairs[0][0]:
+            case.noise[name] = noise_of([(a[name], b[name]) for a, b in pairs])
+        agree = np.concatenate([same_best(*pair) for pair in pairs])
+        case.own_top1 = int(agree.sum()), agree.size
+
+
+def _packed(prompt: np.ndarray, counts: np.ndarray, steps: tuple[np.ndarray, ...]) -> np.ndarray:
+    """Each row's prompt without its padding, then its steps, [B, T]."""
+    packed = np.zeros((len(counts), prompt.shape[1] + len(steps)), np.int64)
+    following = np.concatenate(steps, axis=1) if steps else np.zeros((len(counts), 0), np.int64)
+    for row, count in enumerate(counts):
+        packed[row, :count] = prompt[row, :count]
+        packed[row, count : count + len(steps)] = following[row]
+    return packed

@@ -1,0 +1,271 @@
+"""The proof of a package: PyTorch and the target on the same inputs, compared by polygraphy on every output."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from still_export.errors import UnsupportedError
+from still_export.package.calls import Arrays
+from still_export.package.folder import Package
+from still_export.proof.cases import Case, CaseSource, Noise, distance, part_medians, same_best
+from still_export.proof.excuses import Choices, excuses_of
+from still_export.proof.sessions import Check, Session, Target
+from still_export.proof.tolerance import FLOAT32, Tolerance, half_tolerance
+
+DECODE_STEPS = {"onnx": 72, "trt": 256}
+"""More than a chunk, so that a promotion happens between plain steps."""
+
+ATTEMPTS = 5
+"""Prompts tried where a near tie made the runtimes select different tokens; see `Verifier._settled`."""
+
+
+@dataclass
+class OutputReport:
+    """Errors of one output over all calls of a case.
+
+    `own_mean_abs` is that of PyTorch's half precision run, 0 in float32. `worst` is the largest of what is held to the bound, in the
+    call `worst_call`, counted from 1: the error of a number, in half precision the median of a part (a row's logits, a head of a row
+    of a state).
+    """
+
+    case: str
+    output: str
+    max_abs: float
+    mean_abs: float
+    cosine: float
+    own_mean_abs: float
+    bound: float
+    worst: float
+    worst_call: int
+    passed: bool
+
+
+@dataclass
+class Report:
+    """The verdict on a package; `first_diverging_layer` is the lowest one with a failed state."""
+
+    outputs: list[OutputReport]
+    top1: float
+    own_top1: float
+    selections: Choices
+    checks: list[Check]
+    first_diverging_layer: int | None
+    command: str
+    tie: float
+    passed: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        good = all(r.passed for r in self.outputs) and all(c.passed for c in self.checks)
+        self.passed = good and not self.selections.wrong
+
+    def to_dict(self) -> dict[str, Any]:
+        """Values that JSON can hold."""
+        return {
+            "passed": self.passed,
+            "top1_agreement": self.top1,
+            "pytorch_half_top1_agreement": self.own_top1,
+            "selections": {**vars(self.selections), "tie": self.tie},
+            "checks": [vars(c) for c in self.checks],
+            "first_diverging_layer": self.first_diverging_layer,
+            "polygraphy": self.command,
+            "outputs": [vars(o) for o in self.outputs],
+        }
+
+
+class Verifier:
+    """Compares a package, run by its runtime, with the PyTorch model it was exported from.
+
+    Args:
+        package: What to verify.
+        cases: What is asked, and PyTorch's answers.
+        target: The package's runtime.
+        replays: Tokens of the runtime's own checks.
+    """
+
+    def __init__(self, package: Package, cases: CaseSource, target: Target, replays: int = DECODE_STEPS["trt"]) -> None:
+        check_dtype(package)
+        self.package, self.cases, self.target, self.replays = package, cases, target, replays
+        self.excuses = excuses_of(package.manifest)
+
+    def run(self, folder: Path, progress: Callable[[str], None] = lambda done: None) -> Report:
+        """Compare every case, save the calls to `folder` (inputs.json, outputs.json) for polygraphy's own command, and judge.
+
+        Args:
+            folder: Made where missing; polygraphy.sh there is the command.
+            progress: Told each finished case.
+        """
+        from polygraphy.logger import G_LOGGER
+
+        selections = Choices()
+        judged: list[tuple[Case, list[tuple[Arrays, Arrays]]]] = []
+        checks: list[Check] = []
+        G_LOGGER.module_severity = G_LOGGER.ERROR
+        with self.target.open() as session:
+            for make in self.cases:
+                judged.append(self._settled(make, session, selections))
+                progress(judged[-1][0].name)
+            for case, _ in judged:
+                if case.start is not None and self.replays:
+                    checks += session.checks(case.start, min(self.replays, len(case.steps)))
+        cases = [case for case, _ in judged]
+        tolerance = half_tolerance(cases, self.excuses) if any(case.noise for case in cases) else FLOAT32
+        if tolerance.statistic != "elemwise":
+            for i, (case, pairs) in enumerate(judged):
+                given = (pairs, lambda case=case: case.leads, tolerance.tie)  # type: ignore[misc]
+                selections.add(self.excuses.compare(*given))
+                judged[i] = case, self.excuses.settle(*given)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._save(cases, folder)
+        command = self.target.command()
+        command += ["--load-inputs", str(folder / "inputs.json"), "--load-outputs", str(folder / "outputs.json")]
+        line = shlex.join(command + tolerance.arguments())
+        (folder / "polygraphy.sh").write_text(line + "\n", encoding="utf-8")
+        return self._judge(judged, tolerance, selections, checks, line)
+
+    def _save(self, cases: list[Case], folder: Path) -> None:
+        """Write the calls as polygraphy reads them."""
+        from polygraphy.comparator import IterationResult, RunResults
+        from polygraphy.json import save_json
+        from polygraphy.logger import G_LOGGER
+
+        feeds, expected = self.target.saved(
+            [feed for case in cases for feed in case.feeds], [out for case in cases for out in case.expected]
+        )
+        save_json(feeds, str(folder / "inputs.json"))
+        answers = [IterationResult(out, runner_name="pytorch") for out in expected]
+        with G_LOGGER.verbosity(G_LOGGER.CRITICAL), np.errstate(invalid="ignore"):
+            RunResults([("pytorch", answers)]).save(str(folder / "outputs.json"))
+
+    def _settled(
+        self, make: Callable[[], Case], session: Session, total: Choices
+    ) -> tuple[Case, list[tuple[Arrays, Arrays]]]:
+        """A case on which both runtimes select the same tokens, as far as single numbers are compared.
+
+        Where two scores differ by less than rounding, either selection is right and everything after it differs; another prompt
+        is drawn then. A selection that differs by more than a tie is kept: it is a mismatch.
+        """
+        for _ in range(ATTEMPTS):
+            case = make()
+            pairs = case.pairs(session)
+            if case.noise:
+                break
+            found = self.excuses.compare(pairs, lambda case=case: case.leads, FLOAT32.tie)  # type: ignore[misc]
+            total.add(found)
+            if not found.near_ties or found.wrong:
+                break
+        return case, pairs
+
+    def _judge(
+        self,
+        judged: list[tuple[Case, list[tuple[Arrays, Arrays]]]],
+        tolerance: Tolerance,
+        selections: Choices,
+        checks: list[Check],
+        command: str,
+    ) -> Report:
+        reports: list[OutputReport] = []
+        agree: list[np.ndarray] = []
+        for case, pairs in judged:
+            verdicts = self._verdicts(pairs, tolerance)
+            agree += [same_best(*pair) for pair in pairs]
+            for output in pairs[0][0]:
+                bound = tolerance.absolute.get(output, tolerance.absolute[""])
+                by_part = tolerance.statistic != "elemwise"
+                found = report_of(case, output, pairs, bound, by_part)
+                within = not by_part or found.worst <= bound
+                found.passed = found.passed and verdicts.get(output, True) and within
+                reports.append(found)
+        failed = {int(r.output.rsplit(".", 1)[1]) for r in reports if not r.passed and "." in r.output}
+        own, all_own = (sum(case.own_top1[i] for case, _ in judged) for i in range(2))
+        return Report(
+            reports,
+            float(np.concatenate(agree).mean()),
+            own / all_own if all_own else 1.0,
+            selections,
+            checks,
+            min(failed, default=None),
+            command,
+            tolerance.tie,
+        )
+
+    def _verdicts(self, pairs: list[tuple[Arrays, Arrays]], tolerance: Tolerance) -> dict[str, bool]:
+        """Polygraphy's verdict on each output over all calls; outputs without elements are left out."""
+        from polygraphy.comparator import Comparator, IterationResult, RunResults
+        from polygraphy.logger import G_LOGGER
+
+        compare = _simple_compare()(
+            check_error_stat=tolerance.statistic,
+            atol=tolerance.absolute,
+            rtol=tolerance.relative,
+            infinities_compare_equal=True,
+        )
+
+        def results(name: str, side: int) -> tuple[str, list[Any]]:
+            outputs = ({k: v for k, v in pair[side].items() if v.size} for pair in pairs)
+            return name, [IterationResult(out, runner_name=name) for out in outputs]
+
+        verdicts: dict[str, bool] = {}
+        with G_LOGGER.verbosity(G_LOGGER.CRITICAL), np.errstate(invalid="ignore", divide="ignore"):
+            accuracy = Comparator.compare_accuracy(
+                RunResults([results(self.target.name, 1), results("pytorch", 0)]), compare_func=compare
+            )
+        compared = accuracy if hasattr(accuracy, "values") else accuracy[0]  # newer ones: one result per function
+        for iteration in next(iter(compared.values())):
+            for output, result in iteration.items():
+                verdicts[output] = verdicts.get(output, True) and bool(result)
+        return verdicts
+
+
+def _simple_compare() -> Any:
+    """Polygraphy's comparison by tolerances; its name depends on the version, and 0.49 is the last for TensorRT 8.6."""
+    from polygraphy import comparator
+
+    return getattr(comparator, "SimpleCompareFunc", None) or comparator.CompareFunc.simple
+
+
+def check_dtype(package: Package) -> None:
+    """Raise UnsupportedError where NumPy lacks the package's type."""
+    dtype = package.manifest["model"]["dtype"]
+    if dtype not in ("float32", "float16"):
+        raise UnsupportedError(
+            f"the package's weights are {dtype}; polygraphy compares NumPy arrays, which have no bfloat16. "
+            "Verify a float32 or float16 export of the same model."
+        )
+
+
+def report_of(case: Case, output: str, pairs: list[tuple[Arrays, Arrays]], bound: float, by_part: bool) -> OutputReport:
+    """Errors of `output`, passed unless a number is none; `by_part`: medians of its parts are held to the bound."""
+    errors = [distance(e[output], a[output]).ravel() for e, a in pairs]
+    error = np.concatenate(errors)
+    expected, actual = (
+        np.concatenate([side[output].astype(np.float64).ravel() for side in sides])
+        for sides in zip(*pairs, strict=True)
+    )
+    held = [part_medians(e[output], a[output]) for e, a in pairs] if by_part else errors
+    largest = [float(np.max(each, initial=0)) for each in held]
+    worst = int(np.argmax(largest))
+    return OutputReport(
+        case.name,
+        output,
+        float(error.max(initial=0)),
+        float(error.mean()) if error.size else 0.0,
+        _cosine(expected, actual),
+        case.noise.get(output, Noise(0.0, 0.0, 0.0)).mean,
+        bound,
+        largest[worst],
+        worst + 1,
+        not np.isnan(error).any(),
+    )
+
+
+def _cosine(a: np.ndarray, b: np.ndarray) -> float:
+    finite = np.isfinite(a) & np.isfinite(b)
+    a, b = a[finite], b[finite]
+    norm = float(np.linalg.norm(a) * np.linalg.norm(b))
+    return float(a @ b) / norm if norm else 1.0

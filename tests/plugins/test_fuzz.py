@@ -1,0 +1,60 @@
+"""The fuzz targets of plugins/fuzz for some seconds each, under the address and undefined behaviour sanitizers.
+
+`python tools/attack fuzz --seconds 3600` runs them for longer; a finding is repeated by its number (plugins/fuzz/driver.cpp).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from still_export.plugins import run_cmake
+
+from tests.plugins.core_abi import write_archive
+from tests.plugins.test_core import variant
+
+ROOT = Path(__file__).resolve().parents[2]
+RUNS = {"schema": 60_000, "kernels": 2_500, "archive": 15_000}
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not shutil.which("cmake") or not shutil.which("g++"), reason="needs cmake and g++"),
+]
+
+
+@pytest.fixture(scope="session")
+def targets() -> Path:
+    """Folder of the programs, built once per checkout into build/, which git ignores."""
+    folder = ROOT / "build/fuzz"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:  # test processes run side by side
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return run_cmake(ROOT / "plugins/fuzz", folder, {})
+
+
+def corpus(target: str, folder: Path) -> list[str]:
+    """Arguments that name what the target's inputs are made from."""
+    if target != "archive":
+        return []
+    packed = write_archive(folder, [variant(), variant("sm_86")])
+    length = int.from_bytes(packed.read_bytes()[8:16], "little")
+    (folder / "index").write_bytes(packed.read_bytes()[16 : 16 + length])
+    return ["--text", str(packed), str(folder / "index")]
+
+
+@pytest.mark.parametrize("target", RUNS)
+def test_no_finding(target: str, targets: Path, tmp_path: Path) -> None:
+    at = tmp_path / "at"
+    done = subprocess.run(
+        [targets / f"fuzz_{target}", "--runs", str(RUNS[target]), *corpus(target, tmp_path)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "STILL_FUZZ_AT": str(at)},
+    )
+    assert done.returncode == 0, f"input {int(at.read_text())} of seed 1: {done.stderr[-4000:]}"
+    assert json.loads(done.stdout)["runs"] == RUNS[target]

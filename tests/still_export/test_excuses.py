@@ -1,0 +1,57 @@
+"""Which differences of two salient caches are excused, and what is left of them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from still_export.mixers.hybrid_excuses import SelectionExcuse
+
+BATCH, HEADS, CHUNKS, SALIENT, DIM = 2, 3, 4, 2, 5
+EXCUSE = SelectionExcuse(
+    {
+        "still": {"chunk_size": 8, "salient_per_chunk": SALIENT, "select_scope": "q_head"},
+        "model": {"kv_heads": HEADS},
+    }
+)
+
+
+def caches(seed: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    shape = (BATCH, HEADS, CHUNKS * SALIENT)
+    return {
+        "present_salient_key.1": rng.standard_normal((*shape, DIM)),
+        "present_salient_value.1": rng.standard_normal((*shape, DIM)),
+        "present_salient_score.1": rng.standard_normal(shape),
+        "present_kv_state.1": rng.standard_normal((BATCH, HEADS, DIM, DIM)),
+    }
+
+
+def test_ties_are_settled_and_nothing_else_is() -> None:
+    expected, other = caches(0), caches(1)
+    actual = {name: value + 1e-3 for name, value in expected.items()}
+    for name in actual:
+        if "salient" in name:
+            actual[name][0, 2, 2:4] = other[name][0, 2, 2:4]  # chunk 1: both slots hold other tokens
+            actual[name][1, 0, 7] = other[name][1, 0, 7]  # chunk 3
+    lead = np.full((BATCH, HEADS, CHUNKS), 1.0)
+    lead[0, 2, 1] = 0.01
+    given = ([(expected, actual)], lambda: {1: lead}, 0.05)
+    found = EXCUSE.compare(*given)
+    assert (found.compared, found.near_ties, found.wrong) == (BATCH * HEADS * CHUNKS * SALIENT, 2, 1)
+    ((left, settled),) = EXCUSE.settle(*given)
+    assert left is expected
+    for name, value in settled.items():
+        if "salient" in name:
+            np.testing.assert_array_equal(value[0, 2, 2:4], expected[name][0, 2, 2:4])
+            value[0, 2, 2:4] = actual[name][0, 2, 2:4]
+        np.testing.assert_array_equal(value, actual[name])
+
+
+def test_a_chunk_that_pytorch_never_completed_is_no_tie() -> None:
+    expected = caches(0)
+    expected["present_salient_key.1"][:, :, -SALIENT:] = 0
+    actual = {name: value.copy() for name, value in expected.items()}
+    actual["present_salient_key.1"][0, 0, -1] = 1
+    given = ([(expected, actual)], lambda: {1: np.zeros((BATCH, HEADS, CHUNKS - 1))}, 0.05)
+    assert EXCUSE.compare(*given).wrong == 1
+    assert EXCUSE.settle(*given)[0][1]["present_salient_key.1"][0, 0, -1].all()

@@ -1,0 +1,47 @@
+"""What verify runs and saves for TensorRT."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from still_export.package.folder import Package
+from still_export.proof.sessions import Target
+from tests.still_export.test_build import trt_package
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Package:
+    package = trt_package(tmp_path / "trt", monkeypatch)
+    package.manifest["engines"] = [{"file": "engine.plan", "tensorrt": "10.3.0", "batch": 2, "prefill_tokens": 16}]
+    return package
+
+
+def call(tokens: int) -> dict[str, np.ndarray]:
+    return {
+        "input_ids": np.zeros((1, tokens), np.int64),
+        "past_window_key.0": np.ones((1, 3, 16, 4), np.float32),
+        "past_kv_state.0": np.ones((1, 6, 10, 4), np.float32),
+    }
+
+
+def test_saved_calls_have_the_engines_types_and_fit_its_profile(package: Package) -> None:
+    target = Target(package, "trt")
+    feeds, expected = target.saved([call(16), call(17)], [{"present_length": np.ones(1, np.int64)}] * 2)
+    assert len(feeds) == len(expected) == 1
+    kinds = {name: array.dtype.name for name, array in feeds[0].items()}
+    assert kinds == {"input_ids": "int32", "past_window_key.0": "float16", "past_kv_state.0": "float32"}
+    assert expected[0]["present_length"].dtype == np.int32
+
+
+def test_polygraphys_command_loads_the_library_that_registers_itself(package: Package) -> None:
+    command = shlex.join(Target(package, "trt").command())
+    folder = package.path
+    assert command == (
+        f"polygraphy run {folder}/engine.plan --model-type engine --trt --plugins {folder}/libstill_tensorrt10_static.so"
+    )
+    other = shlex.join(Target(package, "trt", plugin=folder / "mine.so").command())
+    assert other.endswith(f"--plugins {folder}/mine_static.so"), "polygraphy only opens libraries"
