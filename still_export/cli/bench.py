@@ -47,6 +47,7 @@ def bench(
     from still_export.evaluation.bench import LENGTHS, Measurement, plot, to_dict
     from still_export.evaluation.bench import bench as measure
     from still_export.package.folder import open_package
+    from still_export.package.staging import staged_files
 
     opened = open_package(package)
     kind = opened.manifest.get("target", "onnx")
@@ -76,8 +77,9 @@ def bench(
         "rows": to_dict(rows),
         "beside": to_dict(peer),
     }
-    (folder / "bench.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    plot({"still-export": rows, **({beside.stem: peer} if beside else {})}, folder / "bench.png")
+    with staged_files(folder) as work:
+        (work / "bench.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        plot({"still-export": rows, **({beside.stem: peer} if beside else {})}, work / "bench.png")
     out.result(content, *_lines(rows, peer), f"results: {folder / 'bench.json'}, {folder / 'bench.png'}")
 
 

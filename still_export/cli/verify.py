@@ -64,6 +64,7 @@ def verify(
 ) -> None:
     """Compare ONNX Runtime or TensorRT with PyTorch on logits, every state tensor and every selection; exit 1 on a mismatch."""
     from still_export.package.folder import open_package
+    from still_export.package.staging import staged_files
     from still_export.proof.recorded import RecordedCases, record_cases
     from still_export.proof.targets import OrtTarget, TrtTarget
     from still_export.proof.verify import DECODE_STEPS, Verifier, check_dtype
@@ -101,7 +102,8 @@ def verify(
             report = Verifier(opened, cases, target, steps).run(folder, progress)
     except (RunError, CudaError) as error:
         raise PackageError(str(error)) from error
-    (folder / "report.json").write_text(json.dumps(report.to_dict(), indent=1) + "\n", encoding="utf-8")
+    with staged_files(folder) as work:
+        (work / "report.json").write_text(json.dumps(report.to_dict(), indent=1) + "\n", encoding="utf-8")
     if as_json:
         out.result(report.to_dict())
     else:

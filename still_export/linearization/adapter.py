@@ -18,7 +18,7 @@ from still_export.errors import CheckpointError, ConfigError
 from still_export.linearization.modes import window_factor
 from still_export.linearization.recipe import Recipe
 from still_export.mixers.config import FULL, StillConfig
-from still_export.models.checkpoint import read_json
+from still_export.models.checkpoint import in_range, read_json
 from still_export.models.convert import plain_names
 from still_export.models.load import load_model
 
@@ -78,7 +78,10 @@ def take_window_factors(tensors: dict[str, Tensor], still: StillConfig, layers: 
 def save_adapter(folder: Path, tensors: Mapping[str, Tensor], still: StillConfig, recipe: Recipe) -> None:
     """Write the adapter's weights as float16, and its configuration: PEFT's fields and the STILL configuration."""
     folder.mkdir(parents=True, exist_ok=True)
-    stored = {name: tensor.detach().to(torch.float16).contiguous() for name, tensor in tensors.items()}
+    stored = {
+        name: in_range(name, tensor.detach(), torch.float16, " of the adapter").contiguous()
+        for name, tensor in tensors.items()
+    }
     save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
     values = {
         "peft_type": "LORA",

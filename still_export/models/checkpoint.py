@@ -141,15 +141,27 @@ def checked(name: str, tensor: Tensor, dtype: torch.dtype | None, origin: str) -
             f"{name} in {origin} has type {str(tensor.dtype).removeprefix('torch.')}; weights are read as float32, float16 or "
             "bfloat16. Use the unquantized model."
         )
-    result = tensor if dtype is None else tensor.to(dtype)
+    result = tensor if dtype is None else in_range(name, tensor, dtype, f" in {origin}")
     if not is_finite(result):
-        if is_finite(tensor):
-            raise CheckpointError(
-                f"{name} in {origin} has values beyond the range of {str(dtype).removeprefix('torch.')}. Use --dtype bfloat16 or float32."
-            )
         raise CheckpointError(
             f"{name} in {origin} holds NaN or infinite values, so every output would be NaN. The checkpoint is damaged or its training "
             "diverged; use another."
+        )
+    return result
+
+
+def in_range(name: str, tensor: Tensor, dtype: torch.dtype, origin: str = "") -> Tensor:
+    """`tensor` as `dtype`; what is no number before stays none.
+
+    Raises:
+        CheckpointError: A finite value becomes infinite.
+    """
+    result = tensor.to(dtype)
+    if result is not tensor and not is_finite(result) and is_finite(tensor):
+        low, high = (float(x) for x in torch.aminmax(tensor))
+        raise CheckpointError(
+            f"{name}{origin} has the value {high if high > -low else low:.6g}, beyond the range of {str(dtype).removeprefix('torch.')} "
+            f"(up to {torch.finfo(dtype).max:.6g}). Use --dtype bfloat16 or float32."
         )
     return result
 

@@ -13,6 +13,7 @@ import numpy as np
 from still_export.errors import UnsupportedError
 from still_export.package.calls import Arrays
 from still_export.package.folder import Package
+from still_export.package.staging import staged_files
 from still_export.proof.cases import Case, CaseSource, Noise, distance, part_medians, same_best
 from still_export.proof.selections import Selections, compare_selections, without_ties
 from still_export.proof.targets import Check, OrtTarget, Session, TrtTarget
@@ -122,12 +123,13 @@ class Verifier:
                 given = (pairs, lambda case=case: case.leads, self.salient, tolerance.tie)  # type: ignore[misc]
                 selections.add(compare_selections(*given))
                 judged[i] = case, without_ties(*given)
-        folder.mkdir(parents=True, exist_ok=True)
-        self._save(cases, folder)
         command = self.target.command()
         command += ["--load-inputs", str(folder / "inputs.json"), "--load-outputs", str(folder / "outputs.json")]
         line = shlex.join(command + tolerance.arguments())
-        (folder / "polygraphy.sh").write_text(line + "\n", encoding="utf-8")
+        folder.mkdir(parents=True, exist_ok=True)
+        with staged_files(folder) as work:
+            self._save(cases, work)
+            (work / "polygraphy.sh").write_text(line + "\n", encoding="utf-8")
         return self._judge(judged, tolerance, selections, checks, line)
 
     def _save(self, cases: list[Case], folder: Path) -> None:

@@ -65,24 +65,6 @@ def test_interruption_leaves_the_old_package_or_none(tmp_path: Path, interruptio
     assert [x.name for x in tmp_path.iterdir()] == (["p"] if force else [])
 
 
-def test_failed_replacement_restores_the_old_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_package(tmp_path / "p")
-    rename = Path.rename
-    calls = []
-
-    def fail_on_second(self: Path, target: Path) -> Path:
-        calls.append(self)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return rename(self, target)
-
-    monkeypatch.setattr(Path, "rename", fail_on_second)
-    with pytest.raises(KeyboardInterrupt), staged_folder(tmp_path / "p", force=True):
-        pass
-    open_package(tmp_path / "p")
-    assert [x.name for x in tmp_path.iterdir()] == ["p"]
-
-
 def test_full_disk(tmp_path: Path) -> None:
     with pytest.raises(PackageError, match="full"), staged_folder(tmp_path / "p"):
         raise OSError(errno.ENOSPC, "No space left on device")
