@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from still_export.cli.output import Output, report_folder
-from still_export.cli.runtimes import runtime_of
+from still_export.cli.runtimes import TrustNative, runtime_of
 from still_export.errors import ConfigError
 
 EXAMPLES = """
@@ -40,16 +40,20 @@ def bench(
     beside: Annotated[
         Path | None, typer.Option(help="JSON rows of another runtime (tools/bench_genai.py) to compare and plot with.")
     ] = None,
+    trust_native: TrustNative = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the measurements as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
     """Measure prefill, decode and peak memory by context length with ONNX Runtime or TensorRT."""
     from still_export.evaluation.bench import LENGTHS, Measurement, plot, to_dict
     from still_export.evaluation.bench import bench as measure
+    from still_export.package.checked import trust_package
     from still_export.package.folder import open_package
     from still_export.package.staging import staged_files
 
     opened = open_package(package)
+    if trust_native:
+        trust_package(package)
     kind = opened.manifest.get("target", "onnx")
     runtime_of(kind, runtime)
     if batch > 1 and kind == "onnx":

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from still_export.cli.output import Output
-from still_export.cli.runtimes import runtime_of
+from still_export.cli.runtimes import TrustNative, runtime_of
 from still_export.errors import ConfigError, PackageError
 
 EXAMPLES = """
@@ -45,10 +45,13 @@ def run(
     provider: Annotated[str, typer.Option(help="Of ONNX Runtime: cpu or cuda.")] = "cpu",
     runtime: Annotated[str | None, typer.Option(help="ort or trt.", show_default="the package's target")] = None,
     plugin: Annotated[Path | None, typer.Option(help="trt: plugin library in the place of the package's.")] = None,
+    trust_native: TrustNative = False,
+    check: Annotated[bool, typer.Option("--check/--no-check", help="Compare the weights with their hashes.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print tokens, text and timings as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No timings on stderr.")] = False,
 ) -> None:
     """Continue a prompt, or chat, with ONNX Runtime or TensorRT; prompts of any length are fed in pieces."""
+    from still_export.package.checked import trust_package
     from still_export.package.folder import open_package
     from still_export.runners import ort
     from still_export.runners.cuda_driver import CudaError
@@ -57,11 +60,16 @@ def run(
         raise typer.BadParameter("give exactly one of --prompt, --prompt-file, --prompt-ids, --chat")
     if provider not in ("cpu", "cuda"):
         raise ConfigError(f"--provider {provider} is unknown; known: cpu, cuda.")
-    runtime = runtime_of(open_package(package).manifest.get("target", "onnx"), runtime)
+    # The runner compares hashes, the weights' while they are loaded.
+    runtime = runtime_of(open_package(package, check_hashes=False).manifest["target"], runtime)
     out = Output(as_json, quiet)
+    if not check:
+        print("--no-check: damaged weights go unnoticed", file=sys.stderr)
     try:
+        if trust_native:
+            trust_package(package)
         sampling = ort.Sampling(temperature, top_k, top_p, seed)
-        model = _model(runtime, package, threads, provider, plugin)
+        model = _model(runtime, package, threads, provider, plugin, check)
         model.start()
         if prompt_ids is not None:
             try:
@@ -89,11 +97,11 @@ def run(
     )
 
 
-def _model(runtime: str, package: Path, threads: int, provider: str, plugin: Path | None) -> Any:
+def _model(runtime: str, package: Path, threads: int, provider: str, plugin: Path | None, check: bool) -> Any:
     if runtime == "ort":
         from still_export.runners.ort import OrtModel
 
-        return OrtModel(package, threads, provider)
+        return OrtModel(package, threads, provider, check=check)
     from still_export.runners.tensorrt import TrtModel
 
     return TrtModel(package, plugin)

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from still_export.errors import ConfigError
 
+TrustNative = Annotated[
+    bool,
+    typer.Option(
+        "--trust-native", help="Load native code of the package that this machine did not build, and remember it."
+    ),
+]
 RUNTIMES = {"onnx": "ort", "trt": "trt"}
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from still_export.cli.output import Output, report_folder
-from still_export.cli.runtimes import runtime_of
+from still_export.cli.runtimes import TrustNative, runtime_of
 from still_export.errors import ConfigError, ModelNotFoundError, PackageError
 
 if TYPE_CHECKING:
@@ -59,17 +59,18 @@ def verify(
         Path | None, typer.Option(help="Only write PyTorch's answers to this file, for a machine without PyTorch.")
     ] = None,
     calls: Annotated[Path | None, typer.Option(help="Take PyTorch's answers from a file made with --record.")] = None,
+    trust_native: TrustNative = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
     """Compare ONNX Runtime or TensorRT with PyTorch on logits, every state tensor and every selection; exit 1 on a mismatch."""
+    from still_export.package.checked import RunError, trust_package
     from still_export.package.folder import open_package
     from still_export.package.staging import staged_files
     from still_export.proof.recorded import RecordedCases, record_cases
     from still_export.proof.targets import OrtTarget, TrtTarget
     from still_export.proof.verify import DECODE_STEPS, Verifier, check_dtype
     from still_export.runners.cuda_driver import CudaError
-    from still_export.runners.ort import RunError, native_here
 
     if record is not None and calls is not None:
         raise ConfigError("--record writes a file of answers and --calls reads one; give one of them.")
@@ -78,6 +79,8 @@ def verify(
     except ValueError:
         raise ConfigError(f"--lengths {lengths}: give numbers separated by commas.") from None
     opened, out = open_package(package), Output(as_json, quiet)
+    if trust_native:
+        trust_package(package)
     kind = opened.manifest.get("target", "onnx")
     runtime = runtime_of(kind, runtime)
     check_dtype(opened)
@@ -107,7 +110,7 @@ def verify(
     if as_json:
         out.result(report.to_dict())
     else:
-        _print(report, folder, target.title, runtime == "ort" and native_here(opened.manifest))
+        _print(report, folder, target.title, getattr(target, "native", None) is not None)
     raise typer.Exit(0 if report.passed else 1)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from still_export.fields import check_types
 from still_graphs.errors import ConfigError
 from still_kernels.hybrid_attention import HybridAttentionConfig
 
@@ -153,6 +154,7 @@ class StillConfig:
                 near = difflib.get_close_matches(name, known, 1)
                 hint = f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(known)}."
                 raise ConfigError(f"still_config has the unknown field {name!r}.{hint}")
+        check_types(cls, values, "still_config", ConfigError)
         return cls(**values)
 
 

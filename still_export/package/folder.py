@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib.metadata
 import json
 import os
@@ -14,18 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from still_export.errors import PackageError
-from still_export.package import staging
+from still_export.package import checked, staging
+from still_export.package.checked import FORMAT_VERSION, MANIFEST, MODEL, PLUGIN
+from still_export.package.manifest import read_manifest
 
-FORMAT_VERSION = 1
-MANIFEST = "manifest.json"
-MODEL = "model.onnx"
 BEFORE = "before"
 """Folder of what a build replaces, while it runs."""
 UNLISTED = (MANIFEST, BEFORE, staging.ALIVE, "build.log", "engine.json", "timing.cache", "verify", "bench")
 """What verbs write into a package and may write again: not part of what a manifest vouches for."""
-
-PLUGIN = "libstill_tensorrt"
-"""How the names of plugin libraries begin."""
 
 VERSIONED = ("still-export", "torch", "transformers", "onnx", "onnxscript", "onnxruntime", "triton", "tensorrt")
 
@@ -66,19 +61,6 @@ def is_package(folder: Path) -> bool:
         return False
 
 
-def file_sha256(path: Path) -> str:
-    """SHA-256 of a file, hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _sha256(file)
-
-
-def _sha256(file: Any) -> str:  # Python 3.10
-    digest = hashlib.sha256()
-    while block := file.read(1 << 20):
-        digest.update(block)
-    return digest.hexdigest()
-
-
 def tool_versions() -> dict[str, str]:
     """Versions of Python and of the packages that shape an export, where installed."""
     found = {"python": platform.python_version()}
@@ -100,7 +82,7 @@ def write_manifest(folder: Path, content: dict[str, Any], known: dict[str, dict[
     """
     entries = known or {}
     files = {
-        name: entries.get(name) or {"sha256": file_sha256(path), "size_bytes": path.stat().st_size}
+        name: entries.get(name) or {"sha256": checked.sha256(path), "size_bytes": path.stat().st_size}
         for path in sorted(folder.rglob("*"))
         for name in [str(path.relative_to(folder))]
         if path.is_file() and not is_unlisted(path.relative_to(folder).parts[0])
@@ -127,29 +109,31 @@ def open_package(path: Path, check_hashes: bool = True, check_engines: bool = Tr
         raise PackageError(
             f"{path} has no {MANIFEST}: it is no exported package. Make one with `still-export MODEL --to onnx -o {path}`."
         )
-    try:
-        manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
-        version = int(manifest["format_version"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise PackageError(f"{manifest_path} is not readable ({error}). Export the model again.") from error
-    if version > FORMAT_VERSION:
-        raise PackageError(
-            f"{manifest_path} has format version {version}; this still-export reads up to {FORMAT_VERSION}. Update still-export."
-        )
-    engines = {entry["file"] for entry in manifest.get("engines", [])}
-    for name, entry in manifest.get("files", {}).items():
-        file, again = path / name, "export the model again."
-        if name in engines:
-            if not check_engines:
-                continue
-            again = f"build it again: still-export build {path}"
-        if not file.is_file():
-            if name.startswith(PLUGIN):
+    with as_package_errors():
+        manifest = read_manifest(checked.inside(path, MANIFEST))
+        engines = {entry["file"] for entry in manifest.get("engines", [])}
+        for name in manifest["files"]:
+            again = "export the model again."
+            if name in engines:
+                if not check_engines:
+                    continue
+                again = f"build it again: still-export build {path}"
+            if not checked.inside(path, name).exists() and name.startswith(PLUGIN):
                 continue  # --plugin may name another, and whoever loads it says so
-            raise PackageError(f"{file} is missing, though the manifest lists it. Copy the package again, or {again}")
-        if file.stat().st_size != entry["size_bytes"] or (check_hashes and file_sha256(file) != entry["sha256"]):
-            raise PackageError(
-                f"{file} is not the file that was exported: its size or SHA-256 differs from the manifest. "
-                f"Copy the package again, or {again}"
-            )
+            try:
+                (checked.check_hash if check_hashes else checked.listed)(path, manifest, name)
+            except checked.CheckError as error:
+                raise PackageError(str(error).replace("export the model again.", again)) from error
+        graph = checked.listed(path, manifest, MODEL)
+        for name in checked.external_files(graph.read_bytes(), str(graph)):
+            checked.listed(path, manifest, name)
     return Package(path, manifest)
+
+
+@contextlib.contextmanager
+def as_package_errors() -> Iterator[None]:
+    """Turn what runners say of a package into this package's errors."""
+    try:
+        yield
+    except checked.RunError as error:
+        raise PackageError(str(error)) from error

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from still_export.package.calls import Arrays, last_logits, typed_states
-from still_export.package.folder import Package
+from still_export.package.folder import MANIFEST, Package, as_package_errors
 from still_export.proof.cases import chain
-from still_export.runners.ort import native_here, open_session
+from still_export.runners.ort import check_graph, native_library, open_session
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,9 @@ class OrtTarget:
 
     def __init__(self, package: Package) -> None:
         self.package = package
-        self.title = "ONNX Runtime" + (" with the native kernel" if native_here(package.manifest) else "")
+        with as_package_errors():
+            self.native = native_library(package.path, package.manifest)
+        self.title = "ONNX Runtime" + (" with the native kernel" if self.native else "")
 
     @contextlib.contextmanager
     def open(self) -> Iterator[Session]:
@@ -76,7 +78,8 @@ class OrtTarget:
 
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
-        session = open_session(self.package.path, self.package.manifest, options)
+        session = open_session(self.package.path, self.package.manifest, options, native=self.native)
+        check_graph(session, self.package.manifest, self.package.path / MANIFEST)
         with OnnxrtRunner(session, name=self.name) as runner:
             yield OrtSession(runner, self.package.manifest)
 

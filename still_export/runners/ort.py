@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import platform
 import sys
 import time
@@ -21,10 +22,39 @@ from typing import Any
 
 import numpy as np
 
+try:
+    from still_export.package.checked import (
+        MODEL,
+        UNTRUSTED,
+        CheckError,
+        Hashing,
+        RunError,
+        check_hash,
+        external_files,
+        native_file,
+        read_manifest,
+        trust_package,
+    )
+except ImportError:  # in a package, beside its own copy
+    from checked import (  # type: ignore[import-not-found, no-redef]
+        MODEL,
+        UNTRUSTED,
+        CheckError,
+        Hashing,
+        RunError,
+        check_hash,
+        external_files,
+        native_file,
+        read_manifest,
+        trust_package,
+    )
+
 ONNX_TYPES = {"float32": 1, "int64": 7, "float16": 10, "bfloat16": 16}
 NUMPY_TYPES = {"float32": np.float32, "int64": np.int64, "float16": np.float16, "bfloat16": np.uint16}
 
 
+CAPACITY = "still.capacity"
+"""Entry of the graph's metadata: the manifest's `capacity`, as JSON."""
 SPARE_TOKENS = 256
 """Least room that is added when a sequence outgrows its state."""
 
@@ -53,10 +83,6 @@ def token_ids(text: str) -> list[int]:
     return [int(x) for x in text.split(",")]
 
 
-class RunError(ValueError):
-    """The package cannot run this request; the message says why and what to do."""
-
-
 @dataclasses.dataclass
 class Sampling:
     """How the next token is chosen: temperature 0 is greedy; top_k 0 and top_p 1 keep all tokens."""
@@ -67,10 +93,10 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
+        if not 0 <= self.temperature < math.inf or self.top_k < 0 or not 0 < self.top_p <= 1 or self.seed < 0:
             raise RunError(
-                f"temperature={self.temperature}, top_k={self.top_k}, top_p={self.top_p}: "
-                "temperature and top_k must not be negative, top_p lies in (0, 1]."
+                f"temperature={self.temperature}, top_k={self.top_k}, top_p={self.top_p}, seed={self.seed}: "
+                "temperature, top_k and seed must not be negative, top_p lies in (0, 1]."
             )
         self.random = np.random.default_rng(self.seed)
 
@@ -90,37 +116,52 @@ class Sampling:
         return int(self.random.choice(order, p=probability))
 
 
-def native_here(manifest: dict[str, Any]) -> bool:
-    """Whether the package has a native kernel for this kind of machine."""
+MOST_THREADS = 1024
+"""More than any machine has for one session; ONNX Runtime ends the process where it cannot start as many as asked for."""
+
+
+def native_library(folder: Path, manifest: dict[str, Any]) -> Path | None:
+    """The package's native kernel, where it is for this kind of machine and may be loaded; else one line on stderr says why not.
+
+    Raises:
+        RunError: It is not the file that was exported.
+    """
     native = manifest.get("native")
-    return native is not None and (native["system"], native["machine"]) == (platform.system(), platform.machine())
+    if native is None:
+        return None
+    if (native["system"], native["machine"]) != (platform.system(), platform.machine()):
+        print(f"the native kernel is for {native['system']} {native['machine']}: running without it", file=sys.stderr)
+        return None
+    path = native_file(folder, manifest, native["library"])
+    if path is None:
+        print(f"the native kernel {folder / native['library']} {UNTRUSTED}: running without it", file=sys.stderr)
+    return path
 
 
-def open_session(folder: Path, manifest: dict[str, Any], options: Any, provider: str = "cpu") -> Any:
-    """An onnxruntime session of the package's model, with its native kernel where it has one for this kind of machine.
+def open_session(
+    folder: Path, manifest: dict[str, Any], options: Any, provider: str = "cpu", native: Path | None = None
+) -> Any:
+    """An onnxruntime session of the package's model.
 
     Args:
         options: onnxruntime.SessionOptions, completed here.
         provider: "cpu" or "cuda".
+        native: Library of kernels to load, from `native_library`.
 
     Raises:
         RunError: The model or the kernel cannot be loaded.
     """
     import onnxruntime
 
-    native = manifest.get("native") if provider == "cpu" else None
-    if native and native_here(manifest):
+    if native:
         try:
-            options.register_custom_ops_library(str(folder.resolve() / native["library"]))
+            options.register_custom_ops_library(str(native.resolve()))
         except Exception as error:  # onnxruntime's own types, which have no common base
             raise RunError(
-                f"{folder / native['library']} cannot be loaded: {error}. Export the model again, on this machine or without --native."
+                f"{native} cannot be loaded: {error}. Export the model again, on this machine or without --native."
             ) from error
-    elif native:
-        made = f"{native['system']} {native['machine']}"
-        print(f"the native kernel is for {made}: running without it", file=sys.stderr)
     providers = ["CUDAExecutionProvider"] if provider == "cuda" else []
-    path = folder / "model.onnx"
+    path = folder / MODEL
     try:
         return onnxruntime.InferenceSession(str(path), options, providers=[*providers, "CPUExecutionProvider"])
     except Exception as error:
@@ -128,7 +169,64 @@ def open_session(folder: Path, manifest: dict[str, Any], options: Any, provider:
         advice = (
             " Its CPU provider has no bfloat16: use --provider cuda, or export float32." if dtype == "bfloat16" else ""
         )
-        raise RunError(f"ONNX Runtime cannot load {path}: {error}.{advice}") from error
+        raise RunError(f"ONNX Runtime cannot load {path}: {' '.join(str(error).split())}.{advice}") from error
+
+
+def weight_files(folder: Path, manifest: dict[str, Any]) -> list[str]:
+    """Names of the files that the package's graph takes its weights from; the graph itself is checked.
+
+    Raises:
+        RunError: The graph is not the one that was exported, or names a file that the manifest does not list.
+    """
+    path = check_hash(folder, manifest, MODEL)
+    names = sorted(external_files(path.read_bytes(), str(path)))
+    for name in names:
+        if name not in manifest["files"]:
+            raise CheckError(
+                f"{path} takes weights from {name!r}, which the manifest does not list. Export the package again."
+            )
+    return names
+
+
+def capacity_text(manifest: dict[str, Any]) -> str:
+    """The manifest's `capacity` as the graph's metadata has it."""
+    return json.dumps({name: manifest["capacity"][name] for name in sorted(manifest["capacity"])})
+
+
+def check_graph(session: Any, manifest: dict[str, Any], source: Path) -> None:
+    """Raise RunError where the manifest says otherwise than the graph about states, vocabulary or capacity."""
+    inputs = {i.name: i for i in session.get_inputs()}
+    outputs = {o.name: o for o in session.get_outputs()}
+    types = {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(bfloat16)": "bfloat16"}
+
+    def differs(field: str, here: Any, there: Any) -> CheckError:
+        return CheckError(
+            f"{source}: {field} is {here}, in {MODEL} it is {there}. Copy the package again, or export it again."
+        )
+
+    for i, state in enumerate(manifest["states"]):
+        found = inputs.get(f"past_{state['name']}")
+        if found is None or f"present_{state['name']}" not in outputs:
+            raise differs(f"states[{i}].name", state["name"], "not there")
+        if types.get(found.type) != state["dtype"]:
+            raise differs(f"states[{i}].dtype", state["dtype"], found.type)
+        # What a call decides has a name in the graph.
+        sizes = [d if isinstance(d, int) else "" for d in found.shape]
+        if sizes != [d if isinstance(d, int) else "" for d in state["shape"]]:
+            raise differs(f"states[{i}].shape", state["shape"], found.shape)
+    for name in inputs:
+        if (
+            name.startswith("past_")
+            and name != "past_length"
+            and name[5:] not in {s["name"] for s in manifest["states"]}
+        ):
+            raise differs("states", f"without {name[5:]}", "with it")
+    vocabulary = outputs["logits"].shape[-1] if "logits" in outputs else None
+    if vocabulary != manifest["model"]["vocab_size"]:
+        raise differs("model.vocab_size", manifest["model"]["vocab_size"], vocabulary)
+    recorded = session.get_modelmeta().custom_metadata_map.get(CAPACITY)
+    if recorded is not None and recorded != capacity_text(manifest):
+        raise differs("capacity", capacity_text(manifest), recorded)
 
 
 class OrtModel:
@@ -142,16 +240,27 @@ class OrtModel:
         threads: Intra-op threads, 0 = ONNX Runtime's choice.
         provider: "cpu" or "cuda".
         profile: Write ONNX Runtime's profile beside the working directory.
+        check: Compare the weights with their hashes, beside loading them.
+
+    Raises:
+        RunError: The package is damaged, or cannot run here.
     """
 
-    def __init__(self, folder: Path, threads: int = 0, provider: str = "cpu", profile: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        threads: int = 0,
+        provider: str = "cpu",
+        profile: bool = False,
+        check: bool = True,
+    ) -> None:
         import onnxruntime
 
+        if not 0 <= threads <= MOST_THREADS:
+            raise RunError(f"threads={threads} is outside 0..{MOST_THREADS}.")
         self.folder = Path(folder)
-        manifest_path = self.folder / "manifest.json"
-        if not manifest_path.is_file():
-            raise RunError(f"{self.folder} has no manifest.json: it is no exported package.")
-        self.manifest: dict[str, Any] = json.loads(manifest_path.read_text(encoding="utf-8"))
+        self.manifest: dict[str, Any] = read_manifest(self.folder)
+        weights = weight_files(self.folder, self.manifest)
         self.states: list[dict[str, Any]] = self.manifest["states"]
         self.device = "cuda" if provider == "cuda" else "cpu"
         options = onnxruntime.SessionOptions()
@@ -164,7 +273,13 @@ class OrtModel:
             raise RunError(
                 f"this onnxruntime has no {missing.pop()}. Install onnxruntime-gpu, or run with --provider cpu."
             )
-        self.session = open_session(self.folder, self.manifest, options, self.device)
+        native = native_library(self.folder, self.manifest) if self.device == "cpu" else None
+        hashing = Hashing(self.folder, self.manifest, weights if check else [])
+        try:
+            self.session = open_session(self.folder, self.manifest, options, self.device, native)
+        finally:
+            hashing.finish()
+        check_graph(self.session, self.manifest, self.folder / "manifest.json")
         self._value = onnxruntime.OrtValue
         self.batch = 0
 
@@ -276,9 +391,12 @@ class OrtModel:
         needed = int((self.length + counts_in).max())
         if needed > self.room:
             self._resize(needed)
-        binding, ids, counts, lengths = self._binding(tokens)
-        ids[:], counts[:], lengths[:] = input_ids, counts_in, self.length
-        self.session.run_with_iobinding(binding)
+        try:
+            binding, ids, counts, lengths = self._binding(tokens)
+            ids[:], counts[:], lengths[:] = input_ids, counts_in, self.length
+            self.session.run_with_iobinding(binding)
+        except Exception as error:  # onnxruntime's own types, which have no common base
+            raise RunError(f"ONNX Runtime cannot run {self.folder / MODEL}: {' '.join(str(error).split())}") from error
         logits = binding.get_outputs()[0].numpy()
         self.length = self.length + counts_in
         for name, spare in self._spare.items():
@@ -359,16 +477,21 @@ class Text:
     """The package's tokenizer and chat format."""
 
     def __init__(self, model: OrtModel) -> None:
-        path = model.folder / "tokenizer.json"
-        if not path.is_file():
+        if "tokenizer.json" not in model.manifest["files"]:
             raise RunError(f"{model.folder} has no tokenizer.json; pass token ids with --prompt-ids.")
+        path = check_hash(model.folder, model.manifest, "tokenizer.json")
         try:
             from tokenizers import Tokenizer
         except ImportError as error:
             raise RunError(
                 "text needs the package tokenizers: pip install tokenizers; or pass --prompt-ids."
             ) from error
-        self.tokenizer = Tokenizer.from_file(str(path))
+        try:
+            self.tokenizer = Tokenizer.from_file(str(path))
+        except BaseException as error:  # among them the panics of its Rust side
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise RunError(f"{path} is no tokenizer that can be read: {' '.join(str(error).split())}.") from error
         self.chat = model.manifest.get("chat")
 
     def encode(self, text: str, special: bool = True) -> list[int]:
@@ -475,10 +598,21 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=0, help="0 = ONNX Runtime's choice (default)")
     parser.add_argument("--provider", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--trust-native",
+        action="store_true",
+        help="load a native kernel that this machine did not build, and remember it",
+    )
+    parser.add_argument("--no-check", action="store_true", help="do not compare the weights with their hashes")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     options = parser.parse_args()
+    if options.no_check:
+        print("--no-check: damaged weights go unnoticed", file=sys.stderr)
     try:
         sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
-        model = OrtModel(options.folder, options.threads, options.provider)
+        if options.trust_native:
+            trust_package(options.folder)
+        model = OrtModel(options.folder, options.threads, options.provider, check=not options.no_check)
         model.start()
         if options.prompt_ids:
             stream_answer(model, None, options.prompt_ids, options.tokens, sampling)
@@ -488,8 +622,10 @@ def main() -> int:
             chat(model, text, options.tokens, sampling, options.system)
         else:
             stream_answer(model, text, text.encode(options.prompt), options.tokens, sampling)
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (RunError, MemoryError) as error:
+        if options.debug:
+            raise
+        print(f"error: {error or 'out of memory'}", file=sys.stderr)
         return 2
     return 0
 

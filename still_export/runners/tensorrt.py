@@ -17,13 +17,14 @@ from typing import Any
 import numpy as np
 
 try:
+    from still_export.package.checked import RunError, trust_package
     from still_export.runners.cuda_driver import Buffer, CudaError
-    from still_export.runners.ort import RunError, Sampling, Text, checked_prompt, slots_for, stream_answer, token_ids
+    from still_export.runners.ort import Sampling, Text, checked_prompt, slots_for, stream_answer, token_ids
     from still_export.runners.trt_engine import DECODE, DECODE_ROWS, PREFILL, TrtEngine, TrtError
 except ImportError:  # in a package, beside its own copies
+    from checked import RunError, trust_package  # type: ignore[import-not-found, no-redef]
     from cuda_driver import Buffer, CudaError  # type: ignore[import-not-found, no-redef]
     from run_ort import (  # type: ignore[import-not-found, no-redef]
-        RunError,
         Sampling,
         Text,
         checked_prompt,
@@ -354,8 +355,16 @@ def main() -> int:
     parser.add_argument("--top-k", type=int, default=0, help="0 = all (default)")
     parser.add_argument("--top-p", type=float, default=1.0, help="1 = all (default)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--trust-native",
+        action="store_true",
+        help="load engine and plugin that this machine did not build, and remember them",
+    )
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     options = parser.parse_args()
     try:
+        if options.trust_native:
+            trust_package(options.folder)
         sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
         model: Any = TrtModel(options.folder, options.plugin)
         model.start()
@@ -363,8 +372,10 @@ def main() -> int:
         prompt = options.prompt_ids if text is None else text.encode(options.prompt)
         answer = stream_answer(model, text, prompt, options.tokens, sampling)
         print({k: v for k, v in answer.items() if k not in ("tokens", "text")}, file=sys.stderr)
-    except (RunError, CudaError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (RunError, CudaError, MemoryError) as error:
+        if options.debug:
+            raise
+        print(f"error: {error or 'out of memory'}", file=sys.stderr)
         return 2
     return 0
 

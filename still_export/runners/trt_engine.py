@@ -6,18 +6,17 @@ Exports copy this file into the package, for run_trt.py.
 from __future__ import annotations
 
 import ctypes
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 try:
+    from still_export.package.checked import UNTRUSTED, RunError, check_hash, external_files, native_file, read_manifest
     from still_export.runners.cuda_driver import Buffer, CudaError, Driver
-    from still_export.runners.ort import RunError
 except ImportError:  # in a package, beside its own copies
+    from checked import UNTRUSTED, RunError, check_hash, external_files, native_file, read_manifest  # type: ignore[import-not-found, no-redef]
     from cuda_driver import Buffer, CudaError, Driver  # type: ignore[import-not-found, no-redef]
-    from run_ort import RunError  # type: ignore[import-not-found, no-redef]
 
 PREFILL, DECODE, DECODE_ROWS = 0, 1, 2
 """Profiles of an engine, and its contexts: calls of several tokens, of one token of one row, of one token of several rows."""
@@ -43,6 +42,7 @@ def load_plugin_library(module: Any, folder: Path, manifest: dict[str, Any], plu
         TrtError: No library for this TensorRT, the file is missing, TensorRT refuses it, or it has other plugins.
     """
     major = module.__version__.split(".")[0]
+    named = plugin is not None  # by the user, who answers for it
     if plugin is None:
         libraries = manifest.get("plugins", {})
         if major not in libraries:
@@ -56,6 +56,8 @@ def load_plugin_library(module: Any, folder: Path, manifest: dict[str, Any], plu
         plugin = plugin.with_name(f"{plugin.stem.removesuffix('_static')}_static.so")
     if not plugin.is_file():
         raise TrtError(f"the plugin library {plugin} is missing (searched there only). Name it with --plugin FILE.")
+    if not named and native_file(folder, manifest, plugin.name) is None:
+        raise TrtError(f"the plugin library {plugin} {UNTRUSTED}.")
     registry, refused = module.get_plugin_registry(), f"TensorRT {module.__version__} cannot load {plugin}"
     ops = manifest.get("plugin_layers", {})
     if not set(ops) <= set(_versions(registry)):  # TensorRT refuses to load what is registered
@@ -100,10 +102,7 @@ class TrtEngine:
 
     def __init__(self, folder: Path, plugin: Path | None = None, device: int = 0) -> None:
         self.folder = Path(folder)
-        manifest_path = self.folder / "manifest.json"
-        if not manifest_path.is_file():
-            raise TrtError(f"{self.folder} has no manifest.json: it is no exported package.")
-        self.manifest: dict[str, Any] = json.loads(manifest_path.read_text(encoding="utf-8"))
+        self.manifest: dict[str, Any] = read_manifest(self.folder)
         self.again = f"Build it again here: still-export build {self.folder}"
         if not self.manifest.get("engines"):
             raise TrtError(
@@ -157,6 +156,8 @@ class TrtEngine:
                 f"{path} has {size} bytes, the manifest says {self.entry['size_bytes']}: it is missing, truncated or replaced. "
                 f"Copy it again. {self.again}"
             )
+        if native_file(self.folder, self.manifest, self.entry["file"]) is None:
+            raise TrtError(f"the engine {path} {UNTRUSTED}.")
         if self.compatible:
             self.runtime.engine_host_code_allowed = True  # the plan brings the runtime of its version
         plan = np.memmap(path, np.uint8, "r")  # no second copy in memory of what may be gigabytes
@@ -171,7 +172,9 @@ class TrtEngine:
         """Give a stripped engine its weights, from the package's graph."""
         refitter = self.module.Refitter(self.engine, self.logger)
         parser = self.module.OnnxParserRefitter(refitter, self.logger)
-        model = self.folder / "model.onnx"
+        model = check_hash(self.folder, self.manifest, "model.onnx")
+        for name in external_files(model.read_bytes(), str(model)):
+            check_hash(self.folder, self.manifest, name)
         if not parser.refit_from_file(str(model)) or not refitter.refit_cuda_engine():
             said = "; ".join(str(parser.get_error(i)) for i in range(parser.num_errors)) or "its reason stands above"
             raise TrtError(f"the engine's weights cannot be taken from {model}: {said}. {self.again}")
