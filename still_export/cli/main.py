@@ -116,6 +116,9 @@ def main(arguments: list[str] | None = None) -> None:
         if debug or (not isinstance(error, Exception) and type(error).__name__ != "PanicException"):
             raise
         said = " ".join(str(error).split())
+        if "can't allocate memory" in said or "bad allocation" in said:
+            _complain("OutOfMemory", f"this machine's memory does not hold what the model asks for: {said[-120:]}")
+            sys.exit(2)
         _complain("Unexpected", f"{type(error).__name__}: {said[:300]} (--debug shows where; please report it)")
         sys.exit(2)
 

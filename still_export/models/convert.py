@@ -214,6 +214,11 @@ def merge_lora(tensors: Mapping[str, Tensor], adapter: Mapping[str, Any] | None)
                 f"the LoRA pair of {module} {what}. The adapter belongs to another model or is incomplete."
             )
         weight = result[target]
+        if pair["A"].dim() != 2 or pair["B"].dim() != 2 or pair["A"].shape[0] != pair["B"].shape[1]:
+            raise CheckpointError(
+                f"the LoRA pair of {module} has the shapes {list(pair['A'].shape)} and {list(pair['B'].shape)}, which do not fit each "
+                "other. The adapter is damaged; fetch it again."
+            )
         delta = pair["B"].to(torch.float32) @ pair["A"].to(torch.float32)
         if delta.shape != weight.shape:
             raise CheckpointError(
