@@ -61,7 +61,7 @@ def decode(model: Any, batch: int, context: int, steps: int) -> dict[str, Any]:
         "batch": batch,
         "context": context,
         "decode_us": round(spent * 1e6, 1),
-        "state_mib": model.state_bytes() >> 20,
+        "state_mib": model.table.size_bytes(model.batch, model.table.rows(model.room, 1)) >> 20,
     }
 
 

@@ -74,15 +74,23 @@ class StateTable:
         states: In the graph's order.
         capacity_tokens: What the package is meant to hold.
         bounded: More tokens than that are refused; otherwise states fold or grow beyond it.
+
+    Raises:
+        ValueError: Two states grow by different rules under one name.
     """
 
     def __init__(self, states: Iterable[State], capacity_tokens: int, bounded: bool) -> None:
         self.states = tuple(states)
         self.capacity_tokens = capacity_tokens
         self.bounded = bounded
-        self.growths: dict[str, Mapping[str, Any]] = {
-            str(s.growth["dimension"]): s.growth for s in self.states if s.growth is not None
-        }
+        self.growths: dict[str, Mapping[str, Any]] = {}
+        for state in self.states:
+            if state.growth is not None:
+                known = self.growths.setdefault(str(state.growth["dimension"]), state.growth)
+                if known != state.growth:
+                    raise ValueError(
+                        f"state {state.name} grows by {state.growth}, others of that dimension by {known}."
+                    )
 
     @classmethod
     def of(cls, manifest: Mapping[str, Any]) -> StateTable:
@@ -97,6 +105,11 @@ class StateTable:
     def rows(self, tokens: int, least: int = 0) -> dict[str, int]:
         """Size of every growing dimension with room for `tokens` tokens, at least `least` each."""
         return {name: max(least, rows_after(rule, tokens, self.capacity_tokens)) for name, rule in self.growths.items()}
+
+    @property
+    def period(self) -> int:
+        """Tokens after which a state grows: the longest of all rules; calls that cross its multiples are the interesting ones."""
+        return max((int(rule["per"]) for rule in self.growths.values()), default=1)
 
     def shapes(self, batch: int, rows: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
         """Shape of every state for `batch` rows of the batch and the given sizes of growing dimensions."""

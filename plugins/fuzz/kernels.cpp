@@ -1,5 +1,5 @@
 // The CPU kernels on calls that the schema lets pass, whatever numbers state and activations hold.
-#include "../onnxruntime/hybrid_attention.h"
+#include "../cpu/hybrid_attention/hybrid_attention.h"
 #include "input.h"
 
 #include <algorithm>
@@ -10,7 +10,8 @@
 namespace
 {
 
-using namespace still_cpu;
+using namespace still_cpu::hybrid;
+using still_cpu::Host;
 
 // Memory of exactly the bytes that a tensor has, so that the sanitizer sees a step over its end; filled with what numbers can be.
 struct Blob
@@ -106,7 +107,7 @@ extern "C" int LLVMFuzzerTestOneInput(uint8_t const* data, size_t size)
             for (size_t i = total; i > 0; --i) // backwards: no task may rest on the one before it
                 task(argument, i - 1);
         }};
-    int const set = static_cast<int>(input.between(0, count_instruction_sets() - 1));
+    int const set = static_cast<int>(input.between(0, still_cpu::count_instruction_sets() - 1));
     hybrid_attention(l, x, batch, past.data(), brought.data(), scratch.get(), host, set);
     return 0;
 }

@@ -1,5 +1,5 @@
 // Attributes, shapes and counts of a call, as the custom op of ONNX Runtime takes them from a graph and its inputs.
-#include "../onnxruntime/op_schema.h"
+#include "../onnxruntime/hybrid_attention.h"
 #include "input.h"
 
 #include <array>
@@ -8,7 +8,7 @@
 namespace
 {
 
-struct Guessed : still_cpu::Attributes
+struct Guessed : still_ort::Attributes
 {
     mutable still_fuzz::Input* input;
 
@@ -23,7 +23,7 @@ struct Guessed : still_cpu::Attributes
     float real(char const*, float otherwise) const override { return input->one_in(2) ? otherwise : input->raw<float>(); }
     std::string text(char const* name, std::string const& otherwise) const override
     {
-        for (still::AttributeSpec const& spec : still_cpu::op_spec().attributes)
+        for (still::AttributeSpec const& spec : still_ort::hybrid::op_spec().attributes)
             if (spec.name == name && !spec.choices.empty() && input->one_in(2))
                 return spec.choices[static_cast<size_t>(input->between(0, static_cast<int64_t>(spec.choices.size()) - 1))];
         return input->one_in(16) ? "unknown" : otherwise;
@@ -34,7 +34,9 @@ struct Guessed : still_cpu::Attributes
 
 extern "C" int LLVMFuzzerTestOneInput(uint8_t const* data, size_t size)
 {
-    using namespace still_cpu;
+    using namespace still_ort;
+    using namespace still_ort::hybrid;
+    using namespace still_cpu::hybrid;
     still_fuzz::Input input(data, size);
     try
     {

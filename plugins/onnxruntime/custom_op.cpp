@@ -1,90 +1,34 @@
-// still::HybridAttention as a custom op of ONNX Runtime, for the CPU, in float32 and float16.
-#include <array>
+// The ops of the domain "still" as custom ops of ONNX Runtime, for the CPU, in float32 and float16.
 #include <cstdlib>
 #include <cstring>
-#include <mutex>
+#include <deque>
 
-#include "op_schema.h"
+#include "../cpu/common/instruction_sets.h"
+#include "kernel.h"
 #include "ort_api.h"
 
 namespace
 {
 
-using namespace still_cpu;
 using namespace still_ort;
 
-// One node.
-class Kernel
+// A call of a node as the kernel sees it.
+class OrtCall : public Call
 {
 public:
-    Kernel(OrtKernelInfo const* info, bool half) : layer_(read_attributes(NodeAttributes(info), half)), instruction_set_(chosen_set())
+    OrtCall(still::OpSpec const& spec, bool half, OrtKernelContext* context, OrtMemoryInfo const* memory)
+        : spec_(spec), half_(half), context_(context), memory_(memory), inputs_(spec.inputs.size())
     {
-        check(g_api->CreateCpuMemoryInfo(OrtArenaAllocator, OrtMemTypeDefault, &memory_));
-    }
-    Kernel(Kernel const&) = delete;
-    Kernel& operator=(Kernel const&) = delete;
-    ~Kernel() { g_api->ReleaseMemoryInfo(memory_); }
-
-    void compute(OrtKernelContext* context)
-    {
-        std::array<OrtValue const*, kInputs> inputs{};
-        Shapes shapes(kInputs);
+        shapes.resize(inputs_.size());
         size_t given;
         check(g_api->KernelContext_GetInputCount(context, &given));
-        for (size_t i = 0; i < kInputs && i < given; ++i)
+        for (size_t i = 0; i < inputs_.size() && i < given; ++i)
         {
-            check(g_api->KernelContext_GetInput(context, i, &inputs[i]));
-            if (inputs[i])
-                shapes[i] = shape_of(inputs[i]);
+            check(g_api->KernelContext_GetInput(context, i, &inputs_[i]));
+            if (inputs_[i])
+                shapes[i] = shape_of(inputs_[i]);
         }
-        Sizes const sizes = sizes_of(shapes);
-        int64_t const* const brought = static_cast<int64_t const*>(data_of(inputs[kNewTokens]));
-        int64_t const* const past = static_cast<int64_t const*>(data_of(inputs[kPastLength]));
-        check_counts(sizes, past, brought);
-
-        auto const input = [&](int i) -> void*
-        { return inputs[static_cast<size_t>(i)] ? data_of(inputs[static_cast<size_t>(i)]) : nullptr; };
-        auto const output = [&](size_t i, std::vector<int64_t> const& shape)
-        {
-            OrtValue* value;
-            check(g_api->KernelContext_GetOutput(context, i, shape.data(), shape.size(), &value));
-            if (!value)
-                throw Refused("still::HybridAttention: the node leaves out its output " + op_spec().outputs[i].name + ".");
-            return data_of(value);
-        };
-        // Works in place: where the host keeps past and present apart, present starts as a copy.
-        auto const state = [&](int past_input) -> void*
-        {
-            if (!inputs[static_cast<size_t>(past_input)])
-                return nullptr;
-            std::vector<int64_t> const& shape = *shapes[static_cast<size_t>(past_input)];
-            void* const from = input(past_input);
-            void* const to = output(static_cast<size_t>(1 + past_input - kPastWindowKey), shape);
-            if (from != to)
-            {
-                bool const wide = op_spec().inputs[static_cast<size_t>(past_input)].type == still::ElementType::kFloat32;
-                size_t size = wide ? 4 : static_cast<size_t>(layer_.element_size());
-                for (int64_t dim : shape)
-                    size *= static_cast<size_t>(dim);
-                std::memcpy(to, from, size);
-            }
-            return to;
-        };
-        Tensors x{};
-        x.query = input(kQuery), x.key = input(kKey), x.value = input(kValue), x.gate = input(kGate);
-        x.feature_q_weight = input(kFeatureQWeight), x.feature_k_weight = input(kFeatureKWeight);
-        x.window_factor = static_cast<float const*>(input(kWindowFactor));
-        x.output = output(0, *shapes[kQuery]);
-        x.window_key = state(kPastWindowKey), x.window_value = state(kPastWindowValue);
-        x.window_score = static_cast<float*>(state(kPastWindowScore));
-        x.salient_key = state(kPastSalientKey), x.salient_value = state(kPastSalientValue);
-        x.salient_score = static_cast<float*>(state(kPastSalientScore));
-        x.kv_state = static_cast<float*>(state(kPastKvState)), x.z_state = static_cast<float*>(state(kPastZState));
-        x.tokens = sizes.tokens;
-        if (sizes.batch == 0)
-            return;
-        Memory const scratch(context, memory_, scratch_size(sizes.layer, sizes.batch, sizes.tokens));
-        Host const host{context, [](void* c, void (*task)(void*, size_t), size_t total, void* data)
+        host = {context, [](void* c, void (*task)(void*, size_t), size_t total, void* data)
             {
                 // The status can only tell of a missing thread pool; the tasks are then run here.
                 if (OrtStatus* const status = g_api->KernelContext_ParallelFor(static_cast<OrtKernelContext*>(c), task, total, 0, data))
@@ -94,94 +38,149 @@ public:
                         task(data, i);
                 }
             }};
-        hybrid_attention(sizes.layer, x, sizes.batch, past, brought, scratch.data, host, instruction_set_);
+    }
+
+    void* input(size_t place) override { return inputs_[place] ? data_of(inputs_[place]) : nullptr; }
+
+    void* output(size_t place, std::vector<int64_t> const& shape) override
+    {
+        OrtValue* value;
+        check(g_api->KernelContext_GetOutput(context_, place, shape.data(), shape.size(), &value));
+        return data_of(value);
+    }
+
+    void* state(size_t past) override
+    {
+        if (!inputs_[past])
+            return nullptr;
+        void* const from = input(past);
+        // States come last, in the same order, among inputs and outputs.
+        void* const to = output(spec_.outputs.size() - (spec_.inputs.size() - past), *shapes[past]);
+        if (from != to)
+        {
+            size_t size = spec_.inputs[past].type == still::ElementType::kActivation && half_ ? 2 : 4;
+            for (int64_t dim : *shapes[past])
+                size *= static_cast<size_t>(dim);
+            std::memcpy(to, from, size);
+        }
+        return to;
+    }
+
+    void* scratch(size_t size_bytes) override
+    {
+        scratch_.reset();
+        scratch_ = std::make_unique<Memory>(context_, memory_, size_bytes);
+        return scratch_->data;
     }
 
 private:
-    // Of the latest call, as steps are alike; a session may be run from several threads.
-    Sizes sizes_of(Shapes const& shapes)
+    still::OpSpec const& spec_;
+    bool half_;
+    OrtKernelContext* context_;
+    OrtMemoryInfo const* memory_;
+    std::vector<OrtValue const*> inputs_;
+    std::unique_ptr<Memory> scratch_;
+};
+
+// One node.
+class Node
+{
+public:
+    Node(still::OpSpec const& spec, Entry const& entry, OrtKernelInfo const* info, bool half)
+        : spec_(spec), half_(half), kernel_(entry.make(NodeAttributes(info), half)), instruction_set_(chosen_set())
     {
-        std::lock_guard<std::mutex> const lock(mutex_);
-        if (shapes != known_)
-        {
-            sizes_ = read_shapes(layer_, shapes);
-            known_ = shapes;
-        }
-        return sizes_;
+        check(g_api->CreateCpuMemoryInfo(OrtArenaAllocator, OrtMemTypeDefault, &memory_));
+    }
+    Node(Node const&) = delete;
+    Node& operator=(Node const&) = delete;
+    ~Node() { g_api->ReleaseMemoryInfo(memory_); }
+
+    void compute(OrtKernelContext* context)
+    {
+        OrtCall call(spec_, half_, context, memory_);
+        call.instruction_set = instruction_set_;
+        kernel_->compute(call);
     }
 
+private:
     // STILL_CPU=baseline and the like choose a lesser instruction set, for tests.
     static int chosen_set()
     {
         char const* const asked = std::getenv("STILL_CPU");
-        for (int i = 0; asked && i < count_instruction_sets(); ++i)
-            if (std::strcmp(asked, instruction_set_name(i)) == 0)
+        for (int i = 0; asked && i < still_cpu::count_instruction_sets(); ++i)
+            if (std::strcmp(asked, still_cpu::instruction_set_name(i)) == 0)
                 return i;
         if (asked && *asked)
             throw Refused(std::string("STILL_CPU=") + asked + " is unknown, or this processor cannot run it.");
         return 0;
     }
 
-    Layer layer_;
+    still::OpSpec const& spec_;
+    bool half_;
+    std::unique_ptr<Kernel> kernel_;
     int instruction_set_;
     OrtMemoryInfo* memory_ = nullptr;
-    std::mutex mutex_;
-    Shapes known_;
-    Sizes sizes_{};
 };
 
-// The op for one type of activations.
+// An op for one type of activations.
 struct Op : OrtCustomOp
 {
+    still::OpSpec const& spec;
+    Entry const& entry;
     bool half;
 
-    explicit Op(bool is_half) : OrtCustomOp{}, half(is_half)
+    Op(still::OpSpec const& op_spec, Entry const& of, bool is_half) : OrtCustomOp{}, spec(op_spec), entry(of), half(is_half)
     {
         version = kApiVersion;
-        GetName = [](OrtCustomOp const*) { return op_spec().name.c_str(); };
+        GetName = [](OrtCustomOp const* op) { return self(op).spec.name.c_str(); };
         GetExecutionProviderType = [](OrtCustomOp const*) -> char const* { return "CPUExecutionProvider"; };
-        GetInputTypeCount = [](OrtCustomOp const*) { return op_spec().inputs.size(); };
-        GetOutputTypeCount = [](OrtCustomOp const*) { return op_spec().outputs.size(); };
-        GetInputType = [](OrtCustomOp const* op, size_t i) { return type(op, op_spec().inputs[i]); };
-        GetOutputType = [](OrtCustomOp const* op, size_t i) { return type(op, op_spec().outputs[i]); };
-        GetInputCharacteristic = [](OrtCustomOp const*, size_t i) { return need(op_spec().inputs[i]); };
-        GetOutputCharacteristic = [](OrtCustomOp const*, size_t i) { return need(op_spec().outputs[i]); };
+        GetInputTypeCount = [](OrtCustomOp const* op) { return self(op).spec.inputs.size(); };
+        GetOutputTypeCount = [](OrtCustomOp const* op) { return self(op).spec.outputs.size(); };
+        GetInputType = [](OrtCustomOp const* op, size_t i) { return self(op).type(self(op).spec.inputs[i]); };
+        GetOutputType = [](OrtCustomOp const* op, size_t i) { return self(op).type(self(op).spec.outputs[i]); };
+        GetInputCharacteristic = [](OrtCustomOp const* op, size_t i) { return need(self(op).spec.inputs[i]); };
+        GetOutputCharacteristic = [](OrtCustomOp const* op, size_t i) { return need(self(op).spec.outputs[i]); };
         GetInputMemoryType = [](OrtCustomOp const*, size_t) { return OrtMemTypeDefault; };
         GetVariadicInputMinArity = GetVariadicInputHomogeneity = [](OrtCustomOp const*) { return 0; };
         GetVariadicOutputMinArity = GetVariadicOutputHomogeneity = [](OrtCustomOp const*) { return 0; };
-        GetStartVersion = GetEndVersion = [](OrtCustomOp const*) { return op_spec().version; };
+        GetStartVersion = GetEndVersion = [](OrtCustomOp const* op) { return self(op).spec.version; };
         CreateKernelV2 = [](OrtCustomOp const* op, OrtApi const*, OrtKernelInfo const* info, void** kernel)
-        { return guarded([&] { *kernel = new Kernel(info, static_cast<Op const*>(op)->half); }); };
+        { return guarded([&] { *kernel = new Node(self(op).spec, self(op).entry, info, self(op).half); }); };
         KernelComputeV2 = [](void* kernel, OrtKernelContext* context)
-        { return guarded([&] { static_cast<Kernel*>(kernel)->compute(context); }); };
-        KernelDestroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
-        InferOutputShapeFn = [](OrtCustomOp const*, OrtShapeInferContext* context) { return guarded([&] { infer(context); }); };
+        { return guarded([&] { static_cast<Node*>(kernel)->compute(context); }); };
+        KernelDestroy = [](void* kernel) { delete static_cast<Node*>(kernel); };
+        InferOutputShapeFn = [](OrtCustomOp const* op, OrtShapeInferContext* context)
+        { return guarded([&] { self(op).infer(context); }); };
     }
 
-    static ONNXTensorElementDataType type(OrtCustomOp const* op, still::TensorSpec const& spec)
+    static Op const& self(OrtCustomOp const* op) { return *static_cast<Op const*>(op); }
+
+    ONNXTensorElementDataType type(still::TensorSpec const& tensor) const
     {
-        switch (spec.type)
+        switch (tensor.type)
         {
         case still::ElementType::kFloat32: return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
         case still::ElementType::kInteger: return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
-        default: return static_cast<Op const*>(op)->half ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16 : ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+        default: return half ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16 : ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
         }
     }
 
-    static OrtCustomOpInputOutputCharacteristic need(still::TensorSpec const& spec)
+    static OrtCustomOpInputOutputCharacteristic need(still::TensorSpec const& tensor)
     {
-        return spec.optional ? INPUT_OUTPUT_OPTIONAL : INPUT_OUTPUT_REQUIRED;
+        return tensor.optional ? INPUT_OUTPUT_OPTIONAL : INPUT_OUTPUT_REQUIRED;
     }
 
-    // The output is shaped as the query, and each present state as the past one.
-    static void infer(OrtShapeInferContext* context)
+    // Each output is shaped as the first input with the same symbols.
+    void infer(OrtShapeInferContext* context) const
     {
         size_t given;
         check(g_api->ShapeInferContext_GetInputCount(context, &given));
-        for (size_t i = 0; i < kOutputs; ++i)
+        for (size_t i = 0; i < spec.outputs.size(); ++i)
         {
-            size_t const source = i == 0 ? size_t{kQuery} : kPastWindowKey + i - 1;
-            if (source == kPastSalientScore || source >= given)
+            size_t source = 0;
+            while (source < spec.inputs.size() && spec.inputs[source].shape != spec.outputs[i].shape)
+                ++source;
+            if (spec.outputs[i].optional || source >= given)
                 continue;                    // may be absent
             OrtTensorTypeAndShapeInfo* info; // stays the context's
             check(g_api->ShapeInferContext_GetInputTypeShape(context, source, &info));
@@ -201,14 +200,17 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* ORT_API_CALL Regist
     return guarded(
         [&]
         {
-            static Op const single(false), half(true);
+            static std::deque<Op> ops; // must stay where they are
             static std::unique_ptr<OrtCustomOpDomain, void (*)(OrtCustomOpDomain*)> const domain = []
             {
                 OrtCustomOpDomain* made;
-                check(g_api->CreateCustomOpDomain(op_spec().domain.c_str(), &made));
+                check(g_api->CreateCustomOpDomain(specs().front().domain.c_str(), &made));
                 std::unique_ptr<OrtCustomOpDomain, void (*)(OrtCustomOpDomain*)> owner(made, g_api->ReleaseCustomOpDomain);
-                check(g_api->CustomOpDomain_Add(made, &single));
-                check(g_api->CustomOpDomain_Add(made, &half));
+                for (Entry const& entry : kEntries)
+                    for (still::OpSpec const& spec : specs())
+                        for (bool const half : {false, true})
+                            if (spec.name == entry.op)
+                                check(g_api->CustomOpDomain_Add(made, &ops.emplace_back(spec, entry, half)));
                 return owner;
             }();
             check(g_api->AddCustomOpDomain(options, domain.get()));

@@ -1,318 +1,126 @@
 #include "hybrid_attention.h"
 
 #include <algorithm>
-#include <atomic>
-#include <cstring>
-#include <utility>
 
-#include "kernels.h"
-#include "selection.h"
+#include "kernel.h"
 
-#if defined(__SANITIZE_ADDRESS__)
-#include <sanitizer/asan_interface.h>
-#endif
-
-namespace still_cpu
+namespace still_ort
 {
+namespace hybrid
+{
+
+using namespace still_cpu::hybrid;
+
+still::OpSpec const& op_spec()
+{
+    static still::OpSpec const& spec = spec_with("HybridAttention",
+        {"query", "key", "value", "gate", "feature_q_weight", "feature_k_weight", "window_factor", "new_tokens", "past_length",
+            "past_window_key", "past_window_value", "past_window_score", "past_salient_key", "past_salient_value",
+            "past_salient_score", "past_kv_state", "past_z_state"});
+    return spec;
+}
+
+Layer read_attributes(Attributes const& attributes, bool half)
+{
+    still::OpSpec const& spec = op_spec();
+    Layer l{};
+    l.chunk = static_cast<int>(number(spec, attributes, "chunk_size", 1));
+    l.salient = static_cast<int>(number(spec, attributes, "salient_per_chunk", 0));
+    l.scope = static_cast<Scope>(choice(spec, attributes, "select_scope")); // choices stand in the order of the enums
+    l.saliency = static_cast<Saliency>(choice(spec, attributes, "saliency"));
+    l.map = static_cast<FeatureMap>(choice(spec, attributes, "feature_map"));
+    l.sliding = choice(spec, attributes, "local") == 1;
+    l.window = static_cast<int>(number(spec, attributes, "window_size", 0));
+    l.window = l.window ? l.window : l.chunk;
+    l.epsilon = attributes.real("mix_epsilon", 1e-6f);
+    l.phantom = number(spec, attributes, "phantom_first_chunk", 0) != 0;
+    l.overflow = static_cast<Overflow>(choice(spec, attributes, "overflow"));
+    l.half = half;
+    if (l.salient > l.chunk || l.window > l.chunk || (l.sliding && l.salient && l.window != l.chunk) || (l.sliding && l.phantom))
+        throw Refused("still::HybridAttention: chunk_size, salient_per_chunk, window_size and phantom_first_chunk contradict each other.");
+    return l;
+}
+
+Sizes read_shapes(Layer layer, Shapes const& shapes)
+{
+    bool const both = layer.map == FeatureMap::kNormPreserved || layer.map == FeatureMap::kSoftmaxBothSigns;
+    Symbols known = read_symbols(op_spec(), shapes, {{"2*C", 2 * static_cast<int64_t>(layer.chunk)}},
+        [&](std::string const& symbol, int64_t size, Symbols& symbols)
+        {
+            if (symbol == "P")
+                symbols.emplace("F", size * (both ? 2 : 1));
+            if (symbol == "HK")
+                symbols.emplace("HS", layer.scope == Scope::kHead ? symbols["H"] : size);
+        });
+    check_dimensions(op_spec(), known, {"H", "HK", "D", "P"});
+    if ((layer.overflow == Overflow::kFoldMinScore) != shapes[kPastSalientScore].has_value())
+        throw Refused("still::HybridAttention: past_salient_score goes with overflow=\"fold_min_score\", and only with it.");
+    layer.heads = static_cast<int>(known["H"]);
+    layer.kv_heads = static_cast<int>(known["HK"]);
+    layer.dim = static_cast<int>(known["D"]);
+    layer.rows = static_cast<int>(known["P"]);
+    layer.features = static_cast<int>(known["F"]);
+    layer.weight_heads = static_cast<int>(known["WH"]);
+    layer.slots = known["N"];
+    return {layer, static_cast<int>(known["B"]), known["T"]};
+}
+
+void check_counts(Sizes const& sizes, int64_t const* past, int64_t const* brought)
+{
+    Layer const& l = sizes.layer;
+    for (int row = 0; row < sizes.batch; ++row)
+    {
+        check_range(op_spec(), row, past[row], brought[row], sizes.tokens);
+        int64_t const length = past[row] + brought[row];
+        int64_t const slots = l.salient * std::max<int64_t>(0, (length + l.chunk - 1) / l.chunk - 2);
+        if (l.overflow == Overflow::kError && slots > l.slots)
+            throw Refused("still::HybridAttention: row " + std::to_string(row) + " grows to " + std::to_string(length)
+                          + " tokens, which fill " + std::to_string(slots) + " salient slots; the state has " + std::to_string(l.slots)
+                          + ". Give a larger state.");
+    }
+}
+
 namespace
 {
 
-constexpr size_t kMaxLanes = 64; // tasks that have room at once
-
-// What lies side by side in the scratch memory is one block to the address sanitizer, which would not see a step from one array into
-// the next: in its builds they lie this many bytes apart, and what is between is marked.
-#if defined(__SANITIZE_ADDRESS__)
-constexpr size_t kGuard = 64;
-void mark(uintptr_t begin, size_t size) { ASAN_POISON_MEMORY_REGION(reinterpret_cast<void*>(begin), size); }
-void clear(void* begin, size_t size) { ASAN_UNPOISON_MEMORY_REGION(begin, size); }
-#else
-constexpr size_t kGuard = 0;
-void mark(uintptr_t, size_t) {}
-void clear(void*, size_t) {}
-#endif
-
-// Where a call's scratch memory goes.
-struct Scratch
+class Node : public Kernel
 {
-    uintptr_t next;
-    bool real; // false: only the size is wanted
+public:
+    explicit Node(Layer const& layer) : layer_(layer) {}
 
-    template <typename T>
-    T* take(size_t count)
+    void compute(Call& call) override
     {
-        next = (next + 63) / 64 * 64;
-        T* const taken = reinterpret_cast<T*>(next);
-        next += count * sizeof(T);
-        if (real)
-            mark(next, kGuard);
-        next += kGuard;
-        return taken;
+        Sizes const sizes = sizes_.of(call.shapes, [&](Shapes const& shapes) { return read_shapes(layer_, shapes); });
+        int64_t const *const past = call.counts(kPastLength), *const brought = call.counts(kNewTokens);
+        check_counts(sizes, past, brought);
+        Tensors x{};
+        x.query = call.input(kQuery), x.key = call.input(kKey), x.value = call.input(kValue), x.gate = call.input(kGate);
+        x.feature_q_weight = call.input(kFeatureQWeight), x.feature_k_weight = call.input(kFeatureKWeight);
+        x.window_factor = static_cast<float const*>(call.input(kWindowFactor));
+        x.output = call.output(0, *call.shapes[kQuery]);
+        x.window_key = call.state(kPastWindowKey), x.window_value = call.state(kPastWindowValue);
+        x.window_score = static_cast<float*>(call.state(kPastWindowScore));
+        x.salient_key = call.state(kPastSalientKey), x.salient_value = call.state(kPastSalientValue);
+        x.salient_score = static_cast<float*>(call.state(kPastSalientScore));
+        x.kv_state = static_cast<float*>(call.state(kPastKvState)), x.z_state = static_cast<float*>(call.state(kPastZState));
+        x.tokens = sizes.tokens;
+        if (sizes.batch == 0)
+            return;
+        void* const scratch = call.scratch(scratch_size(sizes.layer, sizes.batch, sizes.tokens));
+        still_cpu::hybrid::hybrid_attention(sizes.layer, x, sizes.batch, past, brought, scratch, call.host, call.instruction_set);
     }
+
+private:
+    Layer layer_;
+    Remembered<Sizes> sizes_;
 };
-
-// A call, and the step of it that is being worked on.
-struct Call
-{
-    Layer const& layer;
-    Tensors const& tensors;
-    Kernels const& kernels;
-    Host const& host;
-    int batch;
-    Step* steps = nullptr; // rows that take part
-    int count = 0;
-    int most_tasks = 0; // of one head of one row, blocks or parts
-    // Scratch.
-    float* rooms = nullptr;
-    size_t room_size = 0;
-    size_t lanes = 0;
-    float* partials = nullptr;
-    int parts = 0;
-    uint8_t* leaving = nullptr;  // [B, HS, C]
-    uint8_t* previous = nullptr; // [B, HS, C]
-    int* folded = nullptr;       // [B, HS]
-    char* folded_keys = nullptr; // [B, HS, k, D]
-    char* folded_values = nullptr;
-    float* ranked = nullptr; // per selection head
-    uint8_t* flags = nullptr;
-
-    size_t selection(Step const& s, int head) const
-    {
-        return static_cast<size_t>(s.row) * static_cast<size_t>(layer.select_heads()) + static_cast<size_t>(head);
-    }
-    // Of the folded keys of one selection head.
-    size_t block_bytes() const
-    {
-        return static_cast<size_t>(layer.salient) * static_cast<size_t>(layer.dim) * static_cast<size_t>(layer.element_size());
-    }
-    size_t ranked_size() const { return static_cast<size_t>(layer.chunk + layer.slots + layer.salient); }
-
-    Task task(Step const& s, int head, size_t lane) const
-    {
-        size_t const own = selection(s, head / (layer.heads / layer.select_heads())), chunk = static_cast<size_t>(layer.chunk);
-        size_t const block = block_bytes();
-        return {&layer, &tensors, &s, head, leaving + own * chunk, layer.sliding && layer.salient ? previous + own * chunk : nullptr,
-            {folded_keys + own * block, folded_values + own * block, folded[own]}, rooms + lane * room_size};
-    }
-};
-
-int part_count(Step const& s)
-{
-    return static_cast<int>(std::max<int64_t>(1, (s.held + kPartSlots - 1) / kPartSlots));
-}
-
-// A step's only token, with a kernel of its own.
-bool single(Layer const& l, Step const& s)
-{
-    return s.count == 1 && !l.sliding;
-}
-
-// Runs fn(call, index, lane) for index < total, on at most `lanes` threads that take the next index when they are done with one.
-template <typename Function>
-void spread(Call& call, size_t total, Function fn)
-{
-    struct Work
-    {
-        Call& call;
-        Function& fn;
-        size_t total;
-        std::atomic<size_t> next;
-    } work{call, fn, total, {0}};
-    auto const lane = [](void* data, size_t index)
-    {
-        Work& w = *static_cast<Work*>(data);
-        for (size_t i = w.next++; i < w.total; i = w.next++)
-            w.fn(w.call, i, index);
-    };
-    size_t const lanes = std::min(total, call.lanes);
-    if (lanes == 1)
-        lane(&work, 0);
-    else if (lanes)
-        call.host.run(call.host.context, lane, lanes, &work);
-}
-
-void select(Call& call, size_t index, size_t)
-{
-    Layer const& l = call.layer;
-    size_t const heads = static_cast<size_t>(l.select_heads());
-    Step const& s = call.steps[index / heads];
-    int const head = static_cast<int>(index % heads);
-    size_t const own = call.selection(s, head), chunk = static_cast<size_t>(l.chunk);
-    Selection const selection{
-        &l, &call.tensors, s.row, head, call.ranked + own * call.ranked_size(), call.flags + own * call.ranked_size()};
-    call.folded[own] = 0;
-    if (s.promotes)
-    {
-        size_t const block = call.block_bytes();
-        select_tokens(selection, s.chunk - 2, call.leaving + own * chunk);
-        call.folded[own] = fill_cache(
-            selection, s.chunk - 2, call.leaving + own * chunk, call.folded_keys + own * block, call.folded_values + own * block);
-    }
-    if (l.sliding && l.salient && s.chunk > 0)
-        select_tokens(selection, s.chunk - 1, call.previous + own * chunk);
-}
-
-void promote(Call& call, size_t index, size_t lane)
-{
-    size_t const heads = static_cast<size_t>(call.layer.heads);
-    Step const& s = call.steps[index / heads];
-    if (s.promotes)
-        call.kernels.promote(call.task(s, static_cast<int>(index % heads), lane));
-}
-
-void write_ring(Call& call, size_t index, size_t)
-{
-    Layer const& l = call.layer;
-    size_t const heads = static_cast<size_t>(l.kv_heads), bytes = static_cast<size_t>(l.dim * l.element_size());
-    Step const& s = call.steps[index / heads];
-    size_t const head = index % heads;
-    size_t const slot = (static_cast<size_t>(s.row) * heads + head) * static_cast<size_t>(2 * l.chunk)
-                        + static_cast<size_t>(s.chunk % 2 * l.chunk + s.offset);
-    size_t const token = (static_cast<size_t>(s.row * call.tensors.tokens + s.token)) * heads + head;
-    for (auto [ring, fresh] :
-        {std::pair(call.tensors.window_key, call.tensors.key), std::pair(call.tensors.window_value, call.tensors.value)})
-        for (size_t i = 0; i < static_cast<size_t>(s.count); ++i)
-            std::memcpy(
-                static_cast<char*>(ring) + (slot + i) * bytes, static_cast<char const*>(fresh) + (token + i * heads) * bytes, bytes);
-}
-
-void attend(Call& call, size_t index, size_t lane)
-{
-    Layer const& l = call.layer;
-    size_t const units = static_cast<size_t>(call.most_tasks), heads = static_cast<size_t>(l.heads);
-    Step const& s = call.steps[index / units / heads];
-    int const head = static_cast<int>(index / units % heads), unit = static_cast<int>(index % units);
-    if (single(l, s))
-    {
-        int const parts = part_count(s);
-        if (unit < parts)
-            call.kernels.attend_part(call.task(s, head, lane), unit, parts,
-                call.partials
-                    + (static_cast<size_t>(s.row) * heads + static_cast<size_t>(head)) * static_cast<size_t>(call.parts) * partial_size(l));
-    }
-    else if (unit * kBlockRows < s.count)
-        call.kernels.attend(call.task(s, head, lane), unit * kBlockRows, std::min(kBlockRows, s.count - unit * kBlockRows));
-}
-
-void combine(Call& call, size_t index, size_t lane)
-{
-    size_t const heads = static_cast<size_t>(call.layer.heads);
-    Step const& s = call.steps[index / heads];
-    int const parts = part_count(s);
-    if (single(call.layer, s) && parts > 1)
-        call.kernels.combine(call.task(s, static_cast<int>(index % heads), lane), parts,
-            call.partials
-                + (static_cast<size_t>(s.row) * heads + index % heads) * static_cast<size_t>(call.parts) * partial_size(call.layer));
-}
-
-// Plans the next step of every row; false when all rows are done.
-bool next_step(Call& call, int64_t const* past, int64_t const* brought, int64_t* done)
-{
-    Layer const& l = call.layer;
-    call.count = 0;
-    call.most_tasks = 0;
-    for (int row = 0; row < call.batch; ++row)
-    {
-        int64_t const left = brought[row] - done[row], position = past[row] + done[row];
-        if (left <= 0)
-            continue;
-        Step s{};
-        s.row = row;
-        s.chunk = position / l.chunk;
-        s.offset = static_cast<int>(position % l.chunk);
-        s.token = done[row];
-        s.count = static_cast<int>(std::min<int64_t>(left, l.chunk - s.offset));
-        s.promotes = s.offset == 0 && s.chunk >= 2;
-        s.held = std::min<int64_t>(l.slots, l.salient * std::max<int64_t>(0, s.chunk - 1));
-        done[row] += s.count;
-        call.most_tasks = std::max(call.most_tasks, single(l, s) ? part_count(s) : (s.count + kBlockRows - 1) / kBlockRows);
-        call.steps[call.count++] = s;
-    }
-    return call.count > 0;
-}
-
-void run_step(Call& call)
-{
-    Layer const& l = call.layer;
-    size_t const rows = static_cast<size_t>(call.count), heads = static_cast<size_t>(l.heads);
-    bool promotes = false, split = false, alone = true;
-    for (int i = 0; i < call.count; ++i)
-    {
-        Step const& s = call.steps[i];
-        promotes |= s.promotes;
-        split |= single(l, s) && part_count(s) > 1;
-        alone &= s.count == 1;
-    }
-    if (promotes || (l.sliding && l.salient))
-        spread(call, rows * static_cast<size_t>(l.select_heads()), select);
-    if (promotes)
-        spread(call, rows * heads, promote);
-    // From here on the leaving chunk's slots belong to the new one.
-    size_t const rings = rows * static_cast<size_t>(l.kv_heads);
-    if (alone)
-        for (size_t i = 0; i < rings; ++i)
-            write_ring(call, i, 0);
-    else
-        spread(call, rings, write_ring);
-    spread(call, rows * heads * static_cast<size_t>(call.most_tasks), attend);
-    if (split)
-        spread(call, rows * heads, combine);
-}
-
-// Lays out the scratch memory; with a null base only its size counts.
-size_t lay_out(Call& call, void* base, int64_t tokens, int64_t** done)
-{
-    Layer const& l = call.layer;
-    Scratch scratch{reinterpret_cast<uintptr_t>(base), base != nullptr};
-    size_t const batch = static_cast<size_t>(call.batch), heads = static_cast<size_t>(l.heads);
-    size_t const selections = batch * static_cast<size_t>(l.select_heads()), chunk = static_cast<size_t>(l.chunk);
-    size_t const blocks = static_cast<size_t>((std::min<int64_t>(tokens, l.chunk) + kBlockRows - 1) / kBlockRows);
-    call.parts = static_cast<int>(std::max<int64_t>(1, (l.slots + kPartSlots - 1) / kPartSlots));
-    call.lanes = std::min(kMaxLanes, batch * heads * std::max<size_t>(blocks, static_cast<size_t>(call.parts)));
-    size_t const room = call.kernels.room(l);
-    call.room_size = (room + 15) / 16 * 16 + kGuard / sizeof(float);
-    *done = scratch.take<int64_t>(batch);
-    call.steps = scratch.take<Step>(batch);
-    call.rooms = scratch.take<float>(call.lanes * call.room_size);
-    for (size_t lane = 0; base && lane < call.lanes; ++lane)
-        mark(reinterpret_cast<uintptr_t>(call.rooms + lane * call.room_size + room), (call.room_size - room) * sizeof(float));
-    call.partials = scratch.take<float>(call.parts > 1 ? batch * heads * static_cast<size_t>(call.parts) * partial_size(l) : 0);
-    call.leaving = scratch.take<uint8_t>(selections * chunk);
-    call.previous = scratch.take<uint8_t>(selections * chunk);
-    call.folded = scratch.take<int>(selections);
-    call.folded_keys = scratch.take<char>(selections * call.block_bytes());
-    call.folded_values = scratch.take<char>(selections * call.block_bytes());
-    call.ranked = scratch.take<float>(selections * call.ranked_size());
-    call.flags = scratch.take<uint8_t>(selections * call.ranked_size());
-    return static_cast<size_t>(scratch.next - reinterpret_cast<uintptr_t>(base));
-}
-
-Host const kNoHost{};
-Tensors const kNoTensors{};
 
 } // namespace
+} // namespace hybrid
 
-size_t scratch_size(Layer const& layer, int batch, int64_t tokens)
+std::unique_ptr<Kernel> make_hybrid_attention(Attributes const& attributes, bool half)
 {
-    Call call{layer, kNoTensors, kernels_of(0, layer.half), kNoHost, batch};
-    int64_t* done;
-    return lay_out(call, nullptr, tokens, &done) + 64;
+    return std::make_unique<hybrid::Node>(hybrid::read_attributes(attributes, half));
 }
 
-void hybrid_attention(Layer const& layer, Tensors const& tensors, int batch, int64_t const* past, int64_t const* brought, void* scratch,
-    Host const& host, int instruction_set)
-{
-    Call call{layer, tensors, kernels_of(instruction_set, layer.half), host, batch};
-    int64_t* done;
-    size_t const size = lay_out(call, scratch, *std::max_element(brought, brought + batch), &done);
-    std::fill(done, done + batch, 0);
-    std::memset(call.folded, 0, sizeof(int) * static_cast<size_t>(batch) * static_cast<size_t>(layer.select_heads()));
-    while (next_step(call, past, brought, done))
-        run_step(call);
-    size_t const token = static_cast<size_t>(layer.heads) * static_cast<size_t>(layer.dim) * static_cast<size_t>(layer.element_size());
-    for (int row = 0; row < batch; ++row)
-        std::memset(static_cast<char*>(tensors.output) + static_cast<size_t>(row * tensors.tokens + brought[row]) * token, 0,
-            static_cast<size_t>(tensors.tokens - brought[row]) * token);
-    clear(scratch, size);
-}
-
-} // namespace still_cpu
+} // namespace still_ort

@@ -1,125 +1,53 @@
-// One layer of hybrid attention on the CPU. Knows no host: a host gives tensors, scratch memory and a way to run tasks at once.
-//
-// A call is cut into steps that end at chunk boundaries. A step promotes the chunk that leaves the window (if one does), writes the
-// new keys and values into the ring, and attends. So one state machine serves prefill and decode, any split and ragged rows; the
-// state is written in place, and a host whose past and present are different buffers copies first.
+// still::HybridAttention: from a node's attributes and a call's shapes to the layer that the kernels know.
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
+#include "../cpu/hybrid_attention/hybrid_attention.h"
+#include "schema.h"
 
-#define STILL_INLINE __attribute__((always_inline)) inline
-
-namespace still_cpu
+namespace still_ort::hybrid
 {
 
-enum class Scope
+using still_cpu::hybrid::Layer;
+
+still::OpSpec const& op_spec();
+
+// Places of the inputs; outputs are `output`, then the states in the same order.
+enum Input
 {
-    kHead,
-    kGroupMax,
-    kGroupMean
-};
-enum class Saliency
-{
-    kMargin,
-    kReleased
-};
-enum class FeatureMap
-{
-    kNormPreserved,
-    kSoftmaxBothSigns,
-    kSoftmax,
-    kRelu,
-    kEluPlusOne,
-    kIdentity
-};
-enum class Overflow
-{
-    kError,
-    kFoldMinScore,
-    kFoldOldest
+    kQuery,
+    kKey,
+    kValue,
+    kGate,
+    kFeatureQWeight,
+    kFeatureKWeight,
+    kWindowFactor,
+    kNewTokens,
+    kPastLength,
+    kPastWindowKey,
+    kPastWindowValue,
+    kPastWindowScore,
+    kPastSalientKey,
+    kPastSalientValue,
+    kPastSalientScore,
+    kPastKvState,
+    kPastZState,
+    kInputs
 };
 
-struct Layer
-{
-    // Attributes.
-    int chunk;   // C
-    int salient; // k
-    Scope scope;
-    Saliency saliency;
-    FeatureMap map;
-    bool sliding;
-    int window; // W of a sliding window
-    float epsilon;
-    bool phantom;
-    Overflow overflow;
-    // Dimensions.
-    int heads;        // H
-    int kv_heads;     // HK
-    int dim;          // D
-    int rows;         // P
-    int features;     // F
-    int weight_heads; // H, or 1 for shared projections
-    int64_t slots;    // N
-    bool half;        // activations, window and cache are float16
+// The attributes of a node; throws Refused for a value that no kernel knows.
+Layer read_attributes(Attributes const& attributes, bool half);
 
-    // Inlined by force: sources for different instruction sets include this, and the linker keeps one copy of what is not.
-    STILL_INLINE int group() const { return heads / kv_heads; }
-    STILL_INLINE int select_heads() const { return scope == Scope::kHead ? heads : kv_heads; }
-    STILL_INLINE int element_size() const { return half ? 2 : 4; }
+struct Sizes
+{
+    Layer layer;
+    int batch;
+    int64_t tokens;
 };
 
-// Data of a call; shapes as in the OpSpec, `void` points to float or to float16. State is read and written.
-struct Tensors
-{
-    void const* query;
-    void const* key;
-    void const* value;
-    void const* gate; // or null
-    void const* feature_q_weight;
-    void const* feature_k_weight;
-    float const* window_factor; // or null
-    void* output;
-    void* window_key;
-    void* window_value;
-    float* window_score;
-    void* salient_key;
-    void* salient_value;
-    float* salient_score; // null unless the policy is kFoldMinScore
-    float* kv_state;
-    float* z_state;
-    int64_t tokens; // T
-};
+// Completes the layer by the inputs' shapes; throws Refused where they contradict the OpSpec or each other.
+Sizes read_shapes(Layer layer, Shapes const& shapes);
 
-// The tokens that one row brings to a step: they lie in one chunk.
-struct Step
-{
-    int row;
-    int64_t chunk; // absolute
-    int64_t token; // first one, of the row's new tokens
-    int offset;    // first one's place in the chunk
-    int count;
-    bool promotes; // chunk - 2 leaves the window
-    int64_t held;  // salient slots in use once that is done
-};
+// Throws Refused for counts outside their range and for rows that outgrow the salient cache.
+void check_counts(Sizes const& sizes, int64_t const* past, int64_t const* brought);
 
-struct Host
-{
-    void* context;
-    // Runs task(data, 0 .. total - 1), some of them at once.
-    void (*run)(void* context, void (*task)(void* data, size_t index), size_t total, void* data);
-};
-
-// The instruction sets that this library has and this processor can run, best first.
-int count_instruction_sets();
-char const* instruction_set_name(int index);
-
-// Bytes of scratch for a call of `batch` rows, of which the longest brings `tokens`; no alignment needed.
-size_t scratch_size(Layer const& layer, int batch, int64_t tokens);
-
-// Run the call. `past` and `brought` are the rows' lengths and new tokens; output and all states are complete afterwards.
-// The result depends on neither the host's threads nor the order of tasks.
-void hybrid_attention(Layer const& layer, Tensors const& tensors, int batch, int64_t const* past, int64_t const* brought, void* scratch,
-    Host const& host, int instruction_set);
-
-} // namespace still_cpu
+} // namespace still_ort::hybrid

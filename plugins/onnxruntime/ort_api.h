@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "onnxruntime_c_api.h"
-#include "op_schema.h"
+#include "schema.h"
 
 static_assert(ORT_API_VERSION >= 18, "the headers are older than ONNX Runtime 1.18");
 
@@ -43,7 +43,7 @@ OrtStatus* guarded(Function fn) noexcept
         fn();
         return nullptr;
     }
-    catch (still_cpu::Refused const& error)
+    catch (Refused const& error)
     {
         return g_api->CreateStatus(ORT_INVALID_ARGUMENT, error.what());
     }
@@ -53,7 +53,7 @@ OrtStatus* guarded(Function fn) noexcept
     }
 }
 
-struct NodeAttributes : still_cpu::Attributes
+struct NodeAttributes : Attributes
 {
     OrtKernelInfo const* info;
 
@@ -97,7 +97,7 @@ struct Memory
         if (!data)
         {
             g_api->ReleaseAllocator(allocator);
-            throw Failed("still::HybridAttention: no memory for " + std::to_string(size >> 20) + " MiB of intermediate results.");
+            throw Failed("no memory for " + std::to_string(size >> 20) + " MiB of intermediate results.");
         }
     }
     Memory(Memory const&) = delete;

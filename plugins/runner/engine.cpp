@@ -127,34 +127,17 @@ void Engine::make_contexts()
     mDriver.check(mDriver.streamSynchronize(mStream), "cuStreamSynchronize");
 }
 
-int64_t Engine::slots(int64_t tokens) const
-{
-    Json const& capacity = mManifest.at("capacity");
-    int64_t const chunk = capacity.at("chunk_size").integer();
-    int64_t const chunks = (tokens + chunk - 1) / chunk;
-    return std::max<int64_t>(1, capacity.at("salient_per_chunk").integer() * std::max<int64_t>(0, chunks - 2));
-}
-
-nvinfer1::Dims Engine::shape(Json const& state) const
+nvinfer1::Dims Engine::dims(State const& state)
 {
     nvinfer1::Dims dims{};
-    for (Json const& item : state.at("shape").items())
-    {
-        int64_t const size = item.kind() == Json::Kind::kNumber ? item.integer() : item.string() == "batch" ? 1 : item.string() == "slots" ? mSlots : mCapacity;
+    for (int64_t const size : state.shape)
         dims.d[dims.nbDims++] = static_cast<std::remove_reference_t<decltype(dims.d[0])>>(size);
-    }
     return dims;
 }
 
 void Engine::start(int64_t tokens)
 {
-    Json const& capacity = mManifest.at("capacity");
-    int64_t const limit = capacity.at("capacity_tokens").integer();
-    bool const bounded = capacity.at("overflow").string() == "error";
-    if (bounded && tokens > limit)
-        fail(tokens, " tokens exceed this package's capacity of ", limit, " tokens. Use fewer, or export with a larger --capacity-tokens.");
-    mSlots = slots(bounded ? tokens : limit);
-    mCapacity = std::max<int64_t>(1, tokens);
+    mStates = states_for(mManifest, tokens);
     mLength = 0;
     mGraph = nullptr;
     mBuffers.clear();
@@ -170,13 +153,12 @@ void Engine::start(int64_t tokens)
         add(name, 4);
     add("next_token", 4 * rows);
     add("logits", rows * item_bytes(mEngine->getTensorDataType("logits")) * static_cast<size_t>(mManifest.at("model").at("vocab_size").integer()));
-    for (Json const& state : mManifest.at("states").items())
+    for (State const& state : mStates)
     {
-        nvinfer1::Dims const dims = shape(state);
-        size_t bytes = item_bytes(state.at("dtype").string());
-        for (int axis = 0; axis < dims.nbDims; ++axis)
-            bytes *= static_cast<size_t>(dims.d[axis]);
-        add(state.at("name").string(), bytes);
+        size_t bytes = item_bytes(state.dtype);
+        for (int64_t const size : state.shape)
+            bytes *= static_cast<size_t>(size);
+        add(state.name, bytes);
     }
     mDriver.check(mDriver.streamSynchronize(mStream), "cuStreamSynchronize");
 }
@@ -184,8 +166,8 @@ void Engine::start(int64_t tokens)
 size_t Engine::state_bytes() const
 {
     size_t bytes = 0;
-    for (Json const& state : mManifest.at("states").items())
-        bytes += mBuffers.at(state.at("name").string())->bytes();
+    for (State const& state : mStates)
+        bytes += mBuffers.at(state.name)->bytes();
     return bytes;
 }
 
@@ -205,11 +187,11 @@ void Engine::bind(Profile profile, int64_t tokens)
     bool good = context.setInputShape("input_ids", ids) && context.setInputShape("new_tokens", one) && context.setInputShape("past_length", one);
     for (char const* name : {"input_ids", "new_tokens", "past_length", "present_length", "next_token", "logits"})
         good = good && context.setTensorAddress(name, reinterpret_cast<void*>(mBuffers.at(name)->address()));
-    for (Json const& state : mManifest.at("states").items())
+    for (State const& state : mStates)
     {
-        std::string const& name = state.at("name").string();
+        std::string const& name = state.name;
         void* const address = reinterpret_cast<void*>(mBuffers.at(name)->address()); // past and present are one buffer
-        good = good && context.setInputShape(("past_" + name).c_str(), shape(state)) && context.setTensorAddress(("past_" + name).c_str(), address)
+        good = good && context.setInputShape(("past_" + name).c_str(), dims(state)) && context.setTensorAddress(("past_" + name).c_str(), address)
             && context.setTensorAddress(("present_" + name).c_str(), address);
     }
     if (!good)

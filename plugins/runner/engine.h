@@ -4,6 +4,7 @@
 #include "../core/driver.h"
 #include "../core/json.h"
 #include "memory.h"
+#include "states.h"
 
 #include <NvInfer.h>
 
@@ -38,8 +39,7 @@ private:
 
     void open_tensorrt(std::string const& plugin);
     void make_contexts();
-    int64_t slots(int64_t tokens) const;
-    nvinfer1::Dims shape(Json const& state) const;
+    static nvinfer1::Dims dims(State const& state);
     void bind(Profile profile, int64_t tokens);
     void run(Profile profile, int64_t tokens);
     void write(std::string const& name, std::vector<int32_t> const& values);
@@ -57,8 +57,7 @@ private:
     std::unique_ptr<nvinfer1::IExecutionContext> mContexts[2];
     int64_t mBound[2]{-1, -1};
     std::map<std::string, std::unique_ptr<Buffer>> mBuffers; // by tensor, states by name
-    int64_t mSlots{1};
-    int64_t mCapacity{1};
+    std::vector<State> mStates;
     int32_t mLength{};
     CuGraphExec mGraph{};
 };

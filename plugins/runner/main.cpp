@@ -118,7 +118,7 @@ void run(Options const& options)
     for (still::Json const& item : engine.manifest().at("eos_token_ids").items())
         stops.insert(item.integer());
 
-    engine.start(static_cast<int64_t>(prompt.size()) + options.tokens);
+    engine.start(static_cast<int64_t>(prompt.size()) + options.tokens - 1); // the last one is not fed
     double const begin = seconds();
     std::vector<int32_t> tokens{engine.prefill(prompt)};
     double const first = seconds();

@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from still_export.cli.output import Output, report_folder
-from still_export.cli.runtimes import TrustNative, runtime_of
+from still_export.cli.output import Output, TrustNative, report_folder
 from still_export.errors import ConfigError
 
 EXAMPLES = """
@@ -35,8 +34,9 @@ def bench(
     lengths: Annotated[str | None, typer.Option(help="Context lengths.", show_default="1024,4096,8000")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Decode steps per length.")] = 24,
     threads: Annotated[int, typer.Option(min=0, help="0 = ONNX Runtime's choice.")] = 0,
-    batch: Annotated[int, typer.Option(min=1, help="trt: rows at once.")] = 1,
-    runtime: Annotated[str | None, typer.Option(help="ort or trt.", show_default="the package's target")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Rows at once.")] = 1,
+    runtime: Annotated[str | None, typer.Option(help="ort, trt or torch.", show_default="the package's target")] = None,
+    provider: Annotated[str, typer.Option(help="Of ONNX Runtime: cpu or cuda.")] = "cpu",
     beside: Annotated[
         Path | None, typer.Option(help="JSON rows of another runtime (tools/bench_genai.py) to compare and plot with.")
     ] = None,
@@ -45,25 +45,30 @@ def bench(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
     """Measure prefill, decode and peak memory by context length with ONNX Runtime or TensorRT."""
-    from still_export.evaluation.bench import LENGTHS, Measurement, plot, to_dict
+    from still_export.evaluation.bench import LENGTHS, Measurement, Setting, plot, to_dict
     from still_export.evaluation.bench import bench as measure
     from still_export.package.checked import trust_package
     from still_export.package.folder import open_package
     from still_export.package.staging import staged_files
+    from still_export.runners.opening import runtime_of
 
     opened = open_package(package)
     if trust_native:
         trust_package(package)
-    kind = opened.manifest.get("target", "onnx")
-    runtime_of(kind, runtime)
-    if batch > 1 and kind == "onnx":
-        raise ConfigError(f"--batch {batch} is for TensorRT packages; ONNX Runtime is measured with one row.")
+    runtime = runtime_of(opened.manifest["target"], runtime)
     try:
         wanted = tuple(int(n) for n in lengths.split(",")) if lengths else LENGTHS
     except ValueError:
         raise ConfigError(f"--lengths {lengths}: give numbers separated by commas.") from None
-    if lengths is None and opened.manifest["capacity"]["overflow"] == "error":
-        wanted = tuple(n for n in wanted if n + steps <= opened.manifest["capacity"]["capacity_tokens"])
+    capacity, out = opened.manifest["capacity"], Output(as_json, quiet)
+    if lengths is None and capacity["bounded"]:
+        held = tuple(n for n in wanted if n + steps <= capacity["capacity_tokens"])
+        if left := sorted(set(wanted) - set(held)):
+            out.log(
+                f"left out: {', '.join(map(str, left))} tokens, which with {steps} steps exceed the package's capacity of "
+                f"{capacity['capacity_tokens']}"
+            )
+        wanted = held
     peer: list[Measurement] = []
     if beside is not None:
         try:
@@ -71,13 +76,14 @@ def bench(
         except (OSError, ValueError, TypeError) as error:
             raise ConfigError(f"{beside} holds no measurements: {error}.") from error
     folder = report_folder(output or package / "bench")
-    out = Output(as_json, quiet)
     with out.bar("measuring", len(wanted)) as progress:
-        rows = measure(package, wanted, steps, threads, batch, progress)
+        rows = measure(package, wanted, Setting(steps, threads, batch, runtime, provider), progress)
     content = {
         "package": str(package),
         "threads": threads,
         "batch": batch,
+        "runtime": runtime,
+        "provider": provider,
         "rows": to_dict(rows),
         "beside": to_dict(peer),
     }

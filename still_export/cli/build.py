@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from still_export.cli.output import Output
-from still_export.cli.runtimes import TrustNative, next_commands
+from still_export.cli.next_commands import next_commands
+from still_export.cli.output import Output, TrustNative
 
 EXAMPLES = """
 Examples:

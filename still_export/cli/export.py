@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from still_export.cli.next_commands import next_commands
 from still_export.cli.output import Output
-from still_export.cli.runtimes import next_commands
 from still_export.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def export(
         str | None, typer.Option(help="trt: GPUs to compile for.", show_default="sm_80,sm_86,sm_87,sm_89,sm_90")
     ] = None,
     prefill_tokens: Annotated[
-        int | None, typer.Option(help="trt: tokens of one prefill call.", show_default="2048")
+        int | None, typer.Option(help="Tokens of one prefill call.", show_default="512; trt: 2048")
     ] = None,
     batch: Annotated[
         int | None,
@@ -135,6 +135,7 @@ def export(
         "select_scope": select_scope,
         "capacity_tokens": capacity_tokens,
         "overflow": overflow,
+        "prefill_tokens": prefill_tokens if to == "onnx" else None,
     }
     given = {name: value for name, value in given.items() if value is not None}
     if config is not None:
@@ -148,7 +149,7 @@ def export(
     out, command = Output(as_json, quiet), shlex.join(["still-export", *sys.argv[1:]])
     asked = {
         "arch": tuple(arch.split(",")) if arch else None,
-        "prefill_tokens": prefill_tokens,
+        "prefill_tokens": None if to == "onnx" else prefill_tokens,
         "batch": batch,
         "workspace": workspace,
         "version_compatible": version_compatible or None,

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from still_export.cli.output import Output
-from still_export.cli.runtimes import TrustNative, runtime_of
+from still_export.cli.output import Output, TrustNative
 from still_export.errors import ConfigError, PackageError
 
 EXAMPLES = """
@@ -43,7 +42,7 @@ def run(
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
     threads: Annotated[int, typer.Option(min=0, help="0 = ONNX Runtime's choice.")] = 0,
     provider: Annotated[str, typer.Option(help="Of ONNX Runtime: cpu or cuda.")] = "cpu",
-    runtime: Annotated[str | None, typer.Option(help="ort or trt.", show_default="the package's target")] = None,
+    runtime: Annotated[str | None, typer.Option(help="ort, trt or torch.", show_default="the package's target")] = None,
     plugin: Annotated[Path | None, typer.Option(help="trt: plugin library in the place of the package's.")] = None,
     trust_native: TrustNative = False,
     check: Annotated[bool, typer.Option("--check/--no-check", help="Compare the weights with their hashes.")] = True,
@@ -53,41 +52,44 @@ def run(
     """Continue a prompt, or chat, with ONNX Runtime or TensorRT; prompts of any length are fed in pieces."""
     from still_export.package.checked import trust_package
     from still_export.package.folder import open_package
-    from still_export.runners import ort
     from still_export.runners.cuda_driver import CudaError
+    from still_export.runners.opening import open_runner, runtime_of
+    from still_export.runners.sampling import RunError, Sampling
+    from still_export.runners.text import Text, stream_answer, token_ids
+    from still_export.runners.text import chat as talk
 
     if sum(x is not None for x in (prompt, prompt_file, prompt_ids)) + int(chat and prompt is None) != 1:
         raise typer.BadParameter("give exactly one of --prompt, --prompt-file, --prompt-ids, --chat")
-    if provider not in ("cpu", "cuda"):
-        raise ConfigError(f"--provider {provider} is unknown; known: cpu, cuda.")
-    # The runner compares hashes, the weights' while they are loaded.
-    runtime = runtime_of(open_package(package, check_hashes=False).manifest["target"], runtime)
+    manifest = open_package(
+        package, check_hashes=False
+    ).manifest  # the runner compares them, the weights' while it loads them
+    runtime = runtime_of(manifest["target"], runtime)
     out = Output(as_json, quiet)
     if not check:
         print("--no-check: damaged weights go unnoticed", file=sys.stderr)
     try:
         if trust_native:
             trust_package(package)
-        sampling = ort.Sampling(temperature, top_k, top_p, seed)
-        model = _model(runtime, package, threads, provider, plugin, check)
+        sampling = Sampling(temperature, top_k, top_p, seed)
+        model = open_runner(package, manifest, runtime, provider, threads, plugin, check)
         model.start()
         if prompt_ids is not None:
             try:
-                ids = [int(x) for x in prompt_ids.split(",")]
+                ids = token_ids(prompt_ids)
             except ValueError:
                 raise ConfigError(f"--prompt-ids {prompt_ids}: give numbers separated by commas.") from None
             text = None
         else:
-            text = ort.Text(model)
+            text = Text(model)
             if prompt is None and prompt_file is None:
-                ort.chat(model, text, tokens, sampling, system)
+                talk(model, text, tokens, sampling, system)
                 return
             content = prompt if prompt_file is None else _read(prompt_file)
             ids = text.turn(content or "", True, system) if chat else text.encode(content or "")
         stream = None if as_json else sys.stdout
         with out.reading(len(ids)) as progress:
-            answer = ort.stream_answer(model, text, ids, tokens, sampling, stream, progress)
-    except (ort.RunError, CudaError) as error:
+            answer = stream_answer(model, text, ids, tokens, sampling, stream, progress)
+    except (RunError, CudaError) as error:
         raise PackageError(str(error)) from error
     if as_json:
         print(json.dumps(answer))
@@ -95,16 +97,6 @@ def run(
         f"[{answer['prompt_tokens']} prompt tokens, first token after {answer['first_token_s']:.2f} s, "
         f"{answer['decode_tokens_per_s']:.1f} tokens/s]"
     )
-
-
-def _model(runtime: str, package: Path, threads: int, provider: str, plugin: Path | None, check: bool) -> Any:
-    if runtime == "ort":
-        from still_export.runners.ort import OrtModel
-
-        return OrtModel(package, threads, provider, check=check)
-    from still_export.runners.tensorrt import TrtModel
-
-    return TrtModel(package, plugin)
 
 
 def _read(path: Path) -> str:

@@ -12,8 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from still_export.cli.output import Output, report_folder
-from still_export.cli.runtimes import TrustNative, runtime_of
+from still_export.cli.output import Output, TrustNative, report_folder
 from still_export.errors import ConfigError, ModelNotFoundError, PackageError
 
 if TYPE_CHECKING:
@@ -53,7 +52,8 @@ def verify(
         int | None, typer.Option(min=1, help="Single-token steps after a prefill.", show_default="72; trt: 256")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0,
-    runtime: Annotated[str | None, typer.Option(help="ort or trt.", show_default="the package's target")] = None,
+    runtime: Annotated[str | None, typer.Option(help="ort, trt or torch.", show_default="the package's target")] = None,
+    provider: Annotated[str, typer.Option(help="Of ONNX Runtime: cpu or cuda.")] = "cpu",
     plugin: Annotated[Path | None, typer.Option(help="trt: plugin library in the place of the package's.")] = None,
     record: Annotated[
         Path | None, typer.Option(help="Only write PyTorch's answers to this file, for a machine without PyTorch.")
@@ -64,13 +64,15 @@ def verify(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
     """Compare ONNX Runtime or TensorRT with PyTorch on logits, every state tensor and every selection; exit 1 on a mismatch."""
-    from still_export.package.checked import RunError, trust_package
+    from still_export.package.checked import trust_package
     from still_export.package.folder import open_package
     from still_export.package.staging import staged_files
     from still_export.proof.recorded import RecordedCases, record_cases
-    from still_export.proof.targets import OrtTarget, TrtTarget
+    from still_export.proof.sessions import Target
     from still_export.proof.verify import DECODE_STEPS, Verifier, check_dtype
     from still_export.runners.cuda_driver import CudaError
+    from still_export.runners.opening import runtime_of
+    from still_export.runners.sampling import RunError
 
     if record is not None and calls is not None:
         raise ConfigError("--record writes a file of answers and --calls reads one; give one of them.")
@@ -81,7 +83,7 @@ def verify(
     opened, out = open_package(package), Output(as_json, quiet)
     if trust_native:
         trust_package(package)
-    kind = opened.manifest.get("target", "onnx")
+    kind = opened.manifest["target"]
     runtime = runtime_of(kind, runtime)
     check_dtype(opened)
     _check_lengths(wanted or (), opened)
@@ -99,7 +101,7 @@ def verify(
             f"next: still-export verify {shlex.quote(str(package))} --calls {shlex.quote(str(record))}",
         )
         return
-    target = OrtTarget(opened) if runtime == "ort" else TrtTarget(opened, plugin)
+    target = Target(opened, runtime, provider, plugin)
     try:
         with out.bar("verifying", cases.count) as progress:
             report = Verifier(opened, cases, target, steps).run(folder, progress)
@@ -110,14 +112,14 @@ def verify(
     if as_json:
         out.result(report.to_dict())
     else:
-        _print(report, folder, target.title, getattr(target, "native", None) is not None)
+        _print(report, folder, target.title, target.native)
     raise typer.Exit(0 if report.passed else 1)
 
 
 def _check_lengths(lengths: tuple[int, ...], package: Package) -> None:
     """Raise ConfigError for prompts that the package cannot hold; of the lengths not asked for, those are left out."""
     capacity = package.manifest["capacity"]
-    limit = capacity["capacity_tokens"] if capacity["overflow"] == "error" else max(lengths, default=1)
+    limit = capacity["capacity_tokens"] if capacity["bounded"] else max(lengths, default=1)
     for length in lengths:
         if not 1 <= length <= limit:
             raise ConfigError(f"--lengths {length} is outside 1..{limit}, the capacity of {package.path}.")

@@ -13,6 +13,7 @@ from still_export.engines.builder_log import Progress, file_logger, progress_mon
 from still_export.engines.options import TrtOptions
 from still_export.errors import StillExportError
 from still_export.package.folder import MODEL, Package
+from still_graphs.states import StateTable
 
 LOG, TIMING_CACHE = "build.log", "timing.cache"
 
@@ -101,7 +102,7 @@ class EngineBuilder:
             "build_s": round(seconds, 1),
             "batch": self.trt.batch,
             "prefill_tokens": self.trt.prefill_tokens,
-            "slots": self._slots(),
+            "rows": self._rows(),
             "profiles": [name for name, *_ in self._calls()],
             "stripped": self.trt.strip_weights,
             **self._device(),
@@ -205,11 +206,10 @@ class EngineBuilder:
                 raise BuildError(f"{arch} is no architecture of TensorRT-RTX {module.__version__}: {', '.join(known)}.")
             config.set_compute_capability(getattr(module.ComputeCapability, name), index)
 
-    def _slots(self) -> int:
-        """Most salient slots of a layer; at least one, because dimensions of length 0 crash some versions."""
-        capacity = self.package.manifest["capacity"]
-        chunks = -(-capacity["capacity_tokens"] // capacity["chunk_size"])
-        return max(1, capacity["salient_per_chunk"] * max(0, chunks - 2))
+    def _rows(self) -> dict[str, int]:
+        """Most rows of the states that grow; at least one, because dimensions of length 0 crash some versions."""
+        table = StateTable.of(self.package.manifest)
+        return table.rows(table.capacity_tokens, least=1)
 
     def _calls(self) -> list[tuple[str, tuple[int, int, int], tuple[int, int, int]]]:
         """Profiles: name, rows and tokens, each the least, those that kernels are chosen for, and the most.
@@ -223,7 +223,7 @@ class EngineBuilder:
         return [prefill, decode, *rows]
 
     def _profiles(self, builder: Any, network: Any) -> Iterator[Any]:
-        most = {"slots": self._slots(), "capacity": self.package.manifest["capacity"]["capacity_tokens"]}
+        most = self._rows()
         least = dict.fromkeys(most, 1)
         inputs = {"input_ids": ["batch", "tokens"], "new_tokens": ["batch"], "past_length": ["batch"]}
         inputs |= {"past_" + s["name"]: s["shape"] for s in self.package.manifest["states"]}

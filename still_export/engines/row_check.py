@@ -33,8 +33,8 @@ def check_rows(model: Any, batch: int, context: int = 0) -> float:
     Raises:
         WrongEngineError: It is above the tolerance, a number is infinite or none, or the engine has counted the tokens wrongly.
     """
-    capacity = model.manifest["capacity"]
-    longest = max(1, min(model.prefill_tokens, capacity["chunk_size"] + 1, capacity["capacity_tokens"] - STEPS))
+    table = model.table
+    longest = max(1, min(model.prefill_tokens, table.period + 1, table.capacity_tokens - STEPS))
     counts = np.maximum(1, longest - np.arange(batch))
     vocabulary = model.manifest["model"]["vocab_size"]
     prompts = np.random.default_rng(0).integers(0, vocabulary, (batch, longest + STEPS))
@@ -64,10 +64,10 @@ def _answers(model: Any, prompts: np.ndarray, counts: np.ndarray, context: int) 
     longest = int(counts.max())
     model.start(len(counts), context + longest + STEPS)
     model.length[:] = context
-    logits = model.floats(model.feed(prompts[:, :longest], counts))
+    logits = model.feed(prompts[:, :longest], counts)
     answers = [logits[rows, counts - 1 if logits.shape[1] > 1 else 0]]
     for step in range(STEPS):
-        answers.append(model.floats(model.feed(prompts[rows, counts + step][:, None]))[:, 0])
+        answers.append(model.feed(prompts[rows, counts + step][:, None])[:, 0])
     expected = context + counts + STEPS
     found = model.lengths_on_device()
     if (found != expected).any():

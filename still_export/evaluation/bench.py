@@ -1,14 +1,13 @@
 """Prefill and decode speed, and peak memory, of a package by context length; one process per length.
 
-As a program (`python -m still_export.evaluation.bench PACKAGE LENGTH STEPS THREADS BATCH`) it measures one length and prints JSON: no
-torch is imported, so the peak is the runtime's own.
+As a program (`python -m still_export.evaluation.bench PACKAGE LENGTH SETTING`, JSON) it measures one length and prints JSON: no torch is
+imported, so the peak is the runtime's own.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import resource
 import statistics
 import subprocess
 import sys
@@ -19,6 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from still_export.package.checked import read_manifest
+from still_export.runners.opening import open_runner
 
 LENGTHS = (1024, 4096, 8000)
 DECODE_STEPS = 24
@@ -36,61 +38,47 @@ class Measurement:
     state_mb: float = 0.0
 
 
-def measure(package: Path, length: int, steps: int = DECODE_STEPS, threads: int = 0, batch: int = 1) -> Measurement:
-    """Measure one context length in this process: random tokens, greedy decoding, on the runtime that the package is for.
+@dataclass(frozen=True)
+class Setting:
+    """How a package is measured: decode steps, threads (0 = the runtime's choice), rows, and the runner that `run` would open."""
 
-    `batch` rows for TensorRT; one for ONNX Runtime.
-    """
-    if json.loads((package / "manifest.json").read_text(encoding="utf-8")).get("target") == "trt":
-        return _measure_trt(package, length, steps, batch)
-    from still_export.runners.ort import OrtModel
+    steps: int = DECODE_STEPS
+    threads: int = 0
+    batch: int = 1
+    runtime: str = "ort"
+    provider: str = "cpu"
 
-    model = OrtModel(package, threads)
-    model.start()
-    vocabulary = int(model.manifest["model"]["vocab_size"])
-    tokens = np.random.default_rng(0).integers(0, vocabulary, length)
+
+def measure(package: Path, length: int, setting: Setting) -> Measurement:
+    """Measure one context length in this process: random tokens in pieces as a prompt is fed, then greedy decoding."""
+    manifest = read_manifest(package)
+    model = open_runner(package, manifest, setting.runtime, setting.provider, setting.threads)
+    tokens = np.random.default_rng(0).integers(0, manifest["model"]["vocab_size"], (setting.batch, length))
+    room = length + setting.steps + 1
+    if model.replays:  # the first call of a process loads code
+        model.start(setting.batch, room)
+        model.feed(tokens[:, : model.prefill_tokens])
+    model.start(setting.batch, room)
     begin = time.perf_counter()
-    token = int(model.prefill(tokens).argmax())
+    for start in range(0, length, model.prefill_tokens):
+        logits = model.feed(tokens[:, start : start + model.prefill_tokens])
+    token = logits[:, -1].argmax(-1)
     prefill = time.perf_counter() - begin
     times = []
-    for _ in range(steps):
+    steps = model.greedy(token, setting.steps + 1)
+    next(steps)  # captures the step, where steps are replayed
+    for _ in range(setting.steps):
         begin = time.perf_counter()
-        token = int(model.feed(np.array([[token]], np.int64))[0, -1].argmax())
+        next(steps)
         times.append(time.perf_counter() - begin)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return Measurement(length, prefill, statistics.median(times) * 1e3, peak)
-
-
-def _measure_trt(package: Path, length: int, steps: int, batch: int) -> Measurement:
-    """The same on TensorRT: decode steps are replays of a CUDA graph, and the memory is the GPU's."""
-    from still_export.runners.tensorrt import TrtModel
-
-    model = TrtModel(package)
-    tokens = np.random.default_rng(0).integers(0, int(model.manifest["model"]["vocab_size"]), (batch, length))
-    model.start(batch, tokens=length + steps + 1)
-    model.feed(tokens[:, : model.prefill_tokens])  # the first call of a process loads code
-    model.start(batch, tokens=length + steps + 1)
-    begin = time.perf_counter()
-    token = model.feed(tokens)[:, -1].argmax(-1)
-    prefill = time.perf_counter() - begin
-    times = []
-    replays = model.greedy(token, steps + 1)
-    next(replays)  # captures the step
-    for _ in range(steps):
-        begin = time.perf_counter()
-        next(replays)
-        times.append(time.perf_counter() - begin)
-    free, total = model.driver.memory()
-    decode, peak = statistics.median(times) * 1e3, (total - free) / 2**20
-    return Measurement(length, prefill, decode, peak, batch, model.state_bytes() / 2**20)
+    state = model.table.size_bytes(setting.batch, model.table.rows(model.room, model.least_rows)) / 2**20
+    return Measurement(length, prefill, statistics.median(times) * 1e3, model.peak_mb(), setting.batch, state)
 
 
 def bench(
     package: Path,
     lengths: tuple[int, ...] = LENGTHS,
-    steps: int = DECODE_STEPS,
-    threads: int = 0,
-    batch: int = 1,
+    setting: Setting = Setting(),
     progress: Callable[[str], None] = lambda done: None,
 ) -> list[Measurement]:
     """Measure each of `lengths` in a process of its own.
@@ -103,7 +91,7 @@ def bench(
     rows = []
     for length in lengths:
         command = [sys.executable, "-m", "still_export.evaluation.bench", str(package)]
-        command += map(str, (length, steps, threads, batch))
+        command += [str(length), json.dumps(asdict(setting))]
         done = subprocess.run(command, text=True, capture_output=True)
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
@@ -143,4 +131,4 @@ def to_dict(rows: list[Measurement]) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asdict(measure(Path(sys.argv[1]), *map(int, sys.argv[2:6])))))
+    print(json.dumps(asdict(measure(Path(sys.argv[1]), int(sys.argv[2]), Setting(**json.loads(sys.argv[3]))))))

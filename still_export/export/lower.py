@@ -13,8 +13,10 @@ import onnx_ir as ir
 import torch
 
 import still_export
+import still_export.mixers.attention_op  # registers the torch op
 from still_export.export.trace import TracedModel
 from still_graphs.ops import DOMAIN, OPS, OpSpec
+from still_graphs.states import StateTable
 
 OPSET = 23
 IR_VERSION = 10
@@ -89,7 +91,7 @@ def lower_program(traced: TracedModel) -> ir.Model:
     model.ir_version = IR_VERSION
     model.producer_name, model.producer_version = "still-export", still_export.__version__
     _drop_absent_outputs(model)
-    _name_dimensions(model)
+    _name_dimensions(model, traced.states)
     _name_weights(model)
     _drop_trace_metadata(model)
     return model
@@ -134,9 +136,10 @@ def _drop_trace_metadata(model: ir.Model) -> None:
         value.metadata_props.clear()
 
 
-def _name_dimensions(model: ir.Model) -> None:
+def _name_dimensions(model: ir.Model, states: StateTable) -> None:
     """Give the free dimensions their names in the place of torch's symbols."""
     names: dict[str, str] = {}
+    grown = {s.past: (int(s.growth["axis"]), str(s.growth["dimension"])) for s in states if s.growth is not None}
 
     def learn(value: ir.Value, axis: int, name: str) -> None:
         if value.shape is not None and isinstance(dim := value.shape[axis], ir.SymbolicDim):
@@ -146,10 +149,8 @@ def _name_dimensions(model: ir.Model) -> None:
         if value.name == "input_ids":
             learn(value, 0, "batch")
             learn(value, 1, "tokens")
-        elif str(value.name).startswith("past_salient_"):
-            learn(value, 2, "slots")
-        elif str(value.name).startswith(("past_key.", "past_value.")):
-            learn(value, 2, "capacity")
+        elif value.name in grown:
+            learn(value, *grown[value.name])
     values = {id(v): v for node in model.graph for v in (*node.inputs, *node.outputs) if v is not None}
     for value in (*values.values(), *model.graph.inputs, *model.graph.outputs):
         if value.shape is None or value.shape.frozen:

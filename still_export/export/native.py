@@ -45,7 +45,7 @@ def build_native(build: Path, include: Path) -> Path:
     Raises:
         PluginBuildError: CMake, the compiler or the sources are missing, or the build fails; carries the tool's output.
     """
-    return run_cmake(SOURCE / "onnxruntime", build, {"ONNXRUNTIME_INCLUDE_DIR": include}) / LIBRARY
+    return run_cmake(SOURCE, build, {"ONNXRUNTIME_INCLUDE_DIR": include}, "still_onnxruntime") / "onnxruntime" / LIBRARY
 
 
 def add_native(folder: Path, include: Path | None = None) -> dict[str, Any]:

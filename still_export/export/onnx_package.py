@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import Any
 from still_export.errors import ConfigError, ModelNotFoundError, UnsupportedError
 from still_export.export.chat_format import chat_format
 from still_export.fields import check_types
-from still_export.mixers.config import FULL, StillConfig
-from still_export.package import checked
+from still_export.mixers.config import StillConfig, head_size
+from still_export.package.bundle import write_programs
 from still_export.package.checked import trust
 from still_export.package.folder import MANIFEST, MODEL, Package, open_package, staged_folder, write_manifest
 from still_export.runners.ort import CAPACITY, capacity_text
@@ -23,7 +22,10 @@ PREFILL_TOKENS = 512
 NATIVE_DTYPES = ("float32", "float16")
 """What the native kernel computes; the rest of a model in bfloat16 would not run on ONNX Runtime's CPU provider either."""
 
-STILL_OPTIONS = ("chunk_size", "salient_per_chunk", "select_scope", "capacity_tokens", "overflow")
+TRAINED_OPTIONS = ("chunk_size", "salient_per_chunk", "select_scope")
+DEPLOYMENT_OPTIONS = ("capacity_tokens", "overflow")
+"""Options of the STILL configuration: for models that do not carry one, and for all models."""
+
 Progress = Callable[[str], None]
 
 
@@ -39,7 +41,9 @@ class ExportOptions:
         overlays: Adapters or feature maps to add.
         revision: Of a hub id.
         native: Put a native kernel for CPUs like this one into the package.
-        chunk_size ... overflow: Of the STILL configuration, for models that do not carry one; None = default.
+        chunk_size, salient_per_chunk, select_scope: Of the STILL configuration, for models that do not carry one; None = default.
+        capacity_tokens, overflow: Likewise, of any model; None = the model's own.
+        prefill_tokens: Tokens of one prefill call; None = PREFILL_TOKENS.
     """
 
     model: str
@@ -54,11 +58,23 @@ class ExportOptions:
     select_scope: str | None = None
     capacity_tokens: int | None = None
     overflow: str | None = None
+    prefill_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.prefill_tokens is not None and self.prefill_tokens < 1:
+            raise ConfigError(f"prefill_tokens={self.prefill_tokens}; it must be at least 1.")
 
     def still_config(self) -> StillConfig | None:
         """The STILL configuration asked for, None where nothing was."""
-        given = {name: getattr(self, name) for name in STILL_OPTIONS if getattr(self, name) is not None}
+        given = self._given(TRAINED_OPTIONS)
         return StillConfig(**given) if given else None
+
+    def deployment(self) -> dict[str, Any]:
+        """What is asked of any model's STILL configuration."""
+        return self._given(DEPLOYMENT_OPTIONS)
+
+    def _given(self, names: tuple[str, ...]) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     @classmethod
     def from_manifest(cls, manifest: dict[str, Any]) -> ExportOptions:
@@ -86,6 +102,7 @@ def load_source(options: ExportOptions) -> Any:
         options.model,
         attach_untrained=options.attach_untrained,
         still_config=options.still_config(),
+        deployment=options.deployment(),
         overlays=options.overlays,
         dtype=options.dtype,
         revision=options.revision,
@@ -138,8 +155,7 @@ def export_onnx(
         model.generation_config.save_pretrained(folder)
         say("tracing")
         _write_model(model, options, folder, say, capacity_text(describe))
-        shutil.copyfile(Path(__file__).parents[1] / "runners" / "ort.py", folder / "run_ort.py")
-        shutil.copyfile(checked.__file__, folder / "checked.py")
+        write_programs(folder, ["ort"])
         say("hashing")
         write_manifest(folder, describe)
     return open_package(target, check_hashes=False)
@@ -180,35 +196,20 @@ def _write_model(model: Any, options: ExportOptions, folder: Path, say: Progress
 
 def _describe(model: Any, options: ExportOptions, command: str) -> dict[str, Any]:
     """The manifest's account of `model`."""
-    from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
+    from still_export.mixers.cache import state_table
+    from still_export.mixers.registry import mixer_of
 
     config, still = model.config, model.config.still
     dtype = str(model.dtype).removeprefix("torch.")
-    states: list[dict[str, Any]] = []
     layer_types = [still.layer_type(i) for i in range(config.num_hidden_layers)]
-    for index, kind in enumerate(layer_types):
-        if kind == FULL:
-            shape = ["batch", config.num_key_value_heads, "capacity", still.layer_config(config, index).head_dim]
-            states += [_state(name, index, shape, dtype, False) for name in ("key", "value")]
-            continue
-        layer = still.layer_config(config, index)
-        from still_kernels.hybrid_attention.state import state_names, state_shape
-
-        for name in state_names(layer):
-            spec = HYBRID_ATTENTION.state(name)
-            sizes = state_shape(layer, name, 1, 0)
-            shape = [
-                "batch" if d == "B" else "slots" if d == "N" else size
-                for d, size in zip(spec.shape, sizes, strict=True)
-            ]
-            in_place = spec.in_place
-            states.append(_state(name, index, shape, dtype if spec.dtype == "T" else spec.dtype, in_place))
+    ops = {m.op.name: m.op.version for m in (mixer_of(config, i) for i in range(config.num_hidden_layers))}
+    states = state_table(config, model.dtype)
     eos = model.generation_config.eos_token_id
     return {
         "target": "onnx",
         "command": command,
         "config": {**asdict(options), "overlays": list(options.overlays)},
-        "op": {"domain": HYBRID_ATTENTION.domain, "name": HYBRID_ATTENTION.name, "version": HYBRID_ATTENTION.version},
+        "ops": ops,
         "model": {
             "family": config.model_type.removeprefix("still_"),
             "dtype": dtype,
@@ -217,27 +218,18 @@ def _describe(model: Any, options: ExportOptions, command: str) -> dict[str, Any
             "hidden_size": config.hidden_size,
             "heads": config.num_attention_heads,
             "kv_heads": config.num_key_value_heads,
-            "head_dim": still.layer_config(config, 0).head_dim,
+            "head_dim": head_size(config),
             "vocab_size": config.vocab_size,
             "layer_types": layer_types,
             "linearized": not options.attach_untrained,
             "all_logits": options.all_logits,
         },
         "still": still.to_dict(),
-        "capacity": {
-            "capacity_tokens": still.capacity(config),
-            "chunk_size": still.chunk_size,
-            "salient_per_chunk": still.salient_per_chunk,
-            "overflow": still.overflow,
-        },
-        "prefill_tokens": PREFILL_TOKENS,
-        "states": states,
+        "capacity": {"capacity_tokens": states.capacity_tokens, "bounded": states.bounded},
+        "prefill_tokens": options.prefill_tokens or PREFILL_TOKENS,
+        "states": [state.to_dict() for state in states],
         "eos_token_ids": [] if eos is None else list(eos) if isinstance(eos, (list, tuple)) else [eos],
     }
-
-
-def _state(name: str, layer: int, shape: list[Any], dtype: str, in_place: bool) -> dict[str, Any]:
-    return {"name": f"{name}.{layer}", "layer": layer, "shape": shape, "dtype": dtype, "in_place": in_place}
 
 
 def _write_text_files(options: ExportOptions, folder: Path) -> dict[str, Any]:

@@ -98,8 +98,8 @@ def build_plugins(
     return run_cmake(SOURCE, build, {**options, "STILL_RUNNER": "ON" if runner else "OFF"})
 
 
-def run_cmake(source: Path, build: Path, options: dict[str, Path | str | None]) -> Path:
-    """Configure and build the CMake project in `source`; paths among the options become absolute, None becomes empty.
+def run_cmake(source: Path, build: Path, options: dict[str, Path | str | None], target: str = "all") -> Path:
+    """Configure the CMake project in `source` and build `target`; paths among the options become absolute, None becomes empty.
 
     Returns:
         build.
@@ -119,7 +119,7 @@ def run_cmake(source: Path, build: Path, options: dict[str, Path | str | None]) 
         configure += ["-G", "Ninja"]
     for option, value in options.items():
         configure.append(f"-D{option}={value.resolve() if isinstance(value, Path) else value or ''}")
-    for command in (configure, [cmake, "--build", str(build), "--parallel"]):
+    for command in (configure, [cmake, "--build", str(build), "--parallel", "--target", target]):
         done = subprocess.run(command, text=True, capture_output=True)
         if done.returncode:
             raise PluginBuildError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")

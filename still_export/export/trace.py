@@ -8,29 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from still_export.mixers.cache import empty_states
+from still_export.mixers.cache import empty_states, state_table
 from still_export.models import forward_with_state
+from still_graphs.states import State, StateTable, rows_after
 
-TRACE_BATCH, TRACE_TOKENS, TRACE_CAPACITY_CHUNKS = 3, 5, 4
+TRACE_BATCH, TRACE_TOKENS, TRACE_CAPACITY_PERIODS = 3, 5, 4
 """Example sizes of the trace: all different and none 1, so that no dimension is specialised or taken for another."""
-
-
-@dataclass(frozen=True)
-class StateName:
-    """One state tensor of the graph: `past_<name>.<layer>` in, `present_<name>.<layer>` out."""
-
-    layer: int
-    name: str
-
-    @property
-    def past(self) -> str:
-        """Name of the graph input."""
-        return f"past_{self.name}.{self.layer}"
-
-    @property
-    def present(self) -> str:
-        """Name of the graph output."""
-        return f"present_{self.name}.{self.layer}"
 
 
 @dataclass(frozen=True)
@@ -40,13 +23,24 @@ class TracedModel:
     program: torch.export.ExportedProgram
     input_names: list[str]
     output_names: list[str]
-    states: list[StateName]
+    states: StateTable
+
+
+def _name(state: State) -> str:
+    """The state's name in its layer."""
+    return state.name.rsplit(".", 1)[0]
+
+
+def _varies(states: StateTable, dimension: str) -> bool:
+    """Whether the number of rows depends on the tokens at all: with no row per token, or a fixed capacity, it is a number."""
+    rule, few = states.growths[dimension], states.period * TRACE_CAPACITY_PERIODS
+    return len({rows_after(rule, tokens, states.capacity_tokens) for tokens in (few, few + states.period)}) > 1
 
 
 class _StatefulForward(nn.Module):
     """`forward_with_state` with its states as one flat argument list."""
 
-    def __init__(self, model: Any, states: list[StateName], last_only: bool) -> None:
+    def __init__(self, model: Any, states: StateTable, last_only: bool) -> None:
         super().__init__()
         self.model = model
         self.states = states
@@ -55,15 +49,15 @@ class _StatefulForward(nn.Module):
     def forward(self, input_ids: Tensor, new_tokens: Tensor, past_length: Tensor, past: list[Tensor]) -> list[Tensor]:
         layers: list[dict[str, Tensor]] = [{} for _ in range(self.model.config.num_hidden_layers)]
         for key, tensor in zip(self.states, past, strict=True):
-            layers[key.layer][key.name] = tensor
+            layers[key.layer][_name(key)] = tensor
         logits, present = forward_with_state(
             self.model, input_ids, new_tokens, past_length, layers, last_only=self.last_only
         )
-        return [logits.float(), *(present[key.layer][key.name] for key in self.states), past_length + new_tokens]
+        return [logits.float(), *(present[key.layer][_name(key)] for key in self.states), past_length + new_tokens]
 
 
 def trace_model(model: Any, all_logits: bool = False) -> TracedModel:
-    """Trace `model` with dynamic batch, tokens and salient capacity.
+    """Trace `model` with dynamic batch, tokens and rows of the states that grow.
 
     Args:
         model: A STILL model of any family, on the CPU.
@@ -74,22 +68,15 @@ def trace_model(model: Any, all_logits: bool = False) -> TracedModel:
         `present_<state>.<layer>`, `present_length [B]`.
     """
     config = model.config
-    chunk = config.still.chunk_size
-    layers = empty_states(config, TRACE_BATCH, model.dtype, capacity=chunk * TRACE_CAPACITY_CHUNKS)
-    states = [StateName(index, name) for index, layer in enumerate(layers) for name in layer]
-    past = [layers[key.layer][key.name] for key in states]
+    states = state_table(config, model.dtype)
+    layers = empty_states(config, TRACE_BATCH, model.dtype, capacity=states.period * TRACE_CAPACITY_PERIODS)
+    past = [layers[state.layer][_name(state)] for state in states]
 
     batch = torch.export.Dim("batch", min=1, max=1 << 16)
     tokens = torch.export.Dim("tokens", min=1, max=1 << 24)
-    capacity = {name: torch.export.Dim(name, min=2, max=1 << 24) for name in ("slots", "capacity")}
-    grown = empty_states(config, TRACE_BATCH, model.dtype, capacity=chunk * (TRACE_CAPACITY_CHUNKS + 1))
-    shapes = []
-    for key, tensor in zip(states, past, strict=True):
-        dims: dict[int, Any] = {0: batch}
-        for axis, (size, larger) in enumerate(zip(tensor.shape, grown[key.layer][key.name].shape, strict=True)):
-            if size != larger:
-                dims[axis] = capacity["capacity" if key.name in ("key", "value") else "slots"]
-        shapes.append(dims)
+    growing = {name: torch.export.Dim(name, min=2, max=1 << 24) for name in states.growths if _varies(states, name)}
+    named = {"batch": batch, **growing}
+    shapes = [{axis: named[d] for axis, d in enumerate(state.shape) if d in named} for state in states]
     wrapper = _StatefulForward(model, states, last_only=not all_logits).eval()
     counts = torch.zeros(TRACE_BATCH, dtype=torch.int64)
     arguments = (torch.zeros(TRACE_BATCH, TRACE_TOKENS, dtype=torch.int64), counts + TRACE_TOKENS, counts, past)

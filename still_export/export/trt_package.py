@@ -14,17 +14,12 @@ from still_export.engines.options import GENERATED, TrtOptions
 from still_export.errors import UnsupportedError
 from still_export.export.onnx_package import ExportOptions, Progress, export_onnx
 from still_export.export.plugins import build_plugins, find_tensorrt_headers, pack_archive
+from still_export.package.bundle import PROGRAMS, write_programs
 from still_export.package.checked import trust
 from still_export.package.folder import MANIFEST, MODEL, Package, open_package, staged_folder, write_manifest
 
 KERNELS = "kernels.bin"
 WEIGHTS = f"{MODEL}.data"
-RUNNER_FILES = {
-    "ort.py": "run_ort.py",
-    "tensorrt.py": "run_trt.py",
-    "trt_engine.py": "trt_engine.py",
-    "cuda_driver.py": "cuda_driver.py",
-}
 
 
 def export_trt(
@@ -85,15 +80,13 @@ def _fill(source: Path, folder: Path, trt: TrtOptions, say: Progress, bring: Cal
     passes = run_pipeline(graph, trt.target, one_row=trt.batch == 1)
     # Also takes the weights out of `graph`: what follows would not fit into one message with them.
     onnx.save(graph, folder / MODEL, save_as_external_data=True, location=WEIGHTS)
-    skip = {MODEL, WEIGHTS, MANIFEST, "run_ort.py"}
+    skip = {MODEL, WEIGHTS, MANIFEST, *PROGRAMS.values()}
     if native := manifest.pop("native", None):  # ONNX Runtime's kernel
         skip.add(native["library"])
     for path in source.iterdir():
         if path.is_file() and path.name not in skip:
             bring(path, folder / path.name)  # no links: onnx refuses weights that have two names
-    runners = Path(__file__).parents[1] / "runners"
-    for name, copy in RUNNER_FILES.items():
-        shutil.copyfile(runners / name, folder / copy)
+    write_programs(folder, ["tensorrt"])
     config = asdict(trt)
     manifest.update(
         target=trt.target,

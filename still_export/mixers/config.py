@@ -135,6 +135,11 @@ class StillConfig:
             factors=None if self.window_factors is None else self.window_factors[layer],
         )
 
+    @property
+    def bounded(self) -> bool:
+        """More tokens than the capacity are refused; otherwise the salient cache folds."""
+        return self.overflow == "error"
+
     def capacity(self, family: Any) -> int:
         """T_max for a model with the family configuration `family`."""
         return self.capacity_tokens or int(family.max_position_embeddings)

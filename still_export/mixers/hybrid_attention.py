@@ -1,16 +1,22 @@
-"""StillAttention: takes the place of a family's self-attention module and keeps its projections."""
+"""STILL's hybrid attention: the module that takes the place of a family's attention and keeps its projections, its cache, its mixer."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
+from transformers.cache_utils import Cache
 
 from still_export.errors import UnsupportedError
-from still_export.mixers.cache import HybridLayer, StillCache
+from still_export.mixers.base import StillCacheLayer
+from still_export.mixers.config import HYBRID
 from still_export.mixers.torch_ops import hybrid_attention
+from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
+from still_graphs.ops.spec import AttributeValue
 from still_kernels.dispatch import hybrid_attention as kernel
 from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState
 
@@ -130,7 +136,7 @@ class StillAttention(nn.Module):
             )
             new_tokens = torch.full((batch,), tokens, dtype=torch.int64, device=hidden_states.device)
             return self.forward_state(hidden_states, position_embeddings, state, new_tokens)[0], None
-        layer = past_key_values.layers[self.layer_idx] if isinstance(past_key_values, StillCache) else None
+        layer = past_key_values.layers[self.layer_idx] if isinstance(past_key_values, Cache) else None
         if not isinstance(layer, HybridLayer) or layer.new_tokens is None:
             raise UnsupportedError(
                 f"layer {self.layer_idx} is hybrid attention and got a {type(past_key_values).__name__}; "
@@ -148,3 +154,99 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply rotary positions to [B, T, h, D]; cos, sin [B or 1, T, 1, D] pair channel i with i + D/2."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class HybridLayer(StillCacheLayer):
+    """State of one hybrid attention layer.
+
+    `owned`: nobody else has the state's tensors, so a call may write into them; a copy of the salient cache per token would cost
+    more than the step that needs it.
+    """
+
+    def __init__(self, config: HybridAttentionConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.state: HybridAttentionState | None = None
+        self.owned = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        raise UnsupportedError(
+            "a softmax attention module asked a hybrid layer's cache for all keys; the cache and the model's layer_types "
+            "disagree. Create the cache by StillCache.empty(model.config)."
+        )
+
+    def take(self, dtype: torch.dtype, device: torch.device) -> HybridAttentionState:
+        """The state to continue from, with room for the tokens of the announced call."""
+        assert self.new_tokens is not None and self.length is not None
+        if self.state is None:
+            slots = 0 if self.config.overflow == "error" else self.config.capacity_slots
+            batch = self.new_tokens.shape[0]
+            self.state = HybridAttentionState.empty(self.config, batch, dtype, device, slots=slots)
+            self.is_initialized = True
+        if self.grows and self.config.overflow == "error":
+            needed = min(self.config.capacity_slots, self.config.slots_for(self.columns))
+            if needed > self.state.slots:
+                # Doubling keeps the copies of a long decode rare.
+                self.state = with_slots(self.state, min(self.config.capacity_slots, max(needed, 2 * self.state.slots)))
+        return self.state
+
+    def store(self, state: HybridAttentionState) -> None:
+        """Keep the state after the call."""
+        self.state, self.length, self.owned = state, state.length, True
+
+    def states(self) -> dict[str, Tensor]:
+        assert self.state is not None, "the cache is empty"
+        self.owned = False
+        return {name: tensor for name, tensor in self.state.tensors().items() if name != "length"}
+
+    def load(self, states: Mapping[str, Tensor], length: Tensor) -> None:
+        super().load(states, length)
+        self.state, self.owned = HybridAttentionState(**states, length=length), False
+
+    def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().map_rows(change)
+        if self.state is not None:
+            self.state = HybridAttentionState(**{name: change(x) for name, x in self.state.tensors().items()})
+
+    def reset(self) -> None:
+        super().reset()
+        self.state = None
+
+    def get_max_length(self) -> int:
+        return self.config.capacity_tokens if self.config.overflow == "error" else -1
+
+
+def with_slots(state: HybridAttentionState, slots: int) -> HybridAttentionState:
+    """`state` with its salient cache padded with empty slots to `slots`."""
+    more = slots - state.slots
+    pad = torch.nn.functional.pad
+    return replace(
+        state,
+        salient_key=pad(state.salient_key, (0, 0, 0, more)),
+        salient_value=pad(state.salient_value, (0, 0, 0, more)),
+        salient_score=None if state.salient_score is None else pad(state.salient_score, (0, more)),
+    )
+
+
+class HybridAttentionMixer:
+    """Layers of type "hybrid_attention"."""
+
+    name = HYBRID
+    op = HYBRID_ATTENTION
+
+    def attributes(self, config: Any, index: int) -> dict[str, AttributeValue]:
+        return self._layer(config, index).attributes()
+
+    def symbols(self, config: Any, index: int) -> dict[str, int]:
+        return self._layer(config, index).symbols()
+
+    def cache_layer(self, config: Any, index: int) -> HybridLayer:
+        return HybridLayer(self._layer(config, index))
+
+    def module(self, base: nn.Module, config: Any, index: int) -> StillAttention:
+        still = config.still
+        layer = self._layer(config, index)
+        return StillAttention(base, layer, config.hidden_size, still.gate_bias, still.shared_feature_map)
+
+    def _layer(self, config: Any, index: int) -> HybridAttentionConfig:
+        return config.still.layer_config(config, index)

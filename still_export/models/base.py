@@ -13,8 +13,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from still_export.errors import PaddingError, UnsupportedError
 from still_export.mixers.cache import StillCache
-from still_export.mixers.config import FULL, HYBRID, StillConfig, head_size
+from still_export.mixers.config import FULL, StillConfig, head_size
 from still_export.mixers.hybrid_attention import StillAttention
+from still_export.mixers.registry import mixer_of
 from still_export.models.support import check_attention, check_family_config
 
 
@@ -46,11 +47,8 @@ def swap_attention(model: Any) -> None:
     still: StillConfig = config.still
     for index, layer in enumerate(model.model.layers):
         check_attention(layer.self_attn, f"layers.{index}.self_attn", head_size(config))
-        layer_config = still.layer_config(config, index)
-        if still.layer_type(index) == HYBRID:
-            layer.self_attn = StillAttention(
-                layer.self_attn, layer_config, config.hidden_size, still.gate_bias, still.shared_feature_map
-            )
+        still.layer_config(config, index)
+        layer.self_attn = mixer_of(config, index).module(layer.self_attn, config, index)
 
 
 class StillModelMixin:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ def load_model(
     *,
     attach_untrained: bool = False,
     still_config: StillConfig | None = None,
+    deployment: Mapping[str, Any] | None = None,
     overlays: Sequence[str | Path] = (),
     dtype: str | torch.dtype = "auto",
     revision: str | None = None,
@@ -63,6 +64,7 @@ def load_model(
         attach_untrained: Give a plain softmax model untrained STILL attention (identity maps, open gates).
         still_config: Its configuration; for released and LoLCATs checkpoints what their files do not say. Not for STILL folders and
             adapters, which carry their own.
+        deployment: Fields of the configuration that no training fixes, of any model: `capacity_tokens`, `overflow`.
         overlays: Folders, hub ids or safetensors files whose tensors are added to the model's: LoRA adapters, LoLCATs feature maps.
         dtype: float32, float16, bfloat16, or auto = as stored.
         revision: Of a hub id.
@@ -85,7 +87,7 @@ def load_model(
         raise ConfigError(f"{source} is linearized: it has feature maps of its own. Leave out --attach-untrained.")
     if found.model_type.startswith("still_"):
         if still_config is not None:
-            raise ConfigError(f"{source} is a STILL model with a configuration of its own; leave out STILL options.")
+            raise _trained(f"{source} is a STILL model")
         if not isinstance(found.config.get("still_config"), dict):
             raise ConfigError(
                 f"config.json of {source} has no still_config. Save the model again with save_pretrained."
@@ -111,8 +113,9 @@ def load_model(
                 "model's only within the first two chunks (128 tokens)."
             )
         if found.still is not None and still_config is not None:
-            raise ConfigError("the adapter has a configuration of its own; leave out STILL options.")
+            raise _trained("the adapter")
         still, fresh = found.still or still_config or StillConfig(), True
+    still = replace(still, **deployment or {})
     family = family_of(found.model_type)
     config = still_family_config(family, found.config, still)
     model = build_model(family, config, found.tensors, fresh)
@@ -125,6 +128,14 @@ def load_model(
             f"generation_config.json of {source} is not valid: {reason} Fix the named value."
         ) from error
     return model
+
+
+def _trained(what: str) -> ConfigError:
+    """Options that contradict what was trained."""
+    return ConfigError(
+        f"{what} has a configuration of its own, which fixes what was trained (chunk size, salient tokens, scope, maps). Leave out those "
+        "options; --capacity-tokens and --overflow may be given."
+    )
 
 
 def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:

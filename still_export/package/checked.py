@@ -16,14 +16,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""Of manifest.json."""
 MANIFEST = "manifest.json"
 MODEL = "model.onnx"
 PLUGIN = "libstill_tensorrt"
 """How the names of plugin libraries begin."""
 DTYPES = ("float32", "float16", "bfloat16")
-SYMBOLS = ("batch", "slots", "capacity")
-"""Dimensions of a state that a call decides."""
+MOST_ROWS = 1 << 24
 MOST_TOKENS = 1 << 40
 WHOLE = (1 << 31) - 1
 CHAT = ("start", "system_start", "system_to_user", "user_to_assistant", "assistant_to_user")
@@ -55,12 +55,21 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckError(f"{path} is not readable ({error}). Copy the package again.") from error
     check = _Check(path)
     version = check.integer(check.table(manifest, ""), "format_version", 1, WHOLE)
-    if version > FORMAT_VERSION:
-        raise CheckError(
-            f"{path} has format version {version}; this program reads up to {FORMAT_VERSION}. Update still-export."
-        )
+    if version != FORMAT_VERSION:
+        raise CheckError(other_format(path, manifest))
     check.runner_fields(manifest)
     return dict(manifest)
+
+
+def other_format(path: Path, manifest: dict[str, Any]) -> str:
+    """What to say of a manifest of another format version, with the command that exports the model again."""
+    version, command = manifest["format_version"], manifest.get("command")
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        return f"{path} has format version {version}; this still-export reads {FORMAT_VERSION}. Update still-export."
+    again = f": {command}" if isinstance(command, str) and command else "."
+    return (
+        f"{path} has format version {version}; this still-export reads {FORMAT_VERSION}. Export the model again{again}"
+    )
 
 
 def _no_constant(name: str) -> Any:
@@ -113,6 +122,39 @@ class _Check:
             raise self.wrong(field, f"one of {', '.join(known)}" if known else "a text", value)
         return value
 
+    def state(self, field: str, state: Any, growths: dict[str, Any]) -> None:
+        """One state; `growths` are the rules seen so far, by the dimension that grows."""
+        wanted = {"name", "layer", "op", "shape", "dtype", "in_place", "growth"}
+        if set(self.table(state, field)) != wanted:
+            raise self.wrong(field, f"an object of {', '.join(sorted(wanted))}", state)
+        for name in ("name", "op"):
+            self.text(state, f"{field}.{name}")
+        self.integer(state, f"{field}.layer", 0, MOST_ROWS)
+        self.text(state, f"{field}.dtype", (*DTYPES, "int64"))
+        self.boolean(state, f"{field}.in_place")
+        shape, growth = self.items(state, f"{field}.shape"), state["growth"]
+        if not 2 <= len(shape) <= 8 or shape[0] != "batch":
+            raise self.wrong(f"{field}.shape", 'of 2 to 8 dimensions, the first "batch"', shape)
+        axis, dimension = -1, None
+        if growth is not None:
+            self.table(growth, f"{field}.growth")
+            axis = self.integer(growth, f"{field}.growth.axis", 1, len(shape) - 1)
+            dimension = self.text(growth, f"{field}.growth.dimension")
+            for name, least in (("rows", 0), ("per", 1), ("lag", 0)):
+                self.integer(growth, f"{field}.growth.{name}", least, MOST_ROWS)
+            self.boolean(growth, f"{field}.growth.fixed")
+            if growths.setdefault(dimension, growth) != growth or dimension == "batch":
+                raise self.wrong(f"{field}.growth", f"the rule that other states have for {dimension}", growth)
+        for i, size in enumerate(shape[1:], 1):
+            if (
+                size != dimension
+                if i == axis
+                else not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MOST_ROWS
+            ):
+                raise self.wrong(
+                    f"{field}.shape[{i}]", f"{dimension!r}" if i == axis else f"an integer in 1..{MOST_ROWS}", size
+                )
+
     def runner_fields(self, manifest: dict[str, Any]) -> None:
         model = self.table(self.get(manifest, "model"), "model")
         self.text(model, "model.dtype", DTYPES)
@@ -120,24 +162,13 @@ class _Check:
         self.boolean(model, "model.all_logits")
         capacity = self.table(self.get(manifest, "capacity"), "capacity")
         self.integer(capacity, "capacity.capacity_tokens", 1, MOST_TOKENS)
-        self.integer(capacity, "capacity.chunk_size", 1, 1 << 24)
-        self.integer(capacity, "capacity.salient_per_chunk", 0, capacity["chunk_size"])
-        self.text(capacity, "capacity.overflow", ("error", "fold_min_score", "fold_oldest"))
+        self.boolean(capacity, "capacity.bounded")
         self.integer(manifest, "prefill_tokens", 1, 1 << 24)
+        growths: dict[str, Any] = {}
         names = set()
         for i, state in enumerate(self.items(manifest, "states")):
-            field = f"states[{i}]"
-            self.table(state, field)
-            names.add(self.text(state, f"{field}.name"))
-            self.text(state, f"{field}.dtype", DTYPES)
-            self.boolean(state, f"{field}.in_place")
-            shape = self.items(state, f"{field}.shape")
-            for axis, size in enumerate(shape):
-                whole = isinstance(size, int) and not isinstance(size, bool) and 1 <= size <= 1 << 24
-                if not whole and size not in SYMBOLS:
-                    raise self.wrong(f"{field}.shape[{axis}]", f"a size or one of {', '.join(SYMBOLS)}", size)
-            if not 2 <= len(shape) <= 8 or shape[0] != "batch":
-                raise self.wrong(f"{field}.shape", 'of 2 to 8 dimensions, the first "batch"', shape)
+            self.state(f"states[{i}]", state, growths)
+            names.add(state["name"])
         if len(names) < len(manifest["states"]):
             raise CheckError(f"{self.path}: states has a name twice. Export the package again.")
         for i, token in enumerate(self.items(manifest, "eos_token_ids")):

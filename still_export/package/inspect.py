@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from math import prod
 from typing import Any
 
 from still_export.package.folder import Package
-from still_export.runners.ort import slots_for
+from still_graphs.states import ITEM_BYTES, StateTable
 
-BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 CONTEXTS = (1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
 
 
 def state_bytes(manifest: dict[str, Any], tokens: int) -> int:
     """Bytes of one row's state after `tokens` tokens; beyond the capacity of a folding package it no longer grows."""
-    capacity = manifest["capacity"]
-    held = tokens if capacity["overflow"] == "error" else min(tokens, capacity["capacity_tokens"])
-    sizes = {"batch": 1, "slots": slots_for(capacity, held), "capacity": tokens}
-    return sum(prod(sizes.get(d, d) for d in s["shape"]) * BYTES[s["dtype"]] for s in manifest["states"])
+    table = StateTable.of(manifest)
+    return table.size_bytes(1, table.rows(tokens))
 
 
 def cache_bytes(manifest: dict[str, Any], tokens: int) -> int:
     """Bytes of the key/value cache of the same model with full attention."""
     model = manifest["model"]
-    return 2 * model["layers"] * model["kv_heads"] * model["head_dim"] * tokens * BYTES[model["dtype"]]
+    return 2 * model["layers"] * model["kv_heads"] * model["head_dim"] * tokens * ITEM_BYTES[model["dtype"]]
 
 
 def inspect(package: Package) -> dict[str, Any]:

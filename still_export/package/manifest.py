@@ -6,17 +6,16 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from still_export.errors import PackageError
 from still_export.fields import Record, check_record
-from still_export.package.checked import CHAT, FORMAT_VERSION, MOST_TOKENS, WHOLE, check_name
+from still_export.package.checked import CHAT, FORMAT_VERSION, MOST_ROWS, MOST_TOKENS, WHOLE, check_name, other_format
 
 Whole = Annotated[int, Field(ge=0, le=WHOLE)]
 Count = Annotated[int, Field(ge=1, le=WHOLE)]
 Size = Annotated[int, Field(ge=0, le=1 << 62)]
 Dtype = Literal["float32", "float16", "bfloat16"]
-Overflow = Literal["error", "fold_min_score", "fold_oldest"]
 
 
 class File(Record):
@@ -50,39 +49,47 @@ class Model(Record):
 
 
 class Capacity(Record):
-    """How many tokens a sequence may have, and what sizes its states."""
+    """How many tokens the states are meant to hold, and whether more are refused."""
 
     capacity_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)]
-    chunk_size: Annotated[int, Field(ge=1, le=1 << 24)]
-    salient_per_chunk: Annotated[int, Field(ge=0, le=1 << 24)]
-    overflow: Overflow
+    bounded: bool
 
-    @model_validator(mode="after")
-    def _fits(self) -> Capacity:
-        if self.salient_per_chunk > self.chunk_size:
-            raise ValueError(f"salient_per_chunk={self.salient_per_chunk} exceeds chunk_size={self.chunk_size}")
-        return self
+
+class Growth(Record):
+    """How many rows a state has after how many tokens (still_graphs/states.py)."""
+
+    dimension: Annotated[str, Field(min_length=1)]
+    axis: Annotated[int, Field(ge=1, le=7)]
+    rows: Annotated[int, Field(ge=0, le=MOST_ROWS)]
+    per: Annotated[int, Field(ge=1, le=MOST_ROWS)]
+    lag: Annotated[int, Field(ge=0, le=MOST_ROWS)]
+    fixed: bool
 
 
 class State(Record):
     """One state tensor."""
 
+    model_config = ConfigDict(extra="forbid")
+
     name: Annotated[str, Field(min_length=1)]
     layer: Whole
-    shape: Annotated[
-        list[Annotated[int, Field(ge=1, le=1 << 24)] | Literal["batch", "slots", "capacity"]],
-        Field(min_length=2, max_length=8),
-    ]
-    dtype: Dtype
+    op: str
+    shape: Annotated[list[Annotated[int, Field(ge=1, le=MOST_ROWS)] | str], Field(min_length=2, max_length=8)]
+    dtype: Dtype | Literal["int64"]
     in_place: bool
+    growth: Growth | None
 
-
-class Op(Record):
-    """The op of the graph's still nodes."""
-
-    domain: str
-    name: str
-    version: Count
+    @model_validator(mode="after")
+    def _agrees(self) -> State:
+        named = {0: "batch"} | ({self.growth.axis: self.growth.dimension} if self.growth else {})
+        for axis, size in enumerate(self.shape):
+            if (named.get(axis) if isinstance(size, str) else None) != (
+                size if isinstance(size, str) else named.get(axis)
+            ):
+                raise ValueError(f"shape[{axis}] is {size!r}, expected {named.get(axis, 'a number')!r}")
+        if self.growth and self.growth.axis >= len(self.shape):
+            raise ValueError(f"growth.axis={self.growth.axis} is no axis of the shape")
+        return self
 
 
 class Native(Record):
@@ -112,7 +119,7 @@ class Manifest(Record):
     target: Literal["onnx", "trt", "trt-rtx"]
     command: str
     config: dict[str, Any]
-    op: Op
+    ops: dict[str, Count]
     model: Model
     still: dict[str, Any]
     capacity: Capacity
@@ -135,9 +142,16 @@ class Manifest(Record):
             raise ValueError(f"chat lacks {', '.join(sorted(set(CHAT) - set(self.chat)))}")
         if self.target != "onnx" and self.trt is None:
             raise ValueError("trt is missing")
+        rules: dict[str, Growth] = {}
         for state in self.states:
-            if state.shape[0] != "batch" or state.layer >= self.model.layers:
-                raise ValueError(f"states: {state.name} begins with {state.shape[0]!r}, in layer {state.layer}")
+            if state.layer >= self.model.layers:
+                raise ValueError(f"states: {state.name} is of layer {state.layer}; model.layers is {self.model.layers}")
+            if state.op not in self.ops:
+                raise ValueError(f"states: {state.name} is of the op {state.op!r:.40}, which ops does not have")
+            if state.growth and rules.setdefault(state.growth.dimension, state.growth) != state.growth:
+                raise ValueError(
+                    f"states: {state.name} grows by another rule than others of {state.growth.dimension!r:.40}"
+                )
         if len({state.name for state in self.states}) < len(self.states):
             raise ValueError("states has a name twice")
         for name in self.files:
@@ -166,9 +180,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise PackageError(f"{path} is not readable ({error}). {again}") from error
     version = values.get("format_version") if isinstance(values, dict) else None
-    if isinstance(version, int) and not isinstance(version, bool) and version > FORMAT_VERSION:
-        raise PackageError(
-            f"{path} has format version {version}; this still-export reads up to {FORMAT_VERSION}. Update still-export."
-        )
+    if isinstance(version, int) and not isinstance(version, bool) and version != FORMAT_VERSION:
+        raise PackageError(other_format(path, values))
     check_record(Manifest, values, path, PackageError, again)
     return dict(values)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from still_export.package.calls import Arrays, last_logits, next_feed, without_padding
-from still_export.proof.selections import Leads
+from still_export.proof.excuses import Leads
 
 RARE = 0.99
 """The part of PyTorch's own rounding errors that is called usual; the error at its end is what an engine is held to."""

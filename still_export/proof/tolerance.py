@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from still_export.proof.cases import Case
+from still_export.proof.excuses import Excuses
 
 DIGITS = 3
 SPREAD = 2.0
@@ -37,7 +38,7 @@ class Tolerance:
 FLOAT32 = Tolerance({"": 2e-2, "logits": 5e-2}, 1e-3, "elemwise", 1e-3)
 
 
-def half_tolerance(cases: list[Case]) -> Tolerance:
+def half_tolerance(cases: list[Case], excuses: Excuses) -> Tolerance:
     """What PyTorch's own half precision run of the same calls says about rounding.
 
     The runtime must keep an output's bound in the median of each part: each row's logits, each head of each row of a state. The bound is
@@ -51,7 +52,7 @@ def half_tolerance(cases: list[Case]) -> Tolerance:
     for case in cases:
         for name, noise in case.noise.items():
             bounds[name] = max(bounds.get(name, 0.0), _rounded_up(max(noise.usual, SPREAD * noise.part)))
-            if name.startswith("present_window_score."):
+            if excuses.is_score(name):
                 tie = max(tie, 2 * noise.largest)
     return Tolerance(bounds, 0.0, "median", tie)
 

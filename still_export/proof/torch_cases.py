@@ -10,8 +10,9 @@ import numpy as np
 
 from still_export.package.calls import Arrays, next_feed, typed_states, without_padding
 from still_export.proof.cases import Case, chain, noise_of, same_best
-from still_export.proof.selections import Leads, selection_leads
-from still_export.runners.torch import TorchRunner
+from still_export.proof.excuses import Leads, excuses_of
+from still_export.runners.torch import TorchModel
+from still_graphs.states import StateTable
 
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 1000, 4097)
 ROWS = 4
@@ -38,20 +39,21 @@ class TorchCases:
         decode_steps: int = 72,
         seed: int = 0,
     ) -> None:
-        info, capacity = manifest["model"], manifest["capacity"]
         self.manifest = manifest
-        self.reference = TorchRunner(model, info["all_logits"])
-        self.half = None if half is None else TorchRunner(half, info["all_logits"])
+        self.reference = TorchModel(manifest, model)
+        self.half = None if half is None else TorchModel(manifest, half)
+        self.excuses = excuses_of(manifest)
         self.random = np.random.default_rng(seed)
-        self.vocabulary = int(info["vocab_size"])
-        self.chunk = int(capacity["chunk_size"])
+        self.vocabulary = int(manifest["model"]["vocab_size"])
+        table = StateTable.of(manifest)
+        self.chunk = table.period
         # An engine that takes more rows may run other kernels for them, one that takes fewer takes those. Its own batch may
         # differ from the package's: `build --batch`.
         engine = next(iter(manifest.get("engines") or ()), manifest.get("trt", {"batch": ROWS}))
         self.rows = int(engine["batch"])
-        # An engine holds at least a chunk's salient slots.
+        # An engine holds at least the rows of a chunk.
         self.least_room = 3 * self.chunk if manifest["target"] == "trt" else 0
-        limit = int(capacity["capacity_tokens"]) if capacity["overflow"] == "error" else 1 << 62
+        limit = table.capacity_tokens if table.bounded else 1 << 62
         self.lengths = tuple(n for n in lengths if n <= limit)
         self.longest = max(self.lengths, default=1)
         self.decode_prompt = min(2 * self.chunk + self.chunk // 2, max(1, limit - decode_steps))
@@ -132,7 +134,7 @@ class TorchCases:
     def _leads(self, feeds: list[Arrays]) -> Leads:
         """Leads of the sequences that `feeds` bring; their first call starts them."""
         tokens = np.concatenate([f["input_ids"] for f in feeds], axis=1)
-        return selection_leads(self.reference, self.manifest, tokens, np.sum([f["new_tokens"] for f in feeds], axis=0))
+        return self.excuses.leads(self.reference, tokens, np.sum([f["new_tokens"] for f in feeds], axis=0))
 
     def _measure(self, case: Case, pairs: list[tuple[Arrays, Arrays]]) -> None:
         for name in pairs[0][0]:

@@ -15,8 +15,8 @@ from still_export.package.calls import Arrays
 from still_export.package.folder import Package
 from still_export.package.staging import staged_files
 from still_export.proof.cases import Case, CaseSource, Noise, distance, part_medians, same_best
-from still_export.proof.selections import Selections, compare_selections, without_ties
-from still_export.proof.targets import Check, OrtTarget, Session, TrtTarget
+from still_export.proof.excuses import Choices, excuses_of
+from still_export.proof.sessions import Check, Session, Target
 from still_export.proof.tolerance import FLOAT32, Tolerance, half_tolerance
 
 DECODE_STEPS = {"onnx": 72, "trt": 256}
@@ -54,7 +54,7 @@ class Report:
     outputs: list[OutputReport]
     top1: float
     own_top1: float
-    selections: Selections
+    selections: Choices
     checks: list[Check]
     first_diverging_layer: int | None
     command: str
@@ -89,12 +89,10 @@ class Verifier:
         replays: Tokens of the runtime's own checks.
     """
 
-    def __init__(
-        self, package: Package, cases: CaseSource, target: OrtTarget | TrtTarget, replays: int = DECODE_STEPS["trt"]
-    ) -> None:
+    def __init__(self, package: Package, cases: CaseSource, target: Target, replays: int = DECODE_STEPS["trt"]) -> None:
         check_dtype(package)
         self.package, self.cases, self.target, self.replays = package, cases, target, replays
-        self.salient = int(package.manifest["capacity"]["salient_per_chunk"])
+        self.excuses = excuses_of(package.manifest)
 
     def run(self, folder: Path, progress: Callable[[str], None] = lambda done: None) -> Report:
         """Compare every case, save the calls to `folder` (inputs.json, outputs.json) for polygraphy's own command, and judge.
@@ -105,7 +103,7 @@ class Verifier:
         """
         from polygraphy.logger import G_LOGGER
 
-        selections = Selections()
+        selections = Choices()
         judged: list[tuple[Case, list[tuple[Arrays, Arrays]]]] = []
         checks: list[Check] = []
         G_LOGGER.module_severity = G_LOGGER.ERROR
@@ -117,12 +115,12 @@ class Verifier:
                 if case.start is not None and self.replays:
                     checks += session.checks(case.start, min(self.replays, len(case.steps)))
         cases = [case for case, _ in judged]
-        tolerance = half_tolerance(cases) if any(case.noise for case in cases) else FLOAT32
+        tolerance = half_tolerance(cases, self.excuses) if any(case.noise for case in cases) else FLOAT32
         if tolerance.statistic != "elemwise":
             for i, (case, pairs) in enumerate(judged):
-                given = (pairs, lambda case=case: case.leads, self.salient, tolerance.tie)  # type: ignore[misc]
-                selections.add(compare_selections(*given))
-                judged[i] = case, without_ties(*given)
+                given = (pairs, lambda case=case: case.leads, tolerance.tie)  # type: ignore[misc]
+                selections.add(self.excuses.compare(*given))
+                judged[i] = case, self.excuses.settle(*given)
         command = self.target.command()
         command += ["--load-inputs", str(folder / "inputs.json"), "--load-outputs", str(folder / "outputs.json")]
         line = shlex.join(command + tolerance.arguments())
@@ -147,7 +145,7 @@ class Verifier:
             RunResults([("pytorch", answers)]).save(str(folder / "outputs.json"))
 
     def _settled(
-        self, make: Callable[[], Case], session: Session, total: Selections
+        self, make: Callable[[], Case], session: Session, total: Choices
     ) -> tuple[Case, list[tuple[Arrays, Arrays]]]:
         """A case on which both runtimes select the same tokens, as far as single numbers are compared.
 
@@ -159,7 +157,7 @@ class Verifier:
             pairs = case.pairs(session)
             if case.noise:
                 break
-            found = compare_selections(pairs, lambda case=case: case.leads, self.salient, FLOAT32.tie)  # type: ignore[misc]
+            found = self.excuses.compare(pairs, lambda case=case: case.leads, FLOAT32.tie)  # type: ignore[misc]
             total.add(found)
             if not found.near_ties or found.wrong:
                 break
@@ -169,7 +167,7 @@ class Verifier:
         self,
         judged: list[tuple[Case, list[tuple[Arrays, Arrays]]]],
         tolerance: Tolerance,
-        selections: Selections,
+        selections: Choices,
         checks: list[Check],
         command: str,
     ) -> Report:

@@ -1,52 +1,90 @@
-"""The PyTorch reference behind the package's own interface: named arrays in, named arrays out."""
+"""The PyTorch reference as a runner, and as a function of named arrays in the names of the exported graph."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from still_export.mixers.cache import empty_states
+from still_export.mixers.cache import empty_states, state_table
 from still_export.models import forward_with_state
 from still_export.package.calls import Arrays
+from still_export.runners.base import Runner
 
 
-class TorchRunner:
-    """Runs a STILL model on the feeds of an exported graph.
+class TorchModel(Runner):
+    """A STILL model in PyTorch, behind the interface of its package.
 
     Args:
-        model: A STILL model of any family.
-        all_logits: As the package was exported.
+        manifest: Of the package.
+        model: A STILL model of any family, in the package's type or another.
+        folder: The package, for its tokenizer.
     """
 
-    def __init__(self, model: Any, all_logits: bool = False) -> None:
+    def __init__(self, manifest: dict[str, Any], model: Any, folder: Path = Path()) -> None:
+        self.folder, self.manifest = folder, manifest
         self.model = model.eval()
-        self.all_logits = all_logits
+        self.table = state_table(model.config, model.dtype)
+        self.all_logits = bool(manifest["model"]["all_logits"])
+        self._states: list[dict[str, Tensor]] = []
 
     def empty_feed(self, batch: int, capacity: int) -> Arrays:
         """`past_length` and `past_*` of rows that have seen nothing, with room for `capacity` tokens."""
-        layers = empty_states(self.model.config, batch, self.model.dtype, capacity=capacity)
-        feed = {f"past_{name}.{i}": x.numpy() for i, layer in enumerate(layers) for name, x in layer.items()}
-        feed["past_length"] = np.zeros(batch, np.int64)
-        return feed
+        feed = _named("past", empty_states(self.model.config, batch, self.model.dtype, capacity=capacity))
+        return {**feed, "past_length": np.zeros(batch, np.int64)}
 
     @torch.no_grad()
     def infer(self, feed: Arrays) -> Arrays:
-        """Outputs of one call: `logits` float32, `present_<state>.<layer>`, `present_length`."""
+        """Outputs of one call whose state is given: `logits` float32, `present_<state>.<layer>`, `present_length`."""
+        states = self._by_layer({s.name: feed[s.past] for s in self.table})
+        logits, present = self._call(feed["input_ids"], feed["new_tokens"], feed["past_length"], states)
+        length = feed["past_length"] + feed["new_tokens"]
+        return {"logits": logits, **_named("present", present), "present_length": length}
+
+    def _call(
+        self, input_ids: np.ndarray, counts: np.ndarray, length: np.ndarray, states: list[dict[str, Tensor]]
+    ) -> tuple[np.ndarray, list[dict[str, Tensor]]]:
+        ids, new, past = (torch.from_numpy(np.ascontiguousarray(x, np.int64)) for x in (input_ids, counts, length))
+        logits, present = forward_with_state(self.model, ids, new, past, states, last_only=not self.all_logits)
+        return logits.float().numpy(), present
+
+    def _by_layer(self, arrays: Mapping[str, np.ndarray]) -> list[dict[str, Tensor]]:
         layers: list[dict[str, Tensor]] = [{} for _ in range(self.model.config.num_hidden_layers)]
-        for name, array in feed.items():
-            if name.startswith("past_") and name != "past_length":
-                state, layer = name.removeprefix("past_").rsplit(".", 1)
-                layers[int(layer)][state] = torch.from_numpy(array)
-        counts, length = torch.from_numpy(feed["new_tokens"]), torch.from_numpy(feed["past_length"])
-        logits, present = forward_with_state(
-            self.model, torch.from_numpy(feed["input_ids"]), counts, length, layers, last_only=not self.all_logits
-        )
-        outputs = {"logits": logits.float().numpy()}
-        outputs.update(
-            {f"present_{name}.{i}": x.numpy() for i, layer in enumerate(present) for name, x in layer.items()}
-        )
-        outputs["present_length"] = (length + counts).numpy()
-        return outputs
+        for state in self.table:
+            layers[state.layer][state.name.rsplit(".", 1)[0]] = torch.from_numpy(arrays[state.name])
+        return layers
+
+    def _clear(self) -> None:
+        self._states = []
+
+    def _resize(self, tokens: int) -> None:
+        self.check_capacity(tokens)
+        self.room = self.ample(tokens, tokens // 8 if self.room else 0)
+        roomy = empty_states(self.model.config, self.batch, self.model.dtype, capacity=self.room)
+        for old, new in zip(self._states, roomy, strict=False):
+            for name, tensor in old.items():
+                new[name][tuple(slice(0, n) for n in tensor.shape)] = tensor
+        self._states = roomy
+
+    @torch.no_grad()
+    def feed(self, input_ids: np.ndarray, new_tokens: np.ndarray | None = None) -> np.ndarray:
+        tokens = input_ids.shape[1]
+        counts = np.full(self.batch, tokens, np.int64) if new_tokens is None else np.asarray(new_tokens, np.int64)
+        self.reserve(int(counts.max()))
+        logits, self._states = self._call(input_ids, counts, self.length, self._states)
+        self.length = self.length + counts
+        return logits
+
+    def state_arrays(self) -> dict[str, np.ndarray]:
+        return {f"{name}.{i}": x.numpy().copy() for i, layer in enumerate(self._states) for name, x in layer.items()}
+
+    def _write_states(self, arrays: dict[str, np.ndarray]) -> None:
+        self._states = self._by_layer(arrays)
+
+
+def _named(side: str, layers: list[dict[str, Tensor]]) -> Arrays:
+    return {f"{side}_{name}.{i}": x.numpy() for i, layer in enumerate(layers) for name, x in layer.items()}

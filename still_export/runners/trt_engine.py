@@ -11,12 +11,9 @@ from typing import Any
 
 import numpy as np
 
-try:
-    from still_export.package.checked import UNTRUSTED, RunError, check_hash, external_files, native_file, read_manifest
-    from still_export.runners.cuda_driver import Buffer, CudaError, Driver
-except ImportError:  # in a package, beside its own copies
-    from checked import UNTRUSTED, RunError, check_hash, external_files, native_file, read_manifest  # type: ignore[import-not-found, no-redef]
-    from cuda_driver import Buffer, CudaError, Driver  # type: ignore[import-not-found, no-redef]
+from still_export.package.checked import UNTRUSTED, check_hash, external_files, native_file, read_manifest
+from still_export.runners.cuda_driver import Buffer, CudaError, Driver
+from still_export.runners.sampling import RunError
 
 PREFILL, DECODE, DECODE_ROWS = 0, 1, 2
 """Profiles of an engine, and its contexts: calls of several tokens, of one token of one row, of one token of several rows."""
@@ -68,8 +65,9 @@ def load_plugin_library(module: Any, folder: Path, manifest: dict[str, Any], plu
                 raise TrtError(f"{refused}; it was built for another version.")
         except (OSError, RuntimeError) as error:
             raise TrtError(f"{refused}: {error}. It is damaged, or built for another version or processor.") from error
-    versions, wanted = _versions(registry), str(manifest["op"]["version"])
+    versions = _versions(registry)
     for name in ops:
+        wanted = str(manifest["ops"][name])
         if name not in versions:
             raise TrtError(f"{refused}: it registered no plugin {name}. It was built for another version.")
         if wanted not in versions[name]:
@@ -102,7 +100,7 @@ class TrtEngine:
 
     def __init__(self, folder: Path, plugin: Path | None = None, device: int = 0) -> None:
         self.folder = Path(folder)
-        self.manifest: dict[str, Any] = read_manifest(self.folder)
+        self.manifest = read_manifest(self.folder)
         self.again = f"Build it again here: still-export build {self.folder}"
         if not self.manifest.get("engines"):
             raise TrtError(

@@ -33,7 +33,7 @@ def library() -> str:
         include = find_onnxruntime_headers()
     except PluginBuildError as error:
         pytest.skip(str(error))
-    folder = ROOT / "build/plugins-onnxruntime"
+    folder = ROOT / "build/plugins-native"
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:  # test processes run side by side
         fcntl.flock(lock, fcntl.LOCK_EX)

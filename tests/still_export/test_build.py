@@ -22,8 +22,9 @@ from still_export.runners.tensorrt import TrtModel
 from still_export.runners.trt_engine import TrtError
 from still_graphs.passes.walk import drop_attribute
 from still_graphs.pipelines import run_pipeline
+from still_graphs.states import State
 from tests.still_export import fake_tensorrt
-from tests.still_graphs.small_graph import SALIENT, SIZES, small_graph, state_shape, state_type, states
+from tests.still_graphs.small_graph import SALIENT, SIZES, growth_of, small_graph, state_shape, state_type, states
 
 needs_rtx = pytest.mark.skipif(
     importlib.util.find_spec("tensorrt_rtx_bindings") is None, reason="needs tensorrt-rtx-cu13-libs and -bindings"
@@ -38,23 +39,21 @@ def onnx_package(folder: Path, dtype: str = "float16") -> Package:
     types_ = {onnx.TensorProto.FLOAT: "float32", onnx.TensorProto.FLOAT16: "float16"}
     manifest = {
         "target": "onnx",
-        "op": {"domain": "still", "name": "HybridAttention", "version": 1},
+        "ops": {"HybridAttention": 1},
         "model": {"dtype": dtype, "vocab_size": 23, "all_logits": True, "layers": 1},
-        "capacity": {
-            "capacity_tokens": 12 * SIZES["C"],
-            "chunk_size": SIZES["C"],
-            "salient_per_chunk": SALIENT,
-            "overflow": "error",
-        },
+        "still": {"chunk_size": SIZES["C"], "salient_per_chunk": SALIENT, "select_scope": "q_head"},
+        "capacity": {"capacity_tokens": 12 * SIZES["C"], "bounded": True},
         "prefill_tokens": 16,
         "states": [
-            {
-                "name": f"{name}.0",
-                "layer": 0,
-                "shape": state_shape(name),
-                "dtype": types_[state_type(name, dtype)],
-                "in_place": False,
-            }
+            State(
+                f"{name}.0",
+                0,
+                "HybridAttention",
+                tuple(state_shape(name)),
+                types_[state_type(name, dtype)],
+                False,
+                growth_of(name),
+            ).to_dict()
             for name in states()
         ],
     }

@@ -69,7 +69,7 @@ def test_export_run_verify_inspect_bench(model: Path, tmp_path: Path, capsys: Ca
     from still_export.runners.ort import OrtModel
 
     runner = OrtModel(package)
-    runner.manifest["capacity"]["capacity_tokens"] = 1 << 20
+    runner.table.capacity_tokens = 1 << 20
     runner.start(tokens=1024)
     assert sizes[1024] == sum(array.nbytes for array in runner.state_arrays().values())
 
@@ -93,6 +93,16 @@ def test_manifest_repeats_the_export(export_tiny: Exporter, tmp_path: Path) -> N
     assert call("export", "--config", package.path / "manifest.json", "-o", tmp_path / "again", "--quiet") == 0
     for name in ("model.onnx", "model.onnx.data"):
         assert (tmp_path / "again" / name).read_bytes() == (package.path / name).read_bytes()
+
+
+def test_choices_of_deployment_go_with_what_was_trained(export_tiny: Exporter, model: Path, tmp_path: Path) -> None:
+    """How long the context may be and in which pieces a prompt is read is not what training fixed."""
+    choices = ("--capacity-tokens", "300", "--overflow", "fold_oldest", "--prefill-tokens", "40", "--quiet")
+    assert call(model, "--to", "onnx", "-o", tmp_path / "package", *choices) == 0
+    manifest = json.loads((tmp_path / "package" / "manifest.json").read_text())
+    assert manifest["capacity"] == {"capacity_tokens": 300, "bounded": False} and manifest["prefill_tokens"] == 40
+    before = export_tiny().manifest["still"]
+    assert manifest["still"] == {**before, "capacity_tokens": 300, "overflow": "fold_oldest"}
 
 
 def test_manifest_names_the_model_and_its_overlays_from_anywhere(
@@ -153,7 +163,7 @@ def test_attach_untrained_is_asked_for(plain: Path, tmp_path: Path, capsys: Capt
         (("{model}", "--to", "onnx", "-o", "{exists}"), "--force"),
         (("{empty}", "--to", "onnx", "-o", "{out}"), "config.json"),
         (("no/such/model/at-all", "--to", "onnx", "-o", "{out}"), "does not exist"),
-        (("{model}", "--to", "onnx", "-o", "{out}", "--capacity-tokens", "99"), "configuration of its own"),
+        (("{model}", "--to", "onnx", "-o", "{out}", "--chunk-size", "16"), "configuration of its own"),
         (("run", "{empty}", "--prompt", "x"), "no exported package"),
         (("run", "{exists}"), "exactly one"),
         (("verify", "{exists}", "--lengths", "a"), "numbers"),
@@ -164,6 +174,7 @@ def test_attach_untrained_is_asked_for(plain: Path, tmp_path: Path, capsys: Capt
             ("{model}", "--to", "onnx", "-o", "{out}", "--arch", "sm_90", "--batch", "2"),
             "--arch, --batch: for --to trt",
         ),
+        (("{model}", "--to", "onnx", "-o", "{out}", "--prefill-tokens", "0"), "prefill_tokens=0"),
         (("inspect", "{empty}"), "no exported package"),
         (("export", "--config", "{empty}/none.json", "-o", "{out}"), "no manifest"),
     ],

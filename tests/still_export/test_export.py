@@ -14,7 +14,7 @@ import torch
 from still_export.models.load import load_model
 from still_export.package.calls import Arrays, next_feed
 from still_export.package.folder import Package
-from still_export.runners.torch import TorchRunner
+from still_export.runners.torch import TorchModel
 from tests.still_export.conftest import Exporter
 from tests.still_export.tiny import CHUNK, MIXED, VOCAB, plain_model
 from tests.tolerances import MODEL
@@ -30,13 +30,13 @@ def ort_outputs(session: onnxruntime.InferenceSession, feed: Arrays) -> Arrays:
     return dict(zip(names, session.run(names, feed), strict=True))
 
 
-def reference_of(package: Package) -> TorchRunner:
+def reference_of(package: Package) -> TorchModel:
     config, dtype = package.manifest["config"], package.manifest["model"]["dtype"]
     model = load_model(config["model"], attach_untrained=config["attach_untrained"], dtype=dtype)
-    return TorchRunner(model, config["all_logits"])
+    return TorchModel(package.manifest, model)
 
 
-def start_feed(runner: TorchRunner, tokens: np.ndarray, capacity: int, counts: list[int] | None = None) -> Arrays:
+def start_feed(runner: TorchModel, tokens: np.ndarray, capacity: int, counts: list[int] | None = None) -> Arrays:
     new_tokens = None if counts is None else np.array(counts, np.int64)
     return {**next_feed({}, tokens, new_tokens), **runner.empty_feed(tokens.shape[0], capacity)}
 

@@ -126,6 +126,8 @@ def test_adapter_on_the_base_is_the_model(
             torch.testing.assert_close(again(ids).logits, model(ids).logits, rtol=0, atol=0)
     with pytest.raises(ConfigError, match="configuration of its own"):
         load_model(base, overlays=[output / "adapter"], still_config=StillConfig())
+    longer = load_model(base, overlays=[output / "adapter"], deployment={"capacity_tokens": 777}).config.still
+    assert longer == replace(load_model(output).config.still, capacity_tokens=777)
     adapter = load_file(output / "adapter" / "adapter_model.safetensors")
     for name, parameter in still_parameters(again):
         if "feature_" in name or name.endswith("bias"):  # LoRA adds to the weights of gates

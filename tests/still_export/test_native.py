@@ -18,7 +18,8 @@ from still_export.export.native import HEADER, LIBRARY, find_onnxruntime_headers
 from still_export.export.onnx_package import ExportOptions, export_onnx
 from still_export.export.plugins import PluginBuildError
 from still_export.package.folder import Package, open_package, write_manifest
-from still_export.runners.ort import OrtModel, RunError
+from still_export.runners.ort import OrtModel
+from still_export.runners.sampling import RunError
 from tests.plugins.test_onnxruntime import library
 from tests.still_export.conftest import Exporter
 from tests.still_export.tiny import CHUNK, VOCAB

@@ -6,13 +6,16 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from still_export.models.load import load_model
-from still_export.runners.ort import OrtModel, RunError, Sampling, chat
+from still_export.runners.ort import OrtModel
+from still_export.runners.sampling import RunError, Sampling
+from still_export.runners.text import chat
 from tests.still_export.conftest import Exporter
 from tests.still_export.tiny import CHUNK, VOCAB
 from tests.tolerances import MODEL
@@ -131,11 +134,11 @@ def test_state_of_the_wrong_shape_is_refused(export_tiny: Exporter) -> None:
     model = started(export_tiny)
     arrays = model.state_arrays()
     with pytest.raises(RunError, match=r"window_key.0.*expected"):
-        model.load_state({**arrays, "window_key.0": arrays["window_key.0"][..., :-1]}, np.zeros(1, np.int64))
+        model.load({**arrays, "window_key.0": arrays["window_key.0"][..., :-1]}, np.zeros(1, np.int64))
     with pytest.raises(RunError, match=r"kv_state.1.*float32"):
-        model.load_state({**arrays, "kv_state.1": arrays["kv_state.1"].astype(np.float64)}, np.zeros(1, np.int64))
+        model.load({**arrays, "kv_state.1": arrays["kv_state.1"].astype(np.float64)}, np.zeros(1, np.int64))
     with pytest.raises(RunError, match=r"z_state.2.*missing"):
-        model.load_state({k: v for k, v in arrays.items() if k != "z_state.2"}, np.zeros(1, np.int64))
+        model.load({k: v for k, v in arrays.items() if k != "z_state.2"}, np.zeros(1, np.int64))
 
 
 def test_saved_state_continues(export_tiny: Exporter) -> None:
@@ -144,7 +147,7 @@ def test_saved_state_continues(export_tiny: Exporter) -> None:
     saved, length = model.state_arrays(), model.length.copy()
     expected = model.prefill(PROMPT[50:])
     model.start()
-    model.load_state(saved, length)
+    model.load(saved, length)
     np.testing.assert_array_equal(model.prefill(PROMPT[50:]), expected)
 
 
@@ -181,7 +184,7 @@ def test_stand_alone_script(export_tiny: Exporter) -> None:
         "import runpy, sys; sys.modules.update(dict.fromkeys(['torch', 'still_export', 'onnx', 'transformers'])); "
         f"sys.path.insert(0, {str(script.parent)!r}); "
         f"sys.argv = ['run_ort.py', '--prompt-ids', '{ids}', '--tokens', '12']; "
-        f"runpy.run_path({str(script)!r}, run_name='__main__')"
+        f"sys.path[0] = {str(package.path)!r}; runpy.run_path({str(script)!r}, run_name='__main__')"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -190,3 +193,43 @@ def test_stand_alone_script(export_tiny: Exporter) -> None:
     for bad, message in (("1,99", "outside the vocabulary"), ("1,x", "--prompt-ids")):
         failed = subprocess.run([sys.executable, "-c", program.replace(ids, bad)], capture_output=True, text=True)
         assert failed.returncode == 2 and message in failed.stderr and "Traceback" not in failed.stderr
+
+
+def test_a_device_that_copies_inputs_when_they_are_bound(
+    export_tiny: Exporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ONNX Runtime's CUDA provider copies a host array when it is bound: what is written into it later is not seen."""
+    expected = greedy(started(export_tiny), 12)
+    model = OrtModel(export_tiny().path, threads=1)
+    real = model._value
+
+    class DeviceValue:
+        """OrtValue of a device whose memory is here."""
+
+        ortvalue_from_numpy_with_onnx_type = real.ortvalue_from_numpy_with_onnx_type
+
+        @staticmethod
+        def ortvalue_from_numpy(array: np.ndarray, device: str = "cpu", index: int = 0) -> object:
+            assert device == "cuda", "bound from the host"
+            return real.ortvalue_from_numpy(array.copy())
+
+    class Copying:
+        """A binding that copies host arrays when it gets them."""
+
+        def __init__(self, binding: Any) -> None:
+            self._binding = binding
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._binding, name)
+
+        def bind_cpu_input(self, name: str, array: np.ndarray) -> None:
+            self._binding.bind_cpu_input(name, array.copy())
+
+    make = model.session.io_binding
+    run = model.session.run_with_iobinding
+    monkeypatch.setattr(model.session, "io_binding", lambda: Copying(make()))
+    monkeypatch.setattr(model.session, "run_with_iobinding", lambda binding: run(binding._binding))
+    monkeypatch.setattr(model, "_value", DeviceValue)
+    monkeypatch.setattr(model, "device", "cuda")
+    model.start()
+    assert greedy(model, 12) == expected

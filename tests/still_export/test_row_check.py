@@ -55,7 +55,7 @@ def test_rows_are_what_they_are_alone(package: Package, context: int) -> None:
 def test_a_small_capacity_is_kept_within(package: Package) -> None:
     build_engines(package)
     model = TrtModel(package.path)
-    model.manifest["capacity"]["capacity_tokens"] = 6
+    model.table.capacity_tokens = 6
     assert 0 <= check_rows(model, ROWS) < 1e-5
 
 

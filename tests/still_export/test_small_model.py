@@ -16,7 +16,8 @@ from still_export.linearization.tasks import TASKS, TaskWriter
 from still_export.linearization.texts import tokenize
 from still_export.mixers.config import FULL, HYBRID, StillConfig
 from still_export.models.load import load_model, load_tokenizer
-from still_export.runners.ort import OrtModel, Sampling
+from still_export.runners.ort import OrtModel
+from still_export.runners.sampling import Sampling
 
 SMALL = Path(__file__).parents[2] / "assets" / "small"
 LENGTHS = (1024, 4096)

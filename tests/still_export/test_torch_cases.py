@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from still_export.mixers.cache import state_table
 from still_export.proof.torch_cases import TorchCases
 from tests.still_export.tiny import CHUNK, VOCAB, still_model
 
@@ -23,12 +24,15 @@ from tests.still_export.tiny import CHUNK, VOCAB, still_model
     ids=["one row", "not built", "built for fewer", "onnx"],
 )
 def test_rows_are_those_that_the_engine_takes(facts: dict[str, Any], batch: int) -> None:
+    model = still_model("llama", torch.float32)
     manifest = {
         **facts,
         "model": {"all_logits": False, "vocab_size": VOCAB},
-        "capacity": {"chunk_size": CHUNK, "capacity_tokens": 12 * CHUNK, "overflow": "error"},
+        "ops": {},
+        "states": [s.to_dict() for s in state_table(model.config, torch.float32)],
+        "capacity": {"capacity_tokens": 12 * CHUNK, "bounded": True},
     }
-    asked = TorchCases(manifest, still_model("llama", torch.float32), lengths=(1, CHUNK + 1), decode_steps=4)
+    asked = TorchCases(manifest, model, lengths=(1, CHUNK + 1), decode_steps=4)
     cases = [make() for make in asked]
     assert len(cases) == asked.count
     rows = {case.name: case.feeds[0]["input_ids"].shape[0] for case in cases}

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from still_export.cli.main import main
-from still_export.cli.runtimes import next_commands, runtime_of
+from still_export.cli.next_commands import next_commands
 from still_export.engines.options import TrtOptions
 from still_export.errors import ConfigError
 from still_export.export.onnx_package import ExportOptions
 from still_export.export.plugins import PluginBuildError
 from still_export.export.trt_package import export_trt
 from still_export.package.folder import Package
+from still_export.runners.opening import runtime_of
 from tests.still_export.test_build import needs_rtx, onnx_package, trt_package
 
 

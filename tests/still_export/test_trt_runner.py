@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from still_export.engines.build import build_engines
-from still_export.evaluation.bench import measure
+from still_export.evaluation.bench import Setting, measure
 from still_export.package.folder import Package, open_package
-from still_export.proof.targets import TrtSession
-from still_export.runners.ort import OrtModel, Sampling
+from still_export.proof.sessions import Session
+from still_export.runners.ort import OrtModel
+from still_export.runners.sampling import RunError, Sampling
 from still_export.runners.tensorrt import TrtError, TrtModel
 from tests.still_export import fake_tensorrt
 from tests.still_export.fake_tensorrt import FakeTensorRT
@@ -93,14 +94,14 @@ def test_room_grows_without_losing_state(package: Package, module: FakeTensorRT,
     model = TrtModel(package.path)
     model.start(2, tokens=20)
     reference.start(2, tokens=96)
-    slots = model.room_slots
+    rows = model.table.rows(model.room)
     for size in (16, 16, 16, 16):
         ids = tokens(2, size)
         model.feed(ids)
         reference.feed(ids)
-    assert model.room_slots > slots
+    assert model.table.rows(model.room)["slots"] > rows["slots"]
     assert_states(model, reference)
-    with pytest.raises(TrtError, match="97 tokens exceed this package's capacity of 96 tokens"):
+    with pytest.raises(RunError, match="97 tokens exceed this package's capacity of 96 tokens"):
         model.feed(tokens(2, 33))
 
 
@@ -142,9 +143,9 @@ def test_a_step_that_promotes_counts_once(package: Package, module: FakeTensorRT
 
 def test_infer_takes_and_returns_states(package: Package, module: FakeTensorRT) -> None:
     model = TrtModel(package.path)
-    session = TrtSession(model)
-    feed = {f"past_{s['name']}": np.zeros([2 if d == "batch" else 0 if d == "slots" else d for d in s["shape"]], s["dtype"])
-            for s in model.states}  # fmt: skip
+    session = Session(model)
+    shapes = model.table.shapes(2, {"slots": 0})
+    feed = {s.past: np.zeros(shapes[s.name], s.dtype) for s in model.table}
     counts = np.array([5, 2], np.int64)
     outputs = session.infer({**feed, "input_ids": tokens(2, 5), "new_tokens": counts, "past_length": counts * 0})
     assert outputs["logits"].shape == (2, 5, VOCABULARY) and outputs["present_salient_key.0"].shape[2] == 0
@@ -219,6 +220,6 @@ def test_memory_that_ends_while_the_state_grows_loses_nothing(
 
 
 def test_bench_measures_the_packages_runtime(package: Package, module: FakeTensorRT) -> None:
-    row = measure(package.path, 40, steps=5)
+    row = measure(package.path, 40, Setting(5, runtime="trt"))
     assert row.length == 40 and row.prefill_s > 0 and row.decode_ms > 0 and row.peak_mb > 0
     assert module.engines[-1].calls == [16] + [16, 16, 8] + [1] * 7  # warm-up; prefill; warm-up and six replays

@@ -18,9 +18,9 @@ import pytest
 
 from still_export.cli.main import main
 from still_export.engines.options import TrtOptions
-from still_export.evaluation.bench import measure
+from still_export.evaluation.bench import Setting, measure
 from still_export.export.trt_package import lower_package
-from still_export.proof.targets import TrtSession
+from still_export.proof.sessions import Session
 from still_export.runners.tensorrt import TrtModel
 from tests.still_export import fake_tensorrt
 from tests.still_export.conftest import Exporter
@@ -139,7 +139,7 @@ def test_what_pytorch_computes_in_float32_stays_in_float32(package_of: Callable[
 def test_run_and_bench(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("run", built, "--runtime", "trt", "--prompt-ids", ",".join(["5"] * 70), "--tokens", 4, "--json") == 0
     assert len(json.loads(capsys.readouterr().out)["tokens"]) == 4
-    row = measure(built, 40, steps=3, batch=2)
+    row = measure(built, 40, Setting(3, batch=2, runtime="trt"))
     assert (row.length, row.batch) == (40, 2) and row.decode_ms > 0
 
 
@@ -231,10 +231,10 @@ def test_a_missing_piece_fails(built: Path, answers: Path, monkeypatch: pytest.M
 
 @pytest.mark.slow
 def test_a_state_that_is_not_carried_fails(built: Path, answers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = TrtSession.decode
+    right = Session.decode
 
-    def decode(session: TrtSession, start: Any, steps: Any) -> Any:
+    def decode(session: Session, start: Any, steps: Any) -> Any:
         return right(session, {**start, "past_length": start["past_length"] + 1}, steps)
 
-    monkeypatch.setattr(TrtSession, "decode", decode)
+    monkeypatch.setattr(Session, "decode", decode)
     assert any("decode steps" in name for name in failed(broken(built, answers)))

@@ -15,7 +15,7 @@ from still_export.models import FAMILIES, attach_untrained
 
 SHARED = Path(__file__).parents[3] / "shared"
 STORIES = SHARED / "models" / "stories260K"
-GOLDEN_FOLDER = SHARED / "golden"
+GOLDEN_FOLDER = Path(__file__).parents[1] / "golden"
 VOCAB = 61
 CHUNK = 8
 MIXED = ("hybrid_attention", "full_attention", "hybrid_attention")

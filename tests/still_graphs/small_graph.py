@@ -24,6 +24,13 @@ def state_shape(name: str) -> list[str | int]:
     return [d if isinstance(d, int) else symbols[d] for d in HYBRID_ATTENTION.state(name).shape]
 
 
+def growth_of(name: str) -> dict[str, int | str | bool] | None:
+    """Resolved growth rule of a state, None where its size is fixed."""
+    growth = HYBRID_ATTENTION.state(name).growth
+    attributes = {"salient_per_chunk": SALIENT, "chunk_size": SIZES["C"], "overflow": "error"}
+    return None if growth is None else growth.resolve(attributes)
+
+
 def states() -> list[str]:
     """Names of the states that the graph has."""
     return [s.name for s in HYBRID_ATTENTION.states if s.name not in SKIPPED]

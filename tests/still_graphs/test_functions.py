@@ -350,7 +350,7 @@ def test_counts_out_of_range_are_refused(changes: dict[str, list[int]], tokens: 
 
 
 def test_unknown_op_type_and_opset_are_refused() -> None:
-    node = helper.make_node("Attention", [], [], domain=DOMAIN)
+    node = helper.make_node("Mystery", [], [], domain=DOMAIN)
     with pytest.raises(UnsupportedError, match="HybridAttention"):
         function_body(node, TensorProto.FLOAT, dims={})
     node.op_type = "HybridAttention"

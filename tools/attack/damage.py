@@ -164,8 +164,7 @@ def case(inputs: Inputs, work: Path, rng: random.Random) -> tuple[str, str, list
         commands = [
             ["run", str(folder), *ids], ["run", str(folder), *text], ["run", str(folder), "--chat", *text], ["inspect", str(folder)],
             ["run_ort.py", "--folder", str(folder), *ids], ["run_ort.py", "--folder", str(folder), *text],
-            ["run_ort.py", "--folder", str(folder), "--no-check", *ids] if "--no-check" in forks.runner_path().read_text()
-            else ["run_ort.py", "--folder", str(folder), *ids],
+            ["run_ort.py", "--folder", str(folder), "--no-check", *ids],
             ["verify", str(folder), "--lengths", "1,9", "--decode-steps", "2", "-q"], ["build", str(folder), "-q"],
             ["bench", str(folder), "--lengths", "8", "--steps", "2", "-q"],
             ["export", "--config", str(folder / "manifest.json"), "-o", out, "-q"],

@@ -7,13 +7,11 @@ import importlib
 import os
 import pkgutil
 import resource
-import runpy
 import signal
 import sys
 import time
 import traceback
 from dataclasses import dataclass
-from pathlib import Path
 
 MEMORY_BYTES = 12 << 30
 """Address space of a process: a damaged size must not take the machine's memory."""
@@ -84,13 +82,6 @@ def preload() -> None:
             importlib.import_module(module.name)
 
 
-def runner_path() -> Path:
-    """The program that packages have as run_ort.py."""
-    import still_export
-
-    return Path(still_export.__file__).parent / "runners/ort.py"
-
-
 def run(arguments: list[str], limit_s: float = 90.0) -> Ended:
     """Run the command line, or run_ort.py where that is the first argument, in a forked process."""
     read, write = os.pipe()
@@ -137,7 +128,9 @@ def _be_the_program(arguments: list[str], write: int) -> None:
         try:
             if arguments[0] == "run_ort.py":
                 sys.argv = arguments
-                runpy.run_path(str(runner_path()), run_name="__main__")
+                from still_export.runners import ort
+
+                sys.exit(ort.main())
             else:
                 from still_export.cli.main import main
 

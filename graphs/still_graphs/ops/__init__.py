@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from still_graphs.ops.attention import ATTENTION
 from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 from still_graphs.ops.spec import DOMAIN, OpSpec
 
-OPS: dict[str, OpSpec] = {op.name: op for op in (HYBRID_ATTENTION,)}
+OPS: dict[str, OpSpec] = {op.name: op for op in (HYBRID_ATTENTION, ATTENTION)}
 """Every op of the domain by its ONNX name."""
 
 __all__ = ["DOMAIN", "OPS", "OpSpec"]

@@ -55,6 +55,25 @@ inline std::vector<OpSpec> make_op_specs()
                 {"overflow", AttributeKind::kString, 0, 0.0, "error", {"error", "fold_min_score", "fold_oldest"}},
             },
         },
+        {
+            "Attention", "still", 1,
+            {
+                {"query", {"B", "T", "H", "D"}, ElementType::kActivation, false, false, false},
+                {"key", {"B", "T", "HK", "D"}, ElementType::kActivation, false, false, false},
+                {"value", {"B", "T", "HK", "D"}, ElementType::kActivation, false, false, false},
+                {"new_tokens", {"B"}, ElementType::kInteger, false, false, false},
+                {"past_length", {"B"}, ElementType::kInteger, false, false, false},
+                {"past_key", {"B", "HK", "N", "D"}, ElementType::kActivation, false, true, false},
+                {"past_value", {"B", "HK", "N", "D"}, ElementType::kActivation, false, true, false},
+            },
+            {
+                {"output", {"B", "T", "H", "D"}, ElementType::kActivation, false, false, false},
+                {"present_key", {"B", "HK", "N", "D"}, ElementType::kActivation, false, true, false},
+                {"present_value", {"B", "HK", "N", "D"}, ElementType::kActivation, false, true, false},
+            },
+            {
+            },
+        },
     };
 }
 

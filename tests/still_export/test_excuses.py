@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from still_export.proof.selections import compare_selections, without_ties
+from still_export.mixers.hybrid_excuses import SelectionExcuse
 
 BATCH, HEADS, CHUNKS, SALIENT, DIM = 2, 3, 4, 2, 5
+EXCUSE = SelectionExcuse(
+    {
+        "still": {"chunk_size": 8, "salient_per_chunk": SALIENT, "select_scope": "q_head"},
+        "model": {"kv_heads": HEADS},
+    }
+)
 
 
 def caches(seed: int) -> dict[str, np.ndarray]:
@@ -29,10 +35,10 @@ def test_ties_are_settled_and_nothing_else_is() -> None:
             actual[name][1, 0, 7] = other[name][1, 0, 7]  # chunk 3
     lead = np.full((BATCH, HEADS, CHUNKS), 1.0)
     lead[0, 2, 1] = 0.01
-    given = ([(expected, actual)], lambda: {1: lead}, SALIENT, 0.05)
-    found = compare_selections(*given)
+    given = ([(expected, actual)], lambda: {1: lead}, 0.05)
+    found = EXCUSE.compare(*given)
     assert (found.compared, found.near_ties, found.wrong) == (BATCH * HEADS * CHUNKS * SALIENT, 2, 1)
-    ((left, settled),) = without_ties(*given)
+    ((left, settled),) = EXCUSE.settle(*given)
     assert left is expected
     for name, value in settled.items():
         if "salient" in name:
@@ -46,6 +52,6 @@ def test_a_chunk_that_pytorch_never_completed_is_no_tie() -> None:
     expected["present_salient_key.1"][:, :, -SALIENT:] = 0
     actual = {name: value.copy() for name, value in expected.items()}
     actual["present_salient_key.1"][0, 0, -1] = 1
-    given = ([(expected, actual)], lambda: {1: np.zeros((BATCH, HEADS, CHUNKS - 1))}, SALIENT, 0.05)
-    assert compare_selections(*given).wrong == 1
-    assert without_ties(*given)[0][1]["present_salient_key.1"][0, 0, -1].all()
+    given = ([(expected, actual)], lambda: {1: np.zeros((BATCH, HEADS, CHUNKS - 1))}, 0.05)
+    assert EXCUSE.compare(*given).wrong == 1
+    assert EXCUSE.settle(*given)[0][1]["present_salient_key.1"][0, 0, -1].all()

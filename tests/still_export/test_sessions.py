@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from still_export.package.folder import Package
-from still_export.proof.targets import TrtTarget
+from still_export.proof.sessions import Target
 from tests.still_export.test_build import trt_package
 
 
@@ -29,7 +29,7 @@ def call(tokens: int) -> dict[str, np.ndarray]:
 
 
 def test_saved_calls_have_the_engines_types_and_fit_its_profile(package: Package) -> None:
-    target = TrtTarget(package)
+    target = Target(package, "trt")
     feeds, expected = target.saved([call(16), call(17)], [{"present_length": np.ones(1, np.int64)}] * 2)
     assert len(feeds) == len(expected) == 1
     kinds = {name: array.dtype.name for name, array in feeds[0].items()}
@@ -38,10 +38,10 @@ def test_saved_calls_have_the_engines_types_and_fit_its_profile(package: Package
 
 
 def test_polygraphys_command_loads_the_library_that_registers_itself(package: Package) -> None:
-    command = shlex.join(TrtTarget(package).command())
+    command = shlex.join(Target(package, "trt").command())
     folder = package.path
     assert command == (
         f"polygraphy run {folder}/engine.plan --model-type engine --trt --plugins {folder}/libstill_tensorrt10_static.so"
     )
-    other = shlex.join(TrtTarget(package, folder / "mine.so").command())
+    other = shlex.join(Target(package, "trt", plugin=folder / "mine.so").command())
     assert other.endswith(f"--plugins {folder}/mine_static.so"), "polygraphy only opens libraries"

@@ -1,39 +1,15 @@
 // One head of one row in a step: where its data lies, its features, its share of the linear state, its output.
 #pragma once
 
+#include "../common/room.h"
 #include "features.h"
 
 namespace
 {
 
-using still_cpu::Step;
-using still_cpu::Task;
-using still_cpu::Tensors;
-
-// Hands out the task's room, 64 bytes apart.
-struct Room
-{
-    float* next;
-
-    float* take(int64_t n)
-    {
-        float* const taken = next;
-        next += (n + 15) / 16 * 16;
-        return taken;
-    }
-};
-
-template <typename T>
-T* at(void* base, int64_t index)
-{
-    return static_cast<T*>(base) + index;
-}
-
-template <typename T>
-T const* at(void const* base, int64_t index)
-{
-    return static_cast<T const*>(base) + index;
-}
+using still_cpu::hybrid::Step;
+using still_cpu::hybrid::Task;
+using still_cpu::hybrid::Tensors;
 
 // What one head of one row reads and writes.
 template <typename T>
@@ -57,7 +33,7 @@ struct Head
     int64_t ring(int slot) const { return ((static_cast<int64_t>(s.row) * l.kv_heads + kv_head) * 2 * l.chunk + slot) * l.dim; }
     int64_t cache(int64_t slot) const
     {
-        int const own = l.scope == still_cpu::Scope::kHead ? head : kv_head;
+        int const own = l.scope == still_cpu::hybrid::Scope::kHead ? head : kv_head;
         return ((static_cast<int64_t>(s.row) * l.select_heads() + own) * l.slots + slot) * l.dim;
     }
     T const* weight(void const* base) const { return at<T>(base, l.weight_heads == 1 ? 0 : static_cast<int64_t>(head) * l.rows * l.dim); }

@@ -1,15 +1,15 @@
 // Feature maps and self-saliency of a few rows.
 #pragma once
 
-#include "gemm.h"
+#include "../common/gemm.h"
 #include "kernels.h"
 
 namespace
 {
 
-using still_cpu::FeatureMap;
-using still_cpu::Layer;
-using still_cpu::Saliency;
+using still_cpu::hybrid::FeatureMap;
+using still_cpu::hybrid::Layer;
+using still_cpu::hybrid::Saliency;
 
 constexpr float kFloor = 1e-12f;
 constexpr float kReleasedEpsilon = 1e-8f;

@@ -3,7 +3,7 @@
 
 #include "hybrid_attention.h"
 
-namespace still_cpu
+namespace still_cpu::hybrid
 {
 
 // What one selection head of one row works with.
@@ -24,4 +24,4 @@ void select_tokens(Selection const& selection, int64_t chunk, uint8_t* salient);
 // cached tokens are copied to folded_keys and folded_values [k, D], newcomers lose their mark. Returns the number of the former.
 int fill_cache(Selection const& selection, int64_t chunk, uint8_t* salient, void* folded_keys, void* folded_values);
 
-} // namespace still_cpu
+} // namespace still_cpu::hybrid

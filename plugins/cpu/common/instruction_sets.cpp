@@ -1,8 +1,8 @@
 // Which of the compiled kernels this processor can run.
+#include "instruction_sets.h"
+
 #include <algorithm>
 #include <iterator>
-
-#include "kernels.h"
 
 namespace still_cpu
 {
@@ -11,21 +11,23 @@ namespace
 
 struct Set
 {
-    Kernels const& (*kernels)(bool half);
+    InstructionSet set;
+    char const* name;
     bool (*runs)();
 };
 
 Set const kSets[] = {
 #if defined(STILL_X86)
-    {v4_kernels,
+    {InstructionSet::kV4, "v4",
         []
         {
             return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq")
                    && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma");
         }},
-    {v3_kernels, [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2"); }},
+    {InstructionSet::kV3, "v3",
+        [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2"); }},
 #endif
-    {baseline_kernels, [] { return true; }},
+    {InstructionSet::kBaseline, "baseline", [] { return true; }},
 };
 
 Set const& set(int index)
@@ -38,9 +40,9 @@ Set const& set(int index)
 
 } // namespace
 
-Kernels const& kernels_of(int instruction_set, bool half)
+InstructionSet instruction_set(int index)
 {
-    return set(instruction_set).kernels(half);
+    return set(index).set;
 }
 
 int count_instruction_sets()
@@ -50,7 +52,7 @@ int count_instruction_sets()
 
 char const* instruction_set_name(int index)
 {
-    return set(index).kernels(false).name;
+    return set(index).name;
 }
 
 } // namespace still_cpu

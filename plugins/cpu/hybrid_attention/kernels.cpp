@@ -4,10 +4,10 @@
 namespace
 {
 
-using still_cpu::kBlockRows;
-using still_cpu::Kernels;
-using still_cpu::kPartSlots;
-using still_cpu::kTileKeys;
+using still_cpu::hybrid::kBlockRows;
+using still_cpu::hybrid::Kernels;
+using still_cpu::hybrid::kPartSlots;
+using still_cpu::hybrid::kTileKeys;
 
 size_t room(Layer const& l)
 {
@@ -242,7 +242,7 @@ void attend_part(Task const& task, int part, int parts, float* partial)
         h.mix(0, values, total, linear, mass);
         return;
     }
-    float* const out = partial + static_cast<size_t>(part) * still_cpu::partial_size(l);
+    float* const out = partial + static_cast<size_t>(part) * still_cpu::hybrid::partial_size(l);
     out[0] = top, out[1] = total, out[2] = mass;
     std::memcpy(out + 3, values, sizeof(float) * static_cast<unsigned>(l.dim));
     std::memcpy(out + 3 + l.dim, linear, sizeof(float) * static_cast<unsigned>(l.dim));
@@ -253,7 +253,7 @@ void combine(Task const& task, int parts, float const* partial)
 {
     Head<T> const h(task);
     int const dim = h.l.dim;
-    size_t const size = still_cpu::partial_size(h.l);
+    size_t const size = still_cpu::hybrid::partial_size(h.l);
     Room room{task.room};
     float* const values = room.take(dim);
     std::memset(values, 0, sizeof(float) * static_cast<unsigned>(dim));
@@ -271,11 +271,11 @@ void combine(Task const& task, int parts, float const* partial)
 }
 
 template <typename T>
-constexpr Kernels kTable{STILL_KERNELS_NAME, room, promote<T>, attend<T>, attend_part<T>, combine<T>};
+constexpr Kernels kTable{room, promote<T>, attend<T>, attend_part<T>, combine<T>};
 
 } // namespace
 
-still_cpu::Kernels const& still_cpu::STILL_KERNELS(bool half)
+still_cpu::hybrid::Kernels const& still_cpu::hybrid::STILL_KERNELS(bool half)
 {
     return half ? kTable<Half> : kTable<float>;
 }

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <limits>
 
-namespace still_cpu
+namespace still_cpu::hybrid
 {
 namespace
 {
@@ -116,4 +116,4 @@ int fill_cache(Selection const& selection, int64_t chunk, uint8_t* salient, void
     return folded;
 }
 
-} // namespace still_cpu
+} // namespace still_cpu::hybrid

@@ -3,7 +3,7 @@
 
 #include "hybrid_attention.h"
 
-namespace still_cpu
+namespace still_cpu::hybrid
 {
 
 constexpr int kBlockRows = 32;  // query rows of one task: two for a chunk of 64, so that few heads occupy an even number of threads
@@ -33,7 +33,6 @@ struct Task
 
 struct Kernels
 {
-    char const* name;
     // Floats that `Task::room` must have.
     size_t (*room)(Layer const& layer);
     // Adds the promoted chunk's other tokens, and folded ones, to the linear state of one head.
@@ -52,13 +51,10 @@ STILL_INLINE size_t partial_size(Layer const& layer)
     return 3 + 2 * static_cast<size_t>(layer.dim);
 }
 
-// Those of the instruction set with this number among the ones that the processor can run, best first.
-Kernels const& kernels_of(int instruction_set, bool half);
-
 Kernels const& baseline_kernels(bool half);
 #if defined(STILL_X86)
 Kernels const& v3_kernels(bool half);
 Kernels const& v4_kernels(bool half);
 #endif
 
-} // namespace still_cpu
+} // namespace still_cpu::hybrid

@@ -1,0 +1,83 @@
+"""The PyTorch form: appends to the cache, then attends to what is filled. Query heads of a group are rows of one product."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from still_graphs.errors import CapacityError, ShapeError
+from still_kernels.attention.naive import check_inputs
+from still_kernels.attention.state import AttentionState
+
+BLOCK = 256
+"""Query tokens of one product: a mask beside 8,192 keys is then 24 MB for three heads a group, whatever the prompt's length."""
+
+
+def blocked_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    state: AttentionState,
+    new_tokens: Tensor | None = None,
+    in_place: bool = False,
+) -> tuple[Tensor, AttentionState]:
+    """Causal softmax attention of new tokens to themselves and to the cache; any split of a sequence gives the same.
+
+    Args:
+        query: After RoPE, [B, T, H, D], fp16, bf16, fp32 or fp64.
+        key, value: [B, T, HK, D], key after RoPE.
+        state: What the rows have seen; only filled rows of it are read.
+        new_tokens: Tokens of each row, int [B], right-padded to T; None: T each. Padding enters nothing and its output is 0.
+        in_place: Write into `state`'s keys and values, and return them.
+
+    Returns:
+        output [B, T, H, D], dtype of query, and the state after the call.
+
+    Raises:
+        ShapeError: A tensor does not fit.
+        CapacityError: A row outgrows the state.
+    """
+    batch, tokens = check_inputs(query, key, value)
+    state.check(query, key)
+    past: list[int] = state.length.tolist()
+    new: list[int] = [tokens] * batch if new_tokens is None else new_tokens.tolist()
+    for row, (length, count) in enumerate(zip(past, new, strict=True)):
+        if length < 0 or not 0 <= count <= tokens:
+            raise ShapeError(
+                f"row {row} has length {length} and {count} new tokens; expected at least 0, at most {tokens} new."
+            )
+        if length + count > state.rows:
+            raise CapacityError(
+                f"row {row} grows to {length + count} tokens; the state has room for {state.rows}. Give a larger state."
+            )
+    keys, values = (state.key, state.value) if in_place else (state.key.clone(), state.value.clone())
+    alike = len(set(past)) == 1 and len(set(new)) == 1
+    outputs = []
+    for rows in [slice(None)] if alike else [slice(row, row + 1) for row in range(batch)]:
+        length, count = past[rows][0], new[rows][0]
+        for cache, fresh in ((keys, key), (values, value)):
+            cache[rows, :, length : length + count] = fresh[rows, :count].transpose(1, 2)
+        output = _attend(query[rows, :count], keys[rows], values[rows], length)
+        outputs.append(torch.nn.functional.pad(output, (0, 0, 0, 0, 0, tokens - count)))
+    present = torch.tensor([sum(x) for x in zip(past, new, strict=True)], dtype=state.length.dtype, device=query.device)
+    output = torch.cat(outputs) if outputs else torch.zeros_like(query)
+    return output, AttentionState(keys, values, present)
+
+
+def _attend(query: Tensor, keys: Tensor, values: Tensor, length: int) -> Tensor:
+    """Output [B, T, H, D] of query [B, T, H, D] at positions from `length` on; keys and values [B, HK, N, D] have them already."""
+    batch, tokens, heads, dim = query.shape
+    group = heads // keys.shape[1]
+    outputs = []
+    for start in range(0, tokens, BLOCK):
+        block = query[:, start : start + BLOCK]
+        count, end = block.shape[1], length + start + block.shape[1]
+        rows = block.unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, HK, G * count, D]
+        mask = None
+        if count > 1:
+            last = torch.arange(end - count, end, device=query.device).repeat(group)
+            mask = torch.arange(end, device=query.device) <= last[:, None]
+        mixed = scaled_dot_product_attention(rows, keys[:, :, :end], values[:, :, :end], attn_mask=mask)
+        outputs.append(mixed.reshape(batch, heads, count, dim).transpose(1, 2))
+    return torch.cat(outputs, dim=1) if outputs else torch.zeros_like(query)

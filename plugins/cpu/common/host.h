@@ -1,0 +1,43 @@
+// What kernels of the CPU need of a host: a way to run tasks at once. They know no host.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+
+namespace still_cpu
+{
+
+struct Host
+{
+    void* context;
+    // Runs task(data, 0 .. total - 1), some of them at once.
+    void (*run)(void* context, void (*task)(void* data, size_t index), size_t total, void* data);
+};
+
+constexpr size_t kMaxLanes = 64; // tasks that have room at once
+
+// Runs fn(index, lane) for index < total, on at most `lanes` threads that take the next index when they are done with one.
+template <typename Function>
+void spread(Host const& host, size_t lanes, size_t total, Function const& fn)
+{
+    struct Work
+    {
+        Function const& fn;
+        size_t total;
+        std::atomic<size_t> next;
+    } work{fn, total, {0}};
+    auto const lane = [](void* data, size_t index)
+    {
+        Work& w = *static_cast<Work*>(data);
+        for (size_t i = w.next++; i < w.total; i = w.next++)
+            w.fn(i, index);
+    };
+    size_t const used = std::min(total, lanes);
+    if (used == 1)
+        lane(&work, 0);
+    else if (used)
+        host.run(host.context, lane, used, &work);
+}
+
+} // namespace still_cpu

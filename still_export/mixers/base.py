@@ -1,0 +1,118 @@
+"""What the generic rooms ask of a mixer: its op, the sizes of its states, its cache layer, the module that takes a family's place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from transformers.cache_utils import CacheLayerMixin
+
+from still_export.errors import UnsupportedError
+from still_graphs.ops import OpSpec
+from still_graphs.ops.spec import AttributeValue
+
+
+class StillCacheLayer(CacheLayerMixin):
+    """What the cache layers of all mixers share: the tokens that each row has seen and brings.
+
+    `length` and `new_tokens` are int64 [B]. `columns` counts the columns of the batch so far, padding included: an upper bound of
+    every length that is known without reading a tensor, which transformers' bookkeeping and the growth of buffers need.
+    """
+
+    is_compileable = False
+    is_croppable = False
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.length: Tensor | None = None
+        self.new_tokens: Tensor | None = None
+        self.columns = 0
+        self.grows = True
+
+    def begin(self, new_tokens: Tensor, columns: int | None) -> None:
+        """Announce the next call: tokens per row, and the columns that it adds; None leaves every buffer as it is."""
+        self.new_tokens = new_tokens
+        if self.length is None:
+            self.length = new_tokens.new_zeros(new_tokens.shape)
+        self.grows = columns is not None
+        self.columns += columns or 0
+
+    def states(self) -> dict[str, Tensor]:
+        """State tensors by name, without the length."""
+        raise NotImplementedError
+
+    def load(self, states: Mapping[str, Tensor], length: Tensor) -> None:
+        """Continue from `states`, which stay the caller's, after `length` [B] tokens."""
+        self.length = length
+        self.is_initialized = True
+
+    def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Apply `change` to every tensor; rows are the first dimension of each."""
+        if self.length is not None:
+            self.length = change(self.length)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def get_seq_length(self) -> int:
+        return self.columns
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.columns + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.length = self.new_tokens = None
+        self.columns = 0
+        self.is_initialized = False
+
+    def offload(self) -> None:
+        raise UnsupportedError(
+            "offloading a STILL cache is not supported; it is small: leave cache_implementation unset."
+        )
+
+    def prefetch(self) -> None:
+        raise UnsupportedError(
+            "offloading a STILL cache is not supported; it is small: leave cache_implementation unset."
+        )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        raise UnsupportedError(
+            f"cannot remove {tokens_to_remove} tokens from a STILL cache: promoted chunks live on in S and z. "
+            "Start from a new cache; assisted and speculative decoding are not supported."
+        )
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.map_rows(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.map_rows(lambda x: x.index_select(0, indices.to(x.device)))
+
+
+class Mixer(Protocol):
+    """What one layer does with its tokens and its state. `config` is a STILL family configuration, `index` a layer of it."""
+
+    name: str
+    """In `layer_types`."""
+
+    op: OpSpec
+
+    def attributes(self, config: Any, index: int) -> dict[str, AttributeValue]:
+        """Attributes of the layer's op."""
+
+    def symbols(self, config: Any, index: int) -> dict[str, int]:
+        """Sizes of the symbols in the shapes of the op's states, but B and N."""
+
+    def cache_layer(self, config: Any, index: int) -> StillCacheLayer:
+        """The layer's part of a cache that has seen nothing."""
+
+    def module(self, base: nn.Module, config: Any, index: int) -> nn.Module:
+        """The module that takes the place of the family's attention module `base`."""

@@ -1,0 +1,166 @@
+"""What `verify` compares with PyTorch: the runner that users run, call by call, and polygraphy's command for the same."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from still_export.package.calls import Arrays, last_logits, typed_states
+from still_export.package.folder import Package
+from still_export.runners.base import Runner
+from still_export.runners.opening import open_runner
+
+
+@dataclass(frozen=True)
+class Check:
+    """Something that must hold of a runtime by itself."""
+
+    name: str
+    passed: bool
+    detail: str = ""
+
+
+class Session:
+    """A package's runner, in place and growing as users run it, asked for calls whose state is given.
+
+    Args:
+        model: The runner.
+    """
+
+    def __init__(self, model: Runner) -> None:
+        self.model = model
+
+    def infer(self, feed: Arrays) -> Arrays:
+        """Outputs of one call whose state is given, in whatever float type."""
+        self._load(feed)
+        logits = self.model.feed(feed["input_ids"], feed["new_tokens"])
+        return self._outputs(feed, logits)
+
+    def decode(self, start: Arrays, steps: tuple[np.ndarray, ...]) -> tuple[np.ndarray, Arrays]:
+        """Logits [B, 1 + steps, V] after the call `start` and after every step, and the last outputs; the state stays where it is."""
+        self._load(start)
+        first = self.model.feed(start["input_ids"], start["new_tokens"])
+        logits = [last_logits(first, start["new_tokens"])]
+        logits += [self.model.feed(token) for token in steps]
+        return np.concatenate(logits, axis=1), self._outputs(start, logits[-1])
+
+    def _load(self, feed: Arrays) -> None:
+        typed = typed_states(feed, self.model.manifest)
+        states = {s.name: typed[s.past] for s in self.model.table}
+        self.model.load(states, feed["past_length"], int(np.max(feed["new_tokens"])))
+
+    def _outputs(self, feed: Arrays, logits: np.ndarray) -> Arrays:
+        outputs = {"logits": logits, "present_length": self.model.length}
+        for name, array in self.model.state_arrays().items():
+            # The runner may have more room than was given, or less, where rows are left empty.
+            found = np.zeros(feed[f"past_{name}"].shape, array.dtype)
+            part = tuple(slice(0, min(n, m)) for n, m in zip(found.shape, array.shape, strict=True))
+            found[part] = array[part]
+            outputs[f"present_{name}"] = found
+        return outputs
+
+    def checks(self, start: Arrays, count: int) -> list[Check]:
+        """Where the runner replays steps from a CUDA graph, captured again when the state grows half way: they equal single steps
+        bit for bit."""
+        if not self.model.replays:
+            return []
+        halves = [count - count // 2, count // 2]
+        replayed = self._begin(start)
+        tokens = [replayed]
+        for part in halves:
+            self._outgrow()
+            tokens += [t.copy() for t in self.model.greedy(tokens[-1], part)]
+        kept = self.model.state_arrays()
+        self._begin(start)
+        wrong, done = 0, 0
+        for part in halves:
+            self._outgrow()
+            self.model.reserve(part)
+            for _ in range(part):
+                logits = self.model.feed(tokens[done][:, None])[:, -1]
+                done += 1
+                chosen = np.take_along_axis(logits, tokens[done][:, None].astype(np.int64), axis=1)[:, 0]
+                wrong += int((chosen < logits.max(-1)).sum())  # of equal logits either is likeliest
+        single = self.model.state_arrays()
+        differing = [name for name, array in kept.items() if not np.array_equal(array, single[name], equal_nan=True)]
+        detail = f"{wrong} tokens and the states {', '.join(differing) or 'none'} differ"
+        name = f"{count} replayed steps of {len(tokens[0])} rows equal single steps"
+        return [Check(name, not wrong and not differing, detail)]
+
+    def _outgrow(self) -> None:
+        """Move the state to more room, where the capacity allows it."""
+        if not self.model.table.bounded or self.model.room < self.model.table.capacity_tokens:
+            self.model.reserve(self.model.room + 1 - int(self.model.length.max()))
+
+    def _begin(self, start: Arrays) -> np.ndarray:
+        """Feed `start` with the least room; the likeliest token of each row, [B]."""
+        self.model.start(start["input_ids"].shape[0])
+        logits = self.model.feed(start["input_ids"], start["new_tokens"])
+        return last_logits(logits, start["new_tokens"])[:, 0].argmax(-1).astype(np.int32)
+
+
+class Target:
+    """The runtime that is proven.
+
+    Args:
+        package: With an engine for this machine, where it is for TensorRT.
+        runtime: "ort", "trt" or "torch".
+        provider: Of ONNX Runtime.
+        plugin: TensorRT's plugin library in the place of the package's.
+    """
+
+    def __init__(
+        self, package: Package, runtime: str = "ort", provider: str = "cpu", plugin: Path | None = None
+    ) -> None:
+        self.package, self.runtime, self.provider, self.plugin = package, runtime, provider, plugin
+        self.name = {"ort": "onnxrt"}.get(runtime, runtime)
+        self.native = False
+        """Whether the session that was opened last has the package's native kernel."""
+
+    @property
+    def title(self) -> str:
+        """The runtime, for people."""
+        if self.runtime != "ort":
+            return {"trt": "TensorRT", "torch": "PyTorch's runner"}[self.runtime]
+        native = " with the native kernel" if self.native else ""
+        return "ONNX Runtime" + (" CUDA" if self.provider == "cuda" else "") + native
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[Session]:
+        """The runner that `run` opens, ready."""
+        manifest = self.package.manifest
+        # The hashes were compared when the package was opened.
+        model = open_runner(self.package.path, manifest, self.runtime, self.provider, plugin=self.plugin, check=False)
+        self.native = getattr(model, "native", None) is not None
+        yield Session(model)
+
+    def saved(self, feeds: list[Arrays], expected: list[Arrays]) -> tuple[list[Arrays], list[Arrays]]:
+        """Calls that polygraphy's own command can repeat, with the types that it must pass."""
+        manifest = self.package.manifest
+        calls = [(typed_states(f, manifest), typed_states(e, manifest)) for f, e in zip(feeds, expected, strict=True)]
+        if self.runtime == "trt":  # those that fit the prefill profile; longer ones the runner feeds in pieces
+            longest = int(manifest["engines"][0]["prefill_tokens"])
+            calls = [(_narrow(f), _narrow(e)) for f, e in calls if f["input_ids"].shape[1] <= longest]
+        return [f for f, _ in calls], [e for _, e in calls]
+
+    def command(self) -> list[str]:
+        """Polygraphy's command, without inputs and tolerances. With ONNX Runtime it loads no custom op library: it runs the bodies."""
+        folder, manifest = self.package.path, self.package.manifest
+        if self.runtime != "trt":
+            providers = ["--providers", "cuda"] if self.provider == "cuda" else []
+            return ["polygraphy", "run", str(self.package.model_path), "--onnxrt", *providers]
+        entry = manifest["engines"][0]
+        library = self.plugin or folder / manifest["plugins"][entry["tensorrt"].split(".")[0]]
+        # Polygraphy only opens libraries: the variant that registers itself.
+        itself = library.with_name(f"{library.stem.removesuffix('_static')}_static.so")
+        engine = ["polygraphy", "run", str(folder / entry["file"]), "--model-type", "engine", "--trt"]
+        return [*engine, "--plugins", str(itself)]
+
+
+def _narrow(arrays: Arrays) -> Arrays:
+    """`arrays` with counts and tokens in the engine's type."""
+    return {name: array.astype(np.int32) if array.dtype == np.int64 else array for name, array in arrays.items()}
