@@ -17,7 +17,7 @@ from still_export.package.folder import MANIFEST, MODEL, Package, open_package, 
 from still_export.runners.ort import CAPACITY, capacity_text
 
 PREFILL_TOKENS = 512
-"""Tokens of one prefill call: longer calls are not faster and take more memory (docs/onnxruntime.md)."""
+"""Tokens of one prefill call: longer calls are not faster and take more memory (docs/notebook/onnxruntime.md)."""
 
 NATIVE_DTYPES = ("float32", "float16")
 """What the native kernel computes; the rest of a model in bfloat16 would not run on ONNX Runtime's CPU provider either."""

@@ -18,13 +18,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from still_export.errors import ConfigError, TrainingError
+from still_export.export.chat_format import chat_format
 from still_export.linearization import adapter
+from still_export.linearization.forms import NaturalWriter
 from still_export.linearization.modes import HYBRID, SOFTMAX, TrainableAttention, attention_mode, make_trainable
 from still_export.linearization.objectives import FinetuneObjective, TransferObjective
 from still_export.linearization.objectives import cross_entropy as per_token
 from still_export.linearization.recipe import Recipe
-from still_export.linearization.tasks import TaskWriter
-from still_export.linearization.texts import Batches, Corpus, held_out_rows, read_corpus
+from still_export.linearization.tasks import TaskWriter, Weighing
+from still_export.linearization.texts import Batches, Corpus, held_out_rows, read_chats, read_corpus
 from still_export.linearization.trainer import Progress, StageReport, Trainer
 from still_export.models.load import load_model, load_tokenizer
 from still_export.package.staging import staged_folder
@@ -105,6 +107,8 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     set_seed(recipe.seed)
     if recipe.precision == "bf16":
         torch.set_float32_matmul_precision("high")
+    # Each length of rows has kernels of its own, in either stage, with and without gradients.
+    torch._dynamo.config.recompile_limit = 64
     return accelerator
 
 
@@ -133,6 +137,9 @@ class LinearizationRun:
         self.base_weights = weights_digest(model)
         log("tokenizing the texts")
         self.corpus: Corpus = read_corpus(recipe.texts, self.tokenizer, int(model.config.vocab_size), recipe.held_out)
+        self.chats = []
+        if recipe.chat_file:
+            self.chats = read_chats(recipe.chat_file, self.tokenizer, int(model.config.vocab_size))
         self.held_out = held_out_rows(self.corpus, recipe.validation_rows, recipe.sequence_length)
 
     def load_base(self) -> Any:
@@ -159,10 +166,13 @@ class LinearizationRun:
             "base",
             "tokenizer",
             "start",
+            "chat_file",
         ):
             del values[name]
-        tokens = hashlib.sha256(self.corpus.train.tobytes()).hexdigest()
-        return {**values, "training_tokens_sha256": tokens, "base_weights": self.base_weights}
+        tokens = hashlib.sha256(self.corpus.train.tobytes())
+        for chat in self.chats:
+            tokens.update(chat.tobytes())
+        return {**values, "training_tokens_sha256": tokens.hexdigest(), "base_weights": self.base_weights}
 
     def open_folder(self, resume: bool, force: bool) -> None:
         """Make the output folder, or check that it holds this run.
@@ -199,9 +209,22 @@ class LinearizationRun:
     def batches(self, retrieval: float) -> Batches:
         """The training batches with a share of retrieval rows."""
         recipe = self.recipe
-        writer = TaskWriter(self.tokenizer, self.corpus.train)
+        natural = None
+        if recipe.natural:
+            natural = NaturalWriter(self.tokenizer, self.corpus.train, chat_format(self.tokenizer))
         return Batches(
-            self.corpus, writer, recipe.batch_size, recipe.sequence_length, recipe.seed, retrieval, recipe.answer_weight
+            self.corpus,
+            TaskWriter(self.tokenizer, self.corpus.train),
+            recipe.batch_size,
+            recipe.sequence_length,
+            recipe.seed,
+            retrieval,
+            Weighing(recipe.answer_weight, recipe.answer_share),
+            natural=natural,
+            natural_share=recipe.natural,
+            chats=self.chats,
+            chat_share=recipe.chat,
+            lengths=recipe.row_lengths,
         )
 
     def validate(self, module: nn.Module) -> float:
@@ -255,7 +278,14 @@ class LinearizationRun:
                 parameter.requires_grad_(True)
         self.log(f"stage 2, LoRA: {_count(model):,} parameters, loss {recipe.loss}")
         trainer = Trainer(self.accelerator, recipe, "finetune", self.work, self.progress)
-        objective = FinetuneObjective(model, attentions, recipe.loss, recipe.selection_weight)
+        objective = FinetuneObjective(
+            model,
+            attentions,
+            recipe.loss,
+            recipe.selection_weight,
+            answer_loss=recipe.answer_loss,
+            per_answer=recipe.answer_share > 0,
+        )
         report = trainer.train(
             objective,
             self.batches(recipe.retrieval),
