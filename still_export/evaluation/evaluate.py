@@ -18,7 +18,7 @@ from still_export.errors import ConfigError, NotLinearizedError
 from still_export.linearization.modes import SOFTMAX, make_trainable
 from still_export.linearization.tasks import TaskWriter, task_named
 from still_export.linearization.texts import check_ids, read_text, tokenize
-from still_export.mixers.hybrid_attention import StillAttention
+from still_export.mixers.hybrid_attention.module import StillAttention
 from still_export.models.load import load_model
 
 VARIANTS = ("still", "no_salient_tokens", "window_only", "no_norm_preserving_map")

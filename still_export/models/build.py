@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 
 from still_export.errors import CheckpointError, ConfigError, UnsupportedModelError
 from still_export.mixers.config import StillConfig
-from still_export.mixers.hybrid_attention import StillAttention
+from still_export.mixers.hybrid_attention.module import StillAttention
 from still_export.models.families import FAMILIES, Family
 
 

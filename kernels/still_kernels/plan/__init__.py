@@ -150,7 +150,7 @@ class Plan:
         env = call.environment()
         kinds = {"T": call.dtype or "", "int64": call.count_dtype or "", "float32": "float32"}
         found = {f"present_{state.name}": kinds[state.dtype] for state in self.spec.states}
-        found |= {t.name: kinds[t.dtype] for t in (*self.spec.states, *self.spec.inputs, *self.spec.outputs)}
+        found |= {t.name: kinds[t.dtype] for t in (*self.spec.all_inputs(), *self.spec.outputs)}
         found |= {name: kinds["int64"] for name in ("query_start", "state_row")}
         for region in (*self.compiled.workspace, *self.compiled.persistent):
             found[region.name] = region.element(env)

@@ -165,21 +165,18 @@ class Call:
             name: tensor for name, tensor in zip(spec.input_names(), spec.all_inputs(), strict=True) if name in shapes
         }
         sizes: dict[str, int] = {}
-        joined: list[tuple[str, str, int]] = []
-        for name, tensor in sorted(
-            known.items(), key=lambda item: item[1].role == "weight"
-        ):  # their 1 stands for all heads
-            if len(shapes[name]) == len(tensor.shape) - 1:
-                joined.append((str(tensor.shape[-2]), str(tensor.shape[-1]), shapes[name][-1]))
-            for dim, size in (
-                zip(tensor.shape, shapes[name], strict=False) if len(shapes[name]) == len(tensor.shape) else ()
-            ):
-                factor, _, symbol = str(dim).rpartition("*")
-                if size > 0 and isinstance(dim, str):
-                    sizes.setdefault(symbol, size // int(factor or 1))
-        for symbol, last, size in joined:
-            if sizes.get(last) and size > 0:
-                sizes.setdefault(symbol, size // sizes[last])
+        for weights in (False, True):  # their 1 stands for all heads
+            found = [
+                (shapes[name], tensor.shape) for name, tensor in known.items() if (tensor.role == "weight") == weights
+            ]
+            for got, dims in found:
+                for dim, size in zip(dims, got, strict=False) if len(got) == len(dims) else ():
+                    factor, _, symbol = str(dim).rpartition("*")
+                    if size > 0 and isinstance(dim, str):
+                        sizes.setdefault(symbol, size // int(factor or 1))
+            for got, dims in found:
+                if len(got) == len(dims) - 1 and got[-1] > 0 and sizes.get(str(dims[-1])):
+                    sizes.setdefault(str(dims[-2]), got[-1] // sizes[str(dims[-1])])
         plain = {
             tensor.name: shapes[name] for name, tensor in reversed(known.items())
         }  # an input goes before a state of its name
