@@ -49,18 +49,31 @@ def measure(package: Path, length: int, steps: int, threads: int) -> dict[str, f
     return {"length": length, "prefill_s": prefill, "decode_ms": statistics.median(times) * 1e3, "peak_mb": peak}
 
 
+def write_folder(gguf: Path, folder: Path) -> Path:
+    """A GGUF file as a plain Hugging Face folder, in float32: what genai's builder reads.
+
+    Read by this project: transformers loads such a file through accelerate, and refuses to save what it loaded.
+    """
+    from safetensors.torch import save_file
+    from transformers import AutoConfig
+
+    from still_export.models.gguf import read_gguf, read_tokenizer
+
+    family, config, tensors = read_gguf(gguf)
+    described = AutoConfig.for_model(family, **config, dtype="float32")
+    described.architectures = [f"{family.capitalize()}ForCausalLM"]
+    described.save_pretrained(folder)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    read_tokenizer(gguf).save_pretrained(folder)
+    return folder
+
+
 def build(model: Path, work: Path) -> Path:
     """genai's float32 CPU package of `model`, made once."""
     package = work / "genai"
     if (package / "genai_config.json").exists():
         return package
-    folder = model
-    if model.is_file():
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        folder = work / "base"
-        AutoModelForCausalLM.from_pretrained(model.parent, gguf_file=model.name).save_pretrained(folder)
-        AutoTokenizer.from_pretrained(model.parent, gguf_file=model.name).save_pretrained(folder)
+    folder = write_folder(model, work / "base") if model.is_file() else model
     command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(folder), "-o", str(package)]
     subprocess.run([*command, "-p", "fp32", "-e", "cpu", "-c", str(work / "cache")], check=True, stdout=sys.stderr)
     return package

@@ -70,27 +70,28 @@ def compile_layer(arch: int, name: str, dtype_name: str) -> str:
     """Compile what a case, or a Llama-3.1-8B layer of the scope `name`, launches; returns what went wrong, or nothing."""
     from triton.runtime import driver
 
+    from still_kernels import launcher
     from still_kernels.hybrid_attention import launch
-    from still_kernels.hybrid_attention.tiles import SHARED_BYTES, tile_table
+    from still_kernels.hybrid_attention.tiles import tile_table
+    from still_kernels.tile import SHARED_BYTES
 
     driver.set_active(Driver(arch))  # type: ignore[arg-type]
     cases = load_cases()
     found: list[str] = []
 
-    class Compiler(launch.Launcher):
-        def __call__(self, name: str, grid: tuple[int, int, int], **more: Any) -> None:
-            kernel, tile = launch.KERNELS[name], self.tiles[name]
-            values = {**self.values, **tile.constants, **more}
-            arguments = {arg: values.get(arg.removeprefix("p_")) for arg in kernel.arg_names}
+    class Compiler(launcher.Launcher):
+        def launch(self, launch: launcher.PreparedLaunch, values: list[Any], variant: object | None) -> None:
+            arguments = dict(zip(launch.function.arg_names, values, strict=True))
+            options = launch.tile.options()
             try:
-                shared = kernel.run(grid=grid, warmup=True, **arguments, **tile.options()).metadata.shared
+                shared = launch.function.run(grid=launch.grid, warmup=True, **arguments, **options).metadata.shared
             except Exception as failure:  # of any stage of the compiler
-                found.append(f"{name}: {type(failure).__name__}: {str(failure).strip()[-300:]}")
+                found.append(f"{launch.name}: {type(failure).__name__}: {str(failure).strip()[-300:]}")
                 return
             if shared > SHARED_BYTES[arch]:
-                found.append(f"{name}: {shared} bytes of shared memory, sm_{arch} has {SHARED_BYTES[arch]}")
+                found.append(f"{launch.name}: {shared} bytes of shared memory, sm_{arch} has {SHARED_BYTES[arch]}")
 
-    launch.Launcher = Compiler  # type: ignore[misc]
+    launcher.Launcher = Compiler  # type: ignore[misc]
     layer = cases.CASES.get(name) or cases.Case(
         {**LLAMA, "chunk_size": 64, "feature_dim": 128, "select_scope": name}, ((3, [3, 3]), cases.STEP)
     )

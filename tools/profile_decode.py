@@ -24,10 +24,12 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from still_kernels import bench
+from still_kernels import bench, launcher
 from still_kernels.hybrid_attention import HybridAttentionState, launch
 from still_kernels.hybrid_attention.chunked import chunked_hybrid_attention
+from still_kernels.hybrid_attention.plan import PLAN
 from still_kernels.hybrid_attention.tiles import TileTable
+from still_kernels.hybrid_attention.variants import plan_constants
 
 COPY_RATE = 4.2e12  # bytes/s read and written, measured on an H200
 
@@ -104,22 +106,24 @@ def traced(step: Step, batch: int) -> Iterator[list[Tensor]]:
     """Launches within get a trace each: int64 [programs, 8]."""
     traces = [torch.zeros(1 << 16, 8, dtype=torch.int64, device="cuda") for _ in range(step.layers)]
     following = itertools.cycle(traces)
-    original = launch.Launcher.__call__
+    original = launcher.Launcher.launch
 
-    def call(self: launch.Launcher, name: str, grid: tuple[int, int, int], **more: Any) -> None:
-        more |= {"trace": next(following)} if name == "decode" else {}
-        original(self, name, grid, **more)
+    def call(self: launcher.Launcher, made: launcher.PreparedLaunch, values: list[Any], variant: object) -> None:
+        if made.name == "decode":
+            values[made.function.arg_names.index("p_trace")] = next(following)
+        original(self, made, values, variant)
 
-    with mock.patch.object(launch.Launcher, "__call__", call):
+    with mock.patch.object(launcher.Launcher, "launch", call):
         yield traces
 
 
 def roles(config: Any, table: TileTable, batch: int, slots: int) -> tuple[list[str], int]:
     """Role of each program along x, and the number of select heads."""
     heads, select = config.num_heads, config.select_heads
-    slices = config.head_dim // table.decode.constants["DS"]
-    window = 2 * config.chunk_size // table.decode.constants["BL"]
-    splits = launch.decode_splits(batch, select, slots, table.decode_programs)
+    constants = plan_constants(config, table)
+    slices, window = constants["value_slices"], constants["window_parts"]
+    call = launch.call_of(config, torch.bfloat16, table, batch, 1, slots)
+    splits = int(PLAN.evaluate(call).arguments["NS"])
     return (["slice"] * slices + ["window"] * window + ["fresh"]) * (heads // select) + ["split"] * splits, select
 
 

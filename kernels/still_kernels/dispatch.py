@@ -14,36 +14,15 @@ from still_kernels.hybrid_attention.chunked import chunked_hybrid_attention
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from still_kernels.hybrid_attention.naive import check_inputs
 from still_kernels.hybrid_attention.state import HybridAttentionState
-from still_kernels.hybrid_attention.tiles import (
-    CHUNK_SIZES,
-    HEAD_DIMS,
-    MAX_FEATURE_ROWS,
-    MAX_GROUP,
-    MAX_SALIENT_PER_CHUNK,
-)
+from still_kernels.hybrid_attention.variants import refusals as layer_refusals
 from still_kernels.hybrid_attention.whole import covers_whole, whole_hybrid_attention
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 Result = tuple[Tensor, HybridAttentionState]
 
 
 def refusals(config: HybridAttentionConfig, dtype: torch.dtype) -> list[str]:
     """Why the Triton kernels do not cover a layer, one line per property with what is covered; empty if they do."""
-    k = config.salient_per_chunk
-    rules = [
-        (dtype in DTYPES, f"dtype={dtype}", ", ".join(str(t) for t in DTYPES)),
-        (config.head_dim in HEAD_DIMS, f"head_dim={config.head_dim}", f"one of {HEAD_DIMS}"),
-        (config.chunk_size in CHUNK_SIZES, f"chunk_size={config.chunk_size}", f"one of {CHUNK_SIZES}"),
-        (k <= MAX_SALIENT_PER_CHUNK, f"salient_per_chunk={k}", f"at most {MAX_SALIENT_PER_CHUNK}"),
-        (
-            config.projection_dim <= MAX_FEATURE_ROWS,
-            f"feature_dim={config.projection_dim}",
-            f"at most {MAX_FEATURE_ROWS}",
-        ),
-        (config.group_size <= MAX_GROUP, f"{config.group_size} query heads per key/value head", f"at most {MAX_GROUP}"),
-        (config.local == "chunked", f"local={config.local!r}", "'chunked'"),
-    ]
-    return [f"{what}; the kernels have {covered}." for ok, what, covered in rules if not ok]
+    return layer_refusals(config, str(dtype).removeprefix("torch."))
 
 
 def _demand_kernel(config: HybridAttentionConfig, dtype: torch.dtype, device: torch.device) -> None:

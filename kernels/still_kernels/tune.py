@@ -49,11 +49,11 @@ class Trial:
 @contextlib.contextmanager
 def _recording() -> Iterator[list[tuple[str, Launch]]]:
     """Keeps the launches that are made within; workspace starts as NaN, so that nobody reads what an earlier call left."""
-    from still_kernels.hybrid_attention import launch
+    from still_kernels import launcher
 
     made: list[tuple[str, Launch]] = []
 
-    class Recorder(launch.Launcher):
+    class Recorder(launcher.Launcher):
         def start(self, name: str, run: Launch) -> None:
             made.append((name, run))
             run()
@@ -61,12 +61,12 @@ def _recording() -> Iterator[list[tuple[str, Launch]]]:
     def poisoned(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return like.new_full(shape, float("nan") if dtype.is_floating_point else 113, dtype=dtype)
 
-    before = launch.Launcher, launch.allocate
-    launch.Launcher, launch.allocate = Recorder, poisoned  # type: ignore[misc]
+    before = launcher.Launcher, launcher.allocate
+    launcher.Launcher, launcher.allocate = Recorder, poisoned  # type: ignore[misc]
     try:
         yield made
     finally:
-        launch.Launcher, launch.allocate = before  # type: ignore[misc]
+        launcher.Launcher, launcher.allocate = before  # type: ignore[misc]
 
 
 class Workload:
@@ -140,7 +140,7 @@ class Tuner:
     """Trials of one workload and kernel."""
 
     def __init__(self, work: Workload, kernel: str, table: TileTable, dtype: torch.dtype, device: str) -> None:
-        from still_kernels.hybrid_attention.launch import arch_of
+        from still_kernels.launcher import arch_of
 
         self.work, self.kernel, self.table, self.device = work, kernel, table, device
         self.arch = arch_of(torch.device(device))
@@ -182,11 +182,11 @@ class Tuner:
         """Compile the kernel for all settings at once, on every core; failures show when the setting is tried."""
         from triton.runtime import _async_compile
 
-        from still_kernels.hybrid_attention.launch import KERNELS
+        from still_kernels.hybrid_attention.launch import FUNCTIONS
 
-        if self.device != "cuda" or self.kernel not in KERNELS:
+        if self.device != "cuda" or self.kernel not in FUNCTIONS:
             return
-        kernel = KERNELS[self.kernel]
+        kernel = FUNCTIONS[self.kernel]
         run: Any = next(run for name, run in self.made if name == self.kernel)
         arguments = {name: value for name, value in run.keywords.items() if name in kernel.arg_names}
         try:
@@ -252,7 +252,9 @@ def report(title: str, trials: Sequence[Trial]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; exit code 0, 1 if a setting gave a wrong result, 2 without a GPU or for a wrong option."""
-    from still_kernels.hybrid_attention.launch import device_table, triton
+    import triton
+
+    from still_kernels.hybrid_attention.launch import device_table
 
     parser = argparse.ArgumentParser(prog="python -m still_kernels.tune", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--context", type=int, default=65536, help="tokens of the prefill and behind the decode step")

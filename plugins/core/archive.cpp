@@ -1,6 +1,7 @@
 #include "archive.h"
 
 #include "error.h"
+#include "plan.h"
 
 #include <cstring>
 #include <fstream>
@@ -19,7 +20,7 @@ constexpr std::string_view kMagic = "STILLAR1";
 constexpr char kPackFormat[] = "still-kernels-pack";
 constexpr char kIndexFormat[] = "still-kernels-aot";
 constexpr int64_t kPackVersion = 1;
-constexpr int64_t kIndexVersion = 1; // of the launch logic that planners mirror
+constexpr int64_t kIndexVersion = 2;
 
 std::string describe(Key const& key)
 {
@@ -176,15 +177,26 @@ void Archive::add(std::string_view bytes, std::string const& source)
     }
 
     std::deque<Variant> found;
+    auto plans = mPlans;
     for (Json const& index : pack.at("indexes").items())
     {
         check_format(index, kIndexFormat, kIndexVersion, source);
-        std::string const op = index.at("op").string(); // "still::HybridAttention"
+        std::string const full = index.at("op").string(); // "still::HybridAttention"
+        OpSpec const& spec = op_spec(full.substr(full.rfind(':') + 1));
+        if (index.at("op_version").integer() != spec.version)
+            fail(source, ": kernels of ", spec.name, " version ", index.at("op_version").integer(), "; this library has version ",
+                spec.version, ". Build the archive and the library from one version.");
+        auto const plan = std::make_shared<Plan const>(index.at("plan"), spec, source);
+        auto& known = plans[{spec.name, spec.version}];
+        if (known && !(*known == *plan))
+            fail(source, ": its launch plan of ", spec.name, " is another one than that of the kernels loaded before. Build all archives ",
+                "from one version.");
+        known = plan;
         for (Json const& item : index.at("variants").items())
         {
             Variant variant;
-            variant.op = op.substr(op.rfind(':') + 1);
-            variant.op_version = static_cast<int>(integer(index, "op_version", 1, 1 << 20, source));
+            variant.op = spec.name;
+            variant.op_version = spec.version;
             variant.architecture = read_architecture(item.at("arch").string(), source);
             for (auto const& [name, value] : item.at("key").members())
                 variant.key[name] = value.text();
@@ -196,6 +208,7 @@ void Archive::add(std::string_view bytes, std::string const& source)
             found.push_back(std::move(variant));
         }
     }
+    mPlans = std::move(plans);
     for (Variant& variant : found)
         mVariants.push_back(std::move(variant));
 }
@@ -203,6 +216,13 @@ void Archive::add(std::string_view bytes, std::string const& source)
 void Archive::clear()
 {
     mVariants.clear();
+    mPlans.clear();
+}
+
+Plan const* Archive::plan(std::string const& op, int op_version) const
+{
+    auto const found = mPlans.find({op, op_version});
+    return found == mPlans.end() ? nullptr : found->second.get();
 }
 
 std::vector<Variant const*> Archive::all(std::string const& op, int op_version, Key const& key) const

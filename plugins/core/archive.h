@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <deque>
 #include <map>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -30,13 +31,15 @@ struct Kernel
     std::string_view cubin;
 };
 
+class Plan;
+
 struct Variant
 {
     std::string op;
     int op_version{};
     int architecture{}; // 90 for sm_90
     Key key;
-    std::map<std::string, int64_t> constants; // sizes that the launch's formulas use
+    std::map<std::string, int64_t> constants; // sizes that the plan's expressions use
     std::map<std::string, Kernel> kernels;
 
     Kernel const& kernel(std::string const& name) const; // throws still::Error for one that is missing
@@ -55,6 +58,9 @@ public:
     // Adds the kernels of `bytes`, which must stay alive. `source` names them in errors.
     void add(std::string_view bytes, std::string const& source);
 
+    // The launch plan of the op's kernels; null where the archive has none.
+    Plan const* plan(std::string const& op, int op_version) const;
+
     // Forgets every kernel; for tests.
     void clear();
 
@@ -69,6 +75,7 @@ public:
 
 private:
     std::vector<std::vector<char>> mFiles;
+    std::map<std::pair<std::string, int>, std::shared_ptr<Plan const>> mPlans; // by op and its version
     std::deque<Variant> mVariants; // addresses stay valid
 };
 

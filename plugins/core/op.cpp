@@ -2,6 +2,7 @@
 
 #include "error.h"
 #include "generated/op_specs.h"
+#include "plan.h"
 
 #include <algorithm>
 #include <cctype>
@@ -11,19 +12,26 @@ namespace still
 namespace
 {
 
-struct Dimension
+constexpr char kStarts[] = "B+1";
+
+struct Dimension // factor * symbol + offset
 {
     int64_t factor{1};
     std::string symbol; // empty: a number, which is `factor`
+    int64_t offset{};
+
+    int64_t of(int64_t size) const { return factor * size + offset; }
 };
 
 Dimension parse_dimension(std::string const& text)
 {
+    if (text == kStarts)
+        return {1, "B", 1};
     size_t digits = 0;
     while (digits < text.size() && std::isdigit(static_cast<unsigned char>(text[digits])))
         ++digits;
     int64_t const factor = digits ? std::stoll(text.substr(0, digits)) : 1;
-    return {factor, text.substr(digits < text.size() && text[digits] == '*' ? digits + 1 : digits)};
+    return {factor, text.substr(digits < text.size() && text[digits] == '*' ? digits + 1 : digits), 0};
 }
 
 std::string expected_shape(TensorSpec const& spec, std::map<std::string, int64_t> const& sizes)
@@ -35,7 +43,7 @@ std::string expected_shape(TensorSpec const& spec, std::map<std::string, int64_t
         auto const known = sizes.find(dim.symbol);
         text += (text.empty() ? "" : ", ") + name;
         if (known != sizes.end())
-            text += "=" + std::to_string(dim.factor * known->second);
+            text += "=" + std::to_string(dim.of(known->second));
     }
     return "[" + text + "]";
 }
@@ -64,11 +72,11 @@ void bind_shape(std::string const& op, TensorSpec const& spec, Tensor const& ten
         auto const known = sizes.find(dim.symbol);
         if (known == sizes.end())
         {
-            if (size % dim.factor != 0)
+            if (size < dim.offset || (size - dim.offset) % dim.factor != 0)
                 refuse("");
-            sizes[dim.symbol] = size / dim.factor;
+            sizes[dim.symbol] = (size - dim.offset) / dim.factor;
         }
-        else if (size != dim.factor * known->second && !(spec.weight && size == 1))
+        else if (size != dim.of(known->second) && !(spec.weight && size == 1))
             refuse("");
     }
 }
@@ -94,7 +102,35 @@ std::string names(std::vector<std::string> const& values)
 
 std::string partner(std::string const& present)
 {
-    return "past_" + present.substr(std::string("present_").size());
+    return "past_" + state_name(present);
+}
+
+// A tensor of padded rows as packed ones have it.
+TensorSpec packed(TensorSpec tensor)
+{
+    bool const activation = tensor.shape.size() > 1 && tensor.shape[0] == "B" && tensor.shape[1] == "T";
+    if (activation)
+        tensor.shape.erase(tensor.shape.begin());
+    if (activation)
+        tensor.shape[0] = "tokens";
+    else if (!tensor.shape.empty() && tensor.shape[0] == "B")
+        tensor.shape[0] = "rows";
+    return tensor;
+}
+
+// Counts of new tokens follow from query_start.
+bool counts_tokens(TensorSpec const& input)
+{
+    return input.type == ElementType::kInteger && input.name.rfind("past_", 0) != 0;
+}
+
+// What a host needs of a plan that is not there, in the words of the archive.
+Plan const& plan_of(OpSpec const& spec)
+{
+    Plan const* const plan = Archive::get().plan(spec.name, spec.version);
+    if (!plan)
+        Archive::get().all(spec.name, spec.version, {}); // says what there is
+    return *plan;
 }
 
 } // namespace
@@ -151,7 +187,7 @@ size_t Tensor::bytes() const
 int64_t Call::size(std::string const& symbol) const
 {
     Dimension const dim = parse_dimension(symbol);
-    return dim.factor * sizes.at(dim.symbol);
+    return dim.of(sizes.at(dim.symbol));
 }
 
 int64_t Call::integer(std::string const& attribute) const { return attributes->at(attribute).integer; }
@@ -178,8 +214,8 @@ OpSpec const& op_spec(std::string const& name)
     fail("unknown op ", name, "; this library has ", names(known), ".");
 }
 
-Op::Op(OpSpec const& spec, std::map<std::string, AttributeValue> const& attributes, uint64_t absent_inputs)
-    : mSpec(&spec), mAbsent(absent_inputs)
+Op::Op(OpSpec const& spec, std::map<std::string, AttributeValue> const& attributes, uint64_t absent_inputs, Rows rows)
+    : mSpec(&spec), mAbsent(absent_inputs), mRows(rows)
 {
     for (AttributeSpec const& attribute : spec.attributes)
         mAttributes[attribute.name] = {attribute.kind, attribute.integer, attribute.real, attribute.text};
@@ -195,22 +231,41 @@ Op::Op(OpSpec const& spec, std::map<std::string, AttributeValue> const& attribut
             fail(spec.name, ": attribute ", name, "=\"", value.text, "\" is unknown; known: ", names(known->choices), ".");
         mAttributes[name] = value;
     }
+    if (spec.inputs.size() < 64 && absent_inputs >> spec.inputs.size())
+        fail(spec.name, ": absent_inputs=", absent_inputs, " names inputs beyond the ", spec.inputs.size(), " of the op.");
+    auto tensors = std::make_shared<std::vector<TensorSpec>>();
+    if (rows == Rows::kPacked)
+    {
+        for (auto const* all : {&spec.inputs, &spec.outputs})
+            for (TensorSpec const& tensor : *all)
+                tensors->push_back(packed(tensor));
+        tensors->push_back({kQueryStart, {kStarts}, ElementType::kInteger, false, false, false});
+        tensors->push_back({kStateRow, {"B"}, ElementType::kInteger, false, false, false});
+        tensors->push_back({kMaxTokens, {"T"}, ElementType::kInteger, false, false, false});
+    }
+    mPacked = tensors;
+    auto const of = [&](TensorSpec const* first, size_t i) { return rows == Rows::kPacked ? &(*tensors)[i] : first; };
     std::vector<std::string> absent;
     for (size_t i = 0; i < spec.inputs.size(); ++i)
     {
         TensorSpec const& tensor = spec.inputs[i];
+        if (rows == Rows::kPacked && counts_tokens(tensor))
+            continue;
         if (!(absent_inputs >> i & 1))
-            mInputs.push_back(&tensor);
+            mInputs.push_back(of(&tensor, i));
         else if (tensor.optional)
             absent.push_back(tensor.name);
         else
             fail(spec.name, ": ", tensor.name, " is not optional, but absent_inputs=", absent_inputs, " leaves it out.");
     }
-    if (spec.inputs.size() < 64 && absent_inputs >> spec.inputs.size())
-        fail(spec.name, ": absent_inputs=", absent_inputs, " names inputs beyond the ", spec.inputs.size(), " of the op.");
-    for (TensorSpec const& tensor : spec.outputs)
+    for (size_t i = spec.inputs.size() + spec.outputs.size(); i < tensors->size(); ++i)
+        mInputs.push_back(&(*tensors)[i]);
+    for (size_t i = 0; i < spec.outputs.size(); ++i)
+    {
+        TensorSpec const& tensor = spec.outputs[i];
         if (!tensor.state || std::find(absent.begin(), absent.end(), partner(tensor.name)) == absent.end())
-            mOutputs.push_back(&tensor);
+            mOutputs.push_back(of(&tensor, spec.inputs.size() + i));
+    }
 }
 
 Call Op::bind(std::vector<Tensor> const& inputs) const
@@ -222,6 +277,7 @@ Call Op::bind(std::vector<Tensor> const& inputs) const
     call.attributes = &mAttributes;
     call.inputs = &mInputs;
     call.outputs = &mOutputs;
+    call.packed = mRows == Rows::kPacked;
     // Weights last: their dimension of 1 must not become the size of a symbol.
     for (bool const weights : {false, true})
     {
@@ -249,6 +305,14 @@ Call Op::bind(std::vector<Tensor> const& inputs) const
             call.tensors[spec.name] = tensor;
         }
     }
+    if (!call.packed && call.knows("B") && call.knows("T"))
+    {
+        call.sizes["rows"] = call.size("B");
+        if (__builtin_mul_overflow(call.size("B"), call.size("T"), &call.sizes["tokens"]))
+            fail(mSpec->name, ": B=", call.size("B"), " times T=", call.size("T"), " tokens are more than 64 bits count.");
+    }
+    else if (call.packed && call.knows("rows") && call.size("B") > call.size("rows"))
+        fail(mSpec->name, ": ", kStateRow, " has ", call.size("B"), " rows, the state ", call.size("rows"), ".");
     for (TensorSpec const* spec : mOutputs)
     {
         Tensor tensor;
@@ -264,7 +328,8 @@ Call Op::bind(std::vector<Tensor> const& inputs) const
 std::vector<Tensor> Op::infer(std::vector<Tensor> const& inputs) const
 {
     Call const call = bind(inputs);
-    planner(mSpec->name).check(call);
+    if (Plan const* const plan = Archive::get().plan(mSpec->name, mSpec->version))
+        plan->check(call);
     std::vector<Tensor> outputs;
     for (TensorSpec const* spec : mOutputs)
         outputs.push_back(call.tensor(spec->name));
@@ -274,11 +339,11 @@ std::vector<Tensor> Op::infer(std::vector<Tensor> const& inputs) const
 size_t Op::workspace_bytes(std::vector<Tensor> const& largest) const
 {
     Call const call = bind(largest);
-    Planner const& planning = planner(mSpec->name);
-    planning.check(call);
+    Plan const& plan = plan_of(*mSpec);
+    plan.check(call);
     size_t bytes = 0;
-    for (Variant const* variant : Archive::get().all(mSpec->name, mSpec->version, planning.key(call)))
-        bytes = std::max(bytes, planning.workspace_bytes(call, *variant));
+    for (Variant const* variant : Archive::get().all(mSpec->name, mSpec->version, plan.key(call)))
+        bytes = std::max(bytes, plan.workspace_bytes(call, *variant));
     return bytes;
 }
 
@@ -290,7 +355,11 @@ void Op::preload(Type activation) const
     call.activation = activation;
     for (TensorSpec const* spec : mInputs)
         call.tensors[spec->name] = {};
-    Key const part = planner(mSpec->name).key(call);
+    call.packed = mRows == Rows::kPacked;
+    Plan const* const plan = Archive::get().plan(mSpec->name, mSpec->version);
+    if (!plan)
+        return; // no kernels
+    Key const part = plan->key(call);
     int const architecture = current_architecture();
     for (Variant const& variant : Archive::get().variants())
     {
@@ -307,28 +376,23 @@ void Op::preload(Type activation) const
 void Op::prepare(std::vector<Tensor> const& inputs)
 {
     Call const call = bind(inputs);
-    Planner const& planning = planner(mSpec->name);
-    planning.check(call);
-    Variant const& variant = Archive::get().find(mSpec->name, mSpec->version, current_architecture(), planning.key(call));
-    PlanBuilder builder(call, variant);
-    planning.plan(call, variant, builder);
-    auto plan = std::make_shared<Plan>(builder.take());
-    if (size_t const bound = planning.workspace_bytes(call, variant); plan->workspace_bytes > bound)
-        call.refuse("the plan needs " + std::to_string(plan->workspace_bytes) + " bytes of workspace, more than the declared "
-            + std::to_string(bound) + "; this is a bug.");
-    if (plan->persistent_bytes > (mPersistent ? mPersistent->bytes() : 0))
-        mPersistent = std::make_shared<ZeroedMemory>(plan->persistent_bytes);
-    mPlan = std::move(plan);
+    Plan const& plan = plan_of(*mSpec);
+    plan.check(call);
+    Variant const& variant = Archive::get().find(mSpec->name, mSpec->version, current_architecture(), plan.key(call));
+    auto launches = std::make_shared<Launches>(plan.launches(call, variant));
+    if (launches->persistent_bytes > (mPersistent ? mPersistent->bytes() : 0))
+        mPersistent = std::make_shared<ZeroedMemory>(launches->persistent_bytes);
+    mLaunches = std::move(launches);
     mPrepared = inputs;
 }
 
 void Op::launch(void const* const* inputs, void* const* outputs, void* workspace, void* stream) const
 {
-    if (!mPlan)
+    if (!mLaunches)
         fail(mSpec->name, ": launched before it was prepared for its shapes.");
-    if (mPlan->workspace_bytes && !workspace)
-        fail(mSpec->name, ": needs ", mPlan->workspace_bytes, " bytes of workspace, got none.");
-    run(*mPlan, inputs, outputs, workspace, mPersistent ? mPersistent->address() : 0, stream);
+    if (mLaunches->workspace_bytes && !workspace)
+        fail(mSpec->name, ": needs ", mLaunches->workspace_bytes, " bytes of workspace, got none.");
+    run(*mLaunches, inputs, outputs, workspace, mPersistent ? mPersistent->address() : 0, stream);
 }
 
 } // namespace still

@@ -3,19 +3,39 @@
 #include "error.h"
 #include "op.h"
 
-#include <cstring>
-#include <mutex>
-#include <utility>
+#include <algorithm>
 
 namespace still
 {
 namespace
 {
 
-constexpr unsigned kDefaultSharedBytes = 48 * 1024;
-constexpr int kMaxDynamicSharedBytes = 8; // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-constexpr int64_t kMaxGridX = 2147483647;
-constexpr int64_t kMaxGrid = 65535; // of y and z
+constexpr size_t kMaxWork = size_t{1} << 18; // steps of one call, loops unrolled
+
+int64_t times(int64_t a, int64_t b)
+{
+    int64_t result = 0;
+    if (a < 0 || b < 0 || __builtin_mul_overflow(a, b, &result))
+        fail("a launch plan needs a buffer of ", a, " times ", b, " elements or bytes.");
+    return result;
+}
+
+int64_t element_bytes(std::string_view element)
+{
+    if (element == "int8")
+        return 1;
+    for (Type const type : {Type::kFloat32, Type::kFloat16, Type::kBFloat16, Type::kInt32, Type::kInt64})
+        if (element == type_name(type))
+            return static_cast<int64_t>(type_bytes(type));
+    fail("a launch plan has a buffer of the unknown type ", std::string(element), ".");
+}
+
+void set(Environment& environment, std::map<size_t, Leaf> const& leaves, Leaf::Source source, char const* name, int64_t value)
+{
+    for (auto const& [slot, leaf] : leaves)
+        if (leaf.source == source && leaf.name == name)
+            environment[slot] = {true, value, 0.0, {}};
+}
 
 Argument find(std::vector<TensorSpec const*> const& tensors, std::string const& name, Argument::Kind kind)
 {
@@ -25,207 +45,250 @@ Argument find(std::vector<TensorSpec const*> const& tensors, std::string const& 
     return {};
 }
 
-size_t aligned(size_t bytes) { return (bytes + 255) / 256 * 256; }
-
-// Modules stay loaded: 32 layers share them, and unloading at exit would race with the host's own teardown.
-std::mutex sMutex;
-
-std::map<std::pair<uint64_t, char const*>, CuFunction>& loaded()
+Argument number(Expression const& expression, Environment const& environment)
 {
-    static auto* const functions = new std::map<std::pair<uint64_t, char const*>, CuFunction>;
-    return *functions;
+    if (expression.kind() == ValueKind::kInteger)
+        return {Argument::Kind::kInteger, 0, expression.integer(environment), 0.0};
+    return {Argument::Kind::kFloat, 0, 0, expression.real(environment)};
 }
 
-// A number as the bits that the kernel reads.
-uint64_t bits(std::string const& kernel, std::string const& name, std::string const& type, Argument const& argument)
-{
-    uint64_t value = 0;
-    if (type == "i32")
-    {
-        auto const narrow = static_cast<int32_t>(argument.integer);
-        if (narrow != argument.integer)
-            fail(kernel, ": argument ", name, "=", argument.integer, " does not fit 32 bits.");
-        std::memcpy(&value, &narrow, sizeof(narrow));
-    }
-    else if (type == "i64")
-        std::memcpy(&value, &argument.integer, sizeof(argument.integer));
-    else if (type == "f32")
-    {
-        auto const narrow = static_cast<float>(argument.real);
-        std::memcpy(&value, &narrow, sizeof(narrow));
-    }
-    else
-        fail(kernel, ": argument ", name, " has the unknown type ", type, ".");
-    return value;
-}
+bool empty(Call const& call) { return call.size("B") == 0 || call.size("T") == 0 || call.size("tokens") == 0; }
 
 } // namespace
 
-Argument PlanBuilder::input(std::string const& name) const
+struct Plan::Run
 {
-    return find(*mCall.inputs, name, Argument::Kind::kInput);
-}
+    Call const& call;
+    Variant const& variant;
+    Environment environment;
+    Arguments arguments;
+    Launches& made;
+    size_t work{};
+};
 
-Argument PlanBuilder::output(std::string const& name) const
+Environment Plan::environment(Call const& call, Variant const* variant) const
 {
-    return find(*mCall.outputs, name, Argument::Kind::kOutput);
-}
-
-Argument PlanBuilder::region(size_t bytes)
-{
-    size_t const start = mPlan.workspace_bytes;
-    mPlan.workspace_bytes += aligned(bytes);
-    return {Argument::Kind::kWorkspace, start, 0, 0.0};
-}
-
-Argument PlanBuilder::persistent(size_t bytes)
-{
-    size_t const start = mPlan.persistent_bytes;
-    mPlan.persistent_bytes += aligned(bytes);
-    return {Argument::Kind::kPersistent, start, 0, 0.0};
-}
-
-Argument PlanBuilder::number(int64_t value)
-{
-    return {Argument::Kind::kInteger, 0, value, 0.0};
-}
-
-Argument PlanBuilder::real(double value)
-{
-    return {Argument::Kind::kFloat, 0, 0, value};
-}
-
-void PlanBuilder::kernel(std::string const& name, Grid const& grid, Arguments const& arguments)
-{
-    Kernel const& kernel = mVariant.kernel(name);
-    if (grid[0] == 0 || grid[1] == 0 || grid[2] == 0)
-        return; // an empty tensor: nothing to compute
-    if (grid[0] > kMaxGridX || grid[1] > kMaxGrid || grid[2] > kMaxGrid)
-        mCall.refuse("kernel " + name + " would need a grid of " + std::to_string(grid[0]) + " x " + std::to_string(grid[1]) + " x "
-            + std::to_string(grid[2]) + ". Lower the batch or the tokens of a call.");
-    Step step;
-    step.name = name;
-    step.function = load_function(kernel);
-    for (size_t i = 0; i < 3; ++i)
-        step.grid[i] = static_cast<unsigned>(grid[i]);
-    step.threads = kernel.threads;
-    step.shared_bytes = kernel.shared_bytes;
-    for (auto const& [argument, type] : kernel.arguments)
+    Environment environment(mSlots);
+    for (auto const& [slot, leaf] : mLeaves)
     {
-        auto const found = arguments.find(argument);
-        if (found == arguments.end())
-            mCall.refuse("kernel " + name + " takes " + argument
-                + ", which this library does not pass. Build the archive and the library from one version.");
-        Argument const& value = found->second;
-        bool const integer = value.kind == Argument::Kind::kInteger;
-        bool const real = value.kind == Argument::Kind::kFloat;
-        if ((integer || real) == (type == "ptr") || real != (type == "f32"))
-            mCall.refuse("kernel " + name + " takes " + argument + " as " + type
-                + "; this library passes something else. Build the archive and the library from one version.");
-        step.arguments.push_back(value);
-        step.values.push_back(integer || real ? bits(name, argument, type, value) : 0);
-    }
-    step.arguments.resize(step.arguments.size() + kernel.trailing_nulls);
-    step.values.resize(step.values.size() + kernel.trailing_nulls);
-    mPlan.steps.push_back(std::move(step));
-}
-
-void PlanBuilder::copy(Argument target, Argument source, size_t bytes)
-{
-    if (bytes == 0 || target.kind == Argument::Kind::kNull)
-        return;
-    Step step;
-    step.kind = Step::Kind::kCopy;
-    step.name = "copy";
-    step.arguments = {target, source};
-    step.bytes = bytes;
-    mPlan.steps.push_back(std::move(step));
-}
-
-void forget_functions()
-{
-    std::lock_guard<std::mutex> const lock(sMutex);
-    loaded().clear();
-}
-
-CuFunction load_function(Kernel const& kernel)
-{
-    Driver& driver = Driver::get();
-    uint64_t const context = current_context();
-    std::lock_guard<std::mutex> const lock(sMutex);
-    CuFunction& function = loaded()[{context, kernel.cubin.data()}];
-    if (function)
-        return function;
-    CuModule module = nullptr;
-    CuFunction found = nullptr;
-    driver.check(driver.moduleLoadData(&module, kernel.cubin.data()), "cuModuleLoadData");
-    driver.check(driver.moduleGetFunction(&found, module, kernel.symbol.c_str()), "cuModuleGetFunction");
-    if (kernel.shared_bytes > kDefaultSharedBytes)
-    {
-        int const status = driver.funcSetAttribute(found, kMaxDynamicSharedBytes, static_cast<int>(kernel.shared_bytes));
-        if (status != 0)
-            fail("kernel ", kernel.name, " needs ", kernel.shared_bytes,
-                " bytes of shared memory, more than this GPU gives (CUDA error ", status, ").");
-    }
-    // With lazy loading the code would otherwise arrive at the first launch, which may be under capture.
-    if (driver.funcLoad)
-        driver.check(driver.funcLoad(found), "cuFuncLoad");
-    function = found;
-    return function;
-}
-
-ZeroedMemory::ZeroedMemory(size_t bytes) : mBytes(bytes)
-{
-    Driver& driver = Driver::get();
-    driver.check(driver.memAlloc(&mAddress, bytes), "cuMemAlloc");
-    driver.check(driver.memsetD8Async(mAddress, 0, bytes, nullptr), "cuMemsetD8Async");
-    driver.check(driver.ctxSynchronize(), "cuCtxSynchronize"); // the launches come on another stream
-}
-
-ZeroedMemory::~ZeroedMemory()
-{
-    Driver::get().memFree(mAddress); // its failure means that the context is gone, and the memory with it
-}
-
-void run(Plan const& plan, void const* const* inputs, void* const* outputs, void* workspace, CuDevicePtr persistent,
-    CuStream stream)
-{
-    Driver& driver = Driver::get();
-    auto const address = [&](Argument const& argument) -> uint64_t {
-        switch (argument.kind)
+        Value& value = environment[slot];
+        switch (leaf.source)
         {
-        case Argument::Kind::kInput: return reinterpret_cast<uint64_t>(inputs[argument.index]);
-        case Argument::Kind::kOutput: return reinterpret_cast<uint64_t>(outputs[argument.index]);
-        case Argument::Kind::kWorkspace: return reinterpret_cast<uint64_t>(workspace) + argument.index;
-        case Argument::Kind::kPersistent: return persistent + argument.index;
-        default: return 0;
+        case Leaf::Source::kSize:
+            if (call.knows(leaf.name))
+                value = {true, call.size(leaf.name), 0.0, {}};
+            break;
+        case Leaf::Source::kAttribute:
+        {
+            AttributeValue const& attribute = call.attributes->at(leaf.name);
+            value = {true, attribute.integer, attribute.real, attribute.text};
+            break;
         }
-    };
-    std::vector<uint64_t> values;
-    std::vector<void*> pointers;
-    for (Step const& step : plan.steps)
+        case Leaf::Source::kConstant:
+            if (variant)
+                value = {true, variant->constant(leaf.name), 0.0, {}};
+            break;
+        case Leaf::Source::kHas: value = {true, call.has(leaf.name), 0.0, {}}; break;
+        case Leaf::Source::kDim:
+            if (call.has(leaf.name))
+                value = {true, call.tensor(leaf.name).dims[leaf.axis], 0.0, {}};
+            break;
+        case Leaf::Source::kCall:
+            if (leaf.name == "packed")
+                value = {true, call.packed, 0.0, {}};
+            else if (leaf.name == "dtype" || leaf.name == "count_dtype")
+            {
+                Type const type = leaf.name == "dtype" ? call.activation : call.count;
+                if (type != Type::kNone)
+                    value = {true, 0, 0.0, type_name(type)};
+            }
+            else if (call.knows(leaf.name))
+                value = {true, call.size(leaf.name), 0.0, {}};
+        }
+    }
+    return environment;
+}
+
+void Plan::define(Environment& environment) const
+{
+    for (auto const& [slot, value] : mDefine)
+        environment[slot] = value.value(environment);
+}
+
+void Plan::check(Call const& call) const
+{
+    Environment const environment = this->environment(call, nullptr);
+    for (Check const& check : mChecks)
     {
-        if (step.kind == Step::Kind::kCopy)
-        {
-            uint64_t const target = address(step.arguments[0]);
-            uint64_t const source = address(step.arguments[1]);
-            if (target != source)
-                driver.check(driver.memcpyDtoDAsync(target, source, step.bytes, stream), "cuMemcpyDtoDAsync");
+        if (check.condition.integer(environment))
             continue;
-        }
-        values = step.values;
-        pointers.resize(values.size());
-        for (size_t i = 0; i < values.size(); ++i)
-        {
-            Argument::Kind const kind = step.arguments[i].kind;
-            if (kind != Argument::Kind::kInteger && kind != Argument::Kind::kFloat)
-                values[i] = address(step.arguments[i]);
-            pointers[i] = &values[i];
-        }
-        int const status = driver.launchKernel(step.function, step.grid[0], step.grid[1], step.grid[2], step.threads, 1, 1,
-            step.shared_bytes, stream, pointers.data(), nullptr);
-        driver.check(status, ("cuLaunchKernel of " + step.name).c_str());
+        std::string text;
+        for (auto const& [literal, value] : check.message)
+            text += value ? value->shown(environment) : literal;
+        call.refuse(text);
     }
+}
+
+Key Plan::key(Call const& call) const
+{
+    Environment const environment = this->environment(call, nullptr);
+    Key key;
+    for (auto const& [name, value] : mKey)
+        if (value.known(environment))
+            key[name] = value.shown(environment);
+    return key;
+}
+
+void Plan::regions(
+    std::vector<Region> const& from, Environment const& environment, Argument::Kind kind, size_t& bytes, Arguments* names) const
+{
+    int64_t total = 0;
+    for (Region const& region : from)
+    {
+        if (!region.when.integer(environment))
+            continue;
+        int64_t size = element_bytes(region.element.text(environment));
+        for (Expression const& dim : region.shape)
+            size = times(size, dim.integer(environment));
+        if (names)
+        {
+            Argument& argument = (*names)[region.name];
+            if (argument.kind != Argument::Kind::kNull)
+                fail(mSpec->name, ": the launch plan has two of the buffer ", region.name, ".");
+            argument = {kind, static_cast<size_t>(total), 0, 0.0};
+        }
+        if (__builtin_add_overflow(size, 255, &size) || __builtin_add_overflow(total, size / 256 * 256, &total))
+            fail(mSpec->name, ": the launch plan needs more memory than there is.");
+    }
+    bytes = static_cast<size_t>(total);
+}
+
+size_t Plan::workspace_bytes(Call const& largest, Variant const& variant) const
+{
+    if (empty(largest))
+        return 0;
+    int64_t const batch = largest.size("B");
+    int64_t const tokens = largest.size("T");
+    int64_t const all = largest.size("tokens");
+    Environment environment = this->environment(largest, &variant);
+    size_t most = 0;
+    auto const measure = [&](int64_t rows, int64_t row_tokens, int64_t all_tokens) {
+        Environment changed = environment;
+        set(changed, mLeaves, Leaf::Source::kSize, "B", rows);
+        set(changed, mLeaves, Leaf::Source::kSize, "T", row_tokens);
+        set(changed, mLeaves, Leaf::Source::kCall, "tokens", all_tokens);
+        if (!largest.packed)
+            set(changed, mLeaves, Leaf::Source::kCall, "rows", rows);
+        define(changed);
+        size_t bytes = 0;
+        regions(mWorkspace, changed, Argument::Kind::kWorkspace, bytes, nullptr);
+        most = std::max(most, bytes);
+    };
+    for (Expression const& expression : mMeasured)
+    {
+        int64_t const row_tokens = expression.integer(environment);
+        // Parts of a call may be split by its rows, so that fewer of them need more.
+        for (int64_t rows = 1; row_tokens >= 1 && row_tokens <= tokens && rows <= batch; ++rows)
+            measure(rows, row_tokens, largest.packed ? std::min(all, times(rows, row_tokens)) : times(rows, row_tokens));
+    }
+    measure(batch, tokens, all);
+    return most;
+}
+
+Plan::Arguments Plan::arguments(Call const& call, Environment const& environment, Launches& made) const
+{
+    Arguments names;
+    // The kernels work in place on the present state. An input goes before a state of its name.
+    for (TensorSpec const& output : mSpec->outputs)
+    {
+        names[output.name] = find(*call.outputs, output.name, Argument::Kind::kOutput);
+        if (output.state)
+            names[state_name(output.name)] = names[output.name];
+    }
+    for (TensorSpec const& input : mSpec->inputs)
+        if (!input.state)
+            names[input.name] = find(*call.inputs, input.name, Argument::Kind::kInput);
+    for (char const* name : {kQueryStart, kStateRow})
+        names[name] = find(*call.inputs, name, Argument::Kind::kInput);
+    for (auto const* all : {&mWorkspace, &mPersistent})
+        for (Region const& region : *all)
+            names[region.name] = {};
+    regions(mWorkspace, environment, Argument::Kind::kWorkspace, made.workspace_bytes, &names);
+    regions(mPersistent, environment, Argument::Kind::kPersistent, made.persistent_bytes, &names);
+    for (Alias const& alias : mAliases)
+    {
+        auto const tensor = names.find(alias.tensor);
+        if (tensor == names.end())
+            fail(mSpec->name, ": the launch plan has an alias of the unknown tensor ", alias.tensor, ".");
+        Argument const value = tensor->second;
+        Argument& named = names[alias.name];
+        if (alias.when.integer(environment))
+            named = value;
+    }
+    for (auto const& [name, value] : mArguments)
+        names[name] = number(value, environment);
+    return names;
+}
+
+void Plan::steps(std::vector<Step> const& steps, Run& run) const
+{
+    for (Step const& step : steps)
+    {
+        if (++run.work > kMaxWork)
+            run.call.refuse("its launch plan has more than " + std::to_string(kMaxWork) + " steps. Split the call.");
+        auto const value = [&](size_t i) { return step.values[i].integer(run.environment); };
+        switch (step.kind)
+        {
+        case Step::Kind::kLet: run.environment[step.slot] = step.values[0].value(run.environment); break;
+        case Step::Kind::kBranch: this->steps(value(0) ? step.body : step.otherwise, run); break;
+        case Step::Kind::kLoop:
+        {
+            int64_t const stop = value(1);
+            int64_t const stride = value(2);
+            if (stride < 1)
+                run.call.refuse("its launch plan has a loop with a step of " + std::to_string(stride) + ".");
+            for (int64_t at = value(0); at < stop;)
+            {
+                if (++run.work > kMaxWork)
+                    run.call.refuse("its launch plan has more than " + std::to_string(kMaxWork) + " steps. Split the call.");
+                run.environment[step.slot] = {true, at, 0.0, {}};
+                this->steps(step.body, run);
+                if (__builtin_add_overflow(at, stride, &at))
+                    break;
+            }
+            break;
+        }
+        case Step::Kind::kLaunch:
+        {
+            std::vector<std::pair<std::string const*, Argument>> own;
+            for (auto const& [name, expression] : step.arguments)
+                own.emplace_back(&name, number(expression, run.environment));
+            add_launch(run.made, mSpec->name, run.variant.kernel(step.name), {value(0), value(1), value(2)}, [&](std::string const& name) {
+                for (auto const& [known, argument] : own)
+                    if (*known == name)
+                        return &argument;
+                auto const found = run.arguments.find(name);
+                return found == run.arguments.end() ? static_cast<Argument const*>(nullptr) : &found->second;
+            });
+        }
+        }
+    }
+}
+
+Launches Plan::launches(Call const& call, Variant const& variant) const
+{
+    Launches made;
+    for (TensorSpec const* output : *call.outputs)
+        if (output->state)
+            add_copy(made, find(*call.outputs, output->name, Argument::Kind::kOutput),
+                find(*call.inputs, "past_" + state_name(output->name), Argument::Kind::kInput), call.tensor(output->name).bytes());
+    if (empty(call))
+        return made;
+    Run run{call, variant, environment(call, &variant), {}, made};
+    define(run.environment);
+    run.arguments = arguments(call, run.environment, made);
+    steps(mSteps, run);
+    return made;
 }
 
 } // namespace still

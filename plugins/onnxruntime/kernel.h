@@ -41,9 +41,11 @@ struct Entry
     std::unique_ptr<Kernel> (*make)(Attributes const& attributes, bool half);
 };
 
+std::unique_ptr<Kernel> make_attention(Attributes const& attributes, bool half);
 std::unique_ptr<Kernel> make_hybrid_attention(Attributes const& attributes, bool half);
 
 inline constexpr Entry kEntries[] = {
+    {"Attention", make_attention},
     {"HybridAttention", make_hybrid_attention},
 };
 

@@ -11,6 +11,6 @@ from still_export.runners.opening import OWN
 def next_commands(package: Path, target: str) -> str:
     """The line that names what can be done with a package for `target` that is complete."""
     if target not in OWN:
-        return f"next: load the engine with {target}'s own API; docs/tensorrt.md has its inputs and outputs"
+        return f"next: load the engine with {target}'s own API; docs/reference/tensorrt.md has its inputs and outputs"
     shown = shlex.quote(str(package))
     return f'next: still-export run {shown} --prompt "..."   or   still-export verify {shown}'

@@ -21,7 +21,7 @@ from still_export.linearization.modes import SOFTMAX, make_trainable
 from still_export.linearization.tasks import TaskWriter, task_named
 from still_export.linearization.texts import check_ids, read_text, tokenize
 from still_export.mixers.config import FULL, StillConfig
-from still_export.mixers.hybrid_attention import StillAttention
+from still_export.mixers.hybrid_attention.module import StillAttention
 from still_export.models.load import load_model
 
 VARIANTS = ("still", "no_salient_tokens", "window_only", "no_norm_preserving_map")
@@ -308,12 +308,14 @@ def write_evaluation(result: Evaluation, options: EvaluationOptions, folder: Pat
     """Write evaluation.json, evaluation.md and a heatmap per task."""
     folder.mkdir(parents=True, exist_ok=True)
     content = {"command": command, "options": asdict(options), **asdict(result)}
-    (folder / "evaluation.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    (folder / "evaluation.md").write_text(f"{result.table()}\n\n`{command}`\n", encoding="utf-8")
     from still_export.evaluation import plots
+    from still_export.package.staging import staged_files
 
-    if result.bits_per_byte and options.texts:
-        plots.bits_per_byte(result.bits_per_byte, folder / "bits_per_byte.png")
-    for task in options.tasks:
-        if options.lengths:
-            plots.retrieval({v: rows[task] for v, rows in result.retrieval.items()}, task, folder / f"{task}.png")
+    with staged_files(folder) as work:
+        (work / "evaluation.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        (work / "evaluation.md").write_text(f"{result.table()}\n\n`{command}`\n", encoding="utf-8")
+        if result.bits_per_byte and options.texts:
+            plots.bits_per_byte(result.bits_per_byte, work / "bits_per_byte.png")
+        for task in options.tasks:
+            if options.lengths:
+                plots.retrieval({v: rows[task] for v, rows in result.retrieval.items()}, task, work / f"{task}.png")

@@ -13,7 +13,6 @@ import onnx_ir as ir
 import torch
 
 import still_export
-import still_export.mixers.attention_op  # registers the torch op
 from still_export.export.trace import TracedModel
 from still_graphs.ops import DOMAIN, OPS, OpSpec
 from still_graphs.states import StateTable

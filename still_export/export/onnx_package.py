@@ -9,12 +9,15 @@ from typing import Any
 
 from still_export.errors import ConfigError, ModelNotFoundError, UnsupportedError
 from still_export.export.chat_format import chat_format
+from still_export.fields import check_types
 from still_export.mixers.config import StillConfig, head_size
 from still_export.package.bundle import write_programs
-from still_export.package.folder import MODEL, Package, open_package, staged_folder, write_manifest
+from still_export.package.checked import trust
+from still_export.package.folder import MANIFEST, MODEL, Package, open_package, staged_folder, write_manifest
+from still_export.runners.ort import CAPACITY, capacity_text
 
 PREFILL_TOKENS = 512
-"""Tokens of one prefill call: longer calls are not faster and take more memory (docs/onnxruntime.md)."""
+"""Tokens of one prefill call: longer calls are not faster and take more memory (docs/notebook/onnxruntime.md)."""
 
 NATIVE_DTYPES = ("float32", "float16")
 """What the native kernel computes; the rest of a model in bfloat16 would not run on ONNX Runtime's CPU provider either."""
@@ -82,6 +85,7 @@ class ExportOptions:
         """
         try:
             values = dict(manifest["config"])
+            check_types(cls, values, f"{MANIFEST}: config", ConfigError)
             values["overlays"] = tuple(values["overlays"])
             return cls(**values)
         except (KeyError, TypeError) as error:
@@ -150,7 +154,7 @@ def export_onnx(
             )
         model.generation_config.save_pretrained(folder)
         say("tracing")
-        _write_model(model, options, folder, say)
+        _write_model(model, options, folder, say, capacity_text(describe))
         write_programs(folder, ["ort"])
         say("hashing")
         write_manifest(folder, describe)
@@ -164,10 +168,12 @@ def _write_native(options: ExportOptions, folder: Path, include: Path | None, sa
     from still_export.export.native import add_native
 
     say("compiling the native kernel")
-    return {"native": add_native(folder, include)}
+    description = add_native(folder, include)
+    trust(folder / description["library"])
+    return {"native": description}
 
 
-def _write_model(model: Any, options: ExportOptions, folder: Path, say: Progress) -> None:
+def _write_model(model: Any, options: ExportOptions, folder: Path, say: Progress, capacity: str) -> None:
     import onnx
     import onnx_ir
 
@@ -184,6 +190,7 @@ def _write_model(model: Any, options: ExportOptions, folder: Path, say: Progress
     del lowered, traced
     graph = onnx.load(path, load_external_data=False)
     attach_functions(graph)
+    onnx.helper.set_model_props(graph, {CAPACITY: capacity})  # beside the manifest, where an edit would go unnoticed
     onnx.save(graph, path)
 
 

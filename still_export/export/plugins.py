@@ -14,7 +14,11 @@ from still_graphs.errors import StillExportError
 MAGIC = b"STILLAR1"
 INCLUDE_VARIABLE = "STILL_TENSORRT_INCLUDE"
 USUAL_INCLUDES = ("/usr/include/x86_64-linux-gnu", "/usr/include/aarch64-linux-gnu", "/usr/local/tensorrt/include")
-SOURCE = Path(__file__).resolve().parents[2] / "plugins"
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = next(
+    (p for p in (ROOT / "plugins", ROOT / "still_plugins") if (p / "core/still_core.h").is_file()), ROOT / "plugins"
+)
+"""The C++ sources: `plugins` of a clone, which a wheel installs as `still_plugins`, beside this package."""
 
 
 class PluginBuildError(StillExportError):
@@ -108,7 +112,7 @@ def run_cmake(source: Path, build: Path, options: dict[str, Path | str | None], 
         PluginBuildError: CMake or the sources are missing, or the build fails; carries the tool's output.
     """
     if not (source / "CMakeLists.txt").is_file():
-        raise PluginBuildError(f"{source}: the C++ sources are not there. Build plugins from a source checkout.")
+        raise PluginBuildError(f"{source}: the C++ sources are not there. Install still-export again.")
     cmake = shutil.which("cmake")
     if cmake is None:
         raise PluginBuildError(

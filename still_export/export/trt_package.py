@@ -15,6 +15,7 @@ from still_export.errors import UnsupportedError
 from still_export.export.onnx_package import ExportOptions, Progress, export_onnx
 from still_export.export.plugins import build_plugins, find_tensorrt_headers, pack_archive
 from still_export.package.bundle import PROGRAMS, write_programs
+from still_export.package.checked import trust
 from still_export.package.folder import MANIFEST, MODEL, Package, open_package, staged_folder, write_manifest
 
 KERNELS = "kernels.bin"
@@ -134,8 +135,9 @@ def _write_plugins(graph: Any, folder: Path, trt: TrtOptions, say: Progress) -> 
     demand_kernels(graph)
     say(f"compiling kernels for {', '.join(trt.architectures)}")
     kernels = folder / ".kernels"
-    write_archive(kernels, [parse_arch(a) for a in trt.architectures], kernel_variants(graph))
-    archive = pack_archive([kernels], folder / KERNELS)
+    for op, variants in kernel_variants(graph).items():
+        write_archive(kernels / op, [parse_arch(a) for a in trt.architectures], op, variants)
+    archive = pack_archive(sorted(kernels.iterdir()), folder / KERNELS)
     shutil.rmtree(kernels)
     libraries = {}
     for include in find_tensorrt_headers(trt.tensorrt_include):
@@ -144,6 +146,7 @@ def _write_plugins(graph: Any, folder: Path, trt: TrtOptions, say: Progress) -> 
         build_plugins(build, archive=archive, tensorrt_include=include, runner=True)
         for library in sorted((build / "tensorrt").glob("libstill_tensorrt*.so")):
             shutil.copyfile(library, folder / library.name)
+            trust(library)
             if not library.stem.endswith("_static"):
                 major = library.stem.removeprefix("libstill_tensorrt")
                 libraries[major] = library.name
@@ -153,72 +156,45 @@ def _write_plugins(graph: Any, folder: Path, trt: TrtOptions, say: Progress) -> 
 
 
 def demand_kernels(graph: Any) -> None:
-    """Raise UnsupportedError naming a layer of a lowered graph that no kernel covers, and what the kernels have.
+    """Raise UnsupportedError naming a layer of a lowered graph that no kernel covers, and what the kernels have."""
+    from still_kernels.op_kernels import kernels_of
 
-    They take head sizes between the measured ones too: the rest of a power of two is masked.
-    """
-    import torch
-
-    from still_graphs.passes.lower_plugin_nodes import ACTIVATION_TYPE
-    from still_graphs.passes.walk import attribute
-    from still_kernels.dispatch import refusals
-    from still_kernels.hybrid_attention.config import HybridAttentionConfig
-    from still_kernels.hybrid_attention.tiles import HEAD_DIMS
-
-    for node, given, shapes in _plugin_inputs(graph):
-        heads, rows, dim = shapes[given["feature_q_weight"]]
-        names = ("chunk_size", "salient_per_chunk", "feature_map", "select_scope", "saliency", "local", "window_size")
-        config = HybridAttentionConfig(
-            num_heads=max(heads, shapes[given["past_window_score"]][1]),
-            num_kv_heads=shapes[given["past_window_key"]][1],
-            head_dim=dim,
-            feature_dim=rows,
-            **{n: attribute(node, n) for n in names if attribute(node, n) is not None},
-        )
-        reasons = refusals(config, getattr(torch, attribute(node, ACTIVATION_TYPE)))
-        reasons = [r for r in reasons if not (r.startswith("head_dim=") and dim <= max(HEAD_DIMS))]
+    for node, call in _plugin_calls(graph):
+        reasons = kernels_of(node.op_type).refusals(call, ahead=True)
         if reasons:
             raise UnsupportedError(
                 f"no TensorRT kernel covers {node.name}: {' '.join(reasons)} Export with --to onnx, which runs every layer."
             )
 
 
-def _plugin_inputs(graph: Any) -> Iterator[tuple[Any, dict[str, str], dict[str, list[int]]]]:
-    """Plugin nodes with the names of their inputs, by the OpSpec's, and the shapes of values."""
-    from still_graphs.ops import DOMAIN, OPS
-    from still_graphs.passes.lower_plugin_nodes import ABSENT_INPUTS
-    from still_graphs.passes.walk import attribute
+def kernel_variants(graph: Any) -> dict[str, list[Any]]:
+    """The kernels that a lowered graph needs, by op: one variant for each set of choices."""
+    from still_kernels.op_kernels import kernels_of
 
-    shapes = {i.name: list(i.dims) for i in graph.graph.initializer}
-    for info in (*graph.graph.input, *graph.graph.value_info):
-        shapes[info.name] = [d.dim_value for d in info.type.tensor_type.shape.dim]
-    for node in graph.graph.node:
-        if node.domain == DOMAIN and node.op_type in OPS:
-            absent = attribute(node, ABSENT_INPUTS)
-            names = [n for i, n in enumerate(OPS[node.op_type].input_names()) if not absent >> i & 1]
-            yield node, dict(zip(names, node.input, strict=True)), shapes
-
-
-def kernel_variants(graph: Any) -> list[Any]:
-    """The kernels that a lowered graph needs, one variant for each set of choices."""
-    from still_graphs.ops import OPS
-    from still_graphs.passes.lower_plugin_nodes import ACTIVATION_TYPE
-    from still_graphs.passes.walk import attribute
-    from still_kernels.aot import Variant
-
-    variants = []
-    for node, given, shapes in _plugin_inputs(graph):
-        choices = {a.name: attribute(node, a.name) for a in OPS[node.op_type].attributes}
-        rows, dim = shapes[given["feature_q_weight"]][1:]
-        variant = Variant(
-            dtype=attribute(node, ACTIVATION_TYPE),
-            head_dim=dim,
-            feature_rows=rows,
-            gate=int("gate" in given),
-            window_factor=int("window_factor" in given),
-            count_dtype="int32",
-            **{n: choices[n] for n in ("chunk_size", "feature_map", "select_scope", "saliency", "overflow")},
-        )
-        if variant not in variants:
-            variants.append(variant)
+    variants: dict[str, list[Any]] = {}
+    for node, call in _plugin_calls(graph):
+        variant, known = kernels_of(node.op_type).variant_of(call), variants.setdefault(node.op_type, [])
+        if variant not in known:
+            known.append(variant)
     return variants
+
+
+def _plugin_calls(graph: Any) -> Iterator[tuple[Any, Any]]:
+    """Plugin nodes with what is known of their calls: dimensions that are numbers, attributes, types, which inputs there are."""
+    from still_graphs.ops import DOMAIN, OPS
+    from still_graphs.passes.lower_plugin_nodes import ABSENT_INPUTS, ACTIVATION_TYPE
+    from still_graphs.passes.walk import attribute
+    from still_kernels.plan import Call
+
+    known = {i.name: list(i.dims) for i in graph.graph.initializer}
+    for info in (*graph.graph.input, *graph.graph.value_info):
+        known[info.name] = [d.dim_value for d in info.type.tensor_type.shape.dim]
+    for node in graph.graph.node:
+        if node.domain != DOMAIN or node.op_type not in OPS:
+            continue
+        spec, absent = OPS[node.op_type], attribute(node, ABSENT_INPUTS)
+        names = [name for i, name in enumerate(spec.input_names()) if not absent >> i & 1]
+        shapes = {name: tuple(known[value]) for name, value in zip(names, node.input, strict=True)}
+        given = {a.name: attribute(node, a.name) for a in spec.attributes}
+        attributes = {a.name: a.default if given[a.name] is None else given[a.name] for a in spec.attributes}
+        yield node, Call.of(spec, shapes, attributes, attribute(node, ACTIVATION_TYPE), "int32")

@@ -29,8 +29,11 @@ from still_export.linearization.tasks import TaskWriter, Weighing
 from still_export.linearization.texts import Batches, Corpus, held_out_rows, read_chats, read_corpus
 from still_export.linearization.trainer import Progress, StageReport, Trainer
 from still_export.models.load import load_model, load_tokenizer
+from still_export.package.staging import staged_folder
 
 RUN_FILE, REPORT_FILE, WORK = "run.json", "linearize.json", "training"
+REPLACED_FILE = "replaced.json"
+"""In the work folder: what the output folder held when --force began this run; it stays until the new model is complete."""
 FRESH_GATE_BIAS = 2.0
 """Where gates start to be trained: sigmoid(2) = 0.88. The 8 of attached, untrained gates is 1 in bfloat16, whose derivative is 0."""
 
@@ -202,8 +205,10 @@ class LinearizationRun:
                 )
         elif self.accelerator.is_main_process:
             check_replaceable(self.output, force, "Pass --resume to continue its run, or --force to replace it.")
-            shutil.rmtree(self.output, ignore_errors=True)
+            shutil.rmtree(self.work, ignore_errors=True)
             self.work.mkdir(parents=True)
+            replaced = sorted(p.name for p in self.output.iterdir() if p.name != WORK)
+            (self.work / REPLACED_FILE).write_text(json.dumps(replaced), encoding="utf-8")
             path.write_text(json.dumps(mine, indent=1) + "\n", encoding="utf-8")
         self.accelerator.wait_for_everyone()
 
@@ -333,7 +338,7 @@ class LinearizationRun:
         return result
 
     def write(self, result: Linearization, command: str) -> None:
-        """Write adapter, model, tokenizer and report."""
+        """Write adapter, model, tokenizer and report, in one step; the work folder stays."""
         self.log("writing the model")
         tensors: dict[str, Tensor] = dict(self.start.tensors) if self.start else {}
         for stage in result.stages:
@@ -341,13 +346,18 @@ class LinearizationRun:
         if not tensors:
             base = self.load_base()
             tensors = {n: p.detach() for n, p in adapter.still_parameters(base)}
-        folder = self.output / "adapter"
-        shutil.rmtree(folder, ignore_errors=True)
         still = adapter.take_window_factors(tensors, self.still, self.layers, self.heads)
-        adapter.save_adapter(folder, tensors, still, self.recipe)
-        save_model(adapter.apply_adapter(self.recipe.base, folder), self.tokenizer, self.output)
-        content = {"command": command, "recipe": self.recipe.to_dict(), **result.to_dict()}
-        (self.output / REPORT_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        with staged_folder(self.output, force=True, keep=self._kept) as folder:
+            adapter.save_adapter(folder / "adapter", tensors, still, self.recipe)
+            save_model(adapter.apply_adapter(self.recipe.base, folder / "adapter"), self.tokenizer, folder)
+            content = {"command": command, "recipe": self.recipe.to_dict(), **result.to_dict()}
+            (folder / REPORT_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+    def _kept(self) -> list[str]:
+        """Entries of the output folder that are not of the model that this run replaces."""
+        path = self.work / REPLACED_FILE
+        replaced = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+        return [p.name for p in self.output.iterdir() if p.name not in replaced]
 
 
 def apply(base: str, adapter_folder: Path, output: Path, *, tokenizer: str | None = None, force: bool = False) -> Any:
@@ -359,8 +369,8 @@ def apply(base: str, adapter_folder: Path, output: Path, *, tokenizer: str | Non
     """
     check_replaceable(output, force, "Pass --force to replace it.")
     model, words = adapter.apply_adapter(base, adapter_folder), load_tokenizer(tokenizer or base)
-    shutil.rmtree(output, ignore_errors=True)
-    save_model(model, words, output)
+    with staged_folder(output, force=True) as folder:
+        save_model(model, words, folder)
     return model
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from still_export.mixers.hybrid_attention import StillAttention
+from still_export.mixers.hybrid_attention.module import StillAttention
 from still_kernels.dispatch import hybrid_attention_whole
 
 HYBRID, SOFTMAX, TRANSFER = "hybrid", "softmax", "transfer"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from still_export.mixers.attention import AttentionMixer
+from still_export.mixers.attention.mixer import AttentionMixer
 from still_export.mixers.base import Mixer
-from still_export.mixers.hybrid_attention import HybridAttentionMixer
+from still_export.mixers.hybrid_attention.mixer import HybridAttentionMixer
 
 MIXERS: dict[str, Mixer] = {mixer.name: mixer for mixer in (HybridAttentionMixer(), AttentionMixer())}
 

@@ -1,20 +1,22 @@
-"""The torch custom ops of the domain "still", their schemas made from the OpSpecs."""
+"""The torch custom ops of the domain "still": schema, fake and eager kernel made from an OpSpec. One node in an exported program."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from still_graphs.ops import OpSpec
-from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
+from still_graphs.ops import DOMAIN, OpSpec
 from still_graphs.ops.spec import AttributeValue
-from still_kernels.dispatch import factor_tensor
-from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState
-from still_kernels.hybrid_attention.state import state_names, state_shape
+
+Given = Mapping[str, Tensor | None]
+Compute = Callable[[Given, Mapping[str, AttributeValue]], Mapping[str, Tensor]]
+"""From inputs by name (states as past_<name>) and attributes to outputs by name (states as present_<name>)."""
 
 _TORCH_TYPES = {int: "int", float: "float", str: "str"}
+_LIBRARY = torch.library.Library(DOMAIN, "DEF")
 
 
 def torch_schema(spec: OpSpec) -> str:
@@ -29,112 +31,44 @@ def torch_schema(spec: OpSpec) -> str:
     return f"{spec.torch_name}({', '.join(tensors + attributes)}) -> ({returns})"
 
 
-_LIBRARY = torch.library.Library(HYBRID_ATTENTION.domain, "DEF")
-_LIBRARY.define(torch_schema(HYBRID_ATTENTION))
+def register(spec: OpSpec, compute: Compute) -> None:
+    """Define `torch.ops.still.<torch_name>`, which computes by `compute`, differentiates through it, and traces as one node."""
+    names, outputs = spec.input_names(), spec.output_names()
+
+    def split(arguments: tuple[Any, ...]) -> tuple[dict[str, Any], dict[str, AttributeValue]]:
+        attributes = dict(zip((a.name for a in spec.attributes), arguments[len(names) :], strict=True))
+        return dict(zip(names, arguments, strict=False)), attributes
+
+    def eager(*arguments: Any) -> tuple[Tensor, ...]:
+        given, attributes = split(arguments)
+        found = compute(given, attributes)
+        missing = given[names[0]].new_empty(0, dtype=torch.float32)
+        return tuple(found.get(name, missing).contiguous() for name in outputs)
+
+    def fake(*arguments: Any) -> tuple[Tensor, ...]:
+        """Shapes and dtypes of the results, all contiguous; states have the sizes that came in."""
+        given, _ = split(arguments)
+        sizes = {
+            dim: tensor.shape[axis]
+            for spec_of in spec.inputs
+            if (tensor := given[spec_of.name]) is not None
+            for axis, dim in enumerate(spec_of.shape)
+        }
+        like: Tensor = given[names[0]]
+        results = [like.new_empty([sizes[d] for d in t.shape]) for t in spec.outputs]
+        for state in spec.states:
+            past = given[f"past_{state.name}"]
+            results.append(like.new_empty(0, dtype=torch.float32) if past is None else past.new_empty(past.shape))
+        return tuple(results)
+
+    _LIBRARY.define(torch_schema(spec))
+    _LIBRARY.impl(spec.torch_name, eager, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{spec.domain}::{spec.torch_name}", fake)
 
 
-def _call(arguments: tuple[Any, ...]) -> tuple[dict[str, Any], HybridAttentionConfig]:
-    """Arguments of an op call by name, and the configuration they amount to (slots stand for the capacity)."""
-    spec = HYBRID_ATTENTION
-    names = spec.input_names()
-    tensors = dict(zip(names, arguments[: len(names)], strict=True))
-    attributes: dict[str, AttributeValue] = dict(
-        zip((a.name for a in spec.attributes), arguments[len(names) :], strict=True)
-    )
-    query, weight, cache = tensors["query"], tensors["feature_q_weight"], tensors["past_salient_key"]
-    chunk, salient = int(attributes["chunk_size"]), int(attributes["salient_per_chunk"])
-    capacity = (cache.shape[2] // max(salient, 1) + 2) * chunk
-    config = HybridAttentionConfig.from_attributes(
-        attributes,
-        num_heads=query.shape[2],
-        num_kv_heads=tensors["key"].shape[2],
-        head_dim=query.shape[3],
-        feature_dim=weight.shape[1],
-        gated=tensors["gate"] is not None,
-        capacity_tokens=capacity,
-    )
-    return tensors, config
-
-
-def _eager(*arguments: Any) -> tuple[Tensor, ...]:
-    """The op's value: the kernel that dispatch chooses for the device."""
-    from still_kernels.dispatch import hybrid_attention as kernel
-
-    tensors, config = _call(arguments)
-    states = {name: tensors[f"past_{name}"] for name in state_names(config)}
-    state = HybridAttentionState(length=tensors["past_length"], **states)
-    query, key, value, gate, q_weight, k_weight = (
-        tensors[t.name] for t in HYBRID_ATTENTION.inputs if t.role != "count" and t.name != "window_factor"
-    )
-    # Factors stay a tensor: to read them would make the host wait for the device, and a CUDA graph impossible.
-    counts, factor = tensors["new_tokens"], tensors["window_factor"]
-    output, present = kernel(query, key, value, gate, q_weight, k_weight, config, state, counts, factor)
-    found = present.tensors()
-    missing = output.new_empty(0, dtype=torch.float32)
-    results = (output, *(found.get(s.name, missing) for s in HYBRID_ATTENTION.states))
-    return tuple(t.contiguous() for t in results)
-
-
-def _fake(*arguments: Any) -> tuple[Tensor, ...]:
-    """Shapes and dtypes of the op's results, all contiguous; a call's slots are those of its salient cache."""
-    spec = HYBRID_ATTENTION
-    tensors = dict(zip(spec.input_names(), arguments, strict=False))
-    query = tensors["query"]
-    present = []
-    for state in spec.states:
-        past = tensors[f"past_{state.name}"]
-        present.append(query.new_empty(0, dtype=torch.float32) if past is None else past.new_empty(past.shape))
-    return query.new_empty(query.shape), *present
-
-
-_LIBRARY.impl(HYBRID_ATTENTION.torch_name, _eager, "CompositeExplicitAutograd")
-torch.library.register_fake(f"{HYBRID_ATTENTION.domain}::{HYBRID_ATTENTION.torch_name}", _fake)
-
-
-def hybrid_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    gate: Tensor | None,
-    feature_q_weight: Tensor,
-    feature_k_weight: Tensor,
-    config: HybridAttentionConfig,
-    state: HybridAttentionState,
-    new_tokens: Tensor,
-    window_factor: Tensor | None = None,
-) -> tuple[Tensor, HybridAttentionState]:
-    """Call `torch.ops.still.hybrid_attention`: traceable as one node, differentiable, right on every device.
-
-    Args:
-        query, key, value, gate, feature_q_weight, feature_k_weight, new_tokens: As of `chunked_hybrid_attention`.
-        config: The layer; its capacity is that of `state`.
-        state: What the rows have seen.
-        window_factor: float32 [H]; must hold `config.window_factor`, None where that is None.
-
-    Returns:
-        output [B, T, H, D] and the state after the call.
-    """
-    if window_factor is None and config.window_factor is not None:
-        if torch.compiler.is_compiling():
-            window_factor = torch.tensor(config.window_factor, device=query.device)
-        else:
-            window_factor = factor_tensor(config.window_factor, query.device)
-    results = torch.ops.still.hybrid_attention(
-        query,
-        key,
-        value,
-        gate,
-        feature_q_weight,
-        feature_k_weight,
-        window_factor,
-        new_tokens,
-        state.length,
-        *(getattr(state, s.name) for s in HYBRID_ATTENTION.states),
-        *config.attributes().values(),
-    )
-    names = [s.name for s in HYBRID_ATTENTION.states]
-    present = {n: t for n, t in zip(names, results[1:], strict=True) if n in state_names(config)}
-    return results[0], HybridAttentionState(length=state.length + new_tokens, **present)
-
-
-__all__ = ["hybrid_attention", "state_shape", "torch_schema"]
+def call(spec: OpSpec, given: Given, attributes: Mapping[str, AttributeValue]) -> dict[str, Tensor]:
+    """Call the op with inputs by name, absent ones left out; its outputs by name, states that it does not have left out."""
+    op = getattr(getattr(torch.ops, spec.domain), spec.torch_name)
+    results = op(*(given.get(name) for name in spec.input_names()), *(attributes[a.name] for a in spec.attributes))
+    absent = {f"present_{s.name}" for s in spec.states if not s.exists(attributes)}
+    return {n: tensor for n, tensor in zip(spec.output_names(), results, strict=True) if n not in absent}

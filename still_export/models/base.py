@@ -13,8 +13,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from still_export.errors import PaddingError, UnsupportedError
 from still_export.mixers.cache import StillCache
-from still_export.mixers.config import FULL, StillConfig, head_size
-from still_export.mixers.hybrid_attention import StillAttention
+from still_export.mixers.config import StillConfig, head_size
+from still_export.mixers.hybrid_attention.module import StillAttention
 from still_export.mixers.registry import mixer_of
 from still_export.models.support import check_attention, check_family_config
 
@@ -116,11 +116,9 @@ class StillModelMixin:
                 )
         if cache is not None:
             cache.begin(new_tokens, tokens)
-        width = tokens if cache is None else cache.layers[0].columns
-        mask = full_attention_mask(self.config, positions, width, self.model.embed_tokens.weight.dtype)
         outputs = self.model(
             input_ids=input_ids,
-            attention_mask=mask_argument(self.config, mask),
+            attention_mask=no_mask(self.config, self.model.embed_tokens.weight),
             position_ids=positions,
             past_key_values=cache,
             inputs_embeds=inputs_embeds,
@@ -229,18 +227,8 @@ def last_rows(hidden: Tensor, new_tokens: Tensor, keep: int | Tensor) -> Tensor:
     return hidden.gather(1, index[..., None].expand(-1, -1, hidden.shape[2]))
 
 
-def full_attention_mask(config: Any, positions: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """Additive causal mask of the full attention layers, [B, 1, T, width]; a mere placeholder where no layer is full.
-
-    Keys lie in the slot of their position, so a query sees the slots up to its own.
-    """
-    if FULL not in (config.still.layer_type(i) for i in range(config.num_hidden_layers)):
-        return torch.zeros(1, 1, 1, 1, dtype=dtype, device=positions.device)
-    hidden = torch.arange(width, device=positions.device) > positions[..., None]  # [B, T, width]
-    return torch.zeros_like(hidden, dtype=dtype).masked_fill(hidden, torch.finfo(dtype).min)[:, None]
-
-
-def mask_argument(config: Any, mask: Tensor) -> Tensor | dict[str, Tensor]:
-    """`mask` in the form that the family's base model passes on untouched."""
+def no_mask(config: Any, like: Tensor) -> Tensor | dict[str, Tensor]:
+    """A placeholder that keeps the family's base model from making a mask: the attention modules know the rows' lengths."""
+    mask = like.new_zeros(1, 1, 1, 1)
     types = getattr(config, "layer_types", None)
     return mask if types is None else dict.fromkeys(types, mask)

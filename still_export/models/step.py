@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from still_export.mixers.cache import StillCache
-from still_export.mixers.config import FULL
-from still_export.models.base import full_attention_mask, last_rows
+from still_export.models.base import last_rows
 
 
 def forward_with_state(
@@ -41,12 +40,10 @@ def forward_with_state(
     hidden = decoder.embed_tokens(input_ids)
     positions = past_length[:, None] + torch.arange(input_ids.shape[1], device=input_ids.device)
     position_embeddings = decoder.rotary_emb(hidden, positions)
-    full = [i for i in range(config.num_hidden_layers) if config.still.layer_type(i) == FULL]
-    mask = full_attention_mask(config, positions, states[full[0]]["key"].shape[2], hidden.dtype) if full else None
     for layer in decoder.layers:
         hidden = layer(
             hidden,
-            attention_mask=mask,
+            attention_mask=None,
             position_ids=positions,
             past_key_values=cache,
             use_cache=True,

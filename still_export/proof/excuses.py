@@ -49,7 +49,7 @@ class Excuse(Protocol):
         """The reference's leads on the sequences `tokens` [B, T] of `counts` [B] tokens; `reference` is a TorchModel."""
 
 
-EXCUSES = {"HybridAttention": "still_export.mixers.hybrid_excuses:SelectionExcuse"}
+EXCUSES = {"HybridAttention": "still_export.mixers.hybrid_attention.excuses:SelectionExcuse"}
 """By op, the class that excuses it, made from the manifest; ops that choose nothing need none."""
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from still_export.export.plugins import pack_archive
 from still_graphs.ops import OpSpec
+from still_kernels.hybrid_attention.plan import PLAN
 
 TYPES = {"float32": 1, "float16": 2, "bfloat16": 3, "int32": 4, "int64": 5}
 NAMES = {number: name for name, number in TYPES.items()}
@@ -58,7 +59,7 @@ class Core:
         if getattr(self.library, name)(*arguments):
             raise CoreError(self.library.still_last_error().decode())
 
-    def op(self, name: str, attributes: dict[str, int | float | str], absent: int = 0) -> CoreOp:
+    def op(self, name: str, attributes: dict[str, int | float | str], absent: int = 0, packed: bool = False) -> CoreOp:
         items = (AttributeStruct * len(attributes))()
         for item, (key, value) in zip(items, attributes.items(), strict=True):
             item.name = key.encode()
@@ -67,7 +68,8 @@ class Core:
             item.real = value if isinstance(value, float) else 0.0
             item.text = value.encode() if isinstance(value, str) else None
         handle = ctypes.c_void_p()
-        self.call("still_op_create", name.encode(), items, len(items), ctypes.c_uint64(absent), ctypes.byref(handle))
+        create = "still_op_create_packed" if packed else "still_op_create"
+        self.call(create, name.encode(), items, len(items), ctypes.c_uint64(absent), ctypes.byref(handle))
         return CoreOp(self, handle)
 
 
@@ -153,9 +155,10 @@ def write_archive(folder: Path, variants: list[dict[str, Any]], **changes: Any) 
     folder.mkdir(parents=True, exist_ok=True)
     index = {
         "format": "still-kernels-aot",
-        "version": 1,
+        "version": 2,
         "op": "still::HybridAttention",
         "op_version": 1,
+        "plan": PLAN.data,
         "variants": variants,
         **changes,
     }

@@ -12,13 +12,14 @@ from tests.plugins.core_abi import Core, CoreError, Recorder, shapes_of
 from tests.plugins.test_core import ABSENT, absent_mask
 
 aot = pytest.importorskip("still_kernels.aot")
+variants = pytest.importorskip("still_kernels.hybrid_attention.variants")
 SIZES = {"B": 2, "T": 300, "H": 6, "HK": 3, "HS": 6, "D": 64, "P": 64, "F": 128, "C": 64, "N": 40}
 
 
 @pytest.mark.slow
 def test_the_core_loads_what_was_compiled(core: Core, recorder: Recorder, tmp_path: Path) -> None:
-    variant = aot.Variant(dtype="float16", head_dim=64, feature_rows=64, count_dtype="int32")
-    index = aot.write_archive(tmp_path / "aot", [87, 90], [variant])
+    variant = variants.Variant(dtype="float16", head_dim=64, feature_rows=64, count_dtype="int32")
+    index = aot.write_archive(tmp_path / "aot", [87, 90], "HybridAttention", [variant])
     core.call("still_add_archive", str(pack_archive([tmp_path / "aot"], tmp_path / "kernels.bin")).encode())
     assert core.library.still_variant_count() == 2
     op = core.op("HybridAttention", {a.name: a.default for a in HYBRID_ATTENTION.attributes}, absent_mask(ABSENT))

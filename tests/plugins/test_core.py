@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
+from still_kernels.hybrid_attention.plan import PLAN
+from still_kernels.plan import ELEMENTS, Call
 from tests.plugins.core_abi import Core, CoreError, CoreOp, Recorder, Tensor, shapes_of, write_archive
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,6 +57,7 @@ KEY = {
     "overflow": "error",
     "window_factor": 0,
     "count_dtype": "int32",
+    "packed": 0,
 }
 
 
@@ -252,7 +257,15 @@ def test_workspace_covers_every_smaller_call(op: CoreOp) -> None:
         for tokens in (1, 2, 31, 64, 299, 300):
             given = inputs(B=batch, T=tokens)
             assert op.workspace(given) <= bound
-            op.prepare(given)  # fails when the plan exceeds its own bound
+            call = Call.of(
+                HYBRID_ATTENTION,
+                dict(zip(op.names("input"), (t[1] for t in given), strict=True)),
+                ATTRIBUTES,
+                "float16",
+                "int32",
+            )
+            buffers = PLAN.evaluate(replace(call, constants=CONSTANTS)).workspace
+            assert sum(-(-prod(b.shape) * ELEMENTS[b.element] // 256) * 256 for b in buffers) <= bound
     assert op.workspace(inputs(B=4, T=1)) < bound
 
 
@@ -324,6 +337,48 @@ def test_launch_needs_preparation_and_workspace(op: CoreOp) -> None:
         op.launch(ins, outs, 0, 0)
 
 
+def test_packed_rows(core: Core, op: CoreOp, recorder: Recorder, tmp_path: Path) -> None:
+    """Three rows of at most 40 tokens, 90 together, in a state of 7 rows."""
+    core.call("still_add_archive", str(write_archive(tmp_path / "packed", [variant(packed=1)])).encode())
+    packed = core.op("HybridAttention", ATTRIBUTES, absent_mask(ABSENT), packed=True)
+    names = [n for n in HYBRID_ATTENTION.input_names() if n not in ABSENT | {"new_tokens"}]
+    assert packed.names("input") == [*names, "query_start", "state_row", "max_tokens"]
+    assert packed.names("output") == op.names("output")
+
+    def call(tokens: int, most: int, rows: int = 3, states: int = 7) -> list[Tensor]:
+        padded = dict(zip(op.names("input"), inputs(B=states, T=1), strict=True))
+        shapes = {
+            n: (d, (tokens, *s[2:]) if n in ("query", "key", "value", "gate") else s) for n, (d, s) in padded.items()
+        }
+        return [shapes[n] for n in names] + [("int32", (rows + 1,)), ("int32", (rows,)), ("int32", (most,))]
+
+    ins, outs = addresses(packed)
+    at = dict(zip(packed.names("input"), ins, strict=True))
+    outputs = dict(zip(packed.names("output"), packed.infer(call(90, 40)), strict=True))
+    assert outputs["output"] == ("float16", (90, 6, 64)) and outputs["present_z_state"] == ("float32", (7, 6, 96))
+    packed.prepare(call(90, 40))
+    packed.launch(ins, outs, 0x7000000, 0)
+    launches = recorder.launches()
+    # 40 tokens touch at most 3 chunks of 32
+    assert [fields["grid"] for _, fields in launches] == ["6,6,3", "3,6,3", "1,6,3", "3,6,3", "2,6,3", "2,6,3", "6,3,1"]
+    attend = values(launches[5][1], "attend")
+    assert attend["query_start"] == at["query_start"] and values(launches[0][1], "score")["T"] == 40
+    assert values(launches[6][1], "commit")["new_tokens"] == 0
+    regions = [values(launches[0][1], "score")["score"], values(launches[1][1], "select")["flags"]]
+    assert max(regions) < 0x7000000 + packed.workspace(call(90, 40))
+    assert recorder.log("cuMemcpyDtoDAsync")[0].split()[3] == str(7 * 3 * 64 * 64 * 2), "all rows of the state, once"
+    packed.prepare(call(3, 1))
+    assert recorder.log("cuMemAlloc") == ["cuMemAlloc 256"]
+    with pytest.raises(CoreError, match=r"state_row has 3 rows, the state 2"):
+        packed.infer(call(90, 40, states=2))
+    with pytest.raises(CoreError, match=r"state_row: expected \[B=3\], got \[4\]"):
+        packed.infer([*call(90, 40)[:-2], ("int32", (4,)), ("int32", (40,))])
+    core.call("still_clear_archive")
+    core.call("still_add_archive", str(write_archive(tmp_path / "padded", [variant()])).encode())
+    with pytest.raises(CoreError, match="no kernel for packed=1, the archive has 0"):
+        packed.prepare(call(90, 40))
+
+
 @pytest.mark.parametrize("size", [0, 5, 20, 300, -1])
 def test_damaged_archives_are_refused(core: Core, tmp_path: Path, size: int) -> None:
     whole = write_archive(tmp_path / "whole", [variant()]).read_bytes()
@@ -335,14 +390,17 @@ def test_damaged_archives_are_refused(core: Core, tmp_path: Path, size: int) -> 
 
 
 def test_other_versions_are_refused(core: Core, tmp_path: Path) -> None:
-    newer = write_archive(tmp_path / "newer", [variant()], version=2)
-    with pytest.raises(CoreError, match="still-kernels-aot version 2; this library reads still-kernels-aot version 1"):
-        core.call("still_add_archive", str(newer).encode())
+    older = write_archive(tmp_path / "older", [variant()], version=1)
+    with pytest.raises(CoreError, match="still-kernels-aot version 1; this library reads still-kernels-aot version 2"):
+        core.call("still_add_archive", str(older).encode())
+    other = write_archive(tmp_path / "other", [variant()], op_version=2)
+    with pytest.raises(CoreError, match="kernels of HybridAttention version 2; this library has version 1"):
+        core.call("still_add_archive", str(other).encode())
     unknown = [variant()]
     unknown[0]["kernels"]["decode"]["args"].append({"name": "novel", "type": "i32"})
     core.call("still_add_archive", str(write_archive(tmp_path / "unknown", unknown)).encode())
     op = core.op("HybridAttention", ATTRIBUTES, absent_mask(ABSENT))
-    with pytest.raises(CoreError, match=r"kernel decode takes novel, which this library does not pass"):
+    with pytest.raises(CoreError, match=r"kernel decode takes novel, which the launch plan does not pass"):
         op.prepare(inputs(T=1))
     with pytest.raises(CoreError, match=r"missing\.bin: cannot be opened"):
         core.call("still_add_archive", str(tmp_path / "missing.bin").encode())

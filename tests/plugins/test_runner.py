@@ -1,6 +1,6 @@
 """What still_run says before an engine runs, with stand-ins for the driver and for TensorRT's library; needs the headers.
 
-A runtime of TensorRT itself is not played here: docs/support.md says where still_run ran.
+A runtime of TensorRT itself is not played here: docs/reference/targets.md says where still_run ran.
 """
 
 from __future__ import annotations

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from still_export.mixers import torch_ops as ops
 from still_export.mixers.config import StillConfig
-from still_export.mixers.hybrid_attention import StillAttention
+from still_export.mixers.hybrid_attention import op
+from still_export.mixers.hybrid_attention.module import StillAttention
 from still_export.models import attach_untrained
 from still_export.models.convert import fold_householder
-from still_kernels import dispatch
+from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, naive_hybrid_attention
 from still_kernels.hybrid_attention.chunked import chunked_hybrid_attention
 from tests.still_export.tiny import CHUNK, GOLDEN_FOLDER, plain_model, random_ids, still_model
@@ -136,13 +136,20 @@ def test_the_op_hands_window_factors_on_as_a_tensor(monkeypatch: pytest.MonkeyPa
     expected, _ = chunked_hybrid_attention(*tensors, config, state, counts)
     seen = []
 
+    reading = pytest.MonkeyPatch()
+
     def kernel(*arguments: Any) -> Any:
         seen.append(arguments[9])
+        reading.undo()  # the kernel of the CPU may
         return chunked_hybrid_attention(*arguments)
 
-    monkeypatch.setattr(dispatch, "hybrid_attention", kernel)
-    monkeypatch.setattr(ops, "_call", without_reading(ops._call, monkeypatch))
-    output, _ = ops.hybrid_attention(*tensors, config, state, counts)
+    monkeypatch.setattr(op, "kernel", kernel)
+    for name in ("tolist", "item", "__bool__", "__int__"):
+        reading.setattr(torch.Tensor, name, lambda *_: pytest.fail("a value was read"))
+    try:
+        output, _ = op.hybrid_attention(*tensors, config, state, counts)
+    finally:
+        reading.undo()
     assert seen[0].tolist() == list(factors)
     torch.testing.assert_close(output, expected)
 
@@ -156,21 +163,9 @@ def test_the_fake_op_has_the_strides_of_the_real_one(tokens: int) -> None:
     state = HybridAttentionState.empty(config, 2)
     tensors = [torch.randn(2, heads, tokens, 12).transpose(1, 2) for heads in (4, 2, 2, 4)]
     tensors += [torch.randn(4, 12, 12) for _ in "qk"]
-    states = (getattr(state, s.name) for s in ops.HYBRID_ATTENTION.states)
+    states = (getattr(state, s.name) for s in HYBRID_ATTENTION.states)
     counts = torch.tensor([tokens, 1])
     arguments = (*tensors, None, counts, state.length, *states, *config.attributes().values())
     torch.library.opcheck(
         torch.ops.still.hybrid_attention.default, arguments, test_utils=("test_schema", "test_faketensor")
     )
-
-
-def without_reading(function: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`function`, during which a tensor's values cannot be asked for."""
-
-    def call(*arguments: Any) -> Any:
-        with monkeypatch.context() as patch:
-            for name in ("tolist", "item", "__bool__", "__int__"):
-                patch.setattr(torch.Tensor, name, lambda *_: pytest.fail("a value was read"))
-            return function(*arguments)
-
-    return call

@@ -339,7 +339,7 @@ def test_a_graph_without_creator_is_refused(tmp_path: Path, monkeypatch: pytest.
 def test_kernels_of_a_graph() -> None:
     model = small_graph("float16")
     run_pipeline(model, "trt")
-    (variant,) = kernel_variants(model)
+    (variant,) = kernel_variants(model)["HybridAttention"]
     assert (variant.dtype, variant.head_dim, variant.feature_rows, variant.chunk_size) == ("float16", 4, 5, 8)
     assert (variant.gate, variant.window_factor, variant.count_dtype, variant.select_scope) == (1, 0, "int32", "q_head")
 
@@ -353,9 +353,10 @@ def test_a_layer_without_kernel_is_refused_before_anything_is_compiled() -> None
     drop_attribute(node, "chunk_size")
     node.attribute.append(onnx.helper.make_attribute("chunk_size", 64))
     demand_kernels(model)  # head size 4 is masked
-    for tensor in model.graph.initializer:
-        if tensor.name.startswith("feature_"):
-            tensor.dims[2] = 512
+    for info in (*model.graph.input, *model.graph.value_info):  # tensors of the layer are [..., 4]
+        dims = info.type.tensor_type.shape.dim
+        if dims and dims[-1].dim_value == 4:
+            dims[-1].dim_value = 512
     with pytest.raises(UnsupportedError, match="head_dim=512; the kernels have"):
         demand_kernels(model)
 

@@ -106,7 +106,7 @@ def test_low_precision(dtype: torch.dtype) -> None:
 
 
 def test_logits_far_apart() -> None:
-    check(Layer(), sharpness=100.0)
+    check(Layer(), sharpness=30.0)
 
 
 def test_newer_opset() -> None:
@@ -118,7 +118,7 @@ def test_what_is_not_filled_is_not_read() -> None:
     layer = Layer()
     runner = Runner(layer, torch.float32, 2, False)
     rubbish = torch.full((2, layer.kv_heads, layer.rows, layer.dim), torch.nan)
-    runner.state = {name: value(rubbish) for name in ("key", "value")}
+    runner.state = {name: value(rubbish.clone()) for name in ("key", "value")}
     for call in calls(layer, [5, 1, 7], torch.float32):
         close(runner(call.feeds)["output"], call.output, REFERENCE[torch.float32], "output")
 

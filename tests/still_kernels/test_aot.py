@@ -13,8 +13,12 @@ import pytest
 pytest.importorskip("triton")
 
 from still_kernels import aot
-from still_kernels.hybrid_attention.launch import KERNELS
-from still_kernels.hybrid_attention.tiles import SHARED_BYTES, TileTable, decode_splits, tile_table
+from still_kernels.hybrid_attention.launch import FUNCTIONS as KERNELS
+from still_kernels.hybrid_attention.tiles import TileTable, tile_table
+from still_kernels.hybrid_attention.variants import KERNELS as OP
+from still_kernels.hybrid_attention.variants import Variant
+from still_kernels.plan import Call
+from still_kernels.tile import SHARED_BYTES
 
 VARIANT = {"head_dim": 64, "feature_rows": 64, "chunk_size": 32, "select_scope": "kv_group_max", "count_dtype": "int32"}
 
@@ -33,7 +37,7 @@ def build(folder: Path, arch: str, variants: list[dict], cache: Path) -> dict:
 def check_index(index: dict, folder: Path) -> None:
     """Properties that every host relies on."""
     assert (index["format"], index["version"]) == (aot.FORMAT, aot.FORMAT_VERSION)
-    assert index["source_hash"] == aot.source_hash()
+    assert index["source_hash"] == aot.source_hash(OP)
     for entry in index["variants"]:
         arch = aot.parse_arch(entry["arch"])
         assert set(entry["kernels"]) == set(KERNELS)
@@ -98,7 +102,7 @@ def test_the_largest_projections_fit(
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(CUDABackend, "make_cubin", lambda *_: b"no code")
-    entry, _ = aot.compile_variant(aot.Variant(**properties), arch)
+    entry, _ = aot.compile_variant("HybridAttention", Variant(**properties), arch)
     assert set(entry["kernels"]) == set(KERNELS)
 
 
@@ -125,7 +129,7 @@ def test_the_largest_projections_assemble(properties: dict, tmp_path: Path, monk
     """Registers are known to the assembler alone: a matrix instruction that needs more than decode may have is an error."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(TileTable, "kernels", lambda table: {"decode": table.decode})
-    _, cubins = aot.compile_variant(aot.Variant(**{"feature_rows": 256, **properties}), 90)
+    _, cubins = aot.compile_variant("HybridAttention", Variant(**{"feature_rows": 256, **properties}), 90)
     assert all(cubin[:4] == b"\x7fELF" for cubin in cubins.values())
 
 
@@ -152,7 +156,16 @@ def test_folder_that_is_not_empty_needs_force(tmp_path: Path, capsys: pytest.Cap
 
 def test_splits_fill_the_chip_and_stay_mergeable() -> None:
     programs = tile_table(90, 128, 64, 128, False).decode_programs
+
+    def decode_splits(batch: int, heads: int, slots: int) -> int:
+        names = ("H", "HK", "HS", "D", "P", "F", "C")
+        sizes = {**dict.fromkeys(names, heads), "B": batch, "T": 1, "N": slots}
+        attributes = {a.name: a.default for a in OP.spec.attributes}
+        constants = {**dict.fromkeys(OP.plan.constants, 1), "decode_programs": programs}
+        call = Call(sizes, attributes, constants, "float16", "int64", shapes={"feature_q_weight": (1, 1, 1)})
+        return int(OP.plan.evaluate(call).arguments["NS"])
+
     for batch, heads, slots in ((1, 32, 4088), (8, 32, 4088), (1, 8, 504), (64, 8, 100_000), (1, 32, 4)):
-        splits = decode_splits(batch, heads, slots, programs)
+        splits = decode_splits(batch, heads, slots)
         assert 1 <= splits <= 24 and splits <= max(1, -(-slots // 32))
-    assert decode_splits(1, 32, 0, programs) == 1
+    assert decode_splits(1, 32, 0) == 1

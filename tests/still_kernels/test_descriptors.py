@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 import triton
 
 from still_kernels import aot
+from still_kernels.hybrid_attention import variants
 from still_kernels.hybrid_attention.tiles import TileTable, changed, tile_table
 from tests.machine_code import disassembly
 
@@ -282,15 +283,15 @@ LLAMA: dict[str, Any] = {"head_dim": 128, "feature_rows": 128}
 
 
 def kernel_descriptors(
-    variant: aot.Variant, kernels: tuple[str, ...], folder: Path, patch: pytest.MonkeyPatch, **setting: int
+    variant: variants.Variant, kernels: tuple[str, ...], folder: Path, patch: pytest.MonkeyPatch, **setting: int
 ) -> dict[str, tuple[int, list[str]]]:
     """Descriptors of kernels compiled for sm_90, each with another setting if one is given."""
     found = {}
     for kernel in kernels:
         with patch.context() as one:
             one.setattr(TileTable, "kernels", lambda table, name=kernel: {name: getattr(table, name)})
-            one.setattr(aot, "tile_table", lambda *size, name=kernel: changed(tile_table(*size), name, setting))
-            entry, cubins = aot.compile_variant(variant, 90)
+            one.setattr(variants, "tile_table", lambda *size, name=kernel: changed(tile_table(*size), name, setting))
+            entry, cubins = aot.compile_variant("HybridAttention", variant, 90)
         code = instructions(cubins[entry["kernels"][kernel]["cubin"]], folder)
         found[kernel] = descriptors(code, entry["kernels"][kernel]["shared_bytes"])
     return found
@@ -299,7 +300,7 @@ def kernel_descriptors(
 @pytest.mark.skipif(triton.knobs.nvidia.ptxas.version != "12.8", reason="needs the ptxas that errs")
 def test_wrong_descriptors_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What this assembler makes of linear with one stage, which no table has where rows are 64 (`misfit`)."""
-    variant = aot.Variant(**LLAMA)
+    variant = variants.Variant(**LLAMA)
     _, wrong = kernel_descriptors(variant, ("linear",), tmp_path, monkeypatch, STAGES=1, num_stages=1)["linear"]
     assert len(wrong) > 10
 
@@ -321,6 +322,6 @@ MATRIX = ("score", "features", "scan", "linear", "attend", "decode")
 def test_descriptors(
     size: dict[str, Any], kernels: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = kernel_descriptors(aot.Variant(**size), kernels, tmp_path, monkeypatch)
+    found = kernel_descriptors(variants.Variant(**size), kernels, tmp_path, monkeypatch)
     assert {kernel: wrong for kernel, (_, wrong) in found.items() if wrong} == {}
     assert size["head_dim"] > 128 or size["dtype"] == "float32" or min(count for count, _ in found.values()) > 0

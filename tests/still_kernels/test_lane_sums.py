@@ -23,6 +23,7 @@ from triton.compiler import ASTSource
 from still_kernels import aot
 from still_kernels.hybrid_attention.tiles import TileTable
 from still_kernels.hybrid_attention.triton_common import rounded
+from still_kernels.hybrid_attention.variants import Variant
 from tests.machine_code import disassembly
 
 REACH = 200  # instructions between the parts of a sum
@@ -84,6 +85,6 @@ def test_lanes_of_decode_agree(
     size: dict[str, Any], scope: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TileTable, "kernels", lambda table: {"decode": table.decode})
-    _, cubins = aot.compile_variant(aot.Variant(**size, select_scope=scope), 90)
+    _, cubins = aot.compile_variant("HybridAttention", Variant(**size, select_scope=scope), 90)
     for cubin in cubins.values():
         assert disagreeing_sums(instructions(cubin, tmp_path)) == []

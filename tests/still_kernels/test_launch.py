@@ -7,17 +7,20 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from still_graphs.errors import UnsupportedError
+from still_graphs.errors import ConfigError, UnsupportedError
 from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState
 
 pytest.importorskip("triton")
+from still_kernels import launcher
 from still_kernels.hybrid_attention import launch
+from still_kernels.op_kernels import kernels_of, op_names
 
 CPU = torch.device("cpu")
 
@@ -26,41 +29,41 @@ CPU = torch.device("cpu")
 def stream(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The stream that calls see, and empty tables of counters."""
     now: dict[str, Any] = {"stream": 1, "capturing": False}
-    monkeypatch.setattr(launch, "current_stream", lambda device: (now["stream"], now["capturing"]))
+    monkeypatch.setattr(launcher, "current_stream", lambda device: (now["stream"], now["capturing"]))
     for table in ("_counters", "_spare"):
-        monkeypatch.setattr(launch, table, {})
-    monkeypatch.setattr(launch, "_made", [])
+        monkeypatch.setattr(launcher, table, {})
+    monkeypatch.setattr(launcher, "_made", [])
     return now
 
 
 def test_counters_of_a_capture_were_zero_before_it(stream: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Zeroing that a capture records does not happen until its replay, which may come after other users of the stream."""
-    eager = launch.persistent_counters(CPU, 10)
+    eager = launcher.persistent_counters(CPU, 10)
     assert not eager.any()
     stream.update(stream=2, capturing=True)
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: pytest.fail("work recorded in a capture"))
-    captured = launch.persistent_counters(CPU, 10)
+    captured = launcher.persistent_counters(CPU, 10)
     assert captured.data_ptr() != eager.data_ptr() and captured.numel() >= 10 and not captured.any()
-    assert launch.persistent_counters(CPU, 10) is captured
+    assert launcher.persistent_counters(CPU, 10) is captured
 
 
 def test_counters_are_of_one_stream_and_stay(stream: dict[str, Any]) -> None:
     """A graph holds the address of counters that have become too small for later calls."""
-    small = launch.persistent_counters(CPU, 10)
+    small = launcher.persistent_counters(CPU, 10)
     size = small.numel() + 1
-    large = launch.persistent_counters(CPU, size)
-    assert large.numel() >= size and launch.persistent_counters(CPU, 10) is large
+    large = launcher.persistent_counters(CPU, size)
+    assert large.numel() >= size and launcher.persistent_counters(CPU, 10) is large
     stream["stream"] = 2
-    other = launch.persistent_counters(CPU, size)
+    other = launcher.persistent_counters(CPU, size)
     regions = {t.data_ptr() for t in (small, large, other)}
     assert len(regions) == 3
-    assert all(any(block[0].data_ptr() <= p <= block[-1].data_ptr() for block in launch._made) for p in regions)
+    assert all(any(block[0].data_ptr() <= p <= block[-1].data_ptr() for block in launcher._made) for p in regions)
 
 
 def test_a_capture_without_a_call_ahead_is_refused(stream: dict[str, Any]) -> None:
     stream["capturing"] = True
     with pytest.raises(UnsupportedError, match="before the capture"):
-        launch.persistent_counters(CPU, 10)
+        launcher.persistent_counters(CPU, 10)
 
 
 @pytest.mark.parametrize("tokens", [1, 40])
@@ -77,7 +80,7 @@ def test_kernels_go_to_the_device_of_the_tensors(tokens: int, monkeypatch: pytes
         inside.pop()
 
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    monkeypatch.setattr(launch.Launcher, "start", lambda self, name, run: launched.append((name, bool(inside))))
+    monkeypatch.setattr(launcher.Launcher, "start", lambda self, name, run: launched.append((name, bool(inside))))
     query, key = torch.zeros(1, tokens, 4, 64), torch.zeros(1, tokens, 2, 64)
     weight, state = torch.zeros(1, 64, 64), HybridAttentionState.empty(config, 1)
     launch.launch_hybrid_attention(
@@ -99,8 +102,8 @@ def test_a_launch_finds_the_kernel_that_its_like_ran(monkeypatch: pytest.MonkeyP
         found.append(not run.keywords)  # options and names are for Triton's own search
         return Compiled()
 
-    monkeypatch.setattr(launch.Launcher, "start", start)
-    monkeypatch.setattr(launch, "_compiled", {})
+    monkeypatch.setattr(launcher.Launcher, "start", start)
+    monkeypatch.setattr(launcher, "_compiled", {})
 
     def call(tokens: int = 40, shift: int = 0, kind: torch.dtype = torch.int64, own: bool = False, **more: Any) -> str:
         config = HybridAttentionConfig(**{**base, **more})
@@ -119,13 +122,24 @@ def test_a_launch_finds_the_kernel_that_its_like_ran(monkeypatch: pytest.MonkeyP
     assert [call(tokens=1), call(tokens=1)] == ["none", "all"]
 
 
-@pytest.mark.parametrize("name", launch.KERNELS)
-def test_kernels_leave_integers_unspecialised(name: str) -> None:
-    """One kernel serves all of them: ahead of time, and where a launch finds the one that an earlier call ran."""
-    known = [p.is_constexpr or p.name.startswith("p_") or p.do_not_specialize for p in launch.KERNELS[name].params]
-    floats = [p.name in ("scale", "epsilon") for p in launch.KERNELS[name].params]  # Triton specialises no floats
-    assert all(a or b for a, b in zip(known, floats, strict=True))
-    assert all(argument.startswith("p_") for argument in launch.KERNELS[name].arg_names[: launch.POINTERS[name]])
+@pytest.mark.parametrize("op", op_names())
+def test_plan_and_kernels_of_an_op_go_together(op: str) -> None:
+    """Integers at run time stay unspecialised: one kernel serves all of them, ahead of time and where a launch finds one that ran."""
+    kernels = kernels_of(op)
+    kernels.check()
+    assert kernels.element_types(kernels.variant()).keys() >= set(kernels.plan.spec.input_names()[:1])
+
+
+def test_what_does_not_go_together_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = kernels_of("HybridAttention")
+    plan = replace(kernels.plan, arguments={k: v for k, v in kernels.plan.arguments.items() if k != "NS"})
+    with pytest.raises(ConfigError, match="decode takes NS, which the plan does not pass"):
+        replace(kernels, plan=plan).check()
+    functions = {name: f for name, f in kernels.functions().items() if name != "scan"}
+    with pytest.raises(ConfigError, match="launches the unknown kernel scan"):
+        replace(kernels, functions=lambda: functions).check()
+    with pytest.raises(ConfigError, match="variants have"):
+        replace(kernels, plan=replace(kernels.plan, key={"dtype": "dtype"})).check()
 
 
 @pytest.mark.slow
@@ -141,4 +155,4 @@ def test_kernels_of_a_case_compile_ahead_for_the_just_in_time_path(tmp_path: Pat
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert "2 of 2 layers compile for sm_90" in done.stdout
     kernels = {path.stem for path in tmp_path.glob("*/*.cubin")}
-    assert {f"{name}_kernel" for name in launch.KERNELS} - kernels == {"decode_kernel"}  # the case has no single step
+    assert {f"{name}_kernel" for name in launch.FUNCTIONS} - kernels == {"decode_kernel"}  # the case has no single step

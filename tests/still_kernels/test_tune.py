@@ -64,11 +64,11 @@ sys.exit(tune.main(sys.argv[1:]))
 def test_workspace_starts_as_nan() -> None:
     code = """
 from still_kernels import tune
-from still_kernels.hybrid_attention import launch
+from still_kernels import launcher
 import torch
 with tune._recording():
-    assert launch.allocate(torch.zeros(1), (3,), torch.float32).isnan().all()
-assert not hasattr(launch.Launcher, "made") and launch.Launcher.__name__ == "Launcher"
+    assert launcher.allocate(torch.zeros(1), (3,), torch.float32).isnan().all()
+assert not hasattr(launcher.Launcher, "made") and launcher.Launcher.__name__ == "Launcher"
 """
     assert interpreted(code).returncode == 0
 

@@ -197,14 +197,14 @@ class Guarded:
 @contextlib.contextmanager
 def guarded_workspaces() -> Iterator[Guarded]:
     """Workspaces of launches within margins; not of those that follow, in tests of the same process."""
-    from still_kernels.hybrid_attention import launch
+    from still_kernels import launcher
 
-    guarded, before = Guarded(), launch.allocate
-    launch.allocate = guarded.empty
+    guarded, before = Guarded(), launcher.allocate
+    launcher.allocate = guarded.empty
     try:
         yield guarded
     finally:
-        launch.allocate = before
+        launcher.allocate = before
 
 
 def run_case(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> dict[str, float]:

@@ -72,7 +72,7 @@ def misfit(table: TileTable, config: HybridAttentionConfig, arch: int) -> str:
 
     With one stage the buffers of linear's last loop stay where they are, and its descriptors of them are constants. On sm_90
     ptxas 12.8, which Triton 3.6 and 3.7 bring, then adds to a register that holds something else: wrong results, or illegal
-    addresses (docs/kernels.md). With more stages it computes them in the loop, and rightly.
+    addresses (docs/notebook/kernels.md). With more stages it computes them in the loop, and rightly.
     """
     tiles = {name: tile.constants for name, tile in table.kernels().items()}
     chunk, every = config.chunk_size, tiles["scan"]["EVERY"]

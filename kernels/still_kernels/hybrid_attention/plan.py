@@ -1,0 +1,163 @@
+"""The launches of still::HybridAttention: still_kernels.plan says what the parts mean. Integers and texts only: no torch, no Triton."""
+
+from __future__ import annotations
+
+from still_graphs.ops import HYBRID_ATTENTION
+from still_kernels.plan import Alias, Branch, Check, Launch, Let, Loop, Plan, Region
+
+DECODE, PREFILL, FOLDS = "T == 1", "T != 1", "overflow != 'error'"
+FLAGGED = f"{PREFILL} or {FOLDS}"
+
+# Sums over features take the tensor cores in bfloat16, whatever the 16-bit type: float16 would overflow.
+LINEAR = "'float32' if dtype == 'float32' else 'bfloat16'"
+
+PLAN = Plan(
+    HYBRID_ATTENTION,
+    key={
+        "dtype": "dtype",
+        "head_dim": "D",
+        "chunk_size": "chunk_size",
+        "feature_rows": "P",
+        "feature_map": "feature_map",
+        "gate": "has(gate)",
+        "select_scope": "select_scope",
+        "saliency": "saliency",
+        "overflow": "overflow",
+        "window_factor": "has(window_factor)",
+        "count_dtype": "count_dtype",
+        "packed": "packed",
+    },
+    constants=(
+        "segment_tiles",  # chunks of a segment, whose features and partial sums are in the workspace at a time
+        "score_blocks_per_chunk",
+        "features_tiles",  # chunks of one program
+        "scan_programs",  # that share S of one head
+        "prefix_every",  # chunks from one stored S to the next
+        "linear_rows",
+        "attend_rows",
+        "value_slices",  # of S in decode
+        "window_parts",  # of the ring in decode
+        "decode_programs",  # that fill the chip
+        "evicted_rows",  # that a folding policy may move out of the cache at once
+    ),
+    checks=(
+        Check("chunk_size == C", "past_window_key holds 2*C={2 * C} tokens, chunk_size is {chunk_size}."),
+        Check("HK > 0 and H % max(HK, 1) == 0", "query has H={H} heads, which is no multiple of HK={HK} of key."),
+        Check(
+            "HS == (H if select_scope == 'q_head' else HK)",
+            "past_salient_key has {HS} heads; select_scope={select_scope} needs {H if select_scope == 'q_head' else HK}.",
+        ),
+        Check(
+            "F == (2 * P if feature_map in ('np_softmax_pm', 'softmax_pm') else P)",
+            "past_kv_state has F={F} features; feature_map={feature_map} makes "
+            "{2 * P if feature_map in ('np_softmax_pm', 'softmax_pm') else P} of P={P}.",
+        ),
+        Check(
+            "has(salient_score) == (overflow == 'fold_min_score')",
+            "past_salient_score goes with overflow=fold_min_score and with nothing else; overflow={overflow}.",
+        ),
+        Check(
+            "local == 'chunked'",
+            'local="{local}" has no kernel; the kernels have "chunked". Export for onnxruntime, which runs the function body.',
+        ),
+    ),
+    define={
+        "folds": FOLDS,
+        "tiles": "(T + C - 2) // C + 1",  # chunks that T new tokens touch at most, wherever they begin
+        "segment": "1 if folds else min(segment_tiles, tiles)",
+        "stored": "ceil_div(segment, prefix_every)",
+        # Programs that share the salient cache of one select head: enough to fill the chip, 32 slots each at least. At most 24: with
+        # the parts of the window one block of the merge then takes all of them.
+        "fill": "ceil_div(decode_programs, B * HS)",
+        "splits": "max(1, min(ceil_div(N, 32), max(fill, ceil_div(N, 512)), 24)) if N > 0 else 1",
+        "parts": "splits + window_parts + 1",
+        "evicted": "evicted_rows if folds else 0",
+    },
+    types={"linear": LINEAR},
+    workspace=(
+        Region("score", "float32", ("tokens", "H"), PREFILL),
+        Region("prefix_kv", "linear", ("B", "stored", "H", "F", "D"), PREFILL),
+        Region("prefix_z", "float32", ("B", "stored", "H", "F"), PREFILL),
+        Region("linear", "linear", ("B", "segment", "H", "C", "D"), PREFILL),
+        Region("linear_sum", "float32", ("B", "segment", "H", "C"), PREFILL),
+        Region("part_acc", "float32", ("B", "H", "parts", "D"), DECODE),
+        Region("part_ml", "float32", ("B", "H", "parts", 2), DECODE),
+        Region("part_window", "float32", ("B", "H", "window_parts", 4), DECODE),
+        Region("part_lin", "float32", ("B", "H", "D"), DECODE),
+        Region("part_den", "float32", ("B", "H"), DECODE),
+        # named by the kernels, not written in decode
+        Region("prefix_kv", "linear", (16,), f"{DECODE} and folds"),
+        Region("prefix_z", "float32", (16,), f"{DECODE} and folds"),
+        Region("flags", "int8", ("B", "tiles + 2", "HS", "C"), FLAGGED),
+        Region("phi_k", "linear", ("B", "segment", "H", "C + evicted", "F"), FLAGGED),
+        Region("evicted_key", "T", ("B", "HS", "evicted", "D"), FOLDS),
+        Region("evicted_value", "T", ("B", "HS", "evicted", "D"), FOLDS),
+        Region("evicted_count", "int32", ("B", "HS"), FOLDS),
+    ),
+    persistent=(Region("counters", "int32", ("B", "2 * H"), DECODE),),  # arrivals of programs
+    aliases=(Alias("score", "window_score", DECODE),),  # never read: the chunk that a step promotes lies in the ring
+    arguments={
+        **{name: name for name in ("B", "T", "H", "HK", "HS", "N")},
+        "G": "H // HK",
+        "K": "salient_per_chunk",
+        "W_HEADS": "dim(feature_q_weight, 0)",
+        "R": "tiles + 2",
+        "NS": "splits",
+        "phantom": "phantom_first_chunk",
+        "scale": "rsqrt(D)",
+        "epsilon": "mix_epsilon",
+    },
+    steps=(
+        Branch(
+            DECODE,
+            (
+                Branch(
+                    "folds",
+                    (
+                        Launch("select", ("1", "HS", "B"), first_tile="0"),
+                        Launch("features", ("1", "H", "B"), first_tile="0", n_tiles="1"),
+                        Launch("scan", ("scan_programs", "H", "B"), first_tile="0", n_tiles="1", store_prefix="0"),
+                    ),
+                ),
+                Launch("decode", ("H // HS * (value_slices + window_parts + 1) + splits", "HS", "B")),
+            ),
+            (
+                Launch("score", ("tiles * score_blocks_per_chunk", "H", "B")),
+                Branch("not folds", (Launch("select", ("tiles", "HS", "B"), first_tile="0"),)),
+                Loop(
+                    "first",
+                    "0",
+                    "tiles",
+                    "segment",
+                    (
+                        Let("count", "min(segment, tiles - first)"),
+                        # the cache is right for one chunk at a time
+                        Branch("folds", (Launch("select", ("1", "HS", "B"), first_tile="first"),)),
+                        Launch(
+                            "features",
+                            ("ceil_div(count, features_tiles)", "H", "B"),
+                            first_tile="first",
+                            n_tiles="count",
+                        ),
+                        Launch(
+                            "scan", ("scan_programs", "H", "B"), first_tile="first", n_tiles="count", store_prefix="1"
+                        ),
+                        Launch(
+                            "linear",
+                            ("ceil_div(count * C, linear_rows)", "H", "B"),
+                            first_tile="first",
+                            n_tiles="count",
+                        ),
+                        Launch(
+                            "attend",
+                            ("ceil_div(count * C, attend_rows)", "H", "B"),
+                            first_tile="first",
+                            n_tiles="count",
+                        ),
+                    ),
+                ),
+                Launch("commit", ("H", "B", "1")),
+            ),
+        ),
+    ),
+)

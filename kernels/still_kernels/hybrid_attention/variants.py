@@ -1,0 +1,205 @@
+"""What the kernels of still::HybridAttention are compiled for, and the `OpKernels` that says so to generic rooms."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from still_graphs.errors import ConfigError
+from still_kernels.hybrid_attention.config import CHOICES, HybridAttentionConfig
+from still_kernels.hybrid_attention.plan import PLAN
+from still_kernels.hybrid_attention.tiles import (
+    CHUNK_SIZES,
+    HEAD_DIMS,
+    MAX_FEATURE_ROWS,
+    MAX_GROUP,
+    MAX_SALIENT_PER_CHUNK,
+    TileTable,
+    tile_table,
+)
+from still_kernels.op_kernels import Build, OpKernels
+from still_kernels.plan import Call, Check
+from still_kernels.tile import pow2
+
+DTYPES = ("float16", "bfloat16", "float32")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a set of kernels is compiled for; everything else is a run-time argument."""
+
+    dtype: str = "bfloat16"
+    head_dim: int = 128
+    chunk_size: int = 64
+    feature_rows: int = 128
+    feature_map: str = "np_softmax_pm"
+    gate: int = 1
+    select_scope: str = "q_head"
+    saliency: str = "margin"
+    overflow: str = "error"
+    window_factor: int = 0
+    count_dtype: str = "int64"
+    packed: int = 0
+
+    def __post_init__(self) -> None:
+        known = {"dtype": DTYPES, "count_dtype": ("int32", "int64"), **CHOICES}
+        for name, value in asdict(self).items():
+            if name in known and name != "gate" and value not in known[name]:
+                raise ConfigError(f"{name}={value!r} is unknown; known: {', '.join(known[name])}.")
+
+    def config(self) -> HybridAttentionConfig:
+        """A layer configuration with the variant's compile-time properties."""
+        return HybridAttentionConfig(
+            num_heads=1,
+            num_kv_heads=1,
+            head_dim=self.head_dim,
+            chunk_size=self.chunk_size,
+            salient_per_chunk=min(MAX_SALIENT_PER_CHUNK, self.chunk_size),
+            feature_dim=self.feature_rows,
+            feature_map=self.feature_map,
+            gate="channel" if self.gate else "none",
+            select_scope=self.select_scope,
+            saliency=self.saliency,
+            overflow=self.overflow,
+        )
+
+
+def default_variants() -> list[Variant]:
+    """Gated layers with chunks of 64: both 16-bit types, head sizes 64 and 128, both scopes, both count types."""
+    return [
+        Variant(dtype=dtype, head_dim=dim, feature_rows=dim, select_scope=scope, count_dtype=count)
+        for dtype, dim, scope, count in itertools.product(
+            ("bfloat16", "float16"), (64, 128), ("q_head", "kv_group_max"), ("int64", "int32")
+        )
+    ]
+
+
+@lru_cache
+def constants_of(config: HybridAttentionConfig, wide: bool, packed: bool, window_factor: bool) -> dict[str, Any]:
+    """Compile-time constants by name; each kernel takes those that it declares.
+
+    Args:
+        config: The layer.
+        wide: float32 activations.
+        packed: Packed tokens with query_start and state_row.
+        window_factor: The call has a window_factor tensor.
+    """
+    import triton
+
+    from still_kernels.hybrid_attention.triton_common import FEATURE_CODES, OVERFLOW_CODES, SCOPE_CODES
+
+    return {
+        "C": config.chunk_size,
+        "D": config.head_dim,
+        "DP": pow2(config.head_dim),
+        "F": config.state_features,
+        "P": config.projection_dim,
+        "PP": pow2(config.projection_dim),
+        "KP": pow2(config.salient_per_chunk),
+        "GP": pow2(config.group_size),
+        "FEATURE": FEATURE_CODES[config.feature_map],
+        "SCOPE": SCOPE_CODES[config.select_scope],
+        "RELEASED": int(config.saliency == "released_prefill"),
+        "OVERFLOW": OVERFLOW_CODES[config.overflow],
+        "EVICT": int(config.overflow != "error"),
+        "GATE": int(config.gate == "channel"),
+        "FACTOR": int(window_factor),
+        "RAGGED": int(packed),
+        "SETTLE": int(not triton.knobs.runtime.interpret),
+        "DOT": "tf32x3" if wide else "tf32",
+    }
+
+
+def plan_constants(config: HybridAttentionConfig, table: TileTable) -> dict[str, int]:
+    """Values of the plan's constants for kernels with these block sizes."""
+    scan = table.scan.constants
+    return {
+        "scan_programs": -(-config.state_features // scan["FB"]) * -(-config.head_dim // scan["DB"]),
+        "features_tiles": table.features.constants["TB"],
+        "score_blocks_per_chunk": config.chunk_size // table.score.constants["BM"],
+        "prefix_every": scan["EVERY"],
+        "linear_rows": table.linear.constants["BM"] * table.linear.constants["TB"],
+        "attend_rows": table.attend.constants["BM"],
+        "value_slices": pow2(config.head_dim) // table.decode.constants["DS"],
+        "window_parts": 2 * config.chunk_size // table.decode.constants["BL"],
+        "segment_tiles": table.segment_tiles,
+        "decode_programs": table.decode_programs,
+        "evicted_rows": pow2(config.salient_per_chunk),
+    }
+
+
+def build(variant: Variant, arch: int) -> Build:
+    """What a variant is on an architecture."""
+    config, wide = variant.config(), variant.dtype == "float32"
+    table = tile_table(arch, variant.head_dim, variant.chunk_size, variant.feature_rows, wide)
+    absent = {"new_tokens"} if variant.packed else {"query_start", "state_row"}
+    absent |= {"gate"} if not variant.gate else set()
+    absent |= {"window_factor"} if not variant.window_factor else set()
+    absent |= {"evicted_key", "evicted_value", "evicted_count"} if variant.overflow == "error" else set()
+    absent |= {"salient_score"} if variant.overflow != "fold_min_score" else set()
+    return Build(
+        table.kernels(),
+        constants_of(config, wide, bool(variant.packed), bool(variant.window_factor)),
+        plan_constants(config, table),
+        frozenset(absent),
+    )
+
+
+def sizes_of(config: HybridAttentionConfig) -> dict[str, int]:
+    """Dimensions of a layer by the symbols of the op; those of a call are left to the caller."""
+    return {
+        "H": config.num_heads,
+        "HK": config.num_kv_heads,
+        "HS": config.select_heads,
+        "D": config.head_dim,
+        "P": config.projection_dim,
+        "F": config.state_features,
+        "C": config.chunk_size,
+    }
+
+
+def refusals(config: HybridAttentionConfig, dtype: str) -> list[str]:
+    """Why the Triton kernels do not cover a layer, one line per property with what is covered; empty if they do."""
+    return KERNELS.refusals(Call(sizes_of(config), config.attributes(), dtype=dtype))
+
+
+def functions() -> Mapping[str, Any]:
+    """Triton's functions by name."""
+    from still_kernels.hybrid_attention.launch import FUNCTIONS
+
+    return FUNCTIONS
+
+
+_COVERED = (
+    Check(f"dtype in {DTYPES}", f"dtype=torch.{{dtype}}; the kernels have {', '.join(DTYPES)}."),
+    Check(f"chunk_size in {CHUNK_SIZES}", f"chunk_size={{chunk_size}}; the kernels have one of {CHUNK_SIZES}."),
+    Check(
+        f"salient_per_chunk <= {MAX_SALIENT_PER_CHUNK}",
+        f"salient_per_chunk={{salient_per_chunk}}; the kernels have at most {MAX_SALIENT_PER_CHUNK}.",
+    ),
+    Check(f"P <= {MAX_FEATURE_ROWS}", f"feature_dim={{P}}; the kernels have at most {MAX_FEATURE_ROWS}."),
+    Check(
+        f"H // HK <= {MAX_GROUP}",
+        f"{{H // HK}} query heads per key/value head; the kernels have at most {MAX_GROUP}.",
+    ),
+    Check("local == 'chunked'", "local='{local}'; the kernels have 'chunked'."),
+)
+
+KERNELS = OpKernels(
+    plan=PLAN,
+    variant=Variant,
+    default_variants=default_variants,
+    build=build,
+    functions=functions,
+    folder=Path(__file__).parent,
+    covered=(Check(f"D in {HEAD_DIMS}", f"head_dim={{D}}; the kernels have one of {HEAD_DIMS}."), *_COVERED),
+    # Ahead of time also the sizes between the measured ones: the rest of a power of two is masked.
+    covered_ahead=(
+        Check(f"D <= {max(HEAD_DIMS)}", f"head_dim={{D}}; the kernels have at most {max(HEAD_DIMS)}."),
+        *_COVERED,
+    ),
+)

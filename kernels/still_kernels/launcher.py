@@ -1,0 +1,178 @@
+"""Runs launch plans with Triton: lays the arguments out once per kind of call, then fills in pointers and launches.
+
+The C++ core (plugins/core) runs the same plans from cubins. Nothing is read back from the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from still_graphs.errors import UnsupportedError
+from still_kernels.plan import Launches
+from still_kernels.tile import KernelTile
+
+_compiled: dict[tuple[Any, ...], Any] = {}  # kernels that ran before, by function, variant and kinds of pointers
+
+
+@dataclass(frozen=True)
+class PreparedLaunch:
+    """One launch: `values` in the kernel's order, with None where `pointers` (position, name of the tensor) go."""
+
+    name: str
+    function: Any
+    grid: tuple[int, int, int]
+    tile: KernelTile
+    values: tuple[Any, ...]
+    pointers: tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The launches of one kind of call.
+
+    Args:
+        variant: What the calls' compile-time values follow from. It and the pointers find a kernel that ran before; Triton, which
+            looks at types and values of all arguments, took 30 us a launch. None leaves the search to Triton.
+    """
+
+    launches: tuple[PreparedLaunch, ...]
+    workspace: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+    persistent: tuple[tuple[str, int], ...]
+    aliases: Mapping[str, str]
+    variant: object | None
+
+
+def prepare(
+    launches: Launches,
+    functions: Mapping[str, Any],
+    tiles: Mapping[str, KernelTile],
+    constants: Mapping[str, Any],
+    variant: object | None = None,
+) -> Prepared:
+    """Lay out the arguments of an evaluated plan.
+
+    Args:
+        functions, tiles, constants: As in `op_kernels`; a kernel's value is its own constant, else the step's, else the plan's, else
+            one of `constants`.
+        variant: As in `Prepared`.
+    """
+    made = []
+    for step in launches.steps:
+        function, tile = functions[step.kernel], tiles[step.kernel]
+        known = {**constants, **launches.arguments, **step.arguments, **tile.constants}
+        names = function.arg_names
+        pointers = tuple((i, name.removeprefix("p_")) for i, name in enumerate(names) if name.startswith("p_"))
+        values = tuple(None if name.startswith("p_") else known[name] for name in names)
+        made.append(PreparedLaunch(step.kernel, function, step.grid, tile, values, pointers))
+    workspace = tuple((b.name, b.shape, getattr(torch, b.element)) for b in launches.workspace)
+    persistent = tuple((b.name, math.prod(b.shape)) for b in launches.persistent)
+    return Prepared(tuple(made), workspace, persistent, launches.aliases, variant)
+
+
+class Launcher:
+    """Runs prepared launches. Tools put a subclass in its place, to see each launch."""
+
+    def run(self, prepared: Prepared, tensors: Mapping[str, Tensor | None], like: Tensor) -> None:
+        """Allocate the workspace and launch.
+
+        Args:
+            tensors: By the kernels' names without p_; what is missing is null.
+            like: A tensor on the device.
+        """
+        if not prepared.launches:
+            return
+        every = dict(tensors)
+        for name, shape, dtype in prepared.workspace:
+            every[name] = allocate(like, shape, dtype)
+        if prepared.persistent:
+            zeros, at = persistent_counters(like.device, sum(size for _, size in prepared.persistent)), 0
+            for name, size in prepared.persistent:
+                every[name], at = zeros[at:] if at else zeros, at + size
+        for name, source in prepared.aliases.items():
+            every[name] = every.get(source)
+        with torch.cuda.device_of(like):  # Triton launches on the current device
+            for launch in prepared.launches:
+                found = list(launch.values)
+                for i, name in launch.pointers:
+                    found[i] = every.get(name)
+                self.launch(launch, found, prepared.variant)
+
+    def launch(self, launch: PreparedLaunch, values: list[Any], variant: object | None) -> None:
+        """Launch one kernel; `values` of all its arguments in order."""
+        key = None
+        if variant is not None:
+            kinds = [x if (x := values[i]) is None else (x.dtype, x.data_ptr() % 16) for i, _ in launch.pointers]
+            key = (launch.function, variant, *kinds)
+            if key in _compiled:
+                self.start(launch.name, partial(_compiled[key][launch.grid], *values))
+                return
+        arguments = dict(zip(launch.function.arg_names, values, strict=True))
+        compiled = self.start(launch.name, partial(launch.function[launch.grid], **arguments, **launch.tile.options()))
+        if key is not None and compiled is not None:
+            _compiled[key] = compiled
+
+    def start(self, name: str, run: Callable[[], Any]) -> Any:
+        """Run one launch; returns the compiled kernel where Triton tells. `tune` also keeps the launch."""
+        return run()
+
+
+def allocate(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A workspace buffer on the device of `like`; tests put guards around it."""
+    return like.new_empty(shape, dtype=dtype)
+
+
+COUNTERS = 4096  # of one stream at least: 64 rows of 32 heads
+_counters: dict[tuple[torch.device, int], Tensor] = {}
+_spare: dict[torch.device, list[Tensor]] = {}  # zero and not in use; the last one is the largest
+_made: list[Tensor] = []  # kept for ever: CUDA graphs hold addresses
+
+
+def current_stream(device: torch.device) -> tuple[int, bool]:
+    """The current stream of a device, and whether it is being captured into a CUDA graph."""
+    if device.type != "cuda":
+        return 0, False
+    return torch.cuda.current_stream(device).cuda_stream, torch.cuda.is_current_stream_capturing()
+
+
+def persistent_counters(device: torch.device, size: int) -> Tensor:
+    """Counters for the current stream, int32: zero between launches, at least `size` of them.
+
+    A capture only records work, so what it captured would be zero in its own replays and garbage for everyone else: captures take
+    counters that an earlier call has left over. Graphs captured on one stream share them and must not run at the same time.
+
+    Raises:
+        UnsupportedError: In a capture that no call of this size went ahead of.
+    """
+    stream, capturing = current_stream(device)
+    spare = _spare.setdefault(device, [])
+    if not capturing and not (spare and spare[-1].numel() >= size):
+        blocks = torch.zeros(8, max(size, COUNTERS), dtype=torch.int32, device=device)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # other streams will use them
+        _made.append(blocks)
+        spare.extend(blocks)
+    found = _counters.get((device, stream))
+    if found is None or found.numel() < size:
+        if not (spare and spare[-1].numel() >= size):
+            raise UnsupportedError(
+                f"a CUDA graph is being captured, and no {size} counters are ready. "
+                "Run the call once with this batch before the capture; that also loads the kernel."
+            )
+        found = _counters[device, stream] = spare.pop()
+    return found
+
+
+@cache
+def arch_of(device: torch.device) -> int:
+    """Compute capability, 90 for sm_90; the interpreter's is that of the tables it uses."""
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor

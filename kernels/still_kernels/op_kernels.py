@@ -1,0 +1,155 @@
+"""What generic rooms (aot, dispatch, packages) know of the kernels of an op: one `OpKernels`, which the op's folder makes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from still_graphs.errors import ConfigError, UnsupportedError
+from still_graphs.ops import OpSpec
+from still_kernels.plan import Call, Check, Plan
+from still_kernels.plan.compiled import failures
+from still_kernels.tile import KernelTile
+
+
+@dataclass(frozen=True)
+class Build:
+    """What one variant is on one architecture.
+
+    Args:
+        tiles: How each kernel is compiled.
+        constants: Compile-time values by name, for all kernels; each takes those that it declares, its tile's first.
+        plan_constants: Values of `Plan.constants`.
+        absent: Pointers that calls of this variant do not have, which leave no code.
+    """
+
+    tiles: Mapping[str, KernelTile]
+    constants: Mapping[str, Any]
+    plan_constants: Mapping[str, int]
+    absent: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class OpKernels:
+    """The kernels of one op.
+
+    Args:
+        plan: The op, and what a call of it launches.
+        variant: Frozen dataclass of what a set of kernels is compiled for: its fields are the names of `plan.key`, among them `dtype`
+            and `count_dtype`, with defaults; raises ConfigError for a value that is unknown.
+        default_variants: What an archive has where nobody chooses.
+        build: Of a variant and an architecture (90 for sm_90); ConfigError where there is none.
+        functions: Triton's functions by kernel; imports Triton. Pointers are the first arguments and named p_*, integers at run
+            time are left unspecialised.
+        folder: Of triton_*.py, tiles.py and plan.py, whose bytes the archive's source hash covers.
+        covered: What the kernels need of a call, as far as shapes, attributes and dtype tell; messages say what they have.
+        covered_ahead: The same for kernels that are compiled ahead of time.
+    """
+
+    plan: Plan
+    variant: type[Any]
+    default_variants: Callable[[], list[Any]]
+    build: Callable[[Any, int], Build]
+    functions: Callable[[], Mapping[str, Any]]
+    folder: Path
+    covered: Sequence[Check] = ()
+    covered_ahead: Sequence[Check] = ()
+
+    @property
+    def spec(self) -> OpSpec:
+        """The op."""
+        return self.plan.spec
+
+    @cached_property
+    def _rules(self) -> dict[bool, list[Any]]:
+        return {
+            ahead: self.plan.compiled.compile_checks(self.covered_ahead if ahead else self.covered)
+            for ahead in (False, True)
+        }
+
+    def refusals(self, call: Call, ahead: bool = False) -> list[str]:
+        """Why no kernel covers a call, one line per property with what is covered; empty if one does."""
+        return list(failures(self._rules[ahead], call.environment()))
+
+    def variant_of(self, call: Call) -> Any:
+        """The variant that serves a call.
+
+        Raises:
+            UnsupportedError: A shape or type that the variant follows from is not known.
+        """
+        key = self.plan.key_of(call)
+        unknown = [name for name in self.plan.key if name not in key]
+        if unknown:
+            raise UnsupportedError(
+                f"{self.spec.name}: {', '.join(unknown)} of the kernel does not follow from the shapes that are known."
+            )
+        return self.variant(**key)
+
+    def element_types(self, variant: Any) -> dict[str, str]:
+        """Element type of every pointer that the plan can pass to kernels of a variant."""
+        attributes = {a.name: getattr(variant, a.name, a.default) for a in self.spec.attributes}
+        return self.plan.element_types(Call({}, attributes, dtype=variant.dtype, count_dtype=variant.count_dtype))
+
+    def check(self) -> None:
+        """Raise ConfigError where the parts do not go together; a test calls it."""
+        fields = {f.name for f in dataclasses.fields(self.variant)}
+        if fields != set(self.plan.key) or not {"dtype", "count_dtype"} <= fields:
+            raise ConfigError(
+                f"{self.spec.name}: variants have {sorted(fields)}, the plan's key {sorted(self.plan.key)}."
+            )
+        functions = self.functions()
+        launches = list(self.plan.launches())
+        wrong = [
+            f"the plan launches the unknown kernel {launch.kernel}"
+            for launch in launches
+            if launch.kernel not in functions
+        ]
+        for name, function in functions.items():
+            mine = [set(launch.arguments) for launch in launches if launch.kernel == name]
+            wrong += [] if mine else [f"the plan does not launch {name}"]
+            for parameter in function.params:
+                plain, pointer = parameter.name.removeprefix("p_"), parameter.name.startswith("p_")
+                if not (
+                    pointer
+                    or parameter.is_constexpr
+                    or plain in self.plan.arguments
+                    or all(plain in own for own in mine)
+                ):
+                    wrong.append(f"{name} takes {plain}, which the plan does not pass")
+                if not (pointer or parameter.is_constexpr or parameter.do_not_specialize or self._real(plain)):
+                    wrong.append(f"{name} specialises {plain}, which changes from call to call")
+            wrong += [f"{name} has no argument {extra}" for extra in set().union(*mine) - set(function.arg_names)]
+        if wrong:
+            raise ConfigError(f"{self.spec.name}: {'; '.join(wrong)}.")
+
+    def _real(self, name: str) -> bool:
+        return name in self.plan.arguments and self.plan.compiled.arguments[name].kind == "real"
+
+
+_PLACES = {
+    "HybridAttention": "still_kernels.hybrid_attention.variants",
+    "Attention": "still_kernels.attention.variants",
+}
+"""Where the `KERNELS` of each op are."""
+
+
+def op_names() -> list[str]:
+    """Ops that have kernels."""
+    return list(_PLACES)
+
+
+def kernels_of(name: str) -> OpKernels:
+    """The kernels of an op, by its name in ONNX.
+
+    Raises:
+        UnsupportedError: The op has none.
+    """
+    if name not in _PLACES:
+        raise UnsupportedError(f"op {name} has no kernels; known: {', '.join(_PLACES)}.")
+    kernels: OpKernels = import_module(_PLACES[name]).KERNELS
+    return kernels

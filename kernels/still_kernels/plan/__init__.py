@@ -1,0 +1,157 @@
+"""Launch plans: which kernels one call of an op runs, on what grids, with what arguments and workspace. Data, written once per op.
+
+An op's `plan.py` writes a `Plan` in strings, in the language of `expressions.py`. The archive's index carries it (`Plan.data`); the
+Python launcher (`launcher.py`) and the C++ core (plugins/core) execute it alike, so a second op needs no C++:
+
+    PLAN = Plan(
+        SPEC,
+        constants=("block",),                                   # integers that each compiled variant brings
+        key={"dtype": "dtype", "head_dim": "D"},                # which variant serves a call
+        checks=(Check("H % HK == 0", "H={H} is no multiple of HK={HK}."),),
+        define={"parts": "ceil_div(N, 512)"},
+        workspace=(Region("partial", "float32", ("B", "H", "parts", "D"), when="parts > 1"),),
+        arguments={"T": "T", "NS": "parts", "scale": "rsqrt(D)"},
+        steps=(
+            Branch("T == 1", (Launch("decode", ("H", "parts", "B")),), (
+                Loop("first", "0", "T", "block", (Launch("prefill", ("H", "B", "1"), first="first"),)),
+            )),
+        ),
+    )
+
+A kernel's pointers go by name without p_: a tensor of the op (a state's present one by its plain name, or by `present_<name>` where an
+input has that), `query_start` and `state_row` of packed rows, a workspace or persistent region, an alias. What a call does not have is
+null. Its integers and reals are those of the step, then those of the plan; what is left over are constants of the compiled kernel.
+
+Padded rows are [B, T, ...]; `tokens` is B * T and `rows` is B. Packed rows are [tokens, ...] with states of `rows` rows, of which the
+call has B; T is then the most tokens of a row, `packed` is 1. A call without rows or tokens launches nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from still_graphs.errors import UnsupportedError
+from still_graphs.ops import OpSpec
+from still_kernels.plan.compiled import Compiled, failures
+from still_kernels.plan.expressions import leaves
+from still_kernels.plan.parts import (
+    ELEMENTS,
+    Alias,
+    Branch,
+    Buffer,
+    Call,
+    Check,
+    Launch,
+    Launched,
+    Launches,
+    Let,
+    Loop,
+    Region,
+    Step,
+)
+
+__all__ = [
+    "ELEMENTS",
+    "Alias",
+    "Branch",
+    "Buffer",
+    "Call",
+    "Check",
+    "Launch",
+    "Launched",
+    "Launches",
+    "Let",
+    "Loop",
+    "Plan",
+    "Region",
+    "Step",
+]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The launches of an op; the module says what the parts mean.
+
+    Args:
+        spec: The op.
+        steps: What is launched, in order.
+        key: Name of each property that kernels are compiled for, and its value of a call. Sees no constant.
+        constants: Names of integers that a compiled variant brings: block sizes that grids or regions follow from.
+        checks: Conditions on shapes and attributes, in order. They see no constant and no defined name.
+        define: Names in order of definition.
+        arguments: Integers and reals that kernels take by these names.
+        types: Names of element types, each an expression that gives a key of `ELEMENTS`.
+        workspace, persistent: Regions in order; persistent ones are int32.
+        aliases: Further names of tensors.
+        measured_tokens: Values of T at which a call may need more workspace than at the largest T; every batch is measured at each.
+
+    Raises:
+        ConfigError: When used first: an expression is wrong, a name is taken, or steps are nested too deeply.
+    """
+
+    spec: OpSpec
+    steps: Sequence[Step]
+    key: Mapping[str, str] = field(default_factory=dict)
+    constants: tuple[str, ...] = ()
+    checks: Sequence[Check] = ()
+    define: Mapping[str, str | int] = field(default_factory=dict)
+    arguments: Mapping[str, str | int] = field(default_factory=dict)
+    types: Mapping[str, str] = field(default_factory=dict)
+    workspace: Sequence[Region] = ()
+    persistent: Sequence[Region] = ()
+    aliases: Sequence[Alias] = ()
+    measured_tokens: Sequence[str | int] = (1,)
+
+    @cached_property
+    def compiled(self) -> Compiled:
+        """The plan with its expressions checked."""
+        return Compiled(self)
+
+    @cached_property
+    def data(self) -> dict[str, Any]:
+        """The plan as the archive's index carries it."""
+        return self.compiled.data()
+
+    def check(self, call: Call) -> None:
+        """Raise UnsupportedError with the message of the first check that fails."""
+        for failure in failures(self.compiled.checks, call.environment()):
+            raise UnsupportedError(f"{self.spec.name}: {failure}")
+
+    def key_of(self, call: Call) -> dict[str, int | str]:
+        """Key of the variant that serves a call; what follows from something unknown is left out."""
+        env = call.environment()
+        return {
+            name: value(env)
+            for name, value in self.compiled.key.items()
+            if all(leaf[0] in ("has", "dim") or f"{leaf[0]} {leaf[1]}" in env for leaf in leaves(value.data))
+        }
+
+    def launches(self) -> Iterator[Launch]:
+        """Every launch that the plan names, once."""
+        left: list[Step] = list(self.steps)
+        while left:
+            match left.pop(0):
+                case Launch() as launch:
+                    yield launch
+                case Loop(body=body):
+                    left += body
+                case Branch(then=then, otherwise=otherwise):
+                    left += [*then, *otherwise]
+
+    def evaluate(self, call: Call) -> Launches:
+        """What one call launches."""
+        return self.compiled.evaluate(call.environment())
+
+    def element_types(self, call: Call) -> dict[str, str]:
+        """Element type of every pointer that the plan can pass, by name; `call` has what `types` follow from."""
+        env = call.environment()
+        kinds = {"T": call.dtype or "", "int64": call.count_dtype or "", "float32": "float32"}
+        found = {f"present_{state.name}": kinds[state.dtype] for state in self.spec.states}
+        found |= {t.name: kinds[t.dtype] for t in (*self.spec.all_inputs(), *self.spec.outputs)}
+        found |= {name: kinds["int64"] for name in ("query_start", "state_row")}
+        for region in (*self.compiled.workspace, *self.compiled.persistent):
+            found[region.name] = region.element(env)
+        return found | {alias.name: found[alias.tensor] for alias in self.aliases if alias.name not in found}

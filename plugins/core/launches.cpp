@@ -1,0 +1,184 @@
+#include "launches.h"
+
+#include "error.h"
+
+#include <cstring>
+#include <mutex>
+#include <utility>
+
+namespace still
+{
+namespace
+{
+
+constexpr unsigned kDefaultSharedBytes = 48 * 1024;
+constexpr int kMaxDynamicSharedBytes = 8; // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+constexpr int64_t kMaxGridX = 2147483647;
+constexpr int64_t kMaxGrid = 65535; // of y and z
+
+// Modules stay loaded: 32 layers share them, and unloading at exit would race with the host's own teardown.
+std::mutex sMutex;
+
+std::map<std::pair<uint64_t, char const*>, CuFunction>& loaded()
+{
+    static auto* const functions = new std::map<std::pair<uint64_t, char const*>, CuFunction>;
+    return *functions;
+}
+
+// A number as the bits that the kernel reads.
+uint64_t bits(std::string const& kernel, std::string const& name, std::string const& type, Argument const& argument)
+{
+    uint64_t value = 0;
+    if (type == "i32")
+    {
+        auto const narrow = static_cast<int32_t>(argument.integer);
+        if (narrow != argument.integer)
+            fail(kernel, ": argument ", name, "=", argument.integer, " does not fit 32 bits.");
+        std::memcpy(&value, &narrow, sizeof(narrow));
+    }
+    else if (type == "i64")
+        std::memcpy(&value, &argument.integer, sizeof(argument.integer));
+    else if (type == "f32")
+    {
+        auto const narrow = static_cast<float>(argument.real);
+        std::memcpy(&value, &narrow, sizeof(narrow));
+    }
+    else
+        fail(kernel, ": argument ", name, " has the unknown type ", type, ".");
+    return value;
+}
+
+} // namespace
+
+void add_launch(Launches& launches, std::string const& op, Kernel const& kernel, Grid const& grid,
+    std::function<Argument const*(std::string const&)> const& find)
+{
+    if (grid[0] < 0 || grid[1] < 0 || grid[2] < 0 || grid[0] > kMaxGridX || grid[1] > kMaxGrid || grid[2] > kMaxGrid)
+        fail(op, ": kernel ", kernel.name, " would need a grid of ", grid[0], " x ", grid[1], " x ", grid[2],
+            ". Lower the batch or the tokens of a call.");
+    if (grid[0] == 0 || grid[1] == 0 || grid[2] == 0)
+        return; // an empty tensor: nothing to compute
+    Step step;
+    step.name = kernel.name;
+    step.function = load_function(kernel);
+    for (size_t i = 0; i < 3; ++i)
+        step.grid[i] = static_cast<unsigned>(grid[i]);
+    step.threads = kernel.threads;
+    step.shared_bytes = kernel.shared_bytes;
+    for (auto const& [name, type] : kernel.arguments)
+    {
+        Argument const* const value = find(name);
+        if (!value)
+            fail(op, ": kernel ", kernel.name, " takes ", name, ", which the launch plan does not pass. Compile the archive again.");
+        bool const integer = value->kind == Argument::Kind::kInteger;
+        bool const real = value->kind == Argument::Kind::kFloat;
+        if ((integer || real) == (type == "ptr") || real != (type == "f32"))
+            fail(op, ": kernel ", kernel.name, " takes ", name, " as ", type,
+                "; the launch plan passes something else. Compile the archive again.");
+        step.arguments.push_back(*value);
+        step.values.push_back(integer || real ? bits(kernel.name, name, type, *value) : 0);
+    }
+    step.arguments.resize(step.arguments.size() + kernel.trailing_nulls);
+    step.values.resize(step.values.size() + kernel.trailing_nulls);
+    launches.steps.push_back(std::move(step));
+}
+
+void add_copy(Launches& launches, Argument target, Argument source, size_t bytes)
+{
+    if (bytes == 0 || target.kind == Argument::Kind::kNull)
+        return;
+    Step step;
+    step.kind = Step::Kind::kCopy;
+    step.name = "copy";
+    step.arguments = {target, source};
+    step.bytes = bytes;
+    launches.steps.push_back(std::move(step));
+}
+
+void forget_functions()
+{
+    std::lock_guard<std::mutex> const lock(sMutex);
+    loaded().clear();
+}
+
+CuFunction load_function(Kernel const& kernel)
+{
+    Driver& driver = Driver::get();
+    uint64_t const context = current_context();
+    std::lock_guard<std::mutex> const lock(sMutex);
+    CuFunction& function = loaded()[{context, kernel.cubin.data()}];
+    if (function)
+        return function;
+    CuModule module = nullptr;
+    CuFunction found = nullptr;
+    driver.check(driver.moduleLoadData(&module, kernel.cubin.data()), "cuModuleLoadData");
+    driver.check(driver.moduleGetFunction(&found, module, kernel.symbol.c_str()), "cuModuleGetFunction");
+    if (kernel.shared_bytes > kDefaultSharedBytes)
+    {
+        int const status = driver.funcSetAttribute(found, kMaxDynamicSharedBytes, static_cast<int>(kernel.shared_bytes));
+        if (status != 0)
+            fail("kernel ", kernel.name, " needs ", kernel.shared_bytes,
+                " bytes of shared memory, more than this GPU gives (CUDA error ", status, ").");
+    }
+    // With lazy loading the code would otherwise arrive at the first launch, which may be under capture.
+    if (driver.funcLoad)
+        driver.check(driver.funcLoad(found), "cuFuncLoad");
+    function = found;
+    return function;
+}
+
+ZeroedMemory::ZeroedMemory(size_t bytes) : mBytes(bytes)
+{
+    Driver& driver = Driver::get();
+    driver.check(driver.memAlloc(&mAddress, bytes), "cuMemAlloc");
+    driver.check(driver.memsetD8Async(mAddress, 0, bytes, nullptr), "cuMemsetD8Async");
+    driver.check(driver.ctxSynchronize(), "cuCtxSynchronize"); // the launches come on another stream
+}
+
+ZeroedMemory::~ZeroedMemory()
+{
+    Driver::get().memFree(mAddress); // its failure means that the context is gone, and the memory with it
+}
+
+void run(Launches const& launches, void const* const* inputs, void* const* outputs, void* workspace, CuDevicePtr persistent,
+    CuStream stream)
+{
+    Driver& driver = Driver::get();
+    auto const address = [&](Argument const& argument) -> uint64_t {
+        switch (argument.kind)
+        {
+        case Argument::Kind::kInput: return reinterpret_cast<uint64_t>(inputs[argument.index]);
+        case Argument::Kind::kOutput: return reinterpret_cast<uint64_t>(outputs[argument.index]);
+        case Argument::Kind::kWorkspace: return reinterpret_cast<uint64_t>(workspace) + argument.index;
+        case Argument::Kind::kPersistent: return persistent + argument.index;
+        default: return 0;
+        }
+    };
+    std::vector<uint64_t> values;
+    std::vector<void*> pointers;
+    for (Step const& step : launches.steps)
+    {
+        if (step.kind == Step::Kind::kCopy)
+        {
+            uint64_t const target = address(step.arguments[0]);
+            uint64_t const source = address(step.arguments[1]);
+            if (target != source)
+                driver.check(driver.memcpyDtoDAsync(target, source, step.bytes, stream), "cuMemcpyDtoDAsync");
+            continue;
+        }
+        values = step.values;
+        pointers.resize(values.size());
+        for (size_t i = 0; i < values.size(); ++i)
+        {
+            Argument::Kind const kind = step.arguments[i].kind;
+            if (kind != Argument::Kind::kInteger && kind != Argument::Kind::kFloat)
+                values[i] = address(step.arguments[i]);
+            pointers[i] = &values[i];
+        }
+        int const status = driver.launchKernel(step.function, step.grid[0], step.grid[1], step.grid[2], step.threads, 1, 1,
+            step.shared_bytes, stream, pointers.data(), nullptr);
+        driver.check(status, ("cuLaunchKernel of " + step.name).c_str());
+    }
+}
+
+} // namespace still

@@ -1,0 +1,84 @@
+// The launches of one call, and the values that are filled in when they run.
+#pragma once
+
+#include "archive.h"
+#include "driver.h"
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+namespace still
+{
+
+// The value of one kernel argument, known now (a number) or at launch (a pointer).
+struct Argument
+{
+    enum class Kind { kNull, kInput, kOutput, kWorkspace, kPersistent, kInteger, kFloat };
+    Kind kind{Kind::kNull};
+    size_t index{};  // of the input or output; byte offset into the workspace or the persistent memory
+    int64_t integer{};
+    double real{};
+};
+
+struct Step
+{
+    enum class Kind { kKernel, kCopy };
+    Kind kind{Kind::kKernel};
+    CuFunction function{};
+    unsigned grid[3]{1, 1, 1};
+    unsigned threads{};
+    unsigned shared_bytes{};
+    std::vector<Argument> arguments; // kernel: in its order; copy: target, source
+    std::vector<uint64_t> values;    // of the arguments known now, already in the kernel's width
+    size_t bytes{};                  // of a copy
+    std::string name;                // for messages
+};
+
+struct Launches
+{
+    std::vector<Step> steps;
+    size_t workspace_bytes{};
+    size_t persistent_bytes{}; // zeroed once; every launch leaves it zero
+};
+
+using Grid = std::array<int64_t, 3>;
+
+// Adds a launch and loads its module; an empty grid adds nothing. `find` gives an argument's value by name, null for an unknown one.
+// Throws still::Error when the kernel takes an argument that is unknown or of another type, or the grid is too large.
+void add_launch(Launches& launches, std::string const& op, Kernel const& kernel, Grid const& grid,
+    std::function<Argument const*(std::string const&)> const& find);
+
+// Adds a copy, which is nothing when it runs with both at one address.
+void add_copy(Launches& launches, Argument target, Argument source, size_t bytes);
+
+// The function of `kernel` in the current context, loaded once per context; sets its shared memory limit.
+CuFunction load_function(Kernel const& kernel);
+
+// Forgets the loaded functions; for tests that replace the driver.
+void forget_functions();
+
+// Device memory, zeroed, in the context that is current when it is made.
+class ZeroedMemory
+{
+public:
+    explicit ZeroedMemory(size_t bytes);
+    ~ZeroedMemory();
+    ZeroedMemory(ZeroedMemory const&) = delete;
+    ZeroedMemory& operator=(ZeroedMemory const&) = delete;
+    CuDevicePtr address() const { return mAddress; }
+    size_t bytes() const { return mBytes; }
+
+private:
+    CuDevicePtr mAddress{};
+    size_t mBytes{};
+};
+
+// Runs them on `stream`.
+void run(Launches const& launches, void const* const* inputs, void* const* outputs, void* workspace, CuDevicePtr persistent,
+    CuStream stream);
+
+} // namespace still

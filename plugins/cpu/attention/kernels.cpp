@@ -1,0 +1,195 @@
+// The tasks of softmax attention. Compiled once per instruction set; STILL_KERNELS names the table.
+#include "kernels.h"
+
+#include "../common/gemm.h"
+#include "../common/room.h"
+
+namespace
+{
+
+using still_cpu::softmax::Block;
+using still_cpu::softmax::Kernels;
+using still_cpu::softmax::kTileKeys;
+using still_cpu::softmax::Layer;
+using still_cpu::softmax::Task;
+using still_cpu::softmax::Tensors;
+
+size_t room(Layer const& l)
+{
+    int64_t const tokens = still_cpu::softmax::block_tokens(l), wide = still_cpu::softmax::block_width(l, tokens);
+    int64_t const dense = wide * ((l.dim + 15) / 16 * 16);
+    return static_cast<size_t>(
+        still_cpu::softmax::partial_size(l, tokens) + dense + l.dim * wide + kTileKeys * wide + kTileKeys * l.dim + 8 * 16);
+}
+
+// One block of queries; everything lies column by column, so that maxima and sums run over whole vectors.
+template <typename T>
+struct Columns
+{
+    Layer const& l;
+    Tensors const& x;
+    Block const& b;
+    int columns, wide;
+
+    explicit Columns(Task const& task)
+        : l(*task.layer), x(*task.tensors), b(task.block), columns(b.count * l.group()),
+          wide(static_cast<int>(still_cpu::softmax::block_width(l, b.count)))
+    {
+    }
+
+    // Queries and outputs of a token lie side by side for the heads of a group.
+    int64_t token(int i) const { return ((b.row * x.tokens + b.token + i) * l.heads + b.head * l.group()) * l.dim; }
+    int64_t cache(int64_t key) const { return ((static_cast<int64_t>(b.row) * l.kv_heads + b.head) * l.rows + key) * l.dim; }
+
+    // The scaled queries, [D, columns].
+    float* queries(float* dense, float* turned) const
+    {
+        int const group = l.group();
+        for (int i = 0; i < b.count; ++i)
+        {
+            float* const to = dense + static_cast<int64_t>(i) * group * l.dim;
+            int64_t stride;
+            float const* const from = floats(at<T>(x.query, token(i)), group, l.dim, l.dim, to, stride);
+            if (from != to)
+                std::memcpy(to, from, sizeof(float) * static_cast<unsigned>(group * l.dim));
+        }
+        std::memset(turned, 0, sizeof(float) * static_cast<uint64_t>(wide) * static_cast<unsigned>(l.dim));
+        transpose(dense, columns, l.dim, l.dim, 1 / __builtin_sqrtf(static_cast<float>(l.dim)), turned, wide);
+        return turned;
+    }
+
+    // Keys that a token does not see yet get -inf: those at its position + 1 and later.
+    void hide(float* logits, int64_t key, int count) const
+    {
+        for (int j = 0; j < count; ++j)
+        {
+            int64_t const ahead = (key + j - b.position) * l.group(); // columns of tokens before the key's
+            int const hidden = static_cast<int>(ahead < columns ? ahead : columns);
+            for (int c = 0; c < hidden; ++c)
+                logits[static_cast<int64_t>(j) * wide + c] = kMinusInfinity;
+        }
+    }
+
+    // Logits [count, columns] become e^(logit - maximum); what was summed so far moves to the new maximum.
+    void exponentiate(float* logits, int count, float* top, float* total, float* values) const
+    {
+        for (int c = 0; c < wide; c += kLanes)
+        {
+            Vec const before = load(top + c);
+            Vec most = before;
+            for (int j = 0; j < count; ++j)
+                most = larger(most, load(logits + static_cast<int64_t>(j) * wide + c));
+            store(top + c, most);
+            // A column that has seen no key yet stays at -inf; its terms are 0.
+            Vec const pivot = larger(most, spread(-3e38f));
+            Vec sum = {};
+            for (int j = 0; j < count; ++j)
+            {
+                float* const at = logits + static_cast<int64_t>(j) * wide + c;
+                Vec const e = exponential(load(at) - pivot);
+                sum += e;
+                store(at, e);
+            }
+            Vec const shrink = exponential(before - pivot);
+            store(total + c, load(total + c) * shrink + sum);
+            for (int d = 0; d < l.dim; ++d)
+            {
+                float* const at = values + static_cast<int64_t>(d) * wide + c;
+                store(at, load(at) * shrink);
+            }
+        }
+    }
+
+    // output = values / total
+    void finish(float const* total, float* values, float* dense) const
+    {
+        for (int c = 0; c < wide; c += kLanes)
+        {
+            Vec const share = 1 / load(total + c);
+            for (int d = 0; d < l.dim; ++d)
+            {
+                float* const at = values + static_cast<int64_t>(d) * wide + c;
+                store(at, load(at) * share);
+            }
+        }
+        int const stride = round_up(l.dim, kLanes), group = l.group();
+        transpose(values, l.dim, columns, wide, 1, dense, stride);
+        for (int i = 0; i < b.count; ++i)
+        {
+            T* const out = at<T>(x.output, token(i));
+            for (int g = 0; g < group; ++g)
+                for (int d = 0; d < l.dim; ++d)
+                    from_float(dense[static_cast<int64_t>(i * group + g) * stride + d], out + g * l.dim + d);
+        }
+    }
+};
+
+template <typename T>
+void attend(Task const& task, int64_t from, int64_t to, float* partial)
+{
+    Columns<T> const block(task);
+    Layer const& l = block.l;
+    int64_t const wide = block.wide;
+    Room room{task.room};
+    float* const dense = room.take(wide * round_up(l.dim, 16));
+    float* const logits = room.take(kTileKeys * wide);
+    float* const copy = room.take(static_cast<int64_t>(kTileKeys) * l.dim);
+    float const* const queries = block.queries(dense, room.take(l.dim * wide));
+    float* const top = partial ? partial : room.take((2 + static_cast<int64_t>(l.dim)) * wide);
+    float *const total = top + wide, *const values = total + wide;
+    std::memset(total, 0, sizeof(float) * static_cast<uint64_t>(wide) * (1 + static_cast<unsigned>(l.dim)));
+    for (int64_t c = 0; c < wide; ++c)
+        top[c] = kMinusInfinity;
+    for (int64_t key = from; key < to; key += kTileKeys)
+    {
+        int const count = static_cast<int>(to - key < kTileKeys ? to - key : kTileKeys);
+        int64_t stride;
+        float const* const k = floats(at<T>(block.x.key_cache, block.cache(key)), count, l.dim, l.dim, copy, stride);
+        gemm(count, block.wide, l.dim, k, stride, 1, queries, wide, logits, wide, false);
+        if (key + count - 1 > block.b.position)
+            block.hide(logits, key, count);
+        block.exponentiate(logits, count, top, total, values);
+        float const* const v = floats(at<T>(block.x.value_cache, block.cache(key)), count, l.dim, l.dim, copy, stride);
+        gemm(l.dim, block.wide, count, v, 1, stride, logits, wide, values, wide, true);
+    }
+    if (!partial)
+        block.finish(total, values, dense);
+}
+
+template <typename T>
+void combine(Task const& task, int parts, float* partials)
+{
+    Columns<T> const block(task);
+    int const wide = block.wide, dim = block.l.dim;
+    int64_t const size = (2 + static_cast<int64_t>(dim)) * wide;
+    for (int c = 0; c < wide; c += kLanes)
+    {
+        Vec most = load(partials + c);
+        for (int p = 1; p < parts; ++p)
+            most = larger(most, load(partials + p * size + c));
+        Vec all = {};
+        for (int p = 0; p < parts; ++p)
+        {
+            float* const one = partials + p * size + c;
+            Vec const share = exponential(load(one) - most);
+            all += share * load(one + wide);
+            for (int64_t d = 2; d < 2 + dim; ++d)
+            {
+                Vec const term = share * load(one + d * wide);
+                store(partials + c + d * wide, p ? load(partials + c + d * wide) + term : term);
+            }
+        }
+        store(partials + wide + c, all);
+    }
+    block.finish(partials + wide, partials + 2 * wide, task.room);
+}
+
+template <typename T>
+constexpr Kernels kTable{room, attend<T>, combine<T>};
+
+} // namespace
+
+still_cpu::softmax::Kernels const& still_cpu::softmax::STILL_KERNELS(bool half)
+{
+    return half ? kTable<Half> : kTable<float>;
+}

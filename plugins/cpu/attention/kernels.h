@@ -1,0 +1,64 @@
+// What is compiled once per instruction set, as a table of functions.
+#pragma once
+
+#include "attention.h"
+
+namespace still_cpu::softmax
+{
+
+// Columns of a block: with logits, queries and values of the block, a tile of keys stays in the second cache.
+constexpr int kBlockColumns = 128;
+constexpr int kTileKeys = 128;
+
+// New tokens of one row for one key/value head. Column t * G + g is query head g of the group at token t.
+struct Block
+{
+    int row;
+    int head;
+    int64_t token;    // first one, of the row's new tokens
+    int count;        // of tokens
+    int64_t position; // of the first one
+};
+
+struct Task
+{
+    Layer const* layer;
+    Tensors const* tensors;
+    Block block;
+    float* room; // of the task's thread
+};
+
+struct Kernels
+{
+    // Floats that `Task::room` must have.
+    size_t (*room)(Layer const& layer);
+    // Attention of the block to keys from .. to - 1: maximum, sum and weighted values go to `partial`; null: the output is written.
+    void (*attend)(Task const& task, int64_t from, int64_t to, float* partial);
+    // Writes the output from the `parts` partial results that lie one behind the other; overwrites the first.
+    void (*combine)(Task const& task, int parts, float* partials);
+};
+
+// Columns of a full block, as they lie in memory: a multiple of every vector's width.
+STILL_INLINE int64_t block_tokens(Layer const& layer)
+{
+    return layer.group() < kBlockColumns ? kBlockColumns / layer.group() : 1;
+}
+
+STILL_INLINE int64_t block_width(Layer const& layer, int64_t tokens)
+{
+    return (tokens * layer.group() + 15) / 16 * 16;
+}
+
+// Floats of one partial result: maximum and sum of each column, then the values [D, columns].
+STILL_INLINE int64_t partial_size(Layer const& layer, int64_t tokens)
+{
+    return (2 + static_cast<int64_t>(layer.dim)) * block_width(layer, tokens);
+}
+
+Kernels const& baseline_kernels(bool half);
+#if defined(STILL_X86)
+Kernels const& v3_kernels(bool half);
+Kernels const& v4_kernels(bool half);
+#endif
+
+} // namespace still_cpu::softmax

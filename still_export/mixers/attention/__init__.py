@@ -1,0 +1,1 @@
+"""Softmax attention with a cache: module, cache, traced op, mixer."""

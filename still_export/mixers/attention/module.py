@@ -1,0 +1,56 @@
+"""SoftmaxAttention: the attention of a layer that keeps every key and value, over the op still::Attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.cache_utils import Cache
+
+from still_export.errors import UnsupportedError
+from still_export.mixers.attention.cache import AttentionLayer
+from still_export.mixers.attention.op import attention
+from still_export.mixers.projections import ProjectedAttention
+from still_kernels.attention import AttentionState
+from still_kernels.attention.dispatch import attention as kernel
+
+
+class SoftmaxAttention(ProjectedAttention):
+    """Causal softmax attention with the projections, and the norms of queries and keys, of the module that it replaces."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """The call of a transformers decoder layer. `attention_mask` is not used: the cache knows the rows' new tokens, and without a
+        cache right padding comes after every real token."""
+        query, key, value = self.project_heads(hidden_states, position_embeddings)
+        if past_key_values is None:
+            q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+            output = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+            return self.o_proj(output.flatten(2)), None
+        layer = past_key_values.layers[self.layer_idx] if isinstance(past_key_values, Cache) else None
+        if not isinstance(layer, AttentionLayer) or layer.new_tokens is None:
+            raise UnsupportedError(
+                f"layer {self.layer_idx} is softmax attention and got a {type(past_key_values).__name__}; "
+                "pass past_key_values=StillCache.empty(model.config), or none, to the model's forward."
+            )
+        state, new_tokens = layer.take(query.dtype, query.device), layer.new_tokens
+        output, state = self._attend(query, key, value, state, new_tokens, layer.owned)
+        layer.store(state)
+        return self.o_proj(output.flatten(2)), None
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, state: AttentionState, new_tokens: Tensor, in_place: bool
+    ) -> tuple[Tensor, AttentionState]:
+        # The op is one node for export and has no derivative; training differentiates through the kernel itself.
+        training = torch.is_grad_enabled() and query.requires_grad and not torch.compiler.is_exporting()
+        if training or (in_place and not torch.compiler.is_compiling()):
+            return kernel(query, key, value, state, new_tokens, in_place=in_place and not training)
+        return attention(query, key, value, state, new_tokens)

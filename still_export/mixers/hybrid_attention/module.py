@@ -1,0 +1,130 @@
+"""StillAttention: takes the place of a family's self-attention module and keeps its projections."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+from transformers.cache_utils import Cache
+
+from still_export.errors import UnsupportedError
+from still_export.mixers.hybrid_attention.cache import HybridLayer
+from still_export.mixers.hybrid_attention.op import hybrid_attention
+from still_export.mixers.projections import ProjectedAttention
+from still_kernels.dispatch import hybrid_attention as kernel
+from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState
+
+OPEN_GATE_BIAS = 8.0
+"""Bias of fresh gates: sigmoid(8) = 0.9997, so untrained linear terms count almost fully and the gate still has a gradient."""
+
+
+class StillAttention(ProjectedAttention):
+    """Hybrid attention with the projections, and the norms of queries and keys, of the module that it replaces.
+
+    Args:
+        base: The family's attention module; its submodules are taken over, not copied.
+        config: The layer.
+        hidden_size: Channels of the model.
+        gate_bias: The gate projection has a bias.
+        shared_feature_map: One feature projection for all heads.
+    """
+
+    def __init__(
+        self,
+        base: Any,
+        config: HybridAttentionConfig,
+        hidden_size: int,
+        gate_bias: bool = True,
+        shared_feature_map: bool = False,
+    ) -> None:
+        super().__init__(base, config.head_dim)
+        self.still = config
+        like: dict[str, Any] = {"device": base.q_proj.weight.device, "dtype": base.q_proj.weight.dtype}
+        self.g_proj = None
+        if config.gate == "channel":
+            self.g_proj = nn.Linear(hidden_size, config.num_heads * config.head_dim, bias=gate_bias, **like)
+        shape = (1 if shared_feature_map else config.num_heads, config.projection_dim, config.head_dim)
+        self.feature_q_weight = nn.Parameter(torch.empty(shape, **like))
+        self.feature_k_weight = nn.Parameter(torch.empty(shape, **like))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Start so that the untrained layer is usable: identity directions, open gates."""
+        rows, columns = self.feature_q_weight.shape[1:]
+        for weight in (self.feature_q_weight, self.feature_k_weight):
+            init.copy_(weight, torch.eye(rows, columns, dtype=weight.dtype).expand(weight.shape))
+        if self.g_proj is not None:
+            init.zeros_(self.g_proj.weight)
+            if self.g_proj.bias is not None:
+                init.constant_(self.g_proj.bias, OPEN_GATE_BIAS)
+
+    def project(
+        self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Query [B, T, H, D] and key [B, T, HK, D] after norm and RoPE, value [B, T, HK, D], gate [B, T, H, D] or None."""
+        query, key, value = self.project_heads(hidden, position_embeddings)
+        gate = None if self.g_proj is None else torch.sigmoid(self.g_proj(hidden)).view(query.shape)
+        return query, key, value, gate
+
+    def forward_state(
+        self,
+        hidden: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None,
+        state: HybridAttentionState,
+        new_tokens: Tensor,
+        in_place: bool = False,
+    ) -> tuple[Tensor, HybridAttentionState]:
+        """Attend from new tokens after those that `state` has seen.
+
+        Args:
+            hidden: [B, T, channels], right-padded.
+            position_embeddings: cos, sin at the tokens' absolute positions, each [B or 1, T, D].
+            state: What the rows have seen; unchanged by the call unless `in_place`.
+            new_tokens: Tokens that each row brings, int64 [B].
+            in_place: The new state may be written into `state`'s tensors; it is on CUDA, except in a traced or trained model.
+
+        Returns:
+            [B, T, channels], meaningless at padding, and the state after the new tokens.
+        """
+        query, key, value, gate = self.project(hidden, position_embeddings)
+        # The op is one node for export and has no derivative; training differentiates through the kernel itself.
+        training = torch.is_grad_enabled() and query.requires_grad and not torch.compiler.is_exporting()
+        given = (query, key, value, gate, self.feature_q_weight, self.feature_k_weight, self.still, state, new_tokens)
+        if training or (in_place and not torch.compiler.is_compiling()):
+            output, state = kernel(*given, in_place=in_place)
+        else:
+            output, state = hybrid_attention(*given)
+        return self.o_proj(output.flatten(2)), state
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """The call of a transformers decoder layer. `attention_mask` is not used: the cache knows the rows' new tokens, and without a
+        cache right padding comes after every real token."""
+        batch, tokens = hidden_states.shape[:2]
+        if past_key_values is None:
+            slots = self.still.slots_for(tokens) if self.still.overflow == "error" else self.still.capacity_slots
+            state = HybridAttentionState.empty(
+                self.still, batch, hidden_states.dtype, hidden_states.device, slots=slots
+            )
+            new_tokens = torch.full((batch,), tokens, dtype=torch.int64, device=hidden_states.device)
+            return self.forward_state(hidden_states, position_embeddings, state, new_tokens)[0], None
+        layer = past_key_values.layers[self.layer_idx] if isinstance(past_key_values, Cache) else None
+        if not isinstance(layer, HybridLayer) or layer.new_tokens is None:
+            raise UnsupportedError(
+                f"layer {self.layer_idx} is hybrid attention and got a {type(past_key_values).__name__}; "
+                "pass past_key_values=StillCache.empty(model.config), or none, to the model's forward."
+            )
+        state = layer.take(hidden_states.dtype, hidden_states.device)
+        output, state = self.forward_state(
+            hidden_states, position_embeddings, state, layer.new_tokens, in_place=layer.owned
+        )
+        layer.store(state)
+        return output, None

@@ -1,0 +1,51 @@
+"""What attention modules share: the projections of the module that they replace, norms, rotary positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from still_export.errors import UnsupportedError
+
+
+class ProjectedAttention(nn.Module):
+    """The projections, and the norms of queries and keys, of a family's attention module.
+
+    Args:
+        base: The family's attention module; its submodules are taken over, not copied.
+        head_dim: D.
+    """
+
+    def __init__(self, base: Any, head_dim: int) -> None:
+        super().__init__()
+        self.layer_idx: int = base.layer_idx
+        self.head_dim = head_dim
+        self.use_rope = bool(getattr(base, "use_rope", True))  # SmolLM3 leaves some layers without positions
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = base.q_proj, base.k_proj, base.v_proj, base.o_proj
+        self.q_norm: nn.Module | None = getattr(base, "q_norm", None)  # Qwen3
+        self.k_norm: nn.Module | None = getattr(base, "k_norm", None)
+
+    def project_heads(
+        self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Query [B, T, H, D] and key [B, T, HK, D] after norm and RoPE, value [B, T, HK, D], of hidden [B, T, channels]."""
+        heads = (*hidden.shape[:-1], -1, self.head_dim)
+        query, key, value = (proj(hidden).view(heads) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        if self.use_rope:
+            if position_embeddings is None:
+                raise UnsupportedError(
+                    f"{type(self).__name__} needs position_embeddings (cos, sin) from the model's rotary module."
+                )
+            cos, sin = (x[:, :, None] for x in position_embeddings)
+            query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        return query, key, value
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply rotary positions to [B, T, h, D]; cos, sin [B or 1, T, 1, D] pair channel i with i + D/2."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin

@@ -1,0 +1,44 @@
+"""What the words in capitals and the file names of the guide stand for in a test: small things under exactly these names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from still_export.mixers.config import StillConfig
+from still_export.models.load import load_model
+from tests.docs.pages import ROOT
+from tests.still_export.training import byte_tokenizer, make_base, make_text
+
+CONTEXT = 1200
+"""Tokens of the models' context: enough for the shortest length that the commands measure."""
+
+CHAT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}<assistant>"
+
+RECIPE = """
+base: BASE
+texts: [corpus.txt]
+chunk_size: 16
+salient_per_chunk: 2
+sequence_length: 64
+batch_size: 2
+transfer_steps: 2
+finetune_steps: 2
+validation_rows: 2
+device: cpu
+"""
+
+
+def make_stand_ins(folder: Path) -> None:
+    """Write them: MODEL, BASE, texts, a recipe of a few steps, and links to the folders of a clone that commands name."""
+    make_base(folder / "BASE", max_position_embeddings=CONTEXT)
+    make_text(folder / "corpus.txt", words=13_000)
+    make_text(folder / "held_out.txt", seed=1)
+    make_text(folder / "letter.txt", words=60)
+    (folder / "recipe.yaml").write_text(RECIPE)
+    model = load_model(folder / "BASE", attach_untrained=True, still_config=StillConfig(chunk_size=32))
+    model.save_pretrained(folder / "MODEL")
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(folder / "MODEL")
+    for name in ("tools", "assets", "plugins"):
+        (folder / name).symlink_to(ROOT / name)

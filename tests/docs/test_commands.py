@@ -1,0 +1,187 @@
+"""Every command of README and docs/guide, run as it stands there, in the order of the pages, over small stand-ins.
+
+A command that cannot run in this test is in ELSEWHERE with the reason; of those, the command line of still-export still has to take
+each word.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import pytest
+import typer.main
+
+from still_export.cli import main as cli
+from still_export.export.native import find_onnxruntime_headers
+from still_export.export.plugins import PluginBuildError
+from tests.docs.pages import GUIDE, ROOT, SESSIONS, USERS, commands, name
+from tests.docs.stand_ins import make_stand_ins
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    tomllib = pytest.importorskip("tomli")
+
+SECONDS = 900
+"""The most that one command may take."""
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """Why a command does not run here; `place` runs in its place, so that what follows finds what it would have made."""
+
+    reason: str
+    place: str = ""
+
+
+NETWORK = "fetches from the network"
+GPU = "needs a GPU with TensorRT or onnxruntime-gpu"
+HEADERS = "needs the headers of TensorRT, which no package has"
+REAL = "needs the real model and minutes"
+TRAINING = "trains for minutes"
+ELSEWHERE = {
+    "bash tools/demo.sh": Elsewhere(REAL),
+    "bash tools/test.sh": Elsewhere("is what runs this test"),
+    "python tools/get_ort_headers.py headers": Elsewhere(NETWORK),
+    "python tools/get_texts.py TEXTS": Elsewhere(NETWORK),
+    "python tools/chat_rows.py BASE chat.txt": Elsewhere("answers 3,000 conversations, for minutes"),
+    "python tools/bench_genai.py BASE work --lengths 256,1024 --steps 8 --threads 2 -o peer.json": Elsewhere(
+        "needs onnxruntime-genai", "echo [] > peer.json"
+    ),
+    "python tools/bench_genai.py MODEL.gguf work --threads 2 -o peer.json": Elsewhere(REAL),
+    "still-export MODEL.gguf --to onnx --overlay assets/smollm2-135m-instruct-mixed --native --onnxruntime-include headers -o native": (
+        Elsewhere(REAL)
+    ),
+    "still-export bench native --threads 2 --beside peer.json": Elsewhere(REAL),
+    "still-export linearize BASE --text corpus.txt -o STILL": Elsewhere(TRAINING, "cp -r MODEL STILL"),
+    "still-export linearize BASE --text corpus.txt --sequence-length 2048 --batch-size 16 --precision bf16 -o TRAINED": (
+        Elsewhere(TRAINING)
+    ),
+    "still-export evaluate STILL --teacher BASE": Elsewhere("asks 360 prompts of five models"),
+    'still-export run DIR --provider cuda --prompt "Once upon a time"': Elsewhere(GPU),
+    "still-export MODEL --to trt --arch sm_87,sm_90 --tensorrt-include TENSORRT/include -o TRT": Elsewhere(HEADERS),
+    "still-export STILL --to trt -o TRT": Elsewhere(
+        "compiles kernels for five architectures; tests/still_export/test_wheel.py for one"
+    ),
+    "still-export build TRT": Elsewhere(GPU),
+    'still-export run TRT --prompt "Once upon a time"': Elsewhere(GPU),
+    "still-export verify TRT": Elsewhere(GPU),
+    "still-export bench TRT --lengths 1024,8000": Elsewhere(GPU),
+    "./TRT/still_run8 TRT --prompt-ids 1,403,407 --tokens 100": Elsewhere(GPU),
+    "still-export MODEL --to trt-rtx --arch sm_89,sm_120 -o RTX": Elsewhere(
+        "builds an engine for minutes; tests/still_export/test_trt_cli.py for one architecture"
+    ),
+}
+
+SLOW = {
+    "still-export MODEL --to onnx --native --onnxruntime-include headers -o NATIVE",
+    "still-export verify NATIVE --lengths 1,65 --decode-steps 4",
+}
+"""Commands that take long; they run in the slow test, with all others."""
+
+
+def installs(command: str) -> bool:
+    """Whether the command is pip's, of which the names are checked."""
+    return command.startswith("pip install ")
+
+
+def runs(command: str, slow: bool) -> bool:
+    """Whether the command runs in the test of this kind."""
+    return not installs(command) and command not in ELSEWHERE and (slow or command not in SLOW)
+
+
+def run_here(command: str) -> None:
+    """Run one command in the working folder: still-export in this process, which has loaded torch, everything else by a shell."""
+    words = shlex.split(command)
+    if words[0] == "still-export" and not re.search(r"[|<>&;$`*]", command):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "stdin", io.StringIO())
+            patch.setattr(sys, "argv", words)
+            try:
+                cli.main(words[1:])
+            except SystemExit as end:
+                assert not end.code, f"{command}: exit code {end.code}"
+        return
+    paths = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+    environment = {**os.environ, "PATH": os.pathsep.join(paths)}
+    done = subprocess.run(
+        ["bash", "-c", command],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout[-1000:]}{done.stderr[-2000:]}"
+
+
+def run_session(pages: list[Path], folder: Path, slow: bool) -> None:
+    """Run the commands of `pages` in `folder`, one after the other."""
+    make_stand_ins(folder)
+    for page in pages:
+        for command in commands(page):
+            print(f"{name(page)}: {command}")
+            if runs(command, slow):
+                run_here(command)
+            elif command in ELSEWHERE and ELSEWHERE[command].place:
+                run_here(ELSEWHERE[command].place)
+
+
+@pytest.mark.parametrize("session", SESSIONS)
+def test_commands_run(session: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_session(SESSIONS[session], tmp_path, slow=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "session", [s for s, pages in SESSIONS.items() if SLOW & {c for p in pages for c in commands(p)}]
+)
+def test_slow_commands_run(session: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    try:
+        (tmp_path / "headers").symlink_to(find_onnxruntime_headers())
+    except PluginBuildError as error:
+        pytest.skip(str(error))
+    run_session(SESSIONS[session], tmp_path, slow=True)
+
+
+def test_every_page_of_the_guide_runs() -> None:
+    assert set(SESSIONS["guide"]) == set(GUIDE.parent.glob("*.md"))
+
+
+def test_lists_name_commands_that_are_there() -> None:
+    there = {command for page in USERS for command in commands(page)}
+    assert not (set(ELSEWHERE) | SLOW) - there
+
+
+@pytest.mark.parametrize("command", sorted(c for c in ELSEWHERE if not c.startswith("bash")))
+def test_what_does_not_run_here_is_understood(command: str) -> None:
+    """The command line takes each word; a tool is there."""
+    words = shlex.split(command)
+    if words[0] == "python":
+        assert (ROOT / words[1]).is_file()
+    elif words[0] == "still-export":
+        cli._register()
+        group = typer.main.get_command(cli.app)
+        verbs = group.list_commands(click.Context(group))  # type: ignore[attr-defined]
+        given = words[1:] if words[1] in verbs else ["export", *words[1:]]
+        verb = group.get_command(click.Context(group), given[0])  # type: ignore[attr-defined]
+        verb.make_context(given[0], list(given[1:]))
+
+
+@pytest.mark.parametrize("page", USERS, ids=name)
+def test_extras_that_pages_install_exist(page: Path) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    for command in filter(installs, commands(page)):
+        found = re.fullmatch(r'pip install (-e "\.|"still-export)\[([\w,-]+)\]"', command)
+        assert found, f"{command}: not an installation that is known here"
+        assert set(found[2].split(",")) <= set(project["optional-dependencies"]), command
