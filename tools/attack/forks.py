@@ -89,7 +89,7 @@ def run(arguments: list[str], limit_s: float = 90.0) -> Ended:
     child = os.fork()
     if child == 0:
         os.close(read)
-        _be_the_program(arguments, write)
+        be_the_program(arguments, write)
     os.close(write)
     said = bytearray()
     code: int | None = None
@@ -114,7 +114,7 @@ def run(arguments: list[str], limit_s: float = 90.0) -> Ended:
     return Ended(code, said.decode("utf-8", "replace"), time.monotonic() - begin)
 
 
-def _be_the_program(arguments: list[str], write: int) -> None:
+def be_the_program(arguments: list[str], write: int) -> None:
     """In the child: become the program, and never return."""
     code = 70
     try:
