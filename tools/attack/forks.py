@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import os
 import pkgutil
+import re
 import resource
 import signal
 import sys
@@ -50,10 +51,23 @@ class Ended:
 
 def _is_noise(line: str) -> bool:
     """Warnings of libraries, usage, timings, and where a native kernel stays out: no error message."""
-    return (
+    line = re.sub("\x1b\\[[0-9;]*m", "", line)
+    return not line.strip() or (
         "Warning" in line
         or line.startswith(
-            ("[", "  warn", "usage:", "Usage:", "Try ", "╭", "│", "╰", "the native kernel", "Unrecognized keys")
+            (
+                "[",
+                "  warn",
+                "usage:",
+                "Usage:",
+                "Try ",
+                "╭",
+                "│",
+                "╰",
+                "the native kernel",
+                "Unrecognized keys",
+                "--no-check:",
+            )
         )
         or "[E:onnxruntime" in line
         or "[W:onnxruntime" in line
