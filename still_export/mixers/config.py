@@ -17,6 +17,9 @@ LAYER_TYPES = (HYBRID, FULL)
 MOST_ROWS, MOST_TOKENS = 1 << 16, 1 << 40
 """What no model has: beyond, a damaged number takes the machine's memory before a check of shapes can name it."""
 
+DEPLOYMENT = ("capacity_tokens", "overflow")
+"""Fields of StillConfig that no training fixes."""
+
 MIX_EPSILON = 1e-9
 """Default of a model's layers. The specification's 1e-6 (the released code's) shifts SmolLM2-135M's logits within two chunks by 1.6e-4
 over its 30 layers, 1e-9 by 6e-5, which is the noise of float32. Nothing needs more: a row's own logit keeps the denominator above 1."""
