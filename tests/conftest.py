@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 
 import pytest
 import torch
@@ -17,3 +18,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if item.get_closest_marker("tensorrt") and not tensorrt:
             item.add_marker(pytest.mark.skip(reason="needs TensorRT and a CUDA device"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_configuration(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Tests write no list of trusted files into the home of who runs them."""
+    os.environ["XDG_CONFIG_HOME"] = str(tmp_path_factory.mktemp("configuration"))

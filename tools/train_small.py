@@ -24,7 +24,7 @@ from still_export.evaluation.evaluate import EvaluationOptions, retrieval
 from still_export.linearization.adapter import still_parameters
 from still_export.linearization.modes import SOFTMAX, make_trainable
 from still_export.linearization.objectives import watched_positions
-from still_export.linearization.tasks import TASKS, TaskWriter
+from still_export.linearization.tasks import TASKS, TaskWriter, Weighing
 from still_export.linearization.texts import Batches, read_corpus, read_text
 from still_export.mixers.config import StillConfig
 from still_export.models import attach_untrained
@@ -145,7 +145,9 @@ def main() -> None:
             phase = wanted
             _, tokens, rows = PHASES[phase]
             rows = max(1, round(rows * options.scale))
-            batches = Batches(corpus, TaskWriter(tokenizer, corpus.train), rows, tokens, options.seed, 0.5, 10.0)
+            batches = Batches(
+                corpus, TaskWriter(tokenizer, corpus.train), rows, tokens, options.seed, 0.5, Weighing(10.0)
+            )
             workers = 12 if device.type == "cuda" else 0
             loader = iter(
                 DataLoader(Steps(batches, step), batch_size=None, num_workers=workers, pin_memory=workers > 0)

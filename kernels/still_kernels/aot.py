@@ -128,7 +128,9 @@ def compile_variant(op: str, variant: Any, arch: int) -> tuple[dict[str, Any], d
 def source_hash(kernels: OpKernels) -> str:
     """SHA-256 over an op's kernel sources, tile tables and plan."""
     digest = hashlib.sha256()
-    for path in sorted([*kernels.folder.glob("triton_*.py"), kernels.folder / "tiles.py", kernels.folder / "plan.py"]):
+    shared = Path(__file__).with_name("triton_shared.py")
+    own = [*kernels.folder.glob("triton_*.py"), kernels.folder / "tiles.py", kernels.folder / "plan.py"]
+    for path in [shared, *sorted(own)]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 

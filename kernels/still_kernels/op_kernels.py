@@ -131,7 +131,10 @@ class OpKernels:
         return name in self.plan.arguments and self.plan.compiled.arguments[name].kind == "real"
 
 
-_PLACES = {"HybridAttention": "still_kernels.hybrid_attention.variants"}
+_PLACES = {
+    "HybridAttention": "still_kernels.hybrid_attention.variants",
+    "Attention": "still_kernels.attention.variants",
+}
 """Where the `KERNELS` of each op are."""
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from still_export.cli.output import Output, report_folder
+from still_export.cli.output import Output, TrustNative, report_folder
 from still_export.errors import ConfigError
 
 EXAMPLES = """
@@ -40,16 +40,21 @@ def bench(
     beside: Annotated[
         Path | None, typer.Option(help="JSON rows of another runtime (tools/bench_genai.py) to compare and plot with.")
     ] = None,
+    trust_native: TrustNative = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the measurements as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
     """Measure prefill, decode and peak memory by context length with ONNX Runtime or TensorRT."""
     from still_export.evaluation.bench import LENGTHS, Measurement, Setting, plot, to_dict
     from still_export.evaluation.bench import bench as measure
+    from still_export.package.checked import trust_package
     from still_export.package.folder import open_package
+    from still_export.package.staging import staged_files
     from still_export.runners.opening import runtime_of
 
     opened = open_package(package)
+    if trust_native:
+        trust_package(package)
     runtime = runtime_of(opened.manifest["target"], runtime)
     try:
         wanted = tuple(int(n) for n in lengths.split(",")) if lengths else LENGTHS
@@ -82,8 +87,9 @@ def bench(
         "rows": to_dict(rows),
         "beside": to_dict(peer),
     }
-    (folder / "bench.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    plot({"still-export": rows, **({beside.stem: peer} if beside else {})}, folder / "bench.png")
+    with staged_files(folder) as work:
+        (work / "bench.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        plot({"still-export": rows, **({beside.stem: peer} if beside else {})}, work / "bench.png")
     out.result(content, *_lines(rows, peer), f"results: {folder / 'bench.json'}, {folder / 'bench.png'}")
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from still_export.cli.next_commands import next_commands
-from still_export.cli.output import Output
+from still_export.cli.output import Output, TrustNative
 
 EXAMPLES = """
 Examples:
@@ -37,14 +37,18 @@ def build(
     optimization_level: Annotated[
         int | None, typer.Option(help="Effort of TensorRT's builder, 0 to 5.", show_default="3")
     ] = None,
+    trust_native: TrustNative = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
     """Build the engines of a package with the TensorRT and the GPU of this machine; build.log keeps TensorRT's words."""
     from still_export.engines.build import BuildOptions, build_engines, reopen
+    from still_export.package.checked import trust_package
 
     out, opened = Output(as_json, quiet), reopen(package)
     options = BuildOptions(plugin, batch, prefill_tokens, workspace, optimization_level)
+    if trust_native:
+        trust_package(package, engines=False)
     with out.steps() as progress:
         engines = build_engines(opened, options, progress)
     out.result(

@@ -18,6 +18,8 @@ Examples:
     still-export evaluate MODEL --text held_out.txt -o evaluation
 
     still-export evaluate MODEL --teacher BASE --lengths 1024,4096 --tasks needle,passkey -o evaluation
+
+    still-export evaluate MODEL --teacher BASE --text code.txt --tasks unseen --lengths 2048 --chat 50 -o evaluation
 """
 
 
@@ -38,10 +40,16 @@ def evaluate(
     ] = None,
     contexts: Annotated[str, typer.Option(help="Context lengths for bits per byte.")] = "1024",
     text_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each text at most.")] = 1 << 17,
-    tasks: Annotated[str, typer.Option(help="Retrieval tasks; empty: none.")] = "needle,passkey,key_value",
+    tasks: Annotated[
+        str, typer.Option(help="Retrieval tasks: needle, passkey, key_value, unseen; empty: none.")
+    ] = "needle,passkey,key_value",
     lengths: Annotated[str, typer.Option(help="Prompt lengths of retrieval.")] = "1024,2048,4096",
     depths: Annotated[int, typer.Option(min=1, help="Depths at which the fact is hidden.")] = 10,
     samples: Annotated[int, typer.Option(min=1, help="Prompts for each task, length and depth.")] = 4,
+    chat: Annotated[
+        int, typer.Option(min=0, help="Questions of a chat whose answers' ends are counted, at most 50.")
+    ] = 0,
+    variants: Annotated[str, typer.Option(help="Of a STILL model; default: all.", show_default=False)] = "",
     tokenizer: Annotated[str | None, typer.Option(help="Folder of the tokenizer, if not beside the model.")] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
@@ -53,6 +61,8 @@ def evaluate(
     from dataclasses import asdict
 
     from still_export.evaluation.evaluate import (
+        UNSEEN,
+        VARIANTS,
         EvaluationOptions,
         evaluate,
         load_any,
@@ -71,8 +81,10 @@ def evaluate(
         depths=depths,
         samples=samples,
         seed=seed,
+        chat=chat,
+        variants=tuple(v for v in variants.split(",") if v) or VARIANTS,
     )
-    models = load_any(model, teacher, dtype)
+    models = load_any(model, teacher, dtype, generates=bool(chat) or UNSEEN in options.tasks)
     if teacher is not None and "still" not in models:
         raise ConfigError(f"{model} is a softmax model; --teacher is for STILL models.")
     folder = report_folder(output or Path(model) / "evaluation")

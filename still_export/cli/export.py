@@ -130,14 +130,18 @@ def export(
         "overlays": tuple(overlay) if overlay else None,
         "revision": revision,
         "native": native or None,
+        "prefill_tokens": prefill_tokens if to == "onnx" else None,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    still = {
         "chunk_size": chunk_size,
         "salient_per_chunk": salient_per_chunk,
         "select_scope": select_scope,
         "capacity_tokens": capacity_tokens,
         "overflow": overflow,
-        "prefill_tokens": prefill_tokens if to == "onnx" else None,
     }
-    given = {name: value for name, value in given.items() if value is not None}
+    if still := {name: value for name, value in still.items() if value is not None}:
+        given["still"] = {**manifest.get("config", {}).get("still", {}), **still}
     if config is not None:
         options = replace(ExportOptions.from_manifest(manifest), **given)
     elif model is None:

@@ -46,7 +46,7 @@ def with_recipe_flags(function: Callable[..., None]) -> Callable[..., None]:
         kind, default = hints[entry.name], entry.default
         flag = f"--{entry.name.replace('_', '-')}"
         if "tuple" in str(kind):
-            kind = list[float] if "float" in str(kind) else list[str]
+            kind = next((list[t] for t in (float, int) if t.__name__ in str(kind)), list[str])  # type: ignore[valid-type]
         shown = None if default is None else str(default)
         help_option = typer.Option(flag, help=entry.metadata["help"], show_default=shown or False)
         if kind is bool:

@@ -14,11 +14,13 @@ from rich.console import Console
 
 import still_export
 from still_export.errors import StillExportError
+from still_export.package.checked import RunError
 
 app = typer.Typer(
     name="still-export",
     help="Export linearized LLMs to ONNX and TensorRT with their state, and prove every target against PyTorch.\n\n"
-    "still-export MODEL --to onnx -o DIR is short for still-export export MODEL --to onnx -o DIR.",
+    "still-export MODEL --to onnx -o DIR is short for still-export export MODEL --to onnx -o DIR. "
+    "--debug, with any verb, shows the traceback of an error.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -67,9 +69,14 @@ def _interrupt(*_: object) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line: exit 0 on success, 1 on failure or mismatch, 2 on wrong usage or input."""
+    """Run the command line: exit 0 on success, 1 on failure or mismatch, 2 on wrong usage or input.
+
+    An error is one line; with --debug, in any place, its traceback.
+    """
     _register()
     given = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in given
+    given = [argument for argument in given if argument != "--debug"]
     verbs = {command.name or "" for command in app.registered_commands}
     if given and given[0] not in verbs and given[0] not in ROOT_OPTIONS:
         near = difflib.get_close_matches(given[0], verbs, 1)
@@ -82,13 +89,15 @@ def main(arguments: list[str] | None = None) -> None:
             signal.signal(number, _interrupt)
     try:
         app(given, standalone_mode=True)
-    except StillExportError as error:
+    except (StillExportError, RunError) as error:
+        if debug:
+            raise
         _complain(type(error).__name__, str(error))
         sys.exit(2)
     except ImportError as error:
         module = (error.name or "").split(".")[0]
         extra = next((extra for extra, modules in EXTRAS.items() if module in modules), None)
-        if extra is None:
+        if extra is None or debug:
             raise
         _complain("MissingPackage", f"this needs the package {module}. Run: pip install 'still-export[{extra}]'")
         sys.exit(2)
@@ -96,9 +105,21 @@ def main(arguments: list[str] | None = None) -> None:
         _complain("Interrupted", "nothing half-written was left behind.")
         sys.exit(2)
     except MemoryError:
+        if debug:
+            raise
         _complain(
             "OutOfMemory", "this machine's memory does not hold the model; use a machine with more, or a smaller dtype."
         )
+        sys.exit(2)
+    except BaseException as error:
+        # What no check foresaw, from libraries too, whose Rust parts panic beside Exception. The input may be damaged, or this a bug.
+        if debug or (not isinstance(error, Exception) and type(error).__name__ != "PanicException"):
+            raise
+        said = " ".join(str(error).split())
+        if "can't allocate memory" in said or "bad allocation" in said:
+            _complain("OutOfMemory", f"this machine's memory does not hold what the model asks for: {said[-120:]}")
+            sys.exit(2)
+        _complain("Unexpected", f"{type(error).__name__}: {said[:300]} (--debug shows where; please report it)")
         sys.exit(2)
 
 

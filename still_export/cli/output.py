@@ -9,8 +9,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -23,6 +24,14 @@ from rich.progress import (
 )
 
 from still_export.errors import ConfigError
+
+TrustNative = Annotated[
+    bool,
+    typer.Option(
+        "--trust-native", help="Load native code of the package that this machine did not build, and remember it."
+    ),
+]
+"""Flag of the verbs that run packages."""
 
 LONG_PROMPT = 1024
 """Tokens from which reading a prompt shows a bar."""

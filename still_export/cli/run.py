@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from still_export.cli.output import Output
+from still_export.cli.output import Output, TrustNative
 from still_export.errors import ConfigError, PackageError
 
 EXAMPLES = """
@@ -44,10 +44,13 @@ def run(
     provider: Annotated[str, typer.Option(help="Of ONNX Runtime: cpu or cuda.")] = "cpu",
     runtime: Annotated[str | None, typer.Option(help="ort, trt or torch.", show_default="the package's target")] = None,
     plugin: Annotated[Path | None, typer.Option(help="trt: plugin library in the place of the package's.")] = None,
+    trust_native: TrustNative = False,
+    check: Annotated[bool, typer.Option("--check/--no-check", help="Compare the weights with their hashes.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print tokens, text and timings as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No timings on stderr.")] = False,
 ) -> None:
     """Continue a prompt, or chat, with ONNX Runtime or TensorRT; prompts of any length are fed in pieces."""
+    from still_export.package.checked import trust_package
     from still_export.package.folder import open_package
     from still_export.runners.cuda_driver import CudaError
     from still_export.runners.opening import open_runner, runtime_of
@@ -57,12 +60,18 @@ def run(
 
     if sum(x is not None for x in (prompt, prompt_file, prompt_ids)) + int(chat and prompt is None) != 1:
         raise typer.BadParameter("give exactly one of --prompt, --prompt-file, --prompt-ids, --chat")
-    manifest = open_package(package).manifest
+    manifest = open_package(
+        package, check_hashes=False
+    ).manifest  # the runner compares them, the weights' while it loads them
     runtime = runtime_of(manifest["target"], runtime)
     out = Output(as_json, quiet)
+    if not check:
+        print("--no-check: damaged weights go unnoticed", file=sys.stderr)
     try:
+        if trust_native:
+            trust_package(package)
         sampling = Sampling(temperature, top_k, top_p, seed)
-        model = open_runner(package, manifest, runtime, provider, threads, plugin)
+        model = open_runner(package, manifest, runtime, provider, threads, plugin, check)
         model.start()
         if prompt_ids is not None:
             try:

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from still_export.cli.output import Output, report_folder
+from still_export.cli.output import Output, TrustNative, report_folder
 from still_export.errors import ConfigError, ModelNotFoundError, PackageError
 
 if TYPE_CHECKING:
@@ -59,17 +59,19 @@ def verify(
         Path | None, typer.Option(help="Only write PyTorch's answers to this file, for a machine without PyTorch.")
     ] = None,
     calls: Annotated[Path | None, typer.Option(help="Take PyTorch's answers from a file made with --record.")] = None,
+    trust_native: TrustNative = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
     """Compare ONNX Runtime or TensorRT with PyTorch on logits, every state tensor and every selection; exit 1 on a mismatch."""
+    from still_export.package.checked import trust_package
     from still_export.package.folder import open_package
+    from still_export.package.staging import staged_files
     from still_export.proof.recorded import RecordedCases, record_cases
     from still_export.proof.sessions import Target
     from still_export.proof.verify import DECODE_STEPS, Verifier, check_dtype
     from still_export.runners.cuda_driver import CudaError
     from still_export.runners.opening import runtime_of
-    from still_export.runners.ort import native_here
     from still_export.runners.sampling import RunError
 
     if record is not None and calls is not None:
@@ -79,6 +81,8 @@ def verify(
     except ValueError:
         raise ConfigError(f"--lengths {lengths}: give numbers separated by commas.") from None
     opened, out = open_package(package), Output(as_json, quiet)
+    if trust_native:
+        trust_package(package)
     kind = opened.manifest["target"]
     runtime = runtime_of(kind, runtime)
     check_dtype(opened)
@@ -103,11 +107,12 @@ def verify(
             report = Verifier(opened, cases, target, steps).run(folder, progress)
     except (RunError, CudaError) as error:
         raise PackageError(str(error)) from error
-    (folder / "report.json").write_text(json.dumps(report.to_dict(), indent=1) + "\n", encoding="utf-8")
+    with staged_files(folder) as work:
+        (work / "report.json").write_text(json.dumps(report.to_dict(), indent=1) + "\n", encoding="utf-8")
     if as_json:
         out.result(report.to_dict())
     else:
-        _print(report, folder, target.title, runtime == "ort" and native_here(opened.manifest))
+        _print(report, folder, target.title, target.native)
     raise typer.Exit(0 if report.passed else 1)
 
 
@@ -180,7 +185,7 @@ def _print(report: Report, folder: Path, runtime: str, native: bool) -> None:
         print(f"{check.name}: " + ("yes" if check.passed else f"NO, {check.detail}"))
     chosen = report.selections
     print(
-        f"selections: {chosen.compared} salient rows compared, {chosen.near_ties} differ by a near tie "
+        f"selections: {chosen.compared} choices compared, {chosen.near_ties} differ by a near tie "
         f"(a lead of at most {report.tie:.1e}), {chosen.wrong} differ without one"
     )
     own_top1 = f" (PyTorch's half precision run {report.own_top1:.4f})" if half else ""

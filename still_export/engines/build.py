@@ -16,6 +16,7 @@ from still_export.engines.builder_log import Progress
 from still_export.engines.options import GENERATED, TrtOptions
 from still_export.engines.row_check import WrongEngineError, check_rows
 from still_export.errors import PackageError
+from still_export.package.checked import trust
 from still_export.package.folder import BEFORE, MANIFEST, Package, open_package, write_manifest
 from still_export.runners.tensorrt import TrtModel
 from still_export.runners.trt_engine import TrtError
@@ -80,6 +81,8 @@ def build_engines(
             content.update(engines=entries, prefill_tokens=trt.prefill_tokens)
             engines = [entry["file"] for entry in entries]
             write_manifest(package.path, content, {k: v for k, v in manifest["files"].items() if k not in engines})
+            for name in engines:
+                trust(package.path / name)
             if trt.target == "trt":
                 say("comparing rows with each alone")
                 _check_rows(package.path, options.plugin, trt.batch)

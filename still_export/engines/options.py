@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from still_export.errors import ConfigError
+from still_export.fields import check_types
 
 PREFILL_TOKENS = 2048
 ARCHS = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90")
@@ -61,6 +62,9 @@ class TrtOptions:
         Raises:
             ConfigError: It records options that this version does not know.
         """
+        check_types(
+            cls, {k: v for k, v in manifest.get("trt", {}).items() if k != "passes"}, "manifest.json: trt", ConfigError
+        )
         recorded = {
             k: tuple(v) if isinstance(v, list) else v for k, v in manifest.get("trt", {}).items() if k != "passes"
         }

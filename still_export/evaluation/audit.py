@@ -187,10 +187,12 @@ def _selections(
 def write_audit(result: Audit, folder: Path, command: str) -> None:
     """Write audit.json, norms.png and salient_offsets.png."""
     from still_export.evaluation import plots
+    from still_export.package.staging import staged_files
 
     folder.mkdir(parents=True, exist_ok=True)
     content = {"command": command, **result.to_dict()}
-    (folder / "audit.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    plots.norm_profile(result.norms, folder / "norms.png")
-    if result.offsets.any():
-        plots.salient_offsets(result.offsets, folder / "salient_offsets.png")
+    with staged_files(folder) as work:
+        (work / "audit.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        plots.norm_profile(result.norms, work / "norms.png")
+        if result.offsets.any():
+            plots.salient_offsets(result.offsets, work / "salient_offsets.png")

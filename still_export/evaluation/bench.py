@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from still_export.runners.base import read_manifest
+from still_export.package.checked import read_manifest
 from still_export.runners.opening import open_runner
 
 LENGTHS = (1024, 4096, 8000)

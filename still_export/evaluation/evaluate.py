@@ -1,4 +1,4 @@
-"""What a model knows: bits per byte of texts, and retrieval by depth and length; for a STILL model also with parts switched off."""
+"""What a model knows: bits per byte of texts, retrieval by depth and length, chat; for a STILL model also with parts switched off."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from still_export.errors import ConfigError, NotLinearizedError
+from still_export.evaluation.chat import chat_ends, unseen
+from still_export.evaluation.questions import CHAT
 from still_export.linearization.modes import SOFTMAX, make_trainable
 from still_export.linearization.tasks import TaskWriter, task_named
 from still_export.linearization.texts import check_ids, read_text, tokenize
+from still_export.mixers.config import FULL, StillConfig
 from still_export.mixers.hybrid_attention.module import StillAttention
 from still_export.models.load import load_model
 
 VARIANTS = ("still", "no_salient_tokens", "window_only", "no_norm_preserving_map")
-TEACHER = "teacher"
+TEACHER, UNSEEN = "teacher", "unseen"
 TOKENS_AT_ONCE = {"cuda": 1 << 16, "cpu": 1 << 13}
 """Tokens of one forward pass; bounds the logits, 1.6 GB for 8K tokens of a 49K vocabulary."""
 
@@ -35,6 +38,9 @@ class EvaluationOptions:
         texts: Text files for bits per byte; context_lengths: at these contexts, every block on its own.
         text_tokens: Tokens of each text at most.
         tasks, lengths, depths, samples: Retrieval: samples prompts for each task, length and depth (0 = far, 1 = near the question).
+            The task "unseen" has forms of facts that no training row has; it is answered in a chat.
+        chat: So many questions of a chat are answered, whose ends and repetitions are counted.
+        variants: Of a STILL model.
     """
 
     texts: tuple[str, ...] = ()
@@ -45,10 +51,18 @@ class EvaluationOptions:
     depths: int = 10
     samples: int = 4
     seed: int = 0
+    chat: int = 0
+    variants: tuple[str, ...] = VARIANTS
 
     def __post_init__(self) -> None:
         for name in self.tasks:
-            task_named(name)
+            if name != UNSEEN:
+                task_named(name)
+        for name in self.variants:
+            if name not in VARIANTS:
+                raise ConfigError(f"the variant {name!r} is unknown; known: {', '.join(VARIANTS)}.")
+        if not 0 <= self.chat <= len(CHAT):
+            raise ConfigError(f"chat={self.chat}: there are {len(CHAT)} questions.")
         if min((*self.context_lengths, *self.lengths), default=2) < 2 or self.depths < 1 or self.samples < 1:
             raise ConfigError("lengths, depths and samples must be positive, contexts at least 2 tokens.")
 
@@ -58,10 +72,12 @@ class Evaluation:
     """Results by variant.
 
     bits_per_byte: variant -> "file @ context" -> value. retrieval: variant -> task -> length -> accuracy by depth.
+    chat: variant -> "tokens" (mean length), "ended" (share that ended by itself), "repeated" (share of 4-grams that occurred before).
     """
 
     bits_per_byte: dict[str, dict[str, float]] = field(default_factory=dict)
     retrieval: dict[str, dict[str, dict[int, list[float]]]] = field(default_factory=dict)
+    chat: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def accuracy(self, variant: str, task: str, length: int) -> float:
         """Mean over depths."""
@@ -70,15 +86,22 @@ class Evaluation:
 
     def table(self) -> str:
         """A Markdown table with one row per variant."""
-        variants = list(dict.fromkeys([*self.bits_per_byte, *self.retrieval]))
+        variants = list(dict.fromkeys([*self.bits_per_byte, *self.retrieval, *self.chat]))
         texts = list(next(iter(self.bits_per_byte.values()), {}))
         cells = [(t, n) for t, row in next(iter(self.retrieval.values()), {}).items() for n in row]
-        head = ["model", *(f"bits/byte {t}" for t in texts), *(f"{t} {n}" for t, n in cells)]
+        said = list(next(iter(self.chat.values()), {}))
+        head = [
+            "model",
+            *(f"bits/byte {t}" for t in texts),
+            *(f"{t} {n}" for t, n in cells),
+            *(f"chat {c}" for c in said),
+        ]
         lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
         for variant in variants:
             bits = [f"{self.bits_per_byte[variant][t]:.4f}" for t in texts]
             found = [f"{self.accuracy(variant, t, n):.0%}" for t, n in cells]
-            lines.append(f"| {' | '.join([variant.replace('_', ' '), *bits, *found])} |")
+            talk = [f"{self.chat[variant][c]:.3g}" for c in said]
+            lines.append(f"| {' | '.join([variant.replace('_', ' '), *bits, *found, *talk])} |")
         return "\n".join(lines)
 
 
@@ -90,7 +113,7 @@ def evaluate(
     device: torch.device | str = "cpu",
     advance: Callable[[str], None] = lambda _: None,
 ) -> Evaluation:
-    """Measure every model; STILL models in all VARIANTS.
+    """Measure every model; STILL models in the options' variants.
 
     Args:
         models: By name, "teacher" and "still", or one of them.
@@ -105,7 +128,7 @@ def evaluate(
     texts = {Path(path).name: read_text(Path(path)) for path in options.texts}
     for name, model in models.items():
         model.to(device)
-        names = VARIANTS if name == "still" else (name,)
+        names = options.variants if name == "still" else (name,)
         for variant in names:
             with without(model, variant):
                 for file, text in texts.items():
@@ -115,16 +138,40 @@ def evaluate(
                         advance(f"{variant}, {file} at {context}")
                 for task in options.tasks:
                     for length in options.lengths:
-                        rows = retrieval(model, tokenizer, task, length, options, texts)
+                        rows = by_depth(model, tokenizer, task, length, options, texts)
                         result.retrieval.setdefault(variant, {}).setdefault(task, {})[length] = rows
                         advance(f"{variant}, {task} at {length}")
+                if options.chat:
+                    result.chat[variant] = chat_ends(model, tokenizer, CHAT[: options.chat])
+                    advance(f"{variant}, chat")
     return result
 
 
-def load_any(source: str, teacher: str | None, dtype: str) -> dict[str, Any]:
-    """The models to evaluate by name: "still" for a STILL model, "teacher" for a softmax one."""
+def by_depth(
+    model: Any, tokenizer: Any, task: str, length: int, options: EvaluationOptions, texts: dict[str, str]
+) -> list[float]:
+    """Share of right answers of a task at a length."""
+    if task != UNSEEN:
+        return retrieval(model, tokenizer, task, length, options, texts)
+    hay = [text[: 200 * length] for text in texts.values()] or [DEFAULT_HAYSTACK]
+    fillers = [tokenize(text, tokenizer, int(model.config.vocab_size)) for text in hay]
+    at_once = max(1, TOKENS_AT_ONCE[model.device.type] // length)
+    rng = np.random.default_rng((options.seed, length, 1))
+    return unseen(model, tokenizer, fillers, length, options.depths, options.samples, rng, at_once)
+
+
+def load_any(source: str, teacher: str | None, dtype: str, generates: bool = False) -> dict[str, Any]:
+    """The models to evaluate by name: "still" for a STILL model, "teacher" for a softmax one.
+
+    Args:
+        generates: They will write, which takes a cache; a softmax model without is faster on long texts.
+    """
 
     def softmax(path: str) -> Any:
+        if generates:
+            layers = load_model(path, attach_untrained=True, dtype=dtype).config.num_hidden_layers
+            full = StillConfig(layer_types=(FULL,) * layers)
+            return load_model(path, attach_untrained=True, still_config=full, dtype=dtype)
         # The loader checks files and reads GGUF; in softmax mode the attached maps and gates are not used.
         model = load_model(path, attach_untrained=True, dtype=dtype)
         for attention in make_trainable(model):
@@ -150,8 +197,9 @@ def pick_device(name: str) -> torch.device:
 
 def measurements(models: Sequence[str], options: EvaluationOptions) -> int:
     """How often `evaluate` will call `advance`."""
-    variants = sum(len(VARIANTS) if name == "still" else 1 for name in models)
-    return variants * (len(options.texts) * len(options.context_lengths) + len(options.tasks) * len(options.lengths))
+    variants = sum(len(options.variants) if name == "still" else 1 for name in models)
+    texts, tasks = len(options.texts) * len(options.context_lengths), len(options.tasks) * len(options.lengths)
+    return variants * (texts + tasks + bool(options.chat))
 
 
 @contextlib.contextmanager
@@ -260,12 +308,14 @@ def write_evaluation(result: Evaluation, options: EvaluationOptions, folder: Pat
     """Write evaluation.json, evaluation.md and a heatmap per task."""
     folder.mkdir(parents=True, exist_ok=True)
     content = {"command": command, "options": asdict(options), **asdict(result)}
-    (folder / "evaluation.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    (folder / "evaluation.md").write_text(f"{result.table()}\n\n`{command}`\n", encoding="utf-8")
     from still_export.evaluation import plots
+    from still_export.package.staging import staged_files
 
-    if result.bits_per_byte and options.texts:
-        plots.bits_per_byte(result.bits_per_byte, folder / "bits_per_byte.png")
-    for task in options.tasks:
-        if options.lengths:
-            plots.retrieval({v: rows[task] for v, rows in result.retrieval.items()}, task, folder / f"{task}.png")
+    with staged_files(folder) as work:
+        (work / "evaluation.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        (work / "evaluation.md").write_text(f"{result.table()}\n\n`{command}`\n", encoding="utf-8")
+        if result.bits_per_byte and options.texts:
+            plots.bits_per_byte(result.bits_per_byte, work / "bits_per_byte.png")
+        for task in options.tasks:
+            if options.lengths:
+                plots.retrieval({v: rows[task] for v, rows in result.retrieval.items()}, task, work / f"{task}.png")

@@ -59,6 +59,8 @@ def add_native(folder: Path, include: Path | None = None) -> dict[str, Any]:
             f"the native kernel is built on Linux, not on {platform.system()}. Export without --native."
         )
     headers = find_onnxruntime_headers(include)
-    with tempfile.TemporaryDirectory() as build:
+    with tempfile.TemporaryDirectory(
+        prefix=".build.", dir=folder
+    ) as build:  # goes with the folder where this process is killed
         shutil.copyfile(build_native(Path(build), headers), folder / LIBRARY)
     return {"library": LIBRARY, "system": platform.system(), "machine": platform.machine()}

@@ -15,6 +15,7 @@ from still_export.errors import UnsupportedError
 from still_export.export.onnx_package import ExportOptions, Progress, export_onnx
 from still_export.export.plugins import build_plugins, find_tensorrt_headers, pack_archive
 from still_export.package.bundle import PROGRAMS, write_programs
+from still_export.package.checked import trust
 from still_export.package.folder import MANIFEST, MODEL, Package, open_package, staged_folder, write_manifest
 
 KERNELS = "kernels.bin"
@@ -145,6 +146,7 @@ def _write_plugins(graph: Any, folder: Path, trt: TrtOptions, say: Progress) -> 
         build_plugins(build, archive=archive, tensorrt_include=include, runner=True)
         for library in sorted((build / "tensorrt").glob("libstill_tensorrt*.so")):
             shutil.copyfile(library, folder / library.name)
+            trust(library)
             if not library.stem.endswith("_static"):
                 major = library.stem.removeprefix("libstill_tensorrt")
                 libraries[major] = library.name

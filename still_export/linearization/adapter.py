@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
@@ -18,8 +18,9 @@ from still_export.errors import CheckpointError, ConfigError
 from still_export.linearization.modes import window_factor
 from still_export.linearization.recipe import Recipe
 from still_export.mixers.config import FULL, StillConfig
-from still_export.models.checkpoint import read_json
+from still_export.models.checkpoint import in_range, iterate_tensors
 from still_export.models.convert import plain_names
+from still_export.models.files import Adapter, read_checked
 from still_export.models.load import load_model
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -78,7 +79,10 @@ def take_window_factors(tensors: dict[str, Tensor], still: StillConfig, layers: 
 def save_adapter(folder: Path, tensors: Mapping[str, Tensor], still: StillConfig, recipe: Recipe) -> None:
     """Write the adapter's weights as float16, and its configuration: PEFT's fields and the STILL configuration."""
     folder.mkdir(parents=True, exist_ok=True)
-    stored = {name: tensor.detach().to(torch.float16).contiguous() for name, tensor in tensors.items()}
+    stored = {
+        name: in_range(name, tensor.detach(), torch.float16, " of the adapter").contiguous()
+        for name, tensor in tensors.items()
+    }
     save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
     values = {
         "peft_type": "LORA",
@@ -100,10 +104,10 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], StillConfig]:
     path = folder / CONFIG
     if not path.is_file():
         raise CheckpointError(f"{folder} has no {CONFIG}, so it is no adapter. Give the folder that `linearize` wrote.")
-    values = read_json(path)
+    values = read_checked(path, Adapter)
     if not isinstance(values.get("still_config"), dict):
         raise CheckpointError(f"{path} has no still_config, so it is no adapter of a STILL model.")
-    return values, StillConfig.from_dict(values["still_config"])
+    return values, StillConfig.from_dict(values["still_config"], f"{path}: still_config")
 
 
 def apply_adapter(base: str, folder: Path, dtype: str | torch.dtype = "auto") -> Any:
@@ -140,7 +144,7 @@ class Start:
         softmax = [i for i, kind in enumerate(recipe.layer_types or ()) if kind == FULL]
         self.tensors = {
             name: tensor
-            for name, tensor in load_file(folder / WEIGHTS).items()
+            for name, tensor in iterate_tensors(folder / WEIGHTS)
             if not any(f".layers.{i}." in name for i in softmax)
         }
 

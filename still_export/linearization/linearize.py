@@ -18,17 +18,22 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from still_export.errors import ConfigError, TrainingError
+from still_export.export.chat_format import chat_format
 from still_export.linearization import adapter
+from still_export.linearization.forms import NaturalWriter
 from still_export.linearization.modes import HYBRID, SOFTMAX, TrainableAttention, attention_mode, make_trainable
 from still_export.linearization.objectives import FinetuneObjective, TransferObjective
 from still_export.linearization.objectives import cross_entropy as per_token
 from still_export.linearization.recipe import Recipe
-from still_export.linearization.tasks import TaskWriter
-from still_export.linearization.texts import Batches, Corpus, held_out_rows, read_corpus
+from still_export.linearization.tasks import TaskWriter, Weighing
+from still_export.linearization.texts import Batches, Corpus, held_out_rows, read_chats, read_corpus
 from still_export.linearization.trainer import Progress, StageReport, Trainer
 from still_export.models.load import load_model, load_tokenizer
+from still_export.package.staging import staged_folder
 
 RUN_FILE, REPORT_FILE, WORK = "run.json", "linearize.json", "training"
+REPLACED_FILE = "replaced.json"
+"""In the work folder: what the output folder held when --force began this run; it stays until the new model is complete."""
 FRESH_GATE_BIAS = 2.0
 """Where gates start to be trained: sigmoid(2) = 0.88. The 8 of attached, untrained gates is 1 in bfloat16, whose derivative is 0."""
 
@@ -102,6 +107,8 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     set_seed(recipe.seed)
     if recipe.precision == "bf16":
         torch.set_float32_matmul_precision("high")
+    # Each length of rows has kernels of its own, in either stage, with and without gradients.
+    torch._dynamo.config.recompile_limit = 64
     return accelerator
 
 
@@ -130,6 +137,9 @@ class LinearizationRun:
         self.base_weights = weights_digest(model)
         log("tokenizing the texts")
         self.corpus: Corpus = read_corpus(recipe.texts, self.tokenizer, int(model.config.vocab_size), recipe.held_out)
+        self.chats = []
+        if recipe.chat_file:
+            self.chats = read_chats(recipe.chat_file, self.tokenizer, int(model.config.vocab_size))
         self.held_out = held_out_rows(self.corpus, recipe.validation_rows, recipe.sequence_length)
 
     def load_base(self) -> Any:
@@ -156,10 +166,13 @@ class LinearizationRun:
             "base",
             "tokenizer",
             "start",
+            "chat_file",
         ):
             del values[name]
-        tokens = hashlib.sha256(self.corpus.train.tobytes()).hexdigest()
-        return {**values, "training_tokens_sha256": tokens, "base_weights": self.base_weights}
+        tokens = hashlib.sha256(self.corpus.train.tobytes())
+        for chat in self.chats:
+            tokens.update(chat.tobytes())
+        return {**values, "training_tokens_sha256": tokens.hexdigest(), "base_weights": self.base_weights}
 
     def open_folder(self, resume: bool, force: bool) -> None:
         """Make the output folder, or check that it holds this run.
@@ -186,17 +199,32 @@ class LinearizationRun:
                 )
         elif self.accelerator.is_main_process:
             check_replaceable(self.output, force, "Pass --resume to continue its run, or --force to replace it.")
-            shutil.rmtree(self.output, ignore_errors=True)
+            shutil.rmtree(self.work, ignore_errors=True)
             self.work.mkdir(parents=True)
+            replaced = sorted(p.name for p in self.output.iterdir() if p.name != WORK)
+            (self.work / REPLACED_FILE).write_text(json.dumps(replaced), encoding="utf-8")
             path.write_text(json.dumps(mine, indent=1) + "\n", encoding="utf-8")
         self.accelerator.wait_for_everyone()
 
     def batches(self, retrieval: float) -> Batches:
         """The training batches with a share of retrieval rows."""
         recipe = self.recipe
-        writer = TaskWriter(self.tokenizer, self.corpus.train)
+        natural = None
+        if recipe.natural:
+            natural = NaturalWriter(self.tokenizer, self.corpus.train, chat_format(self.tokenizer))
         return Batches(
-            self.corpus, writer, recipe.batch_size, recipe.sequence_length, recipe.seed, retrieval, recipe.answer_weight
+            self.corpus,
+            TaskWriter(self.tokenizer, self.corpus.train),
+            recipe.batch_size,
+            recipe.sequence_length,
+            recipe.seed,
+            retrieval,
+            Weighing(recipe.answer_weight, recipe.answer_share),
+            natural=natural,
+            natural_share=recipe.natural,
+            chats=self.chats,
+            chat_share=recipe.chat,
+            lengths=recipe.row_lengths,
         )
 
     def validate(self, module: nn.Module) -> float:
@@ -250,7 +278,14 @@ class LinearizationRun:
                 parameter.requires_grad_(True)
         self.log(f"stage 2, LoRA: {_count(model):,} parameters, loss {recipe.loss}")
         trainer = Trainer(self.accelerator, recipe, "finetune", self.work, self.progress)
-        objective = FinetuneObjective(model, attentions, recipe.loss, recipe.selection_weight)
+        objective = FinetuneObjective(
+            model,
+            attentions,
+            recipe.loss,
+            recipe.selection_weight,
+            answer_loss=recipe.answer_loss,
+            per_answer=recipe.answer_share > 0,
+        )
         report = trainer.train(
             objective,
             self.batches(recipe.retrieval),
@@ -297,7 +332,7 @@ class LinearizationRun:
         return result
 
     def write(self, result: Linearization, command: str) -> None:
-        """Write adapter, model, tokenizer and report."""
+        """Write adapter, model, tokenizer and report, in one step; the work folder stays."""
         self.log("writing the model")
         tensors: dict[str, Tensor] = dict(self.start.tensors) if self.start else {}
         for stage in result.stages:
@@ -305,13 +340,18 @@ class LinearizationRun:
         if not tensors:
             base = self.load_base()
             tensors = {n: p.detach() for n, p in adapter.still_parameters(base)}
-        folder = self.output / "adapter"
-        shutil.rmtree(folder, ignore_errors=True)
         still = adapter.take_window_factors(tensors, self.still, self.layers, self.heads)
-        adapter.save_adapter(folder, tensors, still, self.recipe)
-        save_model(adapter.apply_adapter(self.recipe.base, folder), self.tokenizer, self.output)
-        content = {"command": command, "recipe": self.recipe.to_dict(), **result.to_dict()}
-        (self.output / REPORT_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        with staged_folder(self.output, force=True, keep=self._kept) as folder:
+            adapter.save_adapter(folder / "adapter", tensors, still, self.recipe)
+            save_model(adapter.apply_adapter(self.recipe.base, folder / "adapter"), self.tokenizer, folder)
+            content = {"command": command, "recipe": self.recipe.to_dict(), **result.to_dict()}
+            (folder / REPORT_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+    def _kept(self) -> list[str]:
+        """Entries of the output folder that are not of the model that this run replaces."""
+        path = self.work / REPLACED_FILE
+        replaced = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+        return [p.name for p in self.output.iterdir() if p.name not in replaced]
 
 
 def apply(base: str, adapter_folder: Path, output: Path, *, tokenizer: str | None = None, force: bool = False) -> Any:
@@ -323,8 +363,8 @@ def apply(base: str, adapter_folder: Path, output: Path, *, tokenizer: str | Non
     """
     check_replaceable(output, force, "Pass --force to replace it.")
     model, words = adapter.apply_adapter(base, adapter_folder), load_tokenizer(tokenizer or base)
-    shutil.rmtree(output, ignore_errors=True)
-    save_model(model, words, output)
+    with staged_folder(output, force=True) as folder:
+        save_model(model, words, folder)
     return model
 
 

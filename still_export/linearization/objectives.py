@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from still_export.linearization.modes import HYBRID, SOFTMAX, TRANSFER, TrainableAttention, attention_mode, fused
 
-SLICE = 1024
-"""Positions whose loss is computed at a time: float32 copies of all logits of long rows would be most of the memory."""
+SLICE = 4096
+"""Positions whose loss is computed at a time: float32 copies of all logits would be most of the memory."""
 SELECTION_QUERIES = 32
 """Positions of a row whose attention says which tokens should be salient: enough for a gradient, negligible beside T."""
 
@@ -47,6 +47,8 @@ class FinetuneObjective(nn.Module):
         attentions: Its hybrid layers.
         loss: "ce" or "kl".
         selection_weight: Of the selection's loss.
+        answer_loss: "same", or "ce" for tokens that weigh more than 1.
+        per_answer: Rows with answers are watched there alone, for the selection.
         softmax_layers: Indices among `attentions` that stay softmax.
     """
 
@@ -57,36 +59,47 @@ class FinetuneObjective(nn.Module):
         loss: str,
         selection_weight: float = 0.0,
         softmax_layers: tuple[int, ...] = (),
+        answer_loss: str = "same",
+        per_answer: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
         self.attentions = attentions
         self.loss = loss
         self.selection_weight = selection_weight
+        self.answer_loss, self.per_answer = answer_loss, per_answer
         self.softmax_layers = softmax_layers
 
     def forward(self, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Loss, and its parts [next token or divergence, selection if watched]; ids, weights [B, T].
+        """Loss, and its parts [next token or divergence, answers, selection if watched]; ids, weights [B, T].
 
-        The mean is over positions, not over weights, so that the mean over processes is that of the whole batch.
+        The mean is over positions, not over weights, so that the mean over processes is that of the whole batch. The part of the
+        answers is theirs per position of the batch, unweighted.
         """
         watched = self.selection_weight > 0 and torch.is_grad_enabled()
-        positions = watched_positions(ids, weights) if watched else None
+        positions = watched_positions(ids, weights, self.per_answer) if watched else None
         student_mode(self.attentions, self.softmax_layers)
         for attention in self.attentions:
             attention.selection_queries = positions
-        logits = self.model(ids, use_cache=False).logits[:, :-1]
+        logits = self.model(ids, use_cache=False).logits
         # Taken before the teacher runs through the same modules.
         selection = (
             torch.stack([a.selection for a in self.attentions if a.selection is not None]).mean() if watched else None
         )
-        target, loss_of = (
-            (self.teacher_logits(ids)[:, :-1], divergence) if self.loss == "kl" else (ids[:, 1:], cross_entropy)
-        )
-        main = (by_slices(loss_of, logits, target) * weights[:, 1:]).mean()
+        following = ids.roll(-1, dims=1)
+        target, loss_of = (self.teacher_logits(ids), divergence) if self.loss == "kl" else (following, cross_entropy)
+        losses = by_slices(loss_of, logits, target)
+        weights = weights.roll(-1, dims=1)
+        weights[:, -1] = 0  # nothing follows
+        answers = weights > 1
+        if self.answer_loss == "ce":
+            losses = losses.masked_scatter(answers, cross_entropy(logits[answers], following[answers]))
+        predicted = weights.numel() - len(weights)
+        main = (losses * weights).sum() / predicted
+        parts = [main, (losses * answers).sum() / predicted]
         if selection is None:
-            return main, main.detach()[None]
-        return main + self.selection_weight * selection, torch.stack([main, selection]).detach()
+            return main, torch.stack(parts).detach()
+        return main + self.selection_weight * selection, torch.stack([*parts, selection]).detach()
 
     @torch.no_grad()
     def teacher_logits(self, ids: Tensor) -> Tensor:
@@ -97,22 +110,25 @@ class FinetuneObjective(nn.Module):
 
 
 def by_slices(loss_of: Callable[[Tensor, Tensor], Tensor], logits: Tensor, target: Tensor) -> Tensor:
-    """`loss_of` of every position, [B, T], from logits [B, T, V]; its copies of them exist for one slice of T at a time."""
+    """`loss_of` of every position, [B, T], from logits [B, T, V]; its copies of them exist for one slice of B * T at a time.
+
+    Slices are flat, so that rows of all lengths have one shape, for which `loss_of` is compiled once.
+    """
     loss_of = fused(loss_of, logits.device)
-    slices = zip(logits.split(SLICE, dim=1), target.split(SLICE, dim=1), strict=True)
-    return torch.cat([checkpoint(loss_of, *pair, use_reentrant=False) for pair in slices], dim=1)
+    slices = zip(logits.flatten(0, 1).split(SLICE), target.flatten(0, 1).split(SLICE), strict=True)
+    return torch.cat([checkpoint(loss_of, *pair, use_reentrant=False) for pair in slices]).view(logits.shape[:2])
 
 
 def divergence(logits: Tensor, target: Tensor) -> Tensor:
-    """KL divergence of the student's distribution from the teacher's, [B, T], in nats; logits [B, T, V]."""
+    """KL divergence of the student's distribution from the teacher's, [...], in nats; logits [..., V]."""
     expected = target.float().log_softmax(-1)
     return (expected.exp() * (expected - logits.float().log_softmax(-1))).sum(-1)
 
 
 def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    """Of every position, [B, T], in nats; logits [B, T, V], target ids [B, T]."""
+    """Of every position, [...], in nats; logits [..., V], target ids [...]."""
     # Flat: with the vocabulary in the middle PyTorch took a kernel on CUDA that was 73% of a step.
-    flat = nn.functional.cross_entropy(logits.float().flatten(0, 1), target.flatten(), reduction="none")
+    flat = nn.functional.cross_entropy(logits.float().flatten(0, -2), target.flatten(), reduction="none")
     return flat.view(target.shape)
 
 
@@ -122,11 +138,21 @@ def student_mode(attentions: list[TrainableAttention], softmax_layers: tuple[int
         attention.mode = SOFTMAX if index in softmax_layers else HYBRID
 
 
-def watched_positions(ids: Tensor, weights: Tensor) -> Tensor:
-    """Queries to watch, int64 [B, n]: those that predict answers (weight above 1), filled up by evenly spread ones."""
+def watched_positions(ids: Tensor, weights: Tensor, per_answer: bool = False) -> Tensor:
+    """Queries to watch, int64 [B, n]: those that predict answers (weight above 1), filled up by evenly spread ones.
+
+    Args:
+        per_answer: Where a row has answers they are repeated instead, so that a row with one counts as much as a row with many.
+    """
     tokens = ids.shape[1]
     spread = (
         torch.arange(tokens, device=ids.device) * 0.6180339887 % 1
     )  # the golden ratio spreads the highest ones evenly
-    priority = (weights > 1).roll(-1, dims=1).float() + spread
-    return priority.topk(min(SELECTION_QUERIES, tokens), dim=1).indices
+    answers = (weights > 1).roll(-1, dims=1)
+    count = min(SELECTION_QUERIES, tokens)
+    ranked = (answers.float() + spread).topk(count, dim=1).indices
+    if not per_answer:
+        return ranked
+    found = answers.sum(1, keepdim=True)
+    cycle = torch.where(found > 0, found.clamp_max(count), count)
+    return ranked.gather(1, torch.arange(count, device=ids.device) % cycle)

@@ -14,7 +14,12 @@ if TYPE_CHECKING:
     from still_export.mixers.config import StillConfig
 
 STILL_FIELDS = ("chunk_size", "salient_per_chunk", "select_scope", "feature_map", "capacity_tokens", "layer_types")
-CHOICES = {"loss": ("ce", "kl"), "precision": ("fp32", "bf16"), "device": ("auto", "cpu")}
+CHOICES = {
+    "loss": ("ce", "kl"),
+    "answer_loss": ("same", "ce"),
+    "precision": ("fp32", "bf16"),
+    "device": ("auto", "cpu"),
+}
 
 
 def option(default: Any, text: str) -> Any:
@@ -57,6 +62,9 @@ class Recipe:
     finetune_steps: int = option(1000, "Steps of stage 2, LoRA; 0 = none.")
     finetune_rate: float = option(1e-4, "Learning rate of stage 2.")
     sequence_length: int = option(1024, "Tokens of a row.")
+    row_lengths: tuple[int, ...] | None = option(
+        None, "Rows of these lengths in turn, instead of one; each step has batch_size x sequence_length tokens."
+    )
     batch_size: int = option(8, "Rows of a step over all processes.")
     micro_batch_size: int | None = option(
         None, "Rows of one pass on one process, whose gradients add up; default: all."
@@ -68,7 +76,14 @@ class Recipe:
         0.0, "Of a loss in stage 2 that makes tokens salient that far queries attend to; 0 = off."
     )
     retrieval: float = option(0.0, "Share of the rows that are synthetic retrieval tasks.")
-    answer_weight: float = option(10.0, "Loss weight of their answers.")
+    natural: float = option(0.0, "Share of them in natural forms (prose, code, tables, dialogue), many asked in chat.")
+    answer_weight: float = option(10.0, "Loss weight of their answers' tokens.")
+    answer_share: float = option(
+        0.0, "Loss weight of a row's answers together, by its tokens, whatever its length; 0 = answer_weight counts."
+    )
+    answer_loss: str = option("same", "Of answers in stage 2: same = as other tokens, ce = the token itself.")
+    chat_file: str | None = option(None, "Conversations, a JSON list of messages in each line.")
+    chat: float = option(0.0, "Share of the rows that are conversations.")
     warmup: float = option(0.05, "Share of a stage's steps in which the rate rises; it then falls to a tenth.")
     weight_decay: float = option(0.0, "Of AdamW.")
     clip_norm: float = option(1.0, "Greatest norm of the gradient; 0 = any.")
@@ -83,7 +98,7 @@ class Recipe:
     device: str = option("auto", "auto or cpu.")
 
     def __post_init__(self) -> None:
-        for name in ("texts", "layer_types", "window_factors"):
+        for name in ("texts", "layer_types", "window_factors", "row_lengths"):
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, (value,) if isinstance(value, str | float | int) else tuple(value))
@@ -100,17 +115,37 @@ class Recipe:
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}; it must be at least 1.")
-        for name in ("transfer_steps", "finetune_steps", "selection_weight", "answer_weight", "patience"):
+        for name in (
+            "transfer_steps",
+            "finetune_steps",
+            "selection_weight",
+            "answer_weight",
+            "answer_share",
+            "patience",
+        ):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)}; it must not be negative.")
-        for name in ("retrieval", "warmup", "held_out"):
+        for name in ("retrieval", "chat", "warmup", "held_out"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} is outside 0..1.")
+        if not 0 <= self.natural <= 1 or self.retrieval + self.chat > 1:
+            raise ConfigError(
+                f"natural={self.natural}, retrieval={self.retrieval}, chat={self.chat}: shares, the last two of one whole."
+            )
+        if self.chat and not self.chat_file:
+            raise ConfigError(f"chat={self.chat} needs conversations: name their file with --chat-file.")
+        for length in self.row_lengths or ():
+            if length < 2 or self.batch_size * self.sequence_length % length:
+                raise ConfigError(
+                    f"row_lengths has {length}; {self.batch_size} x {self.sequence_length} tokens of a step are not whole "
+                    "rows of it."
+                )
         if self.window_factor_scale <= 0:
             raise ConfigError(f"window_factor_scale={self.window_factor_scale}; it must be positive.")
-        if self.transfer_steps and self.sequence_length <= 2 * self.chunk_size:
+        shortest = min(self.row_lengths or (self.sequence_length,))
+        if self.transfer_steps and shortest <= 2 * self.chunk_size:
             raise ConfigError(
-                f"sequence_length={self.sequence_length}: rows of at most two chunks ({2 * self.chunk_size} tokens) are softmax "
+                f"sequence_length={shortest}: rows of at most two chunks ({2 * self.chunk_size} tokens) are softmax "
                 "throughout, so stage 1 has nothing to train. Use longer rows or a smaller --chunk-size."
             )
         if self.micro_batch_size is not None and not 1 <= self.micro_batch_size <= self.batch_size:
@@ -163,7 +198,7 @@ def read_recipe(path: Path | None, given: Mapping[str, Any]) -> Recipe:
                 near = difflib.get_close_matches(str(name), known, 1)
                 hint = f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(known)}."
                 raise ConfigError(f"{path} has the unknown option {name!r}.{hint}")
-        for name in ("base", "tokenizer", "start"):
+        for name in ("base", "tokenizer", "start", "chat_file"):
             if isinstance(values.get(name), str):
                 values[name] = _beside(path, values[name])
         if isinstance(values.get("texts"), list):

@@ -11,6 +11,10 @@ import numpy as np
 from still_export.errors import ConfigError
 
 VALUE_DIGITS = 6
+ANSWER = -1.0
+"""Stands for the loss weight of an answer's tokens until `Weighing` knows how many answers a row has."""
+FEW_ANSWERS = 4
+"""A single answer with the weight of a whole row's would make the gradient of a step that answer's."""
 _COLOURS = "amber azure black bronze brown copper coral cream crimson golden green grey ivory olive orange pink purple red silver white"
 _THINGS = (
     "anchor apple arrow badger barrel basket beacon bell bottle bridge candle castle clock cloud falcon feather forest garden hammer "
@@ -65,6 +69,33 @@ def task_named(name: str) -> Task:
     return TASKS[name]
 
 
+@dataclass(frozen=True)
+class Weighing:
+    """Loss weights of the answers of a row; all other tokens weigh 1, or 0 where they cannot be known.
+
+    Args:
+        weight: Of every token of an answer, where `share` is 0.
+        share: Weight of all answers of a row together, relative to its tokens, the same for every answer: a long row's answers weigh
+            as much per token of the row as a short one's. Fewer than FEW_ANSWERS weigh as if there were so many.
+    """
+
+    weight: float = 10.0
+    share: float = 0.0
+
+    def weights(self, marked: np.ndarray) -> np.ndarray:
+        """Loss weights float32 [n] from `marked` [n], in which answers are runs of ANSWER."""
+        weights = marked.astype(np.float32)
+        answers = marked == ANSWER
+        weights[answers] = self.weight
+        if self.share and answers.any():
+            first = answers & ~np.concatenate([[False], answers[:-1]])
+            number = np.cumsum(first)[answers] - 1
+            size = np.bincount(number)
+            # Above 1: that is how answers are told from other tokens.
+            weights[answers] = np.maximum(self.share * len(marked) / max(FEW_ANSWERS, len(size)) / size[number], 1.01)
+        return weights
+
+
 class TaskWriter:
     """Writes tasks as token ids of exact length, every piece tokenized for itself.
 
@@ -94,58 +125,44 @@ class TaskWriter:
         facts = [
             (
                 float(rng.random()) if i else depth,
-                _piece((self._ids(task.fact.format(key=key)), 1), (value, 1), (tail, 1)),
+                piece((self._ids(task.fact.format(key=key)), 1), (value, 1), (tail, 1)),
             )
             for i, (key, value) in enumerate(zip(keys, values, strict=True))
         ]
-        end = _piece((self._ids(task.question.format(key=keys[0])), 1), (values[0], 1))
+        end = piece((self._ids(task.question.format(key=keys[0])), 1), (values[0], 1))
         return self._compose(task, length, facts, end, rng)[0].astype(np.int64), len(values[0])
 
     def training_row(
-        self, task: Task, length: int, rng: np.random.Generator, answer_weight: float
+        self, task: Task, length: int, rng: np.random.Generator, weighing: Weighing
     ) -> tuple[np.ndarray, np.ndarray]:
         """A row with several facts, each asked for at some later place; ids [length] and loss weights [length].
 
-        Values cannot be predicted where they first appear and weigh nothing there; answers weigh `answer_weight`, the rest 1.
+        Values cannot be predicted where they first appear and weigh nothing there; answers weigh what `weighing` says, the rest 1.
         """
-        pairs = 1 if task.filler else int(rng.integers(1, 9))
+        longest = 8 if weighing.share == 0 else max(8, length // 256)
+        pairs = 1 if task.filler else int(rng.integers(1, longest + 1))
         pairs = max(1, min(pairs, length // 128))
         pieces = []
         tail = self._ids(".")
         for key in self._keys(pairs, rng):
             value = self._value(rng)
             fact, ask = self._ids(task.fact.format(key=key)), self._ids(task.question.format(key=key))
-            place = float(rng.random())
-            pieces.append((place, _piece((fact, 1), (value, 0), (tail, 1))))
-            pieces.append(
-                (place + (1 - place) * float(rng.random()), _piece((ask, 1), (value, answer_weight), (tail, 1)))
-            )
-        row = self._compose(task, length, pieces, _piece(), rng)
-        return row[0].astype(np.int64), row[1].astype(np.float32)
+            place, later = places(length, rng, near=weighing.share > 0)
+            pieces.append((place, piece((fact, 1), (value, 0), (tail, 1))))
+            pieces.append((later, piece((ask, 1), (value, ANSWER), (tail, 1))))
+        row = self._compose(task, length, pieces, piece(), rng)
+        return row[0].astype(np.int64), weighing.weights(row[1])
 
     def _compose(
         self, task: Task, length: int, pieces: list[tuple[float, np.ndarray]], end: np.ndarray, rng: np.random.Generator
     ) -> np.ndarray:
         """Filler of the right length with `pieces` at their depths and `end` behind; ids and weights, [2, length]."""
-        room = length - len(self._start) - end.shape[1] - sum(piece.shape[1] for _, piece in pieces)
-        filler = self._filler(task, room, rng)
-        parts, cut = [_piece((self._start, 1))], 0
-        for depth, piece in sorted(pieces, key=lambda p: p[0]):
-            upto = int(depth * room)
-            parts += [_piece((filler[cut:upto], 1)), piece]
-            cut = upto
-        return np.concatenate([*parts, _piece((filler[cut:], 1)), end], axis=1)
-
-    def _filler(self, task: Task, room: int, rng: np.random.Generator) -> np.ndarray:
-        if room < 0:
-            raise ConfigError(f"a retrieval task does not fit: {-room} tokens too many. Use a greater length.")
+        room = room_for_filler(length, [*(p for _, p in pieces), end], self._start)
         if task.filler is not None:
-            sentence = self._ids(task.filler)
-            return np.resize(np.asarray(sentence, np.int64), room)
-        if len(self._text) < room:
-            return np.resize(self._text, room)
-        start = int(rng.integers(0, len(self._text) - room + 1))
-        return self._text[start : start + room]
+            filler = np.resize(np.asarray(self._ids(task.filler), np.int64), room)
+        else:
+            filler = stretch(self._text, room, rng)
+        return hide(piece((self._start, 1)), filler, pieces, end)
 
     def _keys(self, count: int, rng: np.random.Generator) -> list[str]:
         chosen = rng.choice(len(COLOURS) * len(THINGS), size=count, replace=False)
@@ -164,8 +181,55 @@ class TaskWriter:
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def _piece(*parts: tuple[Any, float]) -> np.ndarray:
+def piece(*parts: tuple[Any, float]) -> np.ndarray:
     """Token ids and their loss weights, [2, n], of parts with one weight each."""
     ids = np.concatenate([np.zeros(0), *(np.asarray(ids, np.float64) for ids, _ in parts)])
     weights = np.concatenate([np.zeros(0), *(np.full(len(ids), weight) for ids, weight in parts)])
     return np.stack([ids, weights])
+
+
+def room_for_filler(length: int, pieces: list[np.ndarray], start: list[int]) -> int:
+    """Tokens that `pieces` and `start` leave of `length`.
+
+    Raises:
+        ConfigError: They do not fit.
+    """
+    room = length - len(start) - sum(p.shape[1] for p in pieces)
+    if room < 0:
+        raise ConfigError(f"a retrieval task does not fit: {-room} tokens too many. Use a greater length.")
+    return room
+
+
+def stretch(text: np.ndarray, room: int, rng: np.random.Generator) -> np.ndarray:
+    """`room` tokens of `text` from a random place, the whole repeated where it is shorter."""
+    if len(text) < room:
+        return np.resize(text, room)
+    start = int(rng.integers(0, len(text) - room + 1))
+    return text[start : start + room]
+
+
+def hide(start: np.ndarray, filler: np.ndarray, pieces: list[tuple[float, np.ndarray]], end: np.ndarray) -> np.ndarray:
+    """`filler` with `pieces` at their depths, between `start` and `end`; ids and weights, [2, n]."""
+    parts, cut = [start], 0
+    for depth, hidden in sorted(pieces, key=lambda p: p[0]):
+        upto = int(depth * len(filler))
+        parts += [piece((filler[cut:upto], 1)), hidden]
+        cut = upto
+    return np.concatenate([*parts, piece((filler[cut:], 1)), end], axis=1)
+
+
+def places(length: int, rng: np.random.Generator, near: bool) -> tuple[float, float]:
+    """Depths of a fact and of its question in a row of `length` tokens.
+
+    Args:
+        near: Questions stand where evaluation has them too: a third follow at distances of equal share per octave, so that some stand
+            right behind their fact; a third near the row's end. Drawn evenly, hardly any is nearer than a window or farther than half.
+    """
+    place = float(rng.random())
+    kind = rng.random() if near else 1.0
+    if kind < 1 / 3:
+        return place, min(1.0, place + float(length ** (rng.random() - 1)))
+    if kind < 2 / 3:
+        later = 1 - float(rng.random()) / 10
+        return place * later, later
+    return place, place + (1 - place) * float(rng.random())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor
 
 from still_export.errors import ConfigError, DataError
-from still_export.linearization.tasks import TASKS, TaskWriter
+from still_export.linearization.forms import NaturalWriter
+from still_export.linearization.tasks import TASKS, TaskWriter, Weighing
 
 _PIECE_CHARACTERS = 1 << 16
 """Texts are tokenized in pieces of about this size, in parallel; a piece ends at a line's end."""
@@ -122,7 +124,10 @@ class Batches:
         writer: Writes the retrieval rows.
         rows, tokens: B and T, rows over all processes.
         retrieval: Share of the rows that are retrieval tasks.
-        answer_weight: Loss weight of their answers.
+        weighing: Of their answers.
+        natural: Writes those of them in natural forms; natural_share: How many that are.
+        chats: Conversations as token ids; chat_share: Share of the rows that are those one after another.
+        lengths: Row lengths in place of `tokens` that take turns, each with B * T tokens a batch.
     """
 
     def __init__(
@@ -133,41 +138,90 @@ class Batches:
         tokens: int,
         seed: int,
         retrieval: float,
-        answer_weight: float,
+        weighing: Weighing,
+        *,
+        natural: NaturalWriter | None = None,
+        natural_share: float = 0.0,
+        chats: Sequence[np.ndarray] = (),
+        chat_share: float = 0.0,
+        lengths: tuple[int, ...] | None = None,
     ) -> None:
         self.corpus, self.writer = corpus, writer
-        self.rows, self.tokens, self.seed = rows, tokens, seed
-        self.retrieval, self.answer_weight = retrieval, answer_weight
-        self.blocks = len(corpus.train) // tokens
-        if self.blocks == 0:
+        self.lengths, self.area, self.seed = lengths or (tokens,), rows * tokens, seed
+        self.retrieval, self.weighing = retrieval, weighing
+        self.natural, self.natural_share = natural, natural_share if natural else 0.0
+        self.chats, self.chat_share = chats, chat_share if chats else 0.0
+        longest = max(self.lengths)
+        if len(corpus.train) < longest:
             raise DataError(
-                f"the training text has {len(corpus.train)} tokens, fewer than one row of {tokens}. "
+                f"the training text has {len(corpus.train)} tokens, fewer than one row of {longest}. "
                 "Give more text, or a smaller --sequence-length."
             )
-        self._order: tuple[int, np.ndarray] = (-1, np.zeros(0, np.int64))
+        self._orders: dict[int, tuple[int, np.ndarray]] = {}
+
+    def blocks(self, tokens: int) -> int:
+        """Rows of `tokens` tokens in the text."""
+        return len(self.corpus.train) // tokens
 
     def batch(self, step: int) -> Batch:
         """The batch of `step` over all processes."""
         rng = np.random.default_rng((self.seed, step))
-        names = list(TASKS)
-        ids, weights = [], []
-        for row in range(self.rows):
-            if rng.random() < self.retrieval:
-                task = TASKS[names[int(rng.integers(len(names)))]]
-                row_ids, row_weights = self.writer.training_row(task, self.tokens, rng, self.answer_weight)
-            else:
-                row_ids = self._block(step * self.rows + row)
-                row_weights = np.ones(self.tokens, np.float32)
-            ids.append(row_ids)
-            weights.append(row_weights)
-        return Batch(torch.from_numpy(np.stack(ids).astype(np.int64)), torch.from_numpy(np.stack(weights)))
+        turn, place = divmod(step, len(self.lengths))
+        turns = np.random.default_rng((self.seed, 2, turn)).permutation(len(self.lengths))
+        tokens = self.lengths[int(turns[place])]
+        rows = self.area // tokens
+        made = [self._row(turn * rows + row, tokens, rng) for row in range(rows)]
+        ids, weights = (np.stack(arrays) for arrays in zip(*made, strict=True))
+        return Batch(torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(weights))
 
-    def _block(self, number: int) -> np.ndarray:
-        epoch, index = divmod(number, self.blocks)
-        if self._order[0] != epoch:
-            self._order = (epoch, np.random.default_rng((self.seed, 1, epoch)).permutation(self.blocks))
-        start = int(self._order[1][index]) * self.tokens
-        return self.corpus.train[start : start + self.tokens]
+    def _row(self, number: int, tokens: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and weights of a row, `number` counting those of its length."""
+        kind = rng.random()
+        if kind < self.retrieval:
+            if self.natural is not None and rng.random() < self.natural_share:
+                return self.natural.training_row(tokens, rng, self.weighing)
+            task = list(TASKS.values())[int(rng.integers(len(TASKS)))]
+            return self.writer.training_row(task, tokens, rng, self.weighing)
+        ids = self._chat(tokens, rng) if kind < self.retrieval + self.chat_share else self._block(number, tokens)
+        return ids, np.ones(tokens, np.float32)
+
+    def _block(self, number: int, tokens: int) -> np.ndarray:
+        epoch, index = divmod(number, self.blocks(tokens))
+        known, order = self._orders.get(tokens, (-1, np.zeros(0, np.int64)))
+        if known != epoch:
+            order = np.random.default_rng((self.seed, 1, epoch)).permutation(self.blocks(tokens))
+            self._orders[tokens] = (epoch, order)
+        start = int(order[index]) * tokens
+        return self.corpus.train[start : start + tokens]
+
+    def _chat(self, tokens: int, rng: np.random.Generator) -> np.ndarray:
+        """Conversations until the row is full."""
+        parts, size = [], 0
+        while size < tokens:
+            parts.append(self.chats[int(rng.integers(len(self.chats)))])
+            size += len(parts[-1])
+        return np.concatenate(parts)[:tokens]
+
+
+def read_chats(path: str | Path, tokenizer: Any, vocab_size: int) -> list[np.ndarray]:
+    """Conversations as token ids in the tokenizer's chat template.
+
+    Args:
+        path: Of a file with a JSON list of messages, {"role", "content"}, in each line.
+
+    Raises:
+        DataError: The file is unusable, or the tokenizer has no template.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise DataError(f"{path}: the tokenizer has no chat template to write conversations in. Leave out --chat-file.")
+    found = []
+    for number, line in enumerate(read_text(Path(path)).splitlines(), 1):
+        try:
+            text = tokenizer.apply_chat_template(json.loads(line), tokenize=False)
+        except Exception as error:  # a template may raise anything
+            raise DataError(f"{path}, line {number}: {error}. Every line is a JSON list of messages.") from error
+        found.append(tokenize(text, tokenizer, vocab_size))
+    return found
 
 
 def held_out_rows(corpus: Corpus, rows: int, tokens: int) -> Tensor:

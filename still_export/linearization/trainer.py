@@ -9,6 +9,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from still_export.errors import TrainingError
 from still_export.linearization.recipe import Recipe
-from still_export.linearization.texts import Batches
+from still_export.linearization.texts import Batch, Batches
 
 PARTIAL = StateDictOptions(ignore_frozen_params=True, strict=False)
 KEPT_CHECKPOINTS = 2
@@ -95,12 +96,17 @@ class Trainer:
         module, optimizer = accelerator.prepare(objective, optimizer)
         trained = [p for p in module.parameters() if p.requires_grad]
         report = self._restore(module, optimizer)
+        ahead = ThreadPoolExecutor(1)  # writes the next batch while the GPU computes
+        following = ahead.submit(batches.batch, report.steps)
         while report.steps < steps and not report.done:
             started = time.perf_counter()
             for group, rate in zip(optimizer.param_groups, groups, strict=True):
                 group["lr"] = rate * schedule(report.steps, steps, recipe.warmup)
             try:
-                loss, parts = self._step(module, optimizer, trained, batches, report.steps)
+                batch = following.result()
+                if report.steps + 1 < steps:
+                    following = ahead.submit(batches.batch, report.steps + 1)
+                loss, parts = self._step(module, optimizer, trained, batch)
             except torch.OutOfMemoryError as error:
                 raise TrainingError(
                     f"stage {self.name} ran out of GPU memory at step {report.steps} with {recipe.batch_size} rows of "
@@ -133,12 +139,11 @@ class Trainer:
         return report
 
     def _step(
-        self, module: nn.Module, optimizer: Any, trained: list[nn.Parameter], batches: Batches, step: int
+        self, module: nn.Module, optimizer: Any, trained: list[nn.Parameter], batch: Batch
     ) -> tuple[float, list[float]]:
         """One optimizer step; the loss and its parts over all processes."""
         accelerator, recipe = self.accelerator, self.recipe
-        batch = batches.batch(step)
-        rows = torch.arange(accelerator.process_index, recipe.batch_size, accelerator.num_processes)
+        rows = torch.arange(accelerator.process_index, len(batch.ids), accelerator.num_processes)
         passes = rows.split(recipe.micro_batch_size or len(rows))
         total, total_parts = torch.zeros((), device=accelerator.device), torch.zeros((), device=accelerator.device)
         optimizer.zero_grad(set_to_none=True)

@@ -7,12 +7,18 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from still_export.fields import check_types
 from still_graphs.errors import ConfigError
 from still_kernels.hybrid_attention import HybridAttentionConfig
 
 HYBRID = "hybrid_attention"
 FULL = "full_attention"
 LAYER_TYPES = (HYBRID, FULL)
+MOST_ROWS, MOST_TOKENS = 1 << 16, 1 << 40
+"""What no model has: beyond, a damaged number takes the machine's memory before a check of shapes can name it."""
+
+DEPLOYMENT = ("capacity_tokens", "overflow")
+"""Fields of StillConfig that no training fixes."""
 
 MIX_EPSILON = 1e-9
 """Default of a model's layers. The specification's 1e-6 (the released code's) shifts SmolLM2-135M's logits within two chunks by 1.6e-4
@@ -57,6 +63,10 @@ class StillConfig:
     layer_types: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
+        for name, most in (("chunk_size", MOST_ROWS), ("feature_dim", MOST_ROWS), ("capacity_tokens", MOST_TOKENS)):
+            value = getattr(self, name)
+            if value is not None and value > most:
+                raise ConfigError(f"{name}={value} is more than {most}.")
         if self.layer_types is not None:
             object.__setattr__(self, "layer_types", tuple(self.layer_types))
             for index, name in enumerate(self.layer_types):
@@ -146,8 +156,8 @@ class StillConfig:
         return values
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> StillConfig:
-        """The configuration that `to_dict` wrote; missing fields take their defaults.
+    def from_dict(cls, values: Mapping[str, Any], source: str = "still_config") -> StillConfig:
+        """The configuration that `to_dict` wrote, in `source`; missing fields take their defaults.
 
         Raises:
             ConfigError: An unknown field, with the nearest known one, or a bad value.
@@ -157,8 +167,12 @@ class StillConfig:
             if name not in known:
                 near = difflib.get_close_matches(name, known, 1)
                 hint = f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(known)}."
-                raise ConfigError(f"still_config has the unknown field {name!r}.{hint}")
-        return cls(**values)
+                raise ConfigError(f"{source} has the unknown field {name!r}.{hint}")
+        check_types(cls, values, source, ConfigError)
+        try:
+            return cls(**values)
+        except ConfigError as error:
+            raise ConfigError(f"{source}: {error}") from error
 
 
 def head_size(family: Any) -> int:

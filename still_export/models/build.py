@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,8 @@ from still_export.errors import CheckpointError, ConfigError, UnsupportedModelEr
 from still_export.mixers.config import StillConfig
 from still_export.mixers.hybrid_attention.module import StillAttention
 from still_export.models.families import FAMILIES, Family
+
+_LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
 
 def family_of(model_type: str) -> Family:
@@ -72,6 +75,12 @@ def build_model(family: Family, config: Any, tensors: Mapping[str, Tensor], fres
         UnsupportedModelError: `tensors` has attention parameters that the family has no place for.
     """
     dtype = next(iter(tensors.values())).dtype
+    numbers = {int(match[1]) for name in tensors if (match := _LAYER.match(name))}
+    if config.num_hidden_layers != max(numbers, default=-1) + 1:  # before as many are made
+        raise CheckpointError(
+            f"config.json says num_hidden_layers={config.num_hidden_layers}, the weights have {max(numbers, default=-1) + 1} layers. "
+            "The configuration and the weights belong to different models."
+        )
     with torch.device("meta"):
         model = family.still_model(config)
     model.to(dtype)

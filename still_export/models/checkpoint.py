@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from still_export.errors import CheckpointError, ModelNotFoundError
+from still_export.errors import CheckpointError, ConfigError, ModelNotFoundError
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -25,7 +25,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}. Fetch the model again.") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} holds a {type(values).__name__}, not an object. Fetch the model again.")
@@ -50,9 +50,11 @@ def read_config(folder: Path) -> dict[str, Any]:
             else "Give a Hugging Face model folder, a hub id or a .gguf file."
         )
         raise ModelNotFoundError(f"{folder} is no model: it has no config.json.{hint} {todo}")
-    config = read_json(path)
-    if "model_type" not in config:
+    from still_export.models.files import Config, read_checked
+
+    if "model_type" not in read_json(path):
         raise CheckpointError(f"{path} names no model_type, so the family is unknown. Fetch the model again.")
+    config = read_checked(path, Config, ConfigError)
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "unknown")
         raise CheckpointError(
@@ -73,6 +75,12 @@ def weight_files(folder: Path) -> list[Path]:
         shards = read_json(index).get("weight_map")
         if not isinstance(shards, dict) or not shards:
             raise CheckpointError(f"{index} has no weight_map. Fetch the model again.")
+        for tensor, name in shards.items():
+            if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+                raise CheckpointError(
+                    f"{index}: weight_map of {tensor} is {name!r:.60}, no safetensors file beside it. "
+                    "Fetch the model again."
+                )
         files = [folder / name for name in sorted(set(shards.values()))]
         missing = [f.name for f in files if not f.is_file()]
         if missing:
@@ -127,6 +135,8 @@ def read_tensors(files: list[Path], dtype: torch.dtype | None = None) -> dict[st
     for path in files:
         for name, tensor in iterate_tensors(path):
             tensors[name] = checked(name, tensor, dtype, str(path))
+    if not tensors:
+        raise CheckpointError(f"{', '.join(map(str, files))}: no tensors. The file is damaged; fetch it again.")
     return tensors
 
 
@@ -141,15 +151,27 @@ def checked(name: str, tensor: Tensor, dtype: torch.dtype | None, origin: str) -
             f"{name} in {origin} has type {str(tensor.dtype).removeprefix('torch.')}; weights are read as float32, float16 or "
             "bfloat16. Use the unquantized model."
         )
-    result = tensor if dtype is None else tensor.to(dtype)
+    result = tensor if dtype is None else in_range(name, tensor, dtype, f" in {origin}")
     if not is_finite(result):
-        if is_finite(tensor):
-            raise CheckpointError(
-                f"{name} in {origin} has values beyond the range of {str(dtype).removeprefix('torch.')}. Use --dtype bfloat16 or float32."
-            )
         raise CheckpointError(
             f"{name} in {origin} holds NaN or infinite values, so every output would be NaN. The checkpoint is damaged or its training "
             "diverged; use another."
+        )
+    return result
+
+
+def in_range(name: str, tensor: Tensor, dtype: torch.dtype, origin: str = "") -> Tensor:
+    """`tensor` as `dtype`; what is no number before stays none.
+
+    Raises:
+        CheckpointError: A finite value becomes infinite.
+    """
+    result = tensor.to(dtype)
+    if result is not tensor and not is_finite(result) and is_finite(tensor):
+        low, high = (float(x) for x in torch.aminmax(tensor))
+        raise CheckpointError(
+            f"{name}{origin} has the value {high if high > -low else low:.6g}, beyond the range of {str(dtype).removeprefix('torch.')} "
+            f"(up to {torch.finfo(dtype).max:.6g}). Use --dtype bfloat16 or float32."
         )
     return result
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from still_export.errors import CheckpointError, UnsupportedModelError
 from still_export.mixers.config import FULL, HYBRID, StillConfig
+from still_export.models.checkpoint import in_range
 
 _RELEASED = re.compile(r"(.*\.self_attn)\.feature_map_([qk])\.mlp\.linears\.(\d+)\.weight")
 _HOUSEHOLDER = re.compile(r"(.*\.self_attn)\.feature_map_([qk])\.hh\.u")
@@ -43,12 +44,13 @@ def is_lolcats(tensors: Mapping[str, Any]) -> bool:
     return any(_LOLCATS.fullmatch(name) for name in tensors)
 
 
-def fold_householder(weight: Tensor, u: Tensor) -> Tensor:
+def fold_householder(weight: Tensor, u: Tensor, name: str = "weight") -> Tensor:
     """W' = W (I - 2 u u^T / |u|^2) per head: the reflection and the map that follows it as one matrix.
 
     Args:
         weight: [H, P, D].
         u: [H, D].
+        name: Of the result, for messages.
     """
     wide, axis = weight.double(), u.double()
     squared = (axis * axis).sum(-1)[:, None, None]
@@ -57,7 +59,7 @@ def fold_householder(weight: Tensor, u: Tensor) -> Tensor:
             "a Householder vector (hh.u) is zero, so its reflection is undefined. The checkpoint is damaged."
         )
     along = torch.einsum("hpd,hd->hp", wide, axis)
-    return (wide - 2 * along[..., None] * axis[:, None, :] / squared).to(weight.dtype)
+    return in_range(name, wide - 2 * along[..., None] * axis[:, None, :] / squared, weight.dtype)
 
 
 def convert_released(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -83,7 +85,8 @@ def convert_released(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             )
         weight = torch.stack([heads[i] for i in range(len(heads))])
         axis = axes.pop((module, side), None)
-        result[f"{module}.feature_{side}_weight"] = weight if axis is None else fold_householder(weight, axis)
+        name = f"{module}.feature_{side}_weight"
+        result[name] = weight if axis is None else fold_householder(weight, axis, name)
     if axes:
         raise CheckpointError(f"hh.u without the maps that follow it: {', '.join('.'.join(key) for key in axes)}.")
     return result
@@ -211,11 +214,18 @@ def merge_lora(tensors: Mapping[str, Tensor], adapter: Mapping[str, Any] | None)
                 f"the LoRA pair of {module} {what}. The adapter belongs to another model or is incomplete."
             )
         weight = result[target]
+        if pair["A"].dim() != 2 or pair["B"].dim() != 2 or pair["A"].shape[0] != pair["B"].shape[1]:
+            raise CheckpointError(
+                f"the LoRA pair of {module} has the shapes {list(pair['A'].shape)} and {list(pair['B'].shape)}, which do not fit each "
+                "other. The adapter is damaged; fetch it again."
+            )
         delta = pair["B"].to(torch.float32) @ pair["A"].to(torch.float32)
         if delta.shape != weight.shape:
             raise CheckpointError(
                 f"the LoRA pair of {module} gives {list(delta.shape)}, the weight is {list(weight.shape)}. "
                 "The adapter belongs to another model."
             )
-        result[target] = (weight.to(torch.float32) + scale * delta).to(weight.dtype)
+        result[target] = in_range(
+            target, weight.to(torch.float32) + scale * delta, weight.dtype, " with its LoRA pair merged"
+        )
     return result

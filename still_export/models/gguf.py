@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from still_export.errors import CheckpointError, UnsupportedModelError
-from still_export.models.checkpoint import checked
+from still_export.models.checkpoint import checked, in_range
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _PARTS = {
@@ -68,7 +68,7 @@ def read_gguf(path: Path, dtype: torch.dtype = torch.float32) -> tuple[str, dict
     tensors = {}
     for tensor in reader.tensors:
         name = _tensor_name(tensor.name, path)
-        value = _dequantize(tensor, path).to(dtype)
+        value = in_range(name, _dequantize(tensor, path), dtype, f" in {path}")
         if family == "llama" and (".q_proj." in name or ".k_proj." in name):
             value = _unpaired(value, heads if ".q_proj." in name else kv_heads)
         tensors[name] = checked(name, value, None, str(path))

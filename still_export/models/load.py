@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig
 
-from still_export.errors import ConfigError, ModelNotFoundError, NotLinearizedError
+from still_export.errors import CheckpointError, ConfigError, ModelNotFoundError, NotLinearizedError
 from still_export.mixers.config import StillConfig
 from still_export.models import convert
 from still_export.models.build import build_model, family_of, still_family_config
@@ -20,16 +20,17 @@ from still_export.models.checkpoint import (
     PICKLE_SUFFIXES,
     checked,
     read_config,
-    read_json,
     read_tensors,
     refuse_pickle,
     stored_dtype,
     weight_files,
 )
+from still_export.models.files import Adapter, Generation, check_tokenizer_files, read_checked
 from still_export.models.gguf import read_gguf, read_tokenizer
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -91,20 +92,18 @@ def load_model(
             raise ConfigError(
                 f"config.json of {source} has no still_config. Save the model again with save_pretrained."
             )
-        still = StillConfig.from_dict(found.config["still_config"])
+        still = StillConfig.from_dict(found.config["still_config"], f"config.json of {source}: still_config")
     elif released:
         if found.model_type == "still":
             found.model_type = convert.released_family(found.config, found.tensors)
         found.tensors = convert.convert_released(found.tensors)
         still = convert.released_config(found.config, still_config)
-        types = convert.layers_with_maps(found.tensors, int(found.config["num_hidden_layers"]))
+        types = convert.layers_with_maps(found.tensors, _layers(found.config, source))
         if still.layer_types is None and types is not None:
             still = replace(still, layer_types=types)
     elif convert.is_lolcats(found.tensors):
         family_of(found.model_type)
-        found.tensors, still = convert.convert_lolcats(
-            found.tensors, still_config, int(found.config["num_hidden_layers"])
-        )
+        found.tensors, still = convert.convert_lolcats(found.tensors, still_config, _layers(found.config, source))
     else:
         family_of(found.model_type)
         if not attach_untrained and found.still is None:
@@ -120,7 +119,14 @@ def load_model(
     family = family_of(found.model_type)
     config = still_family_config(family, found.config, still)
     model = build_model(family, config, found.tensors, fresh)
-    model.generation_config = GenerationConfig.from_dict(found.generation or _generation_of(config))
+    try:
+        model.generation_config = GenerationConfig.from_dict(found.generation or _generation_of(config))
+        model.generation_config.validate()
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(
+            f"generation_config.json of {source} is not valid: {reason} Fix the named value."
+        ) from error
     return model
 
 
@@ -137,12 +143,26 @@ def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
 
     Raises:
         ModelNotFoundError: `source` is no model, or has no tokenizer.
+        CheckpointError: Its tokenizer is damaged.
     """
     path = resolve_source(source, revision)
+    given = [path / name for name in TOKENIZER_FILES if (path / name).exists()]
+    if path.is_dir():
+        check_tokenizer_files(path)
     try:
-        tokenizer = read_tokenizer(path) if path.is_file() else AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelNotFoundError(f"{source} has no tokenizer that transformers can read: {error}") from error
+        # A model's own code is never run, and nobody is asked whether it may.
+        tokenizer = (
+            read_tokenizer(path) if path.is_file() else AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        )
+    except BaseException as error:  # of half a dozen libraries, one of which panics beside Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = " ".join(str(error).split())
+        if given:
+            raise CheckpointError(
+                f"{', '.join(map(str, given))}: no tokenizer that transformers can read: {reason}"
+            ) from error
+        raise ModelNotFoundError(f"{source} has no tokenizer that transformers can read: {reason}") from error
     tokenizer.padding_side = "right"
     return tokenizer
 
@@ -201,8 +221,8 @@ def _read(path: Path, dtype: torch.dtype | None) -> _Checkpoint:
         known,
         config,
         tensors,
-        read_json(adapter) if adapter.is_file() else None,
-        read_json(generation) if generation.is_file() else {},
+        read_checked(adapter, Adapter) if adapter.is_file() else None,
+        read_checked(generation, Generation) if generation.is_file() else {},
     )
 
 
@@ -215,13 +235,20 @@ def _overlay(found: _Checkpoint, path: Path, dtype: torch.dtype) -> None:
     added = convert.plain_names(read_tensors(files))
     found.tensors = convert.plain_names(found.tensors)
     if adapter.is_file():
-        found.adapter = read_json(adapter)
+        found.adapter = read_checked(adapter, Adapter)
         if isinstance(found.adapter.get("still_config"), dict):
-            found.still = StillConfig.from_dict(found.adapter["still_config"])
+            found.still = StillConfig.from_dict(found.adapter["still_config"], f"{adapter}: still_config")
     found.tensors.update({name: checked(name, tensor, dtype, str(path)) for name, tensor in added.items()})
     if any("lora_" in name for name in added):
         found.tensors = convert.merge_lora(found.tensors, found.adapter)
         found.adapter = None
+
+
+def _layers(config: dict[str, Any], source: str | Path) -> int:
+    """num_hidden_layers, which checkpoints of other projects must say."""
+    if config.get("num_hidden_layers") is None:
+        raise CheckpointError(f"config.json of {source} has no num_hidden_layers. Fetch the model again.")
+    return int(config["num_hidden_layers"])
 
 
 def _generation_of(config: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import still_export.runners
 import still_graphs
+from still_export.package import checked
 
 RUNTIME = "runtime"
 SHARED = ("base", "sampling", "text")
@@ -40,6 +41,8 @@ def write_programs(folder: Path, runners: Sequence[str]) -> None:
     for name in sorted(modules):
         _copy(sources / f"{name}.py", target / f"{name}.py")
     _copy(Path(still_graphs.__file__).parent / "states.py", folder / RUNTIME / "states.py")
+    (folder / RUNTIME / "package").mkdir()
+    _copy(Path(checked.__file__), folder / RUNTIME / "package/checked.py")
     for runner in runners:
         summary = (sources / f"{runner}.py").read_text(encoding="utf-8").split('"""')[1].split(".")[0] + "."
         program = folder / PROGRAMS[runner]

@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import hashlib
 import importlib.metadata
 import json
 import os
 import platform
-import shutil
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from still_export.errors import PackageError
-from still_export.runners.base import FORMAT_VERSION, other_format
+from still_export.package import checked, staging
+from still_export.package.checked import FORMAT_VERSION, MANIFEST, MODEL, PLUGIN
+from still_export.package.manifest import read_manifest
 
-MANIFEST = "manifest.json"
-MODEL = "model.onnx"
 BEFORE = "before"
 """Folder of what a build replaces, while it runs."""
-UNLISTED = (MANIFEST, BEFORE, "build.log", "engine.json", "timing.cache", "verify", "bench")
+UNLISTED = (MANIFEST, BEFORE, staging.ALIVE, "build.log", "engine.json", "timing.cache", "verify", "bench")
 """What verbs write into a package and may write again: not part of what a manifest vouches for."""
-
-PLUGIN = "libstill_tensorrt"
-"""How the names of plugin libraries begin."""
 
 VERSIONED = ("still-export", "torch", "transformers", "onnx", "onnxscript", "onnxruntime", "triton", "tensorrt")
 
@@ -47,82 +40,25 @@ class Package:
 
 @contextlib.contextmanager
 def staged_folder(target: Path, force: bool = False) -> Iterator[Path]:
-    """A new folder that takes the place of `target` when the block ends, and vanishes if it fails.
+    """A new package folder that takes the place of `target` when the block ends, and vanishes if it fails (package/staging.py).
 
     Args:
         target: Where the folder goes.
         force: Replace the package that is there.
 
     Raises:
-        PackageError: `target` exists without `force`, is no package, or the disk is full.
+        PackageError: `target` exists without `force`, is no package, is written by another process, or the disk is full.
     """
-    target = Path(os.path.abspath(target))
-    if target.exists() and not force:
-        raise PackageError(f"{target} exists. Choose another folder, or replace it with --force.")
-    if target.exists() and not target.is_dir():
-        raise PackageError(f"{target} is a file, not a folder. Choose another place for the package.")
-    if target.exists() and any(target.iterdir()) and not _is_package(target):
-        # It may be the model itself, a home or the working directory.
-        raise PackageError(f"{target} is no exported package, so --force does not delete it. Choose another folder.")
-    staging = None
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-        staging.chmod(0o755)
-        yield staging
-        _replace(staging, target)
-    except OSError as error:
-        free = shutil.disk_usage(target.parent).free >> 20 if target.parent.is_dir() else 0
-        # NumPy reports a short write without an errno.
-        if error.errno in (errno.ENOSPC, errno.EDQUOT) or (error.errno is None and free < 64):
-            raise PackageError(
-                f"the disk of {target.parent} is full ({free} MiB free); nothing was left there. Free space or choose another folder."
-            ) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
-            raise PackageError(
-                f"cannot write {target}: {error.strerror}. Choose a folder that you may write."
-            ) from error
-        raise
-    finally:
-        if staging is not None:
-            shutil.rmtree(staging, ignore_errors=True)
+    with staging.staged_folder(target, force, is_package, "exported package") as folder:
+        yield folder
 
 
-def _is_package(folder: Path) -> bool:
+def is_package(folder: Path) -> bool:
     """Whether `folder` has a manifest of this project, damaged files or not."""
     try:
         return "format_version" in json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError):
         return False
-
-
-def _replace(staging: Path, target: Path) -> None:
-    """Move `staging` to `target`; what was there survives until the new folder is in place."""
-    if not target.exists():
-        staging.rename(target)
-        return
-    old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
-    target.rename(old / target.name)
-    try:
-        staging.rename(target)
-    except BaseException:
-        (old / target.name).rename(target)
-        raise
-    finally:
-        shutil.rmtree(old, ignore_errors=True)
-
-
-def file_sha256(path: Path) -> str:
-    """SHA-256 of a file, hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _sha256(file)
-
-
-def _sha256(file: Any) -> str:  # Python 3.10
-    digest = hashlib.sha256()
-    while block := file.read(1 << 20):
-        digest.update(block)
-    return digest.hexdigest()
 
 
 def tool_versions() -> dict[str, str]:
@@ -134,6 +70,11 @@ def tool_versions() -> dict[str, str]:
     return found
 
 
+def is_unlisted(name: str) -> bool:
+    """Whether an entry of a package folder is no part of what its manifest vouches for."""
+    return name in UNLISTED or staging.is_staged(name) or (name.startswith(".") and name.endswith(".part"))
+
+
 def write_manifest(folder: Path, content: dict[str, Any], known: dict[str, dict[str, Any]] | None = None) -> None:
     """Write manifest.json with `content`, the format version, tool versions, and size and hash of every file in `folder`.
 
@@ -141,15 +82,15 @@ def write_manifest(folder: Path, content: dict[str, Any], known: dict[str, dict[
     """
     entries = known or {}
     files = {
-        name: entries.get(name) or {"sha256": file_sha256(path), "size_bytes": path.stat().st_size}
+        name: entries.get(name) or {"sha256": checked.sha256(path), "size_bytes": path.stat().st_size}
         for path in sorted(folder.rglob("*"))
         for name in [str(path.relative_to(folder))]
-        if path.is_file() and path.relative_to(folder).parts[0] not in UNLISTED
+        if path.is_file() and not is_unlisted(path.relative_to(folder).parts[0])
     }
     manifest = {"format_version": FORMAT_VERSION, **content, "versions": tool_versions(), "files": files}
-    staging = folder / f".{MANIFEST}.part"
-    staging.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-    os.replace(staging, folder / MANIFEST)
+    part = folder / f".{MANIFEST}.part"
+    part.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    os.replace(part, folder / MANIFEST)
 
 
 def open_package(path: Path, check_hashes: bool = True, check_engines: bool = True) -> Package:
@@ -168,27 +109,31 @@ def open_package(path: Path, check_hashes: bool = True, check_engines: bool = Tr
         raise PackageError(
             f"{path} has no {MANIFEST}: it is no exported package. Make one with `still-export MODEL --to onnx -o {path}`."
         )
-    try:
-        manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
-        version = int(manifest["format_version"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise PackageError(f"{manifest_path} is not readable ({error}). Export the model again.") from error
-    if version != FORMAT_VERSION:
-        raise PackageError(other_format(manifest_path, manifest))
-    engines = {entry["file"] for entry in manifest.get("engines", [])}
-    for name, entry in manifest.get("files", {}).items():
-        file, again = path / name, "export the model again."
-        if name in engines:
-            if not check_engines:
-                continue
-            again = f"build it again: still-export build {path}"
-        if not file.is_file():
-            if name.startswith(PLUGIN):
+    with as_package_errors():
+        manifest = read_manifest(checked.inside(path, MANIFEST))
+        engines = {entry["file"] for entry in manifest.get("engines", [])}
+        for name in manifest["files"]:
+            again = "export the model again."
+            if name in engines:
+                if not check_engines:
+                    continue
+                again = f"build it again: still-export build {path}"
+            if not checked.inside(path, name).exists() and name.startswith(PLUGIN):
                 continue  # --plugin may name another, and whoever loads it says so
-            raise PackageError(f"{file} is missing, though the manifest lists it. Copy the package again, or {again}")
-        if file.stat().st_size != entry["size_bytes"] or (check_hashes and file_sha256(file) != entry["sha256"]):
-            raise PackageError(
-                f"{file} is not the file that was exported: its size or SHA-256 differs from the manifest. "
-                f"Copy the package again, or {again}"
-            )
+            try:
+                (checked.check_hash if check_hashes else checked.listed)(path, manifest, name)
+            except checked.CheckError as error:
+                raise PackageError(str(error).replace("export the model again.", again)) from error
+        graph = checked.listed(path, manifest, MODEL)
+        for name in checked.external_files(graph.read_bytes(), str(graph)):
+            checked.listed(path, manifest, name)
     return Package(path, manifest)
+
+
+@contextlib.contextmanager
+def as_package_errors() -> Iterator[None]:
+    """Turn what runners say of a package into this package's errors."""
+    try:
+        yield
+    except checked.RunError as error:
+        raise PackageError(str(error)) from error

@@ -118,22 +118,25 @@ class Target:
     ) -> None:
         self.package, self.runtime, self.provider, self.plugin = package, runtime, provider, plugin
         self.name = {"ort": "onnxrt"}.get(runtime, runtime)
+        self.native = False
+        """Whether the session that was opened last has the package's native kernel."""
 
     @property
     def title(self) -> str:
         """The runtime, for people."""
         if self.runtime != "ort":
             return {"trt": "TensorRT", "torch": "PyTorch's runner"}[self.runtime]
-        from still_export.runners.ort import native_here
-
-        native = " with the native kernel" if native_here(self.package.manifest) and self.provider == "cpu" else ""
+        native = " with the native kernel" if self.native else ""
         return "ONNX Runtime" + (" CUDA" if self.provider == "cuda" else "") + native
 
     @contextlib.contextmanager
     def open(self) -> Iterator[Session]:
         """The runner that `run` opens, ready."""
         manifest = self.package.manifest
-        yield Session(open_runner(self.package.path, manifest, self.runtime, self.provider, plugin=self.plugin))
+        # The hashes were compared when the package was opened.
+        model = open_runner(self.package.path, manifest, self.runtime, self.provider, plugin=self.plugin, check=False)
+        self.native = getattr(model, "native", None) is not None
+        yield Session(model)
 
     def saved(self, feeds: list[Arrays], expected: list[Arrays]) -> tuple[list[Arrays], list[Arrays]]:
         """Calls that polygraphy's own command can repeat, with the types that it must pass."""

@@ -13,6 +13,7 @@ import numpy as np
 from still_export.errors import UnsupportedError
 from still_export.package.calls import Arrays
 from still_export.package.folder import Package
+from still_export.package.staging import staged_files
 from still_export.proof.cases import Case, CaseSource, Noise, distance, part_medians, same_best
 from still_export.proof.excuses import Choices, excuses_of
 from still_export.proof.sessions import Check, Session, Target
@@ -120,12 +121,13 @@ class Verifier:
                 given = (pairs, lambda case=case: case.leads, tolerance.tie)  # type: ignore[misc]
                 selections.add(self.excuses.compare(*given))
                 judged[i] = case, self.excuses.settle(*given)
-        folder.mkdir(parents=True, exist_ok=True)
-        self._save(cases, folder)
         command = self.target.command()
         command += ["--load-inputs", str(folder / "inputs.json"), "--load-outputs", str(folder / "outputs.json")]
         line = shlex.join(command + tolerance.arguments())
-        (folder / "polygraphy.sh").write_text(line + "\n", encoding="utf-8")
+        folder.mkdir(parents=True, exist_ok=True)
+        with staged_files(folder) as work:
+            self._save(cases, work)
+            (work / "polygraphy.sh").write_text(line + "\n", encoding="utf-8")
         return self._judge(judged, tolerance, selections, checks, line)
 
     def _save(self, cases: list[Case], folder: Path) -> None:

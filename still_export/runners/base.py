@@ -5,7 +5,6 @@ Exports copy this file into packages, with the other runners (`still_export.pack
 
 from __future__ import annotations
 
-import json
 import resource
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -14,47 +13,15 @@ from typing import Any
 
 import numpy as np
 
+from still_export.package.checked import read_manifest
 from still_export.runners.sampling import RunError, Sampling
 from still_graphs.states import StateTable
 
 NUMPY_TYPES = {"float32": np.float32, "int64": np.int64, "float16": np.float16, "bfloat16": np.uint16}
 """NumPy's type of a state's elements; bfloat16, which it has not, as bits."""
 
-FORMAT_VERSION = 2
-"""Of manifest.json; `still_export.package.folder` writes it."""
-
 Progress = Callable[[int, int], None]
 """Told the tokens fed and their total after each piece of a prompt."""
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of the package `folder`.
-
-    Raises:
-        RunError: There is none, it is damaged, or of another format.
-    """
-    path = folder / "manifest.json"
-    if not path.is_file():
-        raise RunError(f"{folder} has no manifest.json: it is no exported package.")
-    try:
-        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        version = manifest["format_version"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{path} is not readable ({error}). Export the model again.") from error
-    if version != FORMAT_VERSION:
-        raise RunError(other_format(path, manifest))
-    return manifest
-
-
-def other_format(path: Path, manifest: dict[str, Any]) -> str:
-    """What to say of a manifest of another format version, with the command that exports the model again."""
-    version, command = manifest["format_version"], manifest.get("command")
-    if isinstance(version, int) and version > FORMAT_VERSION:
-        return f"{path} has format version {version}; this still-export reads {FORMAT_VERSION}. Update still-export."
-    again = f": {command}" if isinstance(command, str) and command else "."
-    return (
-        f"{path} has format version {version}; this still-export reads {FORMAT_VERSION}. Export the model again{again}"
-    )
 
 
 def checked_prompt(tokens: Iterable[int], vocabulary: int) -> np.ndarray:
@@ -127,7 +94,7 @@ class Runner(ABC):
         if self.table.bounded and tokens > self.table.capacity_tokens:
             raise RunError(
                 f"{tokens} tokens exceed this package's capacity of {self.table.capacity_tokens} tokens. Shorten the prompt or "
-                "--tokens, or export again with a larger --capacity-tokens or another --overflow."
+                "--tokens, or export again with a larger --capacity-tokens."
             )
 
     def ample(self, tokens: int, spare: int) -> int:

@@ -40,6 +40,7 @@ def open_runner(
     provider: str = "cpu",
     threads: int = 0,
     plugin: Path | None = None,
+    check: bool = True,
 ) -> Runner:
     """The runner of the package `folder`.
 
@@ -50,6 +51,7 @@ def open_runner(
         provider: Of ONNX Runtime, "cpu" or "cuda".
         threads: 0 = the runtime's choice.
         plugin: TensorRT's plugin library in the place of the package's.
+        check: Compare the weights with their hashes.
 
     Raises:
         ConfigError: The provider is unknown, or not one of this runtime.
@@ -62,7 +64,7 @@ def open_runner(
     if runtime == "ort":
         from still_export.runners.ort import OrtModel
 
-        return OrtModel(folder, threads, provider)
+        return OrtModel(folder, threads, provider, check=check)
     if runtime == "trt":
         from still_export.runners.tensorrt import TrtModel
 

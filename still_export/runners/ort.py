@@ -9,6 +9,7 @@ Exports copy this file into the package, where run_ort.py starts it:
 from __future__ import annotations
 
 import argparse
+import json
 import platform
 import sys
 from pathlib import Path
@@ -16,10 +17,21 @@ from typing import Any
 
 import numpy as np
 
+from still_export.package.checked import (
+    MODEL,
+    UNTRUSTED,
+    CheckError,
+    Hashing,
+    check_hash,
+    external_files,
+    native_file,
+)
 from still_export.runners.base import NUMPY_TYPES, Runner
 from still_export.runners.sampling import RunError
 from still_export.runners.text import run_program
 
+CAPACITY = "still.capacity"
+"""Entry of the graph's metadata: the manifest's `capacity`, as JSON."""
 ONNX_TYPES = {"float32": 1, "int64": 7, "float16": 10, "bfloat16": 16}
 
 SPARE_TOKENS = 256
@@ -27,37 +39,52 @@ SPARE_TOKENS = 256
 states, and copies do too, so spare room costs time."""
 
 
-def native_here(manifest: dict[str, Any]) -> bool:
-    """Whether the package has a native kernel for this kind of machine."""
+MOST_THREADS = 1024
+"""More than any machine has for one session; ONNX Runtime ends the process where it cannot start as many as asked for."""
+
+
+def native_library(folder: Path, manifest: dict[str, Any]) -> Path | None:
+    """The package's native kernel, where it is for this kind of machine and may be loaded; else one line on stderr says why not.
+
+    Raises:
+        RunError: It is not the file that was exported.
+    """
     native = manifest.get("native")
-    return native is not None and (native["system"], native["machine"]) == (platform.system(), platform.machine())
+    if native is None:
+        return None
+    if (native["system"], native["machine"]) != (platform.system(), platform.machine()):
+        print(f"the native kernel is for {native['system']} {native['machine']}: running without it", file=sys.stderr)
+        return None
+    path = native_file(folder, manifest, native["library"])
+    if path is None:
+        print(f"the native kernel {folder / native['library']} {UNTRUSTED}: running without it", file=sys.stderr)
+    return path
 
 
-def open_session(folder: Path, manifest: dict[str, Any], options: Any, provider: str = "cpu") -> Any:
-    """An onnxruntime session of the package's model, with its native kernel where it has one for this kind of machine.
+def open_session(
+    folder: Path, manifest: dict[str, Any], options: Any, provider: str = "cpu", native: Path | None = None
+) -> Any:
+    """An onnxruntime session of the package's model.
 
     Args:
         options: onnxruntime.SessionOptions, completed here.
         provider: "cpu" or "cuda".
+        native: Library of kernels to load, from `native_library`.
 
     Raises:
         RunError: The model or the kernel cannot be loaded.
     """
     import onnxruntime
 
-    native = manifest.get("native") if provider == "cpu" else None
-    if native and native_here(manifest):
+    if native:
         try:
-            options.register_custom_ops_library(str(folder.resolve() / native["library"]))
+            options.register_custom_ops_library(str(native.resolve()))
         except Exception as error:  # onnxruntime's own types, which have no common base
             raise RunError(
-                f"{folder / native['library']} cannot be loaded: {error}. Export the model again, on this machine or without --native."
+                f"{native} cannot be loaded: {error}. Export the model again, on this machine or without --native."
             ) from error
-    elif native:
-        made = f"{native['system']} {native['machine']}"
-        print(f"the native kernel is for {made}: running without it", file=sys.stderr)
     providers = ["CUDAExecutionProvider"] if provider == "cuda" else []
-    path = folder / "model.onnx"
+    path = folder / MODEL
     try:
         return onnxruntime.InferenceSession(str(path), options, providers=[*providers, "CPUExecutionProvider"])
     except Exception as error:
@@ -65,7 +92,69 @@ def open_session(folder: Path, manifest: dict[str, Any], options: Any, provider:
         advice = (
             " Its CPU provider has no bfloat16: use --provider cuda, or export float32." if dtype == "bfloat16" else ""
         )
-        raise RunError(f"ONNX Runtime cannot load {path}: {error}.{advice}") from error
+        raise RunError(f"ONNX Runtime cannot load {path}: {' '.join(str(error).split())}.{advice}") from error
+
+
+def weight_files(folder: Path, manifest: dict[str, Any]) -> list[str]:
+    """Names of the files that the package's graph takes its weights from; the graph itself is checked.
+
+    Raises:
+        RunError: The graph is not the one that was exported, or names a file that the manifest does not list.
+    """
+    path = check_hash(folder, manifest, MODEL)
+    names = sorted(external_files(path.read_bytes(), str(path)))
+    for name in names:
+        if name not in manifest["files"]:
+            raise CheckError(
+                f"{path} takes weights from {name!r}, which the manifest does not list. Export the package again."
+            )
+    return names
+
+
+def capacity_text(manifest: dict[str, Any]) -> str:
+    """The manifest's `capacity` as the graph's metadata has it."""
+    return json.dumps({name: manifest["capacity"][name] for name in sorted(manifest["capacity"])})
+
+
+def check_graph(session: Any, manifest: dict[str, Any], source: Path) -> None:
+    """Raise RunError where the manifest says otherwise than the graph about states, vocabulary or capacity."""
+    inputs = {i.name: i for i in session.get_inputs()}
+    outputs = {o.name: o for o in session.get_outputs()}
+    types = {
+        "tensor(float)": "float32",
+        "tensor(float16)": "float16",
+        "tensor(bfloat16)": "bfloat16",
+        "tensor(int64)": "int64",
+    }
+
+    def differs(field: str, here: Any, there: Any) -> CheckError:
+        return CheckError(
+            f"{source}: {field} is {here}, in {MODEL} it is {there}. Copy the package again, or export it again."
+        )
+
+    for i, state in enumerate(manifest["states"]):
+        found = inputs.get(f"past_{state['name']}")
+        if found is None or f"present_{state['name']}" not in outputs:
+            raise differs(f"states[{i}].name", state["name"], "not there")
+        if types.get(found.type) != state["dtype"]:
+            raise differs(f"states[{i}].dtype", state["dtype"], found.type)
+        # What a call decides has a name in the graph.
+        sizes = [d if isinstance(d, int) else "" for d in found.shape]
+        if sizes != [d if isinstance(d, int) else "" for d in state["shape"]]:
+            raise differs(f"states[{i}].shape", state["shape"], found.shape)
+    for name in inputs:
+        if (
+            name.startswith("past_")
+            and name != "past_length"
+            and name[5:] not in {s["name"] for s in manifest["states"]}
+        ):
+            raise differs("states", f"without {name[5:]}", "with it")
+    vocabulary = outputs["logits"].shape[-1] if "logits" in outputs else None
+    if vocabulary != manifest["model"]["vocab_size"]:
+        raise differs("model.vocab_size", manifest["model"]["vocab_size"], vocabulary)
+    recorded = session.get_modelmeta().custom_metadata_map.get(CAPACITY)
+    if recorded is not None and recorded != capacity_text(manifest):
+        raise differs("capacity", capacity_text(manifest), recorded)
 
 
 class OrtModel(Runner):
@@ -79,12 +168,21 @@ class OrtModel(Runner):
         threads: Intra-op threads, 0 = ONNX Runtime's choice.
         provider: "cpu" or "cuda".
         profile: Write ONNX Runtime's profile beside the working directory.
+        check: Compare the weights with their hashes, beside loading them.
+
+    Raises:
+        RunError: The package is damaged, or cannot run here.
     """
 
-    def __init__(self, folder: Path, threads: int = 0, provider: str = "cpu", profile: bool = False) -> None:
+    def __init__(
+        self, folder: Path, threads: int = 0, provider: str = "cpu", profile: bool = False, check: bool = True
+    ) -> None:
         import onnxruntime
 
+        if not 0 <= threads <= MOST_THREADS:
+            raise RunError(f"threads={threads} is outside 0..{MOST_THREADS}.")
         self._open(folder)
+        weights = weight_files(self.folder, self.manifest)
         self.device = "cuda" if provider == "cuda" else "cpu"
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
@@ -96,7 +194,13 @@ class OrtModel(Runner):
             raise RunError(
                 f"this onnxruntime has no {missing.pop()}. Install onnxruntime-gpu, or run with --provider cpu."
             )
-        self.session = open_session(self.folder, self.manifest, options, self.device)
+        self.native = native_library(self.folder, self.manifest) if self.device == "cpu" else None
+        hashing = Hashing(self.folder, self.manifest, weights if check else [])
+        try:
+            self.session = open_session(self.folder, self.manifest, options, self.device, self.native)
+        finally:
+            hashing.finish()
+        check_graph(self.session, self.manifest, self.folder / "manifest.json")
         self._value = onnxruntime.OrtValue
 
     def _clear(self) -> None:
@@ -156,11 +260,14 @@ class OrtModel(Runner):
         tokens = input_ids.shape[1]
         counts = np.full(self.batch, tokens, np.int64) if new_tokens is None else np.asarray(new_tokens, np.int64)
         self.reserve(int(counts.max()))
-        binding, inputs = self._binding(tokens)
         given = {"input_ids": input_ids, "new_tokens": counts, "past_length": self.length}
-        for name, array in given.items():
-            inputs[name].update_inplace(np.ascontiguousarray(array, np.int64))
-        self.session.run_with_iobinding(binding)
+        try:
+            binding, inputs = self._binding(tokens)
+            for name, array in given.items():
+                inputs[name].update_inplace(np.ascontiguousarray(array, np.int64))
+            self.session.run_with_iobinding(binding)
+        except Exception as error:  # onnxruntime's own types, which have no common base
+            raise RunError(f"ONNX Runtime cannot run {self.folder / MODEL}: {' '.join(str(error).split())}") from error
         logits: np.ndarray = binding.get_outputs()[0].numpy().copy()  # the next run writes into the same memory
         self.length = self.length + counts
         for name, spare in self._spare.items():
@@ -183,9 +290,12 @@ def main() -> int:
     def add_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--threads", type=int, default=0, help="0 = ONNX Runtime's choice (default)")
         parser.add_argument("--provider", choices=("cpu", "cuda"), default="cpu")
+        parser.add_argument("--no-check", action="store_true", help="do not compare the weights with their hashes")
 
     def open_runner(options: argparse.Namespace) -> Runner:
-        return OrtModel(options.folder, options.threads, options.provider)
+        if options.no_check:
+            print("--no-check: damaged weights go unnoticed", file=sys.stderr)
+        return OrtModel(options.folder, options.threads, options.provider, check=not options.no_check)
 
     here = Path(__file__).resolve().parents[2]
     return run_program(str(__doc__), here, open_runner, add_options)

@@ -1,14 +1,13 @@
-"""How the next token is chosen, and the error of every runner."""
+"""How the next token is chosen; the error of every runner."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 
-
-class RunError(ValueError):
-    """The package cannot run this request; the message says why and what to do."""
+from still_export.package.checked import RunError as RunError
 
 
 @dataclasses.dataclass
@@ -21,10 +20,10 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
+        if not 0 <= self.temperature < math.inf or self.top_k < 0 or not 0 < self.top_p <= 1 or self.seed < 0:
             raise RunError(
-                f"temperature={self.temperature}, top_k={self.top_k}, top_p={self.top_p}: "
-                "temperature and top_k must not be negative, top_p lies in (0, 1]."
+                f"temperature={self.temperature}, top_k={self.top_k}, top_p={self.top_p}, seed={self.seed}: "
+                "temperature, top_k and seed must not be negative, top_p lies in (0, 1]."
             )
         self.random = np.random.default_rng(self.seed)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from still_export.package.checked import check_hash, trust_package
 from still_export.runners.base import Progress, Runner
 from still_export.runners.sampling import RunError, Sampling
 
@@ -17,16 +18,21 @@ class Text:
     """The package's tokenizer and chat format."""
 
     def __init__(self, model: Runner) -> None:
-        path = model.folder / "tokenizer.json"
-        if not path.is_file():
+        if "tokenizer.json" not in model.manifest["files"]:
             raise RunError(f"{model.folder} has no tokenizer.json; pass token ids with --prompt-ids.")
+        path = check_hash(model.folder, model.manifest, "tokenizer.json")
         try:
             from tokenizers import Tokenizer
         except ImportError as error:
             raise RunError(
                 "text needs the package tokenizers: pip install tokenizers; or pass --prompt-ids."
             ) from error
-        self.tokenizer = Tokenizer.from_file(str(path))
+        try:
+            self.tokenizer = Tokenizer.from_file(str(path))
+        except BaseException as error:  # among them the panics of its Rust side
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise RunError(f"{path} is no tokenizer that can be read: {' '.join(str(error).split())}.") from error
         self.chat = model.manifest.get("chat")
 
     def encode(self, text: str, special: bool = True) -> list[int]:
@@ -125,7 +131,7 @@ def run_program(
     folder: Path,
     open_runner: Callable[[argparse.Namespace], Runner],
     add_options: Callable[[argparse.ArgumentParser], None],
-    failures: tuple[type[Exception], ...] = (RunError,),
+    failures: tuple[type[Exception], ...] = (RunError, MemoryError),
 ) -> int:
     """A package's program: parse the command line, answer, report; the exit code.
 
@@ -148,9 +154,15 @@ def run_program(
     parser.add_argument("--top-k", type=int, default=0, help="0 = all (default)")
     parser.add_argument("--top-p", type=float, default=1.0, help="1 = all (default)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--trust-native", action="store_true", help="load native code that this machine did not build, and remember it"
+    )
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     add_options(parser)
     options = parser.parse_args()
     try:
+        if options.trust_native:
+            trust_package(options.folder)
         sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
         model = open_runner(options)
         model.start()
@@ -163,6 +175,8 @@ def run_program(
         else:
             stream_answer(model, text, text.encode(options.prompt), options.tokens, sampling)
     except failures as error:
-        print(f"error: {error}", file=sys.stderr)
+        if options.debug:
+            raise
+        print(f"error: {error or 'out of memory'}", file=sys.stderr)
         return 2
     return 0

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from still_export.runners.base import read_manifest
+from still_export.package.checked import UNTRUSTED, check_hash, external_files, native_file, read_manifest
 from still_export.runners.cuda_driver import Buffer, CudaError, Driver
 from still_export.runners.sampling import RunError
 
@@ -39,6 +39,7 @@ def load_plugin_library(module: Any, folder: Path, manifest: dict[str, Any], plu
         TrtError: No library for this TensorRT, the file is missing, TensorRT refuses it, or it has other plugins.
     """
     major = module.__version__.split(".")[0]
+    named = plugin is not None  # by the user, who answers for it
     if plugin is None:
         libraries = manifest.get("plugins", {})
         if major not in libraries:
@@ -52,6 +53,8 @@ def load_plugin_library(module: Any, folder: Path, manifest: dict[str, Any], plu
         plugin = plugin.with_name(f"{plugin.stem.removesuffix('_static')}_static.so")
     if not plugin.is_file():
         raise TrtError(f"the plugin library {plugin} is missing (searched there only). Name it with --plugin FILE.")
+    if not named and native_file(folder, manifest, plugin.name) is None:
+        raise TrtError(f"the plugin library {plugin} {UNTRUSTED}.")
     registry, refused = module.get_plugin_registry(), f"TensorRT {module.__version__} cannot load {plugin}"
     ops = manifest.get("plugin_layers", {})
     if not set(ops) <= set(_versions(registry)):  # TensorRT refuses to load what is registered
@@ -151,6 +154,8 @@ class TrtEngine:
                 f"{path} has {size} bytes, the manifest says {self.entry['size_bytes']}: it is missing, truncated or replaced. "
                 f"Copy it again. {self.again}"
             )
+        if native_file(self.folder, self.manifest, self.entry["file"]) is None:
+            raise TrtError(f"the engine {path} {UNTRUSTED}.")
         if self.compatible:
             self.runtime.engine_host_code_allowed = True  # the plan brings the runtime of its version
         plan = np.memmap(path, np.uint8, "r")  # no second copy in memory of what may be gigabytes
@@ -165,7 +170,9 @@ class TrtEngine:
         """Give a stripped engine its weights, from the package's graph."""
         refitter = self.module.Refitter(self.engine, self.logger)
         parser = self.module.OnnxParserRefitter(refitter, self.logger)
-        model = self.folder / "model.onnx"
+        model = check_hash(self.folder, self.manifest, "model.onnx")
+        for name in external_files(model.read_bytes(), str(model)):
+            check_hash(self.folder, self.manifest, name)
         if not parser.refit_from_file(str(model)) or not refitter.refit_cuda_engine():
             said = "; ".join(str(parser.get_error(i)) for i in range(parser.num_errors)) or "its reason stands above"
             raise TrtError(f"the engine's weights cannot be taken from {model}: {said}. {self.again}")

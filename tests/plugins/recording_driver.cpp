@@ -13,7 +13,7 @@ std::string gLog;
 std::map<std::string, std::string> gArguments; // entry point -> types
 std::map<std::string, int> gFailures;          // call -> status
 std::map<void*, std::string> gFunctions;
-std::map<std::string, void*> gHandles;
+std::map<std::string, char> gHandles; // the address stands for a function
 int gArchitecture = 90;
 uint64_t gNextAddress = 0x10000000;
 unsigned long long gContext = 1;
@@ -77,11 +77,8 @@ int cuModuleLoadData(void** module, void const* data)
 }
 int cuModuleGetFunction(void** function, void*, char const* symbol)
 {
-    void*& handle = gHandles[symbol];
-    if (!handle)
-        handle = new char;
-    gFunctions[handle] = symbol;
-    *function = handle;
+    *function = &gHandles[symbol];
+    gFunctions[*function] = symbol;
     return record("cuModuleGetFunction", symbol);
 }
 int cuFuncSetAttribute(void* function, int attribute, int value)

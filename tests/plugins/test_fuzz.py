@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from still_export.export.plugins import run_cmake
-from tests.plugins.core_abi import write_archive
+from tests.plugins.core_abi import compile_recorder, write_archive
 from tests.plugins.test_core import variant
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,7 +54,7 @@ def test_no_finding(target: str, targets: Path, tmp_path: Path) -> None:
         [targets / f"fuzz_{target}", "--runs", str(RUNS[target]), *corpus(target, tmp_path)],
         capture_output=True,
         text=True,
-        env={**os.environ, "STILL_FUZZ_AT": str(at)},
+        env={**os.environ, "STILL_FUZZ_AT": str(at), "STILL_FUZZ_DRIVER": str(compile_recorder(tmp_path))},
     )
     assert done.returncode == 0, f"input {int(at.read_text())} of seed 1: {done.stderr[-4000:]}"
     assert json.loads(done.stdout)["runs"] == RUNS[target]

@@ -237,6 +237,7 @@ def steps(depth: int) -> list[Any]:
         ({"arguments": {"G": ["dim", "gate", 4]}}, "gate has no dimension 4"),
         ({"arguments": {"G": ["dim", "gate", -1]}}, "gate has no dimension -1"),
         ({"arguments": {"G": ["has", "Z"]}}, "the tensor Z is unknown"),
+        ({"arguments": {"G": 2**70}}, "expected an integer"),
         ({"arguments": {"G": 1.5}}, "expected an integer"),
         ({"arguments": {"G": nested(30)}}, "larger than the library takes"),
         ({"arguments": {"G": {}}}, "expected an array"),

@@ -35,6 +35,7 @@ def restore_bodies(model: onnx.ModelProto) -> None:
     rewriter.finish()
     set_opset(model, "", 23)
     model.ir_version = 10
+    model.CopyFrom(onnx.shape_inference.infer_shapes(model))  # the heads that were split again
     attach_functions(model)
 
 
@@ -59,7 +60,8 @@ def _restore(node: onnx.NodeProto, rewriter: Rewriter, dims: dict[str, list[int 
         drop_attribute(node, name)
     if len(dims[node.input[0]]) == 4:
         return []
-    return [split_heads(node, rewriter, next(dims[n][-1] for n in node.input if n.startswith("past_window_key")))]
+    sized = (n for n, t in zip(node.input, spec.all_inputs(), strict=True) if t.role == "state" and t.shape[-1] == "D")
+    return [split_heads(node, rewriter, dims[next(sized)][-1])]
 
 
 class Context:

@@ -7,27 +7,34 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from still_export.errors import ConfigError, DataError
+from still_export.evaluation import chat as chats
+from still_export.evaluation import questions
+from still_export.evaluation.chat import chat_ends, greedy
 from still_export.evaluation.evaluate import (
     DEFAULT_HAYSTACK,
     VARIANTS,
     EvaluationOptions,
     answered,
     bits_per_byte,
+    by_depth,
     evaluate,
     load_any,
     measurements,
     without,
     write_evaluation,
 )
+from still_export.linearization import forms
 from still_export.mixers.config import StillConfig
 from still_export.models import attach_untrained
 from tests.still_export.tiny import CHUNK, plain_model, random_ids, still_model
 from tests.still_export.training import byte_tokenizer, make_base, make_text
+from tools.chat_rows import prompts
 
 
 def wide_model() -> Any:
@@ -146,3 +153,95 @@ def test_bad_input(tmp_path: Path) -> None:
         evaluate({"teacher": Uniform()}, byte_tokenizer(), EvaluationOptions(texts=(str(binary),)))
     with pytest.raises(ConfigError, match="does not fit"):
         evaluate({"teacher": Uniform()}, byte_tokenizer(), EvaluationOptions(lengths=(40,)))
+
+
+TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+
+
+def chat_tokenizer() -> Any:
+    """The byte tokenizer with a chat template."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def test_greedy_is_the_most_likely_continuation_of_every_row() -> None:
+    """Rows of different lengths, with a cache: what the model says without one, up to the end's token."""
+    model, tokenizer = wide_model(), chat_tokenizer()
+    prompts = [list(range(40, 40 + n)) for n in (5, 3 * CHUNK + 1)]
+    replies = greedy(model, tokenizer, prompts, 6)
+    for prompt, reply in zip(prompts, replies, strict=True):
+        ids = torch.tensor([prompt + reply])
+        with torch.no_grad():
+            likely = model(ids, use_cache=False).logits[0].argmax(-1)
+        assert reply == likely[len(prompt) - 1 : -1].tolist()
+        assert len(reply) == 6 or int(likely[-1]) == tokenizer.eos_token_id
+
+
+def test_a_teacher_that_generates_is_the_base(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base")
+    ids = random_ids(1, 4 * CHUNK)
+    with torch.no_grad():
+        fast, writing = (
+            load_any(str(base), None, "float32", generates=g)["teacher"](ids).logits for g in (False, True)
+        )
+    torch.testing.assert_close(writing, fast, rtol=0, atol=1e-4)
+
+
+def test_unseen_forms_are_answered_in_a_chat(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, model = chat_tokenizer(), wide_model()
+    options = EvaluationOptions(tasks=("unseen",), lengths=(700,), depths=3, samples=2)
+    seen: list[str] = []
+
+    def knows(model: Any, tokenizer: Any, prompts: Any, tokens: int) -> list[list[int]]:
+        """Answers with the whole text, except for the first prompt of a call."""
+        assert {len(p) for p in prompts} == {700}
+        seen.extend(tokenizer.decode(p) for p in prompts)
+        texts = ["", *(text.split("\n\n")[0] for text in seen[-len(prompts) + 1 :])]
+        return [tokenizer(text)["input_ids"] for text in texts]
+
+    monkeypatch.setattr(chats, "greedy", knows)
+    text = {"text": DEFAULT_HAYSTACK}
+    first = by_depth(model, tokenizer, "unseen", 700, options, text)
+    assert first == [0.5, 1.0, 1.0] and all(t.endswith("<assistant>") and t.startswith("<user>") for t in seen)
+    prompts = list(seen)
+    assert by_depth(model, tokenizer, "unseen", 700, options, text) == first and seen == 2 * prompts
+    with pytest.raises(ConfigError, match="no chat template"):
+        by_depth(model, byte_tokenizer(), "unseen", 700, options, text)
+
+
+def test_unseen_forms_are_unseen() -> None:
+    """No name, place or thing of theirs, and nothing that stands around them, is in the training rows' forms."""
+    source = Path(forms.__file__).read_text(encoding="utf-8")
+    shared = {w for words in questions.WORDS.values() for w in words.split() if f" {w} " in source.replace('"', " ")}
+    assert not shared, shared
+    assert not [a for a in questions.AROUND if repr(a)[1:-1] in source]
+    asked = set(questions.CHAT)
+    assert len(asked) == 50 and not asked & set(prompts(3000, 0))
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        fact, question, answer = questions.unseen_fact(rng)
+        assert fact.count(answer) == 1 and answer not in question and "{" not in fact + question
+
+
+def test_replies_and_repetition_are_judged_by_words() -> None:
+    assert questions.holds("It is pier 17.", "17") and questions.holds("the BARREL, I think", "barrel")
+    assert not questions.holds("pier 170", "17") and not questions.holds("barrels", "barrel")
+    assert questions.repeated([1, 2, 3, 4, 5]) == 0 and questions.repeated([1, 2, 3]) == 0
+    assert questions.repeated([1, 2, 1, 2, 1, 2, 1]) == pytest.approx(0.5)
+
+
+def test_chat_ends_are_counted() -> None:
+    class Scripted:
+        """Says 65, 65, ... and ends after as many tokens as its row's number."""
+
+        device = torch.device("cpu")
+
+        def generate(self, ids: Tensor, attention_mask: Tensor, max_new_tokens: int, **_: Any) -> Tensor:
+            new = torch.full((len(ids), max_new_tokens), 65)
+            new[0, 10:] = 256
+            return torch.cat([ids, new], dim=1)
+
+    result = chat_ends(Scripted(), chat_tokenizer(), ["one", "another"])
+    assert result["tokens"] == (10 + 200) / 2 and result["ended"] == 0.5
+    assert result["repeated"] == pytest.approx((6 / 7 + 196 / 197) / 2)

@@ -23,7 +23,7 @@ from still_export.linearization.linearize import linearize
 from still_export.linearization.modes import HYBRID, SOFTMAX, attention_mode, make_trainable, selection_loss
 from still_export.linearization.objectives import FinetuneObjective, TransferObjective
 from still_export.linearization.recipe import read_recipe
-from still_export.linearization.tasks import TASKS, TaskWriter
+from still_export.linearization.tasks import TASKS, TaskWriter, Weighing
 from still_export.linearization.texts import Batches, read_corpus
 from still_export.linearization.trainer import plateau, schedule
 from still_export.mixers.config import StillConfig
@@ -323,7 +323,7 @@ def test_selection_loss_makes_attended_tokens_salient() -> None:
 def test_batches_depend_on_seed_and_step_alone(text: Path) -> None:
     tokenizer = byte_tokenizer()
     corpus = read_corpus([text], tokenizer, 257, 0.1)
-    make = lambda seed: Batches(corpus, TaskWriter(tokenizer, corpus.train), 3, 200, seed, 0.5, 10.0)  # noqa: E731
+    make = lambda seed: Batches(corpus, TaskWriter(tokenizer, corpus.train), 3, 200, seed, 0.5, Weighing(10.0))  # noqa: E731
     one, other = make(1), make(1)
     for step in (0, 7, 100):
         a, b = one.batch(step), other.batch(step)
@@ -336,10 +336,10 @@ def test_batches_depend_on_seed_and_step_alone(text: Path) -> None:
 def test_blocks_of_an_epoch_cover_the_text_once(text: Path) -> None:
     tokenizer = byte_tokenizer()
     corpus = read_corpus([text], tokenizer, 257, 0.5)
-    batches = Batches(corpus, TaskWriter(tokenizer, corpus.train), 1, 100, 0, 0.0, 1.0)
-    seen = torch.cat([batches.batch(step).ids for step in range(batches.blocks)])
+    batches = Batches(corpus, TaskWriter(tokenizer, corpus.train), 1, 100, 0, 0.0, Weighing())
+    seen = torch.cat([batches.batch(step).ids for step in range(batches.blocks(100))])
     assert sorted(map(tuple, seen.tolist())) == sorted(
-        map(tuple, corpus.train[: batches.blocks * 100].reshape(-1, 100).tolist())
+        map(tuple, corpus.train[: batches.blocks(100) * 100].reshape(-1, 100).tolist())
     )
 
 

@@ -418,6 +418,39 @@ def test_values_beyond_float16_name_the_remedy(tmp_path: Path) -> None:
         load_model(tmp_path, attach_untrained=True, dtype="float16")
 
 
+def test_values_beyond_float16_after_a_conversion(tmp_path: Path) -> None:
+    """Weights that fit, whose sum with a LoRA pair does not: once written silently as infinity."""
+    plain = save_plain(tmp_path / "base")
+    module = "model.layers.1.self_attn.q_proj"
+    lora = {
+        f"{module}.lora_A.weight": torch.full((2, 24), 100.0),
+        f"{module}.lora_B.weight": torch.full((60, 2), 400.0),
+    }
+    (tmp_path / "adapter").mkdir()
+    save_file(lora, tmp_path / "adapter" / "adapter_model.safetensors")
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({"lora_alpha": 2, "r": 2}))
+    given: dict[str, Any] = {"attach_untrained": True, "overlays": [tmp_path / "adapter"]}
+    load_model(tmp_path / "base", **given)
+    with pytest.raises(
+        CheckpointError, match=rf"{module}.weight with its LoRA pair merged has the value 8000\d.*65504.*bfloat16"
+    ):
+        load_model(tmp_path / "base", dtype="float16", **given)
+    pytest.importorskip("gguf")
+    with torch.no_grad():
+        plain.model.layers[2].mlp.up_proj.weight[3, 4] = -1e5
+    write_gguf(tmp_path / "m.gguf", "llama", plain)
+    load_model(tmp_path / "m.gguf", attach_untrained=True)
+    with pytest.raises(
+        CheckpointError, match=r"layers\.2\.mlp\.up_proj\.weight in .*m\.gguf has the value -100000, beyond"
+    ):
+        load_model(tmp_path / "m.gguf", attach_untrained=True, dtype="float16")
+    from still_export.linearization.adapter import save_adapter
+    from still_export.linearization.recipe import Recipe
+
+    with pytest.raises(CheckpointError, match="feature_q_weight of the adapter has the value 70000"):
+        save_adapter(tmp_path, {"feature_q_weight": torch.tensor([1.0, 7e4])}, StillConfig(), Recipe())
+
+
 @pytest.mark.parametrize("name", ["no/such/path", "file.bin", "model.pt", "text.txt"])
 def test_sources_that_are_no_model(name: str, tmp_path: Path) -> None:
     path = tmp_path / name

@@ -56,10 +56,10 @@ def loads_kernel(folder: Path) -> bool:
     return done.stdout.strip() == "True"
 
 
-def verify(folder: Path) -> int:
+def verify(folder: Path, *flags: str) -> int:
     """Exit code of the verb."""
     try:
-        return main(["verify", str(folder), "--lengths", "1,9,40", "--decode-steps", "10", "--quiet"]) or 0
+        return main(["verify", str(folder), "--lengths", "1,9,40", "--decode-steps", "10", "--quiet", *flags]) or 0
     except SystemExit as end:
         return int(end.code or 0)
 
@@ -98,7 +98,9 @@ def test_every_runner_loads_it_and_verify_proves_it(
     assert "ONNX Runtime with the native kernel" in " ".join(shown.split()) and "function bodies" in shown
 
 
-def test_a_kernel_that_computes_something_else_fails_verify(built: None, export_tiny: Exporter, tmp_path: Path) -> None:
+def test_a_kernel_that_computes_something_else_fails_verify(
+    built: None, export_tiny: Exporter, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """The library reads no feature map any more and takes the default one."""
     folder = tmp_path / "broken"
     shutil.copytree(native(export_tiny, feature_map="softmax_pm").path, folder)
@@ -107,7 +109,9 @@ def test_a_kernel_that_computes_something_else_fails_verify(built: None, export_
     (folder / LIBRARY).write_bytes(content.replace(b"feature_map\0", b"feature_mop\0"))
     manifest = json.loads((folder / "manifest.json").read_text())
     write_manifest(folder, {k: v for k, v in manifest.items() if k not in ("format_version", "versions", "files")})
-    assert verify(folder) == 1
+    assert verify(folder) == 0  # not loaded: this machine did not build it
+    assert "was not built on this machine" in capfd.readouterr().err
+    assert verify(folder, "--trust-native") == 1
 
 
 def test_other_machines_run_the_bodies(
@@ -123,7 +127,7 @@ def test_other_machines_run_the_bodies(
         assert model.prefill(PROMPT).shape == (VOCAB,)
         OrtModel(package.path, threads=1)
         monkeypatch.undo()
-        with pytest.raises(RunError, match="cannot be loaded"):
+        with pytest.raises(RunError, match=rf"{LIBRARY} is missing"):
             OrtModel(package.path, threads=1)
     finally:
         (package.path / "away").rename(package.path / LIBRARY)

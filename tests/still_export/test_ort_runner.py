@@ -182,6 +182,7 @@ def test_stand_alone_script(export_tiny: Exporter) -> None:
     script = package.path / "run_ort.py"
     program = (
         "import runpy, sys; sys.modules.update(dict.fromkeys(['torch', 'still_export', 'onnx', 'transformers'])); "
+        f"sys.path.insert(0, {str(script.parent)!r}); "
         f"sys.argv = ['run_ort.py', '--prompt-ids', '{ids}', '--tokens', '12']; "
         f"sys.path[0] = {str(package.path)!r}; runpy.run_path({str(script)!r}, run_name='__main__')"
     )

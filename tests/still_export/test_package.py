@@ -5,19 +5,43 @@ from __future__ import annotations
 import errno
 import json
 from pathlib import Path
+from typing import Any
 
+import onnx
 import pytest
 
 from still_export.errors import PackageError
+from still_export.package import checked
 from still_export.package.folder import FORMAT_VERSION, open_package, staged_folder, write_manifest
+
+CONTENT: dict[str, Any] = {
+    "target": "onnx",
+    "command": "",
+    "config": {},
+    "ops": {"Op": 1},
+    "model": {
+        "family": "llama", "dtype": "float32", "parameters": 1, "layers": 1, "hidden_size": 1, "heads": 1, "kv_heads": 1, "head_dim": 1,
+        "vocab_size": 9, "layer_types": ["hybrid_attention"], "linearized": True, "all_logits": False,
+    },
+    "still": {},
+    "capacity": {"capacity_tokens": 8, "bounded": True},
+    "prefill_tokens": 4,
+    "states": [
+        {
+            "name": "s.0", "layer": 0, "op": "Op", "shape": ["batch", "rows", 3], "dtype": "float32", "in_place": True,
+            "growth": {"dimension": "rows", "axis": 1, "rows": 1, "per": 1, "lag": 0, "fixed": False},
+        }
+    ],
+    "eos_token_ids": [2],
+}  # fmt: skip
 
 
 def make_package(folder: Path) -> Path:
     with staged_folder(folder) as staging:
-        (staging / "model.onnx").write_bytes(b"graph")
+        (staging / "model.onnx").write_bytes(onnx.ModelProto(ir_version=10).SerializeToString())
         (staging / "sub").mkdir()
         (staging / "sub" / "weights").write_bytes(b"1234")
-        write_manifest(staging, {"target": "onnx"})
+        write_manifest(staging, CONTENT)
     return folder
 
 
@@ -65,24 +89,6 @@ def test_interruption_leaves_the_old_package_or_none(tmp_path: Path, interruptio
     assert [x.name for x in tmp_path.iterdir()] == (["p"] if force else [])
 
 
-def test_failed_replacement_restores_the_old_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_package(tmp_path / "p")
-    rename = Path.rename
-    calls = []
-
-    def fail_on_second(self: Path, target: Path) -> Path:
-        calls.append(self)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return rename(self, target)
-
-    monkeypatch.setattr(Path, "rename", fail_on_second)
-    with pytest.raises(KeyboardInterrupt), staged_folder(tmp_path / "p", force=True):
-        pass
-    open_package(tmp_path / "p")
-    assert [x.name for x in tmp_path.iterdir()] == ["p"]
-
-
 def test_full_disk(tmp_path: Path) -> None:
     with pytest.raises(PackageError, match="full"), staged_folder(tmp_path / "p"):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -120,3 +126,42 @@ def test_no_package_newer_manifest_and_broken_manifest(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text("{")
     with pytest.raises(PackageError, match="not readable"):
         open_package(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "path, value, message",
+    [
+        (("model", "layers"), "1", r"manifest\.json: model\.layers: Input should be a valid integer, not '1'"),
+        (("model", "vocab_size"), True, r"model\.vocab_size"),
+        (("capacity", "capacity_tokens"), 0, r"capacity\.capacity_tokens: .* greater than or equal to 1, not 0"),
+        (("states", 0, "shape"), ["batch", "other", 3], r"states\[0\]: shape\[1\] is 'other', expected 'rows'"),
+        (("states", 0, "growth", "per"), 0, r"states\[0\]\.growth\.per"),
+        (("states", 0, "growth"), None, r"states\[0\]: shape\[1\]"),
+        (("states", 0, "op"), "Other", r"of the op 'Other', which ops does not have"),
+        (("eos_token_ids",), 2, r"eos_token_ids"),
+        (("files",), {"../x": {"sha256": "0" * 64, "size_bytes": 1}}, r"no file inside the package"),
+        (
+            ("native",),
+            {"library": "x.so", "system": "Linux", "machine": "m"},
+            r"native\.library is 'x\.so', which files does not list",
+        ),
+    ],
+    ids=str,
+)
+def test_a_wrong_field_is_named_by_both_readers(
+    tmp_path: Path, path: tuple[Any, ...], value: Any, message: str
+) -> None:
+    """By the model of the whole manifest, and by the subset that runners check with the standard library."""
+    folder = make_package(tmp_path / "p")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    checked.read_manifest(folder)
+    table = manifest
+    for key in path[:-1]:
+        table = table[key]
+    table[path[-1]] = value
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(PackageError, match=message):
+        open_package(folder)
+    if path[0] in ("capacity", "states", "files", "eos_token_ids") and path[-1] != "op":
+        with pytest.raises(checked.CheckError, match=rf"manifest\.json: {path[0]}"):
+            checked.read_manifest(folder)

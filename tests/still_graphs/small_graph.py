@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from still_graphs.ops import DOMAIN
+from still_graphs.ops import DOMAIN, OPS
 from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 from still_graphs.passes.attach_functions import attach_functions
 from still_graphs.passes.walk import Rewriter
@@ -122,7 +122,7 @@ def small_graph(dtype: str = "float32", seed: int = 0, functions: bool = True) -
 
 def split_heads(node: onnx.NodeProto, rewriter: Rewriter, size: int) -> onnx.NodeProto:
     """Undo join_heads at a still node with heads of `size`: reshapes in front, appended; the one that belongs behind it."""
-    for index, tensor in enumerate(HYBRID_ATTENTION.inputs):
+    for index, tensor in enumerate(OPS[node.op_type].inputs):
         if len(tensor.shape) == 4 and node.input[index]:
             heads = rewriter.constant([0, 0, -1, size], "int64")
             node.input[index] = rewriter.node("Reshape", [node.input[index], heads])

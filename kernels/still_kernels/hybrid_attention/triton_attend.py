@@ -6,27 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from still_kernels.hybrid_attention.triton_common import (
-    LOG2E,
-    load_tokens,
-    row_of,
-    settle,
-)
-
-
-@triton.jit
-def _absorb(b_acc, b_max, b_sum, b_dot, b_v, scale2, SETTLE: tl.constexpr, DOT: tl.constexpr):
-    """A block of dot products [BM, BN] (-inf = masked) into the running softmax; b_max ends as the true maximum.
-
-    scale2 > 0 takes dot products to logits in log2 units; it is applied within the exponent's multiply-add.
-    """
-    b_new = tl.maximum(b_max, tl.max(b_dot, 1) * scale2)
-    b_p = tl.exp2(b_dot * scale2 - b_new[:, None])
-    b_decay = tl.exp2(b_max - b_new)
-    b_sum = b_sum * b_decay + tl.sum(b_p, 1)
-    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision=DOT)
-    b_acc = settle(b_acc, SETTLE)
-    return b_acc, b_new, b_sum
+from still_kernels.hybrid_attention.triton_common import load_tokens
+from still_kernels.triton_shared import LOG2E, absorb, row_of
 
 
 @triton.jit
@@ -133,7 +114,7 @@ def attend_kernel(
         b_value = load_tokens(p_value_new, p_value_ring, o_key, length, end, HK * D, o_dim, D, C)
         b_dot = tl.dot(b_q, tl.trans(b_key), input_precision=DOT)
         b_dot = _hide_far_keys(b_dot, o_key, o_query, o_start, C, BM)
-        b_acc, b_max, b_sum = _absorb(b_acc, b_max, b_sum, b_dot, b_value, scale2, SETTLE, DOT)
+        b_acc, b_max, b_sum = absorb(b_acc, b_max, b_sum, b_dot, b_value, scale2, SETTLE, DOT)
     for o_first in tl.range(fresh, stop, BN, num_stages=STAGES):
         o_key = o_first + o_slot
         p_first = (o_first - length).to(tl.int64) * (HK * D)
@@ -143,7 +124,7 @@ def attend_kernel(
         b_dot = tl.dot(b_q, tl.trans(b_key), input_precision=DOT)
         b_dot = _hide_far_keys(b_dot, o_key, o_query, o_start, C, BM)
         b_value = tl.load(p_value_new + p_first + o_new, mask=m_key, other=0.0)
-        b_acc, b_max, b_sum = _absorb(b_acc, b_max, b_sum, b_dot, b_value, scale2, SETTLE, DOT)
+        b_acc, b_max, b_sum = absorb(b_acc, b_max, b_sum, b_dot, b_value, scale2, SETTLE, DOT)
     if phantom != 0 and chunk == 0:  # C logits of 0 with zero values
         b_phantom = tl.where(o_start == 0, 1.0 * C, 0.0)
         b_new = tl.where(o_start == 0, tl.maximum(b_max, 0.0), b_max)
@@ -164,14 +145,14 @@ def attend_kernel(
         b_key = tl.load(p_cached_key + s * D + o_tile, mask=m_dim[None, :], other=0.0)
         b_dot = tl.dot(b_q, tl.trans(b_key), input_precision=DOT)
         b_value = tl.load(p_cached_value + s * D + o_tile, mask=m_dim[None, :], other=0.0)
-        b_acc, b_max, b_sum = _absorb(b_acc, b_max, b_sum, b_dot, b_value, scale2, SETTLE, DOT)
+        b_acc, b_max, b_sum = absorb(b_acc, b_max, b_sum, b_dot, b_value, scale2, SETTLE, DOT)
     for s in tl.range(whole, seen, BN, num_stages=1):
         m_slot = ((s + o_slot) < seen)[:, None] & m_dim[None, :]
         b_key = tl.load(p_cached_key + s * D + o_tile, mask=m_slot, other=0.0)
         b_value = tl.load(p_cached_value + s * D + o_tile, mask=m_slot, other=0.0)
         b_dot = tl.dot(b_q, tl.trans(b_key), input_precision=DOT)
         b_dot = tl.where((s + o_slot)[None, :] < b_seen[:, None], b_dot, float("-inf"))
-        b_acc, b_max, b_sum = _absorb(b_acc, b_max, b_sum, b_dot, b_value, scale2, SETTLE, DOT)
+        b_acc, b_max, b_sum = absorb(b_acc, b_max, b_sum, b_dot, b_value, scale2, SETTLE, DOT)
     if FACTOR:
         factor = tl.load(p_window_factor + i_head)
         b_acc = b_acc * factor

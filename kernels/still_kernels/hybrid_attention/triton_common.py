@@ -10,55 +10,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from still_kernels.triton_shared import LOG2E
+
 FEATURE_CODES = {"np_softmax_pm": 0, "softmax_pm": 1, "softmax": 2, "relu": 3, "elu_plus_one": 4, "identity": 5}
 SCOPE_CODES = {"q_head": 0, "kv_group_max": 1, "kv_group_mean": 2}
 OVERFLOW_CODES = {"error": 0, "fold_min_score": 1, "fold_oldest": 2}
 
-LOG2E = tl.constexpr(1.4426950408889634)
 FEATURE_FLOOR = tl.constexpr(1e-12)
 RELEASED_EPSILON = tl.constexpr(1e-8)
-
-
-@triton.jit
-def row_of(i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, T, RAGGED: tl.constexpr):
-    """Where one sequence lies: (state row, index of its first packed token, length before the call, new tokens).
-
-    Lengths and counts are clamped: a TensorRT builder times kernels on garbage, which must stay within its buffers.
-    """
-    if RAGGED:
-        start = tl.load(p_query_start + i_batch).to(tl.int64)
-        count = (tl.load(p_query_start + i_batch + 1).to(tl.int64) - start).to(tl.int32)
-        row = tl.load(p_state_row + i_batch).to(tl.int64)
-    else:
-        start = i_batch.to(tl.int64) * T
-        given = tl.load(p_new_tokens + i_batch).to(tl.int64)
-        count = tl.minimum(tl.maximum(given, 0), T).to(tl.int32)
-        row = i_batch.to(tl.int64)
-    past = tl.load(p_past_length + row).to(tl.int64)
-    length = tl.minimum(tl.maximum(past, 0), 1 << 30).to(tl.int32)
-    return row, start, length, count
-
-
-@triton.jit
-def settle(b_acc, SETTLE: tl.constexpr):
-    """b_acc, complete: the pipeliner then does not carry an unfinished matrix product into the next iteration.
-
-    Left alone it does, and ptxas (12.8 to 13.0, C7515) answers by waiting after every matrix instruction of the kernel.
-    No instruction at all, output tied to input: a move would stay in the machine code, one per register of the accumulator.
-    Off in the interpreter, which has no inline assembly.
-    """
-    if SETTLE:
-        return tl.inline_asm_elementwise("", "=f,0", [b_acc], dtype=tl.float32, is_pure=True, pack=1)
-    return b_acc
-
-
-@triton.jit
-def rounded(b_x, b_y):
-    """b_x * b_y for a sum over lanes. A plain product may enter the first addition unrounded, in each lane its own one.
-
-    Lanes then disagree about the sum in its last bit, and copies of what is computed from it about what they store.
-    """
-    return tl.fma(b_x, b_y, 0.0)
 
 
 @triton.jit

@@ -12,7 +12,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from still_kernels.hybrid_attention.triton_common import LOG2E, rounded
 from still_kernels.hybrid_attention.triton_decode_linear import linear_slice
 from still_kernels.hybrid_attention.triton_decode_roles import (
     FAR,
@@ -22,6 +21,7 @@ from still_kernels.hybrid_attention.triton_decode_roles import (
     step_of,
     window_part,
 )
+from still_kernels.triton_shared import LOG2E, rounded
 
 
 @triton.jit

@@ -8,17 +8,16 @@ import triton.language as tl
 
 from still_kernels.hybrid_attention.triton_common import (
     FEATURE_FLOOR,
-    LOG2E,
     direction_scale,
     kept_features,
     load_weight,
     plain_features,
     prefetch,
-    rounded,
     scaled_softmax,
     select_chunk,
 )
 from still_kernels.hybrid_attention.triton_decode_roles import pair_sum, step_of
+from still_kernels.triton_shared import LOG2E, rounded
 
 
 @triton.jit

@@ -6,13 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from still_kernels.hybrid_attention.triton_common import (
-    RELEASED_EPSILON,
-    prefetch,
-    rounded,
-    select_chunk,
-    selected_offsets,
-)
+from still_kernels.hybrid_attention.triton_common import RELEASED_EPSILON, prefetch, select_chunk, selected_offsets
+from still_kernels.triton_shared import rounded
 
 FAR = tl.constexpr(-1.0e30)  # below every logit, and finite: differences stay numbers
 

@@ -6,12 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from still_kernels.hybrid_attention.triton_common import (
-    kept_features,
-    load_tokens,
-    load_weight,
-    row_of,
-)
+from still_kernels.hybrid_attention.triton_common import kept_features, load_tokens, load_weight
+from still_kernels.triton_shared import row_of
 
 
 @triton.jit

@@ -6,12 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from still_kernels.hybrid_attention.triton_common import (
-    LOG2E,
-    RELEASED_EPSILON,
-    load_tokens,
-    row_of,
-)
+from still_kernels.hybrid_attention.triton_common import RELEASED_EPSILON, load_tokens
+from still_kernels.triton_shared import LOG2E, row_of
 
 
 @triton.jit

@@ -6,7 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from still_kernels.hybrid_attention.triton_common import load_tokens, row_of, select_chunk, selected_offsets
+from still_kernels.hybrid_attention.triton_common import load_tokens, select_chunk, selected_offsets
+from still_kernels.triton_shared import row_of
 
 
 @triton.jit

@@ -1,0 +1,37 @@
+"""Block sizes, warps and pipeline stages of the kernels, by architecture and head size. Integers only: no torch, no Triton."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from still_kernels.tile import SHARED_BYTES, KernelTile, pow2
+
+MAX_HEAD_DIM = 256
+DECODE_ROWS = 16
+"""Query rows of one program of decode: the least that a matrix instruction takes."""
+MOST_SPLITS = 64
+"""Programs that share the cache of one key/value head: the last one loads their results side by side."""
+DECODE_PROGRAMS = 264
+"""That fill the chip: two on each multiprocessor of an H200."""
+
+
+@lru_cache
+def tiles(arch: int, head_dim: int, wide: bool) -> dict[str, KernelTile]:
+    """The tiles of both kernels.
+
+    Args:
+        arch: Compute capability, 90 for sm_90.
+        head_dim: D.
+        wide: float32 activations.
+    """
+    dim = pow2(head_dim)
+    small = SHARED_BYTES.get(arch, 99 << 10) < (160 << 10)
+    row_bytes = dim * (4 if wide else 2)
+    # Keys and values of a stage: as many stages as leave room for the queries.
+    keys = 16 if row_bytes > 512 else 32 if row_bytes > 256 else 64
+    rows = 16 if row_bytes > 512 and small else 32 if wide or dim > 128 else 64 if small else 128
+    stages = 2 if small or row_bytes > 256 else 3
+    return {
+        "attend": KernelTile({"BM": rows, "BN": min(keys, rows), "STAGES": stages}, 8 if rows == 128 else 4, stages),
+        "decode": KernelTile({"BR": DECODE_ROWS, "BN": keys, "BS": MOST_SPLITS, "STAGES": stages}, 4, stages),
+    }

@@ -1,0 +1,152 @@
+"""Prefill: blocks of queries of one head over the filled rows of the cache, then over the call's own tokens.
+
+Offsets within one head of a row's cache, and within the tokens of a call, have 32 bits: the plan refuses more.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from still_kernels.triton_shared import LOG2E, absorb, row_of
+
+
+@triton.jit
+def append_tokens(p_new, p_cache, o_token, m_token, length, N, stride, o_dim, D: tl.constexpr):
+    """Write tokens of the call into their rows of one head's cache; what lies beyond its N rows is written nowhere.
+
+    p_new: The head's row of the call's first token, `stride` elements between tokens.
+    """
+    o_row = (length + o_token).to(tl.int64)
+    mask = (m_token & (o_row < N))[:, None] & (o_dim < D)[None, :]
+    b_new = tl.load(p_new + o_token[:, None] * stride + o_dim[None, :], mask=mask, other=0.0)
+    tl.store(p_cache + o_row[:, None] * D + o_dim[None, :], b_new, mask=mask)
+
+
+@triton.jit
+def absorb_cached(
+    b_acc, b_max, b_sum, b_q, p_key, p_value, begin, end, scale2, o_dim, D: tl.constexpr, BN: tl.constexpr,
+    STAGES: tl.constexpr, SETTLE: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Rows begin .. end - 1 of one head's cache into the running softmax; every query sees them all."""
+    o_key = tl.arange(0, BN)
+    o_tile = o_key[:, None] * D + o_dim[None, :]
+    m_dim = (o_dim < D)[None, :]
+    whole = begin + (end - begin) // BN * BN
+    for s in tl.range(begin, whole, BN, num_stages=STAGES):
+        b_key = tl.load(p_key + s * D + o_tile, mask=m_dim, other=0.0)
+        b_dot = tl.dot(b_q, tl.trans(b_key), input_precision=DOT)
+        b_value = tl.load(p_value + s * D + o_tile, mask=m_dim, other=0.0)
+        b_acc, b_max, b_sum = absorb(b_acc, b_max, b_sum, b_dot, b_value, scale2, SETTLE, DOT)
+    for s in tl.range(whole, end, BN, num_stages=1):
+        m_key = ((s + o_key) < end)[:, None] & m_dim
+        b_key = tl.load(p_key + s * D + o_tile, mask=m_key, other=0.0)
+        b_value = tl.load(p_value + s * D + o_tile, mask=m_key, other=0.0)
+        b_dot = tl.dot(b_q, tl.trans(b_key), input_precision=DOT)
+        b_dot = tl.where(((s + o_key) < end)[None, :], b_dot, float("-inf"))
+        b_acc, b_max, b_sum = absorb(b_acc, b_max, b_sum, b_dot, b_value, scale2, SETTLE, DOT)
+    return b_acc, b_max, b_sum
+
+
+@triton.jit
+def absorb_fresh(
+    b_acc, b_max, b_sum, b_q, p_key, p_value, begin, end, o_query, stride, scale2, o_dim, D: tl.constexpr,
+    BN: tl.constexpr, SETTLE: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Tokens begin .. end - 1 of the call into the running softmax; a query sees those up to its own."""
+    for s in tl.range(begin, end, BN, num_stages=1):
+        o_key = s + tl.arange(0, BN)
+        m_key = (o_key < end)[:, None] & (o_dim < D)[None, :]
+        o_tile = o_key[:, None] * stride + o_dim[None, :]
+        b_key = tl.load(p_key + o_tile, mask=m_key, other=0.0)
+        b_value = tl.load(p_value + o_tile, mask=m_key, other=0.0)
+        b_dot = tl.dot(b_q, tl.trans(b_key), input_precision=DOT)
+        m_seen = (o_key[None, :] <= o_query[:, None]) & (o_key < end)[None, :]
+        b_dot = tl.where(m_seen, b_dot, float("-inf"))
+        b_acc, b_max, b_sum = absorb(b_acc, b_max, b_sum, b_dot, b_value, scale2, SETTLE, DOT)
+    return b_acc, b_max, b_sum
+
+
+@triton.jit(do_not_specialize=["T", "H", "HK", "N"])
+def attend_kernel(
+    p_query,
+    p_key,
+    p_value,
+    p_present_key,
+    p_present_value,
+    p_new_tokens,
+    p_past_length,
+    p_query_start,
+    p_state_row,
+    p_output,
+    T,
+    H,
+    HK,
+    N,
+    scale,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    STAGES: tl.constexpr,
+    SETTLE: tl.constexpr,
+    RAGGED: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Output of BM tokens of one query head; the first head of a group appends their keys and values. Grid (ceil(T / BM), H, B).
+
+    The cache is read up to the row's length before the call only, so programs may run in any order. The longest start first.
+    """
+    i_block = tl.num_programs(0) - 1 - tl.program_id(0)
+    i_head = tl.program_id(1)
+    i_batch = tl.program_id(2)
+    row, start, length, count = row_of(i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, T, RAGGED)
+    span = count if RAGGED else T
+    first = i_block * BM
+    if first >= span:
+        return
+    o_dim = tl.arange(0, DP)
+    o_query = first + tl.arange(0, BM)  # token of the call
+    p_tile = ((start + o_query) * H + i_head)[:, None] * D + o_dim[None, :]
+    m_store = (o_query < span)[:, None] & (o_dim < D)[None, :]
+    if first >= count:  # padding
+        tl.store(p_output + p_tile, tl.zeros([BM, DP], p_output.dtype.element_ty), mask=m_store)
+        return
+    m_query = o_query < count
+    b_q = tl.load(p_query + p_tile, mask=m_query[:, None] & (o_dim < D)[None, :], other=0.0)
+    G = H // HK
+    i_kv = i_head // G
+    stride = HK * D
+    base = (row * HK + i_kv) * N * D
+    p_new_key = p_key + (start * HK + i_kv) * D
+    p_new_value = p_value + (start * HK + i_kv) * D
+    if i_head % G == 0:
+        append_tokens(p_new_key, p_present_key + base, o_query, m_query, length, N, stride, o_dim, D)
+        append_tokens(p_new_value, p_present_value + base, o_query, m_query, length, N, stride, o_dim, D)
+
+    scale2 = scale * LOG2E
+    b_max = tl.full([BM], -1.0e30, tl.float32)
+    b_sum = tl.zeros([BM], tl.float32)
+    b_acc = tl.zeros([BM, DP], tl.float32)
+    b_acc, b_max, b_sum = absorb_cached(
+        b_acc, b_max, b_sum, b_q, p_present_key + base, p_present_value + base, 0, tl.minimum(length, N), scale2, o_dim,
+        D, BN, STAGES, SETTLE, DOT,
+    )  # fmt: skip
+    # Tokens of earlier blocks, which all queries see.
+    o_tile = tl.arange(0, BN)[:, None] * stride + o_dim[None, :]
+    for s in tl.range(0, first, BN, num_stages=STAGES):
+        b_key = tl.load(p_new_key + s * stride + o_tile, mask=(o_dim < D)[None, :], other=0.0)
+        b_dot = tl.dot(b_q, tl.trans(b_key), input_precision=DOT)
+        b_value = tl.load(p_new_value + s * stride + o_tile, mask=(o_dim < D)[None, :], other=0.0)
+        b_acc, b_max, b_sum = absorb(b_acc, b_max, b_sum, b_dot, b_value, scale2, SETTLE, DOT)
+    b_acc, b_max, b_sum = absorb_fresh(
+        b_acc, b_max, b_sum, b_q, p_new_key, p_new_value, first, tl.minimum(first + BM, count), o_query, stride, scale2,
+        o_dim, D, BN, SETTLE, DOT,
+    )  # fmt: skip
+    b_out = b_acc / b_sum[:, None]
+    b_out = tl.where(
+        (length + o_query >= N)[:, None], float("nan"), b_out
+    )  # beyond the state: the caller should have refused
+    b_out = tl.where(m_query[:, None], b_out, 0.0)
+    tl.store(p_output + p_tile, b_out.to(p_output.dtype.element_ty), mask=m_store)

@@ -1,0 +1,104 @@
+"""What the kernels of still::Attention are compiled for, and the `OpKernels` that says so to generic rooms."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from still_graphs.errors import ConfigError
+from still_kernels.attention.plan import PLAN
+from still_kernels.attention.tiles import DECODE_PROGRAMS, MAX_HEAD_DIM, tiles
+from still_kernels.op_kernels import Build, OpKernels
+from still_kernels.plan import Check
+from still_kernels.tile import KernelTile, pow2
+
+DTYPES = ("float16", "bfloat16", "float32")
+COUNT_DTYPES = ("int32", "int64")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a set of kernels is compiled for; everything else is a run-time argument."""
+
+    dtype: str = "bfloat16"
+    head_dim: int = 128
+    count_dtype: str = "int64"
+    packed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, known in (("dtype", DTYPES), ("count_dtype", COUNT_DTYPES)):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name}={getattr(self, name)!r} is unknown; known: {', '.join(known)}.")
+
+
+def default_variants() -> list[Variant]:
+    """Both 16-bit types, head sizes 64 and 128, both count types."""
+    return [
+        Variant(dtype=dtype, head_dim=dim, count_dtype=count)
+        for dtype, dim, count in itertools.product(("bfloat16", "float16"), (64, 128), ("int64", "int32"))
+    ]
+
+
+@lru_cache
+def constants_of(head_dim: int, wide: bool, packed: bool) -> dict[str, Any]:
+    """Compile-time constants by name; each kernel takes those that it declares."""
+    import triton
+
+    return {
+        "D": head_dim,
+        "DP": pow2(head_dim),
+        "RAGGED": int(packed),
+        "SETTLE": int(not triton.knobs.runtime.interpret),
+        "DOT": "tf32x3" if wide else "tf32",
+    }
+
+
+def plan_constants(table: Mapping[str, KernelTile]) -> dict[str, int]:
+    """Values of the plan's constants for kernels with these block sizes."""
+    decode = table["decode"].constants
+    return {
+        "attend_rows": table["attend"].constants["BM"],
+        "decode_rows": decode["BR"],
+        "decode_programs": DECODE_PROGRAMS,
+        "most_splits": decode["BS"],
+    }
+
+
+def build(variant: Variant, arch: int) -> Build:
+    """What a variant is on an architecture."""
+    wide = variant.dtype == "float32"
+    table = tiles(arch, variant.head_dim, wide)
+    return Build(
+        table,
+        constants_of(variant.head_dim, wide, bool(variant.packed)),
+        plan_constants(table),
+        frozenset({"new_tokens"} if variant.packed else {"query_start", "state_row"}),
+    )
+
+
+def functions() -> Mapping[str, Any]:
+    """Triton's functions by name."""
+    from still_kernels.attention.launch import FUNCTIONS
+
+    return FUNCTIONS
+
+
+_COVERED = (
+    Check(f"dtype in {DTYPES}", f"dtype={{dtype}}; the kernels have {', '.join(DTYPES)}."),
+    Check(f"D <= {MAX_HEAD_DIM}", f"head_dim={{D}}; the kernels have at most {MAX_HEAD_DIM}."),
+)
+
+KERNELS = OpKernels(
+    plan=PLAN,
+    variant=Variant,
+    default_variants=default_variants,
+    build=build,
+    functions=functions,
+    folder=Path(__file__).parent,
+    covered=_COVERED,
+    covered_ahead=_COVERED,
+)

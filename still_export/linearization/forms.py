@@ -1,0 +1,334 @@
+"""Retrieval rows in natural forms: facts about people and things, as prose, code, tables, JSON, dialogue; asked at once or in a chat.
+
+For training. What `still_export.evaluate` asks under the name of "unseen" has other relations, words and places.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from still_export.linearization.tasks import ANSWER, Weighing, hide, piece, places, room_for_filler, stretch
+
+OPEN, CLOSE = "\x02", "\x03"
+"""Around a value in a text; a space before it belongs to it, because tokenizers join it."""
+MOST_FACTS, MOST_TURNS = 24, 12
+
+PEOPLE = (
+    "Alice Anton Beatrice Boris Carla Cedric Daniel Dora Edgar Elena Felix Fiona George Greta Hannah Hugo Irene Ivan Julia Karl Laura "
+    "Leon Maria Martin Nadia Nora Oliver Oscar Paula Peter Rachel Robert Sandra Simon Teresa Thomas Ursula Victor Wanda William"
+).split()
+SURNAMES = (
+    "Adams Bauer Carter Dubois Evans Fischer Garcia Hansen Ivanov Jensen Keller Lopez Moreau Novak Olsen Parker Quinn Rossi Schmidt "
+    "Turner Vogel Walker Young Zimmer"
+).split()
+TOWNS = (
+    "Bergen Bristol Cologne Dallas Dublin Florence Geneva Hamburg Kyoto Lisbon Lyon Madrid Milan Naples Oslo Porto Prague Quebec "
+    "Seville Toronto Turin Vienna Warsaw Zurich"
+).split()
+COMPANIES = (
+    "Acme Borealis Corvex Deltron Everline Fintra Globex Hexaware Ionic Juniper "
+    "Kestrel Lumina Meridian Nimbus Orbita Pinnacle"
+).split()
+PROJECTS = (
+    "Apollo Badger Cascade Dynamo Echo Falcon Granite Horizon Iris Jupiter Kepler "
+    "Lotus Mercury Nova Orion Phoenix Quartz Raven"
+).split()
+GOODS = (
+    "printer router camera lamp heater freezer scanner telescope engine pump "
+    "generator keyboard turbine microscope projector boiler"
+).split()
+ROOMS = "archive laboratory kitchen workshop warehouse garage office library attic cellar greenhouse reception".split()
+COLOURS = "red blue green yellow purple orange black white brown pink silver gold turquoise violet".split()
+JOBS = (
+    "nurse pilot carpenter lawyer teacher chemist farmer painter butcher plumber editor tailor dentist surgeon".split()
+)
+INSTRUMENTS = "violin cello flute trumpet piano guitar drums harp clarinet saxophone accordion oboe".split()
+ANIMALS = "horse parrot rabbit hamster goat turtle spaniel donkey canary ferret hedgehog peacock".split()
+DRINKS = "coffee tea lemonade cider cocoa milk beer juice water wine".split()
+WORDS = (
+    "lantern velvet harvest cobalt meadow thunder pebble saffron glacier walnut ember marble willow canyon tulip feather anchor cactus "
+    "cinnamon dragon eclipse fossil ginger hazel"
+).split()
+MONTHS = "January February March April May June July August September October November December".split()
+
+SUBJECTS: dict[str, Callable[[np.random.Generator], str]] = {
+    "person": lambda rng: pick(PEOPLE, rng) if rng.random() < 0.5 else f"{pick(PEOPLE, rng)} {pick(SURNAMES, rng)}",
+    "company": lambda rng: pick(COMPANIES, rng),
+    "project": lambda rng: f"project {pick(PROJECTS, rng)}",
+    "thing": lambda rng: f"the {pick(COLOURS, rng)} {pick(GOODS, rng)}",
+    "room": lambda rng: f"the {pick(ROOMS, rng)} in {pick(TOWNS, rng)}",
+    "town": lambda rng: pick(TOWNS, rng),
+}
+VALUES: dict[str, Callable[[np.random.Generator], str]] = {
+    "short number": lambda rng: str(rng.integers(2, 100)),
+    "number": lambda rng: str(rng.integers(100, 10 ** int(rng.integers(3, 8)))),
+    "code": lambda rng: f"{pick(list('ABCDEFGHKMNPRSTVWXYZ'), rng)}{rng.integers(1, 100)}-{rng.integers(100, 1000)}",
+    "year": lambda rng: str(rng.integers(1700, 2030)),
+    "time": lambda rng: f"{rng.integers(0, 24)}:{rng.integers(0, 60):02d}",
+    "date": lambda rng: f"{pick(MONTHS, rng)} {rng.integers(1, 29)}",
+    "version": lambda rng: f"{rng.integers(0, 20)}.{rng.integers(0, 30)}.{rng.integers(0, 10)}",
+    "word": lambda rng: pick(WORDS, rng),
+    "two words": lambda rng: f"{pick(COLOURS, rng)} {pick(WORDS, rng)}",
+    "person": lambda rng: f"{pick(PEOPLE, rng)} {pick(SURNAMES, rng)}",
+    "town": lambda rng: pick(TOWNS, rng),
+    "colour": lambda rng: pick(COLOURS, rng),
+    "job": lambda rng: pick(JOBS, rng),
+    "instrument": lambda rng: pick(INSTRUMENTS, rng),
+    "animal": lambda rng: pick(ANIMALS, rng),
+    "drink": lambda rng: pick(DRINKS, rng),
+}
+
+
+@dataclass(frozen=True)
+class Relation:
+    """What can be said of a subject: `noun` "of" it, and by itself in a sentence and a question where English has one."""
+
+    noun: str
+    subject: str
+    value: str
+    sentence: str = ""
+    question: str = ""
+
+
+RELATIONS = (
+    Relation("locker code", "person", "number", "{s} opens the locker with {v}", "With what does {s} open the locker?"),
+    Relation("phone number", "company", "number", "You can reach {s} at {v}", "At what number can you reach {s}?"),
+    Relation("home town", "person", "town", "{s} comes from {v}", "Where does {s} come from?"),
+    Relation("favourite colour", "person", "colour", "{s} likes {v} best", "Which colour does {s} like best?"),
+    Relation("price", "thing", "number", "{s} costs {v} dollars", "How many dollars does {s} cost?"),
+    Relation("opening year", "room", "year", "{s} was opened in {v}", "In which year was {s} opened?"),
+    Relation("director", "company", "person", "{s} is led by {v}", "Who leads {s}?"),
+    Relation("port", "project", "number", "{s} listens on port {v}", "On which port does {s} listen?"),
+    Relation("departure time", "town", "time", "The train to {s} leaves at {v}", "When does the train to {s} leave?"),
+    Relation("password", "thing", "word", "{s} is unlocked by the word {v}", "By which word is {s} unlocked?"),
+    Relation("password", "project", "two words"),
+    Relation("profession", "person", "job", "{s} works as a {v}", "What does {s} work as?"),
+    Relation("weight", "thing", "short number", "{s} weighs {v} kilograms", "How many kilograms does {s} weigh?"),
+    Relation("latest version", "project", "version", "{s} was released as {v}", "As which version was {s} released?"),
+    Relation("mayor", "town", "person", "{v} is the mayor of {s}", "Who is the mayor of {s}?"),
+    Relation("instrument", "person", "instrument", "{s} plays the {v}", "What does {s} play?"),
+    Relation("deadline", "project", "date", "{s} must be finished by {v}", "By when must {s} be finished?"),
+    Relation("order number", "person", "code", "{s} ordered under {v}", "Under which number did {s} order?"),
+    Relation("owner", "thing", "person", "{s} belongs to {v}", "To whom does {s} belong?"),
+    Relation("pet", "person", "animal", "{s} keeps a {v}", "Which animal does {s} keep?"),
+    Relation("drink", "person", "drink", "{s} asked for {v}", "What did {s} ask for?"),
+    Relation("access code", "room", "code", "{s} opens with {v}", "With which code does {s} open?"),
+    Relation("number of seats", "room", "short number", "{s} has {v} seats", "How many seats does {s} have?"),
+    Relation("head office", "company", "town", "{s} moved to {v}", "Where did {s} move?"),
+    Relation("birthday", "person", "date", "{s} was born on {v}", "On which day was {s} born?"),
+    Relation("serial number", "thing", "code"),
+    Relation("secret number", "thing", "number"),
+    Relation("magic word", "person", "word"),
+)
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One value: of what it is, how it is said and asked for; in sentences the value stands between OPEN and CLOSE."""
+
+    relation: Relation
+    subject: str
+    value: str
+    sentences: tuple[str, ...]
+    questions: tuple[str, ...]
+
+    @property
+    def noun(self) -> str:
+        """What the value is."""
+        return self.relation.noun
+
+    @property
+    def key(self) -> str:
+        """Of what the value is."""
+        return f"{self.noun} of {self.subject}"
+
+    @property
+    def name(self) -> str:
+        """The key as a name in a program."""
+        return re.sub(r"\W+", "_", f"{self.subject.removeprefix('the ')} {self.noun}".lower())
+
+
+def draw_fact(rng: np.random.Generator, relation: Relation | None = None) -> Fact:
+    """A fact, of a random relation."""
+    relation = relation or RELATIONS[int(rng.integers(len(RELATIONS)))]
+    subject, value = SUBJECTS[relation.subject](rng), VALUES[relation.value](rng)
+    marked = f"{OPEN}{value}{CLOSE}"
+    sentences = [f"The {relation.noun} of {subject} is {marked}."]
+    questions = [f"What is the {relation.noun} of {subject}?"]
+    if relation.sentence:
+        sentences.append(capital(relation.sentence.format(s=subject, v=marked)) + ".")
+        questions.append(relation.question.format(s=subject))
+    return Fact(relation, subject, value, tuple(sentences), tuple(questions))
+
+
+def as_prose(fact: Fact, rng: np.random.Generator) -> str:
+    """A sentence inside of the text, or a paragraph."""
+    around = pick((" {}", "\n\n{}\n\n", "\n{}\n", " By the way: {}", "\n\nNote: {}\n\n", "\n> {}\n", " ({})"), rng)
+    return around.format(pick(fact.sentences, rng))
+
+
+def as_code(fact: Fact, rng: np.random.Generator) -> str:
+    """A comment, a constant, an assertion, a line of a log or of settings."""
+    marked = f"{OPEN}{fact.value}{CLOSE}"
+    if rng.random() < 0.4:
+        around = pick(
+            ("\n# {}\n", "\n    # {}\n", "\n// {}\n", '\n    """{}"""\n', "\n/* {} */\n", "\n    # TODO: {}\n"), rng
+        )
+        return around.format(pick(fact.sentences, rng))
+    form = pick(
+        (
+            '\n{n} = "{v}"\n',
+            '\n{N} = "{v}"\n',
+            '\n    self.{n} = "{v}"\n',
+            '\n        "{k}": "{v}",\n',
+            "\n2024-03-0{d} 11:{d}7:03 INFO {k} set to {v}\n",
+            "\n{n}: {v}\n",
+            "\n{k} = {v}\n",
+        ),
+        rng,
+    )
+    return form.format(n=fact.name, N=fact.name.upper(), k=fact.key, v=marked, d=rng.integers(1, 6))
+
+
+def as_table(fact: Fact, rng: np.random.Generator) -> str:
+    """A table, a list, or a JSON object of a few values of the same kind, one of them the fact's."""
+    others = [draw_fact(rng, fact.relation) for _ in range(int(rng.integers(1, 5)))]
+    rows = [(o.subject, o.value) for o in others if o.subject != fact.subject]
+    rows.insert(int(rng.integers(len(rows) + 1)), (fact.subject, f"{OPEN}{fact.value}{CLOSE}"))
+    kind = int(rng.integers(4))
+    if kind == 0:
+        lines = [f"| name | {fact.noun} |", "|---|---|", *(f"| {s} | {v} |" for s, v in rows)]
+    elif kind == 1:
+        lines = [f"{fact.noun}:", *(f"- {s}: {v}" for s, v in rows)]
+    elif kind == 2:
+        lines = ["[", *(f'  {{"name": "{s}", "{fact.noun}": "{v}"}},' for s, v in rows), "]"]
+    else:
+        lines = [f"name,{fact.noun}", *(f"{s},{v}" for s, v in rows)]
+    return "\n\n" + "\n".join(lines) + "\n\n"
+
+
+def as_dialogue(fact: Fact, rng: np.random.Generator) -> str:
+    """Somebody asks and is answered, or is told."""
+    one, other = pick(PEOPLE, rng), pick(PEOPLE, rng)
+    said, asked = pick(fact.sentences, rng), pick(fact.questions, rng)
+    form = pick(
+        (
+            "\n\n{one}: {asked}\n{other}: {said}\n{one}: Thank you.\n\n",
+            '\n\n"{said}" said {one}.\n\n',
+            "\n\n{one}: Do not forget: {said}\n{other}: I will not.\n\n",
+            "\n\nFrom: {one}\nTo: {other}\n\nHello {other},\n{said}\nRegards, {one}\n\n",
+        ),
+        rng,
+    )
+    return form.format(one=one, other=other, said=said, asked=asked)
+
+
+WAYS = (as_prose, as_prose, as_code, as_code, as_table, as_dialogue)
+
+
+class NaturalWriter:
+    """Writes training rows with facts in natural forms, every piece tokenized for itself.
+
+    Args:
+        tokenizer: Of the model.
+        text: Token ids of ordinary text for the filler, [N].
+        chat: Pieces of the chat template as of `chat_format`; None = no row is a chat.
+    """
+
+    def __init__(self, tokenizer: Any, text: np.ndarray, chat: dict[str, str] | None) -> None:
+        self._tokenizer, self._text, self._chat = tokenizer, text, chat
+        self._start = tokenizer("")["input_ids"]
+
+    def training_row(self, length: int, rng: np.random.Generator, weighing: Weighing) -> tuple[np.ndarray, np.ndarray]:
+        """A row with several facts that are asked for; ids int64 [length] and loss weights float32 [length]."""
+        count = int(rng.integers(1, max(2, min(length // 256, MOST_FACTS)) + 1))
+        facts = list({fact.key: fact for fact in (draw_fact(rng) for _ in range(count))}.values())
+        write = self._as_chat if self._chat is not None and rng.random() < 0.6 else self._as_text
+        ids, marks = write(facts, length, rng)
+        return ids.astype(np.int64), weighing.weights(marks)
+
+    def _as_text(self, facts: list[Fact], length: int, rng: np.random.Generator) -> np.ndarray:
+        """Each fact is asked for somewhere behind it."""
+        pieces = []
+        for fact in facts:
+            asked, said = pick(fact.questions, rng), pick(fact.sentences, rng)
+            form = pick(
+                (
+                    "\n\n{asked} {said}\n\n",
+                    "\n\nQuestion: {asked}\nAnswer: {v}\n\n",
+                    " Remember: {said}",
+                    "\nQ: {asked}\nA: {v}.\n",
+                ),
+                rng,
+            )
+            question = form.format(asked=asked, said=said, v=f"{OPEN}{fact.value}{CLOSE}")
+            place, later = places(length, rng, near=True)
+            pieces.append((place, self._encode(pick(WAYS, rng)(fact, rng), 0)))
+            pieces.append((later, self._encode(question, ANSWER)))
+        return self._composed(pieces, piece((self._start, 1)), piece(), length, rng)
+
+    def _as_chat(self, facts: list[Fact], length: int, rng: np.random.Generator) -> np.ndarray:
+        """The user gives a text and asks; further questions follow the first answer."""
+        assert self._chat is not None
+        asked = [facts[i] for i in rng.permutation(len(facts))[: int(rng.integers(1, MOST_TURNS + 1))]]
+        pieces = []
+        for fact in facts:
+            distance = rng.random() if rng.random() < 0.5 else length ** (rng.random() - 1)
+            pieces.append((1 - float(distance), self._encode(pick(WAYS, rng)(fact, rng), 0)))
+        first_question = pick(asked[0].questions, rng)
+        before = rng.random() < 0.2  # the question stands before the text
+        opening = pick(("", "", "Read this.\n\n", "Text:\n", "```\n", "Here is a document.\n\n"), rng)
+        start = self._chat["start"] + (f"{first_question}\n\n" if before else "") + opening
+        closing = "\n```" if opening == "```\n" else ""
+        end = "" if before else "\n\n" + pick(("", "", "Question: ", "According to the text: "), rng) + first_question
+        turns = closing + end
+        for number, fact in enumerate(asked):
+            answer = pick((*fact.sentences, f"{OPEN}{fact.value}{CLOSE}.", f"{OPEN}{fact.value}{CLOSE}"), rng)
+            turns += self._chat["user_to_assistant"] + answer + self._chat["assistant_to_user"]
+            if number + 1 < len(asked):
+                turns += pick(asked[number + 1].questions, rng)
+        turns = turns.removesuffix(self._chat["assistant_to_user"]) + end_of_turn(self._chat)
+        return self._composed(pieces, self._encode(start, 0), self._encode(turns, ANSWER), length, rng)
+
+    def _composed(
+        self,
+        pieces: list[tuple[float, np.ndarray]],
+        start: np.ndarray,
+        end: np.ndarray,
+        length: int,
+        rng: np.random.Generator,
+    ) -> np.ndarray:
+        room = room_for_filler(length, [start, *(p for _, p in pieces), end], [])
+        return hide(start, stretch(self._text, room, rng), pieces, end)
+
+    def _encode(self, text: str, value_weight: float) -> np.ndarray:
+        """Ids and weights of a text: 1, and `value_weight` for marked values."""
+        parts = []
+        for index, part in enumerate(re.split(rf"( ?{OPEN}[^{CLOSE}]*{CLOSE})", text)):
+            if part:
+                plain = part.replace(OPEN, "").replace(CLOSE, "")
+                ids = self._tokenizer(plain, add_special_tokens=False)["input_ids"]
+                parts.append((ids, value_weight if index % 2 else 1))
+        return piece(*parts)
+
+
+def end_of_turn(chat: dict[str, str]) -> str:
+    """What the template writes behind an answer before anything of the next turn, such as "<|im_end|>"."""
+    both = (chat["assistant_to_user"], chat["user_to_assistant"])
+    shared = next((i for i, (a, b) in enumerate(zip(*both, strict=False)) if a != b), min(map(len, both)))
+    return both[0][:shared].split("\n")[0]
+
+
+def pick(options: Any, rng: np.random.Generator) -> Any:
+    """One of `options`."""
+    return options[int(rng.integers(len(options)))]
+
+
+def capital(sentence: str) -> str:
+    """With a great first letter."""
+    return sentence[:1].upper() + sentence[1:]

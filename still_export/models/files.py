@@ -1,0 +1,177 @@
+"""The JSON files of models and adapters, checked by type and range before anything is made of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, field_validator
+
+from still_export.errors import CheckpointError, StillExportError
+from still_export.fields import Record, check_record
+from still_export.models.checkpoint import read_json
+
+AGAIN = "Fix the named value, or fetch the model again."
+Count = Annotated[int, Field(ge=1, le=1 << 24)]
+Whole = Annotated[int, Field(ge=0, le=1 << 31)]
+Positive = Annotated[float, Field(gt=0, le=1e12)]
+Token = Annotated[int, Field(ge=-1, le=1 << 31)]
+Tokens = Token | list[Token] | None
+
+
+class Generation(Record):
+    """generation_config.json, and what config.json has of it."""
+
+    bos_token_id: Tokens = None
+    eos_token_id: Tokens = None
+    pad_token_id: Tokens = None
+
+
+class Rope(Record):
+    """Rotary embedding, as rope_parameters or rope_scaling; its variants are the family's to refuse."""
+
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: Positive | None = None
+    factor: Positive | None = None
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
+    original_max_position_embeddings: Count | None = None
+    attention_factor: Positive | None = None
+    partial_rotary_factor: Positive | None = None
+    short_factor: list[Positive] | None = None
+    long_factor: list[Positive] | None = None
+
+
+class Config(Generation):
+    """config.json: what the covered families read; what a family leaves out has its default."""
+
+    model_type: Annotated[str, Field(min_length=1)]
+    hidden_size: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
+    intermediate_size: Count | None = None
+    num_hidden_layers: Annotated[int, Field(ge=1, le=1 << 12)] | None = None
+    num_attention_heads: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
+    num_key_value_heads: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
+    head_dim: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
+    vocab_size: Count | None = None
+    max_position_embeddings: Annotated[int, Field(ge=1, le=1 << 40)] | None = None
+    rms_norm_eps: Annotated[float, Field(ge=0, le=1)] | None = None
+    initializer_range: Annotated[float, Field(ge=0, le=1e3)] | None = None
+    attention_dropout: Annotated[float, Field(ge=0, le=1)] | None = None
+    hidden_act: str | None = None
+    tie_word_embeddings: bool | None = None
+    attention_bias: bool | None = None
+    mlp_bias: bool | None = None
+    rope_theta: Positive | None = None
+    rope_parameters: Rope | None = None
+    rope_scaling: Rope | None = None
+    sliding_window: Count | None = None
+    use_sliding_window: bool | None = None
+    layer_types: list[str] | None = None
+    no_rope_layers: list[Whole] | None = None
+    dtype: str | None = None
+    torch_dtype: str | None = None
+    architectures: list[str] | None = None
+    quantization_config: dict[str, Any] | None = None
+    still_config: dict[str, Any] | None = None
+    chunk_size: Count | None = None
+    salient_per_chunk: Whole | None = None
+
+    @field_validator("hidden_act")
+    @classmethod
+    def _known_activation(cls, name: str | None) -> str | None:
+        from transformers.activations import ACT2FN
+
+        if name is not None and name not in ACT2FN:
+            raise ValueError(f"{name!r:.40} is no activation that transformers has")
+        return name
+
+    @field_validator("dtype", "torch_dtype")
+    @classmethod
+    def _known_dtype(cls, name: str | None) -> str | None:
+        if name is not None and name.removeprefix("torch.") not in (
+            "auto",
+            "float32",
+            "float16",
+            "bfloat16",
+            "float64",
+        ):
+            raise ValueError(f"{name!r:.40} is none of float32, float16, bfloat16, float64")
+        return name
+
+
+class Adapter(Record):
+    """adapter_config.json, PEFT's fields and the STILL configuration."""
+
+    r: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
+    lora_alpha: Annotated[float, Field(ge=0, le=1e6)] | None = None
+    use_rslora: bool | None = None
+    use_dora: bool | None = None
+    fan_in_fan_out: bool | None = None
+    rank_pattern: dict[str, Any] | None = None
+    alpha_pattern: dict[str, Any] | None = None
+    still_config: dict[str, Any] | None = None
+
+
+class AddedToken(Record):
+    """A token that the vocabulary proper does not have."""
+
+    id: Whole
+    content: str
+
+
+class TokenizerModel(Record):
+    """Vocabulary of a tokenizer; a unigram one is a list."""
+
+    vocab: dict[str, Whole] | list[Any] | None = None
+
+
+class Tokenizer(Record):
+    """tokenizer.json, as far as every kind has it; the library reads the rest and says what it does not understand."""
+
+    model: TokenizerModel
+    added_tokens: list[AddedToken] | None = None
+    normalizer: dict[str, Any] | None = None
+    pre_tokenizer: dict[str, Any] | None = None
+    post_processor: dict[str, Any] | None = None
+    decoder: dict[str, Any] | None = None
+    truncation: dict[str, Any] | None = None
+    padding: dict[str, Any] | None = None
+
+
+class TokenizerConfig(Record):
+    """tokenizer_config.json."""
+
+    tokenizer_class: str | None = None
+    chat_template: str | list[dict[str, str]] | None = None
+    add_prefix_space: bool | None = None
+    clean_up_tokenization_spaces: bool | None = None
+    model_max_length: float | None = None
+    bos_token: str | dict[str, Any] | None = None
+    eos_token: str | dict[str, Any] | None = None
+    pad_token: str | dict[str, Any] | None = None
+    unk_token: str | dict[str, Any] | None = None
+    extra_special_tokens: list[str] | dict[str, Any] | None = None
+    additional_special_tokens: list[str | dict[str, Any]] | None = None
+
+
+def read_checked(path: Path, kind: type[Record], fail: type[StillExportError] = CheckpointError) -> dict[str, Any]:
+    """The JSON object in a file, its fields checked.
+
+    Raises:
+        CheckpointError: It is no object.
+        fail: A field is not what it must be; one line with file and field.
+    """
+    values = read_json(path)
+    check_record(kind, values, path, fail, AGAIN)
+    return values
+
+
+def check_tokenizer_files(folder: Path) -> None:
+    """Raise CheckpointError where a file of the tokenizer in `folder` is damaged."""
+    for name, kind in (("tokenizer.json", Tokenizer), ("tokenizer_config.json", TokenizerConfig)):
+        if (folder / name).is_symlink() or (folder / name).exists():
+            read_checked(folder / name, kind)
+    for name in ("special_tokens_map.json", "added_tokens.json"):
+        if (folder / name).exists():
+            read_json(folder / name)

@@ -1,0 +1,262 @@
+"""Folders written whole or not at all, by one process at a time, whatever ends that process.
+
+A folder is written beside its place as `.NAME.TOKEN.staged` and then takes that place in one step. A process that is killed leaves it
+behind; the next one that writes into the same parent removes it, unless its maker still lives: that one holds a lock on a file in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from still_export.errors import PackageError
+
+try:
+    import fcntl
+except ImportError:  # no such locks on this system: nothing is swept there
+    fcntl = None  # type: ignore[assignment]
+
+ALIVE = ".alive"
+"""File in a staged folder that its maker holds locked."""
+
+_STAGED = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{12}\.(?P<kind>staged|old)")
+_NO_REPLACE, _EXCHANGE = 1, 2  # flags of renameat2
+_HERE = -100  # its AT_FDCWD
+_NO_SUCH_RENAME = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
+"""What kernels and file systems say that have none with flags."""
+
+
+def is_staged(name: str) -> bool:
+    """Whether `name` is that of a folder that is being written, or was when its process ended."""
+    return _STAGED.fullmatch(name) is not None
+
+
+@contextlib.contextmanager
+def staged_folder(
+    target: Path,
+    force: bool = False,
+    replaceable: Callable[[Path], bool] = lambda folder: True,
+    kind: str = "folder",
+    keep: Callable[[], Iterable[str]] = tuple,
+) -> Iterator[Path]:
+    """A new folder that takes the place of `target` when the block ends, and vanishes if it fails.
+
+    Files and folders in it get the modes that the umask gives.
+
+    Args:
+        target: Where the folder goes.
+        force: Replace what is there.
+        replaceable: Whether a folder with content is one that `force` may delete.
+        kind: What such folders are, for messages.
+        keep: Gives the entries of the folder that was there which move into the new one, unless that has them.
+
+    Raises:
+        PackageError: `target` exists without `force`, or is not replaceable; another process is writing it; the disk is full, or the
+            place may not be written.
+    """
+    target = Path(os.path.abspath(target))
+    with _explained(target):
+        if target.parent.is_dir():
+            with _locked(target.parent):
+                sweep(target.parent)  # first: it brings back what was moved aside
+        _check_target(target, force, replaceable, kind)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _staging(target) as staging:
+            yield staging
+            set_modes(staging)
+            with _locked(target.parent):
+                _check_target(target, force, replaceable, kind)  # somebody may have made it meanwhile
+                (staging / ALIVE).unlink(missing_ok=True)
+                _put(staging, target, keep())
+
+
+@contextlib.contextmanager
+def staged_files(folder: Path) -> Iterator[Path]:
+    """A new folder whose files take the places of those of their names in the existing `folder` when the block ends.
+
+    Raises:
+        PackageError: As `staged_folder`.
+    """
+    folder = Path(os.path.abspath(folder))
+    with _explained(folder), _staging(folder / "files", alone=False) as staging:
+        yield staging
+        set_modes(staging)
+        for path in sorted(staging.iterdir()):
+            if path.name != ALIVE:
+                path.replace(folder / path.name)
+
+
+def sweep(parent: Path) -> None:
+    """Remove from `parent` what killed processes left there; bring back what one had moved aside. Under the parent's lock."""
+    if fcntl is None:
+        return
+    for path in sorted(parent.glob(".*.staged")) + sorted(parent.glob(".*.old")):
+        match = _STAGED.fullmatch(path.name)
+        if match is None or path.is_symlink() or not path.is_dir():
+            continue
+        if match["kind"] == "old" and not (parent / match["name"]).exists():
+            path.rename(parent / match["name"])
+        elif match["kind"] == "old" or _lives(path) is False:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def set_modes(folder: Path) -> None:
+    """Give everything in `folder` the mode that the umask gives new files; libraries make some readable by their owner alone."""
+    umasked = folder.stat().st_mode & 0o777  # of a folder made a moment ago
+    for path in folder.rglob("*"):
+        if path.is_symlink():
+            continue
+        mode = path.stat().st_mode
+        executable = path.is_dir() or mode & 0o100
+        path.chmod(mode & ~0o777 | umasked & (0o777 if executable else 0o666))
+
+
+@contextlib.contextmanager
+def _staging(target: Path, alone: bool = True) -> Iterator[Path]:
+    """A new folder beside `target`, held as long as this process lives, and removed at the end where it still is."""
+    staging = target.with_name(f".{target.name}.{secrets.token_hex(6)}.staged")
+    with _locked(target.parent):
+        sweep(target.parent)
+        others = [p for p in target.parent.glob(".*.staged") if _name(p) == target.name and _lives(p)]
+        if alone and others:
+            raise PackageError(
+                f"another process is writing {target} (into {others[0].name}). Wait until it is done, or choose another folder."
+            )
+        staging.mkdir()
+        held = _hold(staging)
+    try:
+        yield staging
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+        if held is not None:
+            os.close(held)
+
+
+def _name(path: Path) -> str:
+    match = _STAGED.fullmatch(path.name)
+    return match["name"] if match else ""
+
+
+def _check_target(target: Path, force: bool, replaceable: Callable[[Path], bool], kind: str) -> None:
+    if not target.exists():
+        return
+    if not force:
+        raise PackageError(f"{target} exists. Choose another folder, or replace it with --force.")
+    if not target.is_dir():
+        raise PackageError(f"{target} is a file, not a folder. Choose another place for the package.")
+    if any(target.iterdir()) and not replaceable(target):
+        # It may be the model itself, a home or the working directory.
+        raise PackageError(f"{target} is no {kind}, so --force does not delete it. Choose another folder.")
+
+
+@contextlib.contextmanager
+def _explained(target: Path) -> Iterator[None]:
+    """Turn what the operating system says of a full or unwritable place into a PackageError."""
+    try:
+        yield
+    except OSError as error:
+        free = shutil.disk_usage(target.parent).free >> 20 if target.parent.is_dir() else 0
+        # NumPy reports a short write without an errno.
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) or (error.errno is None and free < 64):
+            raise PackageError(
+                f"the disk of {target.parent} is full ({free} MiB free); nothing was left there. Free space or choose another folder."
+            ) from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+            raise PackageError(
+                f"cannot write {target}: {error.strerror}. Choose a folder that you may write."
+            ) from error
+        raise
+
+
+@contextlib.contextmanager
+def _locked(parent: Path) -> Iterator[None]:
+    """Hold the lock under which staged folders in `parent` are made, put in place and swept; none where the file system has no locks."""
+    if fcntl is None:
+        yield
+        return
+    handle = os.open(parent, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _hold(staging: Path) -> int | None:
+    """Lock the file by which others see that this process lives."""
+    if fcntl is None:
+        return None
+    handle = os.open(staging / ALIVE, os.O_RDWR | os.O_CREAT, 0o600)
+    with contextlib.suppress(OSError):
+        fcntl.flock(handle, fcntl.LOCK_EX)
+    return handle
+
+
+def _lives(staging: Path) -> bool | None:
+    """Whether the maker of a staged folder lives; None where that cannot be told."""
+    try:
+        handle = os.open(staging / ALIVE, os.O_RDWR)
+    except FileNotFoundError:
+        return False  # killed at one end of its life
+    except OSError:
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    finally:
+        os.close(handle)
+
+
+def _put(staging: Path, target: Path, keep: Iterable[str]) -> None:
+    """Move `staging` to `target` in one step; what was there lies at `staging` afterwards, or is gone, but for what is kept."""
+    if _rename(staging, target, _EXCHANGE if target.exists() else _NO_REPLACE):
+        _bring(staging, target, keep)
+        return
+    if not target.exists():
+        staging.rename(target)
+        return
+    # Two steps: a process killed between them leaves the old folder under a name that the next one brings back.
+    aside = staging.with_suffix(".old")
+    target.rename(aside)
+    try:
+        staging.rename(target)
+    except BaseException:
+        aside.rename(target)
+        raise
+    _bring(aside, target, keep)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _bring(old: Path, new: Path, names: Iterable[str]) -> None:
+    for name in names:
+        if (old / name).exists() and not (new / name).exists():
+            (old / name).rename(new / name)
+
+
+def _rename(source: Path, target: Path, flags: int) -> bool:
+    """renameat2; False where kernel, library or file system have none.
+
+    Raises:
+        OSError: It failed for another reason.
+    """
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if os.name == "posix" else None
+    if call is None:
+        return False
+    if call(_HERE, os.fsencode(source), _HERE, os.fsencode(target), flags) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in _NO_SUCH_RENAME:
+        return False
+    raise OSError(number, os.strerror(number), str(target))

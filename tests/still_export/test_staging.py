@@ -1,0 +1,157 @@
+"""Folders that take their place in one step: killed at every point, by two processes at once, with every umask."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from still_export.errors import PackageError
+from still_export.package import staging
+from still_export.package.staging import staged_files, staged_folder
+
+KILLED = """
+import os, signal, shutil, sys
+from pathlib import Path
+from still_export.package import staging
+
+def kill(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def at(number, function):
+    calls = []
+    def counted(*arguments, **options):
+        calls.append(0)
+        return kill() if len(calls) == number else function(*arguments, **options)
+    return counted
+
+target, point, exchange = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "exchange"
+if not exchange:
+    staging._rename = lambda *_: False
+if point == "modes":
+    staging.set_modes = kill
+if point == "before":
+    staging._put = kill
+if point == "between":
+    Path.rename = at(2, Path.rename)
+if point == "after":
+    staging.shutil.rmtree = kill
+with staging.staged_folder(target, force=True) as folder:
+    (folder / "file").write_text("new")
+    if point == "block":
+        kill()
+"""
+
+
+def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+
+
+def make(target: Path, text: str = "old") -> Path:
+    with staged_folder(target) as folder:
+        (folder / "file").write_text(text)
+    return target
+
+
+@pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two renames"])
+@pytest.mark.parametrize("point", ["block", "modes", "before", "between", "after"])
+@pytest.mark.parametrize("old", [True, False])
+def test_a_kill_loses_nothing_and_leaves_nothing(tmp_path: Path, point: str, old: bool, exchange: bool) -> None:
+    target = tmp_path / "p"
+    if old:
+        make(target)
+    done = run(KILLED, str(target), point, "exchange" if exchange else "no")
+    happens = old or point != "between"  # one rename suffices where nothing was there
+    happens = happens and not (exchange and point == "between")
+    assert done.returncode == (-signal.SIGKILL if happens else 0), done.stderr
+    replaced = not happens or point == "after"
+    make(tmp_path / "other")  # the next export into the same parent
+    left = {p.name for p in tmp_path.iterdir()}
+    assert left == {"other"} | ({"p"} if old or replaced else set())
+    if "p" in left:
+        assert (target / "file").read_text() == ("new" if replaced else "old")
+
+
+def test_the_second_of_two_exports_into_one_folder_is_refused(tmp_path: Path) -> None:
+    hold = (
+        "import sys; from pathlib import Path; from still_export.package.staging import staged_folder\n"
+        "with staged_folder(Path(sys.argv[1])): print('in', flush=True); sys.stdin.readline()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", hold, tmp_path / "p"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as first:
+        assert first.stdout and first.stdin and first.stdout.readline() == "in\n"
+        with (
+            pytest.raises(PackageError, match=r"another process is writing .*/p \(into"),
+            staged_folder(tmp_path / "p"),
+        ):
+            pass
+        make(tmp_path / "other")
+        assert len([p for p in tmp_path.iterdir() if staging.is_staged(p.name)]) == 1  # swept is what is dead
+        first.stdin.write("\n")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["other", "p"]
+
+
+def test_a_folder_made_meanwhile_is_kept(tmp_path: Path) -> None:
+    with pytest.raises(PackageError, match="exists"), staged_folder(tmp_path / "p") as folder:
+        (folder / "file").write_text("new")
+        (tmp_path / "p").mkdir()
+        (tmp_path / "p" / "mine").touch()
+    assert [p.name for p in (tmp_path / "p").iterdir()] == ["mine"]
+    assert [p.name for p in tmp_path.iterdir()] == ["p"]
+
+
+def test_folders_of_others_are_not_swept(tmp_path: Path) -> None:
+    names = [".p.staged", ".p.0123456789ab.stage", ".p.xyz.staged", ".hidden", "p.0123456789ab.staged"]
+    for name in names:
+        (tmp_path / name).mkdir()
+    make(tmp_path / "p")
+    assert {p.name for p in tmp_path.iterdir()} == {*names, "p"}
+
+
+@pytest.mark.parametrize(
+    "umask, folder_mode, file_mode", [(0o022, 0o755, 0o644), (0o002, 0o775, 0o664), (0o077, 0o700, 0o600)]
+)
+def test_modes_are_the_umasks(tmp_path: Path, umask: int, folder_mode: int, file_mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        with staged_folder(tmp_path / "p") as folder:
+            (folder / "sub").mkdir(mode=0o700)
+            for name, mode in (("private", 0o600), ("sub/open", 0o666), ("program", 0o700)):
+                (folder / name).touch()
+                (folder / name).chmod(mode)
+    finally:
+        os.umask(before)
+    modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in (tmp_path / "p").rglob("*")}
+    assert modes == {"sub": folder_mode, "private": file_mode, "open": file_mode, "program": folder_mode}
+    assert stat.S_IMODE((tmp_path / "p").stat().st_mode) == folder_mode
+
+
+def test_failed_replacement_keeps_the_old_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path / "p")
+
+    def fail(*_: object) -> bool:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(staging, "_rename", fail)
+    with pytest.raises(OSError, match="Input/output"), staged_folder(tmp_path / "p", force=True):
+        pass
+    assert (tmp_path / "p" / "file").read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["p"]
+
+
+def test_staged_files_replace_their_namesakes_alone(tmp_path: Path) -> None:
+    for name in ("kept", "replaced"):
+        (tmp_path / name).write_text("old")
+    with pytest.raises(RuntimeError), staged_files(tmp_path) as folder:
+        (folder / "replaced").write_text("half")
+        raise RuntimeError
+    with staged_files(tmp_path) as folder:
+        (folder / "replaced").write_text("new")
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"kept": "old", "replaced": "new"}

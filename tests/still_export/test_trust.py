@@ -1,0 +1,244 @@
+"""A package from a stranger: its native code is not loaded unasked, and nothing outside of it is opened, whatever its manifest says."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+
+from still_export.errors import PackageError
+from still_export.package import checked
+from still_export.package.checked import CheckError, external_files
+from still_export.package.folder import open_package
+from still_export.runners.ort import OrtModel, RunError
+from tests.still_export.conftest import Exporter
+
+PROMPT = ["--prompt-ids", "5,6,7", "--tokens", "3"]
+
+
+@pytest.fixture
+def package(export_tiny: Exporter, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(export_tiny().path, tmp_path / "package"))
+
+
+def edit(folder: Path, change: Any) -> None:
+    """Change the manifest as a stranger would, hashes of what is there included."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    change(manifest)
+    for name, entry in manifest["files"].items():
+        path = folder / name
+        if path.is_file() and not entry.pop("lie", False):
+            entry |= {"sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "size_bytes": path.stat().st_size}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> tuple[Path, Path]:
+    """A library that leaves a file behind when it is opened, and that file."""
+    if not shutil.which("gcc"):
+        pytest.skip("needs gcc")
+    trace = tmp_path / "trace"
+    source = tmp_path / "hostile.c"
+    source.write_text(
+        f'#include <stdio.h>\n__attribute__((constructor)) static void run(void) {{ fclose(fopen("{trace}", "w")); }}\n'
+        "void* RegisterCustomOps(void* o, void* b) { return 0; }\n"
+    )
+    library = tmp_path / "hostile.so"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source], check=True)
+    return library, trace
+
+
+def native(library: str) -> dict[str, str]:
+    return {"library": library, "system": platform.system(), "machine": platform.machine()}
+
+
+def everything(folder: Path) -> list[subprocess.CompletedProcess[str]]:
+    """The package through the command line and through its own runner."""
+    verb = [sys.executable, "-m", "still_export.cli.main"]
+    commands = [
+        [*verb, "run", str(folder), *PROMPT],
+        [*verb, "verify", str(folder), "--lengths", "3", "--decode-steps", "2", "-q"],
+        [*verb, "inspect", str(folder)],
+        [sys.executable, str(folder / "run_ort.py"), *PROMPT],
+    ]
+    return [subprocess.run(command, capture_output=True, text=True) for command in commands]
+
+
+def listed(manifest: dict[str, Any], name: str, library: Path) -> None:
+    content = library.read_bytes()
+    manifest["files"][name] = {"sha256": hashlib.sha256(content).hexdigest(), "size_bytes": len(content)}
+
+
+@pytest.mark.parametrize("lie", ["none", "unlisted", "absolute", "parent", "link", "digest", "linked folder"])
+def test_a_strangers_library_is_not_loaded(package: Path, hostile: tuple[Path, Path], lie: str) -> None:
+    library, trace = hostile
+    name = {
+        "absolute": str(library),
+        "parent": "../hostile.so",
+        "linked folder": "sub/hostile.so",
+    }.get(lie, "libstill_onnxruntime.so")
+    if lie in ("none", "unlisted", "digest"):
+        shutil.copy(library, package / name)
+    if lie == "link":
+        (package / name).symlink_to(library)
+    if lie == "linked folder":
+        (package / "sub").symlink_to(library.parent)
+
+    def change(manifest: dict[str, Any]) -> None:
+        manifest["native"] = native(name)
+        if lie != "unlisted":
+            listed(manifest, name, library)
+        if lie == "digest":
+            manifest["files"][name] |= {"sha256": "0" * 64, "lie": True}
+
+    edit(package, change)
+    done = everything(package)
+    assert not trace.exists()
+    for each in done:
+        assert "Traceback" not in each.stderr
+        if lie == "none" or (lie == "digest" and "inspect" in each.args):  # which opens the graph alone
+            assert each.returncode == 0, each.stderr
+        else:
+            assert each.returncode == 2 and len(each.stderr.strip().splitlines()) == 1, each.stderr
+    if lie == "none":
+        assert "was not built on this machine" in done[0].stderr and "running without it" in done[3].stderr
+
+
+def test_the_user_says_so_once(package: Path, hostile: tuple[Path, Path]) -> None:
+    library, trace = hostile
+    shutil.copy(library, package / "kernel.so")
+
+    def change(manifest: dict[str, Any]) -> None:
+        manifest["native"] = native("kernel.so")
+        listed(manifest, "kernel.so", library)
+
+    edit(package, change)
+    verb = [sys.executable, "-m", "still_export.cli.main", "run", str(package), *PROMPT]
+    subprocess.run([*verb, "--trust-native"], capture_output=True)
+    assert trace.exists()
+    trace.unlink()
+    subprocess.run(verb, capture_output=True)  # remembered
+    assert trace.exists()
+    trace.unlink()
+    with (package / "kernel.so").open("ab") as file:
+        file.write(b"other")
+    edit(package, lambda manifest: None)
+    subprocess.run(verb, capture_output=True)
+    assert not trace.exists()
+
+
+def test_trusted_list_that_cannot_be_written_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "file"))
+    checked.trust(tmp_path / "file")
+    assert "stays untrusted" in capsys.readouterr().err
+
+
+def refused(folder: Path, match: str) -> None:
+    for opened in (lambda: open_package(folder), lambda: OrtModel(folder, threads=1)):
+        with pytest.raises((PackageError, RunError), match=match):
+            opened()
+
+
+def test_weights_must_be_listed_and_inside(package: Path) -> None:
+    graph = onnx.load(package / "model.onnx", load_external_data=False)
+    for name, match in (("other.data", "other.data"), ("../other.data", "no file inside|not list")):
+        for tensor in graph.graph.initializer:
+            for entry in tensor.external_data:
+                if entry.key == "location":
+                    entry.value = name
+        onnx.save(graph, package / "model.onnx")
+        shutil.copy(package / "model.onnx.data", package / name)
+        edit(package, lambda manifest: None)
+        refused(package, match)
+
+
+def test_links_and_unlisted_files(package: Path) -> None:
+    (package / "model.onnx.data").rename(package.parent / "weights")
+    (package / "model.onnx.data").symlink_to(package.parent / "weights")
+    refused(package, "symbolic link")
+    (package / "model.onnx.data").unlink()
+    os.link(package.parent / "weights", package / "model.onnx.data")
+    open_package(package)
+    edit(package, lambda manifest: manifest["files"].pop("model.onnx.data"))
+    refused(package, "model.onnx.data' ?, which the manifest does not list|model.onnx.data is not listed")
+
+
+def test_weights_that_changed_are_noticed_unless_told_not_to(package: Path) -> None:
+    data = bytearray((package / "model.onnx.data").read_bytes())
+    data[100] ^= 1
+    (package / "model.onnx.data").write_bytes(data)
+    refused(package, "model.onnx.data is not the file that was exported: its SHA-256")
+    OrtModel(package, threads=1, check=False)
+
+
+@pytest.mark.parametrize(
+    "field, value, match",
+    [
+        ("capacity.capacity_tokens", 4096, "capacity is .*4096"),
+        ("capacity.bounded", False, "capacity is .*false"),
+        ("model.vocab_size", 60, "model.vocab_size is 60, in model.onnx it is 61"),
+        ("states", [], "states is without"),
+    ],
+)
+def test_the_graph_knows_better(package: Path, field: str, value: Any, match: str) -> None:
+    def change(manifest: dict[str, Any]) -> None:
+        *path, name = field.split(".")
+        table = manifest
+        for part in path:
+            table = table[part]
+        table[name] = value
+
+    edit(package, change)
+    with pytest.raises(RunError, match=match):
+        OrtModel(package, threads=1)
+
+
+def test_external_files_finds_every_tensor_of_a_model() -> None:
+    """In initializers, constants of nodes, branches and functions; whatever the order of fields."""
+
+    def tensor(name: str) -> onnx.TensorProto:
+        made = onnx.TensorProto(name=name, data_type=1, dims=[1], data_location=onnx.TensorProto.EXTERNAL)
+        made.external_data.add(key="location", value=name)
+        made.external_data.add(key="offset", value="0")
+        return made
+
+    def constant(name: str) -> onnx.NodeProto:
+        return onnx.helper.make_node("Constant", [], [name], value=tensor(name))
+
+    branch = onnx.helper.make_graph([constant("branch")], "b", [], [])
+    node = onnx.helper.make_node("If", ["c"], ["y"], then_branch=branch, else_branch=branch)
+    sparse = onnx.helper.make_node("Constant", [], ["s"])
+    sparse.attribute.add(name="sparse_value", type=11).sparse_tensor.values.CopyFrom(tensor("sparse"))
+    graph = onnx.helper.make_graph([node, constant("node"), sparse], "location of nothing", [], [], [tensor("weights")])
+    function = onnx.helper.make_function("d", "f", [], ["z"], [constant("function")], [])
+    model = onnx.helper.make_model(graph, functions=[function])
+    data = model.SerializeToString()
+    assert external_files(data, "m") == {"branch", "node", "sparse", "weights", "function"}
+    # Length and order as another writer may have them.
+    plain = b"\x0a\x08location\x12\x07weights"
+    assert data.count(plain) == 1
+    turned = b"\x12\x07weights\x0a\x08location"
+    assert "weights" in external_files(data.replace(plain, turned), "m")
+    for cut in range(1, len(data), 7):
+        try:
+            external_files(data[:cut], "m")
+        except CheckError:
+            pass
+
+
+@pytest.mark.parametrize("name", ["", "/etc/passwd", "../x", "a/../b", "a//b", "./a", "a\\b", "C:x", "a\0b"])
+def test_names_that_lead_out_are_refused(name: str) -> None:
+    with pytest.raises(CheckError, match="no file inside"):
+        checked.check_name(name, "m")

@@ -1,0 +1,44 @@
+"""The kernels of still::Attention ahead of time: every architecture, every dtype, the largest head size. No GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton")
+
+from still_kernels import aot
+from still_kernels.attention.variants import KERNELS, Variant
+from still_kernels.tile import SHARED_BYTES
+
+
+def compiled(variant: Variant, arch: int, folder: object, monkeypatch: pytest.MonkeyPatch) -> dict:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    entry, cubins = aot.compile_variant("Attention", variant, arch)
+    assert set(entry["kernels"]) == set(KERNELS.functions()) == {"attend", "decode"}
+    for kernel in entry["kernels"].values():
+        assert kernel["shared_bytes"] <= SHARED_BYTES[arch]
+        assert cubins[kernel["cubin"]][:4] == b"\x7fELF"
+    return entry
+
+
+@pytest.mark.parametrize("packed", [0, 1])
+def test_one_architecture(packed: int, tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = compiled(Variant(head_dim=64, count_dtype="int32", packed=packed), 90, tmp_path, monkeypatch)
+    names = {a["name"] for a in entry["kernels"]["decode"]["args"]}
+    assert ("query_start" in names, "new_tokens" in names) == (bool(packed), not packed)
+    counts = {a["name"]: a["element"] for a in entry["kernels"]["attend"]["args"] if a["type"] == "ptr"}
+    assert counts["past_length"] == "i32"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", aot.ARCHS)
+def test_every_architecture(arch: str, tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variant in (
+        Variant(),
+        Variant("float16", 64),
+        Variant("float32", 128),
+        Variant("float32", 256),
+        Variant("bfloat16", 256),
+    ):
+        compiled(variant, aot.parse_arch(arch), tmp_path, monkeypatch)

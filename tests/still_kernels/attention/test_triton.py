@@ -1,0 +1,127 @@
+"""The Triton kernels of still::Attention against the definition: in the interpreter here, compiled on a GPU."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from still_graphs.errors import UnsupportedError
+from still_kernels.op_kernels import kernels_of
+from still_kernels.plan import Call
+from tests.tolerances import REFERENCE
+
+pytest.importorskip("triton")
+triton_cases = pytest.importorskip("tests.still_kernels.attention.triton_cases")
+SCRIPT = Path(__file__).with_name("triton_cases.py")
+FAST = ("prefill", "decode", "some tokens", "ragged splits", "packed")
+"""Cases of the fast run: both kernels, both merges, every way into the cache."""
+
+
+@functools.cache
+def interpreted(names: tuple[str, ...], kind: str = "float32") -> dict[str, dict[str, float]]:
+    """Errors of cases, from two processes that run the kernels in Triton's interpreter."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(SCRIPT), kind, *names[part::2]],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for part in range(2 if len(names) > 1 else 1)
+    ]
+    results: dict[str, dict[str, float]] = {}
+    for process in processes:
+        out, err = process.communicate(timeout=1200)
+        assert process.returncode == 0, err[-3000:]
+        results |= json.loads(out)
+    return results
+
+
+def check(errors: dict[str, float], dtype: torch.dtype) -> None:
+    """The cache is copied, so exact; the output within tolerance."""
+    assert errors["key"] == errors["value"] == 0.0
+    assert errors["output"] <= REFERENCE[dtype]
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_interpreter(name: str) -> None:
+    check(interpreted(FAST)[name], torch.float32)
+
+
+@pytest.mark.parametrize("name", ("decode", "packed"))
+def test_programs_may_run_in_any_order(name: str) -> None:
+    check(interpreted(("decode", "packed"), "shuffled")[name], torch.float32)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ("some tokens", "ragged splits"))
+def test_interpreter_in_16_bits(name: str, dtype: str) -> None:
+    check(interpreted(("some tokens", "ragged splits"), dtype)[name], getattr(torch, dtype))
+
+
+def test_what_has_no_place() -> None:
+    """A row that outgrows the state gets NaN for the tokens without a place; garbage writes nowhere."""
+    interpreted((), "beyond")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n in triton_cases.CASES if n not in FAST])
+def test_interpreter_rest(name: str) -> None:
+    check(interpreted(tuple(n for n in triton_cases.CASES if n not in FAST))[name], torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", list(triton_cases.CASES))
+def test_gpu(name: str, dtype: torch.dtype) -> None:
+    check(triton_cases.run_case(name, "cuda", dtype), dtype)
+
+
+@pytest.mark.gpu
+def test_gpu_what_has_no_place() -> None:
+    triton_cases.run_beyond("cuda")
+
+
+def test_plan_and_kernels_fit() -> None:
+    kernels_of("Attention").check()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "message"),
+    [({"D": 512}, "float16", "head_dim=512"), ({}, "float64", "dtype=float64")],
+    ids=str,
+)
+def test_refusals(sizes: dict[str, int], dtype: str, message: str) -> None:
+    """What no kernel covers, with what is covered."""
+    call = Call({"B": 1, "T": 1, "H": 4, "HK": 2, "D": 64, "N": 8, **sizes}, {}, {}, dtype=dtype)
+    assert [r for r in kernels_of("Attention").refusals(call) if message in r and "the kernels have" in r]
+
+
+def test_splits_follow_the_capacity_of_one_row() -> None:
+    """Few heads: the chip is filled; many: no more programs than that; never more than are merged together."""
+    op = kernels_of("Attention")
+    build = op.build(op.variant(), 90)
+
+    def splits(batch: int, rows: int) -> int:
+        sizes = {"B": batch, "T": 1, "H": 32, "HK": 8, "D": 128, "N": rows}
+        return op.plan.evaluate(Call(sizes, {}, build.plan_constants, dtype="bfloat16")).steps[0].grid[0]
+
+    assert [splits(1, 65536), splits(8, 65536), splits(64, 65536), splits(1, 200), splits(1, 0)] == [33, 5, 1, 2, 1]
+
+
+def test_unknown_device_is_refused() -> None:
+    from still_kernels.attention import AttentionState
+    from still_kernels.attention.launch import triton_attention
+
+    x = torch.zeros(1, 1, 2, 16)
+    with pytest.raises(UnsupportedError, match="device 'cpu'"):
+        triton_attention(x, x, x, AttentionState.empty(1, 2, 16, 4))

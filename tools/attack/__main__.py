@@ -1,0 +1,58 @@
+"""Attacks on still-export: damaged inputs, killed processes, hostile libraries, fuzzed native code; with seeds, so that each repeats.
+
+python tools/attack damage --count 2000       # packages, models, adapters, tokenizers, over every verb and run_ort.py
+python tools/attack kills --count 100         # export, export --force, linearize, verify
+python tools/attack libraries                 # native code that nobody asked for
+python tools/attack fuzz --seconds 3600       # each target of plugins/fuzz, under the sanitizers
+python tools/attack all                       # a few of each
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(Path(__file__).resolve().parent)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("attack", choices=("damage", "kills", "libraries", "fuzz", "all"))
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--first", type=int, default=0, help="number of the first case")
+    parser.add_argument("--count", type=int, default=50, help="cases, or kills of each verb")
+    parser.add_argument("--seconds", type=float, default=10, help="of each fuzz target")
+    parser.add_argument("--model", type=Path, default=ROOT / "assets/small", help="STILL model to damage")
+    parser.add_argument("--work", type=Path, help="folder for inputs, kept; default: a temporary one")
+    parser.add_argument("--log", type=Path, help="file for a line of JSON per case")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="still-attack-") as temporary:
+        work = (options.work or Path(temporary)).resolve()
+        good = True
+        if options.attack in ("damage", "all"):
+            import damage
+
+            found = damage.attack(
+                work / "damage", options.model, options.seed, options.first, options.count, options.log
+            )
+            good &= set(found) <= {"refused", "answered"}
+        if options.attack in ("kills", "all"):
+            import kills
+
+            good &= kills.attack(work / "kills", options.model, options.seed, options.count)
+        if options.attack in ("libraries", "all"):
+            import libraries
+
+            good &= libraries.attack(work / "libraries", options.model)
+        if options.attack in ("fuzz", "all"):
+            import fuzz
+
+            good &= fuzz.attack(options.seconds, options.seed)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
