@@ -1,5 +1,6 @@
 // Stands for TensorRT: loads a plugin library and calls it in the order in which a builder and a runtime do. Prints what came back.
-// Usage: fake_host LIBRARY ATTRIBUTE... with attributes as name=i:4, name=f:0.5, name=s:text; LD_LIBRARY_PATH names the stand-in for libcuda.
+// Usage: fake_host LIBRARY OP ATTRIBUTE... with attributes as name=i:4, name=f:0.5, name=s:text; LD_LIBRARY_PATH names the stand-in for
+// libcuda.
 #include <NvInfer.h>
 
 #include <dlfcn.h>
@@ -56,7 +57,9 @@ struct Given
     PluginFieldCollection collection() const { return {static_cast<int32_t>(fields.size()), fields.data()}; }
 };
 
-// A call of batch 2 without window_factor and salient_score: H 6, HK 3, D 64, P 48, C 32, N 80.
+// A call of batch 2, of HybridAttention without window_factor and salient_score: H 6, HK 3, D 64, P 48, C 32, N 80.
+std::string gOp;
+
 struct Shape
 {
     DataType type;
@@ -74,15 +77,20 @@ std::vector<Shape> inputs(int tokens)
     auto const heads = [&](int count) {
         return Shape{h, gFlat ? std::vector<int>{2, tokens, count * 64} : std::vector<int>{2, tokens, count, 64}};
     };
+    if (gOp == "Attention")
+        return {heads(6), heads(3), heads(3), {i, {2}}, {i, {2}}, {h, {2, 3, 400, 64}}, {h, {2, 3, 400, 64}}};
     return {heads(6), heads(3), heads(3), heads(6), {h, {6, 48, 64}}, {h, {6, 48, 64}}, {i, {2}}, {i, {2}}, {h, {2, 3, 64, 64}},
         {h, {2, 3, 64, 64}}, {f, {2, 6, 64}}, {h, {2, 6, 80, 64}}, {h, {2, 6, 80, 64}}, {f, {2, 6, 96, 64}}, {f, {2, 6, 96}}};
 }
+
+// Place of the first state among the inputs.
+int first_state() { return gOp == "Attention" ? 5 : 8; }
 
 std::vector<Shape> outputs(int tokens)
 {
     auto shapes = inputs(tokens);
     std::vector<Shape> result{shapes[0]};
-    result.insert(result.end(), shapes.begin() + 8, shapes.end());
+    result.insert(result.end(), shapes.begin() + first_state(), shapes.end());
     return result;
 }
 
@@ -161,12 +169,23 @@ struct Pointers
         for (size_t i = 0; i < inputs(1).size(); ++i)
             in.push_back(reinterpret_cast<void const*>(0x1000 * (i + 1)));
         for (size_t i = 0; i < outputs(1).size(); ++i)
-            out.push_back(reinterpret_cast<void*>(i ? 0x1000 * (i + 8) : 0x900000));
+            out.push_back(reinterpret_cast<void*>(i ? 0x1000 * (i + static_cast<size_t>(first_state())) : 0x900000));
     }
 };
 
 alignas(16) std::array<char, 64> gBuilder{};
 IExprBuilder& builder() { return *reinterpret_cast<IExprBuilder*>(gBuilder.data()); }
+
+// The creator of the op that was asked for.
+template <typename Creator, typename Interface>
+Creator* named(Interface* const* creators, int32_t& count)
+{
+    for (int32_t i = 0; i < count; ++i)
+        if (auto* const creator = static_cast<Creator*>(creators[i]); gOp == creator->getPluginName())
+            return creator;
+    require(false, "a creator of the op");
+    return nullptr;
+}
 
 class Logger final : public ILogger
 {
@@ -187,7 +206,7 @@ void run(void* library, PluginFieldCollection const& fields)
     auto const get = reinterpret_cast<IPluginCreatorInterface* const* (*) (int32_t&)>(dlsym(library, "getCreators"));
     require(get != nullptr, "getCreators");
     int32_t count = 0;
-    auto* const creator = static_cast<IPluginCreatorV3One*>(get(count)[0]);
+    auto* const creator = named<IPluginCreatorV3One>(get(count), count);
     std::printf("creator %d %s %s %s fields %d\n", count, creator->getPluginNamespace(), creator->getPluginName(),
         creator->getPluginVersion(), creator->getFieldNames()->nbFields);
     auto* made = creator->createPlugin("node", &fields, TensorRTPhase::kBUILD);
@@ -254,7 +273,7 @@ void run(void* library, PluginFieldCollection const& fields)
     auto const get = reinterpret_cast<IPluginCreator* const* (*) (int32_t&)>(dlsym(library, "getPluginCreators"));
     require(get != nullptr, "getPluginCreators");
     int32_t count = 0;
-    auto* const creator = get(count)[0];
+    auto* const creator = named<IPluginCreator>(get(count), count);
     std::printf("creator %d %s %s %s fields %d\n", count, creator->getPluginNamespace(), creator->getPluginName(),
         creator->getPluginVersion(), creator->getFieldNames()->nbFields);
     auto* made = static_cast<IPluginV2DynamicExt*>(creator->createPlugin("node", &fields));
@@ -321,7 +340,8 @@ int main(int argc, char** argv)
     require(library != nullptr, "dlopen");
     reinterpret_cast<void (*)(ILoggerFinder*)>(dlsym(library, "setLoggerFinder"))(&gFinder);
     Given given;
-    for (int i = 2; i < argc; ++i)
+    gOp = argv[2];
+    for (int i = 3; i < argc; ++i)
     {
         if (std::string(argv[i]) == "flat")
             gFlat = true;
@@ -334,12 +354,12 @@ int main(int argc, char** argv)
     auto const get = reinterpret_cast<IPluginCreatorInterface* const* (*) (int32_t&)>(dlsym(library, "getCreators"));
     int32_t count = 0;
     auto const fields = given.collection();
-    require(!static_cast<IPluginCreatorV3One*>(get(count)[0])->createPlugin("node7", &fields, TensorRTPhase::kBUILD), "missing attribute refused");
+    require(!named<IPluginCreatorV3One>(get(count), count)->createPlugin("node7", &fields, TensorRTPhase::kBUILD), "missing attribute refused");
 #else
     auto const get = reinterpret_cast<IPluginCreator* const* (*) (int32_t&)>(dlsym(library, "getPluginCreators"));
     int32_t count = 0;
     auto const fields = given.collection();
-    require(!get(count)[0]->createPlugin("node7", &fields), "missing attribute refused");
+    require(!named<IPluginCreator>(get(count), count)->createPlugin("node7", &fields), "missing attribute refused");
 #endif
     void* const driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
     require(driver != nullptr, "the stand-in for libcuda");

@@ -10,12 +10,16 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from still_export.export.plugins import INCLUDE_VARIABLE
+from still_export.export.plugins import INCLUDE_VARIABLE, pack_archive
+from still_graphs.ops import OPS, OpSpec
+from still_graphs.ops.attention import ATTENTION
 from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
-from tests.plugins.core_abi import write_archive
+from still_kernels.attention.variants import KERNELS as ATTENTION_KERNELS
+from tests.plugins.core_abi import Recorder, write_archive
 from tests.plugins.test_core import ABSENT, ATTRIBUTES, ROOT, absent_mask, variant
 
 FOLDERS = [p for p in os.environ.get(INCLUDE_VARIABLE, "").split(os.pathsep) if p]
@@ -27,9 +31,36 @@ pytestmark = [
 ]
 
 
+KINDS = {int: "i", float: "f", str: "s"}
+
+
+def attention_archive(folder: Path) -> Path:
+    """An archive of still::Attention with a variant whose cubins are text."""
+    build = ATTENTION_KERNELS.build(ATTENTION_KERNELS.variant(), 90)
+    kernels = {
+        name: {
+            "symbol": f"{name}_kernel",
+            "threads": 128,
+            "num_warps": 4,
+            "shared_bytes": 1000,
+            "trailing_null_pointers": 2,
+            "args": [{"name": n, "type": kind} for n, kind in arguments],
+        }
+        for name, arguments in {
+            "attend": [("query", "ptr"), ("present_key", "ptr"), ("output", "ptr"), ("T", "i32"), ("scale", "f32")],
+            "decode": [("present_value", "ptr"), ("part_acc", "ptr"), ("counters", "ptr"), ("NS", "i32"), ("N", "i32")],
+        }.items()
+    }
+    key = {"dtype": "float16", "head_dim": 64, "count_dtype": "int32", "packed": 0}
+    entry = {"key": key, "arch": "sm_90", "constants": build.plan_constants, "kernels": kernels}
+    write_archive(folder, [entry], op="still::Attention", plan=ATTENTION_KERNELS.plan.data)
+    return folder
+
+
 @pytest.mark.parametrize("include", FOLDERS)
-def test_adapter(include: str, recorder: object, tmp_path: Path) -> None:
-    archive = write_archive(tmp_path / "archive", [variant()])
+def test_adapter(include: str, recorder: Recorder, tmp_path: Path) -> None:
+    write_archive(tmp_path / "hybrid", [variant()])
+    archive = pack_archive([tmp_path / "hybrid", attention_archive(tmp_path / "softmax")], tmp_path / "kernels.bin")
     configure = ["cmake", "-S", ROOT / "plugins", "-B", tmp_path / "build", "-DSTILL_WARNINGS_AS_ERRORS=ON"]
     options = [f"-DTENSORRT_INCLUDE_DIR={include}", f"-DSTILL_ARCHIVE={archive}", "-DSTILL_RUNNER=ON"]
     subprocess.run([*configure, *options], check=True, capture_output=True)
@@ -53,29 +84,46 @@ def test_adapter(include: str, recorder: object, tmp_path: Path) -> None:
     subprocess.run(["g++", *flags, "-o", host, source, "-ldl"], check=True)
     drivers = tmp_path / "drivers"
     drivers.mkdir()
-    shutil.copyfile(recorder.path, drivers / "libcuda.so.1")  # type: ignore[attr-defined]
-    kinds = {int: "i", float: "f", str: "s"}
-    values = {**ATTRIBUTES, "absent_inputs": absent_mask(ABSENT), "activation_type": "float16"}
-    arguments = [f"{name}={kinds[type(value)]}:{value}" for name, value in values.items()]
+    shutil.copyfile(recorder.path, drivers / "libcuda.so.1")
+
+    prefill = ("score", "select", *("features", "scan", "linear", "attend") * 2, "commit")
+    hybrid = {**ATTRIBUTES, "absent_inputs": absent_mask(ABSENT)}
+    # Shapes of output [B, T, H, D] and of the first state, by input and place; the latter too with heads side by side.
+    ring = ("0.0 1.2 8.2 0.3", "0.0 8.1 8.2 8.3")
+    check_op(host, libraries[0], drivers, HYBRID_ATTENTION, hybrid, ring, (*prefill, "decode"))
+    cache = ("0.0 1.2 5.2 0.3", "0.0 5.1 5.2 5.3")
+    check_op(host, libraries[0], drivers, ATTENTION, {"absent_inputs": 0}, cache, ("attend", "decode"))
+
+
+def check_op(
+    host: Path,
+    library: Path,
+    drivers: Path,
+    spec: OpSpec,
+    values: dict[str, Any],
+    states: tuple[str, str],
+    kernels: tuple[str, ...],
+) -> None:
+    """One op through the host: its shapes, and `kernels` launched by a call of 150 tokens and one of a single token."""
+    values = {**values, "activation_type": "float16"}
+    arguments = [f"{name}={KINDS[type(value)]}:{value}" for name, value in values.items()]
     both: list[list[str]] = []
-    environment = {"LD_LIBRARY_PATH": str(drivers)}
-    for flat in (False, True):
-        command = [host, libraries[0], *arguments, *["flat"] * flat]
-        ran = subprocess.run(command, capture_output=True, text=True, env=environment)
+    for flat, state in zip((False, True), states, strict=True):
+        command = [host, library, spec.name, *arguments, *["flat"] * flat]
+        ran = subprocess.run(command, capture_output=True, text=True, env={"LD_LIBRARY_PATH": str(drivers)})
         lines = ran.stdout.splitlines()
         assert ran.returncode == 0, ran.stdout + ran.stderr
-        assert lines[0] == f"creator 1 still HybridAttention 1 fields {len(HYBRID_ATTENTION.attributes) + 2}"
-        # output [B, T, H, D] as query; present_window_key [B, HK, 2*C, D] as the ring that came in, and so on
-        expected = ("0.0 0.1 0.2", "0.0 8.1 8.2 8.3") if flat else ("0.0 0.1 0.2 0.3", "0.0 1.2 8.2 0.3")
+        assert lines[0] == f"creator {len(OPS)} still {spec.name} 1 fields {len(spec.attributes) + 2}"
         assert [line for line in lines if line.startswith("shape")][:2] == [
-            f"shape {i}: {places}" for i, places in enumerate(expected)
+            f"shape 0: {'0.0 0.1 0.2' if flat else '0.0 0.1 0.2 0.3'}",
+            f"shape 1: {state}",
         ]
         assert lines.count("enqueue 0") == 2
         assert int(next(line for line in lines if line.startswith("workspace")).split()[1]) > 0
         launches = [line.split()[1] for line in lines if line.startswith("cuLaunchKernel")]
-        prefill = ("score", "select", *("features", "scan", "linear", "attend") * 2, "commit")
-        assert launches == [f"{k}_kernel" for k in (*prefill, "decode")]
+        assert launches == [f"{kernel}_kernel" for kernel in kernels]
         assert not [line for line in lines if line.startswith("cuMemcpyDtoD")], "past and present were one buffer"
-        assert "logged still: node node7: HybridAttention: the node lacks the attribute chunk_size" in ran.stdout
+        first = next(iter(values))
+        assert f"logged still: node node7: {spec.name}: the node lacks the attribute {first}" in ran.stdout
         both.append([line for line in lines if line.startswith(("workspace", "cuLaunch"))])
     assert both[0] == both[1], "the same launches, however heads lie"

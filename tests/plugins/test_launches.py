@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 import torch
 
 from still_export.export.plugins import pack_archive
-from still_graphs.ops import HYBRID_ATTENTION
+from still_graphs.ops import HYBRID_ATTENTION, OpSpec
 from still_kernels import aot, launcher
 from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState
 from still_kernels.hybrid_attention.variants import Variant
@@ -102,18 +104,38 @@ def call_tensors(case: Any, config: HybridAttentionConfig) -> dict[str, torch.Te
     return tensors | {"new_tokens": torch.empty(batch, dtype=count, device="meta")}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
-def test_the_core_mirrors_the_python_launcher(
-    case: Any, core: Core, recorder: Recorder, fake_compiler: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def mirror(
+    core: Core, recorder: Recorder, fake_compiler: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., None]:
+    """The comparison, for any op: see `compare`."""
+    return functools.partial(compare, core, recorder, tmp_path, monkeypatch)
+
+
+def compare(
+    core: Core,
+    recorder: Recorder,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    spec: OpSpec,
+    tensors: dict[str, torch.Tensor],
+    run: Callable[[torch.Tensor], None],
+    variant: Any,
+    attributes: dict[str, Any],
+    packed_tokens: int = 0,
 ) -> None:
-    batch, tokens, capacity, scope, overflow, gate, dtype, packed = case
-    config = config_of(scope, overflow, gate, capacity)
-    tensors = call_tensors(case, config)
-    names = [n for n in HYBRID_ATTENTION.input_names() if n in tensors] + [
+    """Record what `run` launches from Python and what the core launches for the same tensors, and compare.
+
+    Args:
+        tensors: Inputs of the call by the op's names, without data. `run` gets the output and makes the call.
+        variant: Of the kernels that serve it.
+        packed_tokens: The most tokens of a packed row, 0 where rows are padded.
+    """
+    names = [n for n in spec.input_names() if n in tensors] + [
         "query_start",
         "state_row",
         "max_tokens",
-    ] * bool(packed)
+    ] * bool(packed_tokens)
     at = {n: 0x100000 * (i + 1) for i, n in enumerate(names)} | {"output": 0x9000000}
 
     # Python: addresses of tensors that are no tensors of this machine, workspace one buffer behind the other
@@ -140,41 +162,28 @@ def test_the_core_mirrors_the_python_launcher(
     monkeypatch.setattr(launcher.Launcher, "launch", record)
     monkeypatch.setattr(launcher, "persistent_counters", lambda device, size: counters)
     monkeypatch.setattr(launcher, "arch_of", lambda device: 90)
-    states = {n.removeprefix("past_"): t for n, t in tensors.items() if n.startswith("past_")}
-    given = [tensors.get(n) for n in ("query", "key", "value", "gate", "feature_q_weight", "feature_k_weight")]
-    ragged = [tensors.get(n) for n in ("new_tokens", "query_start", "state_row")]
-    launch.launch_hybrid_attention(*given, config, HybridAttentionState(**states), output, batch, tokens, *ragged)
+    run(output)
 
     # C++: an archive whose index is real
-    variant = Variant(
-        dtype=NAMES[dtype],
-        head_dim=64,
-        chunk_size=64,
-        feature_rows=64,
-        gate=int(gate == "channel"),
-        select_scope=scope,
-        overflow=overflow,
-        count_dtype="int32",
-        packed=int(packed > 0),
-    )
-    index = aot.write_archive(tmp_path / "aot", [90], "HybridAttention", [variant])
-    core.call("still_add_archive", str(pack_archive([tmp_path / "aot"], tmp_path / "kernels.bin")).encode())
+    index = aot.write_archive(folder / "aot", [90], spec.name, [variant])
+    core.call("still_add_archive", str(pack_archive([folder / "aot"], folder / "kernels.bin")).encode())
     kernels = index["variants"][0]["kernels"]
     for kernel in kernels.values():
         signature = "".join(TYPES[a["type"]] for a in kernel["args"])
         recorder.arguments(kernel["symbol"], signature + "p" * kernel["trailing_null_pointers"])
-    optional = {t.name for t in HYBRID_ATTENTION.inputs if t.optional} | {"past_salient_score"}
-    absent = sum(1 << i for i, n in enumerate(HYBRID_ATTENTION.input_names()) if n in optional and n not in tensors)
-    op = core.op("HybridAttention", config.attributes(), absent, packed > 0)
+    absent = sum(1 << i for i, n in enumerate(spec.input_names()) if n not in tensors and n != "new_tokens")
+    op = core.op(spec.name, attributes, absent, packed_tokens > 0)
     assert op.names("input") == names
     inputs: list[Tensor] = [
-        ("int32", (tokens,)) if n == "max_tokens" else (NAMES[tensors[n].dtype], tuple(tensors[n].shape)) for n in names
+        ("int32", (packed_tokens,)) if n == "max_tokens" else (NAMES[tensors[n].dtype], tuple(tensors[n].shape))
+        for n in names
     ]
     op.prepare(inputs)
     outputs = [at[n.replace("present_", "past_")] for n in op.names("output")]
     op.launch([at[n] for n in names], outputs, workspace, 0)
 
     launches = recorder.launches()
+    assert expected
     assert [name for name, _ in launches] == [kernels[name]["symbol"] for name, _, _ in expected]
     for (name, grid, values), (_, fields) in zip(expected, launches, strict=True):
         assert fields["grid"] == ",".join(map(str, grid)), name
@@ -190,3 +199,29 @@ def test_the_core_mirrors_the_python_launcher(
         missing = {n for n, value in values.items() if isinstance(value, torch.Tensor)} - got.keys()
         assert not missing, f"{name} has pointers that the compiled kernel does not take: {missing}"
     assert used[0] <= op.workspace(inputs)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_the_core_mirrors_the_python_launcher(case: Any, mirror: Callable[..., None]) -> None:
+    batch, tokens, capacity, scope, overflow, gate, dtype, packed = case
+    config = config_of(scope, overflow, gate, capacity)
+    tensors = call_tensors(case, config)
+    states = {n.removeprefix("past_"): t for n, t in tensors.items() if n.startswith("past_")}
+    given = [tensors.get(n) for n in ("query", "key", "value", "gate", "feature_q_weight", "feature_k_weight")]
+    ragged = [tensors.get(n) for n in ("new_tokens", "query_start", "state_row")]
+
+    def run(output: torch.Tensor) -> None:
+        launch.launch_hybrid_attention(*given, config, HybridAttentionState(**states), output, batch, tokens, *ragged)
+
+    variant = Variant(
+        dtype=NAMES[dtype],
+        head_dim=64,
+        chunk_size=64,
+        feature_rows=64,
+        gate=int(gate == "channel"),
+        select_scope=scope,
+        overflow=overflow,
+        count_dtype="int32",
+        packed=int(packed > 0),
+    )
+    mirror(HYBRID_ATTENTION, tensors, run, variant, config.attributes(), tokens if packed else 0)

@@ -1,0 +1,60 @@
+"""The core launches of still::Attention what the Python launcher launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from still_graphs.ops.attention import ATTENTION
+from still_kernels.attention import AttentionState
+from still_kernels.attention.variants import Variant
+from tests.plugins.test_launches import NAMES, fake_compiler, mirror  # noqa: F401  # fixtures
+
+launch = pytest.importorskip("still_kernels.attention.launch")
+
+CASES = [
+    # batch, tokens, heads, rows of the state, dtype, tokens of packed rows together
+    (1, 1, 6, 4096, torch.float16, 0),
+    (8, 1, 6, 65536, torch.bfloat16, 0),
+    (1, 1, 2, 0, torch.float32, 0),
+    (2, 10, 6, 4096, torch.float16, 0),
+    (2, 11, 6, 4096, torch.float16, 0),
+    (1, 2048, 6, 65536, torch.float32, 0),
+    (3, 1, 6, 4096, torch.bfloat16, 2),
+    (3, 200, 6, 4096, torch.float16, 333),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_the_core_mirrors_the_python_launcher(case: Any, mirror: Callable[..., None]) -> None:  # noqa: F811
+    batch, tokens, heads, rows, dtype, packed = case
+    lead, count = ((packed,) if packed else (batch, tokens)), torch.int32
+
+    def made(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=kind, device="meta")
+
+    states = batch + 2 if packed else batch
+    tensors = {
+        "query": made(*lead, heads, 64),
+        "key": made(*lead, 2, 64),
+        "value": made(*lead, 2, 64),
+        "past_length": made(states, kind=count),
+        "past_key": made(states, 2, rows, 64),
+        "past_value": made(states, 2, rows, 64),
+    }
+    if packed:
+        tensors |= {"query_start": made(batch + 1, kind=count), "state_row": made(batch, kind=count)}
+    else:
+        tensors["new_tokens"] = made(batch, kind=count)
+    state = AttentionState(tensors["past_key"], tensors["past_value"], tensors["past_length"])
+    ragged = [tensors.get(n) for n in ("new_tokens", "query_start", "state_row")]
+
+    def run(output: torch.Tensor) -> None:
+        given = (tensors["query"], tensors["key"], tensors["value"])
+        launch.launch_attention(*given, state, output, batch, tokens, *ragged)
+
+    variant = Variant(dtype=NAMES[dtype], head_dim=64, count_dtype="int32", packed=int(packed > 0))
+    mirror(ATTENTION, tensors, run, variant, {}, tokens if packed else 0)
