@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Show the TensorRT numbers of docs/reference/targets.md again, on a GPU machine that reaches no registry and has little time.
+"""Show the TensorRT numbers of docs/notebook/tensorrt.md again, on a GPU machine that reaches no registry and has little time.
 
   python tools/prove_trt.py prepare OUT --model MODEL --include TENSORRT/include     # with PyTorch, no GPU
   python tools/prove_trt.py verified PLACE --deadline 300                            # with the GPU; the first three may run side by side

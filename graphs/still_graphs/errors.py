@@ -14,7 +14,7 @@ class ShapeError(StillExportError, ValueError):
 
 
 class CapacityError(StillExportError, ValueError):
-    """A sequence is longer than the state's salient cache covers and overflow is "error"."""
+    """A sequence is longer than its state has room for."""
 
 
 class UnsupportedError(StillExportError):

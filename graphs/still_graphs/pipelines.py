@@ -7,6 +7,16 @@ from dataclasses import dataclass
 
 import onnx
 
+from still_graphs.conditions import (
+    Condition,
+    known_ops,
+    no_functions,
+    no_int64_io,
+    no_still_nodes,
+    opset_at_most,
+    plugin_nodes,
+    without,
+)
 from still_graphs.errors import UnsupportedError
 from still_graphs.passes.add_greedy_token import add_greedy_token
 from still_graphs.passes.fix_shapes import fix_shapes
@@ -23,11 +33,16 @@ from still_graphs.passes.take_general_branches import take_general_branches
 
 @dataclass(frozen=True)
 class Step:
-    """One pass of a pipeline: `run` edits a model in place and counts its changes; `reason` says why the target needs it."""
+    """One pass of a pipeline: `run` edits a model in place and counts its changes; `reason` says why the target needs it.
+
+    `requires` and `ensures` hold before and after it (still_graphs.conditions); None: nothing beyond what all graphs have.
+    """
 
     run: Callable[[onnx.ModelProto], int]
     reason: str
     one_row: bool = False  # only for a model that is to run one row (sequence) at a time
+    requires: Condition | None = None
+    ensures: Condition | None = None
 
     @property
     def name(self) -> str:
@@ -60,14 +75,29 @@ TARGETS: dict[str, Target] = {
             plugins=True,
             dtypes=("float16", "bfloat16", "float32"),
             steps=(
-                Step(strip_functions, "the parser prefers a function over a plugin"),
+                Step(
+                    strip_functions,
+                    "the parser prefers a function over a plugin",
+                    requires=known_ops,
+                    ensures=no_functions,
+                ),
                 Step(fix_shapes, "8.6 reserves memory for dimensions that are left to be computed"),
                 Step(merge_projections, "engines whose weights can be replaced merge none of their own"),
                 Step(join_heads, "8.6 tries each part of a model in one layout instead of two", one_row=True),
                 Step(add_greedy_token, "greedy decoding stays on the device"),
-                Step(lower_opset, "TensorRT 8.6 reads opset 17, and so do all later versions"),
-                Step(lower_integers, "8.6 has no int64, and hosts bind int32 alike everywhere"),
-                Step(lower_plugin_nodes, "plugins get declared attributes, present inputs and int32 counts"),
+                Step(
+                    lower_opset,
+                    "TensorRT 8.6 reads opset 17, and so do all later versions",
+                    requires=no_functions,
+                    ensures=opset_at_most(17),
+                ),
+                Step(lower_integers, "8.6 has no int64, and hosts bind int32 alike everywhere", ensures=no_int64_io),
+                Step(
+                    lower_plugin_nodes,
+                    "plugins get declared attributes, present inputs and int32 counts",
+                    requires=known_ops,
+                    ensures=plugin_nodes,
+                ),
             ),
         ),
         Target(
@@ -75,11 +105,20 @@ TARGETS: dict[str, Target] = {
             plugins=False,
             dtypes=("float16", "bfloat16", "float32"),
             steps=(
-                Step(inline_functions, "TensorRT-RTX has no plugins"),
-                Step(take_general_branches, "its builder checks both branches of an If for every shape"),
-                Step(replace_nonzero, "TensorRT-RTX has no operator whose output size depends on data"),
+                Step(inline_functions, "TensorRT-RTX has no plugins", requires=known_ops, ensures=no_still_nodes),
+                Step(
+                    take_general_branches,
+                    "its builder checks both branches of an If for every shape",
+                    requires=no_functions,
+                    ensures=without("If"),
+                ),
+                Step(
+                    replace_nonzero,
+                    "TensorRT-RTX has no operator whose output size depends on data",
+                    ensures=without("NonZero"),
+                ),
                 Step(add_greedy_token, "greedy decoding stays on the device"),
-                Step(lower_integers, "hosts bind int32 alike everywhere"),
+                Step(lower_integers, "hosts bind int32 alike everywhere", ensures=no_int64_io),
             ),
         ),
     )
@@ -106,7 +145,7 @@ def run_pipeline(
         Changes by pass.
 
     Raises:
-        UnsupportedError: The target is unknown or cannot take the graph.
+        UnsupportedError: The target is unknown or cannot take the graph; the message names the pass.
     """
     if target not in TARGETS:
         raise UnsupportedError(f"target {target!r} has no pipeline; known: {', '.join(TARGETS)}.")
@@ -114,7 +153,19 @@ def run_pipeline(
     for step in TARGETS[target].steps:
         if step.one_row and not one_row:
             continue
-        counts[step.name] = step.run(model)
+        _demand(step.requires, model, f"before the pass {step.name}")
+        try:
+            counts[step.name] = step.run(model)
+        except UnsupportedError as error:
+            raise UnsupportedError(f"pass {step.name}: {error}") from error
+        _demand(step.ensures, model, f"after the pass {step.name}")
         if dump is not None:
             dump(step.name, model)
     return counts
+
+
+def _demand(condition: Condition | None, model: onnx.ModelProto, when: str) -> None:
+    """Raise UnsupportedError where the graph is not what a pass needs or promises."""
+    wrong = condition(model) if condition is not None else ""
+    if wrong:
+        raise UnsupportedError(f"{when} the graph has {wrong}. Write the graph after each pass with --dump-dir.")

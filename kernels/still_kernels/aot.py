@@ -2,7 +2,7 @@
 
     python -m still_kernels.aot --arch sm_80,sm_90 -o DIR
 
-writes `index.json` and one file per distinct cubin. docs/notebook/kernels.md describes the index.
+writes `index.json` and one file per distinct cubin. docs/reference/kernels.md describes the index.
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from still_kernels.dispatch import hybrid_attention
 from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState
 from still_kernels.hybrid_attention.chunked import chunked_hybrid_attention
+from still_kernels.hybrid_attention.dispatch import hybrid_attention
 
 Layer = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 

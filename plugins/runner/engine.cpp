@@ -1,6 +1,8 @@
 #include "engine.h"
 
 #include "../core/error.h"
+#include "files.h"
+#include "manifest.h"
 
 #include <dlfcn.h>
 
@@ -24,14 +26,6 @@ class Logger final : public nvinfer1::ILogger
     }
 } sLogger;
 
-std::string read_file(std::string const& path)
-{
-    std::ifstream file(path, std::ios::binary);
-    if (!file)
-        fail(path, " cannot be opened.");
-    return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
-}
-
 size_t item_bytes(std::string const& type) { return type == "float32" ? 4 : 2; }
 
 size_t item_bytes(nvinfer1::DataType type) { return type == nvinfer1::DataType::kFLOAT || type == nvinfer1::DataType::kINT32 ? 4 : 2; }
@@ -40,18 +34,17 @@ cudaStream_t cuda(CuStream stream) { return reinterpret_cast<cudaStream_t>(strea
 
 } // namespace
 
-Engine::Engine(std::string const& folder, std::string const& plugin, int device)
-    : mFolder(folder), mManifest(Json::parse(read_file(folder + "/manifest.json"), folder + "/manifest.json")), mDriver(Driver::get())
+Engine::Engine(std::string const& folder, std::string const& plugin, int device, bool trust)
+    : mFolder(folder), mTrust(trust), mManifest(read_manifest(folder)), mDriver(Driver::get())
 {
-    if (mManifest.at("target").string() != "trt")
-        fail(folder, " is a package for ", mManifest.at("target").string(), "; still_run needs one exported with --to trt.");
     if (mManifest.at("engines").items().empty())
         fail(folder, " has no engine yet. Build it on this machine: still-export build ", folder);
     mEntry = mManifest.at("engines").items()[0];
     if (mEntry.at("stripped").boolean())
         fail("the engine holds no weights (--strip-weights), and taking them from the graph needs TensorRT's Python module. Run it with ", folder,
             "/run_trt.py, or export without --strip-weights.");
-    MappedFile const plan(mFolder + "/" + mEntry.at("file").string(), mEntry.at("size_bytes").integer());
+    std::string const& name = mEntry.at("file").string();
+    MappedFile const plan(inside(mFolder, name), mEntry.at("size_bytes").integer());
     int handle = 0;
     CuContext context = nullptr;
     mDriver.check(mDriver.deviceGet(&handle, device), "cuDeviceGet");
@@ -63,6 +56,7 @@ Engine::Engine(std::string const& folder, std::string const& plugin, int device)
     if (std::none_of(built.begin(), built.end(), [&](Json const& item) { return item.string() == architecture; }))
         fail("the engine was built for ", built[0].string(), ", this GPU is ", architecture, ". Build it again here: still-export build ", folder);
     open_tensorrt(plugin);
+    check_native(mManifest, mFolder + "/" + name, name, plan.data(), plan.bytes(), mTrust);
     mEngine.reset(mRuntime->deserializeCudaEngine(plan.data(), plan.bytes()));
     if (!mEngine)
         fail("TensorRT refused ", mEntry.at("file").string(), "; its reason stands above. Build it again: still-export build ", mFolder);
@@ -83,7 +77,16 @@ void Engine::open_tensorrt(std::string const& plugin)
     if (!library)
         fail(name, " cannot be opened. Install TensorRT ", version, ", or name its folder in LD_LIBRARY_PATH.");
     // The variant that registers itself: this program is a host that only opens it.
-    std::string const path = plugin.empty() ? mFolder + "/libstill_tensorrt" + generation + "_static.so" : plugin;
+    std::string const own = "libstill_tensorrt" + generation + "_static.so";
+    std::string const path = plugin.empty() ? inside(mFolder, own) : plugin;
+    if (!compatible && plugin.empty())
+    {
+        std::ifstream file(path, std::ios::binary);
+        if (!file)
+            fail("the plugin library ", path, " cannot be loaded: it is missing. Name it with --plugin.");
+        std::string const content((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+        check_native(mManifest, path, own, content.data(), content.size(), mTrust);
+    }
     if (!compatible && !dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL))
     {
         char const* const why = dlerror();
@@ -155,10 +158,7 @@ void Engine::start(int64_t tokens)
     add("logits", rows * item_bytes(mEngine->getTensorDataType("logits")) * static_cast<size_t>(mManifest.at("model").at("vocab_size").integer()));
     for (State const& state : mStates)
     {
-        size_t bytes = item_bytes(state.dtype);
-        for (int64_t const size : state.shape)
-            bytes *= static_cast<size_t>(size);
-        add(state.name, bytes);
+        add(state.name, size_bytes(state, item_bytes(state.dtype)));
     }
     mDriver.check(mDriver.streamSynchronize(mStream), "cuStreamSynchronize");
 }

@@ -20,7 +20,8 @@ class Engine
 {
 public:
     // Opens the package's engine and plugin. Throws still::Error saying what is missing or does not fit this machine.
-    Engine(std::string const& folder, std::string const& plugin, int device);
+    // `trust`: the user trusts the package's engine and plugin, even if this machine did not build them.
+    Engine(std::string const& folder, std::string const& plugin, int device, bool trust);
 
     // Forgets everything; room for `tokens` tokens. Throws when the package's capacity is smaller.
     void start(int64_t tokens);
@@ -47,6 +48,7 @@ private:
     void capture();
 
     std::string mFolder;
+    bool mTrust;
     Json mManifest;
     Json mEntry;
     Driver& mDriver;

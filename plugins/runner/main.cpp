@@ -16,7 +16,7 @@
 namespace
 {
 
-constexpr char kUsage[] = R"(usage: still_run PACKAGE (--prompt-ids 1,2,3 | --prompt TEXT) [--tokens N] [--plugin FILE] [--tokenizer FILE] [--device N]
+constexpr char kUsage[] = R"(usage: still_run PACKAGE (--prompt-ids 1,2,3 | --prompt TEXT) [--tokens N] [--plugin FILE] [--tokenizer FILE] [--device N] [--trust-native]
 
 Continues a prompt greedily with the package's TensorRT engine. Token ids, or text, on stdout; timings on stderr.
   --prompt-ids IDS   token ids, separated by commas
@@ -25,6 +25,7 @@ Continues a prompt greedily with the package's TensorRT engine. Token ids, or te
   --plugin FILE      plugin library in the place of the package's
   --tokenizer FILE   tokenizer library
   --device N         CUDA device (default 0)
+  --trust-native     load engine and plugin that this machine did not build, and remember them
 )";
 
 struct Options
@@ -32,6 +33,7 @@ struct Options
     std::string package, ids, prompt, plugin, tokenizer;
     long tokens{128};
     int device{};
+    bool trust{};
 };
 
 struct UsageError
@@ -64,6 +66,11 @@ Options parse(int argc, char** argv)
         if (name.rfind("--", 0) != 0)
         {
             options.package = name;
+            continue;
+        }
+        if (name == "--trust-native")
+        {
+            options.trust = true;
             continue;
         }
         if (i + 1 == argc)
@@ -106,7 +113,7 @@ double seconds()
 void run(Options const& options)
 {
     std::vector<int32_t> prompt = ids(options.ids);
-    still::Engine engine(options.package, options.plugin, options.device);
+    still::Engine engine(options.package, options.plugin, options.device, options.trust);
     std::unique_ptr<still::Tokenizer> tokenizer;
     if (!options.prompt.empty())
         tokenizer = std::make_unique<still::Tokenizer>(options.tokenizer, options.package + "/tokenizer.json");

@@ -59,4 +59,17 @@ std::vector<State> states_for(Json const& manifest, int64_t tokens)
     return states;
 }
 
+size_t size_bytes(State const& state, size_t item)
+{
+    constexpr size_t most = size_t{1} << 48;
+    size_t bytes = item;
+    for (int64_t const size : state.shape)
+    {
+        if (static_cast<size_t>(size) > most / bytes)
+            fail("state ", state.name, " is larger than any memory. Use fewer tokens, or export the model again.");
+        bytes *= static_cast<size_t>(size);
+    }
+    return bytes;
+}
+
 } // namespace still

@@ -25,4 +25,7 @@ int64_t rows_after(Json const& rule, int64_t tokens, int64_t capacity_tokens);
 // versions of TensorRT. Throws still::Error where the capacity is smaller, or the manifest's table is damaged.
 std::vector<State> states_for(Json const& manifest, int64_t tokens);
 
+// Bytes of a state with elements of `item` bytes; throws still::Error where no machine has so many.
+size_t size_bytes(State const& state, size_t item);
+
 } // namespace still

@@ -107,6 +107,9 @@ def export(
             help="trt: folder of NvInfer.h to compile the plugin for; repeatable.", show_default="the usual places"
         ),
     ] = None,
+    dump_dir: Annotated[
+        Path | None, typer.Option(help="trt: write the graph after each pass here, without weights.")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="Repeat the export that this manifest.json records.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
@@ -130,14 +133,18 @@ def export(
         "overlays": tuple(overlay) if overlay else None,
         "revision": revision,
         "native": native or None,
+        "prefill_tokens": prefill_tokens if to == "onnx" else None,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    still = {
         "chunk_size": chunk_size,
         "salient_per_chunk": salient_per_chunk,
         "select_scope": select_scope,
         "capacity_tokens": capacity_tokens,
         "overflow": overflow,
-        "prefill_tokens": prefill_tokens if to == "onnx" else None,
     }
-    given = {name: value for name, value in given.items() if value is not None}
+    if still := {name: value for name, value in still.items() if value is not None}:
+        given["still"] = {**manifest.get("config", {}).get("still", {}), **still}
     if config is not None:
         options = replace(ExportOptions.from_manifest(manifest), **given)
     elif model is None:
@@ -157,15 +164,15 @@ def export(
         "tensorrt_include": tuple(map(str, tensorrt_include)) if tensorrt_include else None,
     }
     asked = {k: v for k, v in asked.items() if v is not None}
-    if to == "onnx" and asked:
-        flags = ", ".join("--" + name.replace("_", "-") for name in asked)
+    if to == "onnx" and (asked or dump_dir):
+        flags = ", ".join("--" + name.replace("_", "-") for name in (*asked, *(["dump_dir"] if dump_dir else [])))
         raise ConfigError(f"{flags}: for --to trt and trt-rtx, not for --to onnx.")
     if to != "onnx":
         if native or onnxruntime_include:
             raise ConfigError(f"--native and --onnxruntime-include are for --to onnx, not for --to {to}.")
         options = replace(options, native=False)  # a repeated export to ONNX may have it
         asked = {{"arch": "archs", "workspace": "workspace_mib"}.get(k, k): v for k, v in asked.items()}
-        _export_trt(options, to, manifest, asked, output, force, command, out)
+        _export_trt(options, to, manifest, asked, output, force, command, out, dump_dir)
         return
     with out.steps() as progress:
         package = export_onnx(
@@ -215,6 +222,7 @@ def _export_trt(
     force: bool,
     command: str,
     out: Output,
+    dump_dir: Path | None = None,
 ) -> None:
     """Write a package for TensorRT, as `asked` or else as `manifest` records it, and its engines where that is possible here."""
     from still_export.engines.build import build_engines
@@ -224,7 +232,7 @@ def _export_trt(
 
     trt = TrtOptions.from_manifest(manifest if manifest.get("target") == to else {}, target=to, **asked)
     with out.steps() as progress:
-        package = export_trt(options, trt, output, force=force, command=command, progress=progress)
+        package = export_trt(options, trt, output, force=force, command=command, progress=progress, dump_dir=dump_dir)
         try:
             engines = build_engines(package, progress=progress)
         except NoBuilderError as error:

@@ -92,7 +92,7 @@ def linearize(
 ) -> None:
     """Turn a softmax model into a STILL model: attention transfer, then LoRA; say what each costs."""
     try:
-        from still_export.linearization.linearize import apply
+        from still_export.linearization.linearize import apply, leave_processes
         from still_export.linearization.linearize import linearize as run
         from still_export.linearization.recipe import read_recipe
     except ModuleNotFoundError as error:
@@ -127,6 +127,7 @@ def linearize(
         recipe = replace(recipe, layer_types=chosen.layer_types)
     with out.training() as progress:
         result = run(recipe, output, resume=resume, force=force, command=command, progress=progress, log=out.log)
+    leave_processes()
     report = result.to_dict()
     lines = [f"bits per byte of held-out text, {name}: {bits:.4f}" for name, bits in result.bits_per_byte.items()]
     lines += [

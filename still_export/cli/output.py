@@ -54,15 +54,18 @@ def report_folder(folder: Path) -> Path:
 
 
 class Output:
-    """Prints a verb's results and progress as its --json and --quiet flags say."""
+    """Prints a verb's results and progress as its --json and --quiet flags say; of several processes of a run, the first does."""
 
     def __init__(self, as_json: bool = False, quiet: bool = False) -> None:
+        self.first = os.environ.get("RANK", "0") == "0"  # of torchrun and accelerate
         self.as_json = as_json
-        self.quiet = quiet
+        self.quiet = quiet or not self.first
         self.errors = Console(stderr=True, highlight=False)
 
     def result(self, content: dict[str, Any], *lines: str) -> None:
         """Print `content` with --json, else `lines`."""
+        if not self.first:
+            return
         if self.as_json:
             print(json.dumps(content, indent=1, default=str))
         else:

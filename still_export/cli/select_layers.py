@@ -51,6 +51,7 @@ def select_layers(
 ) -> None:
     """Score each layer by how much closer the linearized model gets to its teacher when the layer stays softmax, or by what it looks up."""
     try:
+        from still_export.linearization.linearize import leave_processes
         from still_export.linearization.recipe import read_recipe
         from still_export.linearization.select_layers import select_layers as run
     except ModuleNotFoundError as error:
@@ -62,6 +63,7 @@ def select_layers(
     given = {**recipe_options, **({"base": base} if base else {}), **({"texts": tuple(text)} if text else {})}
     recipe = read_recipe(config, given)
     choice = run(recipe, count, output, by=by, steps=steps, rounds=rounds, resume=resume, force=force, log=out.log)
+    leave_processes()
     says = "KL {:+.4f} lower when it stays softmax" if by == "kl" else "attention from answers to facts {:.2f}"
     ranked = sorted(choice.scores.items(), key=lambda item: -item[1])
     out.result(

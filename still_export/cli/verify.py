@@ -185,7 +185,7 @@ def _print(report: Report, folder: Path, runtime: str, native: bool) -> None:
         print(f"{check.name}: " + ("yes" if check.passed else f"NO, {check.detail}"))
     chosen = report.selections
     print(
-        f"selections: {chosen.compared} salient rows compared, {chosen.near_ties} differ by a near tie "
+        f"selections: {chosen.compared} choices compared, {chosen.near_ties} differ by a near tie "
         f"(a lead of at most {report.tie:.1e}), {chosen.wrong} differ without one"
     )
     own_top1 = f" (PyTorch's half precision run {report.own_top1:.4f})" if half else ""

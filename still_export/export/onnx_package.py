@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from still_export.errors import ConfigError, ModelNotFoundError, UnsupportedError
 from still_export.export.chat_format import chat_format
 from still_export.fields import check_types
-from still_export.mixers.config import StillConfig, head_size
+from still_export.mixers.config import DEPLOYMENT, StillConfig, head_size
 from still_export.package.bundle import write_programs
 from still_export.package.checked import trust
 from still_export.package.folder import MANIFEST, MODEL, Package, open_package, staged_folder, write_manifest
@@ -21,10 +21,6 @@ PREFILL_TOKENS = 512
 
 NATIVE_DTYPES = ("float32", "float16")
 """What the native kernel computes; the rest of a model in bfloat16 would not run on ONNX Runtime's CPU provider either."""
-
-TRAINED_OPTIONS = ("chunk_size", "salient_per_chunk", "select_scope")
-DEPLOYMENT_OPTIONS = ("capacity_tokens", "overflow")
-"""Options of the STILL configuration: for models that do not carry one, and for all models."""
 
 Progress = Callable[[str], None]
 
@@ -41,8 +37,7 @@ class ExportOptions:
         overlays: Adapters or feature maps to add.
         revision: Of a hub id.
         native: Put a native kernel for CPUs like this one into the package.
-        chunk_size, salient_per_chunk, select_scope: Of the STILL configuration, for models that do not carry one; None = default.
-        capacity_tokens, overflow: Likewise, of any model; None = the model's own.
+        still: Fields of the STILL configuration: those of DEPLOYMENT of any model, others of models that do not carry one.
         prefill_tokens: Tokens of one prefill call; None = PREFILL_TOKENS.
     """
 
@@ -53,11 +48,7 @@ class ExportOptions:
     overlays: tuple[str, ...] = ()
     revision: str | None = None
     native: bool = False
-    chunk_size: int | None = None
-    salient_per_chunk: int | None = None
-    select_scope: str | None = None
-    capacity_tokens: int | None = None
-    overflow: str | None = None
+    still: dict[str, Any] = field(default_factory=dict)
     prefill_tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -66,15 +57,12 @@ class ExportOptions:
 
     def still_config(self) -> StillConfig | None:
         """The STILL configuration asked for, None where nothing was."""
-        given = self._given(TRAINED_OPTIONS)
-        return StillConfig(**given) if given else None
+        trained = {name: value for name, value in self.still.items() if name not in DEPLOYMENT}
+        return StillConfig.from_dict(trained) if trained else None
 
     def deployment(self) -> dict[str, Any]:
         """What is asked of any model's STILL configuration."""
-        return self._given(DEPLOYMENT_OPTIONS)
-
-    def _given(self, names: tuple[str, ...]) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return {name: value for name, value in self.still.items() if name in DEPLOYMENT}
 
     @classmethod
     def from_manifest(cls, manifest: dict[str, Any]) -> ExportOptions:

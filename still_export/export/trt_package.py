@@ -20,6 +20,8 @@ from still_export.package.folder import MANIFEST, MODEL, Package, open_package, 
 
 KERNELS = "kernels.bin"
 WEIGHTS = f"{MODEL}.data"
+SMALL_BYTES = 1024
+"""Constants up to this size stay in dumped graphs."""
 
 
 def export_trt(
@@ -30,6 +32,7 @@ def export_trt(
     force: bool = False,
     command: str = "",
     progress: Progress | None = None,
+    dump_dir: Path | None = None,
 ) -> Package:
     """Export a model to a package for TensorRT: lowered graph, kernels, plugin libraries, runners; engines come from `build`.
 
@@ -40,6 +43,7 @@ def export_trt(
         force: Replace `target`.
         command: The command line, for the manifest.
         progress: Told each step.
+        dump_dir: Gets the graph after each pass, without its weights.
 
     Raises:
         StillExportError: The model cannot be exported, no kernel covers it, or the package cannot be written.
@@ -51,7 +55,7 @@ def export_trt(
         portable = folder / ".portable"
         export_onnx(options, portable, command=command, progress=progress)
         say(f"lowering for {trt.target}")
-        _fill(portable, folder, trt, say, os.replace)
+        _fill(portable, folder, trt, say, os.replace, dump_dir)
         shutil.rmtree(portable)
         say("hashing")
         manifest = json.loads((folder / MANIFEST).read_text())
@@ -67,7 +71,14 @@ def lower_package(source: Package, trt: TrtOptions, folder: Path, progress: Prog
     return open_package(folder, check_hashes=False)
 
 
-def _fill(source: Path, folder: Path, trt: TrtOptions, say: Progress, bring: Callable[[Path, Path], Any]) -> None:
+def _fill(
+    source: Path,
+    folder: Path,
+    trt: TrtOptions,
+    say: Progress,
+    bring: Callable[[Path, Path], Any],
+    dump_dir: Path | None = None,
+) -> None:
     import onnx
 
     from still_graphs.pipelines import TARGETS, run_pipeline
@@ -77,7 +88,8 @@ def _fill(source: Path, folder: Path, trt: TrtOptions, say: Progress, bring: Cal
     target = TARGETS[trt.target]
     if manifest["model"]["dtype"] not in target.dtypes:
         raise UnsupportedError(f"--to {trt.target} takes {', '.join(target.dtypes)}, not {manifest['model']['dtype']}.")
-    passes = run_pipeline(graph, trt.target, one_row=trt.batch == 1)
+    dump = None if dump_dir is None else _dumper(dump_dir)
+    passes = run_pipeline(graph, trt.target, dump, one_row=trt.batch == 1)
     # Also takes the weights out of `graph`: what follows would not fit into one message with them.
     onnx.save(graph, folder / MODEL, save_as_external_data=True, location=WEIGHTS)
     skip = {MODEL, WEIGHTS, MANIFEST, *PROGRAMS.values()}
@@ -101,6 +113,25 @@ def _fill(source: Path, folder: Path, trt: TrtOptions, say: Progress, bring: Cal
     if target.plugins:
         manifest["plugins"] = _write_plugins(graph, folder, trt, say)
     (folder / MANIFEST).write_text(json.dumps(manifest))
+
+
+def _dumper(folder: Path) -> Callable[[str, Any], None]:
+    """Writes graphs to `folder`, numbered, without their weights: for eyes and for netron, not for a runtime."""
+    import onnx
+
+    folder.mkdir(parents=True, exist_ok=True)
+    written: list[str] = []
+
+    def dump(name: str, model: Any) -> None:
+        bare = onnx.ModelProto()
+        bare.CopyFrom(model)
+        for tensor in bare.graph.initializer:
+            if len(tensor.raw_data) > SMALL_BYTES:
+                tensor.ClearField("raw_data")
+        written.append(name)
+        onnx.save(bare, folder / f"{len(written):02d}_{name}.onnx")
+
+    return dump
 
 
 def _plugin_nodes(graph: Any) -> dict[str, int]:

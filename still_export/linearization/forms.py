@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from still_export.errors import ConfigError
 from still_export.linearization.tasks import ANSWER, Weighing, hide, piece, places, room_for_filler, stretch
 
 OPEN, CLOSE = "\x02", "\x03"
@@ -245,12 +246,22 @@ class NaturalWriter:
         self._start = tokenizer("")["input_ids"]
 
     def training_row(self, length: int, rng: np.random.Generator, weighing: Weighing) -> tuple[np.ndarray, np.ndarray]:
-        """A row with several facts that are asked for; ids int64 [length] and loss weights float32 [length]."""
+        """A row with several facts that are asked for, as many as fit; ids int64 [length] and loss weights float32 [length].
+
+        Raises:
+            ConfigError: Not one fits.
+        """
         count = int(rng.integers(1, max(2, min(length // 256, MOST_FACTS)) + 1))
         facts = list({fact.key: fact for fact in (draw_fact(rng) for _ in range(count))}.values())
         write = self._as_chat if self._chat is not None and rng.random() < 0.6 else self._as_text
-        ids, marks = write(facts, length, rng)
-        return ids.astype(np.int64), weighing.weights(marks)
+        while True:
+            try:
+                ids, marks = write(facts, length, rng)
+                return ids.astype(np.int64), weighing.weights(marks)
+            except ConfigError:  # their texts are of very different lengths
+                if len(facts) == 1:
+                    raise
+                facts = facts[: len(facts) // 2]
 
     def _as_text(self, facts: list[Fact], length: int, rng: np.random.Generator) -> np.ndarray:
         """Each fact is asked for somewhere behind it."""

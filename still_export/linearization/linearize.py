@@ -101,15 +101,21 @@ def linearize(
 
 def make_accelerator(recipe: Recipe) -> Accelerator:
     """An Accelerator as the recipe says, seeded; float32 products may use TF32, which keeps more bits than bfloat16."""
-    accelerator = Accelerator(
-        mixed_precision="bf16" if recipe.precision == "bf16" else "no", cpu=recipe.device == "cpu" or None
-    )
+    # Without a device to find, accelerate starts a process group only where it is told that the CPU is wanted.
+    on_cpu = recipe.device == "cpu" or not torch.accelerator.is_available()
+    accelerator = Accelerator(mixed_precision="bf16" if recipe.precision == "bf16" else "no", cpu=on_cpu or None)
     set_seed(recipe.seed)
     if recipe.precision == "bf16":
         torch.set_float32_matmul_precision("high")
     # Each length of rows has kernels of its own, in either stage, with and without gradients.
     torch._dynamo.config.recompile_limit = 64
     return accelerator
+
+
+def leave_processes() -> None:
+    """Take leave of the other processes of a run, which torch asks for at its end; nothing where there is one."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 class LinearizationRun:

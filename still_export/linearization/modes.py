@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from still_export.mixers.hybrid_attention.module import StillAttention
-from still_kernels.dispatch import hybrid_attention_whole
+from still_kernels.hybrid_attention.dispatch import hybrid_attention_whole
 
 HYBRID, SOFTMAX, TRANSFER = "hybrid", "softmax", "transfer"
 FACTOR_SPEED = 5.0

@@ -40,6 +40,12 @@ class StillCacheLayer(CacheLayerMixin):
         self.grows = columns is not None
         self.columns += columns or 0
 
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        raise UnsupportedError(
+            "a family's own attention module asked a STILL cache for all keys; the cache and the model's layer_types disagree. "
+            "Create the cache by StillCache.empty(model.config)."
+        )
+
     def states(self) -> dict[str, Tensor]:
         """State tensors by name, without the length."""
         raise NotImplementedError

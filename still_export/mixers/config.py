@@ -13,9 +13,12 @@ from still_kernels.hybrid_attention import HybridAttentionConfig
 
 HYBRID = "hybrid_attention"
 FULL = "full_attention"
-LAYER_TYPES = (HYBRID, FULL)
+"""Names of layers; still_export.mixers.registry has all."""
 MOST_ROWS, MOST_TOKENS = 1 << 16, 1 << 40
 """What no model has: beyond, a damaged number takes the machine's memory before a check of shapes can name it."""
+
+DEPLOYMENT = ("capacity_tokens", "overflow")
+"""Fields of StillConfig that no training fixes."""
 
 MIX_EPSILON = 1e-9
 """Default of a model's layers. The specification's 1e-6 (the released code's) shifts SmolLM2-135M's logits within two chunks by 1.6e-4
@@ -66,13 +69,13 @@ class StillConfig:
                 raise ConfigError(f"{name}={value} is more than {most}.")
         if self.layer_types is not None:
             object.__setattr__(self, "layer_types", tuple(self.layer_types))
+            from still_export.mixers.registry import MIXERS  # which imports this module
+
             for index, name in enumerate(self.layer_types):
-                if name not in LAYER_TYPES:
-                    near = difflib.get_close_matches(str(name), LAYER_TYPES, 1)
+                if name not in MIXERS:
+                    near = difflib.get_close_matches(str(name), MIXERS, 1)
                     hint = f" Did you mean {near[0]!r}?" if near else ""
-                    raise ConfigError(
-                        f"layer_types[{index}]={name!r} is unknown; known: {', '.join(LAYER_TYPES)}.{hint}"
-                    )
+                    raise ConfigError(f"layer_types[{index}]={name!r} is unknown; known: {', '.join(MIXERS)}.{hint}")
         if self.window_factors is not None:
             object.__setattr__(
                 self, "window_factors", tuple(tuple(float(x) for x in row) for row in self.window_factors)

@@ -248,10 +248,10 @@ def listed(folder: Path, manifest: dict[str, Any], name: str) -> Path:
         found = path.stat()
     except OSError as error:
         raise CheckError(
-            f"{path} is missing, though the manifest lists it ({error.strerror}). Copy the package again."
+            f"{path} is missing, though the manifest lists it ({error.strerror}). {_again(folder, manifest, name)}"
         ) from error
     if not stat.S_ISREG(found.st_mode) or found.st_size != entry["size_bytes"]:
-        raise _changed(path, "size")
+        raise _changed(path, "size", _again(folder, manifest, name))
     return path
 
 
@@ -268,14 +268,19 @@ def check_hash(folder: Path, manifest: dict[str, Any], name: str) -> Path:
     """`listed`, and the file's SHA-256 is the manifest's."""
     path = listed(folder, manifest, name)
     if sha256(path) != manifest["files"][name]["sha256"]:
-        raise _changed(path, "SHA-256")
+        raise _changed(path, "SHA-256", _again(folder, manifest, name))
     return path
 
 
-def _changed(path: Path, what: str) -> CheckError:
-    return CheckError(
-        f"{path} is not the file that was exported: its {what} differs from the manifest. "
-        "Copy the package again, or export the model again."
+def _changed(path: Path, what: str, again: str) -> CheckError:
+    return CheckError(f"{path} is not the file that was exported: its {what} differs from the manifest. {again}")
+
+
+def _again(folder: Path, manifest: dict[str, Any], name: str) -> str:
+    """What to do about a file that is lost or damaged; engines are built, the rest is exported."""
+    built = any(entry["file"] == name for entry in manifest.get("engines", []))
+    return "Copy the package again, or " + (
+        f"build it again: still-export build {folder}" if built else "export the model again."
     )
 
 

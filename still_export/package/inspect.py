@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from still_export.errors import PackageError
 from still_export.package.folder import Package
 from still_graphs.states import ITEM_BYTES, StateTable
 
@@ -27,7 +28,12 @@ def inspect(package: Package) -> dict[str, Any]:
     """Sizes, operator counts of the graph (function bodies apart) and files of `package`."""
     import onnx
 
-    graph = onnx.load(package.model_path, load_external_data=False)
+    try:
+        graph = onnx.load(package.model_path, load_external_data=False)
+    except Exception as error:  # protobuf's own, and what its parts raise
+        raise PackageError(
+            f"{package.model_path} is no ONNX model ({' '.join(str(error).split())}). Copy the package again."
+        ) from error
     nodes = Counter(f"{node.domain or 'ai.onnx'}::{node.op_type}" for node in graph.graph.node)
     manifest = package.manifest
     return {

@@ -37,7 +37,7 @@ class Model(Record):
     kv_heads: Count
     head_dim: Count
     vocab_size: Count
-    layer_types: list[Literal["hybrid_attention", "full_attention"]]
+    layer_types: list[Annotated[str, Field(min_length=1)]]
     linearized: bool
     all_logits: bool
 

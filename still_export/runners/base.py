@@ -94,7 +94,7 @@ class Runner(ABC):
         if self.table.bounded and tokens > self.table.capacity_tokens:
             raise RunError(
                 f"{tokens} tokens exceed this package's capacity of {self.table.capacity_tokens} tokens. Shorten the prompt or "
-                "--tokens, or export again with a larger --capacity-tokens or another --overflow."
+                "--tokens, or export again with a larger --capacity-tokens."
             )
 
     def ample(self, tokens: int, spare: int) -> int:

@@ -187,7 +187,7 @@ class OrtModel(Runner):
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         options.enable_profiling = profile
-        options.log_severity_level = 3
+        options.log_severity_level = 4  # what is wrong comes as an exception, in one line
         providers = ["CUDAExecutionProvider"] if self.device == "cuda" else []
         missing = set(providers) - set(onnxruntime.get_available_providers())
         if missing:

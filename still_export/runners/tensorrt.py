@@ -246,4 +246,4 @@ def main() -> int:
         return TrtModel(options.folder, options.plugin)
 
     here = Path(__file__).resolve().parents[2]
-    return run_program(str(__doc__), here, open_runner, add_options, (RunError, CudaError))
+    return run_program(str(__doc__), here, open_runner, add_options, (RunError, CudaError, MemoryError))

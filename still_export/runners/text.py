@@ -131,7 +131,7 @@ def run_program(
     folder: Path,
     open_runner: Callable[[argparse.Namespace], Runner],
     add_options: Callable[[argparse.ArgumentParser], None],
-    failures: tuple[type[Exception], ...] = (RunError,),
+    failures: tuple[type[Exception], ...] = (RunError, MemoryError),
 ) -> int:
     """A package's program: parse the command line, answer, report; the exit code.
 
@@ -174,7 +174,7 @@ def run_program(
             chat(model, text, options.tokens, sampling, options.system)
         else:
             stream_answer(model, text, text.encode(options.prompt), options.tokens, sampling)
-    except (*failures, MemoryError) as error:
+    except failures as error:
         if options.debug:
             raise
         print(f"error: {error or 'out of memory'}", file=sys.stderr)

@@ -30,7 +30,7 @@ device: cpu
 
 def make_stand_ins(folder: Path) -> None:
     """Write them: MODEL, BASE, texts, a recipe of a few steps, and links to the folders of a clone that commands name."""
-    make_base(folder / "BASE", max_position_embeddings=CONTEXT)
+    make_base(folder / "BASE", max_position_embeddings=CONTEXT, num_hidden_layers=2)
     make_text(folder / "corpus.txt", words=13_000)
     make_text(folder / "held_out.txt", seed=1)
     make_text(folder / "letter.txt", words=60)

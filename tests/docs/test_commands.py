@@ -82,6 +82,10 @@ ELSEWHERE = {
 }
 
 SLOW = {
+    "still-export export --config DIR/manifest.json --capacity-tokens 1024 -o SHORTER",
+    "still-export BASE --overlay STILL/adapter --to onnx -o OVERLAID",
+    "still-export verify DIR --record calls.npz",
+    "still-export verify DIR --calls calls.npz",
     "still-export MODEL --to onnx --native --onnxruntime-include headers -o NATIVE",
     "still-export verify NATIVE --lengths 1,65 --decode-steps 4",
 }

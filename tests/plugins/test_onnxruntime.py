@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,7 +27,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="session")
 def library() -> str:
-    """libstill_onnxruntime.so, built once per checkout into build/, which git ignores."""
+    """libstill_onnxruntime.so, built once per checkout into build/, which git ignores; or the one that test_sanitized.py built."""
+    if built := os.environ.get("STILL_TEST_LIBRARY"):
+        return built
     if not shutil.which("cmake") or not shutil.which("g++"):
         pytest.skip("needs cmake and g++")
     try:

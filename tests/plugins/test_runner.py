@@ -6,6 +6,7 @@ A runtime of TensorRT itself is not played here: docs/reference/targets.md says 
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import os
 import re
@@ -26,11 +27,22 @@ pytestmark = [
     pytest.mark.skipif(not FOLDERS or not shutil.which("cmake"), reason=f"needs cmake and {INCLUDE_VARIABLE}"),
 ]
 
-MANIFEST: dict[str, Any] = {
-    "target": "trt",
-    "trt": {"version_compatible": False},
-    "engines": [{"file": "engine.plan", "size_bytes": 4, "tensorrt": "", "archs": ["sm_90"], "stripped": False}],
-}
+MANIFEST: dict[str, Any] = json.loads((ROOT / "plugins/fuzz/manifest.json").read_text())
+
+
+STATE = MANIFEST["states"][0]
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"entry": {"archs": []}}, "engines[0].archs must be a list of architectures"),
+    ({"entry": {"file": "../engine.plan"}}, "no file inside the package"),
+    (
+        {"states": [STATE | {"shape": ["batch"] + 8 * [2], "growth": None}]},
+        "states[0].shape must be of 2 to 8 dimensions",
+    ),
+    ({"states": [STATE | {"growth": STATE["growth"] | {"per": 0}}]}, "states[0].growth.per must be an integer in 1"),
+    ({"states": [STATE | {"shape": ["batch", 2**40, "slots"]}]}, "states[0].shape[1] must be an integer"),
+    ({"model": {"vocab_size": 2**63, "all_logits": False}}, "model.vocab_size must be an integer"),
+    ({"format_version": 1}, "format version 1"),
+]
 
 
 @pytest.fixture(params=FOLDERS)
@@ -57,16 +69,22 @@ def test_what_does_not_fit_is_said(runner: tuple[Path, str], tmp_path: Path) -> 
     libraries.mkdir()
 
     def refused(*arguments: str, words: str) -> None:
-        environment = {"LD_LIBRARY_PATH": str(libraries)}
+        environment = {"LD_LIBRARY_PATH": str(libraries), "XDG_CONFIG_HOME": str(tmp_path)}
         done = subprocess.run([program, *arguments], capture_output=True, text=True, env=environment)
         assert done.returncode == 2 and words in done.stderr, (words, done.returncode, done.stderr)
 
-    def refused_with(words: str, entry: dict[str, Any] | None = None, **changes: Any) -> None:
+    def refused_with(
+        words: str, entry: dict[str, Any] | None = None, flags: tuple[str, ...] = (), **changes: Any
+    ) -> None:
         manifest = copy.deepcopy(MANIFEST | changes)
         if manifest["engines"]:
-            manifest["engines"][0].update({"tensorrt": f"{major}.6.1"} | (entry or {}))
+            manifest["engines"][0].update({"tensorrt": f"{major}.6.1", "size_bytes": 4} | (entry or {}))
+        for name in ("engine.plan", f"libstill_tensorrt{major}_static.so"):
+            if (package / name).is_file() and name not in changes:
+                content = (package / name).read_bytes()
+                manifest["files"][name] = {"sha256": hashlib.sha256(content).hexdigest(), "size_bytes": len(content)}
         (package / "manifest.json").write_text(json.dumps(manifest))
-        refused(str(package), "--prompt-ids", "1", words=words)
+        refused(str(package), "--prompt-ids", "1", *flags, words=words)
 
     def library(name: str, source: str = "") -> None:
         (tmp_path / "stub.c").write_text(source)
@@ -80,7 +98,9 @@ def test_what_does_not_fit_is_said(runner: tuple[Path, str], tmp_path: Path) -> 
     refused("nowhere", "--prompt-ids", "1", "--tokens", "0", words="at least one token")
     refused_with("libcuda.so.1")
     library(f"{libraries}/libcuda.so.1", driver_source())
-    refused_with("is a package for onnx", target="onnx")
+    refused_with("is of a package for onnx", target="onnx")
+    for wrong, words in WRONG:
+        refused_with(words, **wrong)
     refused_with("has no engine yet. Build it on this machine: still-export build", engines=[])
     refused_with("engine.plan cannot be opened")
     (package / "engine.plan").write_bytes(b"plan")
@@ -97,6 +117,9 @@ def test_what_does_not_fit_is_said(runner: tuple[Path, str], tmp_path: Path) -> 
     library(f"{libraries}/libnvinfer.so.{major}")
     refused_with(f"libstill_tensorrt{major}_static.so cannot be loaded")
     library(f"{package}/libstill_tensorrt{major}_static.so")
-    refused_with("it is no TensorRT runtime")
+    refused_with("was not built on this machine, and loading it runs its maker's code")
+    (tmp_path / "still-export").mkdir()
+    refused_with("it is no TensorRT runtime", flags=("--trust-native",))
+    refused_with("it is no TensorRT runtime")  # remembered
     library(f"{libraries}/libnvinfer.so.{major}", "void* createInferRuntime_INTERNAL(void* l, int v) { return 0; }")
     refused_with("TensorRT made no runtime")

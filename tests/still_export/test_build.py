@@ -17,6 +17,7 @@ from still_export.engines.builder import BuildError, NoBuilderError, plugin_laye
 from still_export.engines.options import TrtOptions
 from still_export.errors import ConfigError, PackageError, UnsupportedError
 from still_export.export.trt_package import demand_kernels, kernel_variants, lower_package
+from still_export.package.checked import trust_package
 from still_export.package.folder import Package, open_package, write_manifest
 from still_export.runners.tensorrt import TrtModel
 from still_export.runners.trt_engine import TrtError
@@ -40,7 +41,23 @@ def onnx_package(folder: Path, dtype: str = "float16") -> Package:
     manifest = {
         "target": "onnx",
         "ops": {"HybridAttention": 1},
-        "model": {"dtype": dtype, "vocab_size": 23, "all_logits": True, "layers": 1},
+        "command": "still-export model --to onnx -o package",
+        "config": {"model": "model"},
+        "model": {
+            "family": "llama",
+            "dtype": dtype,
+            "parameters": 1000,
+            "layers": 1,
+            "hidden_size": 20,
+            "heads": SIZES["H"],
+            "kv_heads": SIZES["HK"],
+            "head_dim": SIZES["D"],
+            "vocab_size": 23,
+            "layer_types": ["hybrid_attention"],
+            "linearized": True,
+            "all_logits": True,
+        },
+        "eos_token_ids": [],
         "still": {"chunk_size": SIZES["C"], "salient_per_chunk": SALIENT, "select_scope": "q_head"},
         "capacity": {"capacity_tokens": 12 * SIZES["C"], "bounded": True},
         "prefill_tokens": 16,
@@ -74,7 +91,11 @@ def trt_package(folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: str = "flo
         lambda graph, target, *a: fake_tensorrt.write_libraries(target),
     )
     folder.mkdir(parents=True)
-    return lower_package(onnx_package(folder / "portable", dtype), TrtOptions("trt", **{"batch": 2} | options), folder)
+    package = lower_package(
+        onnx_package(folder / "portable", dtype), TrtOptions("trt", **{"batch": 2} | options), folder
+    )
+    trust_package(folder)  # as an export does that compiles its plugins here
+    return package
 
 
 @needs_rtx

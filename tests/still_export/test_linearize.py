@@ -237,8 +237,9 @@ def test_two_processes_have_the_losses_of_one(
     fsdp: bool, base: Path, text: Path, finished: tuple[Path, module.Linearization], tmp_path: Path
 ) -> None:
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump(small_recipe(base, text).to_dict()), encoding="utf-8")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    values = small_recipe(base, text, device="cpu" if fsdp else "auto").to_dict()
+    recipe.write_text(yaml.safe_dump(values), encoding="utf-8")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     if fsdp:
         environment |= {
             "ACCELERATE_USE_FSDP": "true",
@@ -256,13 +257,15 @@ def test_two_processes_have_the_losses_of_one(
         "still_export.cli.main",
     ]
     done = subprocess.run(
-        [*launch, "linearize", "--config", str(recipe), "-o", str(tmp_path / "model"), "--quiet"],
+        [*launch, "linearize", "--config", str(recipe), "-o", str(tmp_path / "model")],
         env=environment,
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("bits per byte of held-out text, teacher") == 1  # the first process speaks for all
+    assert done.stderr.count("stage 2, LoRA") == 1 and "destroy_process_group" not in done.stderr
     report = json.loads((tmp_path / "model" / "linearize.json").read_text())
     for ours, theirs in zip(report["stages"], finished[1].stages, strict=True):
         assert ours["losses"] == pytest.approx(theirs.losses, rel=1e-5)

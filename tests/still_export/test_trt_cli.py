@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 
 from still_export.cli.main import main
@@ -88,9 +89,23 @@ def test_a_real_model_becomes_a_tensorrt_rtx_engine(tmp_path: Path, capsys: pyte
     if not model.is_dir():
         pytest.skip("needs the shared models")
     options = ("--attach-untrained", "--capacity-tokens", 512, "--chunk-size", 16, "--salient-per-chunk", 2)
-    trt = ("--to", "trt-rtx", "--arch", "sm_89", "--prefill-tokens", 64, "--batch", 2)
+    trt = (
+        "--to",
+        "trt-rtx",
+        "--arch",
+        "sm_89",
+        "--prefill-tokens",
+        64,
+        "--batch",
+        2,
+        "--dump-dir",
+        tmp_path / "passes",
+    )
     assert run(model, *trt, *options, "-o", tmp_path / "rtx", "--json", "--quiet") == 0
     assert [Path(e).name for e in json.loads(capsys.readouterr().out)["engines"]] == ["engine-rtx.plan"]
+    dumped = sorted(path.name for path in (tmp_path / "passes").iterdir())
+    assert dumped[0] == "01_inline_functions.onnx" and len(dumped) == 5
+    assert onnx.load(tmp_path / "passes" / dumped[-1]).graph.node
 
 
 def test_a_manifest_repeats_its_target_and_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from still_export.engines.build import build_engines
 from still_export.evaluation.bench import Setting, measure
+from still_export.package.checked import CheckError
 from still_export.package.folder import Package, open_package
 from still_export.proof.sessions import Session
 from still_export.runners.ort import OrtModel
@@ -162,25 +163,26 @@ def test_what_does_not_fit_this_machine_is_said(
     plan, library = package.path / "engine.plan", package.path / "libstill_tensorrt10.so"
     content = plan.read_bytes()
 
-    def refused(match: str, **changes: Any) -> None:
+    def refused(match: str, plugin: Path | None = None, **changes: Any) -> None:
         module.creators.clear()
         change(package, engines=[entry | changes])
-        with pytest.raises(TrtError, match=match):
-            TrtModel(package.path)
+        with pytest.raises((TrtError, CheckError), match=match):
+            TrtModel(package.path, plugin)
 
     refused(r"built by TensorRT 8\.6\.1, this is 10\.3\.0.*still-export build", tensorrt="8.6.1")
     refused(r"built for sm_80 .*this GPU is stand-in, sm_90.*still-export build", archs=["sm_80"])
     refused(r"engine\.plan has \d+ bytes, the manifest says 7: it is missing, truncated or replaced", size_bytes=7)
     refused(r"gone\.plan has -1 bytes", file="gone.plan")
     plan.write_bytes(content[::-1])
-    refused(r"refused .*engine\.plan")
+    refused(r"engine\.plan is not the file that was exported")
     plan.write_bytes(content)
     library.write_text("still plugins 2")
-    refused(r"has version 2 of the plugin HybridAttention, the package needs version 1")
+    refused(r"libstill_tensorrt10\.so is not the file that was exported")
+    refused(r"has version 2 of the plugin HybridAttention, the package needs version 1", library)
     library.write_text("")
-    refused(r"cannot load .*libstill_tensorrt10\.so; it was built for another version")
+    refused(r"cannot load .*libstill_tensorrt10\.so; it was built for another version", library)
     library.unlink()
-    refused(r"libstill_tensorrt10\.so is missing \(searched there only\)\. Name it with --plugin")
+    refused(r"libstill_tensorrt10\.so is missing \(searched there only\)\. Name it with --plugin", library)
     change(package, plugins={"8": "libstill_tensorrt8.so"})
     refused(r"no plugin library for TensorRT 10\.3\.0, only for 8")
     change(package, engines=[])

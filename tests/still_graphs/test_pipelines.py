@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import onnx
 import pytest
 
@@ -41,6 +43,22 @@ def test_dump_sees_every_pass() -> None:
     seen: list[str] = []
     run_pipeline(small_graph(), "trt", lambda name, model: seen.append(name))
     assert seen == [s.name for s in TARGETS["trt"].steps if not s.one_row]
+
+
+def test_a_pass_that_breaks_its_promise_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = tuple(replace(s, run=lambda model: 0) if s.name == "lower_opset" else s for s in TARGETS["trt"].steps)
+    monkeypatch.setitem(TARGETS, "trt", replace(TARGETS["trt"], steps=steps))
+    with pytest.raises(
+        UnsupportedError, match=r"after the pass <lambda> the graph has opset 23, above 17\. .*--dump-dir"
+    ):
+        run_pipeline(small_graph(), "trt")
+
+
+def test_a_graph_that_a_pass_cannot_take_is_refused_before_it() -> None:
+    model = small_graph()
+    next(n for n in model.graph.node if n.domain == DOMAIN).op_type = "HybridMixer"
+    with pytest.raises(UnsupportedError, match="before the pass strip_functions the graph has nodes of the unknown op"):
+        run_pipeline(model, "trt")
 
 
 def test_unknown_targets_are_listed() -> None:

@@ -46,7 +46,7 @@ def main() -> int:
         if options.attack in ("libraries", "all"):
             import libraries
 
-            good &= libraries.attack(work / "libraries", options.model)
+            good &= libraries.attack()
         if options.attack in ("fuzz", "all"):
             import fuzz
 

@@ -153,7 +153,7 @@ def case(inputs: Inputs, work: Path, rng: random.Random) -> tuple[str, str, list
     out = str(work / "out")
     if kind == "package":
         folder = Path(shutil.copytree(inputs.package, work / "package"))
-        names = sorted(p.name for p in folder.iterdir() if p.suffix != ".py")
+        names = sorted(p.name for p in folder.iterdir() if p.is_file() and p.suffix != ".py")
         name = rng.choice(["manifest.json"] * 6 + names)
         done = damage(folder / name, rng)
         if name != "manifest.json" and rng.randrange(2) and (folder / name).exists():

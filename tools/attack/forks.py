@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import os
 import pkgutil
+import re
 import resource
 import signal
 import sys
@@ -50,10 +51,23 @@ class Ended:
 
 def _is_noise(line: str) -> bool:
     """Warnings of libraries, usage, timings, and where a native kernel stays out: no error message."""
-    return (
+    line = re.sub("\x1b\\[[0-9;]*m", "", line)
+    return not line.strip() or (
         "Warning" in line
         or line.startswith(
-            ("[", "  warn", "usage:", "Usage:", "Try ", "╭", "│", "╰", "the native kernel", "Unrecognized keys")
+            (
+                "[",
+                "  warn",
+                "usage:",
+                "Usage:",
+                "Try ",
+                "╭",
+                "│",
+                "╰",
+                "the native kernel",
+                "Unrecognized keys",
+                "--no-check:",
+            )
         )
         or "[E:onnxruntime" in line
         or "[W:onnxruntime" in line
@@ -89,7 +103,7 @@ def run(arguments: list[str], limit_s: float = 90.0) -> Ended:
     child = os.fork()
     if child == 0:
         os.close(read)
-        _be_the_program(arguments, write)
+        be_the_program(arguments, write)
     os.close(write)
     said = bytearray()
     code: int | None = None
@@ -114,7 +128,7 @@ def run(arguments: list[str], limit_s: float = 90.0) -> Ended:
     return Ended(code, said.decode("utf-8", "replace"), time.monotonic() - begin)
 
 
-def _be_the_program(arguments: list[str], write: int) -> None:
+def be_the_program(arguments: list[str], write: int) -> None:
     """In the child: become the program, and never return."""
     code = 70
     try:

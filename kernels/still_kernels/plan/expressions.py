@@ -3,7 +3,7 @@
 An expression is an integer, a text or a real number:
 
     ceil_div(T, C) + 1              integers: + - * // % min max ceil_div pow2, and / or / not, comparisons (1 or 0), a if c else b
-    overflow == 'error'             texts compare with == and !=, or `feature_map in ('relu', 'elu')`
+    kind == 'error'                 texts compare with == and !=, or `kind in ('relu', 'elu')`
     has(gate)   dim(weight, 0)      whether the call has a tensor; one dimension of it
     rsqrt(D)                        1 / sqrt of an integer: a real number, like a float attribute; reals may be compared and chosen
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from still_export.errors import UnsupportedError
 from still_export.mixers.base import StillCacheLayer
 from still_kernels.attention import AttentionState
 
@@ -24,12 +22,6 @@ class AttentionLayer(StillCacheLayer):
         self.heads, self.dim = heads, dim
         self.state: AttentionState | None = None
         self.owned = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        raise UnsupportedError(
-            "a family's own attention module asked a STILL cache for all keys; the cache and the model's layer_types disagree. "
-            "Create the cache by StillCache.empty(model.config)."
-        )
 
     def take(self, dtype: torch.dtype, device: torch.device) -> AttentionState:
         """The state to continue from, with room for the tokens of the announced call."""

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from still_export.errors import UnsupportedError
 from still_export.mixers.base import StillCacheLayer
 from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState
 
@@ -26,12 +24,6 @@ class HybridLayer(StillCacheLayer):
         self.config = config
         self.state: HybridAttentionState | None = None
         self.owned = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        raise UnsupportedError(
-            "a softmax attention module asked a hybrid layer's cache for all keys; the cache and the model's layer_types "
-            "disagree. Create the cache by StillCache.empty(model.config)."
-        )
 
     def take(self, dtype: torch.dtype, device: torch.device) -> HybridAttentionState:
         """The state to continue from, with room for the tokens of the announced call."""

@@ -13,8 +13,8 @@ from still_export.errors import UnsupportedError
 from still_export.mixers.hybrid_attention.cache import HybridLayer
 from still_export.mixers.hybrid_attention.op import hybrid_attention
 from still_export.mixers.projections import ProjectedAttention
-from still_kernels.dispatch import hybrid_attention as kernel
 from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState
+from still_kernels.hybrid_attention.dispatch import hybrid_attention as kernel
 
 OPEN_GATE_BIAS = 8.0
 """Bias of fresh gates: sigmoid(8) = 0.9997, so untrained linear terms count almost fully and the gate still has a gradient."""

@@ -10,9 +10,9 @@ from torch import Tensor
 from still_export.mixers.torch_ops import Given, call, register
 from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 from still_graphs.ops.spec import AttributeValue
-from still_kernels.dispatch import factor_tensor
-from still_kernels.dispatch import hybrid_attention as kernel
 from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState
+from still_kernels.hybrid_attention.dispatch import factor_tensor
+from still_kernels.hybrid_attention.dispatch import hybrid_attention as kernel
 from still_kernels.hybrid_attention.state import state_names
 
 

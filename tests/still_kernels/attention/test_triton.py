@@ -27,7 +27,8 @@ FAST = ("prefill", "decode", "some tokens", "ragged splits", "packed")
 @functools.cache
 def interpreted(names: tuple[str, ...], kind: str = "float32") -> dict[str, dict[str, float]]:
     """Errors of cases, from two processes that run the kernels in Triton's interpreter."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    root = str(SCRIPT.parents[3])  # of the package tests
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
     processes = [
         subprocess.Popen(
             [sys.executable, "-W", "ignore", str(SCRIPT), kind, *names[part::2]],

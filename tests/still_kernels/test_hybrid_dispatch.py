@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from still_graphs.errors import ShapeError, UnsupportedError
-from still_kernels import dispatch
-from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState
+from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, dispatch
 from still_kernels.hybrid_attention.chunked import chunked_hybrid_attention
 from still_kernels.hybrid_attention.whole import whole_hybrid_attention
 

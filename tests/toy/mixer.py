@@ -1,0 +1,105 @@
+"""Layers of type "decay": module, cache layer, traced op, naive form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from still_export.mixers.base import StillCacheLayer
+from still_export.mixers.config import head_size
+from still_export.mixers.projections import ProjectedAttention
+from still_export.mixers.torch_ops import Given, call, register
+from still_graphs.ops.spec import AttributeValue
+from tests.toy.spec import DECAY
+
+
+def naive_decay(value: Tensor, new_tokens: Tensor, total: Tensor, decay: float) -> tuple[Tensor, Tensor]:
+    """Output [B, T, H, D], 0 at padding, and the state [B, H, D] after the rows' new tokens."""
+    total, outputs = total.clone(), []
+    for step in range(value.shape[1]):
+        real = (step < new_tokens)[:, None, None]
+        total = torch.where(real, decay * total + value[:, step], total)
+        outputs.append(torch.where(real, total, torch.zeros_like(total)))
+    return torch.stack(outputs, 1).to(value.dtype), total
+
+
+def _compute(given: Given, attributes: Mapping[str, AttributeValue]) -> dict[str, Tensor]:
+    tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
+    output, total = naive_decay(
+        tensors["value"], tensors["new_tokens"], tensors["past_total"], float(attributes["decay"])
+    )
+    return {"output": output, "present_total": total}
+
+
+register(DECAY, _compute)
+
+
+class DecayLayer(StillCacheLayer):
+    """The sums of one layer."""
+
+    def __init__(self, heads: int, dim: int) -> None:
+        super().__init__()
+        self.sizes, self.total = (heads, dim), torch.zeros(0)
+
+    def take(self) -> Tensor:
+        assert self.new_tokens is not None
+        if not self.total.numel():
+            self.total = torch.zeros(len(self.new_tokens), *self.sizes)
+        return self.total
+
+    def store(self, total: Tensor) -> None:
+        assert self.length is not None and self.new_tokens is not None
+        self.total, self.length = total, self.length + self.new_tokens
+
+    def states(self) -> dict[str, Tensor]:
+        return {"total": self.total}
+
+    def load(self, states: Mapping[str, Tensor], length: Tensor) -> None:
+        super().load(states, length)
+        self.total = states["total"]
+
+    def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().map_rows(change)
+        self.total = change(self.total)
+
+
+class DecayAttention(ProjectedAttention):
+    """Values summed with decay, in the place of attention."""
+
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: Any = None, past_key_values: Any = None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        query, _, value = self.project_heads(hidden_states, position_embeddings)
+        value = value.repeat_interleave(query.shape[2] // value.shape[2], dim=2)
+        layer = past_key_values.layers[self.layer_idx]
+        given = {
+            "value": value,
+            "new_tokens": layer.new_tokens,
+            "past_length": layer.length,
+            "past_total": layer.take(),
+        }
+        results = call(DECAY, given, {"decay": 0.5})
+        layer.store(results["present_total"])
+        return self.o_proj(results["output"].flatten(2)), None
+
+
+class DecayMixer:
+    """For the registry."""
+
+    name = "decay"
+    op = DECAY
+
+    def attributes(self, config: Any, index: int) -> dict[str, AttributeValue]:
+        return {"decay": 0.5}
+
+    def symbols(self, config: Any, index: int) -> dict[str, int]:
+        return {"H": config.num_attention_heads, "D": head_size(config)}
+
+    def cache_layer(self, config: Any, index: int) -> DecayLayer:
+        return DecayLayer(config.num_attention_heads, head_size(config))
+
+    def module(self, base: nn.Module, config: Any, index: int) -> nn.Module:
+        return DecayAttention(base, head_size(config))

@@ -1,0 +1,118 @@
+"""An op of the tests' own goes the whole way with a registration each: trace, portable graph, ONNX Runtime, TensorRT-RTX, TensorRT."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+
+from still_export.cli.main import main
+from still_export.engines.options import TrtOptions
+from still_export.export.onnx_package import ExportOptions, export_onnx
+from still_export.export.trt_package import lower_package
+from still_export.mixers.registry import MIXERS
+from still_export.models.load import load_model
+from still_export.package.checked import trust_package
+from still_export.package.folder import Package
+from still_export.runners.ort import OrtModel
+from still_export.runners.sampling import Sampling
+from still_graphs.functions import BODIES
+from still_graphs.ops import OPS
+from tests.still_export import fake_tensorrt
+from tests.still_export.tiny import VOCAB, still_model
+from tests.toy import body
+from tests.toy.mixer import DecayMixer
+from tests.toy.spec import DECAY
+
+LAYERS = ("hybrid_attention", "decay", "full_attention")
+SIZES = ("--lengths", "1,17,40", "--decode-steps", "20")
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The registrations of an op."""
+    monkeypatch.setitem(OPS, DECAY.name, DECAY)
+    monkeypatch.setitem(BODIES, DECAY.name, (body.function_body, body.SYMBOLS))
+    monkeypatch.setitem(MIXERS, DecayMixer.name, DecayMixer())
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Package:
+    still_model("llama", torch.float32, layer_types=LAYERS).save_pretrained(tmp_path / "model")
+    return export_onnx(ExportOptions(str(tmp_path / "model")), tmp_path / "package", command="still-export toy")
+
+
+def call(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as end:
+        main([str(a) for a in arguments])
+    return int(end.value.code or 0)
+
+
+def test_the_package_is_proven_and_answers(package: Package, capsys: pytest.CaptureFixture[str]) -> None:
+    assert set(package.manifest["ops"]) == {"HybridAttention", "Decay", "Attention"}
+    (entry,) = (s for s in package.manifest["states"] if s["op"] == "Decay")
+    assert entry == {
+        "name": "total.1",
+        "layer": 1,
+        "op": "Decay",
+        "shape": ["batch", 6, 10],
+        "dtype": "float32",
+        "in_place": False,
+        "growth": None,
+    }
+    assert call("verify", package.path, *SIZES, "--quiet") == 0, capsys.readouterr().out
+    model = OrtModel(package.path, threads=1)
+    prompt = np.random.default_rng(3).integers(3, VOCAB, 37)
+    model.start()
+    answer = list(model.generate(prompt, 12, Sampling()))
+    reference = load_model(package.manifest["config"]["model"])
+    expected = reference.generate(torch.tensor(prompt)[None], max_new_tokens=12, do_sample=False)[0, len(prompt) :]
+    assert answer == expected.tolist()
+
+
+def test_a_wrong_state_of_the_op_is_named(package: Package, capsys: pytest.CaptureFixture[str]) -> None:
+    """The proof knows the op's state by the manifest alone."""
+    graph = onnx.load(package.path / "model.onnx", load_external_data=False)
+    for function in graph.functions:
+        if function.name == "Decay":
+            for node in function.node:
+                node.output[:] = ["wrong" if name == "present_total" else name for name in node.output]
+            function.node.append(onnx.helper.make_node("Neg", ["wrong"], ["present_total"]))
+    onnx.save(graph, package.path / "model.onnx")
+    from still_export.package.folder import write_manifest
+
+    write_manifest(package.path, {k: v for k, v in package.manifest.items() if k not in ("files", "versions")})
+    assert call("verify", package.path, *SIZES, "--quiet") == 1
+    assert "first diverging layer: 1" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorrt_rtx_bindings") is None, reason="needs TensorRT-RTX")
+def test_tensorrt_rtx_builds_it(package: Package, tmp_path: Path) -> None:
+    folder = tmp_path / "rtx"
+    folder.mkdir()
+    lower_package(package, TrtOptions("trt-rtx", prefill_tokens=32, archs=("sm_89",)), folder)
+    assert call("build", folder, "--quiet") == 0
+    assert (folder / "engine-rtx.plan").stat().st_size > 10_000
+
+
+def test_a_host_of_tensorrt_runs_it_as_a_plugin(
+    package: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        "still_export.export.trt_package._write_plugins",
+        lambda graph, target, *a: fake_tensorrt.write_libraries(target),
+    )
+    folder = tmp_path / "trt"
+    folder.mkdir()
+    lowered = lower_package(package, TrtOptions("trt", prefill_tokens=32, batch=3), folder)
+    assert lowered.manifest["plugin_layers"] == {"HybridAttention": 1, "Decay": 1, "Attention": 1}
+    trust_package(folder)
+    fake_tensorrt.install(monkeypatch, "10.3.0")
+    monkeypatch.setattr("still_export.engines.build.has_gpu", lambda: True)
+    assert call("build", folder, "--quiet") == 0
+    assert call("verify", folder, *SIZES, "--quiet") == 0, capsys.readouterr().out
+    assert call("run", folder, "--prompt-ids", "5,6,7", "--tokens", 3, "--quiet") == 0
