@@ -140,7 +140,8 @@ def check_graph(session: Any, manifest: dict[str, Any], source: Path) -> None:
         if types.get(found.type) != state["dtype"]:
             raise differs(f"states[{i}].dtype", state["dtype"], found.type)
         # What a call decides has a name in the graph; rows that do not depend on the tokens are a number there.
-        growth, rows = state["growth"], ""
+        growth: dict[str, Any] | None = state["growth"]
+        rows: int | str = ""
         if growth is not None and (growth["fixed"] or not growth["rows"]):
             rows = rows_after(growth, 0, manifest["capacity"]["capacity_tokens"])
         sizes = [d if isinstance(d, int) else "" for d in found.shape]
