@@ -29,6 +29,7 @@ from still_export.package.checked import (
 from still_export.runners.base import NUMPY_TYPES, Runner
 from still_export.runners.sampling import RunError
 from still_export.runners.text import run_program
+from still_graphs.states import rows_after
 
 CAPACITY = "still.capacity"
 """Entry of the graph's metadata: the manifest's `capacity`, as JSON."""
@@ -138,9 +139,13 @@ def check_graph(session: Any, manifest: dict[str, Any], source: Path) -> None:
             raise differs(f"states[{i}].name", state["name"], "not there")
         if types.get(found.type) != state["dtype"]:
             raise differs(f"states[{i}].dtype", state["dtype"], found.type)
-        # What a call decides has a name in the graph.
+        # What a call decides has a name in the graph; rows that do not depend on the tokens are a number there.
+        growth: dict[str, Any] | None = state["growth"]
+        rows: int | str = ""
+        if growth is not None and (growth["fixed"] or not growth["rows"]):
+            rows = rows_after(growth, 0, manifest["capacity"]["capacity_tokens"])
         sizes = [d if isinstance(d, int) else "" for d in found.shape]
-        if sizes != [d if isinstance(d, int) else "" for d in state["shape"]]:
+        if sizes != [d if isinstance(d, int) else "" if d == "batch" else rows for d in state["shape"]]:
             raise differs(f"states[{i}].shape", state["shape"], found.shape)
     for name in inputs:
         if (

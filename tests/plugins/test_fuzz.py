@@ -19,7 +19,7 @@ from tests.plugins.core_abi import compile_recorder, write_archive
 from tests.plugins.test_core import variant
 
 ROOT = Path(__file__).resolve().parents[2]
-RUNS = {"schema": 60_000, "kernels": 2_500, "archive": 15_000, "manifest": 30_000}
+RUNS = {"schema": 60_000, "kernels": 2_500, "attention": 500, "archive": 15_000, "manifest": 30_000}
 
 pytestmark = [
     pytest.mark.slow,

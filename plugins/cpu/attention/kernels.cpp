@@ -33,7 +33,7 @@ struct Columns
 
     explicit Columns(Task const& task)
         : l(*task.layer), x(*task.tensors), b(task.block), columns(b.count * l.group()),
-          wide(static_cast<int>(still_cpu::softmax::block_width(l, b.count)))
+          wide(round_up(columns, kLanes))
     {
     }
 
@@ -161,7 +161,7 @@ void combine(Task const& task, int parts, float* partials)
 {
     Columns<T> const block(task);
     int const wide = block.wide, dim = block.l.dim;
-    int64_t const size = (2 + static_cast<int64_t>(dim)) * wide;
+    int64_t const size = still_cpu::softmax::partial_size(block.l, block.b.count);
     for (int c = 0; c < wide; c += kLanes)
     {
         Vec most = load(partials + c);

@@ -38,18 +38,19 @@ struct Kernels
     void (*combine)(Task const& task, int parts, float* partials);
 };
 
-// Columns of a full block, as they lie in memory: a multiple of every vector's width.
+// Tokens of a full block.
 STILL_INLINE int64_t block_tokens(Layer const& layer)
 {
     return layer.group() < kBlockColumns ? kBlockColumns / layer.group() : 1;
 }
 
+// Columns of a block, as no instruction set has wider vectors.
 STILL_INLINE int64_t block_width(Layer const& layer, int64_t tokens)
 {
     return (tokens * layer.group() + 15) / 16 * 16;
 }
 
-// Floats of one partial result: maximum and sum of each column, then the values [D, columns].
+// Floats from one partial result to the next: maximum and sum of each column, then the values [D, columns].
 STILL_INLINE int64_t partial_size(Layer const& layer, int64_t tokens)
 {
     return (2 + static_cast<int64_t>(layer.dim)) * block_width(layer, tokens);
