@@ -1,0 +1,22 @@
+"""A few of the attacks of tools/attack; its own command line runs thousands."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("onnxruntime")
+pytest.importorskip("peft")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attack", [["damage", "--count", "25"], ["kills", "--count", "2"]], ids=lambda a: a[0])
+def test_a_few(attack: list[str], tmp_path: Path) -> None:
+    """Each damaged input ends in an answer or in one line; each kill leaves the old folder, and nothing after the next run."""
+    command = [sys.executable, "tools/attack", *attack, "--seed", "7", "--work", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
