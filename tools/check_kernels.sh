@@ -27,8 +27,8 @@ run() {
     tests) "$python" -m pytest -q -p no:cacheprovider -m "gpu and not slow" tests/still_kernels ;;
     slow) "$python" -m pytest -q -p no:cacheprovider -m "gpu and slow" tests/still_kernels ;;
     memcheck | racecheck) sanitizer "$1" ;;
-    bench) "$python" -m still_kernels.bench --json "$out/bench.json" ;;
-    tune) "$python" -m still_kernels.tune --seconds "${TUNE_SECONDS:-240}" -o "$out/tune.json" ;;
+    bench) "$python" -m still_kernels.hybrid_attention.bench --json "$out/bench.json" ;;
+    tune) "$python" -m still_kernels.hybrid_attention.tune --seconds "${TUNE_SECONDS:-240}" -o "$out/tune.json" ;;
     *) echo "unknown step $1; known: compile tests slow memcheck racecheck bench tune"; return 2 ;;
     esac
 }

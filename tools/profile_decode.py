@@ -6,7 +6,7 @@
   python tools/profile_decode.py --ncu              the command that shows stalls by source line
 
 About 20 s each with the default sizes, most of it compiling. Every state of a graph is its own and their sum is several times the
-L2 cache, so that no step finds its cache there. Other block sizes: python -m still_kernels.tune --kernels decode.
+L2 cache, so that no step finds its cache there. Other block sizes: python -m still_kernels.hybrid_attention.tune --kernels decode.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from still_kernels import bench, launcher
-from still_kernels.hybrid_attention import HybridAttentionState, launch
+from still_kernels import launcher
+from still_kernels.hybrid_attention import HybridAttentionState, bench, launch
 from still_kernels.hybrid_attention.chunked import chunked_hybrid_attention
 from still_kernels.hybrid_attention.plan import PLAN
 from still_kernels.hybrid_attention.tiles import TileTable

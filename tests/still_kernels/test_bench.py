@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from still_kernels import bench
+from still_kernels.hybrid_attention import bench
 
 CEILINGS = bench.Ceilings(copy=4e12, gemm=800e12)
 

@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from still_kernels import tune
+from still_kernels.hybrid_attention import tune
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from still_kernels.hybrid_attention.settings import MOVES, misfit
 from still_kernels.hybrid_attention.tiles import changed, tile_table
@@ -29,7 +29,7 @@ def interpreted(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_settings_are_checked_timed_and_written(tmp_path: Path) -> None:
-    code = "import sys; from still_kernels import tune; sys.exit(tune.main(sys.argv[1:]))"
+    code = "import sys; from still_kernels.hybrid_attention import tune; sys.exit(tune.main(sys.argv[1:]))"
     done = interpreted(code, "--kernels", "score,select", "--seconds", "4", "-o", str(tmp_path / "tune.json"))
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "tune.json").read_text())
@@ -45,7 +45,7 @@ def test_settings_are_checked_timed_and_written(tmp_path: Path) -> None:
 def test_a_wrong_result_gets_no_time(tmp_path: Path) -> None:
     code = """
 import sys
-from still_kernels import tune
+from still_kernels.hybrid_attention import tune
 right = tune.Workload.run
 def wrong(self, table):
     made, results = right(self, table)
@@ -63,7 +63,7 @@ sys.exit(tune.main(sys.argv[1:]))
 
 def test_workspace_starts_as_nan() -> None:
     code = """
-from still_kernels import tune
+from still_kernels.hybrid_attention import tune
 from still_kernels import launcher
 import torch
 with tune._recording():

@@ -1,4 +1,7 @@
-"""What `python -m still_kernels.tune` tries: settings of each kernel, and which of them do not go together. Integers only."""
+"""What `python -m still_kernels.hybrid_attention.tune` tries: settings of each kernel, and which of them do not go together.
+
+Integers only.
+"""
 
 from __future__ import annotations
 

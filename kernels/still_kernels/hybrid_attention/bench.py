@@ -1,6 +1,6 @@
 """Speed of the kernels beside their peers and the machine's measured ceilings, in one process on one GPU.
 
-    python -m still_kernels.bench --context 8192,65536 --batch 1,8 --json bench.json --plot roofline.png
+    python -m still_kernels.hybrid_attention.bench --context 8192,65536 --batch 1,8 --json bench.json --plot roofline.png
 
 Every kernel is compared with the chunked PyTorch form on the same inputs first; one that fails gets no speed. Decode steps are
 replayed from a CUDA graph of several layers, each with its own state, so that the caches of one step do not serve the next.
@@ -262,7 +262,9 @@ def _numbers(text: str) -> list[int]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; exit code 0, 1 if a check failed, 2 without a GPU."""
-    parser = argparse.ArgumentParser(prog="python -m still_kernels.bench", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m still_kernels.hybrid_attention.bench", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("--context", type=_numbers, default=[8192, 32768, 65536], help="tokens, comma-separated")
     parser.add_argument("--batch", type=_numbers, default=[1, 8], help="rows of a decode step, comma-separated")
     parser.add_argument("--scope", default="q_head,kv_group_max", help="select scopes, comma-separated")

@@ -1,6 +1,6 @@
 """Which block sizes are fastest on this GPU: every kernel timed alone, over settings around those of tiles.py.
 
-    python -m still_kernels.tune --context 65536 --seconds 240 -o tune.json
+    python -m still_kernels.hybrid_attention.tune --context 65536 --seconds 240 -o tune.json
 
 Each setting runs whole calls first: their outputs and states, written over NaN, must be those of the current settings, else it gets
 no time. From the best setting the search goes on while time is left. Nothing is written back: put what wins into tiles.py.
@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from still_kernels.bench import CHECK_LIMIT, DECODE_BYTES, Layer, decode_cost, median_s, relative_error
 from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState
+from still_kernels.hybrid_attention.bench import CHECK_LIMIT, DECODE_BYTES, Layer, decode_cost, median_s, relative_error
 from still_kernels.hybrid_attention.settings import MOVES, WEIGHTS, Setting, misfit
 from still_kernels.hybrid_attention.tiles import TileTable, changed
 
@@ -256,7 +256,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from still_kernels.hybrid_attention.launch import device_table
 
-    parser = argparse.ArgumentParser(prog="python -m still_kernels.tune", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m still_kernels.hybrid_attention.tune", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("--context", type=int, default=65536, help="tokens of the prefill and behind the decode step")
     parser.add_argument(
         "--geometry", default="32,8,128,64,4", help="heads, key heads, head size, chunk, salient per chunk"
