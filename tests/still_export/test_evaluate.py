@@ -226,7 +226,7 @@ def test_unseen_forms_are_unseen() -> None:
 
 def test_replies_and_repetition_are_judged_by_words() -> None:
     assert questions.holds("It is pier 17.", "17") and questions.holds("the BARREL, I think", "barrel")
-    assert not questions.holds("pier 170", "17") and not questions.holds("barrels", "barrel")
+    assert not questions.holds("pier 170 or 317", "17") and not questions.holds("barrels", "barrel")
     assert questions.repeated([1, 2, 3, 4, 5]) == 0 and questions.repeated([1, 2, 3]) == 0
     assert questions.repeated([1, 2, 1, 2, 1, 2, 1]) == pytest.approx(0.5)
 

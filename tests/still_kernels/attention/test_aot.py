@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("triton")
@@ -9,9 +11,10 @@ pytest.importorskip("triton")
 from still_kernels import aot
 from still_kernels.attention.variants import KERNELS, Variant
 from still_kernels.tile import SHARED_BYTES
+from tests.still_kernels.test_descriptors import descriptors, instructions
 
 
-def compiled(variant: Variant, arch: int, folder: object, monkeypatch: pytest.MonkeyPatch) -> dict:
+def compiled(variant: Variant, arch: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     entry, cubins = aot.compile_variant("Attention", variant, arch)
@@ -23,7 +26,7 @@ def compiled(variant: Variant, arch: int, folder: object, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("packed", [0, 1])
-def test_one_architecture(packed: int, tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_architecture(packed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entry = compiled(Variant(head_dim=64, count_dtype="int32", packed=packed), 90, tmp_path, monkeypatch)
     names = {a["name"] for a in entry["kernels"]["decode"]["args"]}
     assert ("query_start" in names, "new_tokens" in names) == (bool(packed), not packed)
@@ -33,9 +36,19 @@ def test_one_architecture(packed: int, tmp_path: object, monkeypatch: pytest.Mon
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", aot.ARCHS)
-def test_every_architecture(arch: str, tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_architecture(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     variants = [Variant()]
     if arch in ("sm_86", "sm_90"):  # the least shared memory, a server
         variants += [Variant("float16", 64), Variant("float32", 128), Variant("float32", 256), Variant("bfloat16", 256)]
     for variant in variants:
         compiled(variant, aot.parse_arch(arch), tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("dim", [128, *(pytest.param(dim, marks=pytest.mark.slow) for dim in (16, 24, 64, 80, 256))])
+def test_descriptors(dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What matrix instructions of sm_90 get from one assembler may be wrong: tests/still_kernels/test_descriptors.py."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    entry, cubins = aot.compile_variant("Attention", Variant(head_dim=dim), 90)
+    kernel = entry["kernels"]["attend"]
+    count, wrong = descriptors(instructions(cubins[kernel["cubin"]], tmp_path), kernel["shared_bytes"])
+    assert not wrong and (count or dim > 128)
