@@ -102,9 +102,7 @@ def attack(folder: Path, model: Path, seed: int, count: int) -> bool:
         forks.run(command if keeps or target.parent != work else [*command, "--force"], 600)
         left = [p.name for p in work.rglob(".*") if p.name.startswith(".")]
         found[f"{verb}: WRONG, left behind"] += len(left)
-    for what, number in found.items():
-        if number:
-            print(f"{what}: {number}")
+        print("; ".join(f"{what}: {n}" for what, n in found.items() if n and what.startswith(f"{verb}:")), flush=True)
     good = not any(number for what, number in found.items() if "WRONG" in what)
     print("kills: nothing half, nothing left behind" if good else "kills: FAILED")
     return good
