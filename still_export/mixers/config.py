@@ -10,6 +10,7 @@ from typing import Any
 from still_export.fields import check_types
 from still_graphs.errors import ConfigError
 from still_kernels.hybrid_attention import HybridAttentionConfig
+from still_kernels.hybrid_attention.config import HybridAttentionSettings
 
 HYBRID = "hybrid_attention"
 FULL = "full_attention"
@@ -25,8 +26,8 @@ MIX_EPSILON = 1e-9
 over its 30 layers, 1e-9 by 6e-5, which is the noise of float32. Nothing needs more: a row's own logit keeps the denominator above 1."""
 
 
-@dataclass(frozen=True)
-class StillConfig:
+@dataclass(frozen=True, kw_only=True)
+class StillConfig(HybridAttentionSettings):
     """The STILL part of a model's configuration, `still_config` in its config.json.
 
     Args:
@@ -37,29 +38,17 @@ class StillConfig:
         shared_feature_map: One feature projection for all heads instead of one per query head.
         window_factors: Per layer, one scalar per query head on the softmax terms (LoLCATs), or None.
 
-    The other fields are those of `HybridAttentionConfig`.
+    The other fields are those of `HybridAttentionSettings`.
 
     Raises:
         ConfigError: A value is unknown, out of range, or contradicts another.
     """
 
-    chunk_size: int = 64
-    salient_per_chunk: int = 4
-    select_scope: str = "q_head"
-    saliency: str = "margin"
-    feature_map: str = "np_softmax_pm"
-    feature_dim: int | None = None
     shared_feature_map: bool = False
-    gate: str = "channel"
     gate_bias: bool = True
-    local: str = "chunked"
-    window_size: int | None = None
     window_factors: tuple[tuple[float, ...], ...] | None = None
     mix_epsilon: float = MIX_EPSILON
-    phantom_first_chunk: bool = False
     capacity_tokens: int | None = None
-    overflow: str = "error"
-    profile: str = "still"
     layer_types: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -95,24 +84,12 @@ class StillConfig:
         factors: tuple[float, ...] | None,
     ) -> HybridAttentionConfig:
         return HybridAttentionConfig(
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            chunk_size=self.chunk_size,
-            salient_per_chunk=self.salient_per_chunk,
-            select_scope=self.select_scope,
-            saliency=self.saliency,
-            feature_map=self.feature_map,
-            feature_dim=self.feature_dim,
-            gate=self.gate,
-            local=self.local,
-            window_size=self.window_size,
+            num_heads,
+            num_kv_heads,
+            head_dim,
             window_factor=factors,
-            mix_epsilon=self.mix_epsilon,
-            phantom_first_chunk=self.phantom_first_chunk,
             capacity_tokens=capacity_tokens,
-            overflow=self.overflow,
-            profile=self.profile,
+            **{f.name: getattr(self, f.name) for f in fields(HybridAttentionSettings)},
         )
 
     def layer_type(self, layer: int) -> str:

@@ -20,6 +20,7 @@ from still_export.cli.main import main
 from still_export.engines.options import TrtOptions
 from still_export.evaluation.bench import Setting, measure
 from still_export.export.trt_package import lower_package
+from still_export.package.checked import trust_package
 from still_export.proof.sessions import Session
 from still_export.runners.tensorrt import TrtModel
 from tests.still_export import fake_tensorrt
@@ -43,6 +44,7 @@ def package_of(tmp_path_factory: pytest.TempPathFactory, export_tiny: Exporter) 
                 lambda graph, target, *a: fake_tensorrt.write_libraries(target),
             )
             lower_package(export_tiny(dtype=dtype), TrtOptions(batch=batch, prefill_tokens=4 * CHUNK), folder)
+        trust_package(folder)  # as an export does that compiles its plugins here
         return folder
 
     return make

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -21,14 +21,11 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 
-@dataclass(frozen=True)
-class HybridAttentionConfig:
-    """Everything that fixes the function of one layer except its weights.
+@dataclass(frozen=True, kw_only=True)
+class HybridAttentionSettings:
+    """What is chosen for all layers of a model, whatever their geometry.
 
     Args:
-        num_heads: Query heads H.
-        num_kv_heads: Key/value heads HK, a divisor of H.
-        head_dim: D.
         chunk_size: C, tokens per chunk.
         salient_per_chunk: k, tokens of a chunk that stay in softmax; 0 none, C all (full softmax attention).
         select_scope: One selection per query head, or per key/value head by the max or mean score of its query heads.
@@ -38,20 +35,12 @@ class HybridAttentionConfig:
         gate: "channel" expects a gate tensor, "none" expects None.
         local: "chunked" = previous and current chunk; "sliding" = the `window_size` latest tokens; "sliding(W)" sets both.
         window_size: W of "sliding", None = C; with salient tokens W must equal C, else 1 <= W <= C.
-        window_factor: Scalars on the softmax terms (LoLCATs), any sequence of H numbers, or None.
         mix_epsilon: Added to the joint denominator.
         phantom_first_chunk: Chunk 0 sees C zero keys with zero values (released training code).
-        capacity_tokens: T_max, what the salient cache covers; its slots are `capacity_slots`.
         overflow: What happens beyond T_max.
         profile: "released" sets saliency, phantom_first_chunk and mix_epsilon as released checkpoints need them.
-
-    Raises:
-        ConfigError: A value is unknown, out of range, or contradicts another.
     """
 
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     chunk_size: int = 64
     salient_per_chunk: int = 4
     select_scope: str = "q_head"
@@ -61,12 +50,32 @@ class HybridAttentionConfig:
     gate: str = "channel"
     local: str = "chunked"
     window_size: int | None = None
-    window_factor: Sequence[float] | None = None
     mix_epsilon: float = 1e-6
     phantom_first_chunk: bool = False
-    capacity_tokens: int = 8192
     overflow: str = "error"
     profile: str = "still"
+
+
+@dataclass(frozen=True)
+class HybridAttentionConfig(HybridAttentionSettings):
+    """Everything that fixes the function of one layer except its weights: the settings, and
+
+    Args:
+        num_heads: Query heads H.
+        num_kv_heads: Key/value heads HK, a divisor of H.
+        head_dim: D.
+        window_factor: Scalars on the softmax terms (LoLCATs), any sequence of H numbers, or None.
+        capacity_tokens: T_max, what the salient cache covers; its slots are `capacity_slots`.
+
+    Raises:
+        ConfigError: A value is unknown, out of range, or contradicts another.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window_factor: Sequence[float] | None = field(default=None, kw_only=True)
+    capacity_tokens: int = field(default=8192, kw_only=True)
 
     def __post_init__(self) -> None:
         if window := re.fullmatch(r"sliding\((\d+)\)", str(self.local)):
