@@ -76,7 +76,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
 
 def test_native_kernel(installed: Installed) -> None:
     try:
-        include = find_onnxruntime_headers()
+        include = find_onnxruntime_headers().resolve()
     except PluginBuildError as error:
         pytest.skip(str(error))
     installed.still_export("model", "--to", "onnx", "--native", "--onnxruntime-include", include, "-o", "onnx", "-q")
