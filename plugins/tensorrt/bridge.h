@@ -75,12 +75,7 @@ inline Type to_type(nvinfer1::DataType type)
 
 inline Tensor to_tensor(nvinfer1::DataType type, nvinfer1::Dims const& dims)
 {
-    Tensor tensor;
-    tensor.type = to_type(type);
-    tensor.rank = dims.nbDims;
-    for (int axis = 0; axis < dims.nbDims && axis < kMaxRank; ++axis)
-        tensor.dims[axis] = dims.d[axis];
-    return tensor;
+    return make_tensor(to_type(type), dims.d, dims.nbDims, "a plugin's tensor");
 }
 
 // The op of a node plus the type it insists on; made from plugin fields and turned back into them.
