@@ -23,11 +23,13 @@ from tests.tolerances import REFERENCE
 pytest.importorskip("onnxruntime")
 
 ROOT = Path(__file__).resolve().parents[2]
+TOY = ROOT / "tests/toy/decay"
+"""An op beside those of the tree, compiled in with them."""
 
 
 @pytest.fixture(scope="session")
 def library() -> str:
-    """libstill_onnxruntime.so, built once per checkout into build/, which git ignores; or the one that test_sanitized.py built."""
+    """libstill_onnxruntime.so with the toy op, built once per checkout into build/, which git ignores; or that of test_sanitized.py."""
     if built := os.environ.get("STILL_TEST_LIBRARY"):
         return built
     if not shutil.which("cmake") or not shutil.which("g++"):
@@ -40,7 +42,7 @@ def library() -> str:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:  # test processes run side by side
         fcntl.flock(lock, fcntl.LOCK_EX)
-        return str(build_native(folder, include))
+        return str(build_native(folder, include, ops=(TOY,)))
 
 
 FOLDING = [*body.SPLITS, 37, [20, 3], 1, 1, 1, 1, 1]
