@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from still_export.errors import CheckpointError, ConfigError, ModelNotFoundError
+from still_export.models.weights import Deferred
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 SCALE = ".scale"
@@ -161,19 +163,30 @@ def from_int8_rows(rows: Tensor, scale: Tensor) -> Tensor:
     return rows.float() * scale.float()[..., None]
 
 
-def read_tensors(files: list[Path], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """All tensors of `files`, floating ones as `dtype` (None: as stored), every value checked to be finite.
+def open_tensors(files: list[Path], dtype: torch.dtype | None = None) -> dict[str, Deferred]:
+    """All tensors of `files` as `dtype` (None: as stored); their values are read, and checked to be finite, when they are asked for.
 
     Raises:
-        CheckpointError: A file is damaged, holds a type other than floats, or a value that is no number.
+        CheckpointError: A file is damaged, or holds a type other than floats.
     """
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Deferred] = {}
     for path in files:
-        for name, tensor in iterate_tensors(path):
-            tensors[name] = checked(name, tensor, dtype, str(path))
+        for name, tensor in iterate_tensors(path):  # a view of the file: no page of it is read yet
+            _demand_float(name, tensor, str(path))
+            tensors[name] = Deferred(
+                tensor.shape, dtype or tensor.dtype, partial(checked, name, tensor, dtype, str(path))
+            )
     if not tensors:
         raise CheckpointError(f"{', '.join(map(str, files))}: no tensors. The file is damaged; fetch it again.")
     return tensors
+
+
+def _demand_float(name: str, tensor: Tensor, origin: str) -> None:
+    if tensor.dtype not in FLOAT_TYPES:
+        raise CheckpointError(
+            f"{name} in {origin} has type {str(tensor.dtype).removeprefix('torch.')}; weights are read as float32, float16 or "
+            "bfloat16. Use the unquantized model."
+        )
 
 
 def checked(name: str, tensor: Tensor, dtype: torch.dtype | None, origin: str) -> Tensor:
@@ -182,11 +195,7 @@ def checked(name: str, tensor: Tensor, dtype: torch.dtype | None, origin: str) -
     Raises:
         CheckpointError: It is not of a float type, holds NaN or infinity, or exceeds the range of `dtype`.
     """
-    if tensor.dtype not in FLOAT_TYPES:
-        raise CheckpointError(
-            f"{name} in {origin} has type {str(tensor.dtype).removeprefix('torch.')}; weights are read as float32, float16 or "
-            "bfloat16. Use the unquantized model."
-        )
+    _demand_float(name, tensor, origin)
     result = tensor if dtype is None else in_range(name, tensor, dtype, f" in {origin}")
     if not is_finite(result):
         raise CheckpointError(
