@@ -53,17 +53,16 @@ def make_step(context: int, batch: int, scope: str, promoting: bool) -> Step:
     size_bytes, _ = bench.decode_cost(config, length, batch)
     layers = max(2, min(24, -(-bench.DECODE_BYTES // int(size_bytes))))
     inputs = bench._inputs(config, batch, 1, dtype)
-    new = torch.ones(batch, device="cuda", dtype=torch.int64)
     states = [bench._filled_state(config, batch, length, dtype) for _ in range(layers)]
-    outputs = [torch.empty_like(inputs[0]) for _ in states]
-    lengths = [torch.empty_like(new) for _ in states]
+    outputs = [torch.empty_like(inputs.query) for _ in states]
+    lengths = [torch.empty_like(states[0].length) for _ in states]
 
     def one(state: HybridAttentionState, output: Tensor, present: Tensor) -> None:
-        launch.launch_hybrid_attention(*inputs, config, state, output, batch, 1, new, present_length=present)
+        launch.launch_hybrid_attention(inputs, config, state, output, present_length=present)
 
-    expected, _ = chunked_hybrid_attention(*inputs, config, states[0], new)
+    expected, _ = chunked_hybrid_attention(inputs, config, states[0])
     check = HybridAttentionState(**{name: tensor.clone() for name, tensor in states[0].tensors().items()})
-    got, present = torch.full_like(inputs[0], float("nan")), torch.empty_like(new)
+    got, present = torch.full_like(inputs.query, float("nan")), torch.empty_like(check.length)
     one(check, got, present)
     assert bool((present == length + 1).all()), "the kernel did not advance the length"
     error = bench.relative_error(got, expected)

@@ -22,6 +22,7 @@ app = typer.Typer(
     "still-export MODEL --to onnx -o DIR is short for still-export export MODEL --to onnx -o DIR. "
     "--debug, with any verb, shows the traceback of an error.",
     no_args_is_help=True,
+    add_completion=False,  # its options ask which shell called, and fail where none did
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode="markdown",
@@ -50,7 +51,7 @@ def _register() -> None:
         module.register(app)
 
 
-ROOT_OPTIONS = ("-h", "--help", "--version", "--install-completion", "--show-completion")
+ROOT_OPTIONS = ("-h", "--help", "--version")
 """What stands in the place of a verb; anything else is the model of an export."""
 
 EXTRAS = {

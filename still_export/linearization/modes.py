@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from still_export.mixers.hybrid_attention.module import StillAttention
+from still_kernels.hybrid_attention import Inputs
 from still_kernels.hybrid_attention.dispatch import hybrid_attention_whole
 
 HYBRID, SOFTMAX, TRANSFER = "hybrid", "softmax", "transfer"
@@ -79,16 +80,10 @@ class TrainableAttention(StillAttention):
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, gate: Tensor | None) -> Tensor:
         # The kernel chooses its own precision: S, z and the features are float32 whatever the matrix products around it use.
         with torch.autocast(query.device.type, enabled=False):
-            return hybrid_attention_whole(
-                query,
-                key,
-                value,
-                gate,
-                self.feature_q_weight,
-                self.feature_k_weight,
-                self.still,
-                None if self.window_factor_exponent is None else window_factor(self.window_factor_exponent.float()),
-            )
+            exponent = self.window_factor_exponent
+            factor = None if exponent is None else window_factor(exponent.float())
+            weights = (self.feature_q_weight, self.feature_k_weight)
+            return hybrid_attention_whole(Inputs(query, key, value, gate, *weights, window_factor=factor), self.still)
 
 
 def window_factor(exponent: Tensor) -> Tensor:

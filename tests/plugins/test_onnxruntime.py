@@ -16,7 +16,7 @@ import torch
 
 from still_export.export.native import build_native, find_onnxruntime_headers
 from still_export.export.plugins import PluginBuildError
-from still_kernels.hybrid_attention.naive import naive_hybrid_attention
+from still_kernels.hybrid_attention import Inputs, naive_hybrid_attention
 from tests.still_graphs import test_functions as body
 from tests.tolerances import REFERENCE
 
@@ -91,7 +91,7 @@ def test_equals_the_quadratic_definition(library: str) -> None:
     parts = [(feeds, runner(feeds)["output"]) for feeds, _, _ in body.steps(c, [9, 1, 1, 13, 1, 20], torch.float32, 2)]
     whole = [torch.cat([feeds[n] for feeds, _ in parts], dim=1) for n in ("query", "key", "value", "gate")]
     weights = [parts[0][0][f"feature_{n}_weight"] for n in "qk"]
-    expected = naive_hybrid_attention(*whole, *weights, c)
+    expected = naive_hybrid_attention(Inputs(*whole, *weights), c)
     body.close(torch.cat([o for _, o in parts], dim=1), expected, REFERENCE[torch.float32], "output")
 
 

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from still_graphs.errors import ShapeError, UnsupportedError
 from still_kernels import launcher
-from still_kernels.attention.naive import check_inputs
+from still_kernels.attention.inputs import Inputs
 from still_kernels.attention.plan import PLAN
 from still_kernels.attention.state import AttentionState
 from still_kernels.attention.tiles import tiles
 from still_kernels.attention.triton_attend import attend_kernel
 from still_kernels.attention.triton_decode import decode_kernel
 from still_kernels.attention.variants import KERNELS, constants_of, plan_constants
+from still_kernels.packing import Packing
 from still_kernels.plan import Call
 from still_kernels.tile import KernelTile
 
@@ -78,60 +79,41 @@ def _call(
     )
 
 
-def launch_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    state: AttentionState,
-    output: Tensor,
-    batch: int,
-    tokens: int,
-    new_tokens: Tensor | None,
-    query_start: Tensor | None = None,
-    state_row: Tensor | None = None,
-) -> None:
+def launch_attention(inputs: Inputs, state: AttentionState, output: Tensor, packing: Packing | None = None) -> None:
     """Run the kernels on `state`, in place; `state.length` is read and left for the caller to advance.
 
     Args:
-        query, output: [B, T, H, D], or packed [tokens, H, D] with query_start. key, value: HK heads. All contiguous.
-        batch: Rows of the call.
-        tokens: T, or the most tokens of a packed row.
-        new_tokens: int32 or int64 [B]; ignored for packed tokens.
-        query_start: First packed token of each row, [B + 1]. state_row: State row of each, [B].
+        inputs: Contiguous; without a packing `new_tokens` are given.
+        output: As query.
 
     Raises:
         UnsupportedError: No kernel covers the call; the message lists what is covered.
     """
-    packed = None if query_start is None else (query.shape[0], state.length.shape[0])
-    heads = (query.shape[-2], key.shape[-2], query.shape[-1])
+    query, heads = inputs.query, (inputs.query.shape[-2], inputs.key.shape[-2], inputs.query.shape[-1])
+    if packing is None:
+        batch, tokens, packed = query.shape[0], query.shape[1], None
+    else:
+        batch, tokens = packing.state_row.shape[0], packing.max_tokens
+        packed = (query.shape[0], state.length.shape[0])
     arch = launcher.arch_of(query.device)
     prepared = _prepared(arch, query.dtype, heads, batch, tokens, state.rows, packed)
     tensors = {
-        "query": query,
-        "key": key,
-        "value": value,
+        **vars(inputs),
         "present_key": state.key,
         "present_value": state.value,
         "output": output,
-        "new_tokens": new_tokens,
         "past_length": state.length,
-        "query_start": query_start,
-        "state_row": state_row,
+        "query_start": None if packing is None else packing.query_start,
+        "state_row": None if packing is None else packing.state_row,
     }
     launcher.Launcher().run(prepared, tensors, query)
 
 
-def triton_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    state: AttentionState,
-    new_tokens: Tensor | None = None,
-    in_place: bool = False,
-) -> tuple[Tensor, AttentionState]:
+def triton_attention(inputs: Inputs, state: AttentionState, in_place: bool = False) -> tuple[Tensor, AttentionState]:
     """`dispatch.attention` by the Triton kernels, on CUDA; the state's tensors must be contiguous where they are written in place."""
-    batch, tokens = check_inputs(query, key, value)
-    state.check(query, key)
+    batch, tokens = inputs.check()
+    state.check(inputs)
+    query, new_tokens = inputs.query, inputs.new_tokens
     if query.device.type != "cuda":
         raise UnsupportedError(f"device {query.device.type!r} has no kernel; known: cpu (PyTorch), cuda (Triton).")
     if in_place and not (state.key.is_contiguous() and state.value.is_contiguous()):
@@ -141,14 +123,6 @@ def triton_attention(
     length = state.length.contiguous()
     keys, values = (x if in_place else x.clone(memory_format=torch.contiguous_format) for x in (state.key, state.value))
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
-    launch_attention(
-        query.contiguous(),
-        key.contiguous(),
-        value.contiguous(),
-        AttentionState(keys, values, length),
-        output,
-        batch,
-        tokens,
-        new_tokens.contiguous(),
-    )
+    given = (x.contiguous() for x in (query, inputs.key, inputs.value, new_tokens))
+    launch_attention(Inputs(*given), AttentionState(keys, values, length), output)
     return output, AttentionState(keys, values, length + new_tokens.to(length.dtype))

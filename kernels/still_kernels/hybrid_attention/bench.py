@@ -20,11 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState
+from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs
 from still_kernels.hybrid_attention.chunked import chunked_hybrid_attention
 from still_kernels.hybrid_attention.dispatch import hybrid_attention
-
-Layer = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 CHECK_LIMIT = {torch.float16: 1e-2, torch.bfloat16: 1e-2, torch.float32: 1e-4}
 """Greatest relative error (Frobenius norm) of an output for which a speed is printed."""
@@ -127,28 +125,28 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
     return value if value == value else float("inf")
 
 
-def _inputs(config: HybridAttentionConfig, batch: int, tokens: int, dtype: torch.dtype) -> Layer:
-    """query, key, value, gate, feature_q_weight, feature_k_weight."""
+def _inputs(config: HybridAttentionConfig, batch: int, tokens: int, dtype: torch.dtype) -> Inputs:
+    """Random tokens and maps; every row brings all of its tokens."""
     heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
     shapes = [(batch, tokens, h, dim) for h in (heads, kv_heads, kv_heads, heads)]
     query, key, value, gate = (torch.randn(shape, device="cuda", dtype=dtype) for shape in shapes)
     shape = (heads, config.projection_dim, dim)
     weight_q, weight_k = ((torch.randn(shape, device="cuda") * dim**-0.5).to(dtype) for _ in "qk")
-    return query, key, value, gate.sigmoid(), weight_q, weight_k
+    new = torch.full((batch,), tokens, device="cuda")
+    return Inputs(query, key, value, gate.sigmoid(), weight_q, weight_k, new)
 
 
 def bench_prefill(context: int, scope: str, dtype: torch.dtype) -> Row:
     """One row of `context` tokens from an empty state."""
     config = layer(context, scope)
     inputs = _inputs(config, 1, context, dtype)
-    new = torch.full((1,), context, device="cuda")
     empty = HybridAttentionState.empty(config, 1, dtype, "cuda")
-    expected, _ = chunked_hybrid_attention(*inputs, config, empty, new)
-    got, _ = hybrid_attention(*inputs, config, HybridAttentionState.empty(config, 1, dtype, "cuda"), new)
+    expected, _ = chunked_hybrid_attention(inputs, config, empty)
+    got, _ = hybrid_attention(inputs, config, HybridAttentionState.empty(config, 1, dtype, "cuda"))
     error = relative_error(got, expected)
     del expected, got
     state = HybridAttentionState.empty(config, 1, dtype, "cuda")  # the same values enter S at every run
-    run = lambda: hybrid_attention(*inputs, config, state, new, in_place=True)  # noqa: E731
+    run = lambda: hybrid_attention(inputs, config, state, in_place=True)  # noqa: E731
     time_s = median_s(run, 10) if error <= CHECK_LIMIT[dtype] else None
     return Row(f"prefill {scope}", context, 1, *prefill_cost(config, context), error, time_s)
 
@@ -171,17 +169,16 @@ def bench_decode(context: int, batch: int, scope: str, dtype: torch.dtype, promo
     length = context if promoting else context - 1
     size_bytes, flop = decode_cost(config, length, batch)
     inputs = _inputs(config, batch, 1, dtype)
-    new = torch.ones(batch, device="cuda", dtype=torch.int64)
     state = _filled_state(config, batch, length, dtype)
-    expected, _ = chunked_hybrid_attention(*inputs, config, state, new)
-    got, _ = hybrid_attention(*inputs, config, state, new)
+    expected, _ = chunked_hybrid_attention(inputs, config, state)
+    got, _ = hybrid_attention(inputs, config, state)
     error = relative_error(got, expected)
     layers = max(2, min(32, -(-DECODE_BYTES // int(size_bytes))))
     states = [state] + [_filled_state(config, batch, length, dtype) for _ in range(layers - 1)]
 
     def step() -> None:
         for each in states:
-            hybrid_attention(*inputs, config, each, new, in_place=True)
+            hybrid_attention(inputs, config, each, in_place=True)
 
     time_s = None
     if error <= CHECK_LIMIT[dtype]:

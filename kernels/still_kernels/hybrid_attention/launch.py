@@ -10,6 +10,7 @@ from torch import Tensor
 
 from still_kernels import launcher
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
+from still_kernels.hybrid_attention.inputs import Inputs
 from still_kernels.hybrid_attention.plan import PLAN
 from still_kernels.hybrid_attention.state import HybridAttentionState
 from still_kernels.hybrid_attention.tiles import TileTable, tile_table
@@ -21,6 +22,7 @@ from still_kernels.hybrid_attention.triton_scan import scan_kernel
 from still_kernels.hybrid_attention.triton_score import score_kernel
 from still_kernels.hybrid_attention.triton_select import select_kernel
 from still_kernels.hybrid_attention.variants import constants_of, plan_constants, sizes_of
+from still_kernels.packing import Packing
 from still_kernels.plan import Call
 
 FUNCTIONS = {
@@ -97,57 +99,41 @@ def _prepared(
 
 
 def launch_hybrid_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    gate: Tensor | None,
-    feature_q_weight: Tensor,
-    feature_k_weight: Tensor,
+    inputs: Inputs,
     config: HybridAttentionConfig,
     state: HybridAttentionState,
     output: Tensor,
-    batch: int,
-    tokens: int,
-    new_tokens: Tensor | None,
-    query_start: Tensor | None = None,
-    state_row: Tensor | None = None,
-    window_factor: Tensor | None = None,
+    packing: Packing | None = None,
     table: TileTable | None = None,
     present_length: Tensor | None = None,
 ) -> None:
     """Run the kernels on `state`, in place; `state.length` is read and left for the caller to advance.
 
     Args:
-        query, gate, output: [B, T, H, D], or packed [tokens, H, D] with query_start. key, value: HK heads. All contiguous.
-        batch: Rows of the call.
-        tokens: T, or the most tokens of a packed row.
-        new_tokens: int32 or int64 [B]; ignored for packed tokens.
-        query_start: First packed token of each row, [B + 1]. state_row: State row of each, [B].
-        window_factor: fp32 [H], or None.
+        inputs: Contiguous; without a packing `new_tokens` are given.
+        output: As query.
         table: Block sizes; by default those of the device. With others Triton looks for the compiled kernels at each launch.
         present_length: [B], not the state's; in decode (T = 1, not packed) it gets the lengths after the call.
     """
-    packed = None if query_start is None else (query.shape[0], state.length.shape[0])
-    call = (batch, tokens, state.slots, feature_q_weight.shape[0], packed)
-    factor = window_factor is not None
-    if table is None:
-        prepared = _prepared(config, query.device, query.dtype, factor, *call)
+    query, factor = inputs.query, inputs.factor(config)
+    if packing is None:
+        batch, tokens, packed = query.shape[0], query.shape[1], None
     else:
-        prepared = _prepare(config, query.dtype, table, None, factor, *call)
+        batch, tokens = packing.state_row.shape[0], packing.max_tokens
+        packed = (query.shape[0], state.length.shape[0])
+    call = (batch, tokens, state.slots, inputs.feature_q_weight.shape[0], packed)
+    if table is None:
+        prepared = _prepared(config, query.device, query.dtype, factor is not None, *call)
+    else:
+        prepared = _prepare(config, query.dtype, table, None, factor is not None, *call)
     tensors = {
         **state.tensors(),
-        "query": query,
-        "key": key,
-        "value": value,
-        "gate": gate,
-        "feature_q_weight": feature_q_weight,
-        "feature_k_weight": feature_k_weight,
-        "window_factor": window_factor,
+        **vars(inputs),
+        "window_factor": factor,
         "output": output,
-        "new_tokens": new_tokens,
         "past_length": state.length,
         "present_length": present_length,
-        "query_start": query_start,
-        "state_row": state_row,
+        "query_start": None if packing is None else packing.query_start,
+        "state_row": None if packing is None else packing.state_row,
     }
     launcher.Launcher().run(prepared, tensors, query)

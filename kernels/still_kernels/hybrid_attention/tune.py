@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState
-from still_kernels.hybrid_attention.bench import CHECK_LIMIT, DECODE_BYTES, Layer, decode_cost, median_s, relative_error
+from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs
+from still_kernels.hybrid_attention.bench import CHECK_LIMIT, DECODE_BYTES, decode_cost, median_s, relative_error
 from still_kernels.hybrid_attention.settings import MOVES, WEIGHTS, Setting, misfit
 from still_kernels.hybrid_attention.tiles import TileTable, changed
 
@@ -85,8 +85,8 @@ class Workload:
         query, gate = random(1, self.new, heads, dim), random(1, self.new, heads, dim).sigmoid()
         key, value = random(1, self.new, kv_heads, dim), random(1, self.new, kv_heads, dim)
         weight_q, weight_k = ((random(heads, config.projection_dim, dim) * dim**-0.5).to(dtype) for _ in "qk")
-        self.inputs: Layer = (query, key, value, gate, weight_q, weight_k)
-        self.count = torch.full((1,), self.new, device=device)
+        count = torch.full((1,), self.new, device=device)
+        self.inputs = Inputs(query, key, value, gate, weight_q, weight_k, count)
         state = HybridAttentionState.empty(config, 1, dtype, device)
         copies = 1
         if decode:
@@ -107,17 +107,8 @@ class Workload:
         with _recording() as made:
             for given in self.states:
                 state = HybridAttentionState(**{name: tensor.clone() for name, tensor in given.tensors().items()})
-                output = torch.full_like(self.inputs[0], float("nan"))
-                launch_hybrid_attention(
-                    *self.inputs,
-                    self.config,
-                    state,
-                    output,
-                    1,
-                    self.new,
-                    self.count,
-                    table=table,  # type: ignore[misc]
-                )
+                output = torch.full_like(self.inputs.query, float("nan"))
+                launch_hybrid_attention(self.inputs, self.config, state, output, table=table)
                 results = results or {"output": output.clone(), **{n: t.clone() for n, t in state.tensors().items()}}
         return made, results
 

@@ -13,7 +13,7 @@ from still_export.errors import UnsupportedError
 from still_export.mixers.hybrid_attention.cache import HybridLayer
 from still_export.mixers.hybrid_attention.op import hybrid_attention
 from still_export.mixers.projections import ProjectedAttention
-from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState
+from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs
 from still_kernels.hybrid_attention.dispatch import hybrid_attention as kernel
 
 OPEN_GATE_BIAS = 8.0
@@ -52,13 +52,17 @@ class StillAttention(ProjectedAttention):
 
     def reset_parameters(self) -> None:
         """Start so that the untrained layer is usable: identity directions, open gates."""
-        rows, columns = self.feature_q_weight.shape[1:]
-        for weight in (self.feature_q_weight, self.feature_k_weight):
-            init.copy_(weight, torch.eye(rows, columns, dtype=weight.dtype).expand(weight.shape))
-        if self.g_proj is not None:
-            init.zeros_(self.g_proj.weight)
-            if self.g_proj.bias is not None:
-                init.constant_(self.g_proj.bias, OPEN_GATE_BIAS)
+        for name, parameter in self.named_parameters():
+            if name.startswith(("feature_", "g_proj.")):
+                init.copy_(parameter, self.initial(name))
+
+    def initial(self, name: str) -> Tensor:
+        """What the gate's or a feature map's parameter `name` is in an untrained layer."""
+        parameter = self.get_parameter(name)
+        shape, dtype = parameter.shape, parameter.dtype
+        if name.startswith("feature_"):
+            return torch.eye(*shape[1:], dtype=dtype).expand(shape).contiguous()
+        return torch.full(shape, OPEN_GATE_BIAS if name == "g_proj.bias" else 0.0, dtype=dtype)
 
     def project(
         self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
@@ -88,14 +92,14 @@ class StillAttention(ProjectedAttention):
         Returns:
             [B, T, channels], meaningless at padding, and the state after the new tokens.
         """
-        query, key, value, gate = self.project(hidden, position_embeddings)
+        tensors = self.project(hidden, position_embeddings)
+        inputs = Inputs(*tensors, self.feature_q_weight, self.feature_k_weight, new_tokens)
         # The op is one node for export and has no derivative; training differentiates through the kernel itself.
-        training = torch.is_grad_enabled() and query.requires_grad and not torch.compiler.is_exporting()
-        given = (query, key, value, gate, self.feature_q_weight, self.feature_k_weight, self.still, state, new_tokens)
+        training = torch.is_grad_enabled() and inputs.query.requires_grad and not torch.compiler.is_exporting()
         if training or (in_place and not torch.compiler.is_compiling()):
-            output, state = kernel(*given, in_place=in_place)
+            output, state = kernel(inputs, self.still, state, in_place=in_place)
         else:
-            output, state = hybrid_attention(*given)
+            output, state = hybrid_attention(inputs, self.still, state)
         return self.o_proj(output.flatten(2)), state
 
     def forward(
