@@ -104,7 +104,8 @@ def open_session(
             raise RunError(
                 f"{native} cannot be loaded: {error}. Export the model again, on this machine or without --native."
             ) from error
-    cuda = [(CUDA, {"enable_cuda_graph": "1"} if replay else {})] if provider == "cuda" else []
+    # float32 is float32: its products would be rounded to 10 bits otherwise
+    cuda = [(CUDA, {"use_tf32": "0", "enable_cuda_graph": str(int(replay))})] if provider == "cuda" else []
     path = folder / MODEL
     try:
         session = onnxruntime.InferenceSession(str(path), options, providers=[*cuda, "CPUExecutionProvider"])
