@@ -230,6 +230,9 @@ class OrtModel(Runner):
         if self.device == "cuda" and CUDA not in onnxruntime.get_available_providers():
             raise RunError(f"this onnxruntime has no {CUDA}. Install onnxruntime-gpu, or run with --provider cpu.")
         self.native = native_library(self.folder, self.manifest, self.device)
+        if self.device == "cuda" and self.native is None:
+            # Its ScatterND warns once a node that indices must not repeat. Those of bodies do, with equal values, for padding alone.
+            onnxruntime.set_default_logger_severity(3)
         if replay and (self.device != "cuda" or self.native is None):
             raise RunError("CUDA graphs need --provider cuda and the package's kernels for CUDA (--native --arch).")
         hashing = Hashing(self.folder, self.manifest, weights if check else [])
