@@ -14,7 +14,7 @@ import still_graphs
 from still_export.package import checked
 
 RUNTIME = "runtime"
-SHARED = ("base", "sampling", "text")
+SHARED = ("base", "sampling", "text", "conversation", "program")
 RUNNERS = {"ort": (), "tensorrt": ("trt_engine", "cuda_driver")}
 """Runners by module, with the modules that they alone need."""
 PROGRAMS = {"ort": "run_ort.py", "tensorrt": "run_trt.py"}

@@ -27,8 +27,8 @@ from still_export.package.checked import (
     native_file,
 )
 from still_export.runners.base import NUMPY_TYPES, Runner
+from still_export.runners.program import run_program
 from still_export.runners.sampling import RunError
-from still_export.runners.text import run_program
 from still_graphs.states import rows_after
 
 CAPACITY = "still.capacity"
