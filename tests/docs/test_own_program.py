@@ -50,7 +50,7 @@ def test_the_guides_python_runs(
 ) -> None:
     make_stand_ins(tmp_path)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match="^0$"):
+    with pytest.raises(SystemExit, match=r"^0$"):
         main(["MODEL", "--to", "onnx", "-o", "DIR", "-q"])
     programs = blocks(ROOT / "docs/guide/first-model.md", ("python",))
     assert len(programs) == 1
