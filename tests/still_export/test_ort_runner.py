@@ -229,7 +229,7 @@ def test_a_device_that_copies_inputs_when_they_are_bound(
     make = model.session.io_binding
     run = model.session.run_with_iobinding
     monkeypatch.setattr(model.session, "io_binding", lambda: Copying(make()))
-    monkeypatch.setattr(model.session, "run_with_iobinding", lambda binding: run(binding._binding))
+    monkeypatch.setattr(model.session, "run_with_iobinding", lambda binding, options: run(binding._binding))
     monkeypatch.setattr(model, "_value", DeviceValue)
     monkeypatch.setattr(model, "device", "cuda")
     model.start()
