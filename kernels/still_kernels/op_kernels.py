@@ -8,13 +8,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from still_graphs.errors import ConfigError, UnsupportedError
 from still_graphs.ops import OpSpec
 from still_kernels.plan import Call, Check, Plan
 from still_kernels.plan.compiled import failures
 from still_kernels.tile import KernelTile
+
+if TYPE_CHECKING:
+    from still_kernels.work import OpWork
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class OpKernels:
         folder: Of triton_*.py, tiles.py and plan.py, whose bytes the archive's source hash covers.
         covered: What the kernels need of a call, as far as shapes, attributes and dtype tell; messages say what they have.
         covered_ahead: The same for kernels that are compiled ahead of time.
+        work: What bench and tune ask; imports torch.
     """
 
     plan: Plan
@@ -57,6 +61,7 @@ class OpKernels:
     build: Callable[[Any, int], Build]
     functions: Callable[[], Mapping[str, Any]]
     folder: Path
+    work: Callable[[], OpWork]
     covered: Sequence[Check] = ()
     covered_ahead: Sequence[Check] = ()
 
