@@ -59,7 +59,8 @@ def write_folder(gguf: Path, folder: Path) -> Path:
 
     from still_export.models.gguf import read_gguf, read_tokenizer
 
-    family, config, tensors = read_gguf(gguf)
+    family, config, weights = read_gguf(gguf)
+    tensors = {name: weight.read() for name, weight in weights.items()}
     described = AutoConfig.for_model(family, **config, dtype="float32")
     described.architectures = [f"{family.capitalize()}ForCausalLM"]
     described.save_pretrained(folder)

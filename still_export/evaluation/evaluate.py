@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from still_export.errors import ConfigError, NotLinearizedError
-from still_export.evaluation.chat import chat_ends, unseen
+from still_export.evaluation.chat import chat_ends, template, unseen
+from still_export.evaluation.code import code_prompts
 from still_export.evaluation.questions import CHAT
 from still_export.linearization.modes import SOFTMAX, make_trainable
 from still_export.linearization.tasks import TaskWriter, task_named
@@ -25,7 +26,7 @@ from still_export.mixers.hybrid_attention.module import StillAttention
 from still_export.models.load import load_model
 
 VARIANTS = ("still", "no_salient_tokens", "window_only", "no_norm_preserving_map")
-TEACHER, UNSEEN = "teacher", "unseen"
+TEACHER, UNSEEN, CODE = "teacher", "unseen", "code"
 TOKENS_AT_ONCE = {"cuda": 1 << 16, "cpu": 1 << 13}
 """Tokens of one forward pass; bounds the logits, 1.6 GB for 8K tokens of a 49K vocabulary."""
 
@@ -38,7 +39,8 @@ class EvaluationOptions:
         texts: Text files for bits per byte; context_lengths: at these contexts, every block on its own.
         text_tokens: Tokens of each text at most.
         tasks, lengths, depths, samples: Retrieval: samples prompts for each task, length and depth (0 = far, 1 = near the question).
-            The task "unseen" has forms of facts that no training row has; it is answered in a chat.
+            The task "unseen" has forms of facts that no training row has; it is answered in a chat. "code" asks about files of
+            source code, in the first text, of half to the whole of a length.
         chat: So many questions of a chat are answered, whose ends and repetitions are counted.
         variants: Of a STILL model.
     """
@@ -56,7 +58,7 @@ class EvaluationOptions:
 
     def __post_init__(self) -> None:
         for name in self.tasks:
-            if name != UNSEEN:
+            if name not in (UNSEEN, CODE):
                 task_named(name)
         for name in self.variants:
             if name not in VARIANTS:
@@ -151,6 +153,8 @@ def by_depth(
     model: Any, tokenizer: Any, task: str, length: int, options: EvaluationOptions, texts: dict[str, str]
 ) -> list[float]:
     """Share of right answers of a task at a length."""
+    if task == CODE:
+        return about_code(model, tokenizer, length, options, texts)
     if task != UNSEEN:
         return retrieval(model, tokenizer, task, length, options, texts)
     hay = [text[: 200 * length] for text in texts.values()] or [DEFAULT_HAYSTACK]
@@ -158,6 +162,20 @@ def by_depth(
     at_once = max(1, TOKENS_AT_ONCE[model.device.type] // length)
     rng = np.random.default_rng((options.seed, length, 1))
     return unseen(model, tokenizer, fillers, length, options.depths, options.samples, rng, at_once)
+
+
+def about_code(
+    model: Any, tokenizer: Any, length: int, options: EvaluationOptions, texts: dict[str, str]
+) -> list[float]:
+    """Share of right answers about files of source code, by the place of what is asked for."""
+    rng = np.random.default_rng((options.seed, length, 2))
+    text = next(iter(texts.values()), "")
+    rows = code_prompts(tokenizer, template(tokenizer), text, length, options.depths, options.samples, rng)
+    # Prompts differ in length, and padding is not worth while for a few.
+    return [
+        sum(answered(model, torch.from_numpy(ids[None]).to(model.device), [count]) for ids, count in part) / len(part)
+        for part in rows
+    ]
 
 
 def load_any(source: str, teacher: str | None, dtype: str, generates: bool = False) -> dict[str, Any]:
@@ -282,6 +300,7 @@ def retrieval(
     return found
 
 
+@torch.no_grad()
 def answered(model: Any, ids: Tensor, counts: Sequence[int]) -> int:
     """Rows of `ids` [B, T] whose last `counts` tokens are each the most likely continuation."""
     longest = max(counts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import logging
 import warnings
@@ -11,9 +10,11 @@ from typing import Any
 
 import onnx_ir as ir
 import torch
+from onnx_ir.tensor_adapters import TorchTensor, from_torch_dtype
 
 import still_export
 from still_export.export.trace import TracedModel
+from still_export.models.weights import Weight, Weights, value_of
 from still_graphs.ops import DOMAIN, OPS, OpSpec
 from still_graphs.states import StateTable
 
@@ -67,11 +68,16 @@ def _schema(spec: OpSpec) -> Any:
     )
 
 
-def lower_program(traced: TracedModel) -> ir.Model:
-    """Lower a traced model to ONNX with bare still::* nodes; weights stay the model's own memory.
+def lower_program(traced: TracedModel, weights: Weights | None = None) -> ir.Model:
+    """Lower a traced model to ONNX with bare still::* nodes; no weight is read before it is asked for.
+
+    Args:
+        traced: The model, or one with stand-ins for its weights.
+        weights: Values by the model's names; None: those that were traced.
 
     Returns:
-        Opset 23, IR 10, without function bodies (`attach_functions` adds them last).
+        Opset 23, IR 10, without function bodies (`attach_functions` adds them last). Weights have the model's names; those of products
+        are stored as [in, out].
     """
     table = {getattr(getattr(torch.ops, s.domain), s.torch_name).default: _translation(s) for s in OPS.values()}
     with _without_exporter_noise():
@@ -82,16 +88,23 @@ def lower_program(traced: TracedModel) -> ir.Model:
             opset_version=OPSET,
             custom_translation_table=table,
             dynamo=True,
-            optimize=True,
+            optimize=False,
             verbose=False,
         )
-    assert program is not None  # only with a file name
-    model = program.model
+        assert program is not None  # only with a file name
+        model = program.model
+        held = _take_weights(model, traced.weight_names)
+        program.optimize()
+        model = program.model
+    if weights is None:
+        weights = {
+            traced.weight_names[name]: value for name, value in traced.program.state_dict.items() if name in held
+        }
     model.ir_version = IR_VERSION
     model.producer_name, model.producer_version = "still-export", still_export.__version__
     _drop_absent_outputs(model)
     _name_dimensions(model, traced.states)
-    _name_weights(model)
+    _give_weights(model, traced.weight_names, weights, _store_transposed(model, traced.weight_names))
     _drop_trace_metadata(model)
     return model
 
@@ -99,15 +112,19 @@ def lower_program(traced: TracedModel) -> ir.Model:
 @contextlib.contextmanager
 def _without_exporter_noise() -> Iterator[None]:
     """Silence what torch's exporter says about optional packages and its own deprecations; errors still raise."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    loggers = [
+        logging.getLogger(name) for name in ("torch.onnx", "onnx_ir")
+    ]  # onnx_ir: weights without values are no mistake
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _drop_absent_outputs(model: ir.Model) -> None:
@@ -159,45 +176,46 @@ def _name_dimensions(model: ir.Model, states: StateTable) -> None:
                 value.shape[axis] = names[str(dim.value)]
 
 
-def _name_weights(model: ir.Model) -> None:
-    """Name weights as in the checkpoint, those too that torch's exporter folded with their transpose (stored [in, out] then)."""
-    weights = model.graph.initializers
-    for node in model.graph:
-        scopes = ast.literal_eval(node.metadata_props.get("pkg.torch.onnx.name_scopes", "[]"))
-        if node.op_type != "MatMul" or len(scopes) < 2 or node.inputs[1] is None:
+def _take_weights(model: ir.Model, names: dict[str, str]) -> set[str]:
+    """Take the weights' values away, so that the optimizer neither reads nor folds them; their names."""
+    taken = {name for name in model.graph.initializers if name in names}
+    for name in taken:
+        model.graph.initializers[name].const_value = None
+    return taken
+
+
+def _store_transposed(model: ir.Model, names: dict[str, str]) -> set[str]:
+    """Let products read their weights as [in, out] in the place of a Transpose; the weights whose values must be turned.
+
+    A tied embedding stays as it is: the head reads it through its Transpose.
+    """
+    turned = set()
+    for node in list(model.graph):
+        weight = node.inputs[0] if node.op_type == "Transpose" and node.domain == "" else None
+        if weight is None or weight.name not in names or weight.shape is None or len(weight.shape) != 2:
             continue
-        folded = node.inputs[1]
-        if (
-            folded.name is not None
-            and folded.name in weights
-            and folded.name.startswith("val_")
-            and len(folded.uses()) == 1
-        ):
-            name = f"{scopes[-2]}.weight"
-            if name in weights:  # tied: the embedding is stored already, as [out, in]
-                _read_transposed(model, node, weights[name])
-            else:
-                _rename_weight(model, folded.name, name)
-    for name in list(weights):
-        if name.startswith("model."):
-            _rename_weight(model, name, name.removeprefix("model."))
+        if len(weight.uses()) == 1:
+            weight.shape = ir.Shape(list(reversed(weight.shape)))
+            ir.convenience.replace_all_uses_with(node.outputs[0], weight)
+            model.graph.remove(node, safe=True)
+            turned.add(weight.name)
+    return turned
 
 
-def _read_transposed(model: ir.Model, node: ir.Node, weight: ir.Value) -> None:
-    """Let `node` read `weight` through a Transpose in the place of a second, transposed copy."""
-    folded = node.inputs[1]
-    assert folded is not None and folded.name is not None and folded.shape is not None
-    transpose = ir.node("Transpose", [weight], {"perm": [1, 0]}, name=f"{node.name}_weight")
-    transpose.outputs[0].name, transpose.outputs[0].type = f"{weight.name}.transposed", folded.type
-    transpose.outputs[0].shape = folded.shape
-    model.graph.insert_before(node, transpose)
-    node.replace_input_with(1, transpose.outputs[0])
-    del model.graph.initializers[folded.name]
+def _give_weights(model: ir.Model, names: dict[str, str], weights: Weights, turned: set[str]) -> None:
+    """Name weights as the model does, and let each read its values when it is asked for them."""
+    for old in [name for name in model.graph.initializers if name in names]:
+        value, name = model.graph.initializers.pop(old), names[old]
+        value.name, value.const_value = name, lazy_tensor(name, weights[name], old in turned)
+        model.graph.initializers[name] = value
 
 
-def _rename_weight(model: ir.Model, old: str, new: str) -> None:
-    value = model.graph.initializers.pop(old)
-    value.name = new
-    if value.const_value is not None:
-        value.const_value.name = new
-    model.graph.initializers[new] = value
+def lazy_tensor(name: str, weight: Weight, turned: bool = False) -> ir.LazyTensor:
+    """`weight`, transposed where it is `turned`, as an ONNX tensor that is read when it is asked for."""
+
+    def read() -> TorchTensor:
+        value = value_of(weight).detach()
+        return TorchTensor((value.t() if turned else value).contiguous(), name=name)
+
+    shape = list(reversed(weight.shape)) if turned else list(weight.shape)
+    return ir.LazyTensor(read, from_torch_dtype(weight.dtype), ir.Shape(shape), name=name)

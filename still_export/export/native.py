@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from still_export.export.plugins import SOURCE, PluginBuildError, run_cmake
+from still_export.export.plugins import SOURCE, PluginBuildError, op_list, run_cmake
 
 LIBRARY = "libstill_onnxruntime.so"
 HEADER = "onnxruntime_c_api.h"
@@ -39,13 +39,19 @@ def find_onnxruntime_headers(asked: Path | None = None) -> Path:
     )
 
 
-def build_native(build: Path, include: Path) -> Path:
+def build_native(build: Path, include: Path, ops: tuple[Path, ...] = ()) -> Path:
     """Compile the library for this kind of machine with CMake; `build` is kept, so that a second call compiles only what changed.
+
+    Args:
+        build: Build folder.
+        include: Folder of ONNX Runtime's C header.
+        ops: Folders of ops beside still-export's own.
 
     Raises:
         PluginBuildError: CMake, the compiler or the sources are missing, or the build fails; carries the tool's output.
     """
-    return run_cmake(SOURCE, build, {"ONNXRUNTIME_INCLUDE_DIR": include}, "still_onnxruntime") / "onnxruntime" / LIBRARY
+    options: dict[str, Path | str | None] = {"ONNXRUNTIME_INCLUDE_DIR": include, "STILL_OPS": op_list(ops)}
+    return run_cmake(SOURCE, build, options, "still_onnxruntime") / "onnxruntime" / LIBRARY
 
 
 def add_native(folder: Path, include: Path | None = None) -> dict[str, Any]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from still_export.errors import ConfigError, ModelNotFoundError, UnsupportedError
 from still_export.export.chat_format import chat_format
@@ -16,13 +15,25 @@ from still_export.package.checked import trust
 from still_export.package.folder import MANIFEST, MODEL, Package, open_package, staged_folder, write_manifest
 from still_export.runners.ort import CAPACITY, capacity_text
 
+if TYPE_CHECKING:
+    from still_export.models.load import Source
+    from still_export.models.weights import Weights
+
 PREFILL_TOKENS = 512
 """Tokens of one prefill call: longer calls are not faster and take more memory (docs/notebook/onnxruntime.md)."""
 
 NATIVE_DTYPES = ("float32", "float16")
 """What the native kernel computes; the rest of a model in bfloat16 would not run on ONNX Runtime's CPU provider either."""
 
-Progress = Callable[[str], None]
+
+class Progress(Protocol):
+    """Told each step, and of those that count bytes how many are done and how many there are."""
+
+    def __call__(self, step: str, done: int = 0, total: int = 0) -> None: ...
+
+
+def silent(step: str, done: int = 0, total: int = 0) -> None:
+    """A Progress that tells nobody."""
 
 
 @dataclass(frozen=True)
@@ -80,26 +91,30 @@ class ExportOptions:
             raise ConfigError(f"the manifest has no export configuration that this version reads: {error}.") from error
 
 
-def load_source(options: ExportOptions) -> Any:
-    """The PyTorch model that `options` describe."""
+def find_source(options: ExportOptions) -> Source:
+    """The model that `options` describe, its weights unread."""
     import torch
 
-    from still_export.models.load import load_model
+    from still_export.models.load import open_source, source_dtype
 
-    model = load_model(
+    dtype = options.dtype
+    if dtype == "auto" and source_dtype(options.model, options.revision) == torch.bfloat16:
+        # Most checkpoints are stored so, and ONNX Runtime's CPU provider has no bfloat16: the package would run almost nowhere.
+        dtype = "float32"
+    return open_source(
         options.model,
         attach_untrained=options.attach_untrained,
         still_config=options.still_config(),
         deployment=options.deployment(),
         overlays=options.overlays,
-        dtype=options.dtype,
+        dtype=dtype,
         revision=options.revision,
     )
-    if options.dtype == "auto" and model.dtype == torch.bfloat16:
-        # Most checkpoints are stored so, and ONNX Runtime's CPU provider has no bfloat16: the package would run almost nowhere.
-        model = model.float()
-        model.config.dtype = torch.float32
-    return model
+
+
+def load_source(options: ExportOptions) -> Any:
+    """The PyTorch model that `options` describe."""
+    return find_source(options).read()
 
 
 def export_onnx(
@@ -127,13 +142,14 @@ def export_onnx(
     Raises:
         StillExportError: The model cannot be read or exported, or the package cannot be written.
     """
-    say = progress or (lambda step: None)
+    say = progress or silent
     with staged_folder(target, force) as folder:
         say("copying the tokenizer")  # before the weights: its own work memory would come on top of them
         text = _write_text_files(options, folder)
         native = _write_native(options, folder, onnxruntime_include, say)
         say("reading the model")
-        model = load_source(options)
+        source = find_source(options)
+        model = source.outline()
         describe = {**_describe(model, options, command), **text, **native}
         if native and describe["model"]["dtype"] not in NATIVE_DTYPES:
             raise UnsupportedError(
@@ -142,7 +158,7 @@ def export_onnx(
             )
         model.generation_config.save_pretrained(folder)
         say("tracing")
-        _write_model(model, options, folder, say, capacity_text(describe))
+        _write_model(model, source.weights, options, folder, say, capacity_text(describe))
         write_programs(folder, ["ort"])
         say("hashing")
         write_manifest(folder, describe)
@@ -161,21 +177,21 @@ def _write_native(options: ExportOptions, folder: Path, include: Path | None, sa
     return {"native": description}
 
 
-def _write_model(model: Any, options: ExportOptions, folder: Path, say: Progress, capacity: str) -> None:
+def _write_model(
+    model: Any, weights: Weights, options: ExportOptions, folder: Path, say: Progress, capacity: str
+) -> None:
     import onnx
-    import onnx_ir
 
     from still_export.export.lower import lower_program
     from still_export.export.trace import trace_model
+    from still_export.export.weights_file import save_streaming
     from still_graphs.passes.attach_functions import attach_functions
 
     traced = trace_model(model, all_logits=options.all_logits)
     say("lowering to ONNX")
-    lowered = lower_program(traced)
-    say("writing the weights")
+    lowered = lower_program(traced, weights)
     path = folder / MODEL
-    onnx_ir.save(lowered, path, external_data=f"{MODEL}.data")
-    del lowered, traced
+    save_streaming(lowered, path, f"{MODEL}.data", lambda done, total: say("writing the weights", done, total))
     graph = onnx.load(path, load_external_data=False)
     attach_functions(graph)
     onnx.helper.set_model_props(graph, {CAPACITY: capacity})  # beside the manifest, where an edit would go unnoticed

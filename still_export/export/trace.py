@@ -18,12 +18,16 @@ TRACE_BATCH, TRACE_TOKENS, TRACE_CAPACITY_PERIODS = 3, 5, 4
 
 @dataclass(frozen=True)
 class TracedModel:
-    """An ExportedProgram with the names of its inputs and outputs in order."""
+    """An ExportedProgram with the names of its inputs and outputs in order.
+
+    `weight_names` gives the model's name of each of the program's weights; one that is tied has the name that comes first.
+    """
 
     program: torch.export.ExportedProgram
     input_names: list[str]
     output_names: list[str]
     states: StateTable
+    weight_names: dict[str, str]
 
 
 def _name(state: State) -> str:
@@ -60,7 +64,7 @@ def trace_model(model: Any, all_logits: bool = False) -> TracedModel:
     """Trace `model` with dynamic batch, tokens and rows of the states that grow.
 
     Args:
-        model: A STILL model of any family, on the CPU.
+        model: A STILL model of any family, on the CPU; stand-ins for its weights will do.
         all_logits: Logits of every position instead of each row's last new token.
 
     Returns:
@@ -92,4 +96,13 @@ def trace_model(model: Any, all_logits: bool = False) -> TracedModel:
         ["input_ids", "new_tokens", "past_length", *(key.past for key in states)],
         ["logits", *(key.present for key in states), "present_length"],
         states,
+        _weight_names(wrapper),
     )
+
+
+def _weight_names(wrapper: _StatefulForward) -> dict[str, str]:
+    first: dict[int, str] = {}
+    names = {}
+    for name, parameter in wrapper.named_parameters(remove_duplicate=False):
+        names[name] = first.setdefault(id(parameter), name.removeprefix("model."))
+    return names

@@ -12,7 +12,7 @@ from typing import Any
 
 from still_export.engines.options import GENERATED, TrtOptions
 from still_export.errors import UnsupportedError
-from still_export.export.onnx_package import ExportOptions, Progress, export_onnx
+from still_export.export.onnx_package import ExportOptions, Progress, export_onnx, silent
 from still_export.export.plugins import build_plugins, find_tensorrt_headers, pack_archive
 from still_export.package.bundle import PROGRAMS, write_programs
 from still_export.package.checked import trust
@@ -48,7 +48,7 @@ def export_trt(
     Raises:
         StillExportError: The model cannot be exported, no kernel covers it, or the package cannot be written.
     """
-    say = progress or (lambda step: None)
+    say = progress or silent
     if trt.target == "trt":
         find_tensorrt_headers(trt.tensorrt_include)  # a wrong folder is refused before minutes of work
     with staged_folder(target, force) as folder:
@@ -65,7 +65,7 @@ def export_trt(
 
 def lower_package(source: Package, trt: TrtOptions, folder: Path, progress: Progress | None = None) -> Package:
     """Make a TensorRT package in the existing, empty `folder` from an ONNX package, whose weights are copied."""
-    _fill(source.path, folder, trt, progress or (lambda step: None), shutil.copyfile)
+    _fill(source.path, folder, trt, progress or silent, shutil.copyfile)
     manifest = json.loads((folder / MANIFEST).read_text())
     write_manifest(folder, {k: v for k, v in manifest.items() if k not in GENERATED})
     return open_package(folder, check_hashes=False)

@@ -168,6 +168,7 @@ class LinearizationRun:
             "micro_batch_size",
             "gradient_checkpointing",
             "precision",
+            "adapter_dtype",
             "texts",
             "base",
             "tokenizer",

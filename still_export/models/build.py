@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GenerationConfig
 
 from still_export.errors import CheckpointError, ConfigError, UnsupportedModelError
 from still_export.mixers.config import StillConfig
 from still_export.mixers.hybrid_attention.module import StillAttention
 from still_export.models.families import FAMILIES, Family
+from still_export.models.weights import Deferred, Weight, Weights, value_of
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
@@ -62,20 +64,20 @@ def still_family_config(family: Family, values: Mapping[str, Any], still: StillC
     return config
 
 
-def build_model(family: Family, config: Any, tensors: Mapping[str, Tensor], fresh: bool = False) -> Any:
-    """A model that holds exactly `tensors`, not copied.
+def complete_weights(family: Family, config: Any, weights: Weights, fresh: bool = False) -> dict[str, Weight]:
+    """Each parameter of a model by name, a tied one once: what `weights` holds, and what an untrained layer starts with.
 
     Args:
-        family, config: Its class and STILL configuration.
-        tensors: Every parameter by name; `lm_head.weight` may be missing where embeddings are tied.
-        fresh: Initialise STILL's own parameters (gates, feature maps) that `tensors` lacks.
+        family, config: The model's class and STILL configuration.
+        weights: Parameters by name; `lm_head.weight` may be missing where embeddings are tied.
+        fresh: STILL's own parameters (gates, feature maps) may be missing too: they start untrained.
 
     Raises:
         CheckpointError: Names or shapes do not match the model.
-        UnsupportedModelError: `tensors` has attention parameters that the family has no place for.
+        UnsupportedModelError: `weights` has attention parameters that the family has no place for.
     """
-    dtype = next(iter(tensors.values())).dtype
-    numbers = {int(match[1]) for name in tensors if (match := _LAYER.match(name))}
+    dtype = next(iter(weights.values())).dtype
+    numbers = {int(match[1]) for name in weights if (match := _LAYER.match(name))}
     if config.num_hidden_layers != max(numbers, default=-1) + 1:  # before as many are made
         raise CheckpointError(
             f"config.json says num_hidden_layers={config.num_hidden_layers}, the weights have {max(numbers, default=-1) + 1} layers. "
@@ -84,29 +86,48 @@ def build_model(family: Family, config: Any, tensors: Mapping[str, Tensor], fres
     with torch.device("meta"):
         model = family.still_model(config)
     model.to(dtype)
-    tensors = dict(tensors)
+    found = dict(weights)
     if config.tie_word_embeddings:
-        head, embedding = tensors.pop("lm_head.weight", None), tensors.get("model.embed_tokens.weight")
-        if head is not None and embedding is not None and head is not embedding and not torch.equal(head, embedding):
+        head, embedding = found.pop("lm_head.weight", None), found.get("model.embed_tokens.weight")
+        if head is not None and embedding is not None and not _same(head, embedding):
             raise CheckpointError(
                 "config.json ties the embeddings (tie_word_embeddings), but lm_head.weight differs from model.embed_tokens.weight. "
                 "Set tie_word_embeddings to false if the head was trained."
             )
     expected = dict(model.named_parameters())
-    _check_names(expected, tensors, config, fresh)
-    for name, tensor in tensors.items():
-        if tensor.shape != expected[name].shape:
+    _check_names(expected, found, config, fresh)
+    for name, weight in found.items():
+        if name in expected and weight.shape != expected[name].shape:
             raise CheckpointError(
-                f"tensor {name} has shape {list(tensor.shape)}, config.json demands {list(expected[name].shape)}. "
+                f"tensor {name} has shape {list(weight.shape)}, config.json demands {list(expected[name].shape)}. "
                 "The configuration and the weights belong to different models."
             )
+    for prefix, module in model.named_modules():
+        if isinstance(module, StillAttention):
+            for part, parameter in module.named_parameters():
+                name = f"{prefix}.{part}"
+                if name not in found:
+                    found[name] = Deferred(parameter.shape, parameter.dtype, partial(module.initial, part))
+    return {name: found[name] for name in expected if name in found}
+
+
+def _same(a: Weight, b: Weight) -> bool:
+    """Whether two weights hold the same values."""
+    return a is b or torch.equal(value_of(a), value_of(b))
+
+
+def build_model(family: Family, config: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """A model that holds exactly `tensors`, not copied.
+
+    Args:
+        family, config: Its class and STILL configuration.
+        tensors: Every parameter by name, as of `complete_weights`.
+    """
+    with torch.device("meta"):
+        model = family.still_model(config)
     model.load_state_dict(tensors, strict=False, assign=True)
     model.tie_weights()
-    device = next(iter(tensors.values())).device
-    if fresh:
-        for module in model.modules():
-            if isinstance(module, StillAttention):
-                _materialise(module, device)
+    device, dtype = (getattr(next(iter(tensors.values())), name) for name in ("device", "dtype"))
     # Its frequencies are no part of a checkpoint.
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
     assert not any(x.is_meta for x in (*model.parameters(), *model.buffers())), "a tensor was left without a value"
@@ -120,7 +141,7 @@ def _is_still(name: str) -> bool:
     return ".self_attn.g_proj." in name or ".self_attn.feature_" in name
 
 
-def _check_names(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], config: Any, fresh: bool) -> None:
+def _check_names(expected: Mapping[str, Any], tensors: Mapping[str, Any], config: Any, fresh: bool) -> None:
     missing = [n for n in expected if n not in tensors and not (fresh and _is_still(n))]
     if config.tie_word_embeddings:
         missing = [n for n in missing if n != "lm_head.weight"]
@@ -143,20 +164,6 @@ def _some(names: list[str]) -> str:
     return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"
 
 
-def _materialise(module: StillAttention, device: torch.device) -> None:
-    """Give the parameters that have no value yet their initial ones; the others keep theirs."""
-    known = {name: p for name, p in module.named_parameters() if not p.is_meta}
-    for owner in (module, module.g_proj):
-        for name, parameter in [] if owner is None else list(owner.named_parameters(recurse=False)):
-            if parameter.is_meta:
-                setattr(owner, name, nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=device)))
-    kept = {name: parameter.detach().clone() for name, parameter in known.items() if _is_still(f".self_attn.{name}")}
-    module.reset_parameters()
-    with torch.no_grad():
-        for name, value in kept.items():
-            module.get_parameter(name).copy_(value)
-
-
 def attach_untrained(model: Any, still: StillConfig | None = None) -> Any:
     """A STILL model around a plain softmax model: same weights (shared, not copied), identity feature maps, open gates.
 
@@ -174,7 +181,8 @@ def attach_untrained(model: Any, still: StillConfig | None = None) -> Any:
         raise ConfigError(f"{type(model).__name__} is a STILL model already; leave out attach_untrained.")
     family = family_of(model.config.model_type)
     config = still_family_config(family, model.config.to_dict(), still or StillConfig())
-    result = build_model(family, config, model.state_dict(), fresh=True)
+    weights = complete_weights(family, config, model.state_dict(), fresh=True)
+    result = build_model(family, config, {name: value_of(weight) for name, weight in weights.items()})
     if isinstance(getattr(model, "generation_config", None), GenerationConfig):
         result.generation_config = GenerationConfig.from_dict(model.generation_config.to_dict())
     return result

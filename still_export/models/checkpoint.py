@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from still_export.errors import CheckpointError, ConfigError, ModelNotFoundError
+from still_export.models.weights import Deferred
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+SCALE = ".scale"
+"""After the name of an int8 tensor: that of its rows' scales."""
 FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -107,7 +111,7 @@ def refuse_pickle(path: Path) -> CheckpointError:
 
 
 def iterate_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of one safetensors file.
+    """Names and tensors of one safetensors file; int8 rows with scales as float32.
 
     Raises:
         CheckpointError: The file is damaged, truncated, or a pickle.
@@ -116,8 +120,14 @@ def iterate_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
         raise refuse_pickle(path)
     try:
         with safe_open(path, framework="pt") as file:
+            names = set(file.keys())
             for name in file.keys():
-                yield name, file.get_tensor(name)
+                if name.removesuffix(SCALE) in names and name.endswith(SCALE):
+                    continue
+                tensor = file.get_tensor(name)
+                if tensor.dtype == torch.int8 and name + SCALE in names:
+                    tensor = from_int8_rows(tensor, file.get_tensor(name + SCALE))
+                yield name, tensor
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(
             f"{path} ({path.stat().st_size:,} bytes) is no intact safetensors file: {error}. "
@@ -125,19 +135,58 @@ def iterate_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
         ) from error
 
 
-def read_tensors(files: list[Path], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """All tensors of `files`, floating ones as `dtype` (None: as stored), every value checked to be finite.
+def int8_rows(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """`tensor` [..., N] as int8 and its scales, float16 [...]: a row's greatest magnitude is 127 of them.
 
     Raises:
-        CheckpointError: A file is damaged, holds a type other than floats, or a value that is no number.
+        CheckpointError: A scale leaves float16's range.
     """
-    tensors: dict[str, Tensor] = {}
+    # Divided by the scale as it is stored; where that was rounded down, the greatest value is cut by less than a step.
+    wide = tensor.float()
+    scale = (wide.abs().amax(-1) / 127).half().clamp_min(torch.finfo(torch.float16).tiny)
+    if not is_finite(scale):
+        raise CheckpointError("a row is beyond what int8 with a float16 scale holds. Store the adapter as float16.")
+    return (wide / scale.float()[..., None]).round().clamp(-127, 127).to(torch.int8), scale
+
+
+def from_int8_rows(rows: Tensor, scale: Tensor) -> Tensor:
+    """The float32 tensor [..., N] of `int8_rows`.
+
+    Raises:
+        CheckpointError: The scales are not those of the rows.
+    """
+    if scale.dtype not in FLOAT_TYPES or scale.shape != rows.shape[:-1]:
+        raise CheckpointError(
+            f"scales of int8 rows have shape {list(scale.shape)} and type {scale.dtype}, the rows {list(rows.shape)}. The file is damaged; "
+            "fetch it again."
+        )
+    return rows.float() * scale.float()[..., None]
+
+
+def open_tensors(files: list[Path], dtype: torch.dtype | None = None) -> dict[str, Deferred]:
+    """All tensors of `files` as `dtype` (None: as stored); their values are read, and checked to be finite, when they are asked for.
+
+    Raises:
+        CheckpointError: A file is damaged, or holds a type other than floats.
+    """
+    tensors: dict[str, Deferred] = {}
     for path in files:
-        for name, tensor in iterate_tensors(path):
-            tensors[name] = checked(name, tensor, dtype, str(path))
+        for name, tensor in iterate_tensors(path):  # a view of the file: no page of it is read yet
+            _demand_float(name, tensor, str(path))
+            tensors[name] = Deferred(
+                tensor.shape, dtype or tensor.dtype, partial(checked, name, tensor, dtype, str(path))
+            )
     if not tensors:
         raise CheckpointError(f"{', '.join(map(str, files))}: no tensors. The file is damaged; fetch it again.")
     return tensors
+
+
+def _demand_float(name: str, tensor: Tensor, origin: str) -> None:
+    if tensor.dtype not in FLOAT_TYPES:
+        raise CheckpointError(
+            f"{name} in {origin} has type {str(tensor.dtype).removeprefix('torch.')}; weights are read as float32, float16 or "
+            "bfloat16. Use the unquantized model."
+        )
 
 
 def checked(name: str, tensor: Tensor, dtype: torch.dtype | None, origin: str) -> Tensor:
@@ -146,11 +195,7 @@ def checked(name: str, tensor: Tensor, dtype: torch.dtype | None, origin: str) -
     Raises:
         CheckpointError: It is not of a float type, holds NaN or infinity, or exceeds the range of `dtype`.
     """
-    if tensor.dtype not in FLOAT_TYPES:
-        raise CheckpointError(
-            f"{name} in {origin} has type {str(tensor.dtype).removeprefix('torch.')}; weights are read as float32, float16 or "
-            "bfloat16. Use the unquantized model."
-        )
+    _demand_float(name, tensor, origin)
     result = tensor if dtype is None else in_range(name, tensor, dtype, f" in {origin}")
     if not is_finite(result):
         raise CheckpointError(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,16 +14,18 @@ from torch import Tensor
 from still_export.errors import CheckpointError, UnsupportedModelError
 from still_export.mixers.config import FULL, HYBRID, StillConfig
 from still_export.models.checkpoint import in_range
+from still_export.models.weights import Deferred, Weight, Weights, value_of
 
 _RELEASED = re.compile(r"(.*\.self_attn)\.feature_map_([qk])\.mlp\.linears\.(\d+)\.weight")
 _HOUSEHOLDER = re.compile(r"(.*\.self_attn)\.feature_map_([qk])\.hh\.u")
 _LOLCATS = re.compile(r"(.*\.self_attn)\.feature_map_([qk])\.mlp\.layer")
 _WINDOW_FACTORS = re.compile(r"model\.layers\.(\d+)\.self_attn\.window_factors")
 _LORA = re.compile(r"(.*)\.lora_([AB])(?:\.[^.]+)?(?:\.weight)?")
+W = TypeVar("W")
 _PREFIXES = (("base_model.model.", ""), ("model.model.", "model."))
 
 
-def plain_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def plain_names(tensors: Mapping[str, W]) -> dict[str, W]:
     """Names as the family has them: wrappers of PEFT and of the training code removed."""
     result = {}
     for name, tensor in tensors.items():
@@ -62,20 +65,20 @@ def fold_householder(weight: Tensor, u: Tensor, name: str = "weight") -> Tensor:
     return in_range(name, wide - 2 * along[..., None] * axis[:, None, :] / squared, weight.dtype)
 
 
-def convert_released(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def convert_released(tensors: Weights) -> dict[str, Weight]:
     """Tensors of a released STILL checkpoint under this package's names, Householder maps folded.
 
     Raises:
         CheckpointError: A head's map is missing.
     """
-    result: dict[str, Tensor] = {}
+    result: dict[str, Weight] = {}
     maps: dict[tuple[str, str], dict[int, Tensor]] = {}
     axes: dict[tuple[str, str], Tensor] = {}
     for name, tensor in tensors.items():
         if match := _RELEASED.fullmatch(name):
-            maps.setdefault((match[1], match[2]), {})[int(match[3])] = tensor
+            maps.setdefault((match[1], match[2]), {})[int(match[3])] = value_of(tensor)
         elif match := _HOUSEHOLDER.fullmatch(name):
-            axes[match[1], match[2]] = tensor
+            axes[match[1], match[2]] = value_of(tensor)
         else:
             result[name] = tensor
     for (module, side), heads in maps.items():
@@ -104,7 +107,7 @@ def released_config(config: Mapping[str, Any], still: StillConfig | None = None)
     return replace(still or StillConfig(), profile="released", gate_bias=False, **known)
 
 
-def released_family(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
+def released_family(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> str:
     """The family of a checkpoint whose config.json says only "still": by its tensors."""
     for key in ("base_model_type", "base_arch"):
         if isinstance(config.get(key), str):
@@ -117,9 +120,7 @@ def released_family(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
     return "llama"
 
 
-def convert_lolcats(
-    tensors: Mapping[str, Tensor], still: StillConfig | None, layers: int
-) -> tuple[dict[str, Tensor], StillConfig]:
+def convert_lolcats(tensors: Weights, still: StillConfig | None, layers: int) -> tuple[dict[str, Weight], StillConfig]:
     """Tensors of a LoLCATs checkpoint under this package's names, and its configuration.
 
     Its maps are [H, D, P] (column vectors), its window factors logits [1, H, 1, 1].
@@ -133,15 +134,15 @@ def convert_lolcats(
         UnsupportedModelError: Maps with biases or adapters.
         CheckpointError: Window factors and feature maps are of different layers.
     """
-    result: dict[str, Tensor] = {}
+    result: dict[str, Weight] = {}
     factors: dict[int, tuple[float, ...]] = {}
     rows = 0
     for name, tensor in tensors.items():
         if match := _LOLCATS.fullmatch(name):
-            result[f"{match[1]}.feature_{match[2]}_weight"] = tensor.transpose(1, 2).contiguous()
+            result[f"{match[1]}.feature_{match[2]}_weight"] = value_of(tensor).transpose(1, 2).contiguous()
             rows = tensor.shape[2]
         elif match := _WINDOW_FACTORS.fullmatch(name):
-            factors[int(match[1])] = tuple(torch.sigmoid(tensor.float().flatten()).tolist())
+            factors[int(match[1])] = tuple(torch.sigmoid(value_of(tensor).float().flatten()).tolist())
         elif ".feature_map_" in name:
             raise UnsupportedModelError(
                 f"the LoLCATs checkpoint has {name}; only maps that are one matrix per head (mlp.layer) are covered."
@@ -167,8 +168,8 @@ def convert_lolcats(
     )
 
 
-def merge_lora(tensors: Mapping[str, Tensor], adapter: Mapping[str, Any] | None) -> dict[str, Tensor]:
-    """Add every pair of LoRA tensors to the weight that it adapts.
+def merge_lora(tensors: Weights, adapter: Mapping[str, Any] | None) -> dict[str, Weight]:
+    """Add every pair of LoRA tensors to the weight that it adapts, when that is read.
 
     Args:
         tensors: Names as of `plain_names`.
@@ -178,8 +179,8 @@ def merge_lora(tensors: Mapping[str, Tensor], adapter: Mapping[str, Any] | None)
         CheckpointError: A pair is incomplete, fits no weight, or its scale is unknown.
         UnsupportedModelError: DoRA, or another form than plain LoRA.
     """
-    pairs: dict[str, dict[str, Tensor]] = {}
-    result: dict[str, Tensor] = {}
+    pairs: dict[str, dict[str, Weight]] = {}
+    result: dict[str, Weight] = {}
     for name, tensor in tensors.items():
         if match := _LORA.fullmatch(name):
             pairs.setdefault(match[1], {})[match[2]] = tensor
@@ -203,7 +204,8 @@ def merge_lora(tensors: Mapping[str, Tensor], adapter: Mapping[str, Any] | None)
         target = f"{module}.weight"
         if module.endswith(".g_proj") and set(pair) == {"A", "B"} and target not in result:
             # A gate of low rank is LoRA's product alone: a fresh gate's weight is zero and not stored.
-            result[target] = pair["B"].new_zeros(pair["B"].shape[0], pair["A"].shape[1])
+            shape, dtype = torch.Size((pair["B"].shape[0], pair["A"].shape[1])), pair["B"].dtype
+            result[target] = Deferred(shape, dtype, partial(torch.zeros, shape, dtype=dtype))
         if set(pair) != {"A", "B"} or target not in result:
             what = (
                 "fits no weight of the model"
@@ -219,13 +221,21 @@ def merge_lora(tensors: Mapping[str, Tensor], adapter: Mapping[str, Any] | None)
                 f"the LoRA pair of {module} has the shapes {list(pair['A'].shape)} and {list(pair['B'].shape)}, which do not fit each "
                 "other. The adapter is damaged; fetch it again."
             )
-        delta = pair["B"].to(torch.float32) @ pair["A"].to(torch.float32)
-        if delta.shape != weight.shape:
+        given = [pair["B"].shape[0], pair["A"].shape[1]]
+        if given != list(weight.shape):
             raise CheckpointError(
-                f"the LoRA pair of {module} gives {list(delta.shape)}, the weight is {list(weight.shape)}. "
+                f"the LoRA pair of {module} gives {given}, the weight is {list(weight.shape)}. "
                 "The adapter belongs to another model."
             )
-        result[target] = in_range(
-            target, weight.to(torch.float32) + scale * delta, weight.dtype, " with its LoRA pair merged"
+        result[target] = Deferred(
+            weight.shape, weight.dtype, partial(_merged, target, weight, pair["A"], pair["B"], scale)
         )
     return result
+
+
+def _merged(name: str, weight: Weight, a: Weight, b: Weight, scale: float) -> Tensor:
+    """`weight` + scale b a, computed in float32."""
+    delta = value_of(b).to(torch.float32) @ value_of(a).to(torch.float32)
+    return in_range(
+        name, value_of(weight).to(torch.float32) + scale * delta, weight.dtype, " with its LoRA pair merged"
+    )

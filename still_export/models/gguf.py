@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from still_export.errors import CheckpointError, UnsupportedModelError
 from still_export.models.checkpoint import checked, in_range
+from still_export.models.weights import Deferred
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _PARTS = {
@@ -35,14 +37,14 @@ _WHOLE = {
 _BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 
-def read_gguf(path: Path, dtype: torch.dtype = torch.float32) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
+def read_gguf(path: Path, dtype: torch.dtype = torch.float32) -> tuple[str, dict[str, Any], dict[str, Deferred]]:
     """A GGUF file as a plain model.
 
     Returns:
-        The family, the values of its configuration, and its tensors by transformers' names as `dtype`.
+        The family, the values of its configuration, and its tensors by transformers' names as `dtype`, dequantized when they are read.
 
     Raises:
-        CheckpointError: The file is damaged, or has a quantization that cannot be undone.
+        CheckpointError: The file is damaged; when a tensor is read, it has a quantization that cannot be undone.
         UnsupportedModelError: Its architecture or rotary scaling is not covered.
     """
     reader = open_gguf(path)
@@ -68,11 +70,19 @@ def read_gguf(path: Path, dtype: torch.dtype = torch.float32) -> tuple[str, dict
     tensors = {}
     for tensor in reader.tensors:
         name = _tensor_name(tensor.name, path)
-        value = in_range(name, _dequantize(tensor, path), dtype, f" in {path}")
-        if family == "llama" and (".q_proj." in name or ".k_proj." in name):
-            value = _unpaired(value, heads if ".q_proj." in name else kv_heads)
-        tensors[name] = checked(name, value, None, str(path))
+        paired = family == "llama" and (".q_proj." in name or ".k_proj." in name)
+        rotated = (heads if ".q_proj." in name else kv_heads) if paired else None
+        shape = torch.Size(int(size) for size in reversed(tensor.shape))
+        tensors[name] = Deferred(shape, dtype, partial(_read_tensor, tensor, name, dtype, rotated, path))
     return family, config, tensors
+
+
+def _read_tensor(tensor: Any, name: str, dtype: torch.dtype, rotated: int | None, path: Path) -> Tensor:
+    """A tensor of the file as `dtype`; the rows of `rotated` heads are brought into transformers' order."""
+    value = in_range(name, _dequantize(tensor, path), dtype, f" in {path}")
+    if rotated is not None:
+        value = _unpaired(value, rotated)
+    return checked(name, value, None, str(path))
 
 
 def open_gguf(path: Path) -> Any:

@@ -9,24 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig
 
 from still_export.errors import CheckpointError, ConfigError, ModelNotFoundError, NotLinearizedError
 from still_export.mixers.config import StillConfig
 from still_export.models import convert
-from still_export.models.build import build_model, family_of, still_family_config
+from still_export.models.build import build_model, complete_weights, family_of, still_family_config
 from still_export.models.checkpoint import (
     PICKLE_SUFFIXES,
-    checked,
+    open_tensors,
     read_config,
-    read_tensors,
     refuse_pickle,
     stored_dtype,
     weight_files,
 )
+from still_export.models.families import Family
 from still_export.models.files import Adapter, Generation, check_tokenizer_files, read_checked
 from still_export.models.gguf import read_gguf, read_tokenizer
+from still_export.models.weights import Weight, Weights, stand_ins, value_of
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
@@ -40,13 +40,45 @@ class _Checkpoint:
 
     model_type: str
     config: dict[str, Any]
-    tensors: dict[str, Tensor]
+    tensors: dict[str, Weight]
     adapter: dict[str, Any] | None = None
     generation: dict[str, Any] = field(default_factory=dict)
     still: StillConfig | None = None
 
 
-def load_model(
+@dataclass(frozen=True)
+class Source:
+    """A STILL model before its weights are read.
+
+    `family` and `config` say what it is, `weights` holds each of its parameters by name (a tied one once, under the embedding's).
+    """
+
+    family: Family
+    config: Any
+    weights: Weights
+    generation: GenerationConfig
+
+    def model(self, tensors: Mapping[str, torch.Tensor]) -> Any:
+        """The model in evaluation mode around `tensors`, which have the names, shapes and types of `weights`."""
+        model = build_model(self.family, self.config, tensors)
+        model.generation_config = self.generation
+        return model
+
+    def read(self) -> Any:
+        """The model with all of its weights, on the CPU."""
+        return self.model({name: value_of(weight) for name, weight in self.weights.items()})
+
+    def outline(self) -> Any:
+        """The model with stand-ins for its weights: it can be traced and described, not run."""
+        return self.model(stand_ins(self.weights))
+
+
+def load_model(source: str | Path, **options: Any) -> Any:
+    """The STILL model of `open_source`, with its weights."""
+    return open_source(source, **options).read()
+
+
+def open_source(
     source: str | Path,
     *,
     attach_untrained: bool = False,
@@ -56,7 +88,7 @@ def load_model(
     dtype: str | torch.dtype = "auto",
     revision: str | None = None,
 ) -> Any:
-    """A STILL model in evaluation mode, on the CPU.
+    """A STILL model whose weights are read, and checked, when they are asked for.
 
     Args:
         source: Model folder, hub id ("org/name") or .gguf file. A STILL model, a checkpoint of the released STILL code, or, with
@@ -71,7 +103,7 @@ def load_model(
 
     Raises:
         ModelNotFoundError: `source` is no model.
-        CheckpointError: Files are damaged, incomplete, pickled, or hold NaN.
+        CheckpointError: Files are damaged, incomplete or pickled; or hold NaN, which shows when a weight is read.
         NotLinearizedError: A plain softmax model without `attach_untrained`.
         UnsupportedModelError: The family or a variant of its attention is not covered.
         ConfigError: Configurations contradict each other.
@@ -118,16 +150,26 @@ def load_model(
     still = replace(still, **deployment or {})
     family = family_of(found.model_type)
     config = still_family_config(family, found.config, still)
-    model = build_model(family, config, found.tensors, fresh)
+    weights = complete_weights(family, config, found.tensors, fresh)
     try:
-        model.generation_config = GenerationConfig.from_dict(found.generation or _generation_of(config))
-        model.generation_config.validate()
+        generation = GenerationConfig.from_dict(found.generation or _generation_of(config))
+        generation.validate()
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(
             f"generation_config.json of {source} is not valid: {reason} Fix the named value."
         ) from error
-    return model
+    return Source(family, config, weights, generation)
+
+
+def source_dtype(source: str | Path, revision: str | None = None) -> torch.dtype:
+    """The type that the weights of `source` are stored in; float32 for a GGUF file, which is dequantized.
+
+    Raises:
+        ModelNotFoundError, CheckpointError: As of `open_source`.
+    """
+    path = resolve_source(source, revision)
+    return torch.float32 if path.is_file() else stored_dtype(read_config(path))
 
 
 def _trained(what: str) -> ConfigError:
@@ -210,12 +252,13 @@ def _read(path: Path, dtype: torch.dtype | None) -> _Checkpoint:
             raise ModelNotFoundError(
                 f"{path} is a file; a model is a folder with config.json, a hub id, or a .gguf file."
             )
-        return _Checkpoint(*read_gguf(path, dtype or torch.float32))
+        model_type, values, blocks = read_gguf(path, dtype or torch.float32)
+        return _Checkpoint(model_type, values, dict(blocks))
     config = read_config(path)
     known = config["model_type"]
     if known != "still":
         family_of(known)  # before gigabytes are read
-    tensors = read_tensors(weight_files(path), dtype or stored_dtype(config))
+    tensors: dict[str, Weight] = dict(open_tensors(weight_files(path), dtype or stored_dtype(config)))
     adapter, generation = path / "adapter_config.json", path / "generation_config.json"
     return _Checkpoint(
         known,
@@ -232,13 +275,13 @@ def _overlay(found: _Checkpoint, path: Path, dtype: torch.dtype) -> None:
         files, adapter = [path], path.parent / "adapter_config.json"
     else:
         files, adapter = weight_files(path), path / "adapter_config.json"
-    added = convert.plain_names(read_tensors(files))
+    added = convert.plain_names(open_tensors(files, dtype))
     found.tensors = convert.plain_names(found.tensors)
     if adapter.is_file():
         found.adapter = read_checked(adapter, Adapter)
         if isinstance(found.adapter.get("still_config"), dict):
             found.still = StillConfig.from_dict(found.adapter["still_config"], f"{adapter}: still_config")
-    found.tensors.update({name: checked(name, tensor, dtype, str(path)) for name, tensor in added.items()})
+    found.tensors.update(added)
     if any("lora_" in name for name in added):
         found.tensors = convert.merge_lora(found.tensors, found.adapter)
         found.adapter = None

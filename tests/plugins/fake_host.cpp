@@ -1,10 +1,12 @@
 // Stands for TensorRT: loads a plugin library and calls it in the order in which a builder and a runtime do. Prints what came back.
-// Usage: fake_host LIBRARY OP ATTRIBUTE... with attributes as name=i:4, name=f:0.5, name=s:text; LD_LIBRARY_PATH names the stand-in for
-// libcuda.
+// Usage: fake_host LIBRARY OP FIRST_STATE ARGUMENT..., with inputs in order as input=h:2.T.6.64 (h float16, f float32, i int32; T: the
+// call's tokens), of which the states begin at FIRST_STATE, attributes as name=i:4, name=f:0.5, name=s:text, and what kernels take as
+// kernel=SYMBOL:pif (recording_driver.cpp). LD_LIBRARY_PATH names the stand-in for libcuda.
 #include <NvInfer.h>
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdio>
 #include <cstdlib>
@@ -57,7 +59,6 @@ struct Given
     PluginFieldCollection collection() const { return {static_cast<int32_t>(fields.size()), fields.data()}; }
 };
 
-// A call of batch 2, of HybridAttention without window_factor and salient_score: H 6, HK 3, D 64, P 48, C 32, N 80.
 std::string gOp;
 
 struct Shape
@@ -66,31 +67,33 @@ struct Shape
     std::vector<int> dims;
 };
 
-// Activations as [B, T, heads * D]: set by the argument "flat".
-bool gFlat = false;
+constexpr int kTokens = -1; // in the place of a dimension that is the call's tokens
+
+std::vector<Shape> gInputs;
+size_t gFirstState = 0; // its place among the inputs
+
+// "h:2.T.6.64"
+Shape read_shape(std::string const& text)
+{
+    Shape shape{text[0] == 'h' ? DataType::kHALF : text[0] == 'f' ? DataType::kFLOAT : DataType::kINT32, {}};
+    for (size_t at = 1; at < text.size(); at = std::min(text.find('.', at + 1), text.size()))
+        shape.dims.push_back(text[at + 1] == 'T' ? kTokens : std::atoi(text.c_str() + at + 1));
+    return shape;
+}
 
 std::vector<Shape> inputs(int tokens)
 {
-    auto const h = DataType::kHALF;
-    auto const f = DataType::kFLOAT;
-    auto const i = DataType::kINT32;
-    auto const heads = [&](int count) {
-        return Shape{h, gFlat ? std::vector<int>{2, tokens, count * 64} : std::vector<int>{2, tokens, count, 64}};
-    };
-    if (gOp == "Attention")
-        return {heads(6), heads(3), heads(3), {i, {2}}, {i, {2}}, {h, {2, 3, 400, 64}}, {h, {2, 3, 400, 64}}};
-    return {heads(6), heads(3), heads(3), heads(6), {h, {6, 48, 64}}, {h, {6, 48, 64}}, {i, {2}}, {i, {2}}, {h, {2, 3, 64, 64}},
-        {h, {2, 3, 64, 64}}, {f, {2, 6, 64}}, {h, {2, 6, 80, 64}}, {h, {2, 6, 80, 64}}, {f, {2, 6, 96, 64}}, {f, {2, 6, 96}}};
+    auto shapes = gInputs;
+    for (auto& shape : shapes)
+        std::replace(shape.dims.begin(), shape.dims.end(), kTokens, tokens);
+    return shapes;
 }
-
-// Place of the first state among the inputs.
-int first_state() { return gOp == "Attention" ? 5 : 8; }
 
 std::vector<Shape> outputs(int tokens)
 {
     auto shapes = inputs(tokens);
     std::vector<Shape> result{shapes[0]};
-    result.insert(result.end(), shapes.begin() + first_state(), shapes.end());
+    result.insert(result.end(), shapes.begin() + static_cast<std::ptrdiff_t>(gFirstState), shapes.end());
     return result;
 }
 
@@ -169,7 +172,7 @@ struct Pointers
         for (size_t i = 0; i < inputs(1).size(); ++i)
             in.push_back(reinterpret_cast<void const*>(0x1000 * (i + 1)));
         for (size_t i = 0; i < outputs(1).size(); ++i)
-            out.push_back(reinterpret_cast<void*>(i ? 0x1000 * (i + static_cast<size_t>(first_state())) : 0x900000));
+            out.push_back(reinterpret_cast<void*>(i ? 0x1000 * (i + gFirstState) : 0x900000));
     }
 };
 
@@ -339,14 +342,21 @@ int main(int argc, char** argv)
         std::printf("FAILED dlopen: %s\n", dlerror());
     require(library != nullptr, "dlopen");
     reinterpret_cast<void (*)(ILoggerFinder*)>(dlsym(library, "setLoggerFinder"))(&gFinder);
+    void* const driver = dlopen("libcuda.so.1", RTLD_NOW);
+    require(driver != nullptr, "the stand-in for libcuda");
     Given given;
     gOp = argv[2];
-    for (int i = 3; i < argc; ++i)
+    gFirstState = static_cast<size_t>(std::atoi(argv[3]));
+    for (int i = 4; i < argc; ++i)
     {
-        if (std::string(argv[i]) == "flat")
-            gFlat = true;
+        std::string const argument = argv[i];
+        if (argument.rfind("input=", 0) == 0)
+            gInputs.push_back(read_shape(argument.substr(6)));
+        else if (argument.rfind("kernel=", 0) == 0)
+            reinterpret_cast<void (*)(char const*, char const*)>(dlsym(driver, "recording_arguments"))(
+                argument.substr(7, argument.find(':') - 7).c_str(), argument.substr(argument.find(':') + 1).c_str());
         else
-            given.add(argv[i]);
+            given.add(argument);
     }
     run(library, given.collection());
     given.fields.erase(given.fields.begin()); // the first attribute is missing: must be refused with a log line
@@ -361,8 +371,6 @@ int main(int argc, char** argv)
     auto const fields = given.collection();
     require(!named<IPluginCreator>(get(count), count)->createPlugin("node7", &fields), "missing attribute refused");
 #endif
-    void* const driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
-    require(driver != nullptr, "the stand-in for libcuda");
     std::printf("%s", reinterpret_cast<char const* (*) ()>(dlsym(driver, "recording_log"))());
     return 0;
 }

@@ -212,7 +212,7 @@ def test_interrupt_leaves_nothing(
 ) -> None:
     import still_export.export.lower
 
-    def interrupt(traced: object) -> None:
+    def interrupt(traced: object, weights: object) -> None:
         os.kill(os.getpid(), number)
 
     monkeypatch.setattr(still_export.export.lower, "lower_program", interrupt)

@@ -52,13 +52,17 @@ class StillAttention(ProjectedAttention):
 
     def reset_parameters(self) -> None:
         """Start so that the untrained layer is usable: identity directions, open gates."""
-        rows, columns = self.feature_q_weight.shape[1:]
-        for weight in (self.feature_q_weight, self.feature_k_weight):
-            init.copy_(weight, torch.eye(rows, columns, dtype=weight.dtype).expand(weight.shape))
-        if self.g_proj is not None:
-            init.zeros_(self.g_proj.weight)
-            if self.g_proj.bias is not None:
-                init.constant_(self.g_proj.bias, OPEN_GATE_BIAS)
+        for name, parameter in self.named_parameters():
+            if name.startswith(("feature_", "g_proj.")):
+                init.copy_(parameter, self.initial(name))
+
+    def initial(self, name: str) -> Tensor:
+        """What the gate's or a feature map's parameter `name` is in an untrained layer."""
+        parameter = self.get_parameter(name)
+        shape, dtype = parameter.shape, parameter.dtype
+        if name.startswith("feature_"):
+            return torch.eye(*shape[1:], dtype=dtype).expand(shape).contiguous()
+        return torch.full(shape, OPEN_GATE_BIAS if name == "g_proj.bias" else 0.0, dtype=dtype)
 
     def project(
         self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor] | None

@@ -1,0 +1,51 @@
+"""Writing a graph's weights to the file beside it, one tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx_ir as ir
+
+INSIDE_BYTES = 256
+"""Tensors below this size stay in the graph."""
+
+ALIGNED_BYTES = 1 << 20
+PAGE_BYTES = 4096
+"""Tensors of at least ALIGNED_BYTES start at a page: older ONNX Runtimes map no others into memory, and copy them."""
+
+Bytes = Callable[[int, int], None]
+"""Told the bytes that were written and those that will be."""
+
+
+def save_streaming(model: ir.Model, path: Path, location: str, progress: Bytes = lambda done, total: None) -> None:
+    """Write `model` to `path` and its weights to the file `location` beside it. Each weight is read, written and forgotten.
+
+    Raises:
+        CheckpointError: A weight turns out to be damaged when it is read.
+        OSError: The disk is full.
+    """
+    weights = [
+        v
+        for v in model.graph.initializers.values()
+        if v.const_value is not None and v.const_value.nbytes >= INSIDE_BYTES
+    ]
+    total = sum(v.const_value.nbytes for v in weights if v.const_value is not None)
+    done = 0
+    with (path.parent / location).open("wb") as file:
+        for value in weights:
+            tensor = value.const_value
+            assert tensor is not None and value.name is not None
+            if tensor.nbytes >= ALIGNED_BYTES:
+                file.write(bytes(-file.tell() % PAGE_BYTES))
+            offset = file.tell()
+            tensor.tofile(file)
+            length = file.tell() - offset
+            assert length == tensor.nbytes, f"{value.name} has {length} bytes, its shape says {tensor.nbytes}"
+            assert isinstance(tensor.shape, ir.Shape)
+            value.const_value = ir.ExternalTensor(
+                location, offset, length, tensor.dtype, shape=tensor.shape, name=value.name, base_dir=path.parent
+            )
+            done += length
+            progress(done, total)
+    ir.save(model, path)

@@ -1,0 +1,48 @@
+"""Weights that are read when they are asked for: an export then holds one tensor at a time, never a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """A tensor of known shape and type whose values `read` makes, anew at every call.
+
+    `read` raises CheckpointError where the values are damaged or exceed the type's range.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+    def dim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+
+Weight = Tensor | Deferred
+Weights = Mapping[str, Weight]
+"""Weights by the name of the model's parameter."""
+
+
+def value_of(weight: Weight) -> Tensor:
+    """The tensor itself."""
+    return weight.read() if isinstance(weight, Deferred) else weight
+
+
+def stand_ins(weights: Weights) -> dict[str, Tensor]:
+    """Tensors without memory in the place of `weights`: they have shape, type and device, which is all that a trace asks for."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        return {name: torch.empty(weight.shape, dtype=weight.dtype) for name, weight in weights.items()}
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters of a model by name; a tied one under each of its names."""
+    return {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
