@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from still_kernels.op_kernels import kernels_of, op_names
+from still_kernels.op_kernels import op_names, work_of
 from still_kernels.work import CHECK_LIMIT, Kind, OpWork, Work, relative_error, states_of_step
 
 
@@ -189,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write all numbers here")
     parser.add_argument("--plot", type=Path, help="write a roofline plot here (needs matplotlib)")
     options = parser.parse_args(arguments)
-    op = kernels_of(options.op).work()
+    op = work_of(options.op)
     layers = list(op.layers) if options.layer is None else options.layer.split(",")
     if unknown := [name for name in layers if name not in op.layers]:
         print(f"error: --layer {','.join(unknown)} is unknown; known: {', '.join(op.layers)}.", file=sys.stderr)

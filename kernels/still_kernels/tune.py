@@ -26,7 +26,7 @@ from torch import Tensor
 
 from still_kernels import launcher
 from still_kernels.bench import median_s
-from still_kernels.op_kernels import kernels_of, op_names
+from still_kernels.op_kernels import kernels_of, op_names, work_of
 from still_kernels.tile import Setting, TileTable, changed
 from still_kernels.work import CHECK_LIMIT, Kind, OpWork, relative_error, states_of_step
 
@@ -106,8 +106,7 @@ class Tuner:
     """Trials of one kernel of the op `name`, in a call of the kind that launches it."""
 
     def __init__(self, name: str, layer: Any, kernel: str, context: int, dtype: torch.dtype, device: str) -> None:
-        kernels = kernels_of(name)
-        self.op, self.functions = kernels.work(), kernels.functions()
+        self.op, self.functions = work_of(name), kernels_of(name).functions()
         op, self.layer, self.kernel, self.device = self.op, layer, kernel, device
         self.table = op.table(layer, torch.device(device), dtype == torch.float32)
         self.work = Workload(op, layer, op.kind_of(kernel, context), dtype, device)
@@ -238,7 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if device == "cpu" and not triton.knobs.runtime.interpret:
         print("error: no CUDA device; the kernels are timed on the GPU they run on.", file=sys.stderr)
         return 2
-    op = kernels_of(options.op).work()
+    op = work_of(options.op)
     names = list(op.moves) if options.kernels is None else options.kernels.split(",")
     sizes = dict(pair.partition("=")[::2] for pair in options.set)
     kind = next(iter(op.layers)) if options.layer is None else options.layer

@@ -11,13 +11,13 @@ import torch
 from still_kernels import bench, work
 from still_kernels.attention import cost as attention_cost
 from still_kernels.hybrid_attention import cost
-from still_kernels.op_kernels import kernels_of, op_names
+from still_kernels.op_kernels import op_names, work_of
 
 CEILINGS = bench.Ceilings(copy=4e12, gemm=800e12)
 
 
 def test_costs_are_those_of_the_specification() -> None:
-    op = kernels_of("HybridAttention").work()
+    op = work_of("HybridAttention")
     config = op.layer(op.sizes, "q_head", 65_536)
     size_bytes, _ = cost.decode_cost(config, 65_536, 1)
     assert size_bytes / 2**20 == pytest.approx(68.4, rel=0.02)
@@ -40,7 +40,7 @@ def test_every_kind_of_call_is_checked_and_timed(op: str, monkeypatch: pytest.Mo
     """On the CPU the forms of PyTorch stand in; a result that is off gets no time."""
     monkeypatch.setattr(bench, "time_call", lambda work: 1.0)
     monkeypatch.setattr(bench, "time_step", lambda work: 2.0)
-    given = kernels_of(op).work()
+    given = work_of(op)
     sizes = {**given.sizes, "heads": 4, "kv_heads": 2, "head_dim": 24}
     for name in given.layers:
         layer = given.layer(sizes, name, 200)

@@ -18,7 +18,7 @@ from still_kernels.attention.tiles import tile_table as attention_table
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from still_kernels.hybrid_attention.settings import misfit
 from still_kernels.hybrid_attention.tiles import tile_table
-from still_kernels.op_kernels import kernels_of
+from still_kernels.op_kernels import work_of
 from still_kernels.tile import changed
 
 SIZES = {"heads": 2, "kv_heads": 1, "head_dim": 24, "chunk_size": 32, "salient_per_chunk": 3}
@@ -27,7 +27,7 @@ MAIN = "import sys; from still_kernels import tune; sys.exit(tune.main(sys.argv[
 
 def small(op: str) -> list[str]:
     """A call of a small layer."""
-    known = kernels_of(op).work().sizes
+    known = work_of(op).sizes
     sizes = [word for name, size in SIZES.items() if name in known for word in ("--set", f"{name}={size}")]
     return [op, *sizes, "--context", "70", "--dtype", "float32"]
 
@@ -74,7 +74,7 @@ def wrong(self, table):
         results["output"][0, -1, 0, 0] += 1e6
     return made, results
 tune.Workload.run = wrong
-tune.kernels_of("HybridAttention").work().moves["select"] = [{"num_warps": 2}]
+tune.work_of("HybridAttention").moves["select"] = [{"num_warps": 2}]
 sys.exit(tune.main(sys.argv[1:]))
 """
     done = interpreted(code, *small("HybridAttention"), "--kernels", "select", "--seconds", "60")
@@ -97,7 +97,7 @@ assert not hasattr(launcher.Launcher, "made") and launcher.Launcher.__name__ == 
 def test_every_move_is_a_setting_of_some_table() -> None:
     table = tile_table(90, 128, 64, 128, False)
     for op, own in (("HybridAttention", table), ("Attention", attention_table(90, 128, False))):
-        for kernel, moves in kernels_of(op).work().moves.items():
+        for kernel, moves in work_of(op).moves.items():
             for move in moves:
                 assert changed(own, kernel, move).kernels()
     with pytest.raises(KeyError, match="attend has no setting XX; it has BM"):

@@ -104,7 +104,7 @@ KERNELS = OpKernels(
     build=build,
     functions=functions,
     folder=Path(__file__).parent,
-    work=work,
     covered=_COVERED,
     covered_ahead=_COVERED,
+    work=work,
 )

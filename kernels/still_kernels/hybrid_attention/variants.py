@@ -205,11 +205,11 @@ KERNELS = OpKernels(
     build=build,
     functions=functions,
     folder=Path(__file__).parent,
-    work=work,
     covered=(Check(f"D in {HEAD_DIMS}", f"head_dim={{D}}; the kernels have one of {HEAD_DIMS}."), *_COVERED),
     # Ahead of time also the sizes between the measured ones: the rest of a power of two is masked.
     covered_ahead=(
         Check(f"D <= {max(HEAD_DIMS)}", f"head_dim={{D}}; the kernels have at most {max(HEAD_DIMS)}."),
         *_COVERED,
     ),
+    work=work,
 )
