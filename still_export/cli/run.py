@@ -50,8 +50,8 @@ def run(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No timings on stderr.")] = False,
 ) -> None:
     """Continue a prompt, or chat, with ONNX Runtime or TensorRT; prompts of any length are fed in pieces."""
-    from still_export.package.checked import trust_package
     from still_export.package.folder import open_package
+    from still_export.package.trust import trust_package
     from still_export.runners.cuda_driver import CudaError
     from still_export.runners.opening import open_runner, runtime_of
     from still_export.runners.sampling import RunError, Sampling

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from still_export.package.checked import check_hash, trust_package
+from still_export.package.files import check_hash
+from still_export.package.trust import trust_package
 from still_export.runners.base import Progress, Runner
 from still_export.runners.sampling import RunError, Sampling
 
