@@ -45,8 +45,8 @@ def load(
         ConfigError: The runtime or provider is not one of the package's.
         RunError: The package does not run here.
     """
-    from still_export.package.checked import trust_package
     from still_export.package.folder import open_package
+    from still_export.package.trust import trust_package
     from still_export.runners.opening import open_runner, runtime_of
 
     folder = Path(package)

@@ -14,7 +14,7 @@ from rich.console import Console
 
 import still_export
 from still_export.errors import StillExportError
-from still_export.package.checked import RunError
+from still_export.package.refusals import RunError
 
 app = typer.Typer(
     name="still-export",

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from still_export.package.checked import trust_package
+from still_export.package.trust import trust_package
 from still_export.runners.base import Runner
 from still_export.runners.conversation import Conversation, FullError
 from still_export.runners.sampling import RunError, Sampling

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from still_export.package.checked import check_hash
+from still_export.package.files import check_hash
 from still_export.runners.base import Progress, Runner
 from still_export.runners.sampling import RunError, Sampling
 
