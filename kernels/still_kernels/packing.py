@@ -19,3 +19,19 @@ class Packing:
     query_start: Tensor
     state_row: Tensor
     max_tokens: int
+
+    def tensors(self) -> dict[str, Tensor]:
+        """By the names that the kernels have for them."""
+        return {"query_start": self.query_start, "state_row": self.state_row}
+
+
+def size_of_call(query: Tensor, packing: Packing | None, rows: int) -> tuple[int, int, tuple[int, int] | None]:
+    """B, T and, where rows are packed, (tokens of all rows, rows of the state).
+
+    Args:
+        query: [B, T, H, D], or [tokens, H, D] with a packing.
+        rows: Rows of the state.
+    """
+    if packing is None:
+        return query.shape[0], query.shape[1], None
+    return packing.state_row.shape[0], packing.max_tokens, (query.shape[0], rows)

@@ -14,7 +14,7 @@ from rich.console import Console
 
 import still_export
 from still_export.errors import StillExportError
-from still_export.package.checked import RunError
+from still_export.package.refusals import RunError
 
 app = typer.Typer(
     name="still-export",
@@ -45,9 +45,21 @@ def _root(
 
 
 def _register() -> None:
-    from still_export.cli import audit, bench, build, evaluate, export, inspect, linearize, run, select_layers, verify
+    from still_export.cli import (
+        audit,
+        bench,
+        build,
+        doctor,
+        evaluate,
+        export,
+        inspect,
+        linearize,
+        run,
+        select_layers,
+        verify,
+    )
 
-    for module in (export, build, run, verify, inspect, bench, linearize, evaluate, audit, select_layers):
+    for module in (export, build, run, verify, inspect, bench, linearize, evaluate, audit, select_layers, doctor):
         module.register(app)
 
 

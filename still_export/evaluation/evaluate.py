@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,13 @@ from still_export.errors import ConfigError, NotLinearizedError
 from still_export.evaluation.chat import chat_ends, template, unseen
 from still_export.evaluation.code import code_prompts
 from still_export.evaluation.questions import CHAT
-from still_export.linearization.modes import SOFTMAX, make_trainable
 from still_export.linearization.tasks import TaskWriter, task_named
 from still_export.linearization.texts import check_ids, read_text, tokenize
 from still_export.mixers.config import FULL, StillConfig
-from still_export.mixers.hybrid_attention.module import StillAttention
+from still_export.mixers.registry import MIXERS
 from still_export.models.load import load_model
 
-VARIANTS = ("still", "no_salient_tokens", "window_only", "no_norm_preserving_map")
+VARIANTS = ("still", *(part for mixer in MIXERS.values() for part in mixer.parts))
 TEACHER, UNSEEN, CODE = "teacher", "unseen", "code"
 TOKENS_AT_ONCE = {"cuda": 1 << 16, "cpu": 1 << 13}
 """Tokens of one forward pass; bounds the logits, 1.6 GB for 8K tokens of a 49K vocabulary."""
@@ -192,8 +191,8 @@ def load_any(source: str, teacher: str | None, dtype: str, generates: bool = Fal
             return load_model(path, attach_untrained=True, still_config=full, dtype=dtype)
         # The loader checks files and reads GGUF; in softmax mode the attached maps and gates are not used.
         model = load_model(path, attach_untrained=True, dtype=dtype)
-        for attention in make_trainable(model):
-            attention.mode = SOFTMAX
+        for mixer in MIXERS.values():
+            mixer.restore_base(model)
         return model
 
     models = {} if teacher is None else {TEACHER: softmax(teacher)}
@@ -220,33 +219,10 @@ def measurements(models: Sequence[str], options: EvaluationOptions) -> int:
     return variants * (texts + tasks + bool(options.chat))
 
 
-@contextlib.contextmanager
-def without(model: Any, variant: str) -> Iterator[None]:
-    """`model` as `variant` inside the block.
-
-    no_salient_tokens: k = 0, all tokens beyond the window are linear. window_only: those contribute nothing either: features that are
-    relu of a zero projection. no_norm_preserving_map: the same directions, without the norm of queries and keys.
-    """
-    modules = [m for m in model.modules() if isinstance(m, StillAttention)]
-    changes: dict[str, dict[str, Any]] = {
-        "no_salient_tokens": {"salient_per_chunk": 0},
-        "window_only": {"salient_per_chunk": 0, "feature_map": "relu"},
-        "no_norm_preserving_map": {"feature_map": "softmax_pm"},
-    }
-    before = [(m.still, m.feature_q_weight, m.feature_k_weight) for m in modules]
-    for module in modules:
-        change = dict(changes.get(variant, {}))
-        if variant == "no_norm_preserving_map" and module.still.feature_map != "np_softmax_pm":
-            change = {}
-        module.still = replace(module.still, **change)
-        if variant == "window_only":
-            module.feature_q_weight = nn.Parameter(torch.zeros_like(module.feature_q_weight))
-            module.feature_k_weight = nn.Parameter(torch.zeros_like(module.feature_k_weight))
-    try:
-        yield
-    finally:
-        for module, (still, query, key) in zip(modules, before, strict=True):
-            module.still, module.feature_q_weight, module.feature_k_weight = still, query, key
+def without(model: Any, variant: str) -> contextlib.AbstractContextManager[None]:
+    """`model` as `variant` inside the block: a part of its layers switched off, as their mixers know it."""
+    owner = next((mixer for mixer in MIXERS.values() if variant in mixer.parts), None)
+    return contextlib.nullcontext() if owner is None else owner.without(model, variant)
 
 
 @torch.no_grad()

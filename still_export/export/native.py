@@ -15,7 +15,7 @@ from typing import Any
 
 from still_export.errors import UnsupportedError
 from still_export.export.plugins import SOURCE, PluginBuildError, compile_archive, op_list, run_cmake
-from still_export.package.checked import MODEL
+from still_export.package.files import MODEL
 
 LIBRARY = "libstill_onnxruntime.so"
 HEADER = "onnxruntime_c_api.h"

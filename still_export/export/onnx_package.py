@@ -12,8 +12,8 @@ from still_export.export.native import demand_native
 from still_export.fields import check_types
 from still_export.mixers.config import DEPLOYMENT, StillConfig, head_size
 from still_export.package.bundle import write_programs
-from still_export.package.checked import trust
 from still_export.package.folder import MANIFEST, MODEL, Package, open_package, staged_folder, write_manifest
+from still_export.package.trust import trust
 from still_export.runners.ort import CAPACITY, capacity_text
 
 if TYPE_CHECKING:

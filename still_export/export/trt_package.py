@@ -15,8 +15,8 @@ from still_export.errors import UnsupportedError
 from still_export.export.onnx_package import ExportOptions, Progress, export_onnx, silent
 from still_export.export.plugins import build_plugins, compile_archive, find_tensorrt_headers
 from still_export.package.bundle import PROGRAMS, write_programs
-from still_export.package.checked import trust
 from still_export.package.folder import MANIFEST, MODEL, Package, open_package, staged_folder, write_manifest
+from still_export.package.trust import trust
 
 KERNELS = "kernels.bin"
 WEIGHTS = f"{MODEL}.data"

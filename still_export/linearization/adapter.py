@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from still_export.errors import CheckpointError, ConfigError
-from still_export.linearization.modes import window_factor
 from still_export.linearization.recipe import Recipe
 from still_export.mixers.config import FULL, StillConfig
+from still_export.mixers.hybrid_attention.modes import window_factor
 from still_export.models.checkpoint import SCALE, in_range, int8_rows, iterate_tensors
 from still_export.models.convert import plain_names
 from still_export.models.files import Adapter, read_checked

@@ -18,18 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from still_export.package.checked import (
-    MODEL,
-    UNTRUSTED,
-    CheckError,
-    Hashing,
-    check_hash,
-    external_files,
-    native_file,
-)
+from still_export.package.external import external_files
+from still_export.package.files import MODEL, Hashing, check_hash
+from still_export.package.refusals import CheckError
+from still_export.package.trust import UNTRUSTED, native_file
 from still_export.runners.base import NUMPY_TYPES, Runner
+from still_export.runners.program import run_program
 from still_export.runners.sampling import RunError
-from still_export.runners.text import run_program
 from still_graphs.states import State, rows_after
 
 CUDA = "CUDAExecutionProvider"

@@ -21,13 +21,13 @@ from still_export.errors import CheckpointError, ConfigError, DataError, Trainin
 from still_export.linearization import linearize as module
 from still_export.linearization.adapter import read_adapter, save_adapter, still_parameters
 from still_export.linearization.linearize import linearize
-from still_export.linearization.modes import HYBRID, SOFTMAX, attention_mode, make_trainable, selection_loss
 from still_export.linearization.objectives import FinetuneObjective, TransferObjective
 from still_export.linearization.recipe import read_recipe
 from still_export.linearization.tasks import TASKS, TaskWriter, Weighing
 from still_export.linearization.texts import Batches, read_corpus
 from still_export.linearization.trainer import plateau, schedule
 from still_export.mixers.config import StillConfig
+from still_export.mixers.hybrid_attention.modes import HYBRID, SOFTMAX, attention_mode, make_trainable, selection_loss
 from still_export.models import attach_untrained
 from still_export.models.checkpoint import iterate_tensors
 from still_export.models.load import load_model
@@ -343,7 +343,7 @@ def test_selection_loss_makes_attended_tokens_salient() -> None:
         optimizer.zero_grad()
         selection_loss(query, key, torch.tensor([[31]]), config).backward()
         optimizer.step()
-    from still_export.linearization.modes import margins
+    from still_export.mixers.hybrid_attention.modes import margins
 
     scores = margins(query.detach().transpose(1, 2), key.transpose(1, 2), 8)[0, 0, 1:8]
     assert int(scores.argmax()) + 1 == wanted

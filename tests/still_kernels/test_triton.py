@@ -214,7 +214,7 @@ def chained_steps(dependent: bool, layers: int, steps: int, device: str, **chang
     On a GPU from a graph: launched one by one, each kernel would have ended before the next arrives.
     """
     from still_kernels.hybrid_attention import launch
-    from still_kernels.hybrid_attention.tiles import changed
+    from still_kernels.tile import changed
 
     base = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "capacity_tokens": 512}
     config = triton_cases.HybridAttentionConfig(**{**base, **changes})

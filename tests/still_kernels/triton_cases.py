@@ -19,8 +19,9 @@ import torch
 
 from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs
 from still_kernels.hybrid_attention.chunked import chunked_hybrid_attention
-from still_kernels.hybrid_attention.tiles import HEAD_DIMS, TileTable, changed, tile_table
+from still_kernels.hybrid_attention.tiles import HEAD_DIMS, tile_table
 from still_kernels.packing import Packing
+from still_kernels.tile import TileTable, changed
 
 SMALL: dict[str, Any] = {
     "num_heads": 4,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from still_kernels.hybrid_attention.inputs import Inputs
 from still_kernels.hybrid_attention.plan import PLAN
 from still_kernels.hybrid_attention.state import HybridAttentionState
-from still_kernels.hybrid_attention.tiles import TileTable, tile_table
+from still_kernels.hybrid_attention.tiles import tile_table
 from still_kernels.hybrid_attention.triton_attend import attend_kernel, commit_kernel
 from still_kernels.hybrid_attention.triton_decode import decode_kernel
 from still_kernels.hybrid_attention.triton_features import features_kernel
@@ -22,8 +22,9 @@ from still_kernels.hybrid_attention.triton_scan import scan_kernel
 from still_kernels.hybrid_attention.triton_score import score_kernel
 from still_kernels.hybrid_attention.triton_select import select_kernel
 from still_kernels.hybrid_attention.variants import constants_of, plan_constants, sizes_of
-from still_kernels.packing import Packing
+from still_kernels.packing import Packing, size_of_call
 from still_kernels.plan import Call
+from still_kernels.tile import TileTable
 
 FUNCTIONS = {
     "score": score_kernel,
@@ -40,12 +41,6 @@ FUNCTIONS = {
 def device_table(config: HybridAttentionConfig, device: torch.device, wide: bool) -> TileTable:
     """Block sizes for a device; the interpreter on the CPU uses those of sm_90."""
     return tile_table(launcher.arch_of(device), config.head_dim, config.chunk_size, config.projection_dim, wide)
-
-
-@cache
-def _variant(*what: Any) -> object:
-    """One object for equal arguments, which then need no comparison at each launch."""
-    return object()
 
 
 def call_of(
@@ -94,7 +89,7 @@ def _prepared(
     config: HybridAttentionConfig, device: torch.device, dtype: torch.dtype, factor: bool, *call: Any
 ) -> launcher.Prepared:
     """The same with the block sizes of the device; kept, for a layer is called once per token."""
-    variant = _variant(config, device, dtype, factor, call[-1] is not None)
+    variant = launcher.variant_of(config, device, dtype, factor, call[-1] is not None)
     return _prepare(config, dtype, device_table(config, device, dtype == torch.float32), variant, factor, *call)
 
 
@@ -116,11 +111,7 @@ def launch_hybrid_attention(
         present_length: [B], not the state's; in decode (T = 1, not packed) it gets the lengths after the call.
     """
     query, factor = inputs.query, inputs.factor(config)
-    if packing is None:
-        batch, tokens, packed = query.shape[0], query.shape[1], None
-    else:
-        batch, tokens = packing.state_row.shape[0], packing.max_tokens
-        packed = (query.shape[0], state.length.shape[0])
+    batch, tokens, packed = size_of_call(query, packing, state.length.shape[0])
     call = (batch, tokens, state.slots, inputs.feature_q_weight.shape[0], packed)
     if table is None:
         prepared = _prepared(config, query.device, query.dtype, factor is not None, *call)
@@ -133,7 +124,6 @@ def launch_hybrid_attention(
         "output": output,
         "past_length": state.length,
         "present_length": present_length,
-        "query_start": None if packing is None else packing.query_start,
-        "state_row": None if packing is None else packing.state_row,
+        **({} if packing is None else packing.tensors()),
     }
     launcher.Launcher().run(prepared, tensors, query)

@@ -1,6 +1,6 @@
-"""Which block sizes are fastest on this GPU: every kernel timed alone, over settings around those of tiles.py.
+"""Which block sizes are fastest on this GPU: every kernel timed alone, over settings around those of its tiles.py.
 
-    python -m still_kernels.hybrid_attention.tune --context 65536 --seconds 240 -o tune.json
+    python -m still_kernels.tune OP --context 65536 --seconds 240 -o tune.json
 
 Each setting runs whole calls first: their outputs and states, written over NaN, must be those of the current settings, else it gets
 no time. From the best setting the search goes on while time is left. Nothing is written back: put what wins into tiles.py.
@@ -24,10 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs
-from still_kernels.hybrid_attention.bench import CHECK_LIMIT, DECODE_BYTES, decode_cost, median_s, relative_error
-from still_kernels.hybrid_attention.settings import MOVES, WEIGHTS, Setting, misfit
-from still_kernels.hybrid_attention.tiles import TileTable, changed
+from still_kernels import launcher
+from still_kernels.bench import median_s
+from still_kernels.op_kernels import kernels_of, op_names, work_of
+from still_kernels.tile import Setting, TileTable, changed
+from still_kernels.work import CHECK_LIMIT, Kind, OpWork, relative_error, states_of_step
 
 Launch = Callable[[], None]
 
@@ -49,8 +50,6 @@ class Trial:
 @contextlib.contextmanager
 def _recording() -> Iterator[list[tuple[str, Launch]]]:
     """Keeps the launches that are made within; workspace starts as NaN, so that nobody reads what an earlier call left."""
-    from still_kernels import launcher
-
     made: list[tuple[str, Launch]] = []
 
     class Recorder(launcher.Launcher):
@@ -70,45 +69,21 @@ def _recording() -> Iterator[list[tuple[str, Launch]]]:
 
 
 class Workload:
-    """Calls of one kind: a prefill of `tokens`, or decode steps on several states at `tokens`."""
+    """Calls of one kind: a prefill, or decode steps on several states."""
 
-    def __init__(
-        self, config: HybridAttentionConfig, tokens: int, decode: bool, dtype: torch.dtype, device: str
-    ) -> None:
-        self.config, self.new = config, 1 if decode else tokens
-        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-        generator = torch.Generator(device).manual_seed(0)
-
-        def random(*shape: int) -> Tensor:
-            return torch.randn(shape, device=device, generator=generator).to(dtype)
-
-        query, gate = random(1, self.new, heads, dim), random(1, self.new, heads, dim).sigmoid()
-        key, value = random(1, self.new, kv_heads, dim), random(1, self.new, kv_heads, dim)
-        weight_q, weight_k = ((random(heads, config.projection_dim, dim) * dim**-0.5).to(dtype) for _ in "qk")
-        count = torch.full((1,), self.new, device=device)
-        self.inputs = Inputs(query, key, value, gate, weight_q, weight_k, count)
-        state = HybridAttentionState.empty(config, 1, dtype, device)
-        copies = 1
-        if decode:
-            for name, tensor in state.tensors().items():
-                if name == "length":
-                    tensor.fill_(tokens - 1)
-                else:
-                    tensor.copy_(torch.randn(tensor.shape, device=device, generator=generator).abs() + 0.1)
-            if device == "cuda":
-                copies = max(2, min(32, DECODE_BYTES // int(decode_cost(config, tokens - 1, 1)[0])))
-        self.states = [state] * copies
+    def __init__(self, op: OpWork, layer: Any, kind: Kind, dtype: torch.dtype, device: str) -> None:
+        self.work = op.work(layer, kind, dtype, device)
+        copies = states_of_step(self.work) if kind.tokens == 1 and device == "cuda" else 1
+        self.states = [self.work.state() for _ in range(copies)]
 
     def run(self, table: TileTable) -> tuple[list[tuple[str, Launch]], dict[str, Tensor]]:
         """Launches of one call on each state, and the results of the first."""
-        from still_kernels.hybrid_attention.launch import launch_hybrid_attention
-
         results: dict[str, Tensor] = {}
         with _recording() as made:
             for given in self.states:
-                state = HybridAttentionState(**{name: tensor.clone() for name, tensor in given.tensors().items()})
-                output = torch.full_like(self.inputs.query, float("nan"))
-                launch_hybrid_attention(self.inputs, self.config, state, output, table=table)
+                state = type(given)(**{name: tensor.clone() for name, tensor in given.tensors().items()})
+                output = torch.full_like(self.work.output, float("nan"))
+                self.work.launch(state, output, table)
                 results = results or {"output": output.clone(), **{n: t.clone() for n, t in state.tensors().items()}}
         return made, results
 
@@ -128,22 +103,27 @@ def time_launches(launches: Sequence[Launch], device: str) -> float:
 
 
 class Tuner:
-    """Trials of one workload and kernel."""
+    """Trials of one kernel of the op `name`, in a call of the kind that launches it."""
 
-    def __init__(self, work: Workload, kernel: str, table: TileTable, dtype: torch.dtype, device: str) -> None:
-        from still_kernels.launcher import arch_of
-
-        self.work, self.kernel, self.table, self.device = work, kernel, table, device
-        self.arch = arch_of(torch.device(device))
+    def __init__(self, name: str, layer: Any, kernel: str, context: int, dtype: torch.dtype, device: str) -> None:
+        self.op, self.functions = work_of(name), kernels_of(name).functions()
+        op, self.layer, self.kernel, self.device = self.op, layer, kernel, device
+        self.table = op.table(layer, torch.device(device), dtype == torch.float32)
+        self.work = Workload(op, layer, op.kind_of(kernel, context), dtype, device)
+        self.arch = launcher.arch_of(torch.device(device))
         self.limit = CHECK_LIMIT[dtype]
-        self.made, self.expected = work.run(table)
+        self.made, self.expected = self.work.run(self.table)
+
+    @property
+    def _is_kernel(self) -> bool:
+        return self.kernel in self.functions
 
     def trial(self, setting: Setting) -> Trial:
         """Run, check and time one setting."""
         from triton.runtime.errors import OutOfResources, PTXASError, TritonError
 
         table = changed(self.table, self.kernel, setting)
-        note = misfit(table, self.work.config, self.arch)
+        note = self.op.misfit(table, self.layer, self.arch)
         if note:
             return Trial(setting, None, 0.0, note)
         try:
@@ -160,7 +140,7 @@ class Tuner:
         )
         if not error <= self.limit:
             return Trial(setting, None, error, "WRONG RESULT")
-        mine = [run for name, run in made if self.kernel in (name, "prefill")]
+        mine = [run for name, run in made if self.kernel == name or not self._is_kernel]  # or the whole call
         return Trial(setting, time_launches(mine, self.device) / len(self.work.states), error)
 
     def _pairs(self, results: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -173,18 +153,16 @@ class Tuner:
         """Compile the kernel for all settings at once, on every core; failures show when the setting is tried."""
         from triton.runtime import _async_compile
 
-        from still_kernels.hybrid_attention.launch import FUNCTIONS
-
-        if self.device != "cuda" or self.kernel not in FUNCTIONS:
+        if self.device != "cuda" or not self._is_kernel:
             return
-        kernel = FUNCTIONS[self.kernel]
+        kernel = self.functions[self.kernel]
         run: Any = next(run for name, run in self.made if name == self.kernel)
         arguments = {name: value for name, value in run.keywords.items() if name in kernel.arg_names}
         try:
             with ThreadPoolExecutor(os.cpu_count()) as pool, _async_compile.AsyncCompileMode(pool, ignore_errors=True):
                 for setting in settings:
                     table = changed(self.table, self.kernel, setting)
-                    if not misfit(table, self.work.config, self.arch):
+                    if not self.op.misfit(table, self.layer, self.arch):
                         tile = table.kernels()[self.kernel]
                         kernel.warmup(grid=(1, 1, 1), **arguments | tile.constants, **tile.options())
         except Exception as failure:  # a private interface of Triton, and only a matter of time
@@ -198,7 +176,7 @@ class Tuner:
         trials, tried = [best], {self._key({})}
         while True:
             settings = []
-            for move in MOVES[self.kernel]:
+            for move in self.op.moves[self.kernel]:
                 setting = self._known({**best.setting, **move})
                 if setting is not None and self._key(setting) not in tried:
                     tried.add(self._key(setting))
@@ -245,18 +223,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; exit code 0, 1 if a setting gave a wrong result, 2 without a GPU or for a wrong option."""
     import triton
 
-    from still_kernels.hybrid_attention.launch import device_table
-
-    parser = argparse.ArgumentParser(
-        prog="python -m still_kernels.hybrid_attention.tune", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m still_kernels.tune", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("op", choices=op_names())
     parser.add_argument("--context", type=int, default=65536, help="tokens of the prefill and behind the decode step")
-    parser.add_argument(
-        "--geometry", default="32,8,128,64,4", help="heads, key heads, head size, chunk, salient per chunk"
-    )
-    parser.add_argument("--scope", default="q_head", help="select scope")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=N", help="a size of the layer; repeatable")
+    parser.add_argument("--layer", help="kind of layer; default: the op's first")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
-    parser.add_argument("--kernels", default=",".join(MOVES), help="comma-separated")
+    parser.add_argument("--kernels", help="comma-separated; default: all of the op")
     parser.add_argument("--seconds", type=float, default=240, help="time for all kernels together")
     parser.add_argument("-o", "--output", type=Path, help="write all trials here, as JSON")
     options = parser.parse_args(arguments)
@@ -264,35 +237,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if device == "cpu" and not triton.knobs.runtime.interpret:
         print("error: no CUDA device; the kernels are timed on the GPU they run on.", file=sys.stderr)
         return 2
-    names = options.kernels.split(",")
-    unknown = [name for name in names if name not in MOVES]
-    if unknown:
-        print(f"error: --kernels {','.join(unknown)} is unknown; known: {', '.join(MOVES)}.", file=sys.stderr)
-        return 2
-    heads, kv_heads, dim, chunk, salient = (int(part) for part in options.geometry.split(","))
-    config = HybridAttentionConfig(
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=dim,
-        chunk_size=chunk,
-        salient_per_chunk=salient,
-        select_scope=options.scope,
-        capacity_tokens=options.context + chunk,
-    )
+    op = work_of(options.op)
+    names = list(op.moves) if options.kernels is None else options.kernels.split(",")
+    sizes = dict(pair.partition("=")[::2] for pair in options.set)
+    kind = next(iter(op.layers)) if options.layer is None else options.layer
+    for flag, given, known in (
+        ("--kernels", names, op.moves), ("--set", sizes, op.sizes), ("--layer", [kind], op.layers)
+    ):  # fmt: skip
+        if unknown := [name for name in given if name not in known]:
+            print(f"error: {flag} {','.join(unknown)} is unknown; known: {', '.join(known)}.", file=sys.stderr)
+            return 2
+    layer = op.layer({**op.sizes, **{name: int(value) for name, value in sizes.items()}}, kind, options.context)
     dtype = getattr(torch, options.dtype)
-    table = device_table(config, torch.device(device), dtype == torch.float32)
     end = time.monotonic() + options.seconds
     found: dict[str, list[Trial]] = {}
     for done, name in enumerate(names):
-        left = [WEIGHTS.get(other, 1) for other in names[done:]]
+        left = [op.shares.get(other, 1) for other in names[done:]]
         share = (end - time.monotonic()) * left[0] / sum(left)
-        work = Workload(config, options.context, name == "decode", dtype, device)
-        found[name] = Tuner(work, name, table, dtype, device).search(share)
+        found[name] = Tuner(options.op, layer, name, options.context, dtype, device).search(share)
         print(
             report(f"{name}, {options.context} tokens, {options.dtype}: us, against current, error", found[name]),
             flush=True,
         )
-        del work
     if options.output:
         kernels = {name: [trial.entry() for trial in trials] for name, trials in found.items()}
         where = torch.cuda.get_device_name() if device == "cuda" else "interpreter"
