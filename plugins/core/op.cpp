@@ -148,33 +148,30 @@ void Op::preload(Type activation) const
     for (TensorSpec const* spec : mInputs)
         call.tensors[spec->name] = {};
     call.packed = mRows == Rows::kPacked;
-    Plan const* const plan = Archive::get().plan(mSpec->name, mSpec->version);
-    if (!plan)
-        return; // no kernels
-    Key const part = plan->key(call);
+    Key const part = plan_of(*mSpec).key(call);
     int const architecture = current_architecture();
-    for (Variant const& variant : Archive::get().variants())
-    {
-        bool const fits = std::all_of(part.begin(), part.end(), [&](auto const& item) {
-            auto const found = variant.key.find(item.first);
-            return found != variant.key.end() && found->second == item.second;
-        });
-        if (fits && variant.op == mSpec->name && variant.op_version == mSpec->version && runs_on(variant.architecture, architecture))
-            for (auto const& [name, kernel] : variant.kernels)
+    Archive::get().find(mSpec->name, mSpec->version, architecture, part); // at least one
+    for (Variant const* variant : Archive::get().all(mSpec->name, mSpec->version, part))
+        if (runs_on(variant->architecture, architecture))
+            for (auto const& [name, kernel] : variant->kernels)
                 load_function(kernel);
-    }
 }
 
-void Op::prepare(std::vector<Tensor> const& inputs)
+Launches Op::launches(std::vector<Tensor> const& inputs) const
 {
     Call const call = bind(inputs);
     Plan const& plan = plan_of(*mSpec);
     plan.check(call);
     Variant const& variant = Archive::get().find(mSpec->name, mSpec->version, current_architecture(), plan.key(call));
-    auto launches = std::make_shared<Launches>(plan.launches(call, variant));
-    if (launches->persistent_bytes > (mPersistent ? mPersistent->bytes() : 0))
-        mPersistent = std::make_shared<ZeroedMemory>(launches->persistent_bytes);
-    mLaunches = std::move(launches);
+    return plan.launches(call, variant);
+}
+
+void Op::prepare(std::vector<Tensor> const& inputs)
+{
+    auto made = std::make_shared<Launches>(launches(inputs));
+    if (made->persistent_bytes > (mPersistent ? mPersistent->bytes() : 0))
+        mPersistent = std::make_shared<ZeroedMemory>(made->persistent_bytes);
+    mLaunches = std::move(made);
     mPrepared = inputs;
 }
 

@@ -47,11 +47,14 @@ public:
     // Bytes that any call with at most these sizes needs. Needs no GPU.
     size_t workspace_bytes(std::vector<Tensor> const& largest) const;
 
-    // Evaluates the launches for these shapes and loads their modules into the current context. Not for a stream under capture.
+    // The launches for these shapes; loads their modules into the current context. Not for a stream under capture.
+    Launches launches(std::vector<Tensor> const& inputs) const;
+
+    // Evaluates the launches for these shapes, and keeps them with the memory that they need between calls.
     void prepare(std::vector<Tensor> const& inputs);
 
     // Loads into the current context every kernel that may serve this op, as far as attributes and `activation` (kNone: any)
-    // tell; for hosts that learn the shapes only when they launch.
+    // tell; for hosts that learn the shapes only when they launch. Throws still::Error where no kernel can, saying what there is.
     void preload(Type activation) const;
 
     // True when prepare() was last called with these shapes.

@@ -129,7 +129,7 @@ private:
 
 } // namespace
 
-std::unique_ptr<Node> make_cpu_node(still::OpSpec const& spec, still_cpu::Entry const& entry, OrtKernelInfo const* info, bool half)
+std::unique_ptr<Node> make_cpu_node(still_cpu::Entry const& entry, still::OpSpec const& spec, OrtKernelInfo const* info, bool half)
 {
     return std::make_unique<CpuNode>(spec, entry, info, half);
 }

@@ -1,39 +1,53 @@
-// The ops of the domain "still" as custom ops of ONNX Runtime, for the CPU, in float32 and float16.
+// The ops of the domain "still" as custom ops of ONNX Runtime: for the CPU in float32 and float16, and where the library holds kernels of
+// the GPU for the CUDA provider in float32, float16 and bfloat16.
 #include <deque>
 #include <memory>
 
+#include "../core/archive.h"
 #include "node.h"
 
 namespace
 {
 
 using namespace still_ort;
-using still_cpu::Entry;
+using still::Type;
 
-// An op for one type of activations.
+ONNXTensorElementDataType element_of(Type type)
+{
+    switch (type)
+    {
+    case Type::kFloat16: return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16;
+    case Type::kBFloat16: return ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16;
+    default: return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+    }
+}
+
+// An op for one provider and one type of activations.
 struct Op : OrtCustomOp
 {
     still::OpSpec const& spec;
-    Entry const& entry;
-    bool half;
+    Type activation;
+    still_cpu::Entry const* entry; // null: for the CUDA provider
 
-    Op(still::OpSpec const& op_spec, Entry const& of, bool is_half) : OrtCustomOp{}, spec(op_spec), entry(of), half(is_half)
+    Op(still::OpSpec const& op_spec, Type type, still_cpu::Entry const* cpu) : OrtCustomOp{}, spec(op_spec), activation(type), entry(cpu)
     {
         version = kApiVersion;
         GetName = [](OrtCustomOp const* op) { return self(op).spec.name.c_str(); };
-        GetExecutionProviderType = [](OrtCustomOp const*) -> char const* { return "CPUExecutionProvider"; };
+        GetExecutionProviderType = [](OrtCustomOp const* op) -> char const*
+        { return self(op).entry ? "CPUExecutionProvider" : "CUDAExecutionProvider"; };
         GetInputTypeCount = [](OrtCustomOp const* op) { return self(op).spec.inputs.size(); };
         GetOutputTypeCount = [](OrtCustomOp const* op) { return self(op).spec.outputs.size(); };
         GetInputType = [](OrtCustomOp const* op, size_t i) { return self(op).type(self(op).spec.inputs[i]); };
         GetOutputType = [](OrtCustomOp const* op, size_t i) { return self(op).type(self(op).spec.outputs[i]); };
         GetInputCharacteristic = [](OrtCustomOp const* op, size_t i) { return need(self(op).spec.inputs[i]); };
         GetOutputCharacteristic = [](OrtCustomOp const* op, size_t i) { return need(self(op).spec.outputs[i]); };
+        // All on the device, counts too: nothing is read back from it.
         GetInputMemoryType = [](OrtCustomOp const*, size_t) { return OrtMemTypeDefault; };
         GetVariadicInputMinArity = GetVariadicInputHomogeneity = [](OrtCustomOp const*) { return 0; };
         GetVariadicOutputMinArity = GetVariadicOutputHomogeneity = [](OrtCustomOp const*) { return 0; };
         GetStartVersion = GetEndVersion = [](OrtCustomOp const* op) { return self(op).spec.version; };
         CreateKernelV2 = [](OrtCustomOp const* op, OrtApi const*, OrtKernelInfo const* info, void** kernel)
-        { return guarded([&] { *kernel = make_cpu_node(self(op).spec, self(op).entry, info, self(op).half).release(); }); };
+        { return guarded([&] { *kernel = self(op).make(info).release(); }); };
         KernelComputeV2 = [](void* kernel, OrtKernelContext* context)
         { return guarded([&] { static_cast<Node*>(kernel)->compute(context); }); };
         KernelDestroy = [](void* kernel) { delete static_cast<Node*>(kernel); };
@@ -43,13 +57,18 @@ struct Op : OrtCustomOp
 
     static Op const& self(OrtCustomOp const* op) { return *static_cast<Op const*>(op); }
 
+    std::unique_ptr<Node> make(OrtKernelInfo const* info) const
+    {
+        return entry ? make_cpu_node(*entry, spec, info, activation == Type::kFloat16) : make_cuda_node(spec, info, activation);
+    }
+
     ONNXTensorElementDataType type(still::TensorSpec const& tensor) const
     {
         switch (tensor.type)
         {
         case still::ElementType::kFloat32: return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
         case still::ElementType::kInteger: return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
-        default: return half ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16 : ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+        default: return element_of(activation);
         }
     }
 
@@ -77,6 +96,28 @@ struct Op : OrtCustomOp
     }
 };
 
+using Domain = std::unique_ptr<OrtCustomOpDomain, void (*)(OrtCustomOpDomain*)>;
+
+// The domain with every op; they stay for the life of the process.
+Domain make_domain()
+{
+    static std::deque<Op> ops; // must stay where they are
+    OrtCustomOpDomain* made;
+    check(g_api->CreateCustomOpDomain(still::op_specs().front().domain.c_str(), &made));
+    Domain owner(made, g_api->ReleaseCustomOpDomain);
+    for (still_cpu::Entry const& entry : still_cpu::entries())
+        for (Type const type : {Type::kFloat32, Type::kFloat16})
+            ops.emplace_back(still::op_spec(entry.op), type, &entry);
+    // Every type where there are kernels at all: one that has none is then refused by name, and does not go to the CPU unseen.
+    for (still::OpSpec const& spec : still::op_specs())
+        if (still::Archive::get().plan(spec.name, spec.version))
+            for (Type const type : {Type::kFloat32, Type::kFloat16, Type::kBFloat16})
+                ops.emplace_back(spec, type, nullptr);
+    for (Op const& op : ops)
+        check(g_api->CustomOpDomain_Add(made, &op));
+    return owner;
+}
+
 } // namespace
 
 extern "C" __attribute__((visibility("default"))) OrtStatus* ORT_API_CALL RegisterCustomOps(
@@ -88,17 +129,7 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* ORT_API_CALL Regist
     return guarded(
         [&]
         {
-            static std::deque<Op> ops; // must stay where they are
-            static std::unique_ptr<OrtCustomOpDomain, void (*)(OrtCustomOpDomain*)> const domain = []
-            {
-                OrtCustomOpDomain* made;
-                check(g_api->CreateCustomOpDomain(still::op_specs().front().domain.c_str(), &made));
-                std::unique_ptr<OrtCustomOpDomain, void (*)(OrtCustomOpDomain*)> owner(made, g_api->ReleaseCustomOpDomain);
-                for (Entry const& entry : still_cpu::entries())
-                    for (bool const half : {false, true})
-                        check(g_api->CustomOpDomain_Add(made, &ops.emplace_back(still::op_spec(entry.op), entry, half)));
-                return owner;
-            }();
+            static Domain const domain = make_domain();
             check(g_api->AddCustomOpDomain(options, domain.get()));
         });
 }

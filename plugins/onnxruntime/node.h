@@ -18,8 +18,8 @@ still::Op read_op(still::OpSpec const& spec, OrtKernelInfo const* info);
 // The inputs of a call.
 struct Inputs
 {
-    std::vector<OrtValue const*> values;   // by place in the OpSpec; null where absent
-    std::vector<still::Tensor> tensors;    // of those that exist, in order
+    std::vector<OrtValue const*> values; // by place in the OpSpec; null where absent
+    std::vector<still::Tensor> tensors;  // of those that exist, in order
 
     Inputs(still::Op const& op, OrtKernelContext const* context);
 };
@@ -33,7 +33,8 @@ struct Node
     virtual void compute(OrtKernelContext* context) = 0;
 };
 
-// Throw still::Error for a node that no kernel computes.
-std::unique_ptr<Node> make_cpu_node(still::OpSpec const& spec, still_cpu::Entry const& entry, OrtKernelInfo const* info, bool half);
+// These throw still::Error for a node that no kernel computes.
+std::unique_ptr<Node> make_cpu_node(still_cpu::Entry const& entry, still::OpSpec const& spec, OrtKernelInfo const* info, bool half);
+std::unique_ptr<Node> make_cuda_node(still::OpSpec const& spec, OrtKernelInfo const* info, still::Type activation);
 
 } // namespace still_ort

@@ -45,9 +45,21 @@ def _root(
 
 
 def _register() -> None:
-    from still_export.cli import audit, bench, build, evaluate, export, inspect, linearize, run, select_layers, verify
+    from still_export.cli import (
+        audit,
+        bench,
+        build,
+        doctor,
+        evaluate,
+        export,
+        inspect,
+        linearize,
+        run,
+        select_layers,
+        verify,
+    )
 
-    for module in (export, build, run, verify, inspect, bench, linearize, evaluate, audit, select_layers):
+    for module in (export, build, run, verify, inspect, bench, linearize, evaluate, audit, select_layers, doctor):
         module.register(app)
 
 

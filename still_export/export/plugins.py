@@ -7,7 +7,9 @@ import os
 import shutil
 import struct
 import subprocess
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from still_graphs.errors import StillExportError
 
@@ -59,6 +61,27 @@ def pack_archive(folders: list[Path], target: Path) -> Path:
     text = json.dumps(pack, sort_keys=True, separators=(",", ":")).encode()
     head = MAGIC + struct.pack("<Q", len(text)) + text
     target.write_bytes(head + bytes(-len(head) % 16) + bytes(blobs))
+    return target
+
+
+def compile_archive(variants: Mapping[str, list[Any]], archs: Sequence[str], target: Path) -> Path:
+    """Compile kernels ahead of time and pack them.
+
+    Args:
+        variants: What each op's kernels are compiled for.
+        archs: Such as "sm_90".
+        target: File to write; a folder beside it holds the parts meanwhile.
+
+    Returns:
+        target.
+    """
+    from still_kernels.aot import parse_arch, write_archive
+
+    parts = target.with_name(f".{target.name}.parts")
+    for op, wanted in variants.items():
+        write_archive(parts / op, [parse_arch(a) for a in archs], op, wanted)
+    pack_archive(sorted(parts.iterdir()), target)
+    shutil.rmtree(parts)
     return target
 
 

@@ -13,7 +13,7 @@ import still_export.runners
 import still_graphs
 
 RUNTIME = "runtime"
-SHARED = ("base", "sampling", "text")
+SHARED = ("base", "sampling", "text", "conversation", "program")
 CHECKS = ("refusals", "files", "checked", "external", "trust")
 RUNNERS = {"ort": (), "tensorrt": ("trt_engine", "cuda_driver")}
 """Runners by module, with the modules that they alone need."""

@@ -164,6 +164,9 @@ class _Check:
             native = self.table(manifest["native"], "native")
             for name in ("library", "system", "machine"):
                 self.text(native, f"native.{name}")
+            archs = self.items(native, "native.archs") if "archs" in native else []
+            if not all(isinstance(arch, str) for arch in archs):
+                raise self.wrong("native.archs", "a list of architectures", archs)
         for i, engine in enumerate(self.items(manifest, "engines") if "engines" in manifest else ()):
             field = f"engines[{i}]"
             self.table(engine, field)

@@ -94,11 +94,12 @@ class State(Record):
 
 
 class Native(Record):
-    """The native kernel, and the machines that it is for."""
+    """The native kernels, and the machines that they are for; `archs`: GPUs with kernels in it."""
 
     library: str
     system: str
     machine: str
+    archs: list[str] = Field(default_factory=list)
 
 
 class Engine(Record):

@@ -55,26 +55,39 @@ def entries(**kernels: list[tuple[str, str]]) -> dict[str, Any]:
     }
 
 
-def attention_archive(folder: Path, count: str = "int32") -> Path:
-    """An archive of still::Attention with a variant whose cubins are text."""
+def both_counts(key: dict[str, Any], constants: dict[str, int], kernels: dict[str, Any]) -> list[dict[str, Any]]:
+    """Variants for TensorRT's counts and for ONNX Runtime's."""
+    return [
+        {"key": key | {"count_dtype": count}, "arch": "sm_90", "constants": constants, "kernels": kernels}
+        for count in ("int32", "int64")
+    ]
+
+
+def attention_archive(folder: Path) -> Path:
+    """An archive of still::Attention with variants whose cubins are text."""
     build = ATTENTION_KERNELS.build(ATTENTION_KERNELS.variant(), 90)
     kernels = entries(
         attend=[("query", "ptr"), ("present_key", "ptr"), ("output", "ptr"), ("T", "i32"), ("scale", "f32")],
         decode=[("present_value", "ptr"), ("part_acc", "ptr"), ("counters", "ptr"), ("NS", "i32"), ("N", "i32")],
     )
-    key = {"dtype": "float16", "head_dim": 64, "count_dtype": count, "packed": 0}
-    entry = {"key": key, "arch": "sm_90", "constants": build.plan_constants, "kernels": kernels}
-    write_archive(folder, [entry], op="still::Attention", plan=ATTENTION_KERNELS.plan.data)
+    key = {"dtype": "float16", "head_dim": 64, "packed": 0}
+    write_archive(
+        folder, both_counts(key, build.plan_constants, kernels), op="still::Attention", plan=ATTENTION_KERNELS.plan.data
+    )
     return folder
 
 
-def toy_archive(folder: Path, count: str = "int32") -> Path:
+def toy_archive(folder: Path) -> Path:
     """The same of the toy op."""
     kernels = entries(decay=[("value", "ptr"), ("total", "ptr"), ("output", "ptr"), ("H", "i32"), ("decay", "f32")])
-    key = {"dtype": "float16", "count_dtype": count}
-    entry = {"key": key, "arch": "sm_90", "constants": CONSTANTS, "kernels": kernels}
-    write_archive(folder, [entry], op="still::Decay", plan=TOY_PLAN.data)
+    write_archive(folder, both_counts({"dtype": "float16"}, CONSTANTS, kernels), op="still::Decay", plan=TOY_PLAN.data)
     return folder
+
+
+def all_archives(folder: Path) -> list[Path]:
+    """Archives of every op for sm_90, float16 and both types of counts."""
+    write_archive(folder / "hybrid", [variant(), variant(count_dtype="int64")])
+    return [folder / "hybrid", attention_archive(folder / "softmax"), toy_archive(folder / "toy")]
 
 
 def kernels_taken(archives: list[Path]) -> list[str]:
@@ -88,10 +101,25 @@ def kernels_taken(archives: list[Path]) -> list[str]:
     return found
 
 
+def compile_host(name: str, includes: list[Any], folder: Path) -> Path:
+    """The program that stands for a host."""
+    source, host = Path(__file__).with_name(f"fake_{name}.cpp"), folder / f"fake_{name}"
+    flags = ["-std=c++17", "-Wno-deprecated-declarations", *(f"-isystem{include}" for include in includes)]
+    subprocess.run(["g++", *flags, "-o", host, source, "-ldl"], check=True)
+    return host
+
+
+def stand_in_driver(recorder: Recorder, folder: Path) -> Path:
+    """Folder in which the recording stand-in is libcuda."""
+    drivers = folder / "drivers"
+    drivers.mkdir()
+    shutil.copyfile(recorder.path, drivers / "libcuda.so.1")
+    return drivers
+
+
 @pytest.mark.parametrize("include", FOLDERS)
 def test_adapter(include: str, recorder: Recorder, tmp_path: Path) -> None:
-    write_archive(tmp_path / "hybrid", [variant()])
-    archives = [tmp_path / "hybrid", attention_archive(tmp_path / "softmax"), toy_archive(tmp_path / "toy")]
+    archives = all_archives(tmp_path)
     archive = pack_archive(archives, tmp_path / "kernels.bin")
     configure = ["cmake", "-S", ROOT / "plugins", "-B", tmp_path / "build", "-DSTILL_WARNINGS_AS_ERRORS=ON"]
     options = [
@@ -115,13 +143,8 @@ def test_adapter(include: str, recorder: Recorder, tmp_path: Path) -> None:
         entry = "getPluginCreators" if "tensorrt8" in library.name else "getCreators"
         assert {line.split()[-1] for line in exported.stdout.splitlines()} == {entry, "setLoggerFinder"}
 
-    host = tmp_path / "fake_host"
-    source = Path(__file__).with_name("fake_host.cpp")
-    flags = ["-std=c++17", "-Wno-deprecated-declarations", "-isystem", include, "-isystem", CUDA]
-    subprocess.run(["g++", *flags, "-o", host, source, "-ldl"], check=True)
-    drivers = tmp_path / "drivers"
-    drivers.mkdir()
-    shutil.copyfile(recorder.path, drivers / "libcuda.so.1")
+    host = compile_host("tensorrt", [include, CUDA], tmp_path)
+    drivers = stand_in_driver(recorder, tmp_path)
 
     ring = ("0.0 1.2 8.2 0.3", "0.0 8.1 8.2 8.3")
     cache = ("0.0 1.2 5.2 0.3", "0.0 5.1 5.2 5.3")
@@ -138,6 +161,12 @@ CALLS: list[tuple[OpSpec, dict[str, Any], set[str], dict[str, int], tuple[str, .
     (ATTENTION, {}, set(), SIZES | {"N": 400}, ("attend", "decode")),
     (DECAY, {"decay": 0.25}, set(), SIZES, ("decay", "decay")),
 ]
+
+
+def node_values(spec: OpSpec, attributes: dict[str, Any], absent: set[str]) -> dict[str, Any]:
+    """Attributes of a node with what stand-ins are told beside them."""
+    mask = sum(1 << i for i, name in enumerate(spec.input_names()) if name in absent)
+    return {**attributes, "absent_inputs": mask, "activation_type": "float16"}
 
 
 def host_arguments(
@@ -169,8 +198,7 @@ def check_op(
     taken: list[str],
 ) -> None:
     """One op through the host: its shapes (of output and first state, by input and place; also with heads side by side), its launches."""
-    mask = sum(1 << i for i, name in enumerate(spec.input_names()) if name in absent)
-    values = {**attributes, "absent_inputs": mask, "activation_type": "float16"}
+    values = node_values(spec, attributes, absent)
     both: list[list[str]] = []
     for flat, state in zip((False, True), states, strict=True):
         command = [*host, *host_arguments(spec, values, absent, sizes, flat), *taken]

@@ -170,7 +170,7 @@ def test_attach_untrained_is_asked_for(plain: Path, tmp_path: Path, capsys: Capt
         (("no/such/model/at-all", "--to", "onnx", "-o", "{out}"), "does not exist"),
         (("{model}", "--to", "onnx", "-o", "{out}", "--chunk-size", "16"), "configuration of its own"),
         (("run", "{empty}", "--prompt", "x"), "no exported package"),
-        (("run", "{exists}"), "exactly one"),
+        (("run", "{exists}", "--prompt", "x", "--prompt-ids", "5"), "give one of"),
         (("verify", "{exists}", "--lengths", "a"), "numbers"),
         (("verify", "{exists}", "--lengths", "8,0"), "outside 1..256"),
         (("verify", "{exists}", "--lengths", "257"), "outside 1..256"),

@@ -1,16 +1,10 @@
 // Stands for TensorRT: loads a plugin library and calls it in the order in which a builder and a runtime do. Prints what came back.
-// Usage: fake_host LIBRARY OP FIRST_STATE ARGUMENT..., with inputs in order as input=h:2.T.6.64 (h float16, f float32, i int32; T: the
-// call's tokens), of which the states begin at FIRST_STATE, attributes as name=i:4, name=f:0.5, name=s:text, and what kernels take as
-// kernel=SYMBOL:pif (recording_driver.cpp). LD_LIBRARY_PATH names the stand-in for libcuda.
+// Usage: fake_tensorrt LIBRARY OP FIRST_STATE ARGUMENT... (stand_in.h)
+#include "stand_in.h"
+
 #include <NvInfer.h>
 
-#include <dlfcn.h>
-
-#include <algorithm>
 #include <array>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
 #include <deque>
 #include <string>
 #include <vector>
@@ -20,14 +14,9 @@ using namespace nvinfer1;
 namespace
 {
 
-void require(bool condition, char const* what)
-{
-    if (!condition)
-    {
-        std::printf("FAILED %s\n", what);
-        std::exit(1);
-    }
-}
+StandIn gCall;
+
+DataType type_of(char letter) { return letter == 'h' ? DataType::kHALF : letter == 'f' ? DataType::kFLOAT : DataType::kINT32; }
 
 struct Given
 {
@@ -36,66 +25,30 @@ struct Given
     std::deque<float> reals;
     std::vector<PluginField> fields;
 
-    void add(std::string const& argument)
+    void add(Attribute const& attribute)
     {
-        size_t const equals = argument.find('=');
-        names.push_back(argument.substr(0, equals));
-        std::string const value = argument.substr(equals + 3);
-        switch (argument[equals + 1])
+        names.push_back(attribute.name);
+        switch (attribute.kind)
         {
         case 'i':
-            integers.push_back(std::atoi(value.c_str()));
+            integers.push_back(std::atoi(attribute.value.c_str()));
             fields.emplace_back(names.back().c_str(), &integers.back(), PluginFieldType::kINT32, 1);
             break;
         case 'f':
-            reals.push_back(static_cast<float>(std::atof(value.c_str())));
+            reals.push_back(static_cast<float>(std::atof(attribute.value.c_str())));
             fields.emplace_back(names.back().c_str(), &reals.back(), PluginFieldType::kFLOAT32, 1);
             break;
         default: // TensorRT's parser counts the trailing NUL
-            texts.push_back(value);
-            fields.emplace_back(names.back().c_str(), texts.back().c_str(), PluginFieldType::kCHAR, static_cast<int32_t>(value.size() + 1));
+            texts.push_back(attribute.value);
+            fields.emplace_back(names.back().c_str(), texts.back().c_str(), PluginFieldType::kCHAR,
+                static_cast<int32_t>(attribute.value.size() + 1));
         }
     }
     PluginFieldCollection collection() const { return {static_cast<int32_t>(fields.size()), fields.data()}; }
 };
 
-std::string gOp;
-
-struct Shape
-{
-    DataType type;
-    std::vector<int> dims;
-};
-
-constexpr int kTokens = -1; // in the place of a dimension that is the call's tokens
-
-std::vector<Shape> gInputs;
-size_t gFirstState = 0; // its place among the inputs
-
-// "h:2.T.6.64"
-Shape read_shape(std::string const& text)
-{
-    Shape shape{text[0] == 'h' ? DataType::kHALF : text[0] == 'f' ? DataType::kFLOAT : DataType::kINT32, {}};
-    for (size_t at = 1; at < text.size(); at = std::min(text.find('.', at + 1), text.size()))
-        shape.dims.push_back(text[at + 1] == 'T' ? kTokens : std::atoi(text.c_str() + at + 1));
-    return shape;
-}
-
-std::vector<Shape> inputs(int tokens)
-{
-    auto shapes = gInputs;
-    for (auto& shape : shapes)
-        std::replace(shape.dims.begin(), shape.dims.end(), kTokens, tokens);
-    return shapes;
-}
-
-std::vector<Shape> outputs(int tokens)
-{
-    auto shapes = inputs(tokens);
-    std::vector<Shape> result{shapes[0]};
-    result.insert(result.end(), shapes.begin() + static_cast<std::ptrdiff_t>(gFirstState), shapes.end());
-    return result;
-}
+std::vector<Shape> inputs(int tokens) { return gCall.inputs_of(tokens); }
+std::vector<Shape> outputs(int tokens) { return gCall.outputs_of(tokens); }
 
 Dims dims(std::vector<int> const& sizes)
 {
@@ -113,7 +66,7 @@ std::vector<PluginTensorDesc> descs(std::vector<Shape> const& shapes)
     {
         PluginTensorDesc desc{};
         desc.dims = dims(shape.dims);
-        desc.type = shape.type;
+        desc.type = type_of(shape.type);
         desc.format = TensorFormat::kLINEAR;
         result.push_back(desc);
     }
@@ -172,7 +125,7 @@ struct Pointers
         for (size_t i = 0; i < inputs(1).size(); ++i)
             in.push_back(reinterpret_cast<void const*>(0x1000 * (i + 1)));
         for (size_t i = 0; i < outputs(1).size(); ++i)
-            out.push_back(reinterpret_cast<void*>(i ? 0x1000 * (i + gFirstState) : 0x900000));
+            out.push_back(reinterpret_cast<void*>(i ? 0x1000 * (i + gCall.first_state) : 0x900000));
     }
 };
 
@@ -184,7 +137,7 @@ template <typename Creator, typename Interface>
 Creator* named(Interface* const* creators, int32_t& count)
 {
     for (int32_t i = 0; i < count; ++i)
-        if (auto* const creator = static_cast<Creator*>(creators[i]); gOp == creator->getPluginName())
+        if (auto* const creator = static_cast<Creator*>(creators[i]); gCall.op == creator->getPluginName())
             return creator;
     require(false, "a creator of the op");
     return nullptr;
@@ -222,10 +175,10 @@ void run(void* library, PluginFieldCollection const& fields)
     require(build->getNbOutputs() == nbOut, "getNbOutputs");
     std::vector<DataType> types, results(out.size());
     for (auto const& shape : in)
-        types.push_back(shape.type);
+        types.push_back(type_of(shape.type));
     require(build->getOutputDataTypes(results.data(), nbOut, types.data(), nbIn) == 0, "getOutputDataTypes");
     for (size_t i = 0; i < out.size(); ++i)
-        require(results[i] == out[i].type, "output type");
+        require(results[i] == type_of(out[i].type), "output type");
     std::vector<DimsExprs> shapes(out.size());
     require(build->getOutputShapes(expressions(in).data(), nbIn, nullptr, 0, shapes.data(), nbOut, builder()) == 0, "getOutputShapes");
     for (size_t i = 0; i < shapes.size(); ++i)
@@ -288,10 +241,10 @@ void run(void* library, PluginFieldCollection const& fields)
     require(made->getNbOutputs() == nbOut, "getNbOutputs");
     std::vector<DataType> types;
     for (auto const& shape : in)
-        types.push_back(shape.type);
+        types.push_back(type_of(shape.type));
     for (int32_t i = 0; i < nbOut; ++i)
     {
-        require(made->getOutputDataType(i, types.data(), nbIn) == out[static_cast<size_t>(i)].type, "output type");
+        require(made->getOutputDataType(i, types.data(), nbIn) == type_of(out[static_cast<size_t>(i)].type), "output type");
         print_shape(static_cast<size_t>(i), made->getOutputDimensions(i, expressions(in).data(), nbIn, builder()));
     }
     auto all = descs(in);
@@ -342,22 +295,10 @@ int main(int argc, char** argv)
         std::printf("FAILED dlopen: %s\n", dlerror());
     require(library != nullptr, "dlopen");
     reinterpret_cast<void (*)(ILoggerFinder*)>(dlsym(library, "setLoggerFinder"))(&gFinder);
-    void* const driver = dlopen("libcuda.so.1", RTLD_NOW);
-    require(driver != nullptr, "the stand-in for libcuda");
+    gCall.read(argc, argv);
     Given given;
-    gOp = argv[2];
-    gFirstState = static_cast<size_t>(std::atoi(argv[3]));
-    for (int i = 4; i < argc; ++i)
-    {
-        std::string const argument = argv[i];
-        if (argument.rfind("input=", 0) == 0)
-            gInputs.push_back(read_shape(argument.substr(6)));
-        else if (argument.rfind("kernel=", 0) == 0)
-            reinterpret_cast<void (*)(char const*, char const*)>(dlsym(driver, "recording_arguments"))(
-                argument.substr(7, argument.find(':') - 7).c_str(), argument.substr(argument.find(':') + 1).c_str());
-        else
-            given.add(argument);
-    }
+    for (Attribute const& attribute : gCall.attributes)
+        given.add(attribute);
     run(library, given.collection());
     given.fields.erase(given.fields.begin()); // the first attribute is missing: must be refused with a log line
 #if NV_TENSORRT_MAJOR >= 10
@@ -371,6 +312,6 @@ int main(int argc, char** argv)
     auto const fields = given.collection();
     require(!named<IPluginCreator>(get(count), count)->createPlugin("node7", &fields), "missing attribute refused");
 #endif
-    std::printf("%s", reinterpret_cast<char const* (*) ()>(dlsym(driver, "recording_log"))());
+    gCall.print_log();
     return 0;
 }
