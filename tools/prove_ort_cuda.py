@@ -114,7 +114,7 @@ def blank_model(folder: Path) -> Path:
 
 def opened(package: Path, **options: Any) -> Any:
     """The package's runner on CUDA, started."""
-    from still_export.package.checked import trust_package
+    from still_export.package.trust import trust_package
     from still_export.runners.ort import OrtModel
 
     trust_package(package)

@@ -109,6 +109,8 @@ def open_session(
         advice = (
             " Its CPU provider has no bfloat16: use --provider cuda, or export float32." if dtype == "bfloat16" else ""
         )
+        if native and provider == "cuda" and "archive" in str(error):
+            advice = " Export again with --native --arch and the name of this GPU."
         raise RunError(f"ONNX Runtime cannot load {path}: {' '.join(str(error).split())}.{advice}") from error
     if cuda and CUDA not in session.get_providers():  # it goes on without a provider whose libraries it cannot open
         raise RunError(

@@ -7,11 +7,13 @@ import platform
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from onnxruntime import OrtValue, SessionOptions
 
 from still_export.cli.main import main
 from still_export.errors import ConfigError, UnsupportedError
@@ -20,7 +22,7 @@ from still_export.export.onnx_package import ExportOptions, export_onnx
 from still_export.export.plugins import PluginBuildError
 from still_export.package.folder import Package, open_package, write_manifest
 from still_export.proof.sessions import Session
-from still_export.runners.ort import OrtModel, native_library
+from still_export.runners.ort import OrtModel, native_library, open_session
 from still_export.runners.sampling import RunError
 from tests.plugins.test_onnxruntime import library
 from tests.still_export.conftest import Exporter
@@ -211,6 +213,38 @@ def test_a_provider_that_does_not_start_is_an_error(export_tiny: Exporter, monke
     assert quieted == [3], "bodies on CUDA would warn at every node"
     with pytest.raises(RunError, match="CUDA graphs need --provider cuda"):
         OrtModel(package.path, threads=1, replay=True)
+
+
+def test_a_gpu_without_kernels_is_told_what_to_export(
+    built: None, export_tiny: Exporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = native(export_tiny)
+
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise RuntimeError("Attention: the archive has sm_80, the GPU is sm_90. Compile the archive for sm_90 too")
+
+    monkeypatch.setattr("onnxruntime.get_available_providers", lambda: ["CUDAExecutionProvider"])
+    monkeypatch.setattr("onnxruntime.InferenceSession", refuse)
+    monkeypatch.setitem(package.manifest["native"], "archs", ["sm_80"])
+    with pytest.raises(RunError, match=r"the GPU is sm_90\..*Export again with --native --arch"):
+        open_session(package.path, package.manifest, SessionOptions(), "cuda", package.path / LIBRARY)
+
+
+def test_bfloat16_values_of_a_device() -> None:
+    """numpy lacks the type: the bits go through a value of the host."""
+    model = OrtModel.__new__(OrtModel)
+    model.device = "cuda"
+    model._value = types.SimpleNamespace(
+        ortvalue_from_numpy_with_onnx_type=OrtValue.ortvalue_from_numpy_with_onnx_type,
+        ortvalue_from_shape_and_type=lambda shape, kind, device, index: OrtValue.ortvalue_from_shape_and_type(
+            shape, kind
+        ),
+    )
+    bits = np.array([[0x3F80, 0xC000], [0x0000, 0x7F80]], np.uint16)
+    value = model._tensor(bits, "bfloat16")
+    assert value.data_type() == "tensor(bfloat16)"
+    np.testing.assert_array_equal(model._array(value), bits)
+    np.testing.assert_array_equal(model._floats(value), [[1.0, -2.0], [0.0, np.inf]])
 
 
 def test_replayed_steps_are_captured_without_tokens(
