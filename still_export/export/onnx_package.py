@@ -13,7 +13,8 @@ from still_export.mixers.config import DEPLOYMENT, StillConfig, head_size
 from still_export.package.bundle import write_programs
 from still_export.package.checked import trust
 from still_export.package.folder import MANIFEST, MODEL, Package, open_package, staged_folder, write_manifest
-from still_export.runners.ort import CAPACITY, capacity_text
+from still_export.quantization.policy import DEFAULT_BLOCK_SIZE, DEFAULT_METHOD, Quantization
+from still_export.runners.ort import RECORDED, recorded_text
 
 if TYPE_CHECKING:
     from still_export.models.load import Source
@@ -50,6 +51,8 @@ class ExportOptions:
         native: Put a native kernel for CPUs like this one into the package.
         still: Fields of the STILL configuration: those of DEPLOYMENT of any model, others of models that do not carry one.
         prefill_tokens: Tokens of one prefill call; None = PREFILL_TOKENS.
+        quantize: Scheme of the weights' bits (quantization/policy.py); None: as `dtype` says.
+        quantize_method, quantize_block: With it: who rounds, and how many weights share a scale.
     """
 
     model: str
@@ -61,8 +64,12 @@ class ExportOptions:
     native: bool = False
     still: dict[str, Any] = field(default_factory=dict)
     prefill_tokens: int | None = None
+    quantize: str | None = None
+    quantize_method: str | None = None
+    quantize_block: int | None = None
 
     def __post_init__(self) -> None:
+        self.quantization()
         if self.prefill_tokens is not None and self.prefill_tokens < 1:
             raise ConfigError(f"prefill_tokens={self.prefill_tokens}; it must be at least 1.")
 
@@ -70,6 +77,20 @@ class ExportOptions:
         """The STILL configuration asked for, None where nothing was."""
         trained = {name: value for name, value in self.still.items() if name not in DEPLOYMENT}
         return StillConfig.from_dict(trained) if trained else None
+
+    def quantization(self) -> Quantization | None:
+        """How weights are quantized, None: not.
+
+        Raises:
+            ConfigError: The scheme, method or block size is unknown, or given without a scheme.
+        """
+        if self.quantize is not None:
+            return Quantization(
+                self.quantize, self.quantize_method or DEFAULT_METHOD, self.quantize_block or DEFAULT_BLOCK_SIZE
+            )
+        if self.quantize_method or self.quantize_block:
+            raise ConfigError("--quantize-method and --quantize-block are for --quantize.")
+        return None
 
     def deployment(self) -> dict[str, Any]:
         """What is asked of any model's STILL configuration."""
@@ -158,7 +179,7 @@ def export_onnx(
             )
         model.generation_config.save_pretrained(folder)
         say("tracing")
-        _write_model(model, source.weights, options, folder, say, capacity_text(describe))
+        describe |= _write_model(model, source.weights, options, folder, say, describe)
         write_programs(folder, ["ort"])
         say("hashing")
         write_manifest(folder, describe)
@@ -178,8 +199,9 @@ def _write_native(options: ExportOptions, folder: Path, include: Path | None, sa
 
 
 def _write_model(
-    model: Any, weights: Weights, options: ExportOptions, folder: Path, say: Progress, capacity: str
-) -> None:
+    model: Any, weights: Weights, options: ExportOptions, folder: Path, say: Progress, describe: dict[str, Any]
+) -> dict[str, Any]:
+    """Write graph and weights; what the manifest says of their quantization, nothing without one."""
     import onnx
 
     from still_export.export.lower import lower_program
@@ -190,12 +212,24 @@ def _write_model(
     traced = trace_model(model, all_logits=options.all_logits)
     say("lowering to ONNX")
     lowered = lower_program(traced, weights)
+    said: dict[str, Any] = {}
+    if asked := options.quantization():
+        from still_export.models.roles import weight_roles
+        from still_export.quantization.graph import quantize_graph
+        from still_export.quantization.policy import account
+
+        roles = weight_roles(model)
+        said = {"quantization": account(asked, roles, quantize_graph(lowered, weights, roles, asked))}
     path = folder / MODEL
     save_streaming(lowered, path, f"{MODEL}.data", lambda done, total: say("writing the weights", done, total))
     graph = onnx.load(path, load_external_data=False)
     attach_functions(graph)
-    onnx.helper.set_model_props(graph, {CAPACITY: capacity})  # beside the manifest, where an edit would go unnoticed
+    # Beside the manifest, where an edit would go unnoticed.
+    onnx.helper.set_model_props(
+        graph, {field: recorded_text({**describe, **said}, name) for field, name in RECORDED.items()}
+    )
     onnx.save(graph, path)
+    return said
 
 
 def _describe(model: Any, options: ExportOptions, command: str) -> dict[str, Any]:

@@ -181,6 +181,8 @@ class _Check:
             native = self.table(manifest["native"], "native")
             for name in ("library", "system", "machine"):
                 self.text(native, f"native.{name}")
+        if manifest.get("quantization") is not None:
+            self.text(self.table(manifest["quantization"], "quantization"), "quantization.scheme", ("int8", "int4"))
         for i, engine in enumerate(self.items(manifest, "engines") if "engines" in manifest else ()):
             field = f"engines[{i}]"
             self.table(engine, field)

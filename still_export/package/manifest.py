@@ -100,6 +100,22 @@ class Native(Record):
     machine: str
 
 
+class QuantizedRole(Record):
+    """Weights of one role: bits (null: not quantized), who rounded them, how many there are."""
+
+    bits: Literal[4, 8, 16] | None
+    method: str | None
+    weights: Whole
+
+
+class Quantization(Record):
+    """Weights in blocks of few bits."""
+
+    scheme: Literal["int8", "int4"]
+    block_size: Annotated[int, Field(ge=16, le=256)]
+    roles: dict[str, QuantizedRole]
+
+
 class Engine(Record):
     """An engine that was built."""
 
@@ -128,6 +144,7 @@ class Manifest(Record):
     eos_token_ids: list[Whole]
     chat: dict[str, str] | None = None
     native: Native | None = None
+    quantization: Quantization | None = None
     trt: dict[str, Any] | None = None
     engines: list[Engine] = Field(default_factory=list)
     plugins: dict[str, str] = Field(default_factory=dict)

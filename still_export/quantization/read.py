@@ -1,0 +1,91 @@
+"""The weights that a quantized package computes with, read back from its graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from still_export.models.weights import Deferred, Weight
+from still_export.package.checked import MODEL
+from still_export.quantization.blocks import BlockWeight
+from still_export.quantization.graph import ROWS
+
+if TYPE_CHECKING:
+    from still_export.models.load import Source
+
+
+def with_held_weights(source: Source, folder: Path, manifest: dict[str, Any]) -> Source:
+    """The model `source` with the weights of the package in `folder`, where those are quantized: what its runtime computes with.
+
+    Args:
+        source: What was exported, in any type.
+        folder: A package of it.
+        manifest: Its manifest.
+    """
+    if manifest.get("quantization") is None:
+        return source
+    held = _held_weights(folder / MODEL, manifest["quantization"]["block_size"])
+    weights: dict[str, Weight] = dict(source.weights)
+    for name, read in held.items():
+        known = weights[name]
+        weights[name] = Deferred(known.shape, known.dtype, partial(_as_type, read, known.dtype))
+    return replace(source, weights=weights)
+
+
+def _as_type(read: Callable[[], Tensor], dtype: torch.dtype) -> Tensor:
+    return read().to(dtype)
+
+
+def _held_weights(path: Path, block_size: int) -> dict[str, Callable[[], Tensor]]:
+    """Readers of the quantized weights of a graph by the model's names; float32."""
+    import onnx_ir as ir
+
+    parts = {name: value.const_value for name, value in ir.load(path).graph.initializers.items()}
+
+    def blocks(name: str) -> Tensor:
+        codes = parts.get(f"{name}.blocks", parts.get(f"{name}.{ROWS}"))
+        scales, zero = parts[f"{name}.scales"], parts.get(f"{name}.zero_points")
+        assert codes is not None and scales is not None
+        values = scales.numpy()
+        packed = codes.numpy().reshape(*values.shape, -1)
+        bits = packed.shape[-1] * 8 // block_size
+        weight = BlockWeight(packed, values, None if zero is None else zero.numpy(), bits)
+        return torch.from_numpy(weight.dequantized())
+
+    def half(name: str) -> Tensor:
+        value = parts[f"{name}.half"]
+        assert value is not None
+        return torch.from_numpy(value.numpy().copy()).float()
+
+    readers: dict[str, Callable[[], Tensor]] = {}
+    for part in parts:
+        name, _, kind = part.rpartition(".")
+        if kind in ("scales", "half"):
+            readers[name] = partial(blocks if kind == "scales" else half, name)
+    return readers
+
+
+def round_activations(model: nn.Module, names: Iterable[str], block_size: int) -> None:
+    """Let the products with the weights `names` round what they read to 8 bits, block by block, as MatMulNBits does on CPUs."""
+    weights = dict(model.named_parameters())
+    rounded = {id(weights[name]) for name in names}
+
+    def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
+        return eight_bits(inputs[0], block_size)
+
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and id(module.weight) in rounded:
+            module.register_forward_pre_hook(hook)
+
+
+def eight_bits(x: Tensor, block_size: int) -> Tensor:
+    """x [..., K] with each block of K rounded to the 255 steps between minus and plus its largest value."""
+    blocks = x.unflatten(-1, (-1, block_size))
+    step = (blocks.abs().amax(-1, keepdim=True) / 127).clamp_min(torch.finfo(x.dtype).tiny)
+    return ((blocks / step).round() * step).flatten(-2)
