@@ -17,7 +17,24 @@ from still_export.quantization.blocks import BlockWeight
 from still_export.quantization.graph import ROWS
 
 if TYPE_CHECKING:
+    from still_export.export.onnx_package import ExportOptions
     from still_export.models.load import Source
+
+
+def held_model(options: ExportOptions, folder: Path, manifest: dict[str, Any], rounded: bool = False) -> Any:
+    """The PyTorch model with the weights of the package in `folder`, which is the original where that is not quantized.
+
+    Args:
+        options: What was exported; its `dtype` is the model's.
+        folder, manifest: The package.
+        rounded: Products round what they read to 8 bits, as the runtime's do on CPUs.
+    """
+    from still_export.export.onnx_package import find_source
+
+    model = with_held_weights(find_source(options), folder, manifest).read()
+    if rounded:
+        round_activations(model, held_names(folder), manifest["quantization"]["block_size"])
+    return model
 
 
 def with_held_weights(source: Source, folder: Path, manifest: dict[str, Any]) -> Source:
@@ -36,6 +53,13 @@ def with_held_weights(source: Source, folder: Path, manifest: dict[str, Any]) ->
         known = weights[name]
         weights[name] = Deferred(known.shape, known.dtype, partial(_as_type, read, known.dtype))
     return replace(source, weights=weights)
+
+
+def held_names(folder: Path) -> set[str]:
+    """The weights in blocks of the package in `folder`, by the model's names."""
+    import onnx_ir as ir
+
+    return {n.removesuffix(".scales") for n in ir.load(folder / MODEL).graph.initializers if n.endswith(".scales")}
 
 
 def _as_type(read: Callable[[], Tensor], dtype: torch.dtype) -> Tensor:

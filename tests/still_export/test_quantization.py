@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,8 @@ from still_export.mixers import roles
 from still_export.models.families import FAMILIES
 from still_export.models.roles import weight_roles
 from still_export.package.calls import next_feed
+from still_export.package.checked import RunError
+from still_export.quantization import read
 from still_export.quantization.blocks import BlockWeight, pack, unpack
 from still_export.quantization.policy import METHODS, POLICY, Quantization
 from still_export.quantization.quantizers import quantize
@@ -174,3 +178,35 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         main([str(tmp_path / "model"), "--to", "trt", "--quantize", "int4", "-o", str(tmp_path / "package")])
     assert "--to trt has no --quantize yet" in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_verify_tells_faults_from_the_price(
+    quantized: Any, tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The weights that the package holds are the reference; what they cost is said beside. A product that differs from them fails."""
+    arguments = ["verify", str(quantized.path), "--lengths", "1,9", "--decode-steps", "3", "-o", str(tmp_path)]
+    with pytest.raises(SystemExit, match="0"):
+        main(arguments)
+    said = capsys.readouterr().out
+    assert "activations rounded to 8 bits" in said and "price of the quantization on 256 random tokens: KL" in said
+    price = json.loads((tmp_path / "report.json").read_text())["price"]
+    assert 0 < price["kl"] <= price["kl_rounded"] * 1.5 and price["bits_per_byte"] is None
+
+    def wrong(parts: Any, *rest: Any) -> Any:
+        found = held_weights(parts, *rest)
+        name = "model.layers.0.mlp.up_proj.weight"
+        return {**found, name: lambda: found[name]() * 1.2}
+
+    held_weights = read._held_weights
+    monkeypatch.setattr(read, "_held_weights", wrong)
+    with pytest.raises(SystemExit, match="1"):
+        main(arguments)
+
+
+def test_manifest_and_graph_agree(quantized: Any, tmp_path: Path) -> None:
+    shutil.copytree(quantized.path, tmp_path / "package")
+    manifest = json.loads((tmp_path / "package/manifest.json").read_text())
+    manifest["quantization"]["roles"]["gate"]["bits"] = 4
+    (tmp_path / "package/manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(RunError, match=r"manifest\.json: quantization is .* in model\.onnx it is"):
+        OrtModel(tmp_path / "package")
