@@ -82,6 +82,10 @@ def export(
     quantize_block: Annotated[
         int | None, typer.Option(help="Weights that share a scale: 16 to 256.", show_default="32")
     ] = None,
+    lora: Annotated[
+        str | None,
+        typer.Option(help="With --quantize, LoRA pairs of an --overlay: apart or merged.", show_default="apart"),
+    ] = None,
     native: Annotated[
         bool, typer.Option("--native", help="onnx: add a native kernel for CPUs like this one (cmake, g++).")
     ] = False,
@@ -146,6 +150,7 @@ def export(
         "quantize": quantize,
         "quantize_method": quantize_method,
         "quantize_block": quantize_block,
+        "lora": lora,
         "prefill_tokens": prefill_tokens if to == "onnx" else None,
     }
     given = {name: value for name, value in given.items() if value is not None}

@@ -13,7 +13,7 @@ from still_export.mixers.config import DEPLOYMENT, StillConfig, head_size
 from still_export.package.bundle import write_programs
 from still_export.package.checked import trust
 from still_export.package.folder import MANIFEST, MODEL, Package, open_package, staged_folder, write_manifest
-from still_export.quantization.policy import DEFAULT_BLOCK_SIZE, DEFAULT_METHOD, Quantization
+from still_export.quantization.policy import DEFAULT_BLOCK_SIZE, DEFAULT_LORA, DEFAULT_METHOD, Quantization
 from still_export.runners.ort import RECORDED, recorded_text
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class ExportOptions:
         still: Fields of the STILL configuration: those of DEPLOYMENT of any model, others of models that do not carry one.
         prefill_tokens: Tokens of one prefill call; None = PREFILL_TOKENS.
         quantize: Scheme of the weights' bits (quantization/policy.py); None: as `dtype` says.
-        quantize_method, quantize_block: With it: who rounds, and how many weights share a scale.
+        quantize_method, quantize_block, lora: With it: who rounds, how many weights share a scale, how LoRA pairs are kept.
     """
 
     model: str
@@ -67,6 +67,7 @@ class ExportOptions:
     quantize: str | None = None
     quantize_method: str | None = None
     quantize_block: int | None = None
+    lora: str | None = None
 
     def __post_init__(self) -> None:
         self.quantization()
@@ -86,10 +87,13 @@ class ExportOptions:
         """
         if self.quantize is not None:
             return Quantization(
-                self.quantize, self.quantize_method or DEFAULT_METHOD, self.quantize_block or DEFAULT_BLOCK_SIZE
+                self.quantize,
+                self.quantize_method or DEFAULT_METHOD,
+                self.quantize_block or DEFAULT_BLOCK_SIZE,
+                self.lora or DEFAULT_LORA,
             )
-        if self.quantize_method or self.quantize_block:
-            raise ConfigError("--quantize-method and --quantize-block are for --quantize.")
+        if self.quantize_method or self.quantize_block or self.lora:
+            raise ConfigError("--quantize-method, --quantize-block and --lora are for --quantize.")
         return None
 
     def deployment(self) -> dict[str, Any]:

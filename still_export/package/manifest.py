@@ -101,7 +101,7 @@ class Native(Record):
 
 
 class QuantizedRole(Record):
-    """Weights of one role: bits (null: not quantized), who rounded them, how many there are."""
+    """Weights of one role and form: bits (null: not quantized), who rounded them, how many there are."""
 
     bits: Literal[4, 8, 16] | None
     method: str | None
@@ -113,7 +113,8 @@ class Quantization(Record):
 
     scheme: Literal["int8", "int4"]
     block_size: Annotated[int, Field(ge=16, le=256)]
-    roles: dict[str, QuantizedRole]
+    lora: Literal["apart", "merged"]
+    roles: dict[str, list[QuantizedRole]]
 
 
 class Engine(Record):

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from still_export.quantization.blocks import BlockWeight, joined, pack
+from still_export.models.blocks import BlockWeight, joined, pack
 
 SLAB_WEIGHTS = 1 << 22
 """Weights that are rounded at once: the searches take some twenty temporaries of that size."""

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from still_export.models.blocks import BlockWeight
 from still_export.models.weights import Deferred, Weight
 from still_export.package.checked import MODEL
-from still_export.quantization.blocks import BlockWeight
 from still_export.quantization.graph import ROWS
 
 if TYPE_CHECKING:
@@ -72,15 +74,32 @@ def _held_weights(path: Path, block_size: int) -> dict[str, Callable[[], Tensor]
 
     parts = {name: value.const_value for name, value in ir.load(path).graph.initializers.items()}
 
-    def blocks(name: str) -> Tensor:
-        codes = parts.get(f"{name}.blocks", parts.get(f"{name}.{ROWS}"))
-        scales, zero = parts[f"{name}.scales"], parts.get(f"{name}.zero_points")
-        assert codes is not None and scales is not None
-        values = scales.numpy()
-        packed = codes.numpy().reshape(*values.shape, -1)
-        bits = packed.shape[-1] * 8 // block_size
-        weight = BlockWeight(packed, values, None if zero is None else zero.numpy(), bits)
+    def values(name: str, part: str) -> np.ndarray | None:
+        tensor = parts.get(f"{name}.{part}")
+        return None if tensor is None else tensor.numpy()
+
+    def blocks(name: str) -> Tensor | int:
+        scales = values(name, "scales")
+        if scales is None:  # a weight that is its LoRA pairs alone
+            return 0
+        codes = values(name, "blocks")
+        codes = values(name, ROWS) if codes is None else codes
+        assert codes is not None
+        packed = codes.reshape(*scales.shape, -1)
+        bits, offsets = packed.shape[-1] * 8 // block_size, values(name, "offsets")
+        transposed = None if offsets is None else offsets.T.astype(np.float32)
+        weight = BlockWeight(packed, scales, values(name, "zero_points"), bits, transposed)
         return torch.from_numpy(weight.dequantized())
+
+    def whole(name: str) -> Tensor:
+        total = blocks(name)
+        for i in count():
+            a, b = values(name, f"lora_a{i}"), values(name, f"lora_b{i}")
+            if a is None or b is None:
+                break
+            total = total + torch.from_numpy((a.astype(np.float32) @ b.astype(np.float32)).T)
+        assert isinstance(total, Tensor), name
+        return total
 
     def half(name: str) -> Tensor:
         value = parts[f"{name}.half"]
@@ -90,8 +109,8 @@ def _held_weights(path: Path, block_size: int) -> dict[str, Callable[[], Tensor]
     readers: dict[str, Callable[[], Tensor]] = {}
     for part in parts:
         name, _, kind = part.rpartition(".")
-        if kind in ("scales", "half"):
-            readers[name] = partial(blocks if kind == "scales" else half, name)
+        if kind in ("scales", "half", "lora_a0"):
+            readers[name] = partial(half if kind == "half" else whole, name)
     return readers
 
 

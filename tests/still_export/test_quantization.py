@@ -19,12 +19,12 @@ from still_export.cli.main import main
 from still_export.errors import ConfigError, UnsupportedError
 from still_export.export.onnx_package import ExportOptions, export_onnx, find_source
 from still_export.mixers import roles
+from still_export.models.blocks import BlockWeight, pack, unpack
 from still_export.models.families import FAMILIES
 from still_export.models.roles import weight_roles
 from still_export.package.calls import next_feed
 from still_export.package.checked import RunError
 from still_export.quantization import read
-from still_export.quantization.blocks import BlockWeight, pack, unpack
 from still_export.quantization.policy import METHODS, POLICY, Quantization
 from still_export.quantization.quantizers import quantize
 from still_export.quantization.read import eight_bits, round_activations, with_held_weights
@@ -102,9 +102,9 @@ def test_graph_and_manifest_say_the_policy(quantized: Any) -> None:
     expected = Counter({low: products})
     expected[8] += gates + 1
     assert bits == expected
-    assert said["roles"]["gate"] == {"bits": 8, "method": "rtn", "weights": 2}
-    assert said["roles"]["projection"] == {"bits": low, "method": "hqq" if low == 4 else "rtn", "weights": 12}
-    assert said["roles"]["norm"]["bits"] is None
+    assert said["roles"]["gate"] == [{"bits": 8, "method": "rtn", "weights": 2}]
+    assert said["roles"]["projection"] == [{"bits": low, "method": "hqq" if low == 4 else "rtn", "weights": 12}]
+    assert [form["bits"] for form in said["roles"]["norm"]] == [None]
     places = {
         i.name: {e.key: e.value for e in i.external_data} for i in graph.initializer if i.name.startswith("model.embed")
     }
@@ -206,7 +206,7 @@ def test_verify_tells_faults_from_the_price(
 def test_manifest_and_graph_agree(quantized: Any, tmp_path: Path) -> None:
     shutil.copytree(quantized.path, tmp_path / "package")
     manifest = json.loads((tmp_path / "package/manifest.json").read_text())
-    manifest["quantization"]["roles"]["gate"]["bits"] = 4
+    manifest["quantization"]["roles"]["gate"][0]["bits"] = 4
     (tmp_path / "package/manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(RunError, match=r"manifest\.json: quantization is .* in model\.onnx it is"):
         OrtModel(tmp_path / "package")

@@ -9,19 +9,21 @@ import numpy as np
 
 @dataclass(frozen=True)
 class BlockWeight:
-    """A weight [N, K] of N outputs: w = scale * (code - zero point), block by block along K.
+    """A weight [N, K] of N outputs: w = scale * (code - zero point) + offset, block by block along K.
 
     Args:
         packed: Codes, uint8 [N, K / block, block * bits / 8]; of 4 bits two in a byte, the first one low.
         scales: [N, K / block], float.
         zero_points: uint8 [N, ceil(K / block * bits / 8)], packed like codes; None: the middle, 2^(bits - 1).
         bits: 4 or 8.
+        offsets: [N, K / block], float, which MatMulNBits has no place for: a product of the sums over blocks; None: 0.
     """
 
     packed: np.ndarray
     scales: np.ndarray
     zero_points: np.ndarray | None
     bits: int
+    offsets: np.ndarray | None = None
 
     def dequantized(self) -> np.ndarray:
         """The weight, float32 [N, K]."""
@@ -30,7 +32,15 @@ class BlockWeight:
         zero: np.ndarray | int = 1 << (self.bits - 1)
         if self.zero_points is not None:
             zero = unpack(self.zero_points, self.bits)[:, :blocks, None].astype(np.float32)
-        return ((codes - zero) * self.scales[:, :, None].astype(np.float32)).reshape(outputs, -1)
+        values = (codes - zero) * self.scales[:, :, None].astype(np.float32)
+        if self.offsets is not None:
+            values += self.offsets[:, :, None]
+        return values.reshape(outputs, -1)
+
+    def rows(self, order: np.ndarray) -> BlockWeight:
+        """The same weight with its outputs in another order."""
+        zero, offsets = (None if x is None else x[order] for x in (self.zero_points, self.offsets))
+        return BlockWeight(self.packed[order], self.scales[order], zero, self.bits, offsets)
 
 
 def pack(codes: np.ndarray, bits: int) -> np.ndarray:
