@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from still_export.api import LanguageModel, load
     from still_export.mixers.config import StillConfig
     from still_export.models import attach_untrained, forward_with_state
     from still_export.models.demo import demo_model_path
@@ -16,19 +17,23 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "LanguageModel": "still_export.api",
     "StillConfig": "still_export.mixers.config",
     "attach_untrained": "still_export.models",
     "demo_model_path": "still_export.models.demo",
     "forward_with_state": "still_export.models",
+    "load": "still_export.api",
     "load_model": "still_export.models.load",
     "load_tokenizer": "still_export.models.load",
 }
 
 __all__ = [
+    "LanguageModel",
     "StillConfig",
     "attach_untrained",
     "demo_model_path",
     "forward_with_state",
+    "load",
     "load_model",
     "load_tokenizer",
 ]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from still_kernels.attention import AttentionState, naive_attention
+from still_kernels.attention import AttentionState, Inputs, naive_attention
 
 Split = int | list[int]
 SPLITS: list[Split] = [5, 3, 1, 1, 1, [0, 3], [2, 9], [1, 1], [1, 0], [0, 0], 16, 4, 1, [1, 1]]
@@ -46,7 +46,7 @@ def calls(
         return torch.randn(batch, longest, heads, layer.dim, generator=generator).to(dtype)
 
     whole = {"query": sharpness * normal(layer.heads), "key": normal(layer.kv_heads), "value": normal(layer.kv_heads)}
-    expected = naive_attention(**whole)
+    expected = naive_attention(Inputs(**whole))
     state = AttentionState.empty(batch, layer.kv_heads, layer.dim, layer.rows, dtype)
     for new in counts:
         tokens = max(int(new.max()), 1)

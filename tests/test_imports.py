@@ -71,7 +71,6 @@ OWN = (
     "still_export/mixers/",
     "still_export/models/",
     "still_export/linearization/",
-    "still_export/evaluation/",
     "still_export/cli/",
 )
 REGISTRATIONS = {

@@ -14,13 +14,14 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
-from still_export.models.load import load_model, load_tokenizer
+from still_export.models.load import load_tokenizer
 
 ANSWER_TOKENS, TEMPERATURE, ROWS = 224, 0.7, 1536
 PLACES = (
@@ -98,14 +99,12 @@ def prompts(count: int, seed: int) -> list[str]:
 
 
 def softmax_model(base: str) -> Any:
-    """The base as a plain Llama on the best device."""
-    source = load_model(base, attach_untrained=True, dtype=torch.bfloat16)
-    values = {
-        k: v for k, v in source.config.to_dict().items() if k not in ("still_config", "model_type", "architectures")
-    }
-    model = LlamaForCausalLM(LlamaConfig(**values)).to(torch.bfloat16)
-    model.load_state_dict(source.state_dict(), strict=False)
-    model.tie_weights()
+    """The base as transformers' own model on the best device."""
+    from bench_genai import write_folder  # beside this file
+
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = write_folder(Path(base), Path(temporary)) if Path(base).is_file() else base
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -139,7 +138,7 @@ def answers(model: Any, tokenizer: Any, chats: list[list[dict[str, str]]]) -> li
 def main() -> None:
     """Write the text that the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("base", help="a Llama, as folder or GGUF file, with a chat template")
+    parser.add_argument("base", help="model folder or GGUF file with a chat template")
     parser.add_argument("output", type=Path)
     parser.add_argument("--conversations", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=0)

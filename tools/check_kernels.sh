@@ -21,14 +21,21 @@ sanitizer() { # TOOL: few cases, compiled; every kernel is then slower a hundred
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout "${SANITIZER_SECONDS:-300}" "$program" --tool "$1" --error-exitcode 9 --print-limit 20 \
         "$python" -m pytest -q -p no:cacheprovider -m gpu tests/still_kernels/test_triton.py -k "compiled and ($cases)"
 }
+each_op() { # MODULE: bench or tune, of every op, one file each
+    local op failed=0 more=()
+    for op in HybridAttention Attention; do
+        if [ "$1" = bench ]; then more=(--json "$out/bench-$op.json"); else more=(--seconds "${TUNE_SECONDS:-240}" -o "$out/tune-$op.json"); fi
+        "$python" -m "still_kernels.$1" "$op" "${more[@]}" || failed=1
+    done
+    return $failed
+}
 run() {
     case $1 in
     compile) "$python" -W ignore tools/compile_kernels.py ;;
     tests) "$python" -m pytest -q -p no:cacheprovider -m "gpu and not slow" tests/still_kernels ;;
     slow) "$python" -m pytest -q -p no:cacheprovider -m "gpu and slow" tests/still_kernels ;;
     memcheck | racecheck) sanitizer "$1" ;;
-    bench) "$python" -m still_kernels.hybrid_attention.bench --json "$out/bench.json" ;;
-    tune) "$python" -m still_kernels.hybrid_attention.tune --seconds "${TUNE_SECONDS:-240}" -o "$out/tune.json" ;;
+    bench | tune) each_op "$1" ;;
     *) echo "unknown step $1; known: compile tests slow memcheck racecheck bench tune"; return 2 ;;
     esac
 }

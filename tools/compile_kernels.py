@@ -12,6 +12,7 @@ architecture; TRITON_CACHE_DIR says where the cache is.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import os
 import sys
@@ -71,8 +72,9 @@ def compile_layer(arch: int, name: str, dtype_name: str) -> str:
     from triton.runtime import driver
 
     from still_kernels import launcher
-    from still_kernels.hybrid_attention import launch
+    from still_kernels.hybrid_attention import Inputs, launch
     from still_kernels.hybrid_attention.tiles import tile_table
+    from still_kernels.packing import Packing
     from still_kernels.tile import SHARED_BYTES
 
     driver.set_active(Driver(arch))  # type: ignore[arg-type]
@@ -105,24 +107,16 @@ def compile_layer(arch: int, name: str, dtype_name: str) -> str:
         query, key = (
             torch.zeros(*shape, n, config.head_dim, dtype=dtype) for n in (config.num_heads, config.num_kv_heads)
         )
-        given: dict[str, Any] = {
-            "query": query,
-            "key": key,
-            "value": key,
-            "output": query,
-            "config": config,
-            "state": state,
-        }
-        given |= {"batch": 2, "tokens": tokens, "new_tokens": None, "window_factor": factor, "table": table}
-        given |= {"gate": query if config.gate == "channel" else None}
-        given |= {"feature_q_weight": weights[0], "feature_k_weight": weights[1]}
+        gate = query if config.gate == "channel" else None
+        inputs = Inputs(query, key, key, gate, *weights, window_factor=factor)
         if layer.packed:
-            given |= {"query_start": torch.zeros(3, dtype=torch.int32), "state_row": torch.zeros(2, dtype=torch.int32)}
-            launch.launch_hybrid_attention(**given)
+            start, rows = torch.zeros(3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+            launch.launch_hybrid_attention(inputs, config, state, query, Packing(start, rows, tokens), table)
             continue
         for kind in (torch.int32, torch.int64):
-            given |= {"new_tokens": torch.zeros(2, dtype=kind), "present_length": torch.zeros(2, dtype=torch.int64)}
-            launch.launch_hybrid_attention(**given)
+            present = torch.zeros(2, dtype=torch.int64)
+            given = dataclasses.replace(inputs, new_tokens=torch.zeros(2, dtype=kind))
+            launch.launch_hybrid_attention(given, config, state, query, table=table, present_length=present)
     return "; ".join(found)
 
 

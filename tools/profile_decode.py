@@ -6,7 +6,7 @@
   python tools/profile_decode.py --ncu              the command that shows stalls by source line
 
 About 20 s each with the default sizes, most of it compiling. Every state of a graph is its own and their sum is several times the
-L2 cache, so that no step finds its cache there. Other block sizes: python -m still_kernels.hybrid_attention.tune --kernels decode.
+L2 cache, so that no step finds its cache there. Other block sizes: python -m still_kernels.tune HybridAttention --kernels decode.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from still_kernels import launcher
-from still_kernels.hybrid_attention import HybridAttentionState, bench, launch
-from still_kernels.hybrid_attention.chunked import chunked_hybrid_attention
+from still_kernels import bench, launcher
+from still_kernels.hybrid_attention import launch
 from still_kernels.hybrid_attention.plan import PLAN
-from still_kernels.hybrid_attention.tiles import TileTable
 from still_kernels.hybrid_attention.variants import plan_constants
+from still_kernels.hybrid_attention.work import WORK as OP
+from still_kernels.tile import TileTable
+from still_kernels.work import CHECK_LIMIT, states_of_step
 
 COPY_RATE = 4.2e12  # bytes/s read and written, measured on an H200
 
@@ -46,33 +47,16 @@ class Step:
 
 def make_step(context: int, batch: int, scope: str, promoting: bool) -> Step:
     """Layers with random states at `context` tokens, one fewer unless the step promotes."""
-    torch.manual_seed(0)
-    dtype = torch.bfloat16
-    config = bench.layer(context, scope)
-    length = context if promoting else context - 1
-    size_bytes, _ = bench.decode_cost(config, length, batch)
-    layers = max(2, min(24, -(-bench.DECODE_BYTES // int(size_bytes))))
-    inputs = bench._inputs(config, batch, 1, dtype)
-    new = torch.ones(batch, device="cuda", dtype=torch.int64)
-    states = [bench._filled_state(config, batch, length, dtype) for _ in range(layers)]
-    outputs = [torch.empty_like(inputs[0]) for _ in states]
-    lengths = [torch.empty_like(new) for _ in states]
-
-    def one(state: HybridAttentionState, output: Tensor, present: Tensor) -> None:
-        launch.launch_hybrid_attention(*inputs, config, state, output, batch, 1, new, present_length=present)
-
-    expected, _ = chunked_hybrid_attention(*inputs, config, states[0], new)
-    check = HybridAttentionState(**{name: tensor.clone() for name, tensor in states[0].tensors().items()})
-    got, present = torch.full_like(inputs[0], float("nan")), torch.empty_like(new)
-    one(check, got, present)
-    assert bool((present == length + 1).all()), "the kernel did not advance the length"
-    error = bench.relative_error(got, expected)
+    config = OP.layer(OP.sizes, scope, context)
+    kind = next(k for k in OP.kinds(context, (batch,)) if k.tokens == 1 and promoting == ("promoting" in k.name))
+    work = OP.work(config, kind, torch.bfloat16, "cuda")
+    states = [work.state() for _ in range(min(24, states_of_step(work)))]
 
     def run() -> None:
-        for state, output, present in zip(states, outputs, lengths, strict=True):
-            one(state, output, present)
+        for state in states:
+            work.run(state)
 
-    return Step(run, layers, size_bytes, error)
+    return Step(run, len(states), work.size_bytes, bench.error_of(work))
 
 
 def capture(step: Step) -> torch.cuda.CUDAGraph:
@@ -95,7 +79,7 @@ def line(context: int, batch: int, scope: str, promoting: bool) -> str:
     """One measured row."""
     what = f"{scope:14}{context:8}{batch:4} {'promoting' if promoting else 'plain':10}"
     step = make_step(context, batch, scope, promoting)
-    if not step.error < bench.CHECK_LIMIT[torch.bfloat16]:
+    if not step.error < CHECK_LIMIT[torch.bfloat16]:
         return f"{what} CHECK FAILED, error {step.error:.1e}"
     time, floor = time_us(step), step.size_bytes / COPY_RATE * 1e6
     return f"{what}{time:9.1f} us{floor:8.1f} floor{floor / time:6.0%}{step.error:10.1e}"
@@ -130,7 +114,7 @@ def roles(config: Any, table: TileTable, batch: int, slots: int) -> tuple[list[s
 def phases(context: int, batch: int, scope: str, promoting: bool) -> str:
     """Timeline of one layer in the middle of the graph: by role, when programs start, how long they take, who merges."""
     step = make_step(context, batch, scope, promoting)
-    config = bench.layer(context, scope)
+    config = OP.layer(OP.sizes, scope, context)
     table = launch.device_table(config, torch.device("cuda"), False)
     names, select = roles(config, table, batch, config.slots_for(config.capacity_tokens or context))
     with traced(step, batch) as traces:

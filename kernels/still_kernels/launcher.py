@@ -76,6 +76,12 @@ def prepare(
     return Prepared(tuple(made), workspace, persistent, launches.aliases, variant)
 
 
+@cache
+def variant_of(*what: Any) -> object:
+    """One object for equal arguments, which then need no comparison at each launch."""
+    return object()
+
+
 class Launcher:
     """Runs prepared launches. Tools put a subclass in its place, to see each launch."""
 

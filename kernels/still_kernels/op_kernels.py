@@ -8,13 +8,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from still_graphs.errors import ConfigError, UnsupportedError
 from still_graphs.ops import OpSpec
 from still_kernels.plan import Call, Check, Plan
 from still_kernels.plan.compiled import failures
 from still_kernels.tile import KernelTile
+
+if TYPE_CHECKING:
+    from still_kernels.work import OpWork
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class OpKernels:
         folder: Of triton_*.py, tiles.py and plan.py, whose bytes the archive's source hash covers.
         covered: What the kernels need of a call, as far as shapes, attributes and dtype tell; messages say what they have.
         covered_ahead: The same for kernels that are compiled ahead of time.
+        work: What bench and tune ask, which imports torch; None where an op is neither timed nor tuned.
     """
 
     plan: Plan
@@ -59,6 +63,7 @@ class OpKernels:
     folder: Path
     covered: Sequence[Check] = ()
     covered_ahead: Sequence[Check] = ()
+    work: Callable[[], OpWork] | None = None
 
     @property
     def spec(self) -> OpSpec:
@@ -153,3 +158,15 @@ def kernels_of(name: str) -> OpKernels:
         raise UnsupportedError(f"op {name} has no kernels; known: {', '.join(_PLACES)}.")
     kernels: OpKernels = import_module(_PLACES[name]).KERNELS
     return kernels
+
+
+def work_of(name: str) -> OpWork:
+    """What bench and tune ask of an op.
+
+    Raises:
+        UnsupportedError: It has nothing to say.
+    """
+    work = kernels_of(name).work
+    if work is None:
+        raise UnsupportedError(f"op {name} says nothing of its calls, so it can be neither timed nor tuned.")
+    return work()

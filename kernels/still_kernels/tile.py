@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10,
                 110: 227 << 10, 120: 99 << 10, 121: 99 << 10}  # fmt: skip
@@ -30,3 +31,55 @@ class KernelTile:
         if self.dependent:
             options["launch_pdl"] = True
         return options if self.max_registers is None else {**options, "maxnreg": self.max_registers}
+
+
+Setting = dict[str, int | None]
+"""Changes of one kernel's tile by name."""
+
+
+def one(name: str, *values: int | None) -> list[Setting]:
+    """Settings of one name."""
+    return [{name: value} for value in values]
+
+
+def stages(*values: int) -> list[Setting]:
+    """Settings of the stages, which kernel and compiler both have to know."""
+    return [{"STAGES": value, "num_stages": value} for value in values]
+
+
+@dataclass(frozen=True)
+class TileTable:
+    """The kernels of one variant, and the constants of its plan that only the host uses."""
+
+    tiles: Mapping[str, KernelTile]
+    host: Mapping[str, int] = field(default_factory=dict)
+
+    def kernels(self) -> dict[str, KernelTile]:
+        """The tiles by kernel."""
+        return dict(self.tiles)
+
+
+def changed(table: TileTable, kernel: str, setting: Setting) -> TileTable:
+    """`table` with another setting of one kernel.
+
+    Args:
+        setting: By name: constants and options of the kernel's tile, constants of the host, or "other_kernel.NAME".
+
+    Raises:
+        KeyError: A name is none of these.
+    """
+    for name, value in setting.items():
+        owner, _, plain = name.rpartition(".")
+        if plain in table.host:
+            assert value is not None
+            table = replace(table, host={**table.host, plain: value})
+            continue
+        tile = table.tiles.get(owner or kernel, KernelTile())
+        if plain in tile.constants:
+            tile = replace(tile, constants={**tile.constants, plain: value})  # type: ignore[dict-item]
+        elif plain in ("num_warps", "num_stages", "max_registers", "dependent"):
+            tile = replace(tile, **{plain: value})  # type: ignore[arg-type]
+        else:
+            raise KeyError(f"{kernel} has no setting {name}; it has {', '.join(tile.constants)}.")
+        table = replace(table, tiles={**table.tiles, owner or kernel: tile})
+    return table

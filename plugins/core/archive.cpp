@@ -3,6 +3,7 @@
 #include "error.h"
 #include "plan.h"
 
+#include <algorithm>
 #include <cstring>
 #include <fstream>
 #include <set>
@@ -234,7 +235,11 @@ std::vector<Variant const*> Archive::all(std::string const& op, int op_version, 
         if (variant.op != op || variant.op_version != op_version)
             continue;
         known.push_back(&variant);
-        if (variant.key == key)
+        bool const fits = std::all_of(key.begin(), key.end(), [&](auto const& item) {
+            auto const found = variant.key.find(item.first);
+            return found != variant.key.end() && found->second == item.second;
+        });
+        if (fits)
             fitting.push_back(&variant);
     }
     if (mVariants.empty())

@@ -64,7 +64,7 @@ public:
     // Forgets every kernel; for tests.
     void clear();
 
-    // The variant of the op with this key that runs on the architecture.
+    // The variant of the op with this key that runs on the architecture; a key may leave out what is not known.
     // Throws still::Error saying what the archive has instead.
     Variant const& find(std::string const& op, int op_version, int architecture, Key const& key) const;
 

@@ -38,16 +38,10 @@ int guarded(Body const& body) noexcept
 
 std::vector<still::Tensor> tensors(still_tensor const* given, int count)
 {
-    std::vector<still::Tensor> result(static_cast<size_t>(count));
-    for (size_t i = 0; i < result.size(); ++i)
-    {
-        if (given[i].rank < 0 || given[i].rank > still::kMaxRank)
-            still::fail("tensor ", i, ": rank ", given[i].rank, " is outside 0..", still::kMaxRank, ".");
-        result[i].type = static_cast<still::Type>(given[i].type);
-        result[i].rank = given[i].rank;
-        for (int axis = 0; axis < given[i].rank; ++axis)
-            result[i].dims[axis] = given[i].dims[axis];
-    }
+    std::vector<still::Tensor> result;
+    for (int i = 0; i < count; ++i)
+        result.push_back(
+            still::make_tensor(static_cast<still::Type>(given[i].type), given[i].dims, given[i].rank, "tensor " + std::to_string(i)));
     return result;
 }
 

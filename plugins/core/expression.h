@@ -85,7 +85,12 @@ public:
 
 private:
     friend class ExpressionReader;
-    enum class Operator : uint8_t;
+    enum class Operator : uint8_t {
+        kNumber, kText, kName,
+        kAdd, kSubtract, kMultiply, kDivide, kModulo, kMin, kMax, kCeilDiv, kPow2, kRsqrt,
+        kEqual, kUnequal, kLess, kAtMost, kMore, kAtLeast,
+        kAnd, kOr, kNot, kIf,
+    };
     struct Node
     {
         Operator op;

@@ -1,4 +1,4 @@
-// What an op is: names, shapes, types and attributes. The values come from generated/op_specs.h.
+// What an op is: names, shapes, types and attributes. The values come from the op_spec.inc of each op's folder.
 #pragma once
 
 #include <cstdint>
@@ -41,7 +41,7 @@ struct OpSpec
     std::vector<AttributeSpec> attributes;
 };
 
-// Every op, in the order of still_graphs.opset.OPS.
+// Every op of this library; CMake writes the list (../CMakeLists.txt).
 std::vector<OpSpec> const& op_specs();
 
 // The op called `name`; throws still::Error listing the known ones.

@@ -1,151 +1,53 @@
-// The ops of the domain "still" as custom ops of ONNX Runtime, for the CPU, in float32 and float16.
-#include <cstdlib>
-#include <cstring>
+// The ops of the domain "still" as custom ops of ONNX Runtime: for the CPU in float32 and float16, and where the library holds kernels of
+// the GPU for the CUDA provider in float32, float16 and bfloat16.
 #include <deque>
+#include <memory>
 
-#include "../cpu/common/instruction_sets.h"
-#include "kernel.h"
-#include "ort_api.h"
+#include "../core/archive.h"
+#include "node.h"
 
 namespace
 {
 
 using namespace still_ort;
+using still::Type;
 
-// A call of a node as the kernel sees it.
-class OrtCall : public Call
+ONNXTensorElementDataType element_of(Type type)
 {
-public:
-    OrtCall(still::OpSpec const& spec, bool half, OrtKernelContext* context, OrtMemoryInfo const* memory)
-        : spec_(spec), half_(half), context_(context), memory_(memory), inputs_(spec.inputs.size())
+    switch (type)
     {
-        shapes.resize(inputs_.size());
-        size_t given;
-        check(g_api->KernelContext_GetInputCount(context, &given));
-        for (size_t i = 0; i < inputs_.size() && i < given; ++i)
-        {
-            check(g_api->KernelContext_GetInput(context, i, &inputs_[i]));
-            if (inputs_[i])
-                shapes[i] = shape_of(inputs_[i]);
-        }
-        host = {context, [](void* c, void (*task)(void*, size_t), size_t total, void* data)
-            {
-                // The status can only tell of a missing thread pool; the tasks are then run here.
-                if (OrtStatus* const status = g_api->KernelContext_ParallelFor(static_cast<OrtKernelContext*>(c), task, total, 0, data))
-                {
-                    g_api->ReleaseStatus(status);
-                    for (size_t i = 0; i < total; ++i)
-                        task(data, i);
-                }
-            }};
+    case Type::kFloat16: return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16;
+    case Type::kBFloat16: return ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16;
+    default: return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
     }
+}
 
-    void* input(size_t place) override { return inputs_[place] ? data_of(inputs_[place]) : nullptr; }
-
-    void* output(size_t place, std::vector<int64_t> const& shape) override
-    {
-        OrtValue* value;
-        check(g_api->KernelContext_GetOutput(context_, place, shape.data(), shape.size(), &value));
-        return data_of(value);
-    }
-
-    void* state(size_t past) override
-    {
-        if (!inputs_[past])
-            return nullptr;
-        void* const from = input(past);
-        // States come last, in the same order, among inputs and outputs.
-        void* const to = output(spec_.outputs.size() - (spec_.inputs.size() - past), *shapes[past]);
-        if (from != to)
-        {
-            size_t size = spec_.inputs[past].type == still::ElementType::kActivation && half_ ? 2 : 4;
-            for (int64_t dim : *shapes[past])
-                size *= static_cast<size_t>(dim);
-            std::memcpy(to, from, size);
-        }
-        return to;
-    }
-
-    void* scratch(size_t size_bytes) override
-    {
-        scratch_.reset();
-        scratch_ = std::make_unique<Memory>(context_, memory_, size_bytes);
-        return scratch_->data;
-    }
-
-private:
-    still::OpSpec const& spec_;
-    bool half_;
-    OrtKernelContext* context_;
-    OrtMemoryInfo const* memory_;
-    std::vector<OrtValue const*> inputs_;
-    std::unique_ptr<Memory> scratch_;
-};
-
-// One node.
-class Node
-{
-public:
-    Node(still::OpSpec const& spec, Entry const& entry, OrtKernelInfo const* info, bool half)
-        : spec_(spec), half_(half), kernel_(entry.make(NodeAttributes(info), half)), instruction_set_(chosen_set())
-    {
-        check(g_api->CreateCpuMemoryInfo(OrtArenaAllocator, OrtMemTypeDefault, &memory_));
-    }
-    Node(Node const&) = delete;
-    Node& operator=(Node const&) = delete;
-    ~Node() { g_api->ReleaseMemoryInfo(memory_); }
-
-    void compute(OrtKernelContext* context)
-    {
-        OrtCall call(spec_, half_, context, memory_);
-        call.instruction_set = instruction_set_;
-        kernel_->compute(call);
-    }
-
-private:
-    // STILL_CPU=baseline and the like choose a lesser instruction set, for tests.
-    static int chosen_set()
-    {
-        char const* const asked = std::getenv("STILL_CPU");
-        for (int i = 0; asked && i < still_cpu::count_instruction_sets(); ++i)
-            if (std::strcmp(asked, still_cpu::instruction_set_name(i)) == 0)
-                return i;
-        if (asked && *asked)
-            throw Refused(std::string("STILL_CPU=") + asked + " is unknown, or this processor cannot run it.");
-        return 0;
-    }
-
-    still::OpSpec const& spec_;
-    bool half_;
-    std::unique_ptr<Kernel> kernel_;
-    int instruction_set_;
-    OrtMemoryInfo* memory_ = nullptr;
-};
-
-// An op for one type of activations.
+// An op for one provider and one type of activations.
 struct Op : OrtCustomOp
 {
     still::OpSpec const& spec;
-    Entry const& entry;
-    bool half;
+    Type activation;
+    still_cpu::Entry const* entry; // null: for the CUDA provider
 
-    Op(still::OpSpec const& op_spec, Entry const& of, bool is_half) : OrtCustomOp{}, spec(op_spec), entry(of), half(is_half)
+    Op(still::OpSpec const& op_spec, Type type, still_cpu::Entry const* cpu) : OrtCustomOp{}, spec(op_spec), activation(type), entry(cpu)
     {
         version = kApiVersion;
         GetName = [](OrtCustomOp const* op) { return self(op).spec.name.c_str(); };
-        GetExecutionProviderType = [](OrtCustomOp const*) -> char const* { return "CPUExecutionProvider"; };
+        GetExecutionProviderType = [](OrtCustomOp const* op) -> char const*
+        { return self(op).entry ? "CPUExecutionProvider" : "CUDAExecutionProvider"; };
         GetInputTypeCount = [](OrtCustomOp const* op) { return self(op).spec.inputs.size(); };
         GetOutputTypeCount = [](OrtCustomOp const* op) { return self(op).spec.outputs.size(); };
         GetInputType = [](OrtCustomOp const* op, size_t i) { return self(op).type(self(op).spec.inputs[i]); };
         GetOutputType = [](OrtCustomOp const* op, size_t i) { return self(op).type(self(op).spec.outputs[i]); };
         GetInputCharacteristic = [](OrtCustomOp const* op, size_t i) { return need(self(op).spec.inputs[i]); };
         GetOutputCharacteristic = [](OrtCustomOp const* op, size_t i) { return need(self(op).spec.outputs[i]); };
+        // All on the device, counts too: nothing is read back from it.
         GetInputMemoryType = [](OrtCustomOp const*, size_t) { return OrtMemTypeDefault; };
         GetVariadicInputMinArity = GetVariadicInputHomogeneity = [](OrtCustomOp const*) { return 0; };
         GetVariadicOutputMinArity = GetVariadicOutputHomogeneity = [](OrtCustomOp const*) { return 0; };
         GetStartVersion = GetEndVersion = [](OrtCustomOp const* op) { return self(op).spec.version; };
         CreateKernelV2 = [](OrtCustomOp const* op, OrtApi const*, OrtKernelInfo const* info, void** kernel)
-        { return guarded([&] { *kernel = new Node(self(op).spec, self(op).entry, info, self(op).half); }); };
+        { return guarded([&] { *kernel = self(op).make(info).release(); }); };
         KernelComputeV2 = [](void* kernel, OrtKernelContext* context)
         { return guarded([&] { static_cast<Node*>(kernel)->compute(context); }); };
         KernelDestroy = [](void* kernel) { delete static_cast<Node*>(kernel); };
@@ -155,13 +57,18 @@ struct Op : OrtCustomOp
 
     static Op const& self(OrtCustomOp const* op) { return *static_cast<Op const*>(op); }
 
+    std::unique_ptr<Node> make(OrtKernelInfo const* info) const
+    {
+        return entry ? make_cpu_node(*entry, spec, info, activation == Type::kFloat16) : make_cuda_node(spec, info, activation);
+    }
+
     ONNXTensorElementDataType type(still::TensorSpec const& tensor) const
     {
         switch (tensor.type)
         {
         case still::ElementType::kFloat32: return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
         case still::ElementType::kInteger: return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
-        default: return half ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16 : ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+        default: return element_of(activation);
         }
     }
 
@@ -189,6 +96,28 @@ struct Op : OrtCustomOp
     }
 };
 
+using Domain = std::unique_ptr<OrtCustomOpDomain, void (*)(OrtCustomOpDomain*)>;
+
+// The domain with every op; they stay for the life of the process.
+Domain make_domain()
+{
+    static std::deque<Op> ops; // must stay where they are
+    OrtCustomOpDomain* made;
+    check(g_api->CreateCustomOpDomain(still::op_specs().front().domain.c_str(), &made));
+    Domain owner(made, g_api->ReleaseCustomOpDomain);
+    for (still_cpu::Entry const& entry : still_cpu::entries())
+        for (Type const type : {Type::kFloat32, Type::kFloat16})
+            ops.emplace_back(still::op_spec(entry.op), type, &entry);
+    // Every type where there are kernels at all: one that has none is then refused by name, and does not go to the CPU unseen.
+    for (still::OpSpec const& spec : still::op_specs())
+        if (still::Archive::get().plan(spec.name, spec.version))
+            for (Type const type : {Type::kFloat32, Type::kFloat16, Type::kBFloat16})
+                ops.emplace_back(spec, type, nullptr);
+    for (Op const& op : ops)
+        check(g_api->CustomOpDomain_Add(made, &op));
+    return owner;
+}
+
 } // namespace
 
 extern "C" __attribute__((visibility("default"))) OrtStatus* ORT_API_CALL RegisterCustomOps(
@@ -200,19 +129,7 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* ORT_API_CALL Regist
     return guarded(
         [&]
         {
-            static std::deque<Op> ops; // must stay where they are
-            static std::unique_ptr<OrtCustomOpDomain, void (*)(OrtCustomOpDomain*)> const domain = []
-            {
-                OrtCustomOpDomain* made;
-                check(g_api->CreateCustomOpDomain(specs().front().domain.c_str(), &made));
-                std::unique_ptr<OrtCustomOpDomain, void (*)(OrtCustomOpDomain*)> owner(made, g_api->ReleaseCustomOpDomain);
-                for (Entry const& entry : kEntries)
-                    for (still::OpSpec const& spec : specs())
-                        for (bool const half : {false, true})
-                            if (spec.name == entry.op)
-                                check(g_api->CustomOpDomain_Add(made, &ops.emplace_back(spec, entry, half)));
-                return owner;
-            }();
+            static Domain const domain = make_domain();
             check(g_api->AddCustomOpDomain(options, domain.get()));
         });
 }

@@ -74,7 +74,7 @@ Digest plain_sha256(unsigned char const* data, size_t bytes)
     return digest;
 }
 
-// The user's list: the same that still-export writes (still_export/package/checked.py).
+// The user's list: the same that still-export writes (still_export/package/trust.py).
 std::string list_path()
 {
     char const* const config = std::getenv("XDG_CONFIG_HOME");

@@ -1,9 +1,9 @@
 // TensorRT 8.6 (JetPack 6.0, DRIVE): IPluginV2DynamicExt over the core. Nothing of TensorRT is linked; load the library with the
 // plugin registry's load_library, or build the static-registration variant for hosts that only dlopen.
-#include "bridge.h"
+#include "logging.h"
+#include "node_op.h"
 #include "register.h"
-
-#include <cstdint>
+#include "stored_fields.h"
 
 namespace still
 {
@@ -12,87 +12,11 @@ namespace
 
 using namespace nvinfer1;
 
-constexpr uint32_t kFormat = 0x53544c31; // "STL1": changes with the layout below
-
-// The fields as bytes: format, count, then name, type, length and value of each; everything aligned to 4 bytes.
-std::string to_bytes(PluginFieldCollection const& fields)
-{
-    std::string bytes;
-    auto const number = [&](uint32_t value) { bytes.append(reinterpret_cast<char const*>(&value), sizeof(value)); };
-    auto const block = [&](void const* data, size_t size) {
-        number(static_cast<uint32_t>(size));
-        bytes.append(static_cast<char const*>(data), size);
-        bytes.resize((bytes.size() + 3) / 4 * 4);
-    };
-    number(kFormat);
-    number(static_cast<uint32_t>(fields.nbFields));
-    for (int i = 0; i < fields.nbFields; ++i)
-    {
-        PluginField const& field = fields.fields[i];
-        bool const text = field.type == PluginFieldType::kCHAR;
-        block(field.name, std::strlen(field.name) + 1);
-        number(static_cast<uint32_t>(field.type));
-        block(field.data, text ? static_cast<size_t>(field.length) : sizeof(uint32_t));
-    }
-    return bytes;
-}
-
-// Fields that point into a copy of the bytes.
-class StoredFields
-{
-public:
-    StoredFields(void const* data, size_t size) : mBytes(static_cast<char const*>(data), size)
-    {
-        if (number() != kFormat)
-            fail("the engine holds this plugin in another format. Rebuild the engine with this plugin library.");
-        uint32_t const count = number();
-        for (uint32_t i = 0; i < count; ++i)
-        {
-            auto const [name, name_size] = block();
-            if (name_size == 0 || name[name_size - 1] != '\0')
-                truncated();
-            auto const type = static_cast<PluginFieldType>(number());
-            auto const [value, value_size] = block();
-            mFields.emplace_back(name, value, type, type == PluginFieldType::kCHAR ? static_cast<int32_t>(value_size) : 1);
-        }
-    }
-
-    PluginFieldCollection collection() const { return {static_cast<int32_t>(mFields.size()), mFields.data()}; }
-
-private:
-    [[noreturn]] static void truncated() { fail("the engine's plugin data is truncated. Rebuild the engine."); }
-
-    uint32_t number()
-    {
-        uint32_t value = 0;
-        if (mBytes.size() - mAt < sizeof(value))
-            truncated();
-        std::memcpy(&value, mBytes.data() + mAt, sizeof(value));
-        mAt += sizeof(value);
-        return value;
-    }
-
-    std::pair<char const*, size_t> block()
-    {
-        size_t const size = number();
-        size_t const padded = (size + 3) / 4 * 4;
-        if (mBytes.size() - mAt < padded)
-            truncated();
-        char const* const start = mBytes.data() + mAt;
-        mAt += padded;
-        return {start, size};
-    }
-
-    std::string mBytes;
-    size_t mAt{};
-    std::vector<PluginField> mFields;
-};
-
 class Plugin final : public IPluginV2DynamicExt
 {
 public:
     Plugin(NodeOp const& node, std::string const& space)
-        : mNode(node), mNamespace(space), mVersion(std::to_string(node.op().spec().version)), mBytes(to_bytes(mNode.fields()))
+        : mNode(node), mNamespace(space), mVersion(std::to_string(node.op().spec().version)), mBytes(to_bytes(Fields(node.op(), node.activation_type()).collection()))
     {
     }
 
@@ -129,7 +53,7 @@ public:
     {
         return logged(false, [&] {
             return tensors[position].format == TensorFormat::kLINEAR
-                && mNode.accepts(position, tensors[position].type, [&](int32_t other) { return tensors[other].type; });
+                && mNode.accepts(position, tensors[position].type, tensors[mNode.first_activation()].type);
         });
     }
 
@@ -187,7 +111,7 @@ class Creator final : public IPluginCreator
 {
 public:
     explicit Creator(OpSpec const& spec)
-        : mSpec(spec), mNamespace(spec.domain), mVersion(std::to_string(spec.version)), mDeclared(NodeOp::declared(spec)),
+        : mSpec(spec), mNamespace(spec.domain), mVersion(std::to_string(spec.version)), mDeclared(declared_fields(spec)),
           mFields{static_cast<int32_t>(mDeclared.size()), mDeclared.data()}
     {
     }

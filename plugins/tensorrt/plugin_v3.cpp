@@ -1,6 +1,8 @@
 // TensorRT 10.3 to 11: IPluginV3 over the core. Nothing of TensorRT is linked; load the library with the plugin registry's
 // load_library, trtexec's --dynamicPlugins, or build the static-registration variant for hosts that only dlopen.
-#include "bridge.h"
+#include "../core/error.h"
+#include "logging.h"
+#include "node_op.h"
 #include "register.h"
 
 namespace still
@@ -13,7 +15,10 @@ using namespace nvinfer1;
 class Plugin final : public IPluginV3, public IPluginV3OneCore, public IPluginV3OneBuildV2, public IPluginV3OneRuntime
 {
 public:
-    explicit Plugin(NodeOp const& node) : mNode(node), mVersion(std::to_string(node.op().spec().version)) {}
+    explicit Plugin(NodeOp const& node)
+        : mNode(node), mVersion(std::to_string(node.op().spec().version)), mFields(node.op(), node.activation_type())
+    {
+    }
 
     IPluginCapability* getCapabilityInterface(PluginCapabilityType type) noexcept override
     {
@@ -67,7 +72,7 @@ public:
         return logged(false, [&] {
             auto const& desc = tensors[position].desc;
             return desc.format == TensorFormat::kLINEAR
-                && mNode.accepts(position, desc.type, [&](int32_t other) { return tensors[other].desc.type; });
+                && mNode.accepts(position, desc.type, tensors[mNode.first_activation()].desc.type);
         });
     }
 
@@ -102,14 +107,16 @@ public:
 
     PluginFieldCollection const* getFieldsToSerialize() noexcept override
     {
-        mFields = mNode.fields();
-        return &mFields;
+        return &mFields.collection();
     }
 
 private:
     std::vector<Tensor> largest(DynamicPluginTensorDesc const* descs, int32_t count) const
     {
-        return mNode.tensors(count, [&](int32_t i) { return descs[i].desc.type; }, [&](int32_t i) { return descs[i].max; });
+        std::vector<Tensor> given;
+        for (int32_t i = 0; i < count; ++i)
+            given.push_back(to_tensor(descs[i].desc.type, descs[i].max));
+        return mNode.tensors(std::move(given));
     }
 
     Plugin* copy() const noexcept
@@ -119,14 +126,14 @@ private:
 
     NodeOp mNode;
     std::string mVersion;
-    PluginFieldCollection mFields{};
+    Fields mFields;
 };
 
 class Creator final : public IPluginCreatorV3One
 {
 public:
     explicit Creator(OpSpec const& spec)
-        : mSpec(spec), mVersion(std::to_string(spec.version)), mDeclared(NodeOp::declared(spec)),
+        : mSpec(spec), mVersion(std::to_string(spec.version)), mDeclared(declared_fields(spec)),
           mFields{static_cast<int32_t>(mDeclared.size()), mDeclared.data()}
     {
     }

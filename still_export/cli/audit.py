@@ -10,7 +10,6 @@ from typing import Annotated
 import typer
 
 from still_export.cli.output import Output, report_folder
-from still_export.errors import ConfigError
 
 EXAMPLES = """
 Examples:
@@ -39,7 +38,7 @@ def audit(
     import torch
 
     from still_export.evaluation.audit import audit as run
-    from still_export.evaluation.audit import write_audit
+    from still_export.evaluation.audit import passed, values, write_audit
     from still_export.evaluation.evaluate import DEFAULT_HAYSTACK
     from still_export.linearization.texts import read_text, tokenize
     from still_export.models.load import load_model, load_tokenizer
@@ -50,22 +49,14 @@ def audit(
     words = load_tokenizer(tokenizer or model)
     content = read_text(text) if text else DEFAULT_HAYSTACK
     ids = tokenize(content[: 16 * tokens], words, int(loaded.config.vocab_size))[:tokens]
-    chunk = loaded.config.still.chunk_size
-    if len(ids) <= 4 * chunk:
-        raise ConfigError(f"the text has {len(ids)} tokens; an audit needs more than four chunks of {chunk}.")
     with out.steps() as step:
         step("auditing")
-        result = run(loaded, words, torch.from_numpy(ids).long())
-    write_audit(result, folder, shlex.join(["still-export", *sys.argv[1:]]))
-    mass = [f"linear mass, {k}: relative error {v:.1e}" for k, v in (result.linear_mass or {}).items()]
-    salient = ", ".join(f"{token!r} {share:.1%}" for token, share, _ in result.frequent_tokens[:6])
+        results = run(loaded, words, torch.from_numpy(ids).long())
+    write_audit(results, folder, shlex.join(["still-export", *sys.argv[1:]]))
     out.result(
-        {"folder": str(folder), **result.to_dict()},
-        f"k = C against softmax: {result.full_selection:.1e} of the logits' spread",
-        f"k = 0 against softmax within two chunks: {result.window:.1e}",
-        *mass,
-        f"most often salient: {salient}",
+        {"folder": str(folder), **values(results)},
+        *(line for result in results for line in result.lines()),
         f"report and plots: {folder}",
-        "PASSED" if result.passed else "FAILED: a property that must hold does not",
+        "PASSED" if passed(results) else "FAILED: a property that must hold does not",
     )
-    raise typer.Exit(0 if result.passed else 1)
+    raise typer.Exit(0 if passed(results) else 1)

@@ -47,9 +47,9 @@ def bench(
     """Measure prefill, decode and peak memory by context length with ONNX Runtime or TensorRT."""
     from still_export.evaluation.bench import LENGTHS, Measurement, Setting, plot, to_dict
     from still_export.evaluation.bench import bench as measure
-    from still_export.package.checked import trust_package
     from still_export.package.folder import open_package
     from still_export.package.staging import staged_files
+    from still_export.package.trust import trust_package
     from still_export.runners.opening import runtime_of
 
     opened = open_package(package)

@@ -43,7 +43,7 @@ def build(
 ) -> None:
     """Build the engines of a package with the TensorRT and the GPU of this machine; build.log keeps TensorRT's words."""
     from still_export.engines.build import BuildOptions, build_engines, reopen
-    from still_export.package.checked import trust_package
+    from still_export.package.trust import trust_package
 
     out, opened = Output(as_json, quiet), reopen(package)
     options = BuildOptions(plugin, batch, prefill_tokens, workspace, optimization_level)

@@ -41,7 +41,7 @@ def evaluate(
     contexts: Annotated[str, typer.Option(help="Context lengths for bits per byte.")] = "1024",
     text_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each text at most.")] = 1 << 17,
     tasks: Annotated[
-        str, typer.Option(help="Retrieval tasks: needle, passkey, key_value, unseen; empty: none.")
+        str, typer.Option(help="Retrieval tasks: needle, passkey, key_value, unseen, code; empty: none.")
     ] = "needle,passkey,key_value",
     lengths: Annotated[str, typer.Option(help="Prompt lengths of retrieval.")] = "1024,2048,4096",
     depths: Annotated[int, typer.Option(min=1, help="Depths at which the fact is hidden.")] = 10,

@@ -87,7 +87,7 @@ def export(
         typer.Option(help="With --quantize, LoRA pairs of an --overlay: apart or merged.", show_default="apart"),
     ] = None,
     native: Annotated[
-        bool, typer.Option("--native", help="onnx: add a native kernel for CPUs like this one (cmake, g++).")
+        bool, typer.Option("--native", help="onnx: add native kernels for CPUs like this one (cmake, g++).")
     ] = False,
     onnxruntime_include: Annotated[
         Path | None,
@@ -96,7 +96,10 @@ def export(
     fp16: Annotated[bool, typer.Option("--fp16", help="trt: half precision (the default there).")] = False,
     bf16: Annotated[bool, typer.Option("--bf16", help="trt: bfloat16, for TensorRT 10 and later.")] = False,
     arch: Annotated[
-        str | None, typer.Option(help="trt: GPUs to compile for.", show_default="sm_80,sm_86,sm_87,sm_89,sm_90")
+        str | None,
+        typer.Option(
+            help="GPUs to compile for; onnx: for --native.", show_default="trt: sm_80,sm_86,sm_87,sm_89,sm_90"
+        ),
     ] = None,
     prefill_tokens: Annotated[
         int | None, typer.Option(help="Tokens of one prefill call.", show_default="512; trt: 2048")
@@ -182,6 +185,9 @@ def export(
         "tensorrt_include": tuple(map(str, tensorrt_include)) if tensorrt_include else None,
     }
     asked = {k: v for k, v in asked.items() if v is not None}
+    if to == "onnx" and arch:
+        options = replace(options, archs=tuple(arch.split(",")))
+        del asked["arch"]
     if to == "onnx" and (asked or dump_dir):
         flags = ", ".join("--" + name.replace("_", "-") for name in (*asked, *(["dump_dir"] if dump_dir else [])))
         raise ConfigError(f"{flags}: for --to trt and trt-rtx, not for --to onnx.")
@@ -190,7 +196,7 @@ def export(
     if to != "onnx":
         if native or onnxruntime_include:
             raise ConfigError(f"--native and --onnxruntime-include are for --to onnx, not for --to {to}.")
-        options = replace(options, native=False)  # a repeated export to ONNX may have it
+        options = replace(options, native=False, archs=())  # a repeated export to ONNX may have it
         asked = {{"arch": "archs", "workspace": "workspace_mib"}.get(k, k): v for k, v in asked.items()}
         _export_trt(options, to, manifest, asked, output, force, command, out, dump_dir)
         return

@@ -14,7 +14,7 @@ from rich.console import Console
 
 import still_export
 from still_export.errors import StillExportError
-from still_export.package.checked import RunError
+from still_export.package.refusals import RunError
 
 app = typer.Typer(
     name="still-export",
@@ -22,6 +22,7 @@ app = typer.Typer(
     "still-export MODEL --to onnx -o DIR is short for still-export export MODEL --to onnx -o DIR. "
     "--debug, with any verb, shows the traceback of an error.",
     no_args_is_help=True,
+    add_completion=False,  # its options ask which shell called, and fail where none did
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode="markdown",
@@ -44,13 +45,25 @@ def _root(
 
 
 def _register() -> None:
-    from still_export.cli import audit, bench, build, evaluate, export, inspect, linearize, run, select_layers, verify
+    from still_export.cli import (
+        audit,
+        bench,
+        build,
+        doctor,
+        evaluate,
+        export,
+        inspect,
+        linearize,
+        run,
+        select_layers,
+        verify,
+    )
 
-    for module in (export, build, run, verify, inspect, bench, linearize, evaluate, audit, select_layers):
+    for module in (export, build, run, verify, inspect, bench, linearize, evaluate, audit, select_layers, doctor):
         module.register(app)
 
 
-ROOT_OPTIONS = ("-h", "--help", "--version", "--install-completion", "--show-completion")
+ROOT_OPTIONS = ("-h", "--help", "--version")
 """What stands in the place of a verb; anything else is the model of an export."""
 
 EXTRAS = {

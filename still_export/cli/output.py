@@ -76,6 +76,10 @@ class Output:
         if not self.quiet:
             print(line, file=sys.stderr)
 
+    def say(self, text: str) -> None:
+        """Print to stderr, quiet or not: the answer to a question."""
+        print(text, file=sys.stderr)
+
     @contextlib.contextmanager
     def steps(self) -> Iterator[Callable[..., None]]:
         """A spinner that names the step at work; a step that counts bytes is a bar."""
@@ -100,7 +104,7 @@ class Output:
 
     @contextlib.contextmanager
     def reading(self, tokens: int) -> Iterator[Callable[[int, int], None]]:
-        """A bar over a prompt of `tokens` tokens, gone when it was read; none for a short one."""
+        """A bar over a prompt of about `tokens` tokens, gone when it was read; none for a short one."""
         if self.quiet or tokens < LONG_PROMPT or not self.errors.is_terminal:
             yield lambda done, total: None
             return
@@ -109,7 +113,7 @@ class Output:
             task = progress.add_task("reading", total=tokens)
 
             def advance(done: int, total: int) -> None:
-                progress.update(task, completed=done)
+                progress.update(task, completed=done, total=total)
                 if done == total:
                     progress.stop()
 

@@ -19,7 +19,13 @@ Examples:
 
     still-export run package --chat --temperature 0.7 --top-p 0.9 --seed 1
 
-    still-export run package --prompt-file long.txt --tokens 100
+    cat long.txt | still-export run package --tokens 100
+
+A long text is read once and asked many times:
+
+    still-export run package --chat --prompt-file long.txt --save-state long.safetensors
+
+    still-export run package --chat --load-state long.safetensors --prompt " Who wrote this?"
 """
 
 
@@ -30,8 +36,10 @@ def register(app: typer.Typer) -> None:
 
 def run(
     package: Annotated[Path, typer.Argument(help="Package folder.")],
-    prompt: Annotated[str | None, typer.Option(help="Text to continue; with --chat the first message.")] = None,
-    prompt_file: Annotated[Path | None, typer.Option(help="File with the text to continue.")] = None,
+    prompt: Annotated[
+        str | None, typer.Option(help="Text to continue, or with --chat the first message; - reads standard input.")
+    ] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="File with that text.")] = None,
     prompt_ids: Annotated[str | None, typer.Option(help="Token ids to continue, separated by commas.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Use the model's chat format; without a prompt, talk.")] = False,
     system: Annotated[str | None, typer.Option(help="System message of a chat.")] = None,
@@ -40,6 +48,14 @@ def run(
     top_k: Annotated[int, typer.Option(min=0, help="0 = all.")] = 0,
     top_p: Annotated[float, typer.Option(help="1 = all.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends an answer; repeatable.")] = None,
+    when_full: Annotated[
+        str, typer.Option(help="Chat at the end of the capacity: ask, drop the oldest turns, or stop.")
+    ] = "ask",
+    save_state: Annotated[
+        Path | None, typer.Option(help="Read the prompt, write the state into this file, answer nothing.")
+    ] = None,
+    load_state: Annotated[Path | None, typer.Option(help="Go on from a state that --save-state wrote.")] = None,
     threads: Annotated[int, typer.Option(min=0, help="0 = ONNX Runtime's choice.")] = 0,
     provider: Annotated[str, typer.Option(help="Of ONNX Runtime: cpu or cuda.")] = "cpu",
     runtime: Annotated[str | None, typer.Option(help="ort, trt or torch.", show_default="the package's target")] = None,
@@ -50,53 +66,78 @@ def run(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No timings on stderr.")] = False,
 ) -> None:
     """Continue a prompt, or chat, with ONNX Runtime or TensorRT; prompts of any length are fed in pieces."""
-    from still_export.package.checked import trust_package
-    from still_export.package.folder import open_package
+    from still_export.api import load
+    from still_export.cli.chat import WHEN_FULL, talk
+    from still_export.runners.conversation import Conversation
     from still_export.runners.cuda_driver import CudaError
-    from still_export.runners.opening import open_runner, runtime_of
     from still_export.runners.sampling import RunError, Sampling
-    from still_export.runners.text import Text, stream_answer, token_ids
-    from still_export.runners.text import chat as talk
+    from still_export.runners.snapshot import Snapshot
+    from still_export.runners.text import write_answer
 
-    if sum(x is not None for x in (prompt, prompt_file, prompt_ids)) + int(chat and prompt is None) != 1:
-        raise typer.BadParameter("give exactly one of --prompt, --prompt-file, --prompt-ids, --chat")
-    manifest = open_package(
-        package, check_hashes=False
-    ).manifest  # the runner compares them, the weights' while it loads them
-    runtime = runtime_of(manifest["target"], runtime)
+    given = [x for x in (prompt, prompt_file, prompt_ids) if x is not None]
+    if not given and not chat and not sys.stdin.isatty():
+        prompt = "-"
+        given.append(prompt)
+    if len(given) > 1 or not (given or chat) or (chat and prompt_ids is not None):
+        raise typer.BadParameter(
+            "give one of --prompt, --prompt-file, --prompt-ids, --chat, or a text on standard input"
+        )
+    if when_full not in WHEN_FULL:
+        raise typer.BadParameter(f"--when-full {when_full} is unknown; known: {', '.join(WHEN_FULL)}")
+    if save_state and not given:
+        raise typer.BadParameter("--save-state saves what a prompt leaves: give --prompt or --prompt-file")
     out = Output(as_json, quiet)
     if not check:
         print("--no-check: damaged weights go unnoticed", file=sys.stderr)
     try:
-        if trust_native:
-            trust_package(package)
         sampling = Sampling(temperature, top_k, top_p, seed)
-        model = open_runner(package, manifest, runtime, provider, threads, plugin, check)
-        model.start()
-        if prompt_ids is not None:
-            try:
-                ids = token_ids(prompt_ids)
-            except ValueError:
-                raise ConfigError(f"--prompt-ids {prompt_ids}: give numbers separated by commas.") from None
-            text = None
-        else:
-            text = Text(model)
-            if prompt is None and prompt_file is None:
-                talk(model, text, tokens, sampling, system)
+        model = load(
+            package,
+            runtime=runtime,  # type: ignore[arg-type]  # checked there
+            provider=provider,  # type: ignore[arg-type]
+            threads=threads,
+            plugin=plugin,
+            trust_native=trust_native,
+            check=check,
+        )
+        prefix = Snapshot.load(load_state) if load_state else None
+        if not given:
+            talk(Conversation(model.runner, model.text, tokens, sampling, system, stop or (), prefix), out, when_full)
+            return
+        model.restore(prefix)
+        content = _read(prompt_file) if prompt_file else sys.stdin.read() if prompt == "-" else prompt or ""
+        with out.reading(len(content) // 4) as progress:
+            if save_state:
+                snapshot = model.read(_ids(prompt_ids) or content, chat=chat, system=system, progress=progress)
+                snapshot.save(save_state)
+                out.log(f"[{snapshot.length} tokens read into {save_state}, {save_state.stat().st_size / 1e6:.1f} MB]")
                 return
-            content = prompt if prompt_file is None else _read(prompt_file)
-            ids = text.turn(content or "", True, system) if chat else text.encode(content or "")
-        stream = None if as_json else sys.stdout
-        with out.reading(len(ids)) as progress:
-            answer = stream_answer(model, text, ids, tokens, sampling, stream, progress)
+            messages = [{"role": "user", "content": content}]
+            if system is not None:
+                messages.insert(0, {"role": "system", "content": system})
+            request = _ids(prompt_ids) or (messages if chat else content)
+            answer = model.answer(request, tokens, sampling, stop or (), as_text=prompt_ids is None, progress=progress)
+            write_answer(answer, None if as_json else sys.stdout)
     except (RunError, CudaError) as error:
         raise PackageError(str(error)) from error
+
     if as_json:
-        print(json.dumps(answer))
+        print(json.dumps(answer.to_dict()))
     out.log(
-        f"[{answer['prompt_tokens']} prompt tokens, first token after {answer['first_token_s']:.2f} s, "
-        f"{answer['decode_tokens_per_s']:.1f} tokens/s]"
+        f"[{answer.prompt_tokens} prompt tokens, first token after {answer.first_token_s:.2f} s, "
+        f"{answer.decode_tokens_per_s:.1f} tokens/s]"
     )
+
+
+def _ids(given: str | None) -> list[int] | None:
+    if given is None:
+        return None
+    from still_export.runners.text import token_ids
+
+    try:
+        return token_ids(given)
+    except ValueError:
+        raise ConfigError(f"--prompt-ids {given}: give numbers separated by commas.") from None
 
 
 def _read(path: Path) -> str:

@@ -69,9 +69,9 @@ def verify(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
     """Compare ONNX Runtime or TensorRT with PyTorch on logits, every state tensor and every selection; exit 1 on a mismatch."""
-    from still_export.package.checked import trust_package
     from still_export.package.folder import open_package
     from still_export.package.staging import staged_files
+    from still_export.package.trust import trust_package
     from still_export.proof.quantized import price_of
     from still_export.proof.recorded import RecordedCases, record_cases
     from still_export.proof.sessions import Target

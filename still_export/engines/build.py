@@ -16,8 +16,8 @@ from still_export.engines.builder_log import Progress
 from still_export.engines.options import GENERATED, TrtOptions
 from still_export.engines.row_check import WrongEngineError, check_rows
 from still_export.errors import PackageError
-from still_export.package.checked import trust
 from still_export.package.folder import BEFORE, MANIFEST, Package, open_package, write_manifest
+from still_export.package.trust import trust
 from still_export.runners.tensorrt import TrtModel
 from still_export.runners.trt_engine import TrtError
 

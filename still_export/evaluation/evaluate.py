@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from still_export.errors import ConfigError, NotLinearizedError
-from still_export.evaluation.chat import chat_ends, unseen
+from still_export.evaluation.chat import chat_ends, template, unseen
+from still_export.evaluation.code import code_prompts
 from still_export.evaluation.questions import CHAT
-from still_export.linearization.modes import SOFTMAX, make_trainable
 from still_export.linearization.tasks import TaskWriter, task_named
 from still_export.linearization.texts import check_ids, read_text, tokenize
 from still_export.mixers.config import FULL, StillConfig
-from still_export.mixers.hybrid_attention.module import StillAttention
+from still_export.mixers.registry import MIXERS
 from still_export.models.load import load_model
 
-VARIANTS = ("still", "no_salient_tokens", "window_only", "no_norm_preserving_map")
-TEACHER, UNSEEN = "teacher", "unseen"
+VARIANTS = ("still", *(part for mixer in MIXERS.values() for part in mixer.parts))
+TEACHER, UNSEEN, CODE = "teacher", "unseen", "code"
 TOKENS_AT_ONCE = {"cuda": 1 << 16, "cpu": 1 << 13}
 """Tokens of one forward pass; bounds the logits, 1.6 GB for 8K tokens of a 49K vocabulary."""
 
@@ -38,7 +38,8 @@ class EvaluationOptions:
         texts: Text files for bits per byte; context_lengths: at these contexts, every block on its own.
         text_tokens: Tokens of each text at most.
         tasks, lengths, depths, samples: Retrieval: samples prompts for each task, length and depth (0 = far, 1 = near the question).
-            The task "unseen" has forms of facts that no training row has; it is answered in a chat.
+            The task "unseen" has forms of facts that no training row has; it is answered in a chat. "code" asks about files of
+            source code, in the first text, of half to the whole of a length.
         chat: So many questions of a chat are answered, whose ends and repetitions are counted.
         variants: Of a STILL model.
     """
@@ -56,7 +57,7 @@ class EvaluationOptions:
 
     def __post_init__(self) -> None:
         for name in self.tasks:
-            if name != UNSEEN:
+            if name not in (UNSEEN, CODE):
                 task_named(name)
         for name in self.variants:
             if name not in VARIANTS:
@@ -151,6 +152,8 @@ def by_depth(
     model: Any, tokenizer: Any, task: str, length: int, options: EvaluationOptions, texts: dict[str, str]
 ) -> list[float]:
     """Share of right answers of a task at a length."""
+    if task == CODE:
+        return about_code(model, tokenizer, length, options, texts)
     if task != UNSEEN:
         return retrieval(model, tokenizer, task, length, options, texts)
     hay = [text[: 200 * length] for text in texts.values()] or [DEFAULT_HAYSTACK]
@@ -158,6 +161,20 @@ def by_depth(
     at_once = max(1, TOKENS_AT_ONCE[model.device.type] // length)
     rng = np.random.default_rng((options.seed, length, 1))
     return unseen(model, tokenizer, fillers, length, options.depths, options.samples, rng, at_once)
+
+
+def about_code(
+    model: Any, tokenizer: Any, length: int, options: EvaluationOptions, texts: dict[str, str]
+) -> list[float]:
+    """Share of right answers about files of source code, by the place of what is asked for."""
+    rng = np.random.default_rng((options.seed, length, 2))
+    text = next(iter(texts.values()), "")
+    rows = code_prompts(tokenizer, template(tokenizer), text, length, options.depths, options.samples, rng)
+    # Prompts differ in length, and padding is not worth while for a few.
+    return [
+        sum(answered(model, torch.from_numpy(ids[None]).to(model.device), [count]) for ids, count in part) / len(part)
+        for part in rows
+    ]
 
 
 def load_any(source: str, teacher: str | None, dtype: str, generates: bool = False) -> dict[str, Any]:
@@ -174,8 +191,8 @@ def load_any(source: str, teacher: str | None, dtype: str, generates: bool = Fal
             return load_model(path, attach_untrained=True, still_config=full, dtype=dtype)
         # The loader checks files and reads GGUF; in softmax mode the attached maps and gates are not used.
         model = load_model(path, attach_untrained=True, dtype=dtype)
-        for attention in make_trainable(model):
-            attention.mode = SOFTMAX
+        for mixer in MIXERS.values():
+            mixer.restore_base(model)
         return model
 
     models = {} if teacher is None else {TEACHER: softmax(teacher)}
@@ -202,33 +219,10 @@ def measurements(models: Sequence[str], options: EvaluationOptions) -> int:
     return variants * (texts + tasks + bool(options.chat))
 
 
-@contextlib.contextmanager
-def without(model: Any, variant: str) -> Iterator[None]:
-    """`model` as `variant` inside the block.
-
-    no_salient_tokens: k = 0, all tokens beyond the window are linear. window_only: those contribute nothing either: features that are
-    relu of a zero projection. no_norm_preserving_map: the same directions, without the norm of queries and keys.
-    """
-    modules = [m for m in model.modules() if isinstance(m, StillAttention)]
-    changes: dict[str, dict[str, Any]] = {
-        "no_salient_tokens": {"salient_per_chunk": 0},
-        "window_only": {"salient_per_chunk": 0, "feature_map": "relu"},
-        "no_norm_preserving_map": {"feature_map": "softmax_pm"},
-    }
-    before = [(m.still, m.feature_q_weight, m.feature_k_weight) for m in modules]
-    for module in modules:
-        change = dict(changes.get(variant, {}))
-        if variant == "no_norm_preserving_map" and module.still.feature_map != "np_softmax_pm":
-            change = {}
-        module.still = replace(module.still, **change)
-        if variant == "window_only":
-            module.feature_q_weight = nn.Parameter(torch.zeros_like(module.feature_q_weight))
-            module.feature_k_weight = nn.Parameter(torch.zeros_like(module.feature_k_weight))
-    try:
-        yield
-    finally:
-        for module, (still, query, key) in zip(modules, before, strict=True):
-            module.still, module.feature_q_weight, module.feature_k_weight = still, query, key
+def without(model: Any, variant: str) -> contextlib.AbstractContextManager[None]:
+    """`model` as `variant` inside the block: a part of its layers switched off, as their mixers know it."""
+    owner = next((mixer for mixer in MIXERS.values() if variant in mixer.parts), None)
+    return contextlib.nullcontext() if owner is None else owner.without(model, variant)
 
 
 @torch.no_grad()
@@ -282,6 +276,7 @@ def retrieval(
     return found
 
 
+@torch.no_grad()
 def answered(model: Any, ids: Tensor, counts: Sequence[int]) -> int:
     """Rows of `ids` [B, T] whose last `counts` tokens are each the most likely continuation."""
     longest = max(counts)

@@ -47,25 +47,25 @@ def bits_per_byte(values: Mapping[str, Mapping[str, float]], path: Path) -> None
     figure.savefig(path, dpi=120)
 
 
-def norm_profile(profile: Mapping[str, Mapping[str, Sequence[float]]], path: Path) -> None:
-    """Mean norm per layer of queries and keys: before the map, after it, and after its direction alone."""
-    figure, axes = _figure(len(profile), 1, 4 * len(profile), 3)
-    for axis, (side, lines) in zip(axes[0], profile.items(), strict=True):
+def profile(panels: Mapping[str, Mapping[str, Sequence[float]]], label: str, path: Path) -> None:
+    """Lines over layers, side by side by panel: panel -> line -> value of each layer."""
+    figure, axes = _figure(len(panels), 1, 4 * len(panels), 3)
+    for axis, (panel, lines) in zip(axes[0], panels.items(), strict=True):
         for name, (values, style) in zip(lines, zip(lines.values(), ("-o", "--x", ":s"), strict=False), strict=False):
             axis.plot(values, style, label=name, markersize=4)
-        axis.set_title(side, fontsize=9)
+        axis.set_title(panel, fontsize=9)
         axis.set_xlabel("layer", fontsize=8)
         axis.legend(fontsize=7)
-    axes[0][0].set_ylabel("mean norm", fontsize=8)
+    axes[0][0].set_ylabel(label)
     figure.savefig(path, dpi=120)
 
 
-def salient_offsets(counts: np.ndarray, path: Path) -> None:
-    """How often each offset of a chunk is selected, [layers, C]; white is a uniform choice."""
+def shares(counts: np.ndarray, label: str, path: Path) -> None:
+    """How often each place is chosen, [layers, places]; white is a uniform choice."""
     figure, axes = _figure(1, 1, 7, 3)
     uniform = counts.mean(1, keepdims=True)
     image = axes[0][0].imshow(counts / np.maximum(uniform, 1e-9), cmap="coolwarm", vmin=0, vmax=2, aspect="auto")
-    axes[0][0].set_xlabel("offset in the chunk", fontsize=8)
+    axes[0][0].set_xlabel(label, fontsize=8)
     axes[0][0].set_ylabel("layer", fontsize=8)
-    figure.colorbar(image, ax=axes[0][0], label="selected, relative to uniform")
+    figure.colorbar(image, ax=axes[0][0], label="relative to uniform")
     figure.savefig(path, dpi=120)

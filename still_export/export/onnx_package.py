@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from still_export.errors import ConfigError, ModelNotFoundError, UnsupportedError
 from still_export.export.chat_format import chat_format
+from still_export.export.native import demand_native
 from still_export.fields import check_types
 from still_export.mixers.config import DEPLOYMENT, StillConfig, head_size
 from still_export.package.bundle import write_programs
-from still_export.package.checked import trust
 from still_export.package.folder import MANIFEST, MODEL, Package, open_package, staged_folder, write_manifest
+from still_export.package.trust import trust
 from still_export.quantization.policy import DEFAULT_BLOCK_SIZE, DEFAULT_LORA, DEFAULT_METHOD, Quantization
 from still_export.runners.ort import RECORDED, recorded_text
 
@@ -49,6 +50,7 @@ class ExportOptions:
         overlays: Adapters or feature maps to add.
         revision: Of a hub id.
         native: Put a native kernel for CPUs like this one into the package.
+        archs: GPUs that its library has kernels for too, such as "sm_90".
         still: Fields of the STILL configuration: those of DEPLOYMENT of any model, others of models that do not carry one.
         prefill_tokens: Tokens of one prefill call; None = PREFILL_TOKENS.
         quantize: Scheme of the weights' bits (quantization/policy.py); None: as `dtype` says.
@@ -62,6 +64,7 @@ class ExportOptions:
     overlays: tuple[str, ...] = ()
     revision: str | None = None
     native: bool = False
+    archs: tuple[str, ...] = ()
     still: dict[str, Any] = field(default_factory=dict)
     prefill_tokens: int | None = None
     quantize: str | None = None
@@ -73,6 +76,8 @@ class ExportOptions:
         self.quantization()
         if self.prefill_tokens is not None and self.prefill_tokens < 1:
             raise ConfigError(f"prefill_tokens={self.prefill_tokens}; it must be at least 1.")
+        if self.archs and not self.native:
+            raise ConfigError(f"--arch {','.join(self.archs)} compiles kernels into the native library: add --native.")
 
     def still_config(self) -> StillConfig | None:
         """The STILL configuration asked for, None where nothing was."""
@@ -110,7 +115,7 @@ class ExportOptions:
         try:
             values = dict(manifest["config"])
             check_types(cls, values, f"{MANIFEST}: config", ConfigError)
-            values["overlays"] = tuple(values["overlays"])
+            values |= {name: tuple(values.get(name, ())) for name in ("overlays", "archs")}
             return cls(**values)
         except (KeyError, TypeError) as error:
             raise ConfigError(f"the manifest has no export configuration that this version reads: {error}.") from error
@@ -171,22 +176,24 @@ def export_onnx(
     with staged_folder(target, force) as folder:
         say("copying the tokenizer")  # before the weights: its own work memory would come on top of them
         text = _write_text_files(options, folder)
-        native = _write_native(options, folder, onnxruntime_include, say)
+        if options.native:
+            demand_native(onnxruntime_include)
         say("reading the model")
         source = find_source(options)
         model = source.outline()
-        describe = {**_describe(model, options, command), **text, **native}
-        if native and describe["model"]["dtype"] not in NATIVE_DTYPES:
+        describe = {**_describe(model, options, command), **text}
+        if options.native and not options.archs and describe["model"]["dtype"] not in NATIVE_DTYPES:
             raise UnsupportedError(
                 f"--native computes {' and '.join(NATIVE_DTYPES)}, not {describe['model']['dtype']}. Export with --dtype float32, "
-                "or without --native."
+                "without --native, or with --arch for GPUs."
             )
         model.generation_config.save_pretrained(folder)
         say("tracing")
         describe |= _write_model(model, source.weights, options, folder, say, describe)
+        native = _write_native(options, folder, onnxruntime_include, say)
         write_programs(folder, ["ort"])
         say("hashing")
-        write_manifest(folder, describe)
+        write_manifest(folder, {**describe, **native})
     return open_package(target, check_hashes=False)
 
 
@@ -197,7 +204,7 @@ def _write_native(options: ExportOptions, folder: Path, include: Path | None, sa
     from still_export.export.native import add_native
 
     say("compiling the native kernel")
-    description = add_native(folder, include)
+    description = add_native(folder, include, options.archs)
     trust(folder / description["library"])
     return {"native": description}
 
@@ -250,7 +257,7 @@ def _describe(model: Any, options: ExportOptions, command: str) -> dict[str, Any
     return {
         "target": "onnx",
         "command": command,
-        "config": {**asdict(options), "overlays": list(options.overlays)},
+        "config": {**asdict(options), "overlays": list(options.overlays), "archs": list(options.archs)},
         "ops": ops,
         "model": {
             "family": config.model_type.removeprefix("still_"),

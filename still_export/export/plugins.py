@@ -7,7 +7,9 @@ import os
 import shutil
 import struct
 import subprocess
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from still_graphs.errors import StillExportError
 
@@ -62,6 +64,27 @@ def pack_archive(folders: list[Path], target: Path) -> Path:
     return target
 
 
+def compile_archive(variants: Mapping[str, list[Any]], archs: Sequence[str], target: Path) -> Path:
+    """Compile kernels ahead of time and pack them.
+
+    Args:
+        variants: What each op's kernels are compiled for.
+        archs: Such as "sm_90".
+        target: File to write; a folder beside it holds the parts meanwhile.
+
+    Returns:
+        target.
+    """
+    from still_kernels.aot import parse_arch, write_archive
+
+    parts = target.with_name(f".{target.name}.parts")
+    for op, wanted in variants.items():
+        write_archive(parts / op, [parse_arch(a) for a in archs], op, wanted)
+    pack_archive(sorted(parts.iterdir()), target)
+    shutil.rmtree(parts)
+    return target
+
+
 def find_tensorrt_headers(asked: tuple[str, ...] = ()) -> list[Path]:
     """Folders of NvInfer.h: those asked for, or those of STILL_TENSORRT_INCLUDE, or the usual places that have it.
 
@@ -82,6 +105,7 @@ def build_plugins(
     tensorrt_include: Path | None = None,
     cuda_include: Path | None = None,
     runner: bool = False,
+    ops: tuple[Path, ...] = (),
 ) -> Path:
     """Compile the core, and the TensorRT adapter where its headers are given, with CMake.
 
@@ -91,6 +115,7 @@ def build_plugins(
         tensorrt_include: Folder of NvInfer.h, or None for the core alone.
         cuda_include: Folder of cuda_runtime_api.h; None looks in the usual places.
         runner: Build still_run too.
+        ops: Folders of ops beside still-export's own.
 
     Returns:
         build.
@@ -99,7 +124,12 @@ def build_plugins(
         PluginBuildError: CMake or the sources are missing, or the build fails; carries the tool's output.
     """
     options = {"STILL_ARCHIVE": archive, "TENSORRT_INCLUDE_DIR": tensorrt_include, "CUDA_INCLUDE_DIR": cuda_include}
-    return run_cmake(SOURCE, build, {**options, "STILL_RUNNER": "ON" if runner else "OFF"})
+    return run_cmake(SOURCE, build, {**options, "STILL_RUNNER": "ON" if runner else "OFF", "STILL_OPS": op_list(ops)})
+
+
+def op_list(folders: tuple[Path, ...]) -> str:
+    """Folders of ops as CMake takes them."""
+    return ";".join(str(folder.resolve()) for folder in folders)
 
 
 def run_cmake(source: Path, build: Path, options: dict[str, Path | str | None], target: str = "all") -> Path:

@@ -13,10 +13,10 @@ from typing import Any
 from still_export.engines.options import GENERATED, TrtOptions
 from still_export.errors import UnsupportedError
 from still_export.export.onnx_package import ExportOptions, Progress, export_onnx, silent
-from still_export.export.plugins import build_plugins, find_tensorrt_headers, pack_archive
+from still_export.export.plugins import build_plugins, compile_archive, find_tensorrt_headers
 from still_export.package.bundle import PROGRAMS, write_programs
-from still_export.package.checked import trust
 from still_export.package.folder import MANIFEST, MODEL, Package, open_package, staged_folder, write_manifest
+from still_export.package.trust import trust
 
 KERNELS = "kernels.bin"
 WEIGHTS = f"{MODEL}.data"
@@ -161,15 +161,9 @@ def _value_types(graph: Any) -> dict[str, str]:
 
 def _write_plugins(graph: Any, folder: Path, trt: TrtOptions, say: Progress) -> dict[str, str]:
     """Compile the kernels and, for each set of headers, a plugin library; library file by major version of TensorRT."""
-    from still_kernels.aot import parse_arch, write_archive
-
     demand_kernels(graph)
     say(f"compiling kernels for {', '.join(trt.architectures)}")
-    kernels = folder / ".kernels"
-    for op, variants in kernel_variants(graph).items():
-        write_archive(kernels / op, [parse_arch(a) for a in trt.architectures], op, variants)
-    archive = pack_archive(sorted(kernels.iterdir()), folder / KERNELS)
-    shutil.rmtree(kernels)
+    archive = compile_archive(kernel_variants(graph), trt.architectures, folder / KERNELS)
     libraries = {}
     for include in find_tensorrt_headers(trt.tensorrt_include):
         say(f"compiling the plugin library for the headers in {include}")

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from still_export.errors import CheckpointError, ConfigError
-from still_export.linearization.modes import window_factor
 from still_export.linearization.recipe import Recipe
 from still_export.mixers.config import FULL, StillConfig
-from still_export.models.checkpoint import in_range, iterate_tensors
+from still_export.mixers.hybrid_attention.modes import window_factor
+from still_export.models.checkpoint import SCALE, in_range, int8_rows, iterate_tensors
 from still_export.models.convert import plain_names
 from still_export.models.files import Adapter, read_checked
 from still_export.models.load import load_model
@@ -77,12 +77,14 @@ def take_window_factors(tensors: dict[str, Tensor], still: StillConfig, layers: 
 
 
 def save_adapter(folder: Path, tensors: Mapping[str, Tensor], still: StillConfig, recipe: Recipe) -> None:
-    """Write the adapter's weights as float16, and its configuration: PEFT's fields and the STILL configuration."""
+    """Write the adapter's weights, float16 or int8 rows, and its configuration: PEFT's fields and the STILL configuration."""
     folder.mkdir(parents=True, exist_ok=True)
-    stored = {
-        name: in_range(name, tensor.detach(), torch.float16, " of the adapter").contiguous()
-        for name, tensor in tensors.items()
-    }
+    stored = {}
+    for name, tensor in tensors.items():
+        if recipe.adapter_dtype == "int8" and tensor.dim() > 1:
+            stored[name], stored[name + SCALE] = (part.contiguous() for part in int8_rows(tensor.detach()))
+        else:
+            stored[name] = in_range(name, tensor.detach(), torch.float16, " of the adapter").contiguous()
     save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
     values = {
         "peft_type": "LORA",

@@ -21,13 +21,19 @@ from still_export.errors import ConfigError, TrainingError
 from still_export.export.chat_format import chat_format
 from still_export.linearization import adapter
 from still_export.linearization.forms import NaturalWriter
-from still_export.linearization.modes import HYBRID, SOFTMAX, TrainableAttention, attention_mode, make_trainable
 from still_export.linearization.objectives import FinetuneObjective, TransferObjective
 from still_export.linearization.objectives import cross_entropy as per_token
 from still_export.linearization.recipe import Recipe
 from still_export.linearization.tasks import TaskWriter, Weighing
 from still_export.linearization.texts import Batches, Corpus, held_out_rows, read_chats, read_corpus
 from still_export.linearization.trainer import Progress, StageReport, Trainer
+from still_export.mixers.hybrid_attention.modes import (
+    HYBRID,
+    SOFTMAX,
+    TrainableAttention,
+    attention_mode,
+    make_trainable,
+)
 from still_export.models.load import load_model, load_tokenizer
 from still_export.package.staging import staged_folder
 
@@ -168,6 +174,7 @@ class LinearizationRun:
             "micro_batch_size",
             "gradient_checkpointing",
             "precision",
+            "adapter_dtype",
             "texts",
             "base",
             "tokenizer",

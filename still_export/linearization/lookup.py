@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from still_export.linearization.modes import SOFTMAX, TrainableAttention, attention_mode
 from still_export.linearization.tasks import TaskWriter, task_named
+from still_export.mixers.hybrid_attention.modes import SOFTMAX, TrainableAttention, attention_mode
 
 PROMPTS = 6
 

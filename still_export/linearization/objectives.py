@@ -10,7 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from still_export.linearization.modes import HYBRID, SOFTMAX, TRANSFER, TrainableAttention, attention_mode, fused
+from still_export.mixers.hybrid_attention.modes import (
+    HYBRID,
+    SOFTMAX,
+    TRANSFER,
+    TrainableAttention,
+    attention_mode,
+    fused,
+)
 
 SLICE = 4096
 """Positions whose loss is computed at a time: float32 copies of all logits would be most of the memory."""

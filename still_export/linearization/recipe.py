@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ CHOICES = {
     "loss": ("ce", "kl"),
     "answer_loss": ("same", "ce"),
     "precision": ("fp32", "bf16"),
+    "adapter_dtype": ("float16", "int8"),
     "device": ("auto", "cpu"),
 }
 
@@ -88,6 +89,7 @@ class Recipe:
     weight_decay: float = option(0.0, "Of AdamW.")
     clip_norm: float = option(1.0, "Greatest norm of the gradient; 0 = any.")
     precision: str = option("fp32", "Of the products around the attention: fp32 or bf16.")
+    adapter_dtype: str = option("float16", "Of the adapter's file: float16, or int8 rows, half of the size.")
     gradient_checkpointing: bool = option(False, "Recompute activations: less memory, more time.")
     seed: int = option(0, "Of data and LoRA.")
     held_out: float = option(0.02, "Share of each text that is held out.")
@@ -204,7 +206,7 @@ def read_recipe(path: Path | None, given: Mapping[str, Any]) -> Recipe:
         if isinstance(values.get("texts"), list):
             values["texts"] = [_beside(path, str(text)) for text in values["texts"]]
     try:
-        return replace(Recipe(**values), **given)
+        return Recipe(**{**values, **given})
     except TypeError as error:
         raise ConfigError(f"{path or 'the options'}: a value has the wrong type: {error}.") from error
 

@@ -1,10 +1,13 @@
-"""What the generic rooms ask of a mixer: its op, the sizes of its states, its cache layer, the module that takes a family's place."""
+"""What the generic rooms ask of a mixer: its op, the sizes of its states, its cache layer, the module that takes a family's place;
+and, for evaluation, its parts and its audit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
+import numpy as np
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
@@ -103,13 +106,43 @@ class StillCacheLayer(CacheLayerMixin):
         self.map_rows(lambda x: x.index_select(0, indices.to(x.device)))
 
 
+Profile = Mapping[str, Mapping[str, Sequence[float]]]
+"""Panel -> line -> value of each layer."""
+
+
+class Audit(Protocol):
+    """Results of an audit of a mixer's layers."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether everything that must hold holds."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Values that JSON can hold."""
+
+    def lines(self) -> list[str]:
+        """What a reader sees first."""
+
+    def profiles(self) -> Mapping[str, Profile]:
+        """Lines over layers to be plotted, by name."""
+
+    def shares(self) -> Mapping[str, np.ndarray]:
+        """Choices counted by layer and place, [layers, places], to be plotted, by name."""
+
+
 class Mixer(Protocol):
-    """What one layer does with its tokens and its state. `config` is a STILL family configuration, `index` a layer of it."""
+    """What one layer does with its tokens and its state; mixers derive from it.
+
+    `config` is a STILL family configuration, `index` a layer of it.
+    """
 
     name: str
     """In `layer_types`."""
 
     op: OpSpec
+
+    parts: tuple[str, ...] = ()
+    """Variants of a model that `without` makes."""
 
     def attributes(self, config: Any, index: int) -> dict[str, AttributeValue]:
         """Attributes of the layer's op."""
@@ -122,3 +155,19 @@ class Mixer(Protocol):
 
     def module(self, base: nn.Module, config: Any, index: int) -> nn.Module:
         """The module that takes the place of the family's attention module `base`."""
+
+    def without(self, model: nn.Module, part: str) -> AbstractContextManager[None]:
+        """`model` with a part of these layers switched off, one of `parts`, inside the block."""
+        return nullcontext()
+
+    def restore_base(self, model: nn.Module) -> None:
+        """Let these layers compute the attention of the base model, for good; nothing to do where they do."""
+        return None
+
+    def audit(self, model: Any, tokenizer: Any, ids: Tensor) -> Audit | None:
+        """Audit these layers of `model` on token ids [T]; None where there is nothing that must hold.
+
+        Raises:
+            ConfigError: The text is too short.
+        """
+        return None

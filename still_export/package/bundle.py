@@ -11,10 +11,10 @@ from pathlib import Path
 
 import still_export.runners
 import still_graphs
-from still_export.package import checked
 
 RUNTIME = "runtime"
-SHARED = ("base", "sampling", "text")
+SHARED = ("base", "sampling", "text", "conversation", "program")
+CHECKS = ("refusals", "files", "checked", "external", "trust")
 RUNNERS = {"ort": (), "tensorrt": ("trt_engine", "cuda_driver")}
 """Runners by module, with the modules that they alone need."""
 PROGRAMS = {"ort": "run_ort.py", "tensorrt": "run_trt.py"}
@@ -42,7 +42,8 @@ def write_programs(folder: Path, runners: Sequence[str]) -> None:
         _copy(sources / f"{name}.py", target / f"{name}.py")
     _copy(Path(still_graphs.__file__).parent / "states.py", folder / RUNTIME / "states.py")
     (folder / RUNTIME / "package").mkdir()
-    _copy(Path(checked.__file__), folder / RUNTIME / "package/checked.py")
+    for name in CHECKS:
+        _copy(Path(__file__).with_name(f"{name}.py"), folder / RUNTIME / "package" / f"{name}.py")
     for runner in runners:
         summary = (sources / f"{runner}.py").read_text(encoding="utf-8").split('"""')[1].split(".")[0] + "."
         program = folder / PROGRAMS[runner]

@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from still_export.errors import PackageError
-from still_export.package import checked, staging
-from still_export.package.checked import FORMAT_VERSION, MANIFEST, MODEL, PLUGIN
+from still_export.package import staging
+from still_export.package.checked import FORMAT_VERSION
+from still_export.package.external import external_files
+from still_export.package.files import MANIFEST, MODEL, PLUGIN, check_hash, inside, listed, sha256
 from still_export.package.manifest import read_manifest
+from still_export.package.refusals import CheckError, RunError
 
 BEFORE = "before"
 """Folder of what a build replaces, while it runs."""
@@ -82,7 +85,7 @@ def write_manifest(folder: Path, content: dict[str, Any], known: dict[str, dict[
     """
     entries = known or {}
     files = {
-        name: entries.get(name) or {"sha256": checked.sha256(path), "size_bytes": path.stat().st_size}
+        name: entries.get(name) or {"sha256": sha256(path), "size_bytes": path.stat().st_size}
         for path in sorted(folder.rglob("*"))
         for name in [str(path.relative_to(folder))]
         if path.is_file() and not is_unlisted(path.relative_to(folder).parts[0])
@@ -110,7 +113,7 @@ def open_package(path: Path, check_hashes: bool = True, check_engines: bool = Tr
             f"{path} has no {MANIFEST}: it is no exported package. Make one with `still-export MODEL --to onnx -o {path}`."
         )
     with as_package_errors():
-        manifest = read_manifest(checked.inside(path, MANIFEST))
+        manifest = read_manifest(inside(path, MANIFEST))
         engines = {entry["file"] for entry in manifest.get("engines", [])}
         for name in manifest["files"]:
             again = "export the model again."
@@ -118,15 +121,15 @@ def open_package(path: Path, check_hashes: bool = True, check_engines: bool = Tr
                 if not check_engines:
                     continue
                 again = f"build it again: still-export build {path}"
-            if not checked.inside(path, name).exists() and name.startswith(PLUGIN):
+            if not inside(path, name).exists() and name.startswith(PLUGIN):
                 continue  # --plugin may name another, and whoever loads it says so
             try:
-                (checked.check_hash if check_hashes else checked.listed)(path, manifest, name)
-            except checked.CheckError as error:
+                (check_hash if check_hashes else listed)(path, manifest, name)
+            except CheckError as error:
                 raise PackageError(str(error).replace("export the model again.", again)) from error
-        graph = checked.listed(path, manifest, MODEL)
-        for name in checked.external_files(graph.read_bytes(), str(graph)):
-            checked.listed(path, manifest, name)
+        graph = listed(path, manifest, MODEL)
+        for name in external_files(graph.read_bytes(), str(graph)):
+            listed(path, manifest, name)
     return Package(path, manifest)
 
 
@@ -135,5 +138,5 @@ def as_package_errors() -> Iterator[None]:
     """Turn what runners say of a package into this package's errors."""
     try:
         yield
-    except checked.RunError as error:
+    except RunError as error:
         raise PackageError(str(error)) from error

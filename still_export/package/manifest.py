@@ -10,7 +10,8 @@ from pydantic import ConfigDict, Field, model_validator
 
 from still_export.errors import PackageError
 from still_export.fields import Record, check_record
-from still_export.package.checked import CHAT, FORMAT_VERSION, MOST_ROWS, MOST_TOKENS, WHOLE, check_name, other_format
+from still_export.package.checked import CHAT, FORMAT_VERSION, MOST_ROWS, MOST_TOKENS, WHOLE, other_format
+from still_export.package.files import check_name
 
 Whole = Annotated[int, Field(ge=0, le=WHOLE)]
 Count = Annotated[int, Field(ge=1, le=WHOLE)]
@@ -93,11 +94,12 @@ class State(Record):
 
 
 class Native(Record):
-    """The native kernel, and the machines that it is for."""
+    """The native kernels, and the machines that they are for; `archs`: GPUs with kernels in it."""
 
     library: str
     system: str
     machine: str
+    archs: list[str] = Field(default_factory=list)
 
 
 class QuantizedRole(Record):

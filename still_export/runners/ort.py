@@ -12,25 +12,22 @@ import argparse
 import json
 import platform
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from still_export.package.checked import (
-    MODEL,
-    UNTRUSTED,
-    CheckError,
-    Hashing,
-    check_hash,
-    external_files,
-    native_file,
-)
+from still_export.package.external import external_files
+from still_export.package.files import MODEL, Hashing, check_hash
+from still_export.package.refusals import CheckError
+from still_export.package.trust import UNTRUSTED, native_file
 from still_export.runners.base import NUMPY_TYPES, Runner
+from still_export.runners.program import run_program
 from still_export.runners.sampling import RunError
-from still_export.runners.text import run_program
-from still_graphs.states import rows_after
+from still_graphs.states import State, rows_after
 
+CUDA = "CUDAExecutionProvider"
 RECORDED = {"still.capacity": "capacity", "still.quantization": "quantization"}
 """Entries of the graph's metadata: fields of the manifest, as JSON."""
 ONNX_TYPES = {"float32": 1, "int64": 7, "float16": 10, "bfloat16": 16}
@@ -40,17 +37,29 @@ SPARE_TOKENS = 256
 states, and copies do too, so spare room costs time."""
 
 
+BODIES_ON_CUDA = (
+    "this package has no kernels for CUDA: function bodies run, at 10 times the time a token or more. "
+    "Export with --native --arch sm_90 (or what your GPU is) for kernels"
+)
+
+NO_GRAPH = -1
+"""Number of the CUDA graph of calls that are not captured."""
+
 MOST_THREADS = 1024
 """More than any machine has for one session; ONNX Runtime ends the process where it cannot start as many as asked for."""
 
 
-def native_library(folder: Path, manifest: dict[str, Any]) -> Path | None:
-    """The package's native kernel, where it is for this kind of machine and may be loaded; else one line on stderr says why not.
+def native_library(folder: Path, manifest: dict[str, Any], provider: str = "cpu") -> Path | None:
+    """The package's native kernels, where they are for this kind of machine and provider and may be loaded; else one line on stderr
+    says why not.
 
     Raises:
         RunError: It is not the file that was exported.
     """
     native = manifest.get("native")
+    if provider == "cuda" and not (native and native.get("archs")):
+        print(BODIES_ON_CUDA, file=sys.stderr)
+        return None
     if native is None:
         return None
     if (native["system"], native["machine"]) != (platform.system(), platform.machine()):
@@ -63,7 +72,12 @@ def native_library(folder: Path, manifest: dict[str, Any]) -> Path | None:
 
 
 def open_session(
-    folder: Path, manifest: dict[str, Any], options: Any, provider: str = "cpu", native: Path | None = None
+    folder: Path,
+    manifest: dict[str, Any],
+    options: Any,
+    provider: str = "cpu",
+    native: Path | None = None,
+    replay: bool = False,
 ) -> Any:
     """An onnxruntime session of the package's model.
 
@@ -71,6 +85,7 @@ def open_session(
         options: onnxruntime.SessionOptions, completed here.
         provider: "cpu" or "cuda".
         native: Library of kernels to load, from `native_library`.
+        replay: Let the CUDA provider capture calls into CUDA graphs.
 
     Raises:
         RunError: The model or the kernel cannot be loaded.
@@ -84,16 +99,22 @@ def open_session(
             raise RunError(
                 f"{native} cannot be loaded: {error}. Export the model again, on this machine or without --native."
             ) from error
-    providers = ["CUDAExecutionProvider"] if provider == "cuda" else []
+    cuda = [(CUDA, {"enable_cuda_graph": "1"} if replay else {})] if provider == "cuda" else []
     path = folder / MODEL
     try:
-        return onnxruntime.InferenceSession(str(path), options, providers=[*providers, "CPUExecutionProvider"])
+        session = onnxruntime.InferenceSession(str(path), options, providers=[*cuda, "CPUExecutionProvider"])
     except Exception as error:
         dtype = manifest["model"]["dtype"]
         advice = (
             " Its CPU provider has no bfloat16: use --provider cuda, or export float32." if dtype == "bfloat16" else ""
         )
         raise RunError(f"ONNX Runtime cannot load {path}: {' '.join(str(error).split())}.{advice}") from error
+    if cuda and CUDA not in session.get_providers():  # it goes on without a provider whose libraries it cannot open
+        raise RunError(
+            "ONNX Runtime's CUDA provider cannot start: its libraries or the driver are missing, or of another CUDA than this "
+            "onnxruntime-gpu was made for. Install the nvidia-* packages that it names, or run with --provider cpu."
+        )
+    return session
 
 
 def weight_files(folder: Path, manifest: dict[str, Any]) -> list[str]:
@@ -166,8 +187,8 @@ def check_graph(session: Any, manifest: dict[str, Any], source: Path) -> None:
 class OrtModel(Runner):
     """A package's model in ONNX Runtime.
 
-    States that the manifest allows to be written in place are; the others alternate between two buffers, so a call allocates nothing
-    but its logits.
+    States that the manifest allows to be written in place are, and with kernels all are; the others alternate between two buffers, so a
+    call allocates nothing but its logits.
 
     Args:
         folder: The package.
@@ -175,13 +196,20 @@ class OrtModel(Runner):
         provider: "cpu" or "cuda".
         profile: Write ONNX Runtime's profile beside the working directory.
         check: Compare the weights with their hashes, beside loading them.
+        replay: Replay single steps from CUDA graphs, which needs the package's kernels for CUDA.
 
     Raises:
         RunError: The package is damaged, or cannot run here.
     """
 
     def __init__(
-        self, folder: Path, threads: int = 0, provider: str = "cpu", profile: bool = False, check: bool = True
+        self,
+        folder: Path,
+        threads: int = 0,
+        provider: str = "cpu",
+        profile: bool = False,
+        check: bool = True,
+        replay: bool = False,
     ) -> None:
         import onnxruntime
 
@@ -194,20 +222,25 @@ class OrtModel(Runner):
         options.intra_op_num_threads = threads
         options.enable_profiling = profile
         options.log_severity_level = 4  # what is wrong comes as an exception, in one line
-        providers = ["CUDAExecutionProvider"] if self.device == "cuda" else []
-        missing = set(providers) - set(onnxruntime.get_available_providers())
-        if missing:
-            raise RunError(
-                f"this onnxruntime has no {missing.pop()}. Install onnxruntime-gpu, or run with --provider cpu."
-            )
-        self.native = native_library(self.folder, self.manifest) if self.device == "cpu" else None
+        if self.device == "cuda" and CUDA not in onnxruntime.get_available_providers():
+            raise RunError(f"this onnxruntime has no {CUDA}. Install onnxruntime-gpu, or run with --provider cpu.")
+        self.native = native_library(self.folder, self.manifest, self.device)
+        if replay and (self.device != "cuda" or self.native is None):
+            raise RunError("CUDA graphs need --provider cuda and the package's kernels for CUDA (--native --arch).")
         hashing = Hashing(self.folder, self.manifest, weights if check else [])
         try:
-            self.session = open_session(self.folder, self.manifest, options, self.device, self.native)
+            self.session = open_session(self.folder, self.manifest, options, self.device, self.native, replay)
         finally:
             hashing.finish()
         check_graph(self.session, self.manifest, self.folder / "manifest.json")
         self._value = onnxruntime.OrtValue
+        self._run_options = onnxruntime.RunOptions
+        self.replays = replay
+        self._graphs = 0  # captured so far
+
+    def _in_place(self, state: State) -> bool:
+        """Kernels take one buffer for past and present of every state; bodies of those that the manifest names."""
+        return state.in_place or self.native is not None
 
     def _clear(self) -> None:
         self._past: dict[str, Any] = {}
@@ -225,19 +258,43 @@ class OrtModel(Runner):
             else:
                 array = np.zeros(shape, NUMPY_TYPES[state.dtype])
                 if kept is not None:
-                    previous = kept.numpy()
+                    previous = self._array(kept)
                     array[tuple(slice(0, n) for n in previous.shape)] = previous
                 past[state.name] = self._tensor(array, state.dtype)
-            if not state.in_place:
+            if not self._in_place(state):
                 self._spare[state.name] = self._tensor(np.zeros(shape, NUMPY_TYPES[state.dtype]), state.dtype)
         self._past = past
         self._bindings: dict[tuple[int, int], Any] = {}
+        self._step: Any = None
         self._turn = 0
 
     def _tensor(self, array: np.ndarray, dtype: str) -> Any:
-        if dtype == "bfloat16":
-            return self._value.ortvalue_from_numpy_with_onnx_type(array, ONNX_TYPES[dtype])
-        return self._value.ortvalue_from_numpy(array, self.device, 0)
+        """A value on the session's device; bfloat16, which numpy lacks, from uint16."""
+        if dtype != "bfloat16":
+            return self._value.ortvalue_from_numpy(array, self.device, 0)
+        host = self._value.ortvalue_from_numpy_with_onnx_type(array, ONNX_TYPES[dtype])
+        if self.device == "cpu":
+            return host
+        value = self._value.ortvalue_from_shape_and_type(list(array.shape), ONNX_TYPES[dtype], self.device, 0)
+        value.update_inplace(host)
+        return value
+
+    def _array(self, value: Any) -> np.ndarray:
+        """The numbers of a value, for as long as no call writes them again; bfloat16 as uint16."""
+        if value.data_type() != "tensor(bfloat16)":
+            found: np.ndarray = value.numpy()
+            return found
+        array = np.empty(value.shape(), np.uint16)
+        host = self._value.ortvalue_from_numpy_with_onnx_type(array, ONNX_TYPES["bfloat16"])  # over the array's memory
+        host.update_inplace(value)
+        return array
+
+    def _floats(self, value: Any) -> np.ndarray:
+        """Logits as numbers that can be compared; a copy."""
+        array = self._array(value)
+        if array.dtype == np.uint16:  # bfloat16: the upper half of a float32
+            return (array.astype(np.uint32) << 16).view(np.float32)
+        return array.copy()
 
     def _binding(self, tokens: int) -> tuple[Any, dict[str, Any]]:
         """I/O binding for calls of `tokens` tokens in the current turn, with the values that it reads its inputs from."""
@@ -258,7 +315,7 @@ class OrtModel(Runner):
             for state in self.table:
                 past = self._past[state.name]
                 binding.bind_ortvalue_input(state.past, past)
-                binding.bind_ortvalue_output(state.present, past if state.in_place else self._spare[state.name])
+                binding.bind_ortvalue_output(state.present, past if self._in_place(state) else self._spare[state.name])
             self._bindings[key] = binding, inputs
         return self._bindings[key]
 
@@ -271,10 +328,10 @@ class OrtModel(Runner):
             binding, inputs = self._binding(tokens)
             for name, array in given.items():
                 inputs[name].update_inplace(np.ascontiguousarray(array, np.int64))
-            self.session.run_with_iobinding(binding)
+            self.session.run_with_iobinding(binding, self._options(NO_GRAPH))
         except Exception as error:  # onnxruntime's own types, which have no common base
             raise RunError(f"ONNX Runtime cannot run {self.folder / MODEL}: {' '.join(str(error).split())}") from error
-        logits: np.ndarray = binding.get_outputs()[0].numpy().copy()  # the next run writes into the same memory
+        logits = self._floats(binding.get_outputs()[0])  # a copy: the next run writes into the same memory
         self.length = self.length + counts
         for name, spare in self._spare.items():
             self._past[name], self._spare[name] = spare, self._past[name]
@@ -282,12 +339,74 @@ class OrtModel(Runner):
         return logits
 
     def state_arrays(self) -> dict[str, np.ndarray]:
-        return {s.name: self._past[s.name].numpy().copy() for s in self.table}
+        return {s.name: self._array(self._past[s.name]).copy() for s in self.table}
 
     def _write_states(self, arrays: dict[str, np.ndarray]) -> None:
         for state in self.table:
             self._past[state.name] = self._tensor(arrays[state.name], state.dtype)
         self._bindings = {}
+        self._step = None
+
+    def _options(self, graph: int) -> Any:
+        """Run options with which the CUDA provider captures and replays the graph of this number; None where it has none."""
+        if not self.replays:
+            return None
+        options = self._run_options()
+        options.add_run_config_entry("gpu_graph_id", str(graph))
+        return options
+
+    def _replayed_step(self) -> Any:
+        """Binding, values and run options of single steps from a CUDA graph, captured for the present buffers.
+
+        ONNX Runtime runs the call more than once before it captures, so it captures with new_tokens of 0, which leaves states alone.
+        """
+        if self._step is None:
+            binding = self.session.io_binding()
+            values = {
+                name: self._value.ortvalue_from_numpy(np.zeros(shape, np.int64), self.device, 0)
+                for name, shape in (
+                    ("input_ids", (self.batch, 1)),
+                    ("new_tokens", self.batch),
+                    ("past_length", self.batch),
+                )
+            }
+            values["past_length"].update_inplace(np.ascontiguousarray(self.length))
+            for name, value in values.items():
+                binding.bind_ortvalue_input(name, value)
+            shape, kind = (self.batch, 1, self.manifest["model"]["vocab_size"]), self._logit_type()
+            values["logits"] = self._tensor(np.zeros(shape, NUMPY_TYPES[kind]), kind)
+            values["present_length"] = self._value.ortvalue_from_numpy(np.zeros(self.batch, np.int64), self.device, 0)
+            for name in ("logits", "present_length"):
+                binding.bind_ortvalue_output(name, values[name])
+            for state in self.table:
+                binding.bind_ortvalue_input(state.past, self._past[state.name])
+                binding.bind_ortvalue_output(state.present, self._past[state.name])
+            self._graphs += 1
+            options = self._options(self._graphs)
+            self.session.run_with_iobinding(binding, options)
+            values["new_tokens"].update_inplace(np.ones(self.batch, np.int64))
+            self._step = binding, values, options
+        return self._step
+
+    def _logit_type(self) -> str:
+        """Of the graph's logits."""
+        found = next(o.type for o in self.session.get_outputs() if o.name == "logits")
+        return {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(bfloat16)": "bfloat16"}[found]
+
+    def greedy(self, token: np.ndarray, count: int) -> Iterator[np.ndarray]:
+        """As of Runner; from replays of a captured step where the session replays."""
+        if not self.replays:
+            yield from super().greedy(token, count)
+            return
+        self.reserve(count)
+        binding, values, options = self._replayed_step()
+        for _ in range(count):
+            values["input_ids"].update_inplace(np.ascontiguousarray(token[:, None], np.int64))
+            values["past_length"].update_inplace(np.ascontiguousarray(self.length))
+            self.session.run_with_iobinding(binding, options)
+            self.length = self.length + 1
+            token = self._floats(values["logits"])[:, -1].argmax(-1)
+            yield token
 
 
 def main() -> int:

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from still_export.package.checked import RunError as RunError
+from still_export.package.refusals import RunError as RunError
 
 
 @dataclasses.dataclass

@@ -17,8 +17,8 @@ import numpy as np
 
 from still_export.runners.base import NUMPY_TYPES, Runner
 from still_export.runners.cuda_driver import Buffer, CudaError
+from still_export.runners.program import run_program
 from still_export.runners.sampling import RunError
-from still_export.runners.text import run_program
 from still_export.runners.trt_engine import DECODE, DECODE_ROWS, PREFILL, TrtEngine, TrtError
 from still_graphs.states import ITEM_BYTES, StateTable
 

@@ -1,15 +1,13 @@
-"""Text in, text out: tokenizer, streamed answers, chat, and what the stand-alone programs of packages share."""
+"""Text in, text out: tokenizer, chat format, answers in pieces."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from still_export.package.checked import check_hash, trust_package
+from still_export.package.files import check_hash
 from still_export.runners.base import Progress, Runner
 from still_export.runners.sampling import RunError, Sampling
 
@@ -41,142 +39,199 @@ class Text:
 
     def stream(self, tokens: Iterable[int]) -> Iterator[str]:
         """Text of `tokens` as it becomes certain: never half a character."""
+        # A token's text depends on those before it (a leading space, half a character): decoded together with the piece before.
         seen: list[int] = []
-        shown = ""
+        before, shown = 0, 0
         for token in tokens:
             seen.append(token)
-            text = self.tokenizer.decode(seen)
-            if not text.endswith("\ufffd"):
-                yield text[len(shown) :]
-                shown = text
-        text = self.tokenizer.decode(seen)
-        if len(text) > len(shown):
-            yield text[len(shown) :]
+            known, text = self.tokenizer.decode(seen[before:shown]), self.tokenizer.decode(seen[before:])
+            if len(text) > len(known) and not text.endswith("\ufffd"):
+                yield text[len(known) :]
+                before, shown = shown, len(seen)
+        known, text = self.tokenizer.decode(seen[before:shown]), self.tokenizer.decode(seen[before:])
+        if len(text) > len(known):
+            yield text[len(known) :]
 
-    def turn(self, message: str, first: bool, system: str | None) -> list[int]:
-        """Token ids of a user's message with everything the chat format puts around it."""
+    def dialogue(self, messages: Sequence[Mapping[str, str]], place: str = "text") -> list[int]:
+        """Token ids of a chat that the assistant is to answer: messages with "role" and "content".
+
+        Args:
+            messages: A system message or none, then user and assistant in turn, a user's last.
+            place: What was read before: nothing ("text"), the beginning of the first message here ("user"), an "answer".
+
+        Raises:
+            RunError: Their order is another, or the package has no chat format.
+        """
+        said = list(messages)
+        system = said.pop(0)["content"] if said and said[0].get("role") == "system" and place == "text" else None
+        if [m.get("role") for m in said] != ["user", "assistant"] * (len(said) // 2) + ["user"]:
+            raise RunError(
+                "messages must be a system message or none, then those of user and assistant in turn, a user's last; "
+                f"got {', '.join(str(m.get('role')) for m in messages) or 'none'}."
+            )
+        chat = self._format()
+        parts = ["" if place == "user" else self._before(place, system)]
+        for message in said:
+            user = message["role"] == "user"
+            parts += [message["content"], chat["user_to_assistant" if user else "assistant_to_user"]]
+        return self.encode("".join(parts), special=False)
+
+    def opening(self, text: str, system: str | None = None) -> list[int]:
+        """Token ids of the beginning of a chat whose first message begins with `text` and is not at its end.
+
+        Raises:
+            RunError: The package has no chat format, or none for a system message.
+        """
+        return self.encode(self._before("text", system) + text, special=False)
+
+    def _before(self, place: str, system: str | None) -> str:
+        """What the chat format puts before a user's message."""
+        chat = self._format()
+        if place == "answer":
+            return str(chat["assistant_to_user"])
+        if system is None:
+            return str(chat["start"])
+        if "system_start" not in chat:
+            raise RunError("this model's chat format has no system message. Leave it out.")
+        return str(chat["system_start"] + system + chat["system_to_user"])
+
+    def _format(self) -> Mapping[str, str]:
         if not self.chat:
             raise RunError("this package has no chat format: its model has no chat template. Use --prompt.")
-        if not first:
-            before = self.chat["assistant_to_user"]
-        elif system is None:
-            before = self.chat["start"]
-        else:
-            before = self.chat["system_start"] + system + self.chat["system_to_user"]
-        return self.encode(before + message + self.chat["user_to_assistant"], special=False)
+        return self.chat
 
 
-def stream_answer(
-    model: Runner,
-    text: Text | None,
-    prompt: list[int],
-    count: int,
-    sampling: Sampling,
-    stream: Any = sys.stdout,
-    progress: Progress | None = None,
-) -> dict[str, Any]:
-    """Write the continuation of `prompt` to `stream` (or nowhere) as it comes; what was generated, and timings."""
-    begin = time.perf_counter()
-    times: list[float] = []
-    generated: list[int] = []
+def until(pieces: Iterable[str], stops: Sequence[str]) -> Iterator[str]:
+    """Pieces of a text up to the first of `stops`, and one empty one for it; what may be the beginning of one is held back."""
+    held = ""
+    for piece in pieces:
+        held += piece
+        ends = [place for stop in stops if (place := held.find(stop)) >= 0]
+        if ends:
+            yield held[: min(ends)]
+            yield ""
+            return
+        keep = max((n for stop in stops for n in range(1, len(stop)) if held.endswith(stop[:n])), default=0)
+        if len(held) > keep:
+            yield held[: len(held) - keep]
+            held = held[len(held) - keep :]
+    if held:
+        yield held
 
-    def tokens() -> Iterator[int]:
-        for token in model.generate(prompt, count, sampling, model.manifest["eos_token_ids"], progress):
-            times.append(time.perf_counter())
-            generated.append(token)
-            yield token
 
-    written = []
-    for piece in (f"{t} " for t in tokens()) if text is None else text.stream(tokens()):
-        written.append(piece)
+class Answer:
+    """The continuation of a prompt, in pieces of text as they come; complete once it was iterated to its end, or closed.
+
+    Args:
+        model: Its runner.
+        text: The tokenizer; None: token ids with spaces.
+        prompt: Token ids to read first.
+        count: Tokens at most.
+        sampling: How they are chosen.
+        stop: Texts that end the answer; not part of it.
+        stopped: Asked before every token whether the answer shall end here.
+
+    Attributes:
+        tokens: Generated so far. ended: "end" (the model's own), "length", "stop" or "interrupted".
+        unread: Tokens of the answer that the model has not read: a token is read when the next one is asked for.
+    """
+
+    def __init__(
+        self,
+        model: Runner,
+        text: Text | None,
+        prompt: list[int],
+        count: int,
+        sampling: Sampling,
+        *,
+        stop: Sequence[str] = (),
+        progress: Progress | None = None,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        if any(not s for s in stop):
+            raise RunError("a stop text is empty, so every answer would be. Give at least one character.")
+        self.tokens: list[int] = []
+        self.unread: list[int] = []
+        self.ended = "end"
+        self.prompt_tokens = len(prompt)
+        self._written: list[str] = []
+        self._times: list[float] = []
+        self._begin = time.perf_counter()
+        self._pieces = self._made(model, text, prompt, count, sampling, stop, progress, stopped)
+
+    def _made(
+        self,
+        model: Runner,
+        text: Text | None,
+        prompt: list[int],
+        count: int,
+        sampling: Sampling,
+        stop: Sequence[str],
+        progress: Progress | None,
+        stopped: Callable[[], bool],
+    ) -> Iterator[str]:
+        def tokens() -> Iterator[int]:
+            for token in model.generate(prompt, count, sampling, model.manifest["eos_token_ids"], progress):
+                self._times.append(time.perf_counter())
+                self.tokens.append(token)
+                self.unread = [token]
+                self.ended = "length" if len(self.tokens) == count else "interrupted"
+                yield token
+                if stopped():
+                    return
+            if len(self.tokens) < count:
+                self.ended, self.unread = "end", []
+
+        pieces = (f"{t} " for t in tokens()) if text is None else text.stream(tokens())
+        for piece in until(pieces, stop):
+            if piece:
+                self._written.append(piece)
+                yield piece
+            else:
+                self.ended = "stop"
+
+    def __iter__(self) -> Iterator[str]:
+        return self._pieces
+
+    @property
+    def text(self) -> str:
+        """What was written so far."""
+        return "".join(self._written)
+
+    @property
+    def first_token_s(self) -> float:
+        """From the request to the first token; without one, to now."""
+        return (self._times[0] if self._times else time.perf_counter()) - self._begin
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Tokens a second behind the first one."""
+        times = self._times
+        return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Values that JSON can hold."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "tokens": self.tokens,
+            "text": self.text,
+            "ended": self.ended,
+            "first_token_s": round(self.first_token_s, 4),
+            "decode_tokens_per_s": round(self.decode_tokens_per_s, 2),
+        }
+
+
+def write_answer(answer: Answer, stream: Any = sys.stdout) -> Answer:
+    """Write an answer to `stream` (None: nowhere) as it comes."""
+    for piece in answer:
         if stream is not None:
             stream.write(piece)
             stream.flush()
     if stream is not None:
         stream.write("\n")
-    first = times[0] - begin if times else time.perf_counter() - begin
-    rate = (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else 0.0
-    return {
-        "prompt_tokens": len(prompt),
-        "tokens": generated,
-        "text": "".join(written),
-        "first_token_s": round(first, 4),
-        "decode_tokens_per_s": round(rate, 2),
-    }
-
-
-def chat(model: Runner, text: Text, count: int, sampling: Sampling, system: str | None) -> None:
-    """Talk until the input ends."""
-    first = True
-    unread: list[int] = []
-    while True:
-        try:
-            message = input("> ")
-        except EOFError:
-            return
-        prompt = unread + text.turn(message, first, system)
-        answer = stream_answer(model, text, prompt, count, sampling)["tokens"]
-        # Of an answer that was cut off the model has not seen the last token.
-        unread = answer[-1:] if len(answer) == count else []
-        first = False
+    return answer
 
 
 def token_ids(text: str) -> list[int]:
     """Token ids written with commas between them; raises ValueError."""
     return [int(x) for x in text.split(",")]
-
-
-def run_program(
-    description: str,
-    folder: Path,
-    open_runner: Callable[[argparse.Namespace], Runner],
-    add_options: Callable[[argparse.ArgumentParser], None],
-    failures: tuple[type[Exception], ...] = (RunError, MemoryError),
-) -> int:
-    """A package's program: parse the command line, answer, report; the exit code.
-
-    Args:
-        description: For --help.
-        folder: The package where none is named.
-        open_runner: From the parsed options to the runner.
-        add_options: Adds the runtime's own options.
-        failures: Errors that are a user's.
-    """
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=folder, help="the package (default: here)")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--prompt", help="text to continue")
-    what.add_argument("--prompt-ids", type=token_ids, help="token ids to continue, separated by commas")
-    what.add_argument("--chat", action="store_true", help="talk with the model; ends at end of input")
-    parser.add_argument("--system", help="system message of a chat")
-    parser.add_argument("--tokens", type=int, default=128, help="tokens to generate at most (default 128)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 = greedy (default)")
-    parser.add_argument("--top-k", type=int, default=0, help="0 = all (default)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="1 = all (default)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--trust-native", action="store_true", help="load native code that this machine did not build, and remember it"
-    )
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    add_options(parser)
-    options = parser.parse_args()
-    try:
-        if options.trust_native:
-            trust_package(options.folder)
-        sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
-        model = open_runner(options)
-        model.start()
-        if options.prompt_ids:
-            stream_answer(model, None, options.prompt_ids, options.tokens, sampling)
-            return 0
-        text = Text(model)
-        if options.chat:
-            chat(model, text, options.tokens, sampling, options.system)
-        else:
-            stream_answer(model, text, text.encode(options.prompt), options.tokens, sampling)
-    except failures as error:
-        if options.debug:
-            raise
-        print(f"error: {error or 'out of memory'}", file=sys.stderr)
-        return 2
-    return 0

@@ -11,7 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from still_export.package.checked import UNTRUSTED, check_hash, external_files, native_file, read_manifest
+from still_export.package.checked import read_manifest
+from still_export.package.external import external_files
+from still_export.package.files import check_hash
+from still_export.package.trust import UNTRUSTED, native_file
 from still_export.runners.cuda_driver import Buffer, CudaError, Driver
 from still_export.runners.sampling import RunError
 

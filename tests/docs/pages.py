@@ -1,4 +1,4 @@
-"""README and the pages of docs, read as Markdown: blocks of code, commands, prose, links, headings."""
+"""README, the pages of docs and those of assets, read as Markdown: blocks of code, commands, prose, links, headings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("assets/*/README.md"))]
 README, GUIDE = ROOT / "README.md", ROOT / "docs/guide/README.md"
 SHELL = ("", "sh", "bash")
 """Languages of fenced blocks that hold commands; indented blocks have none."""

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from still_export.cli.main import main
 from still_export.runners.ort import OrtModel
 from still_export.runners.sampling import Sampling
 from tests.docs.pages import ROOT, blocks
+from tests.docs.stand_ins import make_stand_ins
 from tests.still_export.conftest import Exporter, export_tiny
 from tests.still_export.tiny import MIXED
 
@@ -41,3 +43,16 @@ def test_programs_answer_as_the_runner(
     model.start()
     assert ast.literal_eval(answer) == list(model.generate([5, 6, 7, 8], 20, Sampling()))
     assert equal == "True"
+
+
+def test_the_guides_python_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_stand_ins(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["MODEL", "--to", "onnx", "-o", "DIR", "-q"])
+    programs = blocks(ROOT / "docs/guide/first-model.md", ("python",))
+    assert len(programs) == 1
+    exec("\n".join(programs[0].lines), {})
+    assert "tokens/s" in capsys.readouterr().out and Path("letter.safetensors").is_file()

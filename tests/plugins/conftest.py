@@ -15,10 +15,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="session")
 def core_library() -> Path:
-    """libstill_core.so without kernels, built once per checkout into build/, which git ignores."""
+    """libstill_core.so without kernels, with the toy op, built once per checkout into build/, which git ignores."""
     if not shutil.which("cmake") or not shutil.which("g++"):
         pytest.skip("needs cmake and g++")
-    return build_plugins(ROOT / "build/plugins-core") / "libstill_core.so"
+    return build_plugins(ROOT / "build/plugins-core", ops=(ROOT / "tests/toy/decay",)) / "libstill_core.so"
 
 
 @pytest.fixture(scope="session")

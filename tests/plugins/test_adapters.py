@@ -5,6 +5,7 @@ Set STILL_TENSORRT_INCLUDE to the include folders of NVIDIA/TensorRT's release b
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -19,11 +20,15 @@ from still_graphs.ops import OPS, OpSpec
 from still_graphs.ops.attention import ATTENTION
 from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 from still_kernels.attention.variants import KERNELS as ATTENTION_KERNELS
-from tests.plugins.core_abi import Recorder, write_archive
-from tests.plugins.test_core import ABSENT, ATTRIBUTES, ROOT, absent_mask, variant
+from tests.plugins.core_abi import Recorder, shapes_of, write_archive
+from tests.plugins.test_core import ABSENT, ATTRIBUTES, ROOT, SIZES, variant
+from tests.toy.plan import PLAN as TOY_PLAN
+from tests.toy.spec import DECAY
+from tests.toy.variants import CONSTANTS
 
 FOLDERS = [p for p in os.environ.get(INCLUDE_VARIABLE, "").split(os.pathsep) if p]
 CUDA = Path("/usr/local/cuda/include")
+TOY = ROOT / "tests/toy/decay"
 
 pytestmark = [
     pytest.mark.slow,
@@ -32,12 +37,12 @@ pytestmark = [
 
 
 KINDS = {int: "i", float: "f", str: "s"}
+ELEMENTS = {"float16": "h", "float32": "f", "int32": "i"}
 
 
-def attention_archive(folder: Path) -> Path:
-    """An archive of still::Attention with a variant whose cubins are text."""
-    build = ATTENTION_KERNELS.build(ATTENTION_KERNELS.variant(), 90)
-    kernels = {
+def entries(**kernels: list[tuple[str, str]]) -> dict[str, Any]:
+    """Kernels of an archive's index by name and arguments."""
+    return {
         name: {
             "symbol": f"{name}_kernel",
             "threads": 128,
@@ -46,23 +51,83 @@ def attention_archive(folder: Path) -> Path:
             "trailing_null_pointers": 2,
             "args": [{"name": n, "type": kind} for n, kind in arguments],
         }
-        for name, arguments in {
-            "attend": [("query", "ptr"), ("present_key", "ptr"), ("output", "ptr"), ("T", "i32"), ("scale", "f32")],
-            "decode": [("present_value", "ptr"), ("part_acc", "ptr"), ("counters", "ptr"), ("NS", "i32"), ("N", "i32")],
-        }.items()
+        for name, arguments in kernels.items()
     }
-    key = {"dtype": "float16", "head_dim": 64, "count_dtype": "int32", "packed": 0}
-    entry = {"key": key, "arch": "sm_90", "constants": build.plan_constants, "kernels": kernels}
-    write_archive(folder, [entry], op="still::Attention", plan=ATTENTION_KERNELS.plan.data)
+
+
+def both_counts(key: dict[str, Any], constants: dict[str, int], kernels: dict[str, Any]) -> list[dict[str, Any]]:
+    """Variants for TensorRT's counts and for ONNX Runtime's."""
+    return [
+        {"key": key | {"count_dtype": count}, "arch": "sm_90", "constants": constants, "kernels": kernels}
+        for count in ("int32", "int64")
+    ]
+
+
+def attention_archive(folder: Path) -> Path:
+    """An archive of still::Attention with variants whose cubins are text."""
+    build = ATTENTION_KERNELS.build(ATTENTION_KERNELS.variant(), 90)
+    kernels = entries(
+        attend=[("query", "ptr"), ("present_key", "ptr"), ("output", "ptr"), ("T", "i32"), ("scale", "f32")],
+        decode=[("present_value", "ptr"), ("part_acc", "ptr"), ("counters", "ptr"), ("NS", "i32"), ("N", "i32")],
+    )
+    key = {"dtype": "float16", "head_dim": 64, "packed": 0}
+    write_archive(
+        folder, both_counts(key, build.plan_constants, kernels), op="still::Attention", plan=ATTENTION_KERNELS.plan.data
+    )
     return folder
+
+
+def toy_archive(folder: Path) -> Path:
+    """The same of the toy op."""
+    kernels = entries(decay=[("value", "ptr"), ("total", "ptr"), ("output", "ptr"), ("H", "i32"), ("decay", "f32")])
+    write_archive(folder, both_counts({"dtype": "float16"}, CONSTANTS, kernels), op="still::Decay", plan=TOY_PLAN.data)
+    return folder
+
+
+def all_archives(folder: Path) -> list[Path]:
+    """Archives of every op for sm_90, float16 and both types of counts."""
+    write_archive(folder / "hybrid", [variant(), variant(count_dtype="int64")])
+    return [folder / "hybrid", attention_archive(folder / "softmax"), toy_archive(folder / "toy")]
+
+
+def kernels_taken(archives: list[Path]) -> list[str]:
+    """What the kernels of archives take, for the stand-ins."""
+    letters = {"ptr": "p", "i32": "i", "f32": "f"}
+    found = []
+    for folder in archives:
+        for entry in json.loads((folder / "index.json").read_text())["variants"][0]["kernels"].values():
+            types = "".join(letters[a["type"]] for a in entry["args"]) + "p" * entry["trailing_null_pointers"]
+            found.append(f"kernel={entry['symbol']}:{types}")
+    return found
+
+
+def compile_host(name: str, includes: list[Any], folder: Path) -> Path:
+    """The program that stands for a host."""
+    source, host = Path(__file__).with_name(f"fake_{name}.cpp"), folder / f"fake_{name}"
+    flags = ["-std=c++17", "-Wno-deprecated-declarations", *(f"-isystem{include}" for include in includes)]
+    subprocess.run(["g++", *flags, "-o", host, source, "-ldl"], check=True)
+    return host
+
+
+def stand_in_driver(recorder: Recorder, folder: Path) -> Path:
+    """Folder in which the recording stand-in is libcuda."""
+    drivers = folder / "drivers"
+    drivers.mkdir()
+    shutil.copyfile(recorder.path, drivers / "libcuda.so.1")
+    return drivers
 
 
 @pytest.mark.parametrize("include", FOLDERS)
 def test_adapter(include: str, recorder: Recorder, tmp_path: Path) -> None:
-    write_archive(tmp_path / "hybrid", [variant()])
-    archive = pack_archive([tmp_path / "hybrid", attention_archive(tmp_path / "softmax")], tmp_path / "kernels.bin")
+    archives = all_archives(tmp_path)
+    archive = pack_archive(archives, tmp_path / "kernels.bin")
     configure = ["cmake", "-S", ROOT / "plugins", "-B", tmp_path / "build", "-DSTILL_WARNINGS_AS_ERRORS=ON"]
-    options = [f"-DTENSORRT_INCLUDE_DIR={include}", f"-DSTILL_ARCHIVE={archive}", "-DSTILL_RUNNER=ON"]
+    options = [
+        f"-DTENSORRT_INCLUDE_DIR={include}",
+        f"-DSTILL_ARCHIVE={archive}",
+        "-DSTILL_RUNNER=ON",
+        f"-DSTILL_OPS={TOY}",
+    ]
     subprocess.run([*configure, *options], check=True, capture_output=True)
     done = subprocess.run(["cmake", "--build", tmp_path / "build"], capture_output=True, text=True)
     assert done.returncode == 0 and "warning" not in done.stdout + done.stderr, done.stdout + done.stderr
@@ -78,48 +143,75 @@ def test_adapter(include: str, recorder: Recorder, tmp_path: Path) -> None:
         entry = "getPluginCreators" if "tensorrt8" in library.name else "getCreators"
         assert {line.split()[-1] for line in exported.stdout.splitlines()} == {entry, "setLoggerFinder"}
 
-    host = tmp_path / "fake_host"
-    source = Path(__file__).with_name("fake_host.cpp")
-    flags = ["-std=c++17", "-Wno-deprecated-declarations", "-isystem", include, "-isystem", CUDA]
-    subprocess.run(["g++", *flags, "-o", host, source, "-ldl"], check=True)
-    drivers = tmp_path / "drivers"
-    drivers.mkdir()
-    shutil.copyfile(recorder.path, drivers / "libcuda.so.1")
+    host = compile_host("tensorrt", [include, CUDA], tmp_path)
+    drivers = stand_in_driver(recorder, tmp_path)
 
-    prefill = ("score", "select", *("features", "scan", "linear", "attend") * 2, "commit")
-    hybrid = {**ATTRIBUTES, "absent_inputs": absent_mask(ABSENT)}
-    # Shapes of output [B, T, H, D] and of the first state, by input and place; the latter too with heads side by side.
     ring = ("0.0 1.2 8.2 0.3", "0.0 8.1 8.2 8.3")
-    check_op(host, libraries[0], drivers, HYBRID_ATTENTION, hybrid, ring, (*prefill, "decode"))
     cache = ("0.0 1.2 5.2 0.3", "0.0 5.1 5.2 5.3")
-    check_op(host, libraries[0], drivers, ATTENTION, {"absent_inputs": 0}, cache, ("attend", "decode"))
+    total = ("0.0 0.2 0.3", "0.0 3.1 3.2")
+    taken = kernels_taken(archives)
+    for (spec, *call), states in zip(CALLS, (ring, cache, total), strict=True):
+        check_op([host, libraries[0]], drivers, spec, *call, states, taken)
+
+
+PREFILL = ("score", "select", *("features", "scan", "linear", "attend") * 2, "commit")
+CALLS: list[tuple[OpSpec, dict[str, Any], set[str], dict[str, int], tuple[str, ...]]] = [
+    # op, attributes, absent inputs, sizes, kernels of a call of 150 tokens and of one of a single token
+    (HYBRID_ATTENTION, ATTRIBUTES, ABSENT, SIZES, (*PREFILL, "decode")),
+    (ATTENTION, {}, set(), SIZES | {"N": 400}, ("attend", "decode")),
+    (DECAY, {"decay": 0.25}, set(), SIZES, ("decay", "decay")),
+]
+
+
+def node_values(spec: OpSpec, attributes: dict[str, Any], absent: set[str]) -> dict[str, Any]:
+    """Attributes of a node with what stand-ins are told beside them."""
+    mask = sum(1 << i for i, name in enumerate(spec.input_names()) if name in absent)
+    return {**attributes, "absent_inputs": mask, "activation_type": "float16"}
+
+
+def host_arguments(
+    spec: OpSpec, attributes: dict[str, Any], absent: set[str], sizes: dict[str, int], flat: bool = False
+) -> list[str]:
+    """The call for a stand-in of a host, but for the library; with `flat` activations are [B, T, heads * D]."""
+    tensors = shapes_of(spec, sizes | {"T": -1}, "float16", "int32", absent)
+    names = [name for name in spec.input_names() if name not in absent]
+    roles = {t.name: t.role for t in spec.inputs}
+    given = []
+    for name, (dtype, shape) in zip(names, tensors, strict=True):
+        if flat and roles.get(name) == "activation":
+            shape = (*shape[:2], shape[2] * shape[3])
+        given.append(f"input={ELEMENTS[dtype]}:" + ".".join("T" if size < 0 else str(size) for size in shape))
+    first = next(i for i, name in enumerate(names) if name.startswith("past_") and name != "past_length")
+    values = [f"{name}={KINDS[type(value)]}:{value}" for name, value in attributes.items()]
+    return [spec.name, str(first), *values, *given]
 
 
 def check_op(
-    host: Path,
-    library: Path,
+    host: list[Path],
     drivers: Path,
     spec: OpSpec,
-    values: dict[str, Any],
-    states: tuple[str, str],
+    attributes: dict[str, Any],
+    absent: set[str],
+    sizes: dict[str, int],
     kernels: tuple[str, ...],
+    states: tuple[str, str],
+    taken: list[str],
 ) -> None:
-    """One op through the host: its shapes, and `kernels` launched by a call of 150 tokens and one of a single token."""
-    values = {**values, "activation_type": "float16"}
-    arguments = [f"{name}={KINDS[type(value)]}:{value}" for name, value in values.items()]
+    """One op through the host: its shapes (of output and first state, by input and place; also with heads side by side), its launches."""
+    values = node_values(spec, attributes, absent)
     both: list[list[str]] = []
     for flat, state in zip((False, True), states, strict=True):
-        command = [host, library, spec.name, *arguments, *["flat"] * flat]
+        command = [*host, *host_arguments(spec, values, absent, sizes, flat), *taken]
         ran = subprocess.run(command, capture_output=True, text=True, env={"LD_LIBRARY_PATH": str(drivers)})
         lines = ran.stdout.splitlines()
         assert ran.returncode == 0, ran.stdout + ran.stderr
-        assert lines[0] == f"creator {len(OPS)} still {spec.name} 1 fields {len(spec.attributes) + 2}"
+        assert lines[0] == f"creator {len(OPS) + 1} still {spec.name} 1 fields {len(spec.attributes) + 2}"
         assert [line for line in lines if line.startswith("shape")][:2] == [
             f"shape 0: {'0.0 0.1 0.2' if flat else '0.0 0.1 0.2 0.3'}",
             f"shape 1: {state}",
         ]
         assert lines.count("enqueue 0") == 2
-        assert int(next(line for line in lines if line.startswith("workspace")).split()[1]) > 0
+        assert int(next(line for line in lines if line.startswith("workspace")).split()[1]) >= 0
         launches = [line.split()[1] for line in lines if line.startswith("cuLaunchKernel")]
         assert launches == [f"{kernel}_kernel" for kernel in kernels]
         assert not [line for line in lines if line.startswith("cuMemcpyDtoD")], "past and present were one buffer"

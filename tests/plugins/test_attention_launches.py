@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from still_graphs.ops.attention import ATTENTION
-from still_kernels.attention import AttentionState
+from still_kernels.attention import AttentionState, Inputs
 from still_kernels.attention.variants import Variant
+from still_kernels.packing import Packing
 from tests.plugins.test_launches import NAMES, fake_compiler, mirror  # noqa: F401  # fixtures
 
 launch = pytest.importorskip("still_kernels.attention.launch")
@@ -50,11 +51,11 @@ def test_the_core_mirrors_the_python_launcher(case: Any, mirror: Callable[..., N
     else:
         tensors["new_tokens"] = made(batch, kind=count)
     state = AttentionState(tensors["past_key"], tensors["past_value"], tensors["past_length"])
-    ragged = [tensors.get(n) for n in ("new_tokens", "query_start", "state_row")]
+    inputs = Inputs(*(tensors.get(n) for n in ("query", "key", "value", "new_tokens")))
+    packing = Packing(tensors["query_start"], tensors["state_row"], tokens) if packed else None
 
     def run(output: torch.Tensor) -> None:
-        given = (tensors["query"], tensors["key"], tensors["value"])
-        launch.launch_attention(*given, state, output, batch, tokens, *ragged)
+        launch.launch_attention(inputs, state, output, packing)
 
     variant = Variant(dtype=NAMES[dtype], head_dim=64, count_dtype="int32", packed=int(packed > 0))
     mirror(ATTENTION, tensors, run, variant, {}, tokens if packed else 0)

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from still_export.export.plugins import run_cmake
+from still_export.export.plugins import SOURCE, run_cmake
 from tests.plugins.core_abi import compile_recorder, write_archive
 from tests.plugins.test_core import variant
 
 ROOT = Path(__file__).resolve().parents[2]
-RUNS = {"schema": 60_000, "kernels": 2_500, "attention": 500, "archive": 15_000, "manifest": 30_000}
+RUNS = {"binding": 60_000, "kernels": 2_500, "attention": 500, "archive": 15_000, "manifest": 30_000}
 
 pytestmark = [
     pytest.mark.slow,
@@ -34,7 +34,7 @@ def targets() -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:  # test processes run side by side
         fcntl.flock(lock, fcntl.LOCK_EX)
-        return run_cmake(ROOT / "plugins/fuzz", folder, {})
+        return run_cmake(SOURCE, folder, {"STILL_FUZZ": "ON"}, "fuzz") / "fuzz"
 
 
 def corpus(target: str, folder: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -16,8 +17,9 @@ import torch
 from still_export.export.plugins import pack_archive
 from still_graphs.ops import HYBRID_ATTENTION, OpSpec
 from still_kernels import aot, launcher
-from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState
+from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs
 from still_kernels.hybrid_attention.variants import Variant
+from still_kernels.packing import Packing
 from still_kernels.plan import ELEMENTS
 from tests.plugins.core_abi import Core, Recorder, Tensor
 
@@ -154,7 +156,7 @@ def compare(
         arguments = [a.removeprefix("p_") for a in made.function.arg_names]
         expected.append((made.name, made.grid, dict(zip(arguments, values, strict=True))))
 
-    output = torch.empty_like(tensors["query"])
+    output = torch.empty_like(next(iter(tensors.values())))  # as the op's first input
     counters = torch.empty(4096, dtype=torch.int32, device="meta")
     known |= {id(output): at["output"], id(counters): -1}
     kept = [output, counters]
@@ -203,15 +205,15 @@ def compare(
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_the_core_mirrors_the_python_launcher(case: Any, mirror: Callable[..., None]) -> None:
-    batch, tokens, capacity, scope, overflow, gate, dtype, packed = case
+    _, tokens, capacity, scope, overflow, gate, dtype, packed = case
     config = config_of(scope, overflow, gate, capacity)
     tensors = call_tensors(case, config)
     states = {n.removeprefix("past_"): t for n, t in tensors.items() if n.startswith("past_")}
-    given = [tensors.get(n) for n in ("query", "key", "value", "gate", "feature_q_weight", "feature_k_weight")]
-    ragged = [tensors.get(n) for n in ("new_tokens", "query_start", "state_row")]
+    inputs = Inputs(**{field.name: tensors.get(field.name) for field in dataclasses.fields(Inputs)})
+    packing = Packing(tensors["query_start"], tensors["state_row"], tokens) if packed else None
 
     def run(output: torch.Tensor) -> None:
-        launch.launch_hybrid_attention(*given, config, HybridAttentionState(**states), output, batch, tokens, *ragged)
+        launch.launch_hybrid_attention(inputs, config, HybridAttentionState(**states), output, packing)
 
     variant = Variant(
         dtype=NAMES[dtype],

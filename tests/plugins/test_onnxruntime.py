@@ -16,18 +16,20 @@ import torch
 
 from still_export.export.native import build_native, find_onnxruntime_headers
 from still_export.export.plugins import PluginBuildError
-from still_kernels.hybrid_attention.naive import naive_hybrid_attention
+from still_kernels.hybrid_attention import Inputs, naive_hybrid_attention
 from tests.still_graphs import test_functions as body
 from tests.tolerances import REFERENCE
 
 pytest.importorskip("onnxruntime")
 
 ROOT = Path(__file__).resolve().parents[2]
+TOY = ROOT / "tests/toy/decay"
+"""An op beside those of the tree, compiled in with them."""
 
 
 @pytest.fixture(scope="session")
 def library() -> str:
-    """libstill_onnxruntime.so, built once per checkout into build/, which git ignores; or the one that test_sanitized.py built."""
+    """libstill_onnxruntime.so with the toy op, built once per checkout into build/, which git ignores; or that of test_sanitized.py."""
     if built := os.environ.get("STILL_TEST_LIBRARY"):
         return built
     if not shutil.which("cmake") or not shutil.which("g++"):
@@ -40,7 +42,7 @@ def library() -> str:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:  # test processes run side by side
         fcntl.flock(lock, fcntl.LOCK_EX)
-        return str(build_native(folder, include))
+        return str(build_native(folder, include, ops=(TOY,)))
 
 
 FOLDING = [*body.SPLITS, 37, [20, 3], 1, 1, 1, 1, 1]
@@ -89,7 +91,7 @@ def test_equals_the_quadratic_definition(library: str) -> None:
     parts = [(feeds, runner(feeds)["output"]) for feeds, _, _ in body.steps(c, [9, 1, 1, 13, 1, 20], torch.float32, 2)]
     whole = [torch.cat([feeds[n] for feeds, _ in parts], dim=1) for n in ("query", "key", "value", "gate")]
     weights = [parts[0][0][f"feature_{n}_weight"] for n in "qk"]
-    expected = naive_hybrid_attention(*whole, *weights, c)
+    expected = naive_hybrid_attention(Inputs(*whole, *weights), c)
     body.close(torch.cat([o for _, o in parts], dim=1), expected, REFERENCE[torch.float32], "output")
 
 
@@ -199,7 +201,7 @@ def one_call(library: str, **changes: Any) -> Any:
         ({"past_length": torch.tensor([2**63 - 1, 0])}, "row 0 has past_length 9223372036854775807"),
         ({"past_length": torch.tensor([0, 2**62]), "new_tokens": torch.tensor([5, 2**62])}, "past_length 461168601"),
         ({"new_tokens": torch.tensor([5, 2**63 - 1])}, "new_tokens 9223372036854775807"),
-        ({"feature_k_weight": torch.zeros(6, 7, 8)}, "feature_k_weight is"),
+        ({"feature_k_weight": torch.zeros(6, 7, 8)}, "feature_k_weight: expected"),
     ],
     ids=str,
 )
@@ -223,13 +225,16 @@ def test_wrong_calls_are_refused(library: str, changes: dict[str, Any], message:
         one_call(library, **changes)
 
 
-def test_a_scalar_in_the_place_of_an_optional_input_is_refused(library: str) -> None:
-    """It has a shape, of no dimensions: it is not absent, and not [H] or [B, T, H, D] either."""
+@pytest.mark.parametrize("rank", [0, 9])
+def test_another_rank_in_the_place_of_an_optional_input_is_refused(library: str, rank: int) -> None:
+    """A scalar has a shape, of no dimensions: it is not absent, and not [H] or [B, T, H, D] either."""
     for name, c in (("gate.0", body.config()), ("window_factor.0", body.config(window_factor=(0.5,) * 6))):
         model = body.node_model(c, torch.float32)
         for info in model.graph.input:
             if info.name == name:
                 del info.type.tensor_type.shape.dim[:]
+                for _ in range(rank):
+                    info.type.tensor_type.shape.dim.add().dim_value = 1
         session = body.session(model, library=library)
         feeds = {
             i.name: np.zeros(
@@ -237,7 +242,8 @@ def test_a_scalar_in_the_place_of_an_optional_input_is_refused(library: str) -> 
             )
             for i in session.get_inputs()
         }
-        with pytest.raises(Exception, match=rf"{name[:-2]} is \[\], expected \[.*H=6"):
+        expected = r"expected \[.*H=6.*, got \[\]" if rank == 0 else r"rank 9 is outside 0\.\.8"
+        with pytest.raises(Exception, match=f"{name[:-2]}: {expected}"):
             session.run(None, feeds)
 
 
@@ -247,6 +253,13 @@ def test_unknown_attribute_value_and_dtype_are_refused_at_creation(library: str)
         if attribute.name == "feature_map":
             attribute.s = b"cosine"
     with pytest.raises(Exception, match='feature_map="cosine" is unknown; known: np_softmax_pm'):
+        body.session(model, library=library)
+    for attribute in model.graph.node[0].attribute:
+        if attribute.name == "feature_map":
+            attribute.s = b"np_softmax_pm"
+        if attribute.name == "chunk_size":
+            attribute.i = 0
+    with pytest.raises(Exception, match=r"chunk_size=0 is outside 1\.\.16777216"):
         body.session(model, library=library)
     with pytest.raises(Exception, match="bfloat16"):
         body.session(body.node_model(body.config(), torch.bfloat16), library=library)

@@ -14,7 +14,7 @@ from still_export.mixers.hybrid_attention.module import StillAttention
 from still_export.models import attach_untrained
 from still_export.models.convert import fold_householder
 from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
-from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, naive_hybrid_attention
+from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs, naive_hybrid_attention
 from still_kernels.hybrid_attention.chunked import chunked_hybrid_attention
 from tests.still_export.tiny import CHUNK, GOLDEN_FOLDER, plain_model, random_ids, still_model
 from tests.tolerances import GOLDEN, REFERENCE
@@ -44,7 +44,7 @@ def test_module_equals_the_quadratic_definition() -> None:
         query, key, value, gate = attention.project(hidden, positions)
         weights = attention.feature_q_weight, attention.feature_k_weight
         expected = attention.o_proj(
-            naive_hybrid_attention(query, key, value, gate, *weights, attention.still).flatten(2)
+            naive_hybrid_attention(Inputs(query, key, value, gate, *weights), attention.still).flatten(2)
         )
         got, _ = attention(hidden, positions)
     torch.testing.assert_close(got, expected, rtol=0, atol=REFERENCE[torch.float64])
@@ -112,7 +112,7 @@ def test_householder_folds_as_the_released_maps(name: str) -> None:
     )
     config = HybridAttentionConfig(query.shape[2], key.shape[2], query.shape[3], profile="released")
     folded = [fold_householder(arrays[f"feature_{s}_weight"], arrays[f"feature_{s}_householder"]) for s in "qk"]
-    output = naive_hybrid_attention(query, key, value, gate.sigmoid(), *folded, config)
+    output = naive_hybrid_attention(Inputs(query, key, value, gate.sigmoid(), *folded), config)
     expected = arrays["output"][:, :, :tokens].transpose(1, 2)
     torch.testing.assert_close(output, expected, rtol=0, atol=GOLDEN)
 
@@ -132,22 +132,22 @@ def test_the_op_hands_window_factors_on_as_a_tensor(monkeypatch: pytest.MonkeyPa
     state = HybridAttentionState.empty(config, 1)
     shapes = [(1, 30, heads, 12) for heads in (4, 2, 2, 4)] + [(4, 12, 12)] * 2
     tensors = [torch.randn(shape, generator=torch.Generator().manual_seed(1)) for shape in shapes]
-    counts = torch.tensor([30])
-    expected, _ = chunked_hybrid_attention(*tensors, config, state, counts)
+    inputs = Inputs(*tensors, torch.tensor([30]))
+    expected, _ = chunked_hybrid_attention(inputs, config, state)
     seen = []
 
     reading = pytest.MonkeyPatch()
 
-    def kernel(*arguments: Any) -> Any:
-        seen.append(arguments[9])
+    def kernel(given: Inputs, *others: Any) -> Any:
+        seen.append(given.window_factor)
         reading.undo()  # the kernel of the CPU may
-        return chunked_hybrid_attention(*arguments)
+        return chunked_hybrid_attention(given, *others)
 
     monkeypatch.setattr(op, "kernel", kernel)
     for name in ("tolist", "item", "__bool__", "__int__"):
         reading.setattr(torch.Tensor, name, lambda *_: pytest.fail("a value was read"))
     try:
-        output, _ = op.hybrid_attention(*tensors, config, state, counts)
+        output, _ = op.hybrid_attention(inputs, config, state)
     finally:
         reading.undo()
     assert seen[0].tolist() == list(factors)

@@ -8,21 +8,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from still_export.evaluation import audit as module
-from still_export.evaluation.audit import audit, write_audit
+from still_export.evaluation.audit import audit, passed, write_audit
+from still_export.mixers.hybrid_attention import audit as module
 from tests.still_export.tiny import CHUNK, random_ids, still_model
 from tests.still_export.training import byte_tokenizer
 
 
 def test_a_sound_model_passes(tmp_path: Path) -> None:
     model = still_model("llama", torch.float32, mix_epsilon=1e-9)
-    result = audit(model, byte_tokenizer(), random_ids(1, 10 * CHUNK + 3)[0])
+    (result,) = results = audit(model, byte_tokenizer(), random_ids(1, 10 * CHUNK + 3)[0])
     assert result.passed and max(result.linear_mass.values()) < 1e-5
     assert result.offsets.shape == (3, CHUNK) and result.offsets.sum() == 3 * 6 * 3 * 10
     norms = result.norms["keys"]
     assert norms["after NP-Map"] == pytest.approx(norms["before the map"], rel=1e-4)
     assert norms["direction alone"] != pytest.approx(norms["before the map"], rel=1e-2)
-    write_audit(result, tmp_path, "command")
+    write_audit(results, tmp_path, "command")
     assert json.loads((tmp_path / "audit.json").read_text())["passed"] is True
     assert all((tmp_path / f"{name}.png").is_file() for name in ("norms", "salient_offsets"))
 
@@ -36,5 +36,5 @@ def test_wrong_attention_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         return softmax(self, *arguments) * 1.01  # type: ignore[arg-type]
 
     monkeypatch.setattr(module.TrainableAttention, "_hybrid", scaled)
-    result = audit(model, byte_tokenizer(), ids)
-    assert not result.passed and result.full_selection > 1e-3
+    (result,) = results = audit(model, byte_tokenizer(), ids)
+    assert not passed(results) and result.full_selection > 1e-3

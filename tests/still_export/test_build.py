@@ -17,8 +17,8 @@ from still_export.engines.builder import BuildError, NoBuilderError, plugin_laye
 from still_export.engines.options import TrtOptions
 from still_export.errors import ConfigError, PackageError, UnsupportedError
 from still_export.export.trt_package import demand_kernels, kernel_variants, lower_package
-from still_export.package.checked import trust_package
 from still_export.package.folder import Package, open_package, write_manifest
+from still_export.package.trust import trust_package
 from still_export.runners.tensorrt import TrtModel
 from still_export.runners.trt_engine import TrtError
 from still_graphs.passes.walk import drop_attribute

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from still_export.errors import ConfigError, DataError
 from still_export.evaluation import chat as chats
-from still_export.evaluation import questions
+from still_export.evaluation import code, questions
 from still_export.evaluation.chat import chat_ends, greedy
 from still_export.evaluation.evaluate import (
     DEFAULT_HAYSTACK,
@@ -208,6 +209,45 @@ def test_unseen_forms_are_answered_in_a_chat(monkeypatch: pytest.MonkeyPatch) ->
     assert by_depth(model, tokenizer, "unseen", 700, options, text) == first and seen == 2 * prompts
     with pytest.raises(ConfigError, match="no chat template"):
         by_depth(model, byte_tokenizer(), "unseen", 700, options, text)
+
+
+def test_questions_about_code_have_the_answers_of_the_source() -> None:
+    source = f"""
+LIMIT = 37
+def first(a, b=12, *, mode="slow", flag=True): ...
+def twice(x=5): ...
+class Inner(Outer.Base):
+    retries = 4
+    def twice(self, x=6): ...
+    async def other(self, path="/tmp"): ...
+class Plain(Exception): ...
+{"# more" * 30}
+"""
+    found = {(q.name, q.answer) for q in code.questions(source)}
+    # Not asked for: a flag that is True, a name that two functions have, a class that derives from Exception.
+    assert found == {
+        ("LIMIT", "37"), ("first", "12"), ("first", '"slow"'), ("Inner", "Outer.Base"), ("retries", "4"), ("other", '"/tmp"'),
+    }  # fmt: skip
+    assert code.questions("def broken(:") == []
+    text = "\n\n".join(f"# a/{name}.py\n{source.replace('37', str(n))}" for n, name in enumerate("xyz", 37))
+    assert code.files(text)[2] == source.replace("37", "39").strip()
+    tokenizer, chat = byte_tokenizer(), {"start": "<u>", "user_to_assistant": "</u><a>"}
+    prompts = code.code_prompts(tokenizer, chat, text, 800, 2, 3, np.random.default_rng(0))
+    assert [len(rows) for rows in prompts] == [3, 3]
+    for ids, count in (row for rows in prompts for row in rows):
+        written = tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False)
+        assert 400 <= len(ids) <= 800 and written[:-count].endswith("`")
+        reply = written.rsplit("</u><a>", 1)[1]
+        name, answer = re.findall(r"`([^`]+)", reply)[0], written[-count:]
+        assert (name, answer) in found | {
+            ("LIMIT", "38"),
+            ("LIMIT", "39"),
+            ("b", "12"),
+            ("mode", '"slow"'),
+            ("path", '"/tmp"'),
+        }
+    with pytest.raises(ConfigError, match="too few files"):
+        code.code_prompts(tokenizer, chat, text, 800, 2, 30, np.random.default_rng(0))
 
 
 def test_unseen_forms_are_unseen() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,21 +14,22 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import mse_loss
 
 from still_export.errors import CheckpointError, ConfigError, DataError, TrainingError
 from still_export.linearization import linearize as module
-from still_export.linearization.adapter import still_parameters
+from still_export.linearization.adapter import read_adapter, save_adapter, still_parameters
 from still_export.linearization.linearize import linearize
-from still_export.linearization.modes import HYBRID, SOFTMAX, attention_mode, make_trainable, selection_loss
 from still_export.linearization.objectives import FinetuneObjective, TransferObjective
 from still_export.linearization.recipe import read_recipe
 from still_export.linearization.tasks import TASKS, TaskWriter, Weighing
 from still_export.linearization.texts import Batches, read_corpus
 from still_export.linearization.trainer import plateau, schedule
 from still_export.mixers.config import StillConfig
+from still_export.mixers.hybrid_attention.modes import HYBRID, SOFTMAX, attention_mode, make_trainable, selection_loss
 from still_export.models import attach_untrained
+from still_export.models.checkpoint import iterate_tensors
 from still_export.models.load import load_model
 from still_kernels.hybrid_attention import HybridAttentionConfig
 from tests.still_export.tiny import FAMILIES, plain_model, random_ids, still_model
@@ -168,6 +170,31 @@ def test_learned_factors_and_low_rank_gates(base: Path, text: Path, tmp_path: Pa
     adapter = load_file(tmp_path / "model" / "adapter" / "adapter_model.safetensors")
     assert not [name for name in adapter if name.endswith("g_proj.weight") or "window_factor" in name]
     assert [name for name in adapter if "g_proj.lora_B" in name]
+
+
+def test_adapter_of_int8_rows(base: Path, finished: tuple[Path, module.Linearization], tmp_path: Path) -> None:
+    """Half of the size, the quality of the other; scales that are not those of the rows are refused."""
+    output, result = finished
+    recipe = read_recipe(None, {"base": str(base), "adapter_dtype": "int8", "lora_rank": 2})
+    values = json.loads((output / "adapter" / "adapter_config.json").read_text())
+    recipe = replace(recipe, lora_rank=values["r"], lora_alpha=values["lora_alpha"])
+    tensors = dict(iterate_tensors(output / "adapter" / "adapter_model.safetensors"))
+    save_adapter(tmp_path / "adapter", tensors, read_adapter(output / "adapter")[1], recipe)
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    # Rows of this tiny model are short, and every one has a scale.
+    assert path.stat().st_size < 0.8 * (output / "adapter" / "adapter_model.safetensors").stat().st_size
+    model = module.apply(str(base), tmp_path / "adapter", tmp_path / "model")
+    shutil.copy(output / "linearize.json", tmp_path / "model")
+    assert quality(tmp_path / "model") == pytest.approx(result.bits_per_byte["after LoRA"], rel=3e-3)
+    for name, parameter in still_parameters(model):
+        if "feature_" in name:
+            step = tensors[name].float().abs().amax(-1, keepdim=True) / 127
+            assert ((parameter.detach() - tensors[name].float()).abs() <= 0.51 * step).all()
+    stored = load_file(path)
+    name = next(n for n in stored if n.endswith(".scale"))
+    save_file({**stored, name: stored[name][..., :1].contiguous()}, path)
+    with pytest.raises(CheckpointError, match="scales of int8 rows"):
+        module.apply(str(base), tmp_path / "adapter", tmp_path / "again")
 
 
 def test_adapter_is_a_start(base: Path, text: Path, tmp_path: Path) -> None:
@@ -316,7 +343,7 @@ def test_selection_loss_makes_attended_tokens_salient() -> None:
         optimizer.zero_grad()
         selection_loss(query, key, torch.tensor([[31]]), config).backward()
         optimizer.step()
-    from still_export.linearization.modes import margins
+    from still_export.mixers.hybrid_attention.modes import margins
 
     scores = margins(query.detach().transpose(1, 2), key.transpose(1, 2), 8)[0, 0, 1:8]
     assert int(scores.argmax()) + 1 == wanted
@@ -485,6 +512,9 @@ def test_recipe_files(tmp_path: Path, base: Path) -> None:
     (tmp_path / "here.txt").write_text("x")
     recipe = read_recipe(path, {"transfer_steps": 7})
     assert (recipe.transfer_rate, recipe.transfer_steps, recipe.texts) == (0.5, 7, (str(tmp_path / "here.txt"),))
+    # What the file leaves open, a flag may give.
+    path.write_text("chat: 0.1")
+    assert read_recipe(path, {"chat_file": "chats.jsonl"}).chat == 0.1
     path.write_text("transfer_rat: 1")
     with pytest.raises(ConfigError, match="'transfer_rate'"):
         read_recipe(path, {})

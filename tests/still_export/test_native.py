@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 
 from still_export.cli.main import main
-from still_export.export.native import HEADER, LIBRARY, find_onnxruntime_headers
+from still_export.errors import ConfigError, UnsupportedError
+from still_export.export.native import HEADER, LIBRARY, find_onnxruntime_headers, kernel_variants
 from still_export.export.onnx_package import ExportOptions, export_onnx
 from still_export.export.plugins import PluginBuildError
 from still_export.package.folder import Package, open_package, write_manifest
-from still_export.runners.ort import OrtModel
+from still_export.proof.sessions import Session
+from still_export.runners.ort import OrtModel, native_library
 from still_export.runners.sampling import RunError
 from tests.plugins.test_onnxruntime import library
 from tests.still_export.conftest import Exporter
@@ -35,7 +37,7 @@ MIXED = ("hybrid_attention", "full_attention", "hybrid_attention")
 def built(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exports take the library that was built once."""
 
-    def add_native(folder: Path, include: Path | None = None) -> dict[str, Any]:
+    def add_native(folder: Path, include: Path | None = None, archs: tuple[str, ...] = ()) -> dict[str, Any]:
         shutil.copyfile(library, folder / LIBRARY)
         return {"library": LIBRARY, "system": platform.system(), "machine": platform.machine()}
 
@@ -143,6 +145,96 @@ def test_the_manifest_repeats_it(built: None, export_tiny: Exporter, tmp_path: P
 def test_bfloat16_is_refused(built: None, export_tiny: Exporter) -> None:
     with pytest.raises(Exception, match="--native computes float32 and float16, not bfloat16"):
         export_tiny(dtype="bfloat16", options={"native": True, "dtype": "bfloat16"})
+
+
+def test_kernels_of_the_gpu_follow_from_the_graph(export_tiny: Exporter) -> None:
+    """One variant for each op, with ONNX Runtime's counts; what no kernel covers is named before anything is compiled."""
+    found = kernel_variants(export_tiny(layer_types=MIXED, chunk_size=32).model_path)
+    ((hybrid,), (softmax,)) = found["HybridAttention"], found["Attention"]
+    assert (hybrid.dtype, hybrid.count_dtype, hybrid.chunk_size, hybrid.packed) == ("float32", "int64", 32, 0)
+    assert (softmax.dtype, softmax.count_dtype, softmax.head_dim) == ("float32", "int64", hybrid.head_dim)
+    with pytest.raises(UnsupportedError, match=r"no CUDA kernel covers .*sliding.* Export without --arch"):
+        kernel_variants(export_tiny(local="sliding", chunk_size=32).model_path)
+
+
+def test_kernels_of_the_gpu_are_compiled_in(
+    export_tiny: Exporter, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    built: dict[str, Any] = {}
+
+    def compile_archive(variants: dict[str, Any], archs: tuple[str, ...], target: Path) -> Path:
+        target.write_text(f"{sorted(variants)} {archs}")
+        return target
+
+    def build_native(build: Path, include: Path, archive: Path | None = None) -> Path:
+        built["archive"] = archive and archive.read_text()
+        (build / LIBRARY).write_text("library")
+        return build / LIBRARY
+
+    monkeypatch.setattr("still_export.export.native.compile_archive", compile_archive)
+    monkeypatch.setattr("still_export.export.native.build_native", build_native)
+    monkeypatch.setattr("still_export.export.native.find_onnxruntime_headers", lambda asked=None: tmp_path)
+    package = export_tiny(options={"native": True, "archs": ("sm_90",)}, chunk_size=32)
+    assert built["archive"] == "['HybridAttention'] ('sm_90',)"
+    assert package.manifest["native"]["archs"] == ["sm_90"] and LIBRARY in package.manifest["files"]
+    assert ExportOptions.from_manifest(package.manifest).archs == ("sm_90",)
+    with pytest.raises(ConfigError, match="add --native"):
+        ExportOptions("model", archs=("sm_90",))
+
+
+def test_bodies_on_cuda_are_said_to_be_slow(
+    built: None, export_tiny: Exporter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package = native(export_tiny)
+    assert native_library(package.path, package.manifest, "cuda") is None
+    assert "no kernels for CUDA: function bodies run" in capsys.readouterr().err
+    package.manifest["native"]["archs"] = ["sm_90"]
+    try:
+        assert native_library(package.path, package.manifest, "cuda") == package.path / LIBRARY
+    finally:
+        del package.manifest["native"]["archs"]
+
+
+def test_a_provider_that_does_not_start_is_an_error(export_tiny: Exporter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX Runtime opens the session without it."""
+    package = export_tiny()
+    monkeypatch.setattr(
+        "onnxruntime.get_available_providers", lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"]
+    )
+    with pytest.raises(RunError, match="CUDA provider cannot start"):
+        OrtModel(package.path, threads=1, provider="cuda")
+    with pytest.raises(RunError, match="CUDA graphs need --provider cuda"):
+        OrtModel(package.path, threads=1, replay=True)
+
+
+def test_replayed_steps_are_captured_without_tokens(
+    built: None, export_tiny: Exporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A session that runs a call three times before it replays it, as ONNX Runtime's capture does: states are those of single steps."""
+    package = native(export_tiny)
+    model = OrtModel(package.path, threads=1)
+    real, run, graphs = model._value, model.session.run_with_iobinding, []
+
+    class DeviceValue:
+        """OrtValue of a device whose memory is here."""
+
+        @staticmethod
+        def ortvalue_from_numpy(array: np.ndarray, device: str, index: int) -> Any:
+            return real.ortvalue_from_numpy(array.copy())
+
+    def capture(binding: Any, options: Any) -> None:
+        number = options.get_run_config_entry("gpu_graph_id")
+        for _ in range(1 if number == "-1" or number in graphs else 3):
+            run(binding, options)
+        graphs.append(number)
+
+    monkeypatch.setattr(model, "_value", DeviceValue)
+    monkeypatch.setattr(model, "replays", True)
+    monkeypatch.setattr(model.session, "run_with_iobinding", capture)
+    start = {"input_ids": np.stack([PROMPT, PROMPT[::-1]]), "new_tokens": np.array([61, 40])}
+    (check,) = Session(model).checks(start, 12)
+    assert check.passed, check.detail
+    assert graphs[0] == "-1" and graphs.count("1") > 12
 
 
 def test_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

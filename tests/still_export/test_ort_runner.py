@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from still_export.models.load import load_model
+from still_export.runners.conversation import Conversation
 from still_export.runners.ort import OrtModel
+from still_export.runners.program import talk
 from still_export.runners.sampling import RunError, Sampling
-from still_export.runners.text import chat
 from tests.still_export.conftest import Exporter
 from tests.still_export.tiny import CHUNK, VOCAB
 from tests.tolerances import MODEL
@@ -97,8 +98,8 @@ def test_chat_feeds_the_whole_of_an_answer_that_was_cut_off(
     model, answers = started(export_tiny), []
 
     class Talk:
-        def turn(self, message: str, first: bool, system: str | None) -> list[int]:
-            return [int(x) for x in message.split()]
+        def dialogue(self, messages: list[dict[str, str]], place: str = "text") -> list[int]:
+            return [int(x) for x in messages[-1]["content"].split()]
 
         def stream(self, tokens: Iterable[int]) -> Iterator[str]:
             answers.append(list(tokens))
@@ -106,7 +107,7 @@ def test_chat_feeds_the_whole_of_an_answer_that_was_cut_off(
 
     said = iter(["5 6 7", "8 9"])
     monkeypatch.setattr("builtins.input", lambda _: next(said, None) or (_ for _ in ()).throw(EOFError))
-    chat(model, Talk(), 4, Sampling(), None)  # type: ignore[arg-type]
+    talk(Conversation(model, Talk(), 4, Sampling()))  # type: ignore[arg-type]
     expected = [5, 6, 7, *answers[0], 8, 9, *answers[1][:-1]]
     assert model.length[0] == len(expected)
     states = model.state_arrays()
@@ -228,7 +229,7 @@ def test_a_device_that_copies_inputs_when_they_are_bound(
     make = model.session.io_binding
     run = model.session.run_with_iobinding
     monkeypatch.setattr(model.session, "io_binding", lambda: Copying(make()))
-    monkeypatch.setattr(model.session, "run_with_iobinding", lambda binding: run(binding._binding))
+    monkeypatch.setattr(model.session, "run_with_iobinding", lambda binding, options: run(binding._binding))
     monkeypatch.setattr(model, "_value", DeviceValue)
     monkeypatch.setattr(model, "device", "cuda")
     model.start()

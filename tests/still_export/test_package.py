@@ -11,8 +11,9 @@ import onnx
 import pytest
 
 from still_export.errors import PackageError
-from still_export.package import checked
+from still_export.package.checked import read_manifest
 from still_export.package.folder import FORMAT_VERSION, open_package, staged_folder, write_manifest
+from still_export.package.refusals import CheckError
 
 CONTENT: dict[str, Any] = {
     "target": "onnx",
@@ -154,7 +155,7 @@ def test_a_wrong_field_is_named_by_both_readers(
     """By the model of the whole manifest, and by the subset that runners check with the standard library."""
     folder = make_package(tmp_path / "p")
     manifest = json.loads((folder / "manifest.json").read_text())
-    checked.read_manifest(folder)
+    read_manifest(folder)
     table = manifest
     for key in path[:-1]:
         table = table[key]
@@ -163,5 +164,5 @@ def test_a_wrong_field_is_named_by_both_readers(
     with pytest.raises(PackageError, match=message):
         open_package(folder)
     if path[0] in ("capacity", "states", "files", "eos_token_ids") and path[-1] != "op":
-        with pytest.raises(checked.CheckError, match=rf"manifest\.json: {path[0]}"):
-            checked.read_manifest(folder)
+        with pytest.raises(CheckError, match=rf"manifest\.json: {path[0]}"):
+            read_manifest(folder)

@@ -23,7 +23,7 @@ from still_export.models.blocks import BlockWeight, pack, unpack
 from still_export.models.families import FAMILIES
 from still_export.models.roles import weight_roles
 from still_export.package.calls import next_feed
-from still_export.package.checked import RunError
+from still_export.package.refusals import RunError
 from still_export.quantization import read
 from still_export.quantization.policy import METHODS, POLICY, Quantization
 from still_export.quantization.quantizers import quantize

@@ -11,8 +11,8 @@ import pytest
 
 from still_export.engines.build import build_engines
 from still_export.evaluation.bench import Setting, measure
-from still_export.package.checked import CheckError
 from still_export.package.folder import Package, open_package
+from still_export.package.refusals import CheckError
 from still_export.proof.sessions import Session
 from still_export.runners.ort import OrtModel
 from still_export.runners.sampling import RunError, Sampling

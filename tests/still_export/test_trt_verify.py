@@ -20,7 +20,7 @@ from still_export.cli.main import main
 from still_export.engines.options import TrtOptions
 from still_export.evaluation.bench import Setting, measure
 from still_export.export.trt_package import lower_package
-from still_export.package.checked import trust_package
+from still_export.package.trust import trust_package
 from still_export.proof.sessions import Session
 from still_export.runners.tensorrt import TrtModel
 from tests.still_export import fake_tensorrt

@@ -16,9 +16,11 @@ import onnx
 import pytest
 
 from still_export.errors import PackageError
-from still_export.package import checked
-from still_export.package.checked import CheckError, external_files
+from still_export.package.external import external_files
+from still_export.package.files import check_name
 from still_export.package.folder import open_package
+from still_export.package.refusals import CheckError
+from still_export.package.trust import trust
 from still_export.runners.ort import OrtModel, RunError
 from tests.still_export.conftest import Exporter
 
@@ -141,7 +143,7 @@ def test_trusted_list_that_cannot_be_written_is_said(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "file"))
-    checked.trust(tmp_path / "file")
+    trust(tmp_path / "file")
     assert "stays untrusted" in capsys.readouterr().err
 
 
@@ -241,4 +243,4 @@ def test_external_files_finds_every_tensor_of_a_model() -> None:
 @pytest.mark.parametrize("name", ["", "/etc/passwd", "../x", "a/../b", "a//b", "./a", "a\\b", "C:x", "a\0b"])
 def test_names_that_lead_out_are_refused(name: str) -> None:
     with pytest.raises(CheckError, match="no file inside"):
-        checked.check_name(name, "m")
+        check_name(name, "m")

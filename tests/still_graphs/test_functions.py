@@ -17,6 +17,7 @@ from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 from still_graphs.passes.attach_functions import attach_functions
 from still_kernels.hybrid_attention.chunked import chunked_hybrid_attention
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
+from still_kernels.hybrid_attention.inputs import Inputs
 from still_kernels.hybrid_attention.state import HybridAttentionState
 from tests.tolerances import REFERENCE
 
@@ -171,9 +172,8 @@ def steps(
         }
         if c.gate == "channel":
             feeds["gate"] = torch.sigmoid(normal(batch, tokens, c.num_heads, c.head_dim))
-        expected, after = chunked_hybrid_attention(
-            feeds["query"], feeds["key"], feeds["value"], feeds.get("gate"), *weights.values(), c, state, new
-        )
+        inputs = Inputs(**{"gate": None, **feeds, **weights}, new_tokens=new)
+        expected, after = chunked_hybrid_attention(inputs, c, state)
         for tensor in feeds.values():
             for row, count in enumerate(new.tolist()):
                 tensor[row, count:] = torch.nan

@@ -14,11 +14,11 @@ pytest.importorskip("triton")
 
 from still_kernels import aot
 from still_kernels.hybrid_attention.launch import FUNCTIONS as KERNELS
-from still_kernels.hybrid_attention.tiles import TileTable, tile_table
+from still_kernels.hybrid_attention.tiles import tile_table
 from still_kernels.hybrid_attention.variants import KERNELS as OP
 from still_kernels.hybrid_attention.variants import Variant
 from still_kernels.plan import Call
-from still_kernels.tile import SHARED_BYTES
+from still_kernels.tile import SHARED_BYTES, TileTable
 
 VARIANT = {"head_dim": 64, "feature_rows": 64, "chunk_size": 32, "select_scope": "kv_group_max", "count_dtype": "int32"}
 
@@ -128,7 +128,7 @@ def test_the_largest_projections_fit(
 def test_the_largest_projections_assemble(properties: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Registers are known to the assembler alone: a matrix instruction that needs more than decode may have is an error."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(TileTable, "kernels", lambda table: {"decode": table.decode})
+    monkeypatch.setattr(TileTable, "kernels", lambda table: {"decode": table.tiles["decode"]})
     _, cubins = aot.compile_variant("HybridAttention", Variant(**{"feature_rows": 256, **properties}), 90)
     assert all(cubin[:4] == b"\x7fELF" for cubin in cubins.values())
 
@@ -155,7 +155,7 @@ def test_folder_that_is_not_empty_needs_force(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_splits_fill_the_chip_and_stay_mergeable() -> None:
-    programs = tile_table(90, 128, 64, 128, False).decode_programs
+    programs = tile_table(90, 128, 64, 128, False).host["decode_programs"]
 
     def decode_splits(batch: int, heads: int, slots: int) -> int:
         names = ("H", "HK", "HS", "D", "P", "F", "C")

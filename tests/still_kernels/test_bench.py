@@ -2,24 +2,62 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 
-from still_kernels.hybrid_attention import bench
+from still_kernels import bench, work
+from still_kernels.attention import cost as attention_cost
+from still_kernels.hybrid_attention import cost
+from still_kernels.op_kernels import op_names, work_of
 
 CEILINGS = bench.Ceilings(copy=4e12, gemm=800e12)
 
 
 def test_costs_are_those_of_the_specification() -> None:
-    config = bench.layer(65_536, "q_head")
-    size_bytes, _ = bench.decode_cost(config, 65_536, 1)
+    op = work_of("HybridAttention")
+    config = op.layer(op.sizes, "q_head", 65_536)
+    size_bytes, _ = cost.decode_cost(config, 65_536, 1)
     assert size_bytes / 2**20 == pytest.approx(68.4, rel=0.02)
-    grouped, _ = bench.decode_cost(bench.layer(65_536, "kv_group_max"), 65_536, 1)
+    grouped, _ = cost.decode_cost(op.layer(op.sizes, "kv_group_max", 65_536), 65_536, 1)
     assert grouped / 2**20 == pytest.approx(20.5, rel=0.06)
-    _, flop = bench.prefill_cost(config, 65_536)
+    _, flop = cost.prefill_cost(config, 65_536)
     assert flop / 65_536 / 1e6 == pytest.approx(41.8, rel=0.02)
+
+
+def test_costs_of_softmax_attention() -> None:
+    """Two thirds of a GiB of keys and values for a model's step at 64K tokens of 32 layers; half of T^2 pairs, twice."""
+    size_bytes, flop = attention_cost.decode_cost(32, 8, 128, 65_536, 1)
+    assert size_bytes == 65_536 * 8 * 128 * 2 * 2 and flop == 2 * 2 * 32 * 128 * 65_536
+    size_bytes, flop = attention_cost.prefill_cost(32, 8, 128, 3)
+    assert size_bytes == 3 * 128 * 2 * (32 + 32 + 16 + 16) and flop == 2 * 2 * 32 * 128 * (1 + 2 + 3)
+
+
+@pytest.mark.parametrize("op", op_names())
+def test_every_kind_of_call_is_checked_and_timed(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU the forms of PyTorch stand in; a result that is off gets no time."""
+    monkeypatch.setattr(bench, "time_call", lambda work: 1.0)
+    monkeypatch.setattr(bench, "time_step", lambda work: 2.0)
+    given = work_of(op)
+    sizes = {**given.sizes, "heads": 4, "kv_heads": 2, "head_dim": 24}
+    for name in given.layers:
+        layer = given.layer(sizes, name, 200)
+        kinds = given.kinds(200, [1, 3])
+        rows = [bench.measure(given, layer, name, kind, 200, torch.float32, "cpu") for kind in kinds]
+        assert [row.time_s for row in rows] == [1.0] + [2.0] * (len(rows) - 1)
+        assert {row.batch for row in rows} == {1, 3} and all(row.size_bytes > 0 < row.flop for row in rows)
+        assert max(row.error for row in rows) <= 1e-5
+    wrong = dataclasses.replace(
+        given, work=lambda *what: dataclasses.replace(given.work(*what), run=lambda _: torch.ones(1))
+    )
+    assert bench.measure(wrong, layer, name, kinds[0], 200, torch.float32, "cpu").time_s is None
+
+
+def test_unknown_layers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["HybridAttention", "--layer", "q_heads"]) == 2
+    assert "--layer q_heads is unknown; known: q_head" in capsys.readouterr().err
 
 
 def test_floor_is_the_slower_of_both() -> None:
@@ -40,16 +78,17 @@ def test_failed_check_prints_no_speed(tmp_path: Path) -> None:
 
 def test_nan_fails_the_check() -> None:
     expected = torch.ones(3)
-    assert bench.relative_error(expected, expected) == 0
-    assert bench.relative_error(torch.tensor([1, float("nan"), 1]), expected) == float("inf")
+    assert work.relative_error(expected, expected) == 0
+    assert work.relative_error(torch.tensor([1, float("nan"), 1]), expected) == float("inf")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_refuses_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench.main([]) == 2
+    assert bench.main(["Attention"]) == 2
     assert "no CUDA device" in capsys.readouterr().err
 
 
 @pytest.mark.gpu
-def test_bench_on_a_gpu() -> None:
-    assert bench.main(["--context", "2048", "--batch", "2", "--scope", "kv_group_max"]) == 0
+@pytest.mark.parametrize("op", op_names())
+def test_bench_on_a_gpu(op: str) -> None:
+    assert bench.main([op, "--context", "2048", "--batch", "2"]) == 0

@@ -19,7 +19,8 @@ import triton
 
 from still_kernels import aot
 from still_kernels.hybrid_attention import variants
-from still_kernels.hybrid_attention.tiles import TileTable, changed, tile_table
+from still_kernels.hybrid_attention.tiles import tile_table
+from still_kernels.tile import TileTable, changed
 from tests.machine_code import disassembly
 
 Range = tuple[int, int]
@@ -289,7 +290,7 @@ def kernel_descriptors(
     found = {}
     for kernel in kernels:
         with patch.context() as one:
-            one.setattr(TileTable, "kernels", lambda table, name=kernel: {name: getattr(table, name)})
+            one.setattr(TileTable, "kernels", lambda table, name=kernel: {name: table.tiles[name]})
             one.setattr(variants, "tile_table", lambda *size, name=kernel: changed(tile_table(*size), name, setting))
             entry, cubins = aot.compile_variant("HybridAttention", variant, 90)
         code = instructions(cubins[entry["kernels"][kernel]["cubin"]], folder)

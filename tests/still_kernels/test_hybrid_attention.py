@@ -16,6 +16,7 @@ from still_graphs.errors import CapacityError, ConfigError, ShapeError
 from still_kernels.hybrid_attention import (
     HybridAttentionConfig,
     HybridAttentionState,
+    Inputs,
     chunked_hybrid_attention,
     naive_hybrid_attention,
 )
@@ -85,7 +86,7 @@ def run_in_pieces(
     while start < tokens:
         stop = min(tokens, start + pieces[len(outputs) % len(pieces)])
         part = [None if x is None else x[:, start:stop] for x in activations]
-        output, state = chunked_hybrid_attention(*part, q_weight, k_weight, config, state)
+        output, state = chunked_hybrid_attention(Inputs(*part, q_weight, k_weight), config, state)
         outputs.append(output)
         start = stop
     return torch.cat(outputs, dim=1), state
@@ -120,7 +121,7 @@ def test_reproduces_released_prefill(name: str) -> None:
     config = HybridAttentionConfig(query.shape[2], key.shape[2], query.shape[3], profile="released")
     expected = golden["output"].transpose(1, 2)
     inputs = [query, key, value, gate, *weights]
-    assert (naive_hybrid_attention(*inputs, config) - expected).abs().max() < GOLDEN
+    assert (naive_hybrid_attention(Inputs(*inputs), config) - expected).abs().max() < GOLDEN
     for pieces in ([1000], [65, 1, 127]):
         assert (run_in_pieces(config, inputs, pieces)[0] - expected).abs().max() < GOLDEN
 
@@ -132,7 +133,7 @@ def test_all_tokens_salient_is_full_softmax(changes: dict) -> None:
     config = make_config(mix_epsilon=0.0, **changes)
     inputs = make_inputs(config, 2, 77)
     expected = softmax_attention(inputs, config)
-    assert (naive_hybrid_attention(*inputs, config) - expected).abs().max() < REFERENCE[DOUBLE]
+    assert (naive_hybrid_attention(Inputs(*inputs), config) - expected).abs().max() < REFERENCE[DOUBLE]
     assert (run_in_pieces(config, inputs, [19])[0] - expected).abs().max() < REFERENCE[DOUBLE]
 
 
@@ -141,7 +142,7 @@ def test_two_chunks_are_full_softmax(tokens: int) -> None:
     config = make_config(mix_epsilon=0.0)
     inputs = make_inputs(config, 2, tokens)
     expected = softmax_attention(inputs, config)
-    assert (naive_hybrid_attention(*inputs, config) - expected).abs().max() < REFERENCE[DOUBLE]
+    assert (naive_hybrid_attention(Inputs(*inputs), config) - expected).abs().max() < REFERENCE[DOUBLE]
     assert (run_in_pieces(config, inputs, [5])[0] - expected).abs().max() < REFERENCE[DOUBLE]
 
 
@@ -163,14 +164,14 @@ def test_no_salient_tokens_no_gate_is_lolcats() -> None:
     weight = weight + (phi(q, q_weight) @ phi(k, k_weight).transpose(-1, -2)) * (causal & ~near)
     expected = (weight @ v / weight.sum(-1, keepdim=True)).transpose(1, 2)
     inputs = [query, key, value, None, q_weight, k_weight]
-    assert (naive_hybrid_attention(*inputs, config) - expected).abs().max() < REFERENCE[DOUBLE]
+    assert (naive_hybrid_attention(Inputs(*inputs), config) - expected).abs().max() < REFERENCE[DOUBLE]
 
 
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
 def test_state_machine_equals_definition(changes: dict) -> None:
     config = make_config(**changes)
     inputs = make_inputs(config, 2, 75)
-    expected = naive_hybrid_attention(*inputs, config)
+    expected = naive_hybrid_attention(Inputs(*inputs), config)
     for pieces in ([75], [1], [7], [8], [9], [17], [17, 1, 8, 3]):  # 1, C-1, C, C+1, 2C+1
         output, _ = run_in_pieces(config, inputs, pieces)
         assert (output - expected).abs().max() < REFERENCE[DOUBLE], pieces
@@ -246,7 +247,7 @@ def test_rows_are_independent_and_may_be_empty(changes: dict) -> None:
                 block[row, : call[row]] = x[row, done[row] : done[row] + call[row]]
             padded.append(block)
         before = state
-        output, state = chunked_hybrid_attention(*padded, q_weight, k_weight, config, state, torch.tensor(call))
+        output, state = chunked_hybrid_attention(Inputs(*padded, q_weight, k_weight, torch.tensor(call)), config, state)
         for row in range(4):
             outputs[row].append(output[row, : call[row]])
             assert (output[row, call[row] :] == 0).all()
@@ -267,7 +268,7 @@ def test_low_precision_without_selection(dtype: torch.dtype) -> None:
     """k = 0, so that no near tie can flip a selection: dtypes differ by rounding alone."""
     config = make_config(salient_per_chunk=0)
     inputs = [None if x is None else x.to(dtype) for x in make_inputs(config, 2, 75)]
-    exact = naive_hybrid_attention(*[None if x is None else x.to(DOUBLE) for x in inputs], config)
+    exact = naive_hybrid_attention(Inputs(*[None if x is None else x.to(DOUBLE) for x in inputs]), config)
     output, state = run_in_pieces(config, inputs, [20])
     assert output.dtype == dtype and state.kv_state.dtype == torch.float32
     assert (output.to(DOUBLE) - exact).abs().max() < REFERENCE[dtype]
@@ -317,7 +318,7 @@ def test_capacity_is_exact() -> None:
     config = make_config(capacity_tokens=40)  # 3 promoted chunks
     inputs = make_inputs(config, 1, 41)
     run_in_pieces(config, [None if x is None else (x[:, :40] if x.dim() == 4 else x) for x in inputs], [9])
-    for call in (lambda: naive_hybrid_attention(*inputs, config), lambda: run_in_pieces(config, inputs, [9])):
+    for call in (lambda: naive_hybrid_attention(Inputs(*inputs), config), lambda: run_in_pieces(config, inputs, [9])):
         with pytest.raises(CapacityError, match="capacity_tokens=40"):
             call()
 
@@ -354,12 +355,12 @@ def test_bad_shapes() -> None:
     state = HybridAttentionState.empty(config, 2, DOUBLE)
     wrong_state = dataclasses.replace(state, z_state=state.z_state[..., :3])
     for arguments in (
-        (query, key[:, :4], value, gate, q_weight, k_weight, config, state),
-        (query, key, value, None, q_weight, k_weight, config, state),
-        (query, key, value, gate, q_weight[:2], k_weight, config, state),
-        (query, key, value, gate, q_weight, k_weight, config, wrong_state),
-        (query, key, value, gate, q_weight, k_weight, config, state, torch.tensor([6, 1])),
-        (query, key, value, gate, q_weight, k_weight, config, state, torch.tensor([1])),
+        (Inputs(query, key[:, :4], value, gate, q_weight, k_weight), config, state),
+        (Inputs(query, key, value, None, q_weight, k_weight), config, state),
+        (Inputs(query, key, value, gate, q_weight[:2], k_weight), config, state),
+        (Inputs(query, key, value, gate, q_weight, k_weight), config, wrong_state),
+        (Inputs(query, key, value, gate, q_weight, k_weight, torch.tensor([6, 1])), config, state),
+        (Inputs(query, key, value, gate, q_weight, k_weight, torch.tensor([1])), config, state),
     ):
         with pytest.raises(ShapeError, match="expected"):
             chunked_hybrid_attention(*arguments)

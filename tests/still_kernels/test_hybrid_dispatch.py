@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 
 from still_graphs.errors import ShapeError, UnsupportedError
-from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, dispatch
+from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs, dispatch
 from still_kernels.hybrid_attention.chunked import chunked_hybrid_attention
 from still_kernels.hybrid_attention.whole import whole_hybrid_attention
+from still_kernels.packing import Packing
 
 CONFIG = HybridAttentionConfig(
     num_heads=4, num_kv_heads=2, head_dim=12, chunk_size=8, salient_per_chunk=2, capacity_tokens=64
@@ -23,22 +25,28 @@ def inputs(tokens: int, requires_grad: bool = False) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator).requires_grad_(requires_grad) for shape in shapes]
 
 
+def packed(tensors: list[torch.Tensor]) -> Inputs:
+    """The rows' tokens one behind the other."""
+    return Inputs(*(t.flatten(0, 1) for t in tensors[:4]), *tensors[4:])
+
+
 def test_cpu_is_the_chunked_form() -> None:
     tensors, counts = inputs(37), torch.tensor([37, 5])
     state = HybridAttentionState.empty(CONFIG, 2)
-    got, present = dispatch.hybrid_attention(*tensors, CONFIG, state, counts)
-    expected, expected_state = chunked_hybrid_attention(*tensors, CONFIG, state, counts)
+    got, present = dispatch.hybrid_attention(Inputs(*tensors, counts), CONFIG, state)
+    expected, expected_state = chunked_hybrid_attention(Inputs(*tensors, counts), CONFIG, state)
     assert torch.equal(got, expected)
     assert all(torch.equal(t, expected_state.tensors()[n]) for n, t in present.tensors().items())
 
 
 def test_gradients_by_recomputation() -> None:
     tensors, counts = inputs(37, requires_grad=True), torch.tensor([37, 5])
-    tensors.append(torch.tensor([0.5, 1.0, 2.0, 30.0], requires_grad=True))  # window_factor
+    given = Inputs(*tensors, counts, torch.tensor([0.5, 1.0, 2.0, 30.0], requires_grad=True))
+    tensors.append(given.window_factor)
     state = HybridAttentionState.empty(CONFIG, 2)
     # What CUDA takes; on the CPU PyTorch differentiates the chunked form directly.
-    got, *states = dispatch._Recompute.apply(CONFIG, state, counts, *tensors)
-    expected, present = dispatch.hybrid_attention(*tensors[:6], CONFIG, state, counts, tensors[6])
+    got, *states = dispatch._Recompute.apply(CONFIG, state, *given.tensors())
+    expected, present = dispatch.hybrid_attention(given, CONFIG, state)
     gradient = torch.randn(got.shape, generator=torch.Generator().manual_seed(1))
     assert torch.equal(got, expected)
     assert present.length.tolist() == [37, 5]
@@ -53,7 +61,7 @@ def test_gradients_by_recomputation() -> None:
 def test_gradients_only_where_wanted() -> None:
     tensors = inputs(20)
     tensors[4].requires_grad_(True)
-    got, _ = dispatch.hybrid_attention(*tensors, CONFIG, HybridAttentionState.empty(CONFIG, 2), torch.tensor([20, 20]))
+    got, _ = dispatch.hybrid_attention(Inputs(*tensors), CONFIG, HybridAttentionState.empty(CONFIG, 2))
     got.sum().backward()
     assert tensors[4].grad is not None and all(t.grad is None for t in tensors if t is not tensors[4])
 
@@ -85,13 +93,14 @@ def test_whole_sequences_equal_the_chunked_form(tokens: int, changes: dict[str, 
     learned = random(4).square().detach().requires_grad_()
     state = HybridAttentionState.empty(config, 2, torch.float64)
     for factor in (None, learned):
-        expected, _ = chunked_hybrid_attention(*inputs, config, state, None, factor)
+        given = Inputs(*inputs, window_factor=factor)
+        expected, _ = chunked_hybrid_attention(given, config, state)
         gradient = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
         leaves = [t for t in (*inputs, factor) if t is not None]
         wanted = torch.autograd.grad(expected, leaves, gradient, allow_unused=True)
         for got in (
-            dispatch.hybrid_attention_whole(*inputs, config, factor),
-            dispatch._RecomputeWhole.apply(config, *inputs, factor),  # what CUDA takes
+            dispatch.hybrid_attention_whole(given, config),
+            dispatch._RecomputeWhole.apply(config, *given.tensors()),  # what CUDA takes
         ):
             torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
             found = torch.autograd.grad(got, leaves, gradient, allow_unused=True)
@@ -100,15 +109,35 @@ def test_whole_sequences_equal_the_chunked_form(tokens: int, changes: dict[str, 
                 torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
 
 
+def test_whole_sequences_compile_once_for_a_layer() -> None:
+    """In one graph, and again neither for other numbers nor for another layer's window factors: what CUDA differentiates."""
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, example: list[torch.Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(whole_hybrid_attention, dynamic=False, fullgraph=True, backend=backend)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        tensors = [torch.randn_like(t).requires_grad_() for t in inputs(37)]
+        given = Inputs(*tensors, window_factor=torch.rand(4))
+        got, expected = compiled(given, CONFIG), whole_hybrid_attention(given, CONFIG)
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+        gradients = [torch.autograd.grad(x.square().sum(), tensors) for x in (got, expected)]
+        assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+    assert len(graphs) == 1
+
+
 def test_sequences_beyond_the_cache_take_the_chunked_form() -> None:
     config = dataclasses.replace(CONFIG, overflow="fold_oldest", capacity_tokens=40)
-    tensors = inputs(60, requires_grad=True)
+    given = Inputs(*inputs(60, requires_grad=True))
     state = HybridAttentionState.empty(config, 2)
-    got = dispatch.hybrid_attention_whole(*tensors, config)
-    torch.testing.assert_close(got, chunked_hybrid_attention(*tensors, config, state)[0], rtol=0, atol=0)
+    got = dispatch.hybrid_attention_whole(given, config)
+    torch.testing.assert_close(got, chunked_hybrid_attention(given, config, state)[0], rtol=0, atol=0)
     assert got.requires_grad
     with pytest.raises(UnsupportedError, match="60 tokens"):
-        whole_hybrid_attention(*tensors, config)
+        whole_hybrid_attention(given, config)
 
 
 @pytest.mark.parametrize(
@@ -134,23 +163,9 @@ def test_covered_layer_has_no_refusal() -> None:
 
 
 def test_packed_sequences_need_a_gpu() -> None:
-    query, key, value, gate, wq, wk = inputs(6)
-    state = HybridAttentionState.empty(CONFIG, 2)
-    start, row = torch.tensor([0, 4, 12]), torch.tensor([1, 0])
+    state, packing = HybridAttentionState.empty(CONFIG, 2), Packing(torch.tensor([0, 4, 12]), torch.tensor([1, 0]), 8)
     with pytest.raises(UnsupportedError, match="known: cpu"):
-        dispatch.hybrid_attention_ragged(
-            query.flatten(0, 1),
-            key.flatten(0, 1),
-            value.flatten(0, 1),
-            gate.flatten(0, 1),
-            wq,
-            wk,
-            CONFIG,
-            state,
-            start,
-            row,
-            8,
-        )
+        dispatch.hybrid_attention_ragged(packed(inputs(6)), CONFIG, state, packing)
 
 
 @pytest.fixture
@@ -169,34 +184,33 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
 
 def test_kernels_see_contiguous_tensors_only(launched: list[tuple]) -> None:
     """They take addresses: a transposed state or counts of stride 0 would be read and written elsewhere."""
-    tensors, state = inputs(6), HybridAttentionState.empty(CONFIG, 2)
+    state = HybridAttentionState.empty(CONFIG, 2)
     odd = dataclasses.replace(
         state, kv_state=state.kv_state.mT.contiguous().mT, length=torch.zeros(1, dtype=torch.int64).expand(2)
     )
-    counts = torch.tensor([6]).expand(2)
-    _, present = dispatch._triton(*tensors, CONFIG, odd, counts)
-    (call,) = launched
-    given = [t for t in call if isinstance(t, torch.Tensor)]
-    given += [t for s in call if isinstance(s, HybridAttentionState) for t in s.tensors().values()]
-    assert len(given) == 6 + 2 + 8 and all(t.is_contiguous() for t in (*given, *present.tensors().values()))
+    given = Inputs(*inputs(6), torch.tensor([6]).expand(2))
+    _, present = dispatch._triton(given, CONFIG, odd)
+    ((seen, _, state, output, *_),) = launched
+    found = [t for t in seen.tensors() if t is not None] + [output, *state.tensors().values()]
+    assert len(found) == 7 + 1 + 8 and all(t.is_contiguous() for t in (*found, *present.tensors().values()))
     with pytest.raises(ShapeError, match=r"kv_state .* not contiguous"):
-        dispatch._triton(*tensors, CONFIG, odd, counts, in_place=True)
-    packed = [t.flatten(0, 1) for t in tensors[:4]]
+        dispatch._triton(given, CONFIG, odd, in_place=True)
+    packing = Packing(torch.tensor([0, 6, 12]), torch.tensor([1, 0]), 6)
     with pytest.raises(ShapeError, match=r"kv_state .* not contiguous"):
-        dispatch.hybrid_attention_ragged(*packed, *tensors[4:], CONFIG, odd, torch.tensor([0, 6, 12]), counts, 6)
+        dispatch.hybrid_attention_ragged(packed(inputs(6)), CONFIG, odd, packing)
 
 
 def test_packed_weights_take_the_type_of_the_tokens(launched: list[tuple]) -> None:
     tensors, state = inputs(6), HybridAttentionState.empty(CONFIG, 2, torch.bfloat16)
-    packed = [t.flatten(0, 1).bfloat16() for t in tensors[:4]]
-    start, rows = torch.tensor([0, 6, 12]), torch.tensor([1, 0])
-    dispatch.hybrid_attention_ragged(*packed, *tensors[4:], CONFIG, state, start, rows, 6)
-    assert {t.dtype for t in launched[0][:6]} == {torch.bfloat16}
+    given = packed([t.bfloat16() for t in tensors[:4]] + tensors[4:])
+    packing = Packing(torch.tensor([0, 6, 12]), torch.tensor([1, 0]), 6)
+    dispatch.hybrid_attention_ragged(given, CONFIG, state, packing)
+    assert {t.dtype for t in launched[0][0].tensors() if t is not None} == {torch.bfloat16}
     assert state.length.tolist() == [6, 6]
 
 
 def test_factors_first_used_in_inference_can_be_saved_for_gradients() -> None:
     config = dataclasses.replace(CONFIG, window_factor=(0.25, 1.0, 2.0, 3.0))
     with torch.inference_mode():
-        factor = dispatch._window_factor(config, torch.device("cpu"))
+        factor = Inputs(*inputs(6)).factor(config)
     assert factor is not None and not factor.is_inference()

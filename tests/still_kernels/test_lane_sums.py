@@ -21,8 +21,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from still_kernels import aot
-from still_kernels.hybrid_attention.tiles import TileTable
 from still_kernels.hybrid_attention.variants import Variant
+from still_kernels.tile import TileTable
 from still_kernels.triton_shared import rounded
 from tests.machine_code import disassembly
 
@@ -84,7 +84,7 @@ SMALL: dict[str, Any] = {"head_dim": 64, "feature_rows": 64, "chunk_size": 32}
 def test_lanes_of_decode_agree(
     size: dict[str, Any], scope: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(TileTable, "kernels", lambda table: {"decode": table.decode})
+    monkeypatch.setattr(TileTable, "kernels", lambda table: {"decode": table.tiles["decode"]})
     _, cubins = aot.compile_variant("HybridAttention", Variant(**size, select_scope=scope), 90)
     for cubin in cubins.values():
         assert disagreeing_sums(instructions(cubin, tmp_path)) == []

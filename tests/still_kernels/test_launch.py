@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from still_graphs.errors import ConfigError, UnsupportedError
-from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState
+from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs
 
 pytest.importorskip("triton")
 from still_kernels import launcher
@@ -83,9 +83,8 @@ def test_kernels_go_to_the_device_of_the_tensors(tokens: int, monkeypatch: pytes
     monkeypatch.setattr(launcher.Launcher, "start", lambda self, name, run: launched.append((name, bool(inside))))
     query, key = torch.zeros(1, tokens, 4, 64), torch.zeros(1, tokens, 2, 64)
     weight, state = torch.zeros(1, 64, 64), HybridAttentionState.empty(config, 1)
-    launch.launch_hybrid_attention(
-        query, key, key, query, weight, weight, config, state, query.clone(), 1, tokens, torch.tensor([tokens])
-    )
+    inputs = Inputs(query, key, key, query, weight, weight, torch.tensor([tokens]))
+    launch.launch_hybrid_attention(inputs, config, state, query.clone())
     assert launched and all(guarded for _, guarded in launched)
 
 
@@ -111,8 +110,8 @@ def test_a_launch_finds_the_kernel_that_its_like_ran(monkeypatch: pytest.MonkeyP
         weight, state = torch.zeros(1, 64, 64), HybridAttentionState.empty(config, 1)
         new, table = torch.tensor([tokens], dtype=kind), launch.device_table(config, CPU, True) if own else None
         found.clear()
-        given = (query, key, key, query if config.gate == "channel" else None, weight, weight, config, state)
-        launch.launch_hybrid_attention(*given, torch.zeros(1, tokens, 4, 64), 1, tokens, new, table=table)
+        given = Inputs(query, key, key, query if config.gate == "channel" else None, weight, weight, new)
+        launch.launch_hybrid_attention(given, config, state, torch.zeros(1, tokens, 4, 64), table=table)
         return {(True,): "all", (False,): "none"}.get(tuple(set(found)), "some")
 
     assert [call(), call(), call(tokens=80)] == ["none", "all", "all"]

@@ -15,6 +15,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from still_kernels.hybrid_attention import Inputs
 from tests.tolerances import NARROW_NORM, REFERENCE
 
 pytest.importorskip("triton")
@@ -181,13 +182,13 @@ def test_low_precision_with_a_choice(name: str) -> None:
 
 
 def llama_layer(tokens: int, **changes: object) -> tuple:
-    """A Llama-3.1-8B layer in bf16 on the GPU: (config, inputs of `tokens` tokens, new_tokens)."""
+    """A Llama-3.1-8B layer in bf16 on the GPU: (config, inputs of `tokens` tokens)."""
     base = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "capacity_tokens": 2 * tokens}
     config = triton_cases.HybridAttentionConfig(**{**base, **changes})
     shapes = [(1, tokens, heads, 128) for heads in (32, 8, 8, 32)]
     inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
     inputs += [(torch.randn(32, 128, 128, device="cuda") * 128**-0.5).bfloat16() for _ in "qk"]
-    return config, inputs, torch.full((1,), tokens, device="cuda")
+    return config, triton_cases.Inputs(*inputs, torch.full((1,), tokens, device="cuda"))
 
 
 @pytest.mark.gpu
@@ -197,12 +198,12 @@ def test_full_size_repeats_and_agrees(tokens: int) -> None:
     from still_kernels.hybrid_attention.dispatch import hybrid_attention
 
     torch.manual_seed(tokens)
-    config, inputs, new = llama_layer(tokens)
+    config, inputs = llama_layer(tokens)
     empty = triton_cases.HybridAttentionState.empty(config, 1, torch.bfloat16, "cuda")
-    runs = [hybrid_attention(*inputs, config, empty, new) for _ in range(2)]
+    runs = [hybrid_attention(inputs, config, empty) for _ in range(2)]
     assert torch.equal(runs[0][0], runs[1][0])
     assert all(torch.equal(a, b) for a, b in zip(*(run[1].tensors().values() for run in runs), strict=True))
-    expected, _ = chunked_hybrid_attention(*inputs, config, empty, new)
+    expected, _ = chunked_hybrid_attention(inputs, config, empty)
     got = runs[0][0]
     assert ((got.double() - expected.double()).norm() / expected.double().norm()).item() < 1e-2
 
@@ -213,7 +214,7 @@ def chained_steps(dependent: bool, layers: int, steps: int, device: str, **chang
     On a GPU from a graph: launched one by one, each kernel would have ended before the next arrives.
     """
     from still_kernels.hybrid_attention import launch
-    from still_kernels.hybrid_attention.tiles import changed
+    from still_kernels.tile import changed
 
     base = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "capacity_tokens": 512}
     config = triton_cases.HybridAttentionConfig(**{**base, **changes})
@@ -237,9 +238,9 @@ def chained_steps(dependent: bool, layers: int, steps: int, device: str, **chang
             for layer, output in enumerate(outputs):
                 past, present = lengths[layer][t % 2], lengths[layer][1 - t % 2]
                 state = dataclasses.replace(states[layer], length=past)
-                given = (x, key[t : t + 1], value[t : t + 1], gate[t : t + 1], *weights)
+                given = Inputs(x, key[t : t + 1], value[t : t + 1], gate[t : t + 1], *weights, one)
                 x = output[t : t + 1]
-                launch.launch_hybrid_attention(*given, config, state, x, 1, 1, one, table=table, present_length=present)
+                launch.launch_hybrid_attention(given, config, state, x, table=table, present_length=present)
 
     run()
     tensors = [tensor for state in states for tensor in state.tensors().values()]
@@ -274,17 +275,17 @@ def test_long_decode_in_a_graph_equals_prefill(scope: str) -> None:
 
     torch.manual_seed(0)
     tokens, tail = 65_536, 64
-    config, inputs, new = llama_layer(tokens, num_heads=4, num_kv_heads=1, select_scope=scope)
-    inputs = [x[:, :, : (1 if i in (1, 2) else 4)].contiguous() for i, x in enumerate(inputs[:4])] + [
-        x[:4].contiguous() for x in inputs[4:]
-    ]
+    config, inputs = llama_layer(tokens, num_heads=4, num_kv_heads=1, select_scope=scope)
+    heads = {"query": 4, "key": 1, "value": 1, "gate": 4}
+    whole = [getattr(inputs, name)[:, :, :count].contiguous() for name, count in heads.items()]
+    weights = [x[:4].contiguous() for x in (inputs.feature_q_weight, inputs.feature_k_weight)]
     empty = triton_cases.HybridAttentionState.empty(config, 1, torch.bfloat16, "cuda")
-    expected, wanted = hybrid_attention(*inputs, config, empty, new)
+    expected, wanted = hybrid_attention(Inputs(*whole, *weights, inputs.new_tokens), config, empty)
     state = triton_cases.HybridAttentionState.empty(config, 1, torch.bfloat16, "cuda")
-    step, one = [x[:, :1].clone() for x in inputs[:4]], torch.ones(1, dtype=torch.int64, device="cuda")
+    step, one = [x[:, :1].clone() for x in whole], torch.ones(1, dtype=torch.int64, device="cuda")
 
     def decode() -> torch.Tensor:
-        output, _ = hybrid_attention(*step, *inputs[4:], config, state, one, in_place=True)
+        output, _ = hybrid_attention(Inputs(*step, *weights, one), config, state, in_place=True)
         state.length.add_(1)
         return output
 
@@ -297,8 +298,8 @@ def test_long_decode_in_a_graph_equals_prefill(scope: str) -> None:
         output = decode()
     outputs = []
     for t in range(tokens):
-        for mine, whole in zip(step, inputs, strict=False):
-            mine.copy_(whole[:, t : t + 1])
+        for mine, every in zip(step, whole, strict=True):
+            mine.copy_(every[:, t : t + 1])
         graph.replay()
         if t >= tokens - tail:
             outputs.append(output.clone())

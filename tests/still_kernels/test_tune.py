@@ -13,24 +13,35 @@ import torch
 
 pytest.importorskip("triton")
 
-from still_kernels.hybrid_attention import tune
+from still_kernels import tune
+from still_kernels.attention.tiles import tile_table as attention_table
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
-from still_kernels.hybrid_attention.settings import MOVES, misfit
-from still_kernels.hybrid_attention.tiles import changed, tile_table
+from still_kernels.hybrid_attention.settings import misfit
+from still_kernels.hybrid_attention.tiles import tile_table
+from still_kernels.op_kernels import work_of
+from still_kernels.tile import changed
 
-SMALL = ["--geometry", "2,1,24,32,3", "--context", "70", "--dtype", "float32"]
+SIZES = {"heads": 2, "kv_heads": 1, "head_dim": 24, "chunk_size": 32, "salient_per_chunk": 3}
+MAIN = "import sys; from still_kernels import tune; sys.exit(tune.main(sys.argv[1:]))"
+
+
+def small(op: str) -> list[str]:
+    """A call of a small layer."""
+    known = work_of(op).sizes
+    sizes = [word for name, size in SIZES.items() if name in known for word in ("--set", f"{name}={size}")]
+    return [op, *sizes, "--context", "70", "--dtype", "float32"]
 
 
 def interpreted(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run Python code with kernels in the interpreter."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "-c", code, *SMALL, *arguments]
+    command = [sys.executable, "-W", "ignore", "-c", code, *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 
 
 def test_settings_are_checked_timed_and_written(tmp_path: Path) -> None:
-    code = "import sys; from still_kernels.hybrid_attention import tune; sys.exit(tune.main(sys.argv[1:]))"
-    done = interpreted(code, "--kernels", "score,select", "--seconds", "4", "-o", str(tmp_path / "tune.json"))
+    given = ["--kernels", "score,select", "--seconds", "4", "-o", str(tmp_path / "tune.json")]
+    done = interpreted(MAIN, *small("HybridAttention"), *given)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "tune.json").read_text())
     assert set(report["kernels"]) == {"score", "select"}
@@ -42,28 +53,38 @@ def test_settings_are_checked_timed_and_written(tmp_path: Path) -> None:
     assert "(current)" in done.stdout
 
 
+def test_softmax_attention_is_tuned_by_the_same(tmp_path: Path) -> None:
+    given = ["--kernels", "attend,decode", "--seconds", "3", "-o", str(tmp_path / "tune.json")]
+    done = interpreted(MAIN, *small("Attention"), *given)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "tune.json").read_text())["kernels"]
+    assert all(trials[0]["time_s"] > 0 and trials[0]["error"] == 0 for trials in found.values())
+    attend = {json.dumps(t["setting"]): t["note"] for t in found["attend"]}
+    assert attend['{"BN": 64}'] in ("BN of attend divides its BM", "no time left")
+
+
 def test_a_wrong_result_gets_no_time(tmp_path: Path) -> None:
     code = """
 import sys
-from still_kernels.hybrid_attention import tune
+from still_kernels import tune
 right = tune.Workload.run
 def wrong(self, table):
     made, results = right(self, table)
-    if table.select.num_warps == 2:
+    if table.kernels()["select"].num_warps == 2:
         results["output"][0, -1, 0, 0] += 1e6
     return made, results
 tune.Workload.run = wrong
-tune.MOVES["select"] = [{"num_warps": 2}]
+tune.work_of("HybridAttention").moves["select"] = [{"num_warps": 2}]
 sys.exit(tune.main(sys.argv[1:]))
 """
-    done = interpreted(code, "--kernels", "select", "--seconds", "60")
+    done = interpreted(code, *small("HybridAttention"), "--kernels", "select", "--seconds", "60")
     assert done.returncode == 1, done.stderr
     assert "num_warps=2: WRONG RESULT" in done.stdout
 
 
 def test_workspace_starts_as_nan() -> None:
     code = """
-from still_kernels.hybrid_attention import tune
+from still_kernels import tune
 from still_kernels import launcher
 import torch
 with tune._recording():
@@ -75,9 +96,10 @@ assert not hasattr(launcher.Launcher, "made") and launcher.Launcher.__name__ == 
 
 def test_every_move_is_a_setting_of_some_table() -> None:
     table = tile_table(90, 128, 64, 128, False)
-    for kernel, moves in MOVES.items():
-        for move in moves:
-            assert changed(table, kernel, move).kernels()
+    for op, own in (("HybridAttention", table), ("Attention", attention_table(90, 128, False))):
+        for kernel, moves in work_of(op).moves.items():
+            for move in moves:
+                assert changed(own, kernel, move).kernels()
     with pytest.raises(KeyError, match="attend has no setting XX; it has BM"):
         changed(table, "attend", {"XX": 1})
 
@@ -101,10 +123,12 @@ def test_settings_that_do_not_go_together() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_refuses_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    assert tune.main([]) == 2
+    assert tune.main(["HybridAttention"]) == 2
     assert "no CUDA device" in capsys.readouterr().err
 
 
 @pytest.mark.gpu
 def test_tune_on_a_gpu() -> None:
-    assert tune.main(["--context", "2048", "--kernels", "score,linear,decode", "--seconds", "30"]) == 0
+    given = ["--context", "2048", "--seconds", "30"]
+    assert tune.main(["HybridAttention", *given, "--kernels", "score,linear,decode"]) == 0
+    assert tune.main(["Attention", *given]) == 0

@@ -17,9 +17,11 @@ from typing import Any
 
 import torch
 
-from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState
+from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs
 from still_kernels.hybrid_attention.chunked import chunked_hybrid_attention
-from still_kernels.hybrid_attention.tiles import HEAD_DIMS, TileTable, changed, tile_table
+from still_kernels.hybrid_attention.tiles import HEAD_DIMS, tile_table
+from still_kernels.packing import Packing
+from still_kernels.tile import TileTable, changed
 
 SMALL: dict[str, Any] = {
     "num_heads": 4,
@@ -235,23 +237,20 @@ def _errors_of(guarded: Guarded, name: str, device: str, dtype: torch.dtype) -> 
     exact = torch.float64 if device == "cpu" or dtype == torch.float32 else dtype
     expected_state = HybridAttentionState.empty(config, batch, exact, device)
     state = HybridAttentionState.empty(config, batch, dtype, device)
-    factor = config.window_factor
-    window_factor = None if factor is None else torch.tensor(factor, dtype=torch.float32, device=device)
     errors: dict[str, float] = {}
     for number, (tokens, counts) in enumerate(case.calls):
         tensors = [None if x is None else x.to(device, dtype) for x in case_inputs(case, batch, tokens, generator)]
         new = torch.tensor(counts, dtype=torch.int32 if number % 3 else torch.int64, device=device)
-        arguments = [None if x is None else x.to(exact) for x in (*tensors, *weights)]
-        expected, expected_state = chunked_hybrid_attention(*arguments, config, expected_state, new)
+        arguments = Inputs(*(None if x is None else x.to(exact) for x in (*tensors, *weights)), new)
+        expected, expected_state = chunked_hybrid_attention(arguments, config, expected_state)
         state = HybridAttentionState(**{n: guarded.copy(t) for n, t in state.tensors().items()})
+        inputs = Inputs(*tensors, *weights, new)
         if case.packed:
-            output = _launch_packed(launch, guarded, tensors, weights, config, state, tokens, new, window_factor, table)
+            output = _launch_packed(guarded, inputs, config, state, table)
         else:
             output = guarded.empty(tensors[0], tuple(tensors[0].shape), dtype)
             length = guarded.empty(state.length, (batch,), state.length.dtype)
-            launch.launch_hybrid_attention(
-                *tensors, *weights, config, state, output, batch, tokens, new, None, None, window_factor, table, length
-            )
+            launch.launch_hybrid_attention(inputs, config, state, output, None, table, length)
         guarded.check()
         state.length.add_(new)
         if tokens == 1 and not case.packed:
@@ -292,7 +291,7 @@ def _run_garbage(guarded: Guarded) -> None:
             state.length.copy_(torch.tensor([-77, 2**40 + 5 * 32]))
             output = guarded.empty(inputs[0], tuple(inputs[0].shape), torch.float32)
             new = torch.tensor([2**31, 10**12])
-            launch.launch_hybrid_attention(*inputs, *weights, config, state, output, 2, tokens, new)
+            launch.launch_hybrid_attention(Inputs(*inputs, *weights, new), config, state, output)
             guarded.check()
 
 
@@ -314,8 +313,7 @@ def run_unused(name: str, dtype: torch.dtype) -> None:
         new, outputs = torch.tensor(counts), []
         for state in (zeros, unknown):
             outputs.append(torch.full_like(inputs[0], float("nan")))
-            given = (*inputs, *weights, config, state, outputs[-1], 2, tokens, new)
-            launch.launch_hybrid_attention(*given, table=table)
+            launch.launch_hybrid_attention(Inputs(*inputs, *weights, new), config, state, outputs[-1], table=table)
             state.length.add_(new)
         assert torch.equal(*outputs) and torch.equal(zeros.kv_state, unknown.kv_state), f"{name}, {tokens} tokens"
 
@@ -339,31 +337,28 @@ def shuffle_programs() -> None:
 
 
 def _launch_packed(
-    launch: Any,
     guarded: Guarded,
-    tensors: list[torch.Tensor | None],
-    weights: list[torch.Tensor],
+    inputs: Inputs,
     config: HybridAttentionConfig,
     state: HybridAttentionState,
-    tokens: int,
-    new: torch.Tensor,
-    window_factor: torch.Tensor | None,
     table: TileTable | None,
 ) -> torch.Tensor:
     """The call with packed tokens on rows 2 and 0 of a state of three; returns the padded output, writes the rows back."""
+    from still_kernels.hybrid_attention import launch
+
+    new, tensors = inputs.counts(), (inputs.query, inputs.key, inputs.value, inputs.gate)
     rows = torch.tensor([2, 0], dtype=torch.int32, device=new.device)
     wide = {n: guarded.copy(torch.cat([t[1:], torch.full_like(t[:1], 5), t[:1]])) for n, t in state.tensors().items()}
     packed = [None if x is None else torch.cat([x[b, :n] for b, n in enumerate(new.tolist())]) for x in tensors]
     start = torch.cat([new.new_zeros(1), new.cumsum(0)]).to(torch.int32)
     output = guarded.empty(packed[0], tuple(packed[0].shape), packed[0].dtype)
-    large = HybridAttentionState(**wide)
-    launch.launch_hybrid_attention(
-        *packed, *weights, config, large, output, 2, tokens, None, start, rows, window_factor, table
-    )
+    given = Inputs(*packed, inputs.feature_q_weight, inputs.feature_k_weight)
+    packing = Packing(start, rows, inputs.query.shape[1])
+    launch.launch_hybrid_attention(given, config, HybridAttentionState(**wide), output, packing, table)
     for name, tensor in state.tensors().items():
         assert bool((wide[name][1] == 5).all()), f"{name}: a row that had no part in the call changed"
         tensor.copy_(wide[name][rows.long()])
-    padded = torch.zeros_like(tensors[0])
+    padded = torch.zeros_like(inputs.query)
     for b, n in enumerate(new.tolist()):
         padded[b, :n] = output[int(start[b]) : int(start[b]) + n]
     return padded

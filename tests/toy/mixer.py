@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from still_export.mixers.base import StillCacheLayer
+from still_export.mixers.base import Mixer, StillCacheLayer
 from still_export.mixers.config import head_size
 from still_export.mixers.projections import ProjectedAttention
 from still_export.mixers.torch_ops import Given, call, register
@@ -86,7 +86,7 @@ class DecayAttention(ProjectedAttention):
         return self.o_proj(results["output"].flatten(2)), None
 
 
-class DecayMixer:
+class DecayMixer(Mixer):
     """For the registry."""
 
     name = "decay"

@@ -16,8 +16,8 @@ from still_export.export.onnx_package import ExportOptions, export_onnx
 from still_export.export.trt_package import lower_package
 from still_export.mixers.registry import MIXERS
 from still_export.models.load import load_model
-from still_export.package.checked import trust_package
 from still_export.package.folder import Package
+from still_export.package.trust import trust_package
 from still_export.runners.ort import OrtModel
 from still_export.runners.sampling import Sampling
 from still_graphs.functions import BODIES

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-TARGETS = ("schema", "kernels", "archive", "manifest")
+TARGETS = ("binding", "kernels", "attention", "archive", "manifest")
 
 
 def attack(seconds: float, seed: int) -> bool:
@@ -19,7 +19,7 @@ def attack(seconds: float, seed: int) -> bool:
     from tests.plugins.core_abi import compile_recorder
     from tests.plugins.test_fuzz import corpus
 
-    build = run_cmake(ROOT / "plugins/fuzz", ROOT / "build/fuzz", {})
+    build = run_cmake(ROOT / "plugins", ROOT / "build/fuzz", {"STILL_FUZZ": "ON"}, "fuzz") / "fuzz"
     good = True
     for target in TARGETS:
         with tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,8 @@
 """Causal softmax attention with a cache: definition, PyTorch form, kernels."""
 
 from still_kernels.attention.blocked import blocked_attention
+from still_kernels.attention.inputs import Inputs
 from still_kernels.attention.naive import naive_attention
 from still_kernels.attention.state import AttentionState
 
-__all__ = ["AttentionState", "blocked_attention", "naive_attention"]
+__all__ = ["AttentionState", "Inputs", "blocked_attention", "naive_attention"]

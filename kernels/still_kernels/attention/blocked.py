@@ -7,41 +7,32 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from still_graphs.errors import CapacityError, ShapeError
-from still_kernels.attention.naive import check_inputs
+from still_kernels.attention.inputs import Inputs
 from still_kernels.attention.state import AttentionState
 
 BLOCK = 256
 """Query tokens of one product: a mask beside 8,192 keys is then 24 MB for three heads a group, whatever the prompt's length."""
 
 
-def blocked_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    state: AttentionState,
-    new_tokens: Tensor | None = None,
-    in_place: bool = False,
-) -> tuple[Tensor, AttentionState]:
+def blocked_attention(inputs: Inputs, state: AttentionState, in_place: bool = False) -> tuple[Tensor, AttentionState]:
     """Causal softmax attention of new tokens to themselves and to the cache; any split of a sequence gives the same.
 
     Args:
-        query: After RoPE, [B, T, H, D], fp16, bf16, fp32 or fp64.
-        key, value: [B, T, HK, D], key after RoPE.
         state: What the rows have seen; only filled rows of it are read.
-        new_tokens: Tokens of each row, int [B], right-padded to T; None: T each. Padding enters nothing and its output is 0.
         in_place: Write into `state`'s keys and values, and return them.
 
     Returns:
-        output [B, T, H, D], dtype of query, and the state after the call.
+        output [B, T, H, D], dtype of query, 0 at padding, which enters nothing; and the state after the call.
 
     Raises:
         ShapeError: A tensor does not fit.
         CapacityError: A row outgrows the state.
     """
-    batch, tokens = check_inputs(query, key, value)
-    state.check(query, key)
+    batch, tokens = inputs.check()
+    state.check(inputs)
+    query = inputs.query
     past: list[int] = state.length.tolist()
-    new: list[int] = [tokens] * batch if new_tokens is None else new_tokens.tolist()
+    new: list[int] = [tokens] * batch if inputs.new_tokens is None else inputs.new_tokens.tolist()
     for row, (length, count) in enumerate(zip(past, new, strict=True)):
         if length < 0 or not 0 <= count <= tokens:
             raise ShapeError(
@@ -56,7 +47,7 @@ def blocked_attention(
     outputs = []
     for rows in [slice(None)] if alike else [slice(row, row + 1) for row in range(batch)]:
         length, count = past[rows][0], new[rows][0]
-        for cache, fresh in ((keys, key), (values, value)):
+        for cache, fresh in ((keys, inputs.key), (values, inputs.value)):
             cache[rows, :, length : length + count] = fresh[rows, :count].transpose(1, 2)
         output = _attend(query[rows, :count], keys[rows], values[rows], length)
         outputs.append(torch.nn.functional.pad(output, (0, 0, 0, 0, 0, tokens - count)))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,127 +10,105 @@ from torch import Tensor
 
 from still_graphs.errors import ShapeError, UnsupportedError
 from still_kernels import launcher
-from still_kernels.attention.naive import check_inputs
+from still_kernels.attention.inputs import Inputs
 from still_kernels.attention.plan import PLAN
 from still_kernels.attention.state import AttentionState
-from still_kernels.attention.tiles import tiles
+from still_kernels.attention.tiles import tile_table
 from still_kernels.attention.triton_attend import attend_kernel
 from still_kernels.attention.triton_decode import decode_kernel
 from still_kernels.attention.variants import KERNELS, constants_of, plan_constants
+from still_kernels.packing import Packing, size_of_call
 from still_kernels.plan import Call
-from still_kernels.tile import KernelTile
+from still_kernels.tile import TileTable
 
 FUNCTIONS = {"attend": attend_kernel, "decode": decode_kernel}
 
 
-@cache
-def _variant(*what: Any) -> object:
-    """One object for equal arguments, which then need no comparison at each launch."""
-    return object()
+def device_table(head_dim: int, device: torch.device, wide: bool) -> TileTable:
+    """Block sizes for a device; the interpreter on the CPU uses those of sm_90."""
+    return tile_table(launcher.arch_of(device), head_dim, wide)
 
 
-@lru_cache(1024)
-def _prepared(
-    arch: int,
+def _prepare(
     dtype: torch.dtype,
+    table: TileTable,
+    variant: object | None,
     heads: tuple[int, int, int],
     batch: int,
     tokens: int,
     rows: int,
     packed: tuple[int, int] | None,
 ) -> launcher.Prepared:
-    """The launches of a kind of call; kept, for a layer is called once per token.
+    """The launches of a kind of call.
 
     Args:
         heads: H, HK, D.
         rows: N.
         packed: Tokens of all rows and rows of the state, where rows are packed.
     """
-    wide, name = dtype == torch.float32, str(dtype).removeprefix("torch.")
-    table = tiles(arch, heads[2], wide)
-    call = _call(name, heads, batch, tokens, rows, packed, table)
-    reasons = KERNELS.refusals(call)
-    if reasons:
-        raise UnsupportedError(f"no Triton kernel of still::Attention covers this layer: {' '.join(reasons)}")
-    constants = constants_of(heads[2], wide, packed is not None)
-    variant = _variant(arch, dtype, heads[2], packed is not None)
-    return launcher.prepare(PLAN.evaluate(call), FUNCTIONS, table, constants, variant)
-
-
-def _call(
-    dtype: str,
-    heads: tuple[int, int, int],
-    batch: int,
-    tokens: int,
-    rows: int,
-    packed: tuple[int, int] | None,
-    table: Mapping[str, KernelTile],
-) -> Call:
     sizes = dict(zip(("H", "HK", "D"), heads, strict=True)) | {"B": batch, "T": tokens, "N": rows}
-    return Call(
+    seen = Call(
         sizes,
         {},
         plan_constants(table),
-        dtype=dtype,
+        dtype=str(dtype).removeprefix("torch."),
         tokens=None if packed is None else packed[0],
         rows=None if packed is None else packed[1],
     )
+    reasons = KERNELS.refusals(seen)
+    if reasons:
+        raise UnsupportedError(f"no Triton kernel of still::Attention covers this layer: {' '.join(reasons)}")
+    constants = constants_of(heads[2], dtype == torch.float32, packed is not None)
+    return launcher.prepare(PLAN.evaluate(seen), FUNCTIONS, table.kernels(), constants, variant)
+
+
+@lru_cache(1024)
+def _prepared(device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int], *call: Any) -> launcher.Prepared:
+    """The same with the block sizes of the device; kept, for a layer is called once per token."""
+    variant = launcher.variant_of(device, dtype, heads[2], call[-1] is not None)
+    return _prepare(dtype, device_table(heads[2], device, dtype == torch.float32), variant, heads, *call)
 
 
 def launch_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    inputs: Inputs,
     state: AttentionState,
     output: Tensor,
-    batch: int,
-    tokens: int,
-    new_tokens: Tensor | None,
-    query_start: Tensor | None = None,
-    state_row: Tensor | None = None,
+    packing: Packing | None = None,
+    table: TileTable | None = None,
 ) -> None:
     """Run the kernels on `state`, in place; `state.length` is read and left for the caller to advance.
 
     Args:
-        query, output: [B, T, H, D], or packed [tokens, H, D] with query_start. key, value: HK heads. All contiguous.
-        batch: Rows of the call.
-        tokens: T, or the most tokens of a packed row.
-        new_tokens: int32 or int64 [B]; ignored for packed tokens.
-        query_start: First packed token of each row, [B + 1]. state_row: State row of each, [B].
+        inputs: Contiguous; without a packing `new_tokens` are given.
+        output: As query.
+        table: Block sizes; by default those of the device. With others Triton looks for the compiled kernels at each launch.
 
     Raises:
         UnsupportedError: No kernel covers the call; the message lists what is covered.
     """
-    packed = None if query_start is None else (query.shape[0], state.length.shape[0])
-    heads = (query.shape[-2], key.shape[-2], query.shape[-1])
-    arch = launcher.arch_of(query.device)
-    prepared = _prepared(arch, query.dtype, heads, batch, tokens, state.rows, packed)
+    query, heads = inputs.query, (inputs.query.shape[-2], inputs.key.shape[-2], inputs.query.shape[-1])
+    batch, tokens, packed = size_of_call(query, packing, state.length.shape[0])
+    call = (heads, batch, tokens, state.rows, packed)
+    if table is None:
+        prepared = _prepared(query.device, query.dtype, *call)
+    else:
+        prepared = _prepare(query.dtype, table, None, *call)
     tensors = {
-        "query": query,
-        "key": key,
-        "value": value,
+        **vars(inputs),
         "present_key": state.key,
         "present_value": state.value,
         "output": output,
-        "new_tokens": new_tokens,
         "past_length": state.length,
-        "query_start": query_start,
-        "state_row": state_row,
+        **({} if packing is None else packing.tensors()),
     }
     launcher.Launcher().run(prepared, tensors, query)
 
 
-def triton_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    state: AttentionState,
-    new_tokens: Tensor | None = None,
-    in_place: bool = False,
-) -> tuple[Tensor, AttentionState]:
+def triton_attention(inputs: Inputs, state: AttentionState, in_place: bool = False) -> tuple[Tensor, AttentionState]:
     """`dispatch.attention` by the Triton kernels, on CUDA; the state's tensors must be contiguous where they are written in place."""
-    batch, tokens = check_inputs(query, key, value)
-    state.check(query, key)
+    batch, tokens = inputs.check()
+    state.check(inputs)
+    query, new_tokens = inputs.query, inputs.new_tokens
     if query.device.type != "cuda":
         raise UnsupportedError(f"device {query.device.type!r} has no kernel; known: cpu (PyTorch), cuda (Triton).")
     if in_place and not (state.key.is_contiguous() and state.value.is_contiguous()):
@@ -141,14 +118,6 @@ def triton_attention(
     length = state.length.contiguous()
     keys, values = (x if in_place else x.clone(memory_format=torch.contiguous_format) for x in (state.key, state.value))
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
-    launch_attention(
-        query.contiguous(),
-        key.contiguous(),
-        value.contiguous(),
-        AttentionState(keys, values, length),
-        output,
-        batch,
-        tokens,
-        new_tokens.contiguous(),
-    )
+    given = (x.contiguous() for x in (query, inputs.key, inputs.value, new_tokens))
+    launch_attention(Inputs(*given), AttentionState(keys, values, length), output)
     return output, AttentionState(keys, values, length + new_tokens.to(length.dtype))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from still_graphs.errors import ShapeError
 from still_graphs.ops.attention import ATTENTION
+from still_kernels.attention.inputs import Inputs
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,9 @@ class AttentionState:
         """The tensors by name, `length` last."""
         return {"key": self.key, "value": self.value, "length": self.length}
 
-    def check(self, query: Tensor, key: Tensor) -> None:
-        """Raise ShapeError unless every tensor fits a call with this query and key."""
+    def check(self, inputs: Inputs) -> None:
+        """Raise ShapeError unless every tensor fits a call with these inputs."""
+        query, key = inputs.query, inputs.key
         expected = (query.shape[0], key.shape[2], self.rows, query.shape[3])
         for name in ("key", "value"):
             tensor = getattr(self, name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from still_kernels.tile import SHARED_BYTES, KernelTile, pow2
+from still_kernels.tile import SHARED_BYTES, KernelTile, TileTable, pow2
 
 MAX_HEAD_DIM = 256
 DECODE_ROWS = 16
@@ -16,8 +16,8 @@ DECODE_PROGRAMS = 264
 
 
 @lru_cache
-def tiles(arch: int, head_dim: int, wide: bool) -> dict[str, KernelTile]:
-    """The tiles of both kernels.
+def tile_table(arch: int, head_dim: int, wide: bool) -> TileTable:
+    """The table of one variant.
 
     Args:
         arch: Compute capability, 90 for sm_90.
@@ -32,7 +32,8 @@ def tiles(arch: int, head_dim: int, wide: bool) -> dict[str, KernelTile]:
     # H200, head size 128, 8,192 tokens: 64 rows and 4 warps 1.15 ms (478 TFLOP/s), 128 and 8 1.27 to 1.56 ms.
     rows = 16 if row_bytes > 512 and small else 32 if wide or dim > 128 else 64
     stages = 2 if small or row_bytes > 256 else 3
-    return {
+    tiles = {
         "attend": KernelTile({"BM": rows, "BN": min(keys, rows), "STAGES": stages}, 4, stages),
         "decode": KernelTile({"BR": DECODE_ROWS, "BN": keys, "BS": MOST_SPLITS, "STAGES": stages}, 4, stages),
     }
+    return TileTable(tiles, {"decode_programs": DECODE_PROGRAMS})

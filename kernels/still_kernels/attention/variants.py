@@ -7,14 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from still_graphs.errors import ConfigError
 from still_kernels.attention.plan import PLAN
-from still_kernels.attention.tiles import DECODE_PROGRAMS, MAX_HEAD_DIM, tiles
+from still_kernels.attention.tiles import MAX_HEAD_DIM, tile_table
 from still_kernels.op_kernels import Build, OpKernels
 from still_kernels.plan import Check
-from still_kernels.tile import KernelTile, pow2
+from still_kernels.tile import TileTable, pow2
+
+if TYPE_CHECKING:
+    from still_kernels.work import OpWork
 
 DTYPES = ("float16", "bfloat16", "float32")
 COUNT_DTYPES = ("int32", "int64")
@@ -57,23 +60,18 @@ def constants_of(head_dim: int, wide: bool, packed: bool) -> dict[str, Any]:
     }
 
 
-def plan_constants(table: Mapping[str, KernelTile]) -> dict[str, int]:
+def plan_constants(table: TileTable) -> dict[str, int]:
     """Values of the plan's constants for kernels with these block sizes."""
-    decode = table["decode"].constants
-    return {
-        "attend_rows": table["attend"].constants["BM"],
-        "decode_rows": decode["BR"],
-        "decode_programs": DECODE_PROGRAMS,
-        "most_splits": decode["BS"],
-    }
+    decode, attend = (table.tiles[name].constants for name in ("decode", "attend"))
+    return {"attend_rows": attend["BM"], "decode_rows": decode["BR"], "most_splits": decode["BS"], **table.host}
 
 
 def build(variant: Variant, arch: int) -> Build:
     """What a variant is on an architecture."""
     wide = variant.dtype == "float32"
-    table = tiles(arch, variant.head_dim, wide)
+    table = tile_table(arch, variant.head_dim, wide)
     return Build(
-        table,
+        table.kernels(),
         constants_of(variant.head_dim, wide, bool(variant.packed)),
         plan_constants(table),
         frozenset({"new_tokens"} if variant.packed else {"query_start", "state_row"}),
@@ -85,6 +83,13 @@ def functions() -> Mapping[str, Any]:
     from still_kernels.attention.launch import FUNCTIONS
 
     return FUNCTIONS
+
+
+def work() -> OpWork:
+    """What bench and tune ask."""
+    from still_kernels.attention.work import WORK
+
+    return WORK
 
 
 _COVERED = (
@@ -101,4 +106,5 @@ KERNELS = OpKernels(
     folder=Path(__file__).parent,
     covered=_COVERED,
     covered_ahead=_COVERED,
+    work=work,
 )

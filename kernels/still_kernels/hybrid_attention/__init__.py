@@ -2,7 +2,14 @@
 
 from still_kernels.hybrid_attention.chunked import chunked_hybrid_attention
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
+from still_kernels.hybrid_attention.inputs import Inputs
 from still_kernels.hybrid_attention.naive import naive_hybrid_attention
 from still_kernels.hybrid_attention.state import HybridAttentionState
 
-__all__ = ["HybridAttentionConfig", "HybridAttentionState", "chunked_hybrid_attention", "naive_hybrid_attention"]
+__all__ = [
+    "HybridAttentionConfig",
+    "HybridAttentionState",
+    "Inputs",
+    "chunked_hybrid_attention",
+    "naive_hybrid_attention",
+]

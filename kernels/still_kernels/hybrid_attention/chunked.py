@@ -7,14 +7,17 @@ A chunk's contribution to S and z is computed once and reaches the queries by a 
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor
 
 from still_graphs.errors import CapacityError, ShapeError
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from still_kernels.hybrid_attention.features import feature_map
-from still_kernels.hybrid_attention.naive import check_inputs
-from still_kernels.hybrid_attention.promotion import Promotion, promote
+from still_kernels.hybrid_attention.grid import Grid, gather_rows
+from still_kernels.hybrid_attention.inputs import Inputs
+from still_kernels.hybrid_attention.promotion import Aligned, Promotion, promote
 from still_kernels.hybrid_attention.selection import group_scores, select_tokens, self_saliency
 from still_kernels.hybrid_attention.state import HybridAttentionState
 
@@ -23,28 +26,9 @@ SEGMENT_TOKENS = 1024
 
 
 def chunked_hybrid_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    gate: Tensor | None,
-    feature_q_weight: Tensor,
-    feature_k_weight: Tensor,
-    config: HybridAttentionConfig,
-    state: HybridAttentionState,
-    new_tokens: Tensor | None = None,
-    window_factor: Tensor | None = None,
+    inputs: Inputs, config: HybridAttentionConfig, state: HybridAttentionState
 ) -> tuple[Tensor, HybridAttentionState]:
-    """Hybrid attention of new tokens after those that `state` has seen.
-
-    Args:
-        query: After RoPE, [B, T, H, D]; T >= 1.
-        key, value: [B, T, HK, D], key after RoPE.
-        gate: After its sigmoid, [B, T, H, D], or None with gate="none".
-        feature_q_weight, feature_k_weight: Projections, Householder folded in, [H, P, D] or [1, P, D].
-        config: The layer.
-        state: What the rows have seen; unchanged by the call.
-        new_tokens: Tokens that each row brings, the rest of the row is padding, int [B]; None = T for every row.
-        window_factor: Weight of the softmax terms per head, [H], for training; None = that of `config`.
+    """Hybrid attention of new tokens after those that `state` has seen, which the call leaves as it is.
 
     Returns:
         output [B, T, H, D], dtype of query, 0 at padding; and the state after the new tokens.
@@ -55,34 +39,21 @@ def chunked_hybrid_attention(
 
     Source: STILL, arXiv:2602.02180.
     """
-    batch, tokens = check_inputs(query, key, value, gate, config)
+    batch, tokens = inputs.check(config)
     state.check(config, batch)
-    if new_tokens is None:
-        new_tokens = torch.full((batch,), tokens, dtype=torch.int64, device=query.device)
+    new_tokens = inputs.counts()
     if tuple(new_tokens.shape) != (batch,):
         raise ShapeError(f"new_tokens: expected [{batch}], got {list(new_tokens.shape)}.")
     new_tokens = new_tokens.to(torch.int64)
     if int(new_tokens.min()) < 0 or int(new_tokens.max()) > tokens:
         raise ShapeError(f"new_tokens: expected values in 0..{tokens}, got {new_tokens.tolist()}.")
     _check_capacity(state, new_tokens, config)
-    if window_factor is None and config.window_factor is not None:
-        window_factor = torch.tensor(config.window_factor, dtype=state.kv_state.dtype, device=query.device)
+    inputs = replace(inputs, window_factor=inputs.factor(config, state.kv_state.dtype))
     outputs = []
     for start in range(0, tokens, SEGMENT_TOKENS):
-        part = slice(start, start + SEGMENT_TOKENS)
-        present = (new_tokens - start).clamp(0, query[:, part].shape[1])
-        output, state = _segment(
-            query[:, part],
-            key[:, part],
-            value[:, part],
-            None if gate is None else gate[:, part],
-            feature_q_weight,
-            feature_k_weight,
-            config,
-            state,
-            present,
-            window_factor,
-        )
+        part = inputs.part(slice(start, start + SEGMENT_TOKENS))
+        present = (new_tokens - start).clamp(0, part.query.shape[1])
+        output, state = _segment(replace(part, new_tokens=present), config, state)
         outputs.append(output)
     return torch.cat(outputs, dim=1), state
 
@@ -98,161 +69,124 @@ def _check_capacity(state: HybridAttentionState, new_tokens: Tensor, config: Hyb
         )
 
 
-def gather_rows(x: Tensor, index: Tensor) -> Tensor:
-    """Rows of `x` [B, h, S, ...] at `index` [B, A], the same for every head: [B, h, A, ...]."""
-    shape = (x.shape[0], x.shape[1], index.shape[1], *x.shape[3:])
-    return x.gather(2, index.reshape(index.shape[0], 1, index.shape[1], *[1] * (x.dim() - 3)).expand(shape))
-
-
 def _segment(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    gate: Tensor | None,
-    feature_q_weight: Tensor,
-    feature_k_weight: Tensor,
-    config: HybridAttentionConfig,
-    state: HybridAttentionState,
-    new: Tensor,
-    window_factor: Tensor | None,
+    inputs: Inputs, config: HybridAttentionConfig, state: HybridAttentionState
 ) -> tuple[Tensor, HybridAttentionState]:
-    """One pass over at most SEGMENT_TOKENS tokens; arguments as of `chunked_hybrid_attention`."""
-    batch, tokens, heads, dim = query.shape
-    chunk, group = config.chunk_size, config.group_size
-    wide = state.kv_state.dtype
-    device = query.device
-    past = state.length
-    first_chunk, offset = past // chunk, past % chunk
-    chunks = (tokens + chunk - 2) // chunk + 1  # touched at most, whatever the offset
+    """One pass over at most SEGMENT_TOKENS tokens, with `new_tokens` and `window_factor` of the call given."""
+    assert inputs.new_tokens is not None
+    wide, chunk = state.kv_state.dtype, config.chunk_size
+    grid = Grid.of(chunk, inputs.query.shape[1], state.length, inputs.new_tokens)
+    q = grid.queries(inputs.query, wide)
+    k = grid.keys(state.window_key, inputs.key, wide)
+    v = grid.keys(state.window_value, inputs.value, wide)
 
-    # Rows of the query grid: a single token needs one row, not a chunk of them.
-    row = offset[:, None] if tokens == 1 else torch.arange(chunk, device=device).expand(batch, chunk)  # [B, R]
-    rows = row.shape[1]
-    step = (torch.arange(chunks, device=device)[:, None] * chunk + row[:, None] - offset[:, None, None]).flatten(1)
-    in_call = (step >= 0) & (step < new[:, None])  # [B, chunks * R]
-    safe_step = step.clamp(0, tokens - 1)
-
-    def on_grid(x: Tensor) -> Tensor:  # [B, T, h, D] -> [B, h, chunks * R, D]
-        return torch.where(in_call[:, None, :, None], gather_rows(x.transpose(1, 2), safe_step).to(wide), 0)
-
-    q = on_grid(query)
-
-    # Aligned keys: chunks first_chunk - 2 ... first_chunk + chunks - 1.
-    position = (first_chunk[:, None] - 2) * chunk + torch.arange((chunks + 2) * chunk, device=device)  # [B, A]
-    seen = position < past[:, None]
-    held = (position >= 0) & (position >= past[:, None] - 2 * chunk) & (position < (past + new)[:, None])
-    source = torch.where(seen, position % (2 * chunk), 2 * chunk + position - past[:, None]).clamp(
-        0, 2 * chunk + tokens - 1
-    )
-
-    def aligned(ring: Tensor, fresh: Tensor) -> Tensor:  # -> [B, HK, A, D]
-        both = torch.cat([ring.to(wide), fresh.transpose(1, 2).to(wide)], dim=2)
-        return torch.where(held[:, None, :, None], gather_rows(both, source), 0)
-
-    k, v = aligned(state.window_key, key), aligned(state.window_value, value)
-
-    def windows(x: Tensor) -> Tensor:  # [B, h, A, ...] -> previous and current chunk of each query chunk
-        x = x.unflatten(2, (chunks + 2, chunk))
-        return torch.cat([x[:, :, 1 : chunks + 1], x[:, :, 2:]], dim=3)  # [B, h, chunks, 2C, ...]
-
-    k_window, v_window = windows(k), windows(v)
-    logits = (
-        q.unflatten(1, (config.num_kv_heads, group)).unflatten(3, (chunks, rows))
-        @ k_window.transpose(-1, -2)[:, :, None]
-    )
-    logits = logits.flatten(1, 2) * dim**-0.5  # [B, H, chunks, R, 2C]
-
-    column = torch.arange(2 * chunk, device=device)
-    ahead = column - chunk - row[..., None]  # [B, R, 2C], key position minus query position
-    held_window = windows(held[:, None, :])[:, 0, :, None]  # [B, chunks, 1, 2C]
-    causal = held_window & (ahead <= 0)[:, None]  # [B, chunks, R, 2C]
-    last_c = causal & (ahead > -chunk)[:, None]
-    scores = self_saliency(
-        logits,
-        (ahead == 0)[:, None, None],
-        (column % chunk).expand_as(logits),
-        last_c[:, None],
-        config,
-    )  # [B, H, chunks, R]
-    scores = torch.where(in_call[:, None].unflatten(2, (chunks, rows)), scores, 0)
-
-    # Promotion works on whole chunks: aligned chunk j = first_chunk - 2 + j.
-    fresh_index = torch.where(seen, 0, position - first_chunk[:, None] * chunk)
-    if rows == 1:
-        fresh_index = torch.zeros_like(fresh_index)
-    fresh_scores = gather_rows(scores.flatten(2), fresh_index.clamp(0, chunks * rows - 1))
-    old_scores = gather_rows(state.window_score, position % (2 * chunk))
-    all_scores = torch.where(seen[:, None], old_scores, fresh_scores)  # [B, H, A]
-    ranked = group_scores(all_scores, config).unflatten(2, (chunks + 2, chunk))[:, :, : chunks + 1]
+    by_kv_head = q.unflatten(1, (config.num_kv_heads, -1)).unflatten(3, (grid.chunks, grid.rows))
+    logits = (by_kv_head @ grid.windows(k).transpose(-1, -2)[:, :, None]).flatten(1, 2)
+    logits = logits * config.head_dim**-0.5  # [B, H, chunks, R, 2C]
+    near = _near(grid)
+    scores = grid.scores(state.window_score, _scores(logits, near, grid, config))  # [B, H, A]
+    ranked = group_scores(scores, config).unflatten(2, (grid.chunks + 2, chunk))[:, :, : grid.chunks + 1]
     selected = select_tokens(ranked, config.salient_per_chunk)  # [B, HS, chunks + 1, k]
-    promotion = promote(k, v, ranked, selected, feature_k_weight, config, state, new, chunks)
+    promotion = promote(Aligned(k, v, ranked, selected), inputs.feature_k_weight, config, state, grid)
 
-    # Softmax over window and salient cache with the true row maximum.
-    if config.local == "sliding":
-        local = causal & (ahead > -config.window)[:, None]
-    else:
-        local = causal
-    softmax = local[:, None].expand_as(logits)
-    linear_window = None
-    if config.local == "sliding":
-        chosen = torch.zeros_like(ranked, dtype=torch.bool).scatter_(3, selected, True)[:, :, 1:]  # previous chunks
-        chosen = torch.nn.functional.pad(chosen, (0, chunk))[:, :, :, None]  # [B, HS, chunks, 1, 2C]
-        chosen = chosen.repeat_interleave(heads // chosen.shape[1], dim=1)
-        softmax = softmax | (causal[:, None] & chosen)
-        linear_window = causal[:, None] & ~softmax
-    if config.phantom_first_chunk:
-        phantom = ((first_chunk[:, None] + torch.arange(chunks, device=device)) == 0)[..., None, None] & (
-            column < chunk
-        )
-        softmax = softmax | phantom[:, None]
-    logits = logits.masked_fill(~softmax, -torch.inf)
-    salient_group = heads // promotion.keys.shape[1]
-    salient_logits = q.unflatten(1, (-1, salient_group)) @ promotion.keys.transpose(-1, -2)[:, :, None] * dim**-0.5
-    salient_logits = salient_logits.unflatten(3, (chunks, rows))  # [B, HS, g, chunks, R, M]
-    salient_logits = salient_logits.masked_fill(~promotion.visible[:, :, None, :, None], -torch.inf).flatten(1, 2)
-    row_max = torch.cat([logits, salient_logits], dim=-1).amax(-1, keepdim=True)
-    row_max = torch.where(row_max.isinf(), 0, row_max).detach()  # padding rows see nothing
-    weight, salient_weight = torch.exp(logits - row_max), torch.exp(salient_logits - row_max)
-    denominator = weight.sum(-1, keepdim=True) + salient_weight.sum(-1, keepdim=True)
-    numerator = weight.unflatten(1, (config.num_kv_heads, group)) @ v_window[:, :, None]
-    by_cache = salient_weight.flatten(2, 3).unflatten(1, (-1, salient_group)) @ promotion.values[:, :, None]
-    numerator = numerator.flatten(1, 2) + by_cache.flatten(1, 2).unflatten(2, (chunks, rows))
-    if window_factor is not None:
-        factor = window_factor.to(wide)[:, None, None, None]
+    softmax, linear_window = _routed(near, selected, grid, config)
+    numerator, denominator = _softmax_part(q, logits.masked_fill(~softmax, -torch.inf), v, promotion, grid)
+    if inputs.window_factor is not None:
+        factor = inputs.window_factor.to(wide)[:, None, None, None]
         numerator, denominator = factor * numerator, factor * denominator
-
-    # Linear part.
-    phi_q = feature_map(q, feature_q_weight, config).unflatten(2, (chunks, rows))
-    linear = phi_q @ promotion.kv_state  # [B, H, chunks, R, D]
-    mass = phi_q @ promotion.z_state[..., None]
+    phi_q = grid.by_chunk(feature_map(q, inputs.feature_q_weight, config))
+    linear, mass = phi_q @ promotion.kv_state, phi_q @ promotion.z_state[..., None]
     if linear_window is not None:
-        phi_window = windows(feature_map(k.repeat_interleave(group, dim=1), feature_k_weight, config))
-        similarity = (phi_q @ phi_window.transpose(-1, -2)).masked_fill(~linear_window, 0)
-        linear = linear + similarity @ v_window.repeat_interleave(group, dim=1)
+        group = config.group_size
+        phi_k = grid.windows(feature_map(k.repeat_interleave(group, dim=1), inputs.feature_k_weight, config))
+        similarity = (phi_q @ phi_k.transpose(-1, -2)).masked_fill(~linear_window, 0)
+        linear = linear + similarity @ grid.windows(v).repeat_interleave(group, dim=1)
         mass = mass + similarity.sum(-1, keepdim=True)
-    if gate is not None:
-        linear = on_grid(gate).unflatten(2, (chunks, rows)) * linear
-    mixed = ((numerator + linear) / (denominator + mass + config.mix_epsilon)).flatten(2, 3)
+    if inputs.gate is not None:
+        linear = grid.by_chunk(grid.queries(inputs.gate, wide)) * linear
+    mixed = (numerator + linear) / (denominator + mass + config.mix_epsilon)
+    window = _next_window(state, inputs.key, inputs.value, scores, grid)
+    present = HybridAttentionState(**window, **_next_cache(state, promotion), length=state.length + inputs.new_tokens)
+    return grid.output(mixed.flatten(2, 3)).to(inputs.query.dtype), present
 
-    token = torch.arange(tokens, device=device).expand(batch, tokens)
-    place = token if rows == 1 else token + offset[:, None]
-    output = torch.where((token < new[:, None])[:, None, :, None], gather_rows(mixed, place), 0)
-    window = _next_window(state, key, value, all_scores, first_chunk, new)
-    present = HybridAttentionState(**window, **_next_cache(state, promotion), length=past + new)
-    return output.transpose(1, 2).to(query.dtype), present
+
+@dataclass(frozen=True)
+class Near:
+    """Which keys of its window a query may see.
+
+    ahead: Key position minus query position, [B, R, 2C].
+    causal: Keys up to the query's own, bool [B, chunks, R, 2C].
+    """
+
+    ahead: Tensor
+    causal: Tensor
+
+
+def _near(grid: Grid) -> Near:
+    chunk = grid.chunk_size
+    column = torch.arange(2 * chunk, device=grid.past.device)
+    ahead = column - chunk - grid.row[..., None]
+    held = grid.windows(grid.held[:, None])[:, 0, :, None]  # [B, chunks, 1, 2C]
+    return Near(ahead, held & (ahead <= 0)[:, None])
+
+
+def _scores(logits: Tensor, near: Near, grid: Grid, config: HybridAttentionConfig) -> Tensor:
+    """Self-saliency of the new tokens, [B, H, chunks, R]."""
+    slot = torch.arange(2 * config.chunk_size, device=logits.device) % config.chunk_size
+    last = near.causal & (near.ahead > -config.chunk_size)[:, None]
+    own = (near.ahead == 0)[:, None, None]
+    scores = self_saliency(logits, own, slot.expand_as(logits), last[:, None], config)  # [B, H, chunks, R]
+    return torch.where(grid.by_chunk(grid.in_call[:, None]), scores, 0)
+
+
+def _routed(near: Near, selected: Tensor, grid: Grid, config: HybridAttentionConfig) -> tuple[Tensor, Tensor | None]:
+    """Keys of the window in the softmax, and with sliding attention those in the linear part, bool [B, H, chunks, R, 2C]."""
+    chunk, causal, linear = config.chunk_size, near.causal[:, None], None
+    softmax = causal.expand(-1, config.num_heads, -1, -1, -1)
+    if config.local == "sliding":
+        chosen = selected.new_zeros((*selected.shape[:3], chunk), dtype=torch.bool).scatter_(3, selected, True)
+        chosen = torch.nn.functional.pad(chosen[:, :, 1:], (0, chunk))[
+            :, :, :, None
+        ]  # previous chunks, [B, HS, chunks, 1, 2C]
+        chosen = chosen.repeat_interleave(config.num_heads // chosen.shape[1], dim=1)
+        softmax = (softmax & (near.ahead > -config.window)[:, None, None]) | (causal & chosen)
+        linear = causal & ~softmax
+    if config.phantom_first_chunk:
+        first = (grid.number == 0)[:, None, :, None, None]
+        softmax = softmax | (first & (torch.arange(2 * chunk, device=softmax.device) < chunk))
+    return softmax, linear
+
+
+def _softmax_part(q: Tensor, logits: Tensor, v: Tensor, promotion: Promotion, grid: Grid) -> tuple[Tensor, Tensor]:
+    """Weighted values [B, H, chunks, R, D] and weights [B, H, chunks, R, 1] of window and salient cache, by the true row maximum.
+
+    Args:
+        logits: Of the window, -inf for what is not in the softmax.
+    """
+    by_select_head = q.unflatten(1, (promotion.keys.shape[1], -1))
+    salient = by_select_head @ promotion.keys.transpose(-1, -2)[:, :, None] * q.shape[3] ** -0.5
+    salient = salient.unflatten(3, (grid.chunks, grid.rows))  # [B, HS, g, chunks, R, M]
+    salient = salient.masked_fill(~promotion.visible[:, :, None, :, None], -torch.inf).flatten(1, 2)
+    row_max = torch.cat([logits, salient], dim=-1).amax(-1, keepdim=True)
+    row_max = torch.where(row_max.isinf(), 0, row_max).detach()  # padding rows see nothing
+    weight, salient_weight = torch.exp(logits - row_max), torch.exp(salient - row_max)
+    denominator = weight.sum(-1, keepdim=True) + salient_weight.sum(-1, keepdim=True)
+    near = weight.unflatten(1, (v.shape[1], -1)) @ grid.windows(v)[:, :, None]
+    far = salient_weight.flatten(2, 3).unflatten(1, (promotion.values.shape[1], -1)) @ promotion.values[:, :, None]
+    return near.flatten(1, 2) + grid.by_chunk(far.flatten(1, 2)), denominator
 
 
 def _next_window(
-    state: HybridAttentionState, key: Tensor, value: Tensor, scores: Tensor, first_chunk: Tensor, new: Tensor
+    state: HybridAttentionState, key: Tensor, value: Tensor, scores: Tensor, grid: Grid
 ) -> dict[str, Tensor]:
-    """Rings after the new tokens; `scores` [B, H, A] starts at chunk first_chunk - 2."""
+    """Rings after the new tokens; `scores` [B, H, A] are aligned."""
     slots = state.window_key.shape[2]
     slot = torch.arange(slots, device=key.device)
-    last = (state.length + new - 1)[:, None]
+    last = (grid.past + grid.new - 1)[:, None]
     position = last - (last - slot) % slots  # latest position of each slot, [B, 2C]
-    fresh = (position >= state.length[:, None])[:, None, :]
-    step = (position - state.length[:, None]).clamp(0, key.shape[1] - 1)
-    place = (position - (first_chunk[:, None] - 2) * (slots // 2)).clamp(0, scores.shape[2] - 1)
+    fresh = (position >= grid.past[:, None])[:, None, :]
+    step = (position - grid.past[:, None]).clamp(0, grid.tokens - 1)
+    place = (position - grid.position[:, :1]).clamp(0, scores.shape[2] - 1)
 
     def rows(x: Tensor, ring: Tensor) -> Tensor:
         return torch.where(fresh[..., None], gather_rows(x.transpose(1, 2), step).to(ring.dtype), ring)

@@ -12,10 +12,11 @@ from torch import Tensor
 from still_graphs.errors import ShapeError, UnsupportedError
 from still_kernels.hybrid_attention.chunked import chunked_hybrid_attention
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
-from still_kernels.hybrid_attention.naive import check_inputs
+from still_kernels.hybrid_attention.inputs import Inputs
 from still_kernels.hybrid_attention.state import HybridAttentionState
 from still_kernels.hybrid_attention.variants import refusals as layer_refusals
 from still_kernels.hybrid_attention.whole import covers_whole, whole_hybrid_attention
+from still_kernels.packing import Packing
 
 Result = tuple[Tensor, HybridAttentionState]
 
@@ -51,25 +52,14 @@ def _demand_contiguous(tensors: dict[str, Tensor]) -> None:
 
 
 def _triton(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    gate: Tensor | None,
-    feature_q_weight: Tensor,
-    feature_k_weight: Tensor,
-    config: HybridAttentionConfig,
-    state: HybridAttentionState,
-    new_tokens: Tensor | None = None,
-    window_factor: Tensor | None = None,
-    in_place: bool = False,
+    inputs: Inputs, config: HybridAttentionConfig, state: HybridAttentionState, in_place: bool = False
 ) -> Result:
     from still_kernels.hybrid_attention.launch import launch_hybrid_attention
 
-    batch, tokens = check_inputs(query, key, value, gate, config)
+    batch, tokens = inputs.check(config)
     state.check(config, batch)
-    _demand_kernel(config, query.dtype, query.device)
-    if new_tokens is None:
-        new_tokens = torch.full((batch,), tokens, dtype=torch.int64, device=query.device)
+    _demand_kernel(config, inputs.query.dtype, inputs.query.device)
+    new_tokens = inputs.counts().contiguous()
     tensors = state.tensors()
     tensors["length"] = tensors["length"].contiguous()
     if in_place:
@@ -77,38 +67,28 @@ def _triton(
     else:
         tensors |= {n: t.clone(memory_format=torch.contiguous_format) for n, t in tensors.items() if n != "length"}
     state = HybridAttentionState(**tensors)
-    output = torch.empty_like(query, memory_format=torch.contiguous_format)
+    output = torch.empty_like(inputs.query, memory_format=torch.contiguous_format)
     present_length = torch.empty_like(state.length) if tokens == 1 else None
-    launch_hybrid_attention(
-        query.contiguous(),
-        key.contiguous(),
-        value.contiguous(),
-        None if gate is None else gate.contiguous(),
-        feature_q_weight.to(query.dtype).contiguous(),
-        feature_k_weight.to(query.dtype).contiguous(),
-        config,
-        state,
-        output,
-        batch,
-        tokens,
-        new_tokens.contiguous(),
-        window_factor=_window_factor(config, query.device) if window_factor is None else window_factor,
-        present_length=present_length,
+    given = replace(
+        _with_weights_of_tokens(inputs),
+        query=inputs.query.contiguous(),
+        key=inputs.key.contiguous(),
+        value=inputs.value.contiguous(),
+        gate=None if inputs.gate is None else inputs.gate.contiguous(),
+        new_tokens=new_tokens,
     )
+    launch_hybrid_attention(given, config, state, output, present_length=present_length)
     if present_length is None:  # decode writes it on its way: a kernel of its own would cost a tenth of a step
         present_length = state.length + new_tokens.to(state.length.dtype)
     return output, replace(state, length=present_length)
 
 
-@functools.cache
-def factor_tensor(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Window factors on a device; kept, because a copy from the host cannot be captured in a CUDA graph."""
-    with torch.inference_mode(False):  # kept for calls that differentiate, which take no tensor made for inference
-        return torch.tensor(values, dtype=torch.float32, device=device)
-
-
-def _window_factor(config: HybridAttentionConfig, device: torch.device) -> Tensor | None:
-    return None if config.window_factor is None else factor_tensor(config.window_factor, device)
+def _with_weights_of_tokens(inputs: Inputs) -> Inputs:
+    """The feature maps contiguous and in the type of the tokens, as the kernels read them."""
+    q_weight, k_weight = (
+        weight.to(inputs.query.dtype).contiguous() for weight in (inputs.feature_q_weight, inputs.feature_k_weight)
+    )
+    return replace(inputs, feature_q_weight=q_weight, feature_k_weight=k_weight)
 
 
 def kernel_for(device: torch.device) -> Callable[..., Result]:
@@ -117,12 +97,12 @@ def kernel_for(device: torch.device) -> Callable[..., Result]:
 
 
 def _recompute(  # type: ignore[no-untyped-def]
-    call: Callable[[list[Tensor | None]], Tensor], tensors, wanted: Sequence[bool], grad: Tensor
+    call: Callable[[Inputs], Tensor], tensors, wanted: Sequence[bool], grad: Tensor
 ) -> Iterator[Tensor | None]:
-    """Gradients of the `wanted` ones of `tensors`, by a new run of `call` on all of them; None for the others."""
+    """Gradients of the `wanted` ones of the inputs' tensors, by a new run of `call`; None for the others."""
     leaves = [None if t is None else t.detach().requires_grad_(want) for t, want in zip(tensors, wanted, strict=True)]
     with torch.enable_grad():
-        output = call(leaves)
+        output = call(Inputs(*leaves))  # type: ignore[arg-type]
     asked = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
     found = iter(torch.autograd.grad(output, asked, grad, allow_unused=True))
     return (next(found) if leaf is not None and leaf.requires_grad else None for leaf in leaves)
@@ -132,39 +112,27 @@ class _Recompute(torch.autograd.Function):
     """The kernel's forward; the backward repeats the call in PyTorch, chunk by chunk, and differentiates that."""
 
     @staticmethod
-    def forward(ctx, config, state, new_tokens, *tensors):  # type: ignore[no-untyped-def]
-        ctx.config, ctx.state, ctx.new_tokens = config, state, new_tokens
+    def forward(ctx, config, state, *tensors):  # type: ignore[no-untyped-def]
+        ctx.config, ctx.state = config, state
         ctx.save_for_backward(*tensors)
-        *inputs, window_factor = tensors
-        output, present = kernel_for(tensors[0].device)(*inputs, config, state, new_tokens, window_factor)
+        inputs = Inputs(*tensors)
+        output, present = kernel_for(inputs.query.device)(inputs, config, state)
         states = tuple(present.tensors().values())
         ctx.mark_non_differentiable(*states)
         return output, *states
 
     @staticmethod
     def backward(ctx, grad, *_):  # type: ignore[no-untyped-def]
-        def call(leaves):  # type: ignore[no-untyped-def]
-            *inputs, window_factor = leaves
-            return chunked_hybrid_attention(*inputs, ctx.config, ctx.state, ctx.new_tokens, window_factor)[0]
+        def call(inputs: Inputs) -> Tensor:
+            return chunked_hybrid_attention(inputs, ctx.config, ctx.state)[0]
 
-        grads = _recompute(call, ctx.saved_tensors, ctx.needs_input_grad[3:], grad)
-        return None, None, None, *grads
+        return None, None, *_recompute(call, ctx.saved_tensors, ctx.needs_input_grad[2:], grad)
 
 
 def hybrid_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    gate: Tensor | None,
-    feature_q_weight: Tensor,
-    feature_k_weight: Tensor,
-    config: HybridAttentionConfig,
-    state: HybridAttentionState,
-    new_tokens: Tensor | None = None,
-    window_factor: Tensor | None = None,
-    in_place: bool = False,
+    inputs: Inputs, config: HybridAttentionConfig, state: HybridAttentionState, in_place: bool = False
 ) -> Result:
-    """Hybrid attention by the fastest kernel that covers the call; arguments as of `chunked_hybrid_attention`.
+    """Hybrid attention by the fastest kernel that covers the call; results as of `chunked_hybrid_attention`.
 
     On CUDA the Triton kernels, without reading anything back to the host: a row that outgrows the salient cache with
     overflow="error" gets NaN outputs instead of an exception. On the CPU the chunked form. Where an input asks for
@@ -178,19 +146,16 @@ def hybrid_attention(
         UnsupportedError: No kernel covers the call on its device; the message lists what is covered.
         ShapeError: A tensor does not fit, or a state that is to be written in place is not contiguous.
     """
-    tensors = (query, key, value, gate, feature_q_weight, feature_k_weight)
-    differentiate = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (*tensors, window_factor)
-    )
-    if query.device.type == "cpu":
-        output, present = chunked_hybrid_attention(*tensors, config, state, new_tokens, window_factor)
+    differentiate = inputs.wants_gradients()
+    if inputs.query.device.type == "cpu":
+        output, present = chunked_hybrid_attention(inputs, config, state)
         if differentiate:
             present = HybridAttentionState(**{name: t.detach() for name, t in present.tensors().items()})
         return output, present
     if differentiate:
-        output, *states = _Recompute.apply(config, state, new_tokens, *tensors, window_factor)
+        output, *states = _Recompute.apply(config, state, *inputs.tensors())
         return output, HybridAttentionState(**dict(zip(state.tensors(), states, strict=True)))
-    return kernel_for(query.device)(*tensors, config, state, new_tokens, window_factor, in_place=in_place)
+    return kernel_for(inputs.query.device)(inputs, config, state, in_place=in_place)
 
 
 class _RecomputeWhole(torch.autograd.Function):
@@ -200,88 +165,57 @@ class _RecomputeWhole(torch.autograd.Function):
     def forward(ctx, config, *tensors):  # type: ignore[no-untyped-def]
         ctx.config = config
         ctx.save_for_backward(*tensors)
-        *inputs, window_factor = tensors
-        return _from_empty(kernel_for(inputs[0].device), inputs, config, window_factor)
+        inputs = Inputs(*tensors)
+        return _from_empty(kernel_for(inputs.query.device), inputs, config)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        def call(leaves):  # type: ignore[no-untyped-def]
-            *inputs, window_factor = leaves
-            return _whole_on(grad.device)(*inputs, ctx.config, window_factor)
+        def call(inputs: Inputs) -> Tensor:
+            return _whole_on(grad.device)(inputs, ctx.config)
 
         return None, *_recompute(call, ctx.saved_tensors, ctx.needs_input_grad[1:], grad)
 
 
 @functools.cache
-def _whole_on(device: torch.device) -> Callable[..., Tensor]:
+def _whole_on(device: torch.device) -> Callable[[Inputs, HybridAttentionConfig], Tensor]:
     """What differentiates whole sequences on a device: on CUDA, elementwise work costs more than the products unless it is fused."""
     if device.type == "cpu":
         return whole_hybrid_attention
     return torch.compile(whole_hybrid_attention, dynamic=False)
 
 
-def _from_empty(
-    kernel: Callable[..., Result], inputs: Sequence[Tensor | None], config: HybridAttentionConfig, factor: Tensor | None
-) -> Tensor:
-    query = inputs[0]
-    assert query is not None
-    batch, tokens = query.shape[:2]
+def _from_empty(kernel: Callable[..., Result], inputs: Inputs, config: HybridAttentionConfig) -> Tensor:
+    batch, tokens = inputs.check(config, whole=True)
     slots = config.slots_for(tokens) if config.overflow == "error" else config.capacity_slots
-    state = HybridAttentionState.empty(config, batch, query.dtype, query.device, slots=slots)
-    return kernel(*inputs, config, state, None, factor)[0]
+    state = HybridAttentionState.empty(config, batch, inputs.query.dtype, inputs.query.device, slots=slots)
+    return kernel(inputs, config, state)[0]
 
 
-def hybrid_attention_whole(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    gate: Tensor | None,
-    feature_q_weight: Tensor,
-    feature_k_weight: Tensor,
-    config: HybridAttentionConfig,
-    window_factor: Tensor | None = None,
-) -> Tensor:
+def hybrid_attention_whole(inputs: Inputs, config: HybridAttentionConfig) -> Tensor:
     """Hybrid attention of rows that are new and equally long, without their state: what training calls.
-
-    Args: As of `whole_hybrid_attention`.
 
     Returns:
         [B, T, H, D]. Gradients on CUDA come from recomputation, so that a layer keeps no more than its inputs.
 
     Raises:
         UnsupportedError: No kernel covers the call on its device.
+        ShapeError: A tensor does not fit.
     """
-    inputs = (query, key, value, gate, feature_q_weight, feature_k_weight)
-    differentiate = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*inputs, window_factor))
-    if not differentiate or not covers_whole(config, query.shape[1]):
-        return _from_empty(hybrid_attention, inputs, config, window_factor)
-    if query.device.type == "cpu":
-        return whole_hybrid_attention(*inputs, config, window_factor)
-    if window_factor is None:  # as a tensor: torch.compile would compile again for every layer's numbers
-        window_factor = _window_factor(config, query.device)
-    return _RecomputeWhole.apply(config, *inputs, window_factor)
+    if not inputs.wants_gradients() or not covers_whole(config, inputs.query.shape[1]):
+        return _from_empty(hybrid_attention, inputs, config)
+    if inputs.query.device.type == "cpu":
+        return whole_hybrid_attention(inputs, config)
+    # The factors as a tensor: torch.compile would compile again for every layer's numbers.
+    return _RecomputeWhole.apply(config, *replace(inputs, window_factor=inputs.factor(config)).tensors())
 
 
 def hybrid_attention_ragged(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    gate: Tensor | None,
-    feature_q_weight: Tensor,
-    feature_k_weight: Tensor,
-    config: HybridAttentionConfig,
-    state: HybridAttentionState,
-    query_start: Tensor,
-    state_row: Tensor,
-    max_tokens: int,
+    inputs: Inputs, config: HybridAttentionConfig, state: HybridAttentionState, packing: Packing
 ) -> Tensor:
     """Hybrid attention of packed sequences, each with its own row of a larger state, which is updated in place.
 
     Args:
-        query, gate: [tokens, H, D]. key, value: [tokens, HK, D]. All contiguous, on CUDA.
-        query_start: First token of each sequence, then the number of tokens, int32 or int64 [B + 1].
-        state_row: Row of `state` that each sequence owns, distinct, int32 or int64 [B].
-        max_tokens: An upper bound of the tokens of one sequence; 1 takes the decode kernel.
+        inputs: On CUDA, tokens contiguous.
 
     Returns:
         [tokens, H, D]. The rows' tensors in `state`, `length` included, are those after the call.
@@ -291,28 +225,14 @@ def hybrid_attention_ragged(
     """
     from still_kernels.hybrid_attention.launch import launch_hybrid_attention
 
-    check_inputs(query[None], key[None], value[None], None if gate is None else gate[None], config)
+    given = {name: getattr(inputs, name) for name in ("query", "key", "value", "gate")}
+    given = {name: tensor for name, tensor in given.items() if tensor is not None}
+    replace(inputs, **{name: tensor[None] for name, tensor in given.items()}).check(config)
     state.check(config, state.length.shape[0])
-    _demand_kernel(config, query.dtype, query.device)
-    given = {"query": query, "key": key, "value": value, "gate": gate, **state.tensors()}
-    _demand_contiguous({name: t for name, t in given.items() if t is not None})
-    output = torch.empty_like(query)
-    launch_hybrid_attention(
-        query,
-        key,
-        value,
-        gate,
-        feature_q_weight.to(query.dtype).contiguous(),
-        feature_k_weight.to(query.dtype).contiguous(),
-        config,
-        state,
-        output,
-        state_row.shape[0],
-        max_tokens,
-        None,
-        query_start.contiguous(),
-        state_row.contiguous(),
-        _window_factor(config, query.device),
-    )
-    state.length.index_add_(0, state_row, query_start.diff().to(state.length.dtype))
+    _demand_kernel(config, inputs.query.dtype, inputs.query.device)
+    _demand_contiguous(given | state.tensors())
+    output = torch.empty_like(inputs.query)
+    packing = replace(packing, query_start=packing.query_start.contiguous(), state_row=packing.state_row.contiguous())
+    launch_hybrid_attention(_with_weights_of_tokens(inputs), config, state, output, packing)
+    state.length.index_add_(0, packing.state_row, packing.query_start.diff().to(state.length.dtype))
     return output

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -10,9 +10,10 @@ from torch import Tensor
 
 from still_kernels import launcher
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
+from still_kernels.hybrid_attention.inputs import Inputs
 from still_kernels.hybrid_attention.plan import PLAN
 from still_kernels.hybrid_attention.state import HybridAttentionState
-from still_kernels.hybrid_attention.tiles import TileTable, tile_table
+from still_kernels.hybrid_attention.tiles import tile_table
 from still_kernels.hybrid_attention.triton_attend import attend_kernel, commit_kernel
 from still_kernels.hybrid_attention.triton_decode import decode_kernel
 from still_kernels.hybrid_attention.triton_features import features_kernel
@@ -21,7 +22,9 @@ from still_kernels.hybrid_attention.triton_scan import scan_kernel
 from still_kernels.hybrid_attention.triton_score import score_kernel
 from still_kernels.hybrid_attention.triton_select import select_kernel
 from still_kernels.hybrid_attention.variants import constants_of, plan_constants, sizes_of
+from still_kernels.packing import Packing, size_of_call
 from still_kernels.plan import Call
+from still_kernels.tile import TileTable
 
 FUNCTIONS = {
     "score": score_kernel,
@@ -38,12 +41,6 @@ FUNCTIONS = {
 def device_table(config: HybridAttentionConfig, device: torch.device, wide: bool) -> TileTable:
     """Block sizes for a device; the interpreter on the CPU uses those of sm_90."""
     return tile_table(launcher.arch_of(device), config.head_dim, config.chunk_size, config.projection_dim, wide)
-
-
-@cache
-def _variant(*what: Any) -> object:
-    """One object for equal arguments, which then need no comparison at each launch."""
-    return object()
 
 
 def call_of(
@@ -92,62 +89,41 @@ def _prepared(
     config: HybridAttentionConfig, device: torch.device, dtype: torch.dtype, factor: bool, *call: Any
 ) -> launcher.Prepared:
     """The same with the block sizes of the device; kept, for a layer is called once per token."""
-    variant = _variant(config, device, dtype, factor, call[-1] is not None)
+    variant = launcher.variant_of(config, device, dtype, factor, call[-1] is not None)
     return _prepare(config, dtype, device_table(config, device, dtype == torch.float32), variant, factor, *call)
 
 
 def launch_hybrid_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    gate: Tensor | None,
-    feature_q_weight: Tensor,
-    feature_k_weight: Tensor,
+    inputs: Inputs,
     config: HybridAttentionConfig,
     state: HybridAttentionState,
     output: Tensor,
-    batch: int,
-    tokens: int,
-    new_tokens: Tensor | None,
-    query_start: Tensor | None = None,
-    state_row: Tensor | None = None,
-    window_factor: Tensor | None = None,
+    packing: Packing | None = None,
     table: TileTable | None = None,
     present_length: Tensor | None = None,
 ) -> None:
     """Run the kernels on `state`, in place; `state.length` is read and left for the caller to advance.
 
     Args:
-        query, gate, output: [B, T, H, D], or packed [tokens, H, D] with query_start. key, value: HK heads. All contiguous.
-        batch: Rows of the call.
-        tokens: T, or the most tokens of a packed row.
-        new_tokens: int32 or int64 [B]; ignored for packed tokens.
-        query_start: First packed token of each row, [B + 1]. state_row: State row of each, [B].
-        window_factor: fp32 [H], or None.
+        inputs: Contiguous; without a packing `new_tokens` are given.
+        output: As query.
         table: Block sizes; by default those of the device. With others Triton looks for the compiled kernels at each launch.
         present_length: [B], not the state's; in decode (T = 1, not packed) it gets the lengths after the call.
     """
-    packed = None if query_start is None else (query.shape[0], state.length.shape[0])
-    call = (batch, tokens, state.slots, feature_q_weight.shape[0], packed)
-    factor = window_factor is not None
+    query, factor = inputs.query, inputs.factor(config)
+    batch, tokens, packed = size_of_call(query, packing, state.length.shape[0])
+    call = (batch, tokens, state.slots, inputs.feature_q_weight.shape[0], packed)
     if table is None:
-        prepared = _prepared(config, query.device, query.dtype, factor, *call)
+        prepared = _prepared(config, query.device, query.dtype, factor is not None, *call)
     else:
-        prepared = _prepare(config, query.dtype, table, None, factor, *call)
+        prepared = _prepare(config, query.dtype, table, None, factor is not None, *call)
     tensors = {
         **state.tensors(),
-        "query": query,
-        "key": key,
-        "value": value,
-        "gate": gate,
-        "feature_q_weight": feature_q_weight,
-        "feature_k_weight": feature_k_weight,
-        "window_factor": window_factor,
+        **vars(inputs),
+        "window_factor": factor,
         "output": output,
-        "new_tokens": new_tokens,
         "past_length": state.length,
         "present_length": present_length,
-        "query_start": query_start,
-        "state_row": state_row,
+        **({} if packing is None else packing.tensors()),
     }
     launcher.Launcher().run(prepared, tensors, query)

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from still_graphs.errors import CapacityError, ShapeError
+from still_graphs.errors import CapacityError
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from still_kernels.hybrid_attention.features import feature_map
+from still_kernels.hybrid_attention.inputs import Inputs
 from still_kernels.hybrid_attention.selection import group_scores, select_tokens, self_saliency
 
 
@@ -24,30 +25,6 @@ class Routing:
     salient: Tensor
     linear: Tensor
     scores: Tensor
-
-
-def check_inputs(
-    query: Tensor, key: Tensor, value: Tensor, gate: Tensor | None, config: HybridAttentionConfig
-) -> tuple[int, int]:
-    """Batch and token counts of a call, or ShapeError naming the tensor that does not fit."""
-    if query.dim() != 4:
-        raise ShapeError(f"query: expected [B, T, H, D], got {list(query.shape)}.")
-    batch, tokens = query.shape[:2]
-    wide = (batch, tokens, config.num_heads, config.head_dim)
-    narrow = (batch, tokens, config.num_kv_heads, config.head_dim)
-    if (gate is None) != (config.gate == "none"):
-        raise ShapeError(
-            f"gate: expected {'a tensor' if gate is None else 'None'} with gate={config.gate!r} in the config."
-        )
-    for name, tensor, shape in (
-        ("query", query, wide),
-        ("key", key, narrow),
-        ("value", value, narrow),
-        ("gate", gate, wide),
-    ):
-        if tensor is not None and tuple(tensor.shape) != shape:
-            raise ShapeError(f"{name}: expected {list(shape)}, got {list(tensor.shape)}.")
-    return batch, tokens
 
 
 def local_mask(positions: Tensor, config: HybridAttentionConfig) -> Tensor:
@@ -133,37 +110,23 @@ def _evict(kept: Tensor, ranked: Tensor, slots: int, config: HybridAttentionConf
     kept.scatter_(2, order[..., :excess], False)
 
 
-def naive_hybrid_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    gate: Tensor | None,
-    feature_q_weight: Tensor,
-    feature_k_weight: Tensor,
-    config: HybridAttentionConfig,
-) -> Tensor:
-    """Hybrid attention over whole sequences by its quadratic definition.
-
-    Args:
-        query: After RoPE, [B, T, H, D]; any float type, computed in at least float32.
-        key, value: [B, T, HK, D], key after RoPE.
-        gate: After its sigmoid, [B, T, H, D], or None with gate="none".
-        feature_q_weight, feature_k_weight: Projections, Householder folded in, [H, P, D] or [1, P, D].
-        config: The layer.
+def naive_hybrid_attention(inputs: Inputs, config: HybridAttentionConfig) -> Tensor:
+    """Hybrid attention over whole sequences by its quadratic definition, in at least float32.
 
     Returns:
         [B, T, H, D], dtype of query.
 
     Raises:
-        ShapeError: A tensor does not fit `config`.
+        ShapeError: A tensor does not fit `config`, or rows differ in length.
         CapacityError: T exceeds capacity_tokens with overflow="error".
 
     Source: STILL, arXiv:2602.02180.
     """
-    check_inputs(query, key, value, gate, config)
+    inputs.check(config, whole=True)
+    query, gate = inputs.query, inputs.gate
     wide = torch.promote_types(query.dtype, torch.float32)
     q = query.transpose(1, 2).to(wide)
-    k, v = (x.transpose(1, 2).repeat_interleave(config.group_size, dim=1).to(wide) for x in (key, value))
+    k, v = (x.transpose(1, 2).repeat_interleave(config.group_size, dim=1).to(wide) for x in (inputs.key, inputs.value))
     routing = naive_routing(q, k, config)
 
     softmax = routing.local | routing.salient
@@ -177,12 +140,13 @@ def naive_hybrid_attention(
     if config.phantom_first_chunk:
         denominator[:, :, :first] += config.chunk_size * torch.exp(-row_max[:, :, :first])
     numerator = weight @ v
-    if config.window_factor is not None:
-        factor = torch.tensor(config.window_factor, dtype=wide, device=q.device)[:, None, None]
+    factor = inputs.factor(config, wide)
+    if factor is not None:
+        factor = factor.to(wide)[:, None, None]
         numerator, denominator = factor * numerator, factor * denominator
 
-    similarity = feature_map(q, feature_q_weight, config) @ feature_map(k, feature_k_weight, config).transpose(-1, -2)
-    similarity = similarity.masked_fill(~routing.linear, 0)
+    phi_q, phi_k = feature_map(q, inputs.feature_q_weight, config), feature_map(k, inputs.feature_k_weight, config)
+    similarity = (phi_q @ phi_k.transpose(-1, -2)).masked_fill(~routing.linear, 0)
     linear = similarity @ v
     if gate is not None:
         linear = gate.transpose(1, 2).to(wide) * linear

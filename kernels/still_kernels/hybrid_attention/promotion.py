@@ -9,6 +9,7 @@ from torch import Tensor
 
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from still_kernels.hybrid_attention.features import feature_map
+from still_kernels.hybrid_attention.grid import Grid
 from still_kernels.hybrid_attention.state import HybridAttentionState
 
 
@@ -31,32 +32,34 @@ class Promotion:
     z_state: Tensor
 
 
+@dataclass(frozen=True)
+class Aligned:
+    """A grid's aligned keys, and what is selected of them.
+
+    key, value: [B, HK, A, D].
+    ranked: Scores that the selection ranks, [B, HS, >= chunks, C]. selected: Offsets of the salient ones, [B, HS, >= chunks, k].
+    """
+
+    key: Tensor
+    value: Tensor
+    ranked: Tensor
+    selected: Tensor
+
+
 def promote(
-    k: Tensor,
-    v: Tensor,
-    ranked: Tensor,
-    selected: Tensor,
-    feature_k_weight: Tensor,
-    config: HybridAttentionConfig,
-    state: HybridAttentionState,
-    new: Tensor,
-    chunks: int,
+    aligned: Aligned, feature_k_weight: Tensor, config: HybridAttentionConfig, state: HybridAttentionState, grid: Grid
 ) -> Promotion:
-    """Promote every chunk whose turn comes within the call.
+    """Promote every chunk whose turn comes within the call: aligned chunk j for query chunk j.
 
     Args:
-        k, v: Aligned keys and values from chunk length // C - 2 on, [B, HK, A, D].
-        ranked: Scores the selection ranks, [B, HS, >= chunks, C]. selected: Offsets of the salient ones, [B, HS, >= chunks, k].
         feature_k_weight: [H, P, D] or [1, P, D].
-        new: Tokens per row, [B].
-        chunks: Chunks of the query grid; aligned chunk j is promoted for query chunk j.
     """
-    chunk, salient = config.chunk_size, config.salient_per_chunk
+    chunk, salient, chunks = config.chunk_size, config.salient_per_chunk, grid.chunks
+    k, v, ranked = aligned.key, aligned.value, aligned.ranked
     dim, wide, device = k.shape[3], k.dtype, k.device
-    number = state.length[:, None] // chunk + torch.arange(chunks, device=device)  # absolute query chunk, [B, chunks]
-    begins = number * chunk
-    promoted = (begins >= state.length[:, None]) & (begins < (state.length + new)[:, None]) & (number >= 2)
-    offsets = selected[:, :, :chunks]
+    begins = grid.number * chunk
+    promoted = (begins >= grid.past[:, None]) & (begins < (grid.past + grid.new)[:, None]) & (grid.number >= 2)
+    offsets = aligned.selected[:, :, :chunks]
     if state.slots == 0 and config.overflow != "error":
         offsets = offsets[..., :0]  # a cache without slots folds every newcomer at once
     salient = offsets.shape[3]
@@ -75,7 +78,7 @@ def promote(
     scores = torch.cat([old_scores, ranked[:, :, :chunks].flatten(2).gather(2, index)], dim=2)
 
     is_new = promoted[:, None, :, None].expand(-1, config.select_heads, -1, salient)  # [B, HS, chunks, k]
-    delta, mass = _linear_part(k, v, offsets, promoted, feature_k_weight, config, state, chunks)
+    delta, mass = _linear_part(aligned, offsets, promoted, feature_k_weight, config, state.kv_state)
     held_chunks = (-(-state.length // chunk) - 2).clamp_min(0)  # promoted before the call, [B]
     occupied = torch.arange(state.slots, device=device) < salient * held_chunks[:, None]  # [B, N], saturates at all
     occupied = occupied[:, None].expand(-1, config.select_heads, -1)
@@ -84,7 +87,7 @@ def promote(
         fresh = (is_new[:, :, None] & earlier[:, :, None]).flatten(3)  # [B, HS, query chunk, k * chunks]
         visible = torch.cat([occupied[:, :, None].expand(-1, -1, chunks, -1), fresh], dim=3)
         rank = torch.arange(salient, device=device)
-        slot = ((number - 2)[..., None] * salient + rank)[:, None].expand_as(is_new)
+        slot = ((grid.number - 2)[..., None] * salient + rank)[:, None].expand_as(is_new)
         slots = torch.where(is_new, slot, state.slots).flatten(2)
     else:
         visible, slots, folded = _overflow(scores, occupied, is_new, held_chunks, config)
@@ -96,21 +99,19 @@ def promote(
 
 
 def _linear_part(
-    k: Tensor,
-    v: Tensor,
+    aligned: Aligned,
     offsets: Tensor,
     promoted: Tensor,
     feature_k_weight: Tensor,
     config: HybridAttentionConfig,
-    state: HybridAttentionState,
-    chunks: int,
+    kv_state: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Contribution of each promoted chunk's unselected tokens to S [B, H, chunks, F, D] and z [B, H, chunks, F]."""
+    chunks, chunk, group = promoted.shape[1], config.chunk_size, config.group_size
     if not bool(promoted.any()):  # most decode steps
-        shape = (*state.kv_state.shape[:2], chunks, *state.kv_state.shape[2:])
-        return state.kv_state.new_zeros(shape), state.kv_state.new_zeros(shape[:-1])
-    chunk, group = config.chunk_size, config.group_size
-    k, v = (x[:, :, : chunks * chunk].repeat_interleave(group, dim=1) for x in (k, v))
+        shape = (*kv_state.shape[:2], chunks, *kv_state.shape[2:])
+        return kv_state.new_zeros(shape), kv_state.new_zeros(shape[:-1])
+    k, v = (x[:, :, : chunks * chunk].repeat_interleave(group, dim=1) for x in (aligned.key, aligned.value))
     linear = promoted[:, None, :, None].expand(-1, config.select_heads, -1, chunk)
     linear = linear.scatter(3, offsets, False)
     linear = linear.repeat_interleave(config.num_heads // config.select_heads, dim=1)

@@ -1,26 +1,12 @@
-"""What `python -m still_kernels.hybrid_attention.tune` tries: settings of each kernel, and which of them do not go together.
-
-Integers only.
-"""
+"""What tune tries for the kernels of still::HybridAttention, and which settings do not go together. Integers only."""
 
 from __future__ import annotations
 
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
-from still_kernels.hybrid_attention.tiles import TileTable
+from still_kernels.tile import Setting, TileTable, one, stages
 
-Setting = dict[str, int | None]
-
-
-def _one(name: str, *values: int | None) -> list[Setting]:
-    return [{name: value} for value in values]
-
-
-def _both(*values: int) -> list[Setting]:
-    return [{"STAGES": value, "num_stages": value} for value in values]
-
-
-WARPS = _one("num_warps", 2, 4, 8)
-REGISTERS = _one("max_registers", None, 128, 168)
+WARPS = one("num_warps", 2, 4, 8)
+REGISTERS = one("max_registers", None, 128, 168)
 MOVES: dict[str, list[Setting]] = {
     "attend": [
         {"BM": 64, "num_warps": 4, "STAGES": 3},
@@ -30,44 +16,52 @@ MOVES: dict[str, list[Setting]] = {
         {"BM": 128, "BN": 32, "num_warps": 8, "STAGES": 3, "max_registers": 128},
         {"BM": 128, "num_warps": 8, "STAGES": 2, "max_registers": 128},
         {"BM": 32, "num_warps": 4},
-        *_both(2, 3, 4, 6),
-        *_one("BN", 32, 64, 128),
+        *stages(2, 3, 4, 6),
+        *one("BN", 32, 64, 128),
     ],
     "linear": [
         *REGISTERS,
-        *_one("TB", 1, 2, 4, 8),
-        *_one("DS", 16, 32, 64),
-        *_both(1, 2, 3),
+        *one("TB", 1, 2, 4, 8),
+        *one("DS", 16, 32, 64),
+        *stages(1, 2, 3),
         {"BM": 128, "num_warps": 8},
         {"BM": 64, "num_warps": 4},
     ],
-    "features": [*REGISTERS, *_one("TB", 1, 2, 4, 8), {"RB": 32}, *WARPS],
-    "scan": [*_both(2, 3, 4, 6), {"FB": 128}, {"DB": 128}, {"DB": 32}, {"FB": 128, "num_warps": 8}, {"RB": 32}, *WARPS],
-    "score": [*_one("BM", 32, 64), *WARPS, *_one("max_registers", None, 80, 96, 128)],
-    "select": [*_one("num_warps", 1, 2, 4, 8)],
+    "features": [*REGISTERS, *one("TB", 1, 2, 4, 8), {"RB": 32}, *WARPS],
+    "scan": [
+        *stages(2, 3, 4, 6),
+        {"FB": 128},
+        {"DB": 128},
+        {"DB": 32},
+        {"FB": 128, "num_warps": 8},
+        {"RB": 32},
+        *WARPS,
+    ],
+    "score": [*one("BM", 32, 64), *WARPS, *one("max_registers", None, 80, 96, 128)],
+    "select": [*one("num_warps", 1, 2, 4, 8)],
     "prefill": [
-        *_one("segment_tiles", 32, 64, 128, 256, 512, 1024),
+        *one("segment_tiles", 32, 64, 128, 256, 512, 1024),
         {"scan.EVERY": 1, "linear.EVERY": 1},
         {"scan.EVERY": 2, "linear.EVERY": 2},
     ],
     "decode": [
-        *_one("SN", 2, 3, 4, 6),
+        *one("SN", 2, 3, 4, 6),
         {"BN": 32, "SN": 3},
-        *_one("SG", 2, 3, 4),
+        *one("SG", 2, 3, 4),
         {"BG": 64, "SG": 2},
         {"BG": 16, "SG": 6},
         {"DS": 64, "DW": 128},
-        *_one("BL", 32, 64, 128),
-        *_one("RB", 16, 32, 64),
+        *one("BL", 32, 64, 128),
+        *one("RB", 16, 32, 64),
         {"dependent": 0, "PDL": 0},
-        *_one("num_warps", 4, 8),
-        *_one("max_registers", None, 96, 128, 168),
-        *_one("decode_programs", 132, 264, 528),
+        *one("num_warps", 4, 8),
+        *one("max_registers", None, 96, 128, 168),
+        *one("decode_programs", 132, 264, 528),
     ],
 }
 """What is tried from the current setting and then from better ones, by kernel; "prefill" is a whole call."""
-WEIGHTS = {"attend": 3, "linear": 2}
-"""Shares of the time, 1 where nothing is said: by what the kernels take and how many settings they have."""
+SHARES = {"attend": 3, "linear": 2}
+"""Of the time, 1 where nothing is said: by what the kernels take and how many settings they have."""
 
 
 def misfit(table: TileTable, config: HybridAttentionConfig, arch: int) -> str:

@@ -2,39 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
-from still_kernels.tile import SHARED_BYTES, KernelTile, pow2
+from still_kernels.tile import SHARED_BYTES, KernelTile, TileTable, pow2
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 CHUNK_SIZES = (32, 64, 128, 256)
 MAX_SALIENT_PER_CHUNK = 32
 MAX_FEATURE_ROWS = 256
 MAX_GROUP = 16
-
-
-@dataclass(frozen=True)
-class TileTable:
-    """All kernels of one variant, and the two constants that only the host uses."""
-
-    score: KernelTile
-    select: KernelTile
-    features: KernelTile
-    scan: KernelTile
-    linear: KernelTile
-    attend: KernelTile
-    commit: KernelTile
-    decode: KernelTile
-    segment_tiles: int
-    decode_programs: int
-
-    def kernels(self) -> dict[str, KernelTile]:
-        """The tiles by kernel."""
-        names = ("score", "select", "features", "scan", "linear", "attend", "commit", "decode")
-        return {name: getattr(self, name) for name in names}
 
 
 @lru_cache
@@ -61,13 +37,13 @@ def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wid
     every = 1 if heavy or chunk_size > 64 else 2  # chunks from one stored S to the next
     many = small and rows > 128  # features do not fit where those of a head of 128 do
     linear = 1 if many else stages if arch == 90 else min(stages, 2)
-    return TileTable(
-        score=KernelTile({"BM": min(block, 32) if heavy else block}, 4, 1),
-        select=KernelTile({}, 4, 1),
-        features=KernelTile(
+    tiles = {
+        "score": KernelTile({"BM": min(block, 32) if heavy else block}, 4, 1),
+        "select": KernelTile({}, 4, 1),
+        "features": KernelTile(
             {"RB": min(block, 32) if heavy else block, "TB": 4, "DK": columns}, 4, 1, None if heavy else 168
         ),
-        scan=KernelTile(
+        "scan": KernelTile(
             {
                 "FB": features,
                 "DB": 64,
@@ -78,7 +54,7 @@ def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wid
             4,
             stages,
         ),
-        linear=KernelTile(
+        "linear": KernelTile(
             {
                 "BM": (16 if wide and (dim > 128 or many) else min(block, 32)) if heavy else 64,
                 "TB": 4,
@@ -90,9 +66,9 @@ def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wid
             4,
             linear,
         ),
-        attend=KernelTile({"BM": block, "BN": keys, "STAGES": stages}, 4, stages),
-        commit=KernelTile({}, 4, 1),
-        decode=KernelTile(
+        "attend": KernelTile({"BM": block, "BN": keys, "STAGES": stages}, 4, stages),
+        "commit": KernelTile({}, 4, 1),
+        "decode": KernelTile(
             {
                 "PDL": int(arch >= 90),
                 "DS": 32,
@@ -112,35 +88,13 @@ def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wid
             None if heavy else 128,
             arch >= 90,
         ),
+    }
+    host = {
         # Each segment ends in a tail of waves: 16,384 tokens instead of 8,192 took 0.1 ms off 65,536.
-        segment_tiles=max(2, 16384 // chunk_size),
-        decode_programs=264,  # salient splits; with the other roles one wave of four programs a multiprocessor
-    )
-
-
-def changed(table: TileTable, kernel: str, setting: Mapping[str, int | None]) -> TileTable:
-    """`table` with another setting of one kernel.
-
-    Args:
-        setting: By name: constants and options of the kernel's tile, fields of the table, or "other_kernel.NAME".
-
-    Raises:
-        KeyError: A name is none of these.
-    """
-    for name, value in setting.items():
-        owner, _, plain = name.rpartition(".")
-        tile = table.kernels()[owner or kernel] if owner or kernel in table.kernels() else KernelTile()
-        new: dict[str, Any] = {plain: value}
-        if plain in ("segment_tiles", "decode_programs"):
-            table = replace(table, **new)
-            continue
-        if plain in tile.constants:
-            new = {"constants": {**tile.constants, **new}}
-        elif plain not in ("num_warps", "num_stages", "max_registers", "dependent"):
-            raise KeyError(f"{kernel} has no setting {name}; it has {', '.join(tile.constants)}.")
-        new = {owner or kernel: replace(tile, **new)}
-        table = replace(table, **new)
-    return table
+        "segment_tiles": max(2, 16384 // chunk_size),
+        "decode_programs": 264,  # salient splits; with the other roles one wave of four programs a multiprocessor
+    }
+    return TileTable(tiles, host)
 
 
 def decode_splits(batch: int, select_heads: int, slots: int, programs: int) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from still_graphs.errors import ConfigError
 from still_kernels.hybrid_attention.config import CHOICES, HybridAttentionConfig
@@ -18,12 +18,14 @@ from still_kernels.hybrid_attention.tiles import (
     MAX_FEATURE_ROWS,
     MAX_GROUP,
     MAX_SALIENT_PER_CHUNK,
-    TileTable,
     tile_table,
 )
 from still_kernels.op_kernels import Build, OpKernels
 from still_kernels.plan import Call, Check
-from still_kernels.tile import pow2
+from still_kernels.tile import TileTable, pow2
+
+if TYPE_CHECKING:
+    from still_kernels.work import OpWork
 
 DTYPES = ("float16", "bfloat16", "float32")
 
@@ -116,18 +118,18 @@ def constants_of(config: HybridAttentionConfig, wide: bool, packed: bool, window
 
 def plan_constants(config: HybridAttentionConfig, table: TileTable) -> dict[str, int]:
     """Values of the plan's constants for kernels with these block sizes."""
-    scan = table.scan.constants
+    tiles = {name: tile.constants for name, tile in table.tiles.items()}
+    scan = tiles["scan"]
     return {
         "scan_programs": -(-config.state_features // scan["FB"]) * -(-config.head_dim // scan["DB"]),
-        "features_tiles": table.features.constants["TB"],
-        "score_blocks_per_chunk": config.chunk_size // table.score.constants["BM"],
+        "features_tiles": tiles["features"]["TB"],
+        "score_blocks_per_chunk": config.chunk_size // tiles["score"]["BM"],
         "prefix_every": scan["EVERY"],
-        "linear_rows": table.linear.constants["BM"] * table.linear.constants["TB"],
-        "attend_rows": table.attend.constants["BM"],
-        "value_slices": pow2(config.head_dim) // table.decode.constants["DS"],
-        "window_parts": 2 * config.chunk_size // table.decode.constants["BL"],
-        "segment_tiles": table.segment_tiles,
-        "decode_programs": table.decode_programs,
+        "linear_rows": tiles["linear"]["BM"] * tiles["linear"]["TB"],
+        "attend_rows": tiles["attend"]["BM"],
+        "value_slices": pow2(config.head_dim) // tiles["decode"]["DS"],
+        "window_parts": 2 * config.chunk_size // tiles["decode"]["BL"],
+        **table.host,
         "evicted_rows": pow2(config.salient_per_chunk),
     }
 
@@ -174,6 +176,13 @@ def functions() -> Mapping[str, Any]:
     return FUNCTIONS
 
 
+def work() -> OpWork:
+    """What bench and tune ask."""
+    from still_kernels.hybrid_attention.work import WORK
+
+    return WORK
+
+
 _COVERED = (
     Check(f"dtype in {DTYPES}", f"dtype=torch.{{dtype}}; the kernels have {', '.join(DTYPES)}."),
     Check(f"chunk_size in {CHUNK_SIZES}", f"chunk_size={{chunk_size}}; the kernels have one of {CHUNK_SIZES}."),
@@ -202,4 +211,5 @@ KERNELS = OpKernels(
         Check(f"D <= {max(HEAD_DIMS)}", f"head_dim={{D}}; the kernels have at most {max(HEAD_DIMS)}."),
         *_COVERED,
     ),
+    work=work,
 )

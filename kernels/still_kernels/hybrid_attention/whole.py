@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from still_graphs.errors import UnsupportedError
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from still_kernels.hybrid_attention.features import feature_map
+from still_kernels.hybrid_attention.inputs import Inputs
 from still_kernels.hybrid_attention.selection import group_scores, select_tokens, self_saliency
 
 
@@ -20,33 +21,20 @@ def covers_whole(config: HybridAttentionConfig, tokens: int) -> bool:
     return config.local == "chunked" and config.slots_for(tokens) <= config.capacity_slots
 
 
-def whole_hybrid_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    gate: Tensor | None,
-    feature_q_weight: Tensor,
-    feature_k_weight: Tensor,
-    config: HybridAttentionConfig,
-    window_factor: Tensor | None = None,
-) -> Tensor:
+def whole_hybrid_attention(inputs: Inputs, config: HybridAttentionConfig) -> Tensor:
     """Hybrid attention of rows that are new and equally long.
-
-    Args:
-        query, gate: [B, T, H, D]; T >= 1. key, value: [B, T, HK, D]. As of `chunked_hybrid_attention`.
-        feature_q_weight, feature_k_weight: [H, P, D] or [1, P, D].
-        config: The layer.
-        window_factor: Weight of the softmax terms per head, [H]; None = that of `config`.
 
     Returns:
         [B, T, H, D], dtype of query; computed in float32, or float64 for float64 inputs.
 
     Raises:
+        ShapeError: A tensor does not fit `config`, or rows differ in length.
         UnsupportedError: The layer has sliding local attention, or T outgrows its cache.
 
     Source: STILL, arXiv:2602.02180.
     """
-    tokens, dim = query.shape[1], query.shape[3]
+    _, tokens = inputs.check(config, whole=True)
+    query, gate, dim = inputs.query, inputs.gate, config.head_dim
     if not covers_whole(config, tokens):
         raise UnsupportedError(f"{tokens} tokens of local={config.local!r} with {config.capacity_slots} salient slots.")
     chunk, heads, kv_heads = config.chunk_size, config.num_heads, config.num_kv_heads
@@ -58,7 +46,7 @@ def whole_hybrid_attention(
         x = pad(x.to(wide).transpose(1, 2), (0, 0, 0, chunks * chunk - tokens))
         return x.unflatten(2, (chunks, chunk))
 
-    q, k, v = chunked(query), chunked(key), chunked(value)
+    q, k, v = chunked(query), chunked(inputs.key), chunked(inputs.value)
     k_local, v_local = (torch.cat([pad(x[:, :, :-1], (0, 0, 0, 0, 1, 0)), x], dim=3) for x in (k, v))
 
     def by_head(x: Tensor, per_group: Tensor) -> Tensor:  # [B, H, ...] @ [B, h, ...] for h a divisor of H
@@ -105,19 +93,18 @@ def whole_hybrid_attention(
         folded = torch.ones(*selected.shape[:3], chunk, dtype=torch.bool, device=device).scatter(3, selected, False)
         folded = folded.repeat_interleave(heads // config.select_heads, dim=1)
         group = config.group_size
-        phi_k = feature_map(old_k.repeat_interleave(group, dim=1), feature_k_weight, config) * folded[..., None]
+        phi_k = feature_map(old_k.repeat_interleave(group, dim=1), inputs.feature_k_weight, config) * folded[..., None]
         kv_state = (phi_k.transpose(-1, -2) @ old_v.repeat_interleave(group, dim=1)).cumsum(2)
-        phi_q = feature_map(q_late, feature_q_weight, config)
+        phi_q = feature_map(q_late, inputs.feature_q_weight, config)
         linear = phi_q @ kv_state
         mass = phi_q @ phi_k.sum(3).cumsum(2)[..., None]
 
     weight = torch.exp(logits_local - row_max)
     numerator = by_head(weight, v_local)
     denominator = weight.sum(-1, keepdim=True)
-    if window_factor is None and config.window_factor is not None:
-        window_factor = torch.tensor(config.window_factor, dtype=wide, device=device)
-    factor = None if window_factor is None else window_factor.to(wide)[:, None, None, None]
+    factor = inputs.factor(config, wide)
     if factor is not None:
+        factor = factor.to(wide)[:, None, None, None]
         numerator, denominator = factor * numerator, factor * denominator
     if linear is not None and mass is not None and salient_logits is not None:
         salient_weight = torch.exp(salient_logits - row_max[:, :, 2:])

@@ -1,6 +1,7 @@
 // The tasks of softmax attention. Compiled once per instruction set; STILL_KERNELS names the table.
 #include "kernels.h"
 
+#include "../common/elements.h"
 #include "../common/gemm.h"
 #include "../common/room.h"
 

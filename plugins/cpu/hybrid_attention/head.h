@@ -1,6 +1,7 @@
 // One head of one row in a step: where its data lies, its features, its share of the linear state, its output.
 #pragma once
 
+#include "../common/elements.h"
 #include "../common/room.h"
 #include "features.h"
 

@@ -8,12 +8,13 @@ from torch import nn
 
 from still_export.mixers.attention.cache import AttentionLayer
 from still_export.mixers.attention.module import SoftmaxAttention
+from still_export.mixers.base import Mixer
 from still_export.mixers.config import FULL, head_size
 from still_graphs.ops.attention import ATTENTION
 from still_graphs.ops.spec import AttributeValue
 
 
-class AttentionMixer:
+class AttentionMixer(Mixer):
     """Layers of type "full_attention"."""
 
     name = FULL

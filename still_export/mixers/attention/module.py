@@ -13,7 +13,7 @@ from still_export.errors import UnsupportedError
 from still_export.mixers.attention.cache import AttentionLayer
 from still_export.mixers.attention.op import attention
 from still_export.mixers.projections import ProjectedAttention
-from still_kernels.attention import AttentionState
+from still_kernels.attention import AttentionState, Inputs
 from still_kernels.attention.dispatch import attention as kernel
 
 
@@ -41,16 +41,14 @@ class SoftmaxAttention(ProjectedAttention):
                 f"layer {self.layer_idx} is softmax attention and got a {type(past_key_values).__name__}; "
                 "pass past_key_values=StillCache.empty(model.config), or none, to the model's forward."
             )
-        state, new_tokens = layer.take(query.dtype, query.device), layer.new_tokens
-        output, state = self._attend(query, key, value, state, new_tokens, layer.owned)
+        inputs = Inputs(query, key, value, layer.new_tokens)
+        output, state = self._attend(inputs, layer.take(query.dtype, query.device), layer.owned)
         layer.store(state)
         return self.o_proj(output.flatten(2)), None
 
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, state: AttentionState, new_tokens: Tensor, in_place: bool
-    ) -> tuple[Tensor, AttentionState]:
+    def _attend(self, inputs: Inputs, state: AttentionState, in_place: bool) -> tuple[Tensor, AttentionState]:
         # The op is one node for export and has no derivative; training differentiates through the kernel itself.
-        training = torch.is_grad_enabled() and query.requires_grad and not torch.compiler.is_exporting()
+        training = torch.is_grad_enabled() and inputs.query.requires_grad and not torch.compiler.is_exporting()
         if training or (in_place and not torch.compiler.is_compiling()):
-            return kernel(query, key, value, state, new_tokens, in_place=in_place and not training)
-        return attention(query, key, value, state, new_tokens)
+            return kernel(inputs, state, in_place=in_place and not training)
+        return attention(inputs, state)

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from still_export.mixers.base import Audit, Mixer
 from still_export.mixers.config import HYBRID
 from still_export.mixers.hybrid_attention.cache import HybridLayer
+from still_export.mixers.hybrid_attention.modes import SOFTMAX, make_trainable
 from still_export.mixers.hybrid_attention.module import StillAttention
+from still_export.mixers.hybrid_attention.parts import PARTS, without
 from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 from still_graphs.ops.spec import AttributeValue
 from still_kernels.hybrid_attention import HybridAttentionConfig
 
 
-class HybridAttentionMixer:
+class HybridAttentionMixer(Mixer):
     """Layers of type "hybrid_attention"."""
 
     name = HYBRID
     op = HYBRID_ATTENTION
+    parts = PARTS
 
     def attributes(self, config: Any, index: int) -> dict[str, AttributeValue]:
         return self._layer(config, index).attributes()
@@ -33,6 +38,20 @@ class HybridAttentionMixer:
         still = config.still
         layer = self._layer(config, index)
         return StillAttention(base, layer, config.hidden_size, still.gate_bias, still.shared_feature_map)
+
+    def without(self, model: nn.Module, part: str) -> AbstractContextManager[None]:
+        return without(model, part)
+
+    def restore_base(self, model: nn.Module) -> None:
+        for attention in make_trainable(model):
+            attention.mode = SOFTMAX
+
+    def audit(self, model: Any, tokenizer: Any, ids: Tensor) -> Audit:
+        from still_export.mixers.hybrid_attention.audit import (
+            audit,  # it runs a model with a cache, which knows all mixers
+        )
+
+        return audit(model, tokenizer, ids)
 
     def _layer(self, config: Any, index: int) -> HybridAttentionConfig:
         return config.still.layer_config(config, index)

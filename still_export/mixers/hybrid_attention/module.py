@@ -14,7 +14,7 @@ from still_export.mixers.hybrid_attention.cache import HybridLayer
 from still_export.mixers.hybrid_attention.op import hybrid_attention
 from still_export.mixers.projections import ProjectedAttention
 from still_export.mixers.roles import FEATURE_MAP, GATE
-from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState
+from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs
 from still_kernels.hybrid_attention.dispatch import hybrid_attention as kernel
 
 OPEN_GATE_BIAS = 8.0
@@ -99,14 +99,14 @@ class StillAttention(ProjectedAttention):
         Returns:
             [B, T, channels], meaningless at padding, and the state after the new tokens.
         """
-        query, key, value, gate = self.project(hidden, position_embeddings)
+        tensors = self.project(hidden, position_embeddings)
+        inputs = Inputs(*tensors, self.feature_q_weight, self.feature_k_weight, new_tokens)
         # The op is one node for export and has no derivative; training differentiates through the kernel itself.
-        training = torch.is_grad_enabled() and query.requires_grad and not torch.compiler.is_exporting()
-        given = (query, key, value, gate, self.feature_q_weight, self.feature_k_weight, self.still, state, new_tokens)
+        training = torch.is_grad_enabled() and inputs.query.requires_grad and not torch.compiler.is_exporting()
         if training or (in_place and not torch.compiler.is_compiling()):
-            output, state = kernel(*given, in_place=in_place)
+            output, state = kernel(inputs, self.still, state, in_place=in_place)
         else:
-            output, state = hybrid_attention(*given)
+            output, state = hybrid_attention(inputs, self.still, state)
         return self.o_proj(output.flatten(2)), state
 
     def forward(

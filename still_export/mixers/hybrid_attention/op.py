@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 
-import torch
 from torch import Tensor
 
 from still_export.mixers.torch_ops import Given, call, register
 from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 from still_graphs.ops.spec import AttributeValue
-from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState
-from still_kernels.hybrid_attention.dispatch import factor_tensor
+from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs
 from still_kernels.hybrid_attention.dispatch import hybrid_attention as kernel
 from still_kernels.hybrid_attention.state import state_names
 
@@ -30,19 +29,9 @@ def _compute(given: Given, attributes: Mapping[str, AttributeValue]) -> dict[str
         capacity_tokens=(tensors["past_salient_key"].shape[2] // max(salient, 1) + 2) * chunk,
     )
     states = {name: tensors[f"past_{name}"] for name in state_names(config)}
-    output, present = kernel(
-        tensors["query"],
-        tensors["key"],
-        tensors["value"],
-        tensors.get("gate"),
-        tensors["feature_q_weight"],
-        tensors["feature_k_weight"],
-        config,
-        HybridAttentionState(length=tensors["past_length"], **states),
-        tensors["new_tokens"],
-        # Factors stay a tensor: to read them would make the host wait for the device, and a CUDA graph impossible.
-        tensors.get("window_factor"),
-    )
+    # Factors stay a tensor: to read them would make the host wait for the device, and a CUDA graph impossible.
+    inputs = Inputs(**{field.name: tensors.get(field.name) for field in fields(Inputs)})  # type: ignore[arg-type]
+    output, present = kernel(inputs, config, HybridAttentionState(length=tensors["past_length"], **states))
     found = present.tensors()
     return {"output": output, **{f"present_{name}": found[name] for name in states}}
 
@@ -51,45 +40,21 @@ register(HYBRID_ATTENTION, _compute)
 
 
 def hybrid_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    gate: Tensor | None,
-    feature_q_weight: Tensor,
-    feature_k_weight: Tensor,
-    config: HybridAttentionConfig,
-    state: HybridAttentionState,
-    new_tokens: Tensor,
-    window_factor: Tensor | None = None,
+    inputs: Inputs, config: HybridAttentionConfig, state: HybridAttentionState
 ) -> tuple[Tensor, HybridAttentionState]:
     """Call `torch.ops.still.hybrid_attention`: traceable as one node, differentiable, right on every device.
 
     Args:
-        query, key, value, gate, feature_q_weight, feature_k_weight, new_tokens: As of `chunked_hybrid_attention`.
+        inputs: With `new_tokens`; the window factors, where the layer has some, are its own.
         config: The layer; its capacity is that of `state`.
         state: What the rows have seen.
-        window_factor: float32 [H]; must hold `config.window_factor`, None where that is None.
 
     Returns:
         output [B, T, H, D] and the state after the call.
     """
-    if window_factor is None and config.window_factor is not None:
-        if torch.compiler.is_compiling():
-            window_factor = torch.tensor(config.window_factor, device=query.device)
-        else:
-            window_factor = factor_tensor(config.window_factor, query.device)
-    given = {
-        "query": query,
-        "key": key,
-        "value": value,
-        "gate": gate,
-        "feature_q_weight": feature_q_weight,
-        "feature_k_weight": feature_k_weight,
-        "window_factor": window_factor,
-        "new_tokens": new_tokens,
-        "past_length": state.length,
-        **{f"past_{name}": tensor for name, tensor in state.tensors().items() if name != "length"},
-    }
+    assert inputs.new_tokens is not None
+    past = {f"past_{name}": tensor for name, tensor in state.tensors().items()}
+    given = {**vars(inputs), "window_factor": inputs.factor(config), **past}
     results = call(HYBRID_ATTENTION, given, config.attributes())
     present = {name.removeprefix("present_"): tensor for name, tensor in results.items() if name != "output"}
-    return results["output"], HybridAttentionState(length=state.length + new_tokens, **present)
+    return results["output"], HybridAttentionState(length=state.length + inputs.new_tokens, **present)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from still_graphs.errors import CapacityError, ShapeError
-from still_kernels.attention import AttentionState, blocked_attention, naive_attention
+from still_kernels.attention import AttentionState, Inputs, blocked_attention, naive_attention
 from still_kernels.attention.blocked import BLOCK
 from tests.attention_cases import SPLITS, Call, Layer, calls
 from tests.tolerances import REFERENCE
 
 
 def run(call: Call, state: AttentionState, in_place: bool = False) -> tuple[torch.Tensor, AttentionState]:
-    names = ("query", "key", "value")
-    return blocked_attention(*(call.feeds[n] for n in names), state, call.feeds["new_tokens"], in_place)
+    names = ("query", "key", "value", "new_tokens")
+    return blocked_attention(Inputs(*(call.feeds[n] for n in names)), state, in_place)
 
 
 @pytest.mark.parametrize("in_place", [True, False], ids=["in place", "apart"])
@@ -58,8 +60,10 @@ def test_gradients_are_those_of_the_definition() -> None:
         for heads in (layer.heads, layer.kv_heads, layer.kv_heads)
     ]
     weight = torch.randn(2, 9, layer.heads, layer.dim, generator=generator, dtype=torch.float64)
-    expected = torch.autograd.grad((naive_attention(*tensors) * weight).sum(), tensors)
-    output, _ = blocked_attention(*tensors, AttentionState.empty(2, layer.kv_heads, layer.dim, 9, torch.float64))
+    expected = torch.autograd.grad((naive_attention(Inputs(*tensors)) * weight).sum(), tensors)
+    output, _ = blocked_attention(
+        Inputs(*tensors), AttentionState.empty(2, layer.kv_heads, layer.dim, 9, torch.float64)
+    )
     for found, wanted in zip(torch.autograd.grad((output * weight).sum(), tensors), expected, strict=True):
         assert torch.allclose(found, wanted, atol=REFERENCE[torch.float64])
 
@@ -71,8 +75,8 @@ def test_wrong_calls_are_refused() -> None:
     with pytest.raises(CapacityError, match="row 1 grows to 15 tokens"):
         run(call, AttentionState(state.key, state.value, torch.tensor([0, 10])))
     with pytest.raises(ShapeError, match="6 new tokens"):
-        blocked_attention(call.feeds["query"], call.feeds["key"], call.feeds["value"], state, torch.tensor([5, 6]))
+        run(dataclasses.replace(call, feeds=call.feeds | {"new_tokens": torch.tensor([5, 6])}), state)
     with pytest.raises(ShapeError, match=r"state key: expected \[2, 2, 12, 10\]"):
         run(call, AttentionState.empty(1, layer.kv_heads, layer.dim, 12))
     with pytest.raises(ShapeError, match="no multiple"):
-        naive_attention(torch.zeros(1, 1, 5, 4), torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4))
+        naive_attention(Inputs(torch.zeros(1, 1, 5, 4), torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4)))

@@ -27,8 +27,9 @@ FAST = ("prefill", "decode", "some tokens", "ragged splits", "packed")
 @functools.cache
 def interpreted(names: tuple[str, ...], kind: str = "float32") -> dict[str, dict[str, float]]:
     """Errors of cases, from two processes that run the kernels in Triton's interpreter."""
-    root = str(SCRIPT.parents[3])  # of the package tests
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
+    root = SCRIPT.parents[3]
+    roots = os.pathsep.join(str(root / name) for name in (".", "kernels", "graphs"))  # this tree, whatever is installed
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": roots}
     processes = [
         subprocess.Popen(
             [sys.executable, "-W", "ignore", str(SCRIPT), kind, *names[part::2]],
@@ -120,9 +121,9 @@ def test_splits_follow_the_capacity_of_one_row() -> None:
 
 
 def test_unknown_device_is_refused() -> None:
-    from still_kernels.attention import AttentionState
+    from still_kernels.attention import AttentionState, Inputs
     from still_kernels.attention.launch import triton_attention
 
     x = torch.zeros(1, 1, 2, 16)
     with pytest.raises(UnsupportedError, match="device 'cpu'"):
-        triton_attention(x, x, x, AttentionState.empty(1, 2, 16, 4))
+        triton_attention(Inputs(x, x, x), AttentionState.empty(1, 2, 16, 4))

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from still_kernels.attention import AttentionState
+from still_kernels.attention import AttentionState, Inputs
+from still_kernels.packing import Packing
 from tests.attention_cases import Call, Layer, Split, calls
 from tests.still_kernels.triton_cases import Guarded, guarded_workspaces, shuffle_programs
 
@@ -71,9 +72,8 @@ def launch_packed(guarded: Guarded, call: Call, state: AttentionState, tokens: i
             state.length[row],
         )
     output = guarded.empty(inputs[0], tuple(inputs[0].shape), inputs[0].dtype)
-    launch.launch_attention(
-        *inputs, others, output, len(counts), tokens, None, start, torch.tensor(places, device=device)
-    )
+    packing = Packing(start, torch.tensor(places, device=device), tokens)
+    launch.launch_attention(Inputs(*inputs), others, output, packing)
     padded = torch.zeros_like(call.output, device=device)
     for i, (row, place) in enumerate(zip(order, places, strict=True)):
         padded[row, : counts[row]] = output[int(start[i]) : int(start[i + 1])]
@@ -106,7 +106,7 @@ def run_case(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32)
                 inputs = [call.feeds[n].to(device) for n in ("query", "key", "value")]
                 new = call.feeds["new_tokens"].to(device, torch.int32 if number % 3 else torch.int64)
                 output = guarded.empty(inputs[0], tuple(inputs[0].shape), dtype)
-                launch.launch_attention(*inputs, state, output, 2, tokens, new)
+                launch.launch_attention(Inputs(*inputs, new), state, output)
             state.length.copy_(call.state.length)
             pairs = {"output": (output.cpu(), call.output)}
             filled = torch.arange(layer.rows) < call.state.length[:, None]  # [B, N]
@@ -145,7 +145,7 @@ def run_beyond(device: str = "cpu") -> None:
                 length=torch.tensor(past, device=device),
             )
             output = guarded.empty(inputs[0], tuple(inputs[0].shape), torch.float32)
-            launch.launch_attention(*inputs, state, output, 2, tokens, torch.tensor(new, device=device))
+            launch.launch_attention(Inputs(*inputs, torch.tensor(new, device=device)), state, output)
             guarded.check()
             if past[0] == 20:
                 lost = output.isnan().all(-1).all(-1)

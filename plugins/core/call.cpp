@@ -1,0 +1,178 @@
+#include "call.h"
+
+#include "error.h"
+
+#include <cctype>
+
+namespace still
+{
+namespace
+{
+
+constexpr char kStarts[] = "B+1";
+
+struct Dimension // factor * symbol + offset
+{
+    int64_t factor{1};
+    std::string symbol; // empty: a number, which is `factor`
+    int64_t offset{};
+
+    int64_t of(int64_t size) const { return factor * size + offset; }
+};
+
+Dimension parse_dimension(std::string const& text)
+{
+    if (text == kStarts)
+        return {1, "B", 1};
+    size_t digits = 0;
+    while (digits < text.size() && std::isdigit(static_cast<unsigned char>(text[digits])))
+        ++digits;
+    int64_t const factor = digits ? std::stoll(text.substr(0, digits)) : 1;
+    return {factor, text.substr(digits < text.size() && text[digits] == '*' ? digits + 1 : digits), 0};
+}
+
+std::string expected_shape(TensorSpec const& spec, std::map<std::string, int64_t> const& sizes)
+{
+    std::string text;
+    for (std::string const& name : spec.shape)
+    {
+        Dimension const dim = parse_dimension(name);
+        auto const known = sizes.find(dim.symbol);
+        text += (text.empty() ? "" : ", ") + name;
+        if (known != sizes.end())
+            text += "=" + std::to_string(dim.of(known->second));
+    }
+    return "[" + text + "]";
+}
+
+Type concrete(ElementType type, Call const& call)
+{
+    switch (type)
+    {
+    case ElementType::kActivation: return call.activation;
+    case ElementType::kFloat32: return Type::kFloat32;
+    case ElementType::kInteger: return call.count;
+    }
+    return Type::kNone;
+}
+
+} // namespace
+
+TensorSpec packed(TensorSpec tensor)
+{
+    bool const activation = tensor.shape.size() > 1 && tensor.shape[0] == "B" && tensor.shape[1] == "T";
+    if (activation)
+        tensor.shape.erase(tensor.shape.begin());
+    if (activation)
+        tensor.shape[0] = "tokens";
+    else if (!tensor.shape.empty() && tensor.shape[0] == "B")
+        tensor.shape[0] = "rows";
+    return tensor;
+}
+
+std::vector<TensorSpec> packed_inputs()
+{
+    return {{kQueryStart, {kStarts}, ElementType::kInteger, false, false, false},
+        {kStateRow, {"B"}, ElementType::kInteger, false, false, false},
+        {kMaxTokens, {"T"}, ElementType::kInteger, false, false, false}};
+}
+
+int64_t Call::size(std::string const& symbol) const
+{
+    Dimension const dim = parse_dimension(symbol);
+    return dim.of(sizes.at(dim.symbol));
+}
+
+int64_t Call::integer(std::string const& attribute) const { return attributes->at(attribute).integer; }
+double Call::real(std::string const& attribute) const { return attributes->at(attribute).real; }
+std::string const& Call::text(std::string const& attribute) const { return attributes->at(attribute).text; }
+Tensor const& Call::tensor(std::string const& name) const { return tensors.at(name); }
+void Call::refuse(std::string const& what) const { fail(spec->name, ": ", what); }
+
+// Reads the sizes of one tensor, or compares them.
+void Call::bind_shape(TensorSpec const& given, Tensor const& tensor)
+{
+    std::map<std::string, int64_t> const before = sizes; // for messages: what other tensors said
+    auto const demand = [&](bool fits, char const* why = "") {
+        if (!fits)
+            fail(spec->name, ": ", given.name, ": expected ", expected_shape(given, before), ", got ", tensor.shape(), why, ".");
+    };
+    demand(tensor.rank == static_cast<int32_t>(given.shape.size()));
+    for (int axis = 0; axis < tensor.rank; ++axis)
+    {
+        Dimension const dim = parse_dimension(given.shape[static_cast<size_t>(axis)]);
+        int64_t const size = tensor.dims[axis];
+        demand(size >= 0, "; a dimension is still unknown");
+        demand(size <= kMaxSize, "; a dimension is out of range");
+        if (dim.symbol.empty())
+        {
+            demand(size == dim.factor);
+            continue;
+        }
+        bool const shared = given.weight && axis == 0 && tensor.rank > 1;
+        if (shared)
+            demand(weights.emplace(dim.symbol, size).first->second == size, "; weights differ in what all heads share");
+        auto const known = sizes.find(dim.symbol);
+        if (known != sizes.end())
+            demand(size == dim.of(known->second) || (shared && size == 1));
+        else
+        {
+            demand(size >= dim.offset && (size - dim.offset) % dim.factor == 0);
+            sizes[dim.symbol] = (size - dim.offset) / dim.factor;
+        }
+    }
+    tensor.bytes(); // must be a number
+}
+
+void Call::bind(std::vector<Tensor> const& given)
+{
+    if (given.size() != inputs->size())
+        fail(spec->name, ": expected ", inputs->size(), " inputs, got ", given.size(), ".");
+    // Weights last: their dimension of 1 must not become the size of a symbol.
+    for (bool const last : {false, true})
+    {
+        for (size_t i = 0; i < given.size(); ++i)
+        {
+            TensorSpec const& input = *(*inputs)[i];
+            if (input.weight != last)
+                continue;
+            Tensor const& tensor = given[i];
+            if (input.type == ElementType::kActivation && activation == Type::kNone)
+            {
+                if (tensor.type != Type::kFloat32 && tensor.type != Type::kFloat16 && tensor.type != Type::kBFloat16)
+                    fail(spec->name, ": ", input.name, ": expected float16, bfloat16 or float32, got ", type_name(tensor.type), ".");
+                activation = tensor.type;
+            }
+            if (input.type == ElementType::kInteger && count == Type::kNone)
+            {
+                if (tensor.type != Type::kInt32 && tensor.type != Type::kInt64)
+                    fail(spec->name, ": ", input.name, ": expected int32 or int64, got ", type_name(tensor.type), ".");
+                count = tensor.type;
+            }
+            if (Type const expected = concrete(input.type, *this); tensor.type != expected)
+                fail(spec->name, ": ", input.name, ": expected ", type_name(expected), ", got ", type_name(tensor.type), ".");
+            bind_shape(input, tensor);
+            tensors[input.name] = tensor;
+        }
+    }
+    if (!packed && knows("B") && knows("T"))
+    {
+        sizes["rows"] = size("B");
+        if (__builtin_mul_overflow(size("B"), size("T"), &sizes["tokens"]))
+            fail(spec->name, ": B=", size("B"), " times T=", size("T"), " tokens are more than 64 bits count.");
+    }
+    else if (packed && knows("rows") && size("B") > size("rows"))
+        fail(spec->name, ": ", kStateRow, " has ", size("B"), " rows, the state ", size("rows"), ".");
+    for (TensorSpec const* output : *outputs)
+    {
+        Tensor tensor;
+        tensor.type = concrete(output->type, *this);
+        tensor.rank = static_cast<int32_t>(output->shape.size());
+        for (int axis = 0; axis < tensor.rank; ++axis)
+            tensor.dims[axis] = size(output->shape[static_cast<size_t>(axis)]);
+        tensor.bytes();
+        tensors[output->name] = tensor;
+    }
+}
+
+} // namespace still

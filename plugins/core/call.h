@@ -1,0 +1,71 @@
+// A call of an op, bound: its tensors checked against the OpSpec and each other, and the sizes that follow. All hosts come through here.
+#pragma once
+
+#include "op_spec.h"
+#include "tensor.h"
+
+#include <map>
+#include <string>
+#include <vector>
+
+namespace still
+{
+
+struct AttributeValue
+{
+    AttributeKind kind{AttributeKind::kInteger};
+    int64_t integer{};
+    double real{};
+    std::string text;
+};
+
+// Inputs of packed rows beside the op's own, in this order after them; they are of the counts' type.
+constexpr char kQueryStart[] = "query_start"; // [B + 1], first token of each row, then the number of tokens
+constexpr char kStateRow[] = "state_row";     // [B], row of the state that each row owns, distinct
+constexpr char kMaxTokens[] = "max_tokens";   // [T]: only its size counts, the most tokens of a row; its address may be null
+
+// "window_key" of "present_window_key".
+inline std::string state_name(std::string const& present) { return present.substr(sizeof("present_") - 1); }
+
+// How the rows of a batch lie: [B, T, ...] each, or one behind the other as [tokens, ...], each with a row of a larger state.
+enum class Rows { kPadded, kPacked };
+
+// A tensor of padded rows as packed ones have it.
+TensorSpec packed(TensorSpec tensor);
+
+// query_start, state_row, max_tokens.
+std::vector<TensorSpec> packed_inputs();
+
+// What a plan sees of a call: attributes, sizes by symbol, types, and which optional tensors are there.
+class Call
+{
+public:
+    // Checks `tensors`, which are the inputs that exist, and completes sizes, types and outputs.
+    // Throws still::Error naming op, tensor, what was expected and what came.
+    void bind(std::vector<Tensor> const& tensors);
+
+    int64_t size(std::string const& symbol) const; // "H", "2*C"; throws for an unknown symbol (a bug of the caller)
+    int64_t integer(std::string const& attribute) const;
+    double real(std::string const& attribute) const;
+    std::string const& text(std::string const& attribute) const;
+    bool has(std::string const& tensor) const { return tensors.count(tensor) > 0; }
+    Tensor const& tensor(std::string const& name) const;
+    bool knows(std::string const& symbol) const { return sizes.count(symbol) > 0; }
+    [[noreturn]] void refuse(std::string const& what) const; // throws still::Error, prefixed by the op
+
+    OpSpec const* spec{};
+    std::map<std::string, AttributeValue> const* attributes{};
+    std::vector<TensorSpec const*> const* inputs{};  // those that exist, in order
+    std::vector<TensorSpec const*> const* outputs{}; // likewise
+    std::map<std::string, int64_t> sizes; // of symbols, and "tokens" of all rows and "rows" of the state
+    std::map<std::string, int64_t> weights; // the first dimension of weights by its symbol: its size, or 1 where all share them
+    std::map<std::string, Tensor> tensors; // inputs and outputs that exist, by name
+    Type activation{Type::kNone};
+    Type count{Type::kNone};
+    bool packed{};
+
+private:
+    void bind_shape(TensorSpec const& spec, Tensor const& tensor);
+};
+
+} // namespace still

@@ -1,0 +1,122 @@
+// Numbers as the state and the activations hold them, float or half, and as the arithmetic takes them. Compiled once per instruction set,
+// like simd.h.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#if defined(__F16C__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+namespace
+{
+
+struct Half
+{
+    uint16_t bits;
+};
+
+inline float to_float(float x)
+{
+    return x;
+}
+
+inline void from_float(float x, float* out)
+{
+    *out = x;
+}
+
+#if defined(__F16C__)
+inline float to_float(Half x)
+{
+    return _cvtsh_ss(x.bits);
+}
+
+inline void from_float(float x, Half* out)
+{
+    out->bits = static_cast<uint16_t>(_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT));
+}
+#elif defined(__aarch64__)
+inline float to_float(Half x)
+{
+    __fp16 h;
+    std::memcpy(&h, &x, sizeof h);
+    return h;
+}
+
+inline void from_float(float x, Half* out)
+{
+    __fp16 const h = static_cast<__fp16>(x);
+    std::memcpy(out, &h, sizeof h);
+}
+#else
+inline float to_float(Half x)
+{
+    // The exponent moves by 112; denormals are settled by a product with a power of two, infinities and NaN keep theirs.
+    uint32_t const sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16, rest = static_cast<uint32_t>(x.bits & 0x7fffu) << 13;
+    float value;
+    uint32_t bits = rest;
+    std::memcpy(&value, &bits, sizeof value);
+    value *= 5.192296858534828e33f; // 2^112
+    std::memcpy(&bits, &value, sizeof bits);
+    if ((x.bits & 0x7c00u) == 0x7c00u)
+        bits = 0x7f800000u | (rest & 0x007fffffu);
+    bits |= sign;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+inline void from_float(float x, Half* out)
+{
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    uint32_t const sign = bits >> 16 & 0x8000u;
+    bits &= 0x7fffffffu;
+    uint32_t half;
+    if (bits > 0x7f800000u)
+        half = 0x7e00u; // NaN
+    else if (bits >= 0x477ff000u)
+        half = 0x7c00u; // rounds to infinity
+    else if (bits < 0x38800000u)
+    {
+        // Denormal: adding 0.5 leaves the rounded value in the sum's low bits.
+        float magnitude;
+        std::memcpy(&magnitude, &bits, sizeof magnitude);
+        magnitude += 0.5f;
+        std::memcpy(&half, &magnitude, sizeof half);
+        half -= 0x3f000000u;
+    }
+    else
+        half = (bits - 0x38000000u + 0xfffu + (bits >> 13 & 1u)) >> 13;
+    out->bits = static_cast<uint16_t>(sign | half);
+}
+#endif
+
+// `rows` rows of n numbers as floats: the rows themselves, or a copy in `room`. Sets the distance of rows in the result.
+inline float const* floats(float const* x, int, int, int64_t stride, float*, int64_t& result_stride)
+{
+    result_stride = stride;
+    return x;
+}
+
+inline float const* floats(Half const* x, int rows, int n, int64_t stride, float* room, int64_t& result_stride)
+{
+    result_stride = n;
+    for (int r = 0; r < rows; ++r)
+    {
+        Half const* from = x + r * stride;
+        float* to = room + static_cast<int64_t>(r) * n;
+        int i = 0;
+#if defined(__F16C__)
+        for (; i + 8 <= n; i += 8)
+            _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<__m128i const*>(from + i))));
+#endif
+        for (; i < n; ++i)
+            to[i] = to_float(from[i]);
+    }
+    return room;
+}
+
+} // namespace

@@ -1,0 +1,61 @@
+#include "kernel.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "../../core/error.h"
+
+namespace still_cpu
+{
+
+using still::fail;
+
+void expect_inputs(still::OpSpec const& spec, std::initializer_list<char const*> inputs)
+{
+    bool const same = spec.version == 1
+                      && std::equal(spec.inputs.begin(), spec.inputs.end(), inputs.begin(), inputs.end(),
+                          [](still::TensorSpec const& a, char const* b) { return a.name == b; });
+    if (!same)
+        throw std::logic_error("the OpSpec of " + spec.name + " is not what its kernel was written for");
+}
+
+int choice(still::Op const& op, char const* name)
+{
+    for (still::AttributeSpec const& spec : op.spec().attributes)
+        if (spec.name == name)
+            return static_cast<int>(
+                std::find(spec.choices.begin(), spec.choices.end(), op.attributes().at(name).text) - spec.choices.begin());
+    throw std::logic_error(name);
+}
+
+int integer(still::Op const& op, char const* name, int least)
+{
+    constexpr int64_t most = 1 << 24;
+    int64_t const value = op.attributes().at(name).integer;
+    if (value < least || value > most)
+        fail(op.spec().name, ": ", name, "=", value, " is outside ", least, "..", most, ".");
+    return static_cast<int>(value);
+}
+
+int dimension(still::Call const& call, char const* symbol, int64_t least, int64_t most)
+{
+    int64_t const size = call.size(symbol);
+    if (size < least || size > most)
+        fail(call.spec->name, ": dimension ", symbol, "=", size, " is outside ", least, "..", most, ".");
+    return static_cast<int>(size);
+}
+
+void check_heads(still::Call const& call)
+{
+    if (call.size("H") % call.size("HK"))
+        fail(call.spec->name, ": ", call.size("H"), " query heads are no multiple of ", call.size("HK"), ".");
+}
+
+void check_counts(still::OpSpec const& spec, int row, int64_t past, int64_t brought, int64_t tokens)
+{
+    if (past < 0 || past > kMostTokens || brought < 0 || brought > tokens)
+        fail(spec.name, ": row ", row, " has past_length ", past, " and new_tokens ", brought, "; expected 0 to ", kMostTokens,
+            ", and new_tokens at most ", tokens, ".");
+}
+
+} // namespace still_cpu

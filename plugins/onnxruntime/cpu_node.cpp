@@ -1,0 +1,137 @@
+// A node on the CPU provider: the kernels of ../cpu in ONNX Runtime's threads and memory.
+#include <cstdlib>
+#include <cstring>
+
+#include "../cpu/common/instruction_sets.h"
+#include "node.h"
+
+namespace still_ort
+{
+namespace
+{
+
+// Scratch memory from the host's arena.
+struct Memory
+{
+    OrtAllocator* allocator = nullptr;
+    void* data = nullptr;
+
+    Memory(OrtKernelContext const* context, OrtMemoryInfo const* info, size_t size)
+    {
+        check(g_api->KernelContext_GetAllocator(context, info, &allocator));
+        data = allocator->Alloc(allocator, size);
+        if (!data)
+        {
+            g_api->ReleaseAllocator(allocator);
+            throw Failed("no memory for " + std::to_string(size >> 20) + " MiB of intermediate results.");
+        }
+    }
+    Memory(Memory const&) = delete;
+    Memory& operator=(Memory const&) = delete;
+    ~Memory()
+    {
+        if (data)
+            allocator->Free(allocator, data);
+        g_api->ReleaseAllocator(allocator);
+    }
+};
+
+// A call as the kernel sees it.
+class OrtCall : public still_cpu::HostCall
+{
+public:
+    OrtCall(still::Op const& op, OrtKernelContext* context, OrtMemoryInfo const* memory)
+        : spec_(op.spec()), absent_(op.absent_inputs()), context_(context), memory_(memory), inputs_(op, context)
+    {
+        tensors.swap(inputs_.tensors);
+        host = {context, [](void* c, void (*task)(void*, size_t), size_t total, void* data)
+            {
+                // The status can only tell of a missing thread pool; the tasks are then run here.
+                if (OrtStatus* const status = g_api->KernelContext_ParallelFor(static_cast<OrtKernelContext*>(c), task, total, 0, data))
+                {
+                    g_api->ReleaseStatus(status);
+                    for (size_t i = 0; i < total; ++i)
+                        task(data, i);
+                }
+            }};
+    }
+
+    void* input(size_t place) override { return inputs_.values[place] ? data_of(inputs_.values[place]) : nullptr; }
+    void* output(size_t place, still::Tensor const& tensor) override { return output_of(context_, place, tensor); }
+
+    void* state(size_t past) override
+    {
+        if (!inputs_.values[past])
+            return nullptr;
+        // Places count absent inputs, tensors do not.
+        auto const skipped = static_cast<size_t>(__builtin_popcountll(absent_ & ((uint64_t{1} << past) - 1)));
+        still::Tensor const& tensor = tensors[past - skipped];
+        // States come last, in the same order, among inputs and outputs.
+        void* const to = output(spec_.outputs.size() - (spec_.inputs.size() - past), tensor);
+        if (void const* const from = input(past); from != to)
+            std::memcpy(to, from, tensor.bytes());
+        return to;
+    }
+
+    void* scratch(size_t size_bytes) override
+    {
+        scratch_.reset();
+        scratch_ = std::make_unique<Memory>(context_, memory_, size_bytes);
+        return scratch_->data;
+    }
+
+private:
+    still::OpSpec const& spec_;
+    uint64_t absent_;
+    OrtKernelContext* context_;
+    OrtMemoryInfo const* memory_;
+    Inputs inputs_;
+    std::unique_ptr<Memory> scratch_;
+};
+
+// STILL_CPU=baseline and the like choose a lesser instruction set, for tests.
+int chosen_set()
+{
+    char const* const asked = std::getenv("STILL_CPU");
+    for (int i = 0; asked && i < still_cpu::count_instruction_sets(); ++i)
+        if (std::strcmp(asked, still_cpu::instruction_set_name(i)) == 0)
+            return i;
+    if (asked && *asked)
+        still::fail("STILL_CPU=", asked, " is unknown, or this processor cannot run it.");
+    return 0;
+}
+
+class CpuNode : public Node
+{
+public:
+    CpuNode(still::OpSpec const& spec, still_cpu::Entry const& entry, OrtKernelInfo const* info, bool half)
+        : op_(read_op(spec, info)), kernel_(entry.make(op_, half)), instruction_set_(chosen_set())
+    {
+        check(g_api->CreateCpuMemoryInfo(OrtArenaAllocator, OrtMemTypeDefault, &memory_));
+    }
+    CpuNode(CpuNode const&) = delete;
+    CpuNode& operator=(CpuNode const&) = delete;
+    ~CpuNode() override { g_api->ReleaseMemoryInfo(memory_); }
+
+    void compute(OrtKernelContext* context) override
+    {
+        OrtCall call(op_, context, memory_);
+        call.instruction_set = instruction_set_;
+        kernel_->compute(call);
+    }
+
+private:
+    still::Op op_;
+    std::unique_ptr<still_cpu::Kernel> kernel_;
+    int instruction_set_;
+    OrtMemoryInfo* memory_ = nullptr;
+};
+
+} // namespace
+
+std::unique_ptr<Node> make_cpu_node(still_cpu::Entry const& entry, still::OpSpec const& spec, OrtKernelInfo const* info, bool half)
+{
+    return std::make_unique<CpuNode>(spec, entry, info, half);
+}
+
+} // namespace still_ort

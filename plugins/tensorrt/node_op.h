@@ -1,0 +1,59 @@
+// The op of a node, as both TensorRT adapters use it: types, shapes and the tensors of a call.
+#pragma once
+
+#include "fields.h"
+#include "types.h"
+
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace still
+{
+
+// The op of a node plus the type it insists on; made from plugin fields.
+//
+// A tensor of activations may come with its last two dimensions as one, heads side by side: [B, T, H*D] is the same memory as
+// [B, T, H, D]. TensorRT 8.6 also tries a format for images where a layer's tensor has four dimensions, which doubles the build.
+class NodeOp
+{
+public:
+    NodeOp(OpSpec const& spec, nvinfer1::PluginFieldCollection const& fields)
+        : mOp(read_op(spec, fields)), mType(read_activation_type(spec, fields))
+    {
+    }
+
+    Op const& op() const { return mOp; }
+    std::string const& activation_type() const { return mType; }
+
+    // True when tensor `position` (inputs, then outputs) may have this type, given that of the first activation.
+    bool accepts(int32_t position, nvinfer1::DataType type, nvinfer1::DataType activation) const;
+
+    // The input that tells the activations' type.
+    int32_t first_activation() const;
+
+    nvinfer1::DataType output_type(int32_t index, nvinfer1::DataType const* inputs) const;
+
+    // Every output dimension is a dimension of some input: the OpSpec's symbols say which.
+    nvinfer1::DimsExprs output_shape(int32_t index, nvinfer1::DimsExprs const* inputs) const;
+
+    // The inputs as the op knows them: heads that lie side by side are told apart.
+    std::vector<Tensor> tensors(std::vector<Tensor> given) const;
+    std::vector<Tensor> tensors(nvinfer1::PluginTensorDesc const* inputs, int32_t count) const;
+
+    // Prepares for these shapes unless that was done.
+    void prepare(nvinfer1::PluginTensorDesc const* inputs, int32_t count);
+
+    // Loads every kernel that the attributes leave possible; for hosts that tell the shapes only when they launch.
+    void preload() const;
+
+private:
+    // Input and axis that have the dimension `symbol` alone; `ranks` of the inputs.
+    std::optional<std::pair<size_t, size_t>> locate(std::string const& symbol, std::vector<int32_t> const& ranks) const;
+
+    Op mOp;
+    std::string mType;
+};
+
+} // namespace still

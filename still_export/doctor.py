@@ -1,0 +1,167 @@
+"""What this machine can export, build, run and train, and what is to be installed for the rest."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from still_export.export.native import find_onnxruntime_headers
+from still_export.export.plugins import SOURCE, PluginBuildError, find_tensorrt_headers
+from still_export.runners.cuda_driver import CudaError, Driver
+
+DISTRIBUTION = "still-export"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that a user may want to do.
+
+    able: Whether it works here. detail: With what. todo: What makes it work, where it does not.
+    """
+
+    what: str
+    able: bool
+    detail: str
+    todo: str = ""
+
+
+def examine() -> list[Finding]:
+    """Everything, in the order in which a user meets it. Imports no framework: it is done in a second."""
+    gpu = find_gpu()
+    return [
+        _extra("export and run with ONNX Runtime on the CPU", "onnx"),
+        _native(),
+        _providers(gpu),
+        _extra("read GGUF models", "gguf"),
+        _tensorrt_export(),
+        _engines(gpu),
+        _extra("linearize", "train", note=gpu or "on the CPU alone: small models, or hours"),
+    ]
+
+
+def find_gpu() -> str | None:
+    """The first NVIDIA GPU as the driver names it, None where there is none."""
+    try:
+        return str(Driver().name)
+    except (CudaError, OSError):
+        return None
+
+
+def version(package: str) -> str | None:
+    """The installed version of a distribution, None where it is not there."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def packages_of(extra: str) -> list[str]:
+    """Distributions that an extra of this package asks for on this machine."""
+    try:
+        wanted = importlib.metadata.requires(DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    found = []
+    for line in wanted:
+        requirement, _, marker = line.partition(";")
+        if re.search(rf"extra == ['\"]{re.escape(extra)}['\"]", marker):
+            found.append(re.split(r"[<>=!~\[ ]", requirement.strip())[0])
+    return found
+
+
+def _extra(what: str, extra: str, note: str = "") -> Finding:
+    versions = {package: version(package) for package in packages_of(extra)}
+    missing = [package for package, found in versions.items() if found is None]
+    if not versions:
+        return Finding(what, False, "still-export itself is not installed", "pip install -e .")
+    if missing:
+        return Finding(what, False, f"without {', '.join(missing)}", f"pip install '{DISTRIBUTION}[{extra}]'")
+    listed = ", ".join(f"{package} {found}" for package, found in versions.items())
+    return Finding(what, True, f"{listed}; {note}" if note else listed)
+
+
+def _tools() -> tuple[list[str], list[str]]:
+    """CMake and a C++ compiler: those found, those missing."""
+    compiler = os.environ.get("CXX") or next((c for c in ("c++", "g++", "clang++") if shutil.which(c)), "c++")
+    tools = {"cmake": shutil.which("cmake"), "a C++ compiler": shutil.which(compiler)}
+    return [str(path) for path in tools.values() if path], [tool for tool, path in tools.items() if not path]
+
+
+def _native() -> Finding:
+    what = "build native CPU kernels (--native)"
+    if platform.system() != "Linux":
+        return Finding(what, False, f"on {platform.system()}", "export on Linux; packages without them run here")
+    found, missing = _tools()
+    if not SOURCE.is_dir():
+        return Finding(what, False, "without the C++ sources", "install a wheel of still-export, or work in a clone")
+    if missing:
+        return Finding(what, False, f"without {', '.join(missing)}", "apt-get install cmake g++")
+    try:
+        found.append(str(find_onnxruntime_headers()))
+    except PluginBuildError:
+        todo = "apt-get install libonnxruntime-dev, or fetch the headers and set STILL_ONNXRUNTIME_INCLUDE"
+        return Finding(what, False, "without ONNX Runtime's C headers", todo)
+    return Finding(what, True, ", ".join(found))
+
+
+def _providers(gpu: str | None) -> Finding:
+    what = "run with ONNX Runtime on the GPU (--provider cuda)"
+    if gpu is None:
+        return Finding(what, False, "no NVIDIA GPU here", "")
+    found = version("onnxruntime-gpu")
+    if found is None:
+        return Finding(
+            what, False, f"{gpu}, without onnxruntime-gpu", "pip uninstall onnxruntime; pip install onnxruntime-gpu"
+        )
+    return Finding(what, True, f"{gpu}, onnxruntime-gpu {found}")
+
+
+def _tensorrt_export() -> Finding:
+    what = "export for TensorRT, with its plugin (--to trt)"
+    found, missing = _tools()
+    if missing:
+        return Finding(what, False, f"without {', '.join(missing)}", "apt-get install cmake g++")
+    triton = version("triton")
+    if triton is None:
+        return Finding(what, False, "without triton, which compiles the kernels", f"pip install '{DISTRIBUTION}[gpu]'")
+    found.append(f"triton {triton}")
+    try:
+        headers = find_tensorrt_headers()
+    except PluginBuildError as error:
+        return Finding(what, False, str(error), "")
+    if not headers:
+        todo = "install TensorRT's headers, or name their folder with --tensorrt-include"
+        return Finding(what, False, "without TensorRT's headers", todo)
+    return Finding(what, True, ", ".join([*found, *map(str, headers)]))
+
+
+def _engines(gpu: str | None) -> Finding:
+    what = "build and run TensorRT engines"
+    engine = version("tensorrt")
+    if gpu is None:
+        rtx = version("tensorrt-rtx-cu13-bindings")
+        note = f"; TensorRT-RTX {rtx} builds its engines without one" if rtx else ""
+        return Finding(
+            what, False, f"no NVIDIA GPU here{note}", "build on the machine that will run them: still-export build"
+        )
+    if engine is None:
+        return Finding(what, False, f"{gpu}, without tensorrt", f"pip install '{DISTRIBUTION}[trt]'")
+    return Finding(what, True, f"{gpu}, tensorrt {engine}")
+
+
+def machine() -> dict[str, str]:
+    """What it is."""
+    memory: Callable[[str], int] = getattr(os, "sysconf", lambda name: 0)
+    size = memory("SC_PHYS_PAGES") * memory("SC_PAGE_SIZE") / 2**30
+    return {
+        "still-export": version(DISTRIBUTION) or "not installed",
+        "Python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors, {size:.0f} GiB",
+        "torch": version("torch") or "none",
+        "transformers": version("transformers") or "none",
+    }

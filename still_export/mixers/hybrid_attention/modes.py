@@ -1,0 +1,197 @@
+"""One module that can be teacher and student: the same projections with softmax, with hybrid attention, or with both compared."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from still_export.mixers.hybrid_attention.module import StillAttention
+from still_kernels.hybrid_attention import Inputs
+from still_kernels.hybrid_attention.dispatch import hybrid_attention_whole
+
+HYBRID, SOFTMAX, TRANSFER = "hybrid", "softmax", "transfer"
+FACTOR_SPEED = 5.0
+"""Logarithm of a window factor per unit of its trained exponent. Factors differ by orders of magnitude between heads, and AdamW
+moves a parameter by at most about its rate each step."""
+
+
+class TrainableAttention(StillAttention):
+    """StillAttention on whole sequences with a choice of what it computes.
+
+    mode: "hybrid"; "softmax", the base model's attention; "transfer": softmax is computed and passed on, hybrid is compared with it,
+        and the difference is kept in `difference`.
+    selection_queries: Positions [b, n] of the first b rows whose attention says which tokens should be salient; None = `selection`
+        is not computed.
+    window_factor_exponent: Of the weight of the softmax terms per head, [H], where it is trained; None = the configuration's.
+    difference: Squared error relative to the teacher's mean square per head, [H].
+    selection: Loss of the selection, a scalar.
+    """
+
+    mode: str = HYBRID
+    save_memory: bool = False
+    window_factor_exponent: nn.Parameter | None
+    selection_queries: Tensor | None = None
+    difference: Tensor | None = None
+    selection: Tensor | None = None
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """As of StillAttention; a call with a cache is hybrid attention always."""
+        if past_key_values is not None:
+            return super().forward(
+                hidden_states, position_embeddings, attention_mask, past_key_values=past_key_values, **kwargs
+            )
+        if self.mode == TRANSFER:
+            with torch.no_grad():
+                query, key, value, _ = self.project(hidden_states, position_embeddings)
+                output = softmax_attention(query, key, value)
+            gate = None if self.g_proj is None else torch.sigmoid(self.g_proj(hidden_states)).view(query.shape)
+            self.difference = fused(relative_error, query.device)(self._hybrid(query, key, value, gate), output)
+        else:
+            query, key, value, gate = self.project(hidden_states, position_embeddings)
+            soft = self.mode == SOFTMAX
+            output = softmax_attention(query, key, value) if soft else self._hybrid(query, key, value, gate)
+            if self.selection_queries is not None and torch.is_grad_enabled():
+                with torch.autocast(query.device.type, enabled=False):
+                    rows = self.selection_queries.shape[0]
+                    loss_of = fused(selection_loss, query.device)
+                    self.selection = loss_of(query[:rows], key[:rows], self.selection_queries, self.still)
+        return self.o_proj(output.flatten(2)), None
+
+    def _hybrid(self, query: Tensor, key: Tensor, value: Tensor, gate: Tensor | None) -> Tensor:
+        dtype = value.dtype
+        arguments = (query.to(dtype), key.to(dtype), value, None if gate is None else gate.to(dtype))
+        if self.save_memory and torch.is_grad_enabled():
+            return checkpoint(self._attend, *arguments, use_reentrant=False)
+        return self._attend(*arguments)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, gate: Tensor | None) -> Tensor:
+        # The kernel chooses its own precision: S, z and the features are float32 whatever the matrix products around it use.
+        with torch.autocast(query.device.type, enabled=False):
+            exponent = self.window_factor_exponent
+            factor = None if exponent is None else window_factor(exponent.float())
+            weights = (self.feature_q_weight, self.feature_k_weight)
+            return hybrid_attention_whole(Inputs(query, key, value, gate, *weights, window_factor=factor), self.still)
+
+
+def window_factor(exponent: Tensor) -> Tensor:
+    """Weight of the softmax terms: positive, and far from 1 within the few units that a stage moves a parameter."""
+    return torch.exp(FACTOR_SPEED * exponent)
+
+
+def make_trainable(model: nn.Module, learn_window_factors: bool = False) -> list[TrainableAttention]:
+    """Turn the model's StillAttention modules into TrainableAttention, in place; names of parameters stay as they are.
+
+    Args:
+        learn_window_factors: Give each a frozen `window_factor_exponent` that starts at the configuration's factors.
+    """
+    found = [module for module in model.modules() if isinstance(module, StillAttention)]
+    for module in found:
+        module.__class__ = TrainableAttention  # wrapping would rename the parameters
+        module.register_parameter("window_factor_exponent", None)
+        if learn_window_factors:
+            start = torch.tensor(module.still.window_factor or [1.0] * module.still.num_heads)
+            exponent = (start.log() / FACTOR_SPEED).to(module.feature_q_weight.device)
+            module.window_factor_exponent = nn.Parameter(exponent, requires_grad=False)
+    return found  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def attention_mode(modules: list[TrainableAttention], mode: str) -> Iterator[None]:
+    """Every module computes `mode` inside the block."""
+    before = [module.mode for module in modules]
+    for module in modules:
+        module.mode = mode
+    try:
+        yield
+    finally:
+        for module, old in zip(modules, before, strict=True):
+            module.mode = old
+
+
+@functools.cache
+def fused(function: Callable[..., Tensor], device: torch.device) -> Callable[..., Tensor]:
+    """`function`, on CUDA compiled: elementwise work on float32 copies costs more than the products around it unless it is fused."""
+    return function if device.type == "cpu" else torch.compile(function, dynamic=False)
+
+
+def softmax_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Causal softmax attention of query [B, T, H, D] to key and value [B, T, HK, D]: [B, T, H, D], dtype of value."""
+    q, k, v = (x.to(value.dtype).transpose(1, 2) for x in (query, key, value))
+    output = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    return output.transpose(1, 2)
+
+
+def relative_error(output: Tensor, target: Tensor) -> Tensor:
+    """Mean squared error of [B, T, H, D] over the target's mean square, by row and head, as a mean over rows, [H].
+
+    The quotient changes no head's optimum by much: a head has parameters of its own, whose scale AdamW does not see. It makes layers
+    comparable, and taken by rows it is the same for every split of a batch.
+    """
+    output, target = output.float(), target.float()
+    error = (output - target).square().mean(dim=(1, 3))
+    return (error / target.square().mean(dim=(1, 3)).clamp_min(1e-12)).mean(0)
+
+
+def selection_loss(query: Tensor, key: Tensor, positions: Tensor, config: Any) -> Tensor:
+    """How far the tokens that far queries attend to are from being salient.
+
+    Selection by top-k has no derivative. Here the attention of queries to tokens beyond their window, in full softmax, is what the
+    softmax over the scores of each chunk should look like: a cross-entropy, so its optimum is finite. A loss on ranks alone is not:
+    scores then grow without bound. The attention is squared: what is spread over hundreds of tokens is the linear memory's business,
+    and the few heads that look something up would not be heard beside all those that spread.
+
+    Args:
+        query: After RoPE, [B, T, H, D]; T is cut to whole chunks.
+        key: [B, T, HK, D].
+        positions: Queries that are asked, int64 [B, n].
+        config: HybridAttentionConfig.
+
+    Returns:
+        Scalar, the mean over B, n, H; 0 where nothing lies beyond the windows.
+    """
+    chunk, salient, group = config.chunk_size, config.salient_per_chunk, config.group_size
+    chunks = query.shape[1] // chunk
+    if chunks < 3 or not 0 < salient < chunk:
+        return query.new_zeros(())
+    q, k = (x[:, : chunks * chunk].transpose(1, 2).float() for x in (query, key))
+    k = k.repeat_interleave(group, dim=1)
+    with torch.no_grad():
+        index = positions.clamp_max(chunks * chunk - 1)
+        asked = q.gather(2, index[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))
+        far = torch.arange(chunks * chunk, device=q.device)
+        seen = far <= index[..., None]  # [B, n, T]
+        attention = (asked @ k.transpose(-1, -2) * config.head_dim**-0.5).masked_fill(~seen[:, None], -torch.inf)
+        beyond = far // chunk <= (index // chunk - 2)[..., None]
+        weight = (attention.softmax(-1) * beyond[:, None]).square().mean(2)  # [B, H, T]
+        weight[..., 0] = 0  # position 0 is salient whatever it scores
+    scores = margins(q, k, chunk)
+    scores = torch.cat([scores[..., 1:2].detach(), scores[..., 1:]], dim=-1).unflatten(2, (chunks, chunk))
+    return -(weight.unflatten(2, (chunks, chunk)) * scores.log_softmax(-1)).sum((2, 3)).mean()
+
+
+def margins(q: Tensor, k: Tensor, chunk: int) -> Tensor:
+    """Self-saliency of every token, [B, H, T], from q and k [B, H, T, D] with T a multiple of C; position 0 has a large finite one."""
+    q = q.unflatten(2, (-1, chunk))
+    k = k.unflatten(2, (-1, chunk))
+    before = torch.cat([torch.zeros_like(k[:, :, :1]), k[:, :, :-1]], dim=2)
+    logits = q @ torch.cat([before, k], dim=3).transpose(-1, -2) * q.shape[-1] ** -0.5  # [B, H, chunks, C, 2C]
+    row, column = torch.arange(chunk, device=q.device)[:, None], torch.arange(2 * chunk, device=q.device)
+    others = (column > row) & (column < row + chunk)
+    logits_own = logits.diagonal(offset=chunk, dim1=-2, dim2=-1)
+    first = torch.arange(q.shape[2], device=q.device)[:, None, None] == 0
+    absent = ~others | (first & (column < chunk))
+    rest = logits.masked_fill(absent, -1e4).logsumexp(-1)
+    return (logits_own - rest).flatten(2)

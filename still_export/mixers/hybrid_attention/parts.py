@@ -1,0 +1,44 @@
+"""Parts of hybrid attention that an evaluation switches off."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from still_export.mixers.hybrid_attention.module import StillAttention
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "no_salient_tokens": {"salient_per_chunk": 0},
+    "window_only": {"salient_per_chunk": 0, "feature_map": "relu"},
+    "no_norm_preserving_map": {"feature_map": "softmax_pm"},
+}
+PARTS = tuple(CHANGES)
+
+
+@contextlib.contextmanager
+def without(model: nn.Module, part: str) -> Iterator[None]:
+    """`model` without a part inside the block.
+
+    no_salient_tokens: k = 0, all tokens beyond the window are linear. window_only: those contribute nothing either: features that are
+    relu of a zero projection. no_norm_preserving_map: the same directions, without the norm of queries and keys.
+    """
+    modules = [m for m in model.modules() if isinstance(m, StillAttention)]
+    before = [(m.still, m.feature_q_weight, m.feature_k_weight) for m in modules]
+    for module in modules:
+        change = dict(CHANGES[part])
+        if part == "no_norm_preserving_map" and module.still.feature_map != "np_softmax_pm":
+            change = {}
+        module.still = replace(module.still, **change)
+        if part == "window_only":
+            module.feature_q_weight = nn.Parameter(torch.zeros_like(module.feature_q_weight))
+            module.feature_k_weight = nn.Parameter(torch.zeros_like(module.feature_k_weight))
+    try:
+        yield
+    finally:
+        for module, (still, query, key) in zip(modules, before, strict=True):
+            module.still, module.feature_q_weight, module.feature_k_weight = still, query, key

@@ -1,0 +1,126 @@
+"""The files of a package: inside its folder, listed, unchanged.
+
+Standard library only: exports copy this file into packages, for run_ort.py and run_trt.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import stat
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from still_export.package.refusals import CheckError, RunError
+
+MANIFEST = "manifest.json"
+MODEL = "model.onnx"
+PLUGIN = "libstill_tensorrt"
+"""How the names of plugin libraries begin."""
+
+
+def check_name(name: str, where: str) -> None:
+    """Raise CheckError unless `name` is a plain relative path that stays below its folder."""
+    parts = name.split("/")
+    if not name or "\\" in name or "\0" in name or any(part in ("", ".", "..") for part in parts) or ":" in parts[0]:
+        raise CheckError(f"{where} names {name!r}, which is no file inside the package.")
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The path of the package's file `name`.
+
+    Raises:
+        CheckError: It leads out of the folder, by its name or by a symbolic link.
+    """
+    check_name(name, str(folder))
+    path = folder
+    for part in name.split("/"):
+        path = path / part
+        if path.is_symlink():
+            raise CheckError(
+                f"{path} is a symbolic link, which may lead out of the package. Copy the package with its links followed (cp -rL)."
+            )
+    return path
+
+
+def listed(folder: Path, manifest: dict[str, Any], name: str) -> Path:
+    """The path of the package's file `name`, which the manifest must list with its hash, and which must have its size.
+
+    Raises:
+        CheckError: It is not listed, missing, no plain file, or of another size.
+    """
+    path = inside(folder, name)
+    entry = manifest["files"].get(name)
+    if entry is None:
+        raise CheckError(
+            f"{path} is not listed in {MANIFEST}, so nothing says what it must be. Export the package again."
+        )
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise CheckError(
+            f"{path} is missing, though the manifest lists it ({error.strerror}). {_again(folder, manifest, name)}"
+        ) from error
+    if not stat.S_ISREG(found.st_mode) or found.st_size != entry["size_bytes"]:
+        raise _changed(path, "size", _again(folder, manifest, name))
+    return path
+
+
+def sha256(path: Path) -> str:
+    """SHA-256 of a file, hexadecimal."""
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def check_hash(folder: Path, manifest: dict[str, Any], name: str) -> Path:
+    """`listed`, and the file's SHA-256 is the manifest's."""
+    path = listed(folder, manifest, name)
+    if sha256(path) != manifest["files"][name]["sha256"]:
+        raise _changed(path, "SHA-256", _again(folder, manifest, name))
+    return path
+
+
+def _changed(path: Path, what: str, again: str) -> CheckError:
+    return CheckError(f"{path} is not the file that was exported: its {what} differs from the manifest. {again}")
+
+
+def _again(folder: Path, manifest: dict[str, Any], name: str) -> str:
+    """What to do about a file that is lost or damaged; engines are built, the rest is exported."""
+    built = any(entry["file"] == name for entry in manifest.get("engines", []))
+    return "Copy the package again, or " + (
+        f"build it again: still-export build {folder}" if built else "export the model again."
+    )
+
+
+class Hashing:
+    """Checks the hashes of large files in a thread, while they are loaded; `finish` waits for it.
+
+    Args:
+        folder, manifest: The package.
+        names: Of its files, each checked to be listed at once.
+    """
+
+    def __init__(self, folder: Path, manifest: dict[str, Any], names: Iterable[str]) -> None:
+        self._error: Exception | None = None
+        self._names = list(names)
+        for name in self._names:
+            listed(folder, manifest, name)
+        self._thread = threading.Thread(target=self._run, args=(folder, manifest), daemon=True)
+        self._thread.start()
+
+    def _run(self, folder: Path, manifest: dict[str, Any]) -> None:
+        try:
+            for name in self._names:
+                check_hash(folder, manifest, name)
+        except (OSError, RunError) as error:
+            self._error = error if isinstance(error, RunError) else CheckError(f"{folder}: {error}")
+
+    def finish(self) -> None:
+        """Raise CheckError where a file is not the one that was exported."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error

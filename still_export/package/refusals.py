@@ -1,0 +1,14 @@
+"""How a package is refused.
+
+Standard library only: exports copy this file into packages, for run_ort.py and run_trt.py.
+"""
+
+from __future__ import annotations
+
+
+class RunError(ValueError):
+    """The package cannot run this request; the message says why and what to do."""
+
+
+class CheckError(RunError):
+    """A file of the package is not what it must be; the message names the file and, where it has some, the field."""

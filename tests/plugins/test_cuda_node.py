@@ -1,0 +1,161 @@
+"""The CUDA kernels of the library for ONNX Runtime, in a stand-in for its provider and over the recording driver: no GPU is needed.
+
+They launch what the core launches for the same call, and with STILL_TENSORRT_INCLUDE what the adapter for TensorRT does.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from still_export.export.native import find_onnxruntime_headers
+from still_export.export.plugins import SOURCE, PluginBuildError, pack_archive, run_cmake
+from still_graphs.ops import OpSpec
+from tests.plugins.conftest import ROOT
+from tests.plugins.core_abi import Core, Recorder, shapes_of
+from tests.plugins.test_adapters import (
+    CALLS,
+    CUDA,
+    FOLDERS,
+    TOY,
+    all_archives,
+    compile_host,
+    host_arguments,
+    kernels_taken,
+    node_values,
+    stand_in_driver,
+)
+from tests.still_graphs import test_functions as body
+
+Call = tuple[OpSpec, dict[str, Any], set[str], dict[str, int], tuple[str, ...]]
+
+
+class Hosts:
+    """The libraries with an archive of text, and the stand-ins that call them."""
+
+    def __init__(self, folder: Path, recorder: Recorder) -> None:
+        self.archives = all_archives(folder)
+        self.archive = pack_archive(self.archives, folder / "kernels.bin")
+        self.drivers = stand_in_driver(recorder, folder)
+        include = find_onnxruntime_headers()
+        options: dict[str, Path | str | None] = {
+            "ONNXRUNTIME_INCLUDE_DIR": include,
+            "STILL_OPS": str(TOY),
+            "STILL_ARCHIVE": self.archive,
+            "TENSORRT_INCLUDE_DIR": FOLDERS[0] if FOLDERS else "",
+        }
+        self.build = ROOT / "build/plugins-cuda"
+        self.build.mkdir(parents=True, exist_ok=True)
+        with (self.build / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            run_cmake(SOURCE, self.build, options)
+            self.library = shutil.copyfile(self.build / "onnxruntime/libstill_onnxruntime.so", folder / "library.so")
+        self.host = compile_host("onnxruntime", [include], folder)
+        if FOLDERS:
+            self.tensorrt = compile_host("tensorrt", [FOLDERS[0], CUDA], folder)
+
+    def run(self, call: Call, tensorrt: bool = False, **values: Any) -> list[str]:
+        """Lines that a stand-in prints of a call."""
+        spec, attributes, absent, sizes, _ = call
+        program: list[Path] = [self.host, Path(self.library)]
+        if tensorrt:
+            program = [self.tensorrt, next((self.build / "tensorrt").glob("libstill_tensorrt*[0-9].so"))]
+        given = host_arguments(spec, node_values(spec, attributes, absent) | values, absent, sizes)
+        done = subprocess.run(
+            [*program, *given, *kernels_taken(self.archives)],
+            capture_output=True,
+            text=True,
+            env={"LD_LIBRARY_PATH": str(self.drivers)},
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout.splitlines()
+
+
+@pytest.fixture(scope="session")
+def hosts(recorder: Recorder, tmp_path_factory: pytest.TempPathFactory) -> Hosts:
+    try:
+        find_onnxruntime_headers()
+    except PluginBuildError as error:
+        pytest.skip(str(error))
+    return Hosts(tmp_path_factory.mktemp("cuda"), recorder)
+
+
+def launches(lines: list[str]) -> list[str]:
+    """The launches that the driver recorded."""
+    return [line for line in lines if line.startswith("cuLaunchKernel")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call[0].name)
+def test_launches_are_those_of_the_core(hosts: Hosts, core: Core, recorder: Recorder, call: Call) -> None:
+    spec, attributes, absent, sizes, kernels = call
+    lines = hosts.run(call)
+    assert lines[:2] == ["registered 0", "created 0"]
+    assert lines.count("compute 0") == 5
+    assert [line.split()[1] for line in launches(lines)] == [f"{k}_kernel" for k in (*kernels, *[kernels[-1]] * 3)]
+    # The core with counts of ONNX Runtime's type, in the same buffers
+    core.call("still_add_archive", str(hosts.archive).encode())
+    for taken in kernels_taken(hosts.archives):
+        recorder.arguments(*taken.removeprefix("kernel=").split(":"))
+    op = core.op(spec.name, attributes, node_values(spec, attributes, absent)["absent_inputs"])
+    at = {name: 0x1000 * (i + 1) for i, name in enumerate(op.names("input"))} | {"output": 0x900000}
+    scratch = [int(line.split()[1]) for line in lines if line.startswith("scratch")]
+    for tokens, size in zip((150, 1), scratch[:2], strict=True):
+        inputs = shapes_of(spec, sizes | {"T": tokens}, "float16", "int64", absent)
+        op.prepare(inputs)
+        outputs = [at[name.replace("present_", "past_")] for name in op.names("output")]
+        op.launch([at[name] for name in op.names("input")], outputs, 0x7000000 if size else 0, 0)
+    expected = recorder.log("cuLaunchKernel")
+    counters = [line.split("=")[-1].split(",")[2] for line in (launches(lines)[-1], expected[-1])]
+    expected = [line.replace(counters[1], counters[0]) for line in expected]  # memory that each has of its own
+    assert launches(lines)[: len(expected)] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not FOLDERS, reason="needs STILL_TENSORRT_INCLUDE")
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call[0].name)
+def test_launches_are_those_of_tensorrt(hosts: Hosts, call: Call) -> None:
+    theirs = launches(hosts.run(call, tensorrt=True))
+    assert theirs and launches(hosts.run(call))[: len(theirs)] == theirs
+
+
+@pytest.mark.slow
+def test_streams_states_and_memory(hosts: Hosts) -> None:
+    """Calls of the hybrid op: prefill, decode, then decode again, on another stream, and with present buffers of its own."""
+    lines = hosts.run(CALLS[0])
+    decode = launches(lines)[-4:]
+    assert decode[0] == decode[1], "what was planned is kept"
+    assert "stream=7" in decode[2] and "stream=0" in decode[3]
+    counters = [line.split("args=")[1].split(",")[0] for line in decode]
+    assert counters[0] == counters[1] == counters[3] != counters[2], "two runs at once have counters of their own"
+    assert len([line for line in lines if line.startswith("cuMemAlloc")]) == 2
+    copies = [line for line in lines if line.startswith("cuMemcpyDtoD")]
+    assert len(copies) == 7, "of the last call alone: every state, to its present buffer"
+    assert all(int(line.split()[1]) == int(line.split()[2]) + 0x100000 for line in copies)
+    assert lines.index(copies[-1]) < lines.index(decode[3], lines.index(copies[0])), (
+        "before the kernels, which work in place"
+    )
+    sizes = [int(line.split()[1]) for line in lines if line.startswith("scratch")]
+    assert sizes[0] > sizes[1] > 0 and lines.count("freed 0x7000000") == len(sizes)
+    modules = [i for i, line in enumerate(lines) if line.startswith("cuModuleLoadData")]
+    assert len(modules) == 8 and modules[-1] < lines.index(launches(lines)[0]), "all when the node was made"
+
+
+@pytest.mark.slow
+def test_what_has_no_kernel_is_refused_when_the_node_is_made(hosts: Hosts) -> None:
+    lines = hosts.run(CALLS[0], activation_type="float32")
+    assert lines[1].startswith("created HybridAttention: no kernel for dtype=float32, the archive has float16. Compile")
+
+
+@pytest.mark.slow
+def test_the_same_library_serves_the_cpu(hosts: Hosts) -> None:
+    """ONNX Runtime's CPU provider takes its own kernels, of both types, where kernels of another provider stand beside them."""
+    import torch
+
+    body.check(body.config(), [5, 1, [1, 3]], in_place=True, library=str(hosts.library))
+    body.check(body.config(), [5, 1], torch.float16, library=str(hosts.library))

@@ -1,0 +1,115 @@
+"""An op outside the tree in the native libraries: its folder is compiled in, and nothing else knows of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper
+
+from still_graphs.ops import DOMAIN
+from still_kernels import op_kernels
+from tests.plugins.test_launches import fake_compiler, mirror  # noqa: F401  # fixtures
+from tests.plugins.test_onnxruntime import ROOT, TOY, library  # noqa: F401  # a fixture
+from tests.still_graphs.test_functions import session
+from tests.toy.mixer import naive_decay
+from tests.toy.spec import DECAY
+from tests.toy.variants import KERNELS, Variant, launch_decay
+
+HEADS, DIM, DECAY_RATE = 3, 5, 0.25
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The registration of the op's kernels."""
+    monkeypatch.setitem(op_kernels._PLACES, DECAY.name, "tests.toy.variants")
+
+
+def node_model() -> onnx.ModelProto:
+    """One node, without a body: the library alone can run it."""
+    kinds = {"T": TensorProto.FLOAT, "float32": TensorProto.FLOAT, "int64": TensorProto.INT64}
+    sizes = {"H": HEADS, "D": DIM}
+
+    def infos(names: Any, tensors: Any) -> list[onnx.ValueInfoProto]:
+        return [
+            helper.make_tensor_value_info(name, kinds[t.dtype], [sizes.get(d, d) for d in t.shape])
+            for name, t in zip(names, tensors, strict=True)
+        ]
+
+    node = helper.make_node(DECAY.name, DECAY.input_names(), DECAY.output_names(), domain=DOMAIN, decay=DECAY_RATE)
+    inputs, outputs = (
+        infos(DECAY.input_names(), DECAY.all_inputs()),
+        infos(DECAY.output_names(), DECAY.all_outputs()),
+    )
+    graph = helper.make_graph([node], "toy", inputs, outputs)
+    return helper.make_model(
+        graph, opset_imports=[helper.make_opsetid("", 23), helper.make_opsetid(DOMAIN, 1)], ir_version=10
+    )
+
+
+def test_its_spec_is_in_sync() -> None:
+    command = [
+        sys.executable,
+        ROOT / "tools/write_op_specs.py",
+        "--check",
+        "--spec",
+        "tests.toy.spec:DECAY",
+        "--folder",
+        TOY,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def test_nothing_else_names_it() -> None:
+    for folder in ("plugins", "still_export", "kernels", "graphs"):
+        found = [
+            p for p in (ROOT / folder).rglob("*") if p.is_file() and b"Decay" in p.read_bytes() and p.suffix != ".pyc"
+        ]
+        assert not found
+
+
+def test_its_parts_go_together() -> None:
+    KERNELS.check()
+
+
+def test_its_kernel_runs_in_onnx_runtime(library: str) -> None:  # noqa: F811
+    run = session(node_model(), library=library)
+    generator = torch.Generator().manual_seed(0)
+    total, length = torch.zeros(2, HEADS, DIM), torch.zeros(2, dtype=torch.int64)
+    for counts in ([7, 3], [1, 1], [0, 2]):
+        new = torch.tensor(counts)
+        value = torch.randn(2, max(counts), HEADS, DIM, generator=generator)
+        output, expected = naive_decay(value, new, total, DECAY_RATE)
+        feeds = dict(zip(DECAY.input_names(), (value, new, length, total), strict=True))
+        got = run.run(None, {name: tensor.numpy() for name, tensor in feeds.items()})
+        np.testing.assert_allclose(got[0], output.numpy(), rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(got[1], expected.numpy(), rtol=1e-6, atol=1e-6)
+        total, length = expected, length + new
+    with pytest.raises(Exception, match="Decay: row 1 has past_length 0 and new_tokens 8"):
+        bad = {"new_tokens": np.array([0, 8]), "past_length": np.array([0, 0])}
+        run.run(None, {name: tensor.numpy() for name, tensor in feeds.items()} | bad)
+
+
+@pytest.mark.parametrize("tokens", [1, 150])
+def test_the_core_launches_what_python_launches(mirror: Callable[..., None], tokens: int) -> None:  # noqa: F811
+    def made(*shape: int, kind: torch.dtype = torch.float16) -> torch.Tensor:
+        return torch.empty(shape, dtype=kind, device="meta")
+
+    tensors = {
+        "value": made(2, tokens, HEADS, 70),
+        "new_tokens": made(2, kind=torch.int32),
+        "past_length": made(2, kind=torch.int32),
+        "past_total": made(2, HEADS, 70, kind=torch.float32),
+    }
+
+    def run(output: torch.Tensor) -> None:
+        launch_decay(tensors["value"], tensors["new_tokens"], tensors["past_total"], output, DECAY_RATE)
+
+    mirror(DECAY, tensors, run, Variant(count_dtype="int32"), {"decay": DECAY_RATE})

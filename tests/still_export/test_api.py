@@ -1,0 +1,323 @@
+"""`still_export.load`: answers, stop texts, chats, and states that are kept, for a package with a tokenizer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import still_export
+from still_export.cli.chat import interruptible, statistics, talk
+from still_export.cli.main import main
+from still_export.cli.output import Output
+from still_export.errors import ConfigError
+from still_export.runners.conversation import Conversation, FullError
+from still_export.runners.sampling import RunError, Sampling
+from still_export.runners.snapshot import Snapshot
+from still_export.runners.text import until
+
+pytest.importorskip("onnxruntime")
+SMALL = Path(__file__).resolve().parents[2] / "assets/small"
+CHAT = {
+    "start": "User:",
+    "user_to_assistant": "\nYou:",
+    "assistant_to_user": "\nUser:",
+    "system_start": "(",
+    "system_to_user": ")\nUser:",
+}
+TEXT = "The road climbs from the village to the old mill. "
+
+
+def call(*arguments: object) -> int:
+    """Exit code of the command line."""
+    try:
+        main([str(a) for a in arguments])
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small model's package, with a chat format that its own tokenizer has not."""
+    folder = tmp_path_factory.mktemp("api") / "package"
+    assert call("export", SMALL, "--to", "onnx", "-o", folder, "-q", "--capacity-tokens", "400") == 0
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["chat"] = CHAT
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(package: Path) -> still_export.LanguageModel:
+    return still_export.load(package, threads=1)
+
+
+@pytest.fixture(autouse=True)
+def forget(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "model" in request.fixturenames:
+        request.getfixturevalue("model").restore(None)
+
+
+def test_the_same_answer_however_it_is_asked(model: still_export.LanguageModel) -> None:
+    answer = model.generate(TEXT, max_tokens=24)
+    assert answer.ended == "length" and len(answer.tokens) == 24 and answer.prompt_tokens > 5
+    assert "".join(model.generate(TEXT, max_tokens=24, stream=True)) == answer.text
+    assert model.generate(model.text.encode(TEXT), max_tokens=24).tokens == answer.tokens
+    assert model.text.tokenizer.decode(answer.tokens).strip() == answer.text.strip()
+    with pytest.raises(RunError, match="max_tokens=0"):
+        model.generate(TEXT, max_tokens=0)
+    with pytest.raises(ConfigError, match="runs with ort"):
+        still_export.load(model.runner.folder, runtime="trt")
+
+
+def test_stop_texts_end_an_answer(model: still_export.LanguageModel) -> None:
+    whole = model.generate(TEXT, max_tokens=40)
+    stop = whole.text[12:17]
+    answer = model.generate(TEXT, max_tokens=40, stop=["never said", stop])
+    assert answer.ended == "stop" and answer.text == whole.text[: whole.text.index(stop)]
+    assert len(answer.tokens) < 40
+    with pytest.raises(RunError, match="empty"):
+        model.generate(TEXT, stop="")
+
+
+@pytest.mark.parametrize("pieces", [["a", "b", "c", "abd"], ["abcab", "d"], list("abcabd"), ["abcabd"]])
+def test_until_holds_back_what_may_be_a_stop(pieces: list[str]) -> None:
+    assert "".join(until(pieces, ["abd"])) == "abc"
+    assert list(until(pieces, ["abd"]))[-1] == ""  # says that it was found
+    assert "".join(until(pieces, ["abdx", "zz"])) == "abcabd"
+    assert "".join(until(pieces, ["bd", "ca"])) == "ab"
+
+
+def test_streamed_pieces_are_the_text(model: still_export.LanguageModel) -> None:
+    """Characters of several bytes, and spaces at the beginning of words, whatever the cuts."""
+    for said in ("Grüße, 世界! naïve café — 100 €  two  spaces\n\nnew 🎉🎉 line", " leading", "a" * 300):
+        ids = model.text.encode(said)
+        pieces = list(model.text.stream(ids))
+        assert "".join(pieces) == model.text.tokenizer.decode(ids)
+        assert not any(p.endswith("\ufffd") for p in pieces)
+
+
+def test_a_text_is_read_once_and_asked_often(model: still_export.LanguageModel, tmp_path: Path) -> None:
+    document = TEXT * 12
+    questions = [" What is old?", " Where does the road begin?"]
+    expected = [model.generate([{"role": "user", "content": document + q}], max_tokens=8).tokens for q in questions]
+    read = model.read(document, chat=True)
+    assert read.place == "user" and read.length == model.runner.length[0]
+    for _ in range(2):
+        for question, tokens in zip(questions, expected, strict=True):
+            # Cut between document and question, tokens may differ from those of the whole; here they do not.
+            assert model.generate([{"role": "user", "content": question}], max_tokens=8).tokens == tokens
+    read.save(tmp_path / "state.safetensors")
+    model.restore(None)
+    assert model.generate(TEXT, max_tokens=4).prompt_tokens < 30
+    model.restore(tmp_path / "state.safetensors")
+    assert model.generate([{"role": "user", "content": questions[0]}], max_tokens=8).tokens == expected[0]
+    with pytest.raises(RunError, match=r"restore\(None\)"):
+        model.read("again", chat=True)
+
+
+def test_a_snapshot_holds_what_was_answered(model: still_export.LanguageModel) -> None:
+    """Going on from it is going on with the dialogue, also where the answer was cut off."""
+    first = model.generate([{"role": "user", "content": "Hello."}], max_tokens=9)
+    model.restore(model.snapshot())
+    second = model.generate([{"role": "user", "content": "And then?"}], max_tokens=9)
+    assert second.ended == "length"
+    states = model.snapshot()
+    model.restore(None)
+    ids = model.text.dialogue([{"role": "user", "content": "Hello."}]) + first.tokens
+    ids += model.text.dialogue([{"role": "user", "content": "And then?"}], "answer")
+    assert model.generate(ids, max_tokens=9).tokens == second.tokens
+    for name, array in model.snapshot().arrays.items():
+        np.testing.assert_allclose(states.arrays[name], array, atol=1e-5, rtol=1e-5)
+
+
+def test_states_that_are_no_states(model: still_export.LanguageModel, package: Path, tmp_path: Path) -> None:
+    path = tmp_path / "state.safetensors"
+    model.read(TEXT).save(path)
+    good = Snapshot.load(path)
+    with pytest.raises(RunError, match="cannot be read"):
+        Snapshot.load(tmp_path / "nothing")
+    (tmp_path / "text").write_text("no state")
+    with pytest.raises(RunError, match="no saved state"):
+        Snapshot.load(tmp_path / "text")
+    save_file(load_file(path), tmp_path / "plain.safetensors")
+    with pytest.raises(RunError, match="no saved state"):
+        Snapshot.load(tmp_path / "plain.safetensors")
+    described = {"length": -1, "package": good.package, "place": "text", "unread": []}
+    for change in ({}, {"length": 3, "place": "nowhere"}, {"length": 3, "unread": [1.5]}, {"length": True}):
+        metadata = {"format": "still-export state 1", "still_export": json.dumps({**described, **change})}
+        save_file(load_file(path), tmp_path / "odd.safetensors", metadata=metadata)
+        with pytest.raises(RunError, match="no saved state"):
+            Snapshot.load(tmp_path / "odd.safetensors")
+    other = shutil.copytree(package, tmp_path / "other")
+    manifest = json.loads((other / "manifest.json").read_text())
+    manifest["files"]["model.onnx"]["sha256"] = "0" * 64
+    (other / "manifest.json").write_text(json.dumps(manifest))
+    model.runner.manifest, kept = manifest, model.runner.manifest
+    try:
+        with pytest.raises(RunError, match="another package"):
+            model.restore(good)
+    finally:
+        model.runner.manifest = kept
+    arrays = {name: array[..., :-1] for name, array in good.arrays.items()}
+    with pytest.raises(RunError, match="expected"):
+        model.restore(Snapshot(arrays, good.length, good.package))
+
+
+@pytest.mark.parametrize(
+    "roles", [[], ["assistant"], ["user", "user"], ["user", "assistant"], ["user", "system", "user"], [None]]
+)
+def test_messages_out_of_order(model: still_export.LanguageModel, roles: list[str]) -> None:
+    with pytest.raises(RunError, match="in turn"):
+        model.text.dialogue([{"role": role, "content": "x"} for role in roles])
+
+
+def test_a_dialogue_is_the_formats_text(model: still_export.LanguageModel) -> None:
+    said = [("system", "be kind"), ("user", "Hi."), ("assistant", "Yes."), ("user", "Why?")]
+    ids = model.text.dialogue([{"role": role, "content": content} for role, content in said])
+    written = "(be kind)\nUser:Hi.\nYou:Yes.\nUser:Why?\nYou:"
+    assert ids == model.text.encode(written, special=False)
+    model.text.chat = {k: v for k, v in CHAT.items() if not k.startswith("system")}
+    try:
+        with pytest.raises(RunError, match="no system message"):
+            model.text.dialogue([{"role": "system", "content": "x"}, {"role": "user", "content": "y"}])
+        model.text.chat = None
+        with pytest.raises(RunError, match="no chat format"):
+            model.text.dialogue([{"role": "user", "content": "y"}])
+    finally:
+        model.text.chat = CHAT
+
+
+def conversation(model: still_export.LanguageModel, tokens: int = 20) -> Conversation:
+    return Conversation(model.runner, model.text, tokens, Sampling(), "be kind")
+
+
+def test_the_oldest_turns_make_room(model: still_export.LanguageModel) -> None:
+    talked = conversation(model)
+    full = None
+    for number in range(30):
+        try:
+            talked.ask(f"{TEXT * 2} Number {number}?", stream=None)
+        except FullError as error:
+            full = error
+            break
+    assert full is not None and full.turns >= 1 and "capacity of 400" in str(full)
+    before, length = list(talked.turns), model.runner.length[0]
+    with pytest.raises(FullError):  # nothing was read: asking again says the same
+        talked.ask("Again?" + TEXT * 2, stream=None)
+    assert model.runner.length[0] == length
+    talked.drop(full.turns)
+    answer = talked.ask("What now?", stream=None)
+    assert talked.turns[:-1] == before[full.turns :]
+    # As if the kept turns had been all.
+    again = conversation(model)
+    for message, said in before[full.turns :]:
+        again._unread += again._turn(message, first=not again.turns) + said
+        again.turns.append((message, said))
+    assert again.ask("What now?", stream=None).tokens == answer.tokens
+    with pytest.raises(RunError, match="exceed"):
+        conversation(model).ask(TEXT * 60, stream=None)
+
+
+def test_talking(
+    model: still_export.LanguageModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Commands, an answer, the end of the capacity with and without a question."""
+    lines = iter(
+        ["/help", "", "/nothing", "Hello there.", "/stats", "/reset", "/stats", *[TEXT * 3] * 12, "/exit", "never read"]
+    )
+    monkeypatch.setattr(
+        "sys.stdin", type("In", (), {"isatty": lambda s: False, "readline": lambda s: next(lines, "") + "\n"})()
+    )
+    talk(conversation(model), Output(quiet=False), "drop")
+    said = capsys.readouterr()
+    assert "/reset   forget" in said.err and "/nothing is no command" in said.err and "forgotten" in said.err
+    assert (
+        "tokens read in 1 turns" in said.err and "ended by --tokens" in said.err and "0 of 400 tokens read" in said.err
+    )
+    assert "oldest turns are forgotten" in said.err and len(said.out.splitlines()) >= 13
+    assert next(lines) == "never read"
+    lines = iter([*[TEXT * 3] * 8, "n", "/exit"])
+    talk(conversation(model), Output(quiet=True), "ask")
+    assert "it can go on" in capsys.readouterr().err
+    lines = iter([TEXT * 3] * 8)
+    with pytest.raises(FullError):
+        talk(conversation(model), Output(quiet=True), "stop")
+
+
+def test_ctrl_c_stops_the_answer(model: still_export.LanguageModel) -> None:
+    """Between two tokens, so that the state is that of what was read; the second one is an interrupt."""
+    import signal
+
+    talked = conversation(model, tokens=50)
+    count = 0
+
+    class Stream:
+        def write(self, text: str) -> None:
+            nonlocal count
+            count += 1
+            if count == 3:
+                signal.raise_signal(signal.SIGINT)
+
+        def flush(self) -> None: ...
+
+    with interruptible() as stopped:
+        answer = talked.ask("Tell me.", Stream(), None, stopped)
+    assert answer.ended == "interrupted" and 1 < len(answer.tokens) < 50
+    assert "ended by Ctrl-C" in statistics(talked, answer)
+    after = talked.ask("Go on.", None)
+    fresh = conversation(model, tokens=50)
+    ids = fresh._turn("Tell me.", True) + answer.tokens + fresh._turn("Go on.", False)
+    assert list(model.runner.generate(ids, 50, Sampling(), model.runner.manifest["eos_token_ids"])) == after.tokens
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_run_reads_standard_input_and_keeps_states(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def piped(text: str) -> None:
+        monkeypatch.setattr("sys.stdin", type("In", (), {"isatty": lambda s: False, "read": lambda s: text})())
+
+    piped(TEXT)
+    assert call("run", package, "--tokens", 6, "-q") == 0
+    first = capsys.readouterr().out
+    assert call("run", package, "--tokens", 6, "-q", "--prompt", TEXT) == 0
+    assert capsys.readouterr().out == first and first.strip()
+    (tmp_path / "long.txt").write_text(TEXT * 10)
+    state = tmp_path / "state.safetensors"
+    assert call("run", package, "--chat", "--prompt-file", tmp_path / "long.txt", "--save-state", state) == 0
+    assert "tokens read into" in capsys.readouterr().err
+    assert call("run", package, "--chat", "--load-state", state, "--prompt", " Why?", "--tokens", 5, "--json") == 0
+    kept = json.loads(capsys.readouterr().out)
+    assert call("run", package, "--chat", "--prompt", TEXT * 10 + " Why?", "--tokens", 5, "--json") == 0
+    whole = json.loads(capsys.readouterr().out)
+    assert kept["tokens"] == whole["tokens"] and kept["prompt_tokens"] < whole["prompt_tokens"] / 3
+    assert call("run", package, "--load-state", tmp_path / "long.txt", "--prompt", "x") == 2
+    assert "no saved state" in capsys.readouterr().err
+    assert call("run", package, "--chat", "--save-state", state) == 2
+    assert "give --prompt" in capsys.readouterr().err.replace("\n", " ")
+    assert call("run", package, "--prompt", "x", "--stop", "") == 2
+    assert "empty" in capsys.readouterr().err
+
+
+def test_a_package_without_tokenizer_answers_in_ids(
+    model: still_export.LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = dict(model.runner.manifest["files"])
+    del files["tokenizer.json"]
+    monkeypatch.setitem(model.runner.manifest, "files", files)
+    bare = still_export.LanguageModel(model.runner)
+    with pytest.raises(RunError, match="no tokenizer"):
+        bare.generate("text")
+    assert bare.generate([5, 6, 7], max_tokens=3).text.split() == [
+        str(t) for t in bare.generate([5, 6, 7], max_tokens=3).tokens
+    ]

@@ -1,0 +1,84 @@
+"""still-export doctor: what it finds follows what is there, and says what to do about the rest."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from still_export import doctor
+from still_export.cli.main import main
+from still_export.export.native import HEADER, INCLUDE_VARIABLE
+
+HERE = {
+    "onnx": "1.23",
+    "onnxscript": "0.7",
+    "onnxruntime": "1.31",
+    "tokenizers": "0.23",
+    "polygraphy": "0.5",
+    "matplotlib": "3",
+}
+
+
+@pytest.fixture
+def versions(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Installed packages by name, for the test to change."""
+    there = dict(HERE)
+    monkeypatch.setattr(doctor, "version", there.get)
+    monkeypatch.setattr(doctor, "find_gpu", lambda: None)
+    return there
+
+
+def finding(words: str) -> doctor.Finding:
+    found = [f for f in doctor.examine() if words in f.what]
+    assert len(found) == 1, words
+    return found[0]
+
+
+def test_packages_decide(versions: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert finding("Runtime on the CPU").able
+    del versions["onnxscript"]
+    broken = finding("Runtime on the CPU")
+    assert not broken.able and "onnxscript" in broken.detail and "still-export[onnx]" in broken.todo
+    assert not finding("linearize").able
+    versions.update(peft="1", accelerate="1", pyyaml="1")
+    assert "CPU alone" in finding("linearize").detail
+    monkeypatch.setattr(doctor, "find_gpu", lambda: "NVIDIA H200")
+    assert "H200" in finding("linearize").detail
+    assert "pip install onnxruntime-gpu" in finding("--provider cuda").todo
+    versions["onnxruntime-gpu"] = "1.31"
+    assert finding("--provider cuda").able
+    assert not finding("TensorRT engines").able
+    versions["tensorrt"] = "10.13"
+    assert finding("TensorRT engines").able
+
+
+def test_native_kernels_need_tools_and_headers(
+    versions: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(INCLUDE_VARIABLE, str(tmp_path))
+    assert "headers" in finding("--native").detail
+    (tmp_path / HEADER).touch()
+    assert finding("--native").able
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "cmake" in finding("--native").detail and "apt-get" in finding("--native").todo
+    monkeypatch.setattr(doctor.platform, "system", lambda: "Darwin")
+    assert "Darwin" in finding("--native").detail
+
+
+def test_what_cannot_be_done_says_what_to_do(versions: dict[str, str]) -> None:
+    versions.clear()
+    for found in doctor.examine():
+        assert not found.able or "native" in found.what
+        assert found.todo or "no NVIDIA GPU" in found.detail or found.able, found
+
+
+def test_the_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["doctor"])
+    said = capsys.readouterr().out
+    assert "Python" in said and "ONNX Runtime on the CPU" in said
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["doctor", "--json"])
+    assert {"machine", "findings"} == json.loads(capsys.readouterr().out).keys()
