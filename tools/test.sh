@@ -1,6 +1,9 @@
 #!/usr/bin/env bash
-# Lint, types and tests, from nothing. usage: bash tools/test.sh [PYTEST ARGUMENTS]
+# Lint, types and tests, from nothing. usage: bash tools/test.sh [--fast] [PYTEST ARGUMENTS]
+# --fast leaves out what is marked slow: whatever took more than two seconds of a processor. The slowest tests are listed at the end.
 set -euo pipefail
+kind=()
+[ "${1:-}" = --fast ] && { kind=(-m "not slow"); shift; }
 . "$(dirname "$0")/env.sh" dev
 ruff check .
 ruff format --check .
@@ -10,4 +13,4 @@ if [ -z "${STILL_ONNXRUNTIME_INCLUDE:-}" ] && headers=$(python tools/get_ort_hea
     export STILL_ONNXRUNTIME_INCLUDE=$headers
 fi
 # Two processes of one thread each: the tests are many small calls. By file: tests of one file share what one of them computed.
-OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile "$@"
+OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile --durations 40 --durations-min 2 ${kind[@]+"${kind[@]}"} "$@"

@@ -50,6 +50,7 @@ TRAINING = "trains for minutes"
 ELSEWHERE = {
     "bash tools/demo.sh": Elsewhere(REAL),
     "bash tools/test.sh": Elsewhere("is what runs this test"),
+    "bash tools/test.sh --fast": Elsewhere("is what runs this test"),
     "python tools/get_ort_headers.py headers": Elsewhere(NETWORK),
     "python tools/get_texts.py TEXTS": Elsewhere(NETWORK),
     "python tools/chat_rows.py BASE chat.txt": Elsewhere("answers 3,000 conversations, for minutes"),
@@ -139,6 +140,7 @@ def run_session(pages: list[Path], folder: Path, slow: bool) -> None:
                 run_here(ELSEWHERE[command].place)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("session", SESSIONS)
 def test_commands_run(session: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -98,6 +98,7 @@ def trt_package(folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: str = "flo
     return package
 
 
+@pytest.mark.slow
 @needs_rtx
 def test_tensorrt_rtx_reads_and_builds_the_graph(tmp_path: Path) -> None:
     package = rtx_package(tmp_path / "rtx")

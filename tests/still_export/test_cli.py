@@ -46,6 +46,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_export_run_verify_inspect_bench(model: Path, tmp_path: Path, capsys: Capture) -> None:
     """The whole way, in the exact short form, each verb naming the next."""
     package = tmp_path / "package"
@@ -79,6 +80,7 @@ def test_export_run_verify_inspect_bench(model: Path, tmp_path: Path, capsys: Ca
     assert (tmp_path / "bench" / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_verify_of_a_half_precision_package(export_tiny: Exporter, tmp_path: Path, capsys: Capture) -> None:
     """PyTorch's calls are in float32; the package takes and is saved in its own type, which polygraphy's command repeats."""
     package = export_tiny("llama", "float16").path
@@ -88,6 +90,7 @@ def test_verify_of_a_half_precision_package(export_tiny: Exporter, tmp_path: Pat
     assert done.returncode == 0 and "Pass Rate: 100.00%" in done.stdout, done.stdout[-2000:]
 
 
+@pytest.mark.slow
 def test_manifest_repeats_the_export(export_tiny: Exporter, tmp_path: Path) -> None:
     package = export_tiny()
     assert call("export", "--config", package.path / "manifest.json", "-o", tmp_path / "again", "--quiet") == 0
@@ -95,6 +98,7 @@ def test_manifest_repeats_the_export(export_tiny: Exporter, tmp_path: Path) -> N
         assert (tmp_path / "again" / name).read_bytes() == (package.path / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_choices_of_deployment_go_with_what_was_trained(export_tiny: Exporter, model: Path, tmp_path: Path) -> None:
     """How long the context may be and in which pieces a prompt is read is not what training fixed."""
     choices = ("--capacity-tokens", "300", "--overflow", "fold_oldest", "--prefill-tokens", "40", "--quiet")
@@ -124,6 +128,7 @@ def test_manifest_names_the_model_and_its_overlays_from_anywhere(
     assert seen[0].overlays == (str(tmp_path / "adapter"), "org/maps")
 
 
+@pytest.mark.slow
 def test_verify_finds_another_model(export_tiny: Exporter, tmp_path: Path, capsys: Capture) -> None:
     """A model that differs in one weight of layer 1: exit 1, the layer named, and polygraphy says the same."""
     changed = still_model("llama", torch.float32)
@@ -206,6 +211,7 @@ def test_prompt_beyond_the_capacity(export_tiny: Exporter, capsys: Capture) -> N
     assert "capacity of 40 tokens" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupt_leaves_nothing(
     number: int, model: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
@@ -221,6 +227,7 @@ def test_interrupt_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reason", [(28, "No space left on device"), ("problem writing element 5120 to file",)])
 def test_full_disk(
     reason: tuple, model: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
@@ -269,6 +276,7 @@ def test_version_and_help(capsys: Capture) -> None:
         assert "Example" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "missing, arguments, extra",
     [

@@ -124,6 +124,7 @@ def test_window_only_forgets() -> None:
     assert difference.abs().max() > 1e-4
 
 
+@pytest.mark.slow
 def test_teacher_and_still_get_the_same_questions(tmp_path: Path) -> None:
     base = make_base(tmp_path / "base")
     text = make_text(tmp_path / "text.txt", 500)

@@ -84,6 +84,7 @@ def test_interface(export_tiny: Exporter) -> None:
     assert b"stack_trace" not in text and b"/still_export/" not in text
 
 
+@pytest.mark.slow
 def test_tied_embeddings_are_stored_once(export_tiny: Exporter) -> None:
     package = export_tiny("qwen2", options=None)
     graph = onnx.load(package.model_path, load_external_data=False).graph
@@ -92,6 +93,7 @@ def test_tied_embeddings_are_stored_once(export_tiny: Exporter) -> None:
     assert config.tie_word_embeddings == (len(embedding) == 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_tying_follows_the_model(tied: bool, tmp_path: Any) -> None:
     from still_export.export.lower import lower_program
@@ -112,6 +114,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family, dtype, still", CASES, ids=str)
 def test_graph_equals_pytorch(export_tiny: Exporter, family: str, dtype: str, still: dict) -> None:
     """Any length, pieces across chunk boundaries, single tokens, ragged rows with an empty one, all from one graph."""
@@ -131,6 +134,7 @@ def test_graph_equals_pytorch(export_tiny: Exporter, family: str, dtype: str, st
         assert_close({**expected, **live}, {**actual, "logits": actual["logits"][new > 0]}, dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_untrained_attention_keeps_the_base_logits(family: str, tmp_path: Any) -> None:
     """Through the package, with the default chunks: every prompt of up to 128 tokens."""
@@ -163,6 +167,7 @@ def test_half_precision_logits_are_float32(export_tiny: Exporter) -> None:
     assert session.get_outputs()[0].type == "tensor(float)"
 
 
+@pytest.mark.slow
 def test_bfloat16_exports_and_checks(export_tiny: Exporter) -> None:
     package = export_tiny("llama", "bfloat16", {"dtype": "bfloat16"})
     onnx.checker.check_model(str(package.model_path), full_check=True)
@@ -170,6 +175,7 @@ def test_bfloat16_exports_and_checks(export_tiny: Exporter) -> None:
     assert kinds == {"bfloat16", "float32"}
 
 
+@pytest.mark.slow
 def test_bfloat16_checkpoint_becomes_a_package_that_runs(export_tiny: Exporter) -> None:
     """As most checkpoints are stored, and without asking for a type: the CPU provider has no bfloat16."""
     package = export_tiny("llama", "bfloat16")

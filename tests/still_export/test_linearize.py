@@ -197,6 +197,7 @@ def test_adapter_of_int8_rows(base: Path, finished: tuple[Path, module.Lineariza
         module.apply(str(base), tmp_path / "adapter", tmp_path / "again")
 
 
+@pytest.mark.slow
 def test_adapter_is_a_start(base: Path, text: Path, tmp_path: Path) -> None:
     """A run that goes on from an adapter begins with its quality, keeps its factors and learns them in stage 2 too."""
     common = {"learn_window_factors": True, "low_rank_gates": True, "batch_size": 2}
@@ -259,6 +260,7 @@ def test_killed_run_resumes_to_the_last_digit(
     assert result.bits_per_byte == finished[1].bits_per_byte
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fsdp", [False, True], ids=["ddp", "fsdp"])
 def test_two_processes_have_the_losses_of_one(
     fsdp: bool, base: Path, text: Path, finished: tuple[Path, module.Linearization], tmp_path: Path

@@ -66,6 +66,7 @@ def verify(folder: Path, *flags: str) -> int:
         return int(end.code or 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("still", [{}, {"layer_types": MIXED}, {"select_scope": "kv_group_max"}], ids=str)
 def test_equals_the_bodies(built: None, export_tiny: Exporter, still: dict[str, Any]) -> None:
     """Prefill in pieces, growing caches, state in place, promotions during decode: same logits and states."""
@@ -85,6 +86,7 @@ def test_equals_the_bodies(built: None, export_tiny: Exporter, still: dict[str, 
         np.testing.assert_allclose(array, states[name], atol=MODEL["float32"], rtol=MODEL["float32"], err_msg=name)
 
 
+@pytest.mark.slow
 def test_every_runner_loads_it_and_verify_proves_it(
     built: None, export_tiny: Exporter, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -100,6 +102,7 @@ def test_every_runner_loads_it_and_verify_proves_it(
     assert "ONNX Runtime with the native kernel" in " ".join(shown.split()) and "function bodies" in shown
 
 
+@pytest.mark.slow
 def test_a_kernel_that_computes_something_else_fails_verify(
     built: None, export_tiny: Exporter, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -136,6 +139,7 @@ def test_other_machines_run_the_bodies(
     assert open_package(package.path)
 
 
+@pytest.mark.slow
 def test_the_manifest_repeats_it(built: None, export_tiny: Exporter, tmp_path: Path) -> None:
     package = native(export_tiny)
     again = export_onnx(ExportOptions.from_manifest(package.manifest), tmp_path / "again")
@@ -197,12 +201,14 @@ def test_bodies_on_cuda_are_said_to_be_slow(
 
 def test_a_provider_that_does_not_start_is_an_error(export_tiny: Exporter, monkeypatch: pytest.MonkeyPatch) -> None:
     """ONNX Runtime opens the session without it."""
-    package = export_tiny()
+    package, quieted = export_tiny(), []
+    monkeypatch.setattr("onnxruntime.set_default_logger_severity", quieted.append)
     monkeypatch.setattr(
         "onnxruntime.get_available_providers", lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"]
     )
     with pytest.raises(RunError, match="CUDA provider cannot start"):
         OrtModel(package.path, threads=1, provider="cuda")
+    assert quieted == [3], "bodies on CUDA would warn at every node"
     with pytest.raises(RunError, match="CUDA graphs need --provider cuda"):
         OrtModel(package.path, threads=1, replay=True)
 
@@ -253,6 +259,7 @@ def test_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_onnxruntime_headers(tmp_path / "usual") == tmp_path / "usual"
 
 
+@pytest.mark.slow
 def test_only_for_onnx(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["export", "model", "--to", "trt", "--native", "-o", str(tmp_path / "x")])

@@ -176,6 +176,7 @@ def test_answers_are_learned_from_themselves() -> None:
     assert model.logits.grad is not None and int((model.logits.grad.abs().sum(-1) > 1e-6).sum()) == 2
 
 
+@pytest.mark.slow
 def test_a_stage_of_several_lengths(tmp_path: Path) -> None:
     """Lengths, natural rows, chat and answers of equal weight in one run that goes on where it was killed."""
     tokenizer = chat_tokenizer()

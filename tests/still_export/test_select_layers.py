@@ -45,6 +45,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_text(tmp_path_factory.mktemp("text") / "text.txt")
 
 
+@pytest.mark.slow
 def test_finds_the_layer_that_matters_and_resumes(
     base: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,6 +78,7 @@ def test_finds_the_layer_that_matters_and_resumes(
     assert again.scores == choice.scores and trained == [1, 2]
 
 
+@pytest.mark.slow
 def test_two_processes_share_the_candidates(base: Path, text: Path, tmp_path: Path) -> None:
     recipe = small_recipe(base, text, sequence_length=96)
     alone = select_layers(recipe, 1, tmp_path / "alone", steps=1, rounds=1)
@@ -97,6 +99,7 @@ def test_two_processes_share_the_candidates(base: Path, text: Path, tmp_path: Pa
     assert list(shared["scores"].values()) == pytest.approx(list(alone.scores.values()), rel=1e-3, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_mixed_model_end_to_end(base: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Choose a layer, linearize the others, export, and hold ONNX Runtime to PyTorch: only commands that a user types."""
     recipe = small_recipe(base, text, sequence_length=96, transfer_steps=1, finetune_steps=1)

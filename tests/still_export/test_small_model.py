@@ -61,6 +61,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", LENGTHS)
 def test_finds_needles_through_onnx_runtime(package: Path, length: int) -> None:
     model = OrtModel(package, threads=1)

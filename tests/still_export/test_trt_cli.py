@@ -27,6 +27,7 @@ def run(*arguments: object) -> int:
     return int(end.value.code or 0)
 
 
+@pytest.mark.slow
 def test_build_without_tensorrt_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -39,6 +40,7 @@ def test_build_without_tensorrt_says_what_to_do(
     assert run("build", onnx_package(tmp_path / "onnx").path) == 2
 
 
+@pytest.mark.slow
 def test_runtimes_and_packages_must_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     package = onnx_package(tmp_path / "onnx").path
     assert run("run", package, "--runtime", "trt", "--prompt", "a") == 2
@@ -55,11 +57,13 @@ def test_tensorrt_rtx_packages_are_built_only() -> None:
             runtime_of(target, asked)
 
 
+@pytest.mark.slow
 def test_one_dtype_at_a_time(tmp_path: Path) -> None:
     assert run("model", "--to", "trt", "--fp16", "--bf16", "-o", tmp_path / "x") == 2
     assert run("model", "--to", "tensorrt", "-o", tmp_path / "x") == 2
 
 
+@pytest.mark.slow
 def test_a_package_without_plugin_library_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -108,6 +112,7 @@ def test_a_real_model_becomes_a_tensorrt_rtx_engine(tmp_path: Path, capsys: pyte
     assert onnx.load(tmp_path / "passes" / dumped[-1]).graph.node
 
 
+@pytest.mark.slow
 def test_a_manifest_repeats_its_target_and_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = trt_package(tmp_path / "trt", monkeypatch)
     path = package.path / "manifest.json"

@@ -79,6 +79,7 @@ def report(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "report.json").read_text())
 
 
+@pytest.mark.slow
 def test_verify_passes(built: Path, answers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("verify", built, "--runtime", "trt", "--calls", answers, "--quiet") == 0, capsys.readouterr().out
     expect_all(built, capsys.readouterr().out)
@@ -138,6 +139,7 @@ def test_what_pytorch_computes_in_float32_stays_in_float32(package_of: Callable[
     assert found["MatMul"] == {"float16"} and types["logits"] == "float32"
 
 
+@pytest.mark.slow
 def test_run_and_bench(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("run", built, "--runtime", "trt", "--prompt-ids", ",".join(["5"] * 70), "--tokens", 4, "--json") == 0
     assert len(json.loads(capsys.readouterr().out)["tokens"]) == 4
@@ -180,6 +182,7 @@ def failed(found: dict[str, Any]) -> set[str]:
     return {f"{o['case']}: {o['output']}" for o in found["outputs"] if not o["passed"]}
 
 
+@pytest.mark.slow
 def test_a_wrong_state_row_fails(
     built: Path, answers: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -80,6 +80,7 @@ def listed(manifest: dict[str, Any], name: str, library: Path) -> None:
     manifest["files"][name] = {"sha256": hashlib.sha256(content).hexdigest(), "size_bytes": len(content)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lie", ["none", "unlisted", "absolute", "parent", "link", "digest", "linked folder"])
 def test_a_strangers_library_is_not_loaded(package: Path, hostile: tuple[Path, Path], lie: str) -> None:
     library, trace = hostile

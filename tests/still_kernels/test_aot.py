@@ -55,6 +55,7 @@ def check_index(index: dict, folder: Path) -> None:
         assert all(isinstance(value, int) and value > 0 for value in entry["constants"].values())
 
 
+@pytest.mark.slow
 def test_archive_repeats_byte_for_byte(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     folding = {**VARIANT, "overflow": "fold_min_score", "select_scope": "q_head"}

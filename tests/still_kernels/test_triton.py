@@ -36,8 +36,10 @@ triton_cases = load(SCRIPT)
 interpreter16 = load(SCRIPT.with_name("interpreter16.py"))
 
 
-FAST = ("crossing", "promoting", "group max", "fold min", "packed, folding", "released decode", "relu", "tied keys")
-"""Cases of the fast run: every kernel, every kind of promotion, every way into the state."""
+FAST = ("crossing", "group max")
+"""Cases of the fast run: every kernel, both kinds of heads."""
+EVERY_KIND = ("promoting", "fold min", "packed, folding", "released decode", "relu", "tied keys")
+"""With them every kind of promotion, every way into the state."""
 
 
 @functools.cache
@@ -80,9 +82,16 @@ def test_interpreter(name: str) -> None:
     check(interpreted(FAST)[name], torch.float32)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EVERY_KIND)
+def test_interpreter_of_every_kind(name: str) -> None:
+    check(interpreted(EVERY_KIND)[name], torch.float32)
+
+
 ANY_ORDER = ("promoting", "half of a group")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ANY_ORDER)
 def test_programs_may_run_in_any_order(name: str) -> None:
     """What one program replaces, as the score that a promotion ranks, none that runs later may still need."""
@@ -93,7 +102,7 @@ NARROW = {
     "bfloat16": ("promoting", "many parts, group", "packed", "released", "wide heads"),
     "float16": ("no salient", "softmax decode", "fold everything"),
 }
-"""Cases of the fast run in 16 bits: both forms of decode, a promotion, packed rows, every kernel."""
+"""In 16 bits first: both forms of decode, a promotion, packed rows, every kernel."""
 
 
 def check_narrow(name: str, dtype: str) -> None:
@@ -107,6 +116,7 @@ def check_narrow(name: str, dtype: str) -> None:
     assert {what: error for what, error in errors.items() if not error <= limits[what]} == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "name"), [(dtype, name) for dtype, names in NARROW.items() for name in names])
 def test_interpreter_in_16_bits(dtype: str, name: str) -> None:
     check_narrow(name, dtype)
@@ -149,7 +159,7 @@ def test_what_memory_holds_elsewhere_changes_nothing(what: tuple[str, ...]) -> N
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-REST = tuple(name for name in triton_cases.CASES if name not in FAST)
+REST = tuple(name for name in triton_cases.CASES if name not in (*FAST, *EVERY_KIND))
 
 
 @pytest.mark.slow

@@ -39,6 +39,7 @@ def interpreted(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 
 
+@pytest.mark.slow
 def test_settings_are_checked_timed_and_written(tmp_path: Path) -> None:
     given = ["--kernels", "score,select", "--seconds", "4", "-o", str(tmp_path / "tune.json")]
     done = interpreted(MAIN, *small("HybridAttention"), *given)

@@ -365,6 +365,9 @@ def _launch_packed(
 
 
 if __name__ == "__main__":
+    import quick_interpreter
+
+    quick_interpreter.install()
     dtype, *names = sys.argv[1:]
     if dtype in ("float16", "bfloat16", "unused"):
         import interpreter16

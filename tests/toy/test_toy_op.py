@@ -90,6 +90,7 @@ def test_a_wrong_state_of_the_op_is_named(package: Package, capsys: pytest.Captu
     assert "first diverging layer: 1" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("tensorrt_rtx_bindings") is None, reason="needs TensorRT-RTX")
 def test_tensorrt_rtx_builds_it(package: Package, tmp_path: Path) -> None:
     folder = tmp_path / "rtx"

@@ -59,17 +59,20 @@ def test_interpreter(name: str) -> None:
     check(interpreted(FAST)[name], torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ("decode", "packed"))
 def test_programs_may_run_in_any_order(name: str) -> None:
     check(interpreted(("decode", "packed"), "shuffled")[name], torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", ("some tokens", "ragged splits"))
 def test_interpreter_in_16_bits(name: str, dtype: str) -> None:
     check(interpreted(("some tokens", "ragged splits"), dtype)[name], getattr(torch, dtype))
 
 
+@pytest.mark.slow
 def test_what_has_no_place() -> None:
     """A row that outgrows the state gets NaN for the tokens without a place; garbage writes nowhere."""
     interpreted((), "beyond")

@@ -155,6 +155,9 @@ def run_beyond(device: str = "cpu") -> None:
 
 
 def main(arguments: list[str]) -> None:
+    from tests.still_kernels import quick_interpreter
+
+    quick_interpreter.install()
     kind, *names = arguments
     torch.set_num_threads(1)
     if kind == "beyond":
