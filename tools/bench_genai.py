@@ -69,14 +69,21 @@ def write_folder(gguf: Path, folder: Path) -> Path:
     return folder
 
 
-def build(model: Path, work: Path) -> Path:
-    """genai's float32 CPU package of `model`, made once."""
-    package = work / "genai"
+def package_folder(work: Path, precision: str) -> Path:
+    """Where genai's package of a precision lies."""
+    return work / ("genai" if precision == "fp32" else f"genai-{precision}")
+
+
+def build(model: Path, work: Path, precision: str = "fp32") -> Path:
+    """genai's CPU package of `model`, made once; int4 as its builder quantizes by default."""
+    package = package_folder(work, precision)
     if (package / "genai_config.json").exists():
         return package
-    folder = write_folder(model, work / "base") if model.is_file() else model
+    folder = model
+    if model.is_file():
+        folder = work / "base" if (work / "base/model.safetensors").exists() else write_folder(model, work / "base")
     command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(folder), "-o", str(package)]
-    subprocess.run([*command, "-p", "fp32", "-e", "cpu", "-c", str(work / "cache")], check=True, stdout=sys.stderr)
+    subprocess.run([*command, "-p", precision, "-e", "cpu", "-c", str(work / "cache")], check=True, stdout=sys.stderr)
     return package
 
 
@@ -88,17 +95,22 @@ def main() -> None:
     parser.add_argument("--lengths", default="1024,4096,8000")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--threads", type=int, default=0, help="0 = genai's choice, which is half of the logical cores")
+    parser.add_argument(
+        "--quantize", choices=("int4",), help="weights in 4 bits, the counterpart of export --quantize int4"
+    )
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    precision = options.quantize or "fp32"
     if options.one:
-        print(json.dumps(measure(options.work / "genai", options.one, options.steps, options.threads)))
+        print(json.dumps(measure(package_folder(options.work, precision), options.one, options.steps, options.threads)))
         return
     options.work.mkdir(parents=True, exist_ok=True)
-    build(options.model.resolve(), options.work)
+    build(options.model.resolve(), options.work, precision)
     rows = []
     for length in map(int, options.lengths.split(",")):
         command = [sys.executable, __file__, str(options.model), str(options.work), "--one", str(length)]
         command += ["--steps", str(options.steps), "--threads", str(options.threads)]
+        command += ["--quantize", options.quantize] if options.quantize else []
         done = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE)
         rows.append(json.loads(done.stdout.strip().splitlines()[-1]))
         print(

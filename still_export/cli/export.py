@@ -73,6 +73,19 @@ def export(
     overflow: Annotated[
         str | None, typer.Option(help="Beyond it: error, fold_min_score or fold_oldest.", show_default="error")
     ] = None,
+    quantize: Annotated[
+        str | None, typer.Option(help="onnx: weights in int8 or int4, by a policy.", show_default="no")
+    ] = None,
+    quantize_method: Annotated[
+        str | None, typer.Option(help="Who rounds to 4 bits: rtn, k_quant or hqq.", show_default="rtn")
+    ] = None,
+    quantize_block: Annotated[
+        int | None, typer.Option(help="Weights that share a scale: 16 to 256.", show_default="32")
+    ] = None,
+    lora: Annotated[
+        str | None,
+        typer.Option(help="With --quantize, LoRA pairs of an --overlay: apart or merged.", show_default="apart"),
+    ] = None,
     native: Annotated[
         bool, typer.Option("--native", help="onnx: add native kernels for CPUs like this one (cmake, g++).")
     ] = False,
@@ -121,6 +134,7 @@ def export(
     from dataclasses import asdict, replace
 
     from still_export.export.onnx_package import ExportOptions, export_onnx
+    from still_export.quantization.policy import demand_target
 
     manifest = _read_manifest(config)
     to = to or manifest.get("target", "onnx")
@@ -136,6 +150,10 @@ def export(
         "overlays": tuple(overlay) if overlay else None,
         "revision": revision,
         "native": native or None,
+        "quantize": quantize,
+        "quantize_method": quantize_method,
+        "quantize_block": quantize_block,
+        "lora": lora,
         "prefill_tokens": prefill_tokens if to == "onnx" else None,
     }
     given = {name: value for name, value in given.items() if value is not None}
@@ -173,6 +191,8 @@ def export(
     if to == "onnx" and (asked or dump_dir):
         flags = ", ".join("--" + name.replace("_", "-") for name in (*asked, *(["dump_dir"] if dump_dir else [])))
         raise ConfigError(f"{flags}: for --to trt and trt-rtx, not for --to onnx.")
+    if options.quantize:
+        demand_target(to)
     if to != "onnx":
         if native or onnxruntime_include:
             raise ConfigError(f"--native and --onnxruntime-include are for --to onnx, not for --to {to}.")

@@ -16,6 +16,7 @@ from still_export.cli.output import Output, TrustNative, report_folder
 from still_export.errors import ConfigError, ModelNotFoundError, PackageError
 
 if TYPE_CHECKING:
+    from still_export.export.onnx_package import ExportOptions
     from still_export.package.folder import Package
     from still_export.proof.cases import CaseSource
     from still_export.proof.verify import Report
@@ -59,6 +60,10 @@ def verify(
         Path | None, typer.Option(help="Only write PyTorch's answers to this file, for a machine without PyTorch.")
     ] = None,
     calls: Annotated[Path | None, typer.Option(help="Take PyTorch's answers from a file made with --record.")] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="Quantized packages: a text to tell the price of quantization on, in bits per byte."),
+    ] = None,
     trust_native: TrustNative = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
@@ -67,6 +72,7 @@ def verify(
     from still_export.package.folder import open_package
     from still_export.package.staging import staged_files
     from still_export.package.trust import trust_package
+    from still_export.proof.quantized import price_of
     from still_export.proof.recorded import RecordedCases, record_cases
     from still_export.proof.sessions import Target
     from still_export.proof.verify import DECODE_STEPS, Verifier, check_dtype
@@ -86,6 +92,11 @@ def verify(
     kind = opened.manifest["target"]
     runtime = runtime_of(kind, runtime)
     check_dtype(opened)
+    quantized = opened.manifest.get("quantization") is not None
+    if text is not None and (not quantized or calls is not None or record is not None):
+        raise ConfigError(
+            "--text tells the price of quantization: give it with a quantized package, without --record and --calls."
+        )
     _check_lengths(wanted or (), opened)
     if runtime == "trt" and record is None and not opened.manifest["engines"]:
         raise PackageError(f"{package} has no engine yet. Build it on this machine: still-export build {package}")
@@ -107,12 +118,21 @@ def verify(
             report = Verifier(opened, cases, target, steps).run(folder, progress)
     except (RunError, CudaError) as error:
         raise PackageError(str(error)) from error
+    content = report.to_dict()
+    price = None
+    if quantized and calls is None:
+        price = price_of(_options(opened, model, "float32"), package, opened.manifest, text)
+        content["price"] = price.to_dict()
     with staged_files(folder) as work:
-        (work / "report.json").write_text(json.dumps(report.to_dict(), indent=1) + "\n", encoding="utf-8")
+        (work / "report.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     if as_json:
-        out.result(report.to_dict())
+        out.result(content)
     else:
-        _print(report, folder, target.title, target.native)
+        own = "PyTorch's run with activations rounded to 8 bits" if quantized else "PyTorch's half precision run"
+        _print(report, folder, target.title, target.native, own)
+        if price is not None:
+            print(price)
+        print("PASSED" if report.passed else "FAILED: the package does not compute what PyTorch computes")
     raise typer.Exit(0 if report.passed else 1)
 
 
@@ -128,19 +148,17 @@ def _check_lengths(lengths: tuple[int, ...], package: Package) -> None:
 def _torch_cases(
     package: Package, model: str | None, lengths: tuple[int, ...] | None, steps: int, seed: int
 ) -> CaseSource:
-    """Cases answered by PyTorch; a half precision package is held to float32, beside PyTorch's own run in half precision."""
-    from dataclasses import replace
-
-    from still_export.export.onnx_package import ExportOptions, load_source
+    """Cases answered by PyTorch in float32 with the package's weights. A package that computes in less, half precision or activations
+    of 8 bits, is held to it beside PyTorch's own run of that kind."""
     from still_export.proof.torch_cases import LENGTHS, TorchCases
+    from still_export.quantization.read import held_model
 
-    options = ExportOptions.from_manifest(package.manifest)
-    if model:
-        options = replace(options, model=model)
-    dtype = package.manifest["model"]["dtype"]
+    dtype, quantized = package.manifest["model"]["dtype"], package.manifest.get("quantization") is not None
+    given = (package.path, package.manifest)
     try:
-        half = None if dtype == "float32" else load_source(replace(options, dtype=dtype))
-        source = load_source(replace(options, dtype="float32"))
+        exact = dtype == "float32" and not quantized
+        half = None if exact else held_model(_options(package, model, dtype), *given, rounded=quantized)
+        source = held_model(_options(package, model, "float32"), *given)
     except ModelNotFoundError as error:
         raise ModelNotFoundError(
             f"{error} The package was exported from it; if the model lies elsewhere now, name it with --model."
@@ -148,12 +166,20 @@ def _torch_cases(
     return TorchCases(package.manifest, source, half, lengths or LENGTHS, steps, seed)
 
 
-def _print(report: Report, folder: Path, runtime: str, native: bool) -> None:
+def _options(package: Package, model: str | None, dtype: str) -> ExportOptions:
+    """What was exported, in `dtype`, read from where `model` lies now."""
+    from dataclasses import replace
+
+    from still_export.export.onnx_package import ExportOptions
+
+    options = ExportOptions.from_manifest(package.manifest)
+    return replace(options, model=model or options.model, dtype=dtype)
+
+
+def _print(report: Report, folder: Path, runtime: str, native: bool, own_run: str) -> None:
     console = Console(width=None if Console().is_terminal else 150)
     half = any(entry.own_mean_abs for entry in report.outputs)
-    title = "errors of the logits, and of the worst state tensor" + (
-        "; own = PyTorch's half precision run" if half else ""
-    )
+    title = "errors of the logits, and of the worst state tensor" + (f"; own = {own_run}" if half else "")
     table = Table(title=f"PyTorch against {runtime}: {title}")
     columns = ["case", "logits max", "mean", "own", "cosine", "states max", "mean", "own", "cosine", "worst state", ""]
     columns = [c for c in columns if half or c != "own"]
@@ -188,7 +214,7 @@ def _print(report: Report, folder: Path, runtime: str, native: bool) -> None:
         f"selections: {chosen.compared} choices compared, {chosen.near_ties} differ by a near tie "
         f"(a lead of at most {report.tie:.1e}), {chosen.wrong} differ without one"
     )
-    own_top1 = f" (PyTorch's half precision run {report.own_top1:.4f})" if half else ""
+    own_top1 = f" ({own_run} {report.own_top1:.4f})" if half else ""
     layer = "none" if report.first_diverging_layer is None else str(report.first_diverging_layer)
     for entry in [e for e in report.outputs if not e.passed][:SHOWN]:
         print(
@@ -205,4 +231,3 @@ def _print(report: Report, folder: Path, runtime: str, native: bool) -> None:
         else "the same verdict without still-export:"
     )
     print(f"  sh {shlex.quote(str(folder / 'polygraphy.sh'))}" if half else f"  {report.command}")
-    print("PASSED" if report.passed else "FAILED: the package does not compute what PyTorch computes")

@@ -14,7 +14,8 @@ from still_export.mixers.config import DEPLOYMENT, StillConfig, head_size
 from still_export.package.bundle import write_programs
 from still_export.package.folder import MANIFEST, MODEL, Package, open_package, staged_folder, write_manifest
 from still_export.package.trust import trust
-from still_export.runners.ort import CAPACITY, capacity_text
+from still_export.quantization.policy import DEFAULT_BLOCK_SIZE, DEFAULT_LORA, DEFAULT_METHOD, Quantization
+from still_export.runners.ort import RECORDED, recorded_text
 
 if TYPE_CHECKING:
     from still_export.models.load import Source
@@ -52,6 +53,8 @@ class ExportOptions:
         archs: GPUs that its library has kernels for too, such as "sm_90".
         still: Fields of the STILL configuration: those of DEPLOYMENT of any model, others of models that do not carry one.
         prefill_tokens: Tokens of one prefill call; None = PREFILL_TOKENS.
+        quantize: Scheme of the weights' bits (quantization/policy.py); None: as `dtype` says.
+        quantize_method, quantize_block, lora: With it: who rounds, how many weights share a scale, how LoRA pairs are kept.
     """
 
     model: str
@@ -64,8 +67,13 @@ class ExportOptions:
     archs: tuple[str, ...] = ()
     still: dict[str, Any] = field(default_factory=dict)
     prefill_tokens: int | None = None
+    quantize: str | None = None
+    quantize_method: str | None = None
+    quantize_block: int | None = None
+    lora: str | None = None
 
     def __post_init__(self) -> None:
+        self.quantization()
         if self.prefill_tokens is not None and self.prefill_tokens < 1:
             raise ConfigError(f"prefill_tokens={self.prefill_tokens}; it must be at least 1.")
         if self.archs and not self.native:
@@ -75,6 +83,23 @@ class ExportOptions:
         """The STILL configuration asked for, None where nothing was."""
         trained = {name: value for name, value in self.still.items() if name not in DEPLOYMENT}
         return StillConfig.from_dict(trained) if trained else None
+
+    def quantization(self) -> Quantization | None:
+        """How weights are quantized, None: not.
+
+        Raises:
+            ConfigError: The scheme, method or block size is unknown, or given without a scheme.
+        """
+        if self.quantize is not None:
+            return Quantization(
+                self.quantize,
+                self.quantize_method or DEFAULT_METHOD,
+                self.quantize_block or DEFAULT_BLOCK_SIZE,
+                self.lora or DEFAULT_LORA,
+            )
+        if self.quantize_method or self.quantize_block or self.lora:
+            raise ConfigError("--quantize-method, --quantize-block and --lora are for --quantize.")
+        return None
 
     def deployment(self) -> dict[str, Any]:
         """What is asked of any model's STILL configuration."""
@@ -164,7 +189,7 @@ def export_onnx(
             )
         model.generation_config.save_pretrained(folder)
         say("tracing")
-        _write_model(model, source.weights, options, folder, say, capacity_text(describe))
+        describe |= _write_model(model, source.weights, options, folder, say, describe)
         native = _write_native(options, folder, onnxruntime_include, say)
         write_programs(folder, ["ort"])
         say("hashing")
@@ -185,8 +210,9 @@ def _write_native(options: ExportOptions, folder: Path, include: Path | None, sa
 
 
 def _write_model(
-    model: Any, weights: Weights, options: ExportOptions, folder: Path, say: Progress, capacity: str
-) -> None:
+    model: Any, weights: Weights, options: ExportOptions, folder: Path, say: Progress, describe: dict[str, Any]
+) -> dict[str, Any]:
+    """Write graph and weights; what the manifest says of their quantization, nothing without one."""
     import onnx
 
     from still_export.export.lower import lower_program
@@ -197,12 +223,24 @@ def _write_model(
     traced = trace_model(model, all_logits=options.all_logits)
     say("lowering to ONNX")
     lowered = lower_program(traced, weights)
+    said: dict[str, Any] = {}
+    if asked := options.quantization():
+        from still_export.models.roles import weight_roles
+        from still_export.quantization.graph import quantize_graph
+        from still_export.quantization.policy import account
+
+        roles = weight_roles(model)
+        said = {"quantization": account(asked, roles, quantize_graph(lowered, weights, roles, asked))}
     path = folder / MODEL
     save_streaming(lowered, path, f"{MODEL}.data", lambda done, total: say("writing the weights", done, total))
     graph = onnx.load(path, load_external_data=False)
     attach_functions(graph)
-    onnx.helper.set_model_props(graph, {CAPACITY: capacity})  # beside the manifest, where an edit would go unnoticed
+    # Beside the manifest, where an edit would go unnoticed.
+    onnx.helper.set_model_props(
+        graph, {field: recorded_text({**describe, **said}, name) for field, name in RECORDED.items()}
+    )
     onnx.save(graph, path)
+    return said
 
 
 def _describe(model: Any, options: ExportOptions, command: str) -> dict[str, Any]:

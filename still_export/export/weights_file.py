@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import onnx_ir as ir
 
 INSIDE_BYTES = 256
@@ -13,6 +14,9 @@ INSIDE_BYTES = 256
 ALIGNED_BYTES = 1 << 20
 PAGE_BYTES = 4096
 """Tensors of at least ALIGNED_BYTES start at a page: older ONNX Runtimes map no others into memory, and copy them."""
+
+VIEW = "still.view_of"
+"""Metadata of a weight that is another weight's bytes in another shape: the name of that one, which comes first."""
 
 Bytes = Callable[[int, int], None]
 """Told the bytes that were written and those that will be."""
@@ -30,22 +34,30 @@ def save_streaming(model: ir.Model, path: Path, location: str, progress: Bytes =
         for v in model.graph.initializers.values()
         if v.const_value is not None and v.const_value.nbytes >= INSIDE_BYTES
     ]
+    written: dict[str, ir.ExternalTensor] = {}
+    views = [(value, value.metadata_props.pop(VIEW)) for value in weights if VIEW in value.metadata_props]
+    weights = [value for value in weights if value not in {view for view, _ in views}]
     total = sum(v.const_value.nbytes for v in weights if v.const_value is not None)
     done = 0
     with (path.parent / location).open("wb") as file:
         for value in weights:
             tensor = value.const_value
-            assert tensor is not None and value.name is not None
+            assert tensor is not None and isinstance(tensor.shape, ir.Shape) and value.name is not None
             if tensor.nbytes >= ALIGNED_BYTES:
                 file.write(bytes(-file.tell() % PAGE_BYTES))
             offset = file.tell()
-            tensor.tofile(file)
+            file.write(np.ascontiguousarray(tensor.numpy()).view(np.uint8).data)
             length = file.tell() - offset
             assert length == tensor.nbytes, f"{value.name} has {length} bytes, its shape says {tensor.nbytes}"
-            assert isinstance(tensor.shape, ir.Shape)
-            value.const_value = ir.ExternalTensor(
+            value.const_value = written[value.name] = ir.ExternalTensor(
                 location, offset, length, tensor.dtype, shape=tensor.shape, name=value.name, base_dir=path.parent
             )
             done += length
             progress(done, total)
+    for value, name in views:
+        held = written[name]
+        assert isinstance(value.shape, ir.Shape) and value.name is not None
+        value.const_value = ir.ExternalTensor(
+            location, held.offset, held.length, held.dtype, shape=value.shape, name=value.name, base_dir=path.parent
+        )
     ir.save(model, path)

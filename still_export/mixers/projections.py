@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from still_export.errors import UnsupportedError
+from still_export.mixers.roles import PROJECTION
 
 
 class ProjectedAttention(nn.Module):
@@ -17,6 +18,11 @@ class ProjectedAttention(nn.Module):
         base: The family's attention module; its submodules are taken over, not copied.
         head_dim: D.
     """
+
+    weight_roles: ClassVar[dict[str, str]] = dict.fromkeys(
+        ("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight"), PROJECTION
+    )
+    """Of parameters that are no vectors, by name (mixers/roles.py)."""
 
     def __init__(self, base: Any, head_dim: int) -> None:
         super().__init__()

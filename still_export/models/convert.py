@@ -14,7 +14,7 @@ from torch import Tensor
 from still_export.errors import CheckpointError, UnsupportedModelError
 from still_export.mixers.config import FULL, HYBRID, StillConfig
 from still_export.models.checkpoint import in_range
-from still_export.models.weights import Deferred, Weight, Weights, value_of
+from still_export.models.weights import Adapted, Deferred, Pair, Weight, Weights, value_of
 
 _RELEASED = re.compile(r"(.*\.self_attn)\.feature_map_([qk])\.mlp\.linears\.(\d+)\.weight")
 _HOUSEHOLDER = re.compile(r"(.*\.self_attn)\.feature_map_([qk])\.hh\.u")
@@ -205,7 +205,8 @@ def merge_lora(tensors: Weights, adapter: Mapping[str, Any] | None) -> dict[str,
         if module.endswith(".g_proj") and set(pair) == {"A", "B"} and target not in result:
             # A gate of low rank is LoRA's product alone: a fresh gate's weight is zero and not stored.
             shape, dtype = torch.Size((pair["B"].shape[0], pair["A"].shape[1])), pair["B"].dtype
-            result[target] = Deferred(shape, dtype, partial(torch.zeros, shape, dtype=dtype))
+            zero = partial(torch.zeros, shape, dtype=dtype)
+            result[target] = Deferred(shape, dtype, zero, adapted=Adapted(None, ()))
         if set(pair) != {"A", "B"} or target not in result:
             what = (
                 "fits no weight of the model"
@@ -227,8 +228,12 @@ def merge_lora(tensors: Weights, adapter: Mapping[str, Any] | None) -> dict[str,
                 f"the LoRA pair of {module} gives {given}, the weight is {list(weight.shape)}. "
                 "The adapter belongs to another model."
             )
+        before = (weight.adapted if isinstance(weight, Deferred) else None) or Adapted(weight, ())
         result[target] = Deferred(
-            weight.shape, weight.dtype, partial(_merged, target, weight, pair["A"], pair["B"], scale)
+            weight.shape,
+            weight.dtype,
+            partial(_merged, target, weight, pair["A"], pair["B"], scale),
+            adapted=Adapted(before.base, (*before.pairs, Pair(pair["A"], pair["B"], scale))),
         )
     return result
 

@@ -12,9 +12,16 @@ import torch
 from torch import Tensor
 
 from still_export.errors import CheckpointError, UnsupportedModelError
+from still_export.models.blocks import BlockWeight, pack
 from still_export.models.checkpoint import checked, in_range
-from still_export.models.weights import Deferred
+from still_export.models.weights import Deferred, SourceBlocks
 
+BLOCK = 32
+K_BYTES = 144
+"""Of a Q4_K block: two numbers, 12 bytes of factors, 128 of codes."""
+BLOCKS = {"Q4_0": (4, False, True), "Q4_1": (4, True, True), "Q4_K": (4, True, False), "Q8_0": (8, False, True)}
+"""Types whose blocks of 32 are scale and offset of codes, with their bits, whether they have offsets, whether scales are half precision.
+The blocks of 32 in a Q4_K block of 256 have scales and offsets that are products of two numbers."""
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _PARTS = {
     "attn_q": "self_attn.q_proj",
@@ -73,7 +80,18 @@ def read_gguf(path: Path, dtype: torch.dtype = torch.float32) -> tuple[str, dict
         paired = family == "llama" and (".q_proj." in name or ".k_proj." in name)
         rotated = (heads if ".q_proj." in name else kv_heads) if paired else None
         shape = torch.Size(int(size) for size in reversed(tensor.shape))
-        tensors[name] = Deferred(shape, dtype, partial(_read_tensor, tensor, name, dtype, rotated, path))
+        kind = tensor.tensor_type.name
+        blocks = None
+        if kind in BLOCKS and len(shape) == 2:
+            blocks = SourceBlocks(*BLOCKS[kind], partial(_read_blocks, tensor, name, rotated, path))
+        digits = re.match(r"I?Q(\d)", kind)
+        tensors[name] = Deferred(
+            shape,
+            dtype,
+            partial(_read_tensor, tensor, name, dtype, rotated, path),
+            blocks,
+            int(digits[1]) if digits else 0,
+        )
     return family, config, tensors
 
 
@@ -185,6 +203,47 @@ def _dequantize(tensor: Any, path: Path) -> Tensor:
         ) from error
     shape = [int(size) for size in reversed(tensor.shape)]
     return torch.from_numpy(np.require(values, np.float32, ["C", "W"])).reshape(shape)
+
+
+def _read_blocks(tensor: Any, name: str, rotated: int | None, path: Path) -> BlockWeight:
+    """The blocks of a tensor of BLOCKS, its codes as they are; the rows of `rotated` heads in transformers' order.
+
+    Raises:
+        CheckpointError: A scale or an offset is no number.
+    """
+    kind = tensor.tensor_type.name
+    raw = np.asarray(tensor.data).view(np.uint8)
+    outputs = int(tensor.shape[1])
+    bits, has_offsets, _ = BLOCKS[kind]
+    fields = 2 if has_offsets else 1
+    blocks = raw.reshape(outputs, -1, K_BYTES if kind == "Q4_K" else 2 * fields + BLOCK * bits // 8)
+    head = np.ascontiguousarray(blocks[..., : 2 * fields]).view("<f2").astype(np.float32)
+    if not np.isfinite(head).all():
+        raise CheckpointError(
+            f"{name} in {path} has a scale that is no number. The checkpoint is damaged; use another."
+        )
+    codes, scales = blocks[..., 2 * fields :], head[..., 0]
+    offsets = None
+    if kind == "Q8_0":
+        packed = (codes.view(np.int8).astype(np.int16) + 128).astype(np.uint8)
+    else:  # the low halves are the first 16 codes, the high ones the others
+        least = head[..., 1] if has_offsets else None
+        if kind == "Q4_K":
+            from gguf.quants import Q4_K
+
+            factors, minima = Q4_K.get_scale_min(blocks[..., 4:16].reshape(-1, 12))
+            scales = (scales.reshape(-1, 1) * factors).reshape(outputs, -1)
+            least = -(head[..., 1].reshape(-1, 1) * minima).reshape(outputs, -1)
+            codes = blocks[..., 16:].reshape(outputs, -1, BLOCK)  # low halves are one block, high ones the next
+            packed = pack(np.stack([codes & 15, codes >> 4], axis=2).reshape(outputs, -1, BLOCK), 4)
+        else:
+            packed = pack(np.concatenate([codes & 15, codes >> 4], axis=-1), 4)
+        if least is not None:
+            offsets = least + 8 * scales  # MatMulNBits subtracts 8 of each code
+    weight = BlockWeight(packed, scales, None, bits, offsets)
+    if rotated is None:
+        return weight
+    return weight.rows(_unpaired(torch.arange(outputs), rotated).numpy())
 
 
 def _unpaired(weight: Tensor, heads: int) -> Tensor:

@@ -9,21 +9,58 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from still_export.models.blocks import BlockWeight
+
+
+@dataclass(frozen=True)
+class SourceBlocks:
+    """Blocks of 32 in a source: their bits, whether they have offsets, whether their scales are half precision; `read` gets them."""
+
+    bits: int
+    offsets: bool
+    half_scales: bool
+    read: Callable[[], BlockWeight]
+
 
 @dataclass(frozen=True)
 class Deferred:
     """A tensor of known shape and type whose values `read` makes, anew at every call.
 
     `read` raises CheckpointError where the values are damaged or exceed the type's range.
+
+    Args:
+        blocks: The values as the source holds them, where that is a form of BlockWeight.
+        bits: Of the source's codes; 0: it has none.
+        adapted: What they are the sum of, where they have LoRA pairs.
     """
 
     shape: torch.Size
     dtype: torch.dtype
     read: Callable[[], Tensor]
+    blocks: SourceBlocks | None = None
+    bits: int = 0
+    adapted: Adapted | None = None
 
     def dim(self) -> int:
         """Number of dimensions."""
         return len(self.shape)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """LoRA: scale b a is added to a weight; a [r, K], b [N, r]."""
+
+    a: Weight
+    b: Weight
+    scale: float
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A weight apart from its LoRA pairs; `base` is None where it is zero."""
+
+    base: Weight | None
+    pairs: tuple[Pair, ...]
 
 
 Weight = Tensor | Deferred

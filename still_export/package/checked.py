@@ -167,6 +167,8 @@ class _Check:
             archs = self.items(native, "native.archs") if "archs" in native else []
             if not all(isinstance(arch, str) for arch in archs):
                 raise self.wrong("native.archs", "a list of architectures", archs)
+        if manifest.get("quantization") is not None:
+            self.text(self.table(manifest["quantization"], "quantization"), "quantization.scheme", ("int8", "int4"))
         for i, engine in enumerate(self.items(manifest, "engines") if "engines" in manifest else ()):
             field = f"engines[{i}]"
             self.table(engine, field)

@@ -102,6 +102,23 @@ class Native(Record):
     archs: list[str] = Field(default_factory=list)
 
 
+class QuantizedRole(Record):
+    """Weights of one role and form: bits (null: not quantized), who rounded them, how many there are."""
+
+    bits: Literal[4, 8, 16] | None
+    method: str | None
+    weights: Whole
+
+
+class Quantization(Record):
+    """Weights in blocks of few bits."""
+
+    scheme: Literal["int8", "int4"]
+    block_size: Annotated[int, Field(ge=16, le=256)]
+    lora: Literal["apart", "merged"]
+    roles: dict[str, list[QuantizedRole]]
+
+
 class Engine(Record):
     """An engine that was built."""
 
@@ -130,6 +147,7 @@ class Manifest(Record):
     eos_token_ids: list[Whole]
     chat: dict[str, str] | None = None
     native: Native | None = None
+    quantization: Quantization | None = None
     trt: dict[str, Any] | None = None
     engines: list[Engine] = Field(default_factory=list)
     plugins: dict[str, str] = Field(default_factory=dict)

@@ -71,9 +71,10 @@ def open_runner(
         return TrtModel(folder, plugin)
     import torch
 
-    from still_export.export.onnx_package import ExportOptions, load_source
+    from still_export.export.onnx_package import ExportOptions
+    from still_export.quantization.read import held_model
     from still_export.runners.torch import TorchModel
 
     if threads:
         torch.set_num_threads(threads)
-    return TorchModel(manifest, load_source(ExportOptions.from_manifest(manifest)), folder)
+    return TorchModel(manifest, held_model(ExportOptions.from_manifest(manifest), folder, manifest), folder)

@@ -28,8 +28,8 @@ from still_export.runners.sampling import RunError
 from still_graphs.states import State, rows_after
 
 CUDA = "CUDAExecutionProvider"
-CAPACITY = "still.capacity"
-"""Entry of the graph's metadata: the manifest's `capacity`, as JSON."""
+RECORDED = {"still.capacity": "capacity", "still.quantization": "quantization"}
+"""Entries of the graph's metadata: fields of the manifest, as JSON."""
 ONNX_TYPES = {"float32": 1, "int64": 7, "float16": 10, "bfloat16": 16}
 
 SPARE_TOKENS = 256
@@ -136,13 +136,13 @@ def weight_files(folder: Path, manifest: dict[str, Any]) -> list[str]:
     return names
 
 
-def capacity_text(manifest: dict[str, Any]) -> str:
-    """The manifest's `capacity` as the graph's metadata has it."""
-    return json.dumps({name: manifest["capacity"][name] for name in sorted(manifest["capacity"])})
+def recorded_text(manifest: dict[str, Any], field: str) -> str:
+    """A field of the manifest as the graph's metadata has it."""
+    return json.dumps(manifest.get(field), sort_keys=True)
 
 
 def check_graph(session: Any, manifest: dict[str, Any], source: Path) -> None:
-    """Raise RunError where the manifest says otherwise than the graph about states, vocabulary or capacity."""
+    """Raise RunError where the manifest says otherwise than the graph about states, vocabulary, capacity or quantization."""
     inputs = {i.name: i for i in session.get_inputs()}
     outputs = {o.name: o for o in session.get_outputs()}
     types = {
@@ -181,9 +181,10 @@ def check_graph(session: Any, manifest: dict[str, Any], source: Path) -> None:
     vocabulary = outputs["logits"].shape[-1] if "logits" in outputs else None
     if vocabulary != manifest["model"]["vocab_size"]:
         raise differs("model.vocab_size", manifest["model"]["vocab_size"], vocabulary)
-    recorded = session.get_modelmeta().custom_metadata_map.get(CAPACITY)
-    if recorded is not None and recorded != capacity_text(manifest):
-        raise differs("capacity", capacity_text(manifest), recorded)
+    recorded = session.get_modelmeta().custom_metadata_map
+    for name, field in RECORDED.items():
+        if recorded.get(name, recorded_text(manifest, field)) != recorded_text(manifest, field):
+            raise differs(field, recorded_text(manifest, field), recorded[name])
 
 
 class OrtModel(Runner):

@@ -30,7 +30,8 @@ device: cpu
 
 def make_stand_ins(folder: Path) -> None:
     """Write them: MODEL, BASE, texts, a recipe of a few steps, and links to the folders of a clone that commands name."""
-    make_base(folder / "BASE", max_position_embeddings=CONTEXT, num_hidden_layers=2)
+    sizes = dict(hidden_size=96, intermediate_size=64, head_dim=16)  # blocks of 32 divide them
+    make_base(folder / "BASE", max_position_embeddings=CONTEXT, num_hidden_layers=2, **sizes)
     make_text(folder / "corpus.txt", words=13_000)
     make_text(folder / "held_out.txt", seed=1)
     make_text(folder / "letter.txt", words=60)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from still_export.errors import UnsupportedError
 from still_export.mixers.hybrid_attention.cache import HybridLayer
 from still_export.mixers.hybrid_attention.op import hybrid_attention
 from still_export.mixers.projections import ProjectedAttention
+from still_export.mixers.roles import FEATURE_MAP, GATE
 from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs
 from still_kernels.hybrid_attention.dispatch import hybrid_attention as kernel
 
@@ -30,6 +31,12 @@ class StillAttention(ProjectedAttention):
         gate_bias: The gate projection has a bias.
         shared_feature_map: One feature projection for all heads.
     """
+
+    weight_roles: ClassVar[dict[str, str]] = ProjectedAttention.weight_roles | {
+        "g_proj.weight": GATE,
+        "feature_q_weight": FEATURE_MAP,
+        "feature_k_weight": FEATURE_MAP,
+    }
 
     def __init__(
         self,

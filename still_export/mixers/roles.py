@@ -1,0 +1,12 @@
+"""What a weight does in a model: the names that modules give their parameters' roles, and policies speak of."""
+
+PROJECTION = "projection"
+"""Query, key, value and output of attention."""
+FEED_FORWARD = "feed_forward"
+GATE = "gate"
+"""Of the linear terms, a sigmoid over channels."""
+FEATURE_MAP = "feature_map"
+NORM = "norm"
+"""Scales of norms, and biases: vectors."""
+EMBEDDING = "embedding"
+HEAD = "head"

@@ -1,0 +1,31 @@
+"""The role of each of a model's weights, as its modules tell them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from still_export.errors import UnsupportedModelError
+from still_export.mixers.roles import EMBEDDING, FEED_FORWARD, HEAD, NORM
+
+
+def weight_roles(model: Any) -> dict[str, str]:
+    """Roles of a STILL model's parameters by name; a tied embedding is an embedding.
+
+    Raises:
+        UnsupportedModelError: A module does not say what one of its weights is for.
+    """
+    roles = {"lm_head.weight": HEAD, "model.embed_tokens.weight": EMBEDDING}
+    for i, layer in enumerate(model.model.layers):
+        roles |= {f"model.layers.{i}.self_attn.{name}": role for name, role in layer.self_attn.weight_roles.items()}
+        roles |= {
+            f"model.layers.{i}.mlp.{name}": FEED_FORWARD for name, p in layer.mlp.named_parameters() if p.dim() > 1
+        }
+    found = {}
+    for name, parameter in model.named_parameters():
+        role = NORM if parameter.dim() < 2 else roles.get(name)
+        if role is None:
+            raise UnsupportedModelError(
+                f"{name} has no role, so no policy says how it may be quantized. Export without --quantize."
+            )
+        found[name] = role
+    return found

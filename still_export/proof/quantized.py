@@ -1,0 +1,103 @@
+"""What the weights of a quantized package, and its rounding of activations, cost beside the original."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from still_export.errors import ConfigError
+from still_export.export.onnx_package import ExportOptions, find_source
+from still_export.models.load import load_tokenizer
+from still_export.quantization.read import held_model
+
+PRICE_TOKENS = 2048
+"""Of a text, from its beginning."""
+RANDOM_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Price:
+    """What quantization costs against the original in float32, teacher-forced: mean KL in nats, and bits a byte of a text or None.
+
+    `kl` and `bits_per_byte` are of the package's weights, `kl_rounded` of those with activations rounded to 8 bits.
+    """
+
+    text: str | None
+    tokens: int
+    kl: float
+    kl_rounded: float
+    bits_per_byte: float | None
+    original_bits_per_byte: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Values that JSON can hold."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        where = f"{self.tokens:,} {'tokens of ' + self.text if self.text else 'random tokens'}"
+        line = f"price of the quantization on {where}: KL {self.kl:.4f} nats ({self.kl_rounded:.4f} with activations rounded to 8 bits)"
+        if self.bits_per_byte is None or self.original_bits_per_byte is None:
+            return line
+        change = 100 * (self.bits_per_byte / self.original_bits_per_byte - 1)
+        return f"{line}; bits per byte {self.bits_per_byte:.4f}, unquantized {self.original_bits_per_byte:.4f} ({change:+.2f}%)"
+
+
+def price_of(options: ExportOptions, folder: Path, manifest: dict[str, Any], text: Path | None = None) -> Price:
+    """The price of a package's quantization.
+
+    Args:
+        options: What was exported.
+        folder, manifest: The package.
+        text: UTF-8 text; None: random tokens, which no model expects.
+
+    Raises:
+        ConfigError: The text cannot be read, or has too few tokens.
+    """
+    tokens, size = _tokens(options, manifest, text)
+    original = _log_probabilities(find_source(options).read(), tokens)
+    weights, rounded = (
+        _log_probabilities(held_model(options, folder, manifest, rounded), tokens) for rounded in (False, True)
+    )
+    bits = [None if text is None else _bits(p, tokens) / size for p in (weights, original)]
+    return Price(
+        None if text is None else str(text), tokens.shape[1], _kl(original, weights), _kl(original, rounded), *bits
+    )
+
+
+def _tokens(options: ExportOptions, manifest: dict[str, Any], text: Path | None) -> tuple[Tensor, int]:
+    """Tokens [1, T], and the bytes of text that all but the first stand for."""
+    capacity = manifest["capacity"]
+    most = capacity["capacity_tokens"] if capacity["bounded"] else PRICE_TOKENS
+    if text is None:
+        count, vocabulary = min(RANDOM_TOKENS, most), manifest["model"]["vocab_size"]
+        return torch.from_numpy(np.random.default_rng(0).integers(0, vocabulary, (1, count))), 0
+    try:
+        content = text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--text {text} cannot be read as UTF-8 text: {error}.") from error
+    tokenizer = load_tokenizer(options.model, options.revision)
+    ids = tokenizer(content, add_special_tokens=False)["input_ids"][: min(PRICE_TOKENS, most)]
+    if len(ids) < 2:
+        raise ConfigError(f"--text {text} has {len(ids)} tokens; two at least are needed.")
+    return torch.tensor([ids]), len(tokenizer.decode(ids[1:]).encode())
+
+
+@torch.no_grad()
+def _log_probabilities(model: Any, tokens: Tensor) -> Tensor:
+    """Of every token after each position, [T, V]."""
+    return torch.log_softmax(model(tokens, use_cache=False).logits[0].float(), -1)
+
+
+def _kl(original: Tensor, other: Tensor) -> float:
+    return float((original.exp() * (original - other)).sum(-1).mean())
+
+
+def _bits(log_probabilities: Tensor, tokens: Tensor) -> float:
+    """Bits of all tokens but the first."""
+    return -float(log_probabilities[:-1].gather(1, tokens[0, 1:, None]).sum()) / math.log(2)

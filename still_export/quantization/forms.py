@@ -1,0 +1,67 @@
+"""How each weight is stored: the policy's bits, or the source's own blocks where those are no more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from still_export.mixers.roles import EMBEDDING
+from still_export.models.weights import Deferred, Pair, Weight
+from still_export.quantization.policy import HALF, Quantization
+
+EXACT = "exact"
+"""The method of blocks that are taken over from the source as they are."""
+SOURCE_BLOCK = 32
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a weight is stored: blocks of `base` (None: zero), beside which LoRA's `pairs` stay apart.
+
+    Args:
+        bits: Of the codes, or HALF.
+        method: Who rounds: of policy.METHODS, EXACT, or "half".
+        base: What the blocks hold.
+        zero_points, offsets: The blocks have them.
+        half_scales: The scales are half precision numbers.
+        pairs: LoRA.
+    """
+
+    bits: int
+    method: str
+    base: Weight | None
+    zero_points: bool = False
+    offsets: bool = False
+    half_scales: bool = False
+    pairs: tuple[Pair, ...] = ()
+
+
+def form_of(weight: Weight, role: str, asked: Quantization) -> Form | None:
+    """The form of a weight with `role`; None: as it is.
+
+    Blocks of a GGUF file are taken over where they have no more bits than the policy gives. Of 5 and 6 bits, which no form has, 8 are
+    kept: the file's maker gave those weights more.
+    """
+    bits = asked.bits(role)
+    if bits is None:
+        return None
+    if bits == HALF:
+        return Form(HALF, "half", weight)
+    base: Weight | None = weight
+    pairs: tuple[Pair, ...] = ()
+    if asked.lora == "apart" and isinstance(weight, Deferred) and weight.adapted is not None:
+        base, pairs = weight.adapted.base, weight.adapted.pairs
+    if base is None:
+        return Form(bits, "lora", None, pairs=pairs)
+    if isinstance(base, Deferred):
+        blocks = base.blocks
+        # Rows have a form of 8 bits without offsets only.
+        if (
+            blocks
+            and asked.block_size == SOURCE_BLOCK
+            and blocks.bits <= bits
+            and (role != EMBEDDING or blocks.bits == 8)
+        ):
+            return Form(blocks.bits, EXACT, base, False, blocks.offsets, blocks.half_scales, pairs)
+        if base.bits in (5, 6):
+            bits = 8
+    return Form(bits, asked.method if bits < 8 else "rtn", base, zero_points=bits < 8, pairs=pairs)

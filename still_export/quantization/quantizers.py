@@ -1,0 +1,101 @@
+"""Who rounds weights: onnxruntime.quantization, one weight at a time.
+
+| method | what it does |
+|---|---|
+| `rtn` | scale and zero point from the least and the largest weight of a block, codes to nearest |
+| `k_quant` | llama.cpp's search: scale and offset that lose least squares of the block, large weights counted more |
+| `hqq` | half-quadratic: the zero point that loses least with outliers counted less; its zero points are rounded, as kernels want them |
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from still_export.models.blocks import BlockWeight, joined, pack
+
+SLAB_WEIGHTS = 1 << 22
+"""Weights that are rounded at once: the searches take some twenty temporaries of that size."""
+
+
+def quantize(weight: np.ndarray, bits: int, block_size: int, method: str) -> BlockWeight:
+    """Round `weight`.
+
+    Args:
+        weight: [N, K], K a multiple of `block_size`.
+        bits: 4, or 8, which is rounded to nearest by every method, without zero points.
+        block_size: Of policy.BLOCK_SIZES.
+        method: Of policy.METHODS.
+
+    Returns:
+        The blocks, scales in float32.
+    """
+    rounder = _rtn if bits == 8 else _ROUNDERS[method]
+    rows = max(1, SLAB_WEIGHTS // weight.shape[1])
+    slabs = (weight[i : i + rows].astype(np.float32) for i in range(0, len(weight), rows))
+    return joined([rounder(slab, bits, block_size) for slab in slabs])
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """onnxruntime.quantization sets up the process's logging when it is imported, and tells every step; searches divide by zero."""
+    root, handler = logging.getLogger(), logging.NullHandler()
+    root.addHandler(handler)
+    try:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            yield
+    finally:
+        root.removeHandler(handler)
+
+
+def _rtn(weight: np.ndarray, bits: int, block_size: int) -> BlockWeight:
+    with _quiet():
+        from onnxruntime.quantization.matmul_nbits_quantizer import (
+            DefaultWeightOnlyQuantConfig,
+            DefaultWeightOnlyQuantizer,
+        )
+
+        config = DefaultWeightOnlyQuantConfig(block_size=block_size, bits=bits, is_symmetric=bits == 8)
+        found = DefaultWeightOnlyQuantizer(config).qbits_block_quant(np.ascontiguousarray(weight.T))
+    packed, scales, zero_points = (x.reshape(len(weight), -1) for x in found)
+    shape = (len(weight), weight.shape[1] // block_size, -1)
+    return BlockWeight(packed.reshape(shape), scales, None if bits == 8 else zero_points, bits)
+
+
+def _k_quant(weight: np.ndarray, bits: int, block_size: int) -> BlockWeight:
+    with _quiet():
+        from onnxruntime.quantization.neural_compressor.weight_only import quant_tensor_k_quant_cpu
+
+        return _packed(weight, bits, block_size, *quant_tensor_k_quant_cpu(weight, bits, block_size))
+
+
+def _hqq(weight: np.ndarray, bits: int, block_size: int) -> BlockWeight:
+    with _quiet():
+        import torch
+        from onnxruntime.quantization.matmul_nbits_quantizer import HQQWeightOnlyQuantConfig, HQQWeightOnlyQuantizer
+
+        quantizer = HQQWeightOnlyQuantizer(HQQWeightOnlyQuantConfig(block_size=block_size, bits=bits))
+        given = torch.from_numpy(weight)
+        _, scales, zero = (x.numpy() for x in quantizer.quantize_internal(given, bits=bits, group_size=block_size))
+    most = (1 << bits) - 1
+    zero = np.clip(np.round(zero), 0, most)
+    blocks = weight.reshape(len(weight), -1, block_size)
+    codes = np.clip(np.round(blocks / scales[..., None] + zero[..., None]), 0, most)
+    return _packed(weight, bits, block_size, codes, scales, zero)
+
+
+def _packed(weight: np.ndarray, bits: int, block_size: int, codes: Any, scales: Any, zero: Any) -> BlockWeight:
+    shape = (len(weight), weight.shape[1] // block_size)
+    return BlockWeight(
+        pack(codes.reshape(*shape, block_size).astype(np.uint8), bits),
+        scales.reshape(shape).astype(np.float32),
+        pack(zero.reshape(shape).astype(np.uint8), bits),
+        bits,
+    )
+
+
+_ROUNDERS: dict[str, Callable[[np.ndarray, int, int], BlockWeight]] = {"rtn": _rtn, "k_quant": _k_quant, "hqq": _hqq}

@@ -1,0 +1,196 @@
+"""Blocks of GGUF files are taken over as they are, and LoRA pairs stay apart from quantized weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import gguf
+import numpy as np
+import onnx
+import pytest
+import torch
+from gguf.quants import dequantize
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from still_export.errors import CheckpointError
+from still_export.export.onnx_package import ExportOptions, export_onnx, find_source
+from still_export.mixers.roles import EMBEDDING, PROJECTION
+from still_export.models.gguf import BLOCKS, _read_blocks, _unpaired
+from still_export.models.weights import Deferred, SourceBlocks, value_of
+from still_export.package.calls import next_feed
+from still_export.quantization.forms import EXACT, form_of
+from still_export.quantization.policy import Quantization
+from still_export.quantization.quantizers import quantize
+from still_export.quantization.read import held_model, with_held_weights
+from still_export.runners.ort import OrtModel
+from still_export.runners.torch import TorchModel
+from tests.still_export.test_quantization import SIZES
+from tests.still_export.tiny import MIXED, VOCAB, still_model
+
+PATH = Path("a.gguf")
+
+
+def stored(kind: str, rows: int, columns: int, seed: int) -> Any:
+    """A tensor as the reader has it, with random bytes as codes and random numbers as scales."""
+    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    random = np.random.default_rng(seed)
+    data = random.integers(0, 256, (rows, columns // block, size), dtype=np.uint8)
+    fields = 2 if BLOCKS[kind][1] else 1
+    numbers = random.standard_normal((*data.shape[:2], fields)).astype("<f2")
+    data[..., : 2 * fields] = numbers.view(np.uint8)
+    tensor_type = gguf.GGMLQuantizationType[kind]
+    return SimpleNamespace(
+        name="w", tensor_type=tensor_type, data=data.reshape(rows, -1), shape=np.array([columns, rows])
+    )
+
+
+@given(st.sampled_from(sorted(BLOCKS)), st.integers(1, 5), st.integers(1, 3), st.integers(0, 2**32))
+@settings(max_examples=60, deadline=None)
+def test_blocks_are_what_gguf_says(kind: str, heads: int, blocks: int, seed: int) -> None:
+    tensor = stored(kind, 4 * heads, 256 * blocks, seed)
+    expected = dequantize(tensor.data, tensor.tensor_type)
+    found = _read_blocks(tensor, "w", None, PATH)
+    bits, offsets, half_scales = BLOCKS[kind]
+    assert found.bits == bits and (found.offsets is not None) == offsets
+    assert not half_scales or np.array_equal(found.scales, found.scales.astype(np.float16))
+    if offsets:  # the offset is moved by 8 scales: one rounding of float32
+        largest = np.abs(expected).max() + 16 * np.abs(found.scales).max()
+        assert np.abs(found.dequantized() - expected).max() <= 4e-7 * largest
+    else:
+        assert np.array_equal(found.dequantized(), expected)
+    rotated = _unpaired(torch.from_numpy(found.dequantized()), heads).numpy()
+    assert np.array_equal(_read_blocks(tensor, "w", heads, PATH).dequantized(), rotated)
+
+
+def test_a_damaged_scale_is_named() -> None:
+    tensor = stored("Q4_0", 4, 256, 0)
+    tensor.data.reshape(4, 8, 18)[2, 3, :2] = np.array([np.nan], "<f2").view(np.uint8)
+    with pytest.raises(CheckpointError, match=r"w in a\.gguf has a scale that is no number"):
+        _read_blocks(tensor, "w", None, PATH)
+
+
+def test_forms_of_a_gguf_file() -> None:
+    """Its blocks where the policy gives as many bits; rows have no form of 4 bits; what its maker gave 6 bits gets 8."""
+
+    def weight(bits: int, blocks: bool = True, offsets: bool = False) -> Deferred:
+        source = SourceBlocks(bits, offsets, True, lambda: pytest.fail("read")) if blocks else None
+        return Deferred(torch.Size((64, 64)), torch.float32, lambda: pytest.fail("read"), source, bits)
+
+    def said(given: Deferred, role: str, *asked: Any) -> tuple[int, str]:
+        form = form_of(given, role, Quantization(*asked))
+        assert form is not None
+        return form.bits, form.method
+
+    assert said(weight(4, offsets=True), PROJECTION, "int4") == (4, EXACT)
+    assert said(weight(4), PROJECTION, "int8") == (4, EXACT)
+    assert said(weight(8), PROJECTION, "int8") == (8, EXACT)
+    assert said(weight(8), PROJECTION, "int4") == (4, "rtn")
+    assert said(weight(8), EMBEDDING, "int4") == (8, EXACT)
+    assert said(weight(4), EMBEDDING, "int4") == (8, "rtn")
+    assert said(weight(6, blocks=False), PROJECTION, "int4") == (8, "rtn")
+    assert said(weight(4), PROJECTION, "int4", "rtn", 64) == (4, "rtn")
+
+
+@pytest.fixture
+def adapted(tmp_path: Path) -> ExportOptions:
+    """A model and an adapter of rank 4 for two projections."""
+    still_model("llama", torch.float32, sizes=SIZES, layer_types=MIXED).save_pretrained(tmp_path / "model")
+    generator = torch.Generator().manual_seed(1)
+    pairs = {}
+    for name in ("layers.0.self_attn.q_proj", "layers.1.mlp.down_proj"):
+        inputs = 128 if "down" in name else 96
+        pairs[f"model.{name}.lora_A.weight"] = torch.randn(4, inputs, generator=generator) * 0.3
+        pairs[f"model.{name}.lora_B.weight"] = torch.randn(96, 4, generator=generator) * 0.3
+    (tmp_path / "adapter").mkdir()
+    save_file(pairs, tmp_path / "adapter/adapter_model.safetensors")
+    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 8.0}))
+    return ExportOptions(str(tmp_path / "model"), overlays=(str(tmp_path / "adapter"),), quantize="int4")
+
+
+def test_pairs_stay_apart(adapted: ExportOptions, tmp_path: Path) -> None:
+    """The base is rounded without them; the package adds their thin products."""
+    package = export_onnx(adapted, tmp_path / "package")
+    graph = onnx.load(package.model_path, load_external_data=False).graph
+    names = {i.name for i in graph.initializer}
+    assert (
+        "model.layers.0.self_attn.q_proj.weight.lora_a0" in names
+        and package.manifest["quantization"]["lora"] == "apart"
+    )
+    source = find_source(adapted)
+    held = with_held_weights(source, package.path, package.manifest)
+    for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight"):
+        weight = source.weights[name]
+        assert isinstance(weight, Deferred) and weight.adapted is not None and weight.adapted.base is not None
+        (pair,) = weight.adapted.pairs
+        base = quantize(value_of(weight.adapted.base).numpy(), 4, 32, "rtn").dequantized()
+        delta = pair.scale * value_of(pair.b) @ value_of(pair.a)
+        torch.testing.assert_close(value_of(held.weights[name]), torch.from_numpy(base) + delta)
+    errors = {}
+    tokens = np.random.default_rng(3).integers(0, VOCAB, (1, 3))
+    runner = OrtModel(package.path)
+    runner.start(1)
+    actual = runner.feed(tokens)
+    for name, model in {"held": held_model(adapted, package.path, package.manifest), "original": source.read()}.items():
+        reference = TorchModel(package.manifest, model)
+        feed = {**next_feed({}, tokens, None), **reference.empty_feed(1, 3)}
+        errors[name] = float(np.abs(reference.infer(feed)["logits"] - actual).mean())
+    assert errors["held"] < 0.4 * errors["original"]
+
+
+def test_merged_pairs_are_rounded_with_the_weight(adapted: ExportOptions, tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    package = export_onnx(replace(adapted, lora="merged"), tmp_path / "package")
+    graph = onnx.load(package.model_path, load_external_data=False).graph
+    assert not [i.name for i in graph.initializer if ".lora_" in i.name]
+    source = find_source(adapted)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    held = with_held_weights(source, package.path, package.manifest).weights[name]
+    expected = quantize(value_of(source.weights[name]).numpy(), 4, 32, "rtn").dequantized()
+    assert np.array_equal(value_of(held).numpy(), expected)
+
+
+def test_offsets_are_a_product_of_block_sums(tmp_path: Path, monkeypatch: Any) -> None:
+    """A model whose projections have blocks with offsets: ONNX Runtime equals PyTorch over them, and one product sums for all readers."""
+    from still_export.models import load
+
+    still_model(
+        "llama", torch.float32, sizes={**SIZES, "hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8}
+    ).save_pretrained(tmp_path / "model")
+    original = load.open_tensors
+
+    def with_blocks(files: Any, dtype: Any = None) -> Any:
+        found = original(files, dtype)
+        for seed, (name, weight) in enumerate(found.items()):
+            if ".mlp." in name or "o_proj" in name:
+                tensor = stored("Q4_1", *weight.shape, seed)
+                tensor.data.reshape(weight.shape[0], -1, 20)[..., :4] = np.array([0.02, -0.15], "<f2").view(np.uint8)
+                blocks = _read_blocks(tensor, name, None, PATH)
+                values = torch.from_numpy(blocks.dequantized())
+                source = SourceBlocks(4, True, True, lambda blocks=blocks: blocks)
+                found[name] = Deferred(weight.shape, weight.dtype, lambda values=values: values, source, 4)
+        return found
+
+    monkeypatch.setattr(load, "open_tensors", with_blocks)
+    options = ExportOptions(str(tmp_path / "model"), quantize="int4")
+    package = export_onnx(options, tmp_path / "package")
+    graph = onnx.load(package.model_path, load_external_data=False).graph
+    sums = [n for n in graph.node if n.op_type == "MatMul" and n.input[1].startswith("block_sums.")]
+    assert len(sums) == 3 * 3  # of each layer what o_proj, gate and up together, and down read
+    assert {f["method"] for f in package.manifest["quantization"]["roles"]["feed_forward"]} == {EXACT}
+    held = held_model(options, package.path, package.manifest, rounded=True)
+    source = find_source(options)
+    name = "model.layers.1.mlp.up_proj.weight"
+    torch.testing.assert_close(dict(held.named_parameters())[name].detach(), value_of(source.weights[name]))
+    reference, runner = TorchModel(package.manifest, held), OrtModel(package.path)
+    tokens = np.random.default_rng(3).integers(0, VOCAB, (1, 3))
+    runner.start(1)
+    feed = {**next_feed({}, tokens, None), **reference.empty_feed(1, 3)}
+    expected, actual = reference.infer(feed)["logits"], runner.feed(tokens)
+    # The sums are of numbers that are not rounded.
+    assert np.abs(expected - actual).mean() < 0.02 * np.abs(expected).mean()
