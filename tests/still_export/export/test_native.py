@@ -201,12 +201,14 @@ def test_bodies_on_cuda_are_said_to_be_slow(
 
 def test_a_provider_that_does_not_start_is_an_error(export_tiny: Exporter, monkeypatch: pytest.MonkeyPatch) -> None:
     """ONNX Runtime opens the session without it."""
-    package = export_tiny()
+    package, quieted = export_tiny(), []
+    monkeypatch.setattr("onnxruntime.set_default_logger_severity", quieted.append)
     monkeypatch.setattr(
         "onnxruntime.get_available_providers", lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"]
     )
     with pytest.raises(RunError, match="CUDA provider cannot start"):
         OrtModel(package.path, threads=1, provider="cuda")
+    assert quieted == [3], "bodies on CUDA would warn at every node"
     with pytest.raises(RunError, match="CUDA graphs need --provider cuda"):
         OrtModel(package.path, threads=1, replay=True)
 
