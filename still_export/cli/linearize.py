@@ -92,7 +92,8 @@ def linearize(
 ) -> None:
     """Turn a softmax model into a STILL model: attention transfer, then LoRA; say what each costs."""
     try:
-        from still_export.linearization.linearize import apply, leave_processes
+        from still_export.linearization.folder import apply
+        from still_export.linearization.linearize import leave_processes
         from still_export.linearization.linearize import linearize as run
         from still_export.linearization.recipe import read_recipe
     except ModuleNotFoundError as error:

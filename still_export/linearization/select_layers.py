@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import set_seed
 from torch import Tensor, nn
 
 from still_export.errors import ConfigError, TrainingError
-from still_export.linearization.linearize import LinearizationRun, make_accelerator, set_seed
+from still_export.linearization.linearize import make_accelerator
 from still_export.linearization.lookup import lookup_scores
 from still_export.linearization.objectives import FinetuneObjective
 from still_export.linearization.recipe import Recipe
+from still_export.linearization.run import LinearizationRun
 from still_export.linearization.tasks import TaskWriter
 from still_export.mixers.config import FULL, HYBRID
 from still_export.mixers.hybrid_attention.modes import make_trainable

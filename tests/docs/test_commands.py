@@ -78,7 +78,7 @@ ELSEWHERE = {
     "still-export bench TRT --lengths 1024,8000": Elsewhere(GPU),
     "./TRT/still_run8 TRT --prompt-ids 1,403,407 --tokens 100": Elsewhere(GPU),
     "still-export MODEL --to trt-rtx --arch sm_89,sm_120 -o RTX": Elsewhere(
-        "builds an engine for minutes; tests/still_export/test_trt_cli.py for one architecture"
+        "builds an engine for minutes; tests/still_export/cli/test_trt_cli.py for one architecture"
     ),
 }
 

@@ -74,6 +74,7 @@ def test_the_package_is_proven_and_answers(package: Package, capsys: pytest.Capt
     assert answer == expected.tolist()
 
 
+@pytest.mark.slow
 def test_a_wrong_state_of_the_op_is_named(package: Package, capsys: pytest.CaptureFixture[str]) -> None:
     """The proof knows the op's state by the manifest alone."""
     graph = onnx.load(package.path / "model.onnx", load_external_data=False)
@@ -100,6 +101,7 @@ def test_tensorrt_rtx_builds_it(package: Package, tmp_path: Path) -> None:
     assert (folder / "engine-rtx.plan").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_a_host_of_tensorrt_runs_it_as_a_plugin(
     package: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

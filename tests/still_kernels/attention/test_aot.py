@@ -44,7 +44,8 @@ def test_every_architecture(arch: str, tmp_path: Path, monkeypatch: pytest.Monke
         compiled(variant, aot.parse_arch(arch), tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("dim", [128, *(pytest.param(dim, marks=pytest.mark.slow) for dim in (16, 24, 64, 80, 256))])
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", (16, 24, 64, 80, 128, 256))
 def test_descriptors(dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What matrix instructions of sm_90 get from one assembler may be wrong: tests/still_kernels/test_descriptors.py."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.still_export.test_load import write_gguf
+from tests.still_export.models.test_load import write_gguf
 from tests.still_export.tiny import plain_model, random_ids
 from tests.still_export.training import byte_tokenizer
 
@@ -30,7 +30,7 @@ def tool() -> Any:
 def test_folder_of_a_gguf_file(
     family: str, tied: bool, tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The weights and the configuration; the tokenizer is read by what tests/still_export/test_load.py covers."""
+    """The weights and the configuration; the tokenizer is read by what tests/still_export/models/test_load.py covers."""
     pytest.importorskip("gguf")
     monkeypatch.setattr("still_export.models.gguf.read_tokenizer", lambda path: byte_tokenizer())
     model = plain_model(family, torch.float32, tie_word_embeddings=tied)

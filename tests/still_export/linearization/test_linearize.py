@@ -18,13 +18,14 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import mse_loss
 
 from still_export.errors import CheckpointError, ConfigError, DataError, TrainingError
-from still_export.linearization import linearize as module
 from still_export.linearization.adapter import read_adapter, save_adapter, still_parameters
+from still_export.linearization.folder import apply
 from still_export.linearization.linearize import linearize
 from still_export.linearization.objectives import FinetuneObjective, TransferObjective
 from still_export.linearization.recipe import read_recipe
+from still_export.linearization.run import Linearization, cross_entropy
 from still_export.linearization.tasks import TASKS, TaskWriter, Weighing
-from still_export.linearization.texts import Batches, read_corpus
+from still_export.linearization.texts import Batches, held_out_rows, read_corpus
 from still_export.linearization.trainer import plateau, schedule
 from still_export.mixers.config import StillConfig
 from still_export.mixers.hybrid_attention.modes import HYBRID, SOFTMAX, attention_mode, make_trainable, selection_loss
@@ -47,7 +48,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def finished(base: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, module.Linearization]:
+def finished(base: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Linearization]:
     output = tmp_path_factory.mktemp("finished") / "model"
     return output, linearize(small_recipe(base, text), output)
 
@@ -104,9 +105,7 @@ def test_transfer_descends() -> None:
     assert losses[-1] < 0.97 * losses[0]
 
 
-def test_transfer_trains_maps_and_gates_and_nothing_else(
-    base: Path, finished: tuple[Path, module.Linearization]
-) -> None:
+def test_transfer_trains_maps_and_gates_and_nothing_else(base: Path, finished: tuple[Path, Linearization]) -> None:
     output, result = finished
     maps = load_file(output / "training" / "transfer.safetensors")
     model = load_model(str(base), attach_untrained=True)
@@ -117,11 +116,9 @@ def test_transfer_trains_maps_and_gates_and_nothing_else(
     assert [len(stage.losses) for stage in result.stages] == [4, 4]
 
 
-def test_adapter_on_the_base_is_the_model(
-    base: Path, finished: tuple[Path, module.Linearization], tmp_path: Path
-) -> None:
+def test_adapter_on_the_base_is_the_model(base: Path, finished: tuple[Path, Linearization], tmp_path: Path) -> None:
     output, result = finished
-    again = module.apply(str(base), output / "adapter", tmp_path / "again")
+    again = apply(str(base), output / "adapter", tmp_path / "again")
     ids = torch.randint(0, 256, (1, 100))
     with torch.no_grad():
         for model in (load_model(output), load_model(base, overlays=[output / "adapter"])):
@@ -147,14 +144,14 @@ def quality(folder: Path) -> float:
     """Bits per byte of the held-out rows by the model in `folder`, which a run wrote."""
     recipe = json.loads((folder / "linearize.json").read_text())["recipe"]
     corpus = read_corpus(recipe["texts"], byte_tokenizer(), 257, recipe["held_out"])
-    rows = module.held_out_rows(corpus, recipe["validation_rows"], recipe["sequence_length"])
+    rows = held_out_rows(corpus, recipe["validation_rows"], recipe["sequence_length"])
     model = load_model(folder)
     with torch.no_grad():
-        nats = sum(module.cross_entropy(model(row[None]).logits, row[None]) for row in rows) / len(rows)
+        nats = sum(cross_entropy(model(row[None]).logits, row[None]) for row in rows) / len(rows)
     return nats / torch.log(torch.tensor(2.0)).item() / corpus.bytes_per_token
 
 
-def test_saved_model_has_the_reported_quality(finished: tuple[Path, module.Linearization]) -> None:
+def test_saved_model_has_the_reported_quality(finished: tuple[Path, Linearization]) -> None:
     """float16 in the adapter costs nothing that shows."""
     output, result = finished
     assert quality(output) == pytest.approx(result.bits_per_byte["after LoRA"], rel=1e-3)
@@ -172,7 +169,7 @@ def test_learned_factors_and_low_rank_gates(base: Path, text: Path, tmp_path: Pa
     assert [name for name in adapter if "g_proj.lora_B" in name]
 
 
-def test_adapter_of_int8_rows(base: Path, finished: tuple[Path, module.Linearization], tmp_path: Path) -> None:
+def test_adapter_of_int8_rows(base: Path, finished: tuple[Path, Linearization], tmp_path: Path) -> None:
     """Half of the size, the quality of the other; scales that are not those of the rows are refused."""
     output, result = finished
     recipe = read_recipe(None, {"base": str(base), "adapter_dtype": "int8", "lora_rank": 2})
@@ -183,7 +180,7 @@ def test_adapter_of_int8_rows(base: Path, finished: tuple[Path, module.Lineariza
     path = tmp_path / "adapter" / "adapter_model.safetensors"
     # Rows of this tiny model are short, and every one has a scale.
     assert path.stat().st_size < 0.8 * (output / "adapter" / "adapter_model.safetensors").stat().st_size
-    model = module.apply(str(base), tmp_path / "adapter", tmp_path / "model")
+    model = apply(str(base), tmp_path / "adapter", tmp_path / "model")
     shutil.copy(output / "linearize.json", tmp_path / "model")
     assert quality(tmp_path / "model") == pytest.approx(result.bits_per_byte["after LoRA"], rel=3e-3)
     for name, parameter in still_parameters(model):
@@ -194,7 +191,7 @@ def test_adapter_of_int8_rows(base: Path, finished: tuple[Path, module.Lineariza
     name = next(n for n in stored if n.endswith(".scale"))
     save_file({**stored, name: stored[name][..., :1].contiguous()}, path)
     with pytest.raises(CheckpointError, match="scales of int8 rows"):
-        module.apply(str(base), tmp_path / "adapter", tmp_path / "again")
+        apply(str(base), tmp_path / "adapter", tmp_path / "again")
 
 
 @pytest.mark.slow
@@ -240,7 +237,7 @@ def test_adapter_is_a_start(base: Path, text: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stop", [("transfer", 3), ("finetune", 3)], ids=["stage 1", "stage 2"])
 def test_killed_run_resumes_to_the_last_digit(
-    stop: tuple[str, int], base: Path, text: Path, finished: tuple[Path, module.Linearization], tmp_path: Path
+    stop: tuple[str, int], base: Path, text: Path, finished: tuple[Path, Linearization], tmp_path: Path
 ) -> None:
     class Killed(Exception):
         pass
@@ -263,7 +260,7 @@ def test_killed_run_resumes_to_the_last_digit(
 @pytest.mark.slow
 @pytest.mark.parametrize("fsdp", [False, True], ids=["ddp", "fsdp"])
 def test_two_processes_have_the_losses_of_one(
-    fsdp: bool, base: Path, text: Path, finished: tuple[Path, module.Linearization], tmp_path: Path
+    fsdp: bool, base: Path, text: Path, finished: tuple[Path, Linearization], tmp_path: Path
 ) -> None:
     recipe = tmp_path / "recipe.yaml"
     values = small_recipe(base, text, device="cpu" if fsdp else "auto").to_dict()
@@ -404,7 +401,7 @@ def test_window_factors_reach_model_and_training(base: Path, text: Path, tmp_pat
     assert factored.stages[0].losses[0] != pytest.approx(plain, rel=1e-3)
     config = load_model(tmp_path / "factored").config.still
     assert config.window_factors == ((2.0,) * 6, (3.0,) * 6, (1e6,) * 6)
-    again = module.apply(str(base), tmp_path / "factored" / "adapter", tmp_path / "again")
+    again = apply(str(base), tmp_path / "factored" / "adapter", tmp_path / "again")
     assert again.config.still == config
     with pytest.raises(ConfigError, match="2 values; give one, or one for each of 3 layers"):
         linearize(replace(recipe, window_factors=(2.0, 3.0)), tmp_path / "bad")
@@ -463,9 +460,7 @@ def test_out_of_memory_names_the_flag(base: Path, text: Path, tmp_path: Path, mo
         linearize(small_recipe(base, text), tmp_path / "model")
 
 
-def test_folder_of_another_run_is_left_alone(
-    base: Path, text: Path, finished: tuple[Path, module.Linearization]
-) -> None:
+def test_folder_of_another_run_is_left_alone(base: Path, text: Path, finished: tuple[Path, Linearization]) -> None:
     output = finished[0]
     before = {p: p.stat().st_mtime_ns for p in output.rglob("*")}
     with pytest.raises(TrainingError, match="another run: chunk_size 8 there, 16 here"):
@@ -481,16 +476,16 @@ def test_force_deletes_linearized_models_only(base: Path, text: Path, finished: 
     adapter = finished[0] / "adapter"
     for call in (
         lambda: linearize(small_recipe(base, text), base, force=True),
-        lambda: module.apply(str(base), adapter, base, force=True),
+        lambda: apply(str(base), adapter, base, force=True),
     ):
         with pytest.raises(ConfigError, match="holds no linearized model"):
             call()
     assert load_model(base, attach_untrained=True) is not None
-    module.apply(str(base), adapter, tmp_path / "model")
+    apply(str(base), adapter, tmp_path / "model")
     with pytest.raises(CheckpointError):
-        module.apply(str(base), tmp_path, tmp_path / "model", force=True)
+        apply(str(base), tmp_path, tmp_path / "model", force=True)
     assert load_model(tmp_path / "model") is not None  # a call that fails deletes nothing
-    module.apply(str(base), adapter, tmp_path / "model", force=True)
+    apply(str(base), adapter, tmp_path / "model", force=True)
 
 
 def test_rows_without_linear_tokens_are_refused(base: Path, text: Path) -> None:
@@ -499,13 +494,13 @@ def test_rows_without_linear_tokens_are_refused(base: Path, text: Path) -> None:
     assert small_recipe(base, text, sequence_length=16, transfer_steps=0).sequence_length == 16
 
 
-def test_foreign_adapters_are_refused(finished: tuple[Path, module.Linearization], tmp_path: Path) -> None:
+def test_foreign_adapters_are_refused(finished: tuple[Path, Linearization], tmp_path: Path) -> None:
     adapter = finished[0] / "adapter"
     other = make_base(tmp_path / "other", hidden_size=36)
     with pytest.raises(CheckpointError):
-        module.apply(str(other), adapter, tmp_path / "model")
+        apply(str(other), adapter, tmp_path / "model")
     with pytest.raises(CheckpointError, match="no adapter"):
-        module.apply(str(other), other, tmp_path / "model")
+        apply(str(other), other, tmp_path / "model")
 
 
 def test_recipe_files(tmp_path: Path, base: Path) -> None:

@@ -19,7 +19,7 @@ from still_export.models.load import load_model, load_tokenizer
 from still_export.runners.ort import OrtModel
 from still_export.runners.sampling import Sampling
 
-SMALL = Path(__file__).parents[2] / "assets" / "small"
+SMALL = Path(__file__).parents[3] / "assets" / "small"
 LENGTHS = (1024, 4096)
 
 

@@ -18,7 +18,7 @@ from still_export.export.plugins import PluginBuildError
 from still_export.export.trt_package import export_trt
 from still_export.package.folder import Package
 from still_export.runners.opening import runtime_of
-from tests.still_export.test_build import needs_rtx, onnx_package, trt_package
+from tests.still_export.engines.test_build import needs_rtx, onnx_package, trt_package
 
 
 def run(*arguments: object) -> int:
@@ -89,7 +89,7 @@ def test_a_folder_without_headers_is_refused_before_the_export(tmp_path: Path, m
 @needs_rtx
 @pytest.mark.slow
 def test_a_real_model_becomes_a_tensorrt_rtx_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = Path(__file__).resolve().parents[3] / "shared/models/stories260K"
+    model = Path(__file__).resolve().parents[4] / "shared/models/stories260K"
     if not model.is_dir():
         pytest.skip("needs the shared models")
     options = ("--attach-untrained", "--capacity-tokens", 512, "--chunk-size", 16, "--salient-per-chunk", 2)

@@ -1,0 +1,290 @@
+"""A run of linearization: data, model and stages, each of which starts from the base and the results of the stage before."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from still_export.export.chat_format import chat_format
+from still_export.linearization import adapter
+from still_export.linearization.folder import RunFolder, save_model
+from still_export.linearization.forms import NaturalWriter
+from still_export.linearization.objectives import FinetuneObjective, TransferObjective
+from still_export.linearization.objectives import cross_entropy as per_token
+from still_export.linearization.recipe import Recipe
+from still_export.linearization.tasks import TaskWriter, Weighing
+from still_export.linearization.texts import Batches, Corpus, held_out_rows, read_chats, read_corpus
+from still_export.linearization.trainer import Progress, StageReport, Trainer
+from still_export.mixers.hybrid_attention.modes import (
+    HYBRID,
+    SOFTMAX,
+    TrainableAttention,
+    attention_mode,
+    make_trainable,
+)
+from still_export.models.load import load_model, load_tokenizer
+from still_export.package.staging import staged_folder
+
+REPORT_FILE = "linearize.json"
+FRESH_GATE_BIAS = 2.0
+"""Where gates start to be trained: sigmoid(2) = 0.88. The 8 of attached, untrained gates is 1 in bfloat16, whose derivative is 0."""
+
+
+@dataclass
+class Linearization:
+    """What `linearize` did.
+
+    bits_per_byte: Of the held-out text by teacher, student after stage 1 (hybrid, LoRA off), and student.
+    stages: Report of each stage that ran.
+    """
+
+    folder: Path
+    bits_per_byte: dict[str, float]
+    stages: list[StageReport]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Values that JSON can hold."""
+        return {"bits_per_byte": self.bits_per_byte, "stages": [asdict(stage) for stage in self.stages]}
+
+
+class LinearizationRun:
+    """One run: its folder, data and model; every stage starts from the base and the results of the stage before."""
+
+    def __init__(
+        self, recipe: Recipe, output: Path, accelerator: Accelerator, progress: Progress, log: Callable[[str], None]
+    ) -> None:
+        self.recipe, self.output, self.accelerator = recipe, output, accelerator
+        self.progress, self.log = progress, log
+        self.folder = RunFolder(output)
+        self.work = self.folder.work
+        self.tokenizer = load_tokenizer(recipe.tokenizer or recipe.base)
+        log("reading the base model")
+        geometry = load_model(recipe.base, attach_untrained=True).config
+        self.layers, self.heads = geometry.num_hidden_layers, geometry.num_attention_heads
+        self.still = recipe.still_config(self.layers, self.heads)
+        self.start = adapter.Start(recipe) if recipe.start else None
+        if self.start and recipe.window_factors is None:
+            self.still = replace(self.still, window_factors=self.start.still.window_factors)
+        if recipe.window_factor_scale != 1:
+            rows = self.still.window_factors or ((1.0,) * self.heads,) * self.layers
+            scaled = tuple(tuple(factor * recipe.window_factor_scale for factor in row) for row in rows)
+            self.still = replace(self.still, window_factors=scaled)
+        model = self.load_base()
+        self.base_weights = weights_digest(model)
+        log("tokenizing the texts")
+        self.corpus: Corpus = read_corpus(recipe.texts, self.tokenizer, int(model.config.vocab_size), recipe.held_out)
+        self.chats = []
+        if recipe.chat_file:
+            self.chats = read_chats(recipe.chat_file, self.tokenizer, int(model.config.vocab_size))
+        self.held_out = held_out_rows(self.corpus, recipe.validation_rows, recipe.sequence_length)
+
+    def load_base(self) -> Any:
+        """The base with untrained STILL attention, or that of the adapter to go on from, float32, frozen."""
+        model = load_model(self.recipe.base, attach_untrained=True, still_config=self.still, dtype=torch.float32)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(False)
+            if name.endswith(".g_proj.bias"):
+                parameter.fill_(FRESH_GATE_BIAS)
+        if self.start:
+            adapter.load_tensors(model, self.start.still_tensors())
+        return model
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What must be equal for a run to be continued."""
+        values = self.recipe.to_dict()
+        for name in (
+            "device",
+            "checkpoint_every",
+            "micro_batch_size",
+            "gradient_checkpointing",
+            "precision",
+            "adapter_dtype",
+            "texts",
+            "base",
+            "tokenizer",
+            "start",
+            "chat_file",
+        ):
+            del values[name]
+        tokens = hashlib.sha256(self.corpus.train.tobytes())
+        for chat in self.chats:
+            tokens.update(chat.tobytes())
+        return {**values, "training_tokens_sha256": tokens.hexdigest(), "base_weights": self.base_weights}
+
+    def open_folder(self, resume: bool, force: bool) -> None:
+        """Make the output folder, or check that it holds this run; errors as of RunFolder."""
+        if resume:
+            self.folder.resume(self.fingerprint())
+        elif self.accelerator.is_main_process:
+            self.folder.begin(self.fingerprint(), force)
+        self.accelerator.wait_for_everyone()
+
+    def batches(self, retrieval: float) -> Batches:
+        """The training batches with a share of retrieval rows."""
+        recipe = self.recipe
+        natural = None
+        if recipe.natural:
+            natural = NaturalWriter(self.tokenizer, self.corpus.train, chat_format(self.tokenizer))
+        return Batches(
+            self.corpus,
+            TaskWriter(self.tokenizer, self.corpus.train),
+            recipe.batch_size,
+            recipe.sequence_length,
+            recipe.seed,
+            retrieval,
+            Weighing(recipe.answer_weight, recipe.answer_share),
+            natural=natural,
+            natural_share=recipe.natural,
+            chats=self.chats,
+            chat_share=recipe.chat,
+            lengths=recipe.row_lengths,
+        )
+
+    def validate(self, module: nn.Module) -> float:
+        """Loss of the held-out rows."""
+        losses = []
+        with torch.no_grad(), self.accelerator.autocast():
+            for row in self.held_out.to(self.accelerator.device):
+                losses.append(float(module(row[None], torch.ones_like(row[None], dtype=torch.float32))[0]))
+        return sum(losses) / len(losses)
+
+    def transfer(self) -> StageReport:
+        """Stage 1; writes training/transfer.safetensors."""
+        recipe = self.recipe
+        model = self.load_base()
+        attentions = make_trainable(model, recipe.learn_window_factors)
+        for attention in attentions:
+            attention.save_memory = recipe.gradient_checkpointing
+        for _, parameter in adapter.still_parameters(model, gate_weights=not recipe.low_rank_gates):
+            parameter.requires_grad_(True)
+        self.log(f"stage 1, attention transfer: {_count(model):,} parameters in {len(attentions)} layers")
+        trainer = Trainer(self.accelerator, recipe, "transfer", self.work, self.progress)
+        objective = TransferObjective(model, attentions)
+        report = trainer.train(
+            objective,
+            self.batches(recipe.retrieval),
+            recipe.transfer_steps,
+            lambda _: recipe.transfer_rate,
+            self.validate,
+        )
+        self._keep("transfer", objective)
+        return report
+
+    def finetune(self) -> tuple[StageReport | None, Any, list[TrainableAttention]]:
+        """Stage 2; writes training/finetune.safetensors. The report, and the model with LoRA."""
+        recipe = self.recipe
+        model = self.load_base()
+        attentions = make_trainable(model, recipe.learn_window_factors)
+        if recipe.transfer_steps:
+            model.load_state_dict(load_file(self.work / "transfer.safetensors"), strict=False)
+        if not recipe.finetune_steps:
+            model = self.attach_lora(model) if self.start else model
+            return None, model.to(self.accelerator.device), attentions
+        set_seed(recipe.seed)  # LoRA starts the same whether or not stage 1 ran in this process
+        if recipe.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.enable_input_require_grads()
+            model.train()
+        model = self.attach_lora(model)
+        for name, parameter in model.named_parameters():
+            if name.endswith(adapter.FACTORS):
+                parameter.requires_grad_(True)
+        self.log(f"stage 2, LoRA: {_count(model):,} parameters, loss {recipe.loss}")
+        trainer = Trainer(self.accelerator, recipe, "finetune", self.work, self.progress)
+        objective = FinetuneObjective(
+            model,
+            attentions,
+            recipe.loss,
+            recipe.selection_weight,
+            answer_loss=recipe.answer_loss,
+            per_answer=recipe.answer_share > 0,
+        )
+        report = trainer.train(
+            objective,
+            self.batches(recipe.retrieval),
+            recipe.finetune_steps,
+            lambda name: recipe.transfer_rate if name.endswith(adapter.FACTORS) else recipe.finetune_rate,
+            self.validate,
+        )
+        self._keep("finetune", objective)
+        return report, model.eval(), attentions
+
+    def attach_lora(self, model: Any) -> Any:
+        """`model` with LoRA, fresh or that of the adapter to go on from."""
+        model = adapter.attach_lora(model, self.recipe)
+        if self.start:
+            self.start.load_lora(model)
+        return model
+
+    def _keep(self, stage: str, objective: nn.Module) -> None:
+        tensors = {n: t.cpu().contiguous() for n, t in adapter.trained_tensors(objective).items()}
+        if self.accelerator.is_main_process:
+            save_file(tensors, self.work / f"{stage}.safetensors")
+        self.accelerator.wait_for_everyone()
+
+    @torch.no_grad()
+    def quality(self, model: Any, attentions: list[TrainableAttention]) -> dict[str, float]:
+        """Bits per byte of the held-out rows: teacher, after stage 1, after stage 2."""
+        finetuned = hasattr(model, "disable_adapter")
+        rows = self.held_out.to(self.accelerator.device)
+
+        def bits(mode: str) -> float:
+            with attention_mode(attentions, mode), self.accelerator.autocast():
+                losses = [cross_entropy(model(row[None], use_cache=False).logits, row[None]) for row in rows]
+            return sum(losses) / len(losses) / math.log(2) / self.corpus.bytes_per_token
+
+        def without_lora(mode: str) -> float:
+            if not finetuned:
+                return bits(mode)
+            with model.disable_adapter():
+                return bits(mode)
+
+        result = {"teacher": without_lora(SOFTMAX), "after attention transfer": without_lora(HYBRID)}
+        if finetuned:
+            result["after LoRA"] = bits(HYBRID)
+        return result
+
+    def write(self, result: Linearization, command: str) -> None:
+        """Write adapter, model, tokenizer and report, in one step; the work folder stays."""
+        self.log("writing the model")
+        tensors: dict[str, Tensor] = dict(self.start.tensors) if self.start else {}
+        for stage in result.stages:
+            tensors.update(load_file(self.work / f"{stage.name}.safetensors"))
+        if not tensors:
+            base = self.load_base()
+            tensors = {n: p.detach() for n, p in adapter.still_parameters(base)}
+        still = adapter.take_window_factors(tensors, self.still, self.layers, self.heads)
+        with staged_folder(self.output, force=True, keep=self.folder.kept) as folder:
+            adapter.save_adapter(folder / "adapter", tensors, still, self.recipe)
+            save_model(adapter.apply_adapter(self.recipe.base, folder / "adapter"), self.tokenizer, folder)
+            content = {"command": command, "recipe": self.recipe.to_dict(), **result.to_dict()}
+            (folder / REPORT_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def weights_digest(model: nn.Module) -> str:
+    """A short text that differs for other weights or names."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(name.encode())
+        digest.update(parameter.detach().double().sum().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def cross_entropy(logits: Tensor, ids: Tensor) -> float:
+    """Mean next-token cross-entropy in nats; logits [B, T, V], ids [B, T]."""
+    return float(per_token(logits[:, :-1], ids[:, 1:]).mean())
+
+
+def _count(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
