@@ -176,9 +176,10 @@ def test_attach_untrained_is_asked_for(plain: Path, tmp_path: Path, capsys: Capt
         (("verify", "{exists}", "--lengths", "257"), "outside 1..256"),
         (("verfy", "{exists}"), "Did you mean 'verify'?"),
         (
-            ("{model}", "--to", "onnx", "-o", "{out}", "--arch", "sm_90", "--batch", "2"),
-            "--arch, --batch: for --to trt",
+            ("{model}", "--to", "onnx", "-o", "{out}", "--batch", "2"),
+            "--batch: for --to trt",
         ),
+        (("{model}", "--to", "onnx", "-o", "{out}", "--arch", "sm_90"), "add --native"),
         (("{model}", "--to", "onnx", "-o", "{out}", "--prefill-tokens", "0"), "prefill_tokens=0"),
         (("inspect", "{empty}"), "no exported package"),
         (("export", "--config", "{empty}/none.json", "-o", "{out}"), "no manifest"),

@@ -29,7 +29,7 @@ from still_export.quantization.quantizers import quantize
 from still_export.quantization.read import held_model, with_held_weights
 from still_export.runners.ort import OrtModel
 from still_export.runners.torch import TorchModel
-from tests.still_export.test_quantization import SIZES
+from tests.still_export.quantization.test_quantization import SIZES
 from tests.still_export.tiny import MIXED, VOCAB, still_model
 
 PATH = Path("a.gguf")
