@@ -67,6 +67,9 @@ ELSEWHERE = {
         Elsewhere(TRAINING)
     ),
     "still-export evaluate STILL --teacher BASE": Elsewhere("asks 360 prompts of five models"),
+    "still-export MODEL --to onnx --dtype float16 --native --arch sm_90 --onnxruntime-include headers -o NATIVE": Elsewhere(
+        "compiles a GPU's kernels for minutes; tests/still_export/export/test_native.py compiles some"
+    ),
     'still-export run DIR --provider cuda --prompt "Once upon a time"': Elsewhere(GPU),
     "still-export MODEL --to trt --arch sm_87,sm_90 --tensorrt-include TENSORRT/include -o TRT": Elsewhere(HEADERS),
     "still-export STILL --to trt -o TRT": Elsewhere(
