@@ -1,9 +1,13 @@
 #!/usr/bin/env bash
-# Lint, types and tests, from nothing. usage: bash tools/test.sh [--fast] [PYTEST ARGUMENTS]
-# --fast leaves out what is marked slow: whatever took more than two seconds of a processor. The slowest tests are listed at the end.
+# Lint, types and tests, from nothing. usage: bash tools/test.sh [--fast|--all] [PYTEST ARGUMENTS]
+# --fast leaves out what is marked slow (more than two seconds of a processor), --all leaves out nothing: without it what is marked long
+# (every architecture, 65,536 steps, fresh environments ...) stays out. The slowest tests are listed at the end.
 set -euo pipefail
-kind=()
-[ "${1:-}" = --fast ] && { kind=(-m "not slow"); shift; }
+kind=(-m "not long")
+case ${1:-} in
+    --fast) kind=(-m "not slow and not long"); shift ;;
+    --all) kind=(); shift ;;
+esac
 . "$(dirname "$0")/env.sh" dev
 ruff check .
 ruff format --check .

@@ -144,7 +144,7 @@ def run_session(pages: list[Path], folder: Path, slow: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("session", SESSIONS)
+@pytest.mark.parametrize("session", [s if s == "README" else pytest.param(s, marks=pytest.mark.long) for s in SESSIONS])
 def test_commands_run(session: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run_session(SESSIONS[session], tmp_path, slow=False)

@@ -6,6 +6,7 @@ They launch what the core launches for the same call, and with STILL_TENSORRT_IN
 from __future__ import annotations
 
 import fcntl
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -90,6 +91,11 @@ def launches(lines: list[str]) -> list[str]:
     return [line for line in lines if line.startswith("cuLaunchKernel")]
 
 
+def without_own_memory(line: str) -> str:
+    """A launch without the addresses of what the recording driver allocated: counters, which each program has of its own."""
+    return re.sub(r"\d+", lambda found: "own" if 1 << 28 <= int(found[0]) < 1 << 29 else found[0], line)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call[0].name)
 def test_launches_are_those_of_the_core(hosts: Hosts, core: Core, recorder: Recorder, call: Call) -> None:
@@ -110,10 +116,8 @@ def test_launches_are_those_of_the_core(hosts: Hosts, core: Core, recorder: Reco
         op.prepare(inputs)
         outputs = [at[name.replace("present_", "past_")] for name in op.names("output")]
         op.launch([at[name] for name in op.names("input")], outputs, 0x7000000 if size else 0, 0)
-    expected = recorder.log("cuLaunchKernel")
-    counters = [line.split("=")[-1].split(",")[2] for line in (launches(lines)[-1], expected[-1])]
-    expected = [line.replace(counters[1], counters[0]) for line in expected]  # memory that each has of its own
-    assert launches(lines)[: len(expected)] == expected
+    expected = [without_own_memory(line) for line in recorder.log("cuLaunchKernel")]
+    assert [without_own_memory(line) for line in launches(lines)[: len(expected)]] == expected
 
 
 @pytest.mark.slow

@@ -281,6 +281,7 @@ def test_ctrl_c_stops_the_answer(model: still_export.LanguageModel) -> None:
         signal.raise_signal(signal.SIGINT)
 
 
+@pytest.mark.slow
 def test_run_reads_standard_input_and_keeps_states(
     package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -74,6 +74,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     return made
 
 
+@pytest.mark.long
 def test_native_kernel(installed: Installed) -> None:
     try:
         include = find_onnxruntime_headers().resolve()
@@ -86,6 +87,7 @@ def test_native_kernel(installed: Installed) -> None:
     installed.still_export("verify", "onnx", "--lengths", "1,9,40", "--decode-steps", "3", "-q")
 
 
+@pytest.mark.long
 def test_tensorrt(installed: Installed) -> None:
     """Kernels for an architecture; the plugin too where TensorRT's headers are, else the core that it is built around."""
     pytest.importorskip("triton")

@@ -55,6 +55,7 @@ def check_index(index: dict, folder: Path) -> None:
         assert all(isinstance(value, int) and value > 0 for value in entry["constants"].values())
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_archive_repeats_byte_for_byte(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
@@ -68,7 +69,7 @@ def test_archive_repeats_byte_for_byte(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", aot.ARCHS)
+@pytest.mark.parametrize("arch", [a if a == "sm_90" else pytest.param(a, marks=pytest.mark.long) for a in aot.ARCHS])
 def test_every_architecture(arch: str, tmp_path: Path) -> None:
     variants: list[dict] = [{}]
     if arch in (

@@ -300,6 +300,7 @@ def test_first_position_is_always_salient() -> None:
     assert torch.equal(state.salient_key[:, :, 0], expected)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_no_drift_over_65536_steps() -> None:
     """float32 state, token by token at the end, against the definition evaluated in float64 for the last rows."""

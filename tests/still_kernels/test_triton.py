@@ -116,6 +116,10 @@ def check_narrow(name: str, dtype: str) -> None:
     assert {what: error for what, error in errors.items() if not error <= limits[what]} == {}
 
 
+LONG = ("crossing", "half of a group")
+"""Cases of minutes where they are not among the fast ones."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "name"), [(dtype, name) for dtype, names in NARROW.items() for name in names])
 def test_interpreter_in_16_bits(dtype: str, name: str) -> None:
@@ -124,7 +128,13 @@ def test_interpreter_in_16_bits(dtype: str, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dtype", "name"), [(d, name) for d, fast in NARROW.items() for name in triton_cases.CASES if name not in fast]
+    ("dtype", "name"),
+    [
+        pytest.param(d, name, marks=[pytest.mark.long] if name in LONG else [])
+        for d, fast in NARROW.items()
+        for name in triton_cases.CASES
+        if name not in fast
+    ],
 )
 def test_interpreter_rest_in_16_bits(dtype: str, name: str) -> None:
     check_narrow(name, dtype)
@@ -147,7 +157,12 @@ def test_the_interpreter_rounds_to_bfloat16_and_refuses_to_compute_in_it() -> No
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "what",
-    [("garbage",), ("unused", "promoting", "many parts, group", "released decode", "fold oldest")],
+    [
+        ("garbage",),
+        pytest.param(
+            ("unused", "promoting", "many parts, group", "released decode", "fold oldest"), marks=pytest.mark.long
+        ),
+    ],
     ids=lambda what: what[0],
 )
 def test_what_memory_holds_elsewhere_changes_nothing(what: tuple[str, ...]) -> None:
@@ -163,7 +178,7 @@ REST = tuple(name for name in triton_cases.CASES if name not in (*FAST, *EVERY_K
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", REST)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] if n in LONG else []) for n in REST])
 def test_interpreter_rest(name: str) -> None:
     check(interpreted(REST)[name], torch.float32)
 

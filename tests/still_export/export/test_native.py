@@ -153,6 +153,7 @@ def test_bfloat16_is_refused(built: None, export_tiny: Exporter) -> None:
         export_tiny(dtype="bfloat16", options={"native": True, "dtype": "bfloat16"})
 
 
+@pytest.mark.slow
 def test_kernels_of_the_gpu_follow_from_the_graph(export_tiny: Exporter) -> None:
     """One variant for each op, with ONNX Runtime's counts; what no kernel covers is named before anything is compiled."""
     found = kernel_variants(export_tiny(layer_types=MIXED, chunk_size=32).model_path)
@@ -163,6 +164,7 @@ def test_kernels_of_the_gpu_follow_from_the_graph(export_tiny: Exporter) -> None
         kernel_variants(export_tiny(local="sliding", chunk_size=32).model_path)
 
 
+@pytest.mark.slow
 def test_kernels_of_the_gpu_are_compiled_in(
     export_tiny: Exporter, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -23,6 +23,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
+@pytest.mark.slow
 def test_each_weight_is_read_once_and_forgotten(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
     read: list[tuple[int, weakref.ref]] = []
     original = weights.value_of

@@ -99,6 +99,7 @@ def test_two_processes_share_the_candidates(base: Path, text: Path, tmp_path: Pa
     assert list(shared["scores"].values()) == pytest.approx(list(alone.scores.values()), rel=1e-3, abs=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_mixed_model_end_to_end(base: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Choose a layer, linearize the others, export, and hold ONNX Runtime to PyTorch: only commands that a user types."""

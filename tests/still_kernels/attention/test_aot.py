@@ -35,7 +35,7 @@ def test_one_architecture(packed: int, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", aot.ARCHS)
+@pytest.mark.parametrize("arch", [a if a == "sm_90" else pytest.param(a, marks=pytest.mark.long) for a in aot.ARCHS])
 def test_every_architecture(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     variants = [Variant()]
     if arch in ("sm_86", "sm_90"):  # the least shared memory, a server
