@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from still_export.mixers.torch_ops import Given, call, register
@@ -25,7 +26,7 @@ register(CAUSAL_CONV, _compute)
 
 
 def causal_conv(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Call `torch.ops.still.causal_conv`: traceable as one node, right on every device.
+    """The op: one node of `torch.ops.still.causal_conv` where a program is traced, which has no derivative; else the form itself.
 
     Args:
         inputs: With `new_tokens`.
@@ -34,6 +35,8 @@ def causal_conv(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         output [B, T, C] and the state after the call.
     """
+    if not torch.compiler.is_compiling():
+        return whole_causal_conv(inputs, state)
     given = {t.name: getattr(inputs, t.name) for t in CAUSAL_CONV.inputs} | {"past_conv_state": state}
     attributes = {a.name: getattr(inputs, a.name) for a in CAUSAL_CONV.attributes}
     results = call(CAUSAL_CONV, given, attributes)

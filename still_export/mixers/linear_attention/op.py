@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from still_export.mixers.torch_ops import Given, call, register
@@ -25,7 +26,7 @@ register(LINEAR_ATTENTION, _compute)
 
 
 def linear_attention(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Call `torch.ops.still.linear_attention`: traceable as one node, right on every device.
+    """The op: one node of `torch.ops.still.linear_attention` where a program is traced, which has no derivative; else the form itself.
 
     Args:
         inputs: With `new_tokens`.
@@ -34,6 +35,8 @@ def linear_attention(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         output [B, T, H, G, V] and the state after the call.
     """
+    if not torch.compiler.is_compiling():
+        return chunked_linear_attention(inputs, state)
     given = {t.name: getattr(inputs, t.name) for t in LINEAR_ATTENTION.inputs} | {"past_recurrent_state": state}
     attributes = {a.name: getattr(inputs, a.name) for a in LINEAR_ATTENTION.attributes}
     results = call(LINEAR_ATTENTION, given, attributes)
