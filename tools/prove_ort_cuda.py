@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PART_BYTES = 40_000_000
+PART_BYTES = 36_000_000
 LENGTHS = "1,63,64,65,129,512"
 CONTEXTS = (1024, 4096, 8000)
 SMALL = ("small-float32", "small-float16", "small-bfloat16")
