@@ -16,7 +16,9 @@ from still_export.errors import ConfigError
 EXAMPLES = """
 Examples:
 
-    still-export linearize BASE --text book.txt -o DIR
+    still-export linearize BASE -o DIR
+
+    still-export linearize BASE --recipe retrieval --softmax-layers 4 --text book.txt -o DIR
 
     still-export linearize --config recipe.yaml --finetune-steps 200 -o DIR
 
@@ -77,6 +79,10 @@ def linearize(
         list[str] | None, typer.Option("--text", help="Text file; repeatable. The end of each is held out.")
     ] = None,
     config: Annotated[Path | None, typer.Option(help="YAML recipe; flags win over it.")] = None,
+    named: Annotated[
+        str | None,
+        typer.Option("--recipe", help="quick, paper or retrieval; flags win over it.", show_default="quick"),
+    ] = None,
     softmax_layers: Annotated[
         int, typer.Option(min=0, help="Layers that stay softmax, found by select-layers first.")
     ] = 0,
@@ -96,7 +102,7 @@ def linearize(
         from still_export.linearization.folder import apply
         from still_export.linearization.linearize import leave_processes
         from still_export.linearization.linearize import linearize as run
-        from still_export.linearization.recipe import read_recipe
+        from still_export.linearization.recipe import DEFAULT_PRESET, preset, read_recipe
         from still_export.report import linearize as looks
         from still_export.report.render import check_report, write_report
     except ModuleNotFoundError as error:
@@ -122,7 +128,9 @@ def linearize(
         )
         return
     given = {**recipe_options, **({"base": base} if base else {}), **({"texts": tuple(text)} if text else {})}
-    recipe = read_recipe(config, given)
+    if config is not None and named is not None:
+        raise ConfigError("--config and --recipe are two recipes; give one of them.")
+    recipe = read_recipe(config or preset(named or DEFAULT_PRESET), given)
     if softmax_layers:
         from still_export.linearization.select_layers import select_layers
 
