@@ -245,7 +245,7 @@ def _write_model(
     path = folder / MODEL
     save_streaming(lowered, path, f"{MODEL}.data", lambda done, total: say("writing the weights", done, total))
     graph = onnx.load(path, load_external_data=False)
-    attach_functions(graph)
+    attach_functions(graph, onnxruntime=fused)
     # Beside the manifest, where an edit would go unnoticed.
     onnx.helper.set_model_props(
         graph, {field: recorded_text({**describe, **said}, name) for field, name in RECORDED.items()}

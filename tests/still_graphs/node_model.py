@@ -20,6 +20,7 @@ def node_model(
     dtype: torch.dtype,
     absent: tuple[str, ...] = (),
     opset: int = 23,
+    onnxruntime: bool = False,
     **attributes: Any,
 ) -> onnx.ModelProto:
     """A model of one node with its body; inputs and outputs have the op's own names."""
@@ -37,7 +38,7 @@ def node_model(
     inputs, outputs = infos(spec.input_names(), spec.all_inputs()), infos(spec.output_names(), spec.all_outputs())
     imports = [helper.make_opsetid("", opset), helper.make_opsetid(DOMAIN, 1)]
     model = helper.make_model(helper.make_graph([node], "still", inputs, outputs), opset_imports=imports, ir_version=10)
-    assert attach_functions(model) == 1
+    assert attach_functions(model, onnxruntime) == 1
     return model
 
 

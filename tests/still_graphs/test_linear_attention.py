@@ -40,11 +40,12 @@ def check(
     dtype: torch.dtype = torch.float32,
     in_place: bool = False,
     bound: float | None = None,
+    model: onnx.ModelProto | None = None,
     **options: Any,
 ) -> None:
     """Output and state of every call."""
     state = empty_state(2, layer.heads, layer.dim, layer.size)
-    node = StatefulNode(LINEAR_ATTENTION, layer_model(layer, dtype), state, in_place, **options)
+    node = StatefulNode(LINEAR_ATTENTION, model or layer_model(layer, dtype), state, in_place, **options)
     for number, call in enumerate(calls(layer, splits, dtype)):
         feeds = {t.name: x for t in LINEAR_ATTENTION.inputs if (x := getattr(call.inputs, t.name)) is not None}
         output, present = node(feeds, call.output.to(dtype))
@@ -118,3 +119,17 @@ def test_the_only_recurrence_is_over_chunks() -> None:
     assert not [n for n in nodes if n.op_type in ("Loop", "If")]
     body = next(a.g for a in scan.attribute if a.name == "body")
     assert [n.op_type for n in body.node].count("MatMul") == 3
+
+
+@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "apart"])
+@pytest.mark.parametrize("layer", LAYERS, ids=str)
+def test_body_around_the_op_of_onnx_runtime(layer: Layer, in_place: bool) -> None:
+    model = layer_model(layer, onnxruntime=True)
+    assert [n.domain for n in model.functions[0].node if n.op_type == "LinearAttention"] == ["com.microsoft"]
+    check(layer, SPLITS, in_place=in_place, model=model)
+
+
+def test_half_precision_keeps_the_standard_body() -> None:
+    """ONNX Runtime's op has a kernel for float32 on the CPU, and no other."""
+    model = layer_model(Layer(), torch.float16, onnxruntime=True)
+    assert {o.domain for f in model.functions for o in f.opset_import} == {""}

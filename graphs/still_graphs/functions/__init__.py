@@ -12,6 +12,7 @@ import onnx
 
 from still_graphs.errors import UnsupportedError
 from still_graphs.functions import attention, causal_conv, hybrid_attention, linear_attention
+from still_graphs.functions.linear_attention.onnxruntime import onnxruntime_body
 
 OPSETS = (23, 24)
 """Opsets of ai.onnx that bodies are written for."""
@@ -25,8 +26,15 @@ BODIES: dict[str, tuple[Writer, tuple[str, ...]]] = {
 }
 """Per op, the writer of its body and the symbols of `dims` that it needs."""
 
+ONNXRUNTIME_BODIES: dict[str, Callable[[onnx.NodeProto, int, int, Mapping[str, int]], onnx.FunctionProto | None]] = {
+    "LinearAttention": onnxruntime_body,
+}
+"""Per op that ONNX Runtime has a kernel of its own for, the writer of a body around it; it gives None where that does not hold."""
 
-def function_body(node: onnx.NodeProto, dtype: int, opset: int = 23, *, dims: Mapping[str, int]) -> onnx.FunctionProto:
+
+def function_body(
+    node: onnx.NodeProto, dtype: int, opset: int = 23, *, dims: Mapping[str, int], onnxruntime: bool = False
+) -> onnx.FunctionProto:
     """The function of one still:: node.
 
     Args:
@@ -34,6 +42,7 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int = 23, *, dims: Ma
         dtype: Element type of the activations (TensorProto.FLOAT, FLOAT16 or BFLOAT16).
         opset: Of ai.onnx in the body.
         dims: Sizes of the OpSpec's symbols that are fixed in the model (heads, head dim, features), and WH, heads of the weights.
+        onnxruntime: ONNX Runtime's own ops may stand in the body, where it has kernels for them.
 
     Returns:
         A function with the node's domain, name and `overload`.
@@ -57,4 +66,5 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int = 23, *, dims: Ma
             f"{node.name or node.op_type}: dimension {', '.join(missing)} is not fixed in the graph; declare the shapes of "
             "weights and past state."
         )
-    return write(node, dtype, opset, dims)
+    own = ONNXRUNTIME_BODIES.get(node.op_type) if onnxruntime else None
+    return (own(node, dtype, opset, dims) if own else None) or write(node, dtype, opset, dims)

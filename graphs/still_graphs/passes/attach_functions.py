@@ -18,9 +18,12 @@ _Key = tuple[str, bytes, tuple[bool, ...], tuple[bool, ...], int, tuple[tuple[st
 _Types = dict[str, tuple[int, tuple[int | None, ...]]]
 
 
-def attach_functions(model: onnx.ModelProto) -> int:
+def attach_functions(model: onnx.ModelProto, onnxruntime: bool = False) -> int:
     """Attach a function to every still:: node of the main graph, in place; nodes that agree in attributes, present inputs and
     outputs and element type share one.
+
+    Args:
+        onnxruntime: For ONNX Runtime alone: bodies may have its own ops.
 
     Returns:
         Number of functions added.
@@ -39,12 +42,14 @@ def attach_functions(model: onnx.ModelProto) -> int:
         dtype, dims = _activation_type(node, types), _dimensions(node, types)
         key = _key(node, dtype, dims)
         if key not in found:
-            function = function_body(node, dtype, opset, dims=dims)
+            function = function_body(node, dtype, opset, dims=dims, onnxruntime=onnxruntime)
             # The first function of an op needs no overload; tools that do not know overloads can read it.
             overload = next(o for o in _overloads() if (function.domain, function.name, o) not in used)
             used.add((function.domain, function.name, overload))
             function.overload = overload
             model.functions.append(function)
+            known = {o.domain for o in model.opset_import}
+            model.opset_import.extend(o for o in function.opset_import if o.domain not in known)
             found[key] = overload
         node.overload = found[key]
     return len(found)

@@ -16,6 +16,7 @@ from still_graphs.ops.linear_attention import DELTA, GATED, LINEAR_ATTENTION
 class Layer:
     """Sizes by the OpSpec's symbols, and the rule; `decay` and `beta` are E and W, 0 where the rule has none."""
 
+    rule: str
     query_groups: int
     shared: int
     key_heads: int
@@ -57,6 +58,7 @@ class Layer:
                 raise UnsupportedError(f"{name}: {count} {what} do not divide the {dims['H']} heads of value.")
         scale = attributes["scale"].f if "scale" in attributes else 0.0
         return cls(
+            rule,
             dims["HQ"],
             dims["G"],
             dims["HK"],
@@ -108,3 +110,10 @@ def heads_first(b: Scope, layer: Layer, dtype: int, real: str) -> Tensors:
         decay,
         beta,
     )
+
+
+def mention_absent(b: Scope, node: onnx.NodeProto) -> None:
+    """Give absent inputs a use that nobody reads: a function derives its inputs from their uses."""
+    for name, given in zip(LINEAR_ATTENTION.input_names(), node.input, strict=False):
+        if not given:
+            b("Clip", "new_tokens", name, None)

@@ -1,0 +1,66 @@
+"""The body of still::LinearAttention for ONNX Runtime, around its own op of that name: no library of ours is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import onnx
+from onnx import helper
+
+from still_graphs.functions.builder import FLOAT, Scope
+from still_graphs.functions.counts import checked_new_tokens
+from still_graphs.functions.linear_attention.layer import Layer, mention_absent
+from still_graphs.ops.linear_attention import LINEAR_ATTENTION
+
+DOMAIN, VERSION = "com.microsoft", 1
+
+
+def onnxruntime_body(
+    node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]
+) -> onnx.FunctionProto | None:
+    """The function of `node`, or None where ONNX Runtime has no kernel for it: on the CPU float32 alone.
+
+    Its op has no lengths of rows: at padding key, value, decay and beta become 0, which leaves the state as it is to the bit.
+    """
+    if dtype != FLOAT:
+        return None
+    layer = Layer.of(node, dims)
+    b = Scope()
+    tokens = b.dim("query", 1)
+    real = b("Less", b.arange(tokens), checked_new_tokens(b, tokens))  # [B, T]
+
+    def masked(name: str, rank: int) -> str:
+        """[B, T, ...] as [B, T, channels], 0 at padding."""
+        return b.reshape(b("Where", b.unsqueeze(real, *range(2, rank)), name, 0.0), 0, 0, -1)
+
+    query = "query"
+    if layer.query_groups < layer.heads:
+        shape = b.shape(1, 1, 1, layer.heads // layer.query_groups, 1, 1)
+        query = b("Expand", b.unsqueeze(query, 3), shape)
+    output = b.multi(
+        "LinearAttention",
+        b.reshape(query, 0, 0, -1),
+        masked("key", 4),
+        masked("value", 4),
+        "past_recurrent_state",
+        masked("decay", 4) if layer.decay else None,
+        masked("beta", 3) if layer.beta else None,
+        out=[b.fresh("attended"), "present_recurrent_state"],
+        domain=DOMAIN,
+        q_num_heads=layer.heads * layer.shared,
+        kv_num_heads=layer.heads,
+        update_rule=layer.rule,
+        scale=layer.factor,
+    )[0]
+    by_head = b.reshape(output, 0, 0, layer.heads, layer.shared, layer.size)
+    b("Where", b.unsqueeze(real, 2, 3, 4), by_head, 0.0, out="output")
+    mention_absent(b, node)
+    return helper.make_function(
+        node.domain,
+        node.op_type,
+        list(LINEAR_ATTENTION.input_names()),
+        list(LINEAR_ATTENTION.output_names()),
+        b.nodes,
+        [helper.make_opsetid("", opset), helper.make_opsetid(DOMAIN, VERSION)],
+        [],
+    )
