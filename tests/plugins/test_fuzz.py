@@ -19,7 +19,14 @@ from tests.plugins.core_abi import compile_recorder, write_archive
 from tests.plugins.test_core import variant
 
 ROOT = Path(__file__).resolve().parents[2]
-RUNS = {"binding": 60_000, "kernels": 2_500, "attention": 500, "archive": 15_000, "manifest": 30_000}
+RUNS = {
+    "binding": 60_000,
+    "kernels": 2_500,
+    "attention": 500,
+    "linear_attention": 3_000,
+    "archive": 15_000,
+    "manifest": 30_000,
+}
 
 pytestmark = [
     pytest.mark.slow,

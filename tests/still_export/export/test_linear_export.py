@@ -12,7 +12,10 @@ from still_export.cli.main import main
 from still_export.models.load import load_model
 from still_export.runners.ort import OrtModel
 from still_export.runners.sampling import Sampling
+from tests.still_export.export.test_native import built, library
 from tests.still_export.linear_models import SIZES, VOCAB, linear_model
+
+__all__ = ["built", "library"]
 
 FEW = ("qwen3_5_text", "granitemoehybrid")
 CASES = [pytest.param(f, marks=pytest.mark.slow if f in FEW else pytest.mark.long) for f in SIZES]
@@ -40,3 +43,30 @@ def test_a_folder_becomes_a_proven_package(family: str, tmp_path: Path, capsys: 
     assert answer == expected.tolist()
     nodes = {n.op_type for n in onnx.load(tmp_path / "package/model.onnx", load_external_data=False).graph.node}
     assert {"CausalConv", "Attention"} <= nodes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_the_native_kernels_run_it(built: None, dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    linear_model("qwen3_5_text").save_pretrained(tmp_path / "model")
+    package = tmp_path / "package"
+    assert call("export", tmp_path / "model", "-o", package, "--native", "--dtype", dtype, "--quiet") == 0
+    sizes = ("--lengths", "1,65,130", "--decode-steps", "8")
+    assert call("verify", package, *sizes, "--quiet") == 0, capsys.readouterr().out
+    assert OrtModel(package, threads=1).native is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["trt", "onnx"])
+def test_gpu_kernels_that_are_not_there_are_refused(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In one sentence, before anything is left behind."""
+    linear_model("lfm2").save_pretrained(tmp_path / "model")
+    output = tmp_path / "package"
+    arguments = (
+        ["--to", "trt"] if target == "trt" else ["--to", "onnx", "--native", "--arch", "sm_90", "--dtype", "float16"]
+    )
+    assert call(tmp_path / "model", *arguments, "-o", output, "--quiet") == 2
+    assert "op CausalConv has no GPU kernels" in capsys.readouterr().err
+    assert not output.exists()
