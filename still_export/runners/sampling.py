@@ -31,11 +31,12 @@ class Sampling:
         """Next token from logits [V]."""
         if self.temperature == 0:
             return int(logits.argmax())
-        scaled = logits.astype(np.float64) / self.temperature
-        order = np.argsort(-scaled, kind="stable")
+        order = np.argsort(-logits, kind="stable")
         if self.top_k:
             order = order[: self.top_k]
-        probability = np.exp(scaled[order] - scaled[order[0]])
+        below = logits[order].astype(np.float64) - float(logits[order[0]])
+        with np.errstate(over="ignore"):  # the smallest temperatures: -inf, and probability 0
+            probability = np.exp(below / self.temperature)
         probability /= probability.sum()
         # The smallest set whose mass reaches top_p: a token stays while the mass before it is below.
         kept = np.cumsum(probability) - probability < self.top_p
