@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PART_BYTES = 40_000_000
+PART_BYTES = 36_000_000
 LENGTHS = "1,63,64,65,129,512"
 CONTEXTS = (1024, 4096, 8000)
 SMALL = ("small-float32", "small-float16", "small-bfloat16")
@@ -44,6 +44,8 @@ GEOMETRY = {
     "tie_word_embeddings": True,
 }
 """Of SmolLM2-135M."""
+SOFTMAX_LAYERS = (17, 18, 20, 23)
+"""Of the demo model."""
 
 
 # Where PyTorch is.
@@ -70,7 +72,7 @@ def prepare(options: argparse.Namespace) -> None:
         if name != "small-bfloat16":
             record(package)
     export(OTHER_GPU, ROOT / "assets/small", "--dtype", "float16", arch="sm_80" if options.arch != "sm_80" else "sm_90")
-    speed = export(SPEED, blank_model(options.out / "blank"), "--attach-untrained", "--capacity-tokens", "8448")
+    speed = export(SPEED, blank_model(options.out / "blank", SOFTMAX_LAYERS), "--capacity-tokens", "8448")
     (speed / "model.onnx.data").unlink()  # zeros: made again there
     if options.demo:
         import still_export
@@ -91,16 +93,23 @@ def prepare(options: argparse.Namespace) -> None:
     shutil.rmtree(options.out / "blank")
 
 
-def blank_model(folder: Path) -> Path:
-    """A model folder of the geometry in float16, its weights zero."""
+def blank_model(folder: Path, softmax_layers: tuple[int, ...] | None = None) -> Path:
+    """A model folder of the geometry in float16, its weights zero; STILL with these softmax layers, or the base."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
+
+    from still_export.mixers.config import FULL, HYBRID, StillConfig
+    from still_export.models import attach_untrained
 
     torch.set_default_dtype(torch.float16)
     config = LlamaConfig(max_position_embeddings=131072, **GEOMETRY)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     model.to_empty(device="cpu")
+    if softmax_layers is not None:
+        layers = range(config.num_hidden_layers)
+        still = StillConfig(layer_types=tuple(FULL if i in softmax_layers else HYBRID for i in layers))
+        model = attach_untrained(model, still)
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.zero_()

@@ -62,8 +62,7 @@ ELSEWHERE = {
         Elsewhere(REAL)
     ),
     "still-export bench native --threads 2 --beside peer.json": Elsewhere(REAL),
-    "still-export linearize BASE --text corpus.txt -o STILL": Elsewhere(TRAINING, "cp -r MODEL STILL"),
-    "still-export linearize BASE --text corpus.txt --sequence-length 2048 --batch-size 16 --precision bf16 -o TRAINED": (
+    "still-export linearize BASE --recipe paper --text corpus.txt --sequence-length 2048 --batch-size 16 --precision bf16 -o TRAINED": (
         Elsewhere(TRAINING)
     ),
     "still-export evaluate STILL --teacher BASE": Elsewhere("asks 360 prompts of five models"),
