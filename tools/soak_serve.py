@@ -56,9 +56,9 @@ class Case:
     gaps: tuple[float, ...]
 
 
-def make_cases(package: Path, count: int, context: int, threads: int, seed: int) -> list[Case]:
+def make_cases(package: Path, count: int, context: int, threads: int, provider: Any, seed: int) -> list[Case]:
     """Random requests of up to `context` tokens, answered by the package alone."""
-    model = still_export.load(package, threads=threads)
+    model = still_export.load(package, threads=threads, provider=provider)
     vocabulary = model.runner.manifest["model"]["vocab_size"]
     random_, cases = random.Random(seed), []
     for number in range(count):
@@ -154,9 +154,11 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=60, help="different requests")
     parser.add_argument("--context", type=int, default=1000, help="tokens of the longest")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--provider", choices=("cpu", "cuda"), default="cpu", help="of ONNX Runtime")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    cases = make_cases(options.package, options.cases, options.context, options.threads, options.seed)
+    machine = options.threads, options.provider
+    cases = make_cases(options.package, options.cases, options.context, *machine, options.seed)
     command = [
         sys.executable,
         "-m",
@@ -169,6 +171,7 @@ def main() -> int:
         "soak",
     ]
     command += ["--rows", str(options.rows), "--threads", str(options.threads), "--max-context", str(options.context)]
+    command += ["--provider", options.provider]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ})
     assert server.stderr is not None
     url = ""

@@ -77,7 +77,8 @@ class _Server:
             try:
                 response = await handler(request)
             except ApiError as error:
-                response = _json(error.to_dict(), error.status)
+                again = {"retry-after": "1"} if error.status in (429, 503) else None
+                response = _json(error.to_dict(), error.status, again)
             except ClientDisconnect:
                 response = Response(status_code=GONE)
             except Exception as error:  # a bug of ours: the others' requests go on

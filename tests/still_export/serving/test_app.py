@@ -259,6 +259,7 @@ bodies = (
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(bodies, st.sampled_from(["/v1/completions", "/v1/chat/completions"]))
 def test_malformed_bodies_are_a_clients_error(served: Served, body: bytes, path: str) -> None:

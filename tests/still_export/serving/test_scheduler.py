@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import still_export
 from still_export.runners.ort import OrtModel
 from still_export.runners.sampling import RunError, Sampling
 from still_export.runners.text import Answer, Text
@@ -148,6 +149,16 @@ def test_rows_are_shared_and_cleared(shared: OrtModel, text: Text, alone: Any) -
             assert client.told == alone(client.case)
     assert clients[1].told[2] is None and len(clients[1].told[0]) < 12
     assert all(r.done >= r.first >= r.arrived > 0 for r in (c.request for c in clients) if r.tokens)
+
+
+def test_the_reference_serves_too(byte_package: Path, alone: Any) -> None:
+    """The same on a runtime that calls all rows at once."""
+    model = still_export.load(byte_package, runtime="torch")
+    scheduler = Scheduler(model.runner, model.text, rows=2, piece=30)
+    clients = [Client(Case(0, 50, 9)), Client(Case(9, 33, 9)), Client(Case(4, 20, 4, seed=1))]
+    for _ in rounds(scheduler, clients):
+        pass
+    assert [c.told for c in clients] == [alone(c.case) for c in clients]
 
 
 def test_a_long_prompt_does_not_stop_the_answers(shared: OrtModel, text: Text) -> None:
