@@ -53,7 +53,7 @@ class Runner(ABC):
     room: int = 0
     length: np.ndarray
     replays = False
-    """`greedy` replays a captured step."""
+    """`step` and `greedy` replay a captured step."""
     least_rows = 0
     """Rows that a growing state has at least."""
 
@@ -199,8 +199,12 @@ class Runner(ABC):
     def greedy(self, token: np.ndarray, count: int) -> Iterator[np.ndarray]:
         """Tokens [B] that follow `token` [B] greedily, `count` of them."""
         for _ in range(count):
-            token = self.feed(token[:, None])[:, -1].argmax(-1)
+            token = self.step(token).argmax(-1)
             yield token
+
+    def step(self, token: np.ndarray) -> np.ndarray:
+        """Feed one token to every row, [B]; logits [B, V]."""
+        return self.feed(token[:, None])[:, -1]
 
     def generate(
         self,
@@ -231,5 +235,5 @@ class Runner(ABC):
 
     def _sampled(self, token: int, count: int, sampling: Sampling) -> Iterator[int]:
         for _ in range(count):
-            token = sampling.choose(self.feed(np.array([[token]], np.int64))[0, -1])
+            token = sampling.choose(self.step(np.array([token], np.int64))[0])
             yield token

@@ -199,7 +199,7 @@ class OrtModel(Runner):
         provider: "cpu" or "cuda".
         profile: Write ONNX Runtime's profile beside the working directory.
         check: Compare the weights with their hashes, beside loading them.
-        replay: Replay single steps from CUDA graphs, which needs the package's kernels for CUDA.
+        replay: Replay single steps from CUDA graphs, which needs the package's kernels for CUDA; None: where those are.
 
     Raises:
         RunError: The package is damaged, or cannot run here.
@@ -212,7 +212,7 @@ class OrtModel(Runner):
         provider: str = "cpu",
         profile: bool = False,
         check: bool = True,
-        replay: bool = False,
+        replay: bool | None = None,
     ) -> None:
         import onnxruntime
 
@@ -231,17 +231,18 @@ class OrtModel(Runner):
         if self.device == "cuda" and self.native is None:
             # Its ScatterND warns once a node that indices must not repeat. Those of bodies do, with equal values, for padding alone.
             onnxruntime.set_default_logger_severity(3)
-        if replay and (self.device != "cuda" or self.native is None):
+        able = self.device == "cuda" and self.native is not None
+        if replay and not able:
             raise RunError("CUDA graphs need --provider cuda and the package's kernels for CUDA (--native --arch).")
+        self.replays = able if replay is None else replay
         hashing = Hashing(self.folder, self.manifest, weights if check else [])
         try:
-            self.session = open_session(self.folder, self.manifest, options, self.device, self.native, replay)
+            self.session = open_session(self.folder, self.manifest, options, self.device, self.native, self.replays)
         finally:
             hashing.finish()
         check_graph(self.session, self.manifest, self.folder / "manifest.json")
         self._value = onnxruntime.OrtValue
         self._run_options = onnxruntime.RunOptions
-        self.replays = replay
         self._graphs = 0  # captured so far
 
     def _in_place(self, state: State) -> bool:
@@ -424,20 +425,23 @@ class OrtModel(Runner):
         found = next(o.type for o in self.session.get_outputs() if o.name == "logits")
         return {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(bfloat16)": "bfloat16"}[found]
 
-    def greedy(self, token: np.ndarray, count: int) -> Iterator[np.ndarray]:
-        """As of Runner; from replays of a captured step where the session replays."""
+    def step(self, token: np.ndarray) -> np.ndarray:
+        """As of Runner; the replay of a captured step where the session replays."""
         if not self.replays:
-            yield from super().greedy(token, count)
-            return
-        self.reserve(count)
+            return super().step(token)
+        self.reserve(1)
         binding, values, options = self._replayed_step()
-        for _ in range(count):
-            values["input_ids"].update_inplace(np.ascontiguousarray(token[:, None], np.int64))
-            values["past_length"].update_inplace(np.ascontiguousarray(self.length))
-            self.session.run_with_iobinding(binding, options)
-            self.length = self.length + 1
-            token = self._floats(values["logits"])[:, -1].argmax(-1)
-            yield token
+        values["input_ids"].update_inplace(np.ascontiguousarray(token[:, None], np.int64))
+        values["past_length"].update_inplace(np.ascontiguousarray(self.length))
+        self.session.run_with_iobinding(binding, options)
+        self.length = self.length + 1
+        return self._floats(values["logits"])[:, -1]
+
+    def greedy(self, token: np.ndarray, count: int) -> Iterator[np.ndarray]:
+        """As of Runner; room for all first, for a state that grows is captured again."""
+        if self.replays:
+            self.reserve(count)
+        yield from super().greedy(token, count)
 
 
 def main() -> int:
