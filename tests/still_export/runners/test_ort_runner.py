@@ -171,6 +171,20 @@ class TestSampling:
     def test_top_p_keeps_the_token_that_crosses(self) -> None:
         np.testing.assert_allclose(self.shares(temperature=1.0, top_p=0.6), [5 / 8, 3 / 8, 0, 0], atol=0.03)
 
+    @pytest.mark.parametrize("top_k, top_p", [(0, 0.3), (0, 0.9), (0, 0.999999), (7, 1.0), (40, 0.8), (1000, 0.5)])
+    def test_draws_as_a_sorted_vocabulary(self, top_k: int, top_p: float) -> None:
+        """Parts of the vocabulary give what all of it gives, ties in the order of their ids."""
+        random = np.random.default_rng(0)
+        for scale in (0.1, 1.0, 8.0):
+            logits = (random.normal(size=900) * scale).round(1).astype(np.float32)
+            order = np.argsort(-logits, kind="stable")[: top_k or None]
+            weight = np.exp(logits[order].astype(np.float64) - logits.max())
+            kept = np.cumsum(weight) - weight < top_p * weight.sum()
+            order, mass = order[kept], np.cumsum(weight[kept])
+            sampling, draws = Sampling(1.0, top_k, top_p, seed=3), np.random.default_rng(3).random(50)
+            expected = [order[np.searchsorted(mass / mass[-1], draw, side="right")] for draw in draws]
+            assert [sampling.choose(logits) for _ in draws] == expected
+
     @pytest.mark.parametrize("temperature", [5e-324, 1e-9, 1e300])
     def test_no_temperature_is_too_small_or_too_large(self, temperature: float) -> None:
         drawn = {Sampling(temperature, seed=s).choose(self.logits.astype(np.float32)) for s in range(40)}

@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -237,6 +238,27 @@ def test_other_paths_and_bodies(served: Served) -> None:
         got, said = served.ask(method, path, body, headers)
         assert got == status and message in said["error"]["message"], (path, said)
     assert served.ask("GET", "/health") == (200, {"status": "ok", "running": 0, "waiting": 0})
+
+
+def test_bodies_that_come_slowly_or_in_chunks(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(parts: Iterator[bytes]) -> tuple[int, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=20)
+        connection.request("POST", "/v1/completions", parts, JSON, encode_chunked=True)
+        response = connection.getresponse()
+        return response.status, json.loads(response.read()).get("error", {}).get("message", "")
+
+    whole = json.dumps(BASE).encode()
+    assert ask(iter([whole[:7], whole[7:]])) == (200, "")
+    assert ask(b"x" * 10_000 for _ in range(6)) == (
+        413,
+        "the body is longer than the limit of 50000 bytes. Shorten the prompt.",
+    )
+    monkeypatch.setattr("still_export.serving.app.BODY_S", 0.1)
+    with socket.create_connection(("127.0.0.1", served.port)) as slow:
+        slow.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: 50\r\n\r\n{"
+        )
+        assert b" 408 " in slow.recv(1000).split(b"\r\n")[0]
 
 
 values = st.recursive(
