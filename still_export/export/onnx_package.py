@@ -262,14 +262,14 @@ def _describe(model: Any, options: ExportOptions, command: str) -> dict[str, Any
     config, still = model.config, model.config.still
     dtype = str(model.dtype).removeprefix("torch.")
     layer_types = [still.layer_type(i) for i in range(config.num_hidden_layers)]
-    ops = {m.op.name: m.op.version for m in (mixer_of(config, i) for i in range(config.num_hidden_layers))}
+    used = [op.spec for i in range(config.num_hidden_layers) for op in mixer_of(config, i).ops(config, i)]
     states = state_table(config, model.dtype)
     eos = model.generation_config.eos_token_id
     return {
         "target": "onnx",
         "command": command,
         "config": {**asdict(options), "overlays": list(options.overlays), "archs": list(options.archs)},
-        "ops": ops,
+        "ops": {op.name: op.version for op in used},
         "model": {
             "family": config.model_type.removeprefix("still_"),
             "dtype": dtype,

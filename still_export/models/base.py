@@ -26,29 +26,22 @@ class StillConfigMixin:
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)  # type: ignore[misc]
-        still = StillConfig.from_dict(self.still_config or {})
+        still = self.read_still()
         self.still_config = still.to_dict()
+        self.check(still)
+
+    def read_still(self) -> StillConfig:
+        """The STILL configuration that the family's one was made with."""
+        return StillConfig.from_dict(self.still_config or {})
+
+    def check(self, still: StillConfig) -> None:
+        """Raise UnsupportedModelError where the family's configuration describes layers that are not covered."""
         check_family_config(self, still)
 
     @property
     def still(self) -> StillConfig:
         """The STILL configuration."""
         return StillConfig.from_dict(self.still_config or {})
-
-
-def swap_attention(model: Any) -> None:
-    """Replace the attention module of every hybrid layer of `model` by StillAttention, in place.
-
-    Raises:
-        UnsupportedModelError: A module has parts that StillAttention has no place for.
-        ConfigError: The STILL configuration does not fit the model.
-    """
-    config = model.config
-    still: StillConfig = config.still
-    for index, layer in enumerate(model.model.layers):
-        check_attention(layer.self_attn, f"layers.{index}.self_attn", head_size(config))
-        still.layer_config(config, index)
-        layer.self_attn = mixer_of(config, index).module(layer.self_attn, config, index)
 
 
 class StillModelMixin:
@@ -60,7 +53,21 @@ class StillModelMixin:
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)  # type: ignore[call-arg]
-        swap_attention(self)
+        self.swap_mixers()
+
+    def swap_mixers(self) -> None:
+        """Replace the attention module of every layer by its mixer's, in place.
+
+        Raises:
+            UnsupportedModelError: A module has parts that the mixer has no place for.
+            ConfigError: The STILL configuration does not fit the model.
+        """
+        config = self.config
+        still: StillConfig = config.still
+        for index, layer in enumerate(self.model.layers):
+            check_attention(layer.self_attn, f"layers.{index}.self_attn", head_size(config))
+            still.layer_config(config, index)
+            layer.self_attn = mixer_of(config, index).module(layer.self_attn, config, index)
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, StillAttention):
@@ -120,23 +127,14 @@ class StillModelMixin:
                 )
         if cache is not None:
             cache.begin(new_tokens, tokens)
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=no_mask(self.config, self.model.embed_tokens.weight),
-            position_ids=positions,
-            past_key_values=cache,
-            inputs_embeds=inputs_embeds,
-            use_cache=cache is not None,
-            **kwargs,
-        )
+        outputs = self.decode(positions, cache, input_ids=input_ids, inputs_embeds=inputs_embeds, **kwargs)
         hidden, states = outputs.last_hidden_state, outputs.hidden_states
         if columns is not None:
             given_columns = columns.argsort(1)
             states = None if states is None else tuple(_columns(state, given_columns) for state in states)
             if isinstance(logits_to_keep, Tensor) or logits_to_keep == 0:
                 hidden = _columns(hidden, given_columns)
-        hidden = last_rows(hidden, new_tokens, logits_to_keep)
-        logits = self.lm_head(hidden)
+        logits = self.logits(last_rows(hidden, new_tokens, logits_to_keep))
         loss = None
         if labels is not None:
             loss = self.loss_function(  # type: ignore[attr-defined]
@@ -149,6 +147,21 @@ class StillModelMixin:
             hidden_states=states,
             attentions=outputs.attentions,
         )
+
+    def decode(self, positions: Tensor, cache: StillCache | None, **kwargs: Any) -> Any:
+        """The family's own base model on tokens (`input_ids` or `inputs_embeds`) at `positions` [B, T]; `cache` was told of them."""
+        return self.model(
+            attention_mask=no_mask(self.config, self.model.embed_tokens.weight),
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=cache is not None,
+            **kwargs,
+        )
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Of the base model's last hidden states."""
+        result: Tensor = self.lm_head(hidden)
+        return result
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As of transformers; prompts of a batch may be padded on either side, and the cache is a StillCache."""

@@ -77,6 +77,7 @@ ELSEWHERE = {
     "still-export STILL --to trt -o TRT": Elsewhere(
         "compiles kernels for five architectures; tests/still_export/test_wheel.py for one"
     ),
+    "still-export serve DIR": Elsewhere("serves until it is stopped; tests/still_export/serving/test_app.py does that"),
     "still-export build TRT": Elsewhere(GPU),
     'still-export run TRT --prompt "Once upon a time"': Elsewhere(GPU),
     "still-export verify TRT": Elsewhere(GPU),
