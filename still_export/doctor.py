@@ -48,6 +48,7 @@ def examine() -> list[Finding]:
         _extra("read GGUF models", "gguf"),
         _tensorrt_export(),
         _engines(gpu),
+        _extra("serve", "serve"),
         _extra("linearize", "train", note=gpu or "on the CPU alone: small models, or hours"),
     ]
 
