@@ -37,7 +37,8 @@ def _fuse_norms(graph: ir.Graph) -> int:
         if x is None or y is None or x.shape is None or x.shape != y.shape or len(x.shape) not in (2, 3):
             continue
         scale = norm.inputs[1]
-        if scale is None or scale.shape is None or len(scale.shape) != 1:
+        # A norm may scale in a wider type than it reads; the fused op has one for all.
+        if scale is None or scale.shape is None or len(scale.shape) != 1 or scale.dtype != x.dtype:
             continue
         normed = norm.outputs[0]
         epsilon = norm.attributes["epsilon"].as_float() if "epsilon" in norm.attributes else 1e-5

@@ -103,6 +103,7 @@ def lower_program(traced: TracedModel, weights: Weights | None = None) -> ir.Mod
     model.ir_version = IR_VERSION
     model.producer_name, model.producer_version = "still-export", still_export.__version__
     _drop_absent_outputs(model)
+    _widen_norms(model)
     _name_dimensions(model, traced.states)
     _give_weights(model, traced.weight_names, weights, _store_transposed(model, traced.weight_names))
     _drop_trace_metadata(model)
@@ -138,6 +139,29 @@ def _drop_absent_outputs(model: ir.Model) -> None:
             past = name.replace("present_", "past_", 1)
             if past != name and given.get(past) is None:
                 output.name = ""
+
+
+def _widen_norms(model: ir.Model) -> None:
+    """Let norms whose scale is wider than what they read compute in the scale's type: no runtime has a kernel for two types.
+
+    Families that scale by 1 + weight have them in half precision.
+    """
+    for node in list(model.graph):
+        if node.op_type != "RMSNormalization" or node.domain != "":
+            continue
+        x, scale, output = node.inputs[0], node.inputs[1], node.outputs[0]
+        if x is None or scale is None or x.dtype is None or scale.dtype is None or x.dtype == scale.dtype:
+            continue
+        before = ir.node("Cast", [x], {"to": scale.dtype.value})
+        before.outputs[0].dtype, before.outputs[0].shape = scale.dtype, x.shape
+        after = ir.node("Cast", [output], {"to": x.dtype.value})
+        after.outputs[0].dtype, after.outputs[0].shape = x.dtype, output.shape
+        ir.convenience.replace_all_uses_with(output, after.outputs[0])
+        after.replace_input_with(0, output)
+        node.replace_input_with(0, before.outputs[0])
+        output.dtype = scale.dtype
+        model.graph.insert_before(node, before)
+        model.graph.insert_after(node, after)
 
 
 def _drop_trace_metadata(model: ir.Model) -> None:
