@@ -8,6 +8,8 @@ import os
 import pytest
 import torch
 
+from tests.plugins import builds
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip `gpu` without a CUDA device, `tensorrt` without that and the library."""
@@ -24,3 +26,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def own_configuration(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Tests write no list of trusted files into the home of who runs them."""
     os.environ["XDG_CONFIG_HOME"] = str(tmp_path_factory.mktemp("configuration"))
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """libstill_onnxruntime.so with the toy op and without kernels of the GPU; or that of test_sanitized.py."""
+    if built := os.environ.get("STILL_TEST_LIBRARY"):
+        return built
+    builds.demand_headers()
+    return str(builds.optimized("still_onnxruntime", "onnxruntime/*.so", tmp_path_factory.mktemp("native")))

@@ -24,12 +24,9 @@ from still_export.package.folder import Package, open_package, write_manifest
 from still_export.proof.sessions import Session
 from still_export.runners.ort import OrtModel, native_library, open_session
 from still_export.runners.sampling import RunError
-from tests.plugins.test_onnxruntime import library
 from tests.still_export.conftest import Exporter
 from tests.still_export.tiny import CHUNK, VOCAB
 from tests.tolerances import MODEL
-
-__all__ = ["library"]
 
 PROMPT = np.random.default_rng(3).integers(3, VOCAB, 61)
 MIXED = ("hybrid_attention", "full_attention", "hybrid_attention")
