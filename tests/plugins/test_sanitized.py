@@ -38,7 +38,7 @@ def test_kernels_under_the_sanitizers() -> None:
     }
     tests = ["tests/plugins/test_onnxruntime.py", "tests/plugins/test_attention.py"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests],
+        [sys.executable, "-m", "pytest", "-q", "-s", "-x", "-p", "no:cacheprovider", *tests],
         cwd=builds.ROOT,
         env=environment,
         capture_output=True,

@@ -119,7 +119,7 @@ def test_manifest_names_the_model_and_its_overlays_from_anywhere(
         seen.append(options)
         raise ConfigError("enough")
 
-    monkeypatch.setattr("still_export.export.onnx_package.export_onnx", export)
+    monkeypatch.setattr("still_export.export.job.export_onnx", export)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "base").mkdir()
     (tmp_path / "adapter").mkdir()
