@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections import Counter
 
 import pytest
 import torch
@@ -12,7 +13,12 @@ from tests.plugins import builds
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip `gpu` without a CUDA device, `tensorrt` without that and the library."""
+    """Skip `gpu` without a CUDA device, `tensorrt` without that and the library; files with the most slow tests come first.
+
+    Tests that run side by side are given out by file: a file of minutes that came last would run alone.
+    """
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path])
     cuda = torch.cuda.is_available()
     tensorrt = cuda and importlib.util.find_spec("tensorrt") is not None
     for item in items:

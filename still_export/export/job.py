@@ -16,8 +16,6 @@ from still_export.package.folder import Package
 from still_export.quantization.policy import demand_target
 
 TARGETS = ("onnx", "trt", "trt-rtx")
-STILL = ("chunk_size", "salient_per_chunk", "select_scope", "capacity_tokens", "overflow")
-"""Flags that are fields of the STILL configuration."""
 ONNX_ONLY = ("native", "onnxruntime_include")
 TRT_ONLY = ("batch", "workspace_mib", "version_compatible", "strip_weights", "tensorrt_include", "dump_dir")
 OF_THE_TARGET = ("archs", "prefill_tokens")
@@ -79,7 +77,7 @@ def plan_job(to: str | None, asked: Mapping[str, Any], manifest: dict[str, Any] 
 
     Args:
         to: Target, None: the manifest's, else onnx.
-        asked: What was asked for by field of ExportOptions, TrtOptions, StillConfig and Job; None: nothing was.
+        asked: What was asked for by field of ExportOptions, TrtOptions and Job; None, of `still` too: nothing was.
         manifest: Of an export to repeat.
 
     Raises:
@@ -97,7 +95,7 @@ def plan_job(to: str | None, asked: Mapping[str, Any], manifest: dict[str, Any] 
         if manifest is None:
             given.setdefault("dtype", "float16")  # engines, unless told otherwise
     include, dump_dir = given.pop("onnxruntime_include", None), trt.pop("dump_dir", None)
-    if still := {name: given.pop(name) for name in STILL if name in given}:
+    if still := {name: value for name, value in given.pop("still", {}).items() if value is not None}:
         given["still"] = {**recorded.get("config", {}).get("still", {}), **still}
     options = ExportOptions(**given) if manifest is None else replace(ExportOptions.from_manifest(manifest), **given)
     # The manifest is read from other working directories.

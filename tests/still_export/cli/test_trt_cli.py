@@ -88,6 +88,7 @@ def test_a_folder_without_headers_is_refused_before_the_export(tmp_path: Path, m
 
 @needs_rtx
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_real_model_becomes_a_tensorrt_rtx_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = Path(__file__).resolve().parents[4] / "shared/models/stories260K"
     if not model.is_dir():

@@ -118,6 +118,7 @@ def test_a_kernel_that_computes_something_else_fails_verify(
     assert verify(folder, "--trust-native") == 1
 
 
+@pytest.mark.slow
 def test_other_machines_run_the_bodies(
     built: None, export_tiny: Exporter, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -187,6 +188,7 @@ def test_kernels_of_the_gpu_are_compiled_in(
         ExportOptions("model", archs=("sm_90",))
 
 
+@pytest.mark.slow
 def test_bodies_on_cuda_are_said_to_be_slow(
     built: None, export_tiny: Exporter, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -200,6 +202,7 @@ def test_bodies_on_cuda_are_said_to_be_slow(
         del package.manifest["native"]["archs"]
 
 
+@pytest.mark.slow
 def test_a_provider_that_does_not_start_is_an_error(export_tiny: Exporter, monkeypatch: pytest.MonkeyPatch) -> None:
     """ONNX Runtime opens the session without it."""
     package, quieted = export_tiny(), []

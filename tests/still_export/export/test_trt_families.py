@@ -78,8 +78,9 @@ def activations(node: onnx.NodeProto) -> list[str]:
     return list(node.input[: sum(t.role == "activation" for t in OPS[node.op_type].inputs)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("one_row", [False, True])
-@pytest.mark.parametrize("family", [pytest.param(f, marks=[pytest.mark.slow] * (f != "llama")) for f in FAMILIES])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_lowering_keeps_the_numbers(family: str, one_row: bool) -> None:
     model = portable(family, torch.float32, {"layer_types": MIXED})
     expected = answers(model)
@@ -96,8 +97,9 @@ def test_lowering_keeps_the_numbers(family: str, one_row: bool) -> None:
             np.testing.assert_allclose(got[name], value, atol=2e-5, rtol=2e-5, err_msg=name)
 
 
+@pytest.mark.slow
 @needs_rtx
-@pytest.mark.parametrize("family", [pytest.param(f, marks=[pytest.mark.slow] * (f != "llama")) for f in FAMILIES])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("dtype", "still"), CASES, ids=["float16", "bfloat16-mixed"])
 def test_strongly_typed_parser_reads_the_lowered_graph(family: str, dtype: torch.dtype, still: dict[str, Any]) -> None:
     model = portable(family, dtype, still)
