@@ -1,7 +1,8 @@
-"""What this machine can export, build, run and train, and what is to be installed for the rest."""
+"""What this machine can export, build, run and train, what is to be installed for the rest, and where a package runs here."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -9,10 +10,17 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from still_export.export.native import find_onnxruntime_headers
 from still_export.export.plugins import SOURCE, PluginBuildError, find_tensorrt_headers
+from still_export.package.trust import trusts
 from still_export.runners.cuda_driver import CudaError, Driver
+from still_graphs.states import StateTable
+
+if TYPE_CHECKING:
+    from still_export.package.folder import Package
 
 DISTRIBUTION = "still-export"
 
@@ -40,6 +48,7 @@ def examine() -> list[Finding]:
         _extra("read GGUF models", "gguf"),
         _tensorrt_export(),
         _engines(gpu),
+        _extra("serve", "serve"),
         _extra("linearize", "train", note=gpu or "on the CPU alone: small models, or hours"),
     ]
 
@@ -154,14 +163,99 @@ def _engines(gpu: str | None) -> Finding:
     return Finding(what, True, f"{gpu}, tensorrt {engine}")
 
 
+def runs_here(package: Package) -> list[Finding]:
+    """Where `package` runs on this machine, and what is to be done where it does not."""
+    manifest, gpu = package.manifest, find_gpu()
+    if manifest["target"] == "onnx":
+        return [_runs_on_cpu(package), _runs_on_cuda(manifest, gpu)]
+    if manifest["target"] == "trt":
+        return [_runs_engine(package, gpu)]
+    return [Finding("programs of your own, with TensorRT-RTX", gpu is not None, gpu or "no NVIDIA GPU here")]
+
+
+def _runs_on_cpu(package: Package) -> Finding:
+    manifest, what = package.manifest, "ONNX Runtime, CPU"
+    found = version("onnxruntime") or version("onnxruntime-gpu")
+    if found is None:
+        return Finding(what, False, "without onnxruntime", f"pip install '{DISTRIBUTION}[onnx]'")
+    table = StateTable.of(manifest)
+    weights = sum(entry["size_bytes"] for entry in manifest["files"].values())
+    needed = weights + 2 * table.size_bytes(1, table.rows(manifest["capacity"]["capacity_tokens"]))
+    if (size := _memory_bytes()) and needed > size:
+        detail = (
+            f"needs {needed / 2**30:.1f} GiB for weights and the state at its capacity; here are {size / 2**30:.1f}"
+        )
+        return Finding(what, False, detail, "quantize it (--quantize int4), or use a machine with more memory")
+    native = manifest.get("native")
+    if native is None:
+        return Finding(what, True, f"onnxruntime {found}, function bodies", "for speed, export with --native")
+    if (native["system"], native["machine"]) != (platform.system(), platform.machine()):
+        detail = (
+            f"onnxruntime {found}, function bodies: the native kernel is for {native['system']} {native['machine']}"
+        )
+        return Finding(what, True, detail, "for speed, export with --native here")
+    if not trusts(manifest["files"][native["library"]]["sha256"]):
+        detail = f"onnxruntime {found}, function bodies: the native kernel was not built here"
+        return Finding(what, True, detail, "for speed, still-export run --trust-native, if you trust its maker")
+    return Finding(what, True, f"onnxruntime {found}, native kernel")
+
+
+def _runs_on_cuda(manifest: dict[str, Any], gpu: str | None) -> Finding:
+    what, found = "ONNX Runtime, CUDA", version("onnxruntime-gpu")
+    if gpu is None:
+        return Finding(what, False, "no NVIDIA GPU here")
+    if found is None:
+        todo = "pip uninstall onnxruntime; pip install onnxruntime-gpu"
+        return Finding(what, False, f"{gpu}, without onnxruntime-gpu", todo)
+    archs = (manifest.get("native") or {}).get("archs") or []
+    if not archs:
+        return Finding(
+            what, True, f"{gpu}, onnxruntime-gpu {found}, function bodies: slow", "export with --native --arch"
+        )
+    return Finding(what, True, f"{gpu}, onnxruntime-gpu {found}, kernels for {', '.join(archs)}")
+
+
+def _runs_engine(package: Package, gpu: str | None) -> Finding:
+    what, found = "TensorRT", version("tensorrt")
+    if gpu is None:
+        return Finding(what, False, "no NVIDIA GPU here", "copy the package to the machine that shall run it")
+    if found is None:
+        return Finding(what, False, f"{gpu}, without tensorrt", f"pip install '{DISTRIBUTION}[trt]'")
+    build = f"still-export build {package.path}"
+    engines = package.manifest["engines"]
+    if not engines:
+        return Finding(what, False, f"{gpu}, tensorrt {found}, no engine yet", build)
+    built = ", ".join(f"TensorRT {e['tensorrt']} for {'/'.join(e['archs'])}" for e in engines)
+    arch = f"sm_{Driver().architecture}"
+    fits = any(e["tensorrt"] == found and arch in e["archs"] for e in engines)
+    return Finding(what, fits, f"{gpu} ({arch}), tensorrt {found}; built by {built}", "" if fits else build)
+
+
+def _memory_bytes() -> int:
+    """Of this machine; 0 where it does not say."""
+    memory: Callable[[str], int] = getattr(os, "sysconf", lambda name: 0)
+    return memory("SC_PHYS_PAGES") * memory("SC_PAGE_SIZE")
+
+
+def _processor() -> str:
+    """The processor's name as the system gives it."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+        if found:
+            return found[1].strip()
+    return platform.processor() or platform.machine()
+
+
 def machine() -> dict[str, str]:
     """What it is."""
-    memory: Callable[[str], int] = getattr(os, "sysconf", lambda name: 0)
-    size = memory("SC_PHYS_PAGES") * memory("SC_PAGE_SIZE") / 2**30
+    memory = f"{_memory_bytes() / 2**30:.0f} GiB"
     return {
         "still-export": version(DISTRIBUTION) or "not installed",
         "Python": platform.python_version(),
-        "system": f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors, {size:.0f} GiB",
+        "system": f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors, {memory}",
+        "processor": _processor(),
+        "GPU": find_gpu() or "none",
+        "onnxruntime": version("onnxruntime") or version("onnxruntime-gpu") or "none",
         "torch": version("torch") or "none",
         "transformers": version("transformers") or "none",
     }

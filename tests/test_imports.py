@@ -68,6 +68,8 @@ OWN = (
     "graphs/still_graphs/functions/",
     "kernels/still_kernels/hybrid_attention/",
     "kernels/still_kernels/attention/",
+    "kernels/still_kernels/linear_attention/",
+    "kernels/still_kernels/causal_conv/",
     "still_export/mixers/",
     "still_export/models/",
     "still_export/linearization/",
@@ -85,7 +87,16 @@ def words_of_ops() -> set[str]:
     words = {"salient", "slots"}
     for op in OPS.values():
         words |= {op.name, op.torch_name, *(a.name for a in op.attributes), *(s.name for s in op.states)}
-    return words - {"attention", "Attention", "key", "value", "local", "overflow"}  # words of other things, too
+    return words - {
+        "attention",
+        "Attention",
+        "key",
+        "value",
+        "local",
+        "overflow",
+        "scale",
+        "activation",
+    }  # other things, too
 
 
 def test_generic_rooms_name_no_op_no_state_and_no_attribute() -> None:

@@ -28,12 +28,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PART_BYTES = 40_000_000
+PART_BYTES = 36_000_000
 LENGTHS = "1,63,64,65,129,512"
 CONTEXTS = (1024, 4096, 8000)
 SMALL = ("small-float32", "small-float16", "small-bfloat16")
 OTHER_GPU = "other-gpu"
-SPEED = "speed"
+SPEED, PEER = "speed", "genai"
 GEOMETRY = {
     "hidden_size": 576,
     "intermediate_size": 1536,
@@ -44,6 +44,8 @@ GEOMETRY = {
     "tie_word_embeddings": True,
 }
 """Of SmolLM2-135M."""
+SOFTMAX_LAYERS = (17, 18, 20, 23)
+"""Of the demo model."""
 
 
 # Where PyTorch is.
@@ -70,8 +72,33 @@ def prepare(options: argparse.Namespace) -> None:
         if name != "small-bfloat16":
             record(package)
     export(OTHER_GPU, ROOT / "assets/small", "--dtype", "float16", arch="sm_80" if options.arch != "sm_80" else "sm_90")
-    speed = export(SPEED, blank_model(options.out / "blank"), "--attach-untrained", "--capacity-tokens", "8448")
+    speed = export(SPEED, blank_model(options.out / "blank", SOFTMAX_LAYERS), "--capacity-tokens", "8448")
     (speed / "model.onnx.data").unlink()  # zeros: made again there
+    if options.peer:
+        base = blank_model(options.out / "base")
+        for path in (ROOT / "assets/small").glob("tokenizer*"):
+            shutil.copy(path, base)  # its builder wants one
+        for precision in ("fp16", "int4"):
+            build = [
+                sys.executable,
+                "-m",
+                "onnxruntime_genai.models.builder",
+                "-i",
+                base,
+                "-o",
+                content / f"{PEER}-{precision}",
+            ]
+            build += [
+                "-p",
+                precision,
+                "-e",
+                "cuda",
+                "-c",
+                options.out / "cache",
+                "--extra_options",
+                "enable_cuda_graph=1",
+            ]
+            subprocess.run([str(c) for c in build], check=True)
     if options.demo:
         import still_export
 
@@ -87,20 +114,27 @@ def prepare(options: argparse.Namespace) -> None:
         folder.mkdir()
         shutil.move(piece, folder / piece.name)
         print(folder, (folder / piece.name).stat().st_size)
-    shutil.rmtree(content)
-    shutil.rmtree(options.out / "blank")
+    for made in (content, *(options.out / name for name in ("blank", "base", "cache"))):
+        shutil.rmtree(made, ignore_errors=True)
 
 
-def blank_model(folder: Path) -> Path:
-    """A model folder of the geometry in float16, its weights zero."""
+def blank_model(folder: Path, softmax_layers: tuple[int, ...] | None = None) -> Path:
+    """A model folder of the geometry in float16, its weights zero; STILL with these softmax layers, or the base."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
+
+    from still_export.mixers.config import FULL, HYBRID, StillConfig
+    from still_export.models import attach_untrained
 
     torch.set_default_dtype(torch.float16)
     config = LlamaConfig(max_position_embeddings=131072, **GEOMETRY)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     model.to_empty(device="cpu")
+    if softmax_layers is not None:
+        layers = range(config.num_hidden_layers)
+        still = StillConfig(layer_types=tuple(FULL if i in softmax_layers else HYBRID for i in layers))
+        model = attach_untrained(model, still)
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.zero_()
@@ -112,13 +146,13 @@ def blank_model(folder: Path) -> Path:
 # Where the GPU is: checks, each in a process of its own.
 
 
-def opened(package: Path, **options: Any) -> Any:
+def opened(package: Path, replay: bool = False, **options: Any) -> Any:
     """The package's runner on CUDA, started."""
     from still_export.package.trust import trust_package
     from still_export.runners.ort import OrtModel
 
     trust_package(package)
-    model = OrtModel(package, provider="cuda", check=False, **options)
+    model = OrtModel(package, provider="cuda", check=False, replay=replay, **options)
     if model.native is None:
         raise RuntimeError("the kernels were not loaded")
     model.start()
@@ -130,7 +164,7 @@ def without_kernels(package: Path) -> Any:
     from still_export.runners import ort
 
     ort.native_library = lambda *a: None
-    model = ort.OrtModel(package, provider="cuda", check=False)
+    model = ort.OrtModel(package, provider="cuda", check=False)  # no kernels, no replays
     model.start()
     return model
 
@@ -349,6 +383,33 @@ def speed(package: Path, replay: bool, contexts: tuple[int, ...] = CONTEXTS, bod
     return "; ".join(texts)
 
 
+def peer(package: Path) -> str:
+    """What `speed` measures, of onnxruntime-genai with full attention; its step chooses a token, ours too."""
+    import numpy as np
+    import onnxruntime_genai as genai
+
+    model = genai.Model(str(package))
+    texts = []
+    for context in CONTEXTS:
+        prefill, decode = [], []
+        for seed in range(3):
+            parameters = genai.GeneratorParams(model)
+            parameters.set_search_options(max_length=8192, min_length=8192, do_sample=False, batch_size=1)
+            generator = genai.Generator(model, parameters)
+            begin = time.perf_counter()
+            generator.append_tokens(np.random.default_rng(seed).integers(5, 49000, context).astype(np.int32))
+            for step in range(60):
+                generator.generate_next_token()
+                generator.get_next_tokens()
+                end = time.perf_counter()
+                (decode if step else prefill).append(end - begin)
+                begin = end
+            del generator
+        milliseconds = [1e3 * value for value in (min(prefill), statistics.median(decode))]
+        texts.append(f"{context}: prefill {milliseconds[0]:.1f} ms, decode {milliseconds[1]:.3f} ms")
+    return "; ".join(texts)
+
+
 CHECKS: dict[str, Callable[[Path], str]] = {
     "nodes": partition,
     "verify": verify,
@@ -359,6 +420,7 @@ CHECKS: dict[str, Callable[[Path], str]] = {
     "refusal": refusal,
     "speed, replayed": lambda package: speed(package, True),
     "speed, call by call": lambda package: speed(package, False, CONTEXTS[:1]),
+    "peer": peer,
     "speed of bodies": lambda package: speed(package, False, CONTEXTS[:1], bodies=True),
 }
 
@@ -368,6 +430,7 @@ def wanted(place: Path) -> list[tuple[str, str]]:
     models = [name for name in (*SMALL, "demo-float32", "demo-float16") if (place / name).is_dir()]
     list_ = [("nodes", SMALL[1]), ("kernels and bodies", SMALL[0]), ("graph", SMALL[1]), ("speed, replayed", SPEED)]
     list_ += [("speed, replayed", name) for name in models if name == "demo-float16"]
+    list_ += [("peer", path.name) for path in sorted(place.glob(f"{PEER}-*"))]
     list_ += [("verify", name) for name in models if (place / f"{name}.npz").is_file()]
     list_ += [("buffers apart", SMALL[1]), ("runs at once", SMALL[1]), ("refusal", OTHER_GPU)]
     list_ += [("kernels and bodies", name) for name in models[1:]]
@@ -430,6 +493,9 @@ def main() -> int:
     verb.add_argument("out", type=Path)
     verb.add_argument("--include", required=True, help="folder of onnxruntime_c_api.h")
     verb.add_argument("--arch", default="sm_90")
+    verb.add_argument(
+        "--peer", action="store_true", help="onnxruntime-genai's export of the base beside it; needs that package"
+    )
     verb.add_argument("--demo", action="store_true", help="the demo model too, in float32 and float16: 0.8 GB")
     verb = verbs.add_parser("run")
     verb.add_argument("place", type=Path)

@@ -155,7 +155,9 @@ def kernels_of(name: str) -> OpKernels:
         UnsupportedError: The op has none.
     """
     if name not in _PLACES:
-        raise UnsupportedError(f"op {name} has no kernels; known: {', '.join(_PLACES)}.")
+        raise UnsupportedError(
+            f"op {name} has no GPU kernels; those that have: {', '.join(_PLACES)}. Export with --to onnx, which runs every op on the CPU."
+        )
     kernels: OpKernels = import_module(_PLACES[name]).KERNELS
     return kernels
 

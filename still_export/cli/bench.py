@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from still_export.cli.output import Output, TrustNative, report_folder
+from still_export.cli.output import Output, ReportFile, TrustNative, command_line, report_folder
 from still_export.errors import ConfigError
 
 EXAMPLES = """
@@ -40,18 +40,24 @@ def bench(
     beside: Annotated[
         Path | None, typer.Option(help="JSON rows of another runtime (tools/bench_genai.py) to compare and plot with.")
     ] = None,
+    report: ReportFile = None,
     trust_native: TrustNative = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the measurements as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
     """Measure prefill, decode and peak memory by context length with ONNX Runtime or TensorRT."""
+    from still_export.doctor import machine
     from still_export.evaluation.bench import LENGTHS, Measurement, Setting, plot, to_dict
     from still_export.evaluation.bench import bench as measure
     from still_export.package.folder import open_package
     from still_export.package.staging import staged_files
     from still_export.package.trust import trust_package
+    from still_export.report import bench as looks
+    from still_export.report.render import check_report, write_report
     from still_export.runners.opening import runtime_of
 
+    if report is not None:
+        check_report(report)
     opened = open_package(package)
     if trust_native:
         trust_package(package)
@@ -61,13 +67,15 @@ def bench(
     except ValueError:
         raise ConfigError(f"--lengths {lengths}: give numbers separated by commas.") from None
     capacity, out = opened.manifest["capacity"], Output(as_json, quiet)
+    left_out = ""
     if lengths is None and capacity["bounded"]:
         held = tuple(n for n in wanted if n + steps <= capacity["capacity_tokens"])
         if left := sorted(set(wanted) - set(held)):
-            out.log(
+            left_out = (
                 f"left out: {', '.join(map(str, left))} tokens, which with {steps} steps exceed the package's capacity of "
                 f"{capacity['capacity_tokens']}"
             )
+            out.log(left_out)
         wanted = held
     peer: list[Measurement] = []
     if beside is not None:
@@ -90,6 +98,9 @@ def bench(
     with staged_files(folder) as work:
         (work / "bench.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         plot({"still-export": rows, **({beside.stem: peer} if beside else {})}, work / "bench.png")
+    if report is not None:
+        write_report(looks.page(content, left_out, machine(), command_line()), report)
+        out.log(f"report to look at: {report}")
     out.result(content, *_lines(rows, peer), f"results: {folder / 'bench.json'}, {folder / 'bench.png'}")
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from still_export.cli.output import Output, report_folder
+from still_export.cli.output import Output, ReportFile, command_line, report_folder
 from still_export.errors import ConfigError
 
 EXAMPLES = """
@@ -54,12 +52,14 @@ def evaluate(
     dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
+    report: ReportFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
     """Measure bits per byte and retrieval: teacher, STILL, and STILL without salient tokens, linear part, norm-preserving map."""
     from dataclasses import asdict
 
+    from still_export.doctor import machine
     from still_export.evaluation.evaluate import (
         UNSEEN,
         VARIANTS,
@@ -71,7 +71,11 @@ def evaluate(
         write_evaluation,
     )
     from still_export.models.load import load_tokenizer
+    from still_export.report import evaluate as looks
+    from still_export.report.render import check_report, write_report
 
+    if report is not None:
+        check_report(report)
     options = EvaluationOptions(
         texts=tuple(text or ()),
         context_lengths=_numbers("contexts", contexts),
@@ -93,7 +97,10 @@ def evaluate(
         result = evaluate(
             models, load_tokenizer(tokenizer or model), options, device=pick_device(device), advance=advance
         )
-    write_evaluation(result, options, folder, shlex.join(["still-export", *sys.argv[1:]]))
+    write_evaluation(result, options, folder, command_line())
+    if report is not None:
+        write_report(looks.page(asdict(result), model, depths, machine(), command_line()), report)
+        out.log(f"report to look at: {report}")
     out.result({"folder": str(folder), **asdict(result)}, result.table(), f"tables and plots: {folder}")
 
 

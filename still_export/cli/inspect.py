@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from still_export.cli.output import Output
+from still_export.cli.output import Output, ReportFile
 
 EXAMPLES = """
-Example:
+Examples:
 
     still-export inspect package
+
+    still-export inspect package --report package.html
 """
 
 
@@ -23,27 +26,47 @@ def register(app: typer.Typer) -> None:
 
 def inspect(
     package: Annotated[Path, typer.Argument(help="Package folder.")],
+    report: ReportFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Sizes of the state only.")] = False,
 ) -> None:
-    """Show the state's size by context length beside full attention's cache, the graph's operators, and the files."""
+    """Show capacity, the state's size by context length beside full attention's cache, layers, types, what runs it here, and files."""
+    from still_export.doctor import machine, runs_here
     from still_export.package.folder import open_package
     from still_export.package.inspect import inspect as look
+    from still_export.package.inspect import spans
+    from still_export.report import inspect as looks
+    from still_export.report.render import check_report, write_report
 
-    found = look(open_package(package, check_hashes=False))
+    if report is not None:
+        check_report(report)
+    opened = open_package(package, check_hashes=False)
+    found, here = look(opened), runs_here(opened)
+    out = Output(as_json, quiet)
+    if report is not None:
+        write_report(looks.page(found, str(package), here, machine()), report)
+        out.log(f"report to look at: {report}")
     lines = [f"{'context':>9} {'state':>12} {'full attention':>15}"]
     for row in found["state"]:
         state, cache = (row[key] / 2**20 for key in ("state_bytes", "full_attention_cache_bytes"))
         lines.append(f"{row['tokens']:>9} {state:>8.1f} MiB {cache:>11.1f} MiB")
     if not quiet:
-        model = found["model"]
-        lines.insert(
-            0,
+        model, capacity = found["model"], found["capacity"]
+        beyond = "refuses more" if capacity["bounded"] else capacity["overflow"]
+        lines = [
             f"{model['family']}, {model['layers']} layers, {model['parameters'] / 1e6:.1f} M parameters, {model['dtype']}",
-        )
+            f"capacity: {capacity['capacity_tokens']} tokens, then {beyond}",
+            *lines,
+            "",
+        ]
+        for kind in found["layers"]:
+            size = kind["bytes_at_capacity"] / 2**20
+            lines.append(f"{kind['kind']}: layers {spans(kind['layers'])}; {size:.1f} MiB of state at the capacity")
+        lines += [f"{what}: {dtype}" for what, dtype in found["precision"].items()]
+        lines += ["", *(f"{'yes' if f.able else 'no ':<4} {f.what}: {f.detail}" for f in here)]
         opsets = ", ".join(f"{domain} {version}" for domain, version in found["opset"].items())
         lines += ["", f"IR {found['ir_version']}, opsets: {opsets}; functions: {', '.join(found['functions'])}"]
         lines += [f"{count:>6} {name}" for name, count in found["nodes"].items()]
         lines += ["", *(f"{size / 2**20:>9.2f} MiB  {name}" for name, size in found["files"].items())]
         lines += ["", f"made by: {found['command']}"]
-    Output(as_json, quiet).result(found, *lines)
+    out.result({**found, "here": [asdict(finding) for finding in here]}, *lines)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import shlex
-import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -12,13 +10,15 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from still_export.cli.output import Output
+from still_export.cli.output import Output, ReportFile, command_line
 from still_export.errors import ConfigError
 
 EXAMPLES = """
 Examples:
 
-    still-export linearize BASE --text book.txt -o DIR
+    still-export linearize BASE -o DIR
+
+    still-export linearize BASE --recipe retrieval --softmax-layers 4 --text book.txt -o DIR
 
     still-export linearize --config recipe.yaml --finetune-steps 200 -o DIR
 
@@ -79,6 +79,10 @@ def linearize(
         list[str] | None, typer.Option("--text", help="Text file; repeatable. The end of each is held out.")
     ] = None,
     config: Annotated[Path | None, typer.Option(help="YAML recipe; flags win over it.")] = None,
+    named: Annotated[
+        str | None,
+        typer.Option("--recipe", help="quick, paper or retrieval; flags win over it.", show_default="quick"),
+    ] = None,
     softmax_layers: Annotated[
         int, typer.Option(min=0, help="Layers that stay softmax, found by select-layers first.")
     ] = 0,
@@ -87,18 +91,25 @@ def linearize(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in the output folder.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing folder.")] = False,
+    report: ReportFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
     """Turn a softmax model into a STILL model: attention transfer, then LoRA; say what each costs."""
+    from still_export.doctor import machine
+
     try:
         from still_export.linearization.folder import apply
         from still_export.linearization.linearize import leave_processes
         from still_export.linearization.linearize import linearize as run
-        from still_export.linearization.recipe import read_recipe
+        from still_export.linearization.recipe import DEFAULT_PRESET, preset, read_recipe
+        from still_export.report import linearize as looks
+        from still_export.report.render import check_report, write_report
     except ModuleNotFoundError as error:
         raise ConfigError(f"linearize needs {error.name}. Run: pip install 'still-export[train]'") from error
 
+    if report is not None:
+        check_report(report)
     if output is None:
         raise typer.BadParameter("give the model folder to write: -o DIR", param_hint="-o")
     out = Output(as_json, quiet)
@@ -117,8 +128,9 @@ def linearize(
         )
         return
     given = {**recipe_options, **({"base": base} if base else {}), **({"texts": tuple(text)} if text else {})}
-    recipe = read_recipe(config, given)
-    command = shlex.join(["still-export", *sys.argv[1:]])
+    if config is not None and named is not None:
+        raise ConfigError("--config and --recipe are two recipes; give one of them.")
+    recipe = read_recipe(config or preset(named or DEFAULT_PRESET), given)
     if softmax_layers:
         from still_export.linearization.select_layers import select_layers
 
@@ -127,9 +139,12 @@ def linearize(
         )
         recipe = replace(recipe, layer_types=chosen.layer_types)
     with out.training() as progress:
-        result = run(recipe, output, resume=resume, force=force, command=command, progress=progress, log=out.log)
+        result = run(recipe, output, resume=resume, force=force, command=command_line(), progress=progress, log=out.log)
     leave_processes()
-    report = result.to_dict()
+    content = {"recipe": recipe.to_dict(), **result.to_dict()}
+    if report is not None and out.first:
+        write_report(looks.page(content, str(output), machine(), command_line()), report)
+        out.log(f"report to look at: {report}")
     lines = [f"bits per byte of held-out text, {name}: {bits:.4f}" for name, bits in result.bits_per_byte.items()]
     lines += [
         f"stage {s.name}: {s.steps} steps, {s.tokens / max(s.seconds, 1e-9):,.0f} tokens/s, loss {s.losses[-1]:.4f}"
@@ -137,7 +152,7 @@ def linearize(
         for s in result.stages
     ]
     out.result(
-        {"model": str(output), **report},
+        {"model": str(output), **result.to_dict()},
         *lines,
         f"next: still-export evaluate {output}   or   still-export {output} --to onnx -o PACKAGE",
     )

@@ -56,10 +56,24 @@ def _register() -> None:
         linearize,
         run,
         select_layers,
+        serve,
         verify,
     )
 
-    for module in (export, build, run, verify, inspect, bench, linearize, evaluate, audit, select_layers, doctor):
+    for module in (
+        export,
+        build,
+        run,
+        serve,
+        verify,
+        inspect,
+        bench,
+        linearize,
+        evaluate,
+        audit,
+        select_layers,
+        doctor,
+    ):
         module.register(app)
 
 
@@ -69,6 +83,7 @@ ROOT_OPTIONS = ("-h", "--help", "--version")
 EXTRAS = {
     "onnx": ("onnx", "onnx_ir", "onnxscript", "onnxruntime", "polygraphy", "matplotlib"),
     "gpu": ("triton",),
+    "serve": ("starlette", "uvicorn", "prometheus_client"),
 }
 """Extras of this package by the modules that verbs import where they need them."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +34,12 @@ TrustNative = Annotated[
 ]
 """Flag of the verbs that run packages."""
 
+ReportFile = Annotated[
+    Path | None,
+    typer.Option("--report", help="Also write this HTML file, to look at: one file of 1 MB with tables and plots."),
+]
+"""Flag of the verbs whose results can be looked at."""
+
 LONG_PROMPT = 1024
 """Tokens from which reading a prompt shows a bar."""
 
@@ -51,6 +58,11 @@ def report_folder(folder: Path) -> Path:
     if reason is not None:
         raise ConfigError(f"cannot write results into {folder}: {reason}. Choose another folder with -o.")
     return folder
+
+
+def command_line() -> str:
+    """The command that was given, to repeat it."""
+    return shlex.join(["still-export", *sys.argv[1:]])
 
 
 class Output:

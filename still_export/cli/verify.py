@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from still_export.cli.output import Output, TrustNative, report_folder
+from still_export.cli.output import Output, ReportFile, TrustNative, command_line, report_folder
 from still_export.errors import ConfigError, ModelNotFoundError, PackageError
 
 if TYPE_CHECKING:
@@ -64,11 +64,13 @@ def verify(
         Path | None,
         typer.Option(help="Quantized packages: a text to tell the price of quantization on, in bits per byte."),
     ] = None,
+    report: ReportFile = None,
     trust_native: TrustNative = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
     """Compare ONNX Runtime or TensorRT with PyTorch on logits, every state tensor and every selection; exit 1 on a mismatch."""
+    from still_export.doctor import machine
     from still_export.package.folder import open_package
     from still_export.package.staging import staged_files
     from still_export.package.trust import trust_package
@@ -76,10 +78,18 @@ def verify(
     from still_export.proof.recorded import RecordedCases, record_cases
     from still_export.proof.sessions import Target
     from still_export.proof.verify import DECODE_STEPS, Verifier, check_dtype
+    from still_export.report import verify as looks
+    from still_export.report.render import check_report, write_report
     from still_export.runners.cuda_driver import CudaError
     from still_export.runners.opening import runtime_of
     from still_export.runners.sampling import RunError
 
+    if report is not None:
+        if record is not None:
+            raise ConfigError(
+                "--record compares nothing, so it has no --report; give that where the calls are compared."
+            )
+        check_report(report)
     if record is not None and calls is not None:
         raise ConfigError("--record writes a file of answers and --calls reads one; give one of them.")
     try:
@@ -115,25 +125,28 @@ def verify(
     target = Target(opened, runtime, provider, plugin)
     try:
         with out.bar("verifying", cases.count) as progress:
-            report = Verifier(opened, cases, target, steps).run(folder, progress)
+            found = Verifier(opened, cases, target, steps).run(folder, progress)
     except (RunError, CudaError) as error:
         raise PackageError(str(error)) from error
-    content = report.to_dict()
+    content = found.to_dict()
     price = None
     if quantized and calls is None:
         price = price_of(_options(opened, model, "float32"), package, opened.manifest, text)
         content["price"] = price.to_dict()
     with staged_files(folder) as work:
         (work / "report.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    if report is not None:
+        write_report(looks.page(content, target.title, str(package), machine(), command_line()), report)
+        out.log(f"report to look at: {report}")
     if as_json:
         out.result(content)
     else:
         own = "PyTorch's run with activations rounded to 8 bits" if quantized else "PyTorch's half precision run"
-        _print(report, folder, target.title, target.native, own)
+        _print(found, folder, target.title, target.native, own)
         if price is not None:
             print(price)
-        print("PASSED" if report.passed else "FAILED: the package does not compute what PyTorch computes")
-    raise typer.Exit(0 if report.passed else 1)
+        print("PASSED" if found.passed else "FAILED: the package does not compute what PyTorch computes")
+    raise typer.Exit(0 if found.passed else 1)
 
 
 def _check_lengths(lengths: tuple[int, ...], package: Package) -> None:

@@ -155,6 +155,7 @@ def export_onnx(
     command: str = "",
     progress: Progress | None = None,
     onnxruntime_include: Path | None = None,
+    fused: bool = True,
 ) -> Package:
     """Export a model to a package for ONNX Runtime.
 
@@ -165,6 +166,7 @@ def export_onnx(
         command: The command line, for the manifest.
         progress: Told each step.
         onnxruntime_include: Folder of ONNX Runtime's C headers for a native kernel; None looks in the usual places.
+        fused: Use ONNX Runtime's own ops where they are faster; without, standard ops that every target can be lowered from.
 
     Returns:
         The package.
@@ -189,7 +191,7 @@ def export_onnx(
             )
         model.generation_config.save_pretrained(folder)
         say("tracing")
-        describe |= _write_model(model, source.weights, options, folder, say, describe)
+        describe |= _write_model(model, source.weights, options, folder, say, describe, fused)
         native = _write_native(options, folder, onnxruntime_include, say)
         write_programs(folder, ["ort"])
         say("hashing")
@@ -210,11 +212,18 @@ def _write_native(options: ExportOptions, folder: Path, include: Path | None, sa
 
 
 def _write_model(
-    model: Any, weights: Weights, options: ExportOptions, folder: Path, say: Progress, describe: dict[str, Any]
+    model: Any,
+    weights: Weights,
+    options: ExportOptions,
+    folder: Path,
+    say: Progress,
+    describe: dict[str, Any],
+    fused: bool,
 ) -> dict[str, Any]:
     """Write graph and weights; what the manifest says of their quantization, nothing without one."""
     import onnx
 
+    from still_export.export.fuse import fuse_nodes
     from still_export.export.lower import lower_program
     from still_export.export.trace import trace_model
     from still_export.export.weights_file import save_streaming
@@ -223,6 +232,8 @@ def _write_model(
     traced = trace_model(model, all_logits=options.all_logits)
     say("lowering to ONNX")
     lowered = lower_program(traced, weights)
+    if fused:
+        fuse_nodes(lowered)
     said: dict[str, Any] = {}
     if asked := options.quantization():
         from still_export.models.roles import weight_roles
@@ -251,14 +262,14 @@ def _describe(model: Any, options: ExportOptions, command: str) -> dict[str, Any
     config, still = model.config, model.config.still
     dtype = str(model.dtype).removeprefix("torch.")
     layer_types = [still.layer_type(i) for i in range(config.num_hidden_layers)]
-    ops = {m.op.name: m.op.version for m in (mixer_of(config, i) for i in range(config.num_hidden_layers))}
+    used = [op.spec for i in range(config.num_hidden_layers) for op in mixer_of(config, i).ops(config, i)]
     states = state_table(config, model.dtype)
     eos = model.generation_config.eos_token_id
     return {
         "target": "onnx",
         "command": command,
         "config": {**asdict(options), "overlays": list(options.overlays), "archs": list(options.archs)},
-        "ops": ops,
+        "ops": {op.name: op.version for op in used},
         "model": {
             "family": config.model_type.removeprefix("still_"),
             "dtype": dtype,

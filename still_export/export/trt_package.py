@@ -53,7 +53,7 @@ def export_trt(
         find_tensorrt_headers(trt.tensorrt_include)  # a wrong folder is refused before minutes of work
     with staged_folder(target, force) as folder:
         portable = folder / ".portable"
-        export_onnx(options, portable, command=command, progress=progress)
+        export_onnx(options, portable, command=command, progress=progress, fused=False)
         say(f"lowering for {trt.target}")
         _fill(portable, folder, trt, say, os.replace, dump_dir)
         shutil.rmtree(portable)

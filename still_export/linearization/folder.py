@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -55,6 +56,14 @@ class RunFolder:
         replaced = sorted(p.name for p in self.output.iterdir() if p.name != WORK)
         (self.work / REPLACED_FILE).write_text(json.dumps(replaced), encoding="utf-8")
         (self.work / RUN_FILE).write_text(json.dumps(mine, indent=1) + "\n", encoding="utf-8")
+
+    def discard(self) -> None:
+        """Remove a run that left nothing to go on from: no checkpoint, no result of a stage."""
+        if any(self.work.glob("*/step-*/report.json")) or any(self.work.glob("*.safetensors")):
+            return
+        shutil.rmtree(self.work, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            self.output.rmdir()  # which fails where it holds something
 
     def kept(self) -> list[str]:
         """Entries of the output folder that are not of the model that this run replaces."""

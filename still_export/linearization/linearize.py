@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from still_export.errors import ConfigError
+from still_export.linearization.cost import cost_of
 from still_export.linearization.recipe import Recipe
 from still_export.linearization.run import Linearization, LinearizationRun
 from still_export.linearization.trainer import Progress
@@ -41,21 +42,33 @@ def linearize(
         DataError: The texts are unusable.
         ConfigError: The recipe contradicts the model or the folder.
     """
-    if not recipe.base or not recipe.texts:
-        raise ConfigError("a linearization needs a base model and at least one text file (--text).")
+    if not recipe.base:
+        raise ConfigError("a linearization needs a base model: still-export linearize BASE -o DIR.")
     accelerator = make_accelerator(recipe)
     run = LinearizationRun(recipe, output, accelerator, progress, log)
     run.open_folder(resume, force)
+    try:
+        return _train(run, resume, command)
+    except BaseException:
+        if accelerator.is_main_process and not resume:
+            run.folder.discard()
+        raise
+
+
+def _train(run: LinearizationRun, resume: bool, command: str) -> Linearization:
+    """Both stages, and what they gave, written."""
+    if not resume:
+        run.log(cost_of(run))
     stages = []
-    if recipe.transfer_steps:
+    if run.recipe.transfer_steps:
         stages.append(run.transfer())
     finetune, model, attentions = run.finetune()
     stages += [finetune] if finetune else []
     bits = run.quality(model, attentions)
-    result = Linearization(output, bits, stages)
-    if accelerator.is_main_process:
+    result = Linearization(run.output, bits, stages)
+    if run.accelerator.is_main_process:
         run.write(result, command)
-    accelerator.wait_for_everyone()
+    run.accelerator.wait_for_everyone()
     return result
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,11 @@ CHOICES = {
 }
 
 
+ROW_TOKENS = 1024
+"""Of a row, where nobody says otherwise and the model holds so many."""
+DEFAULT_PRESET = "quick"
+
+
 def option(default: Any, text: str) -> Any:
     """A field with the help text of its flag."""
     return field(default=default, metadata={"help": text})
@@ -39,7 +45,9 @@ class Recipe:
     """
 
     base: str = option("", "Softmax model: Hugging Face folder, hub id, or GGUF file.")
-    texts: tuple[str, ...] = option((), "Text files; the end of each is held out for validation.")
+    texts: tuple[str, ...] = option(
+        (), "Text files; the end of each is held out for validation. Without one: Python's own documentation."
+    )
     tokenizer: str | None = option(None, "Folder of the tokenizer, if it is not beside the model.")
     start: str | None = option(None, "Adapter folder to go on from, of the same base: to train it on longer rows, say.")
     chunk_size: int = option(64, "Tokens per chunk.")
@@ -62,7 +70,9 @@ class Recipe:
     transfer_rate: float = option(1e-2, "Learning rate of stage 1.")
     finetune_steps: int = option(1000, "Steps of stage 2, LoRA; 0 = none.")
     finetune_rate: float = option(1e-4, "Learning rate of stage 2.")
-    sequence_length: int = option(1024, "Tokens of a row.")
+    sequence_length: int | None = option(
+        None, "Tokens of a row; default: 1,024, or the model's context where that is less."
+    )
     row_lengths: tuple[int, ...] | None = option(
         None, "Rows of these lengths in turn, instead of one; each step has batch_size x sequence_length tokens."
     )
@@ -108,7 +118,6 @@ class Recipe:
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is unknown; known: {', '.join(choices)}.")
         for name in (
-            "sequence_length",
             "batch_size",
             "lora_rank",
             "validate_every",
@@ -137,14 +146,16 @@ class Recipe:
         if self.chat and not self.chat_file:
             raise ConfigError(f"chat={self.chat} needs conversations: name their file with --chat-file.")
         for length in self.row_lengths or ():
-            if length < 2 or self.batch_size * self.sequence_length % length:
+            if length < 2 or self.batch_size * self.row_tokens % length:
                 raise ConfigError(
-                    f"row_lengths has {length}; {self.batch_size} x {self.sequence_length} tokens of a step are not whole "
+                    f"row_lengths has {length}; {self.batch_size} x {self.row_tokens} tokens of a step are not whole "
                     "rows of it."
                 )
         if self.window_factor_scale <= 0:
             raise ConfigError(f"window_factor_scale={self.window_factor_scale}; it must be positive.")
-        shortest = min(self.row_lengths or (self.sequence_length,))
+        if self.row_tokens < 1:
+            raise ConfigError(f"sequence_length={self.sequence_length}; it must be at least 1.")
+        shortest = min(self.row_lengths or (self.row_tokens,))
         if self.transfer_steps and shortest <= 2 * self.chunk_size:
             raise ConfigError(
                 f"sequence_length={shortest}: rows of at most two chunks ({2 * self.chunk_size} tokens) are softmax "
@@ -152,6 +163,27 @@ class Recipe:
             )
         if self.micro_batch_size is not None and not 1 <= self.micro_batch_size <= self.batch_size:
             raise ConfigError(f"micro_batch_size={self.micro_batch_size} is outside 1..batch_size={self.batch_size}.")
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of a row; with row_lengths, of a step by its rows."""
+        return ROW_TOKENS if self.sequence_length is None else self.sequence_length
+
+    def fitted(self, context: int) -> Recipe:
+        """This recipe for a model of `context` tokens at most: rows whose length was left open are no longer than that.
+
+        Raises:
+            ConfigError: Rows that were asked for are longer, or what is left is too short to train on.
+        """
+        if self.sequence_length is None and not self.row_lengths:
+            return replace(self, sequence_length=min(ROW_TOKENS, context))
+        longest = max(self.row_lengths or (self.row_tokens,))
+        if longest > context:
+            name = "row_lengths has" if self.row_lengths else "sequence_length is"
+            raise ConfigError(
+                f"{name} {longest}, and the model holds {context} tokens. Use shorter rows, or raise --capacity-tokens."
+            )
+        return self
 
     def still_config(self, layers: int, heads: int) -> StillConfig:
         """The STILL part of the configuration of a model with so many layers and query heads.
@@ -174,6 +206,26 @@ class Recipe:
     def to_dict(self) -> dict[str, Any]:
         """Values that JSON and YAML can hold."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+
+def presets() -> dict[str, Path]:
+    """Recipes that come with this package, by name."""
+    folder = Path(str(files("still_export.linearization").joinpath("recipes")))
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def preset(name: str) -> Path:
+    """The file of a recipe of this package.
+
+    Raises:
+        ConfigError: There is none of that name.
+    """
+    known = presets()
+    if name not in known:
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"the recipe {name!r} is unknown; known: {', '.join(known)}.{hint}")
+    return known[name]
 
 
 def read_recipe(path: Path | None, given: Mapping[str, Any]) -> Recipe:

@@ -64,13 +64,15 @@ class LinearizationRun:
     def __init__(
         self, recipe: Recipe, output: Path, accelerator: Accelerator, progress: Progress, log: Callable[[str], None]
     ) -> None:
-        self.recipe, self.output, self.accelerator = recipe, output, accelerator
+        self.output, self.accelerator = output, accelerator
         self.progress, self.log = progress, log
         self.folder = RunFolder(output)
         self.work = self.folder.work
         self.tokenizer = load_tokenizer(recipe.tokenizer or recipe.base)
         log("reading the base model")
         geometry = load_model(recipe.base, attach_untrained=True).config
+        recipe = recipe.fitted(recipe.capacity_tokens or int(geometry.max_position_embeddings))
+        self.recipe = recipe
         self.layers, self.heads = geometry.num_hidden_layers, geometry.num_attention_heads
         self.still = recipe.still_config(self.layers, self.heads)
         self.start = adapter.Start(recipe) if recipe.start else None
@@ -82,12 +84,16 @@ class LinearizationRun:
             self.still = replace(self.still, window_factors=scaled)
         model = self.load_base()
         self.base_weights = weights_digest(model)
-        log("tokenizing the texts")
+        log(
+            "tokenizing the texts"
+            if recipe.texts
+            else "no --text: training on Python's documentation, 0.7 MB of English with code"
+        )
         self.corpus: Corpus = read_corpus(recipe.texts, self.tokenizer, int(model.config.vocab_size), recipe.held_out)
         self.chats = []
         if recipe.chat_file:
             self.chats = read_chats(recipe.chat_file, self.tokenizer, int(model.config.vocab_size))
-        self.held_out = held_out_rows(self.corpus, recipe.validation_rows, recipe.sequence_length)
+        self.held_out = held_out_rows(self.corpus, recipe.validation_rows, recipe.row_tokens)
 
     def load_base(self) -> Any:
         """The base with untrained STILL attention, or that of the adapter to go on from, float32, frozen."""
@@ -140,7 +146,7 @@ class LinearizationRun:
             self.corpus,
             TaskWriter(self.tokenizer, self.corpus.train),
             recipe.batch_size,
-            recipe.sequence_length,
+            recipe.row_tokens,
             recipe.seed,
             retrieval,
             Weighing(recipe.answer_weight, recipe.answer_share),
@@ -159,8 +165,8 @@ class LinearizationRun:
                 losses.append(float(module(row[None], torch.ones_like(row[None], dtype=torch.float32))[0]))
         return sum(losses) / len(losses)
 
-    def transfer(self) -> StageReport:
-        """Stage 1; writes training/transfer.safetensors."""
+    def transfer_objective(self) -> TransferObjective:
+        """Stage 1's, with the parameters that it trains."""
         recipe = self.recipe
         model = self.load_base()
         attentions = make_trainable(model, recipe.learn_window_factors)
@@ -168,9 +174,13 @@ class LinearizationRun:
             attention.save_memory = recipe.gradient_checkpointing
         for _, parameter in adapter.still_parameters(model, gate_weights=not recipe.low_rank_gates):
             parameter.requires_grad_(True)
-        self.log(f"stage 1, attention transfer: {_count(model):,} parameters in {len(attentions)} layers")
+        return TransferObjective(model, attentions)
+
+    def transfer(self) -> StageReport:
+        """Stage 1; writes training/transfer.safetensors."""
+        recipe, objective = self.recipe, self.transfer_objective()
+        self.log(f"stage 1, attention transfer: {_count(objective):,} parameters in {len(objective.attentions)} layers")
         trainer = Trainer(self.accelerator, recipe, "transfer", self.work, self.progress)
-        objective = TransferObjective(model, attentions)
         report = trainer.train(
             objective,
             self.batches(recipe.retrieval),
@@ -181,16 +191,17 @@ class LinearizationRun:
         self._keep("transfer", objective)
         return report
 
-    def finetune(self) -> tuple[StageReport | None, Any, list[TrainableAttention]]:
-        """Stage 2; writes training/finetune.safetensors. The report, and the model with LoRA."""
+    def finetune_objective(self, maps: Path | None) -> FinetuneObjective:
+        """Stage 2's: the model with LoRA and the parameters that it trains.
+
+        Args:
+            maps: What stage 1 trained; None = nothing.
+        """
         recipe = self.recipe
         model = self.load_base()
         attentions = make_trainable(model, recipe.learn_window_factors)
-        if recipe.transfer_steps:
-            model.load_state_dict(load_file(self.work / "transfer.safetensors"), strict=False)
-        if not recipe.finetune_steps:
-            model = self.attach_lora(model) if self.start else model
-            return None, model.to(self.accelerator.device), attentions
+        if maps is not None:
+            model.load_state_dict(load_file(maps), strict=False)
         set_seed(recipe.seed)  # LoRA starts the same whether or not stage 1 ran in this process
         if recipe.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -200,9 +211,7 @@ class LinearizationRun:
         for name, parameter in model.named_parameters():
             if name.endswith(adapter.FACTORS):
                 parameter.requires_grad_(True)
-        self.log(f"stage 2, LoRA: {_count(model):,} parameters, loss {recipe.loss}")
-        trainer = Trainer(self.accelerator, recipe, "finetune", self.work, self.progress)
-        objective = FinetuneObjective(
+        return FinetuneObjective(
             model,
             attentions,
             recipe.loss,
@@ -210,6 +219,21 @@ class LinearizationRun:
             answer_loss=recipe.answer_loss,
             per_answer=recipe.answer_share > 0,
         )
+
+    def finetune(self) -> tuple[StageReport | None, Any, list[TrainableAttention]]:
+        """Stage 2; writes training/finetune.safetensors. The report, and the model with LoRA."""
+        recipe = self.recipe
+        maps = self.work / "transfer.safetensors" if recipe.transfer_steps else None
+        if not recipe.finetune_steps:
+            model = self.load_base()
+            attentions = make_trainable(model, recipe.learn_window_factors)
+            if maps is not None:
+                model.load_state_dict(load_file(maps), strict=False)
+            model = self.attach_lora(model) if self.start else model
+            return None, model.to(self.accelerator.device), attentions
+        objective = self.finetune_objective(maps)
+        self.log(f"stage 2, LoRA: {_count(objective):,} parameters, loss {recipe.loss}")
+        trainer = Trainer(self.accelerator, recipe, "finetune", self.work, self.progress)
         report = trainer.train(
             objective,
             self.batches(recipe.retrieval),
@@ -218,7 +242,7 @@ class LinearizationRun:
             self.validate,
         )
         self._keep("finetune", objective)
-        return report, model.eval(), attentions
+        return report, objective.model.eval(), objective.attentions
 
     def attach_lora(self, model: Any) -> Any:
         """`model` with LoRA, fresh or that of the adapter to go on from."""

@@ -82,7 +82,7 @@ def select_layers(
         log("looking for heads that look facts up")
         attentions = make_trainable(model.to(accelerator.device))
         writer = TaskWriter(run.tokenizer, run.corpus.train)
-        found = lookup_scores(model, attentions, writer, recipe.sequence_length, recipe.seed).sum(1)
+        found = lookup_scores(model, attentions, writer, run.recipe.row_tokens, recipe.seed).sum(1)
         scores = [dict(enumerate(found.tolist()))]
     else:
         scores = _kl_scores(run, model, count, steps, rounds, log)

@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from still_export.errors import TrainingError
+from still_export.linearization.curves import Curves
 from still_export.linearization.recipe import Recipe
 from still_export.linearization.texts import Batch, Batches
 
@@ -96,6 +97,7 @@ class Trainer:
         module, optimizer = accelerator.prepare(objective, optimizer)
         trained = [p for p in module.parameters() if p.requires_grad]
         report = self._restore(module, optimizer)
+        curves = Curves(self.folder.parent, self.name, report.steps) if accelerator.is_main_process else None
         ahead = ThreadPoolExecutor(1)  # writes the next batch while the GPU computes
         following = ahead.submit(batches.batch, report.steps)
         while report.steps < steps and not report.done:
@@ -110,7 +112,7 @@ class Trainer:
             except torch.OutOfMemoryError as error:
                 raise TrainingError(
                     f"stage {self.name} ran out of GPU memory at step {report.steps} with {recipe.batch_size} rows of "
-                    f"{recipe.sequence_length} tokens. Use a smaller --micro-batch-size (the result stays the same), "
+                    f"{recipe.row_tokens} tokens. Use a smaller --micro-batch-size (the result stays the same), "
                     f"--gradient-checkpointing, --precision bf16 or more processes; then --resume. Checkpoints are in {self.folder}."
                 ) from error
             if not math.isfinite(loss):
@@ -121,21 +123,27 @@ class Trainer:
                     f"rate; then --resume. Checkpoints before it are in {self.folder}."
                 )
             report.steps += 1
-            report.tokens += recipe.batch_size * recipe.sequence_length
+            report.tokens += recipe.batch_size * recipe.row_tokens
             seconds = time.perf_counter() - started
             report.seconds += seconds
             report.losses.append(loss)
             report.parts = parts
             last = report.steps == steps
+            validated = None
             if report.steps % recipe.validate_every == 0 or last:
-                report.validation.append((report.steps, validate(module)))
+                validated = validate(module)
+                report.validation.append((report.steps, validated))
                 report.stopped_early = plateau([v for _, v in report.validation], recipe.patience) and not last
             report.done = last or report.stopped_early
-            if accelerator.is_main_process:
-                speed = recipe.batch_size * recipe.sequence_length / seconds
+            if curves is not None:
+                speed = recipe.batch_size * recipe.row_tokens / seconds
+                rate = max(group["lr"] for group in optimizer.param_groups)
+                curves.add(report.steps, loss, validated, rate, speed, report.seconds)
                 self.progress(self.name, report.steps, steps, {"loss": loss, "tokens/s": speed})
             if report.done or report.steps % recipe.checkpoint_every == 0:
                 self._save(module, optimizer, report)
+        if curves is not None:
+            curves.close()
         return report
 
     def _step(

@@ -1,10 +1,11 @@
-"""What the generic rooms ask of a mixer: its op, the sizes of its states, its cache layer, the module that takes a family's place;
+"""What the generic rooms ask of a mixer: its ops, the sizes of their states, its cache layer, the module that takes a family's place;
 and, for evaluation, its parts and its audit."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -130,6 +131,18 @@ class Audit(Protocol):
         """Choices counted by layer and place, [layers, places], to be plotted, by name."""
 
 
+@dataclass(frozen=True)
+class LayerOp:
+    """An op of a layer, with its attributes there.
+
+    symbols: Sizes of the symbols in the shapes of its states, but B and N.
+    """
+
+    spec: OpSpec
+    attributes: Mapping[str, AttributeValue]
+    symbols: Mapping[str, int]
+
+
 class Mixer(Protocol):
     """What one layer does with its tokens and its state; mixers derive from it.
 
@@ -139,22 +152,21 @@ class Mixer(Protocol):
     name: str
     """In `layer_types`."""
 
-    op: OpSpec
-
     parts: tuple[str, ...] = ()
     """Variants of a model that `without` makes."""
 
-    def attributes(self, config: Any, index: int) -> dict[str, AttributeValue]:
-        """Attributes of the layer's op."""
-
-    def symbols(self, config: Any, index: int) -> dict[str, int]:
-        """Sizes of the symbols in the shapes of the op's states, but B and N."""
+    def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:
+        """The ops of the layer; the names of their states differ."""
 
     def cache_layer(self, config: Any, index: int) -> StillCacheLayer:
         """The layer's part of a cache that has seen nothing."""
 
     def module(self, base: nn.Module, config: Any, index: int) -> nn.Module:
-        """The module that takes the place of the family's attention module `base`."""
+        """The module that takes the place of the family's module `base`, which mixes the tokens of the layer.
+
+        Raises:
+            UnsupportedModelError: `base` is of a family, or a variant, that the mixer does not cover.
+        """
 
     def without(self, model: nn.Module, part: str) -> AbstractContextManager[None]:
         """`model` with a part of these layers switched off, one of `parts`, inside the block."""

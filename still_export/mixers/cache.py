@@ -54,18 +54,16 @@ def state_table(config: Any, dtype: torch.dtype) -> StateTable:
     """The states of a model with the STILL family configuration `config` and activations of type `dtype`."""
     states = []
     for index in range(config.num_hidden_layers):
-        mixer = mixer_of(config, index)
-        attributes, symbols = mixer.attributes(config, index), mixer.symbols(config, index)
-        for spec in mixer.op.states_with(attributes):
-            growth = None if spec.growth is None else spec.growth.resolve(attributes)
-            shape: list[int | str] = [*spec.sizes({**symbols, "B": 0, "N": 0})]
-            shape[0] = "batch"
-            if growth is not None:
-                shape[int(growth["axis"])] = str(growth["dimension"])
-            kind = str(dtype).removeprefix("torch.") if spec.dtype == "T" else spec.dtype
-            states.append(
-                State(f"{spec.name}.{index}", index, mixer.op.name, tuple(shape), kind, spec.in_place, growth)
-            )
+        for op in mixer_of(config, index).ops(config, index):
+            for spec in op.spec.states_with(op.attributes):
+                growth = None if spec.growth is None else spec.growth.resolve(op.attributes)
+                shape: list[int | str] = [*spec.sizes({**op.symbols, "B": 0, "N": 0})]
+                shape[0] = "batch"
+                if growth is not None:
+                    shape[int(growth["axis"])] = str(growth["dimension"])
+                kind = str(dtype).removeprefix("torch.") if spec.dtype == "T" else spec.dtype
+                name = f"{spec.name}.{index}"
+                states.append(State(name, index, op.spec.name, tuple(shape), kind, spec.in_place, growth))
     return StateTable(states, config.still.capacity(config), config.still.bounded)
 
 

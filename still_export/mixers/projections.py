@@ -52,6 +52,9 @@ class ProjectedAttention(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary positions to [B, T, h, D]; cos, sin [B or 1, T, 1, D] pair channel i with i + D/2."""
+    """Apply rotary positions to the first R channels of [B, T, h, D]; cos, sin [B or 1, T, 1, R] pair channel i with i + R/2."""
+    turned = cos.shape[-1]
+    if turned < x.shape[-1]:
+        return torch.cat((rotate(x[..., :turned], cos, sin), x[..., turned:]), dim=-1)
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin

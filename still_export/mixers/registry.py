@@ -6,9 +6,15 @@ from typing import Any
 
 from still_export.mixers.attention.mixer import AttentionMixer
 from still_export.mixers.base import Mixer
+from still_export.mixers.gated_delta_net.mixer import GatedDeltaNetMixer
 from still_export.mixers.hybrid_attention.mixer import HybridAttentionMixer
+from still_export.mixers.mamba2.mixer import Mamba2Mixer
+from still_export.mixers.short_conv.mixer import ShortConvMixer
 
-MIXERS: dict[str, Mixer] = {mixer.name: mixer for mixer in (HybridAttentionMixer(), AttentionMixer())}
+MIXERS: dict[str, Mixer] = {
+    mixer.name: mixer
+    for mixer in (HybridAttentionMixer(), AttentionMixer(), GatedDeltaNetMixer(), Mamba2Mixer(), ShortConvMixer())
+}
 
 
 def mixer_of(config: Any, index: int) -> Mixer:

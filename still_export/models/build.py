@@ -16,6 +16,7 @@ from still_export.errors import CheckpointError, ConfigError, UnsupportedModelEr
 from still_export.mixers.config import StillConfig
 from still_export.mixers.hybrid_attention.module import StillAttention
 from still_export.models.families import FAMILIES, Family
+from still_export.models.linear_families import LINEAR_FAMILIES, NOT_COVERED
 from still_export.models.weights import Deferred, Weight, Weights, value_of
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
@@ -27,11 +28,14 @@ def family_of(model_type: str) -> Family:
     Raises:
         UnsupportedModelError: Unknown, with the known ones.
     """
-    family = FAMILIES.get(model_type.removeprefix("still_"))
+    name = model_type.removeprefix("still_")
+    family = FAMILIES.get(name) or LINEAR_FAMILIES.get(name)
     if family is None:
+        why = NOT_COVERED.get(name)
+        what = "is no family that STILL attention is written for" if why is None else f"is not covered: {why}"
         raise UnsupportedModelError(
-            f"model_type={model_type!r} in config.json is no family that STILL attention is written for. "
-            f"Covered: {', '.join(FAMILIES)} (SmolLM and SmolLM2 are llama)."
+            f"model_type={model_type!r} in config.json {what}. Covered: {', '.join(FAMILIES)} (SmolLM and SmolLM2 are llama); "
+            f"as they are: {', '.join(LINEAR_FAMILIES)}."
         )
     return family
 
@@ -128,8 +132,9 @@ def build_model(family: Family, config: Any, tensors: Mapping[str, Tensor]) -> A
     model.load_state_dict(tensors, strict=False, assign=True)
     model.tie_weights()
     device, dtype = (getattr(next(iter(tensors.values())), name) for name in ("device", "dtype"))
-    # Its frequencies are no part of a checkpoint.
-    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
+    # Its frequencies are no part of a checkpoint. Families without positions have none.
+    if model.model.rotary_emb is not None:
+        model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
     assert not any(x.is_meta for x in (*model.parameters(), *model.buffers())), "a tensor was left without a value"
     config.dtype = dtype
     for parameter in model.parameters():
@@ -180,6 +185,8 @@ def attach_untrained(model: Any, still: StillConfig | None = None) -> Any:
     if hasattr(model.config, "still_config"):
         raise ConfigError(f"{type(model).__name__} is a STILL model already; leave out attach_untrained.")
     family = family_of(model.config.model_type)
+    if family.linear:
+        raise ConfigError(f"{type(model).__name__} is linear already; export it as it is.")
     config = still_family_config(family, model.config.to_dict(), still or StillConfig())
     weights = complete_weights(family, config, model.state_dict(), fresh=True)
     result = build_model(family, config, {name: value_of(weight) for name, weight in weights.items()})

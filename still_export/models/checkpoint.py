@@ -58,7 +58,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
     if "model_type" not in read_json(path):
         raise CheckpointError(f"{path} names no model_type, so the family is unknown. Fetch the model again.")
-    config = read_checked(path, Config, ConfigError)
+    config = _with_infinities(read_checked(path, Config, ConfigError))
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "unknown")
         raise CheckpointError(
@@ -66,6 +66,15 @@ def read_config(folder: Path) -> dict[str, Any]:
             "Use the unquantized model, or a GGUF file, which is dequantized while it is read."
         )
     return config
+
+
+def _with_infinities(value: Any) -> Any:
+    """`value` with numbers in the place of what transformers writes for those that JSON has not: {"__float__": "Infinity"}."""
+    if isinstance(value, dict):
+        if set(value) == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
+            return float(value["__float__"])
+        return {name: _with_infinities(x) for name, x in value.items()}
+    return [_with_infinities(x) for x in value] if isinstance(value, list) else value
 
 
 def weight_files(folder: Path) -> list[Path]:

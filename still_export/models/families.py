@@ -100,12 +100,16 @@ class StillSmolLM3ForCausalLM(StillModelMixin, SmolLM3ForCausalLM):
 
 @dataclass(frozen=True)
 class Family:
-    """A family's plain and STILL classes; `name` is its model_type in transformers."""
+    """A family's plain and STILL classes; `name` is its model_type in transformers.
+
+    linear: Its layers are linear already; such a model is exported as it is.
+    """
 
     name: str
     config: type
     still_config: type
     still_model: type
+    linear: bool = False
 
 
 FAMILIES: dict[str, Family] = {

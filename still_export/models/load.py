@@ -26,6 +26,7 @@ from still_export.models.checkpoint import (
 from still_export.models.families import Family
 from still_export.models.files import Adapter, Generation, check_tokenizer_files, read_checked
 from still_export.models.gguf import read_gguf, read_tokenizer
+from still_export.models.linear_names import language_model, published_names
 from still_export.models.weights import Weight, Weights, stand_ins, value_of
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -136,8 +137,15 @@ def open_source(
     elif convert.is_lolcats(found.tensors):
         family_of(found.model_type)
         found.tensors, still = convert.convert_lolcats(found.tensors, still_config, _layers(found.config, source))
+    elif family_of(found.model_type).linear:
+        if attach_untrained or still_config is not None or found.still is not None:
+            raise ConfigError(
+                f"{source} is a {found.model_type} model, whose layers are linear already: it is exported as it is. Leave out "
+                "--attach-untrained, adapters and options of STILL; --capacity-tokens may be given."
+            )
+        found.tensors = published_names(found.model_type, found.tensors)
+        still = StillConfig()
     else:
-        family_of(found.model_type)
         if not attach_untrained and found.still is None:
             raise NotLinearizedError(
                 f"{source} is a plain softmax {found.model_type} model: it is not linearized, it has no feature maps and gates. "
@@ -255,6 +263,7 @@ def _read(path: Path, dtype: torch.dtype | None) -> _Checkpoint:
         model_type, values, blocks = read_gguf(path, dtype or torch.float32)
         return _Checkpoint(model_type, values, dict(blocks))
     config = read_config(path)
+    config = language_model(config)
     known = config["model_type"]
     if known != "still":
         family_of(known)  # before gigabytes are read

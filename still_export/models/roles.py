@@ -16,10 +16,13 @@ def weight_roles(model: Any) -> dict[str, str]:
     """
     roles = {"lm_head.weight": HEAD, "model.embed_tokens.weight": EMBEDDING}
     for i, layer in enumerate(model.model.layers):
-        roles |= {f"model.layers.{i}.self_attn.{name}": role for name, role in layer.self_attn.weight_roles.items()}
-        roles |= {
-            f"model.layers.{i}.mlp.{name}": FEED_FORWARD for name, p in layer.mlp.named_parameters() if p.dim() > 1
-        }
+        for part, module in layer.named_children():
+            mixes = getattr(module, "weight_roles", None)
+            roles |= {
+                f"model.layers.{i}.{part}.{name}": FEED_FORWARD if mixes is None else mixes[name]
+                for name, parameter in module.named_parameters()
+                if parameter.dim() > 1 and (mixes is None or name in mixes)
+            }
     found = {}
     for name, parameter in model.named_parameters():
         role = NORM if parameter.dim() < 2 else roles.get(name)

@@ -27,27 +27,15 @@ def forward_with_state(
         input_ids: [B, T], right-padded.
         new_tokens: Tokens that each row brings, int64 [B].
         past_length: Tokens that each row has seen, int64 [B].
-        states: Per layer, tensors by name: those of the OpSpec for hybrid layers; `key`, `value` [B, HK, capacity, D] for full ones.
-            All-zero states with past_length 0 start a sequence; see `still_export.mixers.cache.empty_states`.
+        states: Per layer, tensors by name, those of its ops' OpSpecs. All-zero states with past_length 0 start a sequence; see
+            `still_export.mixers.cache.empty_states`.
         last_only: Logits of each row's last new token instead of all.
 
     Returns:
         Logits [B, 1, V] or [B, T, V], and the states after the call in the order and shapes of `states`.
     """
-    config, decoder = model.config, model.model
-    cache = StillCache.from_states(config, states, past_length)
+    cache = StillCache.from_states(model.config, states, past_length)
     cache.begin(new_tokens, None)
-    hidden = decoder.embed_tokens(input_ids)
     positions = past_length[:, None] + torch.arange(input_ids.shape[1], device=input_ids.device)
-    position_embeddings = decoder.rotary_emb(hidden, positions)
-    for layer in decoder.layers:
-        hidden = layer(
-            hidden,
-            attention_mask=None,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            position_embeddings=position_embeddings,
-        )
-    hidden = last_rows(decoder.norm(hidden), new_tokens, 1 if last_only else 0)
-    return model.lm_head(hidden), cache.states()
+    hidden = model.decode(positions, cache, input_ids=input_ids).last_hidden_state
+    return model.logits(last_rows(hidden, new_tokens, 1 if last_only else 0)), cache.states()

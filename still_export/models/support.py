@@ -20,17 +20,23 @@ def check_family_config(config: Any, still: StillConfig) -> None:
         raise UnsupportedModelError(
             f"head_dim={head_dim} in config.json; rotary positions pair channels, so it must be even. This checkpoint cannot be read."
         )
+    check_heads(config)
+    check_rope(config)
+    _check_windows(config, still)
+
+
+def check_heads(config: Any) -> None:
+    """Raise UnsupportedModelError where key heads serve different numbers of query heads."""
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % kv_heads:
         raise UnsupportedModelError(
             f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads} in config.json; "
             "every key head must serve equally many query heads."
         )
-    _check_rope(config)
-    _check_windows(config, still)
 
 
-def _check_rope(config: Any) -> None:
+def check_rope(config: Any, partial: bool = False) -> None:
+    """Raise UnsupportedModelError where rotary positions are none of a kind that is covered; `partial`: of some channels, too."""
     rope = getattr(config, "rope_parameters", None) or {}
     kind = rope.get("rope_type", "default")
     if kind not in STATIC_ROPE_TYPES:
@@ -38,10 +44,10 @@ def _check_rope(config: Any) -> None:
             f"rope_type={kind!r} in config.json; its angles depend on more than the position, so cached keys would be wrong. "
             f"Covered: {', '.join(STATIC_ROPE_TYPES)}. Set rope_parameters to one of them if the context allows it."
         )
-    partial = rope.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None))
-    if partial not in (None, 1, 1.0):
+    part = rope.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None))
+    if part not in (None, 1, 1.0) and not partial:
         raise UnsupportedModelError(
-            f"partial_rotary_factor={partial} in config.json; only rotation of all head_dim channels is covered (1.0)."
+            f"partial_rotary_factor={part} in config.json; only rotation of all head_dim channels is covered (1.0)."
         )
 
 

@@ -1,8 +1,8 @@
-"""What is in a package: state sizes by context length, operators, files."""
+"""What is in a package: capacity, state sizes by context length, layers by kind, types, operators, files."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any
 
 from still_export.errors import PackageError
@@ -10,6 +10,14 @@ from still_export.package.folder import Package
 from still_graphs.states import ITEM_BYTES, StateTable
 
 CONTEXTS = (1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
+
+
+def contexts(manifest: dict[str, Any]) -> list[int]:
+    """Lengths worth showing: those that the package holds, with its capacity as the last where that is a limit."""
+    capacity = manifest["capacity"]
+    if not capacity["bounded"]:
+        return sorted({*CONTEXTS, capacity["capacity_tokens"]})
+    return [*(n for n in CONTEXTS if n < capacity["capacity_tokens"]), capacity["capacity_tokens"]]
 
 
 def state_bytes(manifest: dict[str, Any], tokens: int) -> int:
@@ -24,8 +32,57 @@ def cache_bytes(manifest: dict[str, Any], tokens: int) -> int:
     return 2 * model["layers"] * model["kv_heads"] * model["head_dim"] * tokens * ITEM_BYTES[model["dtype"]]
 
 
+def layer_kinds(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    """Layers of each kind with their states: bytes of all of them together at the capacity, and which of them grow."""
+    table = StateTable.of(manifest)
+    tokens = manifest["capacity"]["capacity_tokens"]
+    layers: dict[str, list[int]] = defaultdict(list)
+    for layer, kind in enumerate(manifest["model"]["layer_types"]):
+        layers[kind].append(layer)
+    found = []
+    for kind, members in layers.items():
+        own = [state for state in table if state.layer in members]
+        part = StateTable(own, tokens, table.bounded)
+        names = dict.fromkeys(state.name.rpartition(".")[0] for state in own)
+        found.append(
+            {
+                "kind": kind,
+                "layers": members,
+                "states": list(names),
+                "growing": [name for name in names if any(s.growth and s.name == f"{name}.{s.layer}" for s in own)],
+                "bytes_at_capacity": part.size_bytes(1, part.rows(tokens)),
+            }
+        )
+    return found
+
+
+def precision(manifest: dict[str, Any]) -> dict[str, str]:
+    """Types of weights and states, and bits of quantized roles."""
+    states: dict[str, list[str]] = defaultdict(list)
+    for state in StateTable.of(manifest):
+        name = state.name.rpartition(".")[0]
+        if name not in states[state.dtype]:
+            states[state.dtype].append(name)
+    found = {"weights": manifest["model"]["dtype"]}
+    for role, forms in ((manifest.get("quantization") or {}).get("roles") or {}).items():
+        bits = (f"{form['weights']} in " + (f"{form['bits']} bits" if form["bits"] else "full") for form in forms)
+        found[f"weights of {role}"] = ", ".join(bits)
+    return found | {f"states in {dtype}": ", ".join(names) for dtype, names in states.items()}
+
+
+def spans(layers: list[int]) -> str:
+    """Numbers of layers as text: "0-3, 5"."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
 def inspect(package: Package) -> dict[str, Any]:
-    """Sizes, operator counts of the graph (function bodies apart) and files of `package`."""
+    """Capacity, sizes, layers, types, operator counts of the graph (function bodies apart) and files of `package`."""
     import onnx
 
     try:
@@ -37,17 +94,21 @@ def inspect(package: Package) -> dict[str, Any]:
     nodes = Counter(f"{node.domain or 'ai.onnx'}::{node.op_type}" for node in graph.graph.node)
     manifest = package.manifest
     return {
+        "target": manifest["target"],
         "model": manifest["model"],
         "still": manifest["still"],
         "command": manifest["command"],
+        "capacity": {**manifest["capacity"], "overflow": manifest["still"].get("overflow", "error")},
         "state": [
             {
                 "tokens": n,
                 "state_bytes": state_bytes(manifest, n),
                 "full_attention_cache_bytes": cache_bytes(manifest, n),
             }
-            for n in CONTEXTS
+            for n in contexts(manifest)
         ],
+        "layers": layer_kinds(manifest),
+        "precision": precision(manifest),
         "opset": {o.domain or "ai.onnx": o.version for o in graph.opset_import},
         "ir_version": graph.ir_version,
         "nodes": dict(nodes.most_common()),

@@ -30,12 +30,13 @@ def checked_prompt(tokens: Iterable[int], vocabulary: int) -> np.ndarray:
     Raises:
         RunError: It is empty, or has ids outside the vocabulary.
     """
-    prompt = np.asarray(list(tokens), np.int64)
-    if prompt.size == 0:
+    prompt = list(tokens)
+    if not prompt:
         raise RunError("the prompt has no tokens. Give at least one.")
-    if prompt.min() < 0 or prompt.max() >= vocabulary:
-        raise RunError(f"token ids {prompt.min()}..{prompt.max()} are outside the vocabulary 0..{vocabulary - 1}.")
-    return prompt
+    least, most = min(prompt), max(prompt)  # of any size: NumPy's are checked already
+    if least < 0 or most >= vocabulary:
+        raise RunError(f"token ids {str(least)[:20]}..{str(most)[:20]} are outside the vocabulary 0..{vocabulary - 1}.")
+    return np.asarray(prompt, np.int64)
 
 
 class Runner(ABC):
@@ -52,7 +53,7 @@ class Runner(ABC):
     room: int = 0
     length: np.ndarray
     replays = False
-    """`greedy` replays a captured step."""
+    """`step` and `greedy` replay a captured step."""
     least_rows = 0
     """Rows that a growing state has at least."""
 
@@ -78,13 +79,14 @@ class Runner(ABC):
         self._clear()
         self._resize(tokens)
 
-    def reserve(self, tokens: int) -> None:
-        """Make room for `tokens` more tokens, keeping the state.
+    def reserve(self, tokens: int | np.ndarray, first: int = 0) -> None:
+        """Make room for `tokens` more tokens of every row, or [R] of the rows from `first` on, keeping the state.
 
         Raises:
             RunError: They are more than the package holds; nothing is changed then.
         """
-        needed = int(self.length.max()) + tokens
+        rows = self.length if np.ndim(tokens) == 0 else self.length[first : first + np.size(tokens)]
+        needed = int((rows + tokens).max())
         self.check_capacity(needed)
         if needed > self.room:
             self._resize(needed)
@@ -110,16 +112,37 @@ class Runner(ABC):
         """Make room for at least `tokens` tokens, keeping the state."""
 
     @abstractmethod
-    def feed(self, input_ids: np.ndarray, new_tokens: np.ndarray | None = None) -> np.ndarray:
-        """Run one call.
+    def feed(self, input_ids: np.ndarray, new_tokens: np.ndarray | None = None, first: int = 0) -> np.ndarray:
+        """Run one call on the R rows from `first` on; all others are left alone.
 
         Args:
-            input_ids: Integers [B, T], right-padded.
-            new_tokens: Tokens that each row brings, [B]; None = T.
+            input_ids: Integers [R, T], right-padded.
+            new_tokens: Tokens that each of them brings, [R]; None = T.
+            first: Of the rows.
 
         Returns:
-            Logits float32, [B, 1, V] of each row's last new token, or [B, T, V] if the package was exported so.
+            Logits float32, [R, 1, V] of each row's last new token, or [R, T, V] if the package was exported so.
         """
+
+    def forget(self, row: int) -> None:
+        """Make one row empty, for another sequence; room and the other rows stay as they are."""
+        self._zero(row)
+        self.length = self.length.copy()  # callers may hold it
+        self.length[row] = 0
+
+    @abstractmethod
+    def _zero(self, row: int) -> None:
+        """Write zeros, which are an empty state, over one row of every state."""
+
+    def _among_all(self, input_ids: np.ndarray, counts: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:
+        """A call on some rows as one on all [B], where the others bring nothing."""
+        if len(input_ids) == self.batch:
+            return input_ids, counts
+        rows = slice(first, first + len(input_ids))
+        ids = np.zeros((self.batch, input_ids.shape[1]), input_ids.dtype)
+        new = np.zeros(self.batch, counts.dtype)
+        ids[rows], new[rows] = input_ids, counts
+        return ids, new
 
     @abstractmethod
     def state_arrays(self) -> dict[str, np.ndarray]:
@@ -176,8 +199,12 @@ class Runner(ABC):
     def greedy(self, token: np.ndarray, count: int) -> Iterator[np.ndarray]:
         """Tokens [B] that follow `token` [B] greedily, `count` of them."""
         for _ in range(count):
-            token = self.feed(token[:, None])[:, -1].argmax(-1)
+            token = self.step(token).argmax(-1)
             yield token
+
+    def step(self, token: np.ndarray) -> np.ndarray:
+        """Feed one token to every row, [B]; logits [B, V]."""
+        return self.feed(token[:, None])[:, -1]
 
     def generate(
         self,
@@ -208,5 +235,5 @@ class Runner(ABC):
 
     def _sampled(self, token: int, count: int, sampling: Sampling) -> Iterator[int]:
         for _ in range(count):
-            token = sampling.choose(self.feed(np.array([[token]], np.int64))[0, -1])
+            token = sampling.choose(self.step(np.array([token], np.int64))[0])
             yield token

@@ -56,11 +56,12 @@ class Buffer:
             raise
         self.address = address.value
 
-    def zero(self) -> None:
-        """Fill with zeros, in the order of the stream."""
-        self.driver.call(
-            "cuMemsetD8Async", ctypes.c_uint64(self.address), 0, ctypes.c_size_t(self.size), self.driver.stream
-        )
+    def zero(self, begin: int = 0, size: int | None = None) -> None:
+        """Fill `size` bytes from `begin` on (None: all) with zeros, in the order of the stream."""
+        size = self.size - begin if size is None else size
+        assert 0 <= begin and begin + size <= self.size
+        address = ctypes.c_uint64(self.address + begin)
+        self.driver.call("cuMemsetD8Async", address, 0, ctypes.c_size_t(size), self.driver.stream)
 
     def write(self, array: np.ndarray) -> None:
         """Copy a C-contiguous array to the start, in the order of the stream; the array may be reused at once."""

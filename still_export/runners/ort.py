@@ -199,7 +199,7 @@ class OrtModel(Runner):
         provider: "cpu" or "cuda".
         profile: Write ONNX Runtime's profile beside the working directory.
         check: Compare the weights with their hashes, beside loading them.
-        replay: Replay single steps from CUDA graphs, which needs the package's kernels for CUDA.
+        replay: Replay single steps from CUDA graphs, which needs the package's kernels for CUDA; None: where those are.
 
     Raises:
         RunError: The package is damaged, or cannot run here.
@@ -212,7 +212,7 @@ class OrtModel(Runner):
         provider: str = "cpu",
         profile: bool = False,
         check: bool = True,
-        replay: bool = False,
+        replay: bool | None = None,
     ) -> None:
         import onnxruntime
 
@@ -231,17 +231,18 @@ class OrtModel(Runner):
         if self.device == "cuda" and self.native is None:
             # Its ScatterND warns once a node that indices must not repeat. Those of bodies do, with equal values, for padding alone.
             onnxruntime.set_default_logger_severity(3)
-        if replay and (self.device != "cuda" or self.native is None):
+        able = self.device == "cuda" and self.native is not None
+        if replay and not able:
             raise RunError("CUDA graphs need --provider cuda and the package's kernels for CUDA (--native --arch).")
+        self.replays = able if replay is None else replay
         hashing = Hashing(self.folder, self.manifest, weights if check else [])
         try:
-            self.session = open_session(self.folder, self.manifest, options, self.device, self.native, replay)
+            self.session = open_session(self.folder, self.manifest, options, self.device, self.native, self.replays)
         finally:
             hashing.finish()
         check_graph(self.session, self.manifest, self.folder / "manifest.json")
         self._value = onnxruntime.OrtValue
         self._run_options = onnxruntime.RunOptions
-        self.replays = replay
         self._graphs = 0  # captured so far
 
     def _in_place(self, state: State) -> bool:
@@ -270,7 +271,7 @@ class OrtModel(Runner):
             if not self._in_place(state):
                 self._spare[state.name] = self._tensor(np.zeros(shape, NUMPY_TYPES[state.dtype]), state.dtype)
         self._past = past
-        self._bindings: dict[tuple[int, int], Any] = {}
+        self._bindings: dict[tuple[int, int, int, int], Any] = {}
         self._step: Any = None
         self._turn = 0
 
@@ -302,14 +303,15 @@ class OrtModel(Runner):
             return (array.astype(np.uint32) << 16).view(np.float32)
         return array.copy()
 
-    def _binding(self, tokens: int) -> tuple[Any, dict[str, Any]]:
-        """I/O binding for calls of `tokens` tokens in the current turn, with the values that it reads its inputs from."""
-        key = (tokens, self._turn)
+    def _binding(self, first: int, rows: int, tokens: int) -> tuple[Any, dict[str, Any]]:
+        """I/O binding for calls of `tokens` tokens of `rows` rows from `first` on in the current turn, with the values that it reads its
+        inputs from."""
+        key = (first, rows, tokens, self._turn)
         if key not in self._bindings:
-            for other in [k for k in self._bindings if k[0] not in (tokens, 1)]:
+            for other in [k for k in self._bindings if k[2] not in (tokens, 1)]:
                 del self._bindings[other]
             binding = self.session.io_binding()
-            shapes = {"input_ids": (self.batch, tokens), "new_tokens": (self.batch,), "past_length": (self.batch,)}
+            shapes = {"input_ids": (rows, tokens), "new_tokens": (rows,), "past_length": (rows,)}
             # On the session's device: a host array would be copied there when it is bound, before it is filled.
             inputs = {
                 n: self._value.ortvalue_from_numpy(np.zeros(s, np.int64), self.device, 0) for n, s in shapes.items()
@@ -320,29 +322,53 @@ class OrtModel(Runner):
             binding.bind_output("present_length", "cpu")
             for state in self.table:
                 past = self._past[state.name]
+                shape = [rows, *past.shape()[1:]]
+                if rows < self.batch and past.tensor_size_in_bytes():  # in place; the batch is the first dimension
+                    address = past.data_ptr() + first * past.tensor_size_in_bytes() // self.batch
+                    memory = self.device, 0, ONNX_TYPES[state.dtype], shape, address
+                    binding.bind_input(state.past, *memory)
+                    binding.bind_output(state.present, *memory)
+                    continue
+                if rows < self.batch:
+                    past = self._tensor(np.zeros(shape, NUMPY_TYPES[state.dtype]), state.dtype)
                 binding.bind_ortvalue_input(state.past, past)
                 binding.bind_ortvalue_output(state.present, past if self._in_place(state) else self._spare[state.name])
             self._bindings[key] = binding, inputs
         return self._bindings[key]
 
-    def feed(self, input_ids: np.ndarray, new_tokens: np.ndarray | None = None) -> np.ndarray:
-        tokens = input_ids.shape[1]
-        counts = np.full(self.batch, tokens, np.int64) if new_tokens is None else np.asarray(new_tokens, np.int64)
-        self.reserve(int(counts.max()))
-        given = {"input_ids": input_ids, "new_tokens": counts, "past_length": self.length}
+    def feed(self, input_ids: np.ndarray, new_tokens: np.ndarray | None = None, first: int = 0) -> np.ndarray:
+        count, tokens = input_ids.shape
+        counts = np.full(count, tokens, np.int64) if new_tokens is None else np.asarray(new_tokens, np.int64)
+        self.reserve(counts, first)
+        begin = first
+        if self._spare:  # what is not written in place changes its buffer as a whole
+            input_ids, counts = self._among_all(input_ids, counts, first)
+            begin = 0
+        rows = slice(begin, begin + len(counts))
+        given = {"input_ids": input_ids, "new_tokens": counts, "past_length": self.length[rows]}
         try:
-            binding, inputs = self._binding(tokens)
+            binding, inputs = self._binding(begin, len(counts), tokens)
             for name, array in given.items():
                 inputs[name].update_inplace(np.ascontiguousarray(array, np.int64))
             self.session.run_with_iobinding(binding, self._options(NO_GRAPH))
         except Exception as error:  # onnxruntime's own types, which have no common base
             raise RunError(f"ONNX Runtime cannot run {self.folder / MODEL}: {' '.join(str(error).split())}") from error
         logits = self._floats(binding.get_outputs()[0])  # a copy: the next run writes into the same memory
-        self.length = self.length + counts
+        self.length = self.length.copy()  # callers may hold it
+        self.length[rows] += counts
         for name, spare in self._spare.items():
             self._past[name], self._spare[name] = spare, self._past[name]
-        self._turn ^= 1
-        return logits
+        if self._spare:
+            self._turn ^= 1
+        return logits[first - begin : first - begin + count]
+
+    def _zero(self, row: int) -> None:
+        for state in self.table:
+            value = self._past[state.name]
+            array = self._array(value)
+            array[row] = 0
+            if self.device != "cpu" or state.dtype == "bfloat16":  # a copy; elsewhere it is the value's own memory
+                value.update_inplace(self._tensor(array, state.dtype))
 
     def state_arrays(self) -> dict[str, np.ndarray]:
         return {s.name: self._array(self._past[s.name]).copy() for s in self.table}
@@ -399,20 +425,23 @@ class OrtModel(Runner):
         found = next(o.type for o in self.session.get_outputs() if o.name == "logits")
         return {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(bfloat16)": "bfloat16"}[found]
 
-    def greedy(self, token: np.ndarray, count: int) -> Iterator[np.ndarray]:
-        """As of Runner; from replays of a captured step where the session replays."""
+    def step(self, token: np.ndarray) -> np.ndarray:
+        """As of Runner; the replay of a captured step where the session replays."""
         if not self.replays:
-            yield from super().greedy(token, count)
-            return
-        self.reserve(count)
+            return super().step(token)
+        self.reserve(1)
         binding, values, options = self._replayed_step()
-        for _ in range(count):
-            values["input_ids"].update_inplace(np.ascontiguousarray(token[:, None], np.int64))
-            values["past_length"].update_inplace(np.ascontiguousarray(self.length))
-            self.session.run_with_iobinding(binding, options)
-            self.length = self.length + 1
-            token = self._floats(values["logits"])[:, -1].argmax(-1)
-            yield token
+        values["input_ids"].update_inplace(np.ascontiguousarray(token[:, None], np.int64))
+        values["past_length"].update_inplace(np.ascontiguousarray(self.length))
+        self.session.run_with_iobinding(binding, options)
+        self.length = self.length + 1
+        return self._floats(values["logits"])[:, -1]
+
+    def greedy(self, token: np.ndarray, count: int) -> Iterator[np.ndarray]:
+        """As of Runner; room for all first, for a state that grows is captured again."""
+        if self.replays:
+            self.reserve(count)
+        yield from super().greedy(token, count)
 
 
 def main() -> int:

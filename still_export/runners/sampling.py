@@ -9,6 +9,9 @@ import numpy as np
 
 from still_export.package.refusals import RunError as RunError
 
+LIKELY = 64
+"""Tokens among which the mass top_p is looked for first."""
+
 
 @dataclasses.dataclass
 class Sampling:
@@ -31,13 +34,25 @@ class Sampling:
         """Next token from logits [V]."""
         if self.temperature == 0:
             return int(logits.argmax())
-        scaled = logits.astype(np.float64) / self.temperature
-        order = np.argsort(-scaled, kind="stable")
-        if self.top_k:
-            order = order[: self.top_k]
-        probability = np.exp(scaled[order] - scaled[order[0]])
-        probability /= probability.sum()
-        # The smallest set whose mass reaches top_p: a token stays while the mass before it is below.
-        kept = np.cumsum(probability) - probability < self.top_p
-        order, probability = order[kept], probability[kept] / probability[kept].sum()
-        return int(self.random.choice(order, p=probability))
+        with np.errstate(over="ignore"):  # the smallest temperatures: -inf, and weight 0
+            weight = np.exp((logits.astype(np.float64) - float(logits.max())) / self.temperature)
+        tokens = self._kept(weight)
+        mass = np.cumsum(weight if tokens is None else weight[tokens])
+        place = int(np.searchsorted(mass / mass[-1], self.random.random(), side="right"))
+        return place if tokens is None else int(tokens[place])
+
+    def _kept(self, weight: np.ndarray) -> np.ndarray | None:
+        """The tokens to draw from, likeliest first; None: all. Sorts no more of the vocabulary than it needs."""
+        if not self.top_k and self.top_p == 1:
+            return None
+        count = min(self.top_k or LIKELY, weight.size)
+        while True:
+            least = np.partition(weight, -count)[-count]
+            tokens = np.flatnonzero(weight >= least)  # with the ties of the last, which come in the order of their ids
+            tokens = tokens[np.argsort(-weight[tokens], kind="stable")][:count]
+            mass = np.cumsum(weight[tokens])
+            # The smallest set whose mass reaches top_p: a token stays while the mass before it is below.
+            kept = mass - weight[tokens] < self.top_p * (mass[-1] if self.top_k else weight.sum())
+            if self.top_k or count == weight.size or not kept[-1]:
+                return tokens[kept]
+            count = min(8 * count, weight.size)

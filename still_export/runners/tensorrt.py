@@ -158,13 +158,15 @@ class TrtModel(TrtEngine, Runner):
         if not self._bind(profile, tokens).execute_async_v3(self.driver.stream.value):
             raise TrtError(f"TensorRT could not run {tokens} tokens; its reason stands above. {self.memory_text()}")
 
-    def feed(self, input_ids: np.ndarray, new_tokens: np.ndarray | None = None) -> np.ndarray:
+    def feed(self, input_ids: np.ndarray, new_tokens: np.ndarray | None = None, first: int = 0) -> np.ndarray:
         """As of Runner; in pieces where the call has more tokens than the engine's prefill profile."""
-        tokens, step = input_ids.shape[1], self.prefill_tokens
-        counts = np.full(self.batch, tokens, np.int32) if new_tokens is None else np.asarray(new_tokens, np.int32)
-        self.reserve(int(counts.max()))
+        (count, tokens), step = input_ids.shape, self.prefill_tokens
+        counts = np.full(count, tokens, np.int32) if new_tokens is None else np.asarray(new_tokens, np.int32)
+        self.reserve(counts, first)
+        rows = slice(first, first + count)
+        input_ids, counts = self._among_all(input_ids, counts, first)  # addresses inside a state may not be aligned
         if tokens <= step:
-            return self._call(input_ids, counts)
+            return self._call(input_ids, counts)[rows]
         pieces: list[np.ndarray] = []
         for begin in range(0, tokens, step):
             here = np.clip(counts - begin, 0, step).astype(np.int32)
@@ -172,7 +174,7 @@ class TrtModel(TrtEngine, Runner):
             if pieces and not self.manifest["model"]["all_logits"]:
                 logits = np.where((here > 0)[:, None, None], logits, pieces.pop())
             pieces.append(logits)
-        return np.concatenate(pieces, axis=1)
+        return np.concatenate(pieces, axis=1)[rows]
 
     def _call(self, input_ids: np.ndarray, counts: np.ndarray) -> np.ndarray:
         tokens = input_ids.shape[1]
@@ -184,6 +186,12 @@ class TrtModel(TrtEngine, Runner):
         rows = tokens if self.manifest["model"]["all_logits"] else 1
         shape = self.batch, rows, self.manifest["model"]["vocab_size"]
         return self._floats(self._io["logits"].read(np.empty(shape, self._logit_type)))
+
+    def _zero(self, row: int) -> None:
+        for state in self.table:
+            size = math.prod(self._state_shapes[state.name][1:]) * ITEM_BYTES[state.dtype]
+            if size:
+                self._state[state.name].zero(row * size, size)
 
     def _write_states(self, arrays: dict[str, np.ndarray]) -> None:
         for name, array in arrays.items():

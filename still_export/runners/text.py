@@ -38,19 +38,13 @@ class Text:
         return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
 
     def stream(self, tokens: Iterable[int]) -> Iterator[str]:
-        """Text of `tokens` as it becomes certain: never half a character."""
-        # A token's text depends on those before it (a leading space, half a character): decoded together with the piece before.
-        seen: list[int] = []
-        before, shown = 0, 0
+        """Text of `tokens` as it becomes certain."""
+        pieces = TextPieces(self)
         for token in tokens:
-            seen.append(token)
-            known, text = self.tokenizer.decode(seen[before:shown]), self.tokenizer.decode(seen[before:])
-            if len(text) > len(known) and not text.endswith("\ufffd"):
-                yield text[len(known) :]
-                before, shown = shown, len(seen)
-        known, text = self.tokenizer.decode(seen[before:shown]), self.tokenizer.decode(seen[before:])
-        if len(text) > len(known):
-            yield text[len(known) :]
+            if piece := pieces.push(token):
+                yield piece
+        if piece := pieces.end():
+            yield piece
 
     def dialogue(self, messages: Sequence[Mapping[str, str]], place: str = "text") -> list[int]:
         """Token ids of a chat that the assistant is to answer: messages with "role" and "content".
@@ -101,22 +95,70 @@ class Text:
         return self.chat
 
 
-def until(pieces: Iterable[str], stops: Sequence[str]) -> Iterator[str]:
-    """Pieces of a text up to the first of `stops`, and one empty one for it; what may be the beginning of one is held back."""
-    held = ""
-    for piece in pieces:
-        held += piece
-        ends = [place for stop in stops if (place := held.find(stop)) >= 0]
+class TextPieces:
+    """The text of tokens that come one by one, as it becomes certain: never half a character."""
+
+    # A token's text depends on those before it (a leading space, half a character): decoded together with the piece before.
+
+    def __init__(self, text: Text) -> None:
+        self._decode = text.tokenizer.decode
+        self._seen: list[int] = []
+        self._shown = 0  # of the seen tokens, those whose text was given
+
+    def push(self, token: int) -> str:
+        """What is certain with this token; may be empty."""
+        self._seen.append(token)
+        piece = self.end()
+        if not piece or piece.endswith("\ufffd"):
+            return ""
+        self._seen, self._shown = self._seen[self._shown :], len(self._seen) - self._shown
+        return piece
+
+    def end(self) -> str:
+        """What is left, complete or not."""
+        known, text = self._decode(self._seen[: self._shown]), self._decode(self._seen)
+        return text[len(known) :]
+
+
+class StopTexts:
+    """A text in pieces up to the first of `stops`; what may be the beginning of one is held back.
+
+    Raises:
+        RunError: One is empty.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        if any(not stop for stop in stops):
+            raise RunError("a stop text is empty, so every answer would be. Give at least one character.")
+        self.stops = tuple(stops)
+        self.found = False
+        self._held = ""
+
+    def push(self, piece: str) -> str:
+        """What is certain with this piece; nothing follows it once one was `found`."""
+        held = self._held + piece
+        ends = [place for stop in self.stops if (place := held.find(stop)) >= 0]
         if ends:
-            yield held[: min(ends)]
-            yield ""
+            self.found, self._held = True, ""
+            return held[: min(ends)]
+        keep = max((n for stop in self.stops for n in range(1, len(stop)) if held.endswith(stop[:n])), default=0)
+        self._held = held[len(held) - keep :]
+        return held[: len(held) - keep]
+
+    def end(self) -> str:
+        """What was held back."""
+        return self._held
+
+
+def until(pieces: Iterable[str], stops: StopTexts) -> Iterator[str]:
+    """Pieces of a text up to a stop."""
+    for piece in pieces:
+        if certain := stops.push(piece):
+            yield certain
+        if stops.found:
             return
-        keep = max((n for stop in stops for n in range(1, len(stop)) if held.endswith(stop[:n])), default=0)
-        if len(held) > keep:
-            yield held[: len(held) - keep]
-            held = held[len(held) - keep :]
-    if held:
-        yield held
+    if rest := stops.end():
+        yield rest
 
 
 class Answer:
@@ -148,8 +190,7 @@ class Answer:
         progress: Progress | None = None,
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
-        if any(not s for s in stop):
-            raise RunError("a stop text is empty, so every answer would be. Give at least one character.")
+        stops = StopTexts(stop)
         self.tokens: list[int] = []
         self.unread: list[int] = []
         self.ended = "end"
@@ -157,7 +198,7 @@ class Answer:
         self._written: list[str] = []
         self._times: list[float] = []
         self._begin = time.perf_counter()
-        self._pieces = self._made(model, text, prompt, count, sampling, stop, progress, stopped)
+        self._pieces = self._made(model, text, prompt, count, sampling, stops, progress, stopped)
 
     def _made(
         self,
@@ -166,7 +207,7 @@ class Answer:
         prompt: list[int],
         count: int,
         sampling: Sampling,
-        stop: Sequence[str],
+        stops: StopTexts,
         progress: Progress | None,
         stopped: Callable[[], bool],
     ) -> Iterator[str]:
@@ -183,12 +224,11 @@ class Answer:
                 self.ended, self.unread = "end", []
 
         pieces = (f"{t} " for t in tokens()) if text is None else text.stream(tokens())
-        for piece in until(pieces, stop):
-            if piece:
-                self._written.append(piece)
-                yield piece
-            else:
-                self.ended = "stop"
+        for piece in until(pieces, stops):
+            self._written.append(piece)
+            yield piece
+        if stops.found:
+            self.ended = "stop"
 
     def __iter__(self) -> Iterator[str]:
         return self._pieces

@@ -71,13 +71,20 @@ class TorchModel(Runner):
         self._states = roomy
 
     @torch.no_grad()
-    def feed(self, input_ids: np.ndarray, new_tokens: np.ndarray | None = None) -> np.ndarray:
-        tokens = input_ids.shape[1]
-        counts = np.full(self.batch, tokens, np.int64) if new_tokens is None else np.asarray(new_tokens, np.int64)
-        self.reserve(int(counts.max()))
-        logits, self._states = self._call(input_ids, counts, self.length, self._states)
+    def feed(self, input_ids: np.ndarray, new_tokens: np.ndarray | None = None, first: int = 0) -> np.ndarray:
+        rows, tokens = input_ids.shape
+        counts = np.full(rows, tokens, np.int64) if new_tokens is None else np.asarray(new_tokens, np.int64)
+        self.reserve(counts, first)
+        ids, counts = self._among_all(input_ids, counts, first)
+        logits, self._states = self._call(ids, counts, self.length, self._states)
         self.length = self.length + counts
-        return logits
+        return logits[first : first + rows]
+
+    def _zero(self, row: int) -> None:
+        for layer in self._states:
+            for name, tensor in layer.items():
+                layer[name] = tensor.clone()  # what a call returned may be a view
+                layer[name][row] = 0
 
     def state_arrays(self) -> dict[str, np.ndarray]:
         return {f"{name}.{i}": x.numpy().copy() for i, layer in enumerate(self._states) for name, x in layer.items()}

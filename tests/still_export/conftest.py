@@ -22,14 +22,18 @@ def export_tiny(tmp_path_factory: pytest.TempPathFactory) -> Exporter:
     made: dict[str, Package] = {}
 
     def export(
-        family: str = "llama", dtype: str = "float32", options: dict[str, Any] | None = None, **still: Any
+        family: str = "llama",
+        dtype: str = "float32",
+        options: dict[str, Any] | None = None,
+        fused: bool = True,
+        **still: Any,
     ) -> Package:
-        key = repr((family, dtype, options, still))
+        key = repr((family, dtype, options, fused, still))
         if key not in made:
             folder = tmp_path_factory.mktemp("tiny")
             still_model(family, getattr(torch, dtype), **still).save_pretrained(folder / "model")
             request = ExportOptions(str(folder / "model"), **(options or {}))
-            made[key] = export_onnx(request, folder / "package", command="still-export tiny")
+            made[key] = export_onnx(request, folder / "package", command="still-export tiny", fused=fused)
         return made[key]
 
     return export

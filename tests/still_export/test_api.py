@@ -19,7 +19,7 @@ from still_export.errors import ConfigError
 from still_export.runners.conversation import Conversation, FullError
 from still_export.runners.sampling import RunError, Sampling
 from still_export.runners.snapshot import Snapshot
-from still_export.runners.text import until
+from still_export.runners.text import StopTexts, until
 
 pytest.importorskip("onnxruntime")
 SMALL = Path(__file__).resolve().parents[2] / "assets/small"
@@ -89,10 +89,14 @@ def test_stop_texts_end_an_answer(model: still_export.LanguageModel) -> None:
 
 @pytest.mark.parametrize("pieces", [["a", "b", "c", "abd"], ["abcab", "d"], list("abcabd"), ["abcabd"]])
 def test_until_holds_back_what_may_be_a_stop(pieces: list[str]) -> None:
-    assert "".join(until(pieces, ["abd"])) == "abc"
-    assert list(until(pieces, ["abd"]))[-1] == ""  # says that it was found
-    assert "".join(until(pieces, ["abdx", "zz"])) == "abcabd"
-    assert "".join(until(pieces, ["bd", "ca"])) == "ab"
+    for stops, expected, found in (
+        (["abd"], "abc", True),
+        (["abdx", "zz"], "abcabd", False),
+        (["bd", "ca"], "ab", True),
+    ):
+        watched = StopTexts(stops)
+        assert "".join(until(pieces, watched)) == expected
+        assert watched.found == found
 
 
 def test_streamed_pieces_are_the_text(model: still_export.LanguageModel) -> None:

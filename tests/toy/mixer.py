@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from still_export.mixers.base import Mixer, StillCacheLayer
+from still_export.mixers.base import LayerOp, Mixer
 from still_export.mixers.config import head_size
+from still_export.mixers.fixed import FixedStates
 from still_export.mixers.projections import ProjectedAttention
 from still_export.mixers.torch_ops import Given, call, register
 from still_graphs.ops.spec import AttributeValue
@@ -37,35 +38,6 @@ def _compute(given: Given, attributes: Mapping[str, AttributeValue]) -> dict[str
 register(DECAY, _compute)
 
 
-class DecayLayer(StillCacheLayer):
-    """The sums of one layer."""
-
-    def __init__(self, heads: int, dim: int) -> None:
-        super().__init__()
-        self.sizes, self.total = (heads, dim), torch.zeros(0)
-
-    def take(self) -> Tensor:
-        assert self.new_tokens is not None
-        if not self.total.numel():
-            self.total = torch.zeros(len(self.new_tokens), *self.sizes)
-        return self.total
-
-    def store(self, total: Tensor) -> None:
-        assert self.length is not None and self.new_tokens is not None
-        self.total, self.length = total, self.length + self.new_tokens
-
-    def states(self) -> dict[str, Tensor]:
-        return {"total": self.total}
-
-    def load(self, states: Mapping[str, Tensor], length: Tensor) -> None:
-        super().load(states, length)
-        self.total = states["total"]
-
-    def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
-        super().map_rows(change)
-        self.total = change(self.total)
-
-
 class DecayAttention(ProjectedAttention):
     """Values summed with decay, in the place of attention."""
 
@@ -75,14 +47,10 @@ class DecayAttention(ProjectedAttention):
         query, _, value = self.project_heads(hidden_states, position_embeddings)
         value = value.repeat_interleave(query.shape[2] // value.shape[2], dim=2)
         layer = past_key_values.layers[self.layer_idx]
-        given = {
-            "value": value,
-            "new_tokens": layer.new_tokens,
-            "past_length": layer.length,
-            "past_total": layer.take(),
-        }
+        past = layer.take(value.dtype, value.device)["total"]
+        given = {"value": value, "new_tokens": layer.new_tokens, "past_length": layer.length, "past_total": past}
         results = call(DECAY, given, {"decay": 0.5})
-        layer.store(results["present_total"])
+        layer.store({"total": results["present_total"]})
         return self.o_proj(results["output"].flatten(2)), None
 
 
@@ -90,16 +58,12 @@ class DecayMixer(Mixer):
     """For the registry."""
 
     name = "decay"
-    op = DECAY
 
-    def attributes(self, config: Any, index: int) -> dict[str, AttributeValue]:
-        return {"decay": 0.5}
+    def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:
+        return (LayerOp(DECAY, {"decay": 0.5}, {"H": config.num_attention_heads, "D": head_size(config)}),)
 
-    def symbols(self, config: Any, index: int) -> dict[str, int]:
-        return {"H": config.num_attention_heads, "D": head_size(config)}
-
-    def cache_layer(self, config: Any, index: int) -> DecayLayer:
-        return DecayLayer(config.num_attention_heads, head_size(config))
+    def cache_layer(self, config: Any, index: int) -> FixedStates:
+        return FixedStates(self.ops(config, index))
 
     def module(self, base: nn.Module, config: Any, index: int) -> nn.Module:
         return DecayAttention(base, head_size(config))

@@ -46,6 +46,11 @@ def package(tmp_path: Path) -> Package:
     return export_onnx(ExportOptions(str(tmp_path / "model")), tmp_path / "package", command="still-export toy")
 
 
+@pytest.fixture
+def portable(package: Package, tmp_path: Path) -> Package:
+    return export_onnx(ExportOptions(str(tmp_path / "model")), tmp_path / "portable", fused=False)
+
+
 def call(*arguments: object) -> int:
     with pytest.raises(SystemExit) as end:
         main([str(a) for a in arguments])
@@ -93,17 +98,17 @@ def test_a_wrong_state_of_the_op_is_named(package: Package, capsys: pytest.Captu
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("tensorrt_rtx_bindings") is None, reason="needs TensorRT-RTX")
-def test_tensorrt_rtx_builds_it(package: Package, tmp_path: Path) -> None:
+def test_tensorrt_rtx_builds_it(portable: Package, tmp_path: Path) -> None:
     folder = tmp_path / "rtx"
     folder.mkdir()
-    lower_package(package, TrtOptions("trt-rtx", prefill_tokens=32, archs=("sm_89",)), folder)
+    lower_package(portable, TrtOptions("trt-rtx", prefill_tokens=32, archs=("sm_89",)), folder)
     assert call("build", folder, "--quiet") == 0
     assert (folder / "engine-rtx.plan").stat().st_size > 10_000
 
 
 @pytest.mark.slow
 def test_a_host_of_tensorrt_runs_it_as_a_plugin(
-    package: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    portable: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(
         "still_export.export.trt_package._write_plugins",
@@ -111,7 +116,7 @@ def test_a_host_of_tensorrt_runs_it_as_a_plugin(
     )
     folder = tmp_path / "trt"
     folder.mkdir()
-    lowered = lower_package(package, TrtOptions("trt", prefill_tokens=32, batch=3), folder)
+    lowered = lower_package(portable, TrtOptions("trt", prefill_tokens=32, batch=3), folder)
     assert lowered.manifest["plugin_layers"] == {"HybridAttention": 1, "Decay": 1, "Attention": 1}
     trust_package(folder)
     fake_tensorrt.install(monkeypatch, "10.3.0")

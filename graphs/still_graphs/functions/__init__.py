@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import onnx
 
 from still_graphs.errors import UnsupportedError
-from still_graphs.functions import attention, hybrid_attention
+from still_graphs.functions import attention, causal_conv, hybrid_attention, linear_attention
 
 OPSETS = (23, 24)
 """Opsets of ai.onnx that bodies are written for."""
@@ -20,6 +20,8 @@ Writer = Callable[[onnx.NodeProto, int, int, Mapping[str, int]], onnx.FunctionPr
 BODIES: dict[str, tuple[Writer, tuple[str, ...]]] = {
     "HybridAttention": (hybrid_attention.function_body, hybrid_attention.SYMBOLS),
     "Attention": (attention.function_body, attention.SYMBOLS),
+    "LinearAttention": (linear_attention.function_body, linear_attention.SYMBOLS),
+    "CausalConv": (causal_conv.function_body, causal_conv.SYMBOLS),
 }
 """Per op, the writer of its body and the symbols of `dims` that it needs."""
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from still_graphs.ops.attention import ATTENTION
+from still_graphs.ops.causal_conv import CAUSAL_CONV
 from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
+from still_graphs.ops.linear_attention import LINEAR_ATTENTION
 from still_graphs.ops.spec import DOMAIN, OpSpec
 
-OPS: dict[str, OpSpec] = {op.name: op for op in (HYBRID_ATTENTION, ATTENTION)}
+OPS: dict[str, OpSpec] = {op.name: op for op in (HYBRID_ATTENTION, ATTENTION, LINEAR_ATTENTION, CAUSAL_CONV)}
 """Every op of the domain by its ONNX name."""
 
 __all__ = ["DOMAIN", "OPS", "OpSpec"]

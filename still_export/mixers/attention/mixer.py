@@ -7,27 +7,23 @@ from typing import Any
 from torch import nn
 
 from still_export.mixers.attention.cache import AttentionLayer
-from still_export.mixers.attention.module import SoftmaxAttention
-from still_export.mixers.base import Mixer
+from still_export.mixers.attention.variants import module_for
+from still_export.mixers.base import LayerOp, Mixer
 from still_export.mixers.config import FULL, head_size
 from still_graphs.ops.attention import ATTENTION
-from still_graphs.ops.spec import AttributeValue
 
 
 class AttentionMixer(Mixer):
     """Layers of type "full_attention"."""
 
     name = FULL
-    op = ATTENTION
 
-    def attributes(self, config: Any, index: int) -> dict[str, AttributeValue]:
-        return {}
-
-    def symbols(self, config: Any, index: int) -> dict[str, int]:
-        return {"H": config.num_attention_heads, "HK": config.num_key_value_heads, "D": head_size(config)}
+    def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:
+        sizes = {"H": config.num_attention_heads, "HK": config.num_key_value_heads, "D": head_size(config)}
+        return (LayerOp(ATTENTION, {}, sizes),)
 
     def cache_layer(self, config: Any, index: int) -> AttentionLayer:
         return AttentionLayer(config.num_key_value_heads, head_size(config))
 
     def module(self, base: nn.Module, config: Any, index: int) -> nn.Module:
-        return SoftmaxAttention(base, head_size(config))
+        return module_for(base, head_size(config))

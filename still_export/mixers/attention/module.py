@@ -30,11 +30,14 @@ class SoftmaxAttention(ProjectedAttention):
     ) -> tuple[Tensor, None]:
         """The call of a transformers decoder layer. `attention_mask` is not used: the cache knows the rows' new tokens, and without a
         cache right padding comes after every real token."""
-        query, key, value = self.project_heads(hidden_states, position_embeddings)
+        heads = self.project_heads(hidden_states, position_embeddings)
+        return self.o_proj(self.attend(*heads, past_key_values).flatten(2)), None
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, past_key_values: Any) -> Tensor:
+        """Attention [B, T, H, D] of new tokens to themselves and to what the cache holds, which takes them in."""
         if past_key_values is None:
             q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-            output = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
-            return self.o_proj(output.flatten(2)), None
+            return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
         layer = past_key_values.layers[self.layer_idx] if isinstance(past_key_values, Cache) else None
         if not isinstance(layer, AttentionLayer) or layer.new_tokens is None:
             raise UnsupportedError(
@@ -44,7 +47,7 @@ class SoftmaxAttention(ProjectedAttention):
         inputs = Inputs(query, key, value, layer.new_tokens)
         output, state = self._attend(inputs, layer.take(query.dtype, query.device), layer.owned)
         layer.store(state)
-        return self.o_proj(output.flatten(2)), None
+        return output
 
     def _attend(self, inputs: Inputs, state: AttentionState, in_place: bool) -> tuple[Tensor, AttentionState]:
         # The op is one node for export and has no derivative; training differentiates through the kernel itself.

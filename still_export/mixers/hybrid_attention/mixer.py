@@ -7,14 +7,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from still_export.mixers.base import Audit, Mixer
+from still_export.mixers.base import Audit, LayerOp, Mixer
 from still_export.mixers.config import HYBRID
 from still_export.mixers.hybrid_attention.cache import HybridLayer
 from still_export.mixers.hybrid_attention.modes import SOFTMAX, make_trainable
 from still_export.mixers.hybrid_attention.module import StillAttention
 from still_export.mixers.hybrid_attention.parts import PARTS, without
 from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
-from still_graphs.ops.spec import AttributeValue
 from still_kernels.hybrid_attention import HybridAttentionConfig
 
 
@@ -22,14 +21,11 @@ class HybridAttentionMixer(Mixer):
     """Layers of type "hybrid_attention"."""
 
     name = HYBRID
-    op = HYBRID_ATTENTION
     parts = PARTS
 
-    def attributes(self, config: Any, index: int) -> dict[str, AttributeValue]:
-        return self._layer(config, index).attributes()
-
-    def symbols(self, config: Any, index: int) -> dict[str, int]:
-        return self._layer(config, index).symbols()
+    def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:
+        layer = self._layer(config, index)
+        return (LayerOp(HYBRID_ATTENTION, layer.attributes(), layer.symbols()),)
 
     def cache_layer(self, config: Any, index: int) -> HybridLayer:
         return HybridLayer(self._layer(config, index))

@@ -66,13 +66,17 @@ def test_export_run_verify_inspect_bench(model: Path, tmp_path: Path, capsys: Ca
     assert call("inspect", package, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["nodes"]["still::HybridAttention"] == 3
+    (kind,) = found["layers"]
+    assert kind["layers"] == [0, 1, 2] and kind["growing"] == ["salient_key", "salient_value"]
+    assert found["precision"]["weights"] == "float32" and "window_key" in found["precision"]["states in float32"]
+    assert found["here"][0]["what"] == "ONNX Runtime, CPU" and found["here"][0]["able"]
     sizes = {row["tokens"]: row["state_bytes"] for row in found["state"]}
     from still_export.runners.ort import OrtModel
 
     runner = OrtModel(package)
-    runner.table.capacity_tokens = 1 << 20
-    runner.start(tokens=1024)
-    assert sizes[1024] == sum(array.nbytes for array in runner.state_arrays().values())
+    runner.start(tokens=256)
+    assert list(sizes) == [256] == [found["capacity"]["capacity_tokens"]]
+    assert sizes[256] == sum(array.nbytes for array in runner.state_arrays().values())
 
     assert call("bench", package, "--lengths", "40,100", "--steps", "3", "--quiet", "-o", tmp_path / "bench") == 0
     rows = json.loads((tmp_path / "bench" / "bench.json").read_text())["rows"]

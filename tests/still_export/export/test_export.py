@@ -64,7 +64,7 @@ def test_interface(export_tiny: Exporter) -> None:
     graph = onnx.load(package.model_path)
     onnx.checker.check_model(str(package.model_path), full_check=True)
     assert graph.ir_version == 10
-    assert {o.domain: o.version for o in graph.opset_import} == {"": 23, "still": 1}
+    assert {o.domain: o.version for o in graph.opset_import} == {"": 23, "still": 1, "com.microsoft": 1}
     states = package.manifest["states"]
     inputs = {i.name: [d.dim_param or d.dim_value for d in i.type.tensor_type.shape.dim] for i in graph.graph.input}
     expected: dict[str, list[Any]] = {

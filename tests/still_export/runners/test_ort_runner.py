@@ -18,7 +18,7 @@ from still_export.runners.ort import OrtModel
 from still_export.runners.program import talk
 from still_export.runners.sampling import RunError, Sampling
 from tests.still_export.conftest import Exporter
-from tests.still_export.tiny import CHUNK, VOCAB
+from tests.still_export.tiny import CHUNK, MIXED, VOCAB
 from tests.tolerances import MODEL
 
 pytestmark = pytest.mark.slow  # each exports a model
@@ -173,6 +173,25 @@ class TestSampling:
     def test_top_p_keeps_the_token_that_crosses(self) -> None:
         np.testing.assert_allclose(self.shares(temperature=1.0, top_p=0.6), [5 / 8, 3 / 8, 0, 0], atol=0.03)
 
+    @pytest.mark.parametrize("top_k, top_p", [(0, 0.3), (0, 0.9), (0, 0.999999), (7, 1.0), (40, 0.8), (1000, 0.5)])
+    def test_draws_as_a_sorted_vocabulary(self, top_k: int, top_p: float) -> None:
+        """Parts of the vocabulary give what all of it gives, ties in the order of their ids."""
+        random = np.random.default_rng(0)
+        for scale in (0.1, 1.0, 8.0):
+            logits = (random.normal(size=900) * scale).round(1).astype(np.float32)
+            order = np.argsort(-logits, kind="stable")[: top_k or None]
+            weight = np.exp(logits[order].astype(np.float64) - logits.max())
+            kept = np.cumsum(weight) - weight < top_p * weight.sum()
+            order, mass = order[kept], np.cumsum(weight[kept])
+            sampling, draws = Sampling(1.0, top_k, top_p, seed=3), np.random.default_rng(3).random(50)
+            expected = [order[np.searchsorted(mass / mass[-1], draw, side="right")] for draw in draws]
+            assert [sampling.choose(logits) for _ in draws] == expected
+
+    @pytest.mark.parametrize("temperature", [5e-324, 1e-9, 1e300])
+    def test_no_temperature_is_too_small_or_too_large(self, temperature: float) -> None:
+        drawn = {Sampling(temperature, seed=s).choose(self.logits.astype(np.float32)) for s in range(40)}
+        assert drawn == ({0, 1, 2, 3} if temperature > 1 else {0})
+
     def test_seed_repeats(self) -> None:
         draws = [[s.choose(self.logits) for _ in range(20)] for s in (Sampling(1.0, seed=5), Sampling(1.0, seed=5))]
         assert draws[0] == draws[1]
@@ -236,3 +255,41 @@ def test_a_device_that_copies_inputs_when_they_are_bound(
     monkeypatch.setattr(model, "device", "cuda")
     model.start()
     assert greedy(model, 12) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_place", [True, False])
+def test_calls_on_some_rows_leave_the_others(
+    export_tiny: Exporter, monkeypatch: pytest.MonkeyPatch, in_place: bool
+) -> None:
+    """Rows come, go on and go at different times; each says what it says alone, to the last token of the capacity."""
+    model = OrtModel(export_tiny(layer_types=MIXED, capacity_tokens=64).path, threads=1)
+    monkeypatch.setattr(model, "_in_place", lambda state: in_place)
+    rows = {0: PROMPT[:61], 2: PROMPT[20:59], 3: PROMPT[5:30]}
+    expected = {}
+    for row, prompt in rows.items():
+        model.start()
+        expected[row] = [model.prefill(prompt), model.feed(np.array([[7]]))[0, -1]]
+    model.start(batch=4)
+    model.feed(PROMPT[None, :50], first=2)  # what another sequence left
+    model.forget(2)
+    logits = {}
+    for piece in range(0, 61, 17):
+        for row, prompt in rows.items():
+            part = prompt[piece : piece + 17]
+            if part.size:
+                logits[row] = model.feed(part[None], first=row)[0, -1]
+    # The longest row is at the end of the capacity, and the padding of the calls beyond it.
+    ids = np.full((3, 5), 7)
+    second = dict(zip((2, 3), model.feed(ids, np.array([0, 1, 1]), first=1)[1:, -1], strict=True))
+    second[0] = model.feed(ids, np.array([1, 0, 0]))[0, -1]
+    assert model.length.tolist() == [62, 0, 40, 26]
+    for row, (first_wanted, second_wanted) in expected.items():
+        np.testing.assert_allclose(logits[row], first_wanted, atol=MODEL["float32"], rtol=MODEL["float32"])
+        np.testing.assert_allclose(second[row], second_wanted, atol=MODEL["float32"], rtol=MODEL["float32"])
+    model.feed(np.array([[7, 7], [7, 7]]), np.array([2, 0]))
+    with pytest.raises(RunError, match="65 tokens exceed"):
+        model.feed(np.array([[7]]))
+    model.feed(PROMPT[None, :40], first=1)  # others still have room
+    model.feed(np.full((2, 5), 7), np.array([0, 5]))
+    assert model.length.tolist() == [64, 45, 40, 26]

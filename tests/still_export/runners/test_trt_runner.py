@@ -80,6 +80,24 @@ def test_calls_in_place_equal_the_portable_model(package: Package, module: FakeT
     np.testing.assert_array_equal(model.length, reference.length)
 
 
+def test_rows_are_called_and_forgotten_alone(package: Package, module: FakeTensorRT, reference: OrtModel) -> None:
+    model = TrtModel(package.path)
+    said = []
+    for runner in (model, reference):
+        runner.start(3)
+        runner.feed(tokens(3, 13), np.array([13, 9, 4]))
+        before = runner.state_arrays()
+        runner.forget(1)
+        assert any(array[1].any() for array in before.values())
+        for name, array in runner.state_arrays().items():
+            assert not array[1].any(), name
+            np.testing.assert_array_equal(array[::2], before[name][::2])
+        said.append([runner.feed(tokens(1, 30), first=1)[0, -1], runner.feed(tokens(2, 1), np.array([0, 1]))[1, -1]])
+        assert runner.length.tolist() == [13, 31, 4]
+    np.testing.assert_allclose(said[0], said[1], atol=1e-5)
+    assert_states(model, reference)
+
+
 def test_a_call_beyond_the_profile_is_fed_in_pieces(
     package: Package, module: FakeTensorRT, reference: OrtModel
 ) -> None:

@@ -1,0 +1,57 @@
+"""Function body of still::LinearAttention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import onnx
+from onnx import helper
+
+from still_graphs.functions.builder import FLOAT, Scope
+from still_graphs.functions.counts import checked_new_tokens
+from still_graphs.functions.linear_attention.chunks import write_chunks
+from still_graphs.functions.linear_attention.layer import Layer, Tensors, heads_first
+from still_graphs.functions.linear_attention.step import write_step
+from still_graphs.ops.linear_attention import LINEAR_ATTENTION
+
+SYMBOLS = ("HQ", "G", "HK", "D", "H", "V")
+"""Dimensions that the body is written for, beside E of decay and W of beta where they are given."""
+
+
+def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
+    """The function of `node`: a call of one token by the recurrence, a longer one in chunks."""
+    layer = Layer.of(node, dims)
+    b = Scope()
+    tokens = b.dim("query", 1)
+    real = b("Less", b.arange(tokens), checked_new_tokens(b, tokens))  # [B, T]
+    tensors = heads_first(b, layer, dtype, real)
+
+    def branch(write: Callable[[Scope, Layer, Tensors, str, str], None], suffix: str) -> onnx.GraphProto:
+        scope = Scope(b)
+        names = f"output_{suffix}", f"present_{suffix}"
+        write(scope, layer, tensors, *names)
+        return scope.graph(suffix, [(name, FLOAT) for name in names])
+
+    single = b("Equal", b("Squeeze", tokens), 1)
+    wide = b.multi(
+        "If",
+        single,
+        out=["output_wide", "present_recurrent_state"],
+        then_branch=branch(write_step, "step"),
+        else_branch=branch(write_chunks, "chunks"),
+    )[0]  # [B, T, H, G, V]
+    masked = b("Where", b.unsqueeze(real, 2, 3, 4), wide, 0.0, out="output" if dtype == FLOAT else None)
+    if dtype != FLOAT:
+        b.cast(masked, dtype, out="output")
+    for name, given in zip(LINEAR_ATTENTION.input_names(), node.input, strict=False):
+        if not given:
+            b("Clip", "new_tokens", name, None)  # a function derives its inputs from their uses; nobody reads this one
+    return helper.make_function(
+        node.domain,
+        node.op_type,
+        list(LINEAR_ATTENTION.input_names()),
+        list(LINEAR_ATTENTION.output_names()),
+        b.nodes,
+        [helper.make_opsetid("", opset)],
+        [],
+    )

@@ -1,0 +1,7 @@
+"""A causal convolution per channel with the latest tokens as state: definition and PyTorch form."""
+
+from still_kernels.causal_conv.inputs import Inputs, empty_state
+from still_kernels.causal_conv.naive import naive_causal_conv
+from still_kernels.causal_conv.whole import whole_causal_conv
+
+__all__ = ["Inputs", "empty_state", "naive_causal_conv", "whole_causal_conv"]

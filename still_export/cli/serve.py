@@ -1,0 +1,99 @@
+"""still-export serve: a package behind OpenAI's interface."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from still_export.cli.output import Output, TrustNative
+from still_export.errors import ConfigError, PackageError
+
+EXAMPLES = """
+Examples:
+
+    still-export serve package
+
+    STILL_API_KEY=secret still-export serve package --host 0.0.0.0 --rows 8 --max-context 16384
+"""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to `app`."""
+    app.command("serve", epilog=EXAMPLES)(serve)
+
+
+def serve(
+    package: Annotated[Path, typer.Argument(help="Package folder.")],
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 = every one of this machine.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 = a free one.")] = 8000,
+    name: Annotated[
+        str | None, typer.Option(help="The model's name in requests.", show_default="the folder's name")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="STILL_API_KEY", help="Asked of every request to /v1.", show_default="none")
+    ] = None,
+    rows: Annotated[int, typer.Option(min=1, max=1024, help="Requests that run at the same time.")] = 4,
+    max_queue: Annotated[int, typer.Option(min=0, help="Requests that wait; more are refused with 429.")] = 64,
+    max_context: Annotated[
+        int | None,
+        typer.Option(min=2, help="Tokens of a prompt and its answer.", show_default="the package's capacity"),
+    ] = None,
+    max_body_mb: Annotated[float, typer.Option(min=0.001, help="Of a request.")] = 4.0,
+    piece_tokens: Annotated[
+        int, typer.Option(min=1, help="Of a prompt, read between two tokens of the other answers.")
+    ] = 256,
+    stop_timeout: Annotated[int, typer.Option(min=0, help="Seconds that SIGTERM leaves to what runs.")] = 30,
+    threads: Annotated[int, typer.Option(min=0, help="0 = ONNX Runtime's choice.")] = 0,
+    provider: Annotated[str, typer.Option(help="Of ONNX Runtime: cpu or cuda.")] = "cpu",
+    runtime: Annotated[str | None, typer.Option(help="ort, trt or torch.", show_default="the package's target")] = None,
+    plugin: Annotated[Path | None, typer.Option(help="trt: plugin library in the place of the package's.")] = None,
+    trust_native: TrustNative = False,
+    check: Annotated[bool, typer.Option("--check/--no-check", help="Compare the weights with their hashes.")] = True,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Errors alone on stderr.")] = False,
+) -> None:
+    """Serve a package by OpenAI's interface: chats and texts, many at a time, streamed or whole."""
+    from still_export.api import load
+    from still_export.runners.cuda_driver import CudaError
+    from still_export.runners.sampling import RunError
+    from still_export.serving.app import Settings
+    from still_export.serving.scheduler import Scheduler
+    from still_export.serving.server import LOOPBACK, Server, listen
+    from still_export.serving.worker import Worker
+
+    if api_key is not None and not api_key.strip():
+        raise ConfigError("the API key is empty: give one, or none.")
+    out = Output(False, quiet)
+
+    def open_scheduler() -> Scheduler:
+        model = load(
+            package,
+            runtime=runtime,  # type: ignore[arg-type]  # checked there
+            provider=provider,  # type: ignore[arg-type]
+            threads=threads,
+            plugin=plugin,
+            trust_native=trust_native,
+            check=check,
+        )
+        if "tokenizer.json" not in model.runner.manifest["files"]:
+            raise RunError(f"{package} has no tokenizer.json, so it cannot be served: answers are text.")
+        return Scheduler(model.runner, model.text, rows, max_queue, max_context, piece_tokens)
+
+    with listen(host, port) as sock:
+        try:
+            worker = Worker(open_scheduler)
+        except (RunError, CudaError) as error:
+            raise PackageError(str(error)) from error
+        settings = Settings(name or package.resolve().name, api_key, int(max_body_mb * 1e6))
+        scheduler = worker.scheduler
+        size = scheduler.state_bytes(scheduler.context) / 1e6
+        where = f"[{host}]" if ":" in host else host
+        out.log(
+            f"{settings.name} on http://{where}:{sock.getsockname()[1]}/v1: {rows} rows of {scheduler.context:,} tokens, "
+            f"whose state takes {size:,.0f} MB at most"
+        )
+        if api_key is None and host not in LOOPBACK:
+            out.log("everyone who reaches this address may ask: there is no --api-key")
+        Server(worker, settings, stop_timeout).run(sockets=[sock])
+        worker.join(5)

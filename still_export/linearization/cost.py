@@ -1,0 +1,60 @@
+"""What a linearization will take, said before it starts: tokens, and the time that one row takes on this machine."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from still_export.linearization.run import LinearizationRun
+
+LEAST_STEPS = 20
+"""Of fewer the bar tells soon enough."""
+
+
+def cost_of(run: LinearizationRun) -> str:
+    """A line about all stages of `run`; measured where one process has the whole model."""
+    recipe = run.recipe
+    steps = {"attention transfer": recipe.transfer_steps, "LoRA": recipe.finetune_steps}
+    area = recipe.batch_size * recipe.row_tokens
+    planned = " and ".join(f"{count:,} steps of {stage}" for stage, count in steps.items() if count)
+    line = f"cost: {planned or 'no step'}, {area:,} tokens each, {sum(steps.values()) * area:,} in all"
+    if run.accelerator.num_processes > 1 or sum(steps.values()) < LEAST_STEPS:
+        return line
+    # On models of its own: stages load theirs, seeded, after it.
+    seconds = sum(count * _step_seconds(run, stage) for stage, count in steps.items() if count)
+    return f"{line}; about {_spoken(seconds)} on this machine, measured on a row of each stage (Ctrl-C leaves nothing behind)"
+
+
+def _step_seconds(run: LinearizationRun, stage: str) -> float:
+    """Time of a step, by forward and backward passes: of one row on the CPU, whose time grows with them, of a step on a GPU."""
+    device = run.accelerator.device
+    objective: nn.Module = run.transfer_objective() if stage == "attention transfer" else run.finetune_objective(None)
+    objective.to(device)
+    batch = run.batches(run.recipe.retrieval).batch(0)
+    whole = device.type != "cpu"
+    rows = len(batch.ids) if whole else 1
+    taken = run.recipe.micro_batch_size or rows
+    passes = [
+        (batch.ids[i : i + taken].to(device), batch.weights[i : i + taken].to(device)) for i in range(0, rows, taken)
+    ]
+    for _ in range(2):  # the first one allocates, and compiles on a GPU
+        begin = time.perf_counter()
+        for ids, weights in passes:
+            with run.accelerator.autocast():
+                loss, _ = objective(ids, weights)
+            loss.backward()
+        if whole:
+            torch.accelerator.synchronize()
+    for parameter in objective.parameters():
+        parameter.grad = None
+    return (time.perf_counter() - begin) * len(batch.ids) / rows
+
+
+def _spoken(seconds: float) -> str:
+    if seconds < 90:
+        return f"{max(1, round(seconds))} seconds"
+    return f"{round(seconds / 60)} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"

@@ -1,0 +1,61 @@
+"""Curves of a run while it runs: a CSV file always, TensorBoard's events where it is installed."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+FILE, EVENTS = "curves.csv", "tensorboard"
+COLUMNS = ("stage", "step", "loss", "validation", "rate", "tokens_per_s", "seconds")
+
+
+class Curves:
+    """Writes the measurements of every step of a stage.
+
+    Args:
+        folder: Of the run's work; all stages share one file in it.
+        stage: Whose steps follow.
+        done: Steps of it that a checkpoint has; later ones of an earlier process are dropped, because they come again.
+    """
+
+    def __init__(self, folder: Path, stage: str, done: int) -> None:
+        self.stage = stage
+        path = folder / FILE
+        kept: list[dict[str, str]] = []
+        with contextlib.suppress(OSError), path.open(newline="", encoding="utf-8") as file:
+            kept = [row for row in csv.DictReader(file) if row["stage"] != stage or int(row["step"]) <= done]
+        self._file = path.open("w", newline="", encoding="utf-8")
+        self._rows = csv.DictWriter(self._file, COLUMNS)
+        self._rows.writeheader()
+        self._rows.writerows(kept)
+        self._events: Any = None
+        if find_spec("tensorboard") is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._events = SummaryWriter(str(folder / EVENTS), purge_step=done + 1, filename_suffix=f".{stage}")
+
+    def add(
+        self, step: int, loss: float, validation: float | None, rate: float, tokens_per_s: float, seconds: float
+    ) -> None:
+        """One step: its loss, that of the held-out rows where it was measured, the learning rate, speed, and time since the start."""
+        values = (self.stage, step, loss, "" if validation is None else validation, rate, tokens_per_s, seconds)
+        self._rows.writerow(dict(zip(COLUMNS, values, strict=True)))
+        self._file.flush()
+        if self._events is not None:
+            for name, value in (
+                ("loss", loss),
+                ("validation", validation),
+                ("rate", rate),
+                ("tokens_per_s", tokens_per_s),
+            ):
+                if value is not None:
+                    self._events.add_scalar(f"{self.stage}/{name}", value, step)
+
+    def close(self) -> None:
+        """After the last step."""
+        self._file.close()
+        if self._events is not None:
+            self._events.close()

@@ -1,0 +1,110 @@
+"""Softmax attention as the linear families have it in their softmax layers."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from still_export.mixers.attention.module import SoftmaxAttention
+from still_export.mixers.projections import rotate
+from still_export.mixers.roles import PROJECTION
+
+
+class GatedAttention(SoftmaxAttention):
+    """Qwen3.5 and Qwen3-Next: the query's projection has a gate of the output beside each head."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        assert position_embeddings is not None and self.q_norm is not None and self.k_norm is not None
+        query, gate = self.q_proj(hidden_states).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
+        key, value = (proj(hidden_states).unflatten(-1, (-1, self.head_dim)) for proj in (self.k_proj, self.v_proj))
+        cos, sin = (x[:, :, None] for x in position_embeddings)
+        query, key = rotate(self.q_norm(query), cos, sin), rotate(self.k_norm(key), cos, sin)
+        output = self.attend(query, key, value, past_key_values) * gate.sigmoid()
+        return self.o_proj(output.flatten(2)), None
+
+
+class OlmoHybridAttention(SoftmaxAttention):
+    """OLMo-Hybrid: norms over all heads at once; positions where the model has them."""
+
+    def project_heads(
+        self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        assert self.q_norm is not None and self.k_norm is not None
+        wide = self.q_norm(self.q_proj(hidden)), self.k_norm(self.k_proj(hidden)), self.v_proj(hidden)
+        query, key, value = (x.unflatten(-1, (-1, self.head_dim)) for x in wide)
+        return *_rotated(query, key, position_embeddings), value
+
+
+class GraniteAttention(SoftmaxAttention):
+    """Granite 4: logits of another scale, which queries take; positions where the model has them."""
+
+    def __init__(self, base: Any, head_dim: int) -> None:
+        super().__init__(base, head_dim)
+        self.factor = float(base.scaling) * head_dim**0.5
+
+    def project_heads(
+        self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = (
+            proj(hidden).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return *_rotated(self.factor * query, key, position_embeddings), value
+
+
+class Lfm2Attention(SoftmaxAttention):
+    """LFM2: other names."""
+
+    weight_roles: ClassVar[dict[str, str]] = dict.fromkeys(
+        ("q_proj.weight", "k_proj.weight", "v_proj.weight", "out_proj.weight"), PROJECTION
+    )
+
+    def __init__(self, base: Any, head_dim: int) -> None:
+        nn.Module.__init__(self)
+        self.layer_idx, self.head_dim = base.layer_idx, head_dim
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = base.q_proj, base.k_proj, base.v_proj, base.out_proj
+        self.q_layernorm, self.k_layernorm = base.q_layernorm, base.k_layernorm
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        query, key, value = (
+            proj(hidden_states).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query, key = _rotated(self.q_layernorm(query), self.k_layernorm(key), position_embeddings)
+        return self.out_proj(self.attend(query, key, value, past_key_values).flatten(2)), None
+
+
+def _rotated(query: Tensor, key: Tensor, position_embeddings: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    """Query and key [B, T, heads, D] turned by their positions, where the model has any."""
+    if position_embeddings is None:
+        return query, key
+    cos, sin = (x[:, :, None] for x in position_embeddings)
+    return rotate(query, cos, sin), rotate(key, cos, sin)
+
+
+_VARIANTS: dict[str, type[SoftmaxAttention]] = {
+    "Qwen3_5Attention": GatedAttention,
+    "Qwen3NextAttention": GatedAttention,
+    "OlmoHybridAttention": OlmoHybridAttention,
+    "GraniteMoeHybridAttention": GraniteAttention,
+    "Lfm2Attention": Lfm2Attention,
+}
+"""By the class of transformers that each takes the place of; others are plain."""
+
+
+def module_for(base: nn.Module, head_dim: int) -> SoftmaxAttention:
+    """The module in the place of `base`, with heads of `head_dim` channels."""
+    return _VARIANTS.get(type(base).__name__, SoftmaxAttention)(base, head_dim)

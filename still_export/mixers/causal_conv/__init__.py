@@ -1,0 +1,1 @@
+"""The short convolution in front of linear attention: traced op."""

@@ -1,0 +1,102 @@
+"""Layers whose states have a fixed size: their cache, and how a module reads and writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from still_export.errors import UnsupportedError
+from still_export.mixers.base import LayerOp, StillCacheLayer
+
+
+class FixedStates(StillCacheLayer):
+    """The states of one layer's ops, none of which grows."""
+
+    def __init__(self, ops: Sequence[LayerOp]) -> None:
+        super().__init__()
+        self.ops = tuple(ops)
+        self.tensors: dict[str, Tensor] = {}
+
+    def take(self, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+        """The states to continue from, by name."""
+        if not self.tensors:
+            assert self.new_tokens is not None
+            self.tensors = zero_states(self.ops, self.new_tokens.shape[0], dtype, device)
+            self.is_initialized = True
+        return self.tensors
+
+    def store(self, states: Mapping[str, Tensor]) -> None:
+        """Keep the states after the call."""
+        assert self.length is not None and self.new_tokens is not None
+        self.tensors, self.length = dict(states), self.length + self.new_tokens
+
+    def states(self) -> dict[str, Tensor]:
+        return self.tensors
+
+    def load(self, states: Mapping[str, Tensor], length: Tensor) -> None:
+        super().load(states, length)
+        self.tensors = dict(states)
+
+    def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().map_rows(change)
+        self.tensors = {name: change(x) for name, x in self.tensors.items()}
+
+    def reset(self) -> None:
+        super().reset()
+        self.tensors = {}
+
+
+def zero_states(ops: Sequence[LayerOp], batch: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """States by name of `batch` rows that have seen nothing; those that are always float32 are float64 for float64 activations."""
+    wide = torch.promote_types(dtype, torch.float32)
+    return {
+        state.name: torch.zeros(
+            state.sizes({**op.symbols, "B": batch}), dtype=dtype if state.dtype == "T" else wide, device=device
+        )
+        for op in ops
+        for state in op.spec.states_with(op.attributes)
+    }
+
+
+class FixedStateModule(nn.Module):
+    """A module in the place of a family's one, whose ops have states of fixed size; its submodules and parameters are the family's own.
+
+    Args:
+        base: The family's module.
+        ops: Of the layer.
+    """
+
+    def __init__(self, base: Any, ops: Sequence[LayerOp]) -> None:
+        super().__init__()
+        self.layer_idx: int = base.layer_idx
+        self.ops = tuple(ops)
+        for name, child in base.named_children():
+            self.add_module(name, child)
+        for name, parameter in base.named_parameters(recurse=False):
+            self.register_parameter(name, parameter)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def begin(self, hidden: Tensor, cache: Any) -> tuple[dict[str, Tensor], Tensor, FixedStates | None]:
+        """States to continue from, new tokens [B], and where `store` goes; without a cache empty states and every token of `hidden`.
+
+        Raises:
+            UnsupportedError: `cache` is none of a STILL model.
+        """
+        batch, tokens = hidden.shape[:2]
+        if cache is None:
+            counts = torch.full((batch,), tokens, dtype=torch.int64, device=hidden.device)
+            return zero_states(self.ops, batch, hidden.dtype, hidden.device), counts, None
+        layer = cache.layers[self.layer_idx] if isinstance(cache, Cache) else None
+        if not isinstance(layer, FixedStates) or layer.new_tokens is None:
+            raise UnsupportedError(
+                f"layer {self.layer_idx} has states of its own and got a {type(cache).__name__}; "
+                "pass past_key_values=StillCache.empty(model.config), or none, to the model's forward."
+            )
+        return layer.take(hidden.dtype, hidden.device), layer.new_tokens, layer

@@ -1,0 +1,34 @@
+"""Layers of type "gated_delta_net", for the generic rooms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from still_export.mixers.base import LayerOp, Mixer
+from still_export.mixers.fixed import FixedStates
+from still_export.mixers.gated_delta_net.module import module_for
+from still_graphs.ops.causal_conv import CAUSAL_CONV
+from still_graphs.ops.linear_attention import LINEAR_ATTENTION
+
+
+class GatedDeltaNetMixer(Mixer):
+    """Layers of type "gated_delta_net"."""
+
+    name = "gated_delta_net"
+
+    def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:
+        heads, key_heads = config.linear_num_value_heads, config.linear_num_key_heads
+        dim, size = config.linear_key_head_dim, config.linear_value_head_dim
+        channels = 2 * key_heads * dim + heads * size
+        return (
+            LayerOp(CAUSAL_CONV, {"activation": "silu"}, {"C": channels, "P": config.linear_conv_kernel_dim - 1}),
+            LayerOp(LINEAR_ATTENTION, {"update_rule": "gated_delta", "scale": 0.0}, {"H": heads, "D": dim, "V": size}),
+        )
+
+    def cache_layer(self, config: Any, index: int) -> FixedStates:
+        return FixedStates(self.ops(config, index))
+
+    def module(self, base: nn.Module, config: Any, index: int) -> nn.Module:
+        return module_for(base, self.ops(config, index))

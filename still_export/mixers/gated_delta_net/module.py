@@ -1,0 +1,156 @@
+"""The gated delta rule in the place of a family's module: projections, convolution, rule, gated norm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+
+from still_export.errors import UnsupportedModelError
+from still_export.mixers.base import LayerOp
+from still_export.mixers.causal_conv.op import causal_conv
+from still_export.mixers.fixed import FixedStateModule
+from still_export.mixers.linear_attention.op import linear_attention
+from still_export.mixers.roles import GATE, NORM, PROJECTION
+from still_kernels.causal_conv import Inputs as ConvInputs
+from still_kernels.linear_attention import Inputs
+
+UNIT_EPSILON = 1e-6
+"""Under the root of a query's or key's length, as transformers has it."""
+
+
+class GatedDeltaNet(FixedStateModule):
+    """The module of Qwen3.5; others differ in names and order of their projections.
+
+    Args:
+        base: The family's module; its submodules and parameters are taken over, not copied.
+        ops: Of the layer.
+    """
+
+    output, norm_name = "out_proj", "norm"
+    weight_roles: ClassVar[dict[str, str]] = {
+        "in_proj_qkv.weight": PROJECTION,
+        "in_proj_z.weight": GATE,
+        "in_proj_a.weight": GATE,
+        "in_proj_b.weight": GATE,
+        "out_proj.weight": PROJECTION,
+        "conv1d.weight": NORM,
+    }
+    """Of parameters that are no vectors, by name (mixers/roles.py)."""
+
+    def __init__(self, base: Any, ops: Sequence[LayerOp]) -> None:
+        super().__init__(base, ops)
+        if base.activation != "silu":
+            raise UnsupportedModelError(
+                f"hidden_act={base.activation!r} in config.json is the activation of the convolutions of {type(base).__name__}; "
+                "only silu is covered."
+            )
+        self.heads, self.key_heads = base.num_v_heads, base.num_k_heads
+        self.dim, self.size = base.head_k_dim, base.head_v_dim
+
+    def project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries, keys and values side by side [B, T, channels], output gate [B, T, H * V], and what beta and decay [B, T, H] are
+        made of."""
+        return self.in_proj_qkv(hidden), self.in_proj_z(hidden), self.in_proj_b(hidden), self.in_proj_a(hidden)
+
+    def step_size(self, b: Tensor) -> Tensor:
+        """beta of the rule."""
+        return b.sigmoid()
+
+    def forward(
+        self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
+        """The call of a transformers decoder layer. `attention_mask` is not used: the cache knows the rows' new tokens."""
+        states, new_tokens, layer = self.begin(hidden_states, cache_params)
+        mixed, gate, b, a = self.project(hidden_states)
+        taps = ConvInputs(mixed, self.conv1d.weight, self.conv1d.bias, new_tokens, "silu")
+        mixed, columns = causal_conv(taps, states["conv_state"])
+        keys = self.key_heads * self.dim
+        query, key, value = mixed.split((keys, keys, self.heads * self.size), dim=-1)
+        query, key = (_of_unit_length(x.unflatten(-1, (self.key_heads, self.dim))) for x in (query, key))
+        wide = torch.promote_types(a.dtype, torch.float32)  # exp(A_log) may be beyond float16
+        decay = -self.A_log.to(wide).exp() * softplus(a.to(wide) + self.dt_bias)
+        inputs = Inputs(
+            query[:, :, :, None],
+            key,
+            value.unflatten(-1, (self.heads, self.size)),
+            decay[..., None],
+            self.step_size(b).to(wide),
+            new_tokens,
+        )
+        output, recurrent = linear_attention(inputs, states["recurrent_state"])
+        if layer is not None:
+            layer.store({"conv_state": columns, "recurrent_state": recurrent})
+        rows = output.reshape(-1, self.size)
+        normed = getattr(self, self.norm_name)(rows, gate.reshape(-1, self.size))
+        result: Tensor = getattr(self, self.output)(normed.reshape(*hidden_states.shape[:-1], self.heads * self.size))
+        return result
+
+
+class Qwen3NextGatedDeltaNet(GatedDeltaNet):
+    """Qwen3-Next: queries, keys, values and gates of a key head lie side by side."""
+
+    weight_roles: ClassVar[dict[str, str]] = {
+        "in_proj_qkvz.weight": PROJECTION,
+        "in_proj_ba.weight": GATE,
+        "out_proj.weight": PROJECTION,
+        "conv1d.weight": NORM,
+    }
+
+    def project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        group = self.heads // self.key_heads
+        wide = self.in_proj_qkvz(hidden).unflatten(-1, (self.key_heads, -1))
+        query, key, value, gate = wide.split((self.dim, self.dim, group * self.size, group * self.size), dim=-1)
+        b, a = self.in_proj_ba(hidden).unflatten(-1, (self.key_heads, -1)).split((group, group), dim=-1)
+        mixed = torch.cat([x.flatten(2) for x in (query, key, value)], dim=-1)
+        return mixed, gate.flatten(2), b.flatten(2), a.flatten(2)
+
+
+class OlmoHybridGatedDeltaNet(GatedDeltaNet):
+    """OLMo-Hybrid: a projection each, and beta up to 2."""
+
+    output, norm_name = "o_proj", "o_norm"
+    weight_roles: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight"), PROJECTION),
+        **dict.fromkeys(("g_proj.weight", "a_proj.weight", "b_proj.weight"), GATE),
+        "conv1d.weight": NORM,
+    }
+
+    def __init__(self, base: Any, ops: Sequence[LayerOp]) -> None:
+        super().__init__(base, ops)
+        self.most = 2.0 if base.allow_neg_eigval else 1.0
+
+    def project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        mixed = torch.cat([self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)], dim=-1)
+        return mixed, self.g_proj(hidden), self.b_proj(hidden), self.a_proj(hidden)
+
+    def step_size(self, b: Tensor) -> Tensor:
+        return self.most * b.sigmoid()
+
+
+def _of_unit_length(x: Tensor) -> Tensor:
+    """[.., D] divided by its length."""
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + UNIT_EPSILON)
+
+
+_MODULES: dict[str, type[GatedDeltaNet]] = {
+    "Qwen3_5GatedDeltaNet": GatedDeltaNet,
+    "Qwen3NextGatedDeltaNet": Qwen3NextGatedDeltaNet,
+    "OlmoHybridGatedDeltaNet": OlmoHybridGatedDeltaNet,
+}
+"""By the class of transformers that each takes the place of."""
+
+
+def module_for(base: nn.Module, ops: Sequence[LayerOp]) -> GatedDeltaNet:
+    """The module in the place of `base`.
+
+    Raises:
+        UnsupportedModelError: `base` is another kind of module.
+    """
+    name = type(base).__name__
+    if name not in _MODULES:
+        raise UnsupportedModelError(f"{name} is no gated delta rule that is covered: {', '.join(_MODULES)}.")
+    return _MODULES[name](base, ops)

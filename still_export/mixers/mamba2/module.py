@@ -1,0 +1,89 @@
+"""Mamba-2 in the place of a family's module. Its C, B and x are query, key and value; the step decays the state and scales x."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from still_export.errors import UnsupportedModelError
+from still_export.mixers.base import LayerOp
+from still_export.mixers.causal_conv.op import causal_conv
+from still_export.mixers.fixed import FixedStateModule
+from still_export.mixers.linear_attention.op import linear_attention
+from still_export.mixers.roles import NORM, PROJECTION
+from still_kernels.causal_conv import Inputs as ConvInputs
+from still_kernels.linear_attention import Inputs
+
+COVERED = ("GraniteMoeHybridMambaLayer", "Mamba2Mixer")
+"""Classes of transformers whose place it takes."""
+
+
+class Mamba2(FixedStateModule):
+    """The recurrence with its projections, convolution, skip and gated norm.
+
+    Args:
+        base: The family's module; its submodules and parameters are taken over, not copied.
+        ops: Of the layer.
+
+    Raises:
+        UnsupportedModelError: `base` is another kind of module, or has another activation.
+    """
+
+    weight_roles: ClassVar[dict[str, str]] = {
+        "in_proj.weight": PROJECTION,
+        "out_proj.weight": PROJECTION,
+        "conv1d.weight": NORM,
+    }
+    """Of parameters that are no vectors, by name (mixers/roles.py)."""
+
+    def __init__(self, base: Any, ops: Sequence[LayerOp]) -> None:
+        super().__init__(base, ops)
+        name = type(base).__name__
+        if name not in COVERED:
+            raise UnsupportedModelError(f"{name} is no Mamba-2 that is covered: {', '.join(COVERED)}.")
+        if base.activation != "silu":
+            raise UnsupportedModelError(
+                f"hidden_act={base.activation!r} in config.json is the activation of the convolutions of {name}; only silu is covered."
+            )
+        self.heads, self.groups = base.num_heads, base.n_groups
+        self.dim, self.size = base.ssm_state_size, base.head_dim
+        self.limits: tuple[float, float] = tuple(base.time_step_limit)
+
+    def forward(
+        self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
+        """The call of a transformers decoder layer. `attention_mask` is not used: the cache knows the rows' new tokens."""
+        states, new_tokens, layer = self.begin(hidden_states, cache_params)
+        inner, keys = self.heads * self.size, self.groups * self.dim
+        gate, mixed, step = self.in_proj(hidden_states).split((inner, inner + 2 * keys, self.heads), dim=-1)
+        taps = ConvInputs(mixed, self.conv1d.weight, self.conv1d.bias, new_tokens, "silu")
+        mixed, columns = causal_conv(taps, states["conv_state"])
+        x, key, query = mixed.split((inner, keys, keys), dim=-1)
+        x = x.unflatten(-1, (self.heads, self.size))
+        step = softplus(step + self.dt_bias)
+        # Within its limits in every call, as transformers has it in a whole forward; its single steps leave them out.
+        if self.limits != (0.0, math.inf):
+            step = step.clamp(*self.limits)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        step = step.to(wide)
+        inputs = Inputs(
+            query.unflatten(-1, (self.groups, 1, self.dim)),
+            key.unflatten(-1, (self.groups, self.dim)),
+            (step[..., None] * x.to(wide)).to(x.dtype),
+            (-self.A_log.to(wide).exp() * step)[..., None],
+            new_tokens=new_tokens,
+            update_rule="gated",
+            scale=1.0,
+        )
+        output, recurrent = linear_attention(inputs, states["recurrent_state"])
+        if layer is not None:
+            layer.store({"conv_state": columns, "recurrent_state": recurrent})
+        output = output[:, :, :, 0] + self.D[:, None] * x
+        normed = self.norm(output.flatten(2), gate)
+        result: Tensor = self.out_proj(normed.to(hidden_states.dtype))
+        return result

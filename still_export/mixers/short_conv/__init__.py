@@ -1,0 +1,1 @@
+"""A gated short convolution alone, as LFM2 has it: module and mixer."""

@@ -1,0 +1,208 @@
+"""Families whose layers are linear already: what takes the place of each layer's mixer, and what is not covered.
+
+Such a model is exported as it is: nothing is linearized, nothing untrained attached. Their STILL configuration follows from their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from huggingface_hub.dataclasses import strict
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    OlmoHybridConfig,
+    OlmoHybridForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
+
+from still_export.errors import UnsupportedModelError
+from still_export.mixers.config import FULL, StillConfig
+from still_export.mixers.registry import mixer_of
+from still_export.models.base import StillConfigMixin, StillModelMixin
+from still_export.models.families import Family
+from still_export.models.support import check_heads, check_rope
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a layer of a family's type has its mixer, and which of ours takes its place."""
+
+    mixer: str
+    attribute: str
+
+
+class LinearConfigMixin(StillConfigMixin):
+    """Goes before a family's configuration; its layers are `places`, by the family's own `layer_types`."""
+
+    places: ClassVar[dict[str, Place]]
+
+    def read_still(self) -> StillConfig:
+        types: list[str] = self.layer_types  # type: ignore[attr-defined]
+        unknown = sorted(set(types) - set(self.places))
+        if unknown:
+            raise UnsupportedModelError(
+                f"layer_types in config.json name {', '.join(unknown)}; covered for {self.model_type}: {', '.join(self.places)}."  # type: ignore[attr-defined]
+            )
+        given = {**(self.still_config or {}), "layer_types": tuple(self.places[name].mixer for name in types)}
+        return StillConfig.from_dict(given)
+
+    def check(self, still: StillConfig) -> None:
+        check_heads(self)
+        if getattr(self, "rope_parameters", None):
+            check_rope(self, partial=True)
+
+
+class LinearModelMixin(StillModelMixin):
+    """Goes before a family's `...ForCausalLM`: its mixers by ours, tensor-only cache, batches padded on the right."""
+
+    def swap_mixers(self) -> None:
+        experts = next((name for name, _ in self.named_modules() if name.rsplit(".", 1)[-1] == "experts"), None)  # type: ignore[attr-defined]
+        if experts is not None:
+            raise UnsupportedModelError(
+                f"{experts} holds experts; of {self.config.model_type.removeprefix('still_')} only dense models are covered."
+            )
+        config = self.config
+        for index, layer in enumerate(self.model.layers):
+            place = config.places[config.layer_types[index]]
+            mixer = mixer_of(config, index).module(getattr(layer, place.attribute), config, index)
+            setattr(layer, place.attribute, mixer)
+
+
+_GATED_DELTA = {"linear_attention": Place("gated_delta_net", "linear_attn"), "full_attention": Place(FULL, "self_attn")}
+
+
+@strict
+class StillQwen3_5TextConfig(LinearConfigMixin, Qwen3_5TextConfig):
+    """Qwen3.5, its text: gated delta rule, softmax with an output gate."""
+
+    model_type = "still_qwen3_5_text"
+    places = _GATED_DELTA
+    still_config: dict[str, Any] | None = None
+
+
+@strict
+class StillQwen3NextConfig(LinearConfigMixin, Qwen3NextConfig):
+    """Qwen3-Next without experts: as Qwen3.5."""
+
+    model_type = "still_qwen3_next"
+    places = _GATED_DELTA
+    still_config: dict[str, Any] | None = None
+
+
+@strict
+class StillOlmoHybridConfig(LinearConfigMixin, OlmoHybridConfig):
+    """OLMo-Hybrid: gated delta rule with beta up to 2, softmax with norms over all heads."""
+
+    model_type = "still_olmo_hybrid"
+    places = _GATED_DELTA
+    still_config: dict[str, Any] | None = None
+
+
+@strict
+class StillGraniteMoeHybridConfig(LinearConfigMixin, GraniteMoeHybridConfig):
+    """Granite 4 without experts: Mamba-2, softmax with or without positions."""
+
+    model_type = "still_granitemoehybrid"
+    places: ClassVar[dict[str, Place]] = {
+        "linear_attention": Place("mamba2", "mamba"),
+        "full_attention": Place(FULL, "self_attn"),
+    }
+    still_config: dict[str, Any] | None = None
+
+
+@strict
+class StillLfm2Config(LinearConfigMixin, Lfm2Config):
+    """LFM2: short convolutions, softmax."""
+
+    model_type = "still_lfm2"
+    places: ClassVar[dict[str, Place]] = {
+        "conv": Place("short_conv", "conv"),
+        "full_attention": Place(FULL, "self_attn"),
+    }
+    still_config: dict[str, Any] | None = None
+
+
+class StillQwen3_5ForCausalLM(LinearModelMixin, Qwen3_5ForCausalLM):
+    """Qwen3.5's text."""
+
+    config_class = StillQwen3_5TextConfig
+
+
+class StillQwen3NextForCausalLM(LinearModelMixin, Qwen3NextForCausalLM):
+    """Qwen3-Next."""
+
+    config_class = StillQwen3NextConfig
+
+
+class StillOlmoHybridForCausalLM(LinearModelMixin, OlmoHybridForCausalLM):
+    """OLMo-Hybrid."""
+
+    config_class = StillOlmoHybridConfig
+
+
+class StillGraniteMoeHybridForCausalLM(LinearModelMixin, GraniteMoeHybridForCausalLM):
+    """Granite 4."""
+
+    config_class = StillGraniteMoeHybridConfig
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return super().logits(hidden) / self.config.logits_scaling
+
+
+class StillLfm2ForCausalLM(LinearModelMixin, Lfm2ForCausalLM):
+    """LFM2."""
+
+    config_class = StillLfm2Config
+
+
+LINEAR_FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        Family("qwen3_5_text", Qwen3_5TextConfig, StillQwen3_5TextConfig, StillQwen3_5ForCausalLM, linear=True),
+        Family("qwen3_next", Qwen3NextConfig, StillQwen3NextConfig, StillQwen3NextForCausalLM, linear=True),
+        Family("olmo_hybrid", OlmoHybridConfig, StillOlmoHybridConfig, StillOlmoHybridForCausalLM, linear=True),
+        Family(
+            "granitemoehybrid",
+            GraniteMoeHybridConfig,
+            StillGraniteMoeHybridConfig,
+            StillGraniteMoeHybridForCausalLM,
+            linear=True,
+        ),
+        Family("lfm2", Lfm2Config, StillLfm2Config, StillLfm2ForCausalLM, linear=True),
+    )
+}
+"""Families by transformers' model_type."""
+
+_EXPERTS = "its layers have experts"
+_MAMBA_1 = "Mamba-1 decays each channel's states apart, which needs an op of its own"
+_SPARSE = "its softmax layers select keys"
+NOT_COVERED = {
+    **dict.fromkeys(
+        ("qwen3_5_moe", "qwen3_5_moe_text", "lfm2_moe", "minimax", "kimi_linear", "bailing_hybrid"), _EXPERTS
+    ),
+    **dict.fromkeys(("mamba", "falcon_mamba", "jamba", "zamba"), _MAMBA_1),
+    **dict.fromkeys(("qwen4_exp", "glm5_next", "minicpm_sala"), _SPARSE),
+    "rwkv": "RWKV reads its state before the token's update, which no rule of the op does",
+    "xlstm": "xLSTM's exponential gate needs a running maximum as a state",
+    "recurrent_gemma": "RG-LRU has no mixer here yet",
+    "mamba2": "Mamba-2 alone has no mixer-only model here yet",
+    "bamba": "Bamba has no family here yet",
+    "falcon_h1": "its layers run softmax and Mamba-2 side by side, which has no mixer here yet",
+    "nemotron_h": "its layers are single blocks, which have no family here yet",
+    "zamba2": "its softmax blocks are shared between layers",
+}
+"""Linear families that are refused, and why."""
+
+for _family in LINEAR_FAMILIES.values():
+    AutoConfig.register(_family.still_config.model_type, _family.still_config)  # type: ignore[attr-defined]
+    AutoModelForCausalLM.register(_family.still_config, _family.still_model)

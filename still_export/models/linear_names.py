@@ -1,0 +1,72 @@
+"""Names that published checkpoints of linear families have, where transformers has others."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from still_export.errors import CheckpointError
+from still_export.models.weights import Deferred, Weight, Weights, value_of
+
+_ELSEWHERE = ("mtp.", "model.visual.")
+"""Tensors of other things than the language model: further heads that guess tokens ahead, images. transformers leaves them out, too."""
+_OLMO_HYBRID = (("attention_layer_norm", "input_layernorm"), ("feedforward_layer_norm", "post_attention_layernorm"))
+_OLMO_CONV = re.compile(r"(.*\.linear_attn)\.([qkv])_conv1d\.weight")
+
+
+_TEXT_OF = {"qwen3_5": "qwen3_5_text"}
+"""Models of text and images, and the model_type of their language model."""
+
+
+def language_model(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of the language model alone, for those that see images, too."""
+    text = config.get("text_config")
+    kind = _TEXT_OF.get(config["model_type"])
+    if kind is None or not isinstance(text, dict):
+        return config
+    inherited = {name: config[name] for name in ("tie_word_embeddings", "dtype", "torch_dtype") if name in config}
+    return {**inherited, **text, "model_type": kind}
+
+
+def published_names(model_type: str, tensors: Weights) -> dict[str, Weight]:
+    """The language model's tensors under transformers' names.
+
+    Raises:
+        CheckpointError: A convolution lacks a part.
+    """
+    kept = {
+        name.replace("model.language_model.", "model.", 1): tensor
+        for name, tensor in tensors.items()
+        if not name.startswith(_ELSEWHERE)
+    }
+    return _olmo_hybrid(kept) if model_type.endswith("olmo_hybrid") else kept
+
+
+def _olmo_hybrid(tensors: Weights) -> dict[str, Weight]:
+    """Other names of norms; convolutions of queries, keys and values apart."""
+    result: dict[str, Weight] = {}
+    parts: dict[str, dict[str, Weight]] = {}
+    for name, tensor in tensors.items():
+        if match := _OLMO_CONV.fullmatch(name):
+            parts.setdefault(match[1], {})[match[2]] = tensor
+            continue
+        for theirs, ours in _OLMO_HYBRID:
+            name = name.replace(theirs, ours)
+        result[name] = tensor
+    for module, found in parts.items():
+        if sorted(found) != ["k", "q", "v"]:
+            raise CheckpointError(
+                f"{module} has convolutions of {', '.join(sorted(found))} alone; expected q, k and v. Fetch the model again."
+            )
+        joined = [found[part] for part in "qkv"]
+        shape = torch.Size((sum(x.shape[0] for x in joined), *joined[0].shape[1:]))
+        result[f"{module}.conv1d.weight"] = Deferred(shape, joined[0].dtype, partial(_concatenated, joined))
+    return result
+
+
+def _concatenated(parts: list[Weight]) -> Tensor:
+    return torch.cat([value_of(part) for part in parts])

@@ -1,0 +1,107 @@
+"""What a report shows, without saying how: verdict, tables, plots. Verbs make it, `render` draws it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+Cell = str | int | float | None
+Points = Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under named columns.
+
+    Args:
+        columns: With their units.
+        rows: None is an empty cell; what is text or number is set as such.
+        failed: Numbers of the rows that are mismatches.
+        folded: Shown only when it is opened: long, or for reference.
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    note: str = ""
+    failed: frozenset[int] = frozenset()
+    folded: bool = False
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Lines over a number.
+
+    Args:
+        x, y: Titles of the axes, with units.
+        series: Points by the line's name.
+        log_x, log_y: Logarithmic axes, on which only positive numbers are drawn.
+        from_zero: Of the y axis, where it is not logarithmic.
+        limits: Dashed lines across, by name.
+    """
+
+    title: str
+    x: str
+    y: str
+    series: Mapping[str, Points]
+    log_x: bool = False
+    log_y: bool = False
+    from_zero: bool = True
+    limits: Mapping[str, float] = field(default_factory=dict)
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Groups of bars: group -> bar -> value."""
+
+    title: str
+    x: str
+    y: str
+    groups: Mapping[str, Mapping[str, float]]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Heatmap:
+    """Shares between 0 and 1, by two texts: (x, y) -> value."""
+
+    title: str
+    x: str
+    y: str
+    value: str
+    cells: Mapping[tuple[str, str], float]
+    note: str = ""
+
+
+Plot = Lines | Bars | Heatmap
+
+
+@dataclass(frozen=True)
+class Plots:
+    """Plots side by side, as many as the page is wide."""
+
+    title: str
+    plots: Sequence[Plot]
+
+
+@dataclass(frozen=True)
+class Report:
+    """A page.
+
+    Args:
+        title: What was done, to what.
+        verdict: The result in a line.
+        passed: None where there is no verdict.
+        findings: What failed, the first first; or what a reader should know before the numbers.
+        machine: Name and value.
+        command: That repeats it.
+    """
+
+    title: str
+    verdict: str
+    parts: Sequence[Table | Plots]
+    machine: Mapping[str, str]
+    command: str
+    passed: bool | None = None
+    findings: Sequence[str] = ()

@@ -1,0 +1,88 @@
+"""The report of `still-export evaluate`: bits per byte, retrieval by depth and length, chat."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from still_export.report.description import Bars, Cell, Heatmap, Plots, Report, Table
+
+
+def page(content: Mapping[str, Any], model: str, depths: int, machine: Mapping[str, str], command: str) -> Report:
+    """The page of an evaluation.
+
+    Args:
+        content: bits_per_byte, retrieval and chat, by variant (evaluation.json).
+        depths: At which facts were hidden.
+    """
+    bits, found, chat = content["bits_per_byte"], content["retrieval"], content["chat"]
+    parts: list[Table | Plots] = [_table(bits, found, chat)]
+    if bits:
+        texts = list(next(iter(bits.values())))
+        groups = {text: {_plain(variant): row[text] for variant, row in bits.items()} for text in texts}
+        parts.append(
+            Plots("Text", [Bars("Bits per byte: less is better", "text @ context, tokens", "bits per byte", groups)])
+        )
+    for task in next(iter(found.values()), {}):
+        maps = [_heatmap(variant, rows[task], depths) for variant, rows in found.items()]
+        parts.append(Plots(f"Retrieval: {_plain(task)}", maps))
+    return Report(
+        title=f"{model}: what it knows",
+        verdict=_verdict(bits, found),
+        parts=parts,
+        machine=machine,
+        command=command,
+    )
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _mean(by_length: Mapping[Any, list[float]]) -> float:
+    values = [value for row in by_length.values() for value in row]
+    return sum(values) / len(values)
+
+
+def _verdict(bits: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+    """The first variant in a line, beside the teacher where there is one."""
+    said = []
+    for variant in [v for v in ("still", "teacher") if v in bits or v in found]:
+        values = list(bits.get(variant, {}).values())
+        shares = [f"{_plain(task)} {_mean(rows):.0%}" for task, rows in found.get(variant, {}).items()]
+        measured = [f"{sum(values) / len(values):.4f} bits per byte"] if values else []
+        said.append(f"{variant}: {', '.join(measured + shares)}")
+    return "; ".join(said) or "Nothing was measured."
+
+
+def _table(bits: Mapping[str, Any], found: Mapping[str, Any], chat: Mapping[str, Any]) -> Table:
+    variants = list(dict.fromkeys([*bits, *found, *chat]))
+    texts = list(next(iter(bits.values()), {}))
+    cells = [(task, length) for task, rows in next(iter(found.values()), {}).items() for length in rows]
+    said = list(next(iter(chat.values()), {}))
+    rows: list[list[Cell]] = [
+        [
+            _plain(variant),
+            *(bits[variant][text] for text in texts),
+            *(f"{_mean({0: found[variant][task][length]}):.0%}" for task, length in cells),
+            *(chat[variant][name] for name in said),
+        ]
+        for variant in variants
+    ]
+    columns = [
+        "model",
+        *(f"bits/byte, {t}" for t in texts),
+        *(f"{_plain(t)}, {n}" for t, n in cells),
+        *(f"chat, {c}" for c in said),
+    ]
+    note = "Retrieval: share of answers that are right, mean over depths, by prompt length in tokens." if cells else ""
+    return Table("Results", columns, rows, note)
+
+
+def _heatmap(variant: str, rows: Mapping[Any, list[float]], depths: int) -> Heatmap:
+    places = [f"{depth / max(1, depths - 1):.2g}" for depth in range(depths)]
+    cells = {
+        (str(length), place): value for length, row in rows.items() for place, value in zip(places, row, strict=True)
+    }
+    title = f"{_plain(variant)}: {_mean(rows):.0%}"
+    return Heatmap(title, "prompt, tokens", "depth (0 = far)", "right", cells)

@@ -1,0 +1,89 @@
+"""The report of `still-export linearize`: curves, cost and quality."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from still_export.report.description import Bars, Lines, Plot, Plots, Report, Table
+
+POINTS = 400
+"""Of a curve: longer ones are drawn as means of so many pieces."""
+
+NAMES = {"transfer": "Stage 1, attention transfer", "finetune": "Stage 2, LoRA"}
+
+
+def page(content: Mapping[str, Any], model: str, machine: Mapping[str, str], command: str) -> Report:
+    """The page of a run.
+
+    Args:
+        content: recipe, bits_per_byte and stages (linearize.json).
+    """
+    bits, stages = content["bits_per_byte"], content["stages"]
+    plots: list[Plot] = []
+    for stage in stages:
+        name = NAMES[stage["name"]]
+        curves = {"training": thinned(stage["losses"]), "held-out text": [tuple(pair) for pair in stage["validation"]]}
+        plots.append(
+            Lines(
+                f"{name}: loss",
+                "step",
+                "loss",
+                {n: p for n, p in curves.items() if p},
+                log_y=stage["name"] == "transfer",
+                from_zero=False,
+            )
+        )
+        if stage["name"] == "transfer" and len(stage["parts"]) > 1:
+            layers = list(enumerate(stage["parts"]))
+            note = (
+                "How far each layer's attention is from the teacher's at the end: tall ones are candidates for softmax."
+            )
+            plots.append(Lines(f"{name}: loss by layer", "layer", "loss", {"last step": layers}, note=note))
+    plots.append(
+        Bars(
+            "Quality: less is better",
+            "model",
+            "bits per byte",
+            {name: {"held-out text": v} for name, v in bits.items()},
+        )
+    )
+    columns = ["stage", "steps", "tokens", "time, s", "tokens/s", "first loss", "last loss", "ended"]
+    rows = [
+        [
+            NAMES[s["name"]],
+            s["steps"],
+            s["tokens"],
+            round(s["seconds"], 1),
+            s["tokens"] / max(s["seconds"], 1e-09),
+            s["losses"][0],
+            s["losses"][-1],
+            "on a plateau" if s["stopped_early"] else "after all steps",
+        ]
+        for s in stages
+    ]
+    recipe = [
+        [name, ", ".join(map(str, v)) if isinstance(v, list) else str(v)]
+        for name, v in content["recipe"].items()
+        if v is not None
+    ]
+    said = "; ".join(f"{name} {value:.4f}" for name, value in bits.items())
+    seconds = sum(stage["seconds"] for stage in stages)
+    return Report(
+        title=f"{model}: linearized from {content['recipe']['base']}",
+        verdict=f"Bits per byte of held-out text: {said}. Training took {seconds:,.0f} s.",
+        parts=[
+            Plots("Training", plots),
+            Table("Cost", columns, rows),
+            Table("Recipe", ["option", "value"], recipe, folded=True),
+        ],
+        machine=machine,
+        command=command,
+    )
+
+
+def thinned(losses: list[float]) -> list[tuple[float, float]]:
+    """A curve of at most POINTS points, each the mean of its piece, at the piece's last step."""
+    size = -(-len(losses) // POINTS) or 1
+    pieces = (losses[start : start + size] for start in range(0, len(losses), size))
+    return [(min((i + 1) * size, len(losses)), sum(piece) / len(piece)) for i, piece in enumerate(pieces)]

@@ -1,0 +1,74 @@
+"""A report as one HTML file: Jinja2 fills the page, Vega-Lite draws; scripts and styles are in it."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import still_export
+from still_export.errors import ConfigError
+from still_export.package.staging import staged_files
+from still_export.report.charts import specification
+from still_export.report.description import Plots, Report
+
+LIBRARIES = ("altair", "vl_convert", "jinja2")
+
+
+def check_report(path: Path) -> None:
+    """Raise where `write_report` could not write `path` later: said before the work whose results it shows.
+
+    Raises:
+        ConfigError: It is no name of an HTML file, its folder cannot be written, or a library is missing.
+    """
+    missing = [name for name in LIBRARIES if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"--report needs {', '.join(missing)}. Run: pip install 'still-export[report]'")
+    if path.suffix.lower() not in (".html", ".htm") or path.is_dir():
+        raise ConfigError(f"--report {path}: give the name of an HTML file, such as report.html.")
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"--report {path}: the folder {path.parent} is not there, or cannot be written.")
+
+
+def write_report(report: Report, path: Path) -> None:
+    """Write `report` into the file `path`, which replaces what was there."""
+    with staged_files(path.parent) as work:
+        (work / path.name).write_text(render(report), encoding="utf-8")
+
+
+def render(report: Report) -> str:
+    """The page, about 1 MB: nearly all of it is the library that draws."""
+    import jinja2
+    import vl_convert
+
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    environment.filters["number"] = number
+    environment.tests["numeric"] = lambda cell: isinstance(cell, int | float)
+    environment.tests["plots"] = lambda part: isinstance(part, Plots)
+    page = environment.from_string(files("still_export.report").joinpath("page.html").read_text(encoding="utf-8"))
+    charts = [specification(plot) for part in report.parts if isinstance(part, Plots) for plot in part.plots]
+    return page.render(
+        report=report,
+        charts=charts,
+        library=vl_convert.javascript_bundle() if charts else "",  # type: ignore[call-arg]
+        version=still_export.__version__,
+        written=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
+    )
+
+
+def number(cell: Any) -> str:
+    """A cell's text: whole numbers with commas, others with four digits that count."""
+    if cell is None:
+        return ""
+    if isinstance(cell, bool) or not isinstance(cell, int | float):
+        return str(cell)
+    if isinstance(cell, int):
+        return f"{cell:,}"
+    if cell == 0:
+        return "0"
+    return f"{cell:.1e}" if abs(cell) < 1e-3 else f"{cell:,.4g}" if abs(cell) < 1e4 else f"{cell:,.0f}"

@@ -1,0 +1,122 @@
+"""The report of `still-export verify`: verdict, what failed first, errors by case and by layer."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from still_export.report.description import Lines, Plots, Report, Table
+
+FIRST = 5
+"""Mismatches that are named above the tables."""
+
+
+def page(content: Mapping[str, Any], runtime: str, package: str, machine: Mapping[str, str], command: str) -> Report:
+    """The page of a proof.
+
+    Args:
+        content: Of verify's report.json.
+        runtime: That was compared with PyTorch.
+    """
+    outputs = content["outputs"]
+    failed = [entry for entry in outputs if not entry["passed"]]
+    findings = [f"{check['name']}: {check['detail']}" for check in content["checks"] if not check["passed"]]
+    layer = content["first_diverging_layer"]
+    if layer is not None:
+        findings.append(f"First diverging layer: {layer}.")
+    findings += [
+        f"{e['case']}, {e['output']}: error {e['worst']:.1e} in call {e['worst_call']}, allowed {e['bound']:.1e}."
+        for e in failed[:FIRST]
+    ]
+    if len(failed) > FIRST:
+        findings.append(f"... and {len(failed) - FIRST} more outputs.")
+    chosen = content["selections"]
+    if chosen["wrong"]:
+        findings.append(f"{chosen['wrong']} selections differ without a near tie.")
+    passed = content["passed"]
+    return Report(
+        title=f"{package}: PyTorch against {runtime}",
+        verdict="PASSED: the package computes what PyTorch computes."
+        if passed
+        else "FAILED: the package does not compute what PyTorch computes.",
+        passed=passed,
+        findings=findings,
+        parts=[_cases(outputs), Plots("Largest error by layer", _by_layer(outputs)), _facts(content), _all(outputs)],
+        machine=machine,
+        command=command,
+    )
+
+
+def _cases(outputs: list[dict[str, Any]]) -> Table:
+    cases: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for entry in outputs:
+        cases[entry["case"]].append(entry)
+    rows, failed = [], []
+    for number, (case, entries) in enumerate(cases.items()):
+        logits = next(e for e in entries if e["output"] == "logits")
+        worst = max(entries, key=lambda e: (not e["passed"], e["max_abs"]))
+        good = all(e["passed"] for e in entries)
+        failed += [] if good else [number]
+        rows.append(
+            [
+                case,
+                "ok" if good else "MISMATCH",
+                logits["max_abs"],
+                logits["mean_abs"],
+                f"{logits['cosine']:.7f}",
+                worst["max_abs"],
+                worst["output"],
+            ]
+        )
+    columns = ["case", "", "logits, max", "mean", "cosine", "worst output, max", "which"]
+    return Table("Cases", columns, rows, "Absolute errors against PyTorch.", frozenset(failed))
+
+
+def _by_layer(outputs: list[dict[str, Any]]) -> list[Lines]:
+    """For every kind of state the largest error of a layer over all cases, under its bound."""
+    worst: dict[str, dict[int, float]] = defaultdict(dict)
+    bounds: dict[str, float] = {}
+    for entry in outputs:
+        name, _, layer = entry["output"].removeprefix("present_").rpartition(".")
+        if not layer.isdigit():
+            continue
+        worst[name][int(layer)] = max(worst[name].get(int(layer), 0.0), entry["worst"])
+        bounds[name] = entry["bound"]
+    return [
+        Lines(
+            name.replace("_", " "),
+            "layer",
+            "absolute error",
+            {"largest over all cases": sorted(layers.items())},
+            log_y=True,
+            limits={"allowed": bounds[name]},
+            note=f"Dashed: allowed, {bounds[name]:.1e}." + ("" if any(layers.values()) else " No error at all."),
+        )
+        for name, layers in worst.items()
+    ]
+
+
+def _facts(content: Mapping[str, Any]) -> Table:
+    chosen = content["selections"]
+    rows: list[list[Any]] = [
+        ["top-1 agreement of the logits", f"{content['top1_agreement']:.4f}"],
+        ["top-1 agreement of PyTorch's own run in the package's type", f"{content['pytorch_half_top1_agreement']:.4f}"],
+        ["selections compared", f"{chosen['compared']:,}"],
+        ["of them differ by a near tie", f"{chosen['near_ties']:,} (a lead of at most {chosen['tie']:.1e})"],
+        ["of them differ without one", f"{chosen['wrong']:,}"],
+        *([check["name"], "yes" if check["passed"] else f"NO: {check['detail']}"] for check in content["checks"]),
+    ]
+    if price := content.get("price"):
+        rows += [[f"price of quantization: {name.replace('_', ' ')}", value] for name, value in price.items()]
+    return Table("Agreement", ["what", "value"], rows)
+
+
+def _all(outputs: list[dict[str, Any]]) -> Table:
+    names = ("max_abs", "mean_abs", "cosine", "bound")
+    rows = [
+        [e["case"], e["output"], "ok" if e["passed"] else "MISMATCH", *(e[name] for name in names)] for e in outputs
+    ]
+    failed = frozenset(number for number, entry in enumerate(outputs) if not entry["passed"])
+    columns = ["case", "output", "", "max", "mean", "cosine", "allowed"]
+    return Table("Every output", columns, rows, failed=failed, folded=True)

@@ -1,0 +1,279 @@
+"""The HTTP side of a server: OpenAI's paths over a worker. Thin: what a request means is in wire, what becomes of it in the scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import time
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from still_export.runners.sampling import RunError
+from still_export.serving.metrics import CONTENT_TYPE, Metrics
+from still_export.serving.scheduler import Event, QueueFullError, Request, StoppingError
+from still_export.serving.wire import ApiError, Asked, Chat, Completion, Reply, asked, understood
+from still_export.serving.worker import Worker
+
+BODY_S = 30.0
+"""A body that takes longer to come is given up."""
+
+GONE = 499
+"""Status of a request whose client left, in metrics: nobody reads it."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of the HTTP side.
+
+    name: Of the model. api_key: None: everyone may ask. body_bytes: Of a request, at most.
+    """
+
+    name: str
+    api_key: str | None = None
+    body_bytes: int = 4 << 20
+
+
+def make_app(worker: Worker, settings: Settings) -> Starlette:
+    """The application that serves a worker's model."""
+    server = _Server(worker, settings)
+    keyed, api = server.keyed, server.answered
+    return Starlette(
+        routes=[
+            Route("/health", api(server.health)),
+            Route("/metrics", api(server.metrics_text)),
+            Route("/v1/models", api(keyed(server.models))),
+            Route("/v1/models/{model:path}", api(keyed(server.model))),
+            Route("/v1/completions", api(keyed(server.completions)), methods=["POST"]),
+            Route("/v1/chat/completions", api(keyed(server.chat)), methods=["POST"]),
+        ],
+        exception_handlers={HTTPException: server.refuse},
+    )
+
+
+Handler = Callable[[HttpRequest], Awaitable[Response]]
+
+
+class _Server:
+    def __init__(self, worker: Worker, settings: Settings) -> None:
+        self.worker, self.settings = worker, settings
+        self.metrics = Metrics(worker.scheduler)
+        self.created = int(time.time())
+
+    def answered(self, handler: Handler) -> Handler:
+        """`handler` whose errors are answers, and whose answers are counted."""
+
+        async def handle(request: HttpRequest) -> Response:
+            try:
+                response = await handler(request)
+            except ApiError as error:
+                again = {"retry-after": "1"} if error.status in (429, 503) else None
+                response = _json(error.to_dict(), error.status, again)
+            except ClientDisconnect:
+                response = Response(status_code=GONE)
+            except Exception as error:  # a bug of ours: the others' requests go on
+                traceback.print_exception(error)
+                response = _json(ApiError(500, "the server failed on this request.").to_dict(), 500)
+            path = request.scope["route"].path
+            self.metrics.responses.labels(path, str(response.status_code)).inc()
+            return response
+
+        return handle
+
+    def keyed(self, handler: Handler) -> Handler:
+        """`handler` behind the key, if there is one."""
+
+        async def handle(request: HttpRequest) -> Response:
+            if self.settings.api_key is not None:
+                scheme, _, given = request.headers.get("authorization", "").partition(" ")
+                same = hmac.compare_digest(given.strip().encode("latin-1"), self.settings.api_key.encode())
+                if scheme.lower() != "bearer" or not same:
+                    message = "the API key is missing or wrong; send it as Authorization: Bearer KEY."
+                    raise ApiError(401, message, None, "invalid_api_key")
+            return await handler(request)
+
+        return handle
+
+    async def refuse(self, request: HttpRequest, error: Exception) -> Response:
+        """Unknown paths and methods."""
+        assert isinstance(error, HTTPException)
+        known = "this server has /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics."
+        message = f"{request.method} {request.url.path[:200]}: {str(error.detail).lower()}; {known}"
+        self.metrics.responses.labels("other", str(error.status_code)).inc()
+        return _json(ApiError(error.status_code, message).to_dict(), error.status_code, error.headers)
+
+    async def health(self, request: HttpRequest) -> Response:
+        """200 while requests are taken and the model answers."""
+        scheduler = self.worker.scheduler
+        if scheduler.stopping:
+            raise ApiError(503, "the server is stopping.")
+        if scheduler.broken or not self.worker.alive:
+            raise ApiError(503, "the model failed on its last call; the server's log has the reason.")
+        return _json({"status": "ok", "running": scheduler.running, "waiting": scheduler.queued})
+
+    async def metrics_text(self, request: HttpRequest) -> Response:
+        return Response(self.metrics.text(), media_type=CONTENT_TYPE)
+
+    async def models(self, request: HttpRequest) -> Response:
+        return _json({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: HttpRequest) -> Response:
+        if request.path_params["model"] != self.settings.name:
+            message = f"there is no such model here; this server has {self.settings.name!r}."
+            raise ApiError(404, message, "model", "model_not_found")
+        return _json(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        context = self.worker.scheduler.context
+        named = {"id": self.settings.name, "object": "model", "created": self.created}
+        return {**named, "owned_by": "still-export", "max_model_len": context}
+
+    async def completions(self, request: HttpRequest) -> Response:
+        return await self._answer(request, Completion)
+
+    async def chat(self, request: HttpRequest) -> Response:
+        return await self._answer(request, Chat)
+
+    async def _answer(self, http: HttpRequest, kind: type[Completion] | type[Chat]) -> Response:
+        body = await _read_body(http, self.settings.body_bytes)
+        scheduler = self.worker.scheduler
+
+        def understand() -> Asked:
+            return asked(understood(kind, _parsed(body), self.settings.name), scheduler.text, scheduler.context)
+
+        request = await run_in_threadpool(understand)  # megabytes take a tokenizer a while
+        reply = Reply(request, self.settings.name)
+        job, events = self._submit(request)
+        if request.stream:
+            headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+            chunks = self._chunks(http, job, events, reply)
+            return StreamingResponse(chunks, media_type="text/event-stream", headers=headers)
+        text, ended = "", ""
+        async for event in self._events(http, job, events):
+            text, ended = text + event.text, event.ended or ""
+            _check(event)
+        return _json(reply.whole(text, ended, len(job.tokens)))
+
+    def _submit(self, request: Asked) -> tuple[Request, asyncio.Queue[Event]]:
+        loop = asyncio.get_running_loop()
+        events: asyncio.Queue[Event] = asyncio.Queue()
+
+        def listener(event: Event) -> None:
+            if not loop.is_closed():  # a server that was stopped by force
+                loop.call_soon_threadsafe(events.put_nowait, event)
+
+        job = Request(request.prompt, request.max_tokens, request.sampling, listener, request.stop)
+        try:
+            self.worker.submit(job)
+        except QueueFullError as error:
+            raise ApiError(429, str(error), None, "rate_limit_exceeded") from None
+        except StoppingError as error:
+            raise ApiError(503, str(error)) from None
+        except RunError as error:
+            raise ApiError(400, str(error), "messages" if request.chat else "prompt") from None
+        return job, events
+
+    async def _events(self, http: HttpRequest, job: Request, events: asyncio.Queue[Event]) -> AsyncIterator[Event]:
+        """Events of a request up to its last; ClientDisconnect, and a free row, where the client leaves before."""
+        gone = asyncio.ensure_future(_gone(http))
+        ended = "cancelled"
+        try:
+            while ended == "cancelled":
+                event = asyncio.ensure_future(events.get())
+                try:
+                    await asyncio.wait((event, gone), return_when=asyncio.FIRST_COMPLETED)
+                    if not event.done():
+                        raise ClientDisconnect
+                finally:
+                    event.cancel()
+                ended = event.result().ended or ended
+                yield event.result()
+        finally:
+            gone.cancel()
+            self.worker.cancel(job)
+            self.metrics.observe(job, ended, time.perf_counter())
+
+    async def _chunks(
+        self, http: HttpRequest, job: Request, events: asyncio.Queue[Event], reply: Reply
+    ) -> AsyncIterator[str]:
+        """The lines of a streamed answer."""
+        try:
+            for chunk in reply.first():
+                yield _line(chunk)
+            async for event in self._events(http, job, events):
+                _check(event)
+                yield _line(reply.piece(event.text, event.ended))
+            for chunk in reply.last(len(job.tokens)):
+                yield _line(chunk)
+            yield "data: [DONE]\n\n"
+        except ApiError as error:  # the status is sent already
+            yield _line(error.to_dict())
+        except ClientDisconnect:
+            return
+
+
+def _check(event: Event) -> None:
+    if event.ended == "failed":
+        raise ApiError(500, event.error)
+    if event.ended == "refused":
+        raise ApiError(503, event.error)
+
+
+async def _read_body(http: HttpRequest, most: int) -> bytes:
+    """The body, as far as it may be read.
+
+    Raises:
+        ApiError: It is too long, too slow, or no JSON by its header.
+    """
+    kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":  # which pages of other sites may not send
+        raise ApiError(415, f"the content type is {kind[:64]!r}; send application/json.")
+    too_long = ApiError(413, f"the body is longer than the limit of {most} bytes. Shorten the prompt.")
+    declared = http.headers.get("content-length", "0")
+    if not declared.isdecimal() or int(declared[:20]) > most:
+        raise too_long
+
+    async def read() -> bytes:
+        body = bytearray()
+        async for part in http.stream():
+            body += part
+            if len(body) > most:
+                raise too_long
+        return bytes(body)
+
+    try:
+        return await asyncio.wait_for(read(), BODY_S)
+    except asyncio.TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {BODY_S:.0f} s.") from None
+
+
+def _parsed(body: bytes) -> object:
+    try:
+        return json.loads(body.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is no JSON: {str(error)[:200]}.", None, "invalid_json") from None
+
+
+async def _gone(http: HttpRequest) -> None:
+    """Returns when the client has left; its whole body was read."""
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _json(value: object, status: int = 200, headers: Any = None) -> Response:
+    """Of ASCII alone: an error may quote half a surrogate pair."""
+    return Response(json.dumps(value), status, headers, media_type="application/json")
+
+
+def _line(value: object) -> str:
+    return f"data: {json.dumps(value)}\n\n"

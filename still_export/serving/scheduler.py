@@ -1,0 +1,302 @@
+"""Which row of the batch reads or says what, token by token. Plain and synchronous: knows no HTTP, and no thread but its callers'."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from still_export.runners.base import Runner, checked_prompt
+from still_export.runners.sampling import RunError, Sampling
+from still_export.runners.text import StopTexts, Text, TextPieces
+
+Ended = Literal["end", "length", "stop", "failed", "refused"]
+"""By the model, by max_tokens, by a stop text, by an error, by the server's own end."""
+
+KEPT_TOKENS = 2048
+"""Room that a model without requests keeps: growing again copies."""
+
+
+class QueueFullError(RunError):
+    """As many requests wait as may."""
+
+
+class StoppingError(RunError):
+    """The server is about to end and takes no more requests."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a request is told: text that became certain, and at its end how it ended; `error` says why it failed or was refused."""
+
+    text: str = ""
+    ended: Ended | None = None
+    error: str = ""
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt and what shall follow it.
+
+    Args:
+        prompt: Token ids.
+        max_tokens: Of the answer, at most.
+        sampling: How tokens are chosen; its own for every request.
+        listener: Told every event, from the thread that steps; an event that `ended` is the last.
+        stop: Texts that end the answer, and are not part of it.
+
+    Attributes:
+        tokens: Of the answer so far. arrived, first, done: time.perf_counter() of its submission, first token and end; 0 = not yet.
+    """
+
+    prompt: Sequence[int]
+    max_tokens: int
+    sampling: Sampling
+    listener: Callable[[Event], None]
+    stop: Sequence[str] = ()
+    tokens: list[int] = field(default_factory=list)
+    arrived: float = 0.0
+    first: float = 0.0
+    done: float = 0.0
+
+
+class _Row:
+    """A row of the batch with the request that has it."""
+
+    def __init__(self, number: int, request: Request, text: Text) -> None:
+        self.number, self.request = number, request
+        self.read = 0  # tokens of the prompt
+        self.pieces, self.stops = TextPieces(text), StopTexts(request.stop)
+
+    def say(self, token: int, ends: Sequence[int]) -> Event:
+        """The event of the next token."""
+        request = self.request
+        request.first = request.first or time.perf_counter()
+        if token in ends:
+            return self._last("end")
+        request.tokens.append(token)
+        text = self.stops.push(self.pieces.push(token))
+        if self.stops.found:
+            return Event(text, "stop")
+        if len(request.tokens) == request.max_tokens:
+            return self._last("length", text)
+        return Event(text)
+
+    def _last(self, ended: Ended, text: str = "") -> Event:
+        text += self.stops.push(self.pieces.end())
+        return Event(text, "stop") if self.stops.found else Event(text + self.stops.end(), ended)
+
+
+class Scheduler:
+    """Requests share the rows of one batch; they join and leave it between two tokens.
+
+    A round reads one piece of one prompt, then one more token of every answer: a long prompt delays the answers of others by a piece at a
+    time, and readers take turns. `submit`, `cancel` and `stop` may be called while another thread steps.
+
+    Args:
+        model: Of any runtime; started here.
+        text: Its tokenizer.
+        rows: Of the batch: requests that run at the same time.
+        waiting: Requests that may wait for a row, at most.
+        context: Tokens of prompt and answer, at most; None: the package's capacity.
+        piece: Tokens of a prompt that are read at once.
+
+    Raises:
+        RunError: The package does not take so many rows or tokens.
+    """
+
+    def __init__(
+        self, model: Runner, text: Text, rows: int = 4, waiting: int = 64, context: int | None = None, piece: int = 256
+    ) -> None:
+        self.model, self.text, self.waiting = model, text, waiting
+        self.context = context or model.table.capacity_tokens
+        model.check_capacity(self.context - 1)  # the last token of an answer is not fed
+        self.piece = min(piece, model.prefill_tokens)
+        model.start(rows)
+        self.stopping = False
+        self.broken = ""
+        """Why the last call failed; empty where it did not."""
+        self._ends: list[int] = model.manifest["eos_token_ids"]
+        self._lock = threading.Lock()
+        self._queue: deque[Request] = deque()
+        self._cancelled: set[Request] = set()
+        self._rows: list[_Row | None] = [None] * rows
+        self._readers: deque[_Row] = deque()
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait for a row."""
+        return len(self._queue)
+
+    @property
+    def running(self) -> int:
+        """Requests that have a row."""
+        return sum(row is not None for row in self._rows)
+
+    @property
+    def idle(self) -> bool:
+        """There is nothing to do."""
+        return not self._queue and not self.running
+
+    def state_bytes(self, tokens: int) -> int:
+        """Size of the state with room for `tokens` tokens in every row."""
+        table = self.model.table
+        return table.size_bytes(len(self._rows), table.rows(tokens, self.model.least_rows))
+
+    def submit(self, request: Request) -> None:
+        """Take a request; its listener hears of it from now on.
+
+        Raises:
+            RunError: It has no tokens, unknown ones, or more than the context holds.
+            QueueFullError: Too many wait.
+            StoppingError: The server is about to end.
+        """
+        prompt = checked_prompt(request.prompt, self.model.manifest["model"]["vocab_size"])
+        StopTexts(request.stop)
+        if request.max_tokens < 1:
+            raise RunError(f"max_tokens={request.max_tokens}; it must be at least 1.")
+        if prompt.size + request.max_tokens > self.context:
+            raise RunError(
+                f"the context holds {self.context} tokens; the prompt has {prompt.size} and max_tokens asks for "
+                f"{request.max_tokens}. Shorten one of them."
+            )
+        with self._lock:
+            if self.stopping:
+                raise StoppingError("the server is stopping. Ask another one, or later.")
+            # Requests for which a row is free wait for the next round alone.
+            if len(self._queue) >= self.waiting + len(self._rows) - self.running:
+                raise QueueFullError(f"{len(self._queue)} requests are waiting, which is the limit. Ask again later.")
+            request.arrived = time.perf_counter()
+            self._queue.append(request)
+
+    def cancel(self, request: Request) -> None:
+        """Let go of a request: from the next round on its listener hears nothing more. One that has ended stays ended."""
+        with self._lock:
+            if request in self._queue:
+                self._queue.remove(request)
+            elif not request.done:
+                self._cancelled.add(request)
+
+    def stop(self) -> None:
+        """Refuse new requests and those that wait; what has a row runs to its end."""
+        with self._lock:
+            self.stopping = True
+            refused = list(self._queue)
+            self._queue.clear()
+        for request in refused:
+            self._finish(request, Event("", "refused", "the server is stopping. Ask another one, or later."))
+
+    def step(self) -> bool:
+        """One round; False where there was nothing to do. Raises nothing: what fails ends the requests that it is about."""
+        try:
+            self._let_go()
+            self._admit()
+            if not self.running:
+                if self.model.room > KEPT_TOKENS:
+                    self.model.start(len(self._rows))
+                return False
+            self._read()
+            self._speak()
+        except Exception as error:  # beside the model's calls: nobody's fault, so everybody's
+            self._fail([row for row in self._rows if row is not None], error)
+        return True
+
+    def _let_go(self) -> None:
+        """Free the rows of cancelled requests."""
+        with self._lock:
+            cancelled, self._cancelled = self._cancelled, set()
+        for row in [r for r in self._rows if r is not None and r.request in cancelled]:
+            row.request.done = time.perf_counter()
+            self._free(row)
+
+    def _admit(self) -> None:
+        """Give the lowest free rows to those that wait: a call spans the rows from the first to the last that it needs."""
+        for number, row in enumerate(self._rows):
+            if row is not None:
+                continue
+            with self._lock:
+                if not self._queue:
+                    return
+                taken = self._rows[number] = _Row(number, self._queue.popleft(), self.text)
+            self._readers.append(taken)
+
+    def _read(self) -> None:
+        """Read the next piece of the prompt whose turn it is."""
+        if not self._readers:
+            return
+        row = self._readers[0]
+        piece = row.request.prompt[row.read : row.read + self.piece]
+        logits = self._call([row], np.asarray(piece, np.int64)[None])
+        if logits is None:
+            return
+        self._readers.popleft()
+        row.read += len(piece)
+        if row.read < len(row.request.prompt):
+            self._readers.append(row)
+        else:
+            self._choose(row, logits[0])
+
+    def _speak(self) -> None:
+        """One more token of every answer that has begun."""
+        rows = [r for r in self._rows if r is not None and r.request.tokens]
+        if not rows:
+            return
+        first = rows[0].number
+        ids = np.zeros((rows[-1].number + 1 - first, 1), np.int64)
+        for row in rows:
+            ids[row.number - first] = row.request.tokens[-1]
+        logits = self._call(rows, ids)
+        if logits is not None:
+            for row in rows:
+                self._choose(row, logits[row.number - first])
+
+    def _call(self, rows: list[_Row], ids: np.ndarray) -> np.ndarray | None:
+        """Logits of the last token of every row from the first to the last of `rows`, [R, V]; None where the call failed and they ended.
+
+        A call that fails may leave their states half written; other rows it does not touch.
+        """
+        first = rows[0].number
+        counts = np.zeros(len(ids), np.int64)
+        counts[[row.number - first for row in rows]] = ids.shape[1]
+        try:
+            for row in rows:
+                if row.read == 0:  # the row has what another request left
+                    self.model.forget(row.number)
+            logits = self.model.feed(ids, counts, first)[:, -1]
+        except Exception as error:  # of any runtime; other requests go on
+            self._fail(rows, error)
+            return None
+        self.broken = ""
+        return logits
+
+    def _fail(self, rows: list[_Row], error: Exception) -> None:
+        """End the requests of `rows` with an error."""
+        self.broken = " ".join(str(error).split()) or type(error).__name__
+        print(f"a call failed: {self.broken}", file=sys.stderr)
+        for row in rows:
+            self._free(row)
+            self._finish(row.request, Event("", "failed", "the model failed on this request."))
+
+    def _choose(self, row: _Row, logits: np.ndarray) -> None:
+        """Say the next token of a row."""
+        event = row.say(row.request.sampling.choose(logits), self._ends)
+        if event.ended:
+            self._free(row)
+            self._finish(row.request, event)
+        elif event.text:
+            row.request.listener(event)
+
+    def _finish(self, request: Request, event: Event) -> None:
+        request.done = time.perf_counter()
+        request.listener(event)
+
+    def _free(self, row: _Row) -> None:
+        self._rows[row.number] = None
+        if row in self._readers:
+            self._readers.remove(row)

@@ -1,0 +1,72 @@
+"""A server that listens, and ends when it is told to: what runs is finished first."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+
+from still_export.errors import ConfigError
+from still_export.serving.app import Settings, make_app
+from still_export.serving.worker import Worker
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens there; port 0 takes a free one.
+
+    Raises:
+        ConfigError: It cannot be had.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=512)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"cannot listen on {host} port {port}: {error}. Choose others: --host, --port.") from error
+
+
+class Server(uvicorn.Server):
+    """Serves a worker's model until SIGTERM or SIGINT; a second one does not wait for what runs.
+
+    Args:
+        worker: With the model.
+        settings: Of the HTTP side.
+        stop_timeout_s: Requests that run longer after the first signal are cut off.
+    """
+
+    def __init__(self, worker: Worker, settings: Settings, stop_timeout_s: int = 30) -> None:
+        self.worker = worker
+        config = uvicorn.Config(
+            make_app(worker, settings),
+            log_level="error",
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            timeout_graceful_shutdown=stop_timeout_s,
+        )
+        super().__init__(config)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """uvicorn's own raises the signal again once all is done, which would make an error of a graceful end."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, self.handle_exit) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    async def shutdown(self, sockets: Any = None) -> None:
+        """Refuse what comes, finish what runs."""
+        self.worker.stop()
+        await super().shutdown(sockets)

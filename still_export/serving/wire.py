@@ -1,0 +1,300 @@
+"""OpenAI's requests and answers: what is taken, what is refused, and the objects of JSON that go back."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from still_export.runners.sampling import RunError, Sampling
+from still_export.runners.text import Text
+
+MOST_STOPS = 4
+"""Stop texts of a request, as of OpenAI."""
+
+DEFAULT_TOKENS = 16
+"""Of /v1/completions where max_tokens is not given, as of OpenAI."""
+
+MEANINGLESS = frozenset(
+    ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
+)
+"""Fields that change no token."""
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "logprobs": (False,),
+    "suffix": ("",),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "tools": ([],),
+    "functions": ([],),
+    "tool_choice": ("none",),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+}
+"""Fields that are not served, with the values that ask for nothing."""
+
+
+class ApiError(Exception):
+    """An answer in OpenAI's form of an error.
+
+    Args:
+        status: Of HTTP.
+        message: One sentence.
+        param: The field that is wrong.
+        code: OpenAI's name of the error.
+    """
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+    def to_dict(self) -> dict[str, Any]:
+        """Values that JSON can hold."""
+        kinds = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+        kind = kinds.get(self.status, "invalid_request_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
+
+
+class StreamOptions(_Strict):
+    """Of a streamed answer."""
+
+    include_usage: bool | None = None
+
+
+class Generation(_Strict):
+    """What both kinds of requests have."""
+
+    model: str
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    seed: int | None = Field(None, ge=0)
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+
+class Completion(Generation):
+    """Of /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+
+
+class Part(_Strict):
+    """Of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Strict):
+    """Of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[Part]
+
+    def plain(self) -> dict[str, str]:
+        """Role and content as the chat format takes them.
+
+        Raises:
+            ApiError: The message has more than that.
+        """
+        for name, value in (self.model_extra or {}).items():
+            if value not in (None, [], "") and name != "name":
+                raise ApiError(400, f"{name[:64]} of a message is not served here. Leave it out.", "messages")
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+
+
+class Chat(Generation):
+    """Of /v1/chat/completions."""
+
+    messages: list[Message]
+    max_completion_tokens: int | None = Field(None, ge=1)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request that can be submitted.
+
+    chat: It came to /v1/chat/completions. include_usage: A streamed answer ends with its usage.
+    """
+
+    chat: bool
+    prompt: list[int]
+    max_tokens: int
+    sampling: Sampling
+    stop: tuple[str, ...]
+    stream: bool
+    include_usage: bool
+
+
+Kind = TypeVar("Kind", bound=Generation)
+
+
+def understood(kind: type[Kind], body: object, served: str) -> Kind:
+    """A request of this kind.
+
+    Args:
+        body: What JSON had.
+        served: Name of the model that is served.
+
+    Raises:
+        ApiError: A field is missing, wrong or not served; another model is asked for.
+    """
+    if not isinstance(body, dict):
+        raise ApiError(400, f"the body is a JSON {type(body).__name__}, not an object with fields.")
+    try:
+        request = kind.model_validate(body)
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_context=False, include_input=False)
+        # Of a union each form complains; the field is what all have in common.
+        name = str(found[0]["loc"][0])
+        where = ".".join(str(part) for part in found[0]["loc"]) if len(found) == 1 else name
+        raise ApiError(400, f"{where}: {found[0]['msg']}.", name, "invalid_value") from None
+    for name, value in (request.model_extra or {}).items():
+        if value is None or name in MEANINGLESS or any(_same(value, x) for x in NEUTRAL.get(name, ())):
+            continue
+        known = "not served here" if name in NEUTRAL else "unknown to this server"
+        raise ApiError(400, f"{name[:64]} is {known}. Leave it out.", name[:64], "unsupported_parameter")
+    if request.model != served:
+        message = f"the model {request.model[:64]!r} does not exist here; this server has {served!r}."
+        raise ApiError(404, message, "model", "model_not_found")
+    return request
+
+
+def _same(value: object, neutral: object) -> bool:
+    return type(value) in (type(neutral), float if type(neutral) is int else type(neutral)) and value == neutral
+
+
+def asked(request: Completion | Chat, text: Text, context: int) -> Asked:
+    """What a request asks of the scheduler.
+
+    Args:
+        text: Tokenizer and chat format.
+        context: Tokens of prompt and answer.
+
+    Raises:
+        ApiError: The prompt cannot be read, or does not fit.
+    """
+    chat = isinstance(request, Chat)
+    try:
+        prompt = _chat_ids(request, text) if isinstance(request, Chat) else _prompt_ids(request.prompt, text)
+        sampling = Sampling(
+            1.0 if request.temperature is None else request.temperature,
+            max(0, request.top_k or 0),  # -1 is "all" elsewhere
+            1.0 if request.top_p is None else request.top_p,
+            secrets.randbits(63) if request.seed is None else request.seed,
+        )
+    except RunError as error:
+        raise ApiError(400, str(error), "messages" if chat else "prompt") from None
+    stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
+    if len(stop) > MOST_STOPS or not all(stop):
+        raise ApiError(400, f"stop: give at most {MOST_STOPS} texts, none of them empty.", "stop")
+    most = request.max_tokens
+    if isinstance(request, Chat):
+        most = request.max_completion_tokens or most
+    room = context - len(prompt)
+    if room < (most or 1):
+        asks = f" and {most} are asked for" if most else ""
+        message = (
+            f"this model's context holds {context} tokens; the prompt has {len(prompt)}{asks}. Shorten one of them."
+        )
+        raise ApiError(400, message, "messages" if chat else "prompt", "context_length_exceeded")
+    streamed = bool(request.stream)
+    usage = bool(request.stream_options and request.stream_options.include_usage)
+    return Asked(chat, prompt, most or (room if chat else min(room, DEFAULT_TOKENS)), sampling, stop, streamed, usage)
+
+
+def _chat_ids(request: Chat, text: Text) -> list[int]:
+    if not text.chat:
+        raise RunError("this model has no chat format; use /v1/completions.")
+    return text.dialogue([{k: _characters(v) for k, v in m.plain().items()} for m in request.messages])
+
+
+def _prompt_ids(prompt: str | list[str] | list[int] | list[list[int]], text: Text) -> list[int]:
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        if len(prompt) > 1:
+            raise RunError(f"prompt has {len(prompt)} texts; send one request for each.")
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return text.encode(_characters(prompt))
+    return [token for token in prompt if isinstance(token, int)]
+
+
+def _characters(text: str) -> str:
+    """`text`, which a tokenizer can take."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RunError("the text has half of a surrogate pair, which is no character.") from None
+    return text
+
+
+FINISHED = {"end": "stop", "stop": "stop", "length": "length"}
+"""OpenAI's finish_reason by how an answer ended."""
+
+
+class Reply:
+    """The objects that answer one request.
+
+    Args:
+        request: What was asked.
+        model: Name of the model.
+    """
+
+    def __init__(self, request: Asked, model: str) -> None:
+        self.request = request
+        kind = "chat.completion" if request.chat else "text_completion"
+        self._head = {
+            "id": f"{'chatcmpl' if request.chat else 'cmpl'}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._whole = {**self._head, "object": kind}
+        self._chunk = {**self._head, "object": "chat.completion.chunk" if request.chat else kind}
+
+    def whole(self, text: str, ended: str, tokens: int) -> dict[str, Any]:
+        """The answer in one object."""
+        said: dict[str, Any] = {"text": text}
+        if self.request.chat:
+            said = {"message": {"role": "assistant", "content": text, "refusal": None}}
+        choice = {"index": 0, **said, "logprobs": None, "finish_reason": FINISHED[ended]}
+        return {**self._whole, "choices": [choice], "usage": self.usage(tokens)}
+
+    def first(self) -> list[dict[str, Any]]:
+        """Chunks before any text."""
+        return [self._of({"role": "assistant", "content": ""})] if self.request.chat else []
+
+    def piece(self, text: str, ended: str | None = None) -> dict[str, Any]:
+        """A chunk of a streamed answer."""
+        delta = {"content": text} if text else {}
+        return self._of(delta if self.request.chat else {"text": text}, FINISHED[ended] if ended else None)
+
+    def last(self, tokens: int) -> list[dict[str, Any]]:
+        """Chunks behind all text."""
+        return [{**self._chunk, "choices": [], "usage": self.usage(tokens)}] if self.request.include_usage else []
+
+    def usage(self, tokens: int) -> dict[str, int]:
+        """Tokens of prompt and answer."""
+        prompt = len(self.request.prompt)
+        return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
+
+    def _of(self, said: dict[str, Any], finished: str | None = None) -> dict[str, Any]:
+        said = {"delta": said} if self.request.chat else said
+        usage = {"usage": None} if self.request.include_usage else {}
+        choice = {"index": 0, **said, "logprobs": None, "finish_reason": finished}
+        return {**self._chunk, "choices": [choice], **usage}

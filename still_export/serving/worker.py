@@ -1,0 +1,79 @@
+"""The thread that opens a model and steps its scheduler."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from still_export.serving.scheduler import Request, Scheduler
+
+PAUSE_S = 1.0
+"""Longest sleep without requests; a new one ends it."""
+
+
+class Worker:
+    """Steps a scheduler in a thread of its own, which also opens the model: a CUDA context belongs to the thread that made it.
+
+    Args:
+        open_scheduler: Opens model and tokenizer.
+
+    Raises:
+        Exception: What `open_scheduler` raised.
+    """
+
+    def __init__(self, open_scheduler: Callable[[], Scheduler]) -> None:
+        self._open = open_scheduler
+        self._wake, self._ready = threading.Event(), threading.Event()
+        self._ending = False
+        self._scheduler: Scheduler | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="still-export model", daemon=True)
+        self._thread.start()
+        self._ready.wait()
+        if self._error is not None:
+            raise self._error
+
+    @property
+    def scheduler(self) -> Scheduler:
+        assert self._scheduler is not None  # or the constructor raised
+        return self._scheduler
+
+    @property
+    def alive(self) -> bool:
+        """The thread runs."""
+        return self._thread.is_alive()
+
+    def submit(self, request: Request) -> None:
+        """As of Scheduler."""
+        self.scheduler.submit(request)
+        self._wake.set()
+
+    def cancel(self, request: Request) -> None:
+        """As of Scheduler."""
+        self.scheduler.cancel(request)
+        self._wake.set()
+
+    def stop(self) -> None:
+        """Refuse new requests; the thread ends when the running ones have."""
+        self.scheduler.stop()
+        self._ending = True
+        self._wake.set()
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Wait for the thread's end."""
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            scheduler = self._scheduler = self._open()
+        except BaseException as error:  # raised again where the worker was made
+            self._error = error
+            return
+        finally:
+            self._ready.set()
+        while True:
+            self._wake.clear()  # before the step, which sees what was submitted until then
+            if not scheduler.step():
+                if self._ending:
+                    return
+                self._wake.wait(PAUSE_S)

@@ -1,0 +1,151 @@
+"""Calls of still::LinearAttention for every rule: layers, splits, and what a loop over tokens in float64 makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from still_graphs.ops.linear_attention import DELTA, GATED
+from still_kernels.linear_attention import Inputs, naive_linear_attention
+
+Split = int | list[int]
+SPLITS: list[Split] = [70, 1, [129, 3], [0, 65], [1, 2], [1, 0], [0, 0], 64, 1]
+"""Beside the boundaries of chunks of 64: whole rows, single steps, ragged rows, rows without tokens."""
+
+BOUND, HARD_BOUND = 5e-6, 5e-5
+"""Of float32 against float64, relative by Frobenius norm; the second for correlated keys with beta up to 2 and for strong decay."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Sizes and rule of a layer; all sizes differ. `decay` is E, `beta` W; `strength` the largest decay of a token, `cosine` that of
+    keys."""
+
+    rule: str = "gated_delta"
+    groups: int = 2
+    shared: int = 1
+    keys: int = 3
+    dim: int = 10
+    heads: int = 6
+    size: int = 7
+    decay: int = 1
+    beta: int = 6
+    scale: float = 0.0
+    strength: float = 0.5
+    cosine: float = 0.0
+    most_beta: float = 2.0
+
+    @property
+    def bound(self) -> float:
+        """The error that is allowed."""
+        return HARD_BOUND if self.cosine or self.strength >= 5 else BOUND
+
+
+LAYERS = [
+    Layer("linear", groups=6, shared=2, keys=6, scale=1.0),
+    Layer("gated"),
+    Layer("gated", decay=10, groups=6, shared=3, keys=1, heads=6, size=16),
+    Layer("delta", groups=6, keys=6, beta=1),
+    Layer(),
+    Layer(decay=10, groups=3, keys=2),
+    Layer(dim=40, size=24, cosine=0.97, strength=0.02),
+    Layer(decay=10, strength=5.0),
+    Layer("gated", strength=60.0),
+]
+"""Every rule and decay; queries and keys in fewer heads than the state and in more; beta of one head for all, up to 2; keys nearly
+parallel; decay of 5 and of 60 a token."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call: padded inputs with NaN where there is no token, and what must come out."""
+
+    inputs: Inputs
+    output: Tensor
+    state: Tensor
+
+
+def whole(layer: Layer, batch: int, tokens: int, seed: int = 0) -> dict[str, Tensor]:
+    """Random sequences in float64."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(batch, tokens, *shape, generator=generator, dtype=torch.float64)
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(batch, tokens, *shape, generator=generator, dtype=torch.float64)
+
+    common = torch.randn(1, 1, layer.keys, layer.dim, generator=generator, dtype=torch.float64)
+    keys = normalize(normal(layer.keys, layer.dim), dim=-1)
+    if layer.cosine:
+        keys = normalize(layer.cosine**0.5 * normalize(common, dim=-1) + (1 - layer.cosine) ** 0.5 * keys, dim=-1)
+    tensors = {
+        "query": normal(layer.groups, layer.shared, layer.dim),
+        "key": keys,
+        "value": normal(layer.heads, layer.size),
+    }
+    if layer.rule in GATED:
+        tensors["decay"] = -layer.strength * uniform(layer.heads, layer.decay)
+    if layer.rule in DELTA:
+        tensors["beta"] = layer.most_beta * uniform(layer.beta)
+    return tensors
+
+
+def calls(
+    layer: Layer, splits: Sequence[Split], dtype: torch.dtype = torch.float32, batch: int = 2, seed: int = 0
+) -> Iterator[Call]:
+    """The calls that `splits` (tokens of all rows, or of each) cut random sequences into; outputs and states in float64."""
+    counts = torch.tensor([s if isinstance(s, list) else [s] * batch for s in splits])  # [calls, B]
+    tensors = {name: x.to(dtype if name in ("query", "key", "value") else torch.float32) for name, x in
+               whole(layer, batch, int(counts.sum(0).max()), seed).items()}  # fmt: skip
+    settings: dict[str, Any] = {"update_rule": layer.rule, "scale": layer.scale}
+    expected, states = [], []
+    for row in range(batch):
+        given = {name: x[row : row + 1].double() for name, x in tensors.items()}
+        state = torch.zeros(1, layer.heads, layer.dim, layer.size, dtype=torch.float64)
+        outputs, after = [], []
+        start = 0
+        for count in counts[:, row].tolist():
+            part = {name: x[:, start : start + count] for name, x in given.items()}
+            output, state = naive_linear_attention(Inputs(**part, **settings), state)
+            outputs.append(output[0])
+            after.append(state[0])
+            start += count
+        expected.append(outputs)
+        states.append(after)
+    starts = torch.zeros(batch, dtype=torch.int64)
+    for number, new in enumerate(counts):
+        longest = max(int(new.max()), 1)
+        feeds = {n: torch.full((batch, longest, *x.shape[2:]), torch.nan, dtype=x.dtype) for n, x in tensors.items()}
+        output = torch.zeros(batch, longest, layer.heads, layer.shared, layer.size, dtype=torch.float64)
+        for row, count in enumerate(new.tolist()):
+            for name, x in tensors.items():
+                feeds[name][row, :count] = x[row, starts[row] : starts[row] + count]
+            output[row, :count] = expected[row][number]
+        starts += new
+        state = torch.stack([after[number] for after in states])
+        yield Call(Inputs(**feeds, new_tokens=new, **settings), output, state)
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    """Relative, by Frobenius norm; NaN counts as infinite."""
+    assert found.shape == expected.shape
+    if not bool(expected.any()):
+        return float(found.abs().max()) if found.numel() else 0.0
+    wrong = float((found.double() - expected).norm() / expected.norm())
+    return wrong if wrong == wrong else float("inf")
+
+
+def without_gates(inputs: Inputs, rule: str) -> Inputs:
+    """The same call by another rule, without the gates that it does not take."""
+    return replace(
+        inputs,
+        update_rule=rule,
+        decay=inputs.decay if rule in GATED else None,
+        beta=inputs.beta if rule in DELTA else None,
+    )

@@ -1,0 +1,119 @@
+"""Fused nodes compute what the nodes did that they stand for, in every family; what is no rotary embedding stays."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import torch
+
+from still_export.export.fuse import fuse_nodes
+from still_export.export.lower import lower_program
+from still_export.export.trace import trace_model
+from still_graphs.passes.attach_functions import attach_functions
+from tests.still_export.tiny import FAMILIES, MIXED, still_model
+
+CASES = [(family, torch.float32, MIXED) for family in FAMILIES] + [("llama", torch.float16, ("hybrid_attention",) * 3)]
+
+
+def outputs(model: onnx.ModelProto) -> list[dict[str, np.ndarray]]:
+    """Of a ragged prefill of two rows and a step after it, as they stand: without ONNX Runtime's own fusions."""
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    run = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    kinds = {"tensor(float)": "f4", "tensor(float16)": "f2", "tensor(int64)": "i8"}
+    sizes = {"batch": 2, "slots": 40, "capacity": 64}
+    state = {
+        i.name: np.zeros([sizes.get(d, d) for d in i.shape], kinds[i.type])
+        for i in run.get_inputs()
+        if i.name.startswith("past_")
+    }
+    names, found = [o.name for o in run.get_outputs()], []
+    for counts in ([20, 13], [1, 1]):
+        ids = np.arange(2 * max(counts)).reshape(2, -1) % 7 + 3
+        feeds = {"input_ids": ids, "new_tokens": np.array(counts)}
+        found.append(dict(zip(names, run.run(None, feeds | state), strict=True)))
+        state = {name: found[-1][name.replace("past", "present", 1)] for name in state}
+    return found
+
+
+def lowered(family: str, dtype: torch.dtype, layer_types: tuple[str, ...]) -> ir.Model:
+    return lower_program(trace_model(still_model(family, dtype, layer_types=layer_types, capacity_tokens=64)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family, dtype, layer_types", CASES, ids=str)
+def test_fused_nodes_compute_the_same(family: str, dtype: torch.dtype, layer_types: Any) -> None:
+    model = lowered(family, dtype, layer_types)
+    plain = ir.to_proto(model)
+    before = Counter(node.op_type for node in model.graph)
+    gone = fuse_nodes(model)
+    fused = ir.to_proto(model)
+    after = Counter(node.op_type for node in model.graph)
+    assert gone == before.total() - after.total() > 0
+    assert after["RotaryEmbedding"] == before["Neg"] > 0 and after["Neg"] == 0
+    assert {i.name for i in plain.graph.initializer} <= {i.name for i in fused.graph.initializer}
+    for graph in (plain, fused):
+        attach_functions(graph)
+    bound = {torch.float32: 2e-6, torch.float16: 4e-3}[dtype]
+    for expected, actual in zip(outputs(plain), outputs(fused), strict=True):
+        for name, value in expected.items():
+            worst = np.abs(value[np.isfinite(value)].astype(np.float64)).max(initial=1)
+            np.testing.assert_allclose(actual[name], value, rtol=0, atol=bound * worst, err_msg=name)
+
+
+def rotary(halves: tuple[int, int] = (0, 1), other: bool = False) -> ir.Model:
+    """x cos + rotated x sin, of the halves named; `other`: cos of angles whose halves differ."""
+    text = f"""
+    <ir_version: 10, opset_import: ["" : 23]>
+    g (float[B,T,3,4] x, float[B,T,2] f, float[B,T,2] g) => (float[B,T,3,4] y)
+    <int64[1] two = {{2}}> {{
+        angles = Concat <axis = -1> (f, {"g" if other else "f"})
+        c = Cos (angles)
+        s = Sin (angles)
+        cos = Unsqueeze (c, two)
+        sin = Unsqueeze (s, two)
+        h0, h1 = Split <axis = 3, num_outputs = 2> (x)
+        minus = Neg (h{halves[1]})
+        turned = Concat <axis = -1> (minus, h{halves[0]})
+        a = Mul (x, cos)
+        b = Mul (turned, sin)
+        y = Add (b, a)
+    }}"""
+    return ir.from_proto(onnx.shape_inference.infer_shapes(onnx.parser.parse_model(text)))
+
+
+@pytest.mark.parametrize("arguments, fuses", [({}, True), ({"halves": (1, 0)}, False), ({"other": True}, False)])
+def test_only_a_rotary_embedding_is_one(arguments: dict[str, Any], fuses: bool) -> None:
+    model = rotary(**arguments)
+    assert bool(fuse_nodes(model)) == fuses
+    graph = ir.to_proto(model)
+    onnx.checker.check_model(graph)
+    rng = np.random.default_rng(0)
+    feeds = {
+        name: rng.standard_normal(shape, np.float32)
+        for name, shape in (("x", (2, 5, 3, 4)), ("f", (2, 5, 2)), ("g", (2, 5, 2)))
+    }
+    run = [
+        onnxruntime.InferenceSession(m.SerializeToString(), providers=["CPUExecutionProvider"])
+        for m in (graph, ir.to_proto(rotary(**arguments)))
+    ]
+    given = [{i.name: feeds[i.name] for i in r.get_inputs()} for r in run]
+    np.testing.assert_allclose(run[0].run(None, given[0])[0], run[1].run(None, given[1])[0], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("why", ["its axis is another", "its sum is of other shapes"])
+def test_other_norms_stay(why: str) -> None:
+    axis, shape = (1, "B,T,4") if why.startswith("its axis") else (-1, "1,1,4")
+    text = f"""
+    <ir_version: 10, opset_import: ["" : 23]>
+    g (float[B,T,4] x, float[{shape}] z) => (float[B,T,4] y) <float[4] scale = {{1, 2, 3, 4}}> {{
+        total = Add (x, z)
+        y = RMSNormalization <axis = {axis}> (total, scale)
+    }}"""
+    assert fuse_nodes(ir.from_proto(onnx.parser.parse_model(text))) == 0

@@ -1,0 +1,42 @@
+"""Linear families end to end: transformers' folder in, package out, proven on ONNX Runtime's CPU provider and in PyTorch, run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+
+from still_export.cli.main import main
+from still_export.models.load import load_model
+from still_export.runners.ort import OrtModel
+from still_export.runners.sampling import Sampling
+from tests.still_export.linear_models import SIZES, VOCAB, linear_model
+
+FEW = ("qwen3_5_text", "granitemoehybrid")
+CASES = [pytest.param(f, marks=pytest.mark.slow if f in FEW else pytest.mark.long) for f in SIZES]
+
+
+def call(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as end:
+        main([str(a) for a in arguments])
+    return int(end.value.code or 0)
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_a_folder_becomes_a_proven_package(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    linear_model(family).save_pretrained(tmp_path / "model")
+    assert call("export", tmp_path / "model", "-o", tmp_path / "package", "--quiet") == 0
+    assert call("verify", tmp_path / "package", "--lengths", "1,65,130", "--decode-steps", "8", "--quiet") == 0, (
+        capsys.readouterr().out
+    )
+    model = OrtModel(tmp_path / "package", threads=1)
+    prompt = torch.randint(3, VOCAB, (1, 90), generator=torch.Generator().manual_seed(2))
+    model.start()
+    answer = list(model.generate(prompt[0].tolist(), 8, Sampling()))
+    reference = load_model(tmp_path / "model")
+    expected = reference.generate(prompt, max_new_tokens=8, do_sample=False)[0, 90:]
+    assert answer == expected.tolist()
+    nodes = {n.op_type for n in onnx.load(tmp_path / "package/model.onnx", load_external_data=False).graph.node}
+    assert {"CausalConv", "Attention"} <= nodes

@@ -1,0 +1,76 @@
+"""Random models of every linear family, as transformers has them: dimensions all differ, gates and decays drawn wide."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from still_export.models.linear_families import LINEAR_FAMILIES
+
+VOCAB = 61
+COMMON: dict[str, Any] = dict(
+    vocab_size=VOCAB,
+    hidden_size=24,
+    intermediate_size=44,
+    num_hidden_layers=4,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+)
+_DELTA: dict[str, Any] = dict(
+    linear_num_key_heads=2,
+    linear_num_value_heads=6,
+    linear_key_head_dim=24,
+    linear_value_head_dim=20,
+    linear_conv_kernel_dim=4,
+)
+SIZES: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": dict(_DELTA, head_dim=16),
+    "qwen3_next": dict(_DELTA, head_dim=16, num_experts=0),
+    "olmo_hybrid": dict(_DELTA, linear_conv_kernel_dim=3),
+    "granitemoehybrid": dict(
+        num_local_experts=0,
+        shared_intermediate_size=44,
+        layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        mamba_n_heads=6,
+        mamba_n_groups=2,
+        mamba_d_state=10,
+        mamba_d_head=8,
+        attention_multiplier=0.3,
+        embedding_multiplier=2.0,
+        residual_multiplier=0.7,
+        logits_scaling=3.0,
+    ),
+    "lfm2": dict(layer_types=["conv", "full_attention", "conv", "conv"], block_auto_adjust_ff_dim=False),
+}
+"""What each family's configuration has beside `COMMON`."""
+
+
+def linear_config(family: str, **changes: Any) -> Any:
+    """A plain configuration of transformers."""
+    return LINEAR_FAMILIES[family].config(**{**COMMON, **SIZES[family], **changes})
+
+
+def linear_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
+    """A model of transformers with every parameter random: what decays, and how fast, over a wide range."""
+    model = AutoModelForCausalLM.from_config(linear_config(family, **changes)).to(dtype).eval()
+    model.generation_config.eos_token_id = None  # random models must not stop by chance
+    generator = torch.Generator().manual_seed(seed)
+    ranges = {"A_log": (-1.5, 1.5), "dt_bias": (-3.0, 0.5)}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            low, high = ranges.get(name.rsplit(".", 1)[-1], (0.0, 0.0))
+            if high:
+                drawn = low + (high - low) * torch.rand(parameter.shape, generator=generator)
+            else:
+                # Taps so large that no output is lost in the norm that follows it: that would multiply rounding, in transformers too.
+                drawn = torch.randn(parameter.shape, generator=generator) * (0.7 if "conv" in name else 0.2)
+            if "norm" in name:
+                drawn = drawn + (0.0 if family.startswith("qwen3") and "linear_attn" not in name else 1.0)
+            parameter.copy_(drawn)
+    return model

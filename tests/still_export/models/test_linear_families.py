@@ -1,0 +1,156 @@
+"""Linear families against transformers' own classes: one forward in float64 without a cache, whole and in pieces; what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from still_export.errors import ConfigError, UnsupportedModelError
+from still_export.mixers.cache import StillCache
+from still_export.models import attach_untrained
+from still_export.models.build import family_of
+from still_export.models.linear_families import LINEAR_FAMILIES, NOT_COVERED
+from still_export.models.load import load_model
+from still_export.models.roles import weight_roles
+from tests.still_export.linear_models import SIZES, VOCAB, linear_config, linear_model
+from tests.still_export.tiny import padded
+
+LOGITS, STATES = 2e-5, 1e-5
+"""Of the largest number; float32 against transformers in float64, whose rules compute in float32 all the same."""
+
+
+@pytest.fixture(params=SIZES)
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, Any]:
+    """A family's model as transformers has it, in float64, and ours of the folder that it wrote, in float32."""
+    model = linear_model(request.param)
+    model.save_pretrained(tmp_path)
+    return model.double(), load_model(tmp_path)
+
+
+def ids(rows: int = 2, tokens: int = 200) -> torch.Tensor:
+    return torch.randint(3, VOCAB, (rows, tokens), generator=torch.Generator().manual_seed(1))
+
+
+def far(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected).abs().max() / expected.abs().max())
+
+
+@torch.no_grad()
+def pieces(model: Any, tokens: torch.Tensor, sizes: list[int]) -> tuple[torch.Tensor, StillCache]:
+    """Logits of all tokens, fed in pieces, and the cache after them."""
+    cache, logits = StillCache.empty(model.config), []
+    for piece in tokens.split(sizes, dim=1):
+        logits.append(model(piece, past_key_values=cache).logits)
+    return torch.cat(logits, 1), cache
+
+
+@torch.no_grad()
+def test_logits_and_states_are_those_of_transformers(pair: tuple[Any, Any]) -> None:
+    theirs, ours = pair
+    whole = theirs(ids(), use_cache=True)
+    expected = theirs(ids(), use_cache=False).logits
+    assert far(ours(ids(), use_cache=False).logits, expected) <= LOGITS
+    for sizes in ([70, 1, 129], [2, 198], [1, 2, 3, 2, 1, 191]):
+        logits, cache = pieces(ours, ids(), sizes)
+        assert far(logits, expected) <= LOGITS, sizes
+        for index, states in enumerate(cache.states()):
+            if "recurrent_state" in states:
+                state = whole.past_key_values.get_recurrent_state(index, state_idx=0)
+                state = state if state.shape == states["recurrent_state"].shape else state.transpose(2, 3)
+                assert far(states["recurrent_state"], state) <= STATES
+            if "conv_state" in states:
+                columns = whole.past_key_values.get_conv_state(index, state_idx=0)
+                assert far(states["conv_state"], columns[..., -states["conv_state"].shape[-1] :]) <= STATES
+
+
+@torch.no_grad()
+def test_single_steps_and_ragged_rows(pair: tuple[Any, Any]) -> None:
+    theirs, ours = pair
+    tokens = ids(tokens=24)
+    expected = theirs(tokens, use_cache=False).logits
+    assert far(pieces(ours, tokens, [1] * 24)[0], expected) <= LOGITS
+    rows, mask = padded([tokens[0, :17], tokens[1, :9]])
+    rows[mask == 0] = 50  # what stands in the padding enters nothing
+    cache = StillCache.empty(ours.config)
+    ours(rows, attention_mask=mask, past_key_values=cache)
+    after = torch.stack([tokens[0, 17:20], tokens[1, 9:12]])
+    logits = ours(after, past_key_values=cache).logits
+    for row, place in enumerate((17, 9)):
+        assert far(logits[row], expected[row, place : place + 3]) <= LOGITS
+
+
+def test_every_weight_has_a_role(pair: tuple[Any, Any]) -> None:
+    assert set(weight_roles(pair[1])) == {name for name, _ in pair[1].named_parameters()}
+
+
+def test_gradients_flow(pair: tuple[Any, Any]) -> None:
+    _, ours = pair
+    ours(ids(1, 70), labels=ids(1, 70), use_cache=False).loss.backward()
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in ours.parameters())
+
+
+def test_an_own_folder_is_read_again(tmp_path: Path) -> None:
+    linear_model("olmo_hybrid").save_pretrained(tmp_path / "theirs")
+    ours = load_model(tmp_path / "theirs")
+    ours.save_pretrained(tmp_path / "ours")
+    again = load_model(tmp_path / "ours")
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), again.parameters(), strict=True))
+
+
+def test_the_text_of_a_model_that_sees_images(tmp_path: Path) -> None:
+    """Qwen3.5 as it is published: the language model is a part, beside images and heads that guess ahead."""
+    linear_model("qwen3_5_text").save_pretrained(tmp_path)
+    expected = load_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": config}))
+    tensors = load_file(tmp_path / "model.safetensors")
+    named = {n.replace("model.", "model.language_model.", 1): x for n, x in tensors.items()}
+    others = {"mtp.fc.weight": torch.zeros(2, 2), "model.visual.patch_embed.weight": torch.zeros(2, 2)}
+    save_file(named | others, tmp_path / "model.safetensors", {"format": "pt"})
+    found = load_model(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), expected.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "family, changes, message",
+    [
+        (
+            "granitemoehybrid",
+            {"num_local_experts": 4},
+            "holds experts; of granitemoehybrid only dense models are covered",
+        ),
+        ("qwen3_next", {"num_experts": 4, "moe_intermediate_size": 8}, "holds experts; of qwen3_next"),
+        ("qwen3_5_text", {"hidden_act": "gelu"}, "only silu is covered"),
+        (
+            "lfm2",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "rope_type='dynamic'",
+        ),
+    ],
+)
+def test_variants_are_refused_by_name(family: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    linear_model(family, **changes).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=message):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["mamba", "rwkv", "xlstm", "qwen3_5_moe", "kimi_linear", "falcon_h1"])
+def test_families_are_refused_by_name(name: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"model_type='{name}' in config.json is not covered: "):
+        family_of(name)
+    assert not set(NOT_COVERED) & set(LINEAR_FAMILIES)
+
+
+def test_what_is_linear_already_is_not_linearized(tmp_path: Path) -> None:
+    model = linear_model("lfm2")
+    with pytest.raises(ConfigError, match="Lfm2ForCausalLM is linear already"):
+        attach_untrained(model)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="is a lfm2 model, whose layers are linear already"):
+        load_model(tmp_path, attach_untrained=True)
+    assert linear_config("lfm2").layer_types == ["conv", "full_attention", "conv", "conv"]

@@ -1,0 +1,295 @@
+"""Reports: what is on the pages, that nothing else is needed to see them, and how they look in a real browser."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from still_export import doctor
+from still_export.cli.main import main
+from still_export.errors import ConfigError
+from still_export.report import bench, evaluate, inspect, linearize, verify
+from still_export.report.description import Lines, Plots, Report, Table
+from still_export.report.render import check_report, number, render, write_report
+
+needs_libraries = pytest.mark.skipif(
+    not all(doctor.version(name) for name in ("altair", "vl-convert-python")), reason="needs still-export[report]"
+)
+
+MACHINE = {"system": "a machine <with> 2 processors"}
+COMMAND = "still-export verify 'a <package>'"
+
+
+def output(case: str, name: str, error: float = 1e-6, passed: bool = True) -> dict[str, Any]:
+    return {
+        "case": case,
+        "output": name,
+        "max_abs": error,
+        "mean_abs": error / 10,
+        "cosine": 1.0,
+        "own_mean_abs": 0.0,
+        "bound": 1e-4,
+        "worst": error,
+        "worst_call": 1,
+        "passed": passed,
+    }
+
+
+PROOF: dict[str, Any] = {
+    "passed": True,
+    "top1_agreement": 1.0,
+    "pytorch_half_top1_agreement": 1.0,
+    "selections": {"compared": 640, "near_ties": 2, "wrong": 0, "tie": 1e-6},
+    "checks": [{"name": "state is restored", "passed": True, "detail": ""}],
+    "first_diverging_layer": None,
+    "outputs": [
+        output(case, name)
+        for case in ("prefill 1", "prefill 65")
+        for name in (
+            "logits",
+            *(f"present_{state}.{layer}" for state in ("window_key", "kv_state") for layer in (0, 1)),
+        )
+    ],
+}
+
+
+def proof() -> Report:
+    return verify.page(PROOF, "ONNX Runtime", "package", MACHINE, COMMAND)
+
+
+def failed_proof() -> Report:
+    content = copy.deepcopy(PROOF)
+    content |= {"passed": False, "first_diverging_layer": 1}
+    content["checks"][0] |= {"passed": False, "detail": "row 3 differs"}
+    content["selections"]["wrong"] = 3
+    broken = [
+        entry
+        for entry in content["outputs"]
+        if entry["case"] == "prefill 65" and entry["output"] == "present_kv_state.1"
+    ]
+    broken[0] |= {"passed": False, "worst": 0.5, "max_abs": 0.5}
+    return verify.page(content, "ONNX Runtime", "package", MACHINE, COMMAND)
+
+
+def measurement() -> Report:
+    row = {"prefill_s": 0.5, "decode_ms": 12.5, "peak_mb": 300.0, "batch": 1, "state_mb": 1.0}
+    rows = [{**row, "length": length} for length in (1024, 4096)]
+    content = {
+        "package": "package",
+        "threads": 2,
+        "batch": 1,
+        "runtime": "ort",
+        "provider": "cpu",
+        "rows": rows,
+        "beside": rows[:1],
+    }
+    return bench.page(content, "left out: 8000 tokens", MACHINE, COMMAND)
+
+
+def evaluation() -> Report:
+    variants = ("teacher", "still", "no_salient_tokens")
+    content: dict[str, Any] = {
+        "bits_per_byte": {variant: {"book.txt @ 1024": 1.0 + i / 10} for i, variant in enumerate(variants)},
+        "retrieval": {variant: {"needle": {1024: [1.0, 0.5], 2048: [0.25, 0.0]}} for variant in variants},
+        "chat": {},
+    }
+    return evaluate.page(content, "MODEL", 2, MACHINE, COMMAND)
+
+
+def linearization() -> Report:
+    losses = [1.0 / step for step in range(1, 1001)]
+    stage = {
+        "steps": 1000,
+        "tokens": 8_192_000,
+        "seconds": 60.0,
+        "losses": losses,
+        "validation": [[500, 0.1], [1000, 0.05]],
+    }
+    content = {
+        "recipe": {"base": "BASE", "texts": ["corpus.txt"], "start": None},
+        "bits_per_byte": {"teacher": 1.0, "after attention transfer": 1.2, "after LoRA": 1.1},
+        "stages": [
+            {"name": "transfer", **stage, "parts": [0.1, 0.2, 0.05], "stopped_early": False},
+            {"name": "finetune", **stage, "parts": [0.1], "stopped_early": True},
+        ],
+    }
+    return linearize.page(content, "STILL", MACHINE, COMMAND)
+
+
+def inspection() -> Report:
+    found: dict[str, Any] = {
+        "target": "onnx",
+        "model": {"family": "llama", "layers": 3, "parameters": 1e6, "dtype": "float32", "linearized": False},
+        "capacity": {"capacity_tokens": 4096, "bounded": True, "overflow": "error"},
+        "state": [{"tokens": n, "state_bytes": n << 8, "full_attention_cache_bytes": n << 12} for n in (1024, 4096)],
+        "layers": [
+            {
+                "kind": "hybrid_attention",
+                "layers": [0, 1, 3],
+                "states": ["window_key"],
+                "growing": [],
+                "bytes_at_capacity": 1 << 20,
+            }
+        ],
+        "precision": {"weights": "float32"},
+        "nodes": {"still::HybridAttention": 3},
+        "files": {"model.onnx": 1 << 20},
+        "command": "still-export MODEL --to onnx -o package",
+    }
+    return inspect.page(found, "package", [doctor.Finding("ONNX Runtime, CPU", True, "1.31")], MACHINE)
+
+
+PAGES: list[Callable[[], Report]] = [proof, failed_proof, measurement, evaluation, linearization, inspection]
+
+
+def text_of(page: str) -> str:
+    """What a reader sees of a page without its scripts and styles."""
+    return re.sub(r"(?s)<(script|style).*?</\1>|<[^>]+>", " ", page)
+
+
+@needs_libraries
+@pytest.mark.slow
+@pytest.mark.parametrize("make", PAGES, ids=lambda make: make.__name__)
+def test_a_page_needs_nothing_else(make: Callable[[], Report]) -> None:
+    report = make()
+    page = render(report)
+    assert len(page) < 1.5e6
+    tags = re.findall(r"<(?:script|link|img|iframe)[^>]*>", re.sub(r"(?s)<script[^>]*>.*?</script>", "<script>", page))
+    assert tags and not any("src=" in tag or "href=" in tag for tag in tags)
+    assert "a machine &lt;with&gt; 2 processors" in page and "<package>" not in text_of(page)
+    text = text_of(page)
+    assert report.verdict.split("'")[0] in text.replace("&#39;", "'")
+    for part in report.parts:
+        assert part.title in text
+        for plot in part.plots if isinstance(part, Plots) else []:
+            assert plot.x and plot.y and plot.title in text
+    charts = json.loads(re.search(r"const charts = (\[.*\]);", page)[1])  # type: ignore[index]
+    assert len(charts) == sum(len(part.plots) for part in report.parts if isinstance(part, Plots))
+    for chart in charts:
+        encoding = (chart.get("layer") or [chart])[0]["encoding"]
+        assert encoding["x"]["title"] and encoding["y"]["title"]
+
+
+def test_what_failed_comes_first() -> None:
+    report = failed_proof()
+    assert report.passed is False and report.verdict.startswith("FAILED")
+    assert [f.split(":")[0] for f in report.findings] == [
+        "state is restored",
+        "First diverging layer",
+        "prefill 65, present_kv_state.1",
+        "3 selections differ without a near tie.",
+    ]
+    cases = report.parts[0]
+    assert isinstance(cases, Table) and cases.failed == {1} and cases.rows[1][:2] == ["prefill 65", "MISMATCH"]
+    (drawn,) = [p for part in report.parts if isinstance(part, Plots) for p in part.plots if p.title == "kv state"]
+    assert isinstance(drawn, Lines) and list(drawn.series.values()) == [[(0, 1e-6), (1, 0.5)]]
+    assert proof().passed and not proof().findings
+
+
+def test_numbers_and_curves() -> None:
+    cells = (None, "x", 1234567, 0.0, 0.00012, 12.34567, 123456.7, True)
+    assert [number(cell) for cell in cells] == ["", "x", "1,234,567", "0", "1.2e-04", "12.35", "123,457", "True"]
+    curve = linearize.thinned([float(n) for n in range(1000)])
+    assert len(curve) <= linearize.POINTS and curve[0] == (3, 1.0) and curve[-1] == (1000, 999.0)
+    assert linearize.thinned([2.0, 4.0]) == [(1, 2.0), (2, 4.0)]
+
+
+def test_a_report_that_cannot_be_written_is_said_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("still_export.report.render.find_spec", lambda name: object())
+    check_report(tmp_path / "report.html")
+    for wrong in (tmp_path / "report.pdf", tmp_path / "none" / "report.html", tmp_path):
+        with pytest.raises(ConfigError, match="--report"):
+            check_report(wrong)
+    monkeypatch.setattr("still_export.report.render.find_spec", lambda name: None if name == "altair" else object())
+    with pytest.raises(ConfigError, match=r"altair.*still-export\[report\]"):
+        check_report(tmp_path / "report.html")
+
+
+@needs_libraries
+@pytest.mark.slow
+def test_verbs_write_it(export_tiny: Any, tmp_path: Path) -> None:
+    package, report = export_tiny().path, tmp_path / "report.html"
+    for words, title in (
+        (("inspect", package), "What this machine can run it on"),
+        (
+            ("verify", package, "--lengths", "1,9", "--decode-steps", "2", "-o", tmp_path / "v"),
+            "Largest error by layer",
+        ),
+        (("bench", package, "--lengths", "16", "--steps", "2", "-o", tmp_path / "b"), "One more token"),
+    ):
+        with pytest.raises(SystemExit, match=r"^0$"):
+            main([*map(str, words), "--report", str(report), "-q"])
+        assert title in report.read_text(encoding="utf-8")
+        report.unlink()
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["inspect", str(package), "--report", str(tmp_path / "report.txt")])
+
+
+WIDTHS = {"phone": 390, "wide": 1280}
+LEAST_CONTRAST = 4.5
+"""WCAG's for text."""
+
+MEASURE = """() => {
+  const parse = text => text.match(/[\\d.]+/g).slice(0, 3).map(Number);
+  const luminance = rgb => rgb.map(v => v / 255).map(v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const page = luminance(parse(getComputedStyle(document.body).backgroundColor));
+  const contrast = colour => { const l = luminance(parse(colour)); return (Math.max(l, page) + 0.05) / (Math.min(l, page) + 0.05); };
+  const axes = [...document.querySelectorAll('svg .role-axis-title text, svg .role-axis-label text')];
+  const texts = [...document.querySelectorAll('h1, h2, h3, td, th, li, p, dd, dt')];
+  return {
+    width: document.documentElement.scrollWidth,
+    page: page,
+    charts: document.querySelectorAll('.chart svg').length,
+    outside: [...document.querySelectorAll('.chart svg, h1, h2, p, li')]
+      .filter(e => e.getBoundingClientRect().right > innerWidth + 1).length,
+    titles: document.querySelectorAll('svg .role-axis-title text').length,
+    contrast: Math.min(...texts.map(e => contrast(getComputedStyle(e).color)), ...axes.map(e => contrast(getComputedStyle(e).fill))),
+  };
+}"""
+
+
+@needs_libraries
+@pytest.mark.slow
+@pytest.mark.parametrize("width", WIDTHS)
+def test_in_a_browser(width: str, tmp_path: Path) -> None:
+    """Every page, light and dark: drawn without a complaint or a request, nothing wider than the screen, legible text and axes."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    browser_path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser_path is None:
+        pytest.skip("needs a Chromium: apt-get install chromium")
+    with playwright.sync_playwright() as run:
+        browser = run.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
+        for make in PAGES:
+            report = make()
+            path = tmp_path / f"{make.__name__}.html"
+            write_report(report, path)
+            for scheme in ("light", "dark"):
+                tab = browser.new_page(viewport={"width": WIDTHS[width], "height": 900}, color_scheme=scheme)
+                said: list[str] = []
+                asked: list[str] = []
+                tab.on("console", lambda message, said=said: said.append(message.text))
+                tab.on("pageerror", lambda error, said=said: said.append(str(error)))
+                tab.on("request", lambda request, asked=asked: asked.append(request.url))
+                tab.goto(path.as_uri())
+                tab.wait_for_selector("body[data-drawn]", timeout=30_000)
+                seen = tab.evaluate(MEASURE)
+                tab.screenshot(path=tmp_path / f"{make.__name__}-{width}-{scheme}.png", full_page=True)
+                tab.close()
+                where = f"{make.__name__}, {width}, {scheme}"
+                charts = sum(len(part.plots) for part in report.parts if isinstance(part, Plots))
+                assert not said and asked == [path.as_uri()], where
+                assert seen["width"] == WIDTHS[width] and not seen["outside"], where
+                assert seen["charts"] == charts and seen["titles"] >= 2 * charts, where
+                assert (seen["page"] > 0.5) == (scheme == "light"), where
+                assert seen["contrast"] >= LEAST_CONTRAST, where
+        browser.close()

@@ -1,0 +1,423 @@
+"""OpenAI's interface: the real client, requests of every wrong form, clients that leave, a server that ends."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import still_export
+from still_export.cli.main import main
+from still_export.serving.app import Settings
+from still_export.serving.scheduler import Scheduler
+from still_export.serving.server import Server, listen
+from still_export.serving.worker import Worker
+from tests.still_export.serving.conftest import CONTEXT
+
+openai = pytest.importorskip("openai")
+KEY = "sésame"
+JSON = {"content-type": "application/json"}
+
+
+@dataclass
+class Served:
+    """A server in a thread, and what it serves in this one."""
+
+    port: int
+    worker: Worker
+    server: Server
+
+    def client(self, key: str = "any", **options: Any) -> Any:
+        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=key, max_retries=0, **options)
+
+    def ask(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> tuple[int, Any]:
+        """Status and parsed body of a plain request."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        body = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        connection.request(method, path, body, JSON if headers is None else headers)
+        response = connection.getresponse()
+        text = response.read()
+        connection.close()
+        kind = response.headers.get_content_type()
+        return response.status, json.loads(text) if kind == "application/json" else text.decode()
+
+
+@contextlib.contextmanager
+def serve(package: Path, settings: Settings, **options: Any) -> Iterator[Served]:
+    def open_scheduler() -> Scheduler:
+        model = still_export.load(package, threads=1)
+        return Scheduler(model.runner, model.text, **options)
+
+    with listen("127.0.0.1", 0) as sock:
+        worker = Worker(open_scheduler)
+        server = Server(worker, settings)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+        thread.start()
+        try:
+            yield Served(sock.getsockname()[1], worker, server)
+        finally:
+            server.should_exit = True
+            thread.join(20)
+            worker.join(20)
+        assert not thread.is_alive() and not worker.alive
+
+
+@pytest.fixture(scope="module")
+def served(byte_package: Path) -> Iterator[Served]:
+    with serve(byte_package, Settings("tiny", None, 50_000), rows=3, waiting=8, piece=16) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def model(byte_package: Path) -> still_export.LanguageModel:
+    return still_export.load(byte_package, threads=1)
+
+
+def test_completions_are_those_of_run(served: Served, model: still_export.LanguageModel) -> None:
+    client = served.client()
+    assert [m.id for m in client.models.list().data] == ["tiny"] and client.models.retrieve("tiny").id == "tiny"
+    for prompt, options in (
+        ("Once upon a time", {}),
+        ("Straße, 世界", {"max_tokens": 50}),
+        ([7, 8, 9], {"max_tokens": 20}),
+        ("sampled", {"max_tokens": 30, "temperature": 0.9, "top_p": 0.8, "seed": 5}),
+        ("stopped", {"max_tokens": 60, "stop": ["e", "\ufffd"]}),
+    ):
+        asked = {"max_tokens": 16, "temperature": 0, **options}
+        wanted = model.generate(prompt, **asked)
+        got = client.completions.create(model="tiny", prompt=prompt, **asked)
+        assert got.choices[0].text == wanted.text
+        assert got.choices[0].finish_reason == {"length": "length"}.get(wanted.ended, "stop")
+        assert got.usage.prompt_tokens == wanted.prompt_tokens and got.usage.completion_tokens == len(wanted.tokens)
+        streamed = list(
+            client.completions.create(
+                model="tiny", prompt=prompt, stream=True, stream_options={"include_usage": True}, **asked
+            )
+        )
+        assert "".join(c.choices[0].text for c in streamed if c.choices) == wanted.text
+        assert streamed[-1].usage == got.usage and streamed[-2].choices[0].finish_reason == got.choices[0].finish_reason
+    # seeds that nobody gave differ
+    texts = {client.completions.create(model="tiny", prompt="a", max_tokens=30).choices[0].text for _ in range(3)}
+    assert len(texts) == 3
+
+
+def test_chats_are_those_of_run(served: Served, model: still_export.LanguageModel) -> None:
+    client = served.client()
+    messages = [{"role": "user", "content": "Hello."}]
+    for said in (
+        messages,
+        [*messages, {"role": "assistant", "content": "Yes?"}, {"role": "user", "content": "Why?"}],
+    ):
+        wanted = model.generate(said, max_tokens=20)
+        parts = [
+            {**m, "content": [{"type": "text", "text": t} for t in (m["content"][:2], m["content"][2:])]} for m in said
+        ]
+        got = client.chat.completions.create(model="tiny", messages=parts, max_completion_tokens=20, temperature=0)
+        assert got.choices[0].message.content == wanted.text and got.choices[0].message.role == "assistant"
+        chunks = list(
+            client.chat.completions.create(model="tiny", messages=said, max_tokens=20, temperature=0, stream=True)
+        )
+        assert chunks[0].choices[0].delta.role == "assistant" and chunks[-1].choices[0].finish_reason == "length"
+        assert "".join(c.choices[0].delta.content or "" for c in chunks) == wanted.text
+    # Without max_tokens an answer may take what the context has.
+    got = client.chat.completions.create(model="tiny", messages=messages, temperature=0)
+    assert got.usage.total_tokens == CONTEXT or got.choices[0].finish_reason == "stop"
+
+
+def test_many_at_once(served: Served, model: still_export.LanguageModel) -> None:
+    prompts = ["x" * n for n in (1, 7, 8, 30, 64, 65, 90, 120)]
+    wanted = [model.generate(p, max_tokens=25).text for p in prompts]
+
+    def ask(prompt: str) -> str:
+        return str(
+            served.client()
+            .completions.create(model="tiny", prompt=prompt, max_tokens=25, temperature=0)
+            .choices[0]
+            .text
+        )
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(ask, prompts)) == wanted
+
+
+BASE = {"model": "tiny", "prompt": "a", "max_tokens": 2}
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    "change, status, message",
+    [
+        ({"model": "other"}, 404, "'other' does not exist here; this server has 'tiny'"),
+        ({"n": 2}, 400, "n is not served here"),
+        ({"best_of": 3}, 400, "best_of is not"),
+        ({"echo": True}, 400, "echo is not"),
+        ({"logit_bias": {"5": 1}}, 400, "logit_bias is not"),
+        ({"presence_penalty": 0.5}, 400, "presence_penalty is not"),
+        ({"speculation": 4}, 400, "speculation is unknown to this server"),
+        ({"temperature": -1}, 400, "temperature: Input should be greater than or equal to 0"),
+        ({"top_p": 0}, 400, "top_p: "),
+        ({"max_tokens": 0}, 400, "max_tokens: "),
+        ({"max_tokens": "many"}, 400, "max_tokens: Input should be a valid integer"),
+        ({"max_tokens": 10**30}, 400, "context holds 200 tokens; the prompt has 1 and 1000"),
+        ({"prompt": "a" * 300}, 400, "context holds 200 tokens; the prompt has 300"),
+        ({"prompt": ["a", "b"]}, 400, "prompt has 2 texts"),
+        ({"prompt": []}, 400, "no tokens"),
+        ({"prompt": ""}, 400, "no tokens"),
+        ({"prompt": [256, 257]}, 400, "outside the vocabulary 0..256"),
+        ({"prompt": [10**300]}, 400, "outside the vocabulary"),
+        ({"prompt": None}, 400, "prompt: "),
+        ({"prompt": "\ud800"}, 400, "half of a surrogate pair"),
+        ({"stop": [""]}, 400, "stop: "),
+        ({"stop": list("abcde")}, 400, "stop: give at most 4"),
+        ({"messages": []}, 400, "messages is unknown"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_wrong_requests(served: Served, change: dict[str, Any], status: int, message: str) -> None:
+    got, body = served.ask("POST", "/v1/completions", {**BASE, **change})
+    assert got == status and message in body["error"]["message"] and body["error"]["message"].endswith((".", "it out."))
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    "messages, message",
+    [
+        ([], "user's last"),
+        ([{"role": "tool", "content": "a"}], "messages.0.role: "),
+        ([{"role": "assistant", "content": "a"}], "user's last"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages: "),
+        ([{"role": "user", "content": "a", "tool_calls": [{}]}], "tool_calls of a message is not served"),
+        ([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}], ""),
+    ],
+    ids=str,
+)
+def test_wrong_chats(served: Served, messages: list[Any], message: str) -> None:
+    status, body = served.ask("POST", "/v1/chat/completions", {**CHAT, "messages": messages})
+    assert status == (400 if message else 200) and message in str(body)
+
+
+def test_what_asks_for_nothing_is_taken(served: Served) -> None:
+    neutral = {"n": 1, "frequency_penalty": 0.0, "logit_bias": None, "user": "me", "top_k": -1, "logprobs": None}
+    assert served.ask("POST", "/v1/completions", {**BASE, **neutral})[0] == 200
+    assert (
+        served.ask("POST", "/v1/chat/completions", {**CHAT, "tools": [], "logprobs": False, "metadata": {}})[0] == 200
+    )
+
+
+def test_other_paths_and_bodies(served: Served) -> None:
+    for method, path, body, headers, status, message in (
+        ("GET", "/", None, None, 404, "this server has /v1/chat/completions"),
+        ("GET", "/v1/completions", None, None, 405, "method not allowed"),
+        ("GET", "/v1/models/other", None, None, 404, "no such model"),
+        ("POST", "/v1/completions", b"{", None, 400, "the body is no JSON"),
+        ("POST", "/v1/completions", b"\xff", None, 400, "the body is no JSON"),
+        ("POST", "/v1/completions", b"[" * 40_000, None, 400, "the body is no JSON"),
+        ("POST", "/v1/completions", b'{"n": ' + b"9" * 5000 + b"}", None, 400, "the body is no JSON"),
+        ("POST", "/v1/completions", b"[]", None, 400, "a JSON list, not an object"),
+        ("POST", "/v1/completions", b"{}", {}, 415, "send application/json"),
+        ("POST", "/v1/completions", b"x" * 50_001, None, 413, "limit of 50000 bytes"),
+        ("POST", "/v1/completions", b"{}", {**JSON, "content-length": "9" * 15}, 413, "limit of 50000 bytes"),
+    ):
+        got, said = served.ask(method, path, body, headers)
+        assert got == status and message in said["error"]["message"], (path, said)
+    assert served.ask("GET", "/health") == (200, {"status": "ok", "running": 0, "waiting": 0})
+
+
+def test_bodies_that_come_slowly_or_in_chunks(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(parts: Iterator[bytes]) -> tuple[int, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=20)
+        connection.request("POST", "/v1/completions", parts, JSON, encode_chunked=True)
+        response = connection.getresponse()
+        return response.status, json.loads(response.read()).get("error", {}).get("message", "")
+
+    whole = json.dumps(BASE).encode()
+    assert ask(iter([whole[:7], whole[7:]])) == (200, "")
+    assert ask(b"x" * 10_000 for _ in range(6)) == (
+        413,
+        "the body is longer than the limit of 50000 bytes. Shorten the prompt.",
+    )
+    monkeypatch.setattr("still_export.serving.app.BODY_S", 0.1)
+    with socket.create_connection(("127.0.0.1", served.port)) as slow:
+        slow.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: 50\r\n\r\n{"
+        )
+        assert b" 408 " in slow.recv(1000).split(b"\r\n")[0]
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(["tiny", 10**80]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
+)
+fields = st.sampled_from(
+    "model prompt messages max_tokens max_completion_tokens temperature top_p top_k seed stop stream stream_options n tools "
+    "logprobs echo user role content".split()
+)
+bodies = (
+    st.binary(max_size=40)
+    | values.map(lambda v: json.dumps(v).encode())
+    | st.dictionaries(fields, values, max_size=5).map(lambda v: json.dumps({**BASE, **v}).encode())
+    | st.dictionaries(fields, values, max_size=5).map(lambda v: json.dumps({**CHAT, **v}).encode())
+    | st.dictionaries(st.sampled_from(["role", "content", "name"]), values, max_size=3).map(
+        lambda v: json.dumps({**CHAT, "messages": [v]}).encode()
+    )
+)
+
+
+@pytest.mark.slow
+@settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(bodies, st.sampled_from(["/v1/completions", "/v1/chat/completions"]))
+def test_malformed_bodies_are_a_clients_error(served: Served, body: bytes, path: str) -> None:
+    status, said = served.ask("POST", path, body)
+    assert status == 200 or (400 <= status < 500 and said["error"]["message"]), (body, said)
+
+
+def test_clients_that_leave_free_their_rows(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streamed or not, while it is read, answered, or waits."""
+    scheduler = served.worker.scheduler
+    feed = scheduler.model.feed
+
+    calls: list[int] = []
+
+    def slowly(*arguments: Any) -> np.ndarray:
+        calls.append(1)
+        time.sleep(0.01)
+        return feed(*arguments)
+
+    before = metric(served, 'still_requests_ended_total{ended="cancelled"}')
+    connections = []
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler.model, "feed", slowly)
+        for i in range(9):
+            connection = http.client.HTTPConnection("127.0.0.1", served.port)
+            asked = {"model": "tiny", "prompt": "x" * 100, "max_tokens": 100, "temperature": 0, "stream": bool(i % 2)}
+            connection.request("POST", "/v1/completions", json.dumps(asked), JSON)
+            connections.append(connection)
+        wait(lambda: (scheduler.running, scheduler.queued) == (3, 6))
+        read = len(calls)
+        for connection in connections:
+            connection.close()
+        wait(lambda: scheduler.idle)
+    assert len(calls) - read < 150, "answers to the end take 300 rounds"
+    wait(lambda: metric(served, 'still_requests_ended_total{ended="cancelled"}') - before == 9)
+    assert served.client().completions.create(model="tiny", prompt="a", max_tokens=3).usage.completion_tokens <= 3
+
+
+def wait(until: Callable[[], bool]) -> None:
+    for _ in range(500):
+        if until():
+            return
+        time.sleep(0.02)
+    raise AssertionError("it did not come true within 10 s")
+
+
+def metric(served: Served, name: str) -> float:
+    text = served.ask("GET", "/metrics")[1]
+    return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name))
+
+
+def test_metrics(served: Served) -> None:
+    before = metric(served, "still_generated_tokens_total")
+    count = (
+        served.client()
+        .completions.create(model="tiny", prompt="a", max_tokens=9, temperature=0)
+        .usage.completion_tokens
+    )
+    assert metric(served, "still_generated_tokens_total") - before == count
+    for name in (
+        "still_first_token_seconds_count",
+        "still_token_seconds_count",
+        "still_state_bytes",
+        "process_resident",
+    ):
+        assert metric(served, name) > 0, name
+    assert metric(served, "still_requests_running") == 0
+
+
+def test_the_key_and_the_queue(byte_package: Path) -> None:
+    with serve(byte_package, Settings("tiny", KEY), rows=1, waiting=1) as guarded:
+        with pytest.raises(openai.AuthenticationError, match="API key is missing or wrong"):
+            guarded.client("wrong").models.list()
+        assert guarded.ask("GET", "/v1/models", headers={})[0] == 401
+        assert guarded.ask("POST", "/v1/completions", BASE)[0] == 401
+        assert guarded.ask("GET", "/health")[0] == guarded.ask("GET", "/metrics")[0] == 200
+        headers = {**JSON, "authorization": b"Bearer " + KEY.encode()}
+        assert guarded.ask("POST", "/v1/completions", BASE, headers)[0] == 200
+        long = {**BASE, "prompt": "x" * 20, "max_tokens": 180, "temperature": 0}
+        with ThreadPoolExecutor(6) as pool:
+            got = list(pool.map(lambda _: guarded.ask("POST", "/v1/completions", long, headers), range(6)))
+        assert {status for status, _ in got} == {200, 429}
+        refused = next(body for status, body in got if status == 429)
+        assert refused["error"]["code"] == "rate_limit_exceeded" and "Ask again later." in refused["error"]["message"]
+
+
+def test_a_model_that_fails_is_said(byte_package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serve(byte_package, Settings("tiny"), rows=1) as served:
+        with monkeypatch.context() as patch:
+            patch.setattr(served.worker.scheduler.model, "feed", lambda *_: np.zeros(0)[1])
+            status, body = served.ask("POST", "/v1/completions", BASE)
+            assert status == 500 and body["error"]["type"] == "server_error"
+            assert served.ask("GET", "/health")[0] == 503
+            said = served.ask("POST", "/v1/completions", {**BASE, "stream": True})[1]
+            assert '"error"' in said and "[DONE]" not in said
+        assert served.ask("POST", "/v1/completions", BASE)[0] == 200 and served.ask("GET", "/health")[0] == 200
+
+
+@pytest.mark.slow
+def test_the_verb_and_its_end(byte_package: Path) -> None:
+    """SIGTERM: what runs is finished, what waits is refused, the exit code is 0."""
+    command = [sys.executable, "-m", "still_export.cli.main", "serve", byte_package, "--port", "0", "--rows", "1"]
+    environment = {**os.environ, "STILL_API_KEY": "k"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        assert "tiny on http://127.0.0.1:" in line and "1 rows of 200 tokens" in line
+        port = int(line.split("127.0.0.1:")[1].split("/")[0])
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="k", max_retries=0)
+        asked = {"model": "tiny", "prompt": "x" * 10, "max_tokens": 190, "temperature": 0, "stream": True}
+        running = client.completions.create(**asked)
+        next(iter(running))
+        waiting = client.completions.create(**asked)
+        process.send_signal(signal.SIGTERM)
+        rest = list(running)
+        assert rest[-1].choices[0].finish_reason in ("length", "stop")
+        with pytest.raises(openai.APIError, match="the server is stopping"):
+            list(waiting)
+        with pytest.raises(openai.APIError):
+            client.models.list()
+        assert process.wait(30) == 0, process.stderr.read()
+
+
+def test_what_cannot_be_served(byte_package: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with listen("127.0.0.1", 0) as sock:
+        taken = sock.getsockname()[1]
+        for arguments, message in (
+            (["--port", taken], "cannot listen on 127.0.0.1"),
+            (["--host", "no.such.host.invalid", "--port", 0], "cannot listen on no.such.host.invalid"),
+            (["--api-key", " ", "--port", 0], "the API key is empty"),
+            (["--max-context", 1000, "--port", 0], "exceed this package's capacity of 200"),
+            (["--runtime", "trt", "--port", 0], "does not run with --runtime trt"),
+        ):
+            with pytest.raises(SystemExit) as end:
+                main(["serve", str(byte_package), *map(str, arguments)])
+            assert end.value.code == 2 and message in capsys.readouterr().err
+    with pytest.raises(SystemExit) as end:
+        main(["serve", str(tmp_path)])
+    assert end.value.code == 2 and "manifest" in capsys.readouterr().err

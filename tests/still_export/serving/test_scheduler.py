@@ -1,0 +1,266 @@
+"""Requests that share the rows of one batch say what they say alone, whenever they come and go."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import still_export
+from still_export.runners.ort import OrtModel
+from still_export.runners.sampling import RunError, Sampling
+from still_export.runners.text import Answer, Text
+from still_export.serving.scheduler import Event, QueueFullError, Request, Scheduler, StoppingError
+from tests.still_export.serving.conftest import CONTEXT
+
+pytest.importorskip("onnxruntime")
+IDS = [int(i) for i in np.random.default_rng(2).integers(0, 256, CONTEXT)]
+
+
+@pytest.fixture(scope="module")
+def shared(byte_package: Path) -> OrtModel:
+    return OrtModel(byte_package, threads=1)
+
+
+@pytest.fixture(scope="module")
+def text(shared: OrtModel) -> Text:
+    return Text(shared)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A request: where its prompt begins and how long it is, how it is answered, the round in which it comes, how long it may stay."""
+
+    begin: int
+    length: int
+    tokens: int
+    seed: int | None = None
+    stop: str = ""
+    arrives: int = 0
+    stays: int | None = None
+
+    @property
+    def prompt(self) -> list[int]:
+        return IDS[self.begin : self.begin + self.length]
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling() if self.seed is None else Sampling(0.8, 0, 0.95, self.seed)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if self.stop else ()
+
+
+class Client:
+    """Submits a case and keeps what it is told."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.events = case, list[Event]()
+        self.request = Request(case.prompt, case.tokens, case.sampling, self.events.append, case.stops)
+
+    @property
+    def told(self) -> tuple[list[int], str, str | None]:
+        return self.request.tokens, "".join(e.text for e in self.events), self.events[-1].ended if self.events else None
+
+
+@pytest.fixture(scope="module")
+def alone(byte_package: Path, text: Text) -> Any:
+    """What `run` answers to a case: tokens, text, how it ended."""
+    model = OrtModel(byte_package, threads=1)
+
+    @functools.cache
+    def answer(begin: int, length: int, tokens: int, seed: int | None, stop: str) -> tuple[list[int], str, str]:
+        case = Case(begin, length, tokens, seed, stop)
+        model.start()
+        given = Answer(model, text, case.prompt, tokens, case.sampling, stop=case.stops)
+        said = "".join(given)
+        return given.tokens, said, given.ended
+
+    return lambda case: answer(case.begin, case.length, case.tokens, case.seed, case.stop)
+
+
+def rounds(scheduler: Scheduler, clients: list[Client]) -> Iterator[int]:
+    """Rounds until all have ended."""
+    number = 0
+    while number == 0 or not scheduler.idle or any(c.case.arrives >= number for c in clients):
+        for client in clients:
+            if client.case.arrives == number:
+                scheduler.submit(client.request)
+            elif client.case.stays is not None and client.case.arrives + client.case.stays == number:
+                scheduler.cancel(client.request)
+        scheduler.step()
+        yield number
+        number += 1
+        assert number < 2000
+
+
+cases = st.builds(
+    Case,
+    begin=st.integers(0, 60),
+    length=st.integers(1, 90),
+    tokens=st.integers(1, 40),
+    seed=st.none() | st.integers(0, 3),
+    stop=st.sampled_from(["", "", "e", "ab", "\ufffd"]),
+    arrives=st.integers(0, 30),
+    stays=st.none() | st.none() | st.integers(1, 30),
+)
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.lists(cases, min_size=1, max_size=8), st.integers(1, 4), st.integers(1, 33))
+def test_arrivals_cancels_and_lengths_change_no_answer(
+    shared: OrtModel, text: Text, alone: Any, drawn: list[Case], rows: int, piece: int
+) -> None:
+    scheduler = Scheduler(shared, text, rows, waiting=8, piece=piece)
+    clients = [Client(case) for case in drawn]
+    for _ in rounds(scheduler, clients):
+        pass
+    assert scheduler.running == scheduler.queued == 0 and not scheduler.broken
+    for client in clients:
+        tokens, said, ended = client.told
+        wanted_tokens, wanted, wanted_end = alone(client.case)
+        assert tokens == wanted_tokens[: len(tokens)]
+        if client.case.stays is None or ended is not None:
+            assert (tokens, said, ended) == (wanted_tokens, wanted, wanted_end)
+        else:
+            assert wanted.startswith(said)
+
+
+def test_rows_are_shared_and_cleared(shared: OrtModel, text: Text, alone: Any) -> None:
+    """The fast part of the above: more requests than rows, one leaves, lengths cross chunks and the room that is there."""
+    scheduler = Scheduler(shared, text, rows=2, waiting=8, piece=7)
+    drawn = [Case(0, 50, 40), Case(3, 9, 12, seed=1, stays=6), Case(20, 70, 3, arrives=2), Case(5, 1, 30, arrives=9)]
+    clients = [Client(case) for case in drawn]
+    most = 0
+    for _ in rounds(scheduler, clients):
+        most = max(most, scheduler.running)
+    assert most == 2
+    for client in clients:
+        if client.case.stays is None:
+            assert client.told == alone(client.case)
+    assert clients[1].told[2] is None and len(clients[1].told[0]) < 12
+    assert all(r.done >= r.first >= r.arrived > 0 for r in (c.request for c in clients) if r.tokens)
+
+
+def test_the_reference_serves_too(byte_package: Path, alone: Any) -> None:
+    """The same on a runtime that calls all rows at once."""
+    model = still_export.load(byte_package, runtime="torch")
+    scheduler = Scheduler(model.runner, model.text, rows=2, piece=30)
+    clients = [Client(Case(0, 50, 9)), Client(Case(9, 33, 9)), Client(Case(4, 20, 4, seed=1))]
+    for _ in rounds(scheduler, clients):
+        pass
+    assert [c.told for c in clients] == [alone(c.case) for c in clients]
+
+
+def test_a_long_prompt_does_not_stop_the_answers(shared: OrtModel, text: Text) -> None:
+    """Each round reads a piece and gives every answer a token; a second prompt takes turns with the first."""
+    scheduler = Scheduler(shared, text, rows=3, piece=10)
+    first, long, short = (Client(Case(0, n, 60, arrives=a)) for n, a in ((5, 0), (120, 3), (15, 4)))
+    grew, begun = [], {}
+    for number in rounds(scheduler, [first, long, short]):
+        grew.append(len(first.request.tokens))
+        for name, client in (("long", long), ("short", short)):
+            if client.request.tokens and name not in begun:
+                begun[name] = number
+    # The round that reads the end of a prompt gives its first two tokens.
+    assert grew[:20] == list(range(2, 22)), "one token a round, whatever is read"
+    assert begun == {"short": 3 + 4, "long": 3 + 12 + 2 - 1}
+
+
+def test_what_is_refused(shared: OrtModel, text: Text) -> None:
+    scheduler = Scheduler(shared, text, rows=1, waiting=1, context=100)
+    for case, message in (
+        (Case(0, 0, 4), "no tokens"),
+        (Case(0, 60, 41), "context holds 100 tokens; the prompt has 60"),
+        (Case(0, 6, 0), "max_tokens=0"),
+    ):
+        with pytest.raises(RunError, match=message):
+            scheduler.submit(Client(case).request)
+    for prompt in ([1, 257], [-1], [10**400]):
+        with pytest.raises(RunError, match="outside the vocabulary"):
+            scheduler.submit(Request(prompt, 4, Sampling(), print))
+    with pytest.raises(RunError, match="empty"):
+        scheduler.submit(Request([1], 4, Sampling(), print, [""]))
+    with pytest.raises(RunError, match="capacity of 200"):
+        Scheduler(shared, text, context=300)
+    clients = [Client(Case(0, 5, 4)) for _ in range(4)]
+    scheduler.submit(clients[0].request)
+    scheduler.submit(clients[1].request)  # the row is free, and one may wait
+    with pytest.raises(QueueFullError, match="2 requests are waiting"):
+        scheduler.submit(clients[2].request)
+    scheduler.step()
+    with pytest.raises(QueueFullError):
+        scheduler.submit(clients[2].request)
+    scheduler.cancel(clients[1].request)  # its place is free at once
+    scheduler.submit(clients[2].request)
+    scheduler.stop()
+    assert clients[2].told[2] == "refused" and "stopping" in clients[2].events[-1].error
+    with pytest.raises(StoppingError):
+        scheduler.submit(clients[3].request)
+    while scheduler.step():
+        pass
+    assert clients[0].told[2] == "length" and not clients[1].events
+
+
+def test_a_call_that_fails_ends_the_requests_in_it(
+    shared: OrtModel, text: Text, alone: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scheduler = Scheduler(shared, text, rows=3, piece=10)
+    good, bad, later = Client(Case(0, 20, 9)), Client(Case(7, 30, 9)), Client(Case(2, 30, 9))
+    feed = shared.feed
+
+    def failing(ids: np.ndarray, counts: np.ndarray, first: int) -> np.ndarray:
+        if first == 1 and ids.shape[1] == 10:
+            raise MemoryError("no room\nat all")
+        return feed(ids, counts, first)
+
+    scheduler.submit(good.request)
+    scheduler.submit(bad.request)
+    monkeypatch.setattr(shared, "feed", failing)
+    while bad.told[2] is None:
+        scheduler.step()
+    assert bad.told[2] == "failed" and scheduler.broken == "no room at all"
+    assert "no room at all" in capsys.readouterr().err
+    monkeypatch.setattr(shared, "feed", feed)
+    scheduler.submit(later.request)
+    while scheduler.step():
+        pass
+    assert good.told == alone(good.case) and later.told == alone(later.case) and not scheduler.broken
+
+
+def test_what_nobody_foresaw_ends_requests_not_the_thread(
+    shared: OrtModel, text: Text, alone: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = Scheduler(shared, text, rows=2)
+    clients = [Client(Case(0, 20, 9)), Client(Case(7, 30, 9))]
+    for client in clients:
+        scheduler.submit(client.request)
+    monkeypatch.setattr(Sampling, "choose", lambda *_: 1 // 0)
+    while scheduler.step():
+        pass
+    assert [c.told[2] for c in clients] == ["failed", "failed"]
+    monkeypatch.undo()
+    again = Client(Case(0, 20, 9))
+    scheduler.submit(again.request)
+    while scheduler.step():
+        pass
+    assert again.told == alone(again.case)
+
+
+def test_an_idle_model_gives_its_memory_back(shared: OrtModel, text: Text, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("still_export.serving.scheduler.KEPT_TOKENS", 50)
+    scheduler = Scheduler(shared, text, rows=2)
+    client = Client(Case(0, 120, 3))
+    scheduler.submit(client.request)
+    while scheduler.step():
+        pass
+    assert client.told[2] == "length" and shared.room <= 50

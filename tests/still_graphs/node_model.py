@@ -1,0 +1,74 @@
+"""Models of one still:: node, made from its OpSpec, and their sessions over IOBinding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import onnx
+import torch
+from onnx import TensorProto, helper
+
+from still_graphs.ops import DOMAIN, OpSpec
+from still_graphs.passes.attach_functions import attach_functions
+from tests.still_graphs.test_functions import ELEMENT, session, value
+
+
+def node_model(
+    spec: OpSpec,
+    sizes: Mapping[str, int],
+    dtype: torch.dtype,
+    absent: tuple[str, ...] = (),
+    opset: int = 23,
+    **attributes: Any,
+) -> onnx.ModelProto:
+    """A model of one node with its body; inputs and outputs have the op's own names."""
+    kinds = {"T": ELEMENT[dtype], "float32": TensorProto.FLOAT, "int64": TensorProto.INT64}
+
+    def infos(names: tuple[str, ...], tensors: Any) -> list[onnx.ValueInfoProto]:
+        return [
+            helper.make_tensor_value_info(name, kinds[t.dtype], [sizes.get(d, d) for d in t.shape])
+            for name, t in zip(names, tensors, strict=True)
+            if name not in absent
+        ]
+
+    names = ["" if name in absent else name for name in spec.input_names()]
+    node = helper.make_node(spec.name, names, spec.output_names(), domain=DOMAIN, **attributes)
+    inputs, outputs = infos(spec.input_names(), spec.all_inputs()), infos(spec.output_names(), spec.all_outputs())
+    imports = [helper.make_opsetid("", opset), helper.make_opsetid(DOMAIN, 1)]
+    model = helper.make_model(helper.make_graph([node], "still", inputs, outputs), opset_imports=imports, ir_version=10)
+    assert attach_functions(model) == 1
+    return model
+
+
+class StatefulNode:
+    """Runs a node with one state; with `in_place` past and present are one buffer, else present starts as NaN."""
+
+    def __init__(
+        self, spec: OpSpec, model: onnx.ModelProto, state: torch.Tensor, in_place: bool, **options: Any
+    ) -> None:
+        self.session, self.in_place = session(model, **options), in_place
+        self.name, self.past = spec.states[0].name, value(state)
+        self.dtype = state.dtype
+
+    def __call__(self, feeds: Mapping[str, torch.Tensor], like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output, which has shape and type of `like`, and the state after the call."""
+        binding = self.session.io_binding()
+        held = [value(x) for x in feeds.values()]
+        for name, given in zip(feeds, held, strict=True):
+            binding.bind_ortvalue_input(name, given)
+        binding.bind_ortvalue_input(f"past_{self.name}", self.past)
+        output = value(torch.full_like(like, torch.nan))
+        present = self.past if self.in_place else value(torch.full_like(tensor(self.past, self.dtype), torch.nan))
+        binding.bind_ortvalue_output("output", output)
+        binding.bind_ortvalue_output(f"present_{self.name}", present)
+        self.session.run_with_iobinding(binding)
+        self.past = present
+        return tensor(output, like.dtype), tensor(present, self.dtype)
+
+
+def tensor(found: Any, dtype: torch.dtype) -> torch.Tensor:
+    """A copy of what a session wrote."""
+    if dtype == torch.bfloat16:
+        return torch.utils.dlpack.from_dlpack(found._ortvalue.to_dlpack()).clone()
+    return torch.from_numpy(found.numpy().copy())

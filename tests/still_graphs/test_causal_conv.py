@@ -1,0 +1,64 @@
+"""The function body of still::CausalConv against a loop: outputs and states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx
+import pytest
+import torch
+
+from still_graphs.errors import UnsupportedError
+from still_graphs.ops.causal_conv import CAUSAL_CONV
+from still_kernels.causal_conv import empty_state
+from tests.causal_conv_cases import LAYERS, SPLITS, Layer, calls
+from tests.still_graphs.node_model import StatefulNode, node_model
+from tests.still_graphs.test_functions import close, ort
+from tests.tolerances import REFERENCE
+
+
+def layer_model(layer: Layer, dtype: torch.dtype = torch.float32, past: int | None = None) -> onnx.ModelProto:
+    """A model of one node of the layer."""
+    sizes = {"C": layer.channels, "K": layer.taps, "P": layer.taps - 1 if past is None else past}
+    absent = () if layer.bias else ("bias",)
+    return node_model(CAUSAL_CONV, sizes, dtype, absent, activation=layer.activation)
+
+
+def check(layer: Layer, dtype: torch.dtype = torch.float32, in_place: bool = False, **options: Any) -> None:
+    """Output and state of every call."""
+    state = empty_state(2, layer.channels, layer.taps, dtype)
+    node = StatefulNode(CAUSAL_CONV, layer_model(layer, dtype), state, in_place, **options)
+    for number, call in enumerate(calls(layer, SPLITS, dtype)):
+        feeds = {t.name: x for t in CAUSAL_CONV.inputs if (x := getattr(call.inputs, t.name)) is not None}
+        output, present = node(feeds, call.output.to(dtype))
+        close(output, call.output, REFERENCE[dtype], f"output of call {number}")
+        assert torch.equal(present.double(), call.state), number
+
+
+@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "apart"])
+@pytest.mark.parametrize("layer", LAYERS, ids=str)
+def test_body_equals_the_loop(layer: Layer, in_place: bool) -> None:
+    check(layer, in_place=in_place)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_low_precision(dtype: torch.dtype) -> None:
+    check(Layer(bias=True), dtype, in_place=True)
+
+
+@pytest.mark.parametrize("counts", [[5, -1], [5, 6], [5, 2**62]], ids=str)
+def test_counts_out_of_range_are_refused(counts: list[int]) -> None:
+    node = StatefulNode(CAUSAL_CONV, layer_model(Layer()), empty_state(2, 10, 4), False)
+    call = next(iter(calls(Layer(), [5])))
+    feeds = {"input": call.inputs.input, "weight": call.inputs.weight, "new_tokens": torch.tensor(counts)}
+    ort.set_default_logger_severity(4)
+    try:
+        with pytest.raises(Exception, match=r"out_of_range|invalid ind"):
+            node(feeds, call.output.float())
+    finally:
+        ort.set_default_logger_severity(2)
+
+
+def test_a_state_of_another_length_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="4 taps with 4 columns of state"):
+        layer_model(Layer(), past=4)

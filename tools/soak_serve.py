@@ -1,0 +1,220 @@
+"""Serve a package for minutes to clients of every kind, and compare each answer with what the package says when it is asked alone.
+
+One request in five is left in the middle, one in ten is malformed; half of the others are streamed. Exit code 1 where an answer is wrong
+(a near tie of the two likeliest tokens is counted apart), a status is 5xx, a malformed request is not refused, or memory grew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import psutil
+
+import still_export
+
+TIE = 1e-3
+"""Two likeliest logits that lie nearer than this may change places by rounding."""
+
+GROWTH = 1.15
+"""Most that memory may grow from the end of the first third to the end."""
+
+MALFORMED: tuple[dict[str, Any], ...] = (
+    {"temperature": "hot"},
+    {"n": 3},
+    {"max_tokens": -1},
+    {"max_tokens": 10**9},
+    {"model": "another"},
+    {"prompt": {"text": "a"}},
+    {"prompt": [10**12]},
+    {"stop": ["a", "b", "c", "d", "e"]},
+    {"logit_bias": {"1": 5}},
+    {"unheard_of": True},
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A request with its answer; gaps: between the two likeliest logits before each token, none where it was sampled."""
+
+    request: dict[str, Any]
+    text: str
+    pieces: tuple[str, ...]
+    gaps: tuple[float, ...]
+
+
+def make_cases(package: Path, count: int, context: int, threads: int, provider: Any, seed: int) -> list[Case]:
+    """Random requests of up to `context` tokens, answered by the package alone."""
+    model = still_export.load(package, threads=threads, provider=provider)
+    vocabulary = model.runner.manifest["model"]["vocab_size"]
+    random_, cases = random.Random(seed), []
+    for number in range(count):
+        answer = random_.choice((8, 30, 100))
+        length = min(int(2 ** random_.uniform(0, np.log2(context))), context - answer)
+        prompt = [random_.randrange(vocabulary) for _ in range(max(1, length))]
+        sampled = {"temperature": 0.8, "top_p": 0.9, "seed": number} if number % 4 == 0 else {"temperature": 0}
+        given = model.generate(prompt, max_tokens=answer, **sampled)
+        gaps = [] if "seed" in sampled else gaps_of(model, prompt, given.tokens)
+        request = {"prompt": prompt, "max_tokens": answer, **sampled}
+        cases.append(Case(request, given.text, tuple(model.text.stream(given.tokens)), tuple(gaps)))
+        print(f"\r{number + 1} of {count} answers", end="", file=sys.stderr)
+    print(file=sys.stderr)
+    return cases
+
+
+def gaps_of(model: still_export.LanguageModel, prompt: list[int], tokens: list[int]) -> list[float]:
+    """Between the two likeliest logits before each token."""
+    model.runner.start()
+    logits, gaps = model.runner.prefill(prompt), []
+    for token in tokens:
+        likeliest = np.partition(logits, -2)[-2:]
+        gaps.append(float(likeliest[1] - likeliest[0]))
+        logits = model.runner.feed(np.array([[token]]))[0, -1]
+    return gaps
+
+
+def verdict(case: Case, text: str) -> str:
+    """ "right", "near tie" or "wrong"."""
+    if text == case.text:
+        return "right"
+    if not case.gaps:
+        return "wrong"
+    said, parted = "", 0
+    while parted < len(case.pieces) and text.startswith(said + case.pieces[parted]):
+        said, parted = said + case.pieces[parted], parted + 1
+    # A piece may be several tokens: the least gap up to the place where the texts part.
+    return "near tie" if min(case.gaps[: parted + 4]) < TIE else "wrong"
+
+
+class Client(threading.Thread):
+    """Asks until `end`, one request after the other."""
+
+    def __init__(self, url: str, model: str, cases: list[Case], seed: int, end: float) -> None:
+        super().__init__()
+        self.api = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=600)
+        self.model, self.cases, self.random, self.until = model, cases, random.Random(seed), end
+        self.counts: Counter[str] = Counter()
+        self.tokens = 0
+
+    def run(self) -> None:
+        while time.monotonic() < self.until:
+            kind = self.random.random()
+            case = self.random.choice(self.cases)
+            try:
+                if kind < 0.1:
+                    wrong = {"model": self.model, **case.request, **self.random.choice(MALFORMED)}
+                    self.api.post("/completions", body=wrong, cast_to=dict[str, Any])
+                    self.counts["malformed and answered"] += 1
+                elif kind < 0.3:
+                    self._leave(case)
+                else:
+                    self._ask(case)
+            except openai.APIStatusError as error:
+                expected = kind < 0.1 and error.status_code in (400, 404)
+                self.counts["malformed and refused" if expected else f"status {error.status_code}"] += 1
+            except openai.OpenAIError as error:
+                self.counts[f"{type(error).__name__}: {error}"] += 1
+
+    def _leave(self, case: Case) -> None:
+        stream = self.api.completions.create(model=self.model, stream=True, **case.request)
+        for _, _chunk in zip(range(self.random.randrange(12)), stream, strict=False):
+            pass
+        stream.close()
+        self.counts["left"] += 1
+
+    def _ask(self, case: Case) -> None:
+        if self.random.random() < 0.5:
+            chunks = self.api.completions.create(model=self.model, stream=True, **case.request)
+            text = "".join(chunk.choices[0].text for chunk in chunks)
+        else:
+            text = self.api.completions.create(model=self.model, **case.request).choices[0].text
+        self.counts[verdict(case, text)] += 1
+        self.tokens += len(case.pieces)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("package", type=Path)
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--cases", type=int, default=60, help="different requests")
+    parser.add_argument("--context", type=int, default=1000, help="tokens of the longest")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--provider", choices=("cpu", "cuda"), default="cpu", help="of ONNX Runtime")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    machine = options.threads, options.provider
+    cases = make_cases(options.package, options.cases, options.context, *machine, options.seed)
+    command = [
+        sys.executable,
+        "-m",
+        "still_export.cli.main",
+        "serve",
+        str(options.package),
+        "--port",
+        "0",
+        "--name",
+        "soak",
+    ]
+    command += ["--rows", str(options.rows), "--threads", str(options.threads), "--max-context", str(options.context)]
+    command += ["--provider", options.provider]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ})
+    assert server.stderr is not None
+    url = ""
+    for line in server.stderr:
+        print(line, end="", file=sys.stderr)
+        if "soak on " in line:
+            url = line.split("soak on ")[1].split(": ")[0]
+            break
+    if not url:
+        return 1
+    threading.Thread(target=lambda: [print(line, end="", file=sys.stderr) for line in server.stderr or ()]).start()
+    begin = time.monotonic()
+    seconds = 60 * options.minutes
+    clients = [Client(url, "soak", cases, options.seed + i, begin + seconds) for i in range(options.clients)]
+    memory: list[float] = []
+    try:
+        for client in clients:
+            client.start()
+        while any(client.is_alive() for client in clients):
+            memory.append(psutil.Process(server.pid).memory_info().rss / 1e6)
+            time.sleep(min(5, seconds / 100))
+    finally:
+        server.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.wait(60)
+    counts: Counter[str] = sum((client.counts for client in clients), Counter())
+    third = max(memory[: len(memory) // 3 + 1])
+    failures = {k: n for k, n in counts.items() if k not in ("right", "near tie", "left", "malformed and refused")}
+    report = {
+        "minutes": round((time.monotonic() - begin) / 60, 1),
+        **dict(sorted(counts.items())),
+        "tokens_per_s": round(sum(client.tokens for client in clients) / (time.monotonic() - begin), 1),
+        "memory_mb": {
+            "first": round(memory[0]),
+            "first_third": round(third),
+            "end": round(memory[-1]),
+            "most": round(max(memory)),
+        },
+        "exit_code": server.returncode,
+    }
+    print(json.dumps(report, indent=1))
+    return int(bool(failures) or counts["right"] == 0 or memory[-1] > GROWTH * third or server.returncode != 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
