@@ -1,9 +1,14 @@
-"""From products and rows of weights to MatMulNBits and GatherBlockQuantized, whose weights are rounded when they are written."""
+"""From products and rows of weights to MatMulNBits and GatherBlockQuantized, whose weights are rounded when they are written.
+
+Weights that the same value is multiplied with, in blocks of one kind, are one product, whose result is split: at a step's sizes a node
+costs more than its numbers. What MatMulNBits has no place for, offsets of blocks and LoRA's pairs, is one more product of two thin
+matrices for all of them: `inner` [K, R] sums blocks and holds the first matrices of the pairs, `outer` [R, N] the rest.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import lru_cache, partial
+from functools import cached_property, partial
 
 import numpy as np
 import onnx_ir as ir
@@ -14,7 +19,7 @@ from still_export.export.lower import lazy_tensor
 from still_export.export.weights_file import VIEW
 from still_export.models.blocks import BlockWeight
 from still_export.models.checkpoint import in_range
-from still_export.models.weights import Deferred, Pair, Weight, Weights, value_of
+from still_export.models.weights import Deferred, Weight, Weights, value_of
 from still_export.quantization.forms import EXACT, Form, form_of
 from still_export.quantization.policy import HALF, Quantization
 from still_export.quantization.quantizers import quantize
@@ -27,6 +32,10 @@ of 512 tokens takes twice as long (576 x 1,536, one thread, AVX-512 VNNI, ONNX R
 
 ROWS = "rows"
 """Suffix of a weight's codes in the shape that GatherBlockQuantized reads."""
+TOGETHER = "|"
+"""Between the names of weights that lie in one, along the outputs."""
+SUMS = "block_sums"
+"""Prefix of the matrix [K, K / block] that sums over blocks: `inner` where no pairs are beside offsets."""
 
 
 def quantize_graph(
@@ -56,14 +65,45 @@ def quantize_graph(
                 f"{name} has {inputs} inputs, which blocks of {asked.block_size} do not divide. "
                 "Choose another --quantize-block, or export without --quantize."
             )
-    sums: dict[ir.Value, ir.Value] = {}
+    groups: dict[tuple[object, ...], list[tuple[_Quantized, ir.Node]]] = {}
+    gathers: list[tuple[_Quantized, ir.Node]] = []
     for name, form in forms.items():
         if form.bits == HALF:
             _halve(model, name, weights[name])
-        else:
-            _Rewriter(model, name, weights[name], form, asked, sums).run()
+            continue
+        weight = _Quantized(name, weights[name], form, asked)
+        products, rows = _readers(model, weight)
+        alone = name if form.base is None or len(products) + len(rows) > 1 else ""
+        for node in products:
+            kind = (id(node.inputs[0]), alone, form.bits, form.zero_points, form.half_scales, weight.dtype)
+            groups.setdefault(kind, []).append((weight, node))
+        gathers += [(weight, node) for node in rows]
+    for group in groups.values():
+        _Product(model, list(dict.fromkeys(weight for weight, _ in group))).write([node for _, node in group])
+    for weight, node in gathers:  # after the products: rows of a tied embedding are the head's blocks
+        _write_rows(model, weight, node)
     model.graph.opset_imports[DOMAIN] = 1
     return {name: (form.bits if form.base is not None else None, form.method) for name, form in forms.items()}
+
+
+def _readers(model: ir.Model, weight: _Quantized) -> tuple[list[ir.Node], list[ir.Node]]:
+    """The products and the Gathers that read a weight, which is taken out of the graph."""
+    value = model.graph.initializers.pop(weight.name)
+    weight.dtype = value.dtype or ir.DataType.FLOAT
+    products: list[ir.Node] = []
+    rows: list[ir.Node] = []
+    for node, index in [(node, index) for node, index in value.uses()]:
+        if node.op_type == "MatMul" and index == 1:
+            products.append(node)
+        elif node.op_type == "Transpose":
+            products += [product for product, _ in node.outputs[0].uses()]
+        elif node.op_type == "Gather" and index == 0:
+            rows.append(node)
+        else:
+            raise UnsupportedError(
+                f"{weight.name} is read by {node.op_type}, which has no form with quantized weights."
+            )
+    return products, rows
 
 
 def _halve(model: ir.Model, name: str, weight: Weight) -> None:
@@ -93,108 +133,73 @@ def _cast(model: ir.Model, stored: ir.Value, dtype: ir.DataType) -> ir.Value:
     return output
 
 
-class _Rewriter:
-    """Replaces all that reads one weight. `sums` are the sums over blocks of what products read, shared by those that read it."""
+class _Quantized:
+    """A weight [N, K] in its form, made once for all that is stored of it."""
 
-    def __init__(
-        self,
-        model: ir.Model,
-        name: str,
-        weight: Weight,
-        form: Form,
-        asked: Quantization,
-        sums: dict[ir.Value, ir.Value],
-    ) -> None:
-        self.model, self.name, self.form, self.asked, self.sums = model, name, form, asked, sums
+    def __init__(self, name: str, weight: Weight, form: Form, asked: Quantization) -> None:
+        self.name, self.form, self.asked = name, form, asked
         self.outputs, self.inputs = weight.shape
-        self.values: dict[str, ir.Value] = {}
+        self.dtype = ir.DataType.FLOAT
+        self._made: BlockWeight | None = None
 
-    def run(self) -> None:
-        value = self.model.graph.initializers.pop(self.name)
-        self.dtype = value.dtype or ir.DataType.FLOAT
-        uses = [(node, index) for node, index in value.uses()]
-        by_rows = all(node.op_type == "Gather" for node, _ in uses)  # an embedding without a head
-        if self.form.base is not None:
-            self._add_blocks(self.form.base, ROWS if by_rows else "blocks")
-        for i, pair in enumerate(self.form.pairs):
-            self._add_pair(i, pair)
-        for node, index in uses:
-            if node.op_type == "MatMul" and index == 1:
-                self._product(node)
-            elif node.op_type == "Transpose":
-                for product, _ in list(node.outputs[0].uses()):
-                    self._product(product)
-                self.model.graph.remove(node, safe=True)
-            elif node.op_type == "Gather" and index == 0:
-                self._rows(node)
-            else:
-                raise UnsupportedError(
-                    f"{self.name} is read by {node.op_type}, which has no form with quantized weights."
-                )
-
-    def _add_blocks(self, base: Weight, codes: str) -> None:
-        """Codes, scales, zero points and offsets as weights that are made together, once, when the first of them is written."""
-        form, blocks = self.form, self.inputs // self.asked.block_size
-        code_shape = [self.outputs, blocks, self.asked.block_size * form.bits // 8]
-        half = form.half_scales and self.dtype == ir.DataType.FLOAT
-        scale_type = ir.DataType.FLOAT16 if half else self.dtype
-        parts: dict[str, tuple[list[int], ir.DataType, Callable[[BlockWeight], np.ndarray | None]]] = {
-            codes: (
-                code_shape if codes != ROWS else [self.outputs, self.inputs],
-                ir.DataType.UINT8,
-                lambda w: w.packed if codes != ROWS else w.packed.reshape(self.outputs, -1),
-            ),
-            "scales": ([self.outputs, blocks], scale_type, lambda w: w.scales),
-        }
-        if form.zero_points:
-            shape = [self.outputs, -(-blocks * form.bits // 8)]
-            parts["zero_points"] = (shape, ir.DataType.UINT8, lambda w: w.zero_points)
-        if form.offsets:
-            parts["offsets"] = (
-                [blocks, self.outputs],
-                self.dtype,
-                lambda w: None if w.offsets is None else w.offsets.T,
-            )
-
-        @lru_cache(maxsize=1)
-        def made() -> BlockWeight:
-            if form.method == EXACT:
+    @property
+    def made(self) -> BlockWeight:
+        """Its blocks, kept until `forget`."""
+        if self._made is None:
+            base = self.form.base
+            assert base is not None
+            if self.form.method == EXACT:
                 assert isinstance(base, Deferred) and base.blocks is not None
-                return base.blocks.read()
-            return quantize(value_of(base).detach().float().numpy(), form.bits, self.asked.block_size, form.method)
+                self._made = base.blocks.read()
+            else:
+                values = value_of(base).detach().float().numpy()
+                self._made = quantize(values, self.form.bits, self.asked.block_size, self.form.method)
+        return self._made
 
-        def read(part: str) -> np.ndarray:
-            values = parts[part][2](made())
-            assert values is not None
-            if part == list(parts)[-1]:
-                made.cache_clear()
-            return np.ascontiguousarray(values.astype(parts[part][1].numpy()))
+    def forget(self) -> None:
+        self._made = None
 
-        for part, (shape, dtype, _) in parts.items():
-            self._add(part, shape, dtype, partial(read, part))
-        if half:
-            self.values["scales"] = _cast(self.model, self.values["scales"], self.dtype)
+    @property
+    def rank(self) -> int:
+        """Columns that its pairs have in `inner`."""
+        return sum(int(pair.a.shape[0]) for pair in self.form.pairs)
 
-    def _add_pair(self, i: int, pair: Pair) -> None:
-        """LoRA's matrices, the scale in the second."""
-        rank, dtype = pair.a.shape[0], self.dtype.numpy()
-        self._add(f"lora_a{i}", [self.inputs, rank], self.dtype, lambda: _thin(value_of(pair.a).t(), dtype))
-        self._add(
-            f"lora_b{i}", [rank, self.outputs], self.dtype, lambda: _thin(value_of(pair.b).t() * pair.scale, dtype)
+
+class _Product:
+    """One value times weights of one kind, side by side."""
+
+    def __init__(self, model: ir.Model, weights: list[_Quantized]) -> None:
+        self.model, self.weights = model, weights
+        self.name = TOGETHER.join(weight.name for weight in weights)
+        first = weights[0]
+        self.form, self.asked, self.dtype, self.inputs = first.form, first.asked, first.dtype, first.inputs
+        self.outputs = sum(weight.outputs for weight in weights)
+        self.offsets = any(weight.form.offsets for weight in weights)
+        self.left: set[str] = set()
+
+    def write(self, nodes: list[ir.Node]) -> None:
+        """Replace `nodes`, one of each weight, or all of the single one."""
+        if len(self.weights) == 1:
+            for node in nodes:
+                _replace(self.model, [node], [self._result(node)])
+            return
+        total = self._result(nodes[0])
+        sizes = ir.tensor(
+            [weight.outputs for weight in self.weights], dtype=ir.DataType.INT64, name=f"{total.name}.sizes"
         )
+        given = ir.Value(
+            name=sizes.name, shape=ir.Shape([len(nodes)]), type=ir.TensorType(sizes.dtype), const_value=sizes
+        )
+        self.model.graph.initializers[str(sizes.name)] = given
+        split = ir.node("Split", [total, given], {"axis": -1}, num_outputs=len(nodes), name=f"{total.name}.split")
+        self.model.graph.insert_before(nodes[0], split)
+        _replace(self.model, nodes, list(split.outputs))
 
-    def _add(self, part: str, shape: list[int], dtype: ir.DataType, read: Callable[[], np.ndarray]) -> None:
-        name = f"{self.name}.{part}"
-        tensor = ir.LazyTensor(lambda: ir.Tensor(read(), dtype=dtype, name=name), dtype, ir.Shape(shape), name=name)
-        self.values[part] = _initializer(self.model, name, tensor)
-
-    def _product(self, node: ir.Node) -> None:
-        """The sum of the products with blocks, with offsets and with LoRA's pairs, as far as the form has them."""
-        read, old = node.inputs[0], node.outputs[0]
+    def _result(self, node: ir.Node) -> ir.Value:
+        read = node.inputs[0]
         assert read is not None
         terms = []
         if self.form.base is not None:
-            inputs = [read, *(self.values[p] for p in ("blocks", "scales", "zero_points") if p in self.values)]
             attributes = {
                 "K": self.inputs,
                 "N": self.outputs,
@@ -202,63 +207,150 @@ class _Rewriter:
                 "block_size": self.asked.block_size,
                 "accuracy_level": ACCURACY_LEVEL,
             }
-            terms.append(self._node(node, "MatMulNBits", inputs, "blocks", attributes, DOMAIN))
-        if self.form.offsets:
-            terms.append(self._node(node, "MatMul", [self._block_sums(node, read), self.values["offsets"]], "offsets"))
-        for i in range(len(self.form.pairs)):
-            inner = self._node(node, "MatMul", [read, self.values[f"lora_a{i}"]], f"lora_a{i}")
-            terms.append(self._node(node, "MatMul", [inner, self.values[f"lora_b{i}"]], f"lora_b{i}"))
-        total = terms[0]
-        for i, term in enumerate(terms[1:]):
-            total = self._node(node, "Add", [total, term], f"sum{i}")
-        total.name, total.shape, total.type = old.name, old.shape, old.type
-        ir.convenience.replace_all_uses_with(old, total, replace_graph_outputs=True)
-        self.model.graph.remove(node, safe=True)
+            inputs = [read, *(value for part, value in self.values.items() if part not in ("inner", "outer"))]
+            terms.append(_add_node(self.model, node, "MatMulNBits", inputs, "blocks", attributes, DOMAIN))
+        if "inner" in self.values:
+            inner = _add_node(self.model, node, "MatMul", [read, self.values["inner"]], "inner")
+            terms.append(_add_node(self.model, node, "MatMul", [inner, self.values["outer"]], "outer"))
+        return terms[0] if len(terms) == 1 else _add_node(self.model, node, "Add", terms, "sum")
 
-    def _block_sums(self, node: ir.Node, read: ir.Value) -> ir.Value:
-        if read not in self.sums:
-            name, block = f"block_sums.{self.inputs}", self.asked.block_size
-            matrix = self.model.graph.initializers.get(name)
-            if matrix is None:
-                ones = partial(np.kron, np.eye(self.inputs // block), np.ones((block, 1)))
-                shape, dtype = ir.Shape([self.inputs, self.inputs // block]), self.dtype
-                tensor = ir.LazyTensor(
-                    lambda: ir.Tensor(ones().astype(dtype.numpy()), name=name), dtype, shape, name=name
-                )
-                matrix = _initializer(self.model, name, tensor)
-            self.sums[read] = self._node(node, "MatMul", [read, matrix], "block_sums")
-        return self.sums[read]
+    @cached_property
+    def values(self) -> dict[str, ir.Value]:
+        """What is stored, by part: blocks, scales, zero_points as MatMulNBits reads them; inner and outer."""
+        form, blocks = self.form, self.inputs // self.asked.block_size
+        found: dict[str, ir.Value] = {}
+        half = form.half_scales and self.dtype == ir.DataType.FLOAT
+        if form.base is not None:
+            codes = [self.outputs, blocks, self.asked.block_size * form.bits // 8]
+            found["blocks"] = self._stored("blocks", codes, ir.DataType.UINT8, self._side_by_side(lambda w: w.packed))
+            scale_type = ir.DataType.FLOAT16 if half else self.dtype
+            scales = self._stored("scales", [self.outputs, blocks], scale_type, self._side_by_side(lambda w: w.scales))
+            found["scales"] = _cast(self.model, scales, self.dtype) if half else scales
+            if form.zero_points:
+                shape, read = [self.outputs, -(-blocks * form.bits // 8)], self._side_by_side(lambda w: w.zero_points)
+                found["zero_points"] = self._stored("zero_points", shape, ir.DataType.UINT8, read)
+        rank = sum(weight.rank for weight in self.weights) + (blocks if self.offsets else 0)
+        if rank:
+            found["inner"] = self._stored_inner(rank)
+            found["outer"] = self._stored("outer", [rank, self.outputs], self.dtype, partial(self._outer, rank))
+        self.left = {part for part in found if part != "inner"}
+        return found
 
-    def _rows(self, node: ir.Node) -> None:
-        """Rows of the weight; the head's blocks, where they are tied, in the shape of rows: the same bytes of the file."""
-        old = node.outputs[0]
-        if ROWS not in self.values:
-            blocks = self.values["blocks"]
-            assert blocks.const_value is not None
-            values = blocks.const_value.numpy
-            self._add(ROWS, [self.outputs, self.inputs], ir.DataType.UINT8, lambda: values().reshape(self.outputs, -1))
-            self.values[ROWS].metadata_props[VIEW] = f"{self.name}.blocks"
-        attributes = {"gather_axis": 0, "quantize_axis": 1, "bits": self.form.bits, "block_size": self.asked.block_size}
-        inputs = [self.values[ROWS], node.inputs[1], self.values["scales"]]
-        new = self._node(node, "GatherBlockQuantized", inputs, ROWS, attributes, DOMAIN)
-        new.name, new.shape, new.type = old.name, old.shape, old.type
-        ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
-        self.model.graph.remove(node, safe=True)
+    def _stored_inner(self, rank: int) -> ir.Value:
+        if any(weight.rank for weight in self.weights):
+            return self._stored("inner", [self.inputs, rank], self.dtype, self._inner)
+        name = f"{SUMS}.{self.inputs}"
+        known = self.model.graph.initializers.get(name)
+        return known or _store(self.model, name, [self.inputs, rank], self.dtype, self._as_dtype(self._inner))
 
-    def _node(
-        self,
-        before: ir.Node,
-        op: str,
-        inputs: list[ir.Value | None] | list[ir.Value],
-        part: str,
-        attributes: dict[str, int] | None = None,
-        domain: str = "",
-    ) -> ir.Value:
-        node = ir.node(op, inputs, attributes or {}, domain=domain, name=f"{before.name}.{part}")
-        node.outputs[0].name = f"{before.name}.{part}"
-        self.model.graph.insert_before(before, node)
-        return node.outputs[0]
+    def _as_dtype(self, read: Callable[[], np.ndarray]) -> Callable[[], np.ndarray]:
+        return lambda: np.ascontiguousarray(read().astype(self.dtype.numpy()))
+
+    def _side_by_side(self, part: Callable[[BlockWeight], np.ndarray | None]) -> Callable[[], np.ndarray]:
+        def read() -> np.ndarray:
+            parts = [part(weight.made) for weight in self.weights]
+            return np.concatenate([values for values in parts if values is not None])
+
+        return read
+
+    def _inner(self) -> np.ndarray:
+        """Sums over blocks, and the first matrices of the pairs, [K, R]."""
+        columns = []
+        if self.offsets:
+            columns.append(np.kron(np.eye(self.inputs // self.asked.block_size), np.ones((self.asked.block_size, 1))))
+        pairs = [pair for weight in self.weights for pair in weight.form.pairs]
+        return np.concatenate([*columns, *(_float(value_of(pair.a).t()) for pair in pairs)], axis=1)
+
+    def _outer(self, rank: int) -> np.ndarray:
+        """Offsets, and the second matrices of the pairs with their scale, each at the columns of its weight, [R, N]."""
+        outer = np.zeros((rank, self.outputs), np.float32)
+        column, row = 0, self.inputs // self.asked.block_size if self.offsets else 0
+        for weight in self.weights:
+            part = slice(column, column + weight.outputs)
+            if weight.form.offsets:
+                offsets = weight.made.offsets
+                assert offsets is not None
+                outer[: offsets.shape[1], part] = offsets.T
+            for pair in weight.form.pairs:
+                size = int(pair.a.shape[0])
+                outer[row : row + size, part] = _float(value_of(pair.b).t() * pair.scale)
+                row += size
+            column += weight.outputs
+        return outer
+
+    def _stored(self, part: str, shape: list[int], dtype: ir.DataType, read: Callable[[], np.ndarray]) -> ir.Value:
+        def values() -> np.ndarray:
+            found = np.ascontiguousarray(read().astype(dtype.numpy()))
+            self.left.discard(part)
+            if not self.left:  # the last that was made of the blocks
+                for weight in self.weights:
+                    weight.forget()
+            return found
+
+        return _store(self.model, f"{self.name}.{part}", shape, dtype, values)
 
 
-def _thin(matrix: torch.Tensor, dtype: np.dtype) -> np.ndarray:
-    return np.ascontiguousarray(matrix.detach().float().numpy().astype(dtype))
+def _write_rows(model: ir.Model, weight: _Quantized, node: ir.Node) -> None:
+    """Rows of a weight; the head's blocks, where they are tied, in the shape of rows: the same bytes of the file."""
+    name, initializers = weight.name, model.graph.initializers
+    if f"{name}.{ROWS}" not in initializers:
+        head = initializers.get(f"{name}.blocks")
+        shape = [weight.outputs, weight.inputs * weight.form.bits // 8]
+        if head is None:
+            _store(model, f"{name}.{ROWS}", shape, ir.DataType.UINT8, lambda: weight.made.packed.reshape(shape))
+            _store(
+                model,
+                f"{name}.scales",
+                [weight.outputs, weight.inputs // weight.asked.block_size],
+                weight.dtype,
+                lambda: np.ascontiguousarray(weight.made.scales.astype(weight.dtype.numpy())),
+            )
+        else:
+            assert head.const_value is not None
+            values = head.const_value.numpy
+            rows = _store(model, f"{name}.{ROWS}", shape, ir.DataType.UINT8, lambda: values().reshape(shape))
+            rows.metadata_props[VIEW] = f"{name}.blocks"
+    scales = initializers[f"{name}.scales"]
+    casts = [use.outputs[0] for use, _ in scales.uses() if use.op_type == "Cast"]
+    attributes = {"gather_axis": 0, "quantize_axis": 1, "bits": weight.form.bits, "block_size": weight.asked.block_size}
+    inputs = [initializers[f"{name}.{ROWS}"], node.inputs[1], casts[0] if casts else scales]
+    _replace(model, [node], [_add_node(model, node, "GatherBlockQuantized", inputs, ROWS, attributes, DOMAIN)])
+
+
+def _store(
+    model: ir.Model, name: str, shape: list[int], dtype: ir.DataType, read: Callable[[], np.ndarray]
+) -> ir.Value:
+    """An initializer whose values are made when they are written."""
+    tensor = ir.LazyTensor(lambda: ir.Tensor(read(), dtype=dtype, name=name), dtype, ir.Shape(shape), name=name)
+    return _initializer(model, name, tensor)
+
+
+def _add_node(
+    model: ir.Model,
+    before: ir.Node,
+    op: str,
+    inputs: list[ir.Value | None] | list[ir.Value],
+    part: str,
+    attributes: dict[str, int] | None = None,
+    domain: str = "",
+) -> ir.Value:
+    node = ir.node(op, inputs, attributes or {}, domain=domain, name=f"{before.name}.{part}")
+    node.outputs[0].name = f"{before.name}.{part}"
+    model.graph.insert_before(before, node)
+    return node.outputs[0]
+
+
+def _replace(model: ir.Model, nodes: list[ir.Node], values: list[ir.Value]) -> None:
+    """Let `values` stand where the results of `nodes` did, under their names; a Transpose that only they read goes with them."""
+    for node, value in zip(nodes, values, strict=True):
+        old, weight = node.outputs[0], node.inputs[1] if node.op_type == "MatMul" else None
+        value.name, value.shape, value.type = old.name, old.shape, old.type
+        ir.convenience.replace_all_uses_with(old, value, replace_graph_outputs=True)
+        model.graph.remove(node, safe=True)
+        turned = weight.producer() if weight is not None else None
+        if turned is not None and turned.op_type == "Transpose" and not turned.outputs[0].uses():
+            model.graph.remove(turned, safe=True)
+
+
+def _float(matrix: torch.Tensor) -> np.ndarray:
+    return matrix.detach().float().numpy()

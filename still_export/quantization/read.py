@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from still_export.models.blocks import BlockWeight
 from still_export.models.weights import Deferred, Weight
 from still_export.package.files import MODEL
-from still_export.quantization.graph import ROWS
+from still_export.quantization.graph import ROWS, SUMS, TOGETHER
 
 if TYPE_CHECKING:
     from still_export.export.onnx_package import ExportOptions
@@ -49,7 +48,8 @@ def with_held_weights(source: Source, folder: Path, manifest: dict[str, Any]) ->
     """
     if manifest.get("quantization") is None:
         return source
-    held = _held_weights(folder / MODEL, manifest["quantization"]["block_size"])
+    sizes = {name: int(weight.shape[0]) for name, weight in source.weights.items() if weight.shape}
+    held = _held_weights(folder / MODEL, manifest["quantization"]["block_size"], sizes)
     weights: dict[str, Weight] = dict(source.weights)
     for name, read in held.items():
         known = weights[name]
@@ -61,45 +61,44 @@ def held_names(folder: Path) -> set[str]:
     """The weights in blocks of the package in `folder`, by the model's names."""
     import onnx_ir as ir
 
-    return {n.removesuffix(".scales") for n in ir.load(folder / MODEL).graph.initializers if n.endswith(".scales")}
+    joined = [n.removesuffix(".scales") for n in ir.load(folder / MODEL).graph.initializers if n.endswith(".scales")]
+    return {name for names in joined for name in names.split(TOGETHER)}
 
 
 def _as_type(read: Callable[[], Tensor], dtype: torch.dtype) -> Tensor:
     return read().to(dtype)
 
 
-def _held_weights(path: Path, block_size: int) -> dict[str, Callable[[], Tensor]]:
-    """Readers of the quantized weights of a graph by the model's names; float32."""
+def _held_weights(path: Path, block_size: int, sizes: Mapping[str, int]) -> dict[str, Callable[[], Tensor]]:
+    """Readers of the quantized weights of a graph by the model's names, float32; `sizes` are the outputs of each weight."""
     import onnx_ir as ir
 
     parts = {name: value.const_value for name, value in ir.load(path).graph.initializers.items()}
 
-    def values(name: str, part: str) -> np.ndarray | None:
-        tensor = parts.get(f"{name}.{part}")
-        return None if tensor is None else tensor.numpy()
+    def values(names: str, part: str, axis: int, rows: slice) -> np.ndarray | None:
+        tensor = parts.get(f"{names}.{part}")
+        return None if tensor is None else tensor.numpy()[(slice(None),) * axis + (rows,)]
 
-    def blocks(name: str) -> Tensor | int:
-        scales = values(name, "scales")
-        if scales is None:  # a weight that is its LoRA pairs alone
-            return 0
-        codes = values(name, "blocks")
-        codes = values(name, ROWS) if codes is None else codes
-        assert codes is not None
-        packed = codes.reshape(*scales.shape, -1)
-        bits, offsets = packed.shape[-1] * 8 // block_size, values(name, "offsets")
-        transposed = None if offsets is None else offsets.T.astype(np.float32)
-        weight = BlockWeight(packed, scales, values(name, "zero_points"), bits, transposed)
-        return torch.from_numpy(weight.dequantized())
-
-    def whole(name: str) -> Tensor:
-        total = blocks(name)
-        for i in count():
-            a, b = values(name, f"lora_a{i}"), values(name, f"lora_b{i}")
-            if a is None or b is None:
-                break
-            total = total + torch.from_numpy((a.astype(np.float32) @ b.astype(np.float32)).T)
-        assert isinstance(total, Tensor), name
-        return total
+    def whole(names: str, rows: slice) -> Tensor:
+        total: np.ndarray | int = 0
+        scales = values(names, "scales", 0, rows)
+        if scales is not None:
+            codes = values(names, "blocks", 0, rows)
+            codes = values(names, ROWS, 0, rows) if codes is None else codes
+            assert codes is not None
+            packed = codes.reshape(*scales.shape, -1)
+            zero_points = values(names, "zero_points", 0, rows)
+            total = BlockWeight(packed, scales, zero_points, packed.shape[-1] * 8 // block_size).dequantized()
+        outer = values(names, "outer", 1, rows)
+        if outer is not None:
+            inner = values(names, "inner", 0, slice(None))
+            if inner is None:
+                assert isinstance(total, np.ndarray)
+                inner = values(SUMS, str(total.shape[1]), 0, slice(None))
+            assert inner is not None
+            total = total + (inner.astype(np.float32) @ outer.astype(np.float32)).T
+        assert isinstance(total, np.ndarray), names
+        return torch.from_numpy(np.ascontiguousarray(total))
 
     def half(name: str) -> Tensor:
         value = parts[f"{name}.half"]
@@ -108,9 +107,14 @@ def _held_weights(path: Path, block_size: int) -> dict[str, Callable[[], Tensor]
 
     readers: dict[str, Callable[[], Tensor]] = {}
     for part in parts:
-        name, _, kind = part.rpartition(".")
-        if kind in ("scales", "half", "lora_a0"):
-            readers[name] = partial(half if kind == "half" else whole, name)
+        names, _, kind = part.rpartition(".")
+        if kind == "half":
+            readers[names] = partial(half, names)
+        if kind in ("scales", "outer"):
+            start = 0
+            for name in names.split(TOGETHER):
+                readers[name] = partial(whole, names, slice(start, start + sizes[name]))
+                start += sizes[name]
     return readers
 
 

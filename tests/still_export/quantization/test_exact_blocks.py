@@ -118,7 +118,7 @@ def test_pairs_stay_apart(adapted: ExportOptions, tmp_path: Path) -> None:
     graph = onnx.load(package.model_path, load_external_data=False).graph
     names = {i.name for i in graph.initializer}
     assert (
-        "model.layers.0.self_attn.q_proj.weight.lora_a0" in names
+        any(n.startswith("model.layers.0.self_attn.q_proj.weight") and n.endswith(".inner") for n in names)
         and package.manifest["quantization"]["lora"] == "apart"
     )
     source = find_source(adapted)
@@ -147,7 +147,7 @@ def test_merged_pairs_are_rounded_with_the_weight(adapted: ExportOptions, tmp_pa
 
     package = export_onnx(replace(adapted, lora="merged"), tmp_path / "package")
     graph = onnx.load(package.model_path, load_external_data=False).graph
-    assert not [i.name for i in graph.initializer if ".lora_" in i.name]
+    assert not [i.name for i in graph.initializer if i.name.endswith((".inner", ".outer"))]
     source = find_source(adapted)
     name = "model.layers.0.self_attn.q_proj.weight"
     held = with_held_weights(source, package.path, package.manifest).weights[name]
@@ -156,7 +156,7 @@ def test_merged_pairs_are_rounded_with_the_weight(adapted: ExportOptions, tmp_pa
 
 
 def test_offsets_are_a_product_of_block_sums(tmp_path: Path, monkeypatch: Any) -> None:
-    """A model whose projections have blocks with offsets: ONNX Runtime equals PyTorch over them, and one product sums for all readers."""
+    """Projections with offsets of blocks: ONNX Runtime equals PyTorch over them, and weights that read the same value are one product."""
     from still_export.models import load
 
     still_model(
@@ -180,8 +180,8 @@ def test_offsets_are_a_product_of_block_sums(tmp_path: Path, monkeypatch: Any) -
     options = ExportOptions(str(tmp_path / "model"), quantize="int4")
     package = export_onnx(options, tmp_path / "package")
     graph = onnx.load(package.model_path, load_external_data=False).graph
-    sums = [n for n in graph.node if n.op_type == "MatMul" and n.input[1].startswith("block_sums.")]
-    assert len(sums) == 3 * 3  # of each layer what o_proj, gate and up together, and down read
+    thin = [n for n in graph.node if n.op_type == "MatMul" and n.input[1].startswith("block_sums.")]
+    assert len(thin) == 3 * 3  # of each layer o_proj, gate and up together, and down
     assert {f["method"] for f in package.manifest["quantization"]["roles"]["feed_forward"]} == {EXACT}
     held = held_model(options, package.path, package.manifest, rounded=True)
     source = find_source(options)
