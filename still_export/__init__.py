@@ -1,11 +1,13 @@
 """Linearize LLMs with STILL hybrid attention, export them with their state, and prove every target against PyTorch.
 
-Names are imported when they are first used, so that running an exported package needs neither torch nor transformers. Importing
-`still_export.models` registers the STILL families with transformers' Auto classes.
+Names are imported when they are first used, so that running an exported package needs neither torch nor transformers. Transformers'
+Auto classes load STILL models from then on (still_export/auto_classes.py).
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from still_export.auto_classes import register_when_needed
 
 if TYPE_CHECKING:
     from still_export.api import LanguageModel, load
@@ -37,6 +39,9 @@ __all__ = [
     "load_model",
     "load_tokenizer",
 ]
+
+
+register_when_needed()
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,5 @@
-// still_run: tokens or text from a package's TensorRT engine, without Python.
+// still_run: tokens from a package's TensorRT engine, without Python.
 #include "engine.h"
-#include "tokenizer.h"
 
 #include "../core/error.h"
 
@@ -9,28 +8,25 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <memory>
 #include <set>
 #include <sstream>
 
 namespace
 {
 
-constexpr char kUsage[] = R"(usage: still_run PACKAGE (--prompt-ids 1,2,3 | --prompt TEXT) [--tokens N] [--plugin FILE] [--tokenizer FILE] [--device N] [--trust-native]
+constexpr char kUsage[] = R"(usage: still_run PACKAGE --prompt-ids 1,2,3 [--tokens N] [--plugin FILE] [--device N] [--trust-native]
 
-Continues a prompt greedily with the package's TensorRT engine. Token ids, or text, on stdout; timings on stderr.
+Continues a prompt greedily with the package's TensorRT engine. Token ids on stdout; timings on stderr.
   --prompt-ids IDS   token ids, separated by commas
-  --prompt TEXT      text; needs a tokenizer library (tokenizers-cpp: libtokenizers_c.so)
   --tokens N         tokens to generate at most (default 128)
   --plugin FILE      plugin library in the place of the package's
-  --tokenizer FILE   tokenizer library
   --device N         CUDA device (default 0)
   --trust-native     load engine and plugin that this machine did not build, and remember them
 )";
 
 struct Options
 {
-    std::string package, ids, prompt, plugin, tokenizer;
+    std::string package, ids, plugin;
     long tokens{128};
     int device{};
     bool trust{};
@@ -78,12 +74,8 @@ Options parse(int argc, char** argv)
         std::string const value = argv[++i];
         if (name == "--prompt-ids")
             options.ids = value;
-        else if (name == "--prompt")
-            options.prompt = value;
         else if (name == "--plugin")
             options.plugin = value;
-        else if (name == "--tokenizer")
-            options.tokenizer = value;
         else if (name == "--tokens")
             options.tokens = number(value, "--tokens");
         else if (name == "--device")
@@ -91,8 +83,8 @@ Options parse(int argc, char** argv)
         else
             throw UsageError{"unknown option " + name};
     }
-    if (options.package.empty() || options.ids.empty() == options.prompt.empty() || options.tokens < 1)
-        throw UsageError{"give a package, one of --prompt-ids and --prompt, and at least one token"};
+    if (options.package.empty() || options.ids.empty() || options.tokens < 1)
+        throw UsageError{"give a package, --prompt-ids, and at least one token"};
     return options;
 }
 
@@ -112,13 +104,8 @@ double seconds()
 
 void run(Options const& options)
 {
-    std::vector<int32_t> prompt = ids(options.ids);
+    std::vector<int32_t> const prompt = ids(options.ids);
     still::Engine engine(options.package, options.plugin, options.device, options.trust);
-    std::unique_ptr<still::Tokenizer> tokenizer;
-    if (!options.prompt.empty())
-        tokenizer = std::make_unique<still::Tokenizer>(options.tokenizer, options.package + "/tokenizer.json");
-    if (tokenizer)
-        prompt = tokenizer->encode(options.prompt);
     if (prompt.empty())
         still::fail("the prompt has no tokens.");
     std::set<int64_t> stops;
@@ -129,16 +116,10 @@ void run(Options const& options)
     double const begin = seconds();
     std::vector<int32_t> tokens{engine.prefill(prompt)};
     double const first = seconds();
-    size_t shown = 0;
-    auto const show = [&] {
-        std::string const text = tokenizer ? tokenizer->decode(tokens) : std::to_string(tokens.back()) + " ";
-        std::fputs(text.c_str() + (tokenizer ? std::min(shown, text.size()) : 0), stdout);
-        std::fflush(stdout);
-        shown = text.size();
-    };
     while (stops.count(tokens.back()) == 0)
     {
-        show();
+        std::printf("%d ", tokens.back());
+        std::fflush(stdout);
         if (static_cast<long>(tokens.size()) == options.tokens)
             break;
         tokens.push_back(engine.step());

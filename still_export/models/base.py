@@ -90,13 +90,13 @@ class StillModelMixin:
         """As of the family, with these differences.
 
         Args:
-            attention_mask: [B, T] or [B, past columns + T]; 1 at tokens, then 0 at padding on the right.
+            attention_mask: [B, T] or [B, past columns + T]; 1 at tokens, 0 at padding on the left or right of them.
             position_ids: Only the positions that follow from the cache (each row continues at its own length) are taken.
             past_key_values: A StillCache; None with use_cache starts one.
             logits_to_keep: n keeps the last n tokens *of each row*, so that `logits[:, -1]` continues right-padded rows too.
 
         Raises:
-            PaddingError: The mask is no right padding, or contradicts the cache.
+            PaddingError: The mask has padding between tokens, or contradicts the cache.
         """
         given = input_ids if input_ids is not None else inputs_embeds
         if given is None or (input_ids is not None and inputs_embeds is not None):
@@ -113,7 +113,11 @@ class StillModelMixin:
         length = None if cache is None else cache.length
         if length is None:
             length = torch.zeros(batch, dtype=torch.int64, device=given.device)
-        new_tokens = new_tokens_of_mask(attention_mask, batch, tokens, length)
+        new_tokens, columns = new_tokens_of_mask(attention_mask, batch, tokens, length)
+        if columns is not None:  # chunks are counted from a row's first token: padding goes to the right
+            input_ids, inputs_embeds, position_ids = (
+                None if each is None else _columns(each, columns) for each in (input_ids, inputs_embeds, position_ids)
+            )
         positions = length[:, None] + torch.arange(tokens, device=given.device)
         if position_ids is not None:
             real = torch.arange(tokens, device=given.device) < new_tokens[:, None]
@@ -124,7 +128,13 @@ class StillModelMixin:
         if cache is not None:
             cache.begin(new_tokens, tokens)
         outputs = self.decode(positions, cache, input_ids=input_ids, inputs_embeds=inputs_embeds, **kwargs)
-        logits = self.logits(last_rows(outputs.last_hidden_state, new_tokens, logits_to_keep))
+        hidden, states = outputs.last_hidden_state, outputs.hidden_states
+        if columns is not None:
+            given_columns = columns.argsort(1)
+            states = None if states is None else tuple(_columns(state, given_columns) for state in states)
+            if isinstance(logits_to_keep, Tensor) or logits_to_keep == 0:
+                hidden = _columns(hidden, given_columns)
+        logits = self.logits(last_rows(hidden, new_tokens, logits_to_keep))
         loss = None
         if labels is not None:
             loss = self.loss_function(  # type: ignore[attr-defined]
@@ -134,7 +144,7 @@ class StillModelMixin:
             loss=loss,
             logits=logits,
             past_key_values=cache,
-            hidden_states=outputs.hidden_states,
+            hidden_states=states,
             attentions=outputs.attentions,
         )
 
@@ -154,7 +164,7 @@ class StillModelMixin:
         return result
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As of transformers; prompts of a batch are padded on the right, and the cache is a StillCache."""
+        """As of transformers; prompts of a batch may be padded on either side, and the cache is a StillCache."""
         generation = kwargs.get("generation_config") or self.generation_config  # type: ignore[attr-defined]
         wanted = kwargs.get("use_cache", generation.use_cache)
         mask = kwargs.get("attention_mask")
@@ -181,7 +191,7 @@ class StillModelMixin:
 
 @contextlib.contextmanager
 def _without_left_padding_advice() -> Iterator[None]:
-    """Silence transformers' advice to pad on the left, which STILL models refuse."""
+    """Silence transformers' advice to pad on the left: with STILL models both sides give the same tokens."""
     logger = logging.getLogger("transformers.generation.utils")
 
     def keep(record: logging.LogRecord) -> bool:
@@ -194,8 +204,8 @@ def _without_left_padding_advice() -> Iterator[None]:
         logger.removeFilter(keep)
 
 
-def new_tokens_of_mask(mask: Tensor | None, batch: int, tokens: int, length: Tensor) -> Tensor:
-    """Tokens that each row brings, int64 [B].
+def new_tokens_of_mask(mask: Tensor | None, batch: int, tokens: int, length: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Tokens that each row brings, int64 [B], and where padding lies on the left of some, which column goes to which, [B, T].
 
     Args:
         mask: [B, S] with S >= T: the last T columns are this call's, those before are what the cache has seen.
@@ -203,28 +213,36 @@ def new_tokens_of_mask(mask: Tensor | None, batch: int, tokens: int, length: Ten
         length: Tokens that the cache has seen, [B].
 
     Raises:
-        PaddingError: Not a right-padded mask, or its past contradicts `length`.
+        PaddingError: Padding lies between tokens, or the mask's past contradicts `length`.
     """
     if mask is None:
-        return torch.full((batch,), tokens, dtype=torch.int64, device=length.device)
+        return torch.full((batch,), tokens, dtype=torch.int64, device=length.device), None
     if mask.dim() != 2 or mask.shape[0] != batch or mask.shape[1] < tokens:
         raise PaddingError(
             f"attention_mask has shape {list(mask.shape)}; expected [{batch}, {tokens}], or [{batch}, past columns + {tokens}]."
         )
     present = mask[:, mask.shape[1] - tokens :].to(length.device) != 0
     new_tokens = present.sum(1)
-    if not bool((present == (torch.arange(tokens, device=length.device) < new_tokens[:, None])).all()):
-        raise PaddingError(
-            "attention_mask has zeros before tokens; STILL's chunks are counted from each row's first token, so pad on the right: "
-            'tokenizer.padding_side = "right".'
-        )
+    order = torch.arange(tokens, device=length.device)
+    columns = None
+    if not bool((present == (order < new_tokens[:, None])).all()):
+        first = present.int().argmax(1)
+        columns = (order + first[:, None]) % tokens
+        if not bool((present.gather(1, columns) == (order < new_tokens[:, None])).all()):
+            raise PaddingError("attention_mask has zeros between tokens; pad rows on the left or on the right.")
     seen = (mask[:, : mask.shape[1] - tokens] != 0).sum(1).to(length.device)
     if mask.shape[1] > tokens and not bool((seen == length).all()):
         raise PaddingError(
             f"attention_mask says that the rows have seen {seen.tolist()} tokens and the cache says {length.tolist()}; "
             "pass the mask of all columns so far, or of the new ones only."
         )
-    return new_tokens
+    return new_tokens, columns
+
+
+def _columns(x: Tensor, columns: Tensor) -> Tensor:
+    """`x` [B, T, ...] with each row's columns in the order `columns` [B, T]; rows that all share (B = 1) are repeated."""
+    x = x.expand(len(columns), *x.shape[1:])
+    return x.gather(1, columns.reshape(*columns.shape, *[1] * (x.dim() - 2)).expand(*columns.shape, *x.shape[2:]))
 
 
 def last_rows(hidden: Tensor, new_tokens: Tensor, keep: int | Tensor) -> Tensor:

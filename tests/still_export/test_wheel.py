@@ -8,6 +8,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,7 @@ class Installed:
         site = sysconfig.get_path("purelib", vars={"base": str(folder / "venv")})
         Path(site, "packages_of_the_tests.pth").write_text(sysconfig.get_path("purelib") + "\n")
         (wheel,) = (folder / "wheels").glob("still_export-*.whl")
+        self.wheel = wheel
         self.check([*pip, "--python", self.python, "install", "-q", "--no-deps", "--no-index", wheel])
 
     def check(self, command: list[object]) -> str:
@@ -72,6 +74,20 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     where = made.check([made.python, "-c", "import still_export, still_graphs; print(still_export.__file__)"])
     assert Path(where.strip()).is_relative_to(folder), "the test looks at the clone"
     return made
+
+
+@pytest.mark.long
+def test_the_wheel_is_one_for_an_index(installed: Installed) -> None:
+    """Data beside the modules is in it, and twine, where it is here, finds its metadata right."""
+    names = zipfile.ZipFile(installed.wheel).namelist()
+    for name in (
+        "still_export/report/page.html",
+        "still_export/linearization/recipes/quick.yaml",
+        "still_plugins/CMakeLists.txt",
+    ):
+        assert name in names
+    pytest.importorskip("twine")
+    installed.check([sys.executable, "-m", "twine", "check", "--strict", installed.wheel])
 
 
 @pytest.mark.long

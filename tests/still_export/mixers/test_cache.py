@@ -144,14 +144,48 @@ def test_capacity_error_and_lazy_growth() -> None:
             model(ids[:, 4 * CHUNK :], past_key_values=cache)
 
 
-@pytest.mark.parametrize("mask", [[0, 1, 1, 1, 1], [1, 1, 0, 1, 1]])
-def test_other_padding_than_right_is_refused(mask: list[int]) -> None:
+@layers
+@pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "no cache"])
+def test_left_padding_equals_single_rows(layer_types: tuple[str, ...] | None, use_cache: bool) -> None:
+    """Tokens, logits in their columns, hidden states, and what a pipeline passes beside: positions of its own."""
+    model = still_model("smollm3", layer_types=layer_types)
+    rows = [random_ids(1, n, seed=n)[0] for n in (29, 3, 17, 16)]
+    width = 29
+    ids, mask = torch.zeros(4, width, dtype=torch.int64), torch.zeros(4, width, dtype=torch.int64)
+    for i, row in enumerate(rows):
+        ids[i, width - len(row) :], mask[i, width - len(row) :] = row, 1
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    close = dict(rtol=0, atol=REFERENCE[torch.float64])
+    with torch.no_grad():
+        whole = model(ids, attention_mask=mask, position_ids=positions, use_cache=use_cache, output_hidden_states=True)
+        last = model(ids, attention_mask=mask, use_cache=use_cache, logits_to_keep=2).logits
+        column = model(ids, attention_mask=mask, use_cache=use_cache, logits_to_keep=torch.tensor([width - 1])).logits
+        embedded = model(
+            inputs_embeds=model.get_input_embeddings()(ids), attention_mask=mask, use_cache=use_cache
+        ).logits
+    made = model.generate(ids, attention_mask=mask, max_new_tokens=23, do_sample=False, use_cache=use_cache)
+    for i, row in enumerate(rows):
+        with torch.no_grad():
+            alone = model(row[None], output_hidden_states=True)
+        start = width - len(row)
+        torch.testing.assert_close(whole.logits[i, start:], alone.logits[0], **close)
+        torch.testing.assert_close(embedded[i, start:], alone.logits[0], **close)
+        torch.testing.assert_close(last[i], alone.logits[0, -2:], **close)
+        torch.testing.assert_close(column[i], alone.logits[0, -1:], **close)
+        for ours, theirs in zip(whole.hidden_states, alone.hidden_states, strict=True):
+            torch.testing.assert_close(ours[i, start:], theirs[0], **close)
+        single = model.generate(row[None], max_new_tokens=23, do_sample=False)
+        assert torch.equal(made[i, width:], single[0, len(row) :])
+
+
+@pytest.mark.parametrize("mask", [[1, 1, 0, 1, 1], [0, 1, 0, 1, 0]])
+def test_padding_between_tokens_is_refused(mask: list[int]) -> None:
     model = still_model("llama")
     ids = random_ids(2, 5)
     both = torch.tensor([[1] * 5, mask])
-    with pytest.raises(PaddingError, match='padding_side = "right"'):
+    with pytest.raises(PaddingError, match="between tokens"):
         model(ids, attention_mask=both)
-    with pytest.raises(PaddingError, match='padding_side = "right"'):
+    with pytest.raises(PaddingError, match="between tokens"):
         model.generate(ids, attention_mask=both, max_new_tokens=2)
 
 

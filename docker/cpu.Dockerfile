@@ -1,0 +1,17 @@
+# still-export for ONNX Runtime on the CPU: export, run, verify, linearize small models. Build it from the repository's root:
+#   docker build -f docker/cpu.Dockerfile -t still-export .
+#   docker run --rm -v "$PWD:/data" still-export run DIR --prompt "Once upon a time"
+FROM python:3.11-slim-bookworm
+# A compiler, for --native.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends cmake g++ make \
+    && rm -rf /var/lib/apt/lists/*
+WORKDIR /src
+COPY . .
+# The CPU's torch first: it is a tenth of the one with CUDA.
+RUN pip install --no-cache-dir torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu \
+    && pip install --no-cache-dir -c constraints.txt ".[onnx,gguf,train,report]"
+WORKDIR /data
+USER 1000
+ENTRYPOINT ["still-export"]
