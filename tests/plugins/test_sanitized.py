@@ -38,11 +38,11 @@ def test_kernels_under_the_sanitizers() -> None:
     }
     tests = ["tests/plugins/test_onnxruntime.py", "tests/plugins/test_attention.py"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-s", "-x", "-p", "no:cacheprovider", *tests],
+        [sys.executable, "-m", "pytest", "-s", "-x", "-p", "no:cacheprovider", *tests],
         cwd=builds.ROOT,
         env=environment,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    assert " passed" in done.stdout or "100%" in done.stdout
+    assert " passed" in done.stdout
