@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections import Counter
 
 import pytest
 import torch
 
+from tests.plugins import builds
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip `gpu` without a CUDA device, `tensorrt` without that and the library."""
+    """Skip `gpu` without a CUDA device, `tensorrt` without that and the library; files with the most slow tests come first.
+
+    Tests that run side by side are given out by file: a file of minutes that came last would run alone.
+    """
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path])
     cuda = torch.cuda.is_available()
     tensorrt = cuda and importlib.util.find_spec("tensorrt") is not None
     for item in items:
@@ -24,3 +32,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def own_configuration(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Tests write no list of trusted files into the home of who runs them."""
     os.environ["XDG_CONFIG_HOME"] = str(tmp_path_factory.mktemp("configuration"))
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """libstill_onnxruntime.so with the toy op and without kernels of the GPU; or that of test_sanitized.py."""
+    if built := os.environ.get("STILL_TEST_LIBRARY"):
+        return built
+    builds.demand_headers()
+    return str(builds.optimized("still_onnxruntime", "onnxruntime/*.so", tmp_path_factory.mktemp("native")))

@@ -16,5 +16,6 @@ mypy
 if [ -z "${STILL_ONNXRUNTIME_INCLUDE:-}" ] && headers=$(python tools/get_ort_headers.py build/onnxruntime-include); then
     export STILL_ONNXRUNTIME_INCLUDE=$headers
 fi
-# Two processes of one thread each: the tests are many small calls. By file: tests of one file share what one of them computed.
-OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile --durations 40 --durations-min 2 ${kind[@]+"${kind[@]}"} "$@"
+# Two processes of one thread each: the tests are many small calls. By file, in the order of tests/conftest.py: tests of one file share
+# what one of them computed.
+OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 40 --durations-min 2 ${kind[@]+"${kind[@]}"} "$@"

@@ -111,6 +111,7 @@ std::vector<still::Tensor> guess_tensors(Input& input, still::Op const& op, bool
         bool const usual = !input.one_in(4);
         return symbol == "F" ? sizes["P"] * (usual ? 2 : 1) : sizes[usual ? "H" : "HK"];
     };
+    still::Type const count = wild && input.one_in(8) ? still::Type::kInt32 : still::Type::kInt64; // hosts may have either
     std::map<std::string, int64_t> chosen; // a symbol has one size, whatever was thrown for it
     std::vector<still::Tensor> tensors;
     for (still::TensorSpec const* spec : op.inputs())
@@ -122,7 +123,7 @@ std::vector<still::Tensor> guess_tensors(Input& input, still::Op const& op, bool
             dims[0] = 1; // shared by all heads
         if (wild && input.one_in(32))
             dims.resize(static_cast<size_t>(input.between(0, 10)), input.extreme());
-        still::Type type = spec->type == still::ElementType::kInteger ? still::Type::kInt64
+        still::Type type = spec->type == still::ElementType::kInteger ? count
             : spec->type == still::ElementType::kFloat32 || !half     ? still::Type::kFloat32
                                                                       : still::Type::kFloat16;
         if (wild && input.one_in(64))

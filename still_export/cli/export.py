@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from still_export.cli.next_commands import next_commands
 from still_export.cli.output import Output
-from still_export.errors import ConfigError
 
 if TYPE_CHECKING:
-    from still_export.export.onnx_package import ExportOptions
+    from still_export.export.job import Job
 
 EXAMPLES = """
 Examples:
@@ -131,134 +129,74 @@ def export(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
     """Export a model to a package: graph, weights, tokenizer, a runner, manifest.json; for trt also kernels, plugin and engine."""
-    from dataclasses import asdict, replace
+    from dataclasses import asdict
 
-    from still_export.export.onnx_package import ExportOptions, export_onnx
-    from still_export.quantization.policy import demand_target
+    from still_export.export.job import plan_job, read_manifest
 
-    manifest = _read_manifest(config)
-    to = to or manifest.get("target", "onnx")
-    if to not in TARGETS:
-        raise ConfigError(f"--to {to} is unknown; known: {', '.join(TARGETS)}.")
     if output is None:
         raise typer.BadParameter("give the package folder to write: -o DIR", param_hint="-o")
-    given: dict[str, Any] = {
+    if model is None and config is None:
+        raise typer.BadParameter("give a model, or --config manifest.json", param_hint="MODEL")
+    asked = {
         "model": model,
         "attach_untrained": attach_untrained or None,
-        "dtype": _dtype(dtype, fp16, bf16, to if config is None else "onnx"),
+        "dtype": _dtype(dtype, fp16, bf16),
         "all_logits": all_logits or None,
         "overlays": tuple(overlay) if overlay else None,
         "revision": revision,
-        "native": native or None,
+        "still": {
+            "chunk_size": chunk_size,
+            "salient_per_chunk": salient_per_chunk,
+            "select_scope": select_scope,
+            "capacity_tokens": capacity_tokens,
+            "overflow": overflow,
+        },
         "quantize": quantize,
         "quantize_method": quantize_method,
         "quantize_block": quantize_block,
         "lora": lora,
-        "prefill_tokens": prefill_tokens if to == "onnx" else None,
-    }
-    given = {name: value for name, value in given.items() if value is not None}
-    still = {
-        "chunk_size": chunk_size,
-        "salient_per_chunk": salient_per_chunk,
-        "select_scope": select_scope,
-        "capacity_tokens": capacity_tokens,
-        "overflow": overflow,
-    }
-    if still := {name: value for name, value in still.items() if value is not None}:
-        given["still"] = {**manifest.get("config", {}).get("still", {}), **still}
-    if config is not None:
-        options = replace(ExportOptions.from_manifest(manifest), **given)
-    elif model is None:
-        raise typer.BadParameter("give a model, or --config manifest.json", param_hint="MODEL")
-    else:
-        options = ExportOptions(**given)
-    # The manifest is read from other working directories.
-    options = replace(options, model=_absolute(options.model), overlays=tuple(map(_absolute, options.overlays)))
-    out, command = Output(as_json, quiet), shlex.join(["still-export", *sys.argv[1:]])
-    asked = {
-        "arch": tuple(arch.split(",")) if arch else None,
-        "prefill_tokens": None if to == "onnx" else prefill_tokens,
+        "native": native or None,
+        "onnxruntime_include": onnxruntime_include,
+        "archs": tuple(arch.split(",")) if arch else None,
+        "prefill_tokens": prefill_tokens,
         "batch": batch,
-        "workspace": workspace,
+        "workspace_mib": workspace,
         "version_compatible": version_compatible or None,
         "strip_weights": strip_weights or None,
         "tensorrt_include": tuple(map(str, tensorrt_include)) if tensorrt_include else None,
+        "dump_dir": dump_dir,
     }
-    asked = {k: v for k, v in asked.items() if v is not None}
-    if to == "onnx" and arch:
-        options = replace(options, archs=tuple(arch.split(",")))
-        del asked["arch"]
-    if to == "onnx" and (asked or dump_dir):
-        flags = ", ".join("--" + name.replace("_", "-") for name in (*asked, *(["dump_dir"] if dump_dir else [])))
-        raise ConfigError(f"{flags}: for --to trt and trt-rtx, not for --to onnx.")
-    if options.quantize:
-        demand_target(to)
-    if to != "onnx":
-        if native or onnxruntime_include:
-            raise ConfigError(f"--native and --onnxruntime-include are for --to onnx, not for --to {to}.")
-        options = replace(options, native=False, archs=())  # a repeated export to ONNX may have it
-        asked = {{"arch": "archs", "workspace": "workspace_mib"}.get(k, k): v for k, v in asked.items()}
-        _export_trt(options, to, manifest, asked, output, force, command, out, dump_dir)
+    job = plan_job(to, asked, read_manifest(config) if config else None)
+    out, command = Output(as_json, quiet), shlex.join(["still-export", *sys.argv[1:]])
+    if job.trt:
+        _export_trt(job, output, force, command, out)
         return
     with out.steps() as progress:
-        package = export_onnx(
-            options, output, force=force, command=command, progress=progress, onnxruntime_include=onnxruntime_include
-        )
+        package = job.run(output, force=force, command=command, progress=progress)
     size = sum(entry["size_bytes"] for entry in package.manifest["files"].values())
     out.result(
-        {"package": str(output), "size_bytes": size, "config": asdict(options)},
+        {"package": str(output), "size_bytes": size, "config": asdict(job.options)},
         f"{output}: {len(package.manifest['files'])} files, {size / 2**20:.0f} MiB",
-        next_commands(output, to),
+        next_commands(output, job.target),
     )
 
 
-def _absolute(source: str) -> str:
-    """A path as an absolute one; hub ids stay."""
-    return str(Path(source).resolve()) if Path(source).exists() else source
-
-
-def _read_manifest(config: Path | None) -> dict[str, Any]:
-    """The manifest to repeat, empty without one."""
-    if config is None:
-        return {}
-    try:
-        manifest = json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{config} is no manifest of an export: {error}.") from error
-    if not isinstance(manifest, dict):
-        raise ConfigError(f"{config} is no manifest of an export.")
-    return manifest
-
-
-def _dtype(dtype: str | None, fp16: bool, bf16: bool, to: str) -> str | None:
-    """The element type asked for; engines are float16 unless told otherwise."""
+def _dtype(dtype: str | None, fp16: bool, bf16: bool) -> str | None:
+    """The element type asked for."""
     if (dtype is not None) + fp16 + bf16 > 1:
         raise typer.BadParameter("give one of --dtype, --fp16, --bf16")
-    if fp16 or bf16:
-        return "float16" if fp16 else "bfloat16"
-    return dtype or (None if to == "onnx" else "float16")
+    return "float16" if fp16 else "bfloat16" if bf16 else dtype
 
 
-def _export_trt(
-    options: ExportOptions,
-    to: str,
-    manifest: dict[str, Any],
-    asked: dict[str, Any],
-    output: Path,
-    force: bool,
-    command: str,
-    out: Output,
-    dump_dir: Path | None = None,
-) -> None:
-    """Write a package for TensorRT, as `asked` or else as `manifest` records it, and its engines where that is possible here."""
+def _export_trt(job: Job, output: Path, force: bool, command: str, out: Output) -> None:
+    """Write a package for TensorRT, and its engines where that is possible here."""
+    from dataclasses import asdict
+
     from still_export.engines.build import build_engines
     from still_export.engines.builder import NoBuilderError
-    from still_export.engines.options import TrtOptions
-    from still_export.export.trt_package import export_trt
 
-    trt = TrtOptions.from_manifest(manifest if manifest.get("target") == to else {}, target=to, **asked)
     with out.steps() as progress:
-        package = export_trt(options, trt, output, force=force, command=command, progress=progress, dump_dir=dump_dir)
+        package = job.run(output, force=force, command=command, progress=progress)
         try:
             engines = build_engines(package, progress=progress)
         except NoBuilderError as error:
@@ -271,10 +209,7 @@ def _export_trt(
     if not engines:
         out.log(f"no engine yet: {reason}")
     out.result(
-        {"package": str(output), "engines": [str(e) for e in engines], "trt": asked},
+        {"package": str(output), "engines": [str(e) for e in engines], "trt": asdict(job.trt) if job.trt else None},
         f"{output}: {', '.join(e.name for e in engines) or 'no engine yet'}",
-        next_commands(output, to) if engines else f"next: still-export build {shlex.quote(str(output))}",
+        next_commands(output, job.target) if engines else f"next: still-export build {shlex.quote(str(output))}",
     )
-
-
-TARGETS = ("onnx", "trt", "trt-rtx")

@@ -40,7 +40,9 @@ def serve(
         int | None,
         typer.Option(min=2, help="Tokens of a prompt and its answer.", show_default="the package's capacity"),
     ] = None,
-    max_body_mb: Annotated[float, typer.Option(min=0.001, help="Of a request.")] = 4.0,
+    max_body_kb: Annotated[
+        int | None, typer.Option(min=1, help="Of a request.", show_default="64, and 64 bytes a token of the context")
+    ] = None,
     piece_tokens: Annotated[
         int, typer.Option(min=1, help="Of a prompt, read between two tokens of the other answers.")
     ] = 256,
@@ -85,8 +87,9 @@ def serve(
             worker = Worker(open_scheduler)
         except (RunError, CudaError) as error:
             raise PackageError(str(error)) from error
-        settings = Settings(name or package.resolve().name, api_key, int(max_body_mb * 1e6))
         scheduler = worker.scheduler
+        body_bytes = 1024 * max_body_kb if max_body_kb else (64 << 10) + 64 * scheduler.context
+        settings = Settings(name or package.resolve().name, api_key, body_bytes)
         size = scheduler.state_bytes(scheduler.context) / 1e6
         where = f"[{host}]" if ":" in host else host
         out.log(

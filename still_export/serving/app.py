@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from anyio import CapacityLimiter, to_thread
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
@@ -27,6 +27,9 @@ from still_export.serving.worker import Worker
 
 BODY_S = 30.0
 """A body that takes longer to come is given up."""
+
+TOKENIZERS = 2
+"""Prompts that are tokenized at the same time: a tokenizer takes a hundred bytes and more for each of a prompt's."""
 
 GONE = 499
 """Status of a request whose client left, in metrics: nobody reads it."""
@@ -69,6 +72,8 @@ class _Server:
         self.worker, self.settings = worker, settings
         self.metrics = Metrics(worker.scheduler)
         self.created = int(time.time())
+        self._reading = 0
+        self._tokenizers = CapacityLimiter(TOKENIZERS)
 
     def answered(self, handler: Handler) -> Handler:
         """`handler` whose errors are answers, and whose answers are counted."""
@@ -145,13 +150,7 @@ class _Server:
         return await self._answer(request, Chat)
 
     async def _answer(self, http: HttpRequest, kind: type[Completion] | type[Chat]) -> Response:
-        body = await _read_body(http, self.settings.body_bytes)
-        scheduler = self.worker.scheduler
-
-        def understand() -> Asked:
-            return asked(understood(kind, _parsed(body), self.settings.name), scheduler.text, scheduler.context)
-
-        request = await run_in_threadpool(understand)  # megabytes take a tokenizer a while
+        request = await self._read(http, kind)
         reply = Reply(request, self.settings.name)
         job, events = self._submit(request)
         if request.stream:
@@ -163,6 +162,23 @@ class _Server:
             text, ended = text + event.text, event.ended or ""
             _check(event)
         return _json(reply.whole(text, ended, len(job.tokens)))
+
+    async def _read(self, http: HttpRequest, kind: type[Completion] | type[Chat]) -> Asked:
+        """What a client asks, read by as few at a time as could be answered."""
+        scheduler = self.worker.scheduler
+        if self._reading >= scheduler.places:
+            message = f"{self._reading} requests are being read, which is the limit. Ask again later."
+            raise ApiError(429, message, None, "rate_limit_exceeded")
+        self._reading += 1
+        try:
+            body = await _read_body(http, self.settings.body_bytes)
+
+            def understand() -> Asked:
+                return asked(understood(kind, _parsed(body), self.settings.name), scheduler.text, scheduler.context)
+
+            return await to_thread.run_sync(understand, limiter=self._tokenizers)
+        finally:
+            self._reading -= 1
 
     def _submit(self, request: Asked) -> tuple[Request, asyncio.Queue[Event]]:
         loop = asyncio.get_running_loop()

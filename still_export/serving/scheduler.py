@@ -130,6 +130,11 @@ class Scheduler:
         self._readers: deque[_Row] = deque()
 
     @property
+    def places(self) -> int:
+        """Requests that run or wait at most."""
+        return self.waiting + len(self._rows)
+
+    @property
     def queued(self) -> int:
         """Requests that wait for a row."""
         return len(self._queue)
@@ -170,7 +175,7 @@ class Scheduler:
             if self.stopping:
                 raise StoppingError("the server is stopping. Ask another one, or later.")
             # Requests for which a row is free wait for the next round alone.
-            if len(self._queue) >= self.waiting + len(self._rows) - self.running:
+            if len(self._queue) >= self.places - self.running:
                 raise QueueFullError(f"{len(self._queue)} requests are waiting, which is the limit. Ask again later.")
             request.arrived = time.perf_counter()
             self._queue.append(request)
@@ -203,7 +208,7 @@ class Scheduler:
                 return False
             self._read()
             self._speak()
-        except Exception as error:  # beside the model's calls: nobody's fault, so everybody's
+        except BaseException as error:  # a tokenizer's panic, too: nobody's fault, so everybody's
             self._fail([row for row in self._rows if row is not None], error)
         return True
 
@@ -275,7 +280,7 @@ class Scheduler:
         self.broken = ""
         return logits
 
-    def _fail(self, rows: list[_Row], error: Exception) -> None:
+    def _fail(self, rows: list[_Row], error: BaseException) -> None:
         """End the requests of `rows` with an error."""
         self.broken = " ".join(str(error).split()) or type(error).__name__
         print(f"a call failed: {self.broken}", file=sys.stderr)

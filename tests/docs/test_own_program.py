@@ -15,6 +15,8 @@ from tests.docs.stand_ins import make_stand_ins
 from tests.still_export.conftest import Exporter, export_tiny
 from tests.still_export.tiny import MIXED
 
+pytestmark = pytest.mark.slow  # each exports a model
+
 __all__ = ["export_tiny"]
 
 PAGE = ROOT / "docs/reference/own-program.md"

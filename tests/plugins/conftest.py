@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 
-from still_export.export.plugins import build_plugins
+from tests.plugins import builds
 from tests.plugins.core_abi import Core, Recorder, compile_recorder
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="session")
-def core_library() -> Path:
-    """libstill_core.so without kernels, with the toy op, built once per checkout into build/, which git ignores."""
-    if not shutil.which("cmake") or not shutil.which("g++"):
-        pytest.skip("needs cmake and g++")
-    return build_plugins(ROOT / "build/plugins-core", ops=(ROOT / "tests/toy/decay",)) / "libstill_core.so"
+def core_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """libstill_core.so without kernels, with the toy op."""
+    return builds.optimized("still_core", "libstill_core.so", tmp_path_factory.mktemp("core"))
 
 
 @pytest.fixture(scope="session")

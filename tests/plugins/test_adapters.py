@@ -6,7 +6,6 @@ Set STILL_TENSORRT_INCLUDE to the include folders of NVIDIA/TensorRT's release b
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -20,15 +19,14 @@ from still_graphs.ops import OPS, OpSpec
 from still_graphs.ops.attention import ATTENTION
 from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 from still_kernels.attention.variants import KERNELS as ATTENTION_KERNELS
+from tests.plugins.builds import FOLDERS, ROOT, TOY
 from tests.plugins.core_abi import Recorder, shapes_of, write_archive
-from tests.plugins.test_core import ABSENT, ATTRIBUTES, ROOT, SIZES, variant
+from tests.plugins.test_core import ABSENT, ATTRIBUTES, SIZES, variant
 from tests.toy.plan import PLAN as TOY_PLAN
 from tests.toy.spec import DECAY
 from tests.toy.variants import CONSTANTS
 
-FOLDERS = [p for p in os.environ.get(INCLUDE_VARIABLE, "").split(os.pathsep) if p]
 CUDA = Path("/usr/local/cuda/include")
-TOY = ROOT / "tests/toy/decay"
 
 pytestmark = [
     pytest.mark.slow,

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from tests.attention_cases import SPLITS, Layer, Split, calls
-from tests.plugins.test_onnxruntime import library  # noqa: F401  # a fixture
 from tests.still_graphs import test_attention as body
 from tests.still_graphs.test_functions import WRONG_COUNTS, close, session, value
 from tests.tolerances import REFERENCE
@@ -30,14 +29,14 @@ CASES: list[tuple[Layer, list[Split]]] = [
 
 @pytest.mark.parametrize("in_place", [True, False], ids=["in place", "apart"])
 @pytest.mark.parametrize("layer, splits", CASES, ids=str)
-def test_kernel_equals_definition(library: str, layer: Layer, splits: list[Split], in_place: bool) -> None:  # noqa: F811
+def test_kernel_equals_definition(library: str, layer: Layer, splits: list[Split], in_place: bool) -> None:
     body.check(layer, splits, in_place=in_place, library=library, threads=2)
 
 
 @pytest.mark.parametrize("instructions", ["baseline", "v3", "v4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_instruction_sets(
-    library: str,  # noqa: F811
+    library: str,
     monkeypatch: pytest.MonkeyPatch,
     instructions: str,
     dtype: torch.dtype,
@@ -51,11 +50,11 @@ def test_instruction_sets(
         pytest.skip(f"this processor has no {instructions}")
 
 
-def test_logits_far_apart(library: str) -> None:  # noqa: F811
+def test_logits_far_apart(library: str) -> None:
     body.check(Layer(rows=700), [600, 1, 30], sharpness=30.0, library=library)
 
 
-def test_what_is_not_filled_is_not_read(library: str) -> None:  # noqa: F811
+def test_what_is_not_filled_is_not_read(library: str) -> None:
     """Behind each row's own tokens: the kernel reads no more for a row because another one is longer."""
     layer = Layer(rows=700)
     runner = body.Runner(layer, torch.float32, 2, True, library=library)
@@ -65,7 +64,7 @@ def test_what_is_not_filled_is_not_read(library: str) -> None:  # noqa: F811
         close(runner(call.feeds)["output"], call.output, REFERENCE[torch.float32], "output")
 
 
-def test_threads_change_no_bit(library: str) -> None:  # noqa: F811
+def test_threads_change_no_bit(library: str) -> None:
     layer = Layer(9, 3, 16, 1100)
     runs = []
     for threads in (1, 2, 2):
@@ -75,14 +74,14 @@ def test_threads_change_no_bit(library: str) -> None:  # noqa: F811
         assert all(torch.equal(first, other) for first, other in zip(runs[0], others, strict=True))
 
 
-def test_the_kernel_takes_the_node(library: str, tmp_path: Path) -> None:  # noqa: F811
+def test_the_kernel_takes_the_node(library: str, tmp_path: Path) -> None:
     path = str(tmp_path / "run.onnx")
     session(body.node_model(Layer(), torch.float32, 2), save=path, library=library)
     assert [n.op_type for n in onnx.load(path).graph.node] == ["Attention"] * 2
 
 
 @pytest.mark.parametrize("changes", WRONG_COUNTS, ids=str)
-def test_wrong_counts_are_refused(library: str, changes: dict[str, Any]) -> None:  # noqa: F811
+def test_wrong_counts_are_refused(library: str, changes: dict[str, Any]) -> None:
     layer = Layer(rows=12)
     runner = body.Runner(layer, torch.float32, 2, False, library=library)
     call = next(iter(calls(layer, [5], torch.float32)))

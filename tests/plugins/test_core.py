@@ -14,9 +14,9 @@ import pytest
 from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 from still_kernels.hybrid_attention.plan import PLAN
 from still_kernels.plan import ELEMENTS, Call
+from tests.plugins.builds import ROOT
 from tests.plugins.core_abi import Core, CoreError, CoreOp, Recorder, Tensor, shapes_of, tensor_array, write_archive
 
-ROOT = Path(__file__).resolve().parents[2]
 SIZES = {"B": 2, "T": 150, "H": 6, "HK": 3, "HS": 6, "D": 64, "P": 48, "F": 96, "C": 32, "N": 80}
 ATTRIBUTES: dict[str, int | float | str] = {a.name: a.default for a in HYBRID_ATTENTION.attributes}
 ATTRIBUTES.update(chunk_size=32, salient_per_chunk=5, mix_epsilon=1e-5)

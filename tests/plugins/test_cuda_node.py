@@ -5,25 +5,21 @@ They launch what the core launches for the same call, and with STILL_TENSORRT_IN
 
 from __future__ import annotations
 
-import fcntl
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from still_export.export.native import find_onnxruntime_headers
-from still_export.export.plugins import SOURCE, PluginBuildError, pack_archive, run_cmake
+from still_export.export.plugins import pack_archive
 from still_graphs.ops import OpSpec
-from tests.plugins.conftest import ROOT
+from tests.plugins import builds
+from tests.plugins.builds import FOLDERS
 from tests.plugins.core_abi import Core, Recorder, shapes_of
 from tests.plugins.test_adapters import (
     CALLS,
     CUDA,
-    FOLDERS,
-    TOY,
     all_archives,
     compile_host,
     host_arguments,
@@ -43,29 +39,18 @@ class Hosts:
         self.archives = all_archives(folder)
         self.archive = pack_archive(self.archives, folder / "kernels.bin")
         self.drivers = stand_in_driver(recorder, folder)
-        include = find_onnxruntime_headers()
-        options: dict[str, Path | str | None] = {
-            "ONNXRUNTIME_INCLUDE_DIR": include,
-            "STILL_OPS": str(TOY),
-            "STILL_ARCHIVE": self.archive,
-            "TENSORRT_INCLUDE_DIR": FOLDERS[0] if FOLDERS else "",
-        }
-        self.build = ROOT / "build/plugins-cuda"
-        self.build.mkdir(parents=True, exist_ok=True)
-        with (self.build / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            run_cmake(SOURCE, self.build, options)
-            self.library = shutil.copyfile(self.build / "onnxruntime/libstill_onnxruntime.so", folder / "library.so")
+        include = builds.demand_headers()
+        self.library = builds.optimized("still_onnxruntime", "onnxruntime/*.so", folder, self.archive)
         self.host = compile_host("onnxruntime", [include], folder)
         if FOLDERS:
+            pattern = "tensorrt/libstill_tensorrt*[0-9].so"
+            self.tensorrt_library = builds.optimized("all", pattern, folder, self.archive)
             self.tensorrt = compile_host("tensorrt", [FOLDERS[0], CUDA], folder)
 
     def run(self, call: Call, tensorrt: bool = False, **values: Any) -> list[str]:
         """Lines that a stand-in prints of a call."""
         spec, attributes, absent, sizes, _ = call
-        program: list[Path] = [self.host, Path(self.library)]
-        if tensorrt:
-            program = [self.tensorrt, next((self.build / "tensorrt").glob("libstill_tensorrt*[0-9].so"))]
+        program = [self.tensorrt, self.tensorrt_library] if tensorrt else [self.host, self.library]
         given = host_arguments(spec, node_values(spec, attributes, absent) | values, absent, sizes)
         done = subprocess.run(
             [*program, *given, *kernels_taken(self.archives)],
@@ -79,10 +64,6 @@ class Hosts:
 
 @pytest.fixture(scope="session")
 def hosts(recorder: Recorder, tmp_path_factory: pytest.TempPathFactory) -> Hosts:
-    try:
-        find_onnxruntime_headers()
-    except PluginBuildError as error:
-        pytest.skip(str(error))
     return Hosts(tmp_path_factory.mktemp("cuda"), recorder)
 
 

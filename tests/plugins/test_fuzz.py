@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -14,11 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from still_export.export.plugins import SOURCE, run_cmake
+from tests.plugins import builds
 from tests.plugins.core_abi import compile_recorder, write_archive
 from tests.plugins.test_core import variant
 
-ROOT = Path(__file__).resolve().parents[2]
 RUNS = {
     "binding": 60_000,
     "kernels": 2_500,
@@ -36,18 +34,14 @@ pytestmark = [
 
 @pytest.fixture(scope="session")
 def targets() -> Path:
-    """Folder of the programs, built once per checkout into build/, which git ignores."""
-    folder = ROOT / "build/fuzz"
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:  # test processes run side by side
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        return run_cmake(SOURCE, folder, {"STILL_FUZZ": "ON"}, "fuzz") / "fuzz"
+    """Folder of the programs."""
+    return builds.sanitized("fuzz") / "fuzz"
 
 
 def corpus(target: str, folder: Path) -> list[str]:
     """Arguments that name what the target's inputs are made from."""
     if target == "manifest":
-        return ["--text", str(ROOT / "plugins/fuzz/manifest.json")]
+        return ["--text", str(builds.ROOT / "plugins/fuzz/manifest.json")]
     if target != "archive":
         return []
     packed = write_archive(folder, [variant(), variant("sm_86")])

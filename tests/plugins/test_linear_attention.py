@@ -15,7 +15,6 @@ from still_kernels.linear_attention import empty_state
 from tests.causal_conv_cases import LAYERS as CONV_LAYERS
 from tests.causal_conv_cases import Layer as ConvLayer
 from tests.linear_attention_cases import LAYERS, SPLITS, Layer, Split, calls
-from tests.plugins.test_onnxruntime import library  # noqa: F401  # a fixture
 from tests.still_graphs import test_causal_conv as conv
 from tests.still_graphs import test_linear_attention as body
 from tests.still_graphs.node_model import StatefulNode
@@ -31,20 +30,20 @@ WIDE = [
 
 @pytest.mark.parametrize("in_place", [True, False], ids=["in place", "apart"])
 @pytest.mark.parametrize("layer", [*LAYERS, *WIDE], ids=str)
-def test_kernel_equals_the_loop(library: str, layer: Layer, in_place: bool) -> None:  # noqa: F811
+def test_kernel_equals_the_loop(library: str, layer: Layer, in_place: bool) -> None:
     body.check(layer, SPLITS, in_place=in_place, library=library, threads=2)
 
 
 @pytest.mark.parametrize("splits", [[2, 198], [1] * 12, [1, 2, 3, 4] * 3, [32, 33, 31, 64]], ids=lambda x: str(x[:3]))
 @pytest.mark.parametrize("layer", [Layer(), Layer(decay=10)], ids=str)
-def test_splits(library: str, layer: Layer, splits: list[Split]) -> None:  # noqa: F811
+def test_splits(library: str, layer: Layer, splits: list[Split]) -> None:
     body.check(layer, splits, library=library)
 
 
 @pytest.mark.parametrize("instructions", ["baseline", "v3", "v4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_instruction_sets(
-    library: str,  # noqa: F811
+    library: str,
     monkeypatch: pytest.MonkeyPatch,
     instructions: str,
     dtype: torch.dtype,
@@ -62,11 +61,11 @@ def test_instruction_sets(
 
 @pytest.mark.parametrize("in_place", [True, False], ids=["in place", "apart"])
 @pytest.mark.parametrize("layer", [*CONV_LAYERS, ConvLayer(200, 4, True)], ids=str)
-def test_convolution_equals_the_loop(library: str, layer: ConvLayer, in_place: bool) -> None:  # noqa: F811
+def test_convolution_equals_the_loop(library: str, layer: ConvLayer, in_place: bool) -> None:
     conv.check(layer, in_place=in_place, library=library, threads=2)
 
 
-def test_threads_change_no_bit(library: str) -> None:  # noqa: F811
+def test_threads_change_no_bit(library: str) -> None:
     layer, runs = Layer(dim=24, size=40), []
     for threads in (1, 2, 2):
         state = empty_state(2, layer.heads, layer.dim, layer.size)
@@ -81,7 +80,7 @@ def feeds(call: Any) -> dict[str, torch.Tensor]:
     return {t.name: x for t in LINEAR_ATTENTION.inputs if (x := getattr(call.inputs, t.name)) is not None}
 
 
-def test_a_decay_that_forgets_all_is_no_nan(library: str) -> None:  # noqa: F811
+def test_a_decay_that_forgets_all_is_no_nan(library: str) -> None:
     for layer in (Layer("gated"), Layer("gated", decay=10)):
         call = next(iter(calls(layer, [100])))
         assert call.inputs.decay is not None
@@ -92,7 +91,7 @@ def test_a_decay_that_forgets_all_is_no_nan(library: str) -> None:  # noqa: F811
         assert bool(output.isfinite().all()) and bool(state.isfinite().all())
 
 
-def test_the_kernels_take_the_nodes(library: str, tmp_path: Path) -> None:  # noqa: F811
+def test_the_kernels_take_the_nodes(library: str, tmp_path: Path) -> None:
     for name, model in (("LinearAttention", body.layer_model(Layer())), ("CausalConv", conv.layer_model(ConvLayer()))):
         path = str(tmp_path / f"{name}.onnx")
         session(model, save=path, library=library)
@@ -100,7 +99,7 @@ def test_the_kernels_take_the_nodes(library: str, tmp_path: Path) -> None:  # no
 
 
 @pytest.mark.parametrize("counts", [[5, -1], [5, 6], [5, 2**62]], ids=str)
-def test_wrong_counts_are_refused(library: str, counts: list[int]) -> None:  # noqa: F811
+def test_wrong_counts_are_refused(library: str, counts: list[int]) -> None:
     node = StatefulNode(LINEAR_ATTENTION, body.layer_model(Layer()), empty_state(2, 6, 10, 7), False, library=library)
     call = next(iter(calls(Layer(), [5])))
     with pytest.raises(Exception, match="LinearAttention: row 1 has past_length 0 and new_tokens"):

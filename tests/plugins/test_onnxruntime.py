@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,36 +11,11 @@ import onnx
 import pytest
 import torch
 
-from still_export.export.native import build_native, find_onnxruntime_headers
-from still_export.export.plugins import PluginBuildError
 from still_kernels.hybrid_attention import Inputs, naive_hybrid_attention
 from tests.still_graphs import test_functions as body
 from tests.tolerances import REFERENCE
 
 pytest.importorskip("onnxruntime")
-
-ROOT = Path(__file__).resolve().parents[2]
-TOY = ROOT / "tests/toy/decay"
-"""An op beside those of the tree, compiled in with them."""
-
-
-@pytest.fixture(scope="session")
-def library() -> str:
-    """libstill_onnxruntime.so with the toy op, built once per checkout into build/, which git ignores; or that of test_sanitized.py."""
-    if built := os.environ.get("STILL_TEST_LIBRARY"):
-        return built
-    if not shutil.which("cmake") or not shutil.which("g++"):
-        pytest.skip("needs cmake and g++")
-    try:
-        include = find_onnxruntime_headers()
-    except PluginBuildError as error:
-        pytest.skip(str(error))
-    folder = ROOT / "build/plugins-native"
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:  # test processes run side by side
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        return str(build_native(folder, include, ops=(TOY,)))
-
 
 FOLDING = [*body.SPLITS, 37, [20, 3], 1, 1, 1, 1, 1]
 CASES: list[tuple[dict[str, Any], Any]] = [

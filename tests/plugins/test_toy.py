@@ -16,8 +16,8 @@ from onnx import TensorProto, helper
 
 from still_graphs.ops import DOMAIN
 from still_kernels import op_kernels
+from tests.plugins.builds import ROOT, TOY
 from tests.plugins.test_launches import fake_compiler, mirror  # noqa: F401  # fixtures
-from tests.plugins.test_onnxruntime import ROOT, TOY, library  # noqa: F401  # a fixture
 from tests.still_graphs.test_functions import session
 from tests.toy.mixer import naive_decay
 from tests.toy.spec import DECAY
@@ -81,7 +81,7 @@ def test_its_parts_go_together() -> None:
     KERNELS.check()
 
 
-def test_its_kernel_runs_in_onnx_runtime(library: str) -> None:  # noqa: F811
+def test_its_kernel_runs_in_onnx_runtime(library: str) -> None:
     run = session(node_model(), library=library)
     generator = torch.Generator().manual_seed(0)
     total, length = torch.zeros(2, HEADS, DIM), torch.zeros(2, dtype=torch.int64)

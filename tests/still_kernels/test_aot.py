@@ -85,7 +85,7 @@ def test_every_architecture(arch: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", [86, 90])
+@pytest.mark.parametrize("arch", [86, pytest.param(90, marks=pytest.mark.long)])  # 86 has the least shared memory
 @pytest.mark.parametrize(
     "properties",
     [

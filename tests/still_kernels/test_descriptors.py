@@ -313,10 +313,10 @@ MATRIX = ("score", "features", "scan", "linear", "attend", "decode")
     ("size", "kernels"),
     [({**LLAMA, "dtype": "bfloat16"}, ("linear", "attend"))]
     + [
-        pytest.param({"dtype": dtype, "head_dim": dim, "feature_rows": dim, **more}, MATRIX, marks=pytest.mark.slow)
+        pytest.param({"dtype": dtype, "head_dim": dim, "feature_rows": dim, **more}, MATRIX, marks=marks)
         for dtype in ("bfloat16", "float16", "float32")
         for dim in (64, 80, 96, 128, 256)
-        for more in ({}, {"chunk_size": 128})
+        for more, marks in (({}, pytest.mark.slow), ({"chunk_size": 128}, [pytest.mark.slow, pytest.mark.long]))
     ],
     ids=str,
 )

@@ -54,6 +54,7 @@ def test_settings_are_checked_timed_and_written(tmp_path: Path) -> None:
     assert "(current)" in done.stdout
 
 
+@pytest.mark.slow
 def test_softmax_attention_is_tuned_by_the_same(tmp_path: Path) -> None:
     given = ["--kernels", "attend,decode", "--seconds", "3", "-o", str(tmp_path / "tune.json")]
     done = interpreted(MAIN, *small("Attention"), *given)
@@ -64,6 +65,7 @@ def test_softmax_attention_is_tuned_by_the_same(tmp_path: Path) -> None:
     assert attend['{"BN": 64}'] in ("BN of attend divides its BM", "no time left")
 
 
+@pytest.mark.slow
 def test_a_wrong_result_gets_no_time(tmp_path: Path) -> None:
     code = """
 import sys

@@ -24,6 +24,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--count", type=int, default=50, help="cases, or kills of each verb")
+    parser.add_argument("--verb", help="kill this verb only, e.g. 'export --force'; default: each in turn")
     parser.add_argument("--seconds", type=float, default=10, help="of each fuzz target")
     parser.add_argument("--model", type=Path, default=ROOT / "assets/small", help="STILL model to damage")
     parser.add_argument("--work", type=Path, help="folder for inputs, kept; default: a temporary one")
@@ -42,7 +43,7 @@ def main() -> int:
         if options.attack in ("kills", "all"):
             import kills
 
-            good &= kills.attack(work / "kills", options.model, options.seed, options.count)
+            good &= kills.attack(work / "kills", options.model, options.seed, options.count, options.verb)
         if options.attack in ("libraries", "all"):
             import libraries
 

@@ -15,11 +15,11 @@ TARGETS = ("binding", "kernels", "attention", "archive", "manifest")
 def attack(seconds: float, seed: int) -> bool:
     """Build and run every target; print what each ran."""
     sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "graphs")]
-    from still_export.export.plugins import run_cmake
+    from tests.plugins import builds
     from tests.plugins.core_abi import compile_recorder
     from tests.plugins.test_fuzz import corpus
 
-    build = run_cmake(ROOT / "plugins", ROOT / "build/fuzz", {"STILL_FUZZ": "ON"}, "fuzz") / "fuzz"
+    build = builds.sanitized("fuzz") / "fuzz"
     good = True
     for target in TARGETS:
         with tempfile.TemporaryDirectory() as folder:

@@ -43,8 +43,8 @@ def kill_after(arguments: list[str], seconds: float) -> bool:
     return True
 
 
-def attack(folder: Path, model: Path, seed: int, count: int) -> bool:
-    """Kill each verb `count` times; print what was found wrong."""
+def attack(folder: Path, model: Path, seed: int, count: int, only: str | None = None) -> bool:
+    """Kill each verb, or only this one, `count` times; print what was found wrong."""
     from damage import Inputs
 
     os.environ["XDG_CONFIG_HOME"] = str(folder / "configuration")
@@ -72,6 +72,8 @@ def attack(folder: Path, model: Path, seed: int, count: int) -> bool:
         "linearize --force": ([*apply, "--force"], linearized),
         "verify": (verify, package / "verify"),
     }
+    if only:
+        verbs = {only: verbs[only]}
     found: Counter[str] = Counter()
     for verb, (command, target) in verbs.items():
         keeps = "--force" in verb

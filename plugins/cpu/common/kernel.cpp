@@ -19,6 +19,14 @@ void expect_inputs(still::OpSpec const& spec, std::initializer_list<char const*>
         throw std::logic_error("the OpSpec of " + spec.name + " is not what its kernel was written for");
 }
 
+still::Call bind(still::Op const& op, std::vector<still::Tensor> const& tensors)
+{
+    still::Call call = op.bind(tensors);
+    if (call.count != still::Type::kInt64 && call.count != still::Type::kNone)
+        fail(op.spec().name, ": counts are ", still::type_name(call.count), "; the CPU's kernel reads int64.");
+    return call;
+}
+
 int choice(still::Op const& op, char const* name)
 {
     for (still::AttributeSpec const& spec : op.spec().attributes)

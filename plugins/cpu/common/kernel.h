@@ -49,6 +49,9 @@ struct Entry
 // Every op of this library that has a kernel; CMake writes the list (../CMakeLists.txt).
 std::vector<Entry> const& entries();
 
+// Binds the tensors; throws still::Error where they do not fit, or where counts are not int64, which kernels here read.
+still::Call bind(still::Op const& op, std::vector<still::Tensor> const& tensors);
+
 // What follows from the shapes of the latest call, as steps are alike; a session may be run from several threads.
 template <typename Sizes>
 class Remembered
@@ -60,7 +63,7 @@ public:
         std::lock_guard<std::mutex> const lock(mutex_);
         if (!sizes_ || !(tensors == known_))
         {
-            sizes_ = read(op.bind(tensors));
+            sizes_ = read(bind(op, tensors));
             known_ = tensors;
         }
         return *sizes_;

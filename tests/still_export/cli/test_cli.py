@@ -123,7 +123,7 @@ def test_manifest_names_the_model_and_its_overlays_from_anywhere(
         seen.append(options)
         raise ConfigError("enough")
 
-    monkeypatch.setattr("still_export.export.onnx_package.export_onnx", export)
+    monkeypatch.setattr("still_export.export.job.export_onnx", export)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "base").mkdir()
     (tmp_path / "adapter").mkdir()
@@ -210,6 +210,7 @@ def test_changed_file_is_refused(export_tiny: Exporter, tmp_path: Path, capsys: 
     assert "SHA-256" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_prompt_beyond_the_capacity(export_tiny: Exporter, capsys: Capture) -> None:
     package = export_tiny(capacity_tokens=40)
     assert call("run", package.path, "--prompt-ids", ",".join(["5"] * 41), "--tokens", "1") == 2
@@ -271,6 +272,7 @@ def test_verify_of_a_package_whose_model_moved(export_tiny: Exporter, tmp_path: 
     assert "--model" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_version_and_help(capsys: Capture) -> None:
     assert call("--version") == 0
     assert capsys.readouterr().out.startswith("still-export ")

@@ -18,7 +18,7 @@ from still_export.export.plugins import PluginBuildError
 from still_export.export.trt_package import export_trt
 from still_export.package.folder import Package
 from still_export.runners.opening import runtime_of
-from tests.still_export.engines.test_build import needs_rtx, onnx_package, trt_package
+from tests.still_export.packages import needs_rtx, onnx_package, trt_package
 
 
 def run(*arguments: object) -> int:
@@ -69,7 +69,7 @@ def test_a_package_without_plugin_library_says_so(
 ) -> None:
     """Its engine cannot be built or run without one, which would come out on the GPU's machine only."""
     package = trt_package(tmp_path / "trt", monkeypatch)
-    monkeypatch.setattr("still_export.export.trt_package.export_trt", lambda *_, **__: package)
+    monkeypatch.setattr("still_export.export.job.export_trt", lambda *_, **__: package)
     monkeypatch.setitem(__import__("sys").modules, "tensorrt", None)
     for plugins in (package.manifest["plugins"], {}):
         package.manifest["plugins"] = plugins
@@ -88,6 +88,7 @@ def test_a_folder_without_headers_is_refused_before_the_export(tmp_path: Path, m
 
 @needs_rtx
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_real_model_becomes_a_tensorrt_rtx_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = Path(__file__).resolve().parents[4] / "shared/models/stories260K"
     if not model.is_dir():
@@ -126,7 +127,7 @@ def test_a_manifest_repeats_its_target_and_options(tmp_path: Path, monkeypatch: 
         seen.extend([options, trt])
         return package
 
-    monkeypatch.setattr("still_export.export.trt_package.export_trt", export)
+    monkeypatch.setattr("still_export.export.job.export_trt", export)
     monkeypatch.setitem(__import__("sys").modules, "tensorrt", None)
     assert run("export", "--config", path, "-o", tmp_path / "again", "--batch", 5, "--quiet") == 0
     options, trt = seen

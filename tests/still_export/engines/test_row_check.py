@@ -16,7 +16,7 @@ from still_export.package.folder import Package, open_package
 from still_export.runners.tensorrt import TrtModel
 from still_export.runners.trt_engine import TrtError
 from tests.still_export import fake_tensorrt
-from tests.still_export.engines.test_build import trt_package
+from tests.still_export.packages import trt_package
 
 ROWS = 3
 

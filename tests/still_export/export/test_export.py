@@ -57,6 +57,7 @@ def assert_close(expected: Arrays, actual: Arrays, dtype: str = "float32") -> No
         )
 
 
+@pytest.mark.slow
 def test_interface(export_tiny: Exporter) -> None:
     """Names, types and free dimensions are the manifest's; one still node a layer; no loop is unrolled."""
     package = export_tiny()
@@ -153,6 +154,7 @@ def test_untrained_attention_keeps_the_base_logits(family: str, tmp_path: Any) -
         np.testing.assert_allclose(logits, expected[:, :length], atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 def test_all_logits(export_tiny: Exporter) -> None:
     package = export_tiny(options={"all_logits": True})
     runner, session = reference_of(package), session_of(package)
@@ -162,6 +164,7 @@ def test_all_logits(export_tiny: Exporter) -> None:
     assert_close(runner.infer(feed), outputs)
 
 
+@pytest.mark.slow
 def test_half_precision_logits_are_float32(export_tiny: Exporter) -> None:
     session = session_of(export_tiny("llama", "float16", salient_per_chunk=0))
     assert session.get_outputs()[0].type == "tensor(float)"

@@ -12,10 +12,10 @@ from still_export.cli.main import main
 from still_export.models.load import load_model
 from still_export.runners.ort import OrtModel
 from still_export.runners.sampling import Sampling
-from tests.still_export.export.test_native import built, library
+from tests.still_export.export.test_native import built
 from tests.still_export.linear_models import SIZES, VOCAB, linear_model
 
-__all__ = ["built", "library"]
+__all__ = ["built"]
 
 FEW = ("qwen3_5_text", "granitemoehybrid")
 CASES = [pytest.param(f, marks=pytest.mark.slow if f in FEW else pytest.mark.long) for f in SIZES]

@@ -24,12 +24,9 @@ from still_export.package.folder import Package, open_package, write_manifest
 from still_export.proof.sessions import Session
 from still_export.runners.ort import OrtModel, native_library, open_session
 from still_export.runners.sampling import RunError
-from tests.plugins.test_onnxruntime import library
 from tests.still_export.conftest import Exporter
 from tests.still_export.tiny import CHUNK, VOCAB
 from tests.tolerances import MODEL
-
-__all__ = ["library"]
 
 PROMPT = np.random.default_rng(3).integers(3, VOCAB, 61)
 MIXED = ("hybrid_attention", "full_attention", "hybrid_attention")
@@ -121,6 +118,7 @@ def test_a_kernel_that_computes_something_else_fails_verify(
     assert verify(folder, "--trust-native") == 1
 
 
+@pytest.mark.slow
 def test_other_machines_run_the_bodies(
     built: None, export_tiny: Exporter, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -190,6 +188,7 @@ def test_kernels_of_the_gpu_are_compiled_in(
         ExportOptions("model", archs=("sm_90",))
 
 
+@pytest.mark.slow
 def test_bodies_on_cuda_are_said_to_be_slow(
     built: None, export_tiny: Exporter, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -203,6 +202,7 @@ def test_bodies_on_cuda_are_said_to_be_slow(
         del package.manifest["native"]["archs"]
 
 
+@pytest.mark.slow
 def test_a_provider_that_does_not_start_is_an_error(export_tiny: Exporter, monkeypatch: pytest.MonkeyPatch) -> None:
     """ONNX Runtime opens the session without it."""
     package, quieted = export_tiny(), []

@@ -27,8 +27,8 @@ from still_graphs.passes.replace_nonzero import replace_nonzero
 from still_graphs.passes.take_general_branches import take_general_branches
 from still_graphs.passes.walk import dimensions, initializers
 from still_graphs.pipelines import run_pipeline
-from tests.still_export.engines.test_build import needs_rtx
 from tests.still_export.fake_engine import restore_bodies
+from tests.still_export.packages import needs_rtx
 from tests.still_export.tiny import FAMILIES, MIXED, still_model
 
 INLINED = (inline_functions, take_general_branches, replace_nonzero, add_greedy_token, lower_opset, lower_integers)
@@ -78,8 +78,9 @@ def activations(node: onnx.NodeProto) -> list[str]:
     return list(node.input[: sum(t.role == "activation" for t in OPS[node.op_type].inputs)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("one_row", [False, True])
-@pytest.mark.parametrize("family", [pytest.param(f, marks=[pytest.mark.slow] * (f != "llama")) for f in FAMILIES])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_lowering_keeps_the_numbers(family: str, one_row: bool) -> None:
     model = portable(family, torch.float32, {"layer_types": MIXED})
     expected = answers(model)
@@ -96,8 +97,9 @@ def test_lowering_keeps_the_numbers(family: str, one_row: bool) -> None:
             np.testing.assert_allclose(got[name], value, atol=2e-5, rtol=2e-5, err_msg=name)
 
 
+@pytest.mark.slow
 @needs_rtx
-@pytest.mark.parametrize("family", [pytest.param(f, marks=[pytest.mark.slow] * (f != "llama")) for f in FAMILIES])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("dtype", "still"), CASES, ids=["float16", "bfloat16-mixed"])
 def test_strongly_typed_parser_reads_the_lowered_graph(family: str, dtype: torch.dtype, still: dict[str, Any]) -> None:
     model = portable(family, dtype, still)

@@ -49,6 +49,7 @@ def test_outline_is_the_model_without_values(folder: Path) -> None:
     assert set(source.weights) == set(shapes)
 
 
+@pytest.mark.slow
 def test_damage_leaves_nothing(folder: Path, tmp_path: Path) -> None:
     model = load_model(str(folder))
     with torch.no_grad():

@@ -107,6 +107,7 @@ LOLCATS = dict(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("still", [{}, {"overflow": "fold_min_score"}, LOLCATS], ids=["default", "fold", "lolcats"])
 def test_export_traces_one_op_per_layer_and_holds_at_other_lengths(still: dict) -> None:
     model = still_model("llama", torch.float32, layer_types=MIXED, capacity_tokens=120, **still)

@@ -116,6 +116,7 @@ def test_a_strangers_library_is_not_loaded(package: Path, hostile: tuple[Path, P
         assert "was not built on this machine" in done[0].stderr and "running without it" in done[3].stderr
 
 
+@pytest.mark.slow
 def test_the_user_says_so_once(package: Path, hostile: tuple[Path, Path]) -> None:
     library, trace = hostile
     shutil.copy(library, package / "kernel.so")

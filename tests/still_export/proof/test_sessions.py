@@ -10,7 +10,7 @@ import pytest
 
 from still_export.package.folder import Package
 from still_export.proof.sessions import Target
-from tests.still_export.engines.test_build import trt_package
+from tests.still_export.packages import trt_package
 
 
 @pytest.fixture

@@ -130,6 +130,7 @@ def polygraphy(package: Path, scratch: Path) -> int:
     return done.returncode
 
 
+@pytest.mark.slow
 def test_what_pytorch_computes_in_float32_stays_in_float32(package_of: Callable[..., Path]) -> None:
     """Norms, rotary angles and the logits; TensorRT 8.6 is held to these types, and 11 has no others."""
     package = package_of("float16")

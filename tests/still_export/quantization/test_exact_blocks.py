@@ -32,6 +32,8 @@ from still_export.runners.torch import TorchModel
 from tests.still_export.quantization.test_quantization import SIZES
 from tests.still_export.tiny import MIXED, VOCAB, still_model
 
+pytestmark = pytest.mark.slow  # each exports a model
+
 PATH = Path("a.gguf")
 
 

@@ -90,6 +90,7 @@ def quantized(request: Any, export_tiny: Exporter) -> Any:
     return export_tiny("llama", options={"quantize": scheme, "quantize_method": "hqq"}, sizes=sizes, layer_types=MIXED)
 
 
+@pytest.mark.slow
 def test_graph_and_manifest_say_the_policy(quantized: Any) -> None:
     graph = onnx.load(quantized.model_path, load_external_data=False).graph
     said = quantized.manifest["quantization"]
@@ -120,6 +121,7 @@ def test_graph_and_manifest_say_the_policy(quantized: Any) -> None:
     assert {i.name for i in graph.initializer} <= used
 
 
+@pytest.mark.slow
 def test_package_computes_with_the_weights_that_it_holds(quantized: Any) -> None:
     """Close to PyTorch over the dequantized weights, equal where PyTorch rounds activations too (few tokens: an activation that rounds
     the other way multiplies in a random model), and not to the original."""
@@ -158,6 +160,7 @@ def test_dequantized_blocks() -> None:
     assert np.array_equal(weight.dequantized(), [[-1.0, -0.5, 0.0, 0.5]])
 
 
+@pytest.mark.slow
 def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="--quantize int3 is unknown; known: int8, int4"):
         ExportOptions("m", quantize="int3")
@@ -176,6 +179,7 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 
+@pytest.mark.slow
 def test_verify_tells_faults_from_the_price(
     quantized: Any, tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

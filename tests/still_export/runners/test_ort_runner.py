@@ -21,6 +21,8 @@ from tests.still_export.conftest import Exporter
 from tests.still_export.tiny import CHUNK, MIXED, VOCAB
 from tests.tolerances import MODEL
 
+pytestmark = pytest.mark.slow  # each exports a model
+
 PROMPT = np.random.default_rng(3).integers(3, VOCAB, 61)
 
 

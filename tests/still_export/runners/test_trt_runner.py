@@ -18,8 +18,8 @@ from still_export.runners.ort import OrtModel
 from still_export.runners.sampling import RunError, Sampling
 from still_export.runners.tensorrt import TrtError, TrtModel
 from tests.still_export import fake_tensorrt
-from tests.still_export.engines.test_build import onnx_package, trt_package
 from tests.still_export.fake_tensorrt import FakeTensorRT
+from tests.still_export.packages import onnx_package, trt_package
 from tests.still_graphs.small_graph import VOCABULARY
 
 PREFILL, BATCH = 16, 3

@@ -253,11 +253,17 @@ def test_bodies_that_come_slowly_or_in_chunks(served: Served, monkeypatch: pytes
         413,
         "the body is longer than the limit of 50000 bytes. Shorten the prompt.",
     )
+    begun = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: 50\r\n\r\n{"
+    with contextlib.ExitStack() as stack:
+        for _ in range(11):  # as many as have a place
+            stack.enter_context(socket.create_connection(("127.0.0.1", served.port))).sendall(begun)
+        wait(lambda: served.ask("POST", "/v1/completions", BASE)[0] == 429)
+        status, body = served.ask("POST", "/v1/completions", BASE)
+        assert status == 429 and "11 requests are being read" in body["error"]["message"]
+    wait(lambda: served.ask("POST", "/v1/completions", BASE)[0] == 200)
     monkeypatch.setattr("still_export.serving.app.BODY_S", 0.1)
     with socket.create_connection(("127.0.0.1", served.port)) as slow:
-        slow.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: 50\r\n\r\n{"
-        )
+        slow.sendall(begun)
         assert b" 408 " in slow.recv(1000).split(b"\r\n")[0]
 
 

@@ -1,0 +1,88 @@
+"""Packages of the small graph, made without a model: for TensorRT, TensorRT-RTX and ONNX Runtime."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+
+from still_export.engines.options import TrtOptions
+from still_export.export.trt_package import lower_package
+from still_export.package.folder import Package, open_package, write_manifest
+from still_export.package.trust import trust_package
+from still_graphs.states import State
+from tests.still_export import fake_tensorrt
+from tests.still_graphs.small_graph import SALIENT, SIZES, growth_of, small_graph, state_shape, state_type, states
+
+needs_rtx = pytest.mark.skipif(
+    importlib.util.find_spec("tensorrt_rtx_bindings") is None, reason="needs tensorrt-rtx-cu13-libs and -bindings"
+)
+
+
+def onnx_package(folder: Path, dtype: str = "float16") -> Package:
+    """An ONNX package of the small graph, without a tokenizer."""
+    folder.mkdir(parents=True)
+    onnx.save(small_graph(dtype), folder / "model.onnx")
+    (folder / "run_ort.py").write_text("")
+    types_ = {onnx.TensorProto.FLOAT: "float32", onnx.TensorProto.FLOAT16: "float16"}
+    manifest = {
+        "target": "onnx",
+        "ops": {"HybridAttention": 1},
+        "command": "still-export model --to onnx -o package",
+        "config": {"model": "model"},
+        "model": {
+            "family": "llama",
+            "dtype": dtype,
+            "parameters": 1000,
+            "layers": 1,
+            "hidden_size": 20,
+            "heads": SIZES["H"],
+            "kv_heads": SIZES["HK"],
+            "head_dim": SIZES["D"],
+            "vocab_size": 23,
+            "layer_types": ["hybrid_attention"],
+            "linearized": True,
+            "all_logits": True,
+        },
+        "eos_token_ids": [],
+        "still": {"chunk_size": SIZES["C"], "salient_per_chunk": SALIENT, "select_scope": "q_head"},
+        "capacity": {"capacity_tokens": 12 * SIZES["C"], "bounded": True},
+        "prefill_tokens": 16,
+        "states": [
+            State(
+                f"{name}.0",
+                0,
+                "HybridAttention",
+                tuple(state_shape(name)),
+                types_[state_type(name, dtype)],
+                False,
+                growth_of(name),
+            ).to_dict()
+            for name in states()
+        ],
+    }
+    write_manifest(folder, manifest)
+    return open_package(folder)
+
+
+def rtx_package(folder: Path, **options: Any) -> Package:
+    folder.mkdir(parents=True)
+    trt = TrtOptions("trt-rtx", **{"prefill_tokens": 32, "batch": 2, "archs": ("sm_89",)} | options)
+    return lower_package(onnx_package(folder / "portable"), trt, folder)
+
+
+def trt_package(folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: str = "float16", **options: Any) -> Package:
+    """A lowered package for TensorRT whose kernels were not compiled."""
+    monkeypatch.setattr(
+        "still_export.export.trt_package._write_plugins",
+        lambda graph, target, *a: fake_tensorrt.write_libraries(target),
+    )
+    folder.mkdir(parents=True)
+    package = lower_package(
+        onnx_package(folder / "portable", dtype), TrtOptions("trt", **{"batch": 2} | options), folder
+    )
+    trust_package(folder)  # as an export does that compiles its plugins here
+    return package
