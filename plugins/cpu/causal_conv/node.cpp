@@ -62,6 +62,9 @@ private:
         Layer const layer{dimension(call, "C", 1, 1 << 24), dimension(call, "K", 2, 256), silu_, half_};
         if (call.size("P") != layer.taps - 1)
             still::fail("CausalConv: ", layer.taps, " taps with ", call.size("P"), " columns of state; expected one less.");
+        // Weights of other ops may have a dimension of 1 for all heads; each channel here has taps of its own.
+        if (int64_t const own = call.tensor("weight").dims[0]; own != layer.channels)
+            still::fail("CausalConv: weight has taps of ", own, " channels; expected ", layer.channels, ".");
         return {layer, dimension(call, "B", 0, most), call.size("T"), call.tensor("output")};
     }
 
