@@ -155,7 +155,12 @@ def test_commands_run(session: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "session", [s for s, pages in SESSIONS.items() if SLOW & {c for p in pages for c in commands(p)}]
+    "session",
+    [
+        pytest.param(s, marks=pytest.mark.long)
+        for s, pages in SESSIONS.items()
+        if SLOW & {c for p in pages for c in commands(p)}
+    ],
 )
 def test_slow_commands_run(session: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
