@@ -19,6 +19,11 @@ std::vector<still::Tensor> inputs(still::Op const& op, int64_t batch, int64_t to
     std::map<std::string, int64_t> const sizes{{"B", batch}, {"T", tokens}, {"H", 6}, {"HK", 3}, {"HS", 6}, {"D", 64}, {"P", 48}, {"F", 96},
         {"C", 32}, {"2*C", 64}, {"N", 80}};
     std::vector<still::Tensor> result;
+    // Further symbols are those of ops without launch plans.
+    auto const size_of = [&](std::string const& symbol) {
+        auto const known = sizes.find(symbol);
+        return known == sizes.end() ? int64_t{8} : known->second;
+    };
     for (still::TensorSpec const* spec : op.inputs())
     {
         still::Tensor tensor;
@@ -27,7 +32,7 @@ std::vector<still::Tensor> inputs(still::Op const& op, int64_t batch, int64_t to
                                                                     : still::Type::kInt32;
         tensor.rank = static_cast<int32_t>(spec->shape.size());
         for (size_t axis = 0; axis < spec->shape.size(); ++axis)
-            tensor.dims[axis] = sizes.at(spec->shape[axis]);
+            tensor.dims[axis] = size_of(spec->shape[axis]);
         result.push_back(tensor);
     }
     return result;

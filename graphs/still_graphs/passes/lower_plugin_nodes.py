@@ -43,7 +43,9 @@ def lower_plugin_nodes(model: onnx.ModelProto) -> int:
     for node in graph.node:
         spec = OPS.get(node.op_type) if node.domain == DOMAIN else None
         if node.domain == DOMAIN and spec is None:
-            raise UnsupportedError(f"{DOMAIN}::{node.op_type} has no plugin; known: {', '.join(sorted(OPS))}.")
+            raise UnsupportedError(
+                f"{DOMAIN}::{node.op_type} is no op of this version; known: {', '.join(sorted(OPS))}."
+            )
         if spec is not None:
             _rewrite(node, spec, types, rewriter, narrowed)
             changed += 1

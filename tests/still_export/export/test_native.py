@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from onnxruntime import OrtValue, SessionOptions
 
@@ -105,17 +106,29 @@ def test_every_runner_loads_it_and_verify_proves_it(
 def test_a_kernel_that_computes_something_else_fails_verify(
     built: None, export_tiny: Exporter, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The library reads no feature map any more and takes the default one."""
+    """A library that another machine built, on a graph that asks its kernels for another feature map than PyTorch has."""
     folder = tmp_path / "broken"
     shutil.copytree(native(export_tiny, feature_map="softmax_pm").path, folder)
-    content = (folder / LIBRARY).read_bytes()
-    assert b"feature_map\0" in content
-    (folder / LIBRARY).write_bytes(content.replace(b"feature_map\0", b"feature_mop\0"))
-    manifest = json.loads((folder / "manifest.json").read_text())
-    write_manifest(folder, {k: v for k, v in manifest.items() if k not in ("format_version", "versions", "files")})
-    assert verify(folder) == 0  # not loaded: this machine did not build it
+    with (folder / LIBRARY).open("ab") as library:
+        library.write(b"\0")  # behind its end: it loads, and is none that this machine built
+
+    def rehash() -> None:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        write_manifest(folder, {k: v for k, v in manifest.items() if k not in ("format_version", "versions", "files")})
+
+    rehash()
+    assert verify(folder) == 0  # not loaded
     assert "was not built on this machine" in capfd.readouterr().err
+    graph = onnx.load(folder / "model.onnx", load_external_data=False)
+    for node in graph.graph.node:
+        for attribute in node.attribute:
+            if attribute.name == "feature_map":
+                assert attribute.s == b"softmax_pm"
+                attribute.s = b"np_softmax_pm"
+    onnx.save(graph, folder / "model.onnx")
+    rehash()
     assert verify(folder, "--trust-native") == 1
+    assert "with the native kernel" in " ".join(capfd.readouterr().out.split())
 
 
 @pytest.mark.slow
