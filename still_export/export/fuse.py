@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
-CONTRIB = "com.microsoft"
+from still_export.export.graph_edits import CONTRIB, add_node, put_in_place, store
 
 
 def fuse_nodes(model: ir.Model) -> int:
@@ -53,8 +53,8 @@ def _fuse_norms(graph: ir.Graph) -> int:
         out, mean, variance, sum_ = node.outputs
         mean.name = variance.name = ""
         graph.insert_after(add, node)
-        _replace(normed, out)
-        _replace(total, sum_)
+        put_in_place(normed, out)
+        put_in_place(total, sum_)
         graph.remove([norm, add], safe=True)
         fused += 1
     return fused
@@ -64,12 +64,6 @@ def _last_axis(norm: ir.Node) -> bool:
     axis = norm.attributes["axis"].as_int() if "axis" in norm.attributes else -1
     shape = norm.inputs[0].shape if norm.inputs[0] is not None else None
     return axis == -1 or (shape is not None and axis == len(shape) - 1)
-
-
-def _replace(old: ir.Value, new: ir.Value) -> None:
-    """Let `new` stand where `old` did, under its name."""
-    new.name, new.shape, new.type = old.name, old.shape, old.type
-    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
 
 
 class _Rotary:
@@ -109,8 +103,8 @@ class _Rotary:
             return None
         inner = whole
         while (step := inner.producer()) is not None and step.op_type in ("Cast", "Mul"):
-            # Yarn and others scale both by one number.
-            values = [v for v in step.inputs if v is not None and v.const_value is None]
+            # Yarn and others scale both by one number; more of them might tell the halves apart.
+            values = [v for v in step.inputs if v is not None and (v.const_value is None or v.const_value.size != 1)]
             if len(values) != 1:
                 return None
             inner = values[0]
@@ -128,11 +122,11 @@ class _Rotary:
         view = _producer(x, "Reshape")
         joined = view.inputs[0] if view is not None else None
         if joined is None or joined.shape is None or len(joined.shape) != 3:
-            joined = self._node(add, "Reshape", [x, self._shape("joined", [0, 0, heads * size])], "joined")
+            joined = add_node(self.graph, add, "Reshape", [x, self._shape("joined", [0, 0, heads * size])], "joined")
         inputs = [joined, *(self._half(angle) for angle in angles)]
-        rotary = self._node(add, "RotaryEmbedding", inputs, "rotary", {"num_heads": heads})
-        split = self._node(add, "Reshape", [rotary, self._shape("heads", [0, 0, heads, size])], "heads")
-        _replace(old, split)
+        rotary = add_node(self.graph, add, "RotaryEmbedding", inputs, "rotary", {"num_heads": heads})
+        split = add_node(self.graph, add, "Reshape", [rotary, self._shape("heads", [0, 0, heads, size])], "heads")
+        put_in_place(old, split)
         self._drop(add)
 
     def _half(self, angle: ir.Value) -> ir.Value:
@@ -149,21 +143,8 @@ class _Rotary:
 
     def _shape(self, kind: str, values: list[int]) -> ir.Value:
         name = f"rotary.{kind}.{'x'.join(map(str, values[2:]))}"
-        if name not in self.graph.initializers:
-            tensor = ir.tensor(values, dtype=ir.DataType.INT64, name=name)
-            self.graph.initializers[name] = ir.Value(
-                name=name, shape=ir.Shape([len(values)]), type=ir.TensorType(tensor.dtype), const_value=tensor
-            )
-        return self.graph.initializers[name]
-
-    def _node(
-        self, before: ir.Node, op: str, inputs: list[ir.Value], part: str, attributes: dict[str, int] | None = None
-    ) -> ir.Value:
-        name = f"{before.outputs[0].name}.{part}"
-        node = ir.node(op, inputs, attributes or {}, name=name)
-        node.outputs[0].name = name
-        self.graph.insert_before(before, node)
-        return node.outputs[0]
+        known = self.graph.initializers.get(name)
+        return known or store(self.graph, ir.tensor(values, dtype=ir.DataType.INT64, name=name))
 
     def _drop(self, node: ir.Node) -> None:
         """Remove a node and what only it read."""

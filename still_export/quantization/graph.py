@@ -15,6 +15,7 @@ import onnx_ir as ir
 import torch
 
 from still_export.errors import UnsupportedError
+from still_export.export.graph_edits import CONTRIB, add_node, put_in_place, store
 from still_export.export.lower import lazy_tensor
 from still_export.export.weights_file import VIEW
 from still_export.models.blocks import BlockWeight
@@ -24,7 +25,6 @@ from still_export.quantization.forms import EXACT, Form, form_of
 from still_export.quantization.policy import HALF, Quantization
 from still_export.quantization.quantizers import quantize
 
-DOMAIN = "com.microsoft"
 ACCURACY_LEVEL = 4
 """Activations are rounded to 8 bits, block by block. The only level with a kernel for 8-bit weights on CPUs (others dequantize the whole
 weight every call: 107 ms in the place of 1.2 for the head of SmolLM2-135M); at 4 bits a step is 3 times as fast as level 0 and a call
@@ -82,7 +82,7 @@ def quantize_graph(
         _Product(model, list(dict.fromkeys(weight for weight, _ in group))).write([node for _, node in group])
     for weight, node in gathers:  # after the products: rows of a tied embedding are the head's blocks
         _write_rows(model, weight, node)
-    model.graph.opset_imports[DOMAIN] = 1
+    model.graph.opset_imports[CONTRIB] = 1
     return {name: (form.bits if form.base is not None else None, form.method) for name, form in forms.items()}
 
 
@@ -112,16 +112,9 @@ def _halve(model: ir.Model, name: str, weight: Weight) -> None:
     if value.dtype != ir.DataType.FLOAT:
         return
     half = Deferred(weight.shape, torch.float16, lambda: in_range(name, value_of(weight).detach(), torch.float16))
-    stored = _initializer(model, f"{name}.half", lazy_tensor(f"{name}.half", half))
+    stored = store(model.graph, lazy_tensor(f"{name}.half", half))
     ir.convenience.replace_all_uses_with(value, _cast(model, stored, ir.DataType.FLOAT))
     del model.graph.initializers[name]
-
-
-def _initializer(model: ir.Model, name: str, tensor: ir.LazyTensor) -> ir.Value:
-    shape = ir.Shape(list(tensor.shape))
-    value = ir.Value(name=name, shape=shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
-    model.graph.initializers[name] = value
-    return value
 
 
 def _cast(model: ir.Model, stored: ir.Value, dtype: ir.DataType) -> ir.Value:
@@ -160,6 +153,11 @@ class _Quantized:
         self._made = None
 
     @property
+    def scale_type(self) -> ir.DataType:
+        """Of its scales in the file."""
+        return ir.DataType.FLOAT16 if self.form.half_scales and self.dtype == ir.DataType.FLOAT else self.dtype
+
+    @property
     def rank(self) -> int:
         """Columns that its pairs have in `inner`."""
         return sum(int(pair.a.shape[0]) for pair in self.form.pairs)
@@ -184,14 +182,9 @@ class _Product:
                 _replace(self.model, [node], [self._result(node)])
             return
         total = self._result(nodes[0])
-        sizes = ir.tensor(
-            [weight.outputs for weight in self.weights], dtype=ir.DataType.INT64, name=f"{total.name}.sizes"
-        )
-        given = ir.Value(
-            name=sizes.name, shape=ir.Shape([len(nodes)]), type=ir.TensorType(sizes.dtype), const_value=sizes
-        )
-        self.model.graph.initializers[str(sizes.name)] = given
-        split = ir.node("Split", [total, given], {"axis": -1}, num_outputs=len(nodes), name=f"{total.name}.split")
+        widths = [weight.outputs for weight in self.weights]
+        sizes = store(self.model.graph, ir.tensor(widths, dtype=ir.DataType.INT64, name=f"{total.name}.sizes"))
+        split = ir.node("Split", [total, sizes], {"axis": -1}, num_outputs=len(nodes), name=f"{total.name}.split")
         self.model.graph.insert_before(nodes[0], split)
         _replace(self.model, nodes, list(split.outputs))
 
@@ -208,24 +201,23 @@ class _Product:
                 "accuracy_level": ACCURACY_LEVEL,
             }
             inputs = [read, *(value for part, value in self.values.items() if part not in ("inner", "outer"))]
-            terms.append(_add_node(self.model, node, "MatMulNBits", inputs, "blocks", attributes, DOMAIN))
+            terms.append(add_node(self.model.graph, node, "MatMulNBits", inputs, "blocks", attributes, CONTRIB))
         if "inner" in self.values:
-            inner = _add_node(self.model, node, "MatMul", [read, self.values["inner"]], "inner")
-            terms.append(_add_node(self.model, node, "MatMul", [inner, self.values["outer"]], "outer"))
-        return terms[0] if len(terms) == 1 else _add_node(self.model, node, "Add", terms, "sum")
+            inner = add_node(self.model.graph, node, "MatMul", [read, self.values["inner"]], "inner")
+            terms.append(add_node(self.model.graph, node, "MatMul", [inner, self.values["outer"]], "outer"))
+        return terms[0] if len(terms) == 1 else add_node(self.model.graph, node, "Add", terms, "sum")
 
     @cached_property
     def values(self) -> dict[str, ir.Value]:
         """What is stored, by part: blocks, scales, zero_points as MatMulNBits reads them; inner and outer."""
-        form, blocks = self.form, self.inputs // self.asked.block_size
+        first, form, blocks = self.weights[0], self.form, self.inputs // self.asked.block_size
         found: dict[str, ir.Value] = {}
-        half = form.half_scales and self.dtype == ir.DataType.FLOAT
         if form.base is not None:
             codes = [self.outputs, blocks, self.asked.block_size * form.bits // 8]
             found["blocks"] = self._stored("blocks", codes, ir.DataType.UINT8, self._side_by_side(lambda w: w.packed))
-            scale_type = ir.DataType.FLOAT16 if half else self.dtype
+            scale_type = first.scale_type
             scales = self._stored("scales", [self.outputs, blocks], scale_type, self._side_by_side(lambda w: w.scales))
-            found["scales"] = _cast(self.model, scales, self.dtype) if half else scales
+            found["scales"] = scales if scale_type == self.dtype else _cast(self.model, scales, self.dtype)
             if form.zero_points:
                 shape, read = [self.outputs, -(-blocks * form.bits // 8)], self._side_by_side(lambda w: w.zero_points)
                 found["zero_points"] = self._stored("zero_points", shape, ir.DataType.UINT8, read)
@@ -297,14 +289,11 @@ def _write_rows(model: ir.Model, weight: _Quantized, node: ir.Node) -> None:
         head = initializers.get(f"{name}.blocks")
         shape = [weight.outputs, weight.inputs * weight.form.bits // 8]
         if head is None:
+            blocks = [weight.outputs, weight.inputs // weight.asked.block_size]
             _store(model, f"{name}.{ROWS}", shape, ir.DataType.UINT8, lambda: weight.made.packed.reshape(shape))
-            _store(
-                model,
-                f"{name}.scales",
-                [weight.outputs, weight.inputs // weight.asked.block_size],
-                weight.dtype,
-                lambda: np.ascontiguousarray(weight.made.scales.astype(weight.dtype.numpy())),
-            )
+            scales = _store(model, f"{name}.scales", blocks, weight.scale_type, partial(_last_scales, weight))
+            if weight.scale_type != weight.dtype:
+                _cast(model, scales, weight.dtype)
         else:
             assert head.const_value is not None
             values = head.const_value.numpy
@@ -314,7 +303,14 @@ def _write_rows(model: ir.Model, weight: _Quantized, node: ir.Node) -> None:
     casts = [use.outputs[0] for use, _ in scales.uses() if use.op_type == "Cast"]
     attributes = {"gather_axis": 0, "quantize_axis": 1, "bits": weight.form.bits, "block_size": weight.asked.block_size}
     inputs = [initializers[f"{name}.{ROWS}"], node.inputs[1], casts[0] if casts else scales]
-    _replace(model, [node], [_add_node(model, node, "GatherBlockQuantized", inputs, ROWS, attributes, DOMAIN)])
+    _replace(model, [node], [add_node(model.graph, node, "GatherBlockQuantized", inputs, ROWS, attributes, CONTRIB)])
+
+
+def _last_scales(weight: _Quantized) -> np.ndarray:
+    """The scales of a weight whose codes are written before them, so that it can go."""
+    scales = np.ascontiguousarray(weight.made.scales.astype(weight.scale_type.numpy()))
+    weight.forget()
+    return scales
 
 
 def _store(
@@ -322,30 +318,14 @@ def _store(
 ) -> ir.Value:
     """An initializer whose values are made when they are written."""
     tensor = ir.LazyTensor(lambda: ir.Tensor(read(), dtype=dtype, name=name), dtype, ir.Shape(shape), name=name)
-    return _initializer(model, name, tensor)
-
-
-def _add_node(
-    model: ir.Model,
-    before: ir.Node,
-    op: str,
-    inputs: list[ir.Value | None] | list[ir.Value],
-    part: str,
-    attributes: dict[str, int] | None = None,
-    domain: str = "",
-) -> ir.Value:
-    node = ir.node(op, inputs, attributes or {}, domain=domain, name=f"{before.name}.{part}")
-    node.outputs[0].name = f"{before.name}.{part}"
-    model.graph.insert_before(before, node)
-    return node.outputs[0]
+    return store(model.graph, tensor)
 
 
 def _replace(model: ir.Model, nodes: list[ir.Node], values: list[ir.Value]) -> None:
     """Let `values` stand where the results of `nodes` did, under their names; a Transpose that only they read goes with them."""
     for node, value in zip(nodes, values, strict=True):
         old, weight = node.outputs[0], node.inputs[1] if node.op_type == "MatMul" else None
-        value.name, value.shape, value.type = old.name, old.shape, old.type
-        ir.convenience.replace_all_uses_with(old, value, replace_graph_outputs=True)
+        put_in_place(old, value)
         model.graph.remove(node, safe=True)
         turned = weight.producer() if weight is not None else None
         if turned is not None and turned.op_type == "Transpose" and not turned.outputs[0].uses():

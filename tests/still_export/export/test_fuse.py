@@ -67,14 +67,15 @@ def test_fused_nodes_compute_the_same(family: str, dtype: torch.dtype, layer_typ
             np.testing.assert_allclose(actual[name], value, rtol=0, atol=bound * worst, err_msg=name)
 
 
-def rotary(halves: tuple[int, int] = (0, 1), other: bool = False) -> ir.Model:
-    """x cos + rotated x sin, of the halves named; `other`: cos of angles whose halves differ."""
+def rotary(halves: tuple[int, int] = (0, 1), other: bool = False, scale: tuple[int, ...] = (2,)) -> ir.Model:
+    """x cos + rotated x sin, of the halves named; `other`: cos of angles whose halves differ; `scale`: factors of cos."""
     text = f"""
     <ir_version: 10, opset_import: ["" : 23]>
     g (float[B,T,3,4] x, float[B,T,2] f, float[B,T,2] g) => (float[B,T,3,4] y)
-    <int64[1] two = {{2}}> {{
+    <int64[1] two = {{2}}, float[{len(scale)}] scale = {{{", ".join(map(str, scale))}}}> {{
         angles = Concat <axis = -1> (f, {"g" if other else "f"})
-        c = Cos (angles)
+        plain = Cos (angles)
+        c = Mul (plain, scale)
         s = Sin (angles)
         cos = Unsqueeze (c, two)
         sin = Unsqueeze (s, two)
@@ -88,7 +89,11 @@ def rotary(halves: tuple[int, int] = (0, 1), other: bool = False) -> ir.Model:
     return ir.from_proto(onnx.shape_inference.infer_shapes(onnx.parser.parse_model(text)))
 
 
-@pytest.mark.parametrize("arguments, fuses", [({}, True), ({"halves": (1, 0)}, False), ({"other": True}, False)])
+@pytest.mark.parametrize(
+    "arguments, fuses",
+    [({}, True), ({"halves": (1, 0)}, False), ({"other": True}, False), ({"scale": (1, 2, 3, 4)}, False)],
+    ids=str,
+)
 def test_only_a_rotary_embedding_is_one(arguments: dict[str, Any], fuses: bool) -> None:
     model = rotary(**arguments)
     assert bool(fuse_nodes(model)) == fuses

@@ -24,7 +24,7 @@ from still_export.export.plugins import PluginBuildError
 from still_export.package.folder import Package, open_package, write_manifest
 from still_export.proof.sessions import Session
 from still_export.runners.ort import OrtModel, native_library, open_session
-from still_export.runners.sampling import RunError
+from still_export.runners.sampling import RunError, Sampling
 from tests.still_export.conftest import Exporter
 from tests.still_export.tiny import CHUNK, VOCAB
 from tests.tolerances import MODEL
@@ -129,6 +129,25 @@ def test_a_kernel_that_computes_something_else_fails_verify(
     rehash()
     assert verify(folder, "--trust-native") == 1
     assert "with the native kernel" in " ".join(capfd.readouterr().out.split())
+
+
+@pytest.mark.slow
+def test_replayed_steps_are_single_steps(built: None, export_tiny: Exporter) -> None:
+    """The way of CUDA graphs without a graph: one binding of fixed buffers, run once with no new tokens, made again as the state grows."""
+    model = OrtModel(native(export_tiny).path, threads=1)
+    for sampling in ({}, {"temperature": 1.0, "seed": 3}):
+        found = []
+        for replays in (False, True):
+            model.replays = replays
+            model.start(1)
+            tokens = list(model.generate(range(1, 12), 60, Sampling(**sampling)))
+            found.append((tokens, model.length.copy(), model.state_arrays()))
+        (tokens, length, states), (theirs, their_length, their_states) = found
+        assert tokens == theirs and length == their_length == 11 + 59
+        assert model._step is not None
+        for name, state in states.items():
+            room = tuple(slice(0, min(sizes)) for sizes in zip(state.shape, their_states[name].shape, strict=True))
+            np.testing.assert_array_equal(state[room], their_states[name][room], err_msg=name)
 
 
 @pytest.mark.slow
