@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from still_export.models.blocks import BlockWeight
 from still_export.models.weights import Deferred, Weight
 from still_export.package.files import MODEL
-from still_export.quantization.graph import ROWS, SUMS, TOGETHER
+from still_export.quantization.forms import ROWS, SUMS, TOGETHER
 
 if TYPE_CHECKING:
     from still_export.export.onnx_package import ExportOptions
