@@ -37,7 +37,7 @@ def _step_seconds(run: LinearizationRun, stage: str) -> float:
     batch = run.batches(run.recipe.retrieval).batch(0)
     whole = device.type != "cpu"
     rows = len(batch.ids) if whole else 1
-    taken = run.recipe.micro_batch_size or rows
+    taken = run.recipe.rows_of_a_pass(batch.ids.shape[1])
     passes = [
         (batch.ids[i : i + taken].to(device), batch.weights[i : i + taken].to(device)) for i in range(0, rows, taken)
     ]

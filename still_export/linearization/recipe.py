@@ -78,7 +78,8 @@ class Recipe:
     )
     batch_size: int = option(8, "Rows of a step over all processes.")
     micro_batch_size: int | None = option(
-        None, "Rows of one pass on one process, whose gradients add up; default: all."
+        None,
+        "Rows of one pass on one process, whose gradients add up, or as many tokens in rows of other lengths; default: all.",
     )
     lora_rank: int = option(8, "Rank of LoRA.")
     lora_alpha: float = option(16.0, "Scale of LoRA times its rank.")
@@ -168,6 +169,10 @@ class Recipe:
     def row_tokens(self) -> int:
         """Tokens of a row; with row_lengths, of a step by its rows."""
         return ROW_TOKENS if self.sequence_length is None else self.sequence_length
+
+    def rows_of_a_pass(self, length: int) -> int:
+        """Rows of `length` tokens that one pass on one process takes at most: as many tokens whatever the rows' lengths."""
+        return max(1, (self.micro_batch_size or self.batch_size) * self.row_tokens // length)
 
     def fitted(self, context: int) -> Recipe:
         """This recipe for a model of `context` tokens at most: rows whose length was left open are no longer than that.

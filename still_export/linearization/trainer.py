@@ -152,7 +152,7 @@ class Trainer:
         """One optimizer step; the loss and its parts over all processes."""
         accelerator, recipe = self.accelerator, self.recipe
         rows = torch.arange(accelerator.process_index, len(batch.ids), accelerator.num_processes)
-        passes = rows.split(recipe.micro_batch_size or len(rows))
+        passes = rows.split(recipe.rows_of_a_pass(batch.ids.shape[1]))
         total, total_parts = torch.zeros((), device=accelerator.device), torch.zeros((), device=accelerator.device)
         optimizer.zero_grad(set_to_none=True)
         for number, part in enumerate(passes):

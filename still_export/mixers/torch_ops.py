@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from still_graphs.ops.spec import AttributeValue
 Given = Mapping[str, Tensor | None]
 Compute = Callable[[Given, Mapping[str, AttributeValue]], Mapping[str, Tensor]]
 """From inputs by name (states as past_<name>) and attributes to outputs by name (states as present_<name>)."""
+
+Inputs = TypeVar("Inputs")
 
 _TORCH_TYPES = {int: "int", float: "float", str: "str"}
 _LIBRARY = torch.library.Library(DOMAIN, "DEF")
@@ -72,3 +74,32 @@ def call(spec: OpSpec, given: Given, attributes: Mapping[str, AttributeValue]) -
     results = op(*(given.get(name) for name in spec.input_names()), *(attributes[a.name] for a in spec.attributes))
     absent = {f"present_{s.name}" for s in spec.states if not s.exists(attributes)}
     return {n: tensor for n, tensor in zip(spec.output_names(), results, strict=True) if n not in absent}
+
+
+def op_of_one_state(
+    spec: OpSpec, inputs_type: type[Inputs], compute: Callable[[Inputs, Tensor], tuple[Tensor, Tensor]]
+) -> Callable[[Inputs, Tensor], tuple[Tensor, Tensor]]:
+    """Register an op of one output and one state whose inputs and attributes are fields of `inputs_type`.
+
+    Returns:
+        compute(inputs, state) itself, output and state after the call; where a program is traced one node of the op instead, which has no
+        derivative.
+    """
+    (output,), (state,) = spec.outputs, spec.states
+    past, present = f"past_{state.name}", f"present_{state.name}"
+
+    def computed(given: Given, attributes: Mapping[str, AttributeValue]) -> dict[str, Tensor]:
+        fields: dict[str, Any] = {name: tensor for name, tensor in given.items() if name != past}
+        found = compute(inputs_type(**fields, **attributes), given[past])  # type: ignore[arg-type]
+        return dict(zip((output.name, present), found, strict=True))
+
+    register(spec, computed)
+
+    def run(inputs: Inputs, before: Tensor) -> tuple[Tensor, Tensor]:
+        if not torch.compiler.is_compiling():
+            return compute(inputs, before)
+        given = {t.name: getattr(inputs, t.name) for t in spec.inputs} | {past: before}
+        results = call(spec, given, {a.name: getattr(inputs, a.name) for a in spec.attributes})
+        return results[output.name], results[present]
+
+    return run

@@ -9,7 +9,6 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-TARGETS = ("binding", "kernels", "attention", "archive", "manifest")
 
 
 def attack(seconds: float, seed: int) -> bool:
@@ -17,11 +16,11 @@ def attack(seconds: float, seed: int) -> bool:
     sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "graphs")]
     from tests.plugins import builds
     from tests.plugins.core_abi import compile_recorder
-    from tests.plugins.test_fuzz import corpus
+    from tests.plugins.test_fuzz import RUNS, corpus
 
     build = builds.sanitized("fuzz") / "fuzz"
     good = True
-    for target in TARGETS:
+    for target in RUNS:
         with tempfile.TemporaryDirectory() as folder:
             at = Path(folder) / "at"
             driver = str(compile_recorder(Path(folder)))

@@ -16,15 +16,6 @@ namespace
 constexpr int64_t kWantedTasks = 64; // keys are cut into parts where there are fewer: enough for as many threads
 constexpr int64_t kLeastKeys = 256;  // of a part
 
-Kernels const& kernels_of(int instruction_set, bool half)
-{
-#if defined(STILL_X86)
-    return choose<Kernels>({v4_kernels, v3_kernels, baseline_kernels}, instruction_set, half);
-#else
-    return choose<Kernels>({nullptr, nullptr, baseline_kernels}, instruction_set, half);
-#endif
-}
-
 // How a call is cut; by its shapes and counts alone, so that the number of threads changes no bit.
 struct Cut
 {

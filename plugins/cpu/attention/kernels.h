@@ -56,10 +56,6 @@ STILL_INLINE int64_t partial_size(Layer const& layer, int64_t tokens)
     return (2 + static_cast<int64_t>(layer.dim)) * block_width(layer, tokens);
 }
 
-Kernels const& baseline_kernels(bool half);
-#if defined(STILL_X86)
-Kernels const& v3_kernels(bool half);
-Kernels const& v4_kernels(bool half);
-#endif
+STILL_KERNEL_SETS
 
 } // namespace still_cpu::softmax

@@ -11,15 +11,6 @@ namespace still_cpu::convolution
 namespace
 {
 
-Kernels const& kernels_of(int instruction_set, bool half)
-{
-#if defined(STILL_X86)
-    return choose<Kernels>({v4_kernels, v3_kernels, baseline_kernels}, instruction_set, half);
-#else
-    return choose<Kernels>({nullptr, nullptr, baseline_kernels}, instruction_set, half);
-#endif
-}
-
 // Rooms of the tasks that run at once; with a null base only their size counts.
 struct Rooms
 {

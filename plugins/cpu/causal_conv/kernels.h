@@ -31,10 +31,6 @@ STILL_INLINE size_t room(Layer const& layer)
     return static_cast<size_t>(kBlock) * static_cast<size_t>(2 * layer.taps + kTileTokens + 2);
 }
 
-Kernels const& baseline_kernels(bool half);
-#if defined(STILL_X86)
-Kernels const& v3_kernels(bool half);
-Kernels const& v4_kernels(bool half);
-#endif
+STILL_KERNEL_SETS
 
 } // namespace still_cpu::convolution

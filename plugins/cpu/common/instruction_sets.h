@@ -11,15 +11,6 @@ namespace still_cpu
 int count_instruction_sets();
 char const* instruction_set_name(int index);
 
-// An op's kernels for each instruction set; a table per element type. Null where the machine's kind has no such set.
-template <typename Kernels>
-struct KernelSets
-{
-    Kernels const& (*v4)(bool half);
-    Kernels const& (*v3)(bool half);
-    Kernels const& (*baseline)(bool half);
-};
-
 enum class InstructionSet
 {
     kV4,
@@ -29,16 +20,29 @@ enum class InstructionSet
 
 InstructionSet instruction_set(int index);
 
-// Those of the instruction set with this number among the ones that the processor can run, best first.
-template <typename Kernels>
-Kernels const& choose(KernelSets<Kernels> const& sets, int index, bool half)
-{
-    switch (instruction_set(index))
-    {
-    case InstructionSet::kV4: return sets.v4(half);
-    case InstructionSet::kV3: return sets.v3(half);
-    default: return sets.baseline(half);
+// Declares an op's tables of `Kernels`, which its kernels.cpp defines, one per instruction set and element type, and `kernels_of`: those
+// of the instruction set with this number among the ones that the processor can run, best first.
+#if defined(STILL_X86)
+#define STILL_KERNEL_SETS                                                                                                              \
+    Kernels const& v4_kernels(bool half);                                                                                              \
+    Kernels const& v3_kernels(bool half);                                                                                              \
+    Kernels const& baseline_kernels(bool half);                                                                                        \
+    STILL_INLINE Kernels const& kernels_of(int index, bool half)                                                                       \
+    {                                                                                                                                  \
+        switch (instruction_set(index))                                                                                                \
+        {                                                                                                                              \
+        case InstructionSet::kV4: return v4_kernels(half);                                                                             \
+        case InstructionSet::kV3: return v3_kernels(half);                                                                             \
+        default: return baseline_kernels(half);                                                                                        \
+        }                                                                                                                              \
     }
-}
+#else
+#define STILL_KERNEL_SETS                                                                                                              \
+    Kernels const& baseline_kernels(bool half);                                                                                        \
+    STILL_INLINE Kernels const& kernels_of(int, bool half)                                                                             \
+    {                                                                                                                                  \
+        return baseline_kernels(half);                                                                                                 \
+    }
+#endif
 
 } // namespace still_cpu

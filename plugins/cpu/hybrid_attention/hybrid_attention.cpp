@@ -76,15 +76,6 @@ void spread(Call& call, size_t total, Function fn)
     still_cpu::spread(call.host, call.lanes, total, [&](size_t index, size_t lane) { fn(call, index, lane); });
 }
 
-Kernels const& kernels_of(int instruction_set, bool half)
-{
-#if defined(STILL_X86)
-    return choose<Kernels>({v4_kernels, v3_kernels, baseline_kernels}, instruction_set, half);
-#else
-    return choose<Kernels>({nullptr, nullptr, baseline_kernels}, instruction_set, half);
-#endif
-}
-
 void select(Call& call, size_t index, size_t)
 {
     Layer const& l = call.layer;

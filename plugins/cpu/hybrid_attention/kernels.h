@@ -51,10 +51,6 @@ STILL_INLINE size_t partial_size(Layer const& layer)
     return 3 + 2 * static_cast<size_t>(layer.dim);
 }
 
-Kernels const& baseline_kernels(bool half);
-#if defined(STILL_X86)
-Kernels const& v3_kernels(bool half);
-Kernels const& v4_kernels(bool half);
-#endif
+STILL_KERNEL_SETS
 
 } // namespace still_cpu::hybrid

@@ -29,10 +29,6 @@ struct Kernels
     void (*run)(Task const& task);
 };
 
-Kernels const& baseline_kernels(bool half);
-#if defined(STILL_X86)
-Kernels const& v3_kernels(bool half);
-Kernels const& v4_kernels(bool half);
-#endif
+STILL_KERNEL_SETS
 
 } // namespace still_cpu::linear

@@ -317,6 +317,13 @@ def test_micro_batches_and_recomputation_change_nothing(loss: str, base: Path, t
         assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)
 
 
+def test_passes_of_short_rows_have_the_tokens_of_long_ones(base: Path, text: Path) -> None:
+    recipe = small_recipe(base, text, sequence_length=96, row_lengths=(32, 96, 192), batch_size=4)
+    assert [recipe.rows_of_a_pass(length) for length in (32, 96, 192)] == [12, 4, 2]
+    cut = replace(recipe, micro_batch_size=1)
+    assert [cut.rows_of_a_pass(length) for length in (32, 96, 192)] == [3, 1, 1]
+
+
 def test_teacher_inside_the_student_is_the_base() -> None:
     """KL compares with the base: no LoRA, softmax. Where the student is the base, it is zero."""
     plain = plain_model("qwen3", torch.float64)
