@@ -125,7 +125,7 @@ class Reference:
             runner.all_logits = False
             runner.prefill(prompt[:-1])
         runner.all_logits = True
-        logits = runner.feed(np.array([[prompt[-1], *tokens[:-1]]], np.int64))[0].astype(np.float64)
+        logits = runner.feed(np.array([[prompt[-1], *tokens[:-1]]], np.int64))[0, : len(tokens)].astype(np.float64)
         top = logits.max(-1, keepdims=True)
         result: np.ndarray = logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
         return result
@@ -214,7 +214,7 @@ class ServedVerifier:
         expected, own = [], []
         for request, answer in zip(requests, answers, strict=True):
             exact = self.reference.logprobs(request.prompt, answer.tokens)
-            places = np.arange(len(answer.tokens)), np.stack([np.array(answer.tokens), exact.argmax(-1)])
+            places = np.arange(len(answer.tokens)), np.stack([np.array(answer.tokens, np.int64), exact.argmax(-1)])
             expected.append(exact[places])
             if self.half is not None:
                 own.append(self.half.logprobs(request.prompt, answer.tokens)[places])
