@@ -11,6 +11,7 @@ EXTRAS = {
     "train": ("accelerate", "peft", "yaml"),
     "report": ("altair", "vl_convert", "jinja2"),
     "serve": ("starlette", "anyio", "uvicorn", "prometheus_client"),
+    "vllm": ("vllm",),
     "lm-eval": ("lm_eval",),
     "trt": ("tensorrt",),
     "trt-rtx": ("tensorrt_rtx_bindings",),

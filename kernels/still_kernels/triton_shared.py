@@ -10,10 +10,13 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def row_of(i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, T, RAGGED: tl.constexpr):
+def row_of(
+    i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, T, RAGGED: tl.constexpr, p_page_bytes=None
+):  # fmt: skip
     """Where one sequence lies: (state row, index of its first packed token, length before the call, new tokens).
 
-    Lengths and counts are clamped: a TensorRT builder times kernels on garbage, which must stay within its buffers.
+    Lengths and counts are clamped: a TensorRT builder times kernels on garbage, which must stay within its buffers. Lengths are those of
+    the states' rows; where these lie in pages, of the call's rows.
     """
     if RAGGED:
         start = tl.load(p_query_start + i_batch).to(tl.int64)
@@ -24,9 +27,24 @@ def row_of(i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, T, 
         given = tl.load(p_new_tokens + i_batch).to(tl.int64)
         count = tl.minimum(tl.maximum(given, 0), T).to(tl.int32)
         row = i_batch.to(tl.int64)
-    past = tl.load(p_past_length + row).to(tl.int64)
+    past = tl.load(p_past_length + (row if p_page_bytes is None else i_batch)).to(tl.int64)
     length = tl.minimum(tl.maximum(past, 0), 1 << 30).to(tl.int32)
     return row, start, length, count
+
+
+@triton.jit
+def in_page(p_state, row, p_page_bytes):
+    """A state's pointer: where rows lie in pages of p_page_bytes[0] bytes, moved to the page of `row`, which then is row 0."""
+    if p_page_bytes is not None:
+        SIZE: tl.constexpr = p_state.dtype.element_ty.primitive_bitwidth // 8
+        p_state += tl.multiple_of(row * (tl.load(p_page_bytes) // SIZE), 16)
+    return p_state
+
+
+@triton.jit
+def row_in_page(row, p_page_bytes):
+    """`row`, or where rows lie in pages 0: what `in_page` moved begins with it."""
+    return row if p_page_bytes is None else row * 0
 
 
 @triton.jit

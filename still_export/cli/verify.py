@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from still_export.cli.output import Output, ReportFile, TrustNative, command_line, report_folder
+from still_export.cli.verify_served import REQUESTS, RUNTIME, check_flags, verify_served
 from still_export.errors import ConfigError, ModelNotFoundError, PackageError
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ Examples:
     still-export verify package --lengths 1,65,300 --decode-steps 16 --model /path/to/the/model
 
     still-export verify package --record calls.npz     and, where there is a GPU and no PyTorch: --calls calls.npz
+
+    still-export verify STILL_FOLDER --runtime vllm
 """
 
 
@@ -41,7 +44,7 @@ def register(app: typer.Typer) -> None:
 
 
 def verify(
-    package: Annotated[Path, typer.Argument(help="Package folder.")],
+    package: Annotated[Path, typer.Argument(help="Package folder; with --runtime vllm a STILL model's folder.")],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Folder for report and calls.", show_default="PACKAGE/verify")
     ] = None,
@@ -53,7 +56,18 @@ def verify(
         int | None, typer.Option(min=1, help="Single-token steps after a prefill.", show_default="72; trt: 256")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0,
-    runtime: Annotated[str | None, typer.Option(help="ort, trt or torch.", show_default="the package's target")] = None,
+    runtime: Annotated[
+        str | None, typer.Option(help="ort, trt, torch or vllm.", show_default="the package's target")
+    ] = None,
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="vllm: requests of each of three loads.", show_default="24")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="vllm: float32, float16 or bfloat16.", show_default="as stored")
+    ] = None,
+    tensor_parallel_size: Annotated[
+        int | None, typer.Option(min=1, help="vllm: devices that share each layer.", show_default="1")
+    ] = None,
     provider: Annotated[str, typer.Option(help="Of ONNX Runtime: cpu or cuda.")] = "cpu",
     plugin: Annotated[Path | None, typer.Option(help="trt: plugin library in the place of the package's.")] = None,
     record: Annotated[
@@ -69,7 +83,16 @@ def verify(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
-    """Compare ONNX Runtime or TensorRT with PyTorch on logits, every state tensor and every selection; exit 1 on a mismatch."""
+    """Compare ONNX Runtime or TensorRT with PyTorch on logits, every state tensor and every selection, or vLLM's answers under load
+    with PyTorch's; exit 1 on a mismatch."""
+    ours = {"--requests": requests, "--dtype": dtype, "--tensor-parallel-size": tensor_parallel_size}
+    others = {"--model": model, "--lengths": lengths, "--decode-steps": decode_steps, "--plugin": plugin}
+    others |= {"--record": record, "--calls": calls, "--text": text, "--report": report}
+    check_flags(runtime, *({name: x is not None for name, x in flags.items()} for flags in (ours, others)))
+    if runtime == RUNTIME:
+        ranks = tensor_parallel_size or 1
+        passed = verify_served(package, output, seed, requests or REQUESTS, dtype, ranks, Output(as_json, quiet))
+        raise typer.Exit(0 if passed else 1)
     from still_export.doctor import machine
     from still_export.package.folder import open_package
     from still_export.package.staging import staged_files

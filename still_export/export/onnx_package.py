@@ -10,7 +10,8 @@ from still_export.errors import ConfigError, ModelNotFoundError, UnsupportedErro
 from still_export.export.chat_format import chat_format
 from still_export.export.native import demand_native
 from still_export.fields import check_types
-from still_export.mixers.config import DEPLOYMENT, StillConfig, head_size
+from still_export.mixers.config import DEPLOYMENT, StillConfig
+from still_export.models.description import describe_model
 from still_export.package.bundle import write_programs
 from still_export.package.folder import MANIFEST, MODEL, Package, open_package, staged_folder, write_manifest
 from still_export.package.trust import trust
@@ -256,39 +257,18 @@ def _write_model(
 
 def _describe(model: Any, options: ExportOptions, command: str) -> dict[str, Any]:
     """The manifest's account of `model`."""
-    from still_export.mixers.cache import state_table
-    from still_export.mixers.registry import mixer_of
-
-    config, still = model.config, model.config.still
-    dtype = str(model.dtype).removeprefix("torch.")
-    layer_types = [still.layer_type(i) for i in range(config.num_hidden_layers)]
-    used = [op.spec for i in range(config.num_hidden_layers) for op in mixer_of(config, i).ops(config, i)]
-    states = state_table(config, model.dtype)
-    eos = model.generation_config.eos_token_id
+    described = describe_model(model)
     return {
         "target": "onnx",
         "command": command,
         "config": {**asdict(options), "overlays": list(options.overlays), "archs": list(options.archs)},
-        "ops": {op.name: op.version for op in used},
+        **described,
         "model": {
-            "family": config.model_type.removeprefix("still_"),
-            "dtype": dtype,
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "layers": config.num_hidden_layers,
-            "hidden_size": config.hidden_size,
-            "heads": config.num_attention_heads,
-            "kv_heads": config.num_key_value_heads,
-            "head_dim": head_size(config),
-            "vocab_size": config.vocab_size,
-            "layer_types": layer_types,
+            **described["model"],
             "linearized": not options.attach_untrained,
             "all_logits": options.all_logits,
         },
-        "still": still.to_dict(),
-        "capacity": {"capacity_tokens": states.capacity_tokens, "bounded": states.bounded},
         "prefill_tokens": options.prefill_tokens or PREFILL_TOKENS,
-        "states": [state.to_dict() for state in states],
-        "eos_token_ids": [] if eos is None else list(eos) if isinstance(eos, (list, tuple)) else [eos],
     }
 
 

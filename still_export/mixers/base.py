@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
-from still_export.errors import UnsupportedError
+from still_export.errors import UnsupportedError, UnsupportedModelError
 from still_graphs.ops import OpSpec
 from still_graphs.ops.spec import AttributeValue
+from still_kernels.packing import Packing
 
 
 class StillCacheLayer(CacheLayerMixin):
@@ -143,6 +145,44 @@ class LayerOp:
     symbols: Mapping[str, int]
 
 
+class PagedLayer(Protocol):
+    """One rank's heads of a layer, over packed tokens of many requests whose states an engine owns, a page each.
+
+    The engine projects tokens to queries, keys and values, and to a gate where the layer has one.
+    """
+
+    op: LayerOp
+    """With the sizes of this rank."""
+
+    gate_bias: bool | None
+    """Whether the gate's projection has a bias; None: there is no gate."""
+
+    head_weights: Mapping[str, tuple[int, ...]]
+    """Shapes of further parameters, of all ranks; the first dimension is query heads, or 1 where heads share them."""
+
+    def refusals(self, dtype: torch.dtype) -> list[str]:
+        """Why no kernel covers the layer on CUDA, one line per property with what is covered; empty if one does."""
+
+    def attend(
+        self,
+        heads: Mapping[str, Tensor | None],
+        weights: Mapping[str, Tensor],
+        states: Mapping[str, Tensor],
+        length: Tensor,
+        packing: Packing,
+        output: Tensor,
+    ) -> None:
+        """Attend and update the states in place; a row of length 0 starts empty, whatever its page holds.
+
+        Args:
+            heads: query [tokens, H, D] and key [tokens, HK, D] after norm and RoPE, value, gate after its sigmoid or None.
+            weights: This rank's `head_weights`.
+            states: Tensors [pages, ...] by the op's names.
+            length: Tokens that each of the packed rows has seen, [B].
+            output: [tokens, H, D], written where the rows have tokens.
+        """
+
+
 class Mixer(Protocol):
     """What one layer does with its tokens and its state; mixers derive from it.
 
@@ -167,6 +207,17 @@ class Mixer(Protocol):
         Raises:
             UnsupportedModelError: `base` is of a family, or a variant, that the mixer does not cover.
         """
+
+    def paged(self, config: Any, index: int, ranks: int, rank: int) -> PagedLayer | None:
+        """The layer for an engine that serves many requests, one of `ranks` that share its heads; None: the engine's own softmax
+        attention computes it.
+
+        Raises:
+            UnsupportedModelError: It is not served so, or its heads cannot be shared so.
+        """
+        raise UnsupportedModelError(
+            f"layers of type {self.name} are not served by this plugin: vLLM has the family itself. Serve the model that was exported."
+        )
 
     def without(self, model: nn.Module, part: str) -> AbstractContextManager[None]:
         """`model` with a part of these layers switched off, one of `parts`, inside the block."""

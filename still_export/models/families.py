@@ -41,6 +41,7 @@ class StillMistralConfig(StillConfigMixin, MistralConfig):
     """Mistral without an effective sliding window."""
 
     model_type = "still_mistral"
+    sliding_window: int | None = None  # transformers makes a default configuration to print or write any
     still_config: dict[str, Any] | None = None
 
 

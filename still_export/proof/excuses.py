@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import import_module
@@ -48,6 +49,9 @@ class Excuse(Protocol):
     def leads(self, reference: Any, tokens: np.ndarray, counts: np.ndarray) -> Leads:
         """The reference's leads on the sequences `tokens` [B, T] of `counts` [B] tokens; `reference` is a TorchModel."""
 
+    def closest(self, leads: Leads, counts: np.ndarray) -> float:
+        """The smallest lead of what was chosen along sequences of `counts` [B] tokens."""
+
 
 EXCUSES = {"HybridAttention": "still_export.mixers.hybrid_attention.excuses:SelectionExcuse"}
 """By op, the class that excuses it, made from the manifest; ops that choose nothing need none."""
@@ -85,6 +89,10 @@ class Excuses:
     def leads(self, reference: Any, tokens: np.ndarray, counts: np.ndarray) -> Leads:
         """As of Excuse; layers have one op each."""
         return {k: v for excuse in self.each for k, v in excuse.leads(reference, tokens, counts).items()}
+
+    def closest(self, leads: Leads, counts: np.ndarray) -> float:
+        """As of Excuse; infinity where nothing is chosen."""
+        return min((excuse.closest(leads, counts) for excuse in self.each), default=math.inf)
 
     def is_score(self, output: str) -> bool:
         """Whether `output` holds what an op compares."""

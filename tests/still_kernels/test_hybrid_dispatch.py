@@ -178,7 +178,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     monkeypatch.setattr(
         launch, "launch_hybrid_attention", lambda *args, **named: calls.append((*args, *named.values()))
     )
-    monkeypatch.setattr(dispatch, "_demand_kernel", lambda *_: None)
+    monkeypatch.setattr(dispatch, "demand_kernel", lambda *_: None)
     return calls
 
 

@@ -38,7 +38,15 @@ interpreter16 = load(SCRIPT.with_name("interpreter16.py"))
 
 FAST = ("crossing", "group max")
 """Cases of the fast run: every kernel, both kinds of heads."""
-EVERY_KIND = ("promoting", "fold min", "packed, folding", "released decode", "relu", "tied keys")
+EVERY_KIND = (
+    "promoting",
+    "fold min",
+    "packed, folding",
+    "paged from the first token",
+    "released decode",
+    "relu",
+    "tied keys",
+)
 """With them every kind of promotion, every way into the state."""
 
 

@@ -53,6 +53,7 @@ class Case:
     calls: tuple[Call, ...] = tuple(CROSSING)
     inputs: str = "random"
     packed: bool = False  # through query_start and state_row, the rows in another order and among others
+    paged: bool = False  # packed, the states in pages of an engine, which hold garbage where the rows have nothing
     wide: bool = False  # in the interpreter: block sizes of float32 in the place of those of 16 bits
     tiles: dict[str, dict[str, int]] = field(default_factory=dict)  # in the interpreter: other block sizes, by kernel
 
@@ -97,6 +98,20 @@ CASES = {
     "packed": Case({"select_scope": "kv_group_max"}, ((66, [66, 35]), (30, [0, 30]), STEP, (2, [2, 1])), packed=True),
     "packed, folding": Case(
         {"overflow": "fold_oldest", "capacity_tokens": 96}, ((70, [70, 33]), (64, [40, 64])), packed=True, wide=True
+    ),
+    "paged": Case(
+        {"select_scope": "kv_group_max"}, ((62, [62, 1]), *[STEP] * 3, (66, [66, 62]), STEP, (2, [0, 2])), paged=True
+    ),
+    "paged from the first token": Case(
+        {"chunk_size": 32}, (STEP, STEP, (61, [61, 60]), *[STEP] * 4, (100, [0, 100])), paged=True, wide=True
+    ),
+    "paged, folding min": Case(
+        {"overflow": "fold_min_score", "capacity_tokens": 128},
+        (STEP, (64, [62, 64]), STEP, STEP, (98, [98, 95])),
+        paged=True,
+    ),
+    "paged, folding oldest": Case(
+        {"overflow": "fold_oldest", "capacity_tokens": 96}, ((63, [63, 62]), STEP, STEP, (64, [40, 64])), paged=True
     ),
     "released": Case({"profile": "released"}, ((66, [66, 35]), (30, [0, 30]))),
     "released decode": Case({"profile": "released"}, (STEP, STEP, (28, [28, 1]), *[STEP] * 3)),
@@ -245,15 +260,15 @@ def _errors_of(guarded: Guarded, name: str, device: str, dtype: torch.dtype) -> 
         expected, expected_state = chunked_hybrid_attention(arguments, config, expected_state)
         state = HybridAttentionState(**{n: guarded.copy(t) for n, t in state.tensors().items()})
         inputs = Inputs(*tensors, *weights, new)
-        if case.packed:
-            output = _launch_packed(guarded, inputs, config, state, table)
+        if case.packed or case.paged:
+            output = _launch_packed(guarded, inputs, config, state, table, case.paged)
         else:
             output = guarded.empty(tensors[0], tuple(tensors[0].shape), dtype)
             length = guarded.empty(state.length, (batch,), state.length.dtype)
             launch.launch_hybrid_attention(inputs, config, state, output, None, table, length)
         guarded.check()
         state.length.add_(new)
-        if tokens == 1 and not case.packed:
+        if tokens == 1 and not (case.packed or case.paged):
             state.length.copy_(length)
         if exact != dtype:
             distance = (output.double() - expected).norm() / expected.norm()
@@ -336,28 +351,74 @@ def shuffle_programs() -> None:
     builder.set_grid_idx = set_grid_idx
 
 
+def _pages(
+    guarded: Guarded, rows: dict[str, torch.Tensor], length: torch.Tensor, config: HybridAttentionConfig
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The states of three rows, the first and the last of them after `length` tokens, in pages, which hold NaN where those have
+    nothing."""
+    device = length.device
+    inner = sum(math.prod(x.shape[1:]) * x.element_size() for x in rows.values())
+    page = -(-inner // 64) * 64 + 128
+    memory = guarded.empty(length, (3 * page // 4,), torch.float32).view(torch.int8)
+    found, offset = {}, 0
+    for name, tensor in rows.items():
+        size = tensor.element_size()
+        shape = (page // size, *tensor[0].stride())
+        view = memory.view(tensor.dtype).as_strided(
+            tensor.shape, shape, memory.storage_offset() // size + offset // size
+        )
+        view.copy_(tensor)
+        view[::2] = torch.where(_own(name, tensor[::2], length, config), tensor[::2], float("nan"))
+        found[name], offset = view, offset + math.prod(tensor.shape[1:]) * size
+    return found, torch.tensor([page], device=device)
+
+
+def _own(name: str, tensor: torch.Tensor, length: torch.Tensor, config: HybridAttentionConfig) -> torch.Tensor:
+    """What of a state is of its rows' `length` tokens, bool, as many dimensions."""
+    if name in ("kv_state", "z_state"):
+        own = (length > 2 * config.chunk_size)[:, None]
+    elif name.startswith("window"):
+        own = torch.arange(tensor.shape[2], device=tensor.device) < length[:, None]
+    else:
+        filled = torch.tensor([config.slots_for(n) for n in length.tolist()], device=tensor.device)
+        own = torch.arange(tensor.shape[2], device=tensor.device) < filled[:, None]
+    return own.view(len(own), 1, -1, *[1] * (tensor.dim() - 3))
+
+
 def _launch_packed(
     guarded: Guarded,
     inputs: Inputs,
     config: HybridAttentionConfig,
     state: HybridAttentionState,
     table: TileTable | None,
+    paged: bool,
 ) -> torch.Tensor:
     """The call with packed tokens on rows 2 and 0 of a state of three; returns the padded output, writes the rows back."""
     from still_kernels.hybrid_attention import launch
 
     new, tensors = inputs.counts(), (inputs.query, inputs.key, inputs.value, inputs.gate)
     rows = torch.tensor([2, 0], dtype=torch.int32, device=new.device)
-    wide = {n: guarded.copy(torch.cat([t[1:], torch.full_like(t[:1], 5), t[:1]])) for n, t in state.tensors().items()}
+    wide = {n: torch.cat([t[1:], torch.full_like(t[:1], 5), t[:1]]) for n, t in state.tensors().items()}
+    page_bytes = None
+    if paged:
+        length = guarded.copy(wide.pop("length")[rows.long()])
+        pages, page_bytes = _pages(guarded, wide, state.length[[1, 0]], config)
+        wide = {**pages, "length": length}
+    else:
+        wide = {n: guarded.copy(t) for n, t in wide.items()}
     packed = [None if x is None else torch.cat([x[b, :n] for b, n in enumerate(new.tolist())]) for x in tensors]
     start = torch.cat([new.new_zeros(1), new.cumsum(0)]).to(torch.int32)
     output = guarded.empty(packed[0], tuple(packed[0].shape), packed[0].dtype)
     given = Inputs(*packed, inputs.feature_q_weight, inputs.feature_k_weight)
-    packing = Packing(start, rows, inputs.query.shape[1])
+    packing = Packing(start, rows, inputs.query.shape[1], page_bytes)
     launch.launch_hybrid_attention(given, config, HybridAttentionState(**wide), output, packing, table)
+    wide.pop("length")
     for name, tensor in state.tensors().items():
-        assert bool((wide[name][1] == 5).all()), f"{name}: a row that had no part in the call changed"
-        tensor.copy_(wide[name][rows.long()])
+        if name in wide:
+            assert bool((wide[name][1] == 5).all()), f"{name}: a row that had no part in the call changed"
+            tensor.copy_(wide[name][rows.long()])
+            if paged:
+                tensor.copy_(torch.where(_own(name, tensor, state.length + new, config), tensor, 0))
     padded = torch.zeros_like(inputs.query)
     for b, n in enumerate(new.tolist()):
         padded[b, :n] = output[int(start[b]) : int(start[b]) + n]

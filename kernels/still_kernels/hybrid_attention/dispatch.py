@@ -26,7 +26,8 @@ def refusals(config: HybridAttentionConfig, dtype: torch.dtype) -> list[str]:
     return layer_refusals(config, str(dtype).removeprefix("torch."))
 
 
-def _demand_kernel(config: HybridAttentionConfig, dtype: torch.dtype, device: torch.device) -> None:
+def demand_kernel(config: HybridAttentionConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise UnsupportedError, with what is covered, where no Triton kernel covers a layer on a device."""
     if device.type != "cuda":
         raise UnsupportedError(f"device {device.type!r} has no kernel; known: cpu (PyTorch, chunked), cuda (Triton).")
     reasons = _refusals(config, dtype)
@@ -58,7 +59,7 @@ def _triton(
 
     batch, tokens = inputs.check(config)
     state.check(config, batch)
-    _demand_kernel(config, inputs.query.dtype, inputs.query.device)
+    demand_kernel(config, inputs.query.dtype, inputs.query.device)
     new_tokens = inputs.counts().contiguous()
     tensors = state.tensors()
     tensors["length"] = tensors["length"].contiguous()
@@ -70,7 +71,7 @@ def _triton(
     output = torch.empty_like(inputs.query, memory_format=torch.contiguous_format)
     present_length = torch.empty_like(state.length) if tokens == 1 else None
     given = replace(
-        _with_weights_of_tokens(inputs),
+        with_weights_of_tokens(inputs),
         query=inputs.query.contiguous(),
         key=inputs.key.contiguous(),
         value=inputs.value.contiguous(),
@@ -83,7 +84,7 @@ def _triton(
     return output, replace(state, length=present_length)
 
 
-def _with_weights_of_tokens(inputs: Inputs) -> Inputs:
+def with_weights_of_tokens(inputs: Inputs) -> Inputs:
     """The feature maps contiguous and in the type of the tokens, as the kernels read them."""
     q_weight, k_weight = (
         weight.to(inputs.query.dtype).contiguous() for weight in (inputs.feature_q_weight, inputs.feature_k_weight)
@@ -229,10 +230,10 @@ def hybrid_attention_ragged(
     given = {name: tensor for name, tensor in given.items() if tensor is not None}
     replace(inputs, **{name: tensor[None] for name, tensor in given.items()}).check(config)
     state.check(config, state.length.shape[0])
-    _demand_kernel(config, inputs.query.dtype, inputs.query.device)
+    demand_kernel(config, inputs.query.dtype, inputs.query.device)
     _demand_contiguous(given | state.tensors())
     output = torch.empty_like(inputs.query)
     packing = replace(packing, query_start=packing.query_start.contiguous(), state_row=packing.state_row.contiguous())
-    launch_hybrid_attention(_with_weights_of_tokens(inputs), config, state, output, packing)
+    launch_hybrid_attention(with_weights_of_tokens(inputs), config, state, output, packing)
     state.length.index_add_(0, packing.state_row, packing.query_start.diff().to(state.length.dtype))
     return output

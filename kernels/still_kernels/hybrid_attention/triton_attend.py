@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from still_kernels.hybrid_attention.triton_common import load_tokens
-from still_kernels.triton_shared import LOG2E, absorb, row_of
+from still_kernels.triton_shared import LOG2E, absorb, in_page, row_in_page, row_of
 
 
 @triton.jit
@@ -34,6 +34,7 @@ def attend_kernel(
     p_past_length,
     p_query_start,
     p_state_row,
+    p_page_bytes,
     p_linear,
     p_linear_sum,
     p_output,
@@ -68,7 +69,14 @@ def attend_kernel(
     i_block = tl.num_programs(0) - 1 - tl.program_id(0)
     i_head = tl.program_id(1)
     i_batch = tl.program_id(2)
-    row, start, length, count = row_of(i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, T, RAGGED)
+    row, start, length, count = row_of(
+        i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, T, RAGGED, p_page_bytes
+    )
+    p_window_key = in_page(p_window_key, row, p_page_bytes)
+    p_window_value = in_page(p_window_value, row, p_page_bytes)
+    p_salient_key = in_page(p_salient_key, row, p_page_bytes)
+    p_salient_value = in_page(p_salient_value, row, p_page_bytes)
+    row = row_in_page(row, p_page_bytes)
     end = length + count
     span = count if RAGGED else T
     c0 = length // C + first_tile
@@ -187,6 +195,7 @@ def commit_kernel(
     p_past_length,
     p_query_start,
     p_state_row,
+    p_page_bytes,
     p_score,
     T,
     H,
@@ -200,7 +209,13 @@ def commit_kernel(
     BR: tl.constexpr = 32
     i_head = tl.program_id(0)
     i_batch = tl.program_id(1)
-    row, start, length, count = row_of(i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, T, RAGGED)
+    row, start, length, count = row_of(
+        i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, T, RAGGED, p_page_bytes
+    )
+    p_window_key = in_page(p_window_key, row, p_page_bytes)
+    p_window_value = in_page(p_window_value, row, p_page_bytes)
+    p_window_score = in_page(p_window_score, row, p_page_bytes)
+    row = row_in_page(row, p_page_bytes)
     if count == 0:
         return
     end = length + count

@@ -21,7 +21,7 @@ from still_kernels.hybrid_attention.triton_decode_roles import (
     step_of,
     window_part,
 )
-from still_kernels.triton_shared import LOG2E, rounded
+from still_kernels.triton_shared import LOG2E, in_page, rounded, row_in_page
 
 
 @triton.jit
@@ -156,6 +156,7 @@ def decode_kernel(
     p_past_length,
     p_query_start,
     p_state_row,
+    p_page_bytes,
     p_part_acc,
     p_part_ml,
     p_part_lin,
@@ -231,6 +232,16 @@ def decode_kernel(
         row = tl.load(p_state_row + i_batch).to(tl.int64)
         if tl.load(p_query_start + i_batch + 1).to(tl.int64) == start:  # no token of the call is this row's
             return
+    if p_page_bytes is not None:
+        p_window_key = in_page(p_window_key, row, p_page_bytes)
+        p_window_value = in_page(p_window_value, row, p_page_bytes)
+        p_window_score = in_page(p_window_score, row, p_page_bytes)
+        p_salient_key = in_page(p_salient_key, row, p_page_bytes)
+        p_salient_value = in_page(p_salient_value, row, p_page_bytes)
+        p_kv_state = in_page(p_kv_state, row, p_page_bytes)
+        p_z_state = in_page(p_z_state, row, p_page_bytes)
+        p_past_length += i_batch  # lengths are those of the call's rows
+        row = row_in_page(row, p_page_bytes)
     i_group = i_batch.to(tl.int64) * H + i_select * GR  # first query head of the group in [B, H]
     i_out = start * H + i_select * GR  # the same in the packed activations
     scale2 = scale * LOG2E
@@ -246,7 +257,7 @@ def decode_kernel(
                 i_job, i_head, i_select, i_batch, row, GR, p_q, p_gate + (i_out + g) * D if GATE else p_gate,
                 p_feature_q_weight, p_feature_k_weight, p_window_key, p_window_value, p_window_score, p_kv_state, p_z_state,
                 p_new_tokens, p_past_length, p_part_lin + (i_group + g) * D, p_part_den + i_group + g, H, HK, G, K, W_HEADS, C, D,
-                DP, DK, DS, DW, P, PP, GP, RB, FEATURE, SCOPE, GATE, RAGGED, FUSED, SETTLE, DOT,
+                DP, DK, DS, DW, P, PP, GP, RB, FEATURE, SCOPE, GATE, RAGGED, p_page_bytes is not None, FUSED, SETTLE, DOT,
             )  # fmt: skip
         else:
             i_kv = i_head // G if SCOPE == 0 else i_select

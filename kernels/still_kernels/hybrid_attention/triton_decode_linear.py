@@ -25,7 +25,7 @@ def _fold_chunk(
     b_phi, b_psi, old, length, row, i_select, i_kv, GR, p_weight, p_window_key, p_window_value, p_window_score, p_state, p_mass,
     m_mass, H, HK, K, o_column, C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DK: tl.constexpr, P: tl.constexpr,
     PP: tl.constexpr, GP: tl.constexpr, RB: tl.constexpr, FEATURE: tl.constexpr, SCOPE: tl.constexpr, SETTLE: tl.constexpr,
-    DOT: tl.constexpr,
+    DOT: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
     """Add the unselected tokens of chunk `old`, which lies in the ring, to a slice of S and to z, in memory.
 
@@ -74,7 +74,8 @@ def _fold_chunk(
                 b_rows, _zeros = kept_features(b_direction, b_square, b_keep, P, PP, FEATURE)
             b_query = b_phi if half == 0 else b_psi
             b_out, b_mass = _add_rows(
-                b_rows, b_query, b_v, p_state + half * (P * D), p_mass + half * P, o_feature, o_column, m_mass, P, D, DOT
+                b_rows, b_query, b_v, old + r > 0, p_state + half * (P * D), p_mass + half * P, o_feature, o_column, m_mass, P, D,
+                DOT, PAGED,
             )  # fmt: skip
             b_more += b_out
             b_more_mass += b_mass
@@ -85,9 +86,12 @@ def _fold_chunk(
 
 @triton.jit
 def _add_rows(
-    b_rows, b_query, b_v, p_state, p_mass, o_feature, o_column, m_mass, P: tl.constexpr, D: tl.constexpr, DOT: tl.constexpr
+    b_rows, b_query, b_v, held, p_state, p_mass, o_feature, o_column, m_mass, P: tl.constexpr, D: tl.constexpr, DOT: tl.constexpr,
+    PAGED: tl.constexpr,
 ):  # fmt: skip
     """Add phi^T v of rows to one half of a slice of S, and the sum of the same rounded phi to z, as prefill does.
+
+    PAGED: what is not `held` is another row's, and counts as 0.
 
     Returns the same as seen by phi(q): [DS], and before the sum over features [PP]. Matrix instructions add up the rows: without
     them the sums of columns are most of a promotion's instructions.
@@ -98,8 +102,13 @@ def _add_rows(
     b_more = tl.dot(tl.trans(b_rows), b_v, input_precision=DOT)
     b_ones = tl.full([b_rows.shape[0], 16], 1.0, b_rows.dtype)
     b_mass = tl.max(tl.dot(tl.trans(b_rows), b_ones, input_precision=DOT), 1)
-    b_z = tl.load(p_mass + o_feature, mask=m_mass, other=0.0)
-    b_s = tl.load(p_slice, mask=m_slice, other=0.0)
+    m_z = m_mass
+    m_s = m_slice
+    if PAGED:
+        m_z = m_z & held
+        m_s = m_s & held
+    b_z = tl.load(p_mass + o_feature, mask=m_z, other=0.0)
+    b_s = tl.load(p_slice, mask=m_s, other=0.0)
     tl.store(p_slice, b_s + b_more, mask=m_slice)
     tl.store(p_mass + o_feature, b_z + b_mass, mask=m_mass)
     return tl.sum(b_query[:, None] * b_more, 0), b_query * b_mass
@@ -184,6 +193,14 @@ def _slice_output(
 
 
 @triton.jit
+def _if_held(b_out, b_mass, held, PAGED: tl.constexpr):
+    """What S and z add, or 0 where they hold nothing."""
+    if PAGED:
+        return tl.where(held, b_out, 0.0), tl.where(held, b_mass, 0.0)
+    return b_out, b_mass
+
+
+@triton.jit
 def _store_slice(b_out, b_mass, b_gate, p_lin, p_den, i_slice, o_column, D: tl.constexpr, GATE: tl.constexpr):
     """gate * phi(q)^T S, and phi(q)^T z where the slice is the first."""
     if GATE:
@@ -200,7 +217,7 @@ def linear_slice(
     p_window_value, p_window_score, p_kv_state, p_z_state, p_new_tokens, p_past_length, p_lin, p_den, H, HK, G, K, W_HEADS,
     C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DK: tl.constexpr, DS: tl.constexpr, DW: tl.constexpr, P: tl.constexpr,
     PP: tl.constexpr, GP: tl.constexpr, RB: tl.constexpr, FEATURE: tl.constexpr, SCOPE: tl.constexpr, GATE: tl.constexpr,
-    RAGGED: tl.constexpr, FUSED: tl.constexpr, SETTLE: tl.constexpr, DOT: tl.constexpr,
+    RAGGED: tl.constexpr, PAGED: tl.constexpr, FUSED: tl.constexpr, SETTLE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """gate * phi(q)^T S for DS value columns (and phi(q)^T z in slice 0); a promoted chunk is folded into S on the way.
 
@@ -221,17 +238,20 @@ def linear_slice(
     b_q, b_q2, b_weight, b_weight2, b_plus_s = _slice_loads(p_q, p_weight, p_slice, m_slice, D, DP, DW, P, PP)
     tl.debug_barrier()  # the compiler would move the loads into the branches, behind the trip for the length
     length, _live, promoting = step_of(i_batch, row, p_new_tokens, p_past_length, C, RAGGED, FUSED)
+    # A page that is new holds an old row's S and z. Nothing is promoted before position 2C; with a folding policy that has happened.
+    held = length >= (2 * C + 1 if FUSED else 2 * C)
     if FUSED and promoting:
         b_q, b_q2, b_weight, b_weight2, b_plus_s = _slice_loads(p_q, p_weight, p_slice, m_slice, D, DP, DW, P, PP)
         b_out, b_mass, b_gate, b_phi, b_psi = _slice_output(
             b_q, b_q2, b_weight, b_weight2, b_plus_s, p_q, p_gate, p_weight, p_slice, p_mass, o_column, m_slice, m_mass, D, DP, DW,
             P, PP, FEATURE, GATE,
         )  # fmt: skip
+        b_out, b_mass = _if_held(b_out, b_mass, held, PAGED)
         tl.debug_barrier()  # all threads have read the slice
         b_more, b_more_mass = _fold_chunk(
             b_phi, b_psi, length // C - 2, length, row, i_select, i_head // G, GR, p_feature_k_weight + w_head, p_window_key,
             p_window_value, p_window_score, p_state, p_mass, m_mass, H, HK, K, o_column, C, D, DP, DK, P, PP, GP, RB, FEATURE,
-            SCOPE, SETTLE, DOT,
+            SCOPE, SETTLE, DOT, PAGED,
         )  # fmt: skip
         _store_slice(b_out + b_more, b_mass + b_more_mass, b_gate, p_lin, p_den, i_slice, o_column, D, GATE)
     else:
@@ -239,4 +259,5 @@ def linear_slice(
             b_q, b_q2, b_weight, b_weight2, b_plus_s, p_q, p_gate, p_weight, p_slice, p_mass, o_column, m_slice, m_mass, D, DP, DW,
             P, PP, FEATURE, GATE,
         )  # fmt: skip
+        b_out, b_mass = _if_held(b_out, b_mass, held, PAGED)
         _store_slice(b_out, b_mass, b_gate, p_lin, p_den, i_slice, o_column, D, GATE)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from still_kernels.hybrid_attention.triton_common import kept_features, load_tokens, load_weight
-from still_kernels.triton_shared import row_of
+from still_kernels.triton_shared import in_page, row_in_page, row_of
 
 
 @triton.jit
@@ -41,6 +41,7 @@ def features_kernel(
     p_past_length,
     p_query_start,
     p_state_row,
+    p_page_bytes,
     p_flags,
     p_evicted_key,
     p_evicted_count,
@@ -78,7 +79,11 @@ def features_kernel(
     i_group = tl.program_id(0)
     i_head = tl.program_id(1)
     i_batch = tl.program_id(2)
-    row, start, length, count = row_of(i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, T, RAGGED)
+    row, start, length, count = row_of(
+        i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, T, RAGGED, p_page_bytes
+    )
+    p_window_key = in_page(p_window_key, row, p_page_bytes)
+    row = row_in_page(row, p_page_bytes)
     end = length + count
     if count == 0:
         return

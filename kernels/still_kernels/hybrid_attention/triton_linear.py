@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from still_kernels.hybrid_attention.triton_common import feature_pair, load_tokens, load_weight
-from still_kernels.triton_shared import row_of
+from still_kernels.triton_shared import in_page, row_in_page, row_of
 
 
 @triton.jit
@@ -34,6 +34,7 @@ def linear_kernel(
     p_past_length,
     p_query_start,
     p_state_row,
+    p_page_bytes,
     p_phi_k,
     p_prefix_kv,
     p_prefix_z,
@@ -72,7 +73,11 @@ def linear_kernel(
     CR: tl.constexpr = C + KP if EVICT else C
     i_head = tl.program_id(1)
     i_batch = tl.program_id(2)
-    row, start, length, count = row_of(i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, T, RAGGED)
+    row, start, length, count = row_of(
+        i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, T, RAGGED, p_page_bytes
+    )
+    p_window_value = in_page(p_window_value, row, p_page_bytes)
+    row = row_in_page(row, p_page_bytes)
     end = length + count
     c0 = length // C + first_tile
     first_block = tl.program_id(0) * TB

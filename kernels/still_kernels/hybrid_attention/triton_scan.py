@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from still_kernels.hybrid_attention.triton_common import load_tokens
-from still_kernels.triton_shared import row_of
+from still_kernels.triton_shared import in_page, row_in_page, row_of
 
 
 @triton.jit(do_not_specialize=["T", "H", "HK", "HS", "first_tile", "n_tiles", "store_prefix"])
@@ -20,6 +20,7 @@ def scan_kernel(
     p_past_length,
     p_query_start,
     p_state_row,
+    p_page_bytes,
     p_phi_k,
     p_evicted_value,
     p_prefix_kv,
@@ -56,7 +57,13 @@ def scan_kernel(
     COLUMNS: tl.constexpr = (D + DB - 1) // DB
     i_head = tl.program_id(1)
     i_batch = tl.program_id(2)
-    row, start, length, count = row_of(i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, T, RAGGED)
+    row, start, length, count = row_of(
+        i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, T, RAGGED, p_page_bytes
+    )
+    p_window_value = in_page(p_window_value, row, p_page_bytes)
+    p_kv_state = in_page(p_kv_state, row, p_page_bytes)
+    p_z_state = in_page(p_z_state, row, p_page_bytes)
+    row = row_in_page(row, p_page_bytes)
     end = length + count
     c0 = length // C + first_tile
     number = tl.minimum(n_tiles, (end + C - 1) // C - c0)
@@ -73,12 +80,19 @@ def scan_kernel(
     o_block = o_feature[:, None] * D + o_dim[None, :]
     o_row = tl.arange(0, RB)
     p_state = p_kv_state + (row * H + i_head) * (F * D) + o_block
-    b_state = tl.load(p_state, mask=m_block, other=0.0)
+    # A page that is new holds an old row's S and z; nothing is promoted within two chunks.
+    m_state = m_block
+    m_z = m_feature[:, None]
+    if p_page_bytes is not None:
+        held = (length > 2 * C) | (first_tile > 0)
+        m_state = m_state & held
+        m_z = m_z & held
+    b_state = tl.load(p_state, mask=m_state, other=0.0)
     # z by products with ones, in columns that are all equal; the programs of the first columns of S store one of them.
     o_copy = tl.arange(0, 16)
     m_mass = m_feature[:, None] & (o_copy == 0)[None, :] & (tl.program_id(0) % COLUMNS == 0)
     p_z = p_z_state + (row * H + i_head) * F + o_feature[:, None] + 0 * o_copy[None, :]
-    b_mass = tl.load(p_z, mask=m_feature[:, None], other=0.0)
+    b_mass = tl.load(p_z, mask=m_z, other=0.0)
     b_ones = tl.full([RB, 16], 1.0, p_phi_k.dtype.element_ty)
     p_new = p_value + (start * HK + i_kv) * D
     p_ring = p_window_value + (row * HK + i_kv) * (2 * C) * D

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from still_kernels.hybrid_attention.triton_common import load_tokens, select_chunk, selected_offsets
-from still_kernels.triton_shared import row_of
+from still_kernels.triton_shared import in_page, row_in_page, row_of
 
 
 @triton.jit
@@ -37,6 +37,7 @@ def select_kernel(
     p_past_length,
     p_query_start,
     p_state_row,
+    p_page_bytes,
     p_score,
     p_flags,
     p_evicted_key,
@@ -69,7 +70,17 @@ def select_kernel(
     i_select = tl.program_id(1)
     HS = tl.num_programs(1)
     i_batch = tl.program_id(2)
-    row, start, length, count = row_of(i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, T, RAGGED)
+    row, start, length, count = row_of(
+        i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, T, RAGGED, p_page_bytes
+    )
+    p_window_key = in_page(p_window_key, row, p_page_bytes)
+    p_window_value = in_page(p_window_value, row, p_page_bytes)
+    p_window_score = in_page(p_window_score, row, p_page_bytes)
+    p_salient_key = in_page(p_salient_key, row, p_page_bytes)
+    p_salient_value = in_page(p_salient_value, row, p_page_bytes)
+    if OVERFLOW == 1:
+        p_salient_score = in_page(p_salient_score, row, p_page_bytes)
+    row = row_in_page(row, p_page_bytes)
     end = length + count
     chunk = length // C + i_tile  # the chunk that begins
     old = chunk - 2  # the chunk that is promoted

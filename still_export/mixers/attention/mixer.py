@@ -25,5 +25,8 @@ class AttentionMixer(Mixer):
     def cache_layer(self, config: Any, index: int) -> AttentionLayer:
         return AttentionLayer(config.num_key_value_heads, head_size(config))
 
+    def paged(self, config: Any, index: int, ranks: int, rank: int) -> None:
+        return None
+
     def module(self, base: nn.Module, config: Any, index: int) -> nn.Module:
         return module_for(base, head_size(config))

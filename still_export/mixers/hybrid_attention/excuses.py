@@ -66,6 +66,12 @@ class SelectionExcuse:
             feed = next_feed(outputs, piece)
         return {layer: np.concatenate(part, axis=2) for layer, part in parts.items()}
 
+    def closest(self, leads: Leads, counts: np.ndarray) -> float:
+        """Over the chunks that have been promoted."""
+        last = np.maximum(-(-counts // self.chunk) - 2, 0)[:, None, None]
+        found = [lead[np.broadcast_to(np.arange(lead.shape[2]) < last, lead.shape)] for lead in leads.values()]
+        return min((float(lead.min()) for lead in found if lead.size), default=float("inf"))
+
     def _differing(
         self, expected: Arrays, actual: Arrays, layer: str, leads: Callable[[], Leads], tie: float
     ) -> tuple[np.ndarray, np.ndarray]:

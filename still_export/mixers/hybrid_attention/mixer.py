@@ -12,6 +12,7 @@ from still_export.mixers.config import HYBRID
 from still_export.mixers.hybrid_attention.cache import HybridLayer
 from still_export.mixers.hybrid_attention.modes import SOFTMAX, make_trainable
 from still_export.mixers.hybrid_attention.module import StillAttention
+from still_export.mixers.hybrid_attention.paged import PagedHybridAttention
 from still_export.mixers.hybrid_attention.parts import PARTS, without
 from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 from still_kernels.hybrid_attention import HybridAttentionConfig
@@ -34,6 +35,10 @@ class HybridAttentionMixer(Mixer):
         still = config.still
         layer = self._layer(config, index)
         return StillAttention(base, layer, config.hidden_size, still.gate_bias, still.shared_feature_map)
+
+    def paged(self, config: Any, index: int, ranks: int, rank: int) -> PagedHybridAttention:
+        still = config.still
+        return PagedHybridAttention(self._layer(config, index), still.gate_bias, still.shared_feature_map, ranks, rank)
 
     def without(self, model: nn.Module, part: str) -> AbstractContextManager[None]:
         return without(model, part)

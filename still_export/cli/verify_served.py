@@ -1,0 +1,116 @@
+"""still-export verify --runtime vllm: prove that an engine serves a STILL folder as PyTorch computes it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from still_export.cli.output import Output, report_folder
+from still_export.errors import ConfigError
+
+if TYPE_CHECKING:
+    from still_export.proof.served import Load, LoadReport
+
+RUNTIME = "vllm"
+REQUESTS = 24
+CONTEXT_TOKENS = 1536
+ANSWER_TOKENS = 96
+"""More than a chunk, so that promotions happen between single tokens."""
+
+
+def check_flags(runtime: str | None, ours: Mapping[str, bool], others: Mapping[str, bool]) -> None:
+    """Raise ConfigError where flags of one kind of proof were given with the other.
+
+    Args:
+        ours, others: Flags of the proof of an engine, and of a package; whether each was given.
+    """
+    wrong, right = (others, f"--runtime {RUNTIME}") if runtime == RUNTIME else (ours, "a package")
+    given = [name for name, is_given in wrong.items() if is_given]
+    if given:
+        raise ConfigError(f"{', '.join(given)}: not with {right}. Leave {'it' if len(given) == 1 else 'them'} out.")
+
+
+def verify_served(
+    folder: Path,
+    output: Path | None,
+    seed: int,
+    requests: int,
+    dtype: str | None,
+    ranks: int,
+    out: Output,
+) -> bool:
+    """Serve random requests from `folder` in every way of `loads_of`, compare them with PyTorch, print and write the verdict.
+
+    Raises:
+        ConfigError, UnsupportedError: The folder is none of a STILL model, or vLLM refuses it.
+    """
+    from still_export.models.description import describe_model
+    from still_export.models.load import load_model, source_dtype
+    from still_export.package.staging import staged_files
+    from still_export.proof.served import ServedVerifier
+    from still_export.serving.vllm.engine import VllmEngine
+
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"{folder} has no config.json: vLLM serves a STILL model's folder, which linearize writes, not an export of it."
+        )
+    kind = dtype or str(source_dtype(folder)).removeprefix("torch.")
+    model = load_model(folder, dtype="float32")
+    half = None if kind == "float32" else load_model(folder, dtype=kind)
+    still = model.config.still
+    context = min(CONTEXT_TOKENS, still.capacity(model.config)) if still.bounded else CONTEXT_TOKENS
+    where = report_folder(output or folder / "verify")
+    where.mkdir(parents=True, exist_ok=True)
+    log = where / "vllm.log"
+    log.write_text("")
+    verifier = ServedVerifier(describe_model(model), model, half, VllmEngine(folder, kind, ranks, log), seed)
+    loads = loads_of(context)
+    found = []
+    with out.bar("serving", len(loads)) as progress:
+        for report in verifier.run(loads, requests, min(ANSWER_TOKENS, context // 2)):
+            found.append(report)
+            progress(report.name)
+    passed = all(report.passed for report in found)
+    content = {"passed": passed, "dtype": kind, "ranks": ranks, "loads": [asdict(report) for report in found]}
+    with staged_files(where) as work:
+        (work / "report.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    if out.as_json:
+        out.result(content)
+    else:
+        _print(found, kind, where)
+        print("PASSED" if passed else "FAILED: vLLM does not answer what PyTorch computes")
+    return passed
+
+
+def loads_of(context: int) -> list[Load]:
+    """Budgets of chunked prefill from 64 tokens, and everything thrown out now and then; requests of at most `context` tokens."""
+    from still_export.proof.served import Load
+
+    return [
+        Load("64 tokens a step, 4 rows", 64, 4, context),
+        Load("512 tokens a step, 16 rows", 512, 16, context),
+        Load("small cache, preempted every 40 steps", 100, 6, context, preempt_every=40, tight=True, eager=True),
+    ]
+
+
+def _print(found: list[LoadReport], kind: str, folder: Path) -> None:
+    console = Console(width=None if Console().is_terminal else 150)
+    held = "largest error" if kind == "float32" else "worst request's median error"
+    table = Table(title=f"vLLM against PyTorch, {kind}: {held} of a log-probability")
+    for column in ("load", "requests", "tokens", "preempted", "near ties", "explained", "error", "bound", ""):
+        table.add_column(column, justify="left" if column in ("load", "") else "right", no_wrap=True)
+    for report in found:
+        counts = (report.requests, report.tokens, report.preemptions, report.near_ties, report.explained)
+        verdict = "ok" if report.passed else f"{len(report.wrong)} WRONG"
+        table.add_row(report.name, *map(str, counts), f"{report.worst:.1e}", f"{report.bound:.1e}", verdict)
+    console.print(table)
+    for report in found:
+        for line in report.wrong[:5]:
+            print(f"{report.name}: {line}")
+    print(f"report: {folder / 'report.json'}; what vLLM said: {folder / 'vllm.log'}")

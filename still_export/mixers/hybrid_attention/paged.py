@@ -1,0 +1,78 @@
+"""Hybrid attention for an engine that serves many requests and owns their states."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from still_export.errors import UnsupportedModelError
+from still_export.mixers.base import LayerOp, PagedLayer
+from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
+from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs
+from still_kernels.hybrid_attention.dispatch import refusals
+from still_kernels.hybrid_attention.paged import hybrid_attention_paged
+from still_kernels.packing import Packing
+
+
+class PagedHybridAttention(PagedLayer):
+    """One rank's heads of a layer.
+
+    Args:
+        config: The whole layer.
+        gate_bias: The gate's projection has a bias.
+        shared_feature_map: One feature projection for all heads.
+        ranks, rank: Which of how many.
+
+    Raises:
+        UnsupportedModelError: The heads cannot be shared among so many ranks.
+    """
+
+    def __init__(
+        self, config: HybridAttentionConfig, gate_bias: bool, shared_feature_map: bool, ranks: int, rank: int
+    ) -> None:
+        self.config = part_of(config, ranks, rank)
+        self.op = LayerOp(HYBRID_ATTENTION, self.config.attributes(), self.config.symbols())
+        self.gate_bias = gate_bias if config.gate == "channel" else None
+        shape = (1 if shared_feature_map else config.num_heads, config.projection_dim, config.head_dim)
+        self.head_weights = {"feature_q_weight": shape, "feature_k_weight": shape}
+
+    def refusals(self, dtype: torch.dtype) -> list[str]:
+        return refusals(self.config, dtype)
+
+    def attend(
+        self,
+        heads: Mapping[str, Tensor | None],
+        weights: Mapping[str, Tensor],
+        states: Mapping[str, Tensor],
+        length: Tensor,
+        packing: Packing,
+        output: Tensor,
+    ) -> None:
+        inputs = Inputs(**heads, **weights)  # type: ignore[arg-type]
+        hybrid_attention_paged(inputs, self.config, HybridAttentionState(**states, length=length), packing, output)
+
+
+def part_of(config: HybridAttentionConfig, ranks: int, rank: int) -> HybridAttentionConfig:
+    """The layer of rank `rank` of `ranks`; with more ranks than key/value heads several have the same of these."""
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
+        raise UnsupportedModelError(
+            f"{ranks} ranks cannot share num_attention_heads={heads} and num_key_value_heads={kv_heads} evenly. "
+            "Choose another --tensor-parallel-size."
+        )
+    if ranks > kv_heads and config.select_scope != "q_head":
+        raise UnsupportedModelError(
+            f"select_scope={config.select_scope} selects for each of {kv_heads} key/value heads as a whole, which {ranks} ranks would "
+            f"divide. Choose a --tensor-parallel-size of at most {kv_heads}."
+        )
+    share = heads // ranks
+    factors = config.window_factor
+    return replace(
+        config,
+        num_heads=share,
+        num_kv_heads=max(1, kv_heads // ranks),
+        window_factor=None if factors is None else factors[rank * share : (rank + 1) * share],
+    )

@@ -1,0 +1,37 @@
+"""What a STILL model is, as manifests say it: ops, sizes, layers, states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from still_export.mixers.cache import state_table
+from still_export.mixers.config import head_size
+from still_export.mixers.registry import mixer_of
+
+
+def describe_model(model: Any) -> dict[str, Any]:
+    """The entries of a manifest that follow from the model alone; of `model`, all but what an export decides."""
+    config, still = model.config, model.config.still
+    layer_types = [still.layer_type(i) for i in range(config.num_hidden_layers)]
+    used = [op.spec for i in range(config.num_hidden_layers) for op in mixer_of(config, i).ops(config, i)]
+    states = state_table(config, model.dtype)
+    eos = model.generation_config.eos_token_id
+    return {
+        "ops": {op.name: op.version for op in used},
+        "model": {
+            "family": config.model_type.removeprefix("still_"),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "layers": config.num_hidden_layers,
+            "hidden_size": config.hidden_size,
+            "heads": config.num_attention_heads,
+            "kv_heads": config.num_key_value_heads,
+            "head_dim": head_size(config),
+            "vocab_size": config.vocab_size,
+            "layer_types": layer_types,
+        },
+        "still": still.to_dict(),
+        "capacity": {"capacity_tokens": states.capacity_tokens, "bounded": states.bounded},
+        "states": [state.to_dict() for state in states],
+        "eos_token_ids": [] if eos is None else list(eos) if isinstance(eos, (list, tuple)) else [eos],
+    }

@@ -1,0 +1,239 @@
+"""The proof of a serving engine: requests of all lengths that come when they like, its tokens and log-probabilities beside PyTorch's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+
+from still_export.proof.cases import Case, noise_of
+from still_export.proof.excuses import Excuses, excuses_of
+from still_export.proof.tolerance import FLOAT32, half_tolerance
+from still_export.runners.torch import TorchModel
+
+NAME = "logprobs"
+EXPLAINED = 0.01
+"""The part of the requests that may lie beyond the bound where PyTorch's choices nearly tie. A page that is not taken for empty
+is explained away in one request of four; a turned choice exceeds the bound in none of some hundred."""
+PIECE_TOKENS = 1024
+"""Of a prompt in one of PyTorch's calls."""
+EDGES = 4
+"""Chunks around whose ends prompts are drawn; others have any length."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt, how many tokens are to follow, and the engine's step before which it comes."""
+
+    prompt: tuple[int, ...]
+    count: int
+    arrives: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The tokens that followed greedily, and what the engine says of their log-probabilities."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Load:
+    """How an engine is set and pressed.
+
+    Args:
+        budget_tokens: Of all requests in one step; longer prompts are read in pieces.
+        rows: Requests that run at the same time.
+        context_tokens: Of a request at most.
+        preempt_every: Steps after which everything that runs is thrown out, to be begun again; 0: never.
+        tight: The cache holds little more than the rows' states and one long request's softmax layers.
+        eager: Without compilation and CUDA graphs.
+    """
+
+    name: str
+    budget_tokens: int
+    rows: int
+    context_tokens: int
+    preempt_every: int = 0
+    tight: bool = False
+    eager: bool = False
+
+
+@dataclass(frozen=True)
+class Served:
+    """What came of a load: answers in the order of the requests, and how often a request was thrown out and begun again."""
+
+    answers: list[Answer]
+    preemptions: int
+
+
+class Engine(Protocol):
+    """What is proven."""
+
+    def serve(self, load: Load, requests: Sequence[Request]) -> Served:
+        """All answers to requests that come as they say."""
+
+
+@dataclass
+class LoadReport:
+    """The verdict on one load.
+
+    Args:
+        near_ties: Tokens other than PyTorch's likeliest, which lies ahead by no more than rounding may turn.
+        explained: Requests beyond the bound in which PyTorch's own choices nearly tie; one in a hundred may be.
+        wrong: Requests whose tokens or log-probabilities differ without such a reason.
+        worst: The largest of what is held to `bound`: the error of a log-probability, in half precision a request's median.
+    """
+
+    name: str
+    requests: int = 0
+    tokens: int = 0
+    preemptions: int = 0
+    near_ties: int = 0
+    explained: int = 0
+    wrong: list[str] = field(default_factory=list)
+    worst: float = 0.0
+    bound: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        """Nothing is wrong, and little needs an explanation."""
+        return not self.wrong and self.explained <= EXPLAINED * self.requests
+
+
+class Reference:
+    """PyTorch's log-probabilities along an engine's own tokens: a token that differs does not make the following ones differ.
+
+    Args:
+        description: Of the model (`describe_model`).
+        model: In float32, or in the engine's type for its errors.
+    """
+
+    def __init__(self, description: dict[str, Any], model: Any) -> None:
+        whole = {**description["model"], "all_logits": True}
+        self.runner = TorchModel({**description, "model": whole, "prefill_tokens": PIECE_TOKENS}, model)
+
+    def logprobs(self, prompt: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
+        """Of every token of the vocabulary at each place of `tokens`, [n, V]."""
+        runner = self.runner
+        runner.start(1, len(prompt) + len(tokens))
+        if len(prompt) > 1:
+            runner.all_logits = False
+            runner.prefill(prompt[:-1])
+        runner.all_logits = True
+        logits = runner.feed(np.array([[prompt[-1], *tokens[:-1]]], np.int64))[0, : len(tokens)].astype(np.float64)
+        top = logits.max(-1, keepdims=True)
+        result: np.ndarray = logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
+        return result
+
+
+class ServedVerifier:
+    """Compares an engine with PyTorch.
+
+    Args:
+        description: Of the model (`describe_model`).
+        model: In float32.
+        half: The same in the engine's type, where that is another: its own errors are the bound.
+        engine: What is proven.
+        seed: Of prompts, lengths and arrivals.
+    """
+
+    def __init__(self, description: dict[str, Any], model: Any, half: Any, engine: Engine, seed: int = 0) -> None:
+        self.reference = Reference(description, model)
+        self.half = None if half is None else Reference(description, half)
+        self.excuses: Excuses = excuses_of(description)
+        self.engine = engine
+        self.random = np.random.default_rng(seed)
+        self.vocabulary = int(description["model"]["vocab_size"])
+        self.chunk = max(2, self.reference.runner.table.period)
+
+    def run(self, loads: Sequence[Load], requests: int, answer_tokens: int) -> Iterator[LoadReport]:
+        """The verdict on each load.
+
+        Args:
+            requests: Of each load.
+            answer_tokens: Most tokens of an answer.
+        """
+        for load in loads:
+            asked = self.requests(load, requests, answer_tokens)
+            yield self.judge(load, asked, self.engine.serve(load, asked))
+
+    def requests(self, load: Load, count: int, answer_tokens: int) -> list[Request]:
+        """Prompts of random tokens that end around the ends of chunks, or anywhere, and come a few steps apart."""
+        made: list[Request] = []
+        step = 0
+        for number in range(count):
+            answer = int(self.random.integers(1, answer_tokens + 1))
+            room = load.context_tokens - answer
+            if number % 2:
+                length = self.chunk * int(self.random.integers(0, EDGES + 1)) + int(self.random.integers(-1, 3))
+            else:
+                length = int(np.exp(self.random.uniform(0, np.log(room))))
+            prompt = self.random.integers(0, self.vocabulary, min(max(length, 1), room))
+            made.append(Request(tuple(prompt.tolist()), answer, step))
+            step += int(self.random.integers(0, 6))
+        return made
+
+    def judge(self, load: Load, requests: Sequence[Request], served: Served) -> LoadReport:
+        """Hold every answer to PyTorch."""
+        found = LoadReport(load.name, requests=len(requests), preemptions=served.preemptions)
+        expected, own = self._along(requests, served.answers)
+        bound, tie = self._bounds(expected, own)
+        found.bound = bound
+        for number, (request, answer, theirs) in enumerate(zip(requests, served.answers, expected, strict=True)):
+            found.tokens += len(answer.tokens)
+            name = f"request {number} ({len(request.prompt)} tokens, {request.count} asked)"
+            if len(answer.tokens) != request.count:
+                found.wrong.append(f"{name}: {len(answer.tokens)} tokens came")
+                continue
+            chosen, best = theirs
+            errors = np.abs(chosen - np.array(answer.logprobs))
+            error = float(errors.max() if own is None else np.median(errors))
+            behind = best - chosen
+            near = int(((behind > 0) & (behind <= tie)).sum())
+            if error <= bound and not bool((behind > tie).any()):
+                found.near_ties += near
+                found.worst = max(found.worst, error)
+            elif self._nearly_ties(request, answer):
+                found.explained += 1
+            else:
+                found.wrong.append(
+                    f"{name}: log-probabilities differ by {error:.1e}, a token is {behind.max():.1e} behind the likeliest"
+                )
+        return found
+
+    def _along(
+        self, requests: Sequence[Request], answers: Sequence[Answer]
+    ) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
+        """PyTorch's log-probabilities of each answer's tokens and of those that float32 finds likeliest there, [2, n]; its own in the
+        engine's type, where that is another."""
+        expected, own = [], []
+        for request, answer in zip(requests, answers, strict=True):
+            exact = self.reference.logprobs(request.prompt, answer.tokens)
+            places = np.arange(len(answer.tokens)), np.stack([np.array(answer.tokens, np.int64), exact.argmax(-1)])
+            expected.append(exact[places])
+            if self.half is not None:
+                own.append(self.half.logprobs(request.prompt, answer.tokens)[places])
+        return expected, None if self.half is None else own
+
+    def _bounds(self, expected: list[np.ndarray], own: list[np.ndarray] | None) -> tuple[float, float]:
+        """What a log-probability may differ by, and how far behind the likeliest a token may be."""
+        if own is None:
+            return FLOAT32.absolute["logits"], 2 * FLOAT32.absolute["logits"]
+        chosen = noise_of([(a[None, :1], b[None, :1]) for a, b in zip(expected, own, strict=True)])
+        both = noise_of([(a[None], b[None]) for a, b in zip(expected, own, strict=True)])
+        case = Case(NAME, [], [], dict, noise={NAME: chosen})
+        return half_tolerance([case], self.excuses).absolute[NAME], 2 * both.largest
+
+    def _nearly_ties(self, request: Request, answer: Answer) -> bool:
+        """Whether PyTorch chose something along the request by less than rounding may turn, in float32."""
+        if self.half is not None:
+            return False  # the bounds hold such turns already
+        tokens = np.array([[*request.prompt, *answer.tokens]], np.int64)
+        counts = np.array([tokens.shape[1]])
+        find = partial(self.excuses.leads, self.reference.runner, tokens, counts)
+        return self.excuses.closest(find(), counts) <= FLOAT32.tie

@@ -1,0 +1,200 @@
+"""A family's attention in vLLM: its projections in vLLM's parallel layers, its mixing in our kernels or in vLLM's own attention."""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import get_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.model_executor.utils import set_weight_attrs
+from vllm.utils.torch_utils import direct_register_custom_op
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+
+from still_export.mixers.base import PagedLayer
+from still_export.mixers.registry import mixer_of
+from still_export.serving.vllm import OP
+from still_export.serving.vllm.pages import page_of
+from still_kernels.packing import Packing
+
+
+class ServedAttention(nn.Module):
+    """The attention of one layer; its parameters have the names of a STILL folder's.
+
+    Args:
+        like: The module that transformers has there, which says what there is: biases, norms of queries and keys, positions.
+        config: The STILL family configuration.
+        prefix: The module's name, with the layer's number.
+
+    The other arguments are those that vLLM's decoder layer passes.
+    """
+
+    def __init__(
+        self,
+        like: Any,
+        config: Any,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        max_position_embeddings: int,
+        quant_config: Any = None,
+        cache_config: Any = None,
+        prefix: str = "",
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        index = extract_layer_index(prefix)
+        base = like[index].self_attn
+        self.head_dim = dim = base.head_dim
+        ranks, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
+        self.heads, self.kv_heads = num_heads // ranks, max(1, num_kv_heads // ranks)
+        self.qkv_proj = QKVParallelLinear(
+            hidden_size,
+            dim,
+            num_heads,
+            num_kv_heads,
+            bias=base.q_proj.bias is not None,
+            quant_config=quant_config,
+            prefix=f"{prefix}.qkv_proj",
+        )
+        self.o_proj = RowParallelLinear(
+            num_heads * dim,
+            hidden_size,
+            bias=base.o_proj.bias is not None,
+            quant_config=quant_config,
+            prefix=f"{prefix}.o_proj",
+        )
+        self.q_norm = self.k_norm = None
+        if base.q_norm is not None:
+            self.q_norm, self.k_norm = (RMSNorm(dim, eps=config.rms_norm_eps) for _ in range(2))
+        self.rotary_emb = None
+        if base.use_rope:
+            self.rotary_emb = get_rope(dim, max_position_embeddings, rope_parameters=config.rope_parameters)
+        self.g_proj = None
+        layer = mixer_of(config, index).paged(config, index, ranks, rank)
+        if layer is None:
+            self.attn: nn.Module = Attention(
+                self.heads,
+                dim,
+                dim**-0.5,
+                num_kv_heads=self.kv_heads,
+                cache_config=cache_config,
+                quant_config=quant_config,
+                prefix=f"{prefix}.attn",
+            )
+            return
+        if layer.gate_bias is not None:
+            self.g_proj = ColumnParallelLinear(
+                hidden_size,
+                num_heads * dim,
+                bias=layer.gate_bias,
+                quant_config=quant_config,
+                prefix=f"{prefix}.g_proj",
+            )
+        for name, (count, *rest) in layer.head_weights.items():
+            parameter = nn.Parameter(torch.empty(count if count == 1 else count // ranks, *rest), requires_grad=False)
+            set_weight_attrs(parameter, {"weight_loader": load_heads})
+            self.register_parameter(name, parameter)
+        self.attn = PagedMixer(layer, self, config, f"{prefix}.attn")
+
+    def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+        """Of tokens [tokens, channels] at `positions` [tokens]."""
+        dim = self.head_dim
+        qkv, _ = self.qkv_proj(hidden_states)
+        query, key, value = qkv.split([self.heads * dim, self.kv_heads * dim, self.kv_heads * dim], dim=-1)
+        if self.q_norm is not None and self.k_norm is not None:
+            query = self.q_norm(query.reshape(-1, dim)).view(query.shape)
+            key = self.k_norm(key.reshape(-1, dim)).view(key.shape)
+        if self.rotary_emb is not None:
+            query, key = self.rotary_emb(positions, query, key)
+        if isinstance(self.attn, PagedMixer):
+            gate = None if self.g_proj is None else torch.sigmoid(self.g_proj(hidden_states)[0])
+            mixed = self.attn(*(None if x is None else x.reshape(len(x), -1, dim) for x in (query, key, value, gate)))
+        else:
+            mixed = self.attn(query, key, value)
+        output: Tensor = self.o_proj(mixed)[0]
+        return output
+
+
+def load_heads(parameter: Tensor, loaded: Tensor) -> None:
+    """This rank's heads of a weight with one matrix a head, or the one that all share."""
+    share = parameter.shape[0]
+    if loaded.shape[0] != share:
+        loaded = loaded.narrow(0, get_tensor_model_parallel_rank() * share, share)
+    assert parameter.shape == loaded.shape, (parameter.shape, loaded.shape)
+    parameter.data.copy_(loaded)
+
+
+class PagedMixer(nn.Module, MambaBase):  # type: ignore[misc]  # vLLM has no types here
+    """Kernels on pages that vLLM hands out: one page a request and layer.
+
+    Args:
+        layer: This rank's heads.
+        weights: The module that holds the layer's weights by head.
+        config: The STILL family configuration.
+        prefix: The name by which vLLM knows the layer.
+    """
+
+    def __init__(self, layer: PagedLayer, weights: nn.Module, config: Any, prefix: str) -> None:
+        super().__init__()
+        self.layer, self.prefix = layer, prefix
+        self.weights = {name: weights.get_parameter(name) for name in layer.head_weights}
+        current = get_current_vllm_config()
+        tokens = current.model_config.max_model_len
+        self.page = page_of(layer.op, tokens, config.still.capacity(config), current.model_config.dtype)
+        known = current.compilation_config.static_forward_context
+        if prefix in known:
+            raise ValueError(f"two layers are called {prefix}")
+        known[prefix] = self
+        self.kv_cache: tuple[Tensor, ...] = ()
+
+    def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
+        return self.page.shapes
+
+    def get_state_dtype(self) -> tuple[torch.dtype, ...]:
+        return self.page.dtypes
+
+    @property
+    def mamba_type(self) -> MambaAttentionBackendEnum:
+        return MambaAttentionBackendEnum.CUSTOM
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, gate: Tensor | None) -> Tensor:
+        """[tokens, H * D] from heads [tokens, h, D]; 0 for tokens that fill a graph up."""
+        output = torch.zeros_like(query)
+        torch.ops.vllm.still_paged(query, key, value, gate, output, self.prefix)
+        return output.flatten(1)
+
+    def run(self, heads: dict[str, Tensor | None], output: Tensor) -> None:
+        """The step's calls; none while vLLM measures its memory."""
+        metadata = get_forward_context().attn_metadata
+        if metadata is None:
+            return
+        states = self.page.states(tuple(self.kv_cache))
+        first = self.kv_cache[0]
+        page_bytes = _page_bytes(first.stride(0) * first.element_size(), first.device)
+        for packing, length in metadata[self.prefix].calls:
+            placed = Packing(packing.query_start, packing.state_row, packing.max_tokens, page_bytes)
+            self.layer.attend(heads, self.weights, states, length, placed, output)
+
+
+@cache
+def _page_bytes(size: int, device: torch.device) -> Tensor:
+    """On the device; kept, because a copy from the host cannot be captured in a CUDA graph."""
+    return torch.tensor([size], device=device)
+
+
+def _still_paged(
+    query: Tensor, key: Tensor, value: Tensor, gate: Tensor | None, output: Tensor, layer_name: str
+) -> None:
+    mixer = get_forward_context().no_compile_layers[layer_name]
+    mixer.run({"query": query, "key": key, "value": value, "gate": gate}, output)
+
+
+direct_register_custom_op(op_name=OP.removeprefix("vllm::"), op_func=_still_paged, mutates_args=["output"])

@@ -1,0 +1,83 @@
+"""What a step of vLLM tells layers with states of their own: whose tokens lie where, and the page of each request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+
+from still_export.serving.vllm.parts import ranges_of, rounded_up
+from still_kernels.packing import Packing
+
+
+class PagedBackend(AttentionBackend):
+    """States in pages, one page a request."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "STILL_PAGED"
+
+    @staticmethod
+    def get_impl_cls() -> Any:
+        raise NotImplementedError("layers with states of their own call their kernels themselves")
+
+    @staticmethod
+    def get_builder_cls() -> type[PagedMetadataBuilder]:
+        return PagedMetadataBuilder
+
+    @classmethod
+    def is_ssm(cls) -> bool:
+        return True
+
+
+@dataclass
+class PagedMetadata:
+    """The calls of a step: rows that bring one token, and prompts in parts of like lengths, each with the tokens its rows have seen."""
+
+    calls: list[tuple[Packing, Tensor]]
+
+
+class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
+    """Reads nothing back from the device. What CUDA graphs of single tokens see has fixed addresses."""
+
+    reorder_batch_threshold = 1
+    _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        rows = vllm_config.scheduler_config.max_num_seqs
+        graphs = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+        self.rows, self.lengths = (torch.zeros(max(rows, graphs), dtype=torch.int32, device=device) for _ in range(2))
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> PagedMetadata:
+        """The calls of a step; the batch begins with the rows that bring one token."""
+        m = common_attn_metadata
+        count = m.num_reqs
+        start = m.query_start_loc[: count + 1]
+        rows, lengths = self.rows[:count], self.lengths[:count]
+        rows.copy_(m.block_table_tensor[:count, 0].clamp(min=0))  # rows that fill a graph up have no page
+        lengths.copy_(m.seq_lens[:count] - start.diff())
+        single = split_decodes_and_prefills(m, decode_threshold=1)[0]
+        calls = []
+        if single:
+            calls.append((Packing(start[: single + 1], rows[:single], 1), lengths[:single]))
+        places = m.query_start_loc_cpu[single : count + 1]
+        counts: Sequence[int] = places.diff().tolist()
+        for first, last in ranges_of(counts):
+            longest = rounded_up(max(counts[first:last]))
+            part = slice(single + first, single + last)
+            packing = Packing(start[part.start : part.stop + 1], rows[part], longest)
+            calls.append((packing, lengths[part]))
+        return PagedMetadata(calls)

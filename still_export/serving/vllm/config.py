@@ -1,0 +1,114 @@
+"""What a STILL model asks of vLLM's configuration, and what it refuses at the start, each in one sentence. No vLLM at import."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from still_export.errors import ConfigError, UnsupportedError, UnsupportedModelError
+from still_export.serving.vllm.pages import paged_layers
+
+LEAST_CAPABILITY = 80
+"""Compute capability of the oldest GPU that the kernels are compiled for."""
+
+
+class ServedConfig:
+    """vLLM's hooks, called before a model is made; by architecture in its MODELS_CONFIG_MAP."""
+
+    @staticmethod
+    def verify_and_update_model_config(model_config: Any) -> None:
+        """Bound the context by the capacity of the states, and say which layers have states.
+
+        Raises:
+            ConfigError: --max-model-len exceeds the capacity.
+            UnsupportedModelError: As of `paged_layers`.
+        """
+        config = model_config.hf_config
+        layers = paged_layers(config)
+        # Where vLLM counts layers by kind it looks here.
+        config.layers_block_type = ["attention" if layer is None else "mamba" for layer in layers]
+        asked = model_config.original_max_model_len
+        model_config.max_model_len = context_length(config, model_config.max_model_len, asked not in (None, -1))
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: Any) -> None:
+        """Refuse what states cannot follow, and switch prefix caching off.
+
+        Raises:
+            ConfigError, UnsupportedError, UnsupportedModelError: One sentence each.
+        """
+        from vllm.platforms import current_platform
+
+        if vllm_config.speculative_config is not None:
+            raise ConfigError(
+                "speculative decoding needs states that forget rejected tokens; those of a STILL model cannot. Leave out "
+                "--speculative-config."
+            )
+        cache = vllm_config.cache_config
+        if cache.enable_prefix_caching:
+            # vLLM's default for models with states; whether somebody asked for it cannot be seen here.
+            _log().warning(
+                "prefix caching is switched off: it is not there yet for the states of STILL models. Answers are the same without it; "
+                "--no-enable-prefix-caching leaves out this line."
+            )
+            cache.enable_prefix_caching = False
+        if cache.mamba_block_size is None:
+            cache.mamba_block_size = vllm_config.model_config.max_model_len
+        capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
+        check_device(
+            vllm_config.model_config.hf_config,
+            vllm_config.model_config.dtype,
+            current_platform.device_type,
+            None if capability is None else capability.to_int(),
+            vllm_config.parallel_config.tensor_parallel_size,
+        )
+
+
+def context_length(config: Any, tokens: int, asked: bool) -> int:
+    """Tokens of a request at most: `tokens`, where nobody `asked` for them as far as the capacity goes.
+
+    Raises:
+        ConfigError: Somebody asked for more than the capacity.
+    """
+    still = config.still
+    capacity = still.capacity(config)
+    if not still.bounded or tokens <= capacity:
+        return tokens
+    if asked:
+        raise ConfigError(
+            f"--max-model-len {tokens} exceeds capacity_tokens={capacity} of this STILL model. Ask for at most {capacity}, or make the "
+            "folder again with a larger --capacity-tokens."
+        )
+    return int(capacity)
+
+
+def check_device(config: Any, dtype: torch.dtype, device: str, capability: int | None, ranks: int) -> None:
+    """Raise UnsupportedError where a device has no kernels, UnsupportedModelError where they do not cover a layer.
+
+    Args:
+        device: "cpu", "cuda" or another of vLLM's.
+        capability: Of a GPU, 90 for sm_90.
+    """
+    layers = [layer for layer in paged_layers(config, ranks) if layer is not None]
+    if device == "cpu":
+        return
+    if device != "cuda" or (capability or 0) < LEAST_CAPABILITY:
+        name = device if capability is None else f"sm_{capability}"
+        raise UnsupportedError(
+            f"{name} has no kernels of STILL; known: cpu (PyTorch) and CUDA from sm_{LEAST_CAPABILITY} on. Serve on one of these."
+        )
+    for layer in layers:
+        reasons = layer.refusals(dtype)
+        if reasons:
+            raise UnsupportedModelError(
+                f"no GPU kernel covers this model: {' '.join(reasons)} Serve it on the CPU, or linearize with sizes that are covered."
+            )
+
+
+def _log() -> logging.Logger:
+    from vllm.logger import init_logger
+
+    logger: logging.Logger = init_logger("vllm.still_export")  # below vLLM's own, whose handler it takes
+    return logger

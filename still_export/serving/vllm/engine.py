@@ -1,0 +1,159 @@
+"""vLLM under a load of requests, in a process of its own: as a program it reads a job and writes what came of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from still_export.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from still_export.proof.served import Load, Request, Served
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # steps are counted, and requests come between two of them
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+"""Of the process, where nobody has said otherwise."""
+CPU_MEMORY = 0.3
+"""The part of a machine's memory that vLLM wants to find free on a CPU, where others work beside it."""
+
+
+@dataclass(frozen=True)
+class VllmEngine:
+    """vLLM with a STILL folder, started anew for each load.
+
+    Args:
+        folder: STILL folder.
+        dtype: float32, float16 or bfloat16.
+        ranks: Devices that share each layer.
+        log: Where what vLLM says is written.
+    """
+
+    folder: Path
+    dtype: str
+    ranks: int = 1
+    log: Path | None = None
+
+    def serve(self, load: Load, requests: Sequence[Request]) -> Served:
+        """All answers.
+
+        Raises:
+            UnsupportedError: vLLM is not installed, or refuses the model; with its last words.
+        """
+        from still_export.proof.served import Answer, Served
+
+        settings = {"model": str(self.folder), "dtype": self.dtype, "tensor_parallel_size": self.ranks}
+        job = {"settings": settings, "load": asdict(load), "requests": [asdict(r) for r in requests]}
+        with tempfile.TemporaryDirectory() as name:
+            asked, answered = Path(name, "job.json"), Path(name, "answers.json")
+            asked.write_text(json.dumps(job))
+            done = subprocess.run(
+                [sys.executable, "-m", __name__, str(asked), str(answered)],
+                env={**ENVIRONMENT, **os.environ},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            if self.log is not None:
+                with self.log.open("a") as file:
+                    file.write(f"--- {load.name}\n{done.stdout}")
+            if done.returncode or not answered.exists():
+                raise UnsupportedError(f"vLLM did not serve {self.folder} ({load.name}): {_last_words(done.stdout)}")
+            found = json.loads(answered.read_text())
+        return Served(
+            [Answer(tuple(a["tokens"]), tuple(a["logprobs"])) for a in found["answers"]], found["preemptions"]
+        )
+
+
+def _last_words(text: str) -> str:
+    """The last line that names an error, or the last one."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    named = [line for line in lines if "Error: " in line]
+    return (named or lines or ["it said nothing."])[-1]
+
+
+def main(asked: str, answered: str) -> None:
+    """Serve the job in the file `asked`."""
+    job = json.loads(Path(asked).read_text())
+    load, requests = job["load"], job["requests"]
+    llm = open_engine(job["settings"], load)
+    answers, preemptions = press(llm.llm_engine, requests, load["preempt_every"])
+    Path(answered).write_text(json.dumps({"answers": answers, "preemptions": preemptions}))
+
+
+def open_engine(settings: dict[str, Any], load: dict[str, Any]) -> Any:
+    """vLLM with a model, set as a load wants it."""
+    from vllm import LLM
+    from vllm.platforms import current_platform
+
+    more: dict[str, Any] = {"gpu_memory_utilization": CPU_MEMORY} if current_platform.is_cpu() else {}
+    if load["tight"]:
+        more["num_gpu_blocks_override"] = tight_blocks(settings, load)
+    return LLM(
+        **settings,
+        **more,
+        max_model_len=load["context_tokens"],
+        max_num_seqs=load["rows"],
+        max_num_batched_tokens=load["budget_tokens"],
+        enforce_eager=load["eager"],
+        enable_prefix_caching=False,
+        skip_tokenizer_init=True,
+        disable_log_stats=True,
+    )
+
+
+def tight_blocks(settings: dict[str, Any], load: dict[str, Any]) -> int:
+    """Blocks that hold the states of all rows, and one row's softmax layers."""
+    from transformers import AutoConfig
+
+    import still_export.models.families  # noqa: F401  # which tells transformers of the configurations
+    from still_export.serving.vllm.pages import paged_layers
+
+    layers = paged_layers(AutoConfig.from_pretrained(settings["model"]))
+    softmax = layers.count(None)
+    # vLLM shares memory among groups of as many layers as the rarest kind has; a row has a block in each group of states.
+    groups = -(-(len(layers) - softmax) // max(1, min(softmax, len(layers) - softmax))) if softmax else 1
+    return 2 + load["rows"] * groups + (2 if softmax else 0)
+
+
+def press(engine: Any, requests: list[dict[str, Any]], preempt_every: int) -> tuple[list[dict[str, Any]], int]:
+    """Feed requests as they come; their answers in order, and how many times one was thrown out."""
+    from vllm import SamplingParams
+
+    waiting = sorted(range(len(requests)), key=lambda i: requests[i]["arrives"])
+    answers: dict[int, dict[str, Any]] = {}
+    thrown: dict[str, int] = {}
+    step = 0
+    while len(answers) < len(requests):
+        while waiting and requests[waiting[0]]["arrives"] <= step:
+            number = waiting.pop(0)
+            sampling = SamplingParams(
+                temperature=0, max_tokens=requests[number]["count"], ignore_eos=True, logprobs=0, detokenize=False
+            )
+            engine.add_request(str(number), {"prompt_token_ids": list(requests[number]["prompt"])}, sampling)
+        if preempt_every and step % preempt_every == preempt_every - 1:
+            engine.reset_prefix_cache(reset_running_requests=True)
+        for output in engine.step():
+            if output.finished:
+                (found,) = output.outputs
+                tokens = list(found.token_ids)
+                chosen = [entry[token].logprob for entry, token in zip(found.logprobs, tokens, strict=True)]
+                answers[int(output.request_id)] = {"tokens": tokens, "logprobs": chosen}
+        for name, request in engine.engine_core.engine_core.scheduler.requests.items():
+            thrown[name] = request.num_preemptions
+        step += 1
+    return [answers[i] for i in range(len(requests))], sum(thrown.values())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

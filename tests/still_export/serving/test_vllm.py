@@ -1,0 +1,248 @@
+"""The vLLM plugin as far as it needs no vLLM: pages, the parts of a step, heads of ranks, refusals, the proof of an engine."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from still_export.cli.verify_served import check_flags, loads_of
+from still_export.errors import ConfigError, UnsupportedError, UnsupportedModelError
+from still_export.mixers.cache import empty_states
+from still_export.mixers.config import FULL, StillConfig
+from still_export.mixers.hybrid_attention.paged import part_of
+from still_export.models.build import still_family_config
+from still_export.models.description import describe_model
+from still_export.models.linear_families import LINEAR_FAMILIES
+from still_export.proof.served import Answer, Load, Request, Served, ServedVerifier
+from still_export.serving.vllm.config import ServedConfig, check_device, context_length
+from still_export.serving.vllm.pages import ALIGNMENT, common_page, page_of, paged_layers
+from still_export.serving.vllm.parts import LEAST_TOKENS, ROOM_TOKENS, ranges_of, rounded_up
+from still_kernels.hybrid_attention import HybridAttentionConfig
+from tests.still_export.linear_models import linear_config
+from tests.still_export.tiny import CHUNK, MIXED, still_model
+
+TOKENS = 40
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return still_model("llama", torch.float32, layer_types=MIXED)
+
+
+def test_a_page_holds_what_a_cache_of_one_row_does(model: Any) -> None:
+    """In the shapes and types of the model's own states."""
+    page = page_of(paged_layers(model.config)[0].op, TOKENS, 256, torch.bfloat16)
+    wanted = {
+        name: (tuple(x.shape[1:]), x.dtype)
+        for name, x in empty_states(model.config, 1, torch.bfloat16, TOKENS)[0].items()
+    }
+    found = dict(zip(page.names, zip(page.shapes, page.dtypes, strict=True), strict=True))
+    found.pop("", None)
+    assert {**found, **page.empty} == wanted
+    sizes = [t.itemsize for name, t in zip(page.names, page.dtypes, strict=True) if name]
+    assert sizes == sorted(sizes, reverse=True) and page.size_bytes % ALIGNMENT == 0
+
+
+def test_states_without_elements_take_no_place(model: Any) -> None:
+    """Within two chunks nothing is selected."""
+    page = page_of(paged_layers(model.config)[0].op, 2 * CHUNK, 256, torch.float32)
+    assert page.empty and all(math.prod(shape) for shape in page.shapes)
+    tensors = tuple(torch.zeros(3, *s, dtype=t) for s, t in zip(page.shapes, page.dtypes, strict=True))
+    states = page.states(tensors)
+    assert all(
+        states[name].shape == (3, *shape) and not states[name].numel() for name, (shape, _) in page.empty.items()
+    )
+
+
+def test_softmax_layers_are_the_engines_own(model: Any) -> None:
+    assert [layer is None for layer in paged_layers(model.config)] == [kind == FULL for kind in MIXED]
+    assert common_page(model.config, TOKENS, torch.float32) == page_of(
+        paged_layers(model.config)[2].op, TOKENS, 256, torch.float32
+    )
+
+
+def test_what_is_no_still_model_is_refused() -> None:
+    softmax = still_model("llama", torch.float32, layer_types=(FULL,) * 3)
+    with pytest.raises(UnsupportedModelError, match="no layer of this STILL model is linearized"):
+        paged_layers(softmax.config)
+    with pytest.raises(UnsupportedModelError, match="vLLM has the family itself"):
+        paged_layers(still_family_config(LINEAR_FAMILIES["lfm2"], linear_config("lfm2").to_dict(), StillConfig()))
+
+
+LAYER = HybridAttentionConfig(8, 4, 16, window_factor=tuple(range(8)), chunk_size=8)
+
+
+def test_ranks_share_heads() -> None:
+    parts = [part_of(LAYER, 2, rank) for rank in range(2)]
+    assert [(p.num_heads, p.num_kv_heads, p.window_factor) for p in parts] == [
+        (4, 2, (0.0, 1.0, 2.0, 3.0)),
+        (4, 2, (4.0, 5.0, 6.0, 7.0)),
+    ]
+    assert part_of(LAYER, 8, 3).num_kv_heads == 1  # two ranks have the same
+    with pytest.raises(UnsupportedModelError, match="3 ranks cannot share num_attention_heads=8"):
+        part_of(LAYER, 3, 0)
+    with pytest.raises(UnsupportedModelError, match="at most 4"):
+        part_of(replace(LAYER, select_scope="kv_group_max"), 8, 0)
+
+
+@pytest.mark.parametrize(
+    "counts", [[], [5], [ROOM_TOKENS * 3], [2, ROOM_TOKENS, 3, 3], [900] * 30, [1, 2, 3] * 50 + [4000, 7]]
+)
+def test_parts_hold_every_row_once_and_little_padding(counts: list[int]) -> None:
+    ranges = list(ranges_of(counts))
+    assert [i for first, last in ranges for i in range(first, last)] == list(range(len(counts)))
+    for first, last in ranges:
+        assert last - first == 1 or (last - first) * max(counts[first:last]) <= ROOM_TOKENS
+
+
+def test_longest_of_a_part_takes_few_values() -> None:
+    assert [rounded_up(n) for n in (1, LEAST_TOKENS, LEAST_TOKENS + 1, 1000, 1024)] == [16, 16, 32, 1024, 1024]
+
+
+def test_the_context_ends_at_the_capacity(model: Any) -> None:
+    config = model.config
+    capacity = config.still.capacity(config)
+    assert context_length(config, capacity + 1, asked=False) == capacity
+    assert context_length(config, capacity - 1, asked=True) == capacity - 1
+    with pytest.raises(ConfigError, match=f"--max-model-len {capacity + 1} exceeds capacity_tokens={capacity}"):
+        context_length(config, capacity + 1, asked=True)
+    folding = still_model("llama", torch.float32, overflow="fold_oldest").config
+    assert context_length(folding, 10 * capacity, asked=True) == 10 * capacity
+
+
+def test_layers_are_named_as_vllm_counts_them(model: Any) -> None:
+    config = SimpleNamespace(hf_config=model.config, original_max_model_len=None, max_model_len=1 << 20)
+    ServedConfig.verify_and_update_model_config(config)
+    assert model.config.layers_block_type == ["mamba", "attention", "mamba"]
+    assert config.max_model_len == model.config.still.capacity(model.config)
+
+
+def vllm_config(model: Any, **changes: Any) -> Any:
+    """As much of vLLM's as the hook reads."""
+    given = {
+        "speculative_config": None,
+        "cache_config": SimpleNamespace(enable_prefix_caching=False, mamba_block_size=None),
+        "model_config": SimpleNamespace(hf_config=model.config, dtype=torch.bfloat16, max_model_len=TOKENS),
+        "parallel_config": SimpleNamespace(tensor_parallel_size=1),
+    }
+    return SimpleNamespace(**{**given, **changes})
+
+
+@pytest.fixture
+def platform(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """vLLM's module of platforms: a CPU."""
+    cpu = SimpleNamespace(device_type="cpu", is_cuda=lambda: False)
+    loggers = SimpleNamespace(init_logger=__import__("logging").getLogger)
+    monkeypatch.setitem(__import__("sys").modules, "vllm", SimpleNamespace())
+    monkeypatch.setitem(__import__("sys").modules, "vllm.platforms", SimpleNamespace(current_platform=cpu))
+    monkeypatch.setitem(__import__("sys").modules, "vllm.logger", loggers)
+    return cpu
+
+
+def test_speculative_decoding_is_refused(model: Any, platform: Any) -> None:
+    with pytest.raises(ConfigError, match="speculative decoding needs states that forget"):
+        ServedConfig.verify_and_update_config(vllm_config(model, speculative_config=object()))
+
+
+def test_prefix_caching_is_switched_off_with_one_sentence(model: Any, platform: Any, caplog: Any) -> None:
+    given = vllm_config(model)
+    given.cache_config.enable_prefix_caching = True
+    ServedConfig.verify_and_update_config(given)
+    assert not given.cache_config.enable_prefix_caching and given.cache_config.mamba_block_size == TOKENS
+    assert [r.message for r in caplog.records if "prefix caching is switched off" in r.message]
+
+
+def test_devices_without_kernels_are_refused(model: Any) -> None:
+    check_device(model.config, torch.float32, "cpu", None, 1)
+    with pytest.raises(UnsupportedError, match="sm_75 has no kernels"):
+        check_device(model.config, torch.float16, "cuda", 75, 1)
+    with pytest.raises(UnsupportedError, match="xpu has no kernels"):
+        check_device(model.config, torch.float16, "xpu", None, 1)
+    with pytest.raises(UnsupportedModelError, match="head_dim=10; the kernels have one of"):
+        check_device(model.config, torch.float16, "cuda", 90, 1)
+
+
+class TorchEngine:
+    """An engine that answers as PyTorch does, with one answer changed."""
+
+    def __init__(self, verifier_model: Any, change: str = "") -> None:
+        self.model, self.change = verifier_model, change
+
+    def serve(self, load: Load, requests: Any) -> Served:
+        return Served([self.answer(r, i == 3) for i, r in enumerate(requests)], 5)
+
+    @torch.no_grad()
+    def answer(self, request: Request, chosen: bool) -> Answer:
+        tokens, logprobs = list(request.prompt), []
+        for _ in range(request.count):
+            scores = self.model(torch.tensor([tokens])).logits[0, -1].float().log_softmax(-1)
+            token = int(scores.argmax())
+            if chosen and self.change == "token":
+                token = int(scores.argmin())
+            tokens.append(token)
+            logprobs.append(float(scores[token]) + (0.2 if chosen and self.change == "logprob" else 0.0))
+        count = request.count - (chosen and self.change == "count")
+        return Answer(tuple(tokens[len(request.prompt) :][:count]), tuple(logprobs[:count]))
+
+
+LOAD = Load("one", 64, 4, TOKENS)
+
+
+@pytest.mark.parametrize("change", ["", "token", "logprob", "count"])
+def test_answers_are_held_to_pytorch(model: Any, change: str) -> None:
+    verifier = ServedVerifier(describe_model(model), model, None, TorchEngine(model, change))
+    (report,) = verifier.run([LOAD], 8, 6)
+    assert (report.requests, report.preemptions) == (8, 5) and report.tokens
+    assert report.passed == (not change)
+    if change:
+        assert len(report.wrong) + report.explained == 1
+        assert all(line.startswith("request 3 (") for line in report.wrong)
+
+
+def test_half_precision_is_held_to_pytorchs_own(model: Any) -> None:
+    half = still_model("llama", torch.float32, layer_types=MIXED).to(torch.bfloat16)
+    for change in ("", "logprob"):
+        verifier = ServedVerifier(describe_model(model), model, half, TorchEngine(half, change))
+        (report,) = verifier.run([LOAD], 8, 6)
+        assert report.passed == (not change) and 0 < report.bound < 0.2 and not report.explained
+
+
+def test_requests_end_around_chunks_and_anywhere_within_the_context(model: Any) -> None:
+    verifier = ServedVerifier(describe_model(model), model, None, TorchEngine(model))
+    made = verifier.requests(LOAD, 200, 6)
+    lengths = [len(r.prompt) for r in made]
+    assert max(len(r.prompt) + r.count for r in made) <= TOKENS and min(lengths) == 1
+    assert {CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 1} <= set(lengths) and len(set(lengths)) > 20
+    assert [r.arrives for r in made] == sorted(r.arrives for r in made) and made[-1].arrives > 100
+    assert made == ServedVerifier(describe_model(model), model, None, TorchEngine(model)).requests(LOAD, 200, 6)
+
+
+def test_a_requests_tokens_follow_the_engines_own_way(model: Any) -> None:
+    """After a token that PyTorch finds unlikely the following ones are judged as such, not by what PyTorch would have said."""
+    verifier = ServedVerifier(describe_model(model), model, None, TorchEngine(model))
+    first = verifier.reference.logprobs([1, 2, 3], [5, 7])
+    other = verifier.reference.logprobs([1, 2, 3], [6, 7])
+    assert np.allclose(first[0], other[0]) and not np.allclose(first[1], other[1])
+    assert np.allclose(np.exp(first).sum(-1), 1)
+
+
+def test_flags_of_one_proof_are_refused_in_the_other() -> None:
+    check_flags("vllm", {"--requests": True}, {"--lengths": False})
+    check_flags(None, {"--requests": False}, {"--lengths": True})
+    with pytest.raises(ConfigError, match="--lengths, --text: not with --runtime vllm"):
+        check_flags("vllm", {"--requests": True}, {"--lengths": True, "--text": True, "--calls": False})
+    with pytest.raises(ConfigError, match="--requests: not with a package"):
+        check_flags(None, {"--requests": True}, {})
+
+
+def test_loads_read_prompts_in_pieces_and_throw_requests_out() -> None:
+    loads = loads_of(1536)
+    assert min(load.budget_tokens for load in loads) == 64
+    assert any(load.preempt_every and load.tight for load in loads)
+    assert StillConfig().chunk_size <= 64
