@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -36,6 +37,13 @@ def held_model(options: ExportOptions, folder: Path, manifest: dict[str, Any], r
     if rounded:
         round_activations(model, held_names(folder), manifest["quantization"]["block_size"])
     return model
+
+
+def rounded_copy(model: Any, folder: Path, manifest: dict[str, Any]) -> Any:
+    """`held_model` with `rounded` of the same package, which shares the weights of the `model` that was read without."""
+    copied = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+    round_activations(copied, held_names(folder), manifest["quantization"]["block_size"])
+    return copied
 
 
 def with_held_weights(source: Source, folder: Path, manifest: dict[str, Any]) -> Source:
