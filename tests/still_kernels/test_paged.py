@@ -115,5 +115,5 @@ def test_kernels_get_contiguous_heads_and_rows_of_one_distance(monkeypatch: pyte
     with pytest.raises(ShapeError, match="expected one distance, that of pages"):
         paged._by_kernels(inputs, config, HybridAttentionState(**alone, length=length), packing, torch.empty(5, 4, 8))
     turned = {**states, "kv_state": states["kv_state"].transpose(2, 3)}
-    with pytest.raises(ShapeError, match="state kv_state .* a row must be contiguous"):
+    with pytest.raises(ShapeError, match=r"state kv_state .* a row must be contiguous"):
         paged._by_kernels(inputs, config, HybridAttentionState(**turned, length=length), packing, torch.empty(5, 4, 8))
