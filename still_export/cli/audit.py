@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from still_export.cli.output import Output, report_folder
+from still_export.extras import demand
 
 EXAMPLES = """
 Examples:
@@ -43,6 +44,7 @@ def audit(
     from still_export.linearization.texts import read_text, tokenize
     from still_export.models.load import load_model, load_tokenizer
 
+    demand("matplotlib")
     out = Output(as_json, quiet)
     loaded = load_model(model, dtype="float32")
     folder = report_folder(output or Path(model) / "audit")

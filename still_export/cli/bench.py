@@ -10,6 +10,7 @@ import typer
 
 from still_export.cli.output import Output, ReportFile, TrustNative, command_line, report_folder
 from still_export.errors import ConfigError
+from still_export.extras import demand
 
 EXAMPLES = """
 Examples:
@@ -62,6 +63,7 @@ def bench(
     if trust_native:
         trust_package(package)
     runtime = runtime_of(opened.manifest["target"], runtime)
+    demand("matplotlib", *(["onnxruntime"] if runtime == "ort" else []))
     try:
         wanted = tuple(int(n) for n in lengths.split(",")) if lengths else LENGTHS
     except ValueError:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from still_export.cli.output import Output, ReportFile, command_line, report_folder
 from still_export.errors import ConfigError
+from still_export.extras import demand
+
+if TYPE_CHECKING:
+    from still_export.package.folder import Package
 
 EXAMPLES = """
 Examples:
@@ -18,6 +22,8 @@ Examples:
     still-export evaluate MODEL --teacher BASE --lengths 1024,4096 --tasks needle,passkey -o evaluation
 
     still-export evaluate MODEL --teacher BASE --text code.txt --tasks unseen --lengths 2048 --chat 50 -o evaluation
+
+    still-export evaluate INT4 INT8 FLOAT32 --text held_out.txt --tasks needle --lengths 2048 -o which
 """
 
 
@@ -27,7 +33,12 @@ def register(app: typer.Typer) -> None:
 
 
 def evaluate(
-    model: Annotated[str, typer.Argument(help="STILL model folder, or a softmax model.", show_default=False)],
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL", help="STILL model folder, a softmax model, or packages, one or more.", show_default=False
+        ),
+    ],
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Folder for tables and plots.", show_default="MODEL/evaluation"),
@@ -50,19 +61,29 @@ def evaluate(
     variants: Annotated[str, typer.Option(help="Of a STILL model; default: all.", show_default=False)] = "",
     tokenizer: Annotated[str | None, typer.Option(help="Folder of the tokenizer, if not beside the model.")] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda; a package runs where its runtime does.")] = "auto",
+    runtime: Annotated[
+        str | None, typer.Option(help="Of packages: ort, trt or torch.", show_default="the package's target")
+    ] = None,
+    provider: Annotated[str, typer.Option(help="Of ONNX Runtime: cpu or cuda.")] = "cpu",
+    threads: Annotated[int, typer.Option(min=0, help="Of packages; 0 = the runtime's choice.")] = 0,
     seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
     report: ReportFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
-    """Measure bits per byte and retrieval: teacher, STILL, and STILL without salient tokens, linear part, norm-preserving map."""
+    """Measure bits per byte and retrieval: teacher, STILL, and STILL without salient tokens, linear part, norm-preserving map.
+
+    Of packages also size, memory and speed, so that one can be chosen.
+    """
     from dataclasses import asdict
 
     from still_export.doctor import machine
+    from still_export.evaluation.bench import Setting
     from still_export.evaluation.evaluate import (
         UNSEEN,
         VARIANTS,
+        Evaluation,
         EvaluationOptions,
         evaluate,
         load_any,
@@ -70,10 +91,12 @@ def evaluate(
         pick_device,
         write_evaluation,
     )
+    from still_export.evaluation.packages import costs, open_model
     from still_export.models.load import load_tokenizer
     from still_export.report import evaluate as looks
     from still_export.report.render import check_report, write_report
 
+    demand("matplotlib")
     if report is not None:
         check_report(report)
     options = EvaluationOptions(
@@ -88,20 +111,59 @@ def evaluate(
         chat=chat,
         variants=tuple(v for v in variants.split(",") if v) or VARIANTS,
     )
-    models = load_any(model, teacher, dtype, generates=bool(chat) or UNSEEN in options.tasks)
-    if teacher is not None and "still" not in models:
+    packages, model = _packages(models), models[0]
+    asked = (*(options.lengths if options.tasks else ()), *(options.context_lengths if options.texts else ()))
+    longest = max(asked, default=2)
+    if not asked and not chat:
+        raise ConfigError("nothing to measure. Give --text, --tasks or --chat.")
+    for name, package in packages.items():
+        _check_room(name, longest, package.manifest["capacity"])
+    writes = bool(chat) or UNSEEN in options.tasks
+    loaded = load_any(None if packages else model, teacher, dtype, generates=writes)
+    if teacher is not None and not packages and "still" not in loaded:
         raise ConfigError(f"{model} is a softmax model; --teacher is for STILL models.")
-    folder = report_folder(output or Path(model) / "evaluation")
-    out = Output(as_json, quiet)
-    with out.bar("evaluating", measurements(list(models), options)) as advance:
-        result = evaluate(
-            models, load_tokenizer(tokenizer or model), options, device=pick_device(device), advance=advance
-        )
+    setting, folder = Setting(threads=threads, provider=provider), report_folder(output or Path(model) / "evaluation")
+    out, vocabulary, result = Output(as_json, quiet), load_tokenizer(tokenizer or model), Evaluation()
+    with out.bar("evaluating", measurements([*loaded, *packages], options) + len(packages)) as advance:
+        for name, package in packages.items():
+            result.costs[name] = costs(package, runtime, longest, setting)
+            advance(f"{name}, costs")
+        result.add(evaluate(loaded, vocabulary, options, device=pick_device(device), advance=advance))
+        for name, package in packages.items():  # one at a time: memory
+            opened = {name: open_model(package, runtime, setting)}
+            result.add(evaluate(opened, vocabulary, options, advance=advance))
+            del opened
     write_evaluation(result, options, folder, command_line())
     if report is not None:
         write_report(looks.page(asdict(result), model, depths, machine(), command_line()), report)
         out.log(f"report to look at: {report}")
     out.result({"folder": str(folder), **asdict(result)}, result.table(), f"tables and plots: {folder}")
+
+
+def _packages(models: list[str]) -> dict[str, Package]:
+    """The packages by their folders' names; empty for one model that is none.
+
+    Raises:
+        ConfigError: Several are given and not all are packages, or two have one name.
+    """
+    from still_export.package.folder import is_package, open_package
+
+    folders = [Path(model) for model in models]
+    if not all(map(is_package, folders)):
+        if len(models) > 1:
+            raise ConfigError(f"{len(models)} models: several at once are packages. Evaluate each on its own.")
+        return {}
+    names = [folder.resolve().name for folder in folders]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"packages named {', '.join(names)}: give folders of different names.")
+    return {name: open_package(folder) for name, folder in zip(names, folders, strict=True)}
+
+
+def _check_room(name: str, tokens: int, capacity: dict[str, Any]) -> None:
+    if capacity["bounded"] and tokens > capacity["capacity_tokens"]:
+        raise ConfigError(
+            f"{name} holds {capacity['capacity_tokens']} tokens; {tokens} were asked for. Give smaller --lengths and --contexts."
+        )
 
 
 def _numbers(name: str, given: str) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ import typer
 
 from still_export.cli.output import Output, ReportFile, command_line
 from still_export.errors import ConfigError
+from still_export.extras import EXTRAS, demand
 
 EXAMPLES = """
 Examples:
@@ -98,15 +99,13 @@ def linearize(
     """Turn a softmax model into a STILL model: attention transfer, then LoRA; say what each costs."""
     from still_export.doctor import machine
 
-    try:
-        from still_export.linearization.folder import apply
-        from still_export.linearization.linearize import leave_processes
-        from still_export.linearization.linearize import linearize as run
-        from still_export.linearization.recipe import DEFAULT_PRESET, preset, read_recipe
-        from still_export.report import linearize as looks
-        from still_export.report.render import check_report, write_report
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"linearize needs {error.name}. Run: pip install 'still-export[train]'") from error
+    demand(*EXTRAS["train"])
+    from still_export.linearization.folder import apply
+    from still_export.linearization.linearize import leave_processes
+    from still_export.linearization.linearize import linearize as run
+    from still_export.linearization.recipe import DEFAULT_PRESET, preset, read_recipe
+    from still_export.report import linearize as looks
+    from still_export.report.render import check_report, write_report
 
     if report is not None:
         check_report(report)

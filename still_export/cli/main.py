@@ -14,6 +14,7 @@ from rich.console import Console
 
 import still_export
 from still_export.errors import StillExportError
+from still_export.extras import installation
 from still_export.package.refusals import RunError
 
 app = typer.Typer(
@@ -80,13 +81,6 @@ def _register() -> None:
 ROOT_OPTIONS = ("-h", "--help", "--version")
 """What stands in the place of a verb; anything else is the model of an export."""
 
-EXTRAS = {
-    "onnx": ("onnx", "onnx_ir", "onnxscript", "onnxruntime", "polygraphy", "matplotlib"),
-    "gpu": ("triton",),
-    "serve": ("starlette", "uvicorn", "prometheus_client"),
-}
-"""Extras of this package by the modules that verbs import where they need them."""
-
 
 class _Interrupted(BaseException):
     """Ctrl-C or SIGTERM; not KeyboardInterrupt, which typer would turn into exit code 130."""
@@ -123,11 +117,10 @@ def main(arguments: list[str] | None = None) -> None:
         _complain(type(error).__name__, str(error))
         sys.exit(2)
     except ImportError as error:
-        module = (error.name or "").split(".")[0]
-        extra = next((extra for extra, modules in EXTRAS.items() if module in modules), None)
-        if extra is None or debug:
+        command = installation(error.name)
+        if command is None or debug:
             raise
-        _complain("MissingPackage", f"this needs the package {module}. Run: pip install 'still-export[{extra}]'")
+        _complain("MissingPackage", f"this needs the package {str(error.name).split('.')[0]}. Run: {command}")
         sys.exit(2)
     except _Interrupted:
         _complain("Interrupted", "nothing half-written was left behind.")

@@ -10,7 +10,7 @@ import typer
 
 from still_export.cli.linearize import with_recipe_flags
 from still_export.cli.output import Output
-from still_export.errors import ConfigError
+from still_export.extras import EXTRAS, demand
 
 EXAMPLES = """
 Examples:
@@ -50,12 +50,10 @@ def select_layers(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
     """Score each layer by how much closer the linearized model gets to its teacher when the layer stays softmax, or by what it looks up."""
-    try:
-        from still_export.linearization.linearize import leave_processes
-        from still_export.linearization.recipe import read_recipe
-        from still_export.linearization.select_layers import select_layers as run
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"select-layers needs {error.name}. Run: pip install 'still-export[train]'") from error
+    demand(*EXTRAS["train"])
+    from still_export.linearization.linearize import leave_processes
+    from still_export.linearization.recipe import read_recipe
+    from still_export.linearization.select_layers import select_layers as run
 
     if output is None:
         raise typer.BadParameter("give the folder to write: -o DIR", param_hint="-o")

@@ -187,18 +187,19 @@ def _torch_cases(
     """Cases answered by PyTorch in float32 with the package's weights. A package that computes in less, half precision or activations
     of 8 bits, is held to it beside PyTorch's own run of that kind."""
     from still_export.proof.torch_cases import LENGTHS, TorchCases
-    from still_export.quantization.read import held_model
+    from still_export.quantization.read import held_model, rounded_copy
 
     dtype, quantized = package.manifest["model"]["dtype"], package.manifest.get("quantization") is not None
     given = (package.path, package.manifest)
     try:
-        exact = dtype == "float32" and not quantized
-        half = None if exact else held_model(_options(package, model, dtype), *given, rounded=quantized)
+        half = None if dtype == "float32" else held_model(_options(package, model, dtype), *given, rounded=quantized)
         source = held_model(_options(package, model, "float32"), *given)
     except ModelNotFoundError as error:
         raise ModelNotFoundError(
             f"{error} The package was exported from it; if the model lies elsewhere now, name it with --model."
         ) from error
+    if quantized and half is None:
+        half = rounded_copy(source, *given)
     return TorchCases(package.manifest, source, half, lengths or LENGTHS, steps, seed)
 
 

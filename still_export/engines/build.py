@@ -16,6 +16,7 @@ from still_export.engines.builder_log import Progress
 from still_export.engines.options import GENERATED, TrtOptions
 from still_export.engines.row_check import WrongEngineError, check_rows
 from still_export.errors import PackageError
+from still_export.extras import installation
 from still_export.package.folder import BEFORE, MANIFEST, Package, open_package, write_manifest
 from still_export.package.trust import trust
 from still_export.runners.tensorrt import TrtModel
@@ -144,7 +145,9 @@ def load_tensorrt(target: str, package: Path) -> Any:
     try:
         module = importlib.import_module(name)
     except ImportError as error:
-        raise NoBuilderError(f"the Python module {name} is not installed ({error}). {again}") from error
+        raise NoBuilderError(
+            f"the Python module {name} is not installed ({error}): {installation(name)}. {again}"
+        ) from error
     if target == "trt" and not has_gpu():
         raise NoBuilderError(f"no CUDA device: TensorRT builds engines on the GPU that runs them. {again}")
     return module

@@ -74,16 +74,33 @@ class Evaluation:
 
     bits_per_byte: variant -> "file @ context" -> value. retrieval: variant -> task -> length -> accuracy by depth.
     chat: variant -> "tokens" (mean length), "ended" (share that ended by itself), "repeated" (share of 4-grams that occurred before).
+    costs: of packages, name -> what is measured -> value (`packages.costs`).
     """
 
     bits_per_byte: dict[str, dict[str, float]] = field(default_factory=dict)
     retrieval: dict[str, dict[str, dict[int, list[float]]]] = field(default_factory=dict)
     chat: dict[str, dict[str, float]] = field(default_factory=dict)
+    costs: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def add(self, other: Evaluation) -> None:
+        """Take in what was measured of other models."""
+        for name in ("bits_per_byte", "retrieval", "chat", "costs"):
+            getattr(self, name).update(getattr(other, name))
 
     def accuracy(self, variant: str, task: str, length: int) -> float:
         """Mean over depths."""
         row = self.retrieval[variant][task][length]
         return sum(row) / len(row)
+
+    def qualities(self) -> dict[str, dict[str, float]]:
+        """What a model's worth is plotted by, variant by variant: bits per byte of each text, accuracy of each task over all lengths."""
+        found: dict[str, dict[str, float]] = {}
+        for variant, values in self.bits_per_byte.items():
+            found.setdefault(variant, {}).update({f"bits/byte {text}": value for text, value in values.items()})
+        for variant, tasks in self.retrieval.items():
+            right = {f"{task}: right": float(np.mean(list(rows.values()))) for task, rows in tasks.items() if rows}
+            found.setdefault(variant, {}).update(right)
+        return found
 
     def table(self) -> str:
         """A Markdown table with one row per variant."""
@@ -91,18 +108,21 @@ class Evaluation:
         texts = list(next(iter(self.bits_per_byte.values()), {}))
         cells = [(t, n) for t, row in next(iter(self.retrieval.values()), {}).items() for n in row]
         said = list(next(iter(self.chat.values()), {}))
+        prices = list(next(iter(self.costs.values()), {}))
         head = [
             "model",
             *(f"bits/byte {t}" for t in texts),
             *(f"{t} {n}" for t, n in cells),
             *(f"chat {c}" for c in said),
+            *prices,
         ]
         lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
         for variant in variants:
             bits = [f"{self.bits_per_byte[variant][t]:.4f}" for t in texts]
             found = [f"{self.accuracy(variant, t, n):.0%}" for t, n in cells]
             talk = [f"{self.chat[variant][c]:.3g}" for c in said]
-            lines.append(f"| {' | '.join([variant.replace('_', ' '), *bits, *found, *talk])} |")
+            price = [f"{self.costs[variant][c]:.3g}" if variant in self.costs else "" for c in prices]
+            lines.append(f"| {' | '.join([variant.replace('_', ' '), *bits, *found, *talk, *price])} |")
         return "\n".join(lines)
 
 
@@ -114,10 +134,10 @@ def evaluate(
     device: torch.device | str = "cpu",
     advance: Callable[[str], None] = lambda _: None,
 ) -> Evaluation:
-    """Measure every model; STILL models in the options' variants.
+    """Measure every model.
 
     Args:
-        models: By name, "teacher" and "still", or one of them.
+        models: By name: "still" in the options' variants, all others as they are; a package as `packages.PackageModel`.
         tokenizer: Of all.
         advance: Called after each measurement.
 
@@ -177,8 +197,8 @@ def about_code(
     ]
 
 
-def load_any(source: str, teacher: str | None, dtype: str, generates: bool = False) -> dict[str, Any]:
-    """The models to evaluate by name: "still" for a STILL model, "teacher" for a softmax one.
+def load_any(source: str | None, teacher: str | None, dtype: str, generates: bool = False) -> dict[str, Any]:
+    """The models to evaluate by name: "still" for a STILL model, "teacher" for a softmax one, and for `teacher`.
 
     Args:
         generates: They will write, which takes a cache; a softmax model without is faster on long texts.
@@ -196,6 +216,8 @@ def load_any(source: str, teacher: str | None, dtype: str, generates: bool = Fal
         return model
 
     models = {} if teacher is None else {TEACHER: softmax(teacher)}
+    if source is None:
+        return models
     try:
         models["still"] = load_model(source, dtype=dtype)
     except NotLinearizedError:
@@ -311,6 +333,8 @@ def write_evaluation(result: Evaluation, options: EvaluationOptions, folder: Pat
         (work / "evaluation.md").write_text(f"{result.table()}\n\n`{command}`\n", encoding="utf-8")
         if result.bits_per_byte and options.texts:
             plots.bits_per_byte(result.bits_per_byte, work / "bits_per_byte.png")
+        if result.costs and (qualities := result.qualities()):
+            plots.costs(result.costs, qualities, work / "costs.png")
         for task in options.tasks:
             if options.lengths:
                 plots.retrieval({v: rows[task] for v, rows in result.retrieval.items()}, task, work / f"{task}.png")

@@ -47,6 +47,21 @@ def bits_per_byte(values: Mapping[str, Mapping[str, float]], path: Path) -> None
     figure.savefig(path, dpi=120)
 
 
+def costs(values: Mapping[str, Mapping[str, float]], qualities: Mapping[str, Mapping[str, float]], path: Path) -> None:
+    """Quality over cost, a point for each package: a panel for every pair of the two."""
+    prices, measures = list(next(iter(values.values()))), list(next(iter(qualities.values())))
+    figure, axes = _figure(len(prices), len(measures), 2.8 * len(prices), 2.6 * len(measures))
+    for row, measure in zip(axes, measures, strict=True):
+        for axis, price in zip(row, prices, strict=True):
+            for name, costed in values.items():
+                axis.plot(costed[price], qualities[name][measure], "o", label=name)
+            axis.set(xlabel=price, xlim=(0, None))
+            axis.grid(alpha=0.3)
+        row[0].set_ylabel(measure)
+    axes[0][0].legend(fontsize=7)
+    figure.savefig(path, dpi=120)
+
+
 def profile(panels: Mapping[str, Mapping[str, Sequence[float]]], label: str, path: Path) -> None:
     """Lines over layers, side by side by panel: panel -> line -> value of each layer."""
     figure, axes = _figure(len(panels), 1, 4 * len(panels), 3)

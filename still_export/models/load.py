@@ -117,7 +117,10 @@ def open_source(
     fresh = False
     released = found.model_type == "still" or convert.is_released(found.tensors)
     if attach_untrained and (released or found.model_type.startswith("still_") or convert.is_lolcats(found.tensors)):
-        raise ConfigError(f"{source} is linearized: it has feature maps of its own. Leave out --attach-untrained.")
+        raise ConfigError(
+            f"{source} is linearized: it has feature maps of its own. Leave out --attach-untrained, or give the softmax model that it "
+            "was made of."
+        )
     if found.model_type.startswith("still_"):
         if still_config is not None:
             raise _trained(f"{source} is a STILL model")

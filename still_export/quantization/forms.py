@@ -11,6 +11,12 @@ from still_export.quantization.policy import HALF, Quantization
 EXACT = "exact"
 """The method of blocks that are taken over from the source as they are."""
 SOURCE_BLOCK = 32
+ROWS = "rows"
+"""Suffix of a weight's codes in the shape that GatherBlockQuantized reads."""
+TOGETHER = "|"
+"""Between the names of weights that lie in one, along the outputs."""
+SUMS = "block_sums"
+"""Prefix of the matrix [K, K / block] that sums over blocks: `inner` where no pairs are beside offsets."""
 
 
 @dataclass(frozen=True)

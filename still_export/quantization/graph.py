@@ -21,7 +21,7 @@ from still_export.export.weights_file import VIEW
 from still_export.models.blocks import BlockWeight
 from still_export.models.checkpoint import in_range
 from still_export.models.weights import Deferred, Weight, Weights, value_of
-from still_export.quantization.forms import EXACT, Form, form_of
+from still_export.quantization.forms import EXACT, ROWS, SUMS, TOGETHER, Form, form_of
 from still_export.quantization.policy import HALF, Quantization
 from still_export.quantization.quantizers import quantize
 
@@ -29,13 +29,6 @@ ACCURACY_LEVEL = 4
 """Activations are rounded to 8 bits, block by block. The only level with a kernel for 8-bit weights on CPUs (others dequantize the whole
 weight every call: 107 ms in the place of 1.2 for the head of SmolLM2-135M); at 4 bits a step is 3 times as fast as level 0 and a call
 of 512 tokens takes twice as long (576 x 1,536, one thread, AVX-512 VNNI, ONNX Runtime 1.31.1)."""
-
-ROWS = "rows"
-"""Suffix of a weight's codes in the shape that GatherBlockQuantized reads."""
-TOGETHER = "|"
-"""Between the names of weights that lie in one, along the outputs."""
-SUMS = "block_sums"
-"""Prefix of the matrix [K, K / block] that sums over blocks: `inner` where no pairs are beside offsets."""
 
 
 def quantize_graph(

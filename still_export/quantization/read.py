@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from still_export.models.blocks import BlockWeight
 from still_export.models.weights import Deferred, Weight
 from still_export.package.files import MODEL
-from still_export.quantization.graph import ROWS, SUMS, TOGETHER
+from still_export.quantization.forms import ROWS, SUMS, TOGETHER
 
 if TYPE_CHECKING:
     from still_export.export.onnx_package import ExportOptions
@@ -36,6 +37,13 @@ def held_model(options: ExportOptions, folder: Path, manifest: dict[str, Any], r
     if rounded:
         round_activations(model, held_names(folder), manifest["quantization"]["block_size"])
     return model
+
+
+def rounded_copy(model: Any, folder: Path, manifest: dict[str, Any]) -> Any:
+    """`held_model` with `rounded` of the same package, which shares the weights of the `model` that was read without."""
+    copied = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+    round_activations(copied, held_names(folder), manifest["quantization"]["block_size"])
+    return copied
 
 
 def with_held_weights(source: Source, folder: Path, manifest: dict[str, Any]) -> Source:

@@ -12,11 +12,17 @@ def page(content: Mapping[str, Any], model: str, depths: int, machine: Mapping[s
     """The page of an evaluation.
 
     Args:
-        content: bits_per_byte, retrieval and chat, by variant (evaluation.json).
+        content: bits_per_byte, retrieval, chat and costs, by variant (evaluation.json).
         depths: At which facts were hidden.
     """
     bits, found, chat = content["bits_per_byte"], content["retrieval"], content["chat"]
     parts: list[Table | Plots] = [_table(bits, found, chat)]
+    if costs := content["costs"]:
+        columns = list(next(iter(costs.values())))
+        rows: list[list[Cell]] = [[name, *(row[c] for c in columns)] for name, row in costs.items()]
+        parts.append(
+            Table("What a package takes", ["package", *columns], rows, "Of one row, measured in a process of its own.")
+        )
     if bits:
         texts = list(next(iter(bits.values())))
         groups = {text: {_plain(variant): row[text] for variant, row in bits.items()} for text in texts}
@@ -45,9 +51,9 @@ def _mean(by_length: Mapping[Any, list[float]]) -> float:
 
 
 def _verdict(bits: Mapping[str, Any], found: Mapping[str, Any]) -> str:
-    """The first variant in a line, beside the teacher where there is one."""
-    said = []
-    for variant in [v for v in ("still", "teacher") if v in bits or v in found]:
+    """The model in a line, beside the teacher where there is one; every package."""
+    said, names = [], list(dict.fromkeys([*bits, *found]))
+    for variant in [v for v in ("still", "teacher") if v in names] if "still" in names else names:
         values = list(bits.get(variant, {}).values())
         shares = [f"{_plain(task)} {_mean(rows):.0%}" for task, rows in found.get(variant, {}).items()]
         measured = [f"{sum(values) / len(values):.4f} bits per byte"] if values else []

@@ -5,28 +5,25 @@ from __future__ import annotations
 import datetime
 import os
 from importlib.resources import files
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import still_export
 from still_export.errors import ConfigError
+from still_export.extras import EXTRAS, demand
 from still_export.package.staging import staged_files
 from still_export.report.charts import specification
 from still_export.report.description import Plots, Report
-
-LIBRARIES = ("altair", "vl_convert", "jinja2")
 
 
 def check_report(path: Path) -> None:
     """Raise where `write_report` could not write `path` later: said before the work whose results it shows.
 
     Raises:
-        ConfigError: It is no name of an HTML file, its folder cannot be written, or a library is missing.
+        ConfigError: It is no name of an HTML file, or its folder cannot be written.
+        ModuleNotFoundError: A library that draws is missing.
     """
-    missing = [name for name in LIBRARIES if find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"--report needs {', '.join(missing)}. Run: pip install 'still-export[report]'")
+    demand(*EXTRAS["report"])
     if path.suffix.lower() not in (".html", ".htm") or path.is_dir():
         raise ConfigError(f"--report {path}: give the name of an HTML file, such as report.html.")
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):

@@ -68,6 +68,11 @@ class Runner(ABC):
         """Tokens of one prefill call; longer prompts are fed in pieces, so memory does not grow with them."""
         return int(self.manifest["prefill_tokens"])
 
+    @property
+    def most_rows(self) -> int | None:
+        """Rows that it takes at most; None: as many as memory holds."""
+        return None
+
     def start(self, batch: int = 1, tokens: int = 0) -> None:
         """Forget everything; `batch` rows, room for `tokens` tokens at once.
 

@@ -49,6 +49,10 @@ class TrtModel(TrtEngine, Runner):
         return int(self.entry["prefill_tokens"])
 
     @property
+    def most_rows(self) -> int | None:
+        return int(self.entry["batch"])
+
+    @property
     def decode_profile(self) -> int:
         """Profile of calls of one token."""
         return DECODE if self.batch == 1 else DECODE_ROWS

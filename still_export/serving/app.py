@@ -269,7 +269,7 @@ async def _read_body(http: HttpRequest, most: int) -> bytes:
 
     try:
         return await asyncio.wait_for(read(), BODY_S)
-    except asyncio.TimeoutError:
+    except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {BODY_S:.0f} s.") from None
 
 

@@ -12,6 +12,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,11 +25,6 @@ from still_export.export.native import find_onnxruntime_headers
 from still_export.export.plugins import PluginBuildError
 from tests.docs.pages import GUIDE, ROOT, SESSIONS, USERS, commands, name
 from tests.docs.stand_ins import make_stand_ins
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    tomllib = pytest.importorskip("tomli")
 
 CPU_TORCH = "pip install torch --index-url https://download.pytorch.org/whl/cpu"
 

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import runpy
 import shutil
 import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from still_export.engines.build import build_engines
 from still_export.export.native import find_onnxruntime_headers
 from still_export.export.plugins import PluginBuildError
 from still_export.runners.ort import OrtModel
 from still_export.runners.sampling import Sampling
+from still_export.runners.tensorrt import TrtModel
 from tests.docs.pages import ROOT
+from tests.still_export import fake_tensorrt
 from tests.still_export.conftest import Exporter, export_tiny
+from tests.still_export.fake_cuda import HostLibrary
+from tests.still_export.packages import trt_package
 from tests.still_export.tiny import MIXED
 
 __all__ = ["export_tiny"]
@@ -27,11 +37,23 @@ def test_examples_are_short(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) < LINES
 
 
-@pytest.fixture(scope="module")
-def greedy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The C++ program, built against the library that onnxruntime's wheel brings, which is found beside it."""
+def shared_library(folder: Path, name: str) -> Path:
+    """The library that onnxruntime's wheel brings, under the name that a program looks for."""
     import onnxruntime
 
+    (library,) = (Path(onnxruntime.__file__).parent / "capi").glob("libonnxruntime.so.*")
+    (folder / name).symlink_to(library)
+    return folder / name
+
+
+def compiled(command: list[object]) -> None:
+    """Run a compiler."""
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def build_cpp(folder: Path) -> list[str]:
+    """The command of the C++ program."""
     compiler = shutil.which("g++")
     try:
         include = find_onnxruntime_headers()
@@ -39,27 +61,69 @@ def greedy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip(str(error))
     if compiler is None or not (include / "onnxruntime_cxx_api.h").is_file():
         pytest.skip("needs g++ and ONNX Runtime's C++ headers")
-    folder = tmp_path_factory.mktemp("greedy")
-    (library,) = (Path(onnxruntime.__file__).parent / "capi").glob("libonnxruntime.so.*")
-    (folder / "libonnxruntime.so.1").symlink_to(library)
-    source, program = ROOT / "examples/onnxruntime_greedy.cpp", folder / "greedy"
-    command = [compiler, "-std=c++17", "-Wall", "-Werror", "-isystem", str(include), str(source)]
-    command += [str(folder / "libonnxruntime.so.1"), f"-Wl,-rpath,{folder}", "-o", str(program)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return program
+    library, program = shared_library(folder, "libonnxruntime.so.1"), folder / "greedy"
+    options = ["-std=c++17", "-Wall", "-Werror", "-isystem", include, f"-Wl,-rpath,{folder}", "-o", program]
+    compiled([compiler, ROOT / "examples/onnxruntime_greedy.cpp", library, *options])
+    return [str(program)]
+
+
+def build_cs(folder: Path) -> list[str]:
+    """The command of the C# program, on Mono; its assembly of ONNX Runtime comes from elsewhere."""
+    assembly = os.environ.get("STILL_ONNXRUNTIME_ASSEMBLY", "")
+    if not assembly or not shutil.which("mcs") or not shutil.which("mono"):
+        pytest.skip("needs mcs, mono, and Microsoft.ML.OnnxRuntime.dll, named by STILL_ONNXRUNTIME_ASSEMBLY")
+    shared_library(folder, "libonnxruntime.so")
+    (folder / Path(assembly).name).symlink_to(Path(assembly).resolve())
+    program = folder / "greedy.exe"
+    compiled(["mcs", f"-r:{assembly}", f"-out:{program}", ROOT / "examples/onnxruntime_greedy.cs"])
+    return ["env", f"LD_LIBRARY_PATH={folder}", "mono", str(program)]
+
+
+@pytest.fixture(scope="module", params=[build_cpp, build_cs], ids=["cpp", "cs"])
+def greedy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The command of a compiled program."""
+    return request.param(tmp_path_factory.mktemp("greedy"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("still", [{}, {"layer_types": MIXED}], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_the_cpp_program_answers_as_the_runner(
-    still: dict[str, object], dtype: str, greedy: Path, export_tiny: Exporter
+def test_compiled_programs_answer_as_the_runner(
+    still: dict[str, object], dtype: str, greedy: list[str], export_tiny: Exporter
 ) -> None:
     package = export_tiny("llama", dtype, **still).path  # type: ignore[arg-type]
-    command = [str(greedy), str(package / "model.onnx"), "20", "5", "6", "7", "8"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(
+        [*greedy, str(package / "model.onnx"), "20", "5", "6", "7", "8"], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     model = OrtModel(package, threads=1)
     model.start()
     assert [int(token) for token in done.stdout.split()] == list(model.generate([5, 6, 7, 8], 20, Sampling()))
+
+
+@pytest.mark.parametrize("version", ["8.6.1", "10.3.0", "11.1.0"])
+@pytest.mark.parametrize("length", [1, 2, 13])
+def test_the_tensorrt_program_answers_as_the_runner(
+    version: str, length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Over the stand-in for TensorRT, which has a version's Python API and no more, and checks every shape and address."""
+    package = trt_package(tmp_path / "trt", monkeypatch, "float32", batch=3, prefill_tokens=4)
+    fake_tensorrt.install(monkeypatch, version)
+    build_engines(package)
+    prompt = [3 + i for i in range(length)]
+    model = TrtModel(package.path)
+    model.start()
+    wanted = list(model.generate(prompt, 20, Sampling()))
+    del model
+    fake_tensorrt.install(monkeypatch, version)  # a process of its own: no plugin is registered
+    others = ctypes.CDLL
+
+    def open_library(path: Any, *arguments: Any, **options: Any) -> Any:
+        return HostLibrary() if path == "libcuda.so.1" else others(path, *arguments, **options)
+
+    monkeypatch.setattr(ctypes, "CDLL", open_library)
+    words = ["tensorrt_greedy.py", str(package.path), "20", *map(str, prompt)]
+    monkeypatch.setattr(sys, "argv", words)
+    capsys.readouterr()
+    runpy.run_path(str(ROOT / "examples/tensorrt_greedy.py"), run_name="__main__")
+    assert [int(token) for token in capsys.readouterr().out.split()] == wanted

@@ -100,3 +100,26 @@ class HostDriver:
                 step()
 
         return types.SimpleNamespace(launch=launch)
+
+
+class HostLibrary:
+    """libcuda by ctypes, as a program of a user opens it: the calls that such a program needs, over the same memory."""
+
+    def cuInit(self, flags: int) -> int:
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, context: Any, device: int) -> int:
+        context._obj.value = 1
+        return 0
+
+    def cuCtxSetCurrent(self, context: ctypes.c_void_p) -> int:
+        return 0 if context.value == 1 else 201
+
+    def cuCtxSynchronize(self) -> int:
+        return 0
+
+    def cuMemAllocManaged(self, address: Any, size: ctypes.c_size_t, flags: int) -> int:
+        block = ctypes.create_string_buffer(b"\xff" * size.value, size.value)
+        HostDriver.blocks[ctypes.addressof(block)] = block
+        address._obj.value = ctypes.addressof(block)
+        return 0 if flags == 1 else 1

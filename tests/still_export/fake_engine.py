@@ -18,6 +18,7 @@ from tests.still_export.fake_cuda import HostDriver
 from tests.still_graphs.small_graph import split_heads
 
 NUMPY = {"float": "f4", "float16": "f2", "int32": "i4"}
+TYPES = {"tensor(float)": "DataType.FLOAT", "tensor(float16)": "DataType.HALF", "tensor(int32)": "DataType.INT32"}
 
 
 def restore_bodies(model: onnx.ModelProto) -> None:
@@ -139,11 +140,32 @@ class Engine:
             self.create_execution_context_without_device_memory = lambda: Context(self)
         if major >= 10:
             self.device_memory_size_v2 = self.scratch
-            self.create_execution_context = lambda strategy: NewContext(self)
+        self.num_io_tensors = len(self.names)
+
+    def create_execution_context(self, strategy: str = "STATIC") -> Context:
+        """With memory of its own, unless the user manages it."""
+        context = Context(self) if self.major < 10 else NewContext(self)
+        context.device_memory = strategy == "STATIC"
+        return context
+
+    def _value(self, name: str) -> Any:
+        return next(v for v in (*self.session.get_inputs(), *self.session.get_outputs()) if v.name == name)
+
+    def get_tensor_name(self, index: int) -> str:
+        return self.names[index]
+
+    def get_tensor_mode(self, name: str) -> str:
+        return "INPUT" if any(i.name == name for i in self.session.get_inputs()) else "OUTPUT"
+
+    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+        return tuple(size if isinstance(size, int) else -1 for size in self._value(name).shape)
+
+    def get_tensor_profile_shape(self, name: str, profile: int) -> tuple[tuple[int, ...], ...]:
+        assert self.get_tensor_mode(name) == "INPUT", "outputs have no profiles"
+        return tuple(map(tuple, self.head["profiles"][profile][name]))
 
     def get_tensor_dtype(self, name: str) -> str:
-        kind = next(o.type for o in self.session.get_outputs() if o.name == name)
-        return {"tensor(float)": "DataType.FLOAT", "tensor(float16)": "DataType.HALF"}[kind]
+        return TYPES[self._value(name).type]
 
     def create_engine_inspector(self) -> Any:
         kind = "PluginV2" if self.major < 10 else "PluginV3"

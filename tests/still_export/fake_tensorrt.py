@@ -145,7 +145,8 @@ class FakeTensorRT(types.ModuleType):
         )
         self.MemoryPoolType, self.ProfilingVerbosity = _names("WORKSPACE"), _names("DETAILED")
         self.LayerType = _names("CONSTANT CAST PLUGIN_V2 SHAPE IDENTITY")
-        self.LayerInformationFormat = _names("JSON")
+        self.LayerInformationFormat, self.TensorIOMode = _names("JSON"), _names("INPUT OUTPUT")
+        self.nptype = {"DataType.FLOAT": "f4", "DataType.HALF": "f2", "DataType.INT32": "i4"}.__getitem__
         self.float32, self.float16 = "float32", "float16"
         self.ILogger = type("ILogger", (), {})
         self.Logger = type("Logger", (), {"ERROR": 1, "__init__": lambda self, severity: None})

@@ -58,6 +58,11 @@ def test_native_kernels_need_tools_and_headers(
     versions: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(INCLUDE_VARIABLE, str(tmp_path))
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in ("cmake", "c++"):
+        (tools / name).touch(0o755)
+    monkeypatch.setenv("PATH", str(tools))
     assert "headers" in finding("--native").detail
     (tmp_path / HEADER).touch()
     assert finding("--native").able

@@ -21,6 +21,7 @@ from still_kernels.hybrid_attention.triton_decode_roles import (
     step_of,
     window_part,
 )
+from still_kernels.hybrid_attention.triton_decode_types import Constants, Heads, Parts, Room, Row, States
 from still_kernels.triton_shared import LOG2E, in_page, rounded, row_in_page
 
 
@@ -38,88 +39,98 @@ def _load_parts(p_acc, p_ml, s, parts, GR, o_dim, D: tl.constexpr, BS: tl.conste
 
 @triton.jit
 def _merge(
-    g, GR, i_group, i_out, i_select, i_part, i_score, length, live, promoting, parts, K, N, epsilon, p_part_acc, p_part_ml,
-    p_part_lin, p_part_den, p_part_window, p_window_factor, p_window_score, p_output, C: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, BS: tl.constexpr, WP: tl.constexpr, SCOPE: tl.constexpr, RELEASED: tl.constexpr, FACTOR: tl.constexpr,
-    OVERFLOW: tl.constexpr,
-):  # fmt: skip
+    g,
+    heads,
+    i_group,
+    i_out,
+    i_part,
+    i_score,
+    length,
+    live,
+    promoting,
+    count,
+    room,
+    epsilon,
+    parts,
+    p_window_factor,
+    p_window_score,
+    p_output,
+    c: tl.constexpr,
+):
     """Combine the partials of query head g of a group against their global maximum; store output and score.
 
     i_group, i_out, i_score: The group's first head in the workspace, the activations, the scores. i_part: Its first part of
-    `parts`, each with GR rows. All loads are on their way before anything is reduced: one trip to L2 in place of one per value.
+    `count`, each with GR rows. All loads are on their way before anything is reduced: one trip to L2 in place of one per value.
     """
-    o_dim = tl.arange(0, DP)
-    m_dim = o_dim < D
-    p_acc = p_part_acc + (i_part * GR + g) * D
-    p_ml = p_part_ml + (i_part * GR + g) * 2
-    b_acc, b_most, b_sums = _load_parts(p_acc, p_ml, 0, parts, GR, o_dim, D, BS)
-    o_window = 4 * tl.arange(0, WP)
-    p_window = p_part_window + (i_group + g) * (4 * WP)
+    o_dim = tl.arange(0, c.DP)
+    m_dim = o_dim < c.D
+    p_acc = parts.acc + (i_part * heads.GR + g) * c.D
+    p_ml = parts.ml + (i_part * heads.GR + g) * 2
+    b_acc, b_most, b_sums = _load_parts(p_acc, p_ml, 0, count, heads.GR, o_dim, c.D, c.BS)
+    o_window = 4 * tl.arange(0, c.WP)
+    p_window = parts.window + (i_group + g) * (4 * c.WP)
     b_others = tl.load(p_window + o_window)
     b_rest = tl.load(p_window + o_window + 1)
-    own = tl.load(p_window + (3 if RELEASED else 2))
-    b_linear = tl.load(p_part_lin + (i_group + g) * D + o_dim, mask=m_dim, other=0.0)
-    mass = tl.load(p_part_den + i_group + g)
+    own = tl.load(p_window + (3 if c.RELEASED else 2))
+    b_linear = tl.load(parts.lin + (i_group + g) * c.D + o_dim, mask=m_dim, other=0.0)
+    mass = tl.load(parts.den + i_group + g)
 
     top = tl.max(b_most, 0)
     b_weight = tl.exp2(b_most - top)
     total = tl.sum(rounded(b_sums, b_weight), 0)
     b_out = tl.sum(b_acc * b_weight[:, None], 0)
-    for s in range(BS, parts, BS):
-        b_acc, b_most, b_sums = _load_parts(p_acc, p_ml, s, parts, GR, o_dim, D, BS)
+    for s in range(c.BS, count, c.BS):
+        b_acc, b_most, b_sums = _load_parts(p_acc, p_ml, s, count, heads.GR, o_dim, c.D, c.BS)
         new = tl.maximum(top, tl.max(b_most, 0))
         b_weight = tl.exp2(b_most - new)
         decay = tl.exp2(top - new)
         total = total * decay + tl.sum(rounded(b_sums, b_weight), 0)
         b_out = b_out * decay + tl.sum(b_acc * b_weight[:, None], 0)
         top = new
-    if FACTOR:
-        factor = tl.load(p_window_factor + i_select * GR + g)
+    if c.FACTOR:
+        factor = tl.load(p_window_factor + heads.i_select * heads.GR + g)
         total = total * factor
         b_out = b_out * factor
     b_out = (b_out + b_linear) / (total + mass + epsilon)
-    if OVERFLOW == 0:  # beyond the capacity: the caller should have refused
-        b_out = tl.where(tl.maximum(length // C - 1, 0) * K > N, float("nan"), b_out)
+    if c.OVERFLOW == 0:  # beyond the capacity: the caller should have refused
+        b_out = tl.where(tl.maximum(length // c.C - 1, 0) * room.K > room.N, float("nan"), b_out)
     b_out = tl.where(live, b_out, 0.0)
-    tl.store(p_output + (i_out + g) * D + o_dim, b_out.to(p_output.dtype.element_ty), mask=m_dim)
+    tl.store(p_output + (i_out + g) * c.D + o_dim, b_out.to(p_output.dtype.element_ty), mask=m_dim)
 
     # The score of the token, from the parts of the window.
     score = own
-    if not RELEASED:
+    if not c.RELEASED:
         reach = tl.max(b_others, 0)
         score = (own - reach - tl.log2(tl.sum(rounded(b_rest, tl.exp2(b_others - reach)), 0))) / LOG2E
     score = tl.where(length == 0, float("inf"), score)
-    if SCOPE:
+    if c.SCOPE:
         if promoting:  # other heads of the group may still select by the score that this one replaces
             tl.store(p_window + 2, score)
             live = length < 0
-    tl.store(p_window_score + (i_score + g) * (2 * C) + (length & (2 * C - 1)), score, mask=live)
+    tl.store(p_window_score + (i_score + g) * (2 * c.C) + (length & (2 * c.C - 1)), score, mask=live)
 
 
 @triton.jit
-def _commit_token(
-    p_key, p_value, p_window_key, p_window_value, p_window_score, p_score, row, start, length, H, HK, C: tl.constexpr,
-    D: tl.constexpr, WP: tl.constexpr, SCOPE: tl.constexpr,
-):  # fmt: skip
+def _commit_token(p_key, p_value, states, p_score, row, start, length, heads, c: tl.constexpr):
     """Write the token's key and value into the ring once the promoted chunk has been read, its scores once they have ranked.
 
     p_score: Where the heads of the row have left their scores, 4 WP apart.
     """
     BW: tl.constexpr = 1024
-    slot = length & (2 * C - 1)
-    if SCOPE:
-        for s in range(0, H, BW):
+    slot = length & (2 * c.C - 1)
+    if c.SCOPE:
+        for s in range(0, heads.H, BW):
             o_head = s + tl.arange(0, BW)
-            b_score = tl.load(p_score + o_head * (4 * WP), mask=o_head < H, other=0.0)
-            tl.store(p_window_score + (row * H + o_head) * (2 * C) + slot, b_score, mask=o_head < H)
-    for s in range(0, HK * D, BW):
+            b_score = tl.load(p_score + o_head * (4 * c.WP), mask=o_head < heads.H, other=0.0)
+            tl.store(states.window_score + (row * heads.H + o_head) * (2 * c.C) + slot, b_score, mask=o_head < heads.H)
+    for s in range(0, heads.HK * c.D, BW):
         o_flat = s + tl.arange(0, BW)
-        m_flat = o_flat < HK * D
-        o_to = ((row * HK + o_flat // D) * (2 * C) + slot) * D + o_flat % D
-        b_key = tl.load(p_key + start * HK * D + o_flat, mask=m_flat, other=0.0)
-        b_value = tl.load(p_value + start * HK * D + o_flat, mask=m_flat, other=0.0)
-        tl.store(p_window_key + o_to, b_key, mask=m_flat)
-        tl.store(p_window_value + o_to, b_value, mask=m_flat)
+        m_flat = o_flat < heads.HK * c.D
+        o_to = ((row * heads.HK + o_flat // c.D) * (2 * c.C) + slot) * c.D + o_flat % c.D
+        b_key = tl.load(p_key + start * heads.HK * c.D + o_flat, mask=m_flat, other=0.0)
+        b_value = tl.load(p_value + start * heads.HK * c.D + o_flat, mask=m_flat, other=0.0)
+        tl.store(states.window_key + o_to, b_key, mask=m_flat)
+        tl.store(states.window_value + o_to, b_value, mask=m_flat)
 
 
 @triton.jit
@@ -215,6 +226,11 @@ def decode_kernel(
     WP: tl.constexpr = 2 * C // BL
     JOBS: tl.constexpr = ND + WP + 1
     FUSED: tl.constexpr = OVERFLOW == 0
+    PAGED: tl.constexpr = p_page_bytes is not None
+    c: tl.constexpr = Constants(
+        C, D, DP, DK, P, PP, KP, GP, DS, DW, BN, SN, BG, SG, BL, BS, RB, WP, FEATURE, SCOPE, RELEASED, OVERFLOW, FUSED, GATE, FACTOR,
+        RAGGED, PAGED, SETTLE, DOT,
+    )  # fmt: skip
     if PDL and SETTLE:  # not in the interpreter
         # The kernel ahead may still run: wait for it before touching memory. The next kernel may be launched meanwhile.
         tl.extra.cuda.gdc_wait()
@@ -242,6 +258,11 @@ def decode_kernel(
         p_z_state = in_page(p_z_state, row, p_page_bytes)
         p_past_length += i_batch  # lengths are those of the call's rows
         row = row_in_page(row, p_page_bytes)
+    at = Row(i_batch, row, p_new_tokens, p_past_length)
+    heads = Heads(i_select, GR, HS, H, HK, G)
+    room = Room(K, N, NS)
+    states = States(p_window_key, p_window_value, p_window_score, p_salient_key, p_salient_value, p_kv_state, p_z_state)
+    parts = Parts(p_part_acc, p_part_ml, p_part_lin, p_part_den, p_part_window)
     i_group = i_batch.to(tl.int64) * H + i_select * GR  # first query head of the group in [B, H]
     i_out = start * H + i_select * GR  # the same in the packed activations
     scale2 = scale * LOG2E
@@ -254,41 +275,51 @@ def decode_kernel(
         i_part = (i_first + NS + i_job - ND) * GR + g
         if i_job < ND:
             linear_slice(
-                i_job, i_head, i_select, i_batch, row, GR, p_q, p_gate + (i_out + g) * D if GATE else p_gate,
-                p_feature_q_weight, p_feature_k_weight, p_window_key, p_window_value, p_window_score, p_kv_state, p_z_state,
-                p_new_tokens, p_past_length, p_part_lin + (i_group + g) * D, p_part_den + i_group + g, H, HK, G, K, W_HEADS, C, D,
-                DP, DK, DS, DW, P, PP, GP, RB, FEATURE, SCOPE, GATE, RAGGED, p_page_bytes is not None, FUSED, SETTLE, DOT,
+                at, states, heads, i_head, i_job, p_q, p_gate + (i_out + g) * D if GATE else p_gate, p_feature_q_weight,
+                p_feature_k_weight, W_HEADS, K, parts.lin + (i_group + g) * D, parts.den + i_group + g, c,
             )  # fmt: skip
         else:
             i_kv = i_head // G if SCOPE == 0 else i_select
             if i_job < ND + WP:
+                p_k = p_key + (start * HK + i_kv) * D
+                p_v = p_value + (start * HK + i_kv) * D
+                p_acc = parts.acc + i_part * D
+                p_ml = parts.ml + i_part * 2
+                p_window = parts.window + ((i_group + g) * WP + i_job - ND) * 4
                 window_part(
-                    i_job - ND, i_head, i_kv, i_batch, row, p_q, p_key + (start * HK + i_kv) * D,
-                    p_value + (start * HK + i_kv) * D, p_window_key, p_window_value, p_new_tokens, p_past_length,
-                    p_part_acc + i_part * D, p_part_ml + i_part * 2, p_part_window + ((i_group + g) * WP + i_job - ND) * 4, G, HK,
-                    phantom, scale2, C, D, DP, BL, RELEASED, RAGGED, FUSED,
-                )  # fmt: skip
+                    at,
+                    states,
+                    heads,
+                    i_head,
+                    i_kv,
+                    i_job - ND,
+                    p_q,
+                    p_k,
+                    p_v,
+                    phantom,
+                    scale2,
+                    p_acc,
+                    p_ml,
+                    p_window,
+                    c,
+                )
             else:
-                fresh_part(
-                    i_select, g, i_batch, row, GR, HS, p_q, p_window_key, p_window_value, p_window_score, p_salient_key,
-                    p_salient_value, p_new_tokens, p_past_length, p_part_acc + i_part * D, p_part_ml + i_part * 2, i_kv, H, HK, K,
-                    N, scale2, C, D, DP, KP, GP, SCOPE, RAGGED, FUSED,
-                )  # fmt: skip
+                p_acc = parts.acc + i_part * D
+                p_ml = parts.ml + i_part * 2
+                fresh_part(at, states, heads, i_kv, g, p_q, room, scale2, p_acc, p_ml, c)
     else:
         i_split = i_role - GR * JOBS
         base = (row * HS + i_select) * N * D
         i_part = (i_first + i_split) * GR
+        p_k = p_salient_key + base
+        p_v = p_salient_value + base
+        p_q = p_query + i_out * D
+        p_acc = parts.acc + i_part * D
+        p_ml = parts.ml + i_part * 2
         if SCOPE == 0:
-            salient_one(
-                p_salient_key + base, p_salient_value + base, p_query + i_out * D, i_batch, row, p_new_tokens, p_past_length,
-                i_split, K, N, NS, scale2, p_part_acc + i_part * D, p_part_ml + i_part * 2, C, D, DP, BN, SN, RAGGED, FUSED,
-            )  # fmt: skip
+            salient_one(at, p_k, p_v, p_q, i_split, room, scale2, p_acc, p_ml, c)
         else:
-            salient_group(
-                p_salient_key + base, p_salient_value + base, p_query + i_out * D, i_batch, row, p_new_tokens, p_past_length,
-                GR, i_split, K, N, NS, scale2, p_part_acc + i_part * D, p_part_ml + i_part * 2, C, D, DP, BG, GP, SG,
-                RAGGED, FUSED, SETTLE, DOT,
-            )  # fmt: skip
+            salient_group(at, p_k, p_v, p_q, GR, i_split, room, scale2, p_acc, p_ml, c)
 
     _stamp(p_trace, 1)
     tl.debug_barrier()
@@ -307,7 +338,7 @@ def decode_kernel(
     _stamp(p_trace, 2)
     if merged == 0:
         return
-    length, live, promoting = step_of(i_batch, row, p_new_tokens, p_past_length, C, RAGGED, FUSED)
+    length, live, promoting = step_of(at, c)
     for g in range(0, GR):
         mine = merged
         if SCOPE:
@@ -319,9 +350,8 @@ def decode_kernel(
                     past = tl.load(p_past_length + i_batch)
                     tl.store(p_present_length + i_batch, past + live.to(past.dtype))
             _merge(
-                g, GR, i_group, i_out, i_select, i_first, row * H + i_select * GR, length, live, promoting, NS + WP + 1, K, N,
-                epsilon, p_part_acc, p_part_ml, p_part_lin, p_part_den, p_part_window, p_window_factor, p_window_score, p_output,
-                C, D, DP, BS, WP, SCOPE, RELEASED, FACTOR, OVERFLOW,
+                g, heads, i_group, i_out, i_first, row * H + i_select * GR, length, live, promoting, NS + WP + 1, room, epsilon,
+                parts, p_window_factor, p_window_score, p_output, c,
             )  # fmt: skip
     _stamp(p_trace, 3)
     if FUSED:
@@ -330,8 +360,5 @@ def decode_kernel(
             p_counter = p_counters + i_batch * (2 * H) + H
             if tl.atomic_add(p_counter, merged, sem="acq_rel") == H - merged:
                 tl.store(p_counter, 0)
-                p_score = p_part_window + i_batch.to(tl.int64) * H * (4 * WP) + 2
-                _commit_token(
-                    p_key, p_value, p_window_key, p_window_value, p_window_score, p_score, row, start, length, H, HK, C, D, WP,
-                    SCOPE,
-                )  # fmt: skip
+                p_score = parts.window + i_batch.to(tl.int64) * H * (4 * WP) + 2
+                _commit_token(p_key, p_value, states, p_score, row, start, length, heads, c)

@@ -22,73 +22,91 @@ from still_kernels.triton_shared import LOG2E, rounded
 
 @triton.jit
 def _fold_chunk(
-    b_phi, b_psi, old, length, row, i_select, i_kv, GR, p_weight, p_window_key, p_window_value, p_window_score, p_state, p_mass,
-    m_mass, H, HK, K, o_column, C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DK: tl.constexpr, P: tl.constexpr,
-    PP: tl.constexpr, GP: tl.constexpr, RB: tl.constexpr, FEATURE: tl.constexpr, SCOPE: tl.constexpr, SETTLE: tl.constexpr,
-    DOT: tl.constexpr, PAGED: tl.constexpr,
-):  # fmt: skip
+    at, states, heads, i_kv, b_phi, b_psi, old, length, p_weight, p_state, p_mass, m_mass, o_column, K, c: tl.constexpr
+):
     """Add the unselected tokens of chunk `old`, which lies in the ring, to a slice of S and to z, in memory.
 
     Returns:
         What they add to phi(q)^T S [DS] and phi(q)^T z [PP, to be summed], from phi(q) in its halves b_phi and b_psi [PP].
     """
-    o_feature = tl.arange(0, PP)
-    o_dim = tl.arange(0, DK)
-    DS: tl.constexpr = o_column.shape[0]
+    o_feature = tl.arange(0, c.PP)
+    o_dim = tl.arange(0, c.DK)
     # All lines that a round needs are on their way while the selection is made.
     BYTES: tl.constexpr = p_weight.dtype.element_ty.primitive_bitwidth // 8
-    o_token = ((row * HK + i_kv) * (2 * C) + ((old & 1) * C + tl.arange(0, C))).to(tl.int64) * D
-    o_line = tl.arange(0, 4) * (D * BYTES // 4)
-    prefetch(p_window_key + o_token, o_line, SETTLE)
-    prefetch(p_window_value + o_token, o_line, SETTLE)
-    prefetch(p_weight + tl.minimum(o_feature, P - 1) * D, o_line, SETTLE)
+    o_token = ((at.row * heads.HK + i_kv) * (2 * c.C) + ((old & 1) * c.C + tl.arange(0, c.C))).to(tl.int64) * c.D
+    o_line = tl.arange(0, 4) * (c.D * BYTES // 4)
+    prefetch(states.window_key + o_token, o_line, c.SETTLE)
+    prefetch(states.window_value + o_token, o_line, c.SETTLE)
+    prefetch(p_weight + tl.minimum(o_feature, c.P - 1) * c.D, o_line, c.SETTLE)
     b_selected, _ = select_chunk(
-        p_window_score, p_window_score, old, length, length, 0, row, i_select, H, GR, K, SCOPE, GP, C
+        states.window_score,
+        states.window_score,
+        old,
+        length,
+        length,
+        0,
+        at.row,
+        heads.i_select,
+        heads.H,
+        heads.GR,
+        K,
+        c.SCOPE,
+        c.GP,
+        c.C,
     )
-    b_more = tl.zeros([DS], tl.float32)
-    b_more_mass = tl.zeros([PP], tl.float32)
-    for r in range(0, C, RB):
-        o_row = r + tl.arange(0, RB)
-        o_ring = ((row * HK + i_kv) * (2 * C) + ((old & 1) * C + o_row)).to(tl.int64) * D
-        b_v = tl.load(p_window_value + o_ring[:, None] + o_column[None, :], mask=(o_column < D)[None, :], other=0.0)
-        if RB == C:
+    b_more = tl.zeros([c.DS], tl.float32)
+    b_more_mass = tl.zeros([c.PP], tl.float32)
+    for r in range(0, c.C, c.RB):
+        o_row = r + tl.arange(0, c.RB)
+        o_ring = ((at.row * heads.HK + i_kv) * (2 * c.C) + ((old & 1) * c.C + o_row)).to(tl.int64) * c.D
+        b_v = tl.load(
+            states.window_value + o_ring[:, None] + o_column[None, :], mask=(o_column < c.D)[None, :], other=0.0
+        )
+        if c.RB == c.C:
             m_row = b_selected == 0
         else:
-            m_here = o_row[:, None] == tl.arange(0, C)[None, :]
+            m_here = o_row[:, None] == tl.arange(0, c.C)[None, :]
             m_row = tl.sum((m_here & (b_selected == 0)[None, :]).to(tl.int32), 1) > 0
-        b_direction = tl.zeros([RB, PP], tl.float32)
-        b_square = tl.zeros([RB], tl.float32)
-        for d in range(0, DP, DK):
+        b_direction = tl.zeros([c.RB, c.PP], tl.float32)
+        b_square = tl.zeros([c.RB], tl.float32)
+        for d in range(0, c.DP, c.DK):
             o_part = d + o_dim
-            b_k = tl.load(p_window_key + o_ring[:, None] + o_part[None, :], mask=(o_part < D)[None, :], other=0.0)
-            b_weight = load_weight(p_weight, o_feature, o_part, P, D)
-            b_direction = tl.dot(b_k, tl.trans(b_weight), b_direction, input_precision=DOT)
+            b_k = tl.load(
+                states.window_key + o_ring[:, None] + o_part[None, :], mask=(o_part < c.D)[None, :], other=0.0
+            )
+            b_weight = load_weight(p_weight, o_feature, o_part, c.P, c.D)
+            b_direction = tl.dot(b_k, tl.trans(b_weight), b_direction, input_precision=c.DOT)
             b_square += tl.sum(b_k.to(tl.float32) * b_k.to(tl.float32), 1)
         b_keep = tl.where(m_row, 1.0, 0.0)
-        b_scale = direction_scale(tl.sum(b_direction * b_direction, 1), b_square, FEATURE)
-        for half in tl.static_range(0, 2 if FEATURE <= 1 else 1):
-            if FEATURE <= 1:
+        b_scale = direction_scale(tl.sum(b_direction * b_direction, 1), b_square, c.FEATURE)
+        for half in tl.static_range(0, 2 if c.FEATURE <= 1 else 1):
+            if c.FEATURE <= 1:
                 b_signed = b_direction if half == 0 else -b_direction
-                b_rows = scaled_softmax(b_signed, b_scale, b_keep, o_feature < P, P, PP)
+                b_rows = scaled_softmax(b_signed, b_scale, b_keep, o_feature < c.P, c.P, c.PP)
             else:
-                b_rows, _zeros = kept_features(b_direction, b_square, b_keep, P, PP, FEATURE)
+                b_rows, _zeros = kept_features(b_direction, b_square, b_keep, c.P, c.PP, c.FEATURE)
             b_query = b_phi if half == 0 else b_psi
             b_out, b_mass = _add_rows(
-                b_rows, b_query, b_v, old + r > 0, p_state + half * (P * D), p_mass + half * P, o_feature, o_column, m_mass, P, D,
-                DOT, PAGED,
-            )  # fmt: skip
+                b_rows,
+                b_query,
+                b_v,
+                old + r > 0,
+                p_state + half * (c.P * c.D),
+                p_mass + half * c.P,
+                o_feature,
+                o_column,
+                m_mass,
+                c,
+            )
             b_more += b_out
             b_more_mass += b_mass
-        if RB < C:
+        if c.RB < c.C:
             tl.debug_barrier()  # the next round adds to what this one stored
     return b_more, b_more_mass
 
 
 @triton.jit
-def _add_rows(
-    b_rows, b_query, b_v, held, p_state, p_mass, o_feature, o_column, m_mass, P: tl.constexpr, D: tl.constexpr, DOT: tl.constexpr,
-    PAGED: tl.constexpr,
-):  # fmt: skip
+def _add_rows(b_rows, b_query, b_v, held, p_state, p_mass, o_feature, o_column, m_mass, c: tl.constexpr):
     """Add phi^T v of rows to one half of a slice of S, and the sum of the same rounded phi to z, as prefill does.
 
     PAGED: what is not `held` is another row's, and counts as 0.
@@ -97,14 +115,14 @@ def _add_rows(
     them the sums of columns are most of a promotion's instructions.
     """
     b_rows = b_rows.to(b_v.dtype)
-    m_slice = (o_feature < P)[:, None] & (o_column < D)[None, :]
-    p_slice = p_state + o_feature[:, None] * D + o_column[None, :]
-    b_more = tl.dot(tl.trans(b_rows), b_v, input_precision=DOT)
+    m_slice = (o_feature < c.P)[:, None] & (o_column < c.D)[None, :]
+    p_slice = p_state + o_feature[:, None] * c.D + o_column[None, :]
+    b_more = tl.dot(tl.trans(b_rows), b_v, input_precision=c.DOT)
     b_ones = tl.full([b_rows.shape[0], 16], 1.0, b_rows.dtype)
-    b_mass = tl.max(tl.dot(tl.trans(b_rows), b_ones, input_precision=DOT), 1)
+    b_mass = tl.max(tl.dot(tl.trans(b_rows), b_ones, input_precision=c.DOT), 1)
     m_z = m_mass
     m_s = m_slice
-    if PAGED:
+    if c.PAGED:
         m_z = m_z & held
         m_s = m_s & held
     b_z = tl.load(p_mass + o_feature, mask=m_z, other=0.0)
@@ -141,71 +159,67 @@ def _query_features(b_direction, square, P: tl.constexpr, PP: tl.constexpr, FEAT
 
 
 @triton.jit
-def _slice_loads(
-    p_q, p_weight, p_slice, m_slice, D: tl.constexpr, DP: tl.constexpr, DW: tl.constexpr, P: tl.constexpr, PP: tl.constexpr
-):  # fmt: skip
+def _slice_loads(p_q, p_weight, p_slice, m_slice, c: tl.constexpr):
     """First loads of a slice: two blocks of columns of q and of its projection, the first half of S."""
-    o_feature = tl.arange(0, PP)
-    o_dim = tl.arange(0, DW)
-    SECOND: tl.constexpr = DW if DP > DW else 0
-    b_q = tl.load(p_q + o_dim, mask=o_dim < D, other=0.0)
-    b_weight = load_weight(p_weight, o_feature, o_dim, P, D)
+    o_feature = tl.arange(0, c.PP)
+    o_dim = tl.arange(0, c.DW)
+    SECOND: tl.constexpr = c.DW if c.DP > c.DW else 0
+    b_q = tl.load(p_q + o_dim, mask=o_dim < c.D, other=0.0)
+    b_weight = load_weight(p_weight, o_feature, o_dim, c.P, c.D)
     b_q2 = b_q
     b_weight2 = b_weight
-    if DP > DW:
-        b_q2 = tl.load(p_q + SECOND + o_dim, mask=SECOND + o_dim < D, other=0.0)
-        b_weight2 = load_weight(p_weight, o_feature, SECOND + o_dim, P, D)
+    if c.DP > c.DW:
+        b_q2 = tl.load(p_q + SECOND + o_dim, mask=SECOND + o_dim < c.D, other=0.0)
+        b_weight2 = load_weight(p_weight, o_feature, SECOND + o_dim, c.P, c.D)
     return b_q, b_q2, b_weight, b_weight2, tl.load(p_slice, mask=m_slice, other=0.0)
 
 
 @triton.jit
-def _slice_output(
-    b_q, b_q2, b_weight, b_weight2, b_plus_s, p_q, p_gate, p_weight, p_slice, p_mass, o_column, m_slice, m_mass, D: tl.constexpr,
-    DP: tl.constexpr, DW: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, FEATURE: tl.constexpr, GATE: tl.constexpr,
-):  # fmt: skip
+def _slice_output(loads, p_q, p_gate, p_weight, p_slice, p_mass, o_column, m_slice, m_mass, c: tl.constexpr):
     """phi(q)^T S for the columns of a slice, phi(q) z before it is summed, the gate, both halves of phi(q); from _slice_loads."""
-    o_feature = tl.arange(0, PP)
+    b_q, b_q2, b_weight, b_weight2, b_plus_s = loads
+    o_feature = tl.arange(0, c.PP)
     b_direction = tl.sum(b_weight.to(tl.float32) * b_q.to(tl.float32)[None, :], 1)
-    if DP > DW:
+    if c.DP > c.DW:
         b_direction += tl.sum(b_weight2.to(tl.float32) * b_q2.to(tl.float32)[None, :], 1)
-    for d in tl.static_range(2 * DW, DP, DW):
-        o_part = d + tl.arange(0, DW)
-        b_more = load_weight(p_weight, o_feature, o_part, P, D)
-        b_part = tl.load(p_q + o_part, mask=o_part < D, other=0.0)
+    for d in tl.static_range(2 * c.DW, c.DP, c.DW):
+        o_part = d + tl.arange(0, c.DW)
+        b_more = load_weight(p_weight, o_feature, o_part, c.P, c.D)
+        b_part = tl.load(p_q + o_part, mask=o_part < c.D, other=0.0)
         b_direction += tl.sum(b_more.to(tl.float32) * b_part.to(tl.float32)[None, :], 1)
-    if FEATURE <= 1:
-        b_minus_s = tl.load(p_slice + P * D, mask=m_slice, other=0.0)
+    if c.FEATURE <= 1:
+        b_minus_s = tl.load(p_slice + c.P * c.D, mask=m_slice, other=0.0)
     b_plus_z = tl.load(p_mass + o_feature, mask=m_mass, other=0.0)
-    if FEATURE <= 1:
-        b_minus_z = tl.load(p_mass + P + o_feature, mask=m_mass, other=0.0)
+    if c.FEATURE <= 1:
+        b_minus_z = tl.load(p_mass + c.P + o_feature, mask=m_mass, other=0.0)
     b_gate = b_q
-    if GATE:
-        b_gate = tl.load(p_gate + o_column, mask=o_column < D, other=0.0)
-    o_dim = tl.arange(0, DP)
-    b_whole = tl.load(p_q + o_dim, mask=o_dim < D, other=0.0).to(tl.float32)
-    b_phi, b_psi = _query_features(b_direction, tl.sum(rounded(b_whole, b_whole), 0), P, PP, FEATURE)
+    if c.GATE:
+        b_gate = tl.load(p_gate + o_column, mask=o_column < c.D, other=0.0)
+    o_dim = tl.arange(0, c.DP)
+    b_whole = tl.load(p_q + o_dim, mask=o_dim < c.D, other=0.0).to(tl.float32)
+    b_phi, b_psi = _query_features(b_direction, tl.sum(rounded(b_whole, b_whole), 0), c.P, c.PP, c.FEATURE)
     b_terms = b_phi[:, None] * b_plus_s
     b_mass = b_phi * b_plus_z
-    if FEATURE <= 1:
+    if c.FEATURE <= 1:
         b_terms += b_psi[:, None] * b_minus_s
         b_mass += b_psi * b_minus_z
     return tl.sum(b_terms, 0), b_mass, b_gate, b_phi, b_psi
 
 
 @triton.jit
-def _if_held(b_out, b_mass, held, PAGED: tl.constexpr):
+def _if_held(b_out, b_mass, held, c: tl.constexpr):
     """What S and z add, or 0 where they hold nothing."""
-    if PAGED:
+    if c.PAGED:
         return tl.where(held, b_out, 0.0), tl.where(held, b_mass, 0.0)
     return b_out, b_mass
 
 
 @triton.jit
-def _store_slice(b_out, b_mass, b_gate, p_lin, p_den, i_slice, o_column, D: tl.constexpr, GATE: tl.constexpr):
+def _store_slice(b_out, b_mass, b_gate, p_lin, p_den, i_slice, o_column, c: tl.constexpr):
     """gate * phi(q)^T S, and phi(q)^T z where the slice is the first."""
-    if GATE:
+    if c.GATE:
         b_out = b_out * b_gate.to(tl.float32)
-    tl.store(p_lin + o_column, b_out, mask=o_column < D)
+    tl.store(p_lin + o_column, b_out, mask=o_column < c.D)
     if i_slice == 0:
         # Summed as a matrix: Triton 3.7 fails on sm_100 where a vector that comes from tensor memory is.
         tl.store(p_den + tl.arange(0, 1), tl.sum(b_mass[:, None], 0))
@@ -213,51 +227,44 @@ def _store_slice(b_out, b_mass, b_gate, p_lin, p_den, i_slice, o_column, D: tl.c
 
 @triton.jit
 def linear_slice(
-    i_slice, i_head, i_select, i_batch, row, GR, p_q, p_gate, p_feature_q_weight, p_feature_k_weight, p_window_key,
-    p_window_value, p_window_score, p_kv_state, p_z_state, p_new_tokens, p_past_length, p_lin, p_den, H, HK, G, K, W_HEADS,
-    C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DK: tl.constexpr, DS: tl.constexpr, DW: tl.constexpr, P: tl.constexpr,
-    PP: tl.constexpr, GP: tl.constexpr, RB: tl.constexpr, FEATURE: tl.constexpr, SCOPE: tl.constexpr, GATE: tl.constexpr,
-    RAGGED: tl.constexpr, PAGED: tl.constexpr, FUSED: tl.constexpr, SETTLE: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
+    at, states, heads, i_head, i_slice, p_q, p_gate, p_q_weight, p_k_weight, W_HEADS, K, p_lin, p_den, c: tl.constexpr
+):
     """gate * phi(q)^T S for DS value columns (and phi(q)^T z in slice 0); a promoted chunk is folded into S on the way.
 
     Nothing that a plain step loads depends on the length. A promotion loads everything again: held across the branch the values
     would cost the plain step its registers. It adds what the chunk means to the result, in place of reading S after the fold.
     DW columns of the projection take the bytes of DS columns of S, so that phi is born in the layout in which S multiplies it.
     """
-    F: tl.constexpr = 2 * P if FEATURE <= 1 else P
-    o_feature = tl.arange(0, PP)
-    o_column = i_slice * DS + tl.arange(0, DS)
-    m_slice = (o_feature < P)[:, None] & (o_column < D)[None, :]
-    m_mass = (o_feature < P) & (i_slice == 0)  # z belongs to slice 0
-    w_head = tl.where(W_HEADS > 1, i_head, 0).to(tl.int64) * (P * D)
-    p_weight = p_feature_q_weight + w_head
-    p_state = p_kv_state + (row * H + i_head) * (F * D)
-    p_mass = p_z_state + (row * H + i_head) * F
-    p_slice = p_state + o_feature[:, None] * D + o_column[None, :]
-    b_q, b_q2, b_weight, b_weight2, b_plus_s = _slice_loads(p_q, p_weight, p_slice, m_slice, D, DP, DW, P, PP)
+    F: tl.constexpr = 2 * c.P if c.FEATURE <= 1 else c.P
+    o_feature = tl.arange(0, c.PP)
+    o_column = i_slice * c.DS + tl.arange(0, c.DS)
+    m_slice = (o_feature < c.P)[:, None] & (o_column < c.D)[None, :]
+    m_mass = (o_feature < c.P) & (i_slice == 0)  # z belongs to slice 0
+    w_head = tl.where(W_HEADS > 1, i_head, 0).to(tl.int64) * (c.P * c.D)
+    p_weight = p_q_weight + w_head
+    p_state = states.kv + (at.row * heads.H + i_head) * (F * c.D)
+    p_mass = states.z + (at.row * heads.H + i_head) * F
+    p_slice = p_state + o_feature[:, None] * c.D + o_column[None, :]
+    loads = _slice_loads(p_q, p_weight, p_slice, m_slice, c)
     tl.debug_barrier()  # the compiler would move the loads into the branches, behind the trip for the length
-    length, _live, promoting = step_of(i_batch, row, p_new_tokens, p_past_length, C, RAGGED, FUSED)
+    length, _live, promoting = step_of(at, c)
     # A page that is new holds an old row's S and z. Nothing is promoted before position 2C; with a folding policy that has happened.
-    held = length >= (2 * C + 1 if FUSED else 2 * C)
-    if FUSED and promoting:
-        b_q, b_q2, b_weight, b_weight2, b_plus_s = _slice_loads(p_q, p_weight, p_slice, m_slice, D, DP, DW, P, PP)
+    held = length >= (2 * c.C + 1 if c.FUSED else 2 * c.C)
+    if c.FUSED and promoting:
+        loads = _slice_loads(p_q, p_weight, p_slice, m_slice, c)
         b_out, b_mass, b_gate, b_phi, b_psi = _slice_output(
-            b_q, b_q2, b_weight, b_weight2, b_plus_s, p_q, p_gate, p_weight, p_slice, p_mass, o_column, m_slice, m_mass, D, DP, DW,
-            P, PP, FEATURE, GATE,
-        )  # fmt: skip
-        b_out, b_mass = _if_held(b_out, b_mass, held, PAGED)
+            loads, p_q, p_gate, p_weight, p_slice, p_mass, o_column, m_slice, m_mass, c
+        )
+        b_out, b_mass = _if_held(b_out, b_mass, held, c)
         tl.debug_barrier()  # all threads have read the slice
         b_more, b_more_mass = _fold_chunk(
-            b_phi, b_psi, length // C - 2, length, row, i_select, i_head // G, GR, p_feature_k_weight + w_head, p_window_key,
-            p_window_value, p_window_score, p_state, p_mass, m_mass, H, HK, K, o_column, C, D, DP, DK, P, PP, GP, RB, FEATURE,
-            SCOPE, SETTLE, DOT, PAGED,
+            at, states, heads, i_head // heads.G, b_phi, b_psi, length // c.C - 2, length, p_k_weight + w_head, p_state, p_mass, m_mass,
+            o_column, K, c,
         )  # fmt: skip
-        _store_slice(b_out + b_more, b_mass + b_more_mass, b_gate, p_lin, p_den, i_slice, o_column, D, GATE)
+        _store_slice(b_out + b_more, b_mass + b_more_mass, b_gate, p_lin, p_den, i_slice, o_column, c)
     else:
         b_out, b_mass, b_gate, _phi, _psi = _slice_output(
-            b_q, b_q2, b_weight, b_weight2, b_plus_s, p_q, p_gate, p_weight, p_slice, p_mass, o_column, m_slice, m_mass, D, DP, DW,
-            P, PP, FEATURE, GATE,
-        )  # fmt: skip
-        b_out, b_mass = _if_held(b_out, b_mass, held, PAGED)
-        _store_slice(b_out, b_mass, b_gate, p_lin, p_den, i_slice, o_column, D, GATE)
+            loads, p_q, p_gate, p_weight, p_slice, p_mass, o_column, m_slice, m_mass, c
+        )
+        b_out, b_mass = _if_held(b_out, b_mass, held, c)
+        _store_slice(b_out, b_mass, b_gate, p_lin, p_den, i_slice, o_column, c)

@@ -13,18 +13,18 @@ FAR = tl.constexpr(-1.0e30)  # below every logit, and finite: differences stay n
 
 
 @triton.jit
-def step_of(i_batch, row, p_new_tokens, p_past_length, C: tl.constexpr, RAGGED: tl.constexpr, FUSED: tl.constexpr):
+def step_of(at, c: tl.constexpr):
     """(length before the step, whether the row brings a token, whether this launch promotes a chunk); clamped as row_of does.
 
     Every role asks for itself, after its first loads: what is asked at the start, all wait for.
     """
-    past = tl.load(p_past_length + row).to(tl.int64)
+    past = tl.load(at.p_past_length + at.row).to(tl.int64)
     length = tl.minimum(tl.maximum(past, 0), 1 << 30).to(tl.int32)
     live = length >= 0
-    if not RAGGED:  # packed rows without a token have left
-        live = tl.load(p_new_tokens + i_batch) > 0
-    promoting = live & (length % C == 0) & (length >= 2 * C)
-    if not FUSED:
+    if not c.RAGGED:  # packed rows without a token have left
+        live = tl.load(at.p_new_tokens + at.i_batch) > 0
+    promoting = live & (length % c.C == 0) & (length >= 2 * c.C)
+    if not c.FUSED:
         promoting = length < 0
     return length, live, promoting
 
@@ -50,81 +50,72 @@ def _absorb(b_k, b_v, low, seen, o_row, b_q, b_max, b_sum, b_acc):
 
 
 @triton.jit
-def slots_in_use(
-    i_batch, row, p_new_tokens, p_past_length, K, N, C: tl.constexpr, RAGGED: tl.constexpr, FUSED: tl.constexpr
-):
+def slots_in_use(at, room, c: tl.constexpr):
     """Slots of the cache that a step reads: none without a token; the rows that are being promoted are on their way."""
-    length, live, promoting = step_of(i_batch, row, p_new_tokens, p_past_length, C, RAGGED, FUSED)
-    seen = tl.maximum(length // C - 1 - promoting.to(tl.int32), 0) * K
-    return tl.where(live, tl.minimum(seen, N), 0)
+    length, live, promoting = step_of(at, c)
+    seen = tl.maximum(length // c.C - 1 - promoting.to(tl.int32), 0) * room.K
+    return tl.where(live, tl.minimum(seen, room.N), 0)
 
 
 @triton.jit
-def salient_one(
-    p_key, p_value, p_q, i_batch, row, p_new_tokens, p_past_length, i_split, K, N, NS, scale2, p_acc, p_ml, C: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, SN: tl.constexpr, RAGGED: tl.constexpr, FUSED: tl.constexpr,
-):  # fmt: skip
+def salient_one(at, p_key, p_value, p_q, i_split, room, scale2, p_acc, p_ml, c: tl.constexpr):
     """Partial softmax of one query head over blocks i_split, i_split + NS, ... of BN slots in use.
 
     SN - 1 blocks are on their way through shared memory: with one, the latency of the memory bounds the speed, and blocks that
     wait in registers are waited for at the end of each round, where they are unpacked. The first block is fetched before the
     number of slots in use is known, so it may hold anything beyond; it comes last.
     """
-    o_dim = tl.arange(0, DP)
-    o_row = tl.arange(0, BN)
-    step = NS * BN
-    first = i_split * BN
-    b_first_k, b_first_v = _load_rows(p_key, p_value, first, N, o_row, o_dim, D)
-    seen = slots_in_use(i_batch, row, p_new_tokens, p_past_length, K, N, C, RAGGED, FUSED)
-    b_q = tl.load(p_q + o_dim, mask=o_dim < D, other=0.0).to(tl.float32) * scale2
-    b_max = tl.full([BN], FAR, tl.float32)
-    b_sum = tl.zeros([BN], tl.float32)
-    b_acc = tl.zeros([BN, DP], tl.float32)
-    for s in tl.range(first + step, seen, step, num_stages=SN):
-        b_k, b_v = _load_rows(p_key, p_value, s, seen, o_row, o_dim, D)
+    o_dim = tl.arange(0, c.DP)
+    o_row = tl.arange(0, c.BN)
+    step = room.NS * c.BN
+    first = i_split * c.BN
+    b_first_k, b_first_v = _load_rows(p_key, p_value, first, room.N, o_row, o_dim, c.D)
+    seen = slots_in_use(at, room, c)
+    b_q = tl.load(p_q + o_dim, mask=o_dim < c.D, other=0.0).to(tl.float32) * scale2
+    b_max = tl.full([c.BN], FAR, tl.float32)
+    b_sum = tl.zeros([c.BN], tl.float32)
+    b_acc = tl.zeros([c.BN, c.DP], tl.float32)
+    for s in tl.range(first + step, seen, step, num_stages=c.SN):
+        b_k, b_v = _load_rows(p_key, p_value, s, seen, o_row, o_dim, c.D)
         b_max, b_sum, b_acc = _absorb(b_k, b_v, s, seen, o_row, b_q, b_max, b_sum, b_acc)
     b_first_v = tl.where((first + o_row < seen)[:, None], b_first_v, 0.0)
     b_max, b_sum, b_acc = _absorb(b_first_k, b_first_v, first, seen, o_row, b_q, b_max, b_sum, b_acc)
     top = tl.max(b_max, 0)
     b_weight = tl.exp2(b_max - top)
-    tl.store(p_acc + o_dim, tl.sum(rounded(b_acc, b_weight[:, None]), 0), mask=o_dim < D)
+    tl.store(p_acc + o_dim, tl.sum(rounded(b_acc, b_weight[:, None]), 0), mask=o_dim < c.D)
     tl.store(p_ml, top)
     tl.store(p_ml + 1, tl.sum(rounded(b_sum, b_weight), 0))
 
 
 @triton.jit
-def salient_group(
-    p_key, p_value, p_q, i_batch, row, p_new_tokens, p_past_length, GR, i_split, K, N, NS, scale2, p_acc, p_ml, C: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, BG: tl.constexpr, GP: tl.constexpr, SG: tl.constexpr, RAGGED: tl.constexpr,
-    FUSED: tl.constexpr, SETTLE: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
+def salient_group(at, p_key, p_value, p_q, GR, i_split, room, scale2, p_acc, p_ml, c: tl.constexpr):
     """The same for the GR query heads of a key/value head, which read blocks of BG rows once; p_acc, p_ml: GR rows."""
-    o_dim = tl.arange(0, DP)
-    o_head = tl.arange(0, GP)
+    o_dim = tl.arange(0, c.DP)
+    o_head = tl.arange(0, c.GP)
     m_head = o_head < GR
-    o_row = tl.arange(0, BG)
-    o_tile = o_head[:, None] * D + o_dim[None, :]
-    m_tile = m_head[:, None] & (o_dim < D)[None, :]
-    o_first = tl.minimum(i_split * BG + o_row, N - 1) * D  # a row that is there, in use or not
-    o_line = tl.arange(0, 4) * (D * (p_key.dtype.element_ty.primitive_bitwidth // 8) // 4)
-    if N > 0:
-        prefetch(p_key + o_first, o_line, SETTLE)
-        prefetch(p_value + o_first, o_line, SETTLE)
-    seen = slots_in_use(i_batch, row, p_new_tokens, p_past_length, K, N, C, RAGGED, FUSED)
+    o_row = tl.arange(0, c.BG)
+    o_tile = o_head[:, None] * c.D + o_dim[None, :]
+    m_tile = m_head[:, None] & (o_dim < c.D)[None, :]
+    o_first = tl.minimum(i_split * c.BG + o_row, room.N - 1) * c.D  # a at.row that is there, in use or not
+    o_line = tl.arange(0, 4) * (c.D * (p_key.dtype.element_ty.primitive_bitwidth // 8) // 4)
+    if room.N > 0:
+        prefetch(p_key + o_first, o_line, c.SETTLE)
+        prefetch(p_value + o_first, o_line, c.SETTLE)
+    seen = slots_in_use(at, room, c)
     b_q = tl.load(p_q + o_tile, mask=m_tile, other=0.0)
-    b_max = tl.full([GP], FAR, tl.float32)
-    b_sum = tl.zeros([GP], tl.float32)
-    b_acc = tl.zeros([GP, DP], tl.float32)
-    for s in tl.range(i_split * BG, seen, NS * BG, num_stages=SG):
-        b_k, b_v = _load_rows(p_key, p_value, s, seen, o_row, o_dim, D)
+    b_max = tl.full([c.GP], FAR, tl.float32)
+    b_sum = tl.zeros([c.GP], tl.float32)
+    b_acc = tl.zeros([c.GP, c.DP], tl.float32)
+    for s in tl.range(i_split * c.BG, seen, room.NS * c.BG, num_stages=c.SG):
+        b_k, b_v = _load_rows(p_key, p_value, s, seen, o_row, o_dim, c.D)
         m_row = s + o_row < seen
-        b_logit = tl.dot(b_q, tl.trans(b_k), input_precision=DOT) * scale2
+        b_logit = tl.dot(b_q, tl.trans(b_k), input_precision=c.DOT) * scale2
         b_logit = tl.where(m_row[None, :], b_logit, FAR)
         b_new = tl.maximum(b_max, tl.max(b_logit, 1))
         b_p = tl.where(m_row[None, :], tl.exp2(b_logit - b_new[:, None]), 0.0)
         b_decay = tl.exp2(b_max - b_new)
         b_sum = b_sum * b_decay + tl.sum(b_p, 1)
-        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision=DOT)
+        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision=c.DOT)
         b_max = b_new
     tl.store(p_acc + o_tile, b_acc, mask=m_tile)
     tl.store(p_ml + o_head * 2, b_max, mask=m_head)
@@ -143,31 +134,29 @@ def _pair_max(a_one, a_two, b_one, b_two):
 
 @triton.jit
 def window_part(
-    i_part, i_head, i_kv, i_batch, row, p_q, p_k, p_v, p_window_key, p_window_value, p_new_tokens, p_past_length, p_acc, p_ml,
-    p_window, G, HK, phantom, scale2, C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BL: tl.constexpr,
-    RELEASED: tl.constexpr, RAGGED: tl.constexpr, FUSED: tl.constexpr,
-):  # fmt: skip
+    at, states, heads, i_head, i_kv, i_part, p_q, p_k, p_v, phantom, scale2, p_acc, p_ml, p_window, c: tl.constexpr
+):
     """BL slots of the ring for one query head; part 0 adds the token itself. p_window gets what the score needs.
 
     That is (maximum, sum) of the window's other logits, then the own logit, or with RELEASED part 0 the whole score. All slots
     are loaded, before the length is known: which of them count is seen to afterwards.
     """
-    o_dim = tl.arange(0, DP)
-    m_dim = o_dim < D
-    ring = (row * HK + i_kv) * (2 * C)
-    o_slot = i_part * BL + tl.arange(0, BL)
-    o_row = (ring + o_slot)[:, None] * D + o_dim[None, :]
-    b_k = tl.load(p_window_key + o_row, mask=m_dim[None, :], other=0.0)
-    b_v = tl.load(p_window_value + o_row, mask=m_dim[None, :], other=0.0)
+    o_dim = tl.arange(0, c.DP)
+    m_dim = o_dim < c.D
+    ring = (at.row * heads.HK + i_kv) * (2 * c.C)
+    o_slot = i_part * c.BL + tl.arange(0, c.BL)
+    o_row = (ring + o_slot)[:, None] * c.D + o_dim[None, :]
+    b_k = tl.load(states.window_key + o_row, mask=m_dim[None, :], other=0.0)
+    b_v = tl.load(states.window_value + o_row, mask=m_dim[None, :], other=0.0)
     b_q = tl.load(p_q + o_dim, mask=m_dim, other=0.0).to(tl.float32) * scale2
     b_own_k = tl.load(p_k + o_dim, mask=m_dim, other=0.0)
     b_own_v = tl.load(p_v + o_dim, mask=m_dim, other=0.0)
-    length, live, promoting = step_of(i_batch, row, p_new_tokens, p_past_length, C, RAGGED, FUSED)
-    chunk = length // C
-    o_back = (length - 1 - o_slot) & (2 * C - 1)
+    length, live, promoting = step_of(at, c)
+    chunk = length // c.C
+    o_back = (length - 1 - o_slot) & (2 * c.C - 1)
     o_position = length - 1 - o_back
-    m_row = (o_position >= 0) & (o_position >= (chunk - 1) * C)
-    m_window = m_row & (o_position > length - C)
+    m_row = (o_position >= 0) & (o_position >= (chunk - 1) * c.C)
+    m_window = m_row & (o_position > length - c.C)
     own = tl.sum(rounded(b_q, b_own_k.to(tl.float32)), 0)
     b_logit = tl.where(m_row, tl.sum(b_k.to(tl.float32) * b_q[None, :], 1), FAR)
     top, others = tl.reduce((b_logit, tl.where(m_window, b_logit, FAR)), 0, _pair_max)
@@ -184,21 +173,21 @@ def window_part(
         total += own_p
         b_total += own_p * b_own_v.to(tl.float32)
         if phantom != 0 and chunk == 0:
-            total += C * tl.exp2(-top)
+            total += c.C * tl.exp2(-top)
     tl.store(p_acc + o_dim, b_total, mask=m_dim)
     tl.store(p_ml, top)
     tl.store(p_ml + 1, total)
     tl.store(p_window, others)
     tl.store(p_window + 1, others_sum)
     tl.store(p_window + 2, own)
-    if RELEASED:
+    if c.RELEASED:
         if i_part == 0:
-            tl.store(p_window + 3, _released_score(b_q, own, length, ring, p_window_key, C, D, DP))
-    if live & (promoting == 0) & (i_part == 0) & (i_head % G == 0):
+            tl.store(p_window + 3, _released_score(b_q, own, length, ring, states.window_key, c.C, c.D, c.DP))
+    if live & (promoting == 0) & (i_part == 0) & (i_head % heads.G == 0):
         # Nothing reads the token's slot, unless its old chunk is being promoted: then the last program writes it.
-        o_to = (ring + (length & (2 * C - 1))) * D + o_dim
-        tl.store(p_window_key + o_to, b_own_k, mask=m_dim)
-        tl.store(p_window_value + o_to, b_own_v, mask=m_dim)
+        o_to = (ring + (length & (2 * c.C - 1))) * c.D + o_dim
+        tl.store(states.window_key + o_to, b_own_k, mask=m_dim)
+        tl.store(states.window_value + o_to, b_own_v, mask=m_dim)
 
 
 @triton.jit
@@ -245,32 +234,43 @@ def _ring_logits(b_q, o_position, m_row, ring, p_window_key, o_dim, C: tl.conste
 
 
 @triton.jit
-def fresh_part(
-    i_select, g, i_batch, row, GR, HS, p_q, p_window_key, p_window_value, p_window_score, p_salient_key, p_salient_value,
-    p_new_tokens, p_past_length, p_acc, p_ml, i_kv, H, HK, K, N, scale2, C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    KP: tl.constexpr, GP: tl.constexpr, SCOPE: tl.constexpr, RAGGED: tl.constexpr, FUSED: tl.constexpr,
-):  # fmt: skip
+def fresh_part(at, states, heads, i_kv, g, p_q, room, scale2, p_acc, p_ml, c: tl.constexpr):
     """Rows that enter the cache in this step: their softmax, and their copies for later steps; an empty part in a plain step."""
-    o_dim = tl.arange(0, DP)
-    m_dim = o_dim < D
-    length, _live, promoting = step_of(i_batch, row, p_new_tokens, p_past_length, C, RAGGED, FUSED)
-    if FUSED and promoting:
-        old = length // C - 2
+    o_dim = tl.arange(0, c.DP)
+    m_dim = o_dim < c.D
+    length, _live, promoting = step_of(at, c)
+    if c.FUSED and promoting:
+        old = length // c.C - 2
         b_q = tl.load(p_q + o_dim, mask=m_dim, other=0.0).to(tl.float32) * scale2
         b_selected, _ = select_chunk(
-            p_window_score, p_window_score, old, length, length, 0, row, i_select, H, GR, K, SCOPE, GP, C
+            states.window_score,
+            states.window_score,
+            old,
+            length,
+            length,
+            0,
+            at.row,
+            heads.i_select,
+            heads.H,
+            heads.GR,
+            room.K,
+            c.SCOPE,
+            c.GP,
+            c.C,
         )
-        o_rank = tl.arange(0, KP)
-        m_rank = (o_rank < K) & (old * K + o_rank < N)
-        o_from = (row * HK + i_kv) * (2 * C) + (old & 1) * C + selected_offsets(b_selected, KP, C)
-        o_row = o_from[:, None] * D + o_dim[None, :]
+        o_rank = tl.arange(0, c.KP)
+        m_rank = (o_rank < room.K) & (old * room.K + o_rank < room.N)
+        o_from = (at.row * heads.HK + i_kv) * (2 * c.C) + (old & 1) * c.C + selected_offsets(b_selected, c.KP, c.C)
+        o_row = o_from[:, None] * c.D + o_dim[None, :]
         mask = m_rank[:, None] & m_dim[None, :]
-        b_k = tl.load(p_window_key + o_row, mask=mask, other=0.0)
-        b_v = tl.load(p_window_value + o_row, mask=mask, other=0.0)
+        b_k = tl.load(states.window_key + o_row, mask=mask, other=0.0)
+        b_v = tl.load(states.window_value + o_row, mask=mask, other=0.0)
         if g == 0:
-            o_to = ((row * HS + i_select) * N + old * K + o_rank)[:, None] * D + o_dim[None, :]
-            tl.store(p_salient_key + o_to, b_k, mask=mask)
-            tl.store(p_salient_value + o_to, b_v, mask=mask)
+            o_to = ((at.row * heads.HS + heads.i_select) * room.N + old * room.K + o_rank)[:, None] * c.D + o_dim[
+                None, :
+            ]
+            tl.store(states.salient_key + o_to, b_k, mask=mask)
+            tl.store(states.salient_value + o_to, b_v, mask=mask)
         b_logit = tl.where(m_rank, tl.sum(b_k.to(tl.float32) * b_q[None, :], 1), FAR)
         top = tl.max(b_logit, 0)
         b_p = tl.where(m_rank, tl.exp2(b_logit - top), 0.0)
@@ -278,6 +278,6 @@ def fresh_part(
         tl.store(p_ml, top)
         tl.store(p_ml + 1, tl.sum(b_p, 0))
     else:
-        tl.store(p_acc + o_dim, tl.zeros([DP], tl.float32), mask=m_dim)
+        tl.store(p_acc + o_dim, tl.zeros([c.DP], tl.float32), mask=m_dim)
         tl.store(p_ml, FAR)
         tl.store(p_ml + 1, 0.0)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,14 +13,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from still_export.evaluation.evaluate import DEFAULT_HAYSTACK, answered, without
+from still_export.evaluation.bench import Setting
+from still_export.evaluation.chat import greedy
+from still_export.evaluation.evaluate import DEFAULT_HAYSTACK, answered, bits_per_byte, without
+from still_export.evaluation.packages import open_model
 from still_export.export.onnx_package import ExportOptions, export_onnx
 from still_export.linearization.tasks import TASKS, TaskWriter
 from still_export.linearization.texts import tokenize
 from still_export.mixers.config import FULL, HYBRID, StillConfig
 from still_export.models.load import load_model, load_tokenizer
+from still_export.package.folder import open_package
 from still_export.runners.ort import OrtModel
 from still_export.runners.sampling import Sampling
+from tests.still_export.test_api import call
+from tests.tolerances import MODEL
 
 SMALL = Path(__file__).parents[3] / "assets" / "small"
 LENGTHS = (1024, 4096)
@@ -79,3 +88,103 @@ def test_without_salient_tokens_it_finds_less() -> None:
     with torch.no_grad(), without(model, "no_salient_tokens"):
         hits = sum(answered(model, torch.from_numpy(ids[None]), [count]) for ids, count in asked)
     assert hits <= 2
+
+
+@pytest.mark.slow
+def test_a_package_is_a_model(package: Path) -> None:
+    """Logits of the last tokens and of all, from a package that gives one a call; answers of prompts of different lengths."""
+    model = load_model(SMALL, dtype="float32")
+    opened = open_model(open_package(package), None, Setting(threads=1))
+    ids = torch.from_numpy(np.random.default_rng(0).integers(0, 1024, (2, 150)))
+    with torch.no_grad():
+        whole = model(ids, use_cache=False).logits
+    for kept in (0, 1, 3):
+        ours = opened(ids, logits_to_keep=kept).logits
+        torch.testing.assert_close(ours, whole[:, -kept:], rtol=0, atol=MODEL["float32"] * float(whole.abs().max()))
+    tokenizer, asked = load_tokenizer(SMALL), [prompt[0][:-4].tolist() for prompt in prompts(300, 2)]
+    asked[1] = asked[1][20:]
+    assert greedy(opened, tokenizer, asked, 8) == greedy(model, tokenizer, asked, 8)
+
+
+@pytest.mark.slow
+def test_packages_are_evaluated_side_by_side(package: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(package, other)
+    text = tmp_path / "text.txt"
+    text.write_text(DEFAULT_HAYSTACK)
+    asked = ["--text", str(text), "--contexts", "64", "--text-tokens", "256", "--tasks", "needle"]
+    asked += ["--lengths", "600", "--depths", "2", "--samples", "1", "--threads", "1"]
+    report = tmp_path / "which.html"
+    command = [
+        "evaluate",
+        str(package),
+        str(other),
+        *asked,
+        "--json",
+        "-o",
+        str(tmp_path / "out"),
+        "--report",
+        str(report),
+    ]
+    assert call(*command) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found["bits_per_byte"]) == list(found["costs"]) == list(found["retrieval"]) == ["package", "other"]
+    assert found["bits_per_byte"]["package"] == found["bits_per_byte"]["other"]
+    model = load_model(SMALL, dtype="float32")
+    bits = bits_per_byte(model, load_tokenizer(SMALL), DEFAULT_HAYSTACK, 64, 256)
+    assert found["bits_per_byte"]["other"]["text.txt @ 64"] == pytest.approx(bits, rel=1e-4)
+    assert set(found["costs"]["other"]) == {"size, MB", "peak, MB", "prefill 600, s", "decode 600, ms"}
+    assert (tmp_path / "out" / "costs.png").stat().st_size > 5000 and "What a package takes" in report.read_text()
+    assert call("evaluate", package, SMALL, *asked) == 2
+    assert "several at once are packages" in capsys.readouterr().err.replace("\n", " ")
+    assert call("evaluate", package, "--lengths", 1000000) == 2
+    assert "tokens; 1000000 were asked for" in capsys.readouterr().err.replace("\n", " ")
+    assert call("evaluate", package, "--tasks", "") == 2
+    assert "nothing to measure" in capsys.readouterr().err
+
+
+def test_lm_eval_measures_a_package(package: Path, tmp_path: Path) -> None:
+    """A choice and a continuation of local files, by lm-evaluation-harness itself, as PyTorch gives them."""
+    pytest.importorskip("lm_eval")
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(
+            json.dumps({"q": f"The road climbs {word}", "a": [" to the mill", " east", " up"], "n": 0}) + "\n"
+            for word in "xyz"
+        )
+    )
+    task = {
+        "task": "local",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{q}}",
+        "doc_to_choice": "{{a}}",
+        "doc_to_target": "{{n}}",
+        "target_delimiter": "",
+        "metric_list": [{"metric": "acc"}],
+    }
+    (tmp_path / "local.yaml").write_text(json.dumps(task))
+    command = [
+        sys.executable,
+        "-m",
+        "still_export.evaluation.harness",
+        "run",
+        "--model",
+        "still-export",
+        "--model_args",
+    ]
+    command += [f"package={package},threads=1", "--tasks", "local", "--include_path", str(tmp_path), "--log_samples"]
+    done = subprocess.run([*command, "--output_path", str(tmp_path / "out")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (samples,) = (tmp_path / "out").rglob("samples_local_*.jsonl")
+    model, tokenizer = load_model(SMALL, dtype="float32"), load_tokenizer(SMALL)
+    for line in samples.read_text().splitlines():
+        sample = json.loads(line)
+        context = tokenizer(sample["doc"]["q"])["input_ids"]
+        for choice, ((given, _),) in zip(sample["doc"]["a"], sample["resps"], strict=True):
+            whole = tokenizer(sample["doc"]["q"] + choice)["input_ids"]
+            with torch.no_grad():
+                scores = model(torch.tensor([whole]), use_cache=False).logits[0].double().log_softmax(-1)
+            wanted = sum(float(scores[i - 1, whole[i]]) for i in range(len(context), len(whole)))
+            assert float(given) == pytest.approx(wanted, rel=1e-3)

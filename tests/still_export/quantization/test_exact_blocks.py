@@ -26,11 +26,11 @@ from still_export.package.calls import next_feed
 from still_export.quantization.forms import EXACT, form_of
 from still_export.quantization.policy import Quantization
 from still_export.quantization.quantizers import quantize
-from still_export.quantization.read import held_model, with_held_weights
+from still_export.quantization.read import held_model, rounded_copy, with_held_weights
 from still_export.runners.ort import OrtModel
 from still_export.runners.torch import TorchModel
 from tests.still_export.quantization.test_quantization import SIZES
-from tests.still_export.tiny import MIXED, VOCAB, still_model
+from tests.still_export.tiny import MIXED, VOCAB, random_ids, still_model
 
 pytestmark = pytest.mark.slow  # each exports a model
 
@@ -186,6 +186,13 @@ def test_offsets_are_a_product_of_block_sums(tmp_path: Path, monkeypatch: Any) -
     assert len(thin) == 3 * 3  # of each layer o_proj, gate and up together, and down
     assert {f["method"] for f in package.manifest["quantization"]["roles"]["feed_forward"]} == {EXACT}
     held = held_model(options, package.path, package.manifest, rounded=True)
+    plain = held_model(options, package.path, package.manifest)
+    copied = rounded_copy(plain, package.path, package.manifest)
+    assert all(a is b for a, b in zip(plain.parameters(), copied.parameters(), strict=True))
+    ids = random_ids(1, 20)
+    with torch.no_grad():
+        ours, expected, exact = (model(ids).logits for model in (copied, held, plain))
+    assert torch.equal(ours, expected) and not torch.equal(exact, expected)
     source = find_source(options)
     name = "model.layers.1.mlp.up_proj.weight"
     torch.testing.assert_close(dict(held.named_parameters())[name].detach(), value_of(source.weights[name]))

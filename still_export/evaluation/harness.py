@@ -1,0 +1,127 @@
+"""A package as a model of lm-evaluation-harness 0.4.
+
+    python -m still_export.evaluation.harness run --model still-export --model_args package=DIR --tasks TASK
+
+is its command line with this model known.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from lm_eval.__main__ import cli_evaluate
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from still_export.api import load
+from still_export.models.load import load_tokenizer
+
+Answer = tuple[float, bool]
+"""Log-probability of a continuation, and whether it is the greedy one."""
+
+
+@register_model("still-export")
+class PackageLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
+    """A package by the runner that users run, one row at a time.
+
+    Args:
+        package: Its folder. runtime, provider, threads: As of `still-export run`.
+        max_tokens: Of a window of `loglikelihood_rolling`, and of an answer whose task names no length.
+        given: What the command line always passes: device and batch sizes, which a package has itself.
+    """
+
+    def __init__(
+        self,
+        package: str,
+        runtime: str | None = None,
+        provider: str = "cpu",
+        threads: int = 0,
+        max_tokens: int = 1024,
+        **given: Any,
+    ) -> None:
+        super().__init__()
+        self.model = load(package, runtime=runtime, provider=provider, threads=int(threads))  # type: ignore[arg-type]
+        self.tokenizer = load_tokenizer(Path(package))
+        self.max_tokens = int(max_tokens)
+
+    @property
+    def eot_token_id(self) -> int:
+        return int(self.tokenizer.eos_token_id)
+
+    @property
+    def prefix_token_id(self) -> int:
+        start = self.tokenizer.bos_token_id
+        return self.eot_token_id if start is None else int(start)
+
+    @property
+    def tokenizer_name(self) -> str:
+        return str(self.tokenizer.name_or_path)
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        special = True if add_special_tokens is None else add_special_tokens
+        return list(self.tokenizer(string, add_special_tokens=special)["input_ids"])
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        written: str = self.tokenizer.apply_chat_template(
+            chat_history, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+        return written
+
+    def _loglikelihood_tokens(self, requests: list[tuple[Any, list[int], list[int]]], **_: Any) -> list[Answer]:
+        found: list[Answer] = []
+        for context, group in groupby(requests, key=lambda request: request[1]):
+            found += self._continuations(context, [continuation for _, _, continuation in group])
+        return found
+
+    def _continuations(self, context: list[int], continuations: list[list[int]]) -> list[Answer]:
+        """Each continuation after the context, which is read once."""
+        runner = self.model.runner
+        runner.start(1, len(context) + max(map(len, continuations)))
+        first = runner.prefill(context)
+        length = runner.length.copy()
+        again = runner.state_arrays() if len(continuations) > 1 else {}
+        found = []
+        for number, tokens in enumerate(continuations):
+            if number and len(tokens) > 1:
+                runner.load(again, length, len(tokens))
+            total, greedy, logits = 0.0, True, first
+            for place, token in enumerate(tokens):
+                scores = logits.astype(np.float64)
+                total += float(scores[token] - np.logaddexp.reduce(scores))
+                greedy &= int(scores.argmax()) == token
+                if place + 1 < len(tokens):
+                    logits = runner.step(np.array([token]))[0]
+            found.append((total, greedy))
+        return found
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        found = []
+        for (text,) in (request.args for request in requests):
+            windows = get_rolling_token_windows(
+                self.tok_encode(text, add_special_tokens=False), self.prefix_token_id, self.max_tokens, context_len=1
+            )
+            pairs = [make_disjoint_window(window) for window in windows]
+            found.append(sum(self._continuations(context, [tokens])[0][0] for context, tokens in pairs))
+        return found
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        found = []
+        for prompt, asked in (request.args for request in requests):
+            stop = asked.get("until") or []
+            sampled = asked.get("do_sample", False)
+            said = self.model.generate(
+                prompt,
+                max_tokens=int(asked.get("max_gen_toks", self.max_tokens)),
+                temperature=float(asked.get("temperature", 1.0)) if sampled else 0.0,
+                stop=[stop] if isinstance(stop, str) else stop,
+            )
+            found.append(said.text)
+        return found
+
+
+if __name__ == "__main__":
+    cli_evaluate()

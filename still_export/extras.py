@@ -1,0 +1,37 @@
+"""Packages that only some verbs need: in which of this package's extras they are."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+EXTRAS = {
+    "onnx": ("onnx", "onnx_ir", "onnxscript", "onnxruntime", "polygraphy", "matplotlib"),
+    "gguf": ("gguf",),
+    "gpu": ("triton",),
+    "train": ("accelerate", "peft", "yaml"),
+    "report": ("altair", "vl_convert", "jinja2"),
+    "serve": ("starlette", "anyio", "uvicorn", "prometheus_client"),
+    "vllm": ("vllm",),
+    "lm-eval": ("lm_eval",),
+    "trt": ("tensorrt",),
+    "trt-rtx": ("tensorrt_rtx_bindings",),
+}
+"""Modules that are imported where a verb needs them, by extra; the first extra that has one is the one to name."""
+
+
+def demand(*modules: str) -> None:
+    """Raise where one of `modules` is missing: before the work that ends with it.
+
+    Raises:
+        ModuleNotFoundError: Of the first that is missing; the command line names its extra.
+    """
+    for module in modules:
+        if find_spec(module) is None:
+            raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+
+def installation(module: str | None) -> str | None:
+    """How to install the extra that has `module`, None where no extra has it."""
+    top = (module or "").split(".")[0]
+    extra = next((extra for extra, modules in EXTRAS.items() if top in modules), None)
+    return extra and f"pip install 'still-export[{extra}]'"
