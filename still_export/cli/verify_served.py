@@ -13,6 +13,7 @@ from rich.table import Table
 
 from still_export.cli.output import Output, report_folder
 from still_export.errors import ConfigError
+from still_export.extras import demand
 
 if TYPE_CHECKING:
     from still_export.proof.served import Load, LoadReport
@@ -49,6 +50,7 @@ def verify_served(
 
     Raises:
         ConfigError, UnsupportedError: The folder is none of a STILL model, or vLLM refuses it.
+        ModuleNotFoundError: vLLM is not installed.
     """
     from still_export.models.description import describe_model
     from still_export.models.load import load_model, source_dtype
@@ -56,6 +58,7 @@ def verify_served(
     from still_export.proof.served import ServedVerifier
     from still_export.serving.vllm.engine import VllmEngine
 
+    demand("vllm")
     if not (folder / "config.json").is_file():
         raise ConfigError(
             f"{folder} has no config.json: vLLM serves a STILL model's folder, which linearize writes, not an export of it."

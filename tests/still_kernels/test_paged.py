@@ -7,8 +7,14 @@ import math
 import pytest
 import torch
 
-from still_graphs.errors import CapacityError
-from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs, chunked_hybrid_attention
+from still_graphs.errors import CapacityError, ShapeError
+from still_kernels.hybrid_attention import (
+    HybridAttentionConfig,
+    HybridAttentionState,
+    Inputs,
+    chunked_hybrid_attention,
+    paged,
+)
 from still_kernels.hybrid_attention.paged import hybrid_attention_paged
 from still_kernels.packing import Packing
 
@@ -89,3 +95,25 @@ def test_more_tokens_than_the_capacity_are_an_error() -> None:
             Packing(torch.tensor([0, 25]), torch.tensor([0]), 25),
             torch.empty_like(tokens["query"]),
         )
+
+
+def test_kernels_get_contiguous_heads_and_rows_of_one_distance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads are slices of one projection; what the kernels cannot address is refused, not read."""
+    launch = pytest.importorskip("still_kernels.hybrid_attention.launch")
+    seen: list[Inputs] = []
+    monkeypatch.setattr(launch, "launch_hybrid_attention", lambda inputs, *_: seen.append(inputs))
+    monkeypatch.setattr(paged, "demand_kernel", lambda *_: None)
+    config = HybridAttentionConfig(**SIZES, capacity_tokens=64, gate="none")
+    heads = torch.randn(5, 8 * 8).split([32, 16, 16], dim=-1)
+    inputs = Inputs(*(x.unflatten(-1, (-1, 8)) for x in heads), None, torch.zeros(1, 8, 8), torch.zeros(1, 8, 8))
+    packing = Packing(torch.tensor([0, 5]), torch.tensor([1]), 16, torch.tensor([64]))
+    states, length = pages(config, 2), torch.zeros(1, dtype=torch.int64)
+    paged._by_kernels(inputs, config, HybridAttentionState(**states, length=length), packing, torch.empty(5, 4, 8))
+    assert all(x.is_contiguous() for x in (seen[0].query, seen[0].key, seen[0].value))
+    assert torch.equal(seen[0].key, inputs.key)
+    alone = {**states, "kv_state": states["kv_state"].contiguous()}
+    with pytest.raises(ShapeError, match="expected one distance, that of pages"):
+        paged._by_kernels(inputs, config, HybridAttentionState(**alone, length=length), packing, torch.empty(5, 4, 8))
+    turned = {**states, "kv_state": states["kv_state"].transpose(2, 3)}
+    with pytest.raises(ShapeError, match=r"state kv_state .* a row must be contiguous"):
+        paged._by_kernels(inputs, config, HybridAttentionState(**turned, length=length), packing, torch.empty(5, 4, 8))

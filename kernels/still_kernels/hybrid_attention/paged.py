@@ -28,7 +28,7 @@ def hybrid_attention_paged(
         inputs: Tokens [tokens, H or HK, D], of these rows and of others.
         state: Tensors [pages, ...], each row contiguous; `length` [B] of the call's rows, before the call, which the caller advances.
         packing: With `page_bytes`.
-        output: [tokens, H, D], written where the rows have tokens.
+        output: [tokens, H, D], contiguous, written where the rows have tokens.
 
     Raises:
         UnsupportedError: No kernel covers the layer on its device.
@@ -37,21 +37,35 @@ def hybrid_attention_paged(
     """
     if inputs.query.device.type == "cpu":
         _in_chunks(inputs, config, state, packing, output)
-        return
+    else:
+        _by_kernels(inputs, config, state, packing, output)
+
+
+def _by_kernels(
+    inputs: Inputs, config: HybridAttentionConfig, state: HybridAttentionState, packing: Packing, output: Tensor
+) -> None:
     from still_kernels.hybrid_attention.launch import launch_hybrid_attention
 
     demand_kernel(config, inputs.query.dtype, inputs.query.device)
     _check_pages(state)
-    launch_hybrid_attention(with_weights_of_tokens(inputs), config, state, output, packing)
+    # Heads come as slices of one projection; the kernels compute addresses from shapes.
+    given = replace(
+        with_weights_of_tokens(inputs),
+        query=inputs.query.contiguous(),
+        key=inputs.key.contiguous(),
+        value=inputs.value.contiguous(),
+        gate=None if inputs.gate is None else inputs.gate.contiguous(),
+    )
+    launch_hybrid_attention(given, config, state, output, packing)
 
 
 def _check_pages(state: HybridAttentionState) -> None:
     """The kernels compute addresses within a row from shapes, and those of rows from one distance for all states."""
     strides = set()
     for name, tensor in state.tensors().items():
-        if name != "length":
+        if name != "length" and tensor.numel():
             strides.add(tensor.stride(0) * tensor.element_size())
-            if tensor[:1].numel() and not tensor[0].is_contiguous():
+            if not tensor[0].is_contiguous():
                 raise ShapeError(
                     f"state {name} {list(tensor.shape)} has strides {tensor.stride()}; a row must be contiguous."
                 )

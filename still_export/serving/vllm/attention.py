@@ -167,7 +167,7 @@ class PagedMixer(nn.Module, MambaBase):  # type: ignore[misc]  # vLLM has no typ
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, gate: Tensor | None) -> Tensor:
         """[tokens, H * D] from heads [tokens, h, D]; 0 for tokens that fill a graph up."""
-        output = torch.zeros_like(query)
+        output = query.new_zeros(query.shape)
         torch.ops.vllm.still_paged(query, key, value, gate, output, self.prefix)
         return output.flatten(1)
 
