@@ -296,7 +296,10 @@ def speed(options: argparse.Namespace, kind: str) -> str:
     )
     core = llm.llm_engine.engine_core.engine_core
     config = core.scheduler.kv_cache_config
-    found = [f"{config.num_blocks} blocks"]
+    specs = [group.kv_cache_spec for group in config.kv_cache_groups]
+    # Of one request of LONG tokens: a block in each group of states, one for so many tokens in the others.
+    needed = sum(1 if hasattr(spec, "shapes") else -(-LONG // spec.block_size) for spec in specs)
+    found = [f"room for {(config.num_blocks - 1) / needed:.1f} requests of 64K"]
     generator = torch.Generator().manual_seed(0)
 
     def timed(count: int, length: int, out: int) -> tuple[float, float, float]:
