@@ -49,6 +49,7 @@ def examine() -> list[Finding]:
         _tensorrt_export(),
         _engines(gpu),
         _extra("serve", "serve"),
+        _extra("draw reports (--report)", "report"),
         _extra("linearize", "train", note=gpu or "on the CPU alone: small models, or hours"),
     ]
 

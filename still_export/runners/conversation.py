@@ -39,6 +39,9 @@ class Conversation:
         system: System message.
         stop: Texts that end an answer.
         prefix: What was read before the first message, as of `Text.opening`; it is kept.
+
+    Raises:
+        RunError: The package has no chat format, or none for a system message: said before anyone types one.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Conversation:
     ) -> None:
         self.model, self.text, self.tokens = model, text, tokens
         self.sampling, self.system, self.stop, self.prefix = sampling, system, stop, prefix
+        text.opening("", system)
         self.turns: list[tuple[str, list[int]]] = []
         """Each message with the tokens of its answer."""
         self._unread: list[int] = []

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tomllib
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import click
@@ -72,6 +73,9 @@ ELSEWHERE = {
     "still-export MODEL --to trt --arch sm_87,sm_90 --tensorrt-include TENSORRT/include -o TRT": Elsewhere(HEADERS),
     "still-export STILL --to trt -o TRT": Elsewhere(
         "compiles kernels for five architectures; tests/still_export/test_wheel.py for one"
+    ),
+    "python -m still_export.evaluation.harness run --model still-export --model_args package=BITS4 --tasks hellaswag": Elsewhere(
+        "fetches a task; tests/still_export/evaluation/test_small_model.py has one of local files"
     ),
     "still-export serve DIR": Elsewhere("serves until it is stopped; tests/still_export/serving/test_app.py does that"),
     "still-export build TRT": Elsewhere(GPU),
@@ -180,7 +184,9 @@ def test_lists_name_commands_that_are_there() -> None:
 def test_what_does_not_run_here_is_understood(command: str) -> None:
     """The command line takes each word; a tool is there and does nothing but explain itself when asked to."""
     words = shlex.split(command)
-    if words[0] == "python":
+    if words[:2] == ["python", "-m"]:
+        assert find_spec(words[2])
+    elif words[0] == "python":
         asked = [sys.executable, str(ROOT / words[1]), "--help"]
         said = subprocess.run(asked, capture_output=True, text=True, timeout=60)
         assert said.returncode == 0 and said.stdout.startswith("usage:"), said.stderr[-2000:]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import PAGES, ROOT, anchors, links, name
+from tests.docs.pages import PAGES, ROOT, anchors, links, name, parts
 
 WIDTH = 140
 MACHINE = re.compile(r"(?<![\w./~-])/(?:work|home|root|tmp|mnt|data|Users)/\w")
@@ -24,6 +25,14 @@ def test_lines_fit(page: Path) -> None:
     lines = page.read_text(encoding="utf-8").splitlines()
     long = [line for line in lines if len(line) > WIDTH and not line.startswith("|")]
     assert not long, f"{len(long)} lines are longer than {WIDTH} characters: {long[0]}"
+
+
+@every_page
+def test_commands_are_seen(page: Path) -> None:
+    """A block right below a heading is code to some readers of Markdown, and to the tests that run commands it is not."""
+    lines = [part for part in parts(page.read_text(encoding="utf-8")) if isinstance(part, str)]
+    for above, line in pairwise(lines):
+        assert not (above.startswith("#") and line.startswith("    ")), f"an empty line is missing above {line.strip()}"
 
 
 @every_page

@@ -13,6 +13,7 @@ from still_export.export.native import HEADER, INCLUDE_VARIABLE
 
 HERE = {
     "onnx": "1.23",
+    "onnx-ir": "1",
     "onnxscript": "0.7",
     "onnxruntime": "1.31",
     "tokenizers": "0.23",

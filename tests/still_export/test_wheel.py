@@ -81,6 +81,7 @@ def test_the_wheel_is_one_for_an_index(installed: Installed) -> None:
     """Data beside the modules is in it, and twine, where it is here, finds its metadata right."""
     names = zipfile.ZipFile(installed.wheel).namelist()
     for name in (
+        "still_export/py.typed",
         "still_export/report/page.html",
         "still_export/linearization/recipes/quick.yaml",
         "still_plugins/CMakeLists.txt",

@@ -21,6 +21,7 @@ from still_export.export.onnx_package import ExportOptions, export_onnx
 from still_export.linearization.tasks import TASKS, TaskWriter
 from still_export.linearization.texts import tokenize
 from still_export.mixers.config import FULL, HYBRID, StillConfig
+from still_export.models.checkpoint import SCALE
 from still_export.models.load import load_model, load_tokenizer
 from still_export.package.folder import open_package
 from still_export.runners.ort import OrtModel
@@ -46,21 +47,29 @@ def test_fits_the_repository() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "softmax"), [("smollm2-135m-instruct", ()), ("smollm2-135m-instruct-mixed", (17, 18, 20, 23))]
+    ("name", "layers", "heads", "softmax", "most_bytes"),
+    [
+        ("smollm2-135m-instruct", 30, 9, (), 8_000_000),
+        ("smollm2-135m-instruct-mixed", 30, 9, (17, 18, 20, 23), 8_000_000),
+        ("qwen2.5-coder-1.5b-instruct-mixed", 28, 12, (14, 16, 19, 23), 12 << 20),
+    ],
 )
-def test_adapter_of_smollm2_is_complete(name: str, softmax: tuple[int, ...]) -> None:
-    """Its base is too large for a test; tools/demo.sh runs the two together."""
+def test_adapters_are_complete(name: str, layers: int, heads: int, softmax: tuple[int, ...], most_bytes: int) -> None:
+    """Their bases are too large for a test; tools/demo.sh runs one of them with its own."""
     folder = SMALL.parent / name
     tensors = load_file(folder / "adapter_model.safetensors")
-    assert sum(path.stat().st_size for path in folder.iterdir()) < 8_000_000
+    assert sum(path.stat().st_size for path in folder.iterdir()) < most_bytes
     assert all(torch.isfinite(tensor).all() for tensor in tensors.values())
     still = StillConfig.from_dict(json.loads((folder / "adapter_config.json").read_text())["still_config"])
-    assert still.window_factors is not None and [len(row) for row in still.window_factors] == [9] * 30
+    assert still.window_factors is not None and [len(row) for row in still.window_factors] == [heads] * layers
     targets = [f"{p}_proj.lora_{m}.default.weight" for p in "qkvog" for m in "AB"]
     names = ["feature_q_weight", "feature_k_weight", "g_proj.bias", *targets]
-    hybrid = [layer for layer in range(30) if layer not in softmax]
-    assert still.layer_types == (tuple(HYBRID if i in hybrid else FULL for i in range(30)) if softmax else None)
-    assert set(tensors) == {f"model.layers.{layer}.self_attn.{name}" for layer in hybrid for name in names}
+    hybrid = [layer for layer in range(layers) if layer not in softmax]
+    assert still.layer_types == (tuple(HYBRID if i in hybrid else FULL for i in range(layers)) if softmax else None)
+    scaled = {name for name, tensor in tensors.items() if tensor.dtype == torch.int8}
+    assert set(tensors) == {f"model.layers.{i}.self_attn.{name}" for i in hybrid for name in names} | {
+        name + SCALE for name in scaled
+    }
 
 
 @pytest.fixture(scope="module")
