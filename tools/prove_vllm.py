@@ -133,7 +133,7 @@ def proven(folder: Path, dtype: str, loads: list[Any], requests: int, ranks: int
     """vLLM's answers beside PyTorch's."""
     from still_export.models.description import describe_model
     from still_export.models.load import load_model
-    from still_export.proof.served import ServedVerifier
+    from still_export.proof.served import ANSWER_TOKENS, ServedVerifier
     from still_export.serving.vllm.engine import VllmEngine
 
     model = load_model(folder, dtype="float32")
@@ -141,7 +141,7 @@ def proven(folder: Path, dtype: str, loads: list[Any], requests: int, ranks: int
     log = Path(os.environ.get("OUT", tempfile.gettempdir())) / f"vllm-{folder.name}-{dtype}.log"
     log.write_text("")
     verifier = ServedVerifier(describe_model(model), model, half, VllmEngine(folder, dtype, ranks, log))
-    found = list(verifier.run(loads, requests, 96))
+    found = list(verifier.run(loads, requests, ANSWER_TOKENS))
     wrong = [
         f"{r.name}: {r.wrong[0] if r.wrong else f'{r.explained} need an explanation'}" for r in found if not r.passed
     ]
@@ -154,7 +154,7 @@ def proven(folder: Path, dtype: str, loads: list[Any], requests: int, ranks: int
 
 def verify(options: argparse.Namespace, folder: str, dtype: str, ranks: str = "1") -> str:
     """All loads of `still-export verify --runtime vllm`."""
-    from still_export.cli.verify_served import CONTEXT_TOKENS, loads_of
+    from still_export.proof.served import CONTEXT_TOKENS, loads_of
 
     return proven(Path(folder), dtype, loads_of(CONTEXT_TOKENS), options.requests, int(ranks))
 
@@ -296,7 +296,10 @@ def speed(options: argparse.Namespace, kind: str) -> str:
     )
     core = llm.llm_engine.engine_core.engine_core
     config = core.scheduler.kv_cache_config
-    found = [f"{config.num_blocks} blocks"]
+    specs = [group.kv_cache_spec for group in config.kv_cache_groups]
+    # Of one request of LONG tokens: a block in each group of states, one for so many tokens in the others.
+    needed = sum(1 if hasattr(spec, "shapes") else -(-LONG // spec.block_size) for spec in specs)
+    found = [f"room for {(config.num_blocks - 1) / needed:.1f} requests of 64K"]
     generator = torch.Generator().manual_seed(0)
 
     def timed(count: int, length: int, out: int) -> tuple[float, float, float]:

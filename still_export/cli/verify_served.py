@@ -16,13 +16,10 @@ from still_export.errors import ConfigError
 from still_export.extras import demand
 
 if TYPE_CHECKING:
-    from still_export.proof.served import Load, LoadReport
+    from still_export.proof.served import LoadReport
 
 RUNTIME = "vllm"
 REQUESTS = 24
-CONTEXT_TOKENS = 1536
-ANSWER_TOKENS = 96
-"""More than a chunk, so that promotions happen between single tokens."""
 
 
 def check_flags(runtime: str | None, ours: Mapping[str, bool], others: Mapping[str, bool]) -> None:
@@ -55,7 +52,7 @@ def verify_served(
     from still_export.models.description import describe_model
     from still_export.models.load import load_model, source_dtype
     from still_export.package.staging import staged_files
-    from still_export.proof.served import ServedVerifier
+    from still_export.proof.served import ANSWER_TOKENS, CONTEXT_TOKENS, ServedVerifier, loads_of
     from still_export.serving.vllm.engine import VllmEngine
 
     demand("vllm")
@@ -89,17 +86,6 @@ def verify_served(
         _print(found, kind, where)
         print("PASSED" if passed else "FAILED: vLLM does not answer what PyTorch computes")
     return passed
-
-
-def loads_of(context: int) -> list[Load]:
-    """Budgets of chunked prefill from 64 tokens, and everything thrown out now and then; requests of at most `context` tokens."""
-    from still_export.proof.served import Load
-
-    return [
-        Load("64 tokens a step, 4 rows", 64, 4, context),
-        Load("512 tokens a step, 16 rows", 512, 16, context),
-        Load("small cache, preempted every 40 steps", 100, 6, context, preempt_every=40, tight=True, eager=True),
-    ]
 
 
 def _print(found: list[LoadReport], kind: str, folder: Path) -> None:

@@ -20,6 +20,9 @@ EXPLAINED = 0.01
 is explained away in one request of four; a turned choice exceeds the bound in none of some hundred."""
 PIECE_TOKENS = 1024
 """Of a prompt in one of PyTorch's calls."""
+CONTEXT_TOKENS = 1536
+ANSWER_TOKENS = 96
+"""More than a chunk, so that promotions happen between single tokens."""
 EDGES = 4
 """Chunks around whose ends prompts are drawn; others have any length."""
 
@@ -61,6 +64,15 @@ class Load:
     preempt_every: int = 0
     tight: bool = False
     eager: bool = False
+
+
+def loads_of(context: int) -> list[Load]:
+    """Budgets of chunked prefill from 64 tokens, and everything thrown out now and then; requests of at most `context` tokens."""
+    return [
+        Load("64 tokens a step, 4 rows", 64, 4, context),
+        Load("512 tokens a step, 16 rows", 512, 16, context),
+        Load("small cache, preempted every 40 steps", 100, 6, context, preempt_every=40, tight=True, eager=True),
+    ]
 
 
 @dataclass(frozen=True)

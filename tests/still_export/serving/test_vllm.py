@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from still_export.cli.verify_served import check_flags, loads_of
+from still_export.cli.verify_served import check_flags
 from still_export.errors import ConfigError, UnsupportedError, UnsupportedModelError
 from still_export.mixers.cache import empty_states
 from still_export.mixers.config import FULL, StillConfig
@@ -19,7 +19,7 @@ from still_export.mixers.hybrid_attention.paged import part_of
 from still_export.models.build import still_family_config
 from still_export.models.description import describe_model
 from still_export.models.linear_families import LINEAR_FAMILIES
-from still_export.proof.served import Answer, Load, Request, Served, ServedVerifier
+from still_export.proof.served import Answer, Load, Request, Served, ServedVerifier, loads_of
 from still_export.serving.vllm.config import ServedConfig, check_device, context_length
 from still_export.serving.vllm.pages import ALIGNMENT, common_page, page_of, paged_layers
 from still_export.serving.vllm.parts import LEAST_TOKENS, ROOM_TOKENS, ranges_of, rounded_up
