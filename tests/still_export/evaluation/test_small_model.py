@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 import subprocess
 import sys
@@ -143,6 +144,8 @@ def test_packages_are_evaluated_side_by_side(package: Path, tmp_path: Path, caps
     bits = bits_per_byte(model, load_tokenizer(SMALL), DEFAULT_HAYSTACK, 64, 256)
     assert found["bits_per_byte"]["other"]["text.txt @ 64"] == pytest.approx(bits, rel=1e-4)
     assert set(found["costs"]["other"]) == {"size, MB", "peak, MB", "prefill 600, s", "decode 600, ms"}
+    # In a process of its own, which has not what this one has: PyTorch.
+    assert found["costs"]["other"]["peak, MB"] < resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - 50
     assert (tmp_path / "out" / "costs.png").stat().st_size > 5000 and "What a package takes" in report.read_text()
     assert call("evaluate", package, SMALL, *asked) == 2
     assert "several at once are packages" in capsys.readouterr().err.replace("\n", " ")
