@@ -9,6 +9,7 @@ import typer
 
 from still_export.cli.output import Output, TrustNative
 from still_export.errors import ConfigError, PackageError
+from still_export.extras import demand
 
 EXAMPLES = """
 Examples:
@@ -56,6 +57,7 @@ def serve(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Errors alone on stderr.")] = False,
 ) -> None:
     """Serve a package by OpenAI's interface: chats and texts, many at a time, streamed or whole."""
+    demand("starlette", "uvicorn")
     from still_export.api import load
     from still_export.runners.cuda_driver import CudaError
     from still_export.runners.sampling import RunError

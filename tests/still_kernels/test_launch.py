@@ -146,7 +146,7 @@ def test_kernels_of_a_case_compile_ahead_for_the_just_in_time_path(tmp_path: Pat
     tool = Path(__file__).parents[2] / "tools/compile_kernels.py"
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(tool), "--jobs", "1", "folding"],
+        [sys.executable, "-W", "ignore", str(tool), "--jobs", "1", "packed, folding"],
         env=environment,
         capture_output=True,
         text=True,

@@ -100,6 +100,9 @@ def test_chat_feeds_the_whole_of_an_answer_that_was_cut_off(
     model, answers = started(export_tiny), []
 
     class Talk:
+        def opening(self, text: str, system: str | None = None) -> list[int]:
+            return []
+
         def dialogue(self, messages: list[dict[str, str]], place: str = "text") -> list[int]:
             return [int(x) for x in messages[-1]["content"].split()]
 
