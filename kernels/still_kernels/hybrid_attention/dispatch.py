@@ -70,14 +70,7 @@ def _triton(
     state = HybridAttentionState(**tensors)
     output = torch.empty_like(inputs.query, memory_format=torch.contiguous_format)
     present_length = torch.empty_like(state.length) if tokens == 1 else None
-    given = replace(
-        with_weights_of_tokens(inputs),
-        query=inputs.query.contiguous(),
-        key=inputs.key.contiguous(),
-        value=inputs.value.contiguous(),
-        gate=None if inputs.gate is None else inputs.gate.contiguous(),
-        new_tokens=new_tokens,
-    )
+    given = replace(with_contiguous_heads(with_weights_of_tokens(inputs)), new_tokens=new_tokens)
     launch_hybrid_attention(given, config, state, output, present_length=present_length)
     if present_length is None:  # decode writes it on its way: a kernel of its own would cost a tenth of a step
         present_length = state.length + new_tokens.to(state.length.dtype)
@@ -90,6 +83,17 @@ def with_weights_of_tokens(inputs: Inputs) -> Inputs:
         weight.to(inputs.query.dtype).contiguous() for weight in (inputs.feature_q_weight, inputs.feature_k_weight)
     )
     return replace(inputs, feature_q_weight=q_weight, feature_k_weight=k_weight)
+
+
+def with_contiguous_heads(inputs: Inputs) -> Inputs:
+    """Query, key, value and gate contiguous: the kernels compute addresses from shapes."""
+    return replace(
+        inputs,
+        query=inputs.query.contiguous(),
+        key=inputs.key.contiguous(),
+        value=inputs.value.contiguous(),
+        gate=None if inputs.gate is None else inputs.gate.contiguous(),
+    )
 
 
 def kernel_for(device: torch.device) -> Callable[..., Result]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from still_graphs.errors import ShapeError
 from still_kernels.hybrid_attention.chunked import chunked_hybrid_attention
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
-from still_kernels.hybrid_attention.dispatch import demand_kernel, with_weights_of_tokens
+from still_kernels.hybrid_attention.dispatch import demand_kernel, with_contiguous_heads, with_weights_of_tokens
 from still_kernels.hybrid_attention.inputs import Inputs
 from still_kernels.hybrid_attention.state import HybridAttentionState
 from still_kernels.packing import Packing
@@ -48,14 +48,7 @@ def _by_kernels(
 
     demand_kernel(config, inputs.query.dtype, inputs.query.device)
     _check_pages(state)
-    # Heads come as slices of one projection; the kernels compute addresses from shapes.
-    given = replace(
-        with_weights_of_tokens(inputs),
-        query=inputs.query.contiguous(),
-        key=inputs.key.contiguous(),
-        value=inputs.value.contiguous(),
-        gate=None if inputs.gate is None else inputs.gate.contiguous(),
-    )
+    given = with_contiguous_heads(with_weights_of_tokens(inputs))  # heads come as slices of one projection
     launch_hybrid_attention(given, config, state, output, packing)
 
 

@@ -117,6 +117,18 @@ def test_a_package_is_a_model(package: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_package_of_all_logits_is_read_in_whole_calls(tmp_path: Path) -> None:
+    export_onnx(ExportOptions(model=str(SMALL), dtype="float32", all_logits=True, prefill_tokens=64), tmp_path / "all")
+    opened = open_model(open_package(tmp_path / "all"), None, Setting(threads=1))
+    ids = torch.from_numpy(np.random.default_rng(0).integers(0, 1024, (2, 150)))
+    with torch.no_grad():
+        whole = load_model(SMALL, dtype="float32")(ids, use_cache=False).logits
+    for kept in (0, 3):
+        ours = opened(ids, logits_to_keep=kept).logits
+        torch.testing.assert_close(ours, whole[:, -kept:], rtol=0, atol=MODEL["float32"] * float(whole.abs().max()))
+
+
+@pytest.mark.slow
 def test_packages_are_evaluated_side_by_side(package: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = tmp_path / "other"
     shutil.copytree(package, other)
