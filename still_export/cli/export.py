@@ -72,13 +72,15 @@ def export(
         str | None, typer.Option(help="Beyond it: error, fold_min_score or fold_oldest.", show_default="error")
     ] = None,
     quantize: Annotated[
-        str | None, typer.Option(help="onnx: weights in int8 or int4, by a policy.", show_default="no")
+        str | None,
+        typer.Option(help="Weights in int8 or int4, by a policy; trt: TensorRT 10 and later.", show_default="no"),
     ] = None,
     quantize_method: Annotated[
         str | None, typer.Option(help="Who rounds to 4 bits: rtn, k_quant or hqq.", show_default="rtn")
     ] = None,
     quantize_block: Annotated[
-        int | None, typer.Option(help="Weights that share a scale: 16 to 256.", show_default="32")
+        int | None,
+        typer.Option(help="Weights that share a scale: 16 to 256; trt: 64 or 128.", show_default="32; trt: 64"),
     ] = None,
     lora: Annotated[
         str | None,

@@ -101,6 +101,7 @@ def verify(
     from still_export.proof.recorded import RecordedCases, record_cases
     from still_export.proof.sessions import Target
     from still_export.proof.verify import DECODE_STEPS, Verifier, check_dtype
+    from still_export.quantization.read import rounds_activations
     from still_export.report import verify as looks
     from still_export.report.render import check_report, write_report
     from still_export.runners.cuda_driver import CudaError
@@ -164,7 +165,8 @@ def verify(
     if as_json:
         out.result(content)
     else:
-        own = "PyTorch's run with activations rounded to 8 bits" if quantized else "PyTorch's half precision run"
+        rounded = rounds_activations(opened.manifest)
+        own = "PyTorch's run with activations rounded to 8 bits" if rounded else "PyTorch's half precision run"
         _print(found, folder, target.title, target.native, own)
         if price is not None:
             print(price)
@@ -187,18 +189,18 @@ def _torch_cases(
     """Cases answered by PyTorch in float32 with the package's weights. A package that computes in less, half precision or activations
     of 8 bits, is held to it beside PyTorch's own run of that kind."""
     from still_export.proof.torch_cases import LENGTHS, TorchCases
-    from still_export.quantization.read import held_model, rounded_copy
+    from still_export.quantization.read import held_model, rounded_copy, rounds_activations
 
-    dtype, quantized = package.manifest["model"]["dtype"], package.manifest.get("quantization") is not None
+    dtype, rounded = package.manifest["model"]["dtype"], rounds_activations(package.manifest)
     given = (package.path, package.manifest)
     try:
-        half = None if dtype == "float32" else held_model(_options(package, model, dtype), *given, rounded=quantized)
+        half = None if dtype == "float32" else held_model(_options(package, model, dtype), *given, rounded=rounded)
         source = held_model(_options(package, model, "float32"), *given)
     except ModelNotFoundError as error:
         raise ModelNotFoundError(
             f"{error} The package was exported from it; if the model lies elsewhere now, name it with --model."
         ) from error
-    if quantized and half is None:
+    if rounded and half is None:
         half = rounded_copy(source, *given)
     return TorchCases(package.manifest, source, half, lengths or LENGTHS, steps, seed)
 

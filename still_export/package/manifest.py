@@ -111,10 +111,10 @@ class QuantizedRole(Record):
 
 
 class Quantization(Record):
-    """Weights in blocks of few bits."""
+    """Weights in few bits; `block_size` null: a scale for each output."""
 
     scheme: Literal["int8", "int4"]
-    block_size: Annotated[int, Field(ge=16, le=256)]
+    block_size: Annotated[int, Field(ge=16, le=256)] | None
     lora: Literal["apart", "merged"]
     roles: dict[str, list[QuantizedRole]]
 

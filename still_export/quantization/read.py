@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from still_export.models.blocks import BlockWeight
 from still_export.models.weights import Deferred, Weight
 from still_export.package.files import MODEL
-from still_export.quantization.forms import ROWS, SUMS, TOGETHER
+from still_export.quantization.forms import CODES, ROWS, SUMS, TOGETHER
 
 if TYPE_CHECKING:
     from still_export.export.onnx_package import ExportOptions
@@ -65,6 +65,11 @@ def with_held_weights(source: Source, folder: Path, manifest: dict[str, Any]) ->
     return replace(source, weights=weights)
 
 
+def rounds_activations(manifest: dict[str, Any]) -> bool:
+    """Whether the package's products round what they read to 8 bits: MatMulNBits does, products over dequantized weights do not."""
+    return manifest.get("quantization") is not None and manifest["target"] == "onnx"
+
+
 def held_names(folder: Path) -> set[str]:
     """The weights in blocks of the package in `folder`, by the model's names."""
     import onnx_ir as ir
@@ -89,7 +94,13 @@ def _held_weights(path: Path, block_size: int, sizes: Mapping[str, int]) -> dict
 
     def whole(names: str, rows: slice) -> Tensor:
         total: np.ndarray | int = 0
-        scales = values(names, "scales", 0, rows)
+        signed = values(names, CODES, 1, rows)
+        scales = values(names, "scales", 0, rows) if signed is None else None
+        if signed is not None:
+            steps = parts[f"{names}.scales"].numpy().astype(np.float32)  # type: ignore[union-attr]
+            steps = steps.reshape(-1, steps.shape[-1])[:, None, rows]  # [blocks, 1, N]
+            total = signed.astype(np.float32).reshape(len(steps), -1, steps.shape[-1]) * steps
+            total = total.reshape(signed.shape).T
         if scales is not None:
             codes = values(names, "blocks", 0, rows)
             codes = values(names, ROWS, 0, rows) if codes is None else codes
