@@ -86,6 +86,9 @@ def export(
         str | None,
         typer.Option(help="With --quantize, LoRA pairs of an --overlay: apart or merged.", show_default="apart"),
     ] = None,
+    adapters: Annotated[
+        bool, typer.Option("--adapters", help="With --quantize: `run --adapter` may add a LoRA adapter.")
+    ] = False,
     native: Annotated[
         bool, typer.Option("--native", help="onnx: add native kernels for CPUs like this one (cmake, g++).")
     ] = False,
@@ -157,6 +160,7 @@ def export(
         "quantize_method": quantize_method,
         "quantize_block": quantize_block,
         "lora": lora,
+        "adapters": adapters or None,
         "native": native or None,
         "onnxruntime_include": onnxruntime_include,
         "archs": tuple(arch.split(",")) if arch else None,

@@ -56,6 +56,7 @@ class ExportOptions:
         prefill_tokens: Tokens of one prefill call; None = PREFILL_TOKENS.
         quantize: Scheme of the weights' bits (quantization/policy.py); None: as `dtype` says.
         quantize_method, quantize_block, lora: With it: who rounds, how many weights share a scale, how LoRA pairs are kept.
+        adapters: Let products take a LoRA adapter while the package runs (`run --adapter`).
     """
 
     model: str
@@ -72,10 +73,11 @@ class ExportOptions:
     quantize_method: str | None = None
     quantize_block: int | None = None
     lora: str | None = None
+    adapters: bool = False
 
     def __post_init__(self) -> None:
-        if self.quantize is None and (self.quantize_method or self.quantize_block or self.lora):
-            raise ConfigError("--quantize-method, --quantize-block and --lora are for --quantize.")
+        if self.quantize is None and (self.quantize_method or self.quantize_block or self.lora or self.adapters):
+            raise ConfigError("--quantize-method, --quantize-block, --lora and --adapters are for --quantize.")
         if self.prefill_tokens is not None and self.prefill_tokens < 1:
             raise ConfigError(f"prefill_tokens={self.prefill_tokens}; it must be at least 1.")
         if self.archs and not self.native:
@@ -95,7 +97,7 @@ class ExportOptions:
         if self.quantize is None:
             return None
         method, lora = self.quantize_method or DEFAULT_METHOD, self.lora or DEFAULT_LORA
-        return Quantization(self.quantize, method, self.quantize_block or 0, lora, target)
+        return Quantization(self.quantize, method, self.quantize_block or 0, lora, target, self.adapters)
 
     def deployment(self) -> dict[str, Any]:
         """What is asked of any model's STILL configuration."""
@@ -236,10 +238,8 @@ def _write_model(
     if asked:
         from still_export.models.roles import weight_roles
         from still_export.quantization.graph import quantize_graph
-        from still_export.quantization.policy import account
 
-        roles = weight_roles(model)
-        said = {"quantization": account(asked, roles, quantize_graph(lowered, weights, roles, asked))}
+        said = {"quantization": quantize_graph(lowered, weights, weight_roles(model), asked)}
     path = folder / MODEL
     save_streaming(lowered, path, f"{MODEL}.data", lambda done, total: say("writing the weights", done, total))
     graph = onnx.load(path, load_external_data=False)

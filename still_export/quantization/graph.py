@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -16,14 +17,12 @@ from still_export.export.weights_file import VIEW
 from still_export.models.checkpoint import in_range
 from still_export.models.weights import Deferred, Weight, Weights, value_of
 from still_export.quantization.forms import ROWS, form_of
-from still_export.quantization.policy import HALF, Quantization
+from still_export.quantization.policy import HALF, Quantization, account
 from still_export.quantization.products import PRODUCTS
 from still_export.quantization.stored import StoredWeight, cast_value, replace_nodes, store_values
 
 
-def quantize_graph(
-    model: ir.Model, weights: Weights, roles: Mapping[str, str], asked: Quantization
-) -> dict[str, tuple[int | None, str]]:
+def quantize_graph(model: ir.Model, weights: Weights, roles: Mapping[str, str], asked: Quantization) -> dict[str, Any]:
     """Replace the nodes that read weights which the policy quantizes, in place.
 
     Args:
@@ -33,7 +32,7 @@ def quantize_graph(
         asked: Scheme, method, block size, LoRA.
 
     Returns:
-        Bits (None: the pairs alone) and method of each quantized weight by name.
+        What the manifest says of it.
 
     Raises:
         UnsupportedError: The block size does not divide a weight, or a weight is read in a way that has no quantized form.
@@ -54,21 +53,24 @@ def quantize_graph(
         if form.bits == HALF:
             _halve(model, name, weights[name])
             continue
-        weight = StoredWeight(name, weights[name], form, asked)
+        weight = StoredWeight(name, weights[name], form, asked, roles[name])
         products, rows = _readers(model, weight)
         alone = name if form.base is None or len(products) + len(rows) > 1 else ""
         for node in products:
             kind = (id(node.inputs[0]), alone, form.bits, form.zero_points, form.half_scales, weight.dtype)
             groups.setdefault(kind, []).append((weight, node))
         gathers += [(weight, node) for node in rows]
-    product = PRODUCTS[asked.layout.standard]
+    places = []
     for group in groups.values():
-        product(model, list(dict.fromkeys(weight for weight, _ in group))).write([node for _, node in group])
+        product = PRODUCTS[asked.layout.standard](model, list(dict.fromkeys(weight for weight, _ in group)))
+        product.write([node for _, node in group])
+        places += [product.place] if product.place else []
     for weight, node in gathers:  # after the products: rows of a tied embedding are the head's blocks
         _write_rows(model, weight, node)
     if not asked.layout.standard:
         model.graph.opset_imports[CONTRIB] = 1
-    return {name: (form.bits if form.base is not None else None, form.method) for name, form in forms.items()}
+    made = {name: (form.bits if form.base is not None else None, form.method) for name, form in forms.items()}
+    return account(asked, roles, made, places)
 
 
 def _readers(model: ir.Model, weight: StoredWeight) -> tuple[list[ir.Node], list[ir.Node]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +92,7 @@ class Quantization:
             8 bits those of an output where the target has no such blocks.
         lora: Of LORA: pairs of an adapter stay apart, as two thin products, or are merged into the weight, which is then rounded.
         target: Of LAYOUTS.
+        adapters: Products take LoRA pairs while they run.
 
     Raises:
         ConfigError: A value is unknown, or the target does not have it.
@@ -102,6 +103,7 @@ class Quantization:
     block_size: int = 0
     lora: str = DEFAULT_LORA
     target: str = "onnx"
+    adapters: bool = False
 
     def __post_init__(self) -> None:
         given = (
@@ -114,6 +116,10 @@ class Quantization:
                 near = difflib.get_close_matches(value, known, 1)
                 hint = f" Did you mean {near[0]}?" if near else ""
                 raise ConfigError(f"--{flag} {value} is unknown; known: {', '.join(known)}.{hint}")
+        if self.adapters and self.layout.standard:
+            raise ConfigError(
+                f"--adapters is for --to onnx, not for --to {self.target}; add the adapter with --overlay."
+            )
         if self.method != DEFAULT_METHOD and not self.layout.zero_points:
             raise ConfigError(
                 f"--quantize-method {self.method} gives zero points, which {self.layout.form} has not; --to {self.target} takes "
@@ -148,7 +154,10 @@ class Quantization:
 
 
 def account(
-    asked: Quantization, roles: Mapping[str, str], forms: Mapping[str, tuple[int | None, str]]
+    asked: Quantization,
+    roles: Mapping[str, str],
+    forms: Mapping[str, tuple[int | None, str]],
+    places: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """What the manifest says: the scheme, and of each role the bits of its weights, who rounded them, and how many they are.
 
@@ -156,10 +165,17 @@ def account(
         asked: The scheme.
         roles: Of every weight by name.
         forms: Bits and method of the quantized ones.
+        places: Products that take LoRA pairs while they run.
     """
     found: dict[str, list[dict[str, Any]]] = {}
     for (role, bits, method), count in Counter(
         (role, *forms.get(name, (None, None))) for name, role in roles.items()
     ).items():
         found.setdefault(role, []).append({"bits": bits, "method": method, "weights": count})
-    return {"scheme": asked.scheme, "block_size": asked.block_size or None, "lora": asked.lora, "roles": found}
+    return {
+        "scheme": asked.scheme,
+        "block_size": asked.block_size or None,
+        "lora": asked.lora,
+        "roles": found,
+        "adapters": list(places),
+    }

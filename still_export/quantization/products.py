@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cached_property, partial
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -17,11 +18,14 @@ import onnx_ir as ir
 import torch
 
 from still_export.export.graph_edits import CONTRIB, add_node, store
+from still_export.mixers.roles import FEED_FORWARD, GATE, PROJECTION
 from still_export.models.blocks import BlockWeight, unpack
 from still_export.models.weights import value_of
-from still_export.quantization.forms import CODES, SUMS, TOGETHER
+from still_export.quantization.forms import CODES, LORA_A, LORA_B, SUMS, TOGETHER
 from still_export.quantization.stored import StoredWeight, at_start, cast_value, replace_nodes, store_values
 
+ADAPTED = (PROJECTION, FEED_FORWARD, GATE)
+"""Roles of the weights that adapters are trained for."""
 ACCURACY_LEVEL = 4
 """Activations are rounded to 8 bits, block by block. The only level with a kernel for 8-bit weights on CPUs (others dequantize the whole
 weight every call: 107 ms in the place of 1.2 for the head of SmolLM2-135M); at 4 bits a step is 3 times as fast as level 0 and a call
@@ -71,7 +75,36 @@ class Product(ABC):
         if "inner" in self.values:
             inner = add_node(self.model.graph, node, "MatMul", [read, self.values["inner"]], "inner")
             terms.append(add_node(self.model.graph, node, "MatMul", [inner, self.values["outer"]], "outer"))
-        return terms[0] if len(terms) == 1 else add_node(self.model.graph, node, "Add", terms, "sum")
+        if self.place is not None:
+            a, b = self.adapter
+            inner = add_node(self.model.graph, node, "MatMul", [read, a], LORA_A)
+            terms.append(add_node(self.model.graph, node, "MatMul", [inner, b], LORA_B))
+        total = terms[0]
+        for i, term in enumerate(terms[1:]):
+            total = add_node(self.model.graph, node, "Add", [total, term], f"sum{i}" if i else "sum")
+        return total
+
+    @property
+    def place(self) -> dict[str, Any] | None:
+        """What the manifest says of the LoRA pairs that this product takes while it runs; None: it takes none."""
+        first = self.weights[0]
+        if not first.asked.adapters or first.role not in ADAPTED:
+            return None
+        names, outputs = zip(*((weight.name, weight.outputs) for weight in self.weights), strict=True)
+        return {"weights": list(names), "inputs": self.inputs, "outputs": list(outputs)}
+
+    @cached_property
+    def adapter(self) -> tuple[ir.Value, ir.Value]:
+        """Inputs [K, R] and [R, N] of the graph, R the ranks of an adapter's pairs: with no rank, where none is given."""
+        rank, zero = f"rank.{self.name}", self.dtype.numpy()
+        a = self._input(LORA_A, ir.Shape([self.inputs, rank]), np.zeros((self.inputs, 0), zero))
+        return a, self._input(LORA_B, ir.Shape([rank, self.outputs]), np.zeros((0, self.outputs), zero))
+
+    def _input(self, part: str, shape: ir.Shape, default: np.ndarray) -> ir.Value:
+        value = store(self.model.graph, ir.tensor(default, dtype=self.dtype, name=f"{self.name}.{part}"))
+        value.shape = shape
+        self.model.graph.inputs.append(value)
+        return value
 
     @cached_property
     def values(self) -> dict[str, ir.Value]:

@@ -18,8 +18,8 @@ from still_export.quantization.quantizers import quantize, quantize_outputs
 class StoredWeight:
     """A weight [N, K] in its form, made once for all that is stored of it."""
 
-    def __init__(self, name: str, weight: Weight, form: Form, asked: Quantization) -> None:
-        self.name, self.form, self.asked = name, form, asked
+    def __init__(self, name: str, weight: Weight, form: Form, asked: Quantization, role: str) -> None:
+        self.name, self.form, self.asked, self.role = name, form, asked, role
         self.outputs, self.inputs = weight.shape
         self.dtype = ir.DataType.FLOAT
         self._made: BlockWeight | None = None

@@ -168,7 +168,7 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ExportOptions("m", quantize="int4", quantize_method="kquant").quantization("onnx")
     with pytest.raises(ConfigError, match="MatMulNBits has 16, 32"):
         ExportOptions("m", quantize="int4", quantize_block=48).quantization("onnx")
-    with pytest.raises(ConfigError, match="are for --quantize"):
+    with pytest.raises(ConfigError, match="--adapters are for --quantize"):
         ExportOptions("m", quantize_method="rtn")
     still_model("llama", torch.float32).save_pretrained(tmp_path / "model")
     with pytest.raises(UnsupportedError, match=r"has 24 inputs, which blocks of 32 do not divide"):
