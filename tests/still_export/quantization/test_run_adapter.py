@@ -146,7 +146,9 @@ def test_adapters_that_do_not_fit_are_refused(package: Package, export_tiny: Exp
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_run_with_an_adapter(package: Package, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_and_verify_with_an_adapter(
+    package: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def tokens(*words: object) -> Any:
         with pytest.raises(SystemExit, match="0"):
             main([str(w) for w in ("run", package.path, "--prompt-ids", "3,4,5", "--tokens", 12, "--json", *words)])
@@ -158,3 +160,13 @@ def test_run_with_an_adapter(package: Package, tmp_path: Path, capsys: pytest.Ca
     with pytest.raises(SystemExit, match="2"):
         main(["run", str(package.path), "--prompt-ids", "3", "--adapter", str(tmp_path)])
     assert "has no adapter_config.json" in capsys.readouterr().err
+    arguments = [str(package.path), "--lengths", "1,9", "--decode-steps", "3", "-o", str(tmp_path / "proof"), "--quiet"]
+    with pytest.raises(SystemExit, match="0"):
+        main(["verify", *arguments, "--adapter", str(first)])
+    said = capsys.readouterr().out
+    assert "PASSED" in said and "polygraphy.sh" not in said
+    inputs = adapter_inputs(first, package.manifest)
+    monkeypatch.setattr("still_export.models.run_adapter.adapter_inputs", lambda *_: inputs)
+    monkeypatch.setattr("still_export.models.run_adapter.read_pairs", lambda *_: {})  # PyTorch without it
+    with pytest.raises(SystemExit, match="1"):
+        main(["verify", *arguments, "--adapter", str(first)])
