@@ -71,6 +71,10 @@ def export(
     overflow: Annotated[
         str | None, typer.Option(help="Beyond it: error, fold_min_score or fold_oldest.", show_default="error")
     ] = None,
+    cache: Annotated[
+        str | None,
+        typer.Option(help="onnx, float32: keep keys and values in float16.", show_default="as the activations"),
+    ] = None,
     quantize: Annotated[
         str | None,
         typer.Option(help="Weights in int8 or int4, by a policy; trt: TensorRT 10 and later.", show_default="no"),
@@ -155,6 +159,7 @@ def export(
             "select_scope": select_scope,
             "capacity_tokens": capacity_tokens,
             "overflow": overflow,
+            "cache": cache,
         },
         "quantize": quantize,
         "quantize_method": quantize_method,

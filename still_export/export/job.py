@@ -100,6 +100,15 @@ def plan_job(to: str | None, asked: Mapping[str, Any], manifest: dict[str, Any] 
     # The manifest is read from other working directories.
     options = replace(options, model=_absolute(options.model), overlays=tuple(map(_absolute, options.overlays)))
     options.quantization(target)  # a refusal comes before anything is read
+    if cache := options.still.get("cache"):
+        if target != "onnx":
+            raise ConfigError(
+                f"--cache {cache} is for --to onnx, not for --to {target}; states there are as --dtype says."
+            )
+        if options.archs:
+            raise ConfigError(
+                f"--cache {cache} is for CPUs: kernels for {', '.join(options.archs)} keep states as --dtype says."
+            )
     if target == "onnx":
         return Job(options, onnxruntime_include=include)
     options = replace(options, native=False, archs=())  # a repeated export to ONNX may have it
