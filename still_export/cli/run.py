@@ -60,7 +60,7 @@ def run(
         Path | None,
         typer.Option(help="LoRA adapter to add to the weights of a package that was exported with --adapters."),
     ] = None,
-    threads: Annotated[int, typer.Option(min=0, help="0 = ONNX Runtime's choice.")] = 0,
+    threads: Annotated[int, typer.Option(min=0, help="0 = OMP_NUM_THREADS, or the runtime's choice.")] = 0,
     provider: Annotated[str, typer.Option(help="Of ONNX Runtime: cpu or cuda.")] = "cpu",
     runtime: Annotated[str | None, typer.Option(help="ort, trt or torch.", show_default="the package's target")] = None,
     plugin: Annotated[Path | None, typer.Option(help="trt: plugin library in the place of the package's.")] = None,

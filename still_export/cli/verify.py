@@ -7,7 +7,7 @@ import shlex
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -100,15 +100,13 @@ def verify(
         passed = verify_served(package, output, seed, requests or REQUESTS, dtype, ranks, Output(as_json, quiet))
         raise typer.Exit(0 if passed else 1)
     from still_export.doctor import machine
-    from still_export.models.run_adapter import adapter_inputs, read_pairs
     from still_export.package.folder import open_package
     from still_export.package.staging import staged_files
     from still_export.package.trust import trust_package
-    from still_export.proof.quantized import price_of
     from still_export.proof.recorded import RecordedCases, record_cases
     from still_export.proof.sessions import Target
     from still_export.proof.verify import DECODE_STEPS, Verifier, check_dtype
-    from still_export.quantization.read import rounds_activations
+    from still_export.quantization.policy import rounds_activations
     from still_export.report import verify as looks
     from still_export.report.render import check_report, write_report
     from still_export.runners.cuda_driver import CudaError
@@ -145,8 +143,12 @@ def verify(
         raise PackageError(f"{package} has no engine yet. Build it on this machine: still-export build {package}")
     folder = report_folder((output or package / "verify") if record is None else record.parent)
     steps = DECODE_STEPS[kind] if decode_steps is None else decode_steps
-    pairs = {} if adapter is None else read_pairs(adapter, opened.manifest)
-    added = {} if adapter is None else adapter_inputs(adapter, opened.manifest)
+    pairs: Mapping[str, tuple[Pair, ...]] = {}
+    added: dict[str, Any] = {}
+    if adapter is not None:
+        from still_export.models.run_adapter import adapter_inputs, read_pairs
+
+        pairs, added = read_pairs(adapter, opened.manifest), adapter_inputs(adapter, opened.manifest)
     cases = _torch_cases(opened, model, wanted, steps, seed, pairs) if calls is None else RecordedCases(calls, opened)
     if record is not None:
         with out.bar("recording", cases.count) as progress:
@@ -166,6 +168,8 @@ def verify(
     content = found.to_dict()
     price = None
     if quantized and calls is None:
+        from still_export.proof.quantized import price_of
+
         price = price_of(_options(opened, model, "float32"), package, opened.manifest, text)
         content["price"] = price.to_dict()
     with staged_files(folder) as work:
@@ -205,7 +209,8 @@ def _torch_cases(
     """Cases answered by PyTorch in float32 with the package's weights, and an adapter's `pairs`. A package that computes in less, half
     precision or activations of 8 bits, is held to it beside PyTorch's own run of that kind."""
     from still_export.proof.torch_cases import LENGTHS, TorchCases
-    from still_export.quantization.read import held_model, rounded_copy, rounds_activations
+    from still_export.quantization.policy import rounds_activations
+    from still_export.quantization.read import held_model, rounded_copy
 
     dtype, rounded = package.manifest["model"]["dtype"], rounds_activations(package.manifest)
     given = (package.path, package.manifest)

@@ -29,7 +29,7 @@ def read_pairs(path: Path, manifest: Mapping[str, Any]) -> dict[str, tuple[Pair,
         ConfigError: The package takes no adapter, the adapter has more than LoRA, or adapts what the package has no place for.
         CheckpointError, UnsupportedModelError: As of `merge_lora`.
     """
-    places = [place for place in (manifest.get("quantization") or {}).get("adapters") or ()]
+    places = list((manifest.get("quantization") or {}).get("adapters") or ())
     if not places:
         raise ConfigError(f"--adapter {path}: the package was exported without --adapters, so it takes none.")
     config = path / "adapter_config.json"
@@ -50,7 +50,7 @@ def read_pairs(path: Path, manifest: Mapping[str, Any]) -> dict[str, tuple[Pair,
         if (target := f"{name.partition('.lora_')[0]}.weight") not in shapes:
             raise ConfigError(f"--adapter {path} adapts {target}, for which the package has no place.")
     held = {name: Deferred(shape, torch.float32, _nothing, adapted=Adapted(None, ())) for name, shape in shapes.items()}
-    merged = merge_lora({**held, **tensors}, read_checked(config, Adapter))
+    merged = merge_lora({**held, **tensors}, read_checked(config, Adapter), str(path))
     return {
         name: weight.adapted.pairs
         for name, weight in merged.items()

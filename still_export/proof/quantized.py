@@ -14,7 +14,8 @@ from torch import Tensor
 from still_export.errors import ConfigError
 from still_export.export.onnx_package import ExportOptions, find_source
 from still_export.models.load import load_tokenizer
-from still_export.quantization.read import held_model, rounds_activations
+from still_export.quantization.policy import rounds_activations
+from still_export.quantization.read import held_model
 
 PRICE_TOKENS = 2048
 """Of a text, from its beginning."""

@@ -179,3 +179,8 @@ def account(
         "roles": found,
         "adapters": list(places),
     }
+
+
+def rounds_activations(manifest: Mapping[str, Any]) -> bool:
+    """Whether the package's products round what they read to 8 bits: MatMulNBits does, products over dequantized weights do not."""
+    return manifest.get("quantization") is not None and manifest["target"] == "onnx"

@@ -78,11 +78,6 @@ def with_held_weights(source: Source, folder: Path, manifest: dict[str, Any]) ->
     return replace(source, weights=weights)
 
 
-def rounds_activations(manifest: dict[str, Any]) -> bool:
-    """Whether the package's products round what they read to 8 bits: MatMulNBits does, products over dequantized weights do not."""
-    return manifest.get("quantization") is not None and manifest["target"] == "onnx"
-
-
 def held_names(folder: Path) -> set[str]:
     """The weights in blocks of the package in `folder`, by the model's names."""
     import onnx_ir as ir
