@@ -117,13 +117,14 @@ def test_a_state_belongs_to_its_adapter(package: Package, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_adapters_that_do_not_fit_are_refused(package: Package, export_tiny: Exporter, tmp_path: Path) -> None:
+def test_adapters_that_do_not_fit_are_refused(package: Package, tmp_path: Path) -> None:
     def refused(kind: type[Exception], words: str, adapter: Path, where: Package = package) -> None:
         with pytest.raises(kind, match=words):
             adapter_inputs(adapter, where.manifest)
 
     good = write_adapter(tmp_path / "good", {QUERY: 4})
-    plain = export_tiny("llama", options={"quantize": "int4", "quantize_method": "hqq"}, sizes=SIZES, layer_types=MIXED)
+    quantization = {**package.manifest["quantization"], "adapters": []}
+    plain = Package(package.path, {**package.manifest, "quantization": quantization})
     refused(ConfigError, "was exported without --adapters, so it takes none", good, plain)
     refused(ConfigError, r"has no adapter_config\.json", package.path)
     maps = write_adapter(tmp_path / "maps", {QUERY: 4}, **{"model.layers.0.self_attn.feature_k_weight": torch.ones(2)})
