@@ -64,7 +64,8 @@ void attend_window_row(Head<T, S> const& h, float* logits, int end, int place, u
 }
 
 template <typename T, typename S>
-void attend_window(Head<T, S> const& h, Task const& task, float const* q, int64_t q_stride, int first, int rows, Softmax& softmax, Room room)
+void attend_window(
+    Head<T, S> const& h, Task const& task, float const* q, int64_t q_stride, int first, int rows, Softmax& softmax, Room room)
 {
     Layer const& l = h.l;
     int const start = h.s.offset + first, seen = start + rows, end = l.chunk + seen, wide = round_up(end, kLanes);
