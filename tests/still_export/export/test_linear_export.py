@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from still_export.cli.main import main
+from still_export.export.native import kernel_variants
 from still_export.models.load import load_model
 from still_export.runners.ort import OrtModel
 from still_export.runners.sampling import Sampling
@@ -56,17 +57,35 @@ def test_the_native_kernels_run_it(built: None, dtype: str, tmp_path: Path, caps
     assert OrtModel(package, threads=1).native is not None
 
 
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param("qwen3_5_text", marks=pytest.mark.slow), pytest.param("granitemoehybrid", marks=pytest.mark.long)],
+)
+def test_kernels_of_the_gpu_follow_from_the_graph(family: str, tmp_path: Path) -> None:
+    """One variant for each rule and convolution, with ONNX Runtime's counts, from what the portable graph tells."""
+    model = linear_model(family)
+    model.save_pretrained(tmp_path / "model")
+    assert call("export", tmp_path / "model", "-o", tmp_path / "package", "--dtype", "float16", "--quiet") == 0
+    found = kernel_variants(tmp_path / "package/model.onnx")
+    assert set(found) == {"LinearAttention", "CausalConv", "Attention"}
+    ((rule,), (conv,)) = found["LinearAttention"], found["CausalConv"]
+    expected = {"qwen3_5_text": (24, 20, "gated_delta", 4, 0), "granitemoehybrid": (10, 8, "gated", 4, 1)}[family]
+    assert (rule.head_dim, rule.value_dim, rule.update_rule, conv.taps, conv.bias) == expected
+    assert (rule.dtype, rule.shared, rule.per_key, rule.packed) == ("float16", 1, 0, 0)
+    assert (conv.dtype, conv.activation, conv.count_dtype) == ("float16", "silu", "int64")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["trt", "onnx"])
 def test_gpu_kernels_that_are_not_there_are_refused(
     target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In one sentence, before anything is left behind."""
-    linear_model("lfm2").save_pretrained(tmp_path / "model")
+    linear_model("lfm2", conv_L_cache=20).save_pretrained(tmp_path / "model")
     output = tmp_path / "package"
     arguments = (
         ["--to", "trt"] if target == "trt" else ["--to", "onnx", "--native", "--arch", "sm_90", "--dtype", "float16"]
     )
     assert call(tmp_path / "model", *arguments, "-o", output, "--quiet") == 2
-    assert "op CausalConv has no GPU kernels" in capsys.readouterr().err
+    assert "20 taps; the kernels have at most 16" in capsys.readouterr().err
     assert not output.exists()
