@@ -22,16 +22,16 @@ from still_kernels.triton_shared import row_of
 
 
 @triton.jit
-def between_halves(o_row, o_column, SIZE: tl.constexpr):
-    """Where row and column lie in the second and the first half of one pair of blocks of SIZE."""
-    return (o_row // (2 * SIZE) == o_column // (2 * SIZE)) & (o_row // SIZE > o_column // SIZE)
+def between_halves(o_row, o_column, level):
+    """Where row and column lie in the second and the first half of one pair of blocks of 2^level."""
+    return (o_row >> (level + 1) == o_column >> (level + 1)) & (o_row >> level > o_column >> level)
 
 
 @triton.jit
-def up_to_border(o_row, o_column, SIZE: tl.constexpr):
-    """Where column lies between row and the border in its pair of blocks of SIZE: what decays from it on, or to it."""
-    border = o_row // (2 * SIZE) * (2 * SIZE) + SIZE - 1  # the first half's last
-    return (o_column > tl.minimum(o_row, border)) & (o_column <= tl.maximum(o_row, border))
+def up_to_border(o_row, o_column, level):
+    """Where column lies between row and the border in its pair of blocks of 2^level: what decays from it on, or to it."""
+    behind = ((o_row >> (level + 1)) * 2 + 1) << level  # the second half's first
+    return (o_column >= tl.minimum(o_row + 1, behind)) & (o_column <= tl.maximum(o_row, behind - 1))
 
 
 @triton.jit
@@ -42,9 +42,9 @@ def inverse_of_unit(b_a, C: tl.constexpr, LEVELS: tl.constexpr, SOLVE: tl.conste
     """
     o_row = tl.arange(0, C)[:, None]
     o_column = tl.arange(0, C)[None, :]
-    b_x = tl.where(o_row == o_column, 1.0, 0.0) - tl.where(between_halves(o_row, o_column, 1), b_a, 0.0)
-    for level in tl.static_range(1, LEVELS):
-        b_between = tl.where(between_halves(o_row, o_column, 2**level), b_a, 0.0)
+    b_x = tl.where(o_row == o_column, 1.0, 0.0) - tl.where(between_halves(o_row, o_column, 0), b_a, 0.0)
+    for level in tl.range(1, LEVELS, num_stages=1):
+        b_between = tl.where(between_halves(o_row, o_column, level), b_a, 0.0)
         b_x -= tl.dot(tl.dot(b_x, b_between, input_precision=SOLVE), b_x, input_precision=SOLVE)
     return b_x
 
@@ -144,9 +144,9 @@ def prepare_kernel(
             b_same = tl.sum(b_query.to(tl.float32) * b_key.to(tl.float32), 1)
             b_score = tl.where(o_row == o_column, b_same[:, None], 0.0)
             b_products = tl.zeros([C, C], tl.float32)  # of keys
-            for level in tl.static_range(LEVELS):
-                m_level = between_halves(o_row, o_column, 2**level)
-                b_border = tl.exp(sums_of_rows(up_to_border(o_row, o_column, 2**level), b_decay))
+            for level in tl.range(0, LEVELS, num_stages=1):
+                m_level = between_halves(o_row, o_column, level)
+                b_border = tl.exp(sums_of_rows(up_to_border(o_row, o_column, level), b_decay))
                 b_left_key = (b_key.to(tl.float32) * b_border).to(KIND)
                 b_asked = (b_query.to(tl.float32) * b_border).to(KIND)
                 b_score += tl.where(m_level, tl.dot(b_asked, tl.trans(b_left_key), input_precision=DOT), 0.0)
