@@ -15,6 +15,7 @@ import torch
 from still_graphs.errors import UnsupportedError
 from still_kernels.op_kernels import kernels_of
 from still_kernels.plan import Call
+from tests.linear_attention_cases import BOUND
 
 pytest.importorskip("triton")
 triton_cases = pytest.importorskip("tests.still_kernels.linear_attention.triton_cases")
@@ -76,6 +77,33 @@ def test_interpreter_in_bfloat16(name: str) -> None:
 def test_interpreter_in_16_bits(name: str, dtype: torch.dtype) -> None:
     kind = str(dtype).removeprefix("torch.")
     check(name, interpreted(tuple(triton_cases.CASES), kind)[name], dtype)
+
+
+@pytest.mark.slow
+def test_a_decay_that_forgets_all_is_no_nan() -> None:
+    assert max(interpreted((), "resets")["resets"].values()) <= BOUND
+
+
+@pytest.mark.slow
+def test_a_state_beyond_float16() -> None:
+    assert max(interpreted((), "large")["large"].values()) <= NARROW[torch.float16]
+
+
+@pytest.mark.gpu
+def test_gpu_forgets_all_and_sees_each_fault() -> None:
+    assert max(triton_cases.run_resets("cuda").values()) <= BOUND
+    errors = triton_cases.run_controls("cuda")
+    assert errors.pop("right") <= BOUND and all(wrong > 50 * BOUND for wrong in errors.values())
+    assert max(triton_cases.run_large("cuda").values()) <= NARROW[torch.float16]
+    triton_cases.run_garbage("cuda")
+
+
+@pytest.mark.slow
+def test_each_fault_is_seen() -> None:
+    """The negative controls of the design, through the kernels."""
+    errors = interpreted((), "controls")["controls"]
+    assert errors.pop("right") <= BOUND and len(errors) == 11
+    assert all(wrong > 50 * BOUND for wrong in errors.values()), errors
 
 
 @pytest.mark.slow

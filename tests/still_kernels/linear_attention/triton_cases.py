@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from still_kernels.linear_attention import Inputs, empty_state
+from still_kernels.linear_attention import Inputs, empty_state, naive_linear_attention
 from still_kernels.packing import Packing
-from tests.linear_attention_cases import LAYERS, Call, Layer, Split, calls, error
+from tests.linear_attention_cases import LAYERS, Call, Layer, Split, calls, error, wrong_forms
 from tests.still_kernels.triton_cases import Guarded, guarded_workspaces, shuffle_programs
 
 KEYS, HEADS = Layer(decay=10, groups=3, keys=2), Layer()
@@ -156,6 +156,63 @@ def run_garbage(device: str = "cpu") -> None:
             guarded.check()
 
 
+def run_controls(device: str = "cpu") -> dict[str, float]:
+    """Errors of the second call of a sequence as it is, and with each fault of the design."""
+    from still_kernels.linear_attention import launch
+
+    first, second = calls(Layer(dim=8, size=8, most_beta=1.0), [70, 33])
+    state = first.state.float().to(device)
+
+    def form(inputs: Inputs, past: Tensor) -> tuple[Tensor, Tensor]:
+        present = past.clone()
+        output = torch.full(second.output.shape, torch.nan, device=device)
+        launch.launch_linear_attention(inputs, present, output)
+        return output, present
+
+    given = {n: x.to(device).contiguous() for n, x in vars(second.inputs).items() if isinstance(x, Tensor)}
+    inputs = replace(second.inputs, **given)
+    found = {"right": form(inputs, state)[0], **wrong_forms(inputs, state, form)}
+    return {name: error(output.cpu(), second.output) for name, output in found.items()}
+
+
+def run_resets(device: str = "cpu") -> dict[str, float]:
+    """Errors with decays that forget all: logarithms of -inf, for whole heads and for single channels of keys."""
+    from still_kernels.linear_attention import launch
+
+    found = {}
+    for name, layer in (("head", HEADS), ("key", KEYS)):
+        call = next(iter(calls(layer, [70])))
+        given = {n: x.to(device).contiguous() for n, x in vars(call.inputs).items() if isinstance(x, Tensor)}
+        given["decay"][:, [5, 17, 64]] = -torch.inf
+        given["decay"][:, 30, :, layer.decay - 1] = -torch.inf
+        inputs = replace(call.inputs, **given)
+        state = torch.randn(2, layer.heads, layer.dim, layer.size, generator=torch.Generator().manual_seed(1))
+        wide = {n: x.cpu() if n == "new_tokens" else x.cpu().double() for n, x in given.items()}
+        expected = naive_linear_attention(replace(call.inputs, **wide), state.double())
+        state, output = state.to(device), torch.full(call.output.shape, torch.nan, device=device)
+        launch.launch_linear_attention(inputs, state, output)
+        found[name] = max(error(output.cpu(), expected[0]), error(state.cpu(), expected[1]))
+    return found
+
+
+def run_large(device: str = "cpu") -> dict[str, float]:
+    """Errors with float16 activations and a state beyond that type, as sums of a long prompt are; queries so small that outputs fit."""
+    from still_kernels.linear_attention import launch
+
+    call = next(iter(calls(LAYERS[0], [70], torch.float16)))
+    given = {n: x.to(device).contiguous() for n, x in vars(call.inputs).items() if isinstance(x, Tensor)}
+    given["query"] *= 2**-10
+    inputs = replace(call.inputs, **given)
+    shape = (2, LAYERS[0].heads, LAYERS[0].dim, LAYERS[0].size)
+    state = 1e6 * torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    wide = {n: x.cpu() if n == "new_tokens" else x.cpu().double() for n, x in given.items()}
+    expected = naive_linear_attention(replace(call.inputs, **wide), state.double())
+    output = torch.full(call.output.shape, torch.nan, device=device, dtype=torch.float16)
+    state = state.to(device)
+    launch.launch_linear_attention(inputs, state, output)
+    return {"output": error(output.cpu(), expected[0]), "state": error(state.cpu(), expected[1])}
+
+
 def main(arguments: list[str]) -> None:
     from tests.still_kernels import quick_interpreter
 
@@ -166,12 +223,18 @@ def main(arguments: list[str]) -> None:
         run_garbage()
         print("{}")
         return
+    if kind in ("controls", "resets"):
+        print(json.dumps({kind: run_controls() if kind == "controls" else run_resets()}))
+        return
     if kind == "shuffled":
         shuffle_programs()
-    if kind in ("float16", "bfloat16"):
+    if kind in ("float16", "bfloat16", "large"):
         from tests.still_kernels import interpreter16
 
         interpreter16.install()
+    if kind == "large":
+        print(json.dumps({kind: run_large()}))
+        return
     dtype = torch.float32 if kind == "shuffled" else getattr(torch, kind)
     print(json.dumps({name: run_case(name, dtype=dtype) for name in names or CASES}))
 
