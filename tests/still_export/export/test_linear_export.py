@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import onnx
 import pytest
 import torch
 
 from still_export.cli.main import main
+from still_export.export import trt_package
 from still_export.export.native import kernel_variants
 from still_export.models.load import load_model
 from still_export.runners.ort import OrtModel
@@ -73,6 +76,31 @@ def test_kernels_of_the_gpu_follow_from_the_graph(family: str, tmp_path: Path) -
     assert (rule.head_dim, rule.value_dim, rule.update_rule, conv.taps, conv.bias) == expected
     assert (rule.dtype, rule.shared, rule.per_key, rule.packed) == ("float16", 1, 0, 0)
     assert (conv.dtype, conv.activation, conv.count_dtype) == ("float16", "silu", "int64")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param("qwen3_5_text", marks=pytest.mark.slow), pytest.param("granitemoehybrid", marks=pytest.mark.long)],
+)
+def test_kernels_of_tensorrt_follow_from_the_graph(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the plugin nodes that the graph is lowered to: every layer has one of each op, with TensorRT's counts."""
+    found: dict[str, list[Any]] = {}
+
+    def write_plugins(graph: Any, *_: Any) -> dict[str, str]:
+        trt_package.demand_kernels(graph)
+        found.update(trt_package.kernel_variants(graph))
+        return {}
+
+    monkeypatch.setattr("still_export.export.trt_package._write_plugins", write_plugins)
+    linear_model(family).save_pretrained(tmp_path / "model")
+    assert call(tmp_path / "model", "--to", "trt", "-o", tmp_path / "package", "--quiet") == 0
+    ((rule,), (conv,)) = found["LinearAttention"], found["CausalConv"]
+    assert (rule.count_dtype, conv.count_dtype, rule.shared, rule.per_key) == ("int32", "int32", 1, 0)
+    assert rule.update_rule == {"qwen3_5_text": "gated_delta", "granitemoehybrid": "gated"}[family]
+    layers = json.loads((tmp_path / "package/manifest.json").read_text())["plugin_layers"]
+    assert layers["LinearAttention"] == layers["CausalConv"] == 3
 
 
 @pytest.mark.slow
