@@ -101,5 +101,5 @@ def test_causal_conv(case: Any, mirror: Callable[..., None]) -> None:  # noqa: F
     def run(output: torch.Tensor) -> None:
         conv_launch.launch_causal_conv(inputs, tensors["past_conv_state"], output, packing)
 
-    variant = ConvVariant(NAMES[dtype], taps, activation, int(bias), "int32", int(packed > 0))
+    variant = ConvVariant(NAMES[dtype], taps, activation, int(bias), count_dtype="int32", packed=int(packed > 0))
     mirror(CAUSAL_CONV, tensors, run, variant, {"activation": activation}, tokens if packed else 0)

@@ -15,6 +15,7 @@ PLAN = Plan(
         "taps": "K",
         "activation": "activation",
         "bias": "has(bias)",
+        "aligned": "C % 8 == 0",  # loads of 16 bytes
         "count_dtype": "count_dtype",
         "packed": "packed",
     },

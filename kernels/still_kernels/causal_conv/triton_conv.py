@@ -69,10 +69,13 @@ def conv_kernel(
     K: tl.constexpr,
     BT: tl.constexpr,
     BC: tl.constexpr,
+    ALIGNED: tl.constexpr,
     SILU: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
     """Output of BT tokens and BC channels; the state is read and left. Grid (ceil(T / BT), ceil(C / BC), B)."""
+    if ALIGNED:
+        C = C // 8 * 8  # which tells the compiler
     row, start, _length, count = row_of(tl.program_id(2), p_new_tokens, None, p_query_start, p_state_row, T, RAGGED)
     span = count if RAGGED else T
     first = tl.program_id(0) * BT
@@ -97,9 +100,12 @@ def commit_kernel(
     K: tl.constexpr,
     KP: tl.constexpr,
     BC: tl.constexpr,
+    ALIGNED: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
     """The state behind a prompt, after everyone has read that before it. Grid (ceil(C / BC), B)."""
+    if ALIGNED:
+        C = C // 8 * 8  # which tells the compiler
     row, start, _length, count = row_of(tl.program_id(1), p_new_tokens, None, p_query_start, p_state_row, T, RAGGED)
     o_channel = tl.program_id(0) * BC + tl.arange(0, BC)
     keep_latest(p_input + start * C, p_conv_state + row * C * (K - 1), count, C, o_channel, K, KP)
@@ -120,6 +126,7 @@ def step_kernel(
     K: tl.constexpr,
     KP: tl.constexpr,
     BC: tl.constexpr,
+    ALIGNED: tl.constexpr,
     SILU: tl.constexpr,
     RAGGED: tl.constexpr,
     SETTLE: tl.constexpr,
@@ -130,6 +137,8 @@ def step_kernel(
         # The kernel ahead may still run: wait for it before touching memory. The next kernel may be launched meanwhile.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    if ALIGNED:
+        C = C // 8 * 8  # which tells the compiler
     row, start, _length, count = row_of(tl.program_id(1), p_new_tokens, None, p_query_start, p_state_row, T, RAGGED)
     span = count if RAGGED else T
     o_channel = tl.program_id(0) * BC + tl.arange(0, BC)

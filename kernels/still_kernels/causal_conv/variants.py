@@ -27,12 +27,18 @@ ACTIVATIONS = CAUSAL_CONV.attribute("activation").choices
 
 @dataclass(frozen=True)
 class Variant:
-    """What a set of kernels is compiled for; everything else is a run-time argument. `taps` is K, `bias` whether there is one."""
+    """What a set of kernels is compiled for; everything else is a run-time argument.
+
+    taps: K.
+    bias: Whether there is one.
+    aligned: Whether channels are a multiple of 8, which may be loaded at once.
+    """
 
     dtype: str = "bfloat16"
     taps: int = 4
     activation: str = "silu"
     bias: int = 0
+    aligned: int = 1
     count_dtype: str = "int64"
     packed: int = 0
 
@@ -58,6 +64,7 @@ def constants_of(variant: Variant) -> dict[str, Any]:
     return {
         "K": variant.taps,
         "KP": 1 << (variant.taps - 2).bit_length(),  # columns of the state
+        "ALIGNED": variant.aligned,
         "SILU": int(variant.activation == "silu"),
         "RAGGED": variant.packed,
         "SETTLE": int(not triton.knobs.runtime.interpret),

@@ -12,7 +12,7 @@ MOVES: dict[str, list[Setting]] = {
     ],
     "scan": [
         *stages(1, 2, 3),
-        *one("BV", 16, 32, 64, 128),
+        *one("BV", 32, 64, 128),
         {"C": 32, "prepare.C": 32, "prepare.LEVELS": 5},
         *one("num_warps", 2, 4, 8),
         *one("max_registers", None, 168),
@@ -26,9 +26,11 @@ MOVES: dict[str, list[Setting]] = {
 """What is tried from the current setting and then from better ones, by kernel; segments are settings of the whole call."""
 
 
-def misfit(table: TileTable) -> str:
-    """Why the block sizes of a table do not go together, or nothing."""
-    tiles = table.kernels()
-    return (
-        "" if tiles["prepare"].constants["C"] == tiles["scan"].constants["C"] else "both steps have chunks of one size"
-    )
+def misfit(table: TileTable, arch: int) -> str:
+    """Why the block sizes of a table do not go together on an architecture (90 for sm_90), or nothing."""
+    prepare, scan = (table.kernels()[name] for name in ("prepare", "scan"))
+    if prepare.constants["C"] != scan.constants["C"]:
+        return "both steps have chunks of one size"
+    if arch == 90 and (scan.constants["BV"] < 64 or scan.num_warps != 4):
+        return "scan has 64 columns at least and 4 warps on sm_90 (ptxas 12.8: docs/notebook/kernels.md)"
+    return ""

@@ -90,7 +90,7 @@ def constants_of(variant: Variant) -> dict[str, Any]:
         "SETTLE": int(not interpreted),
         "DOT": "tf32x3" if wide else "tf32",
         # With 16-bit activations 16 bits of an inverse, whose product takes 11; the interpreter takes all.
-        "SOLVE": "tf32x3" if wide or interpreted else "bf16x3",
+        "SOLVE": "tf32x3" if wide or interpreted else "tf32",
         "CORRECT": "tf32x3" if wide or interpreted else "tf32",
     }
 

@@ -125,7 +125,13 @@ def _peers(layer: Layer, kind: Kind, inputs: Inputs) -> dict[str, Callable[[Any]
 
     def run(state: RecurrentState) -> Tensor:
         output, _ = function(
-            query, key, inputs.value, gates, beta, initial_state=state.recurrent_state, output_final_state=True
+            q=query,
+            k=key,
+            v=inputs.value,
+            g=gates,
+            beta=beta,
+            initial_state=state.recurrent_state,
+            output_final_state=True,
         )
         return output[..., None, :]
 
@@ -148,5 +154,5 @@ WORK = OpWork(
     table=_table,
     moves=MOVES,
     decode=frozenset({"decode"}),
-    misfit=lambda table, layer, arch: misfit(table),
+    misfit=lambda table, layer, arch: misfit(table, arch),
 )

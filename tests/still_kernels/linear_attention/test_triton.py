@@ -24,9 +24,9 @@ FAST = ("head", "key", "decode", "packed")
 """Cases of every run: all kernels, both kinds of decay."""
 NARROW = {torch.bfloat16: 4e-3, torch.float16: 6e-4}
 """Of outputs and states with 16-bit activations: the roundings of outputs and of what products take."""
-HARD = 2.5
-"""Times as much where the inverse has large entries of either sign: keys that are nearly parallel (design: 1e-2 in bfloat16), and 10
-dimensions, in which no keys are far apart, with beta up to 2 and nothing that decays."""
+HARD = 3.0
+"""Times as much where the inverse has large entries of either sign: keys that are nearly parallel (1.0e-2 seen in bfloat16), keys of
+one dimension, and 10 dimensions, in which no keys are far apart, with beta up to 2 and nothing that decays."""
 
 
 @functools.cache
@@ -44,7 +44,7 @@ def interpreted(names: tuple[str, ...], kind: str = "float32") -> dict[str, dict
 
 def check(name: str, errors: dict[str, float], dtype: torch.dtype) -> None:
     layer = triton_cases.CASES[name].layer
-    hard = layer.cosine > 0 or layer.rule == "delta"
+    hard = layer.cosine > 0 or layer.rule == "delta" or layer.dim == 1
     bound = layer.bound if dtype == torch.float32 else NARROW[dtype] * (HARD if hard else 1)
     assert errors["output"] <= bound and errors["state"] <= bound, errors
 
