@@ -1,5 +1,6 @@
 """Cases that hold the Triton kernels of still::LinearAttention to the loop over tokens; as a program (DTYPE [NAME ...]): run them in
-Triton's interpreter, print the errors; "shuffled" for DTYPE: in float32, the programs of each grid in some order.
+Triton's interpreter, print the errors; "shuffled" for DTYPE: in float32, the programs of each grid in some order; "cuda:DTYPE": compiled,
+on a GPU.
 
 The interpreter must be chosen before Triton is imported, so the tests start this file in a process of its own.
 """
@@ -216,9 +217,13 @@ def run_large(device: str = "cpu") -> dict[str, float]:
 def main(arguments: list[str]) -> None:
     from tests.still_kernels import quick_interpreter
 
-    quick_interpreter.install()
     kind, *names = arguments
     torch.set_num_threads(1)
+    if kind.startswith("cuda:"):  # compiled: a case each process, as an illegal address ends all that follow
+        dtype = getattr(torch, kind.removeprefix("cuda:"))
+        print(json.dumps({name: run_case(name, "cuda", dtype) for name in names or CASES}))
+        return
+    quick_interpreter.install()
     if kind == "garbage":
         run_garbage()
         print("{}")
