@@ -35,8 +35,8 @@ def tile_table(
     stage = size * chunk * (dim * keys + chunk * shared + columns) + 4 * chunk * chunk * int(delta)
     fixed = size * (dim * columns + 2 * chunk * columns) + 4 * chunk * columns + (16 << 10)
     stages = max(1, min(3, (room - fixed) // stage))
-    # Four programs a multiprocessor, which wait for their own products, in place of two.
-    registers = None if wide or per_key else 128
+    # Four programs a multiprocessor, which wait for their own products, in place of two; elsewhere it spills.
+    registers = 128 if arch == 90 and not (wide or per_key) else None
     tiles = {
         "prepare": KernelTile({"C": chunk, "LEVELS": chunk.bit_length() - 1}, 4, 1, registers),
         "scan": KernelTile({"C": chunk, "BV": columns, "STAGES": stages}, 4, stages),
