@@ -58,24 +58,24 @@ def test_the_native_kernels_run_it(built: None, dtype: str, tmp_path: Path, caps
     sizes = ("--lengths", "1,65,130", "--decode-steps", "8")
     assert call("verify", package, *sizes, "--quiet") == 0, capsys.readouterr().out
     assert OrtModel(package, threads=1).native is not None
+    check_kernels(package / "model.onnx", (24, 20, "gated_delta", 4, 0), dtype)
 
 
-@pytest.mark.parametrize(
-    "family",
-    [pytest.param("qwen3_5_text", marks=pytest.mark.slow), pytest.param("granitemoehybrid", marks=pytest.mark.long)],
-)
-def test_kernels_of_the_gpu_follow_from_the_graph(family: str, tmp_path: Path) -> None:
-    """One variant for each rule and convolution, with ONNX Runtime's counts, from what the portable graph tells."""
-    model = linear_model(family)
-    model.save_pretrained(tmp_path / "model")
+@pytest.mark.long
+def test_kernels_of_the_gpu_follow_from_the_graph(tmp_path: Path) -> None:
+    linear_model("granitemoehybrid").save_pretrained(tmp_path / "model")
     assert call("export", tmp_path / "model", "-o", tmp_path / "package", "--dtype", "float16", "--quiet") == 0
-    found = kernel_variants(tmp_path / "package/model.onnx")
+    check_kernels(tmp_path / "package/model.onnx", (10, 8, "gated", 4, 1), "float16")
+
+
+def check_kernels(model: Path, expected: tuple[object, ...], dtype: str) -> None:
+    """One variant for each rule and convolution, with ONNX Runtime's counts, from what the portable graph tells."""
+    found = kernel_variants(model)
     assert set(found) == {"LinearAttention", "CausalConv", "Attention"}
     ((rule,), (conv,)) = found["LinearAttention"], found["CausalConv"]
-    expected = {"qwen3_5_text": (24, 20, "gated_delta", 4, 0), "granitemoehybrid": (10, 8, "gated", 4, 1)}[family]
     assert (rule.head_dim, rule.value_dim, rule.update_rule, conv.taps, conv.bias) == expected
-    assert (rule.dtype, rule.shared, rule.per_key, rule.packed) == ("float16", 1, 0, 0)
-    assert (conv.dtype, conv.activation, conv.count_dtype) == ("float16", "silu", "int64")
+    assert (rule.dtype, rule.shared, rule.per_key, rule.packed) == (dtype, 1, 0, 0)
+    assert (conv.dtype, conv.activation, conv.aligned, conv.count_dtype) == (dtype, "silu", 1, "int64")
 
 
 @pytest.mark.parametrize(

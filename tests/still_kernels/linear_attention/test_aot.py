@@ -40,6 +40,7 @@ def faults(entry: dict[str, Any], cubins: dict[str, bytes], folder: Path) -> lis
     return found
 
 
+@pytest.mark.long
 def test_the_setting_that_is_wrong_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """ptxas 12.8 and 32 columns: refused by `misfit`, seen in the machine code."""
     kernels = kernels_of("LinearAttention")

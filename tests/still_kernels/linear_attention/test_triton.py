@@ -84,7 +84,7 @@ def test_a_decay_that_forgets_all_is_no_nan() -> None:
     assert max(interpreted((), "resets")["resets"].values()) <= BOUND
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_state_beyond_float16() -> None:
     assert max(interpreted((), "large")["large"].values()) <= NARROW[torch.float16]
 
@@ -98,7 +98,7 @@ def test_gpu_forgets_all_and_sees_each_fault() -> None:
     triton_cases.run_garbage("cuda")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_each_fault_is_seen() -> None:
     """The negative controls of the design, through the kernels."""
     errors = interpreted((), "controls")["controls"]
@@ -106,7 +106,7 @@ def test_each_fault_is_seen() -> None:
     assert all(wrong > 50 * BOUND for wrong in errors.values()), errors
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_counts_of_garbage_write_nowhere() -> None:
     interpreted((), "garbage")
 
