@@ -4,10 +4,13 @@ NaN where these leave nothing. As a program (KERNEL CASE ...): run them, print t
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import json
 import math
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -265,6 +268,7 @@ def _launch(
     kernel: str, case: Case, tensors: dict[str, Any], numbers: dict[str, Any], constants: dict[str, int]
 ) -> Any:
     """One launch of one of the kernels."""
+    on_gpu = tensors["query"].is_cuda
     if kernel == "triton":
         import triton
 
@@ -285,17 +289,27 @@ def _launch(
     for name in function.arg_names:
         plain = name.removeprefix("p_")
         if name.startswith("d_"):
-            arguments[name] = _descriptor(name.removeprefix("d_"), tensors)
+            arguments[name] = _descriptor(name.removeprefix("d_"), tensors, on_gpu)
         else:
             arguments[name] = tensors[plain] if plain != name else known[name]
+    if kernel == "tma" and not on_gpu:
+        return lambda: gluon_interpreter().run(function, grid[0], arguments)
     return lambda: function[grid](**arguments, **options)
 
 
-def _descriptor(name: str, tensors: dict[str, Any]) -> Any:
-    """Of a tensor as rows; of queries, gates and outputs those of a token, of all others those of a head."""
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+@functools.cache
+def gluon_interpreter() -> Any:
+    """The module of this folder, which is not a package."""
+    path = Path(__file__).with_name("gluon_interpreter.py")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec and spec.loader
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
+
+def _descriptor(name: str, tensors: dict[str, Any], on_gpu: bool) -> Any:
+    """Of a tensor as rows; of queries, gates and outputs those of a token, of all others those of a head."""
     tensor = tensors[name]
     if tensor is None:
         return None
@@ -304,6 +318,11 @@ def _descriptor(name: str, tensors: dict[str, Any]) -> Any:
         tensor = tensors["key"]  # never read
     columns = dim if name in ("linear", "salient_key", "salient_value") else tensor.shape[-2] * dim
     rows = 128 if name.endswith(("key", "value")) else 64
+    if not on_gpu:
+        return gluon_interpreter().Descriptor(tensor.view(-1, columns), (rows, dim))
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     return TensorDescriptor.from_tensor(tensor.view(-1, columns), [rows, dim], layout)
 
@@ -353,15 +372,15 @@ def run_case(
 
 def main() -> None:
     kernel, *names = sys.argv[1:]
-    call = (
-        ("cuda", None, 3) if torch.cuda.is_available() else ("cpu", "float32", 1)
-    )  # the interpreter computes with the bits of bfloat16
-    results = {name: run_case(name, kernel, *call) for name in names or CASES}
-    print(
-        json.dumps(
-            {name: {k: v if math.isfinite(v) else 1e30 for k, v in found.items()} for name, found in results.items()}
-        )
-    )
+    device, repeats = ("cuda", 3) if torch.cuda.is_available() else ("cpu", 1)
+    dtype = (
+        "float32" if (kernel, device) == ("triton", "cpu") else None
+    )  # Triton's interpreter computes with the bits of bfloat16
+    results = {}
+    for name in names or CASES:
+        found = run_case(name, kernel, device, dtype, repeats)
+        results[name] = {what: value if math.isfinite(value) else 1e30 for what, value in found.items()}
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":
