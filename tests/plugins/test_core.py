@@ -41,6 +41,7 @@ CONSTANTS = {
     "linear_rows": 64,
     "window_parts": 2,
     "attend_rows": 48,
+    "attend_programs": 0,
     "value_slices": 2,
     "decode_programs": 60,
     "evicted_rows": 16,
@@ -403,7 +404,7 @@ def test_damaged_archives_are_refused(core: Core, tmp_path: Path, size: int) -> 
 
 def test_other_versions_are_refused(core: Core, tmp_path: Path) -> None:
     older = write_archive(tmp_path / "older", [variant()], version=1)
-    with pytest.raises(CoreError, match="still-kernels-aot version 1; this library reads still-kernels-aot version 2"):
+    with pytest.raises(CoreError, match="still-kernels-aot version 1; this library reads still-kernels-aot version 3"):
         core.call("still_add_archive", str(older).encode())
     other = write_archive(tmp_path / "other", [variant()], op_version=2)
     with pytest.raises(CoreError, match="kernels of HybridAttention version 2; this library has version 1"):
