@@ -35,8 +35,9 @@ def lines(text: str) -> list[Line]:
     return [Line(int(address, 16), predicate, name, operands) for address, predicate, name, operands in found]
 
 
-def inner_loops(code: list[Line], name: str) -> list[list[Line]]:
-    """Innermost loops around instructions whose name begins with `name`: natural loops, for assemblers put parts of one anywhere."""
+def inner_loops(code: list[Line], name: str) -> list[list[list[Line]]]:
+    """Innermost loops around instructions whose name begins with `name`, as blocks without a branch: natural loops, for assemblers put
+    parts of one anywhere."""
     at = {line.address: i for i, line in enumerate(code)}
     joins: dict[str, int] = {}
     after: list[list[int]] = []
@@ -95,4 +96,4 @@ def inner_loops(code: list[Line], name: str) -> list[list[Line]]:
         if any(line.name.startswith(name) for n in body for line in code[heads[n] : ends[n]])
     }
     inner = [body for head, body in wanted.items() if not any(other < body for other in wanted.values())]
-    return [[line for n in sorted(body) for line in code[heads[n] : ends[n]]] for body in inner]
+    return [[code[heads[n] : ends[n]] for n in sorted(body)] for body in inner]

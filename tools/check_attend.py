@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,14 @@ def time_kernel(kernel: str, tokens: int, gate: bool) -> tuple[float, float, Any
     with torch.cuda.graph(graph):
         for launch in launches:
             launch()
+    hot, cool = hot_and_cool(graph)
+    return hot, cool, output, used
+
+
+def hot_and_cool(graph: Any) -> tuple[float, float]:
+    """Median ms of a graph's replays, back to back and with a pause before each."""
+    import torch
+
     times: dict[bool, list[float]] = {False: [], True: []}
     for cool in (True, False):
         for i in range(40 if cool else 200):
@@ -111,7 +120,7 @@ def time_kernel(kernel: str, tokens: int, gate: bool) -> tuple[float, float, Any
                 end.synchronize()
                 times[cool].append(begin.elapsed_time(end))
     hot, cool_ms = (sorted(times[cool])[len(times[cool]) // 2] for cool in (False, True))
-    return hot, cool_ms, output, used
+    return hot, cool_ms
 
 
 def times() -> None:
@@ -132,6 +141,32 @@ def times() -> None:
         print(f"{kernel}: {found[kernel][3]}")
 
 
+def time_calls() -> None:
+    """Print the times of whole calls, in a CUDA graph, by which kernel of attend they take."""
+    import torch
+
+    from still_kernels.hybrid_attention import launch
+    from still_kernels.hybrid_attention.work import WORK
+    from still_kernels.tile import changed
+
+    print("\nprefill of a layer, ms   " + "".join(f"{k + ' hot':>14}{k + ' cool':>14}" for k in KERNELS))
+    for context in (8192, 32768, 65536):
+        layer = WORK.layer(WORK.sizes, "q_head", context)
+        work = WORK.work(layer, WORK.kinds(context, (1,))[0], torch.bfloat16, "cuda")
+        table = launch.device_table(layer, torch.device("cuda"), False)
+        line = f"{context:6}                   "
+        for setting in ({}, {"attend_programs": 0}):
+            state, output, own = work.state(), torch.empty_like(work.output), changed(table, "attend", setting)
+            run = partial(work.launch, state, output, own)
+            run()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                run()
+            line += "".join(f"{ms:14.3f}" for ms in hot_and_cool(graph))
+        print(line, flush=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--jobs", type=int, default=6, help="processes at a time")
@@ -144,6 +179,7 @@ def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if options.time_now:
         times()
+        time_calls()
         return 0
     failed = 0
     if not options.no_cases:

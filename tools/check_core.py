@@ -129,7 +129,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         if options.pack or archive is None:
             arch = 90 if options.pack else launcher.arch_of(torch.device("cuda"))
-            aot.write_archive(Path(folder) / "aot", [arch], "HybridAttention", map(variant_of, CASES.values()))
+            aot.write_archive(
+                Path(folder) / "aot", [arch], "HybridAttention", map(variant_of, CASES.values()), len(CASES)
+            )
             archive = pack_archive([Path(folder) / "aot"], archive or Path(folder) / "kernels.bin")
             if options.pack:
                 return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,9 @@ from tests.tolerances import NARROW_NORM, REFERENCE
 
 pytest.importorskip("triton")
 
-from still_kernels.hybrid_attention import gluon_attend
+from still_kernels import launcher, tile
+from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs, gluon_attend, launch
+from still_kernels.packing import Packing
 
 SCRIPT = Path(__file__).with_name("attend_cases.py")
 
@@ -69,7 +73,7 @@ def test_gluon_in_threads(name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "instead", "why"),
     [
-        ("_clear(v_buffer.index(entry % SLOTS), known - slot_0, D)", "pass", "wrong"),
+        ("_clear(v_buffer.index(entry % SLOTS), known - block * BN, D)", "pass", "wrong"),
         ("(o_slot < seen)[None, :]", "(o_slot < seen + 1)[None, :]", "wrong|error"),
         ("m_new = (o_position >= length) & (o_position < end)", "m_new = o_position >= length", "wrong|outside"),
         ("mbarrier.arrive(v_empty.index(slot), count=1)\n\n            # Linear", "# Linear", "waits for"),
@@ -108,6 +112,65 @@ def test_the_cases_in_the_interpreter() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     for errors in json.loads(done.stdout).values():
         check(errors, torch.float32)
+
+
+def test_what_no_descriptor_can_be_made_of_takes_the_other_kernel() -> None:
+    aligned = torch.zeros(64, dtype=torch.bfloat16)
+    packing = Packing(torch.zeros(2), torch.zeros(1), 8)
+    assert launch.can_be_described((aligned, None, aligned[8:]), packing)
+    assert not launch.can_be_described((aligned, aligned[1:]), None)
+    assert not launch.can_be_described((aligned,), dataclasses.replace(packing, page_bytes=torch.tensor([64])))
+
+
+LAYERS: dict[str, dict[str, Any]] = {
+    "Llama": {"num_heads": 32, "num_kv_heads": 8},
+    "float16, 64, group": {"num_heads": 6, "num_kv_heads": 2, "head_dim": 64, "select_scope": "kv_group_max"},
+    "factor, no gate": {"num_heads": 4, "num_kv_heads": 2, "window_factor": (0.5, 1.0, 2.0, 0.1), "gate": "none"},
+    "released": {"num_heads": 3, "num_kv_heads": 1, "head_dim": 64, "profile": "released"},
+    "packed": {"num_heads": 4, "num_kv_heads": 1, "salient_per_chunk": 7},
+}
+CALLS = ((700, [700, 333]), (64, [0, 64]), (2, [2, 1]), (1500, [129, 1500]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LAYERS)
+def test_calls_agree_whichever_kernel_they_take(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attend writes no state: states are the same bits, outputs differ by the order of sums; calls take the kernel of sm_90."""
+    dtype = torch.float16 if "float16" in name else torch.bfloat16
+    base = {"head_dim": 128, "chunk_size": 64, "capacity_tokens": 4096}
+    config = HybridAttentionConfig(**{**base, **LAYERS[name]})
+    torch.manual_seed(0)
+    table = tile.changed(launch.device_table(config, torch.device("cuda"), False), "attend", {"attend_programs": 0})
+    launched: list[str] = []
+    start = launcher.Launcher.start
+    monkeypatch.setattr(
+        launcher.Launcher, "start", lambda self, kernel, run: (launched.append(kernel), start(self, kernel, run))[1]
+    )
+    shape = (config.num_heads, config.projection_dim, config.head_dim)
+    weights = [(torch.randn(shape, device="cuda") * config.head_dim**-0.5).to(dtype) for _ in "qk"]
+    states = [HybridAttentionState.empty(config, 2, dtype, "cuda") for _ in range(2)]
+    for tokens, counts in CALLS:
+        packed = name == "packed"
+        lead = (sum(counts),) if packed else (2, tokens)
+        heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads, config.num_heads)
+        query, key, value, gate = (torch.randn(*lead, n, config.head_dim, device="cuda").to(dtype) for n in heads)
+        new = torch.tensor(counts, device="cuda")
+        given = Inputs(
+            query, key, value, gate.sigmoid() if config.gate == "channel" else None, *weights, None if packed else new
+        )
+        start_of = torch.cat([new.new_zeros(1), new.cumsum(0)])
+        packing = Packing(start_of, torch.tensor([1, 0], device="cuda"), tokens) if packed else None
+        outputs = []
+        for state, own in zip(states, (None, table), strict=True):
+            launched.clear()
+            outputs.append(torch.full_like(query, float("nan")))
+            launch.launch_hybrid_attention(given, config, state, outputs[-1], packing, own)
+            assert ("attend_tma" in launched, "attend" in launched) == (own is None, own is not None)
+            state.length.add_(new.flip(0) if packed else new)
+        got, wanted = (x.double() for x in outputs)
+        assert got.isfinite().all() and ((got - wanted).norm() / wanted.norm()).item() < 2 * NARROW_NORM
+        for what, tensor in states[0].tensors().items():
+            assert torch.equal(tensor, states[1].tensors()[what]), what
 
 
 @pytest.mark.gpu

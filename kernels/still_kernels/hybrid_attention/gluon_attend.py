@@ -3,7 +3,7 @@ TMA and two groups of four warps that multiply.
 
 A program stays for several tiles, one after the other: 128 queries of one head, 64 for each consumer, which is one chunk. Keys and values
 come in blocks of 128 through a ring of slots that both consumers share: the window of the first consumer, that of the second, then the
-salient cache, blocks that some query does not see in full first. Who has no use for a block waits for it and gives it back all the same.
+salient cache. Who has no use for a block waits for it and gives it back all the same.
 
 A window that reaches into the state's ring or beyond the row's tokens is not copied by TMA: its consumer writes it into the empty slot, and
 zeros where there is nothing, for a weight of 0 times what memory happens to hold need not be 0. Triton's interpreter cannot run Gluon.
@@ -93,7 +93,7 @@ def _tile(
     Returns:
         i_batch, i_head; row, start, length as of `row_of`; end of the row's tokens; first position of the tile; c0, the chunk that the
         segment begins with; limit of the positions that the segment writes; whether a query is in the tile; blocks of the cache that
-        one of them sees at least in part, and those, the first ones, that all see in full.
+        one of them sees at least in part.
     """
     programs = gl.num_programs(0)
     i_program = gl.program_id(0)
@@ -114,8 +114,7 @@ def _tile(
     live = (count > 0) & (first < end)
     last_chunk = (gl.minimum(first + 2 * BM, end) - 1) // C
     blocks = (gl.minimum(gl.maximum(last_chunk - 1, 0) * K, N) + BN - 1) // BN
-    whole = gl.minimum(gl.maximum(first // C - 1, 0) * K, N) // BN
-    return i_batch, i_head, row, start, length, end, first, c0, limit, live, blocks, whole
+    return i_batch, i_head, row, start, length, end, first, c0, limit, live, blocks
 
 
 @gluon.jit
@@ -173,7 +172,7 @@ def _produce(
     entry = 0
     number = 0  # of the tile among those with queries
     for turn in range(_turns(total)):
-        i_batch, i_head, row, start, length, end, first, c0, _limit, live, blocks, whole = _tile(
+        i_batch, i_head, row, start, length, end, first, c0, _limit, live, blocks = _tile(
             turn, p_new_tokens, p_past_length, p_query_start, p_state_row, T, H, K, N, first_tile, n_tiles, C, RAGGED
         )
         if live:
@@ -192,8 +191,7 @@ def _produce(
                 _send(d_value, token + c * BM - C, column, v_buffer, v_full, v_empty, entry, inside, SLOTS)
                 entry += 1
             cache = ((row * HS + i_head // (H // HS)) * N).to(gl.int32)
-            for j in range(blocks):
-                block = gl.where(j < blocks - whole, blocks - 1 - j, j - (blocks - whole))
+            for block in range(blocks):
                 _send(d_salient_key, cache + block * BN, 0, k_buffer, k_full, k_empty, entry, True, SLOTS)
                 _send(d_salient_value, cache + block * BN, 0, v_buffer, v_full, v_empty, entry, True, SLOTS)
                 entry += 1
@@ -269,12 +267,11 @@ def _absorb(
     seen,
     scale2,
     GROUP: gl.constexpr,
-    MASK: gl.constexpr,
     SLOTS: gl.constexpr,
     dots: gl.constexpr,
     sums: gl.constexpr,
 ):
-    """Block `entry` of keys into the running softmax, the values of block `before` behind it; the first `seen` keys where MASK.
+    """The first `seen` keys of block `entry` into the running softmax, the values of block `before` behind it.
 
     b_p are the weights of block `before`, b_acc is without them; returned are those of `entry`. They are carried, not the dot
     products: accumulators carried around a loop make ptxas wait after each product (C7511).
@@ -295,7 +292,7 @@ def _absorb(
     _give_turn(GROUP, entry)
     b_dot = warpgroup_mma_wait(1, deps=[b_dot])
     mbarrier.arrive(k_empty.index(k_slot), count=1)
-    if MASK:
+    if seen < BN:
         o_slot = gl.arange(0, BN, layout=gl.SliceLayout(0, dots))
         b_dot = gl.where((o_slot < seen)[None, :], b_dot, float("-inf"))
     b_new = gl.maximum(b_max, gl.max(b_dot, 1))
@@ -381,7 +378,7 @@ def _consume(
     if GROUP == 1:
         _give_turn(GROUP, turns)
     for turn in range(turns):
-        i_batch, i_head, row, start, length, end, first, c0, limit, live, blocks, whole = _tile(
+        i_batch, i_head, row, start, length, end, first, c0, limit, live, blocks = _tile(
             turn, p_new_tokens, p_past_length, p_query_start, p_state_row, T, H, K, N, first_tile, n_tiles, C, RAGGED
         )
         first += GROUP * BM
@@ -391,6 +388,7 @@ def _consume(
         if live:
             chunk = first // C
             slots = gl.maximum(chunk - 1, 0) * K
+            seen = gl.minimum(slots, N)
             known = gl.minimum(gl.maximum((end - 1) // C - 1, 0) * K, N)  # slots that were ever written
             i_tile = (i_batch * n_tiles + chunk - c0) * H + i_head
             m_linear = m_query & (chunk >= 2)
@@ -438,26 +436,18 @@ def _consume(
             tma.store_wait(pendings=0)
             mbarrier.arrive(end_empty.index(GROUP), count=1, pred=number > 0)
 
-            # Salient cache: blocks that some query does not see in full, then the others.
+            # Salient cache. One loop: weights carried from one to another would be taken apart and packed again each time.
             before = own
             entry += 2
-            for j in range(blocks - whole):
-                slot_0 = (blocks - 1 - j) * BN
+            for block in range(blocks):
                 b_acc, b_max, b_sum, b_p = _absorb(
                     entry, before, b_acc, b_max, b_sum, b_p, query, k_buffer, v_buffer, k_full, k_empty, v_full, v_empty,
-                    gl.minimum(slots, N) - slot_0, scale2, GROUP, True, SLOTS, dots, sums,
+                    seen - block * BN, scale2, GROUP, SLOTS, dots, sums,
                 )  # fmt: skip
-                if slot_0 + BN > known:
+                if block * BN + BN > known:
                     mbarrier.wait(v_full.index(entry % SLOTS), (entry // SLOTS) & 1)
-                    _clear(v_buffer.index(entry % SLOTS), known - slot_0, D)
+                    _clear(v_buffer.index(entry % SLOTS), known - block * BN, D)
                     fence_async_shared()
-                before = entry
-                entry += 1
-            for _ in range(whole):
-                b_acc, b_max, b_sum, b_p = _absorb(
-                    entry, before, b_acc, b_max, b_sum, b_p, query, k_buffer, v_buffer, k_full, k_empty, v_full, v_empty,
-                    0, scale2, GROUP, False, SLOTS, dots, sums,
-                )  # fmt: skip
                 before = entry
                 entry += 1
             mbarrier.arrive(q_empty.index(GROUP), count=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -40,13 +41,19 @@ FUNCTIONS = {
 }
 
 
-def device_table(config: HybridAttentionConfig, device: torch.device, wide: bool, paged: bool = False) -> TileTable:
+def device_table(config: HybridAttentionConfig, device: torch.device, wide: bool, described: bool = True) -> TileTable:
     """Block sizes for a device; the interpreter on the CPU, which cannot run Gluon, uses those of sm_90.
 
-    paged: States lie in pages, of which descriptors know nothing.
+    described: Descriptors can be made of the call's tensors.
     """
     table = tile_table(launcher.arch_of(device), config.head_dim, config.chunk_size, config.projection_dim, wide)
-    return changed(table, "attend", {"attend_programs": 0}) if paged or device.type == "cpu" else table
+    return table if described and device.type != "cpu" else changed(table, "attend", {"attend_programs": 0})
+
+
+def can_be_described(tensors: Iterable[Tensor | None], packing: Packing | None) -> bool:
+    """Whether the addresses are what descriptors need, and states do not lie in an engine's pages."""
+    paged = packing is not None and packing.page_bytes is not None
+    return not paged and all(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors)
 
 
 def call_of(
@@ -92,11 +99,11 @@ def _prepare(
 
 @lru_cache(1024)
 def _prepared(
-    config: HybridAttentionConfig, device: torch.device, dtype: torch.dtype, factor: bool, paged: bool, *call: Any
+    config: HybridAttentionConfig, device: torch.device, dtype: torch.dtype, factor: bool, described: bool, *call: Any
 ) -> launcher.Prepared:
     """The same with the block sizes of the device; kept, for a layer is called once per token."""
     variant = launcher.variant_of(config, device, dtype, factor, call[-1] is not None)
-    table = device_table(config, device, dtype == torch.float32, paged)
+    table = device_table(config, device, dtype == torch.float32, described)
     return _prepare(config, dtype, table, variant, factor, *call)
 
 
@@ -121,8 +128,9 @@ def launch_hybrid_attention(
     batch, tokens, packed = size_of_call(query, packing, state.length.shape[0])
     call = (batch, tokens, state.slots, inputs.feature_q_weight.shape[0], packed)
     if table is None:
-        paged = packing is not None and packing.page_bytes is not None
-        prepared = _prepared(config, query.device, query.dtype, factor is not None, paged, *call)
+        copied = (query, inputs.key, inputs.value, inputs.gate, output, state.salient_key, state.salient_value)
+        described = tokens > 1 and can_be_described(copied, packing)
+        prepared = _prepared(config, query.device, query.dtype, factor is not None, described, *call)
     else:
         prepared = _prepare(config, query.dtype, table, None, factor is not None, *call)
     tensors = {
