@@ -17,11 +17,16 @@ from types import ModuleType
 
 CONFIGURATIONS = "transformers.models.auto.configuration_auto"
 MODELS = "transformers.models.auto.modeling_auto"
+BASE = "transformers.modeling_utils"
+"""What models are made of. Where it is what loads the configurations, nothing can be registered before its own end."""
 REGISTERS = "still_export.models"
 
 
 class _AfterLoading(Loader):
     """Loads a module as `loader` does, then registers."""
+
+    within_base = late = False
+    """Whether BASE is loading, and whether registering waits for its end."""
 
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
@@ -30,9 +35,14 @@ class _AfterLoading(Loader):
         return self.loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
+        name = module.__name__
+        _AfterLoading.within_base |= name == BASE
         self.loader.exec_module(module)
+        _AfterLoading.within_base &= name != BASE
         # The module of models loads that of configurations: while it does, its own end is awaited.
-        if module.__name__ == MODELS or MODELS not in sys.modules:
+        if _AfterLoading.within_base:
+            _AfterLoading.late = True
+        elif _AfterLoading.late if name == BASE else name == MODELS or MODELS not in sys.modules:
             _register()
 
 
@@ -40,7 +50,7 @@ class _Finder(MetaPathFinder):
     """Finds the modules of the Auto classes, once each, where the other finders do."""
 
     def __init__(self) -> None:
-        self.awaited = {CONFIGURATIONS, MODELS}
+        self.awaited = {CONFIGURATIONS, MODELS, BASE}
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -2,15 +2,17 @@
 """Show the TensorRT numbers of docs/notebook/tensorrt.md again, on a GPU machine that reaches no registry and has little time.
 
   python tools/prove_trt.py prepare OUT --model MODEL --include TENSORRT/include     # with PyTorch, no GPU
-  python tools/prove_trt.py verified PLACE --deadline 300                            # with the GPU; the first three may run side by side
+  python tools/prove_trt.py demo PLACE --deadline 400                                # with the GPU; all but large may run side by side
+  python tools/prove_trt.py verified PLACE --deadline 300
   python tools/prove_trt.py one_row PLACE --deadline 300
   python tools/prove_trt.py small PLACE --deadline 300
   python tools/prove_trt.py large PLACE --deadline 500                               # alone
 
-`prepare` writes OUT/more00, more01, ...: folders of at most 40 MB that hold packages of MODEL for batches of four and for single rows with
-PyTorch's answers, and packages of SmolLM2-135M's and Llama-3.1-8B's geometry without weights. PLACE on the GPU machine holds TensorRT with
-Python (env.sh with trt-python) and what `cat more*/more.tar.* | tar x` gives. Every step has a time limit and a log; the table is written
-after each step to $OUT and printed last, so that what was measured comes back even when a later step fails.
+`prepare` writes OUT/more00, more01, ...: folders of at most 40 MB that hold packages of MODEL for batches of four and for single rows and
+of the demo (mixed SmolLM2, 300 MB; `--demo` is a GGUF file of its base) with PyTorch's answers, and packages of SmolLM2-135M's and
+Llama-3.1-8B's geometry without weights. PLACE on the GPU machine holds TensorRT with Python (env.sh with trt-python) and what
+`cat more*/more.tar.* | tar x` gives. Every step has a time limit and a log; the table is written after each step to $OUT and printed
+last, so that what was measured comes back even when a later step fails.
 """
 
 from __future__ import annotations
@@ -57,6 +59,14 @@ GEOMETRIES: dict[str, dict[str, int | bool]] = {
 """Of SmolLM2-135M, and of Llama-3.1-8B with fewer layers and a smaller vocabulary."""
 
 EXPORTS = {
+    "demo": [
+        "--overlay",
+        str(ROOT / "assets/smollm2-135m-instruct-mixed"),
+        "--capacity-tokens",
+        "8448",
+        "--batch",
+        "1",
+    ],
     "verified": ["--capacity-tokens", "4096", "--batch", "4", "--prefill-tokens", "512"],
     "one_row": ["--capacity-tokens", "4096", "--batch", "1", "--prefill-tokens", "512"],
     "small": ["--capacity-tokens", "8448", "--batch", "1"],
@@ -72,7 +82,8 @@ def prepare(options: argparse.Namespace) -> int:
     content.mkdir(parents=True)
     for name in options.only.split(","):
         model = _blank_model(work / f"{name}.model", name) if name in GEOMETRIES else options.model
-        command = ["still-export", model, "--to", "trt", "--attach-untrained", "--arch", options.arch, *EXPORTS[name]]
+        model, untrained = (options.demo, []) if name == "demo" else (model, ["--attach-untrained"])
+        command = ["still-export", model, "--to", "trt", *untrained, "--arch", options.arch, *EXPORTS[name]]
         command += ["--tensorrt-include", options.include, "-o", content / name, "--quiet"]
         subprocess.run([str(c) for c in command], check=True)
         if name not in GEOMETRIES:
@@ -83,7 +94,7 @@ def prepare(options: argparse.Namespace) -> int:
             (content / name / "model.onnx.data").unlink()
             shutil.rmtree(model)
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-compile", "--only-binary=:all:", "--target"]
-    subprocess.run([*install, str(content / "site"), "typer", "rich"], check=True)
+    subprocess.run([*install, str(content / "site"), "typer", "rich", "pydantic"], check=True)
     for old in options.out.glob("more*"):
         shutil.rmtree(old)
     archive = work / "more.tar.gz"
@@ -200,6 +211,14 @@ def proof(session: Session) -> None:
     rates = re.findall(r"Pass Rate: [\d.]+%", output or "")
     session.note("polygraphy", rates[-1] if rates else "see polygraphy.log")
     _runners(session, package)
+
+
+def demo(session: Session) -> None:
+    """The model that has the quality: proof, and speed by context."""
+    proof(session)
+    package = session.place / session.name
+    output = session.step("bench", f"still bench {package} --runtime trt --lengths 1024,4096,8000 --json --quiet", 120)
+    session.note("demo: speed", " ".join((output or "see bench.log").split())[-900:])
 
 
 def small(session: Session) -> None:
@@ -328,11 +347,12 @@ def main() -> int:
     verbs = parser.add_subparsers(dest="verb", required=True)
     verb = verbs.add_parser("prepare")
     verb.add_argument("out", type=Path)
-    verb.add_argument("--model", required=True, help="model folder that is verified")
+    verb.add_argument("--model", help="model folder that is verified")
+    verb.add_argument("--demo", help="GGUF file of the demo's base")
     verb.add_argument("--include", required=True, help="folder of TensorRT 8.6's NvInfer.h")
     verb.add_argument("--arch", default="sm_90")
     verb.add_argument("--only", default=",".join(EXPORTS))
-    steps = {"verified": proof, "one_row": proof, "small": small, "large": large}
+    steps = {"demo": demo, "verified": proof, "one_row": proof, "small": small, "large": large}
     for name in steps:
         verb = verbs.add_parser(name)
         verb.add_argument("place", type=Path)

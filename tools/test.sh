@@ -11,11 +11,18 @@ esac
 . "$(dirname "$0")/env.sh" dev
 ruff check .
 ruff format --check .
-mypy
 # ONNX Runtime's C headers are in no wheel; without them the native kernel's tests are skipped.
 if [ -z "${STILL_ONNXRUNTIME_INCLUDE:-}" ] && headers=$(python tools/get_ort_headers.py build/onnxruntime-include); then
     export STILL_ONNXRUNTIME_INCLUDE=$headers
 fi
+# Types are checked beside the tests, and said after them.
+types=$(mktemp)
+mypy > "$types" 2>&1 &
+trap 'kill %1 2> /dev/null || true; rm -f "$types"' EXIT
 # Two processes of one thread each: the tests are many small calls. By file, in the order of tests/conftest.py: tests of one file share
 # what one of them computed.
-OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 40 --durations-min 2 ${kind[@]+"${kind[@]}"} "$@"
+status=0
+OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 40 --durations-min 2 ${kind[@]+"${kind[@]}"} "$@" || status=$?
+wait %1 || status=$?
+cat "$types"
+exit $status

@@ -34,7 +34,7 @@ def bench(
     ] = None,
     lengths: Annotated[str | None, typer.Option(help="Context lengths.", show_default="1024,4096,8000")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Decode steps per length.")] = 24,
-    threads: Annotated[int, typer.Option(min=0, help="0 = ONNX Runtime's choice.")] = 0,
+    threads: Annotated[int, typer.Option(min=0, help="0 = OMP_NUM_THREADS, or the runtime's choice.")] = 0,
     batch: Annotated[int, typer.Option(min=1, help="Rows at once.")] = 1,
     runtime: Annotated[str | None, typer.Option(help="ort, trt or torch.", show_default="the package's target")] = None,
     provider: Annotated[str, typer.Option(help="Of ONNX Runtime: cpu or cuda.")] = "cpu",

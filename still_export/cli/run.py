@@ -56,7 +56,7 @@ def run(
         Path | None, typer.Option(help="Read the prompt, write the state into this file, answer nothing.")
     ] = None,
     load_state: Annotated[Path | None, typer.Option(help="Go on from a state that --save-state wrote.")] = None,
-    threads: Annotated[int, typer.Option(min=0, help="0 = ONNX Runtime's choice.")] = 0,
+    threads: Annotated[int, typer.Option(min=0, help="0 = OMP_NUM_THREADS, or the runtime's choice.")] = 0,
     provider: Annotated[str, typer.Option(help="Of ONNX Runtime: cpu or cuda.")] = "cpu",
     runtime: Annotated[str | None, typer.Option(help="ort, trt or torch.", show_default="the package's target")] = None,
     plugin: Annotated[Path | None, typer.Option(help="trt: plugin library in the place of the package's.")] = None,

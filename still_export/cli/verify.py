@@ -97,7 +97,6 @@ def verify(
     from still_export.package.folder import open_package
     from still_export.package.staging import staged_files
     from still_export.package.trust import trust_package
-    from still_export.proof.quantized import price_of
     from still_export.proof.recorded import RecordedCases, record_cases
     from still_export.proof.sessions import Target
     from still_export.proof.verify import DECODE_STEPS, Verifier, check_dtype
@@ -154,6 +153,8 @@ def verify(
     content = found.to_dict()
     price = None
     if quantized and calls is None:
+        from still_export.proof.quantized import price_of
+
         price = price_of(_options(opened, model, "float32"), package, opened.manifest, text)
         content["price"] = price.to_dict()
     with staged_files(folder) as work:

@@ -107,7 +107,10 @@ def weight_files(folder: Path) -> list[Path]:
     pickles = sorted(p for p in folder.iterdir() if p.suffix in PICKLE_SUFFIXES)
     if pickles:
         raise refuse_pickle(pickles[0])
-    raise CheckpointError(f"{folder} has a config.json but no weights (*.safetensors). The download is incomplete.")
+    raise CheckpointError(
+        f"{folder} has no weights: neither model.safetensors, adapter_model.safetensors nor another *.safetensors. "
+        "The download is incomplete; fetch it again."
+    )
 
 
 def refuse_pickle(path: Path) -> CheckpointError:

@@ -168,12 +168,13 @@ def convert_lolcats(tensors: Weights, still: StillConfig | None, layers: int) ->
     )
 
 
-def merge_lora(tensors: Weights, adapter: Mapping[str, Any] | None) -> dict[str, Weight]:
+def merge_lora(tensors: Weights, adapter: Mapping[str, Any] | None, source: str) -> dict[str, Weight]:
     """Add every pair of LoRA tensors to the weight that it adapts, when that is read.
 
     Args:
         tensors: Names as of `plain_names`.
         adapter: adapter_config.json with `lora_alpha` and `r`; None where the checkpoint has none.
+        source: The files of the tensors, for messages.
 
     Raises:
         CheckpointError: A pair is incomplete, fits no weight, or its scale is unknown.
@@ -185,19 +186,21 @@ def merge_lora(tensors: Weights, adapter: Mapping[str, Any] | None) -> dict[str,
         if match := _LORA.fullmatch(name):
             pairs.setdefault(match[1], {})[match[2]] = tensor
         elif "lora_" in name:
-            raise UnsupportedModelError(f"{name} is no plain LoRA tensor; merge the adapter with PEFT first.")
+            raise UnsupportedModelError(f"{source}: {name} is no plain LoRA tensor; merge the adapter with PEFT first.")
         else:
             result[name] = tensor
     if not pairs:
         return result
     if adapter is None or not adapter.get("lora_alpha") or not adapter.get("r"):
         raise CheckpointError(
-            f"the checkpoint has LoRA tensors ({next(iter(pairs))}) but no adapter_config.json with lora_alpha and r beside them, so "
+            f"{source} has LoRA tensors ({next(iter(pairs))}) but no adapter_config.json with lora_alpha and r beside them, so "
             "their scale is unknown. Put the file there (LoLCATs trains with lora_alpha 16, r 8)."
         )
     for option in ("use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out"):
         if adapter.get(option):
-            raise UnsupportedModelError(f"adapter_config.json sets {option}; merge the adapter with PEFT first.")
+            raise UnsupportedModelError(
+                f"{source}: adapter_config.json sets {option}; merge the adapter with PEFT first."
+            )
     rank = float(adapter["r"])
     scale = float(adapter["lora_alpha"]) / (rank**0.5 if adapter.get("use_rslora") else rank)
     for module, pair in pairs.items():
@@ -214,18 +217,18 @@ def merge_lora(tensors: Weights, adapter: Mapping[str, Any] | None) -> dict[str,
                 else f"lacks lora_{'A' if 'A' not in pair else 'B'}"
             )
             raise CheckpointError(
-                f"the LoRA pair of {module} {what}. The adapter belongs to another model or is incomplete."
+                f"{source}: the LoRA pair of {module} {what}. The adapter belongs to another model or is incomplete."
             )
         weight = result[target]
         if pair["A"].dim() != 2 or pair["B"].dim() != 2 or pair["A"].shape[0] != pair["B"].shape[1]:
             raise CheckpointError(
-                f"the LoRA pair of {module} has the shapes {list(pair['A'].shape)} and {list(pair['B'].shape)}, which do not fit each "
-                "other. The adapter is damaged; fetch it again."
+                f"{source}: the LoRA pair of {module} has the shapes {list(pair['A'].shape)} and {list(pair['B'].shape)}, which do not "
+                "fit each other. The adapter is damaged; fetch it again."
             )
         given = [pair["B"].shape[0], pair["A"].shape[1]]
         if given != list(weight.shape):
             raise CheckpointError(
-                f"the LoRA pair of {module} gives {given}, the weight is {list(weight.shape)}. "
+                f"{source}: the LoRA pair of {module} gives {given}, the weight is {list(weight.shape)}. "
                 "The adapter belongs to another model."
             )
         before = (weight.adapted if isinstance(weight, Deferred) else None) or Adapted(weight, ())

@@ -45,6 +45,7 @@ class _Checkpoint:
     adapter: dict[str, Any] | None = None
     generation: dict[str, Any] = field(default_factory=dict)
     still: StillConfig | None = None
+    configured: Path | None = None  # the file that `still` is from
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def open_source(
     found = _read(resolve_source(source, revision), wanted)
     for overlay in overlays:
         _overlay(found, resolve_source(overlay, None), next(iter(found.tensors.values())).dtype)
-    found.tensors = convert.merge_lora(convert.plain_names(found.tensors), found.adapter)
+    found.tensors = convert.merge_lora(convert.plain_names(found.tensors), found.adapter, str(source))
     fresh = False
     released = found.model_type == "still" or convert.is_released(found.tensors)
     if attach_untrained and (released or found.model_type.startswith("still_") or convert.is_lolcats(found.tensors)):
@@ -161,7 +162,10 @@ def open_source(
     still = replace(still, **deployment or {})
     family = family_of(found.model_type)
     config = still_family_config(family, found.config, still)
-    weights = complete_weights(family, config, found.tensors, fresh)
+    try:
+        weights = complete_weights(family, config, found.tensors, fresh)
+    except ConfigError as error:  # fields that each are good and do not fit each other
+        raise ConfigError(f"{found.configured or f'config.json of {source}'}: {error}") from error
     try:
         generation = GenerationConfig.from_dict(found.generation or _generation_of(config))
         generation.validate()
@@ -293,9 +297,10 @@ def _overlay(found: _Checkpoint, path: Path, dtype: torch.dtype) -> None:
         found.adapter = read_checked(adapter, Adapter)
         if isinstance(found.adapter.get("still_config"), dict):
             found.still = StillConfig.from_dict(found.adapter["still_config"], f"{adapter}: still_config")
+            found.configured = adapter
     found.tensors.update(added)
     if any("lora_" in name for name in added):
-        found.tensors = convert.merge_lora(found.tensors, found.adapter)
+        found.tensors = convert.merge_lora(found.tensors, found.adapter, ", ".join(map(str, files)))
         found.adapter = None
 
 

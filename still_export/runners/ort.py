@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import sys
 from collections.abc import Iterator
@@ -47,6 +48,12 @@ NO_GRAPH = -1
 
 MOST_THREADS = 1024
 """More than any machine has for one session; ONNX Runtime ends the process where it cannot start as many as asked for."""
+
+
+def default_threads() -> int:
+    """OMP_NUM_THREADS, which other runtimes take too; 0, ONNX Runtime's choice, where it is not set or no number."""
+    first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return min(int(first), MOST_THREADS) if first.isdecimal() else 0
 
 
 def native_library(folder: Path, manifest: dict[str, Any], provider: str = "cpu") -> Path | None:
@@ -195,7 +202,7 @@ class OrtModel(Runner):
 
     Args:
         folder: The package.
-        threads: Intra-op threads, 0 = ONNX Runtime's choice.
+        threads: Intra-op threads, 0 = OMP_NUM_THREADS, where that is not set ONNX Runtime's choice.
         provider: "cpu" or "cuda".
         profile: Write ONNX Runtime's profile beside the working directory.
         check: Compare the weights with their hashes, beside loading them.
@@ -222,7 +229,7 @@ class OrtModel(Runner):
         weights = weight_files(self.folder, self.manifest)
         self.device = "cuda" if provider == "cuda" else "cpu"
         options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = threads
+        options.intra_op_num_threads = threads or default_threads()
         options.enable_profiling = profile
         options.log_severity_level = 4  # what is wrong comes as an exception, in one line
         if self.device == "cuda" and CUDA not in onnxruntime.get_available_providers():
@@ -448,7 +455,9 @@ def main() -> int:
     """Program of run_ort.py."""
 
     def add_options(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--threads", type=int, default=0, help="0 = ONNX Runtime's choice (default)")
+        parser.add_argument(
+            "--threads", type=int, default=0, help="0 = OMP_NUM_THREADS, or ONNX Runtime's choice (default)"
+        )
         parser.add_argument("--provider", choices=("cpu", "cuda"), default="cpu")
         parser.add_argument("--no-check", action="store_true", help="do not compare the weights with their hashes")
 

@@ -141,6 +141,19 @@ class Inputs:
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(self.model / name, self.base / name)
 
+    def refused_anyway(self, arguments: list[str], work: Path, ended: forks.Ended) -> bool:
+        """Whether the undamaged input is refused with the same words: `build` of a package for onnx, say."""
+        good = {"package": self.package, "model": self.model, "adapter": self.linearized / "adapter"}
+
+        def undamaged(text: str) -> str:
+            for name, folder in good.items():
+                text = text.replace(str(work / name), str(folder))
+            return text
+
+        same = forks.run([undamaged(argument) for argument in arguments])
+        shutil.rmtree(work / "out", ignore_errors=True)
+        return same.kind == "refused" and same.said == undamaged(ended.said)
+
     def _must(self, arguments: list[str]) -> None:
         ended = forks.run(arguments, 600)
         if ended.code != 0:
@@ -213,12 +226,13 @@ def attack(folder: Path, model: Path, seed: int, first: int, count: int, log: Pa
         ended = forks.run(arguments)
         found[ended.kind] += 1
         verbs[arguments[0]] += 1
-        # A file that is missing or of another model may be known by its folder only.
-        unnamed += ended.kind == "refused" and name not in ended.said and name.split(".")[0] not in ended.said
+        if ended.kind == "refused" and name not in ended.said and not inputs.refused_anyway(arguments, work, ended):
+            unnamed += 1
+            print(f"{number}: does not name the file: {what}, {arguments[0]}: {ended.said[:300]}", flush=True)
         if lines:
             lines.write(
                 json.dumps(
-                    [number, ended.kind, what, arguments[0], ended.code, round(ended.seconds, 2), ended.said[-300:]]
+                    [number, ended.kind, what, arguments[0], ended.code, round(ended.seconds, 2), ended.said[:300]]
                 )
                 + "\n"
             )

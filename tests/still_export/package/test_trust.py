@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import onnx
 import pytest
 
+from still_export.cli.main import main
 from still_export.errors import PackageError
 from still_export.package.external import external_files
 from still_export.package.files import check_name
@@ -64,15 +67,34 @@ def native(library: str) -> dict[str, str]:
 
 
 def everything(folder: Path) -> list[subprocess.CompletedProcess[str]]:
-    """The package through the command line and through its own runner."""
-    verb = [sys.executable, "-m", "still_export.cli.main"]
-    commands = [
-        [*verb, "run", str(folder), *PROMPT],
-        [*verb, "verify", str(folder), "--lengths", "3", "--decode-steps", "2", "-q"],
-        [*verb, "inspect", str(folder)],
-        [sys.executable, str(folder / "run_ort.py"), *PROMPT],
+    """The package through the command line, in this process, which has loaded torch, and through its own runner."""
+    verbs = [
+        ["run", str(folder), *PROMPT],
+        ["verify", str(folder), "--lengths", "3", "--decode-steps", "2", "-q"],
+        ["inspect", str(folder)],
     ]
-    return [subprocess.run(command, capture_output=True, text=True) for command in commands]
+    runner = [sys.executable, str(folder / "run_ort.py"), *PROMPT]
+    return [*map(said, verbs), subprocess.run(runner, capture_output=True, text=True)]
+
+
+def said(words: list[str]) -> subprocess.CompletedProcess[str]:
+    """A command of still-export, its exit code and what it wrote to stderr, native code's part too."""
+    code: Any = 0
+    with tempfile.TemporaryFile() as file, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", io.StringIO())
+        patch.setattr(sys, "stderr", os.fdopen(os.dup(file.fileno()), "w"))
+        kept = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            main(words)
+        except SystemExit as end:
+            code = end.code or 0
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, 2)
+            os.close(kept)
+        file.seek(0)
+        return subprocess.CompletedProcess(words, code, stderr=file.read().decode())
 
 
 def listed(manifest: dict[str, Any], name: str, library: Path) -> None:
