@@ -24,6 +24,7 @@ def load(
     plugin: Path | None = None,
     trust_native: bool = False,
     check: bool = True,
+    adapter: str | Path | None = None,
 ) -> LanguageModel:
     """The model of an exported package, ready to answer.
 
@@ -40,9 +41,10 @@ def load(
         plugin: TensorRT's plugin library in the place of the package's.
         trust_native: Load native code of the package that this machine did not build, and remember it.
         check: Compare the weights with their hashes while they are loaded.
+        adapter: Folder of a LoRA adapter to add, where the package was exported with --adapters; `use_adapter` takes another.
 
     Raises:
-        ConfigError: The runtime or provider is not one of the package's.
+        ConfigError: The runtime or provider is not one of the package's, or it has no place for the adapter.
         RunError: The package does not run here.
     """
     from still_export.package.folder import open_package
@@ -54,7 +56,10 @@ def load(
     if trust_native:
         trust_package(folder)
     chosen = runtime_of(manifest["target"], runtime)
-    return LanguageModel(open_runner(folder, manifest, chosen, provider, threads, plugin, check))
+    model = LanguageModel(open_runner(folder, manifest, chosen, provider, threads, plugin, check))
+    if adapter is not None:
+        model.use_adapter(adapter)
+    return model
 
 
 class LanguageModel:
@@ -77,6 +82,26 @@ class LanguageModel:
         self._last: Answer | None = None
         self._text: Text | None = None
         runner.start()
+
+    def use_adapter(self, adapter: str | Path | None) -> None:
+        """Add a LoRA adapter to the package's weights in the place of the one before, or (None) none; what was read is forgotten.
+
+        Args:
+            adapter: PEFT's folder.
+
+        Raises:
+            ConfigError: The package was exported without --adapters, or has no place for what is adapted.
+            CheckpointError: The adapter is damaged, or of another model.
+            RunError: The runtime takes none.
+        """
+        if adapter is None:
+            self.runner.use_adapter({}, "")
+        else:
+            from still_export.models.run_adapter import adapter_digest, adapter_inputs
+
+            inputs = adapter_inputs(Path(adapter), self.runner.manifest)
+            self.runner.use_adapter(inputs, adapter_digest(inputs))
+        self.restore(None)
 
     @property
     def text(self) -> Text:

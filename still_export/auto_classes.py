@@ -1,7 +1,8 @@
 """Transformers' Auto classes know STILL models once this package was imported, and importing it stays cheap.
 
-Registering needs transformers and torch, which take seconds; it happens when the module of an Auto class is loaded, or at once where
-that was before. Standard library only.
+Registering needs transformers and torch, which take seconds; it happens when the modules of the Auto classes were loaded, or at once where
+that was before. Modules of transformers import each other in circles, so nothing can be registered before the outermost of those that are
+being loaded has ended. Standard library only.
 """
 
 from __future__ import annotations
@@ -15,18 +16,16 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 
-CONFIGURATIONS = "transformers.models.auto.configuration_auto"
-MODELS = "transformers.models.auto.modeling_auto"
-BASE = "transformers.modeling_utils"
-"""What models are made of. Where it is what loads the configurations, nothing can be registered before its own end."""
+PACKAGE = "transformers"
+AUTO = {"transformers.models.auto.configuration_auto", "transformers.models.auto.modeling_auto"}
 REGISTERS = "still_export.models"
 
 
-class _AfterLoading(Loader):
-    """Loads a module as `loader` does, then registers."""
+class _Counted(Loader):
+    """Loads a module as `loader` does, and registers after the outermost where one of the Auto classes' modules was among them."""
 
-    within_base = late = False
-    """Whether BASE is loading, and whether registering waits for its end."""
+    depth = 0
+    """Modules of transformers that have begun to load and have not ended."""
 
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
@@ -35,33 +34,40 @@ class _AfterLoading(Loader):
         return self.loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        name = module.__name__
-        _AfterLoading.within_base |= name == BASE
-        self.loader.exec_module(module)
-        _AfterLoading.within_base &= name != BASE
-        # The module of models loads that of configurations: while it does, its own end is awaited.
-        if _AfterLoading.within_base:
-            _AfterLoading.late = True
-        elif _AfterLoading.late if name == BASE else name == MODELS or MODELS not in sys.modules:
-            _register()
+        module.__loader__ = self.loader  # sources and resources are asked of it
+        if module.__spec__ is not None:
+            module.__spec__.loader = self.loader
+        _Counted.depth += 1
+        try:
+            self.loader.exec_module(module)
+        finally:
+            _Counted.depth -= 1
+        if not _Counted.depth and AUTO & sys.modules.keys():
+            register_when_needed()
 
 
 class _Finder(MetaPathFinder):
-    """Finds the modules of the Auto classes, once each, where the other finders do."""
+    """Finds the modules of transformers where the other finders do."""
 
     def __init__(self) -> None:
-        self.awaited = {CONFIGURATIONS, MODELS, BASE}
+        self.asked: set[str] = set()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in self.awaited:
+        if fullname.split(".")[0] != PACKAGE or fullname in self.asked:
             return None
-        self.awaited.remove(fullname)  # so that the next line does not come back here
-        spec = find_spec(fullname)
+        self.asked.add(fullname)  # so that the next line does not come back here
+        try:
+            spec = find_spec(fullname)
+        finally:
+            self.asked.remove(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = _AfterLoading(spec.loader)
+            spec.loader = _Counted(spec.loader)
         return spec
+
+
+_FINDER = _Finder()
 
 
 def _register() -> None:
@@ -74,7 +80,9 @@ def _register() -> None:
 
 def register_when_needed() -> None:
     """Register STILL's families as soon as transformers' Auto classes are there."""
-    if MODELS in sys.modules:
+    if AUTO & sys.modules.keys():
+        if _FINDER in sys.meta_path:
+            sys.meta_path.remove(_FINDER)
         _register()
-    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    elif _FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, _FINDER)

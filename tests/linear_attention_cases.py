@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -149,3 +149,30 @@ def without_gates(inputs: Inputs, rule: str) -> Inputs:
         decay=inputs.decay if rule in GATED else None,
         beta=inputs.beta if rule in DELTA else None,
     )
+
+
+def wrong_forms(
+    call: Inputs, state: Tensor, form: Callable[[Inputs, Tensor], tuple[Tensor, Tensor]]
+) -> dict[str, Tensor]:
+    """What faults make of a call by a form of the op: the controls of the design, by name."""
+    assert call.decay is not None and call.beta is not None
+
+    def of(inputs: Inputs, past: Tensor = state) -> Tensor:
+        return form(inputs, past)[0]
+
+    heads, groups = call.value.shape[2], call.query.shape[2]
+    tiled = call.query.repeat(1, 1, heads // groups, 1, 1)
+    late = torch.cat((torch.zeros_like(call.decay[:, :1]), call.decay[:, :-1]), dim=1)  # of the token before
+    return {
+        "state zeroed": of(call, torch.zeros_like(state)),
+        "state transposed": of(call, state.transpose(2, 3).contiguous()),
+        "heads tiled": of(replace(call, query=tiled)),
+        "decay not exponentiated": of(replace(call, decay=(-call.decay).clamp_min(1e-6).log())),
+        "decay after the update": of(replace(call, decay=late)),
+        "beta 1": of(replace(call, beta=torch.ones_like(call.beta))),
+        "gated": of(without_gates(call, "gated")),
+        "keys not of unit length": of(replace(call, key=1.5 * call.key)),
+        "scale 1": of(replace(call, scale=1.0)),
+        "state in bfloat16": of(call, state.bfloat16().float()),
+        "delta": of(without_gates(call, "delta")),
+    }

@@ -76,7 +76,7 @@ OWN = (
     "still_export/cli/",
 )
 REGISTRATIONS = {
-    "kernels/still_kernels/op_kernels.py": {"HybridAttention", "Attention", "hybrid_attention"},
+    "kernels/still_kernels/op_kernels.py": {*OPS, "hybrid_attention", "linear_attention", "causal_conv"},
     "still_export/proof/excuses.py": {"HybridAttention", "hybrid_attention"},
 }
 """One line an op, and what stands in it."""

@@ -30,7 +30,8 @@ def tensor(spec: TensorSpec, prefix: str = "") -> str:
     dims = ", ".join(f'"{d}"' for d in spec.shape)
     return (
         f'    {{"{prefix}{spec.name}", {{{dims}}}, {TYPES[spec.dtype]}, {boolean(spec.role == "weight")}, '
-        f"{boolean(spec.role == 'state')}, {boolean(spec.optional)}}},"
+        f"{boolean(spec.role == 'state')}, {boolean(spec.optional)}"
+        + (", true}," if getattr(spec, "narrow", False) else "},")
     )
 
 

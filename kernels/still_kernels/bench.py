@@ -13,7 +13,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -102,14 +102,18 @@ def time_step(work: Work) -> float:
     return median_s(graph.replay, 30) / len(states)
 
 
-def measure(op: OpWork, layer: Any, name: str, kind: Kind, context: int, dtype: torch.dtype, device: str) -> Row:
-    """Check and time one kind of call."""
-    work = op.work(layer, kind, dtype, device)
-    error = error_of(work)
-    time_s = None
-    if error <= CHECK_LIMIT[dtype]:
-        time_s = time_step(work) if kind.tokens == 1 else time_call(work)
-    return Row(f"{kind.name} {name}".rstrip(), context, kind.batch, work.size_bytes, work.flop, error, time_s)
+def measure(op: OpWork, layer: Any, name: str, kind: Kind, context: int, dtype: torch.dtype, device: str) -> list[Row]:
+    """Check and time one kind of call, and what other libraries have for it."""
+    own = op.work(layer, kind, dtype, device)
+    works = {f"{kind.name} {name}".rstrip(): own} | {peer: replace(own, run=run) for peer, run in own.peers.items()}
+    rows = []
+    for title, work in works.items():
+        error = error_of(work)
+        time_s = None
+        if error <= CHECK_LIMIT[dtype]:
+            time_s = time_step(work) if kind.tokens == 1 else time_call(work)
+        rows.append(Row(title, context, kind.batch, work.size_bytes, work.flop, error, time_s))
+    return rows
 
 
 def bench_peers(context: int, heads: int, dim: int, dtype: torch.dtype) -> list[Row]:
@@ -206,7 +210,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in layers:
             layer = op.layer(op.sizes, name, context)
             kinds = op.kinds(context, options.batch)
-            rows += [measure(op, layer, name, kind, context, dtype, "cuda") for kind in kinds]
+            for kind in kinds:
+                rows += measure(op, layer, name, kind, context, dtype, "cuda")
             torch.cuda.empty_cache()
     print(table(rows, ceilings))
     if options.json:

@@ -143,6 +143,8 @@ class OpKernels:
 _PLACES = {
     "HybridAttention": "still_kernels.hybrid_attention.variants",
     "Attention": "still_kernels.attention.variants",
+    "LinearAttention": "still_kernels.linear_attention.variants",
+    "CausalConv": "still_kernels.causal_conv.variants",
 }
 """Where the `KERNELS` of each op are."""
 

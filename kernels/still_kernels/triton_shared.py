@@ -15,6 +15,8 @@ def row_of(
 ):  # fmt: skip
     """Where one sequence lies: (state row, index of its first packed token, length before the call, new tokens).
 
+    p_past_length: None for ops that need no length, which is 0 then.
+
     Lengths and counts are clamped: a TensorRT builder times kernels on garbage, which must stay within its buffers. Lengths are those of
     the states' rows; where these lie in pages, of the call's rows.
     """
@@ -27,8 +29,11 @@ def row_of(
         given = tl.load(p_new_tokens + i_batch).to(tl.int64)
         count = tl.minimum(tl.maximum(given, 0), T).to(tl.int32)
         row = i_batch.to(tl.int64)
-    past = tl.load(p_past_length + (row if p_page_bytes is None else i_batch)).to(tl.int64)
-    length = tl.minimum(tl.maximum(past, 0), 1 << 30).to(tl.int32)
+    if p_past_length is None:
+        length = count * 0
+    else:
+        past = tl.load(p_past_length + (row if p_page_bytes is None else i_batch)).to(tl.int64)
+        length = tl.minimum(tl.maximum(past, 0), 1 << 30).to(tl.int32)
     return row, start, length, count
 
 

@@ -39,6 +39,7 @@ class Work:
     run: Output by the kernels, which write the state in place, as the model calls them.
     launch: The same with given block sizes, into an output [B, T, H, D].
     output: A tensor like the output.
+    peers: Output by kernels of other libraries, by their name; `bench` checks and times them beside ours.
     """
 
     size_bytes: float
@@ -48,6 +49,7 @@ class Work:
     run: Callable[[Any], Tensor]
     launch: Callable[[Any, Tensor, TileTable], None]
     output: Tensor
+    peers: Mapping[str, Callable[[Any], Tensor]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

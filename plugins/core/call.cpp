@@ -45,11 +45,11 @@ std::string expected_shape(TensorSpec const& spec, std::map<std::string, int64_t
     return "[" + text + "]";
 }
 
-Type concrete(ElementType type, Call const& call)
+Type concrete(TensorSpec const& spec, Call const& call)
 {
-    switch (type)
+    switch (spec.type)
     {
-    case ElementType::kActivation: return call.activation;
+    case ElementType::kActivation: return spec.narrow ? call.kept : call.activation;
     case ElementType::kFloat32: return Type::kFloat32;
     case ElementType::kInteger: return call.count;
     }
@@ -149,7 +149,9 @@ void Call::bind(std::vector<Tensor> const& given)
                     fail(spec->name, ": ", input.name, ": expected int32 or int64, got ", type_name(tensor.type), ".");
                 count = tensor.type;
             }
-            if (Type const expected = concrete(input.type, *this); tensor.type != expected)
+            if (input.narrow && kept == Type::kNone) // the first decides for all
+                kept = activation == Type::kFloat32 && tensor.type == Type::kFloat16 ? Type::kFloat16 : activation;
+            if (Type const expected = concrete(input, *this); tensor.type != expected)
                 fail(spec->name, ": ", input.name, ": expected ", type_name(expected), ", got ", type_name(tensor.type), ".");
             bind_shape(input, tensor);
             tensors[input.name] = tensor;
@@ -166,7 +168,7 @@ void Call::bind(std::vector<Tensor> const& given)
     for (TensorSpec const* output : *outputs)
     {
         Tensor tensor;
-        tensor.type = concrete(output->type, *this);
+        tensor.type = concrete(*output, *this);
         tensor.rank = static_cast<int32_t>(output->shape.size());
         for (int axis = 0; axis < tensor.rank; ++axis)
             tensor.dims[axis] = size(output->shape[static_cast<size_t>(axis)]);

@@ -4,6 +4,7 @@
 #include "plan.h"
 
 #include <algorithm>
+#include <string>
 
 namespace still
 {
@@ -105,6 +106,19 @@ Op::Op(OpSpec const& spec, std::map<std::string, AttributeValue> const& attribut
     }
 }
 
+namespace
+{
+
+// Kernels of plans read states in the activations' type.
+void demand_alike(Call const& call)
+{
+    if (call.kept != Type::kNone && call.kept != call.activation)
+        call.refuse(std::string("states are ") + type_name(call.kept) + ", activations " + type_name(call.activation)
+                    + "; kernels of the GPU have them alike. Export without --cache.");
+}
+
+} // namespace
+
 Call Op::bind(std::vector<Tensor> const& inputs) const
 {
     Call call;
@@ -131,6 +145,7 @@ std::vector<Tensor> Op::infer(std::vector<Tensor> const& inputs) const
 size_t Op::workspace_bytes(std::vector<Tensor> const& largest) const
 {
     Call const call = bind(largest);
+    demand_alike(call);
     Plan const& plan = plan_of(*mSpec);
     plan.check(call);
     size_t bytes = 0;
@@ -160,6 +175,7 @@ void Op::preload(Type activation) const
 Launches Op::launches(std::vector<Tensor> const& inputs) const
 {
     Call const call = bind(inputs);
+    demand_alike(call);
     Plan const& plan = plan_of(*mSpec);
     plan.check(call);
     Variant const& variant = Archive::get().find(mSpec->name, mSpec->version, current_architecture(), plan.key(call));

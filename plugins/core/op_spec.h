@@ -19,6 +19,7 @@ struct TensorSpec
     bool weight; // a dimension of 1 stands for all heads
     bool state;
     bool optional;
+    bool narrow = false; // a state that may be float16 beside float32 activations, where the kernel reads it so
 };
 
 struct AttributeSpec

@@ -43,6 +43,7 @@ extern "C" int LLVMFuzzerTestOneInput(uint8_t const* data, size_t size)
     l.heads = l.kv_heads * static_cast<int>(input.one_in(8) ? input.between(1, 140) : input.between(1, 4));
     l.dim = static_cast<int>(input.between(1, 36));
     l.half = input.one_in(2);
+    l.kept_half = !l.half && input.one_in(2);
     int const batch = static_cast<int>(input.between(1, 3));
     int64_t const tokens = input.one_in(2) ? 1 : input.between(1, 150);
     std::vector<int64_t> past, brought;
@@ -60,8 +61,8 @@ extern "C" int LLVMFuzzerTestOneInput(uint8_t const* data, size_t size)
     auto const key = tensor(batch * tokens * l.kv_heads * l.dim, l.half, seed + 1, wild);
     auto const value = tensor(batch * tokens * l.kv_heads * l.dim, l.half, seed + 2, wild);
     auto const output = tensor(batch * tokens * l.heads * l.dim, l.half, seed + 3, true);
-    auto const key_cache = tensor(batch * l.kv_heads * l.rows * l.dim, l.half, seed + 4, wild);
-    auto const value_cache = tensor(batch * l.kv_heads * l.rows * l.dim, l.half, seed + 5, wild);
+    auto const key_cache = tensor(batch * l.kv_heads * l.rows * l.dim, l.half || l.kept_half, seed + 4, wild);
+    auto const value_cache = tensor(batch * l.kv_heads * l.rows * l.dim, l.half || l.kept_half, seed + 5, wild);
     softmax::Tensors const x{query.get(), key.get(), value.get(), output.get(), key_cache.get(), value_cache.get(), tokens};
     std::unique_ptr<char[]> const scratch(new char[softmax::scratch_size(l, batch, past.data(), brought.data())]);
     Host const host{nullptr, [](void*, void (*task)(void*, size_t), size_t total, void* argument)

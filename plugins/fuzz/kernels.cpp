@@ -64,7 +64,8 @@ extern "C" int LLVMFuzzerTestOneInput(uint8_t const* data, size_t size)
     l.features = l.rows * (l.map == FeatureMap::kNormPreserved || l.map == FeatureMap::kSoftmaxBothSigns ? 2 : 1);
     l.weight_heads = input.one_in(2) ? 1 : l.heads;
     l.half = input.one_in(2);
-    int const batch = static_cast<int>(input.between(1, 3)), element = l.element_size();
+    l.kept_half = !l.half && input.one_in(2);
+    int const batch = static_cast<int>(input.between(1, 3)), element = l.element_size(), kept = l.kept_size();
     int64_t const tokens = input.one_in(2) ? 1 : input.between(1, 3 * l.chunk + 2);
     std::vector<int64_t> past, brought;
     int64_t needed = 0;
@@ -85,10 +86,10 @@ extern "C" int LLVMFuzzerTestOneInput(uint8_t const* data, size_t size)
     Blob const feature_q(int64_t{l.weight_heads} * l.rows * l.dim, element, seed + 4, wild);
     Blob const feature_k(int64_t{l.weight_heads} * l.rows * l.dim, element, seed + 5, wild), factor(l.heads, 4, seed + 6, wild);
     Blob const output(b * tokens * l.heads * l.dim, element, seed + 7, wild);
-    Blob const window_key(b * l.kv_heads * 2 * l.chunk * l.dim, element, seed + 8, wild);
-    Blob const window_value(b * l.kv_heads * 2 * l.chunk * l.dim, element, seed + 9, wild), window_score(b * l.heads * 2 * l.chunk, 4, seed + 10, wild);
-    Blob const salient_key(b * select_heads * l.slots * l.dim, element, seed + 11, wild);
-    Blob const salient_value(b * select_heads * l.slots * l.dim, element, seed + 12, wild), salient_score(b * select_heads * l.slots, 4, seed + 13, wild);
+    Blob const window_key(b * l.kv_heads * 2 * l.chunk * l.dim, kept, seed + 8, wild);
+    Blob const window_value(b * l.kv_heads * 2 * l.chunk * l.dim, kept, seed + 9, wild), window_score(b * l.heads * 2 * l.chunk, 4, seed + 10, wild);
+    Blob const salient_key(b * select_heads * l.slots * l.dim, kept, seed + 11, wild);
+    Blob const salient_value(b * select_heads * l.slots * l.dim, kept, seed + 12, wild), salient_score(b * select_heads * l.slots, 4, seed + 13, wild);
     Blob const kv_state(b * l.heads * l.features * l.dim, 4, seed + 14, wild), z_state(b * l.heads * l.features, 4, seed + 15, wild);
     Tensors x{};
     x.query = query.bytes.get(), x.key = key.bytes.get(), x.value = value.bytes.get();

@@ -1,5 +1,6 @@
 // The ops of the domain "still" as custom ops of ONNX Runtime: for the CPU in float32 and float16, and where the library holds kernels of
 // the GPU for the CUDA provider in float32, float16 and bfloat16.
+#include <algorithm>
 #include <deque>
 #include <memory>
 
@@ -22,14 +23,16 @@ ONNXTensorElementDataType element_of(Type type)
     }
 }
 
-// An op for one provider and one type of activations.
+// An op for one provider, one type of activations, and one of the states that may be narrower.
 struct Op : OrtCustomOp
 {
     still::OpSpec const& spec;
     Type activation;
+    Type kept;
     still_cpu::Entry const* entry; // null: for the CUDA provider
 
-    Op(still::OpSpec const& op_spec, Type type, still_cpu::Entry const* cpu) : OrtCustomOp{}, spec(op_spec), activation(type), entry(cpu)
+    Op(still::OpSpec const& op_spec, Type type, Type kept_type, still_cpu::Entry const* cpu)
+        : OrtCustomOp{}, spec(op_spec), activation(type), kept(kept_type), entry(cpu)
     {
         version = kApiVersion;
         GetName = [](OrtCustomOp const* op) { return self(op).spec.name.c_str(); };
@@ -68,7 +71,7 @@ struct Op : OrtCustomOp
         {
         case still::ElementType::kFloat32: return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
         case still::ElementType::kInteger: return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
-        default: return element_of(activation);
+        default: return element_of(tensor.narrow ? kept : activation);
         }
     }
 
@@ -106,13 +109,18 @@ Domain make_domain()
     check(g_api->CreateCustomOpDomain(still::op_specs().front().domain.c_str(), &made));
     Domain owner(made, g_api->ReleaseCustomOpDomain);
     for (still_cpu::Entry const& entry : still_cpu::entries())
+    {
+        still::OpSpec const& spec = still::op_spec(entry.op);
         for (Type const type : {Type::kFloat32, Type::kFloat16})
-            ops.emplace_back(still::op_spec(entry.op), type, &entry);
+            ops.emplace_back(spec, type, type, &entry);
+        if (std::any_of(spec.inputs.begin(), spec.inputs.end(), [](still::TensorSpec const& tensor) { return tensor.narrow; }))
+            ops.emplace_back(spec, Type::kFloat32, Type::kFloat16, &entry);
+    }
     // Every type where there are kernels at all: one that has none is then refused by name, and does not go to the CPU unseen.
     for (still::OpSpec const& spec : still::op_specs())
         if (still::Archive::get().plan(spec.name, spec.version))
             for (Type const type : {Type::kFloat32, Type::kFloat16, Type::kBFloat16})
-                ops.emplace_back(spec, type, nullptr);
+                ops.emplace_back(spec, type, type, nullptr);
     for (Op const& op : ops)
         check(g_api->CustomOpDomain_Add(made, &op));
     return owner;

@@ -71,19 +71,28 @@ def export(
     overflow: Annotated[
         str | None, typer.Option(help="Beyond it: error, fold_min_score or fold_oldest.", show_default="error")
     ] = None,
+    cache: Annotated[
+        str | None,
+        typer.Option(help="onnx, float32: keep keys and values in float16.", show_default="as the activations"),
+    ] = None,
     quantize: Annotated[
-        str | None, typer.Option(help="onnx: weights in int8 or int4, by a policy.", show_default="no")
+        str | None,
+        typer.Option(help="Weights in int8 or int4, by a policy; trt: TensorRT 10 and later.", show_default="no"),
     ] = None,
     quantize_method: Annotated[
         str | None, typer.Option(help="Who rounds to 4 bits: rtn, k_quant or hqq.", show_default="rtn")
     ] = None,
     quantize_block: Annotated[
-        int | None, typer.Option(help="Weights that share a scale: 16 to 256.", show_default="32")
+        int | None,
+        typer.Option(help="Weights that share a scale: 16 to 256; trt: 64 or 128.", show_default="32; trt: 64"),
     ] = None,
     lora: Annotated[
         str | None,
         typer.Option(help="With --quantize, LoRA pairs of an --overlay: apart or merged.", show_default="apart"),
     ] = None,
+    adapters: Annotated[
+        bool, typer.Option("--adapters", help="With --quantize: `run --adapter` may add a LoRA adapter.")
+    ] = False,
     native: Annotated[
         bool, typer.Option("--native", help="onnx: add native kernels for CPUs like this one (cmake, g++).")
     ] = False,
@@ -150,11 +159,13 @@ def export(
             "select_scope": select_scope,
             "capacity_tokens": capacity_tokens,
             "overflow": overflow,
+            "cache": cache,
         },
         "quantize": quantize,
         "quantize_method": quantize_method,
         "quantize_block": quantize_block,
         "lora": lora,
+        "adapters": adapters or None,
         "native": native or None,
         "onnxruntime_include": onnxruntime_include,
         "archs": tuple(arch.split(",")) if arch else None,

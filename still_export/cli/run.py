@@ -56,6 +56,10 @@ def run(
         Path | None, typer.Option(help="Read the prompt, write the state into this file, answer nothing.")
     ] = None,
     load_state: Annotated[Path | None, typer.Option(help="Go on from a state that --save-state wrote.")] = None,
+    adapter: Annotated[
+        Path | None,
+        typer.Option(help="LoRA adapter to add to the weights of a package that was exported with --adapters."),
+    ] = None,
     threads: Annotated[int, typer.Option(min=0, help="0 = OMP_NUM_THREADS, or the runtime's choice.")] = 0,
     provider: Annotated[str, typer.Option(help="Of ONNX Runtime: cpu or cuda.")] = "cpu",
     runtime: Annotated[str | None, typer.Option(help="ort, trt or torch.", show_default="the package's target")] = None,
@@ -99,6 +103,7 @@ def run(
             plugin=plugin,
             trust_native=trust_native,
             check=check,
+            adapter=adapter,
         )
         prefix = Snapshot.load(load_state) if load_state else None
         if not given:

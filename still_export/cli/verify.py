@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import shlex
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -18,6 +19,7 @@ from still_export.errors import ConfigError, ModelNotFoundError, PackageError
 
 if TYPE_CHECKING:
     from still_export.export.onnx_package import ExportOptions
+    from still_export.models.weights import Pair
     from still_export.package.folder import Package
     from still_export.proof.cases import CaseSource
     from still_export.proof.verify import Report
@@ -70,6 +72,9 @@ def verify(
     ] = None,
     provider: Annotated[str, typer.Option(help="Of ONNX Runtime: cpu or cuda.")] = "cpu",
     plugin: Annotated[Path | None, typer.Option(help="trt: plugin library in the place of the package's.")] = None,
+    adapter: Annotated[
+        Path | None, typer.Option(help="LoRA adapter to run a package with that was exported with --adapters.")
+    ] = None,
     record: Annotated[
         Path | None, typer.Option(help="Only write PyTorch's answers to this file, for a machine without PyTorch.")
     ] = None,
@@ -88,6 +93,7 @@ def verify(
     ours = {"--requests": requests, "--dtype": dtype, "--tensor-parallel-size": tensor_parallel_size}
     others = {"--model": model, "--lengths": lengths, "--decode-steps": decode_steps, "--plugin": plugin}
     others |= {"--record": record, "--calls": calls, "--text": text, "--report": report}
+    others["--adapter"] = adapter
     check_flags(runtime, *({name: x is not None for name, x in flags.items()} for flags in (ours, others)))
     if runtime == RUNTIME:
         ranks = tensor_parallel_size or 1
@@ -100,6 +106,7 @@ def verify(
     from still_export.proof.recorded import RecordedCases, record_cases
     from still_export.proof.sessions import Target
     from still_export.proof.verify import DECODE_STEPS, Verifier, check_dtype
+    from still_export.quantization.policy import rounds_activations
     from still_export.report import verify as looks
     from still_export.report.render import check_report, write_report
     from still_export.runners.cuda_driver import CudaError
@@ -112,6 +119,8 @@ def verify(
                 "--record compares nothing, so it has no --report; give that where the calls are compared."
             )
         check_report(report)
+    if adapter is not None and (record is not None or calls is not None):
+        raise ConfigError("--adapter is compared where PyTorch answers: give it without --record and --calls.")
     if record is not None and calls is not None:
         raise ConfigError("--record writes a file of answers and --calls reads one; give one of them.")
     try:
@@ -134,7 +143,13 @@ def verify(
         raise PackageError(f"{package} has no engine yet. Build it on this machine: still-export build {package}")
     folder = report_folder((output or package / "verify") if record is None else record.parent)
     steps = DECODE_STEPS[kind] if decode_steps is None else decode_steps
-    cases = _torch_cases(opened, model, wanted, steps, seed) if calls is None else RecordedCases(calls, opened)
+    pairs: Mapping[str, tuple[Pair, ...]] = {}
+    added: dict[str, Any] = {}
+    if adapter is not None:
+        from still_export.models.run_adapter import adapter_inputs, read_pairs
+
+        pairs, added = read_pairs(adapter, opened.manifest), adapter_inputs(adapter, opened.manifest)
+    cases = _torch_cases(opened, model, wanted, steps, seed, pairs) if calls is None else RecordedCases(calls, opened)
     if record is not None:
         with out.bar("recording", cases.count) as progress:
             record_cases(cases, opened, record, progress)
@@ -144,7 +159,7 @@ def verify(
             f"next: still-export verify {shlex.quote(str(package))} --calls {shlex.quote(str(record))}",
         )
         return
-    target = Target(opened, runtime, provider, plugin)
+    target = Target(opened, runtime, provider, plugin, added)
     try:
         with out.bar("verifying", cases.count) as progress:
             found = Verifier(opened, cases, target, steps).run(folder, progress)
@@ -165,8 +180,9 @@ def verify(
     if as_json:
         out.result(content)
     else:
-        own = "PyTorch's run with activations rounded to 8 bits" if quantized else "PyTorch's half precision run"
-        _print(found, folder, target.title, target.native, own)
+        rounded = rounds_activations(opened.manifest)
+        own = "PyTorch's run with activations rounded to 8 bits" if rounded else "PyTorch's half precision run"
+        _print(found, folder, target.title, target.native, own, repeatable=adapter is None)
         if price is not None:
             print(price)
         print("PASSED" if found.passed else "FAILED: the package does not compute what PyTorch computes")
@@ -183,23 +199,29 @@ def _check_lengths(lengths: tuple[int, ...], package: Package) -> None:
 
 
 def _torch_cases(
-    package: Package, model: str | None, lengths: tuple[int, ...] | None, steps: int, seed: int
+    package: Package,
+    model: str | None,
+    lengths: tuple[int, ...] | None,
+    steps: int,
+    seed: int,
+    pairs: Mapping[str, tuple[Pair, ...]],
 ) -> CaseSource:
-    """Cases answered by PyTorch in float32 with the package's weights. A package that computes in less, half precision or activations
-    of 8 bits, is held to it beside PyTorch's own run of that kind."""
+    """Cases answered by PyTorch in float32 with the package's weights, and an adapter's `pairs`. A package that computes in less, half
+    precision or activations of 8 bits, is held to it beside PyTorch's own run of that kind."""
     from still_export.proof.torch_cases import LENGTHS, TorchCases
+    from still_export.quantization.policy import rounds_activations
     from still_export.quantization.read import held_model, rounded_copy
 
-    dtype, quantized = package.manifest["model"]["dtype"], package.manifest.get("quantization") is not None
+    dtype, rounded = package.manifest["model"]["dtype"], rounds_activations(package.manifest)
     given = (package.path, package.manifest)
     try:
-        half = None if dtype == "float32" else held_model(_options(package, model, dtype), *given, rounded=quantized)
-        source = held_model(_options(package, model, "float32"), *given)
+        half = None if dtype == "float32" else held_model(_options(package, model, dtype), *given, rounded, pairs)
+        source = held_model(_options(package, model, "float32"), *given, pairs=pairs)
     except ModelNotFoundError as error:
         raise ModelNotFoundError(
             f"{error} The package was exported from it; if the model lies elsewhere now, name it with --model."
         ) from error
-    if quantized and half is None:
+    if rounded and half is None:
         half = rounded_copy(source, *given)
     return TorchCases(package.manifest, source, half, lengths or LENGTHS, steps, seed)
 
@@ -214,7 +236,8 @@ def _options(package: Package, model: str | None, dtype: str) -> ExportOptions:
     return replace(options, model=model or options.model, dtype=dtype)
 
 
-def _print(report: Report, folder: Path, runtime: str, native: bool, own_run: str) -> None:
+def _print(report: Report, folder: Path, runtime: str, native: bool, own_run: str, repeatable: bool) -> None:
+    """`repeatable`: by polygraphy's command, which can give no adapter."""
     console = Console(width=None if Console().is_terminal else 150)
     half = any(entry.own_mean_abs for entry in report.outputs)
     title = "errors of the logits, and of the worst state tensor" + (f"; own = {own_run}" if half else "")
@@ -261,6 +284,8 @@ def _print(report: Report, folder: Path, runtime: str, native: bool, own_run: st
         )
     print(f"top-1 agreement: {report.top1:.4f}{own_top1}; first diverging layer: {layer}")
     print(f"report with every output: {folder / 'report.json'}")
+    if not repeatable:
+        return
     print(
         "the same without still-export, as far as single calls show it:"
         if half

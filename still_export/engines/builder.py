@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from still_export.engines.builder_log import Progress, file_logger, progress_monitor
-from still_export.engines.options import TrtOptions
+from still_export.engines.options import QUANTIZED_MAJOR, TrtOptions
 from still_export.errors import StillExportError
 from still_export.package.folder import MODEL, Package
 from still_graphs.states import StateTable
@@ -83,6 +83,12 @@ class EngineBuilder:
     def build(self, plugin: Path | None) -> list[dict[str, Any]]:
         """Build, check and write the engine; its manifest entry."""
         module, target = self.module, self.trt.target
+        quantization = self.package.manifest.get("quantization")
+        if quantization and self.major < QUANTIZED_MAJOR:
+            raise BuildError(
+                f"the weights of {self.package.path} are {quantization['scheme']}, which TensorRT {module.__version__} does not read; "
+                f"build with TensorRT {QUANTIZED_MAJOR} or later, or export without --quantize."
+            )
         if target == "trt":
             from still_export.runners.cuda_driver import Driver
 

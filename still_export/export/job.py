@@ -13,7 +13,6 @@ from still_export.errors import ConfigError
 from still_export.export.onnx_package import ExportOptions, Progress, export_onnx
 from still_export.export.trt_package import export_trt
 from still_export.package.folder import Package
-from still_export.quantization.policy import demand_target
 
 TARGETS = ("onnx", "trt", "trt-rtx")
 ONNX_ONLY = ("native", "onnxruntime_include")
@@ -100,8 +99,16 @@ def plan_job(to: str | None, asked: Mapping[str, Any], manifest: dict[str, Any] 
     options = ExportOptions(**given) if manifest is None else replace(ExportOptions.from_manifest(manifest), **given)
     # The manifest is read from other working directories.
     options = replace(options, model=_absolute(options.model), overlays=tuple(map(_absolute, options.overlays)))
-    if options.quantize:
-        demand_target(target)
+    options.quantization(target)  # a refusal comes before anything is read
+    if cache := options.still.get("cache"):
+        if target != "onnx":
+            raise ConfigError(
+                f"--cache {cache} is for --to onnx, not for --to {target}; states there are as --dtype says."
+            )
+        if options.archs:
+            raise ConfigError(
+                f"--cache {cache} is for CPUs: kernels for {', '.join(options.archs)} keep states as --dtype says."
+            )
     if target == "onnx":
         return Job(options, onnxruntime_include=include)
     options = replace(options, native=False, archs=())  # a repeated export to ONNX may have it

@@ -44,13 +44,15 @@ def _schema(spec: OpSpec) -> Any:
 
     kinds = {int: defs.OpSchema.AttrType.INT, float: defs.OpSchema.AttrType.FLOAT, str: defs.OpSchema.AttrType.STRING}
     optional, single = defs.OpSchema.FormalParameterOption.Optional, defs.OpSchema.FormalParameterOption.Single
-    types = {"float32": "tensor(float)", "int64": "tensor(int64)"}
+    types = {"float32": "tensor(float)", "int64": "tensor(int64)", "kept": "S"}
+    floats = ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"]
+    narrow = [("S", floats, "states that may be narrower")] if any(s.narrow for s in spec.states) else []
     options = {t.name: t.optional for t in (*spec.inputs, *spec.outputs)}
-    dtypes = {t.name: t.dtype for t in (*spec.inputs, *spec.outputs)}
+    dtypes: dict[str, str] = {t.name: t.dtype for t in (*spec.inputs, *spec.outputs)}
     for state in spec.states:
         for side in ("past", "present"):
             options[f"{side}_{state.name}"] = state.optional
-            dtypes[f"{side}_{state.name}"] = state.dtype
+            dtypes[f"{side}_{state.name}"] = "kept" if state.narrow else state.dtype
 
     def parameter(name: str) -> Any:
         return defs.OpSchema.FormalParameter(
@@ -63,7 +65,7 @@ def _schema(spec: OpSpec) -> Any:
         spec.version,
         inputs=[parameter(n) for n in spec.input_names()],
         outputs=[parameter(n) for n in spec.output_names()],
-        type_constraints=[("T", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], "activations")],
+        type_constraints=[("T", floats, "activations"), *narrow],
         attributes=[defs.OpSchema.Attribute(a.name, kinds[type(a.default)], required=False) for a in spec.attributes],
     )
 

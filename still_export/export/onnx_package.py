@@ -15,7 +15,7 @@ from still_export.models.description import describe_model
 from still_export.package.bundle import write_programs
 from still_export.package.folder import MANIFEST, MODEL, Package, open_package, staged_folder, write_manifest
 from still_export.package.trust import trust
-from still_export.quantization.policy import DEFAULT_BLOCK_SIZE, DEFAULT_LORA, DEFAULT_METHOD, Quantization
+from still_export.quantization.policy import DEFAULT_LORA, DEFAULT_METHOD, Quantization
 from still_export.runners.ort import RECORDED, recorded_text
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ class ExportOptions:
         prefill_tokens: Tokens of one prefill call; None = PREFILL_TOKENS.
         quantize: Scheme of the weights' bits (quantization/policy.py); None: as `dtype` says.
         quantize_method, quantize_block, lora: With it: who rounds, how many weights share a scale, how LoRA pairs are kept.
+        adapters: Let products take a LoRA adapter while the package runs (`run --adapter`).
     """
 
     model: str
@@ -72,9 +73,11 @@ class ExportOptions:
     quantize_method: str | None = None
     quantize_block: int | None = None
     lora: str | None = None
+    adapters: bool = False
 
     def __post_init__(self) -> None:
-        self.quantization()
+        if self.quantize is None and (self.quantize_method or self.quantize_block or self.lora or self.adapters):
+            raise ConfigError("--quantize-method, --quantize-block, --lora and --adapters are for --quantize.")
         if self.prefill_tokens is not None and self.prefill_tokens < 1:
             raise ConfigError(f"prefill_tokens={self.prefill_tokens}; it must be at least 1.")
         if self.archs and not self.native:
@@ -85,22 +88,16 @@ class ExportOptions:
         trained = {name: value for name, value in self.still.items() if name not in DEPLOYMENT}
         return StillConfig.from_dict(trained) if trained else None
 
-    def quantization(self) -> Quantization | None:
-        """How weights are quantized, None: not.
+    def quantization(self, target: str) -> Quantization | None:
+        """How weights are quantized for `target`, None: not.
 
         Raises:
-            ConfigError: The scheme, method or block size is unknown, or given without a scheme.
+            ConfigError: The scheme, method or block size is unknown, or not one of the target.
         """
-        if self.quantize is not None:
-            return Quantization(
-                self.quantize,
-                self.quantize_method or DEFAULT_METHOD,
-                self.quantize_block or DEFAULT_BLOCK_SIZE,
-                self.lora or DEFAULT_LORA,
-            )
-        if self.quantize_method or self.quantize_block or self.lora:
-            raise ConfigError("--quantize-method, --quantize-block and --lora are for --quantize.")
-        return None
+        if self.quantize is None:
+            return None
+        method, lora = self.quantize_method or DEFAULT_METHOD, self.lora or DEFAULT_LORA
+        return Quantization(self.quantize, method, self.quantize_block or 0, lora, target, self.adapters)
 
     def deployment(self) -> dict[str, Any]:
         """What is asked of any model's STILL configuration."""
@@ -156,7 +153,7 @@ def export_onnx(
     command: str = "",
     progress: Progress | None = None,
     onnxruntime_include: Path | None = None,
-    fused: bool = True,
+    final: str = "onnx",
 ) -> Package:
     """Export a model to a package for ONNX Runtime.
 
@@ -167,7 +164,8 @@ def export_onnx(
         command: The command line, for the manifest.
         progress: Told each step.
         onnxruntime_include: Folder of ONNX Runtime's C headers for a native kernel; None looks in the usual places.
-        fused: Use ONNX Runtime's own ops where they are faster; without, standard ops that every target can be lowered from.
+        final: Target that the graph is lowered to afterwards. For "onnx" ONNX Runtime's own ops are used where they are faster; for
+            others it has standard ops, and weights as the target holds them.
 
     Returns:
         The package.
@@ -175,7 +173,7 @@ def export_onnx(
     Raises:
         StillExportError: The model cannot be read or exported, or the package cannot be written.
     """
-    say = progress or silent
+    say, asked = progress or silent, options.quantization(final)
     with staged_folder(target, force) as folder:
         say("copying the tokenizer")  # before the weights: its own work memory would come on top of them
         text = _write_text_files(options, folder)
@@ -190,9 +188,13 @@ def export_onnx(
                 f"--native computes {' and '.join(NATIVE_DTYPES)}, not {describe['model']['dtype']}. Export with --dtype float32, "
                 "without --native, or with --arch for GPUs."
             )
+        if (cache := model.config.still.cache) and describe["model"]["dtype"] != "float32":
+            raise ConfigError(
+                f"--cache {cache} is for --dtype float32; keys and values of a {describe['model']['dtype']} package have 16 bits."
+            )
         model.generation_config.save_pretrained(folder)
         say("tracing")
-        describe |= _write_model(model, source.weights, options, folder, say, describe, fused)
+        describe |= _write_model(model, source.weights, options, folder, say, describe, final == "onnx", asked)
         native = _write_native(options, folder, onnxruntime_include, say)
         write_programs(folder, ["ort"])
         say("hashing")
@@ -220,6 +222,7 @@ def _write_model(
     say: Progress,
     describe: dict[str, Any],
     fused: bool,
+    asked: Quantization | None,
 ) -> dict[str, Any]:
     """Write graph and weights; what the manifest says of their quantization, nothing without one."""
     import onnx
@@ -236,13 +239,11 @@ def _write_model(
     if fused:
         fuse_nodes(lowered)
     said: dict[str, Any] = {}
-    if asked := options.quantization():
+    if asked:
         from still_export.models.roles import weight_roles
         from still_export.quantization.graph import quantize_graph
-        from still_export.quantization.policy import account
 
-        roles = weight_roles(model)
-        said = {"quantization": account(asked, roles, quantize_graph(lowered, weights, roles, asked))}
+        said = {"quantization": quantize_graph(lowered, weights, weight_roles(model), asked)}
     path = folder / MODEL
     save_streaming(lowered, path, f"{MODEL}.data", lambda done, total: say("writing the weights", done, total))
     graph = onnx.load(path, load_external_data=False)

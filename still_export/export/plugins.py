@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -96,6 +97,24 @@ def find_tensorrt_headers(asked: tuple[str, ...] = ()) -> list[Path]:
         if not (Path(folder) / "NvInfer.h").is_file():
             raise PluginBuildError(f"{folder} has no NvInfer.h. Give the include folder of a TensorRT installation.")
     return [Path(p) for p in named] or [p for p in map(Path, USUAL_INCLUDES) if (p / "NvInfer.h").is_file()]
+
+
+def tensorrt_major(include: Path) -> int:
+    """Major version of the TensorRT whose headers lie in `include`.
+
+    Raises:
+        PluginBuildError: They do not say.
+    """
+    try:
+        text = (include / "NvInferVersion.h").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    found = re.search(r"^#define\s+(?:NV_TENSORRT_MAJOR|TRT_MAJOR_ENTERPRISE)\s+(\d+)", text, re.MULTILINE)
+    if found is None:
+        raise PluginBuildError(
+            f"{include / 'NvInferVersion.h'} does not say its version. Give the include folder of a TensorRT installation."
+        )
+    return int(found[1])
 
 
 def build_plugins(

@@ -10,10 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from still_export.engines.options import GENERATED, TrtOptions
+from still_export.engines.options import GENERATED, QUANTIZED_MAJOR, TrtOptions
 from still_export.errors import UnsupportedError
 from still_export.export.onnx_package import ExportOptions, Progress, export_onnx, silent
-from still_export.export.plugins import build_plugins, compile_archive, find_tensorrt_headers
+from still_export.export.plugins import build_plugins, compile_archive, find_tensorrt_headers, tensorrt_major
 from still_export.package.bundle import PROGRAMS, write_programs
 from still_export.package.folder import MANIFEST, MODEL, Package, open_package, staged_folder, write_manifest
 from still_export.package.trust import trust
@@ -49,11 +49,13 @@ def export_trt(
         StillExportError: The model cannot be exported, no kernel covers it, or the package cannot be written.
     """
     say = progress or silent
-    if trt.target == "trt":
-        find_tensorrt_headers(trt.tensorrt_include)  # a wrong folder is refused before minutes of work
+    if trt.target == "trt":  # what is wrong is refused before minutes of work
+        headers = find_tensorrt_headers(trt.tensorrt_include)
+        if options.quantize:
+            _demand_quantized(options.quantize, headers)
     with staged_folder(target, force) as folder:
         portable = folder / ".portable"
-        export_onnx(options, portable, command=command, progress=progress, fused=False)
+        export_onnx(options, portable, command=command, progress=progress, final=trt.target)
         say(f"lowering for {trt.target}")
         _fill(portable, folder, trt, say, os.replace, dump_dir)
         shutil.rmtree(portable)
@@ -61,6 +63,16 @@ def export_trt(
         manifest = json.loads((folder / MANIFEST).read_text())
         write_manifest(folder, {k: v for k, v in manifest.items() if k not in GENERATED})
     return open_package(target, check_hashes=False)
+
+
+def _demand_quantized(scheme: str, headers: list[Path]) -> None:
+    """Raise UnsupportedError where the plugin would be compiled for a TensorRT that reads no quantized weights."""
+    for include in headers:
+        if (major := tensorrt_major(include)) < QUANTIZED_MAJOR:
+            raise UnsupportedError(
+                f"--quantize {scheme} is for TensorRT {QUANTIZED_MAJOR} and later, and {include} has the headers of TensorRT {major}; "
+                "name those of a later one with --tensorrt-include, or leave out --quantize."
+            )
 
 
 def lower_package(source: Package, trt: TrtOptions, folder: Path, progress: Progress | None = None) -> Package:

@@ -46,7 +46,9 @@ def save_streaming(model: ir.Model, path: Path, location: str, progress: Bytes =
             if tensor.nbytes >= ALIGNED_BYTES:
                 file.write(bytes(-file.tell() % PAGE_BYTES))
             offset = file.tell()
-            file.write(np.ascontiguousarray(tensor.numpy()).view(np.uint8).data)
+            # Two numbers of 4 bits share a byte, which NumPy does not know.
+            packed = tensor.dtype.bitwidth < 8
+            file.write(tensor.tobytes() if packed else np.ascontiguousarray(tensor.numpy()).view(np.uint8).data)
             length = file.tell() - offset
             assert length == tensor.nbytes, f"{value.name} has {length} bytes, its shape says {tensor.nbytes}"
             value.const_value = written[value.name] = ir.ExternalTensor(

@@ -23,6 +23,8 @@ class ProjectedAttention(nn.Module):
         ("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight"), PROJECTION
     )
     """Of parameters that are no vectors, by name (mixers/roles.py)."""
+    cache: str | None = None
+    """Type that keys and values are kept in; None: their own."""
 
     def __init__(self, base: Any, head_dim: int) -> None:
         super().__init__()

@@ -110,13 +110,28 @@ class QuantizedRole(Record):
     weights: Whole
 
 
+class AdapterPlace(Record):
+    """A product that takes LoRA pairs while it runs: its weights and their outputs, side by side, and the inputs of them all."""
+
+    weights: Annotated[list[str], Field(min_length=1)]
+    inputs: Count
+    outputs: list[Count]
+
+    @model_validator(mode="after")
+    def _outputs_of_each(self) -> AdapterPlace:
+        if len(self.outputs) != len(self.weights):
+            raise ValueError(f"outputs has {len(self.outputs)} entries for {len(self.weights)} weights")
+        return self
+
+
 class Quantization(Record):
-    """Weights in blocks of few bits."""
+    """Weights in few bits; `block_size` null: a scale for each output."""
 
     scheme: Literal["int8", "int4"]
-    block_size: Annotated[int, Field(ge=16, le=256)]
+    block_size: Annotated[int, Field(ge=16, le=256)] | None
     lora: Literal["apart", "merged"]
     roles: dict[str, list[QuantizedRole]]
+    adapters: list[AdapterPlace] = Field(default_factory=list)
 
 
 class Engine(Record):

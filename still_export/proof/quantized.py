@@ -14,6 +14,7 @@ from torch import Tensor
 from still_export.errors import ConfigError
 from still_export.export.onnx_package import ExportOptions, find_source
 from still_export.models.load import load_tokenizer
+from still_export.quantization.policy import rounds_activations
 from still_export.quantization.read import held_model
 
 PRICE_TOKENS = 2048
@@ -25,13 +26,14 @@ RANDOM_TOKENS = 256
 class Price:
     """What quantization costs against the original in float32, teacher-forced: mean KL in nats, and bits a byte of a text or None.
 
-    `kl` and `bits_per_byte` are of the package's weights, `kl_rounded` of those with activations rounded to 8 bits.
+    `kl` and `bits_per_byte` are of the package's weights, `kl_rounded` of those with activations rounded to 8 bits, where its products
+    round them, else None.
     """
 
     text: str | None
     tokens: int
     kl: float
-    kl_rounded: float
+    kl_rounded: float | None
     bits_per_byte: float | None
     original_bits_per_byte: float | None
 
@@ -41,7 +43,9 @@ class Price:
 
     def __str__(self) -> str:
         where = f"{self.tokens:,} {'tokens of ' + self.text if self.text else 'random tokens'}"
-        line = f"price of the quantization on {where}: KL {self.kl:.4f} nats ({self.kl_rounded:.4f} with activations rounded to 8 bits)"
+        line = f"price of the quantization on {where}: KL {self.kl:.4f} nats"
+        if self.kl_rounded is not None:
+            line += f" ({self.kl_rounded:.4f} with activations rounded to 8 bits)"
         if self.bits_per_byte is None or self.original_bits_per_byte is None:
             return line
         change = 100 * (self.bits_per_byte / self.original_bits_per_byte - 1)
@@ -61,12 +65,19 @@ def price_of(options: ExportOptions, folder: Path, manifest: dict[str, Any], tex
     """
     tokens, size = _tokens(options, manifest, text)
     original = _log_probabilities(find_source(options).read(), tokens)
-    weights, rounded = (
-        _log_probabilities(held_model(options, folder, manifest, rounded), tokens) for rounded in (False, True)
+    weights = _log_probabilities(held_model(options, folder, manifest), tokens)
+    rounded = (
+        _log_probabilities(held_model(options, folder, manifest, rounded=True), tokens)
+        if rounds_activations(manifest)
+        else None
     )
     bits = [None if text is None else _bits(p, tokens) / size for p in (weights, original)]
     return Price(
-        None if text is None else str(text), tokens.shape[1], _kl(original, weights), _kl(original, rounded), *bits
+        None if text is None else str(text),
+        tokens.shape[1],
+        _kl(original, weights),
+        None if rounded is None else _kl(original, rounded),
+        *bits,
     )
 
 

@@ -111,12 +111,19 @@ class Target:
         runtime: "ort", "trt" or "torch".
         provider: Of ONNX Runtime.
         plugin: TensorRT's plugin library in the place of the package's.
+        adapter: What a LoRA adapter adds, as `Runner.use_adapter` takes it.
     """
 
     def __init__(
-        self, package: Package, runtime: str = "ort", provider: str = "cpu", plugin: Path | None = None
+        self,
+        package: Package,
+        runtime: str = "ort",
+        provider: str = "cpu",
+        plugin: Path | None = None,
+        adapter: Arrays | None = None,
     ) -> None:
         self.package, self.runtime, self.provider, self.plugin = package, runtime, provider, plugin
+        self.adapter = adapter or {}
         self.name = {"ort": "onnxrt"}.get(runtime, runtime)
         self.native = False
         """Whether the session that was opened last has the package's native kernel."""
@@ -135,6 +142,8 @@ class Target:
         manifest = self.package.manifest
         # The hashes were compared when the package was opened.
         model = open_runner(self.package.path, manifest, self.runtime, self.provider, plugin=self.plugin, check=False)
+        if self.adapter:
+            model.use_adapter(self.adapter, "adapter")
         self.native = getattr(model, "native", None) is not None
         yield Session(model)
 

@@ -11,6 +11,10 @@ from still_export.quantization.policy import HALF, Quantization
 EXACT = "exact"
 """The method of blocks that are taken over from the source as they are."""
 SOURCE_BLOCK = 32
+CODES = "codes"
+"""Suffix of a weight's codes [K, N] in the shape that DequantizeLinear reads."""
+LORA_A, LORA_B = "lora_a", "lora_b"
+"""Suffixes of the inputs that take an adapter's matrices [K, R] and [R, N] while a package runs."""
 ROWS = "rows"
 """Suffix of a weight's codes in the shape that GatherBlockQuantized reads."""
 TOGETHER = "|"
@@ -63,11 +67,15 @@ def form_of(weight: Weight, role: str, asked: Quantization) -> Form | None:
         # Rows have a form of 8 bits without offsets only.
         if (
             blocks
-            and asked.block_size == SOURCE_BLOCK
+            and asked.block_of(blocks.bits, weight.shape[1]) == SOURCE_BLOCK
             and blocks.bits <= bits
+            and (
+                blocks.bits < 8 or not asked.layout.standard
+            )  # TensorRT wants positive scales, which a file may not have
             and (role != EMBEDDING or blocks.bits == 8)
         ):
             return Form(blocks.bits, EXACT, base, False, blocks.offsets, blocks.half_scales, pairs)
         if base.bits in (5, 6):
             bits = 8
-    return Form(bits, asked.method if bits < 8 else "rtn", base, zero_points=bits < 8, pairs=pairs)
+    zero_points = bits < 8 and asked.layout.zero_points
+    return Form(bits, asked.method if bits < 8 else "rtn", base, zero_points=zero_points, pairs=pairs)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from still_export.errors import ConfigError, UnsupportedError
+from still_export.errors import ConfigError
 from still_export.mixers.roles import EMBEDDING, FEATURE_MAP, FEED_FORWARD, GATE, HEAD, NORM, PROJECTION
 
 SCHEMES = ("int8", "int4")
-TARGETS = ("onnx",)
-"""Targets that take a scheme."""
 METHODS = ("rtn", "k_quant", "hqq")
 HALF = 16
 """Bits of a weight in half precision, which is cast to the model's type when it is read."""
@@ -23,9 +21,35 @@ k_quant, whose search of an offset is undone by rounding it to a zero point; 6, 
 LORA = ("apart", "merged")
 DEFAULT_LORA = "apart"
 """The demo model, int4: mean KL 0.0000 nats on 2,048 tokens apart from the exact blocks of its Q4_1 base, 0.264 merged and rounded."""
-BLOCK_SIZES = (16, 32, 64, 128, 256)
-"""What MatMulNBits takes."""
-DEFAULT_BLOCK_SIZE = 32
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a target holds weights in few bits.
+
+    Args:
+        form: Its name for people.
+        block_sizes: How many weights along a product's inputs may share a scale; the first is the default.
+        standard: Weights are dequantized by a standard node before a product; else nodes of ONNX Runtime's own read them.
+        zero_points: Blocks of 4 bits have them; else the middle of their grid is 0.
+        blocks_of_eight: 8 bits have a scale for each block too; else one for each output.
+        rows: An embedding's rows can be read in 8 bits.
+    """
+
+    form: str
+    block_sizes: tuple[int, ...]
+    standard: bool = True
+    zero_points: bool = False
+    blocks_of_eight: bool = False
+    rows: bool = False
+
+
+LAYOUTS = {
+    "onnx": Layout("MatMulNBits", (32, 16, 64, 128, 256), False, True, True, True),
+    "trt": Layout("TensorRT's INT4", (64, 128)),
+    "trt-rtx": Layout("TensorRT-RTX's INT4", (32, 64, 128), blocks_of_eight=True),
+}
+"""By target."""
 
 
 @dataclass(frozen=True)
@@ -64,17 +88,22 @@ class Quantization:
     Args:
         scheme: Of SCHEMES.
         method: Who rounds weights of fewer than 8 bits (quantizers.py); 8 bits are rounded to nearest by every method.
-        block_size: Weights along the inputs of a product that share a scale and a zero point.
+        block_size: Weights along the inputs of a product that share a scale and a zero point; 0: the target's default, and with
+            8 bits those of an output where the target has no such blocks.
         lora: Of LORA: pairs of an adapter stay apart, as two thin products, or are merged into the weight, which is then rounded.
+        target: Of LAYOUTS.
+        adapters: Products take LoRA pairs while they run.
 
     Raises:
-        ConfigError: A value is unknown.
+        ConfigError: A value is unknown, or the target does not have it.
     """
 
     scheme: str
     method: str = DEFAULT_METHOD
-    block_size: int = DEFAULT_BLOCK_SIZE
+    block_size: int = 0
     lora: str = DEFAULT_LORA
+    target: str = "onnx"
+    adapters: bool = False
 
     def __post_init__(self) -> None:
         given = (
@@ -87,18 +116,48 @@ class Quantization:
                 near = difflib.get_close_matches(value, known, 1)
                 hint = f" Did you mean {near[0]}?" if near else ""
                 raise ConfigError(f"--{flag} {value} is unknown; known: {', '.join(known)}.{hint}")
-        if self.block_size not in BLOCK_SIZES:
+        if self.adapters and self.layout.standard:
             raise ConfigError(
-                f"--quantize-block {self.block_size}: MatMulNBits has {', '.join(map(str, BLOCK_SIZES))}."
+                f"--adapters is for --to onnx, not for --to {self.target}; add the adapter with --overlay."
             )
+        if self.method != DEFAULT_METHOD and not self.layout.zero_points:
+            raise ConfigError(
+                f"--quantize-method {self.method} gives zero points, which {self.layout.form} has not; --to {self.target} takes "
+                f"{DEFAULT_METHOD}."
+            )
+        sizes = self.layout.block_sizes
+        if self.scheme == "int8" and not self.layout.blocks_of_eight:
+            if self.block_size:
+                raise ConfigError(
+                    f"--quantize-block is for --quantize int4: --to {self.target} has a scale for each output of 8-bit weights."
+                )
+            return
+        if not self.block_size:
+            object.__setattr__(self, "block_size", sizes[0])
+        if self.block_size not in sizes:
+            raise ConfigError(
+                f"--quantize-block {self.block_size}: {self.layout.form} has {', '.join(map(str, sorted(sizes)))}."
+            )
+
+    @property
+    def layout(self) -> Layout:
+        """The target's."""
+        return LAYOUTS[self.target]
 
     def bits(self, role: str) -> int | None:
         """Bits of the weights of `role`; None: as they are."""
-        return POLICY[role].bits(self.scheme)
+        return None if role == EMBEDDING and not self.layout.rows else POLICY[role].bits(self.scheme)
+
+    def block_of(self, bits: int, inputs: int) -> int:
+        """Weights that share a scale, of a product with `inputs` in `bits`."""
+        return self.block_size if bits < 8 or self.layout.blocks_of_eight else inputs
 
 
 def account(
-    asked: Quantization, roles: Mapping[str, str], forms: Mapping[str, tuple[int | None, str]]
+    asked: Quantization,
+    roles: Mapping[str, str],
+    forms: Mapping[str, tuple[int | None, str]],
+    places: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """What the manifest says: the scheme, and of each role the bits of its weights, who rounded them, and how many they are.
 
@@ -106,16 +165,22 @@ def account(
         asked: The scheme.
         roles: Of every weight by name.
         forms: Bits and method of the quantized ones.
+        places: Products that take LoRA pairs while they run.
     """
     found: dict[str, list[dict[str, Any]]] = {}
     for (role, bits, method), count in Counter(
         (role, *forms.get(name, (None, None))) for name, role in roles.items()
     ).items():
         found.setdefault(role, []).append({"bits": bits, "method": method, "weights": count})
-    return {"scheme": asked.scheme, "block_size": asked.block_size, "lora": asked.lora, "roles": found}
+    return {
+        "scheme": asked.scheme,
+        "block_size": asked.block_size or None,
+        "lora": asked.lora,
+        "roles": found,
+        "adapters": list(places),
+    }
 
 
-def demand_target(target: str) -> None:
-    """Raise UnsupportedError where `target` takes no quantized weights."""
-    if target not in TARGETS:
-        raise UnsupportedError(f"--to {target} has no --quantize yet; it is for --to {', '.join(TARGETS)}.")
+def rounds_activations(manifest: Mapping[str, Any]) -> bool:
+    """Whether the package's products round what they read to 8 bits: MatMulNBits does, products over dequantized weights do not."""
+    return manifest.get("quantization") is not None and manifest["target"] == "onnx"

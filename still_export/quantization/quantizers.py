@@ -20,24 +20,38 @@ from still_export.models.blocks import BlockWeight, joined, pack
 
 SLAB_WEIGHTS = 1 << 22
 """Weights that are rounded at once: the searches take some twenty temporaries of that size."""
+LEAST_SCALE = 2.0**-24
+"""Of float16: what is less would be stored as 0, which TensorRT refuses."""
 
 
-def quantize(weight: np.ndarray, bits: int, block_size: int, method: str) -> BlockWeight:
+def quantize(weight: np.ndarray, bits: int, block_size: int, method: str, zero_points: bool = True) -> BlockWeight:
     """Round `weight`.
 
     Args:
         weight: [N, K], K a multiple of `block_size`.
         bits: 4, or 8, which is rounded to nearest by every method, without zero points.
-        block_size: Of policy.BLOCK_SIZES.
+        block_size: Of the layout's.
         method: Of policy.METHODS.
+        zero_points: Of 4 bits; without, `method` is "rtn" and every scale is positive, as TensorRT wants it.
 
     Returns:
         The blocks, scales in float32.
     """
-    rounder = _rtn if bits == 8 else _ROUNDERS[method]
+    rounder = _positive if not zero_points else _rtn if bits == 8 else _ROUNDERS[method]
     rows = max(1, SLAB_WEIGHTS // weight.shape[1])
     slabs = (weight[i : i + rows].astype(np.float32) for i in range(0, len(weight), rows))
     return joined([rounder(slab, bits, block_size) for slab in slabs])
+
+
+def quantize_outputs(weight: np.ndarray) -> BlockWeight:
+    """Round `weight` [N, K] to 8 bits with a scale for each output."""
+    import torch
+
+    from still_export.models.checkpoint import int8_rows
+
+    rows, scales = (x.numpy() for x in int8_rows(torch.from_numpy(weight)))
+    packed = (rows.astype(np.int16) + 128).astype(np.uint8)
+    return BlockWeight(packed[:, None], scales[:, None].astype(np.float32), None, 8)
 
 
 @contextmanager
@@ -52,18 +66,32 @@ def _quiet() -> Iterator[None]:
         root.removeHandler(handler)
 
 
+def _positive(weight: np.ndarray, bits: int, block_size: int) -> BlockWeight:
+    """To nearest around 0. The other symmetric form of onnxruntime.quantization has the signed extreme of a block as scale."""
+    with _quiet():
+        from onnxruntime.quantization.neural_compressor.weight_only import quant_tensor
+
+        codes, scales, _ = quant_tensor(weight, bits, block_size, "sym", "int")
+    tiny = scales < LEAST_SCALE
+    codes, scales = np.where(tiny, 0, codes), np.where(tiny, LEAST_SCALE, scales)
+    shape = (len(weight), weight.shape[1] // block_size)
+    packed = pack((codes.reshape(*shape, block_size) + (1 << (bits - 1))).astype(np.uint8), bits)
+    return BlockWeight(packed, scales.reshape(shape).astype(np.float32), None, bits)
+
+
 def _rtn(weight: np.ndarray, bits: int, block_size: int) -> BlockWeight:
+    symmetric = bits == 8
     with _quiet():
         from onnxruntime.quantization.matmul_nbits_quantizer import (
             DefaultWeightOnlyQuantConfig,
             DefaultWeightOnlyQuantizer,
         )
 
-        config = DefaultWeightOnlyQuantConfig(block_size=block_size, bits=bits, is_symmetric=bits == 8)
+        config = DefaultWeightOnlyQuantConfig(block_size=block_size, bits=bits, is_symmetric=symmetric)
         found = DefaultWeightOnlyQuantizer(config).qbits_block_quant(np.ascontiguousarray(weight.T))
     packed, scales, zero_points = (x.reshape(len(weight), -1) for x in found)
     shape = (len(weight), weight.shape[1] // block_size, -1)
-    return BlockWeight(packed.reshape(shape), scales, None if bits == 8 else zero_points, bits)
+    return BlockWeight(packed.reshape(shape), scales, None if symmetric else zero_points, bits)
 
 
 def _k_quant(weight: np.ndarray, bits: int, block_size: int) -> BlockWeight:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,26 +15,38 @@ import torch
 from torch import Tensor, nn
 
 from still_export.models.blocks import BlockWeight
-from still_export.models.weights import Deferred, Weight
+from still_export.models.weights import Deferred, Pair, Weight, value_of
 from still_export.package.files import MODEL
-from still_export.quantization.forms import ROWS, SUMS, TOGETHER
+from still_export.quantization.forms import CODES, ROWS, SUMS, TOGETHER
 
 if TYPE_CHECKING:
     from still_export.export.onnx_package import ExportOptions
     from still_export.models.load import Source
 
 
-def held_model(options: ExportOptions, folder: Path, manifest: dict[str, Any], rounded: bool = False) -> Any:
+def held_model(
+    options: ExportOptions,
+    folder: Path,
+    manifest: dict[str, Any],
+    rounded: bool = False,
+    pairs: Mapping[str, tuple[Pair, ...]] = MappingProxyType({}),
+) -> Any:
     """The PyTorch model with the weights of the package in `folder`, which is the original where that is not quantized.
 
     Args:
         options: What was exported; its `dtype` is the model's.
         folder, manifest: The package.
         rounded: Products round what they read to 8 bits, as the runtime's do on CPUs.
+        pairs: Of an adapter that is added while the package runs, by weight.
     """
     from still_export.export.onnx_package import find_source
 
-    model = with_held_weights(find_source(options), folder, manifest).read()
+    source = with_held_weights(find_source(options), folder, manifest)
+    weights: dict[str, Weight] = dict(source.weights)
+    for name, own in pairs.items():
+        held = weights[name]
+        weights[name] = Deferred(held.shape, held.dtype, partial(_with_pairs, held, own))
+    model = replace(source, weights=weights).read()
     if rounded:
         round_activations(model, held_names(folder), manifest["quantization"]["block_size"])
     return model
@@ -73,6 +86,12 @@ def held_names(folder: Path) -> set[str]:
     return {name for names in joined for name in names.split(TOGETHER)}
 
 
+def _with_pairs(held: Weight, pairs: tuple[Pair, ...]) -> Tensor:
+    value = value_of(held)
+    total = value.float() + sum(pair.scale * value_of(pair.b).float() @ value_of(pair.a).float() for pair in pairs)
+    return total.to(value.dtype)
+
+
 def _as_type(read: Callable[[], Tensor], dtype: torch.dtype) -> Tensor:
     return read().to(dtype)
 
@@ -89,7 +108,13 @@ def _held_weights(path: Path, block_size: int, sizes: Mapping[str, int]) -> dict
 
     def whole(names: str, rows: slice) -> Tensor:
         total: np.ndarray | int = 0
-        scales = values(names, "scales", 0, rows)
+        signed = values(names, CODES, 1, rows)
+        scales = values(names, "scales", 0, rows) if signed is None else None
+        if signed is not None:
+            steps = parts[f"{names}.scales"].numpy().astype(np.float32)  # type: ignore[union-attr]
+            steps = steps.reshape(-1, steps.shape[-1])[:, None, rows]  # [blocks, 1, N]
+            total = signed.astype(np.float32).reshape(len(steps), -1, steps.shape[-1]) * steps
+            total = total.reshape(signed.shape).T
         if scales is not None:
             codes = values(names, "blocks", 0, rows)
             codes = values(names, ROWS, 0, rows) if codes is None else codes

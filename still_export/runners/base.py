@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import resource
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +56,29 @@ class Runner(ABC):
     """`step` and `greedy` replay a captured step."""
     least_rows = 0
     """Rows that a growing state has at least."""
+    adapter = ""
+    """Digest of the LoRA adapter that is added to the weights; empty: none."""
 
     def _open(self, folder: Path) -> None:
         """Read the package's manifest."""
         self.folder = Path(folder)
         self.manifest = read_manifest(self.folder)
         self.table = StateTable.of(self.manifest)
+
+    def use_adapter(self, inputs: Mapping[str, np.ndarray], digest: str) -> None:
+        """Add a LoRA adapter to the weights, in the place of the one before; forgets everything.
+
+        Args:
+            inputs: By name, as `still_export.models.run_adapter` makes them; empty: none.
+            digest: Of them.
+
+        Raises:
+            RunError: This runner takes none.
+        """
+        if inputs:
+            raise RunError(
+                "adapters are exchanged by ONNX Runtime's runner alone: --runtime ort, or export with --overlay."
+            )
 
     @property
     def prefill_tokens(self) -> int:

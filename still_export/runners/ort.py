@@ -13,7 +13,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -251,6 +251,21 @@ class OrtModel(Runner):
         self._value = onnxruntime.OrtValue
         self._run_options = onnxruntime.RunOptions
         self._graphs = 0  # captured so far
+        self._adapter: dict[str, Any] = {}  # values of the inputs that an adapter has
+
+    def use_adapter(self, inputs: Mapping[str, np.ndarray], digest: str) -> None:
+        """As of Runner. The weights stay where they are: the adapter is bound to inputs that are empty without one.
+
+        ONNX Runtime's own adapters (`RunOptions.add_active_adapter`) do not reach a call with I/O binding.
+        """
+        dtype = self.manifest["model"]["dtype"]
+        if dtype == "bfloat16" and inputs:
+            raise RunError(
+                "adapters are exchanged in float32 and float16 packages. Export with --overlay, or in another type."
+            )
+        self._adapter = {n: self._tensor(np.ascontiguousarray(x, NUMPY_TYPES[dtype]), dtype) for n, x in inputs.items()}
+        self.adapter = digest if inputs else ""
+        self.start(self.batch or 1)
 
     def _in_place(self, state: State) -> bool:
         """Kernels take one buffer for past and present of every state; bodies of those that the manifest names."""
@@ -323,7 +338,7 @@ class OrtModel(Runner):
             inputs = {
                 n: self._value.ortvalue_from_numpy(np.zeros(s, np.int64), self.device, 0) for n, s in shapes.items()
             }
-            for name, value in inputs.items():
+            for name, value in (*inputs.items(), *self._adapter.items()):
                 binding.bind_ortvalue_input(name, value)
             binding.bind_output("logits", "cpu")
             binding.bind_output("present_length", "cpu")
@@ -410,7 +425,7 @@ class OrtModel(Runner):
                 )
             }
             values["past_length"].update_inplace(np.ascontiguousarray(self.length))
-            for name, value in values.items():
+            for name, value in (*values.items(), *self._adapter.items()):
                 binding.bind_ortvalue_input(name, value)
             shape, kind = (self.batch, 1, self.manifest["model"]["vocab_size"]), self._logit_type()
             values["logits"] = self._tensor(np.zeros(shape, NUMPY_TYPES[kind]), kind)

@@ -51,7 +51,9 @@ class Snapshot:
             RunError: It is of another package.
         """
         if self.package != digest(model):
-            raise RunError("this state is of another package, or of another export of the model. Read the text again.")
+            raise RunError(
+                "this state is of another package, another export of the model, or another adapter. Read the text again."
+            )
         model.load(self.arrays, np.array([self.length]), more)
 
     def save(self, path: Path | str) -> None:
@@ -92,11 +94,12 @@ class Snapshot:
 
 
 def digest(model: Runner) -> str:
-    """Of the graph and weights, and of the states' types and shapes: what a state's numbers depend on."""
+    """Of graph, weights and adapter, and of the states' types and shapes: what a state's numbers depend on."""
     files = {
         name: entry["sha256"]
         for name, entry in sorted(model.manifest["files"].items())
         if name.endswith((".onnx", ".data"))
     }
     states = [[s.name, s.dtype, list(map(str, s.shape))] for s in model.table]
-    return hashlib.sha256(json.dumps([files, states]).encode()).hexdigest()
+    parts = [files, states, *([model.adapter] if model.adapter else [])]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

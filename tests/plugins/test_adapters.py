@@ -17,8 +17,10 @@ import pytest
 from still_export.export.plugins import INCLUDE_VARIABLE, pack_archive
 from still_graphs.ops import OPS, OpSpec
 from still_graphs.ops.attention import ATTENTION
+from still_graphs.ops.causal_conv import CAUSAL_CONV
 from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
-from still_kernels.attention.variants import KERNELS as ATTENTION_KERNELS
+from still_graphs.ops.linear_attention import LINEAR_ATTENTION
+from still_kernels.op_kernels import kernels_of
 from tests.plugins.builds import FOLDERS, ROOT, TOY
 from tests.plugins.core_abi import Recorder, shapes_of, write_archive
 from tests.plugins.test_core import ABSENT, ATTRIBUTES, SIZES, variant
@@ -61,18 +63,55 @@ def both_counts(key: dict[str, Any], constants: dict[str, int], kernels: dict[st
     ]
 
 
+def op_archive(folder: Path, op: str, fields: dict[str, Any], **kernels: list[tuple[str, str]]) -> Path:
+    """An archive of an op with variants whose cubins are text.
+
+    Args:
+        fields: Of the variant that serves the call.
+        kernels: What each takes.
+    """
+    known = kernels_of(op)
+    variant = known.variant(dtype="float16", **fields)
+    key = {name: getattr(variant, name) for name in known.plan.key}
+    build = known.build(variant, 90)
+    variants = both_counts(key, build.plan_constants, entries(**kernels))
+    write_archive(folder, variants, op=f"still::{op}", plan=known.plan.data)
+    return folder
+
+
 def attention_archive(folder: Path) -> Path:
-    """An archive of still::Attention with variants whose cubins are text."""
-    build = ATTENTION_KERNELS.build(ATTENTION_KERNELS.variant(), 90)
-    kernels = entries(
+    """An archive of still::Attention."""
+    return op_archive(
+        folder,
+        "Attention",
+        {"head_dim": 64},
         attend=[("query", "ptr"), ("present_key", "ptr"), ("output", "ptr"), ("T", "i32"), ("scale", "f32")],
         decode=[("present_value", "ptr"), ("part_acc", "ptr"), ("counters", "ptr"), ("NS", "i32"), ("N", "i32")],
     )
-    key = {"dtype": "float16", "head_dim": 64, "packed": 0}
-    write_archive(
-        folder, both_counts(key, build.plan_constants, kernels), op="still::Attention", plan=ATTENTION_KERNELS.plan.data
+
+
+def linear_archive(folder: Path) -> Path:
+    """An archive of still::LinearAttention."""
+    return op_archive(
+        folder,
+        "LinearAttention",
+        {"head_dim": 64, "value_dim": 48, "shared": 2},
+        prepare=[("query", "ptr"), ("decay", "ptr"), ("inverse", "ptr"), ("n_chunks", "i32"), ("scale", "f32")],
+        scan=[("value", "ptr"), ("recurrent_state", "ptr"), ("scores", "ptr"), ("output", "ptr"), ("first", "i32")],
+        decode=[("recurrent_state", "ptr"), ("beta", "ptr"), ("output", "ptr"), ("W", "i32")],
     )
-    return folder
+
+
+def conv_archive(folder: Path) -> Path:
+    """An archive of still::CausalConv."""
+    return op_archive(
+        folder,
+        "CausalConv",
+        {"taps": 4},
+        conv=[("input", "ptr"), ("weight", "ptr"), ("conv_state", "ptr"), ("output", "ptr"), ("C", "i32")],
+        commit=[("input", "ptr"), ("conv_state", "ptr"), ("T", "i32")],
+        step=[("input", "ptr"), ("conv_state", "ptr"), ("output", "ptr"), ("C", "i32")],
+    )
 
 
 def toy_archive(folder: Path) -> Path:
@@ -85,7 +124,9 @@ def toy_archive(folder: Path) -> Path:
 def all_archives(folder: Path) -> list[Path]:
     """Archives of every op for sm_90, float16 and both types of counts."""
     write_archive(folder / "hybrid", [variant(), variant(count_dtype="int64")])
-    return [folder / "hybrid", attention_archive(folder / "softmax"), toy_archive(folder / "toy")]
+    softmax, linear, conv = folder / "softmax", folder / "linear", folder / "conv"
+    own = [attention_archive(softmax), linear_archive(linear), conv_archive(conv)]
+    return [folder / "hybrid", *own, toy_archive(folder / "toy")]
 
 
 def kernels_taken(archives: list[Path]) -> list[str]:
@@ -144,12 +185,9 @@ def test_adapter(include: str, recorder: Recorder, tmp_path: Path) -> None:
     host = compile_host("tensorrt", [include, CUDA], tmp_path)
     drivers = stand_in_driver(recorder, tmp_path)
 
-    ring = ("0.0 1.2 8.2 0.3", "0.0 8.1 8.2 8.3")
-    cache = ("0.0 1.2 5.2 0.3", "0.0 5.1 5.2 5.3")
-    total = ("0.0 0.2 0.3", "0.0 3.1 3.2")
     taken = kernels_taken(archives)
-    for (spec, *call), states in zip(CALLS, (ring, cache, total), strict=True):
-        check_op([host, libraries[0]], drivers, spec, *call, states, taken)
+    for (spec, *call), shapes in zip(CALLS, SHAPES, strict=True):
+        check_op([host, libraries[0]], drivers, spec, *call, shapes, taken)
 
 
 PREFILL = ("score", "select", *("features", "scan", "linear", "attend") * 2, "commit")
@@ -157,7 +195,25 @@ CALLS: list[tuple[OpSpec, dict[str, Any], set[str], dict[str, int], tuple[str, .
     # op, attributes, absent inputs, sizes, kernels of a call of 150 tokens and of one of a single token
     (HYBRID_ATTENTION, ATTRIBUTES, ABSENT, SIZES, (*PREFILL, "decode")),
     (ATTENTION, {}, set(), SIZES | {"N": 400}, ("attend", "decode")),
+    (
+        LINEAR_ATTENTION,
+        {"update_rule": "gated_delta", "scale": 0.5},
+        set(),
+        SIZES | {"HQ": 2, "G": 2, "V": 48, "E": 1, "W": 6},
+        ("prepare", "scan", "decode"),
+    ),
+    (CAUSAL_CONV, {"activation": "silu"}, {"bias"}, SIZES | {"C": 200, "K": 4, "P": 3}, ("conv", "commit", "step")),
     (DECAY, {"decay": 0.25}, set(), SIZES, ("decay", "decay")),
+]
+
+HEADS, FLAT = "0.0 0.1 0.2 0.3", "0.0 0.1 0.2"
+SHAPES: list[list[tuple[str, str]]] = [
+    # of output and first state, by input and place; the second with heads side by side
+    [(HEADS, "0.0 1.2 8.2 0.3"), (FLAT, "0.0 8.1 8.2 8.3")],
+    [(HEADS, "0.0 1.2 5.2 0.3"), (FLAT, "0.0 5.1 5.2 5.3")],
+    [("0.0 0.1 2.2 0.3 2.3", "0.0 2.2 0.4 2.3"), ("0.0 0.1 3.2 0.3 6.3", "0.0 3.2 0.4 6.3")],
+    [(FLAT, "0.0 0.2 3.2"), (FLAT, "0.0 0.2 3.2")],
+    [(HEADS, "0.0 0.2 0.3"), (FLAT, "0.0 3.1 3.2")],
 ]
 
 
@@ -176,7 +232,7 @@ def host_arguments(
     roles = {t.name: t.role for t in spec.inputs}
     given = []
     for name, (dtype, shape) in zip(names, tensors, strict=True):
-        if flat and roles.get(name) == "activation":
+        if flat and roles.get(name) == "activation" and dtype == "float16" and len(shape) == 4:
             shape = (*shape[:2], shape[2] * shape[3])
         given.append(f"input={ELEMENTS[dtype]}:" + ".".join("T" if size < 0 else str(size) for size in shape))
     first = next(i for i, name in enumerate(names) if name.startswith("past_") and name != "past_length")
@@ -192,20 +248,20 @@ def check_op(
     absent: set[str],
     sizes: dict[str, int],
     kernels: tuple[str, ...],
-    states: tuple[str, str],
+    shapes: list[tuple[str, str]],
     taken: list[str],
 ) -> None:
-    """One op through the host: its shapes (of output and first state, by input and place; also with heads side by side), its launches."""
+    """One op through the host: its shapes, its launches; also with heads side by side."""
     values = node_values(spec, attributes, absent)
     both: list[list[str]] = []
-    for flat, state in zip((False, True), states, strict=True):
+    for flat, (output, state) in zip((False, True), shapes, strict=True):
         command = [*host, *host_arguments(spec, values, absent, sizes, flat), *taken]
         ran = subprocess.run(command, capture_output=True, text=True, env={"LD_LIBRARY_PATH": str(drivers)})
         lines = ran.stdout.splitlines()
         assert ran.returncode == 0, ran.stdout + ran.stderr
         assert lines[0] == f"creator {len(OPS) + 1} still {spec.name} 1 fields {len(spec.attributes) + 2}"
         assert [line for line in lines if line.startswith("shape")][:2] == [
-            f"shape 0: {'0.0 0.1 0.2' if flat else '0.0 0.1 0.2 0.3'}",
+            f"shape 0: {output}",
             f"shape 1: {state}",
         ]
         assert lines.count("enqueue 0") == 2

@@ -25,15 +25,15 @@ def export_tiny(tmp_path_factory: pytest.TempPathFactory) -> Exporter:
         family: str = "llama",
         dtype: str = "float32",
         options: dict[str, Any] | None = None,
-        fused: bool = True,
+        final: str = "onnx",
         **still: Any,
     ) -> Package:
-        key = repr((family, dtype, options, fused, still))
+        key = repr((family, dtype, options, final, still))
         if key not in made:
             folder = tmp_path_factory.mktemp("tiny")
             still_model(family, getattr(torch, dtype), **still).save_pretrained(folder / "model")
             request = ExportOptions(str(folder / "model"), **(options or {}))
-            made[key] = export_onnx(request, folder / "package", command="still-export tiny", fused=fused)
+            made[key] = export_onnx(request, folder / "package", command="still-export tiny", final=final)
         return made[key]
 
     return export

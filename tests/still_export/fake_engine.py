@@ -29,7 +29,7 @@ def restore_bodies(model: onnx.ModelProto) -> None:
         if node.op_type.startswith("Reduce") and attribute(node, "axes") is not None:
             node.input.append(rewriter.constant(attribute(node, "axes"), "int64"))
             drop_attribute(node, "axes")
-        if node.op_type == "Split" and len(node.input) < 2:
+        if node.op_type == "Split" and len(node.input) < 2 and attribute(node, "num_outputs") is None:
             node.attribute.append(helper.make_attribute("num_outputs", len(node.output)))
         behind = _restore(node, rewriter, dims) if node.domain == DOMAIN else []
         rewriter.nodes += [node, *behind]

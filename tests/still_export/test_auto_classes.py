@@ -52,6 +52,7 @@ LOADS = "print(type(AutoModelForCausalLM.from_pretrained(sys.argv[1])).__name__)
         "from transformers import AutoModelForCausalLM; import still_export",
         "import transformers, still_export; from transformers import AutoConfig, AutoModelForCausalLM",
         "import still_export, transformers.modeling_utils; from transformers import AutoModelForCausalLM",
+        "import still_export, transformers.processing_utils; from transformers import AutoModelForCausalLM",
     ],
 )
 def test_auto_classes_know_still_models(imports: str, folder: Path) -> None:

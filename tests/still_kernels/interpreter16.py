@@ -3,7 +3,8 @@
 The interpreter keeps bfloat16 as the integers of its bits and computes with those: products, sums and comparisons are nonsense
 without a word, and a conversion from float32 cuts bits off where hardware rounds. Here matrix products take the exact values and
 accumulate in float32, as matrix instructions do; conversions round to nearest, ties to even; any other arithmetic on 16-bit
-floats raises, float16 included: a kernel that did it would lose accuracy on hardware too.
+floats raises, float16 included: a kernel that did it would lose accuracy on hardware too. So does a product of float32, which is
+rounded to tf32 on hardware, unless it asks for the three products that are not ("tf32x3").
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
+from triton._C.libtriton import ir
 from triton.runtime import interpreter
 
 MOVES = (
@@ -55,6 +57,8 @@ def _truncate(self: Any, source: Any, target: Any) -> Any:
 
 
 def _dot(self: Any, a: Any, b: Any, d: Any, precision: Any, _imprecise: Any) -> Any:
+    if a.dtype.scalar == b.dtype.scalar == tl.float32 and precision == ir.INPUT_PRECISION.TF32x3:
+        return interpreter.TensorHandle(np.matmul(a.data, b.data) + d.data, tl.float32)
     if not (_narrow(a) and _narrow(b)):
         raise TypeError(f"a product of {a.dtype} by {b.dtype} among 16-bit activations, rounded to tf32 on hardware")
     if d.dtype.scalar != tl.float32:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,14 +46,28 @@ def test_every_kind_of_call_is_checked_and_timed(op: str, monkeypatch: pytest.Mo
     for name in given.layers:
         layer = given.layer(sizes, name, 200)
         kinds = given.kinds(200, [1, 3])
-        rows = [bench.measure(given, layer, name, kind, 200, torch.float32, "cpu") for kind in kinds]
+        rows = [row for kind in kinds for row in bench.measure(given, layer, name, kind, 200, torch.float32, "cpu")]
         assert [row.time_s for row in rows] == [1.0] + [2.0] * (len(rows) - 1)
         assert {row.batch for row in rows} == {1, 3} and all(row.size_bytes > 0 < row.flop for row in rows)
         assert max(row.error for row in rows) <= 1e-5
     wrong = dataclasses.replace(
         given, work=lambda *what: dataclasses.replace(given.work(*what), run=lambda _: torch.ones(1))
     )
-    assert bench.measure(wrong, layer, name, kinds[0], 200, torch.float32, "cpu").time_s is None
+    assert bench.measure(wrong, layer, name, kinds[0], 200, torch.float32, "cpu")[0].time_s is None
+
+
+def test_peers_stand_beside_ours_and_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "time_call", lambda work: 1.0)
+    given = work_of("Attention")
+    layer, kind = given.layer({"heads": 4, "kv_heads": 2, "head_dim": 24}, "softmax", 20), given.kinds(20, [1])[0]
+
+    def with_peers(*what: Any) -> work.Work:
+        made = given.work(*what)
+        return dataclasses.replace(made, peers={"theirs": made.run, "wrong": lambda state: 2 * made.run(state)})
+
+    beside = dataclasses.replace(given, work=with_peers)
+    rows = bench.measure(beside, layer, "softmax", kind, 20, torch.float32, "cpu")
+    assert [(row.name, row.time_s) for row in rows] == [("prefill softmax", 1.0), ("theirs", 1.0), ("wrong", None)]
 
 
 def test_unknown_layers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,11 +14,10 @@ import torch
 pytest.importorskip("triton")
 
 from still_kernels import tune
-from still_kernels.attention.tiles import tile_table as attention_table
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from still_kernels.hybrid_attention.settings import misfit
 from still_kernels.hybrid_attention.tiles import tile_table
-from still_kernels.op_kernels import work_of
+from still_kernels.op_kernels import op_names, work_of
 from still_kernels.tile import changed
 
 SIZES = {"heads": 2, "kv_heads": 1, "head_dim": 24, "chunk_size": 32, "salient_per_chunk": 3}
@@ -99,8 +98,11 @@ assert not hasattr(launcher.Launcher, "made") and launcher.Launcher.__name__ == 
 
 def test_every_move_is_a_setting_of_some_table() -> None:
     table = tile_table(90, 128, 64, 128, False)
-    for op, own in (("HybridAttention", table), ("Attention", attention_table(90, 128, False))):
-        for kernel, moves in work_of(op).moves.items():
+    for op in op_names():
+        given = work_of(op)
+        layer = given.layer(given.sizes, next(iter(given.layers)), 8)
+        own = given.table(layer, torch.device("cpu"), False)
+        for kernel, moves in given.moves.items():
             for move in moves:
                 assert changed(own, kernel, move).kernels()
     with pytest.raises(KeyError, match="attend has no setting XX; it has BM"):

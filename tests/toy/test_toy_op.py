@@ -48,7 +48,7 @@ def package(tmp_path: Path) -> Package:
 
 @pytest.fixture
 def portable(package: Package, tmp_path: Path) -> Package:
-    return export_onnx(ExportOptions(str(tmp_path / "model")), tmp_path / "portable", fused=False)
+    return export_onnx(ExportOptions(str(tmp_path / "model")), tmp_path / "portable", final="trt")
 
 
 def call(*arguments: object) -> int:

@@ -6,13 +6,15 @@ the op's name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import onnx
+from onnx import helper
 
 from still_graphs.errors import UnsupportedError
 from still_graphs.functions import attention, causal_conv, hybrid_attention, linear_attention
 from still_graphs.functions.linear_attention.onnxruntime import onnxruntime_body
+from still_graphs.ops import OPS
 
 OPSETS = (23, 24)
 """Opsets of ai.onnx that bodies are written for."""
@@ -33,7 +35,13 @@ ONNXRUNTIME_BODIES: dict[str, Callable[[onnx.NodeProto, int, int, Mapping[str, i
 
 
 def function_body(
-    node: onnx.NodeProto, dtype: int, opset: int = 23, *, dims: Mapping[str, int], onnxruntime: bool = False
+    node: onnx.NodeProto,
+    dtype: int,
+    opset: int = 23,
+    *,
+    dims: Mapping[str, int],
+    kept: int = 0,
+    onnxruntime: bool = False,
 ) -> onnx.FunctionProto:
     """The function of one still:: node.
 
@@ -41,6 +49,7 @@ def function_body(
         node: Inputs and outputs in the order of its OpSpec, "" for an absent optional one.
         dtype: Element type of the activations (TensorProto.FLOAT, FLOAT16 or BFLOAT16).
         opset: Of ai.onnx in the body.
+        kept: Element type of the states that may be narrower; 0: that of the activations.
         dims: Sizes of the OpSpec's symbols that are fixed in the model (heads, head dim, features), and WH, heads of the weights.
         onnxruntime: ONNX Runtime's own ops may stand in the body, where it has kernels for them.
 
@@ -67,4 +76,34 @@ def function_body(
             "weights and past state."
         )
     own = ONNXRUNTIME_BODIES.get(node.op_type) if onnxruntime else None
-    return (own(node, dtype, opset, dims) if own else None) or write(node, dtype, opset, dims)
+    function = (own(node, dtype, opset, dims) if own else None) or write(node, dtype, opset, dims)
+    if kept not in (0, dtype):
+        _keep(function, node, dtype, kept)
+    return function
+
+
+def _keep(function: onnx.FunctionProto, node: onnx.NodeProto, dtype: int, kept: int) -> None:
+    """Let the states that may be narrower come in and go out as `kept`: cast whole around the body, which is for every runtime and is
+    not fast; kernels read the type itself."""
+    spec = OPS[node.op_type]
+    names = [state.name for state in spec.states if state.narrow]
+    given = {f"past_{name}" for name in names} & set(function.input)
+    made = {f"present_{name}" for name in names} & set(function.output)
+    _rename(function.node, {name: f"{name}_wide" for name in given | made})
+    before = [helper.make_node("Cast", [name], [f"{name}_wide"], to=dtype) for name in sorted(given)]
+    after = [helper.make_node("Cast", [f"{name}_wide"], [name], to=kept) for name in sorted(made)]
+    nodes = [*before, *function.node, *after]
+    del function.node[:]
+    function.node.extend(nodes)
+
+
+def _rename(nodes: Iterable[onnx.NodeProto], names: Mapping[str, str]) -> None:
+    """Give values other names, in the graphs inside nodes too."""
+    for node in nodes:
+        node.input[:] = [names.get(name, name) for name in node.input]
+        node.output[:] = [names.get(name, name) for name in node.output]
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                _rename(attribute.g.node, names)
+                for output in attribute.g.output:
+                    output.name = names.get(output.name, output.name)

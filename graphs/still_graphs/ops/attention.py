@@ -18,8 +18,8 @@ ATTENTION = OpSpec(
         TensorSpec("past_length", ("B",), "int64", "count"),
     ),
     states=(
-        StateSpec("key", ("B", "HK", "N", "D"), "T", CAPACITY),
-        StateSpec("value", ("B", "HK", "N", "D"), "T", CAPACITY),
+        StateSpec("key", ("B", "HK", "N", "D"), "T", CAPACITY, narrow=True),
+        StateSpec("value", ("B", "HK", "N", "D"), "T", CAPACITY, narrow=True),
     ),
     outputs=(TensorSpec("output", ("B", "T", "H", "D"), "T", "activation"),),
 )

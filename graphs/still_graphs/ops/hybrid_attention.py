@@ -29,11 +29,11 @@ HYBRID_ATTENTION = OpSpec(
     # computed from these copies; cached rows are written by ScatterND with rows taken from the concatenation that read the cache.
     # Without a promotion it writes no row.
     states=(
-        StateSpec("window_key", ("B", "HK", "2*C", "D"), "T"),
-        StateSpec("window_value", ("B", "HK", "2*C", "D"), "T"),
+        StateSpec("window_key", ("B", "HK", "2*C", "D"), "T", narrow=True),
+        StateSpec("window_value", ("B", "HK", "2*C", "D"), "T", narrow=True),
         StateSpec("window_score", ("B", "H", "2*C"), "float32"),
-        StateSpec("salient_key", ("B", "HS", "N", "D"), "T", SLOTS),
-        StateSpec("salient_value", ("B", "HS", "N", "D"), "T", SLOTS),
+        StateSpec("salient_key", ("B", "HS", "N", "D"), "T", SLOTS, narrow=True),
+        StateSpec("salient_value", ("B", "HS", "N", "D"), "T", SLOTS, narrow=True),
         StateSpec("salient_score", ("B", "HS", "N"), "float32", SLOTS, only=("overflow", "fold_min_score")),
         StateSpec("kv_state", ("B", "H", "F", "D"), "float32"),
         StateSpec("z_state", ("B", "H", "F"), "float32"),

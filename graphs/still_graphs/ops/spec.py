@@ -78,6 +78,8 @@ class StateSpec:
         growth: How it grows with the context; None: its size is fixed.
         only: Attribute and value with which the op has this state; None: always.
         in_place: Past and present may be one buffer when a runtime runs the function body; kernels always take one or two.
+        narrow: Of type "T", but may be kept in float16 beside float32 activations (`--cache float16`). What enters it is rounded before
+            the op, so that a call computes with the numbers that later calls read.
     """
 
     name: str
@@ -86,6 +88,7 @@ class StateSpec:
     growth: Growth | None = None
     only: tuple[str, AttributeValue] | None = None
     in_place: bool = True
+    narrow: bool = False
 
     @property
     def role(self) -> Role:

@@ -13,8 +13,9 @@ import onnx
 from still_graphs.errors import UnsupportedError
 from still_graphs.functions import function_body
 from still_graphs.ops import DOMAIN, OPS, OpSpec
+from still_graphs.ops.spec import StateSpec, TensorSpec
 
-_Key = tuple[str, bytes, tuple[bool, ...], tuple[bool, ...], int, tuple[tuple[str, int], ...]]
+_Key = tuple[str, bytes, tuple[bool, ...], tuple[bool, ...], int, int, tuple[tuple[str, int], ...]]
 _Types = dict[str, tuple[int, tuple[int | None, ...]]]
 
 
@@ -40,9 +41,10 @@ def attach_functions(model: onnx.ModelProto, onnxruntime: bool = False) -> int:
     types = _element_types(model.graph)
     for node in nodes:
         dtype, dims = _activation_type(node, types), _dimensions(node, types)
-        key = _key(node, dtype, dims)
+        kept = _kept_type(node, types) or dtype
+        key = _key(node, dtype, kept, dims)
         if key not in found:
-            function = function_body(node, dtype, opset, dims=dims, onnxruntime=onnxruntime)
+            function = function_body(node, dtype, opset, kept=kept, dims=dims, onnxruntime=onnxruntime)
             # The first function of an op needs no overload; tools that do not know overloads can read it.
             overload = next(o for o in _overloads() if (function.domain, function.name, o) not in used)
             used.add((function.domain, function.name, overload))
@@ -63,7 +65,7 @@ def _overloads() -> Iterator[str]:
         number += 1
 
 
-def _key(node: onnx.NodeProto, dtype: int, dims: dict[str, int]) -> _Key:
+def _key(node: onnx.NodeProto, dtype: int, kept: int, dims: dict[str, int]) -> _Key:
     attributes = b"".join(sorted(a.SerializeToString(deterministic=True) for a in node.attribute))
     return (
         node.op_type,
@@ -71,6 +73,7 @@ def _key(node: onnx.NodeProto, dtype: int, dims: dict[str, int]) -> _Key:
         tuple(map(bool, node.input)),
         tuple(map(bool, node.output)),
         dtype,
+        kept,
         tuple(sorted(dims.items())),
     )
 
@@ -103,16 +106,30 @@ def _dimensions(node: onnx.NodeProto, types: _Types) -> dict[str, int]:
     return {symbol: size for symbol, size in dims.items() if symbol not in ("B", "T", "N", "2*C")}
 
 
-def _activation_type(node: onnx.NodeProto, types: _Types) -> int:
-    """Element type of the activations: of any input or output that shares it (all state of type T, the weights, the output)."""
+def _narrow(tensor: TensorSpec | StateSpec) -> bool:
+    return isinstance(tensor, StateSpec) and tensor.narrow
+
+
+def _kept_type(node: onnx.NodeProto, types: _Types) -> int:
+    """Element type of the states that may be narrower than activations; 0: unknown, or the op has none."""
     spec = _spec(node)
-    kinds = [t.dtype for t in spec.inputs] + [s.dtype for s in spec.states]
+    given = [*zip(node.input, spec.all_inputs(), strict=False), *zip(node.output, spec.all_outputs(), strict=False)]
+    return next((types[name][0] for name, tensor in given if _narrow(tensor) and name in types), 0)
+
+
+def _activation_type(node: onnx.NodeProto, types: _Types) -> int:
+    """Element type of the activations: of any input or output that shares it (the weights, the output, state that may not be narrower)."""
+    spec = _spec(node)
+    kinds = [t.dtype for t in spec.inputs] + ["" if s.narrow else s.dtype for s in spec.states]
     for name, kind in zip(node.input, kinds, strict=False):
         if kind == "T" and name in types and types[name][0]:
             return types[name][0]
     for name, tensor in zip(node.output, spec.all_outputs(), strict=False):
-        if tensor.dtype == "T" and name in types and types[name][0]:
+        if tensor.dtype == "T" and not _narrow(tensor) and name in types and types[name][0]:
             return types[name][0]
+    # Where nothing else is declared, states are as the activations.
+    if kept := _kept_type(node, types):
+        return kept
     raise UnsupportedError(
         f"node {node.name or node.op_type}: the type of its activations is unknown; no input or output of it is declared. "
         "Run onnx.shape_inference before attaching functions."

@@ -8,7 +8,8 @@ For engines of one row only: several rows decode faster in the layout for images
 a part in place of 304).
 
 requires: value_info of the activations with numbers of heads and head sizes; constant shapes (fix_shapes).
-ensures: no activation of a still node has four dimensions; every Unsqueeze to [B, T, 1, D] is a Reshape of its own at each use.
+ensures: no activation of a still node has four dimensions, but for those that are float32 in any model (gates, one number a head, whose
+size nothing else tells); every Unsqueeze to [B, T, 1, D] is a Reshape of its own at each use.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from onnx import helper
 
 from still_graphs.errors import UnsupportedError
 from still_graphs.ops import DOMAIN, OPS, OpSpec
+from still_graphs.ops.spec import TensorSpec
 from still_graphs.passes.walk import Rewriter, dimensions, drop_unused, element_types, inner_names, value_names
 
 
@@ -88,7 +90,7 @@ class _Joiner:
         """Append a still node with its heads side by side."""
         for index, tensor in enumerate(spec.inputs):
             name = node.input[index]
-            if name and tensor.role == "activation" and len(tensor.shape) == 4:
+            if name and _has_heads(tensor):
                 source = self.sources.get(name)
                 joined = self.joined(name, node)
                 node.input[index] = (
@@ -99,7 +101,7 @@ class _Joiner:
         self.rewriter.nodes.append(node)
         for index, tensor in enumerate(spec.outputs):
             name = node.output[index]
-            if name and tensor.role == "activation" and len(tensor.shape) == 4:
+            if name and _has_heads(tensor):
                 inner = self.rewriter.fresh(f"{name}.joined")
                 self.declare(inner, self.joined(name, node), name)
                 node.output[index] = inner
@@ -130,3 +132,8 @@ class _Joiner:
         if like in self.types:
             self.types[name] = self.types[like]
             self.graph.value_info.append(helper.make_tensor_value_info(name, self.types[like], dims))
+
+
+def _has_heads(tensor: TensorSpec) -> bool:
+    """Whether plugins take it with its heads side by side."""
+    return tensor.role == "activation" and tensor.dtype == "T" and len(tensor.shape) == 4

@@ -1,7 +1,9 @@
 """Write a graph in ai.onnx opset 17, the newest that TensorRT 8.6 reads and one that every later TensorRT reads too.
 
+With quantized weights in opset 21, the first with blocks of 4 bits and half precision scales: they are for TensorRT 10 and later.
+
 requires: no functions; reduction axes are constants; activation types of RMSNormalization and Gelu inferable from the graph.
-ensures: every node is valid at opset 17; norms compute in float32 through explicit casts, as RMSNormalization's stash_type says.
+ensures: every node is valid at that opset; norms compute in float32 through explicit casts, as RMSNormalization's stash_type says.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from collections.abc import Callable
 import onnx
 from onnx import TensorProto, helper
 
+from still_graphs.conditions import opset_at_most
 from still_graphs.errors import UnsupportedError
 from still_graphs.passes.walk import (
     Rewriter,
@@ -26,8 +29,8 @@ from still_graphs.passes.walk import (
     walk_graphs,
 )
 
-OPSET = 17
-IR_VERSION = 8
+OPSET, QUANTIZED_OPSET = 17, 21
+IR_VERSIONS = {OPSET: 8, QUANTIZED_OPSET: 10}
 REDUCTIONS = (
     "Max",
     "Min",
@@ -42,47 +45,72 @@ REDUCTIONS = (
 NUMPY_TYPES = {TensorProto.FLOAT: "float32", TensorProto.FLOAT16: "float16"}
 
 
+def lowest_opset(model: onnx.ModelProto) -> int:
+    """The opset that `lower_opset` writes."""
+    quantized = any(node.op_type == "DequantizeLinear" and node.domain == "" for node in model.graph.node)
+    return QUANTIZED_OPSET if quantized else OPSET
+
+
+def lowered(model: onnx.ModelProto) -> str:
+    """The graph is written in no newer opset than `lower_opset` writes."""
+    return opset_at_most(lowest_opset(model))(model)
+
+
 def lower_opset(model: onnx.ModelProto) -> int:
-    """Rewrite what is newer than opset 17, in place.
+    """Rewrite what is newer than the opset that TensorRT reads, in place.
 
     Returns:
         Number of nodes rewritten.
 
     Raises:
-        UnsupportedError: A node has no equivalent at opset 17, or a fact that its rewriting needs is unknown.
+        UnsupportedError: A node has no equivalent there, or a fact that its rewriting needs is unknown.
     """
-    current = opset_version(model)
-    if current <= OPSET:
+    current, opset = opset_version(model), lowest_opset(model)
+    if current <= opset:
         return 0
     used = value_names(model.graph)
     types: dict[str, int] = {}
     changed = 0
     for graph in walk_graphs(model.graph):
         types |= element_types(graph)
-        rewriter = Rewriter(graph, used)
+        rewriter = _Lowering(graph, used, opset)
         for node in graph.node:
             writer = WRITERS.get(node.op_type) if node.domain in ("", "ai.onnx") else None
-            if writer is not None:
+            if writer is not None and not (opset == QUANTIZED_OPSET and node.op_type in SINCE_18):
                 changed += writer(node, rewriter, types)
             else:
-                _check(node, current)
+                _check(node, current, opset)
                 rewriter.nodes.append(node)
         rewriter.finish()
-    set_opset(model, "", OPSET)
-    model.ir_version = min(model.ir_version, IR_VERSION)
+    set_opset(model, "", opset)
+    model.ir_version = min(model.ir_version, IR_VERSIONS[opset])
     return changed
 
 
-def _check(node: onnx.NodeProto, current: int) -> None:
-    """Pass a node whose operator only gained types and attributes since opset 17; drop attributes that opset 17 lacks."""
+class _Lowering(Rewriter):
+    """A Rewriter that knows the opset it writes."""
+
+    def __init__(self, graph: onnx.GraphProto, used: set[str], opset: int) -> None:
+        super().__init__(graph, used)
+        self.opset = opset
+
+    def mean(self, value: str, hint: str) -> str:
+        """The mean over the last axis, which stays."""
+        if self.opset < 18:
+            return self.node("ReduceMean", [value], hint=hint, axes=[-1], keepdims=1)
+        return self.node("ReduceMean", [value, self.constant([-1], "int64", f"{hint}.axes")], hint=hint, keepdims=1)
+
+
+def _check(node: onnx.NodeProto, current: int, opset: int) -> None:
+    """Pass a node whose operator only gained types and attributes since `opset`; drop attributes that it lacks there."""
     if node.domain not in ("", "ai.onnx"):
         return
     new = onnx.defs.get_schema(node.op_type, current)
     try:
-        old = onnx.defs.get_schema(node.op_type, OPSET)
+        old = onnx.defs.get_schema(node.op_type, opset)
     except onnx.defs.SchemaError:
         raise _unsupported(node, "is not in it") from None
-    if new.since_version > OPSET and not old.min_input <= len(node.input) <= old.max_input:
+    if new.since_version > opset and not old.min_input <= len(node.input) <= old.max_input:
         raise _unsupported(node, "has other inputs in it")
     for name in [a.name for a in node.attribute if a.name not in old.attributes]:
         default = new.attributes[name].default_value
@@ -105,7 +133,7 @@ def _type(node: onnx.NodeProto, types: dict[str, int]) -> int:
     return found
 
 
-def _rms_normalization(node: onnx.NodeProto, r: Rewriter, types: dict[str, int]) -> int:
+def _rms_normalization(node: onnx.NodeProto, r: _Lowering, types: dict[str, int]) -> int:
     """y = x / sqrt(mean(x^2) + epsilon) * scale, the first part in float32."""
     axis = attribute(node, "axis", -1)
     if axis != -1:
@@ -115,7 +143,7 @@ def _rms_normalization(node: onnx.NodeProto, r: Rewriter, types: dict[str, int])
     hint = node.name or node.output[0]
     wide = x if dtype == TensorProto.FLOAT else r.node("Cast", [x], hint=f"{hint}.wide", to=TensorProto.FLOAT)
     square = r.node("Mul", [wide, wide], hint=f"{hint}.square")
-    mean = r.node("ReduceMean", [square], hint=f"{hint}.mean", axes=[-1], keepdims=1)
+    mean = r.mean(square, f"{hint}.mean")
     epsilon = r.constant(attribute(node, "epsilon", 1e-5), "float32", f"{hint}.epsilon")
     root = r.node("Sqrt", [r.node("Add", [mean, epsilon], hint=f"{hint}.floored")], hint=f"{hint}.root")
     result = r.node("Div", [wide, root], hint=f"{hint}.normalized")
@@ -214,7 +242,7 @@ def _attention(node: onnx.NodeProto, r: Rewriter, types: dict[str, int]) -> int:
     return 1
 
 
-def _rotary_embedding(node: onnx.NodeProto, r: Rewriter, types: dict[str, int]) -> int:
+def _rotary_embedding(node: onnx.NodeProto, r: _Lowering, types: dict[str, int]) -> int:
     """Halves a, b of each head of x [B, H, T, D] by an angle of its token: (a cos - b sin, b cos + a sin), cos and sin [B, T, D/2].
 
     The exporter makes one of a softmax layer's rotation in float32, where no casts stand between its parts.
@@ -233,6 +261,8 @@ def _rotary_embedding(node: onnx.NodeProto, r: Rewriter, types: dict[str, int]) 
     cos, sin = (r.node("Unsqueeze", [angle, axes], hint=f"{angle}.heads") for angle in (cos, sin))
     halves = [r.fresh(f"{hint}.{half}") for half in ("first", "second")]
     r.nodes.append(helper.make_node("Split", [x], halves, name=f"{hint}/Split", axis=-1))
+    if r.opset >= 18:
+        r.nodes[-1].attribute.append(helper.make_attribute("num_outputs", len(halves)))
     first, second = halves
     turned = [
         r.node(op, [r.node("Mul", [a, cos]), r.node("Mul", [b, sin])])
@@ -255,7 +285,7 @@ def _shape(node: onnx.NodeProto, r: Rewriter, types: dict[str, int]) -> int:
     return 1
 
 
-WRITERS: dict[str, Callable[[onnx.NodeProto, Rewriter, dict[str, int]], int]] = {
+WRITERS: dict[str, Callable[[onnx.NodeProto, _Lowering, dict[str, int]], int]] = {
     "RMSNormalization": _rms_normalization,
     "Shape": _shape,
     "Split": _split,
@@ -266,3 +296,5 @@ WRITERS: dict[str, Callable[[onnx.NodeProto, Rewriter, dict[str, int]], int]] = 
     **{f"Reduce{name}": _reduction for name in REDUCTIONS},
 }
 """Writers of the operators that opset 17 lacks or spells otherwise."""
+SINCE_18 = {"Shape", "Split", *(f"Reduce{name}" for name in REDUCTIONS)}
+"""What opset 17 alone has not, or TensorRT 8.6 not as opset 17 says."""

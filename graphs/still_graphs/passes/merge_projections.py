@@ -2,10 +2,12 @@
 
 Query, key, value and gate projections read the same tokens, and so do the two of a gated feed-forward layer. One product of all columns
 reads memory in longer runs and leaves fewer kernels. TensorRT merges such products where weights are constants that it may rewrite; an
-engine whose weights can be replaced merges none.
+engine whose weights can be replaced merges none. A graph with quantized weights is left alone: its products were merged when they were
+quantized, and the names of their weights say what they hold.
 
 requires: the weights' values in the graph, not in files beside it.
-ensures: no two MatMul nodes of one graph share their first input and have weights of their own, of one type and height.
+ensures: without quantized weights no two MatMul nodes of one graph share their first input and have weights of their own, of one type and
+height.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ def merge_projections(model: onnx.ModelProto) -> int:
     Returns:
         Number of products that are gone.
     """
+    if any(node.op_type == "DequantizeLinear" for node in model.graph.node):
+        return 0
     used = value_names(model.graph)
     uses: dict[str, int] = {}
     for node in walk_nodes(model.graph):

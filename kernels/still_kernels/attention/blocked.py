@@ -69,6 +69,7 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, length: int) -> Tensor:
         if count > 1:
             last = torch.arange(end - count, end, device=query.device).repeat(group)
             mask = torch.arange(end, device=query.device) <= last[:, None]
-        mixed = scaled_dot_product_attention(rows, keys[:, :, :end], values[:, :, :end], attn_mask=mask)
+        key, value = (x[:, :, :end].to(query.dtype) for x in (keys, values))
+        mixed = scaled_dot_product_attention(rows, key, value, attn_mask=mask)
         outputs.append(mixed.reshape(batch, heads, count, dim).transpose(1, 2))
     return torch.cat(outputs, dim=1) if outputs else torch.zeros_like(query)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from still_kernels.alike import demand_alike
 from still_kernels.attention.blocked import blocked_attention
 from still_kernels.attention.inputs import Inputs
 from still_kernels.attention.state import AttentionState
@@ -22,4 +23,5 @@ def attention(inputs: Inputs, state: AttentionState, in_place: bool = False) -> 
         return blocked_attention(inputs, state, in_place)
     from still_kernels.attention.launch import triton_attention
 
+    demand_alike(inputs.query, state.key)
     return triton_attention(inputs, state, in_place)

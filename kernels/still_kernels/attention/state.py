@@ -50,7 +50,8 @@ class AttentionState:
         expected = (query.shape[0], key.shape[2], self.rows, query.shape[3])
         for name in ("key", "value"):
             tensor = getattr(self, name)
-            if tuple(tensor.shape) != expected or tensor.dtype != query.dtype:
+            # Float16 may be kept beside wider activations.
+            if tuple(tensor.shape) != expected or tensor.dtype not in (query.dtype, torch.float16):
                 raise ShapeError(
                     f"state {name}: expected {list(expected)} of {query.dtype}, got {list(tensor.shape)} of {tensor.dtype}. "
                     "Start from AttentionState.empty."

@@ -20,6 +20,8 @@ class Inputs:
     bias: [C], or None.
     new_tokens: Tokens that each row brings, the rest of the row is padding, int [B]; None = T for every row.
     activation: none or silu.
+
+    Packed tokens are [tokens, C], and their counts those of a Packing.
     """
 
     input: Tensor
@@ -32,6 +34,10 @@ class Inputs:
     def wide(self) -> torch.dtype:
         """The type that is computed in: at least float32."""
         return torch.promote_types(self.input.dtype, torch.float32)
+
+    def wants_gradients(self) -> bool:
+        """Whether one of the tensors asks for gradients here."""
+        return torch.is_grad_enabled() and any(x.requires_grad for x in vars(self).values() if isinstance(x, Tensor))
 
     def counts(self) -> Tensor:
         """Tokens that each row brings, [B]."""

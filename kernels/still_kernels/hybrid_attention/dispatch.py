@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from still_graphs.errors import ShapeError, UnsupportedError
+from still_kernels.alike import demand_alike
 from still_kernels.hybrid_attention.chunked import chunked_hybrid_attention
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from still_kernels.hybrid_attention.inputs import Inputs
@@ -60,6 +61,7 @@ def _triton(
     batch, tokens = inputs.check(config)
     state.check(config, batch)
     demand_kernel(config, inputs.query.dtype, inputs.query.device)
+    demand_alike(inputs.query, state.window_key)
     new_tokens = inputs.counts().contiguous()
     tensors = state.tensors()
     tensors["length"] = tensors["length"].contiguous()

@@ -55,14 +55,16 @@ class HybridAttentionState:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
         slots: int | None = None,
+        kept: torch.dtype | None = None,
     ) -> HybridAttentionState:
-        """State of `batch` rows that have seen nothing; `slots` defaults to `config.capacity_slots`."""
+        """State of `batch` rows that have seen nothing; `slots` defaults to `config.capacity_slots`, `kept`, the type of window and
+        cache, to `dtype`."""
         count = config.capacity_slots if slots is None else slots
         wide = torch.promote_types(dtype, torch.float32)
         tensors = {
             name: torch.zeros(
                 state_shape(config, name, batch, count),
-                dtype=dtype if HYBRID_ATTENTION.state(name).dtype == "T" else wide,
+                dtype=(kept or dtype) if HYBRID_ATTENTION.state(name).dtype == "T" else wide,
                 device=device,
             )
             for name in state_names(config)

@@ -35,6 +35,8 @@ class Inputs:
     new_tokens: Tokens that each row brings, the rest of the row is padding, int [B]; None = T for every row.
     update_rule: linear, gated, delta or gated_delta.
     scale: Of the output; 0 = 1 / sqrt(D).
+
+    Packed tokens are [tokens, ...] in the place of [B, T, ...], and their counts those of a Packing.
     """
 
     query: Tensor
@@ -55,6 +57,10 @@ class Inputs:
     def wide(self) -> torch.dtype:
         """The type that is computed in, and the state's: at least float32."""
         return torch.promote_types(self.query.dtype, torch.float32)
+
+    def wants_gradients(self) -> bool:
+        """Whether one of the tensors asks for gradients here."""
+        return torch.is_grad_enabled() and any(x.requires_grad for x in vars(self).values() if isinstance(x, Tensor))
 
     def real(self) -> Tensor:
         """Which tokens are no padding, [B, T]."""

@@ -29,6 +29,7 @@ call has B; T is then the most tokens of a row, `packed` is 1. A call without ro
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -36,7 +37,6 @@ from typing import Any
 from still_graphs.errors import UnsupportedError
 from still_graphs.ops import OpSpec
 from still_kernels.plan.compiled import Compiled, failures
-from still_kernels.plan.expressions import leaves
 from still_kernels.plan.parts import (
     ELEMENTS,
     Alias,
@@ -125,13 +125,15 @@ class Plan:
             raise UnsupportedError(f"{self.spec.name}: {failure}")
 
     def key_of(self, call: Call) -> dict[str, int | str]:
-        """Key of the variant that serves a call; what follows from something unknown is left out."""
-        env = call.environment()
-        return {
-            name: value(env)
-            for name, value in self.compiled.key.items()
-            if all(leaf[0] in ("has", "dim") or f"{leaf[0]} {leaf[1]}" in env for leaf in leaves(value.data))
-        }
+        """Key of the variant that serves a call; what follows from something unknown is left out.
+
+        Only the side that `if` takes is asked: what an input tells that a call does not have need not be known.
+        """
+        env, key = call.environment(), {}
+        for name, value in self.compiled.key.items():
+            with suppress(KeyError):
+                key[name] = value(env)
+        return key
 
     def launches(self) -> Iterator[Launch]:
         """Every launch that the plan names, once."""

@@ -1,6 +1,8 @@
 // The tasks of softmax attention. Compiled once per instruction set; STILL_KERNELS names the table.
 #include "kernels.h"
 
+#include <type_traits>
+
 #include "../common/elements.h"
 #include "../common/gemm.h"
 #include "../common/room.h"
@@ -125,7 +127,8 @@ struct Columns
     }
 };
 
-template <typename T>
+// S is the cache's type.
+template <typename T, typename S>
 void attend(Task const& task, int64_t from, int64_t to, float* partial)
 {
     Columns<T> const block(task);
@@ -145,12 +148,12 @@ void attend(Task const& task, int64_t from, int64_t to, float* partial)
     {
         int const count = static_cast<int>(to - key < kTileKeys ? to - key : kTileKeys);
         int64_t stride;
-        float const* const k = floats(at<T>(block.x.key_cache, block.cache(key)), count, l.dim, l.dim, copy, stride);
+        float const* const k = floats(at<S>(block.x.key_cache, block.cache(key)), count, l.dim, l.dim, copy, stride);
         gemm(count, block.wide, l.dim, k, stride, 1, queries, wide, logits, wide, false);
         if (key + count - 1 > block.b.position)
             block.hide(logits, key, count);
         block.exponentiate(logits, count, top, total, values);
-        float const* const v = floats(at<T>(block.x.value_cache, block.cache(key)), count, l.dim, l.dim, copy, stride);
+        float const* const v = floats(at<S>(block.x.value_cache, block.cache(key)), count, l.dim, l.dim, copy, stride);
         gemm(l.dim, block.wide, count, v, 1, stride, logits, wide, values, wide, true);
     }
     if (!partial)
@@ -185,12 +188,22 @@ void combine(Task const& task, int parts, float* partials)
     block.finish(partials + wide, partials + 2 * wide, task.room);
 }
 
-template <typename T>
-constexpr Kernels kTable{room, attend<T>, combine<T>};
+void narrow(void const* from, int count, void* to)
+{
+    halves(static_cast<float const*>(from), count, static_cast<Half*>(to));
+}
+
+template <typename T, typename S>
+constexpr Kernels kTable{room, attend<T, S>, std::is_same<T, S>::value ? nullptr : narrow, combine<T>};
 
 } // namespace
 
-still_cpu::softmax::Kernels const& still_cpu::softmax::STILL_KERNELS(bool half)
+still_cpu::softmax::Kernels const& still_cpu::softmax::STILL_KERNELS(Numbers kind)
 {
-    return half ? kTable<Half> : kTable<float>;
+    switch (kind)
+    {
+    case Numbers::kHalf: return kTable<Half, Half>;
+    case Numbers::kFloatKeptHalf: return kTable<float, Half>;
+    default: return kTable<float, float>;
+    }
 }

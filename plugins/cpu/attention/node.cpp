@@ -36,7 +36,8 @@ Sizes read_sizes(still::Call const& call, bool half)
 {
     constexpr int64_t most = std::numeric_limits<int32_t>::max();
     check_heads(call);
-    Layer const layer{dimension(call, "H"), dimension(call, "HK"), dimension(call, "D"), dimension(call, "N", 0, most), half};
+    Layer const layer{dimension(call, "H"), dimension(call, "HK"), dimension(call, "D"), dimension(call, "N", 0, most), half,
+        !half && call.kept == still::Type::kFloat16};
     return {layer, dimension(call, "B", 0, most), call.size("T"), call.tensor("output")};
 }
 

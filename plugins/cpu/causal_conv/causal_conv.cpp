@@ -40,7 +40,7 @@ size_t scratch_size(Layer const& layer, int batch)
 void convolve(Layer const& layer, Tensors const& tensors, int batch, int64_t const* brought, void* scratch, Host const& host,
     int instruction_set)
 {
-    Kernels const& kernels = kernels_of(instruction_set, layer.half);
+    Kernels const& kernels = kernels_of(instruction_set, numbers(layer.half));
     Rooms const rooms(layer, batch, scratch);
     auto const run = [&](size_t index, size_t lane)
     {

@@ -70,7 +70,7 @@ constexpr Kernels kTable{run<T>};
 
 } // namespace
 
-still_cpu::convolution::Kernels const& still_cpu::convolution::STILL_KERNELS(bool half)
+still_cpu::convolution::Kernels const& still_cpu::convolution::STILL_KERNELS(Numbers kind)
 {
-    return half ? kTable<Half> : kTable<float>;
+    return kind == Numbers::kHalf ? kTable<Half> : kTable<float>;
 }

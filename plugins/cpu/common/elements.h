@@ -119,4 +119,16 @@ inline float const* floats(Half const* x, int rows, int n, int64_t stride, float
     return room;
 }
 
+inline void halves(float const* x, int n, Half* out)
+{
+    int i = 0;
+#if defined(__F16C__)
+    for (; i + 8 <= n; i += 8)
+        _mm_storeu_si128(
+            reinterpret_cast<__m128i*>(out + i), _mm256_cvtps_ph(_mm256_loadu_ps(x + i), _MM_FROUND_TO_NEAREST_INT));
+#endif
+    for (; i < n; ++i)
+        from_float(x[i], out + i);
+}
+
 } // namespace

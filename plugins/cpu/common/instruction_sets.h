@@ -20,28 +20,41 @@ enum class InstructionSet
 
 InstructionSet instruction_set(int index);
 
-// Declares an op's tables of `Kernels`, which its kernels.cpp defines, one per instruction set and element type, and `kernels_of`: those
+// What tensors hold: activations and states, or states that are narrower.
+enum class Numbers
+{
+    kFloat,
+    kHalf,
+    kFloatKeptHalf // float, with states of float16 where the op may have them
+};
+
+STILL_INLINE Numbers numbers(bool half, bool kept_half = false)
+{
+    return half ? Numbers::kHalf : kept_half ? Numbers::kFloatKeptHalf : Numbers::kFloat;
+}
+
+// Declares an op's tables of `Kernels`, which its kernels.cpp defines, one per instruction set and kind of numbers, and `kernels_of`: those
 // of the instruction set with this number among the ones that the processor can run, best first.
 #if defined(STILL_X86)
 #define STILL_KERNEL_SETS                                                                                                              \
-    Kernels const& v4_kernels(bool half);                                                                                              \
-    Kernels const& v3_kernels(bool half);                                                                                              \
-    Kernels const& baseline_kernels(bool half);                                                                                        \
-    STILL_INLINE Kernels const& kernels_of(int index, bool half)                                                                       \
+    Kernels const& v4_kernels(Numbers kind);                                                                                           \
+    Kernels const& v3_kernels(Numbers kind);                                                                                           \
+    Kernels const& baseline_kernels(Numbers kind);                                                                                     \
+    STILL_INLINE Kernels const& kernels_of(int index, Numbers kind)                                                                    \
     {                                                                                                                                  \
         switch (instruction_set(index))                                                                                                \
         {                                                                                                                              \
-        case InstructionSet::kV4: return v4_kernels(half);                                                                             \
-        case InstructionSet::kV3: return v3_kernels(half);                                                                             \
-        default: return baseline_kernels(half);                                                                                        \
+        case InstructionSet::kV4: return v4_kernels(kind);                                                                             \
+        case InstructionSet::kV3: return v3_kernels(kind);                                                                             \
+        default: return baseline_kernels(kind);                                                                                        \
         }                                                                                                                              \
     }
 #else
 #define STILL_KERNEL_SETS                                                                                                              \
-    Kernels const& baseline_kernels(bool half);                                                                                        \
-    STILL_INLINE Kernels const& kernels_of(int, bool half)                                                                             \
+    Kernels const& baseline_kernels(Numbers kind);                                                                                     \
+    STILL_INLINE Kernels const& kernels_of(int, Numbers kind)                                                                          \
     {                                                                                                                                  \
-        return baseline_kernels(half);                                                                                                 \
+        return baseline_kernels(kind);                                                                                                 \
     }
 #endif
 

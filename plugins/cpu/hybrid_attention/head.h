@@ -12,8 +12,8 @@ using still_cpu::hybrid::Step;
 using still_cpu::hybrid::Task;
 using still_cpu::hybrid::Tensors;
 
-// What one head of one row reads and writes.
-template <typename T>
+// What one head of one row reads and writes; S is the type of window and cache.
+template <typename T, typename S>
 struct Head
 {
     Layer const& l;
@@ -84,7 +84,7 @@ struct Head
     }
 
     // Adds `count` keys and values to the linear state, but those marked.
-    void add_linear(T const* keys, T const* values, int count, uint8_t const* except, Room room) const
+    void add_linear(S const* keys, S const* values, int count, uint8_t const* except, Room room) const
     {
         int64_t k_stride, v_stride;
         float const* const v = floats(values, count, l.dim, l.dim, room.take(static_cast<int64_t>(count) * l.dim), v_stride);

@@ -45,7 +45,7 @@ struct Call
     // Of the folded keys of one selection head.
     size_t block_bytes() const
     {
-        return static_cast<size_t>(layer.salient) * static_cast<size_t>(layer.dim) * static_cast<size_t>(layer.element_size());
+        return static_cast<size_t>(layer.salient) * static_cast<size_t>(layer.dim) * static_cast<size_t>(layer.kept_size());
     }
     size_t ranked_size() const { return static_cast<size_t>(layer.chunk + layer.slots + layer.salient); }
 
@@ -109,6 +109,7 @@ void write_ring(Call& call, size_t index, size_t)
 {
     Layer const& l = call.layer;
     size_t const heads = static_cast<size_t>(l.kv_heads), bytes = static_cast<size_t>(l.dim * l.element_size());
+    size_t const kept = static_cast<size_t>(l.dim * l.kept_size());
     Step const& s = call.steps[index / heads];
     size_t const head = index % heads;
     size_t const slot = (static_cast<size_t>(s.row) * heads + head) * static_cast<size_t>(2 * l.chunk)
@@ -117,8 +118,14 @@ void write_ring(Call& call, size_t index, size_t)
     for (auto [ring, fresh] :
         {std::pair(call.tensors.window_key, call.tensors.key), std::pair(call.tensors.window_value, call.tensors.value)})
         for (size_t i = 0; i < static_cast<size_t>(s.count); ++i)
-            std::memcpy(
-                static_cast<char*>(ring) + (slot + i) * bytes, static_cast<char const*>(fresh) + (token + i * heads) * bytes, bytes);
+        {
+            char* const to = static_cast<char*>(ring) + (slot + i) * kept;
+            char const* const from = static_cast<char const*>(fresh) + (token + i * heads) * bytes;
+            if (call.kernels.narrow)
+                call.kernels.narrow(from, l.dim, to);
+            else
+                std::memcpy(to, from, bytes);
+        }
 }
 
 void attend(Call& call, size_t index, size_t lane)
@@ -235,7 +242,7 @@ Tensors const kNoTensors{};
 
 size_t scratch_size(Layer const& layer, int batch, int64_t tokens)
 {
-    Call call{layer, kNoTensors, kernels_of(0, layer.half), kNoHost, batch};
+    Call call{layer, kNoTensors, kernels_of(0, numbers(layer.half, layer.kept_half)), kNoHost, batch};
     int64_t* done;
     return lay_out(call, nullptr, tokens, &done) + 64;
 }
@@ -243,7 +250,7 @@ size_t scratch_size(Layer const& layer, int batch, int64_t tokens)
 void hybrid_attention(Layer const& layer, Tensors const& tensors, int batch, int64_t const* past, int64_t const* brought, void* scratch,
     Host const& host, int instruction_set)
 {
-    Call call{layer, tensors, kernels_of(instruction_set, layer.half), host, batch};
+    Call call{layer, tensors, kernels_of(instruction_set, numbers(layer.half, layer.kept_half)), host, batch};
     int64_t* done;
     size_t const size = lay_out(call, scratch, *std::max_element(brought, brought + batch), &done);
     std::fill(done, done + batch, 0);

@@ -63,10 +63,12 @@ struct Layer
     int weight_heads; // H, or 1 for shared projections
     int64_t slots;    // N
     bool half;        // activations, window and cache are float16
+    bool kept_half;   // window and cache are, beside float
 
     STILL_INLINE int group() const { return heads / kv_heads; }
     STILL_INLINE int select_heads() const { return scope == Scope::kHead ? heads : kv_heads; }
     STILL_INLINE int element_size() const { return half ? 2 : 4; }
+    STILL_INLINE int kept_size() const { return half || kept_half ? 2 : 4; }
 };
 
 // Data of a call; shapes as in the OpSpec, `void` points to float or to float16. State is read and written.

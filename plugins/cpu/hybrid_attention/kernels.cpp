@@ -1,6 +1,8 @@
 // The tasks of hybrid attention. Compiled once per instruction set; STILL_KERNELS names the table.
 #include "head.h"
 
+#include <type_traits>
+
 namespace
 {
 
@@ -19,15 +21,15 @@ size_t room(Layer const& l)
     return static_cast<size_t>(copied + logits + features + 4 * kBlockRows + 32 * 16);
 }
 
-template <typename T>
+template <typename T, typename S>
 void promote(Task const& task)
 {
-    Head<T> const h(task);
+    Head<T, S> const h(task);
     // The leaving chunk lies where the new one will.
-    h.add_linear(at<T>(h.x.window_key, h.ring(h.current)), at<T>(h.x.window_value, h.ring(h.current)), h.l.chunk, task.leaving_salient,
+    h.add_linear(at<S>(h.x.window_key, h.ring(h.current)), at<S>(h.x.window_value, h.ring(h.current)), h.l.chunk, task.leaving_salient,
         Room{task.room});
     if (task.folded.count)
-        h.add_linear(at<T>(task.folded.keys, 0), at<T>(task.folded.values, 0), task.folded.count, nullptr, Room{task.room});
+        h.add_linear(at<S>(task.folded.keys, 0), at<S>(task.folded.values, 0), task.folded.count, nullptr, Room{task.room});
 }
 
 // A block of rows on its way: maximum and sum of each row's softmax terms, and their weighted values.
@@ -39,8 +41,8 @@ struct Softmax
 };
 
 // Logits of a row to its window, [previous chunk, current chunk]: the score, then e^(logit - maximum) with 0 where nothing is seen.
-template <typename T>
-void attend_window_row(Head<T> const& h, float* logits, int end, int place, uint8_t const* chosen, float& top, float& total)
+template <typename T, typename S>
+void attend_window_row(Head<T, S> const& h, float* logits, int end, int place, uint8_t const* chosen, float& top, float& total)
 {
     Layer const& l = h.l;
     int const first = h.s.chunk > 0 ? 0 : l.chunk, own = l.chunk + place;
@@ -61,8 +63,9 @@ void attend_window_row(Head<T> const& h, float* logits, int end, int place, uint
         logits[j] = 0;
 }
 
-template <typename T>
-void attend_window(Head<T> const& h, Task const& task, float const* q, int64_t q_stride, int first, int rows, Softmax& softmax, Room room)
+template <typename T, typename S>
+void attend_window(
+    Head<T, S> const& h, Task const& task, float const* q, int64_t q_stride, int first, int rows, Softmax& softmax, Room room)
 {
     Layer const& l = h.l;
     int const start = h.s.offset + first, seen = start + rows, end = l.chunk + seen, wide = round_up(end, kLanes);
@@ -74,7 +77,7 @@ void attend_window(Head<T> const& h, Task const& task, float const* q, int64_t q
     for (int side = h.s.chunk > 0 ? 0 : 1; side < 2; ++side)
     {
         int const count = side ? seen : l.chunk;
-        float const* const k = floats(at<T>(h.x.window_key, h.ring(side ? h.current : h.previous)), count, l.dim, l.dim, copy, stride);
+        float const* const k = floats(at<S>(h.x.window_key, h.ring(side ? h.current : h.previous)), count, l.dim, l.dim, copy, stride);
         int const padded = round_up(count, kLanes);
         transpose(k, count, l.dim, stride, h.factor, turned, padded);
         gemm(rows, whole ? padded : count, l.dim, q, q_stride, 1, turned, padded, logits + side * l.chunk, wide, false);
@@ -85,14 +88,14 @@ void attend_window(Head<T> const& h, Task const& task, float const* q, int64_t q
     for (int side = h.s.chunk > 0 ? 0 : 1; side < 2; ++side)
     {
         int const count = side ? seen : l.chunk;
-        float const* const v = floats(at<T>(h.x.window_value, h.ring(side ? h.current : h.previous)), count, l.dim, l.dim, copy, stride);
+        float const* const v = floats(at<S>(h.x.window_value, h.ring(side ? h.current : h.previous)), count, l.dim, l.dim, copy, stride);
         gemm(rows, l.dim, count, logits + side * l.chunk, wide, 1, v, stride, softmax.values, l.dim, side == 1 && h.s.chunk > 0);
     }
 }
 
 // Adds cached tokens, tile by tile; terms so far move to each new maximum.
-template <typename T>
-void attend_cache(Head<T> const& h, float const* q, int64_t q_stride, int rows, Softmax& softmax, Room room)
+template <typename T, typename S>
+void attend_cache(Head<T, S> const& h, float const* q, int64_t q_stride, int rows, Softmax& softmax, Room room)
 {
     Layer const& l = h.l;
     float* const turned = room.take(static_cast<int64_t>(l.dim) * kTileKeys);
@@ -102,7 +105,7 @@ void attend_cache(Head<T> const& h, float const* q, int64_t q_stride, int rows, 
     {
         int const count = static_cast<int>(h.s.held - slot < kTileKeys ? h.s.held - slot : kTileKeys), padded = round_up(count, kLanes);
         int64_t stride;
-        float const* const k = floats(at<T>(h.x.salient_key, h.cache(slot)), count, l.dim, l.dim, copy, stride);
+        float const* const k = floats(at<S>(h.x.salient_key, h.cache(slot)), count, l.dim, l.dim, copy, stride);
         transpose(k, count, l.dim, stride, h.factor, turned, padded);
         gemm(rows, padded, l.dim, q, q_stride, 1, turned, padded, logits, padded, false);
         for (int i = 0; i < rows; ++i)
@@ -118,15 +121,15 @@ void attend_cache(Head<T> const& h, float const* q, int64_t q_stride, int rows, 
             }
             softmax.total[i] += exponentiate(row, count, softmax.top[i]);
         }
-        float const* const v = floats(at<T>(h.x.salient_value, h.cache(slot)), count, l.dim, l.dim, copy, stride);
+        float const* const v = floats(at<S>(h.x.salient_value, h.cache(slot)), count, l.dim, l.dim, copy, stride);
         gemm(rows, l.dim, count, logits, padded, 1, v, stride, softmax.values, l.dim, true);
     }
 }
 
 // A sliding window leaves tokens of the ring to the linear part that are not in the linear state yet.
-template <typename T>
+template <typename T, typename S>
 void add_window_linear(
-    Head<T> const& h, Task const& task, float const* phi, int first, int rows, float* linear, float* linear_mass, Room room)
+    Head<T, S> const& h, Task const& task, float const* phi, int first, int rows, float* linear, float* linear_mass, Room room)
 {
     Layer const& l = h.l;
     for (int side = h.s.chunk > 0 ? 0 : 1; side < 2; ++side)
@@ -135,9 +138,9 @@ void add_window_linear(
         int const count = side ? h.s.offset + first + rows : l.chunk, slot = side ? h.current : h.previous;
         int64_t k_stride, v_stride;
         float const* const v =
-            floats(at<T>(h.x.window_value, h.ring(slot)), count, l.dim, l.dim, rest.take(static_cast<int64_t>(count) * l.dim), v_stride);
+            floats(at<S>(h.x.window_value, h.ring(slot)), count, l.dim, l.dim, rest.take(static_cast<int64_t>(count) * l.dim), v_stride);
         float const* const k =
-            floats(at<T>(h.x.window_key, h.ring(slot)), count, l.dim, l.dim, rest.take(static_cast<int64_t>(count) * l.dim), k_stride);
+            floats(at<S>(h.x.window_key, h.ring(slot)), count, l.dim, l.dim, rest.take(static_cast<int64_t>(count) * l.dim), k_stride);
         float const* const phi_k = h.features(k, count, k_stride, h.x.feature_k_weight, rest);
         for (int i = 0; i < rows; ++i)
             for (int j = 0; j < count && side * l.chunk + j <= l.chunk + h.s.offset + first + i - l.window; ++j)
@@ -152,10 +155,10 @@ void add_window_linear(
     }
 }
 
-template <typename T>
+template <typename T, typename S>
 void attend(Task const& task, int first, int rows)
 {
-    Head<T> const h(task);
+    Head<T, S> const h(task);
     Layer const& l = h.l;
     Room room{task.room};
     int64_t q_stride;
@@ -177,10 +180,10 @@ void attend(Task const& task, int first, int rows)
             mass[i]);
 }
 
-template <typename T>
+template <typename T, typename S>
 void attend_part(Task const& task, int part, int parts, float* partial)
 {
-    Head<T> const h(task);
+    Head<T, S> const h(task);
     Layer const& l = h.l;
     Room room{task.room};
     float* const copy = room.take(static_cast<int64_t>(kPartSlots > l.chunk ? kPartSlots : l.chunk) * l.dim);
@@ -196,8 +199,8 @@ void attend_part(Task const& task, int part, int parts, float* partial)
     float* const values = room.take(l.dim);
     std::memset(values, 0, sizeof(float) * static_cast<unsigned>(l.dim));
     auto ring = [&](void const* base, int start, int count)
-    { return floats(at<T>(base, h.ring(start)), count, l.dim, l.dim, copy, stride); };
-    auto cache = [&](void const* base) { return floats(at<T>(base, h.cache(slot)), far, l.dim, l.dim, copy, stride); };
+    { return floats(at<S>(base, h.ring(start)), count, l.dim, l.dim, copy, stride); };
+    auto cache = [&](void const* base) { return floats(at<S>(base, h.cache(slot)), far, l.dim, l.dim, copy, stride); };
     float top = kMinusInfinity, total = 0;
     if (far)
     {
@@ -248,10 +251,10 @@ void attend_part(Task const& task, int part, int parts, float* partial)
     std::memcpy(out + 3 + l.dim, linear, sizeof(float) * static_cast<unsigned>(l.dim));
 }
 
-template <typename T>
+template <typename T, typename S>
 void combine(Task const& task, int parts, float const* partial)
 {
-    Head<T> const h(task);
+    Head<T, S> const h(task);
     int const dim = h.l.dim;
     size_t const size = still_cpu::hybrid::partial_size(h.l);
     Room room{task.room};
@@ -270,12 +273,23 @@ void combine(Task const& task, int parts, float const* partial)
     h.mix(0, values, total, partial + 3 + dim, partial[2]);
 }
 
-template <typename T>
-constexpr Kernels kTable{room, promote<T>, attend<T>, attend_part<T>, combine<T>};
+void narrow(void const* from, int count, void* to)
+{
+    halves(static_cast<float const*>(from), count, static_cast<Half*>(to));
+}
+
+template <typename T, typename S>
+constexpr Kernels kTable{room, promote<T, S>, attend<T, S>, attend_part<T, S>, combine<T, S>,
+    std::is_same<T, S>::value ? nullptr : narrow};
 
 } // namespace
 
-still_cpu::hybrid::Kernels const& still_cpu::hybrid::STILL_KERNELS(bool half)
+still_cpu::hybrid::Kernels const& still_cpu::hybrid::STILL_KERNELS(Numbers kind)
 {
-    return half ? kTable<Half> : kTable<float>;
+    switch (kind)
+    {
+    case Numbers::kHalf: return kTable<Half, Half>;
+    case Numbers::kFloatKeptHalf: return kTable<float, Half>;
+    default: return kTable<float, float>;
+    }
 }

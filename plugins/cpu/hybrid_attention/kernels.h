@@ -43,6 +43,8 @@ struct Kernels
     // Writes the output where there is one part, else what `combine` needs into partial[part].
     void (*attend_part)(Task const& task, int part, int parts, float* partial);
     void (*combine)(Task const& task, int parts, float const* partial);
+    // `count` floats as float16; null where window and cache are of the activations' type.
+    void (*narrow)(void const* from, int count, void* to);
 };
 
 // Floats of one partial result: maximum, sum, linear mass, then softmax and linear numerators.

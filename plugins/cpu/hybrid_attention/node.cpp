@@ -75,6 +75,7 @@ Sizes read_sizes(Layer layer, still::Call const& call)
     layer.rows = dimension(call, "P");
     layer.weight_heads = static_cast<int>(call.weights.at("H"));
     layer.slots = dimension(call, "N", 0, most);
+    layer.kept_half = !layer.half && call.kept == still::Type::kFloat16;
     bool const both = layer.map == FeatureMap::kNormPreserved || layer.map == FeatureMap::kSoftmaxBothSigns;
     layer.features = layer.rows * (both ? 2 : 1);
     auto const demand = [&](char const* tensor, char const* symbol, int64_t wanted) {

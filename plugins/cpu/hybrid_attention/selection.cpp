@@ -52,7 +52,7 @@ int fill_cache(Selection const& selection, int64_t chunk, uint8_t* salient, void
     Tensors const& x = *selection.tensors;
     int64_t const slots = l.slots, before = std::min<int64_t>(slots, chunk * l.salient); // chunk 0 is the first to be promoted
     int64_t const head = static_cast<int64_t>(selection.row) * l.select_heads() + selection.head;
-    size_t const bytes = static_cast<size_t>(l.dim) * static_cast<size_t>(l.element_size());
+    size_t const bytes = static_cast<size_t>(l.dim) * static_cast<size_t>(l.kept_size());
     char* const keys = static_cast<char*>(x.salient_key) + static_cast<size_t>(head * slots) * bytes;
     char* const values = static_cast<char*>(x.salient_value) + static_cast<size_t>(head * slots) * bytes;
     float* const scores = x.salient_score ? x.salient_score + head * slots : nullptr;

@@ -191,7 +191,7 @@ constexpr Kernels kTable{room, run<T>};
 
 } // namespace
 
-still_cpu::linear::Kernels const& still_cpu::linear::STILL_KERNELS(bool half)
+still_cpu::linear::Kernels const& still_cpu::linear::STILL_KERNELS(Numbers kind)
 {
-    return half ? kTable<Half> : kTable<float>;
+    return kind == Numbers::kHalf ? kTable<Half> : kTable<float>;
 }

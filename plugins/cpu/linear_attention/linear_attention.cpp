@@ -32,13 +32,13 @@ struct Rooms
 
 size_t scratch_size(Layer const& layer, int batch)
 {
-    return Rooms(layer, batch, kernels_of(0, layer.half), nullptr).size + 64;
+    return Rooms(layer, batch, kernels_of(0, numbers(layer.half)), nullptr).size + 64;
 }
 
 void attention(Layer const& layer, Tensors const& tensors, int batch, int64_t const* brought, void* scratch, Host const& host,
     int instruction_set)
 {
-    Kernels const& kernels = kernels_of(instruction_set, layer.half);
+    Kernels const& kernels = kernels_of(instruction_set, numbers(layer.half));
     Rooms const rooms(layer, batch, kernels, scratch);
     size_t const heads = static_cast<size_t>(layer.heads);
     auto const run = [&](size_t index, size_t lane)

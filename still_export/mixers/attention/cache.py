@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from still_export.mixers.base import StillCacheLayer
+from still_export.mixers.kept import narrower
 from still_kernels.attention import AttentionState
 
 
@@ -17,9 +18,9 @@ class AttentionLayer(StillCacheLayer):
     `owned`: nobody else has the tensors, so a call may write into them.
     """
 
-    def __init__(self, heads: int, dim: int) -> None:
+    def __init__(self, heads: int, dim: int, cache: str | None = None) -> None:
         super().__init__()
-        self.heads, self.dim = heads, dim
+        self.heads, self.dim, self.cache = heads, dim, cache
         self.state: AttentionState | None = None
         self.owned = True
 
@@ -28,7 +29,8 @@ class AttentionLayer(StillCacheLayer):
         assert self.new_tokens is not None and self.length is not None
         if self.state is None:
             batch = self.new_tokens.shape[0]
-            self.state = AttentionState.empty(batch, self.heads, self.dim, self.columns, dtype, device)
+            kept = narrower(self.cache, dtype)
+            self.state = AttentionState.empty(batch, self.heads, self.dim, self.columns, kept, device)
             self.is_initialized = True
         missing = self.columns - self.state.rows
         if self.grows and missing > 0:

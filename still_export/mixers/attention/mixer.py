@@ -23,10 +23,12 @@ class AttentionMixer(Mixer):
         return (LayerOp(ATTENTION, {}, sizes),)
 
     def cache_layer(self, config: Any, index: int) -> AttentionLayer:
-        return AttentionLayer(config.num_key_value_heads, head_size(config))
+        return AttentionLayer(config.num_key_value_heads, head_size(config), config.still.cache)
 
     def paged(self, config: Any, index: int, ranks: int, rank: int) -> None:
         return None
 
     def module(self, base: nn.Module, config: Any, index: int) -> nn.Module:
-        return module_for(base, head_size(config))
+        module = module_for(base, head_size(config))
+        module.cache = config.still.cache
+        return module

@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache
 from still_export.errors import UnsupportedError
 from still_export.mixers.attention.cache import AttentionLayer
 from still_export.mixers.attention.op import attention
+from still_export.mixers.kept import rounded
 from still_export.mixers.projections import ProjectedAttention
 from still_kernels.attention import AttentionState, Inputs
 from still_kernels.attention.dispatch import attention as kernel
@@ -35,6 +36,7 @@ class SoftmaxAttention(ProjectedAttention):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, past_key_values: Any) -> Tensor:
         """Attention [B, T, H, D] of new tokens to themselves and to what the cache holds, which takes them in."""
+        key, value = rounded(key, self.cache), rounded(value, self.cache)
         if past_key_values is None:
             q, k, v = (x.transpose(1, 2) for x in (query, key, value))
             return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from still_export.mixers.base import StillCacheLayer
+from still_export.mixers.kept import narrower
 from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState
 
 
@@ -19,9 +20,9 @@ class HybridLayer(StillCacheLayer):
     more than the step that needs it.
     """
 
-    def __init__(self, config: HybridAttentionConfig) -> None:
+    def __init__(self, config: HybridAttentionConfig, cache: str | None = None) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.cache = config, cache
         self.state: HybridAttentionState | None = None
         self.owned = True
 
@@ -31,7 +32,8 @@ class HybridLayer(StillCacheLayer):
         if self.state is None:
             slots = 0 if self.config.overflow == "error" else self.config.capacity_slots
             batch = self.new_tokens.shape[0]
-            self.state = HybridAttentionState.empty(self.config, batch, dtype, device, slots=slots)
+            kept = narrower(self.cache, dtype)
+            self.state = HybridAttentionState.empty(self.config, batch, dtype, device, slots=slots, kept=kept)
             self.is_initialized = True
         if self.grows and self.config.overflow == "error":
             needed = min(self.config.capacity_slots, self.config.slots_for(self.columns))

@@ -29,12 +29,14 @@ class HybridAttentionMixer(Mixer):
         return (LayerOp(HYBRID_ATTENTION, layer.attributes(), layer.symbols()),)
 
     def cache_layer(self, config: Any, index: int) -> HybridLayer:
-        return HybridLayer(self._layer(config, index))
+        return HybridLayer(self._layer(config, index), config.still.cache)
 
     def module(self, base: nn.Module, config: Any, index: int) -> StillAttention:
         still = config.still
         layer = self._layer(config, index)
-        return StillAttention(base, layer, config.hidden_size, still.gate_bias, still.shared_feature_map)
+        module = StillAttention(base, layer, config.hidden_size, still.gate_bias, still.shared_feature_map)
+        module.cache = still.cache
+        return module
 
     def paged(self, config: Any, index: int, ranks: int, rank: int) -> PagedHybridAttention:
         still = config.still

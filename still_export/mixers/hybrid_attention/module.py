@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache
 from still_export.errors import UnsupportedError
 from still_export.mixers.hybrid_attention.cache import HybridLayer
 from still_export.mixers.hybrid_attention.op import hybrid_attention
+from still_export.mixers.kept import rounded
 from still_export.mixers.projections import ProjectedAttention
 from still_export.mixers.roles import FEATURE_MAP, GATE
 from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs
@@ -76,6 +77,7 @@ class StillAttention(ProjectedAttention):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Query [B, T, H, D] and key [B, T, HK, D] after norm and RoPE, value [B, T, HK, D], gate [B, T, H, D] or None."""
         query, key, value = self.project_heads(hidden, position_embeddings)
+        key, value = rounded(key, self.cache), rounded(value, self.cache)
         gate = None if self.g_proj is None else torch.sigmoid(self.g_proj(hidden)).view(query.shape)
         return query, key, value, gate
 

@@ -22,6 +22,7 @@ from still_export.mixers.base import PagedLayer
 from still_export.mixers.registry import mixer_of
 from still_export.serving.vllm import OP
 from still_export.serving.vllm.pages import page_of
+from still_export.serving.vllm.parts import rounded_up
 from still_kernels.packing import Packing
 
 
@@ -154,6 +155,7 @@ class PagedMixer(nn.Module, MambaBase):  # type: ignore[misc]  # vLLM has no typ
             raise ValueError(f"two layers are called {prefix}")
         known[prefix] = self
         self.kv_cache: tuple[Tensor, ...] = ()
+        self.tokens, self.rehearsed = tokens, 0
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
         return self.page.shapes
@@ -172,9 +174,12 @@ class PagedMixer(nn.Module, MambaBase):  # type: ignore[misc]  # vLLM has no typ
         return output.flatten(1)
 
     def run(self, heads: dict[str, Tensor | None], output: Tensor) -> None:
-        """The step's calls; none while vLLM measures its memory."""
+        """The step's calls; while vLLM measures its memory, a rehearsal."""
         metadata = get_forward_context().attn_metadata
         if metadata is None:
+            tokens = min(len(output), self.tokens - 1)
+            if output.is_cuda and tokens > self.rehearsed:
+                self.rehearse(heads, tokens, output)
             return
         states = self.page.states(tuple(self.kv_cache))
         first = self.kv_cache[0]
@@ -182,6 +187,22 @@ class PagedMixer(nn.Module, MambaBase):  # type: ignore[misc]  # vLLM has no typ
         for packing, length in metadata[self.prefix].calls:
             placed = Packing(packing.query_start, packing.state_row, packing.max_tokens, page_bytes)
             self.layer.attend(heads, self.weights, states, length, placed, output)
+
+    def rehearse(self, heads: dict[str, Tensor | None], tokens: int, output: Tensor) -> None:
+        """A prompt of `tokens` and a step, on a page of its own: kernels are compiled before requests come, and what they need beside
+        the pages is in the peak that vLLM finds."""
+        self.rehearsed = tokens
+        page, device = self.page, output.device
+        memory = tuple(
+            torch.zeros(1, *shape, dtype=dtype, device=device)
+            for shape, dtype in zip(page.shapes, page.dtypes, strict=True)
+        )
+        states, row = page.states(memory), torch.zeros(1, dtype=torch.int32, device=device)
+        for count, seen, longest in ((tokens, 0, rounded_up(tokens)), (1, tokens, 1)):
+            start = torch.tensor([0, count], dtype=torch.int32, device=device)
+            packing = Packing(start, row, longest, _page_bytes(page.size_bytes, device))
+            given = {name: None if x is None else x[:count] for name, x in heads.items()}
+            self.layer.attend(given, self.weights, states, row + seen, packing, output[:count])
 
 
 @cache

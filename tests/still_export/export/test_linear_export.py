@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import onnx
 import pytest
 import torch
 
 from still_export.cli.main import main
+from still_export.export import trt_package
+from still_export.export.native import kernel_variants
 from still_export.models.load import load_model
 from still_export.runners.ort import OrtModel
 from still_export.runners.sampling import Sampling
@@ -54,6 +58,49 @@ def test_the_native_kernels_run_it(built: None, dtype: str, tmp_path: Path, caps
     sizes = ("--lengths", "1,65,130", "--decode-steps", "8")
     assert call("verify", package, *sizes, "--quiet") == 0, capsys.readouterr().out
     assert OrtModel(package, threads=1).native is not None
+    check_kernels(package / "model.onnx", (24, 20, "gated_delta", 4, 0), dtype)
+
+
+@pytest.mark.long
+def test_kernels_of_the_gpu_follow_from_the_graph(tmp_path: Path) -> None:
+    linear_model("granitemoehybrid").save_pretrained(tmp_path / "model")
+    assert call("export", tmp_path / "model", "-o", tmp_path / "package", "--dtype", "float16", "--quiet") == 0
+    check_kernels(tmp_path / "package/model.onnx", (10, 8, "gated", 4, 1), "float16")
+
+
+def check_kernels(model: Path, expected: tuple[object, ...], dtype: str) -> None:
+    """One variant for each rule and convolution, with ONNX Runtime's counts, from what the portable graph tells."""
+    found = kernel_variants(model)
+    assert set(found) == {"LinearAttention", "CausalConv", "Attention"}
+    ((rule,), (conv,)) = found["LinearAttention"], found["CausalConv"]
+    assert (rule.head_dim, rule.value_dim, rule.update_rule, conv.taps, conv.bias) == expected
+    assert (rule.dtype, rule.shared, rule.per_key, rule.packed) == (dtype, 1, 0, 0)
+    assert (conv.dtype, conv.activation, conv.aligned, conv.count_dtype) == (dtype, "silu", 1, "int64")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param("qwen3_5_text", marks=pytest.mark.slow), pytest.param("granitemoehybrid", marks=pytest.mark.long)],
+)
+def test_kernels_of_tensorrt_follow_from_the_graph(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the plugin nodes that the graph is lowered to: every layer has one of each op, with TensorRT's counts."""
+    found: dict[str, list[Any]] = {}
+
+    def write_plugins(graph: Any, *_: Any) -> dict[str, str]:
+        trt_package.demand_kernels(graph)
+        found.update(trt_package.kernel_variants(graph))
+        return {}
+
+    monkeypatch.setattr("still_export.export.trt_package._write_plugins", write_plugins)
+    linear_model(family).save_pretrained(tmp_path / "model")
+    assert call(tmp_path / "model", "--to", "trt", "-o", tmp_path / "package", "--quiet") == 0
+    ((rule,), (conv,)) = found["LinearAttention"], found["CausalConv"]
+    assert (rule.count_dtype, conv.count_dtype, rule.shared, rule.per_key) == ("int32", "int32", 1, 0)
+    assert rule.update_rule == {"qwen3_5_text": "gated_delta", "granitemoehybrid": "gated"}[family]
+    layers = json.loads((tmp_path / "package/manifest.json").read_text())["plugin_layers"]
+    assert layers["LinearAttention"] == layers["CausalConv"] == 3
 
 
 @pytest.mark.slow
@@ -62,11 +109,11 @@ def test_gpu_kernels_that_are_not_there_are_refused(
     target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In one sentence, before anything is left behind."""
-    linear_model("lfm2").save_pretrained(tmp_path / "model")
+    linear_model("lfm2", conv_L_cache=20).save_pretrained(tmp_path / "model")
     output = tmp_path / "package"
     arguments = (
         ["--to", "trt"] if target == "trt" else ["--to", "onnx", "--native", "--arch", "sm_90", "--dtype", "float16"]
     )
     assert call(tmp_path / "model", *arguments, "-o", output, "--quiet") == 2
-    assert "op CausalConv has no GPU kernels" in capsys.readouterr().err
+    assert "20 taps; the kernels have at most 16" in capsys.readouterr().err
     assert not output.exists()

@@ -44,7 +44,7 @@ def package_of(tmp_path_factory: pytest.TempPathFactory, export_tiny: Exporter) 
                 lambda graph, target, *a: fake_tensorrt.write_libraries(target),
             )
             lower_package(
-                export_tiny(dtype=dtype, fused=False), TrtOptions(batch=batch, prefill_tokens=4 * CHUNK), folder
+                export_tiny(dtype=dtype, final="trt"), TrtOptions(batch=batch, prefill_tokens=4 * CHUNK), folder
             )
         trust_package(folder)  # as an export does that compiles its plugins here
         return folder

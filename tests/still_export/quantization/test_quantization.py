@@ -163,19 +163,19 @@ def test_dequantized_blocks() -> None:
 @pytest.mark.slow
 def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="--quantize int3 is unknown; known: int8, int4"):
-        ExportOptions("m", quantize="int3")
+        ExportOptions("m", quantize="int3").quantization("onnx")
     with pytest.raises(ConfigError, match="Did you mean k_quant"):
-        ExportOptions("m", quantize="int4", quantize_method="kquant")
+        ExportOptions("m", quantize="int4", quantize_method="kquant").quantization("onnx")
     with pytest.raises(ConfigError, match="MatMulNBits has 16, 32"):
-        ExportOptions("m", quantize="int4", quantize_block=48)
-    with pytest.raises(ConfigError, match="are for --quantize"):
+        ExportOptions("m", quantize="int4", quantize_block=48).quantization("onnx")
+    with pytest.raises(ConfigError, match="--adapters are for --quantize"):
         ExportOptions("m", quantize_method="rtn")
     still_model("llama", torch.float32).save_pretrained(tmp_path / "model")
     with pytest.raises(UnsupportedError, match=r"has 24 inputs, which blocks of 32 do not divide"):
         export_onnx(ExportOptions(str(tmp_path / "model"), quantize="int4"), tmp_path / "package")
     with pytest.raises(SystemExit, match="2"):
-        main([str(tmp_path / "model"), "--to", "trt", "--quantize", "int4", "-o", str(tmp_path / "package")])
-    assert "--to trt has no --quantize yet" in capsys.readouterr().err
+        main([str(tmp_path / "model"), "--to", "trt", "--quantize", "int3", "-o", str(tmp_path / "package")])
+    assert "--quantize int3 is unknown" in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 

@@ -13,7 +13,7 @@ from onnx.reference import ReferenceEvaluator
 
 from still_graphs.errors import ShapeError
 from still_kernels.linear_attention import Inputs, chunked_linear_attention, empty_state, naive_linear_attention
-from tests.linear_attention_cases import BOUND, LAYERS, SPLITS, Layer, Split, calls, error, whole, without_gates
+from tests.linear_attention_cases import BOUND, LAYERS, SPLITS, Layer, Split, calls, error, whole, wrong_forms
 
 
 def run(layer: Layer, splits: list[Split], dtype: torch.dtype = torch.float32, in_place: bool = False) -> float:
@@ -84,38 +84,13 @@ def test_gradients_flow() -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
 
 
-def wrong_forms(call: Inputs, state: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What faults make of a call: the controls of the design, by name."""
-    assert call.decay is not None and call.beta is not None
-
-    def of(inputs: Inputs, past: torch.Tensor = state) -> torch.Tensor:
-        return chunked_linear_attention(inputs, past)[0]
-
-    heads, groups = call.value.shape[2], call.query.shape[2]
-    tiled = call.query.repeat(1, 1, heads // groups, 1, 1)
-    late = torch.cat((torch.zeros_like(call.decay[:, :1]), call.decay[:, :-1]), dim=1)  # of the token before
-    return {
-        "state zeroed": of(call, torch.zeros_like(state)),
-        "state transposed": of(call, state.transpose(2, 3).contiguous()),
-        "heads tiled": of(replace(call, query=tiled)),
-        "decay not exponentiated": of(replace(call, decay=(-call.decay).clamp_min(1e-6).log())),
-        "decay after the update": of(replace(call, decay=late)),
-        "beta 1": of(replace(call, beta=torch.ones_like(call.beta))),
-        "gated": of(without_gates(call, "gated")),
-        "keys not of unit length": of(replace(call, key=1.5 * call.key)),
-        "scale 1": of(replace(call, scale=1.0)),
-        "state in bfloat16": of(call, state.bfloat16().float()),
-        "delta": of(without_gates(call, "delta")),
-    }
-
-
 def test_each_fault_is_seen() -> None:
     """Every negative control of the design exceeds the bound by far, at the op itself."""
     layer = Layer(dim=8, size=8, most_beta=1.0)
     first, second = calls(layer, [70, 33])
     state = first.state.float()
     assert error(chunked_linear_attention(second.inputs, state)[0], second.output) <= BOUND
-    for name, output in wrong_forms(second.inputs, state).items():
+    for name, output in wrong_forms(second.inputs, state, chunked_linear_attention).items():
         assert error(output, second.output) > 50 * BOUND, name
 
 

@@ -1,0 +1,112 @@
+"""Runs the plan of still::CausalConv with Triton: which tensors go by which name, and sizes of a call."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from still_graphs.errors import ShapeError, UnsupportedError
+from still_kernels import launcher
+from still_kernels.causal_conv.inputs import Inputs
+from still_kernels.causal_conv.plan import PLAN
+from still_kernels.causal_conv.tiles import tile_table
+from still_kernels.causal_conv.triton_conv import commit_kernel, conv_kernel, step_kernel
+from still_kernels.causal_conv.variants import KERNELS, Variant, constants_of, plan_constants
+from still_kernels.packing import Packing, size_of_call
+from still_kernels.plan import Call
+from still_kernels.tile import TileTable
+
+FUNCTIONS = {"conv": conv_kernel, "commit": commit_kernel, "step": step_kernel}
+
+
+def _prepare(
+    arch: int,
+    table: TileTable | None,
+    sizes: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    activation: str,
+    bias: bool,
+    packed: tuple[int, int] | None,
+) -> launcher.Prepared:
+    """The launches of a kind of call.
+
+    Args:
+        table: Block sizes; None: those of the architecture.
+        sizes: B, T, C, K.
+        packed: Tokens of all rows and rows of the state, where rows are packed.
+    """
+    batch, tokens, channels, taps = sizes
+    seen = Call(
+        {"B": batch, "T": tokens, "C": channels, "K": taps, "P": taps - 1},
+        {"activation": activation},
+        dtype=str(dtype).removeprefix("torch."),
+        count_dtype="int64",  # Triton looks at the counts itself
+        present=frozenset({"bias"} if bias else ()),
+        tokens=None if packed is None else packed[0],
+        rows=None if packed is None else packed[1],
+    )
+    reasons = KERNELS.refusals(seen)
+    if reasons:
+        raise UnsupportedError(f"no Triton kernel of still::CausalConv covers this layer: {' '.join(reasons)}")
+    variant: Variant = KERNELS.variant_of(seen)
+    blocks = tile_table(arch) if table is None else table
+    launches = PLAN.evaluate(Call(**{**vars(seen), "constants": plan_constants(blocks)}))
+    found = launcher.variant_of(arch, variant) if table is None else None
+    return launcher.prepare(launches, FUNCTIONS, blocks.kernels(), constants_of(variant), found)
+
+
+@lru_cache(1024)
+def _prepared(device: torch.device, *call: Any) -> launcher.Prepared:
+    """The same with the block sizes of the device; kept, for a layer is called once per token."""
+    return _prepare(launcher.arch_of(device), None, *call)
+
+
+def launch_causal_conv(
+    inputs: Inputs, state: Tensor, output: Tensor, packing: Packing | None = None, table: TileTable | None = None
+) -> None:
+    """Run the kernels on `state` [B or rows, C, K - 1], in place.
+
+    Args:
+        inputs: Contiguous; without a packing `new_tokens` are given. Packed tokens are [tokens, C].
+        output: As input.
+        table: Block sizes; by default those of the device. With others Triton looks for the compiled kernels at each launch.
+
+    Raises:
+        UnsupportedError: No kernel covers the call; the message lists what is covered.
+    """
+    tokens_of = inputs.input
+    batch, tokens, packed = size_of_call(tokens_of, packing, state.shape[0])
+    sizes = (batch, tokens, tokens_of.shape[-1], inputs.weight.shape[2])
+    call = (sizes, tokens_of.dtype, inputs.activation, inputs.bias is not None, packed)
+    if table is None:
+        prepared = _prepared(tokens_of.device, *call)
+    else:
+        prepared = _prepare(launcher.arch_of(tokens_of.device), table, *call)
+    tensors = {
+        **{name: x for name, x in vars(inputs).items() if x is None or isinstance(x, Tensor)},
+        "conv_state": state,
+        "output": output,
+        **({} if packing is None else packing.tensors()),
+    }
+    launcher.Launcher().run(prepared, tensors, tokens_of)
+
+
+def triton_causal_conv(inputs: Inputs, state: Tensor, in_place: bool = False) -> tuple[Tensor, Tensor]:
+    """`dispatch.causal_conv` by the Triton kernels, on CUDA; the state must be contiguous where it is written in place."""
+    inputs.check(state)
+    if inputs.input.device.type != "cuda":
+        raise UnsupportedError(
+            f"device {inputs.input.device.type!r} has no kernel; known: cpu (PyTorch), cuda (Triton)."
+        )
+    if in_place and not state.is_contiguous():
+        raise ShapeError("the state is not contiguous, and the kernels write it in place.")
+    given = {name: x.contiguous() for name, x in vars(inputs).items() if isinstance(x, Tensor)}
+    given |= {name: x.to(inputs.input.dtype) for name, x in given.items() if name in ("weight", "bias")}
+    given["new_tokens"] = inputs.counts().contiguous()
+    present = state if in_place else state.clone(memory_format=torch.contiguous_format)
+    output = torch.empty_like(given["input"])
+    launch_causal_conv(Inputs(**given, activation=inputs.activation), present, output)  # type: ignore[arg-type]
+    return output, present

@@ -1,0 +1,126 @@
+"""What the kernels of still::CausalConv are compiled for, and the `OpKernels` that says so to generic rooms."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from still_graphs.errors import ConfigError
+from still_graphs.ops.causal_conv import CAUSAL_CONV
+from still_kernels.causal_conv.plan import PLAN
+from still_kernels.causal_conv.tiles import MAX_TAPS, tile_table
+from still_kernels.op_kernels import Build, OpKernels
+from still_kernels.plan import Check
+from still_kernels.tile import TileTable
+
+if TYPE_CHECKING:
+    from still_kernels.work import OpWork
+
+DTYPES = ("float16", "bfloat16", "float32")
+COUNT_DTYPES = ("int32", "int64")
+ACTIVATIONS = CAUSAL_CONV.attribute("activation").choices
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a set of kernels is compiled for; everything else is a run-time argument.
+
+    taps: K.
+    bias: Whether there is one.
+    aligned: Whether channels are a multiple of 8, which may be loaded at once.
+    """
+
+    dtype: str = "bfloat16"
+    taps: int = 4
+    activation: str = "silu"
+    bias: int = 0
+    aligned: int = 1
+    count_dtype: str = "int64"
+    packed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, known in (("dtype", DTYPES), ("count_dtype", COUNT_DTYPES), ("activation", ACTIVATIONS)):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name}={getattr(self, name)!r} is unknown; known: {', '.join(known)}.")
+
+
+def default_variants() -> list[Variant]:
+    """Four taps and silu in both 16-bit types, both count types, with and without bias."""
+    return [
+        Variant(dtype=dtype, bias=bias, count_dtype=count)
+        for dtype, bias, count in itertools.product(("bfloat16", "float16"), (0, 1), ("int64", "int32"))
+    ]
+
+
+@lru_cache
+def constants_of(variant: Variant) -> dict[str, Any]:
+    """Compile-time constants by name; each kernel takes those that it declares."""
+    import triton
+
+    return {
+        "K": variant.taps,
+        "KP": 1 << (variant.taps - 2).bit_length(),  # columns of the state
+        "ALIGNED": variant.aligned,
+        "SILU": int(variant.activation == "silu"),
+        "RAGGED": variant.packed,
+        "SETTLE": int(not triton.knobs.runtime.interpret),
+    }
+
+
+def plan_constants(table: TileTable) -> dict[str, int]:
+    """Values of the plan's constants for kernels with these block sizes."""
+    conv, commit, step = (table.tiles[name].constants for name in ("conv", "commit", "step"))
+    return {
+        "token_block": conv["BT"],
+        "channel_block": conv["BC"],
+        "commit_block": commit["BC"],
+        "step_block": step["BC"],
+    }
+
+
+def build(variant: Variant, arch: int) -> Build:
+    """What a variant is on an architecture."""
+    table = tile_table(arch)
+    absent = {"new_tokens"} if variant.packed else {"query_start", "state_row"}
+    return Build(
+        table.kernels(),
+        constants_of(variant),
+        plan_constants(table),
+        frozenset(absent if variant.bias else absent | {"bias"}),
+    )
+
+
+def functions() -> Mapping[str, Any]:
+    """Triton's functions by name."""
+    from still_kernels.causal_conv.launch import FUNCTIONS
+
+    return FUNCTIONS
+
+
+def work() -> OpWork:
+    """What bench and tune ask."""
+    from still_kernels.causal_conv.work import WORK
+
+    return WORK
+
+
+_COVERED = (
+    Check(f"dtype in {DTYPES}", f"dtype={{dtype}}; the kernels have {', '.join(DTYPES)}."),
+    Check(f"K <= {MAX_TAPS}", f"{{K}} taps; the kernels have at most {MAX_TAPS}."),
+)
+
+KERNELS = OpKernels(
+    plan=PLAN,
+    variant=Variant,
+    default_variants=default_variants,
+    build=build,
+    functions=functions,
+    folder=Path(__file__).parent,
+    covered=_COVERED,
+    covered_ahead=_COVERED,
+    work=work,
+)

@@ -1,0 +1,96 @@
+"""The causal convolution for bench and tune: its layers, calls and settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from still_kernels.causal_conv.cost import cost
+from still_kernels.causal_conv.dispatch import causal_conv
+from still_kernels.causal_conv.inputs import Inputs, empty_state
+from still_kernels.causal_conv.settings import MOVES
+from still_kernels.causal_conv.tiles import tile_table
+from still_kernels.causal_conv.whole import whole_causal_conv
+from still_kernels.tile import TileTable
+from still_kernels.work import Kind, OpWork, Work
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Sizes of a layer."""
+
+    channels: int
+    taps: int
+    activation: str
+
+
+@dataclass(frozen=True)
+class ConvState:
+    """The state of a layer."""
+
+    conv_state: Tensor
+
+    def tensors(self) -> dict[str, Tensor]:
+        """It, by name."""
+        return vars(self)
+
+
+def layer(sizes: Mapping[str, int], name: str, context: int) -> Layer:
+    """The convolution in front of linear attention: queries, keys and values side by side."""
+    return Layer((sizes["heads"] + 2 * sizes["kv_heads"]) * sizes["head_dim"], sizes["taps"], name)
+
+
+def kinds(context: int, batches: Sequence[int]) -> list[Kind]:
+    """A prefill, and steps."""
+    return [Kind("prefill", 1, context, 0), *(Kind("decode", batch, 1, context - 1) for batch in batches)]
+
+
+def work(layer: Layer, kind: Kind, dtype: torch.dtype, device: str) -> Work:
+    """Calls of one kind."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, generator=generator).to(dtype)
+
+    new = torch.full((kind.batch,), kind.tokens, device=device)
+    tokens, weight = random(kind.batch, kind.tokens, layer.channels), random(layer.channels, 1, layer.taps)
+    inputs = Inputs(tokens, weight, None, new, layer.activation)
+
+    def state() -> ConvState:
+        return ConvState(empty_state(kind.batch, layer.channels, layer.taps, dtype, device))
+
+    def launch(state: ConvState, output: Tensor, table: TileTable) -> None:
+        from still_kernels.causal_conv.launch import launch_causal_conv
+
+        launch_causal_conv(inputs, state.conv_state, output, table=table)
+
+    return Work(
+        *cost(layer.channels, layer.taps, kind.tokens, kind.batch),
+        state=state,
+        reference=lambda state: whole_causal_conv(inputs, state.conv_state)[0],
+        run=lambda state: causal_conv(inputs, state.conv_state, in_place=True)[0],
+        launch=launch,
+        output=tokens,
+    )
+
+
+def _table(layer: Layer, device: torch.device, wide: bool) -> TileTable:
+    from still_kernels.launcher import arch_of
+
+    return tile_table(arch_of(device))
+
+
+WORK = OpWork(
+    sizes={"heads": 32, "kv_heads": 16, "head_dim": 128, "taps": 4},
+    layers={"silu": None, "none": None},
+    layer=layer,
+    kinds=kinds,
+    work=work,
+    table=_table,
+    moves=MOVES,
+    decode=frozenset({"step"}),
+    misfit=lambda table, layer, arch: "",
+)

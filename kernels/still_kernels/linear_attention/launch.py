@@ -1,0 +1,122 @@
+"""Runs the plan of still::LinearAttention with Triton: which tensors go by which name, and sizes of a call."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from still_graphs.errors import ShapeError, UnsupportedError
+from still_kernels import launcher
+from still_kernels.linear_attention.inputs import Inputs
+from still_kernels.linear_attention.plan import PLAN
+from still_kernels.linear_attention.triton_decode import decode_kernel
+from still_kernels.linear_attention.triton_prepare import prepare_kernel
+from still_kernels.linear_attention.triton_scan import scan_kernel
+from still_kernels.linear_attention.variants import KERNELS, Variant, constants_of, plan_constants
+from still_kernels.packing import Packing, size_of_call
+from still_kernels.plan import Call
+from still_kernels.tile import TileTable
+
+FUNCTIONS = {"prepare": prepare_kernel, "scan": scan_kernel, "decode": decode_kernel}
+
+
+def _prepare(
+    arch: int,
+    table: TileTable | None,
+    sizes: tuple[tuple[str, int], ...],
+    dtype: torch.dtype,
+    rule: str,
+    scale: float,
+    packed: tuple[int, int] | None,
+) -> launcher.Prepared:
+    """The launches of a kind of call.
+
+    Args:
+        table: Block sizes; None: those of the architecture.
+        sizes: By symbol of the OpSpec; E and W where there are decay and beta.
+        packed: Tokens of all rows and rows of the state, where rows are packed.
+    """
+    known = dict(sizes)
+    seen = Call(
+        known,
+        {"update_rule": rule, "scale": scale},
+        dtype=str(dtype).removeprefix("torch."),
+        count_dtype="int64",  # Triton looks at the counts itself
+        present=frozenset(name for name, size in (("decay", "E"), ("beta", "W")) if size in known),
+        tokens=None if packed is None else packed[0],
+        rows=None if packed is None else packed[1],
+    )
+    reasons = KERNELS.refusals(seen)
+    if reasons:
+        raise UnsupportedError(f"no Triton kernel of still::LinearAttention covers this layer: {' '.join(reasons)}")
+    variant: Variant = KERNELS.variant_of(seen)
+    blocks = variant.table(arch) if table is None else table
+    launches = PLAN.evaluate(Call(**{**vars(seen), "constants": plan_constants(blocks)}))
+    found = launcher.variant_of(arch, variant) if table is None else None
+    return launcher.prepare(launches, FUNCTIONS, blocks.kernels(), constants_of(variant), found)
+
+
+@lru_cache(1024)
+def _prepared(device: torch.device, *call: Any) -> launcher.Prepared:
+    """The same with the block sizes of the device; kept, for a layer is called once per token."""
+    return _prepare(launcher.arch_of(device), None, *call)
+
+
+def launch_linear_attention(
+    inputs: Inputs, state: Tensor, output: Tensor, packing: Packing | None = None, table: TileTable | None = None
+) -> None:
+    """Run the kernels on `state` [B or rows, H, D, V], in place.
+
+    Args:
+        inputs: Contiguous; without a packing `new_tokens` are given. Packed tokens are [tokens, ...].
+        output: [B, T, H, G, V] or [tokens, H, G, V], dtype of query.
+        table: Block sizes; by default those of the device. With others Triton looks for the compiled kernels at each launch.
+
+    Raises:
+        UnsupportedError: No kernel covers the call; the message lists what is covered.
+    """
+    query = inputs.query
+    batch, tokens, packed = size_of_call(query, packing, state.shape[0])
+    sizes = {"B": batch, "T": tokens, "HQ": query.shape[-3], "G": query.shape[-2], "D": query.shape[-1]}
+    sizes |= {"HK": inputs.key.shape[-2], "H": inputs.value.shape[-2], "V": inputs.value.shape[-1]}
+    sizes |= {} if inputs.decay is None else {"E": inputs.decay.shape[-1]}
+    sizes |= {} if inputs.beta is None else {"W": inputs.beta.shape[-1]}
+    call = (tuple(sizes.items()), query.dtype, inputs.update_rule, inputs.scale, packed)
+    if table is None:
+        prepared = _prepared(query.device, *call)
+    else:
+        prepared = _prepare(launcher.arch_of(query.device), table, *call)
+    tensors = {
+        **{name: x for name, x in vars(inputs).items() if x is None or isinstance(x, Tensor)},
+        "recurrent_state": state,
+        "output": output,
+        **({} if packing is None else packing.tensors()),
+    }
+    launcher.Launcher().run(prepared, tensors, query)
+
+
+def triton_linear_attention(inputs: Inputs, state: Tensor, in_place: bool = False) -> tuple[Tensor, Tensor]:
+    """`dispatch.linear_attention` by the Triton kernels, on CUDA; the state must be contiguous where it is written in place."""
+    sizes = inputs.check(state)
+    query = inputs.query
+    if query.device.type != "cuda":
+        raise UnsupportedError(f"device {query.device.type!r} has no kernel; known: cpu (PyTorch), cuda (Triton).")
+    if in_place and not state.is_contiguous():
+        raise ShapeError("the state is not contiguous, and the kernels write it in place.")
+    new_tokens = inputs.new_tokens
+    if new_tokens is None:
+        new_tokens = torch.full((sizes.B,), sizes.T, dtype=torch.int64, device=query.device)
+    given = {name: x.contiguous() for name, x in vars(inputs).items() if isinstance(x, Tensor)}
+    given |= {name: x.float() for name, x in given.items() if name in ("decay", "beta")}
+    present = state if in_place else state.clone(memory_format=torch.contiguous_format)
+    output = torch.empty(sizes.B, sizes.T, sizes.H, sizes.G, sizes.V, dtype=query.dtype, device=query.device)
+    whole = {**given, "new_tokens": new_tokens.contiguous()}
+    launch_linear_attention(
+        Inputs(**whole, update_rule=inputs.update_rule, scale=inputs.scale),  # type: ignore[arg-type]
+        present,
+        output,
+    )
+    return output, present

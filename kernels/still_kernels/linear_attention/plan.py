@@ -1,0 +1,80 @@
+"""The launches of still::LinearAttention: still_kernels.plan says what the parts mean. Integers and texts only: no torch, no Triton."""
+
+from __future__ import annotations
+
+from still_graphs.ops.linear_attention import DELTA, GATED, LINEAR_ATTENTION
+from still_kernels.plan import Branch, Check, Launch, Let, Loop, Plan, Region
+
+DECODE = "T <= 8"
+"""So few tokens that reading and writing the state, not the products, is what a call waits for."""
+PER_KEY = "(E > 1 if has(decay) else 0)"
+_CHUNKS = f"not ({DECODE})"
+_OF_KEYS = f"{_CHUNKS} and {PER_KEY}"
+_OF_HEADS = f"{_CHUNKS} and has(decay) and not {PER_KEY}"
+_CORRECTED = f"{_CHUNKS} and has(beta)"
+
+PLAN = Plan(
+    LINEAR_ATTENTION,
+    key={
+        "dtype": "dtype",
+        "head_dim": "D",
+        "value_dim": "V",
+        "shared": "G",
+        "update_rule": "update_rule",
+        "per_key": PER_KEY,
+        "count_dtype": "count_dtype",
+        "packed": "packed",
+    },
+    constants=(
+        "chunk",  # tokens of a chunk
+        "segment_chunks",  # that workspace is for
+        "value_block",  # columns of the state of one program of a prompt
+        "decode_block",  # and of a step
+    ),
+    checks=(
+        Check("HQ > 0 and H % max(HQ, 1) == 0", "HQ={HQ} query groups do not divide the H={H} heads of value."),
+        Check("HK > 0 and H % max(HK, 1) == 0", "HK={HK} key heads do not divide the H={H} heads of value."),
+        Check(
+            f"has(decay) == (update_rule in {GATED})", "update_rule={update_rule}: decay is for gated and gated_delta."
+        ),
+        Check(
+            f"has(beta) == (update_rule in {DELTA})", "update_rule={update_rule}: beta is for delta and gated_delta."
+        ),
+        Check("not has(decay) or E == 1 or E == D", "decay has E={E} values a head; expected 1 or D={D}."),
+        Check("not has(beta) or W == 1 or W == H", "beta has W={W} heads; expected 1 or H={H}."),
+    ),
+    define={"chunks": "ceil_div(T, chunk)", "span": "min(chunks, segment_chunks)"},
+    workspace=(
+        Region("scores", "T", ("B", "span", "H", "G", "chunk", "chunk"), _CHUNKS),
+        Region("inverse", "float32", ("B", "span", "H", "chunk", "chunk"), _CORRECTED),
+        Region("left", "float32", ("B", "span", "H", f"D if {PER_KEY} else chunk"), f"{_CHUNKS} and has(decay)"),
+        Region("rest", "float32", ("B", "span", "H", "chunk"), _OF_HEADS),
+        Region("asked", "T", ("B", "span", "H", "G", "chunk", "D"), _OF_KEYS),
+        Region("taken", "T", ("B", "span", "H", "chunk", "D"), f"{_OF_KEYS} and has(beta)"),
+        Region("added", "T", ("B", "span", "H", "chunk", "D"), _OF_KEYS),
+    ),
+    arguments={
+        **{name: name for name in ("T", "H", "HQ", "HK")},
+        "W": "W if has(beta) else 1",
+        "scale": "scale if scale != 0 else rsqrt(D)",
+    },
+    steps=(
+        Branch(
+            DECODE,
+            (Launch("decode", ("ceil_div(V, decode_block)", "H", "B")),),
+            (
+                Loop(
+                    "first",
+                    "0",
+                    "chunks",
+                    "segment_chunks",
+                    (
+                        Let("n_chunks", "min(segment_chunks, chunks - first)"),
+                        Launch("prepare", ("n_chunks", "H", "B"), first="first", n_chunks="n_chunks"),
+                        Launch("scan", ("ceil_div(V, value_block)", "H", "B"), first="first", n_chunks="n_chunks"),
+                    ),
+                ),
+            ),
+        ),
+    ),
+)

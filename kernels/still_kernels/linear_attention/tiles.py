@@ -1,0 +1,45 @@
+"""Block sizes, warps and pipeline stages of the kernels, by architecture and sizes of a head. Integers only: no torch, no Triton."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from still_kernels.tile import SHARED_BYTES, KernelTile, TileTable, pow2
+
+MAX_HEAD_DIM = 256
+MAX_SHARED = 16
+SEGMENT_TOKENS = 16384
+"""Of which the workspace holds what they compute without the state: 200 MB for 32 heads of 128 with a decay per head, in 16 bits."""
+
+
+@lru_cache
+def tile_table(
+    arch: int, head_dim: int, value_dim: int, shared: int, delta: bool, per_key: bool, wide: bool
+) -> TileTable:
+    """The table of one variant.
+
+    Args:
+        arch: Compute capability, 90 for sm_90.
+        head_dim, value_dim: D, V.
+        shared: G, query heads of one state.
+        delta, per_key: The rule corrects; its decay is one per key.
+        wide: float32 activations.
+    """
+    room = SHARED_BYTES.get(arch, 99 << 10)
+    dim, size = pow2(head_dim), 4 if wide else 2
+    chunk = 32 if wide or dim > 128 or room < (160 << 10) else 64
+    # Fewer than 64 columns on sm_90 are what ptxas 12.8 makes wrong descriptors of: docs/notebook/kernels.md, test_aot.py.
+    columns = 64 if arch == 90 else min(pow2(value_dim), 16 if wide and dim > 128 else 32)
+    # A stage holds what a chunk reads; beside the stages lie a copy of the state and what products pass on.
+    keys = 1 + shared + int(delta and per_key)
+    stage = size * chunk * (dim * keys + chunk * shared + columns) + 4 * chunk * chunk * int(delta)
+    fixed = size * (dim * columns + 2 * chunk * columns) + 4 * chunk * columns + (16 << 10)
+    stages = max(1, min(3, (room - fixed) // stage))
+    # Four programs a multiprocessor, which wait for their own products, in place of two; elsewhere it spills.
+    registers = 128 if arch == 90 and not (wide or per_key) else None
+    tiles = {
+        "prepare": KernelTile({"C": chunk, "LEVELS": chunk.bit_length() - 1}, 4, 1, registers),
+        "scan": KernelTile({"C": chunk, "BV": columns, "STAGES": stages}, 4, stages),
+        "decode": KernelTile({"BV": min(pow2(value_dim), 16), "PDL": int(arch >= 90)}, 4, 1, None, arch >= 90),
+    }
+    return TileTable(tiles, {"segment_chunks": SEGMENT_TOKENS // chunk})

@@ -1,0 +1,151 @@
+"""What the kernels of still::LinearAttention are compiled for, and the `OpKernels` that says so to generic rooms."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from still_graphs.errors import ConfigError
+from still_graphs.ops.linear_attention import DELTA, GATED, LINEAR_ATTENTION
+from still_kernels.linear_attention.plan import PLAN
+from still_kernels.linear_attention.tiles import MAX_HEAD_DIM, MAX_SHARED, tile_table
+from still_kernels.op_kernels import Build, OpKernels
+from still_kernels.plan import Check
+from still_kernels.tile import TileTable, pow2
+
+if TYPE_CHECKING:
+    from still_kernels.work import OpWork
+
+DTYPES = ("float16", "bfloat16", "float32")
+COUNT_DTYPES = ("int32", "int64")
+RULES = LINEAR_ATTENTION.attribute("update_rule").choices
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a set of kernels is compiled for; everything else is a run-time argument.
+
+    head_dim, value_dim: D, V.
+    shared: G, query heads of one state.
+    per_key: Whether there is a decay per key channel, not one per head.
+    """
+
+    dtype: str = "bfloat16"
+    head_dim: int = 128
+    value_dim: int = 128
+    shared: int = 1
+    update_rule: str = "gated_delta"
+    per_key: int = 0
+    count_dtype: str = "int64"
+    packed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, known in (("dtype", DTYPES), ("count_dtype", COUNT_DTYPES), ("update_rule", RULES)):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name}={getattr(self, name)!r} is unknown; known: {', '.join(known)}.")
+        if self.per_key and self.update_rule not in GATED:
+            raise ConfigError(f"per_key={self.per_key}: update_rule={self.update_rule!r} has no decay.")
+
+    @property
+    def decay(self) -> int:
+        """As the kernels have it: 0 none, 1 per head, 2 per key."""
+        return 0 if self.update_rule not in GATED else 1 + bool(self.per_key)
+
+    def table(self, arch: int) -> TileTable:
+        """Block sizes on an architecture."""
+        delta = self.update_rule in DELTA
+        return tile_table(
+            arch, self.head_dim, self.value_dim, self.shared, delta, bool(self.per_key), self.dtype == "float32"
+        )
+
+
+def default_variants() -> list[Variant]:
+    """The gated delta rule in both 16-bit types, heads of 128, both count types."""
+    return [
+        Variant(dtype=dtype, count_dtype=count)
+        for dtype, count in itertools.product(("bfloat16", "float16"), ("int64", "int32"))
+    ]
+
+
+@lru_cache
+def constants_of(variant: Variant) -> dict[str, Any]:
+    """Compile-time constants by name; each kernel takes those that it declares."""
+    import triton
+
+    interpreted = bool(triton.knobs.runtime.interpret)
+    wide = variant.dtype == "float32"
+    return {
+        "D": variant.head_dim,
+        "DP": pow2(variant.head_dim),
+        "V": variant.value_dim,
+        "G": variant.shared,
+        "DELTA": int(variant.update_rule in DELTA),
+        "DECAY": variant.decay,
+        "RAGGED": variant.packed,
+        "NARROW": int(variant.dtype == "float16"),
+        "SETTLE": int(not interpreted),
+        "DOT": "tf32x3" if wide else "tf32",
+        # With 16-bit activations 16 bits of an inverse, whose product takes 11; the interpreter takes all.
+        "SOLVE": "tf32x3" if wide or interpreted else "tf32",
+        "CORRECT": "tf32x3" if wide or interpreted else "tf32",
+    }
+
+
+def plan_constants(table: TileTable) -> dict[str, int]:
+    """Values of the plan's constants for kernels with these block sizes."""
+    scan, decode = (table.tiles[name].constants for name in ("scan", "decode"))
+    return {"chunk": scan["C"], "value_block": scan["BV"], "decode_block": decode["BV"], **table.host}
+
+
+def absent(variant: Variant) -> frozenset[str]:
+    """Pointers that calls of a variant do not have."""
+    names = {"new_tokens"} if variant.packed else {"query_start", "state_row"}
+    if variant.update_rule not in DELTA:
+        names |= {"beta", "inverse", "taken"}
+    names |= ({"decay", "left", "rest", "asked", "taken", "added"}, {"asked", "taken", "added"}, {"rest"})[
+        variant.decay
+    ]
+    return frozenset(names)
+
+
+def build(variant: Variant, arch: int) -> Build:
+    """What a variant is on an architecture."""
+    table = variant.table(arch)
+    return Build(table.kernels(), constants_of(variant), plan_constants(table), absent(variant))
+
+
+def functions() -> Mapping[str, Any]:
+    """Triton's functions by name."""
+    from still_kernels.linear_attention.launch import FUNCTIONS
+
+    return FUNCTIONS
+
+
+def work() -> OpWork:
+    """What bench and tune ask."""
+    from still_kernels.linear_attention.work import WORK
+
+    return WORK
+
+
+_COVERED = (
+    Check(f"dtype in {DTYPES}", f"dtype={{dtype}}; the kernels have {', '.join(DTYPES)}."),
+    Check(f"D <= {MAX_HEAD_DIM}", f"head_dim={{D}}; the kernels have at most {MAX_HEAD_DIM}."),
+    Check(f"G <= {MAX_SHARED}", f"{{G}} query heads share a state; the kernels have at most {MAX_SHARED}."),
+)
+
+KERNELS = OpKernels(
+    plan=PLAN,
+    variant=Variant,
+    default_variants=default_variants,
+    build=build,
+    functions=functions,
+    folder=Path(__file__).parent,
+    covered=_COVERED,
+    covered_ahead=_COVERED,
+    work=work,
+)

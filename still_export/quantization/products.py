@@ -1,0 +1,241 @@
+"""Products with quantized weights: those that ONNX Runtime has a node for, and those whose weight a standard node dequantizes.
+
+Weights that the same value is multiplied with, in blocks of one kind, are one product, whose result is split: at a step's sizes a node
+costs more than its numbers. What blocks have no place for, offsets and LoRA's pairs, is one more product of two thin matrices for all of
+them: `inner` [K, R] sums blocks and holds the first matrices of the pairs, `outer` [R, N] the rest.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import cached_property, partial
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+import torch
+
+from still_export.export.graph_edits import CONTRIB, add_node, store
+from still_export.mixers.roles import FEED_FORWARD, GATE, PROJECTION
+from still_export.models.blocks import BlockWeight, unpack
+from still_export.models.weights import value_of
+from still_export.quantization.forms import CODES, LORA_A, LORA_B, SUMS, TOGETHER
+from still_export.quantization.stored import StoredWeight, at_start, cast_value, replace_nodes, store_values
+
+ADAPTED = (PROJECTION, FEED_FORWARD, GATE)
+"""Roles of the weights that adapters are trained for."""
+ACCURACY_LEVEL = 4
+"""Activations are rounded to 8 bits, block by block. The only level with a kernel for 8-bit weights on CPUs (others dequantize the whole
+weight every call: 107 ms in the place of 1.2 for the head of SmolLM2-135M); at 4 bits a step is 3 times as fast as level 0 and a call
+of 512 tokens takes twice as long (576 x 1,536, one thread, AVX-512 VNNI, ONNX Runtime 1.31.1)."""
+
+
+class Product(ABC):
+    """One value times weights of one kind, side by side."""
+
+    def __init__(self, model: ir.Model, weights: list[StoredWeight]) -> None:
+        self.model, self.weights = model, weights
+        self.name = TOGETHER.join(weight.name for weight in weights)
+        first = weights[0]
+        self.form, self.asked, self.dtype, self.inputs = first.form, first.asked, first.dtype, first.inputs
+        self.outputs = sum(weight.outputs for weight in weights)
+        self.blocks = first.blocks if first.form.base is not None else 0
+        self.offsets = any(weight.form.offsets for weight in weights)
+        self.left: set[str] = set()
+
+    def write(self, nodes: list[ir.Node]) -> None:
+        """Replace `nodes`, one of each weight, or all of the single one."""
+        if len(self.weights) == 1:
+            for node in nodes:
+                replace_nodes(self.model, [node], [self._result(node)])
+            return
+        total = self._result(nodes[0])
+        widths = [weight.outputs for weight in self.weights]
+        sizes = store(self.model.graph, ir.tensor(widths, dtype=ir.DataType.INT64, name=f"{total.name}.sizes"))
+        split = ir.node("Split", [total, sizes], {"axis": -1}, num_outputs=len(nodes), name=f"{total.name}.split")
+        self.model.graph.insert_before(nodes[0], split)
+        replace_nodes(self.model, nodes, list(split.outputs))
+
+    @abstractmethod
+    def _multiplied(self, node: ir.Node, read: ir.Value) -> ir.Value:
+        """The product of `read` and the blocks, before `node`."""
+
+    @abstractmethod
+    def _held(self) -> dict[str, ir.Value]:
+        """What is stored of the blocks, by part."""
+
+    def _result(self, node: ir.Node) -> ir.Value:
+        read = node.inputs[0]
+        assert read is not None
+        terms = []
+        if self.form.base is not None:
+            terms.append(self._multiplied(node, read))
+        if "inner" in self.values:
+            inner = add_node(self.model.graph, node, "MatMul", [read, self.values["inner"]], "inner")
+            terms.append(add_node(self.model.graph, node, "MatMul", [inner, self.values["outer"]], "outer"))
+        if self.place is not None:
+            a, b = self.adapter
+            inner = add_node(self.model.graph, node, "MatMul", [read, a], LORA_A)
+            terms.append(add_node(self.model.graph, node, "MatMul", [inner, b], LORA_B))
+        total = terms[0]
+        for i, term in enumerate(terms[1:]):
+            total = add_node(self.model.graph, node, "Add", [total, term], f"sum{i}" if i else "sum")
+        return total
+
+    @property
+    def place(self) -> dict[str, Any] | None:
+        """What the manifest says of the LoRA pairs that this product takes while it runs; None: it takes none."""
+        first = self.weights[0]
+        if not first.asked.adapters or first.role not in ADAPTED:
+            return None
+        names, outputs = zip(*((weight.name, weight.outputs) for weight in self.weights), strict=True)
+        return {"weights": list(names), "inputs": self.inputs, "outputs": list(outputs)}
+
+    @cached_property
+    def adapter(self) -> tuple[ir.Value, ir.Value]:
+        """Inputs [K, R] and [R, N] of the graph, R the ranks of an adapter's pairs: with no rank, where none is given."""
+        rank, zero = f"rank.{self.name}", self.dtype.numpy()
+        a = self._input(LORA_A, ir.Shape([self.inputs, rank]), np.zeros((self.inputs, 0), zero))
+        return a, self._input(LORA_B, ir.Shape([rank, self.outputs]), np.zeros((0, self.outputs), zero))
+
+    def _input(self, part: str, shape: ir.Shape, default: np.ndarray) -> ir.Value:
+        value = store(self.model.graph, ir.tensor(default, dtype=self.dtype, name=f"{self.name}.{part}"))
+        value.shape = shape
+        self.model.graph.inputs.append(value)
+        return value
+
+    @cached_property
+    def values(self) -> dict[str, ir.Value]:
+        """What is stored, by part: of the blocks, `inner` and `outer`."""
+        found = self._held() if self.form.base is not None else {}
+        rank = sum(weight.rank for weight in self.weights) + (self.blocks if self.offsets else 0)
+        if rank:
+            found["inner"] = self._stored_inner(rank)
+            found["outer"] = self._stored("outer", [rank, self.outputs], self.dtype, partial(self._outer, rank))
+        self.left = {part for part in found if part not in ("inner", "weight")}
+        return found
+
+    def _stored_inner(self, rank: int) -> ir.Value:
+        if any(weight.rank for weight in self.weights):
+            return self._stored("inner", [self.inputs, rank], self.dtype, self._inner)
+        name = f"{SUMS}.{self.inputs}"
+        known = self.model.graph.initializers.get(name)
+        return known or store_values(self.model, name, [self.inputs, rank], self.dtype, self._as_dtype(self._inner))
+
+    def _as_dtype(self, read: Callable[[], np.ndarray]) -> Callable[[], np.ndarray]:
+        return lambda: np.ascontiguousarray(read().astype(self.dtype.numpy()))
+
+    def _below_each_other(
+        self, part: Callable[[BlockWeight], np.ndarray | None], turned: bool = False
+    ) -> Callable[[], np.ndarray]:
+        """`part` of all weights along the outputs, which come last where it is `turned`."""
+
+        def read() -> np.ndarray:
+            parts = [part(weight.made) for weight in self.weights]
+            values = np.concatenate([values for values in parts if values is not None])
+            return values.T if turned else values
+
+        return read
+
+    def _inner(self) -> np.ndarray:
+        """Sums over blocks, and the first matrices of the pairs, [K, R]."""
+        columns = []
+        if self.offsets:
+            columns.append(np.kron(np.eye(self.inputs // self.asked.block_size), np.ones((self.asked.block_size, 1))))
+        pairs = [pair for weight in self.weights for pair in weight.form.pairs]
+        return np.concatenate([*columns, *(_float(value_of(pair.a).t()) for pair in pairs)], axis=1)
+
+    def _outer(self, rank: int) -> np.ndarray:
+        """Offsets, and the second matrices of the pairs with their scale, each at the columns of its weight, [R, N]."""
+        outer = np.zeros((rank, self.outputs), np.float32)
+        column, row = 0, self.blocks if self.offsets else 0
+        for weight in self.weights:
+            part = slice(column, column + weight.outputs)
+            if weight.form.offsets:
+                offsets = weight.made.offsets
+                assert offsets is not None
+                outer[: offsets.shape[1], part] = offsets.T
+            for pair in weight.form.pairs:
+                size = int(pair.a.shape[0])
+                outer[row : row + size, part] = _float(value_of(pair.b).t() * pair.scale)
+                row += size
+            column += weight.outputs
+        return outer
+
+    def _stored(self, part: str, shape: list[int], dtype: ir.DataType, read: Callable[[], np.ndarray]) -> ir.Value:
+        def values() -> np.ndarray:
+            found = np.ascontiguousarray(read().astype(dtype.numpy()))
+            self.left.discard(part)
+            if not self.left:  # the last that was made of the blocks
+                for weight in self.weights:
+                    weight.forget()
+            return found
+
+        return store_values(self.model, f"{self.name}.{part}", shape, dtype, values)
+
+
+class BlockProduct(Product):
+    """com.microsoft::MatMulNBits, which reads blocks, scales and zero points as BlockWeight has them."""
+
+    def _multiplied(self, node: ir.Node, read: ir.Value) -> ir.Value:
+        attributes = {
+            "K": self.inputs,
+            "N": self.outputs,
+            "bits": self.form.bits,
+            "block_size": self.asked.block_size,
+            "accuracy_level": ACCURACY_LEVEL,
+        }
+        parts = [self.values[part] for part in ("blocks", "scales", "zero_points") if part in self.values]
+        return add_node(self.model.graph, node, "MatMulNBits", [read, *parts], "blocks", attributes, CONTRIB)
+
+    def _held(self) -> dict[str, ir.Value]:
+        found: dict[str, ir.Value] = {}
+        codes = [self.outputs, self.blocks, self.asked.block_size * self.form.bits // 8]
+        found["blocks"] = self._stored("blocks", codes, ir.DataType.UINT8, self._below_each_other(lambda w: w.packed))
+        scale_type, shape = self.weights[0].scale_type, [self.outputs, self.blocks]
+        scales = self._stored("scales", shape, scale_type, self._below_each_other(lambda w: w.scales))
+        found["scales"] = scales if scale_type == self.dtype else cast_value(self.model, scales, self.dtype)
+        if self.form.zero_points:
+            shape, read = [self.outputs, -(-self.blocks * self.form.bits // 8)], lambda w: w.zero_points
+            found["zero_points"] = self._stored("zero_points", shape, ir.DataType.UINT8, self._below_each_other(read))
+        return found
+
+
+class DequantizedProduct(Product):
+    """DequantizeLinear over signed codes [K, N] and scales, [K / block, N] or one for each output, [N], before a MatMul.
+
+    Compilers such as TensorRT's keep the codes, and dequantize inside the product's kernel.
+    """
+
+    def _multiplied(self, node: ir.Node, read: ir.Value) -> ir.Value:
+        return add_node(self.model.graph, node, "MatMul", [read, self.values["weight"]], "blocks")
+
+    def _held(self) -> dict[str, ir.Value]:
+        kind = ir.DataType.INT4 if self.form.bits == 4 else ir.DataType.INT8
+        block = self.asked.block_of(self.form.bits, self.inputs)
+        blocked = self.form.bits == 4 or self.asked.layout.blocks_of_eight
+        codes = self._stored(
+            CODES, [self.inputs, self.outputs], kind, self._below_each_other(_signed_rows, turned=True)
+        )
+        shape = [self.blocks, self.outputs] if blocked else [self.outputs]
+        read = self._below_each_other(lambda w: w.scales, turned=True)
+        scales = self._stored("scales", shape, self.dtype, lambda: read().reshape(shape))
+        attributes = {"axis": 0, "block_size": block} if blocked else {"axis": 1}
+        node = ir.node("DequantizeLinear", [codes, scales], attributes, name=f"{codes.name}.dequantize")
+        return {CODES: codes, "scales": scales, "weight": at_start(self.model, node, codes, self.dtype)}
+
+
+PRODUCTS: dict[bool, type[Product]] = {False: BlockProduct, True: DequantizedProduct}
+"""By Layout.standard."""
+
+
+def _signed_rows(weight: BlockWeight) -> np.ndarray:
+    """Codes [N, K] around 0."""
+    codes = unpack(weight.packed, weight.bits).reshape(len(weight.packed), -1).astype(np.int16) - (1 << weight.bits - 1)
+    return codes.astype(ml_dtypes.int4 if weight.bits == 4 else np.int8)
+
+
+def _float(matrix: torch.Tensor) -> np.ndarray:
+    return matrix.detach().float().numpy()

@@ -1,0 +1,196 @@
+"""The Triton kernels of still::LinearAttention against the loop over tokens in float64: in the interpreter here, compiled on a GPU."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from still_graphs.errors import UnsupportedError
+from still_kernels.op_kernels import kernels_of
+from still_kernels.plan import Call
+from tests.linear_attention_cases import BOUND
+
+pytest.importorskip("triton")
+triton_cases = pytest.importorskip("tests.still_kernels.linear_attention.triton_cases")
+SCRIPT = Path(__file__).with_name("triton_cases.py")
+FAST = ("head", "key", "decode", "packed")
+"""Cases of every run: all kernels, both kinds of decay."""
+NARROW = {torch.bfloat16: 4e-3, torch.float16: 6e-4}
+"""Of outputs and states with 16-bit activations: the roundings of outputs and of what products take."""
+HARD = 3.0
+"""Times as much where the inverse has large entries of either sign: keys that are nearly parallel (1.0e-2 seen in bfloat16), keys of
+one dimension, and 10 dimensions, in which no keys are far apart, with beta up to 2 and nothing that decays."""
+
+
+@functools.cache
+def interpreted(names: tuple[str, ...], kind: str = "float32") -> dict[str, dict[str, float]]:
+    """Errors of cases, from a process that runs the kernels in Triton's interpreter."""
+    root = SCRIPT.parents[3]
+    roots = os.pathsep.join(str(root / name) for name in (".", "kernels", "graphs"))  # this tree, whatever is installed
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": roots}
+    command = [sys.executable, "-W", "ignore", str(SCRIPT), kind, *names]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    results: dict[str, dict[str, float]] = json.loads(done.stdout)
+    return results
+
+
+def check(name: str, errors: dict[str, float], dtype: torch.dtype) -> None:
+    layer = triton_cases.CASES[name].layer
+    hard = layer.cosine > 0 or layer.rule == "delta" or layer.dim == 1
+    bound = layer.bound if dtype == torch.float32 else NARROW[dtype] * (HARD if hard else 1)
+    assert errors["output"] <= bound and errors["state"] <= bound, errors
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_interpreter(name: str) -> None:
+    check(name, interpreted(FAST)[name], torch.float32)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [n for n in triton_cases.CASES if n not in FAST])
+def test_interpreter_rest(name: str) -> None:
+    check(name, interpreted(tuple(n for n in triton_cases.CASES if n not in FAST))[name], torch.float32)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", FAST)
+def test_programs_may_run_in_any_order(name: str) -> None:
+    check(name, interpreted(FAST, "shuffled")[name], torch.float32)
+
+
+@pytest.mark.parametrize("name", ("head",))
+def test_interpreter_in_bfloat16(name: str) -> None:
+    check(name, interpreted(("head",), "bfloat16")[name], torch.bfloat16)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", list(NARROW), ids=str)
+@pytest.mark.parametrize("name", list(triton_cases.CASES))
+def test_interpreter_in_16_bits(name: str, dtype: torch.dtype) -> None:
+    kind = str(dtype).removeprefix("torch.")
+    check(name, interpreted(tuple(triton_cases.CASES), kind)[name], dtype)
+
+
+@pytest.mark.slow
+def test_a_decay_that_forgets_all_is_no_nan() -> None:
+    assert max(interpreted((), "resets")["resets"].values()) <= BOUND
+
+
+@pytest.mark.long
+def test_a_state_beyond_float16() -> None:
+    assert max(interpreted((), "large")["large"].values()) <= NARROW[torch.float16]
+
+
+@pytest.mark.gpu
+def test_gpu_forgets_all_and_sees_each_fault() -> None:
+    assert max(triton_cases.run_resets("cuda").values()) <= BOUND
+    errors = triton_cases.run_controls("cuda")
+    assert errors.pop("right") <= BOUND and all(wrong > 50 * BOUND for wrong in errors.values())
+    assert max(triton_cases.run_large("cuda").values()) <= NARROW[torch.float16]
+    triton_cases.run_garbage("cuda")
+
+
+@pytest.mark.long
+def test_each_fault_is_seen() -> None:
+    """The negative controls of the design, through the kernels."""
+    errors = interpreted((), "controls")["controls"]
+    assert errors.pop("right") <= BOUND and len(errors) == 11
+    assert all(wrong > 50 * BOUND for wrong in errors.values()), errors
+
+
+@pytest.mark.long
+def test_counts_of_garbage_write_nowhere() -> None:
+    interpreted((), "garbage")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", list(triton_cases.CASES))
+def test_gpu(name: str, dtype: torch.dtype) -> None:
+    check(name, triton_cases.run_case(name, "cuda", dtype), dtype)
+
+
+def test_plan_and_kernels_fit() -> None:
+    kernels_of("LinearAttention").check()
+
+
+SIZES = {"B": 1, "T": 1, "HQ": 2, "G": 1, "D": 64, "HK": 2, "H": 4, "V": 32}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "message"),
+    [({"D": 512}, "float16", "head_dim=512"), ({"G": 20}, "float16", "20 query heads"), ({}, "float64", "float64")],
+    ids=str,
+)
+def test_refusals(sizes: dict[str, int], dtype: str, message: str) -> None:
+    """What no kernel covers, with what is covered."""
+    call = Call({**SIZES, **sizes}, {"update_rule": "linear", "scale": 0.0}, {}, dtype=dtype)
+    assert [r for r in kernels_of("LinearAttention").refusals(call) if message in r and "the kernels have" in r]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"E": 3}, "decay has E=3 values a head; expected 1 or D=64"),
+        ({"W": 2}, "beta has W=2 heads; expected 1 or H=4"),
+        ({"HK": 3}, "HK=3 key heads do not divide the H=4"),
+        ({"HQ": 3}, "HQ=3 query groups do not divide the H=4"),
+    ],
+    ids=str,
+)
+def test_calls_that_make_no_sense(change: dict[str, int], message: str) -> None:
+    sizes = {**SIZES, "E": 1, "W": 4, **change}
+    call = Call(sizes, {"update_rule": "gated_delta", "scale": 0.0}, present=frozenset({"decay", "beta"}))
+    with pytest.raises(UnsupportedError, match=message):
+        kernels_of("LinearAttention").plan.check(call)
+    with pytest.raises(UnsupportedError, match="decay is for gated"):
+        kernels_of("LinearAttention").plan.check(
+            Call(SIZES, {"update_rule": "gated", "scale": 0.0}, present=frozenset({"beta"}))
+        )
+
+
+def test_the_decay_tells_the_variant() -> None:
+    """A decay per head or per key; without one it need not be known."""
+    op = kernels_of("LinearAttention")
+
+    def variant(rule: str, **sizes: int) -> object:
+        present = frozenset({"decay"} if sizes else ())
+        attributes = {"update_rule": rule, "scale": 0.0}
+        return op.variant_of(Call(SIZES | sizes, attributes, {}, "float16", "int64", present))
+
+    shape = {"dtype": "float16", "head_dim": 64, "value_dim": 32}
+    assert variant("gated", E=1) == op.variant(**shape, update_rule="gated")
+    assert variant("gated", E=64) == op.variant(**shape, update_rule="gated", per_key=1)
+    assert variant("linear") == op.variant(**shape, update_rule="linear")
+
+
+def test_workspace_is_that_of_a_segment() -> None:
+    """64K tokens of 32 heads of 128 need no more than 16K do."""
+    op = kernels_of("LinearAttention")
+    build = op.build(op.variant(), 90)
+
+    def workspace(tokens: int) -> tuple[int, int]:
+        sizes = {"B": 1, "T": tokens, "HQ": 32, "G": 1, "D": 128, "HK": 32, "H": 32, "V": 128, "E": 1, "W": 32}
+        attributes = {"update_rule": "gated_delta", "scale": 0.0}
+        call = Call(sizes, attributes, build.plan_constants, "bfloat16", present=frozenset({"decay", "beta"}))
+        made = op.plan.evaluate(call)
+        return sum(torch.Size(b.shape).numel() for b in made.workspace), len(made.steps)
+
+    assert workspace(65536) == (workspace(16384)[0], 8) and workspace(16384)[1] == 2 and workspace(8) == (0, 1)
+
+
+def test_unknown_device_is_refused() -> None:
+    from still_kernels.linear_attention import Inputs, empty_state
+    from still_kernels.linear_attention.launch import triton_linear_attention
+
+    x = torch.zeros(1, 1, 2, 16)
+    with pytest.raises(UnsupportedError, match="device 'cpu'"):
+        triton_linear_attention(Inputs(x[:, :, :, None], x, x, update_rule="linear"), empty_state(1, 2, 16, 16))
