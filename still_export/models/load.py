@@ -166,6 +166,10 @@ def open_source(
         weights = complete_weights(family, config, found.tensors, fresh)
     except ConfigError as error:  # fields that each are good and do not fit each other
         raise ConfigError(f"{found.configured or f'config.json of {source}'}: {error}") from error
+    except CheckpointError as error:
+        if found.configured is None:
+            raise
+        raise CheckpointError(f"{found.configured}: {error}") from error
     try:
         generation = GenerationConfig.from_dict(found.generation or _generation_of(config))
         generation.validate()
@@ -216,8 +220,9 @@ def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
             raise
         reason = " ".join(str(error).split())
         if given:
+            lacks = "" if path / "tokenizer.json" in given else " without tokenizer.json"
             raise CheckpointError(
-                f"{', '.join(map(str, given))}: no tokenizer that transformers can read: {reason}"
+                f"{', '.join(map(str, given))}{lacks}: no tokenizer that transformers can read: {reason}"
             ) from error
         raise ModelNotFoundError(f"{source} has no tokenizer that transformers can read: {reason}") from error
     tokenizer.padding_side = "right"

@@ -6,6 +6,7 @@ Standard library only: exports copy this file into packages, for run_ort.py and 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from still_export.package.refusals import CheckError
@@ -42,6 +43,21 @@ def external_files(graph: bytes, source: str) -> set[str]:
     except (IndexError, ValueError) as error:
         raise CheckError(f"{source} is no ONNX model ({error}). Copy the package again.") from error
     return found
+
+
+def listed_weights(graph: Path, manifest: dict[str, Any]) -> list[str]:
+    """Names of the files that the graph in the file `graph` takes its weights from.
+
+    Raises:
+        CheckError: It is no graph, or names a file that the manifest does not list.
+    """
+    names = sorted(external_files(graph.read_bytes(), str(graph)))
+    for name in names:
+        if name not in manifest["files"]:
+            raise CheckError(
+                f"{graph} takes weights from {name!r}, which the manifest does not list. Export the package again."
+            )
+    return names
 
 
 def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:

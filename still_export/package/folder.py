@@ -15,7 +15,7 @@ from typing import Any
 from still_export.errors import PackageError
 from still_export.package import staging
 from still_export.package.checked import FORMAT_VERSION
-from still_export.package.external import external_files
+from still_export.package.external import listed_weights
 from still_export.package.files import MANIFEST, MODEL, PLUGIN, check_hash, inside, listed, sha256
 from still_export.package.manifest import read_manifest
 from still_export.package.refusals import CheckError, RunError
@@ -128,7 +128,7 @@ def open_package(path: Path, check_hashes: bool = True, check_engines: bool = Tr
             except CheckError as error:
                 raise PackageError(str(error).replace("export the model again.", again)) from error
         graph = listed(path, manifest, MODEL)
-        for name in external_files(graph.read_bytes(), str(graph)):
+        for name in listed_weights(graph, manifest):
             listed(path, manifest, name)
     return Package(path, manifest)
 

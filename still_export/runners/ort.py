@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from still_export.package.external import external_files
+from still_export.package.external import listed_weights
 from still_export.package.files import MODEL, Hashing, check_hash
 from still_export.package.refusals import CheckError
 from still_export.package.trust import UNTRUSTED, native_file
@@ -118,7 +118,8 @@ def open_session(
         )
         if native and provider == "cuda" and "archive" in str(error):
             advice = " Export again with --native --arch and the name of this GPU."
-        raise RunError(f"ONNX Runtime cannot load {path}: {' '.join(str(error).split())}.{advice}") from error
+        weights = "".join(f" with {name}" for name in manifest["files"] if name.endswith(".data"))
+        raise RunError(f"ONNX Runtime cannot load {path}{weights}: {' '.join(str(error).split())}.{advice}") from error
     if cuda and CUDA not in session.get_providers():  # it goes on without a provider whose libraries it cannot open
         raise RunError(
             "ONNX Runtime's CUDA provider cannot start: its libraries or the driver are missing, or of another CUDA than this "
@@ -133,14 +134,7 @@ def weight_files(folder: Path, manifest: dict[str, Any]) -> list[str]:
     Raises:
         RunError: The graph is not the one that was exported, or names a file that the manifest does not list.
     """
-    path = check_hash(folder, manifest, MODEL)
-    names = sorted(external_files(path.read_bytes(), str(path)))
-    for name in names:
-        if name not in manifest["files"]:
-            raise CheckError(
-                f"{path} takes weights from {name!r}, which the manifest does not list. Export the package again."
-            )
-    return names
+    return listed_weights(check_hash(folder, manifest, MODEL), manifest)
 
 
 def recorded_text(manifest: dict[str, Any], field: str) -> str:

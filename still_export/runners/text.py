@@ -17,7 +17,9 @@ class Text:
 
     def __init__(self, model: Runner) -> None:
         if "tokenizer.json" not in model.manifest["files"]:
-            raise RunError(f"{model.folder} has no tokenizer.json; pass token ids with --prompt-ids.")
+            raise RunError(
+                f"{model.folder} has no tokenizer.json, as its manifest.json says; pass token ids with --prompt-ids."
+            )
         path = check_hash(model.folder, model.manifest, "tokenizer.json")
         try:
             from tokenizers import Tokenizer

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from still_export.package.checked import read_manifest
-from still_export.package.external import external_files
+from still_export.package.external import listed_weights
 from still_export.package.files import check_hash
 from still_export.package.trust import UNTRUSTED, native_file
 from still_export.runners.cuda_driver import Buffer, CudaError, Driver
@@ -174,7 +174,7 @@ class TrtEngine:
         refitter = self.module.Refitter(self.engine, self.logger)
         parser = self.module.OnnxParserRefitter(refitter, self.logger)
         model = check_hash(self.folder, self.manifest, "model.onnx")
-        for name in external_files(model.read_bytes(), str(model)):
+        for name in listed_weights(model, self.manifest):
             check_hash(self.folder, self.manifest, name)
         if not parser.refit_from_file(str(model)) or not refitter.refit_cuda_engine():
             said = "; ".join(str(parser.get_error(i)) for i in range(parser.num_errors)) or "its reason stands above"

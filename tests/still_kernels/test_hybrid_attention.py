@@ -334,6 +334,7 @@ def test_capacity_is_exact() -> None:
         (dict(window_size=5), "no meaning"),
         (dict(window_factor=(1.0,)), "1 values for num_heads=6"),
         (dict(chunk_size=0), "at least 1"),
+        (dict(feature_dim=-1), "feature_dim=-1; it must be at least 1"),
     ],
     ids=str,
 )

@@ -92,6 +92,8 @@ class HybridAttentionConfig(HybridAttentionSettings):
         for name in ("num_heads", "num_kv_heads", "head_dim", "chunk_size", "capacity_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}; it must be at least 1.")
+        if self.feature_dim is not None and self.feature_dim < 1:
+            raise ConfigError(f"feature_dim={self.feature_dim}; it must be at least 1.")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}.")
         if not 0 <= self.salient_per_chunk <= self.chunk_size:

@@ -216,8 +216,17 @@ def test_lora_of_another_model(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     save_file(pair, tmp_path / "a" / "adapter_model.safetensors")
     (tmp_path / "a" / "adapter_config.json").write_text(json.dumps({"lora_alpha": 4, "r": 2}))
-    with pytest.raises(CheckpointError, match=r"\[59, 24\].*\[60, 24\]"):
+    with pytest.raises(CheckpointError, match=r"adapter_model.safetensors: .*\[59, 24\].*\[60, 24\]"):
         load_model(tmp_path / "m", overlays=[tmp_path / "a"])
+
+
+def test_fields_that_do_not_fit_each_other_are_said_with_their_file(tmp_path: Path) -> None:
+    still_model("llama", torch.float32).save_pretrained(tmp_path / "m")
+    config = json.loads((tmp_path / "m/config.json").read_text())
+    config["still_config"]["window_factors"] = [[1.0]] * config["num_hidden_layers"]
+    (tmp_path / "m/config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"config.json of .*: window_factor has 1 values"):
+        load_model(tmp_path / "m")
 
 
 def write_gguf(path: Path, family: str, model: Any) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from still_export.models.load import load_model
 from still_export.runners.conversation import Conversation
-from still_export.runners.ort import OrtModel
+from still_export.runners.ort import MOST_THREADS, OrtModel, default_threads
 from still_export.runners.program import talk
 from still_export.runners.sampling import RunError, Sampling
 from tests.still_export.conftest import Exporter
@@ -30,6 +30,14 @@ def started(export_tiny: Exporter, **still: object) -> OrtModel:
     model = OrtModel(export_tiny(**still).path, threads=1)
     model.start()
     return model
+
+
+@pytest.mark.parametrize(
+    ("value", "threads"), [("3", 3), ("2,1", 2), ("", 0), ("many", 0), ("-1", 0), ("100000", MOST_THREADS)]
+)
+def test_the_environment_says_how_many_threads(value: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    assert default_threads() == threads
 
 
 def greedy(model: OrtModel, count: int) -> list[int]:
