@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from multiprocessing import get_context
@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from still_graphs.errors import ConfigError, UnsupportedError
-from still_kernels.op_kernels import OpKernels, kernels_of, op_names
-from still_kernels.tile import SHARED_BYTES
+from still_kernels.op_kernels import Build, OpKernels, kernels_of, op_names
+from still_kernels.tile import SHARED_BYTES, KernelTile
 
 FORMAT = "still-kernels-aot"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 ARCHS = tuple(f"sm_{arch}" for arch in SHARED_BYTES)
 MIN_TRITON = {110: (3, 7)}
 TRITON_TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "int32": "i32", "int64": "i64", "int8": "i8"}
@@ -38,16 +38,19 @@ def parse_arch(name: str) -> int:
 
 
 def signature_of(
-    function: Any, kernels: OpKernels, variant: Any, constants: Mapping[str, Any], absent: frozenset[str]
+    function: Any, kernels: OpKernels, variant: Any, tile: KernelTile, build: Build
 ) -> tuple[dict[str, str], dict[str, Any]]:
     """Triton signature and compile-time values of a kernel; pointers that the plan does not know are absent too."""
+    constants, absent = {**build.constants, **tile.constants}, build.absent
     elements = kernels.element_types(variant)
     reals = {name for name, value in kernels.plan.compiled.arguments.items() if value.kind == "real"}
     signature: dict[str, str] = {}
     values: dict[str, Any] = {}
     for argument in function.arg_names:
-        plain = argument.removeprefix("p_")
-        if plain != argument:
+        plain = argument.removeprefix("p_").removeprefix("d_")
+        if argument.startswith("d_") and plain not in absent:
+            signature[argument] = descriptor_type(TRITON_TYPES[elements[plain]], tile.blocks[plain])
+        elif plain != argument:
             if plain in absent or plain not in elements:
                 signature[argument], values[argument] = "constexpr", None
             else:
@@ -57,6 +60,32 @@ def signature_of(
         else:
             signature[argument] = "fp32" if argument in reals else "i32"
     return signature, values
+
+
+def descriptor_type(element: str, block: tuple[int, int]) -> str:
+    """What a signature says of a descriptor whose blocks lie in shared memory as matrix instructions want them."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return f"tensordesc<{element}[{block[0]}, {block[1]}],{layout!r}>"
+
+
+def described(argument: str, kind: str, descriptors: Iterator[Mapping[str, Any]]) -> dict[str, Any]:
+    """An argument as the index has it; `descriptors` has what the compiler says of those, in order."""
+    plain = argument.removeprefix("p_").removeprefix("d_")
+    if kind.startswith("tensordesc"):
+        found = next(descriptors)
+        element = kind.removeprefix("tensordesc<").partition("[")[0]
+        return {
+            "name": plain,
+            "type": "descriptor",
+            "element": element,
+            "box": list(found["block_size"]),
+            "swizzle": found["swizzle"],
+        }
+    if kind.startswith("*"):
+        return {"name": plain, "type": "ptr", "element": kind[1:]}
+    return {"name": plain, "type": {"fp32": "f32"}.get(kind, kind)}
 
 
 def compile_variant(op: str, variant: Any, arch: int) -> tuple[dict[str, Any], dict[str, bytes]]:
@@ -71,6 +100,7 @@ def compile_variant(op: str, variant: Any, arch: int) -> tuple[dict[str, Any], d
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     installed = tuple(int(part) for part in triton.__version__.split(".")[:2])
     if installed < MIN_TRITON.get(arch, (3, 0)):
@@ -83,14 +113,14 @@ def compile_variant(op: str, variant: Any, arch: int) -> tuple[dict[str, Any], d
     cubins: dict[str, bytes] = {}
     for name, tile in build.tiles.items():
         function = functions[name]
-        constants = {**build.constants, **tile.constants}
-        signature, values = signature_of(function, op_kernels, variant, constants, build.absent)
+        signature, values = signature_of(function, op_kernels, variant, tile, build)
         attrs = {
             (i,): [["tt.divisibility", 16]]
             for i, argument in enumerate(function.arg_names)
             if signature[argument].startswith("*")
         }
-        source = ASTSource(fn=function, signature=signature, constexprs=values, attrs=attrs)
+        kind = GluonASTSource if function.is_gluon() else ASTSource
+        source = kind(fn=function, signature=signature, constexprs=values, attrs=attrs)
         options = {**tile.options(), "enable_fp_fusion": True}
         compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
         meta = compiled.metadata
@@ -101,6 +131,7 @@ def compile_variant(op: str, variant: Any, arch: int) -> tuple[dict[str, Any], d
                 "Lower its blocks in tiles.py."
             )
         cubin = compiled.asm["cubin"]
+        descriptors = iter(getattr(meta, "tensordesc_meta", None) or ())
         file = hashlib.sha256(cubin).hexdigest()[:24] + ".cubin"
         cubins[file] = cubin
         kernels[name] = {
@@ -111,15 +142,9 @@ def compile_variant(op: str, variant: Any, arch: int) -> tuple[dict[str, Any], d
             "shared_bytes": meta.shared,
             "trailing_null_pointers": 2,
             "args": [
-                {
-                    "name": argument.removeprefix("p_"),
-                    "type": "ptr" if kind.startswith("*") else {"fp32": "f32"}.get(kind, kind),
-                    **({"element": kind[1:]} if kind.startswith("*") else {}),
-                }
-                for argument, kind in signature.items()
-                if kind != "constexpr"
+                described(argument, kind, descriptors) for argument, kind in signature.items() if kind != "constexpr"
             ],
-            "constexprs": {k: v for k, v in sorted(values.items()) if not k.startswith("p_")},
+            "constexprs": {k: v for k, v in sorted(values.items()) if not k.startswith(("p_", "d_"))},
         }
     entry = {"key": asdict(variant), "arch": f"sm_{arch}", "constants": dict(build.plan_constants), "kernels": kernels}
     return entry, cubins
@@ -129,7 +154,12 @@ def source_hash(kernels: OpKernels) -> str:
     """SHA-256 over an op's kernel sources, tile tables and plan."""
     digest = hashlib.sha256()
     shared = Path(__file__).with_name("triton_shared.py")
-    own = [*kernels.folder.glob("triton_*.py"), kernels.folder / "tiles.py", kernels.folder / "plan.py"]
+    own = [
+        *kernels.folder.glob("triton_*.py"),
+        *kernels.folder.glob("gluon_*.py"),
+        kernels.folder / "tiles.py",
+        kernels.folder / "plan.py",
+    ]
     for path in [shared, *sorted(own)]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()

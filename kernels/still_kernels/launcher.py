@@ -23,7 +23,10 @@ _compiled: dict[tuple[Any, ...], Any] = {}  # kernels that ran before, by functi
 
 @dataclass(frozen=True)
 class PreparedLaunch:
-    """One launch: `values` in the kernel's order, with None where `pointers` (position, name of the tensor) go."""
+    """One launch: `values` in the kernel's order, with None where `pointers` (position, name of the tensor) go.
+
+    descriptors: Position, name of the tensor, rows and columns as which it is seen.
+    """
 
     name: str
     function: Any
@@ -31,6 +34,7 @@ class PreparedLaunch:
     tile: KernelTile
     values: tuple[Any, ...]
     pointers: tuple[tuple[int, str], ...]
+    descriptors: tuple[tuple[int, str, tuple[int, int]], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -69,8 +73,13 @@ def prepare(
         known = {**constants, **launches.arguments, **step.arguments, **tile.constants}
         names = function.arg_names
         pointers = tuple((i, name.removeprefix("p_")) for i, name in enumerate(names) if name.startswith("p_"))
-        values = tuple(None if name.startswith("p_") else known[name] for name in names)
-        made.append(PreparedLaunch(step.kernel, function, step.grid, tile, values, pointers))
+        descriptors = tuple(
+            (i, name.removeprefix("d_"), launches.matrices[name.removeprefix("d_")])
+            for i, name in enumerate(names)
+            if name.startswith("d_")
+        )
+        values = tuple(None if name.startswith(("p_", "d_")) else known[name] for name in names)
+        made.append(PreparedLaunch(step.kernel, function, step.grid, tile, values, pointers, descriptors))
     workspace = tuple((b.name, b.shape, getattr(torch, b.element)) for b in launches.workspace)
     persistent = tuple((b.name, math.prod(b.shape)) for b in launches.persistent)
     return Prepared(tuple(made), workspace, persistent, launches.aliases, variant)
@@ -108,6 +117,8 @@ class Launcher:
                 found = list(launch.values)
                 for i, name in launch.pointers:
                     found[i] = every.get(name)
+                for i, name, shape in launch.descriptors:
+                    found[i] = descriptor(every.get(name), shape, launch.tile.blocks[name], like)
                 self.launch(launch, found, prepared.variant)
 
     def launch(self, launch: PreparedLaunch, values: list[Any], variant: object | None) -> None:
@@ -127,6 +138,21 @@ class Launcher:
     def start(self, name: str, run: Callable[[], Any]) -> Any:
         """Run one launch; returns the compiled kernel where Triton tells. `tune` also keeps the launch."""
         return run()
+
+
+def descriptor(tensor: Tensor | None, shape: tuple[int, int], block: tuple[int, int], like: Tensor) -> Any:
+    """A contiguous tensor as `shape` rows and columns, for a kernel that copies blocks of it; None where there is none.
+
+    Of a tensor without elements nothing is copied, and its place is taken by `like`.
+    """
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    if tensor is None:
+        return None
+    base = tensor if tensor.numel() else like
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return TensorDescriptor(base, [max(shape[0], 1), shape[1]], [shape[1], 1], list(block), layout)
 
 
 def allocate(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

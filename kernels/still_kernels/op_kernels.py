@@ -47,9 +47,9 @@ class OpKernels:
             and `count_dtype`, with defaults; raises ConfigError for a value that is unknown.
         default_variants: What an archive has where nobody chooses.
         build: Of a variant and an architecture (90 for sm_90); ConfigError where there is none.
-        functions: Triton's functions by kernel; imports Triton. Pointers are the first arguments and named p_*, integers at run
-            time are left unspecialised.
-        folder: Of triton_*.py, tiles.py and plan.py, whose bytes the archive's source hash covers.
+        functions: Triton's functions by kernel; imports Triton. Pointers are the first arguments and named p_*, descriptors of matrices
+            of the plan d_*; integers at run time are left unspecialised.
+        folder: Of triton_*.py, gluon_*.py, tiles.py and plan.py, whose bytes the archive's source hash covers.
         covered: What the kernels need of a call, as far as shapes, attributes and dtype tell; messages say what they have.
         covered_ahead: The same for kernels that are compiled ahead of time.
         work: What bench and tune ask, which imports torch; None where an op is neither timed nor tuned.
@@ -118,6 +118,10 @@ class OpKernels:
             mine = [set(launch.arguments) for launch in launches if launch.kernel == name]
             wrong += [] if mine else [f"the plan does not launch {name}"]
             for parameter in function.params:
+                if parameter.name.startswith("d_"):
+                    if parameter.name.removeprefix("d_") not in self.plan.compiled.matrices:
+                        wrong.append(f"{name} takes the descriptor {parameter.name}, of which the plan has no matrix")
+                    continue
                 plain, pointer = parameter.name.removeprefix("p_"), parameter.name.startswith("p_")
                 if not (
                     pointer

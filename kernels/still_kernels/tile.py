@@ -17,13 +17,17 @@ def pow2(n: int) -> int:
 
 @dataclass(frozen=True)
 class KernelTile:
-    """How one kernel is compiled: its block-size constants, warps and stages."""
+    """How one kernel is compiled: its block-size constants, warps and stages.
+
+    blocks: Rows and columns that a kernel copies at a time of each matrix that it takes by descriptor.
+    """
 
     constants: dict[str, int] = field(default_factory=dict)
     num_warps: int = 4
     num_stages: int = 2
     max_registers: int | None = None  # per thread; None = the compiler's choice
     dependent: bool = False  # launched before the kernel ahead of it has ended, for which it then waits
+    blocks: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     def options(self) -> dict[str, int]:
         """Compile options in Triton's names."""

@@ -140,7 +140,8 @@ class Tuner:
         )
         if not error <= self.limit:
             return Trial(setting, None, error, "WRONG RESULT")
-        mine = [run for name, run in made if self.kernel == name or not self._is_kernel]  # or the whole call
+        names = (self.kernel, self.op.instead.get(self.kernel))
+        mine = [run for name, run in made if name in names or not self._is_kernel]  # or the whole call
         return Trial(setting, time_launches(mine, self.device) / len(self.work.states), error)
 
     def _pairs(self, results: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -156,7 +157,9 @@ class Tuner:
         if self.device != "cuda" or not self._is_kernel:
             return
         kernel = self.functions[self.kernel]
-        run: Any = next(run for name, run in self.made if name == self.kernel)
+        run: Any = next((run for name, run in self.made if name == self.kernel), None)
+        if run is None:  # another one runs in its place
+            return
         arguments = {name: value for name, value in run.keywords.items() if name in kernel.arg_names}
         try:
             with ThreadPoolExecutor(os.cpu_count()) as pool, _async_compile.AsyncCompileMode(pool, ignore_errors=True):

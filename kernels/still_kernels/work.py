@@ -64,6 +64,7 @@ class OpWork:
     table: Block sizes, from layer, device and "float32 activations".
     moves: What tune tries, by kernel, or by a name of its own for settings of a whole call.
     decode: Those of `moves` that belong to a step.
+    instead: The kernel that a table may have run in the place of another, by that other, whose settings choose between them.
     shares: Of tune's time, 1 where nothing is said.
     misfit: Why the block sizes of a table do not go together on an architecture (90 for sm_90), or nothing.
     """
@@ -77,6 +78,7 @@ class OpWork:
     moves: Mapping[str, list[Setting]]
     decode: frozenset[str]
     misfit: Callable[[TileTable, Any, int], str]
+    instead: Mapping[str, str] = field(default_factory=dict)
     shares: Mapping[str, float] = field(default_factory=dict)
 
     def kind_of(self, kernel: str, context: int) -> Kind:

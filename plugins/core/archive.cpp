@@ -21,7 +21,9 @@ constexpr std::string_view kMagic = "STILLAR1";
 constexpr char kPackFormat[] = "still-kernels-pack";
 constexpr char kIndexFormat[] = "still-kernels-aot";
 constexpr int64_t kPackVersion = 1;
-constexpr int64_t kIndexVersion = 2;
+constexpr int64_t kIndexVersion = 3;
+constexpr int64_t kMaxBox = 256; // the driver's limit
+constexpr int64_t kMaxSwizzle = 3;
 
 std::string describe(Key const& key)
 {
@@ -89,6 +91,26 @@ int read_architecture(std::string const& text, std::string const& source)
     return std::stoi(digits);
 }
 
+KernelArgument read_argument(Json const& json, std::string const& source)
+{
+    KernelArgument argument{json.at("name").string(), json.at("type").string(), {}, {}, {}};
+    if (argument.type != "descriptor")
+        return argument;
+    argument.element = json.at("element").string();
+    argument.swizzle = static_cast<int>(integer(json, "swizzle", 0, kMaxSwizzle, source));
+    auto const& box = json.at("box").items();
+    if (box.size() != 2)
+        fail(source, ": the descriptor ", argument.name, " has no two dimensions; the archive is damaged.");
+    for (size_t i = 0; i < 2; ++i)
+    {
+        int64_t const size = box[i].integer();
+        if (size < 1 || size > kMaxBox)
+            fail(source, ": the descriptor ", argument.name, " has blocks of ", size, " rows or columns; the archive is damaged.");
+        argument.box[i] = static_cast<uint32_t>(size);
+    }
+    return argument;
+}
+
 Kernel read_kernel(std::string const& name, Json const& json, std::map<std::string, std::string_view> const& cubins, std::string const& source)
 {
     Kernel kernel;
@@ -98,7 +120,7 @@ Kernel read_kernel(std::string const& name, Json const& json, std::map<std::stri
     kernel.shared_bytes = static_cast<unsigned>(integer(json, "shared_bytes", 0, 1 << 20, source));
     kernel.trailing_nulls = static_cast<size_t>(integer(json, "trailing_null_pointers", 0, 64, source));
     for (Json const& argument : json.at("args").items())
-        kernel.arguments.emplace_back(argument.at("name").string(), argument.at("type").string());
+        kernel.arguments.push_back(read_argument(argument, source));
     auto const cubin = cubins.find(json.at("cubin").string());
     if (cubin == cubins.end())
         fail(source, ": the cubin ", json.at("cubin").string(), " of kernel ", name, " is missing.");

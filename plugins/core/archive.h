@@ -20,14 +20,26 @@ namespace still
 
 using Key = std::map<std::string, std::string>; // name -> number or text, as written in the index
 
+struct KernelArgument
+{
+    std::string name;
+    std::string type; // "ptr", "i32", "i64", "f32", "descriptor"
+
+    // Of a descriptor: the type of its elements, rows and columns of a block, how a block lies in shared memory (CUtensorMapSwizzle).
+    // A block of more columns is copied in parts of this size.
+    std::string element;
+    uint32_t box[2]{};
+    int swizzle{};
+};
+
 struct Kernel
 {
     std::string name;
     std::string symbol; // entry point in the cubin
     unsigned threads{}; // of a block
     unsigned shared_bytes{};
-    size_t trailing_nulls{};                                    // pointers to scratch memory of size 0
-    std::vector<std::pair<std::string, std::string>> arguments; // name, type: "ptr", "i32", "i64", "f32"
+    size_t trailing_nulls{}; // pointers to scratch memory of size 0
+    std::vector<KernelArgument> arguments;
     std::string_view cubin;
 };
 

@@ -66,6 +66,7 @@ Driver::Driver(std::string const& path) : mPath(path)
     find(funcSetAttribute, "cuFuncSetAttribute", true);
     find(funcLoad, "cuFuncLoad", false);
     find(launchKernel, "cuLaunchKernel", true);
+    find(tensorMapEncodeTiled, "cuTensorMapEncodeTiled", false);
     find(memsetD8Async, "cuMemsetD8Async", true);
     find(memcpyDtoDAsync, "cuMemcpyDtoDAsync_v2", true);
     find(memAlloc, "cuMemAlloc_v2", true);

@@ -47,6 +47,8 @@ public:
     int (*funcLoad)(CuFunction){}; // since 12.4, else null
     int (*launchKernel)(CuFunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, CuStream, void**,
         void**){};
+    int (*tensorMapEncodeTiled)(void*, int, uint32_t, void*, uint64_t const*, uint64_t const*, uint32_t const*, uint32_t const*, int, int, int,
+        int){}; // since 12.0, else null
     int (*memAlloc)(CuDevicePtr*, size_t){};
     int (*memFree)(CuDevicePtr){};
     int (*memsetD8Async)(CuDevicePtr, unsigned char, size_t, CuStream){};

@@ -15,6 +15,9 @@ constexpr unsigned kDefaultSharedBytes = 48 * 1024;
 constexpr int kMaxDynamicSharedBytes = 8; // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 constexpr int64_t kMaxGridX = 2147483647;
 constexpr int64_t kMaxGrid = 65535; // of y and z
+constexpr int kTensorMapFloat16 = 6; // CUtensorMapDataType
+constexpr int kTensorMapBFloat16 = 9;
+constexpr int kPromoteTo128Bytes = 2; // CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 
 // Modules stay loaded: 32 layers share them, and unloading at exit would race with the host's own teardown.
 std::mutex sMutex;
@@ -48,10 +51,52 @@ uint64_t bits(std::string const& kernel, std::string const& name, std::string co
     return value;
 }
 
+Descriptor describe(Kernel const& kernel, KernelArgument const& argument, Matrix const& matrix)
+{
+    Descriptor made;
+    made.matrix = matrix;
+    made.swizzle = argument.swizzle;
+    made.element_bytes = 2;
+    if (argument.element == "fp16")
+        made.element = kTensorMapFloat16;
+    else if (argument.element == "bf16")
+        made.element = kTensorMapBFloat16;
+    else
+        fail(kernel.name, ": the descriptor ", argument.name, " has elements of the unknown type ", argument.element, ".");
+    for (size_t i = 0; i < 2; ++i)
+        made.box[i] = argument.box[i];
+    return made;
+}
+
+struct alignas(64) TensorMap // CUtensorMap
+{
+    uint64_t words[16]{};
+};
+
+// Nothing is copied of a tensor without elements, whose descriptor stays empty.
+TensorMap encode(Descriptor const& descriptor, uint64_t address, std::string const& kernel)
+{
+    TensorMap map;
+    if (address == 0 || descriptor.matrix.rows == 0 || descriptor.matrix.columns == 0)
+        return map;
+    Driver& driver = Driver::get();
+    if (!driver.tensorMapEncodeTiled)
+        fail("CUDA driver: it has no cuTensorMapEncodeTiled, which kernel ", kernel, " needs; it is too old.");
+    uint64_t const sizes[2] = {static_cast<uint64_t>(descriptor.matrix.columns), static_cast<uint64_t>(descriptor.matrix.rows)};
+    uint64_t const strides[1] = {sizes[0] * descriptor.element_bytes};
+    uint32_t const box[2] = {descriptor.box[1], descriptor.box[0]};
+    uint32_t const steps[2] = {1, 1};
+    int const status = driver.tensorMapEncodeTiled(&map, descriptor.element, 2, reinterpret_cast<void*>(address), sizes, strides, box,
+        steps, 0, descriptor.swizzle, kPromoteTo128Bytes, 0);
+    driver.check(status, ("cuTensorMapEncodeTiled for " + kernel).c_str());
+    return map;
+}
+
 } // namespace
 
 void add_launch(Launches& launches, std::string const& op, Kernel const& kernel, Grid const& grid,
-    std::function<Argument const*(std::string const&)> const& find)
+    std::function<Argument const*(std::string const&)> const& find,
+    std::function<Matrix const*(std::string const&)> const& matrix)
 {
     if (grid[0] < 0 || grid[1] < 0 || grid[2] < 0 || grid[0] > kMaxGridX || grid[1] > kMaxGrid || grid[2] > kMaxGrid)
         fail(op, ": kernel ", kernel.name, " would need a grid of ", grid[0], " x ", grid[1], " x ", grid[2],
@@ -65,18 +110,35 @@ void add_launch(Launches& launches, std::string const& op, Kernel const& kernel,
         step.grid[i] = static_cast<unsigned>(grid[i]);
     step.threads = kernel.threads;
     step.shared_bytes = kernel.shared_bytes;
-    for (auto const& [name, type] : kernel.arguments)
+    for (KernelArgument const& argument : kernel.arguments)
     {
+        std::string const& name = argument.name;
+        std::string const& type = argument.type;
         Argument const* const value = find(name);
         if (!value)
             fail(op, ": kernel ", kernel.name, " takes ", name, ", which the launch plan does not pass. Compile the archive again.");
         bool const integer = value->kind == Argument::Kind::kInteger;
         bool const real = value->kind == Argument::Kind::kFloat;
-        if ((integer || real) == (type == "ptr") || real != (type == "f32"))
+        bool const described = type == "descriptor";
+        if ((integer || real) == (type == "ptr" || described) || real != (type == "f32"))
             fail(op, ": kernel ", kernel.name, " takes ", name, " as ", type,
                 "; the launch plan passes something else. Compile the archive again.");
         step.arguments.push_back(*value);
         step.values.push_back(integer || real ? bits(kernel.name, name, type, *value) : 0);
+        if (!described)
+            continue;
+        Matrix const* const sizes = matrix(name);
+        if (!sizes)
+            fail(op, ": kernel ", kernel.name, " takes the descriptor ", name, ", of which the launch plan has no matrix. ",
+                "Compile the archive again.");
+        step.descriptors.push_back(describe(kernel, argument, *sizes));
+        step.descriptors.back().argument = step.arguments.size() - 1;
+        std::pair<char const*, int64_t> const more[] = {{"i32", sizes->rows}, {"i32", sizes->columns}, {"i64", sizes->columns}, {"i64", 1}};
+        for (auto const& [kind, size] : more)
+        {
+            step.arguments.push_back({Argument::Kind::kInteger, 0, size, 0.0});
+            step.values.push_back(bits(kernel.name, name, kind, step.arguments.back()));
+        }
     }
     step.arguments.resize(step.arguments.size() + kernel.trailing_nulls);
     step.values.resize(step.values.size() + kernel.trailing_nulls);
@@ -156,6 +218,7 @@ void run(Launches const& launches, void const* const* inputs, void* const* outpu
     };
     std::vector<uint64_t> values;
     std::vector<void*> pointers;
+    std::vector<TensorMap> maps;
     for (Step const& step : launches.steps)
     {
         if (step.kind == Step::Kind::kCopy)
@@ -175,6 +238,11 @@ void run(Launches const& launches, void const* const* inputs, void* const* outpu
                 values[i] = address(step.arguments[i]);
             pointers[i] = &values[i];
         }
+        maps.clear();
+        for (Descriptor const& descriptor : step.descriptors)
+            maps.push_back(encode(descriptor, values[descriptor.argument], step.name));
+        for (size_t i = 0; i < maps.size(); ++i)
+            pointers[step.descriptors[i].argument] = &maps[i];
         int const status = driver.launchKernel(step.function, step.grid[0], step.grid[1], step.grid[2], step.threads, 1, 1,
             step.shared_bytes, stream, pointers.data(), nullptr);
         driver.check(status, ("cuLaunchKernel of " + step.name).c_str());

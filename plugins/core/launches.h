@@ -24,6 +24,24 @@ struct Argument
     double real{};
 };
 
+// A tensor as rows one behind the other.
+struct Matrix
+{
+    int64_t rows{};
+    int64_t columns{};
+};
+
+// What the descriptor of a matrix is made of at launch, beside its address.
+struct Descriptor
+{
+    size_t argument{}; // that is its address, in the step's order; sizes and strides follow as numbers
+    Matrix matrix;
+    int element{}; // CUtensorMapDataType
+    uint32_t element_bytes{};
+    uint32_t box[2]{};
+    int swizzle{};
+};
+
 struct Step
 {
     enum class Kind { kKernel, kCopy };
@@ -34,6 +52,7 @@ struct Step
     unsigned shared_bytes{};
     std::vector<Argument> arguments; // kernel: in its order; copy: target, source
     std::vector<uint64_t> values;    // of the arguments known now, already in the kernel's width
+    std::vector<Descriptor> descriptors;
     size_t bytes{};                  // of a copy
     std::string name;                // for messages
 };
@@ -47,10 +66,12 @@ struct Launches
 
 using Grid = std::array<int64_t, 3>;
 
-// Adds a launch and loads its module; an empty grid adds nothing. `find` gives an argument's value by name, null for an unknown one.
+// Adds a launch and loads its module; an empty grid adds nothing. `find` gives an argument's value by name, `matrix` its sizes where
+// it is one of the plan's, null for an unknown one.
 // Throws still::Error when the kernel takes an argument that is unknown or of another type, or the grid is too large.
 void add_launch(Launches& launches, std::string const& op, Kernel const& kernel, Grid const& grid,
-    std::function<Argument const*(std::string const&)> const& find);
+    std::function<Argument const*(std::string const&)> const& find,
+    std::function<Matrix const*(std::string const&)> const& matrix);
 
 // Adds a copy, which is nothing when it runs with both at one address.
 void add_copy(Launches& launches, Argument target, Argument source, size_t bytes);

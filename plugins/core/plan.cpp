@@ -62,6 +62,7 @@ struct Plan::Run
     Variant const& variant;
     Environment environment;
     Arguments arguments;
+    std::map<std::string, Matrix> matrices;
     Launches& made;
     size_t work{};
 };
@@ -269,6 +270,9 @@ void Plan::steps(std::vector<Step> const& steps, Run& run) const
                         return &argument;
                 auto const found = run.arguments.find(name);
                 return found == run.arguments.end() ? static_cast<Argument const*>(nullptr) : &found->second;
+            }, [&](std::string const& name) {
+                auto const found = run.matrices.find(name);
+                return found == run.matrices.end() ? static_cast<Matrix const*>(nullptr) : &found->second;
             });
         }
         }
@@ -284,9 +288,11 @@ Launches Plan::launches(Call const& call, Variant const& variant) const
                 find(*call.inputs, "past_" + state_name(output->name), Argument::Kind::kInput), call.tensor(output->name).bytes());
     if (empty(call))
         return made;
-    Run run{call, variant, environment(call, &variant), {}, made};
+    Run run{call, variant, environment(call, &variant), {}, {}, made};
     define(run.environment);
     run.arguments = arguments(call, run.environment, made);
+    for (View const& view : mMatrices)
+        run.matrices[view.tensor] = {times(view.rows.integer(run.environment), 1), times(view.columns.integer(run.environment), 1)};
     steps(mSteps, run);
     return made;
 }

@@ -58,6 +58,13 @@ private:
         Expression when;
     };
 
+    struct View
+    {
+        std::string tensor;
+        Expression rows;
+        Expression columns;
+    };
+
     struct Step
     {
         enum class Kind { kLaunch, kLet, kLoop, kBranch };
@@ -91,6 +98,7 @@ private:
     std::vector<Region> mWorkspace;
     std::vector<Region> mPersistent;
     std::vector<Alias> mAliases;
+    std::vector<View> mMatrices;
     std::vector<Expression> mMeasured;
     std::vector<Step> mSteps;
 };

@@ -74,6 +74,8 @@ void Plan::Reader::read(Json const& data)
         mPlan.mPersistent.push_back(region(item));
     for (Json const& item : limited(data.at("aliases").items()))
         mPlan.mAliases.push_back({item.at("name").string(), item.at("tensor").string(), integer(item.at("when"))});
+    for (Json const& item : limited(data.at("matrices").items()))
+        mPlan.mMatrices.push_back({item.at("tensor").string(), integer(item.at("rows")), integer(item.at("columns"))});
     mPlan.mSteps = steps(data.at("steps"), 0);
     mPlan.mSlots = mScope.slots();
     mPlan.mLeaves = mScope.leaves();

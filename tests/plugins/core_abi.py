@@ -155,7 +155,7 @@ def write_archive(folder: Path, variants: list[dict[str, Any]], **changes: Any) 
     folder.mkdir(parents=True, exist_ok=True)
     index = {
         "format": "still-kernels-aot",
-        "version": 2,
+        "version": 3,
         "op": "still::HybridAttention",
         "op_version": 1,
         "plan": PLAN.data,

@@ -1,5 +1,5 @@
 // A stand-in for libcuda that runs nothing and writes down every call, for tests of the core without a GPU.
-// A launch has no argument count, so the test says per entry point what it takes: p pointer, i int32, l int64, f float.
+// A launch has no argument count, so the test says per entry point what it takes: p pointer, i int32, l int64, f float, d descriptor.
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -104,6 +104,16 @@ int cuMemcpyDtoDAsync_v2(uint64_t target, uint64_t source, size_t bytes, void* s
         bytes, static_cast<unsigned long>(reinterpret_cast<uintptr_t>(stream)));
     return record("cuMemcpyDtoDAsync", text);
 }
+// A descriptor holds what it was made of: type, address, columns, rows, bytes of a row, columns and rows of a block, swizzle.
+int cuTensorMapEncodeTiled(void* map, int element, uint32_t rank, void* address, uint64_t const* sizes, uint64_t const* strides,
+    uint32_t const* box, uint32_t const* steps, int interleave, int swizzle, int promotion, int fill)
+{
+    bool const known = rank == 2 && steps[0] == 1 && steps[1] == 1 && interleave == 0 && promotion == 2 && fill == 0;
+    uint64_t const words[16] = {static_cast<uint64_t>(element), reinterpret_cast<uintptr_t>(address), sizes[0], sizes[1], strides[0], box[0],
+        box[1], static_cast<uint64_t>(swizzle)};
+    std::memcpy(map, words, sizeof(words));
+    return record("cuTensorMapEncodeTiled", known && reinterpret_cast<uintptr_t>(map) % 64 == 0 ? "" : "unknown");
+}
 int cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsigned bx, unsigned by, unsigned bz, unsigned shared,
     void* stream, void** arguments, void**)
 {
@@ -120,6 +130,13 @@ int cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsigned 
             uint64_t value = 0;
             std::memcpy(&value, arguments[i], sizeof(value));
             line += std::to_string(value);
+        }
+        else if (types[i] == 'd')
+        {
+            uint64_t words[8];
+            std::memcpy(words, arguments[i], sizeof(words));
+            for (size_t k = 0; k < 8; ++k)
+                line += std::to_string(words[k]) + (k < 7 ? "/" : "");
         }
         else if (types[i] == 'i')
         {

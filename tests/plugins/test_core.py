@@ -41,6 +41,7 @@ CONSTANTS = {
     "linear_rows": 64,
     "window_parts": 2,
     "attend_rows": 48,
+    "attend_programs": 0,
     "value_slices": 2,
     "decode_programs": 60,
     "evicted_rows": 16,
@@ -403,7 +404,7 @@ def test_damaged_archives_are_refused(core: Core, tmp_path: Path, size: int) -> 
 
 def test_other_versions_are_refused(core: Core, tmp_path: Path) -> None:
     older = write_archive(tmp_path / "older", [variant()], version=1)
-    with pytest.raises(CoreError, match="still-kernels-aot version 1; this library reads still-kernels-aot version 2"):
+    with pytest.raises(CoreError, match="still-kernels-aot version 1; this library reads still-kernels-aot version 3"):
         core.call("still_add_archive", str(older).encode())
     other = write_archive(tmp_path / "other", [variant()], op_version=2)
     with pytest.raises(CoreError, match="kernels of HybridAttention version 2; this library has version 1"):
@@ -416,3 +417,53 @@ def test_other_versions_are_refused(core: Core, tmp_path: Path) -> None:
         op.prepare(inputs(T=1))
     with pytest.raises(CoreError, match=r"missing\.bin: cannot be opened"):
         core.call("still_add_archive", str(tmp_path / "missing.bin").encode())
+
+
+DESCRIPTOR = {"name": "query", "type": "descriptor", "element": "fp16", "box": [64, 64], "swizzle": 3}
+
+
+def test_a_matrix_goes_to_the_kernel_by_descriptor(core: Core, recorder: Recorder, tmp_path: Path) -> None:
+    """Five parameters, made of the address of each launch; a tensor without rows has none."""
+    cache = {**DESCRIPTOR, "name": "salient_key", "box": [128, 64]}
+    entry = variant()
+    entry["kernels"]["attend"]["args"] = [cache, DESCRIPTOR, {"name": "H", "type": "i32"}]
+    core.call("still_add_archive", str(write_archive(tmp_path, [entry])).encode())
+    recorder.arguments("attend_kernel", "diilldiillipp")
+    op = core.op("HybridAttention", ATTRIBUTES, absent_mask(ABSENT))
+    for slots, address in ((80, 0x1000), (0, 0x777000)):
+        recorder.reset()
+        op.prepare(inputs(N=slots))
+        given, outputs = addresses(op)
+        given[op.names("input").index("query")] = address
+        op.launch(given, outputs, 0x7000000, 0)
+        kept = outputs[op.names("output").index("present_salient_key")]
+        rows = 2 * 6 * slots
+        fields = next(fields for name, fields in recorder.launches() if name == "attend_kernel")["args"].split(",")
+        made = f"6/{kept}/64/{rows}/128/64/128/3" if slots else "/".join("0" * 8)
+        assert fields[:5] == [made, str(rows), "64", "64", "1"]
+        assert fields[5:11] == [f"6/{address}/384/300/768/64/64/3", "300", "384", "384", "1", "6"]
+        assert set(recorder.log("cuTensorMapEncodeTiled")) == {"cuTensorMapEncodeTiled "}
+    recorder.fail("cuTensorMapEncodeTiled", 1)
+    with pytest.raises(CoreError, match="cuTensorMapEncodeTiled for attend failed with 1"):
+        op.launch(given, outputs, 0x7000000, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": "score"}, "takes the descriptor score, of which the launch plan has no matrix"),
+        ({"name": "novel"}, "takes novel, which the launch plan does not pass"),
+        ({"name": "T"}, "takes T as descriptor; the launch plan passes something else"),
+        ({"element": "fp8"}, "query has elements of the unknown type fp8"),
+        ({"box": [64]}, "query has no two dimensions"),
+        ({"box": [64, 512]}, "query has blocks of 512 rows or columns"),
+        ({"swizzle": 4}, "swizzle=4 is outside 0..3"),
+    ],
+)
+def test_descriptors_that_are_refused(changes: dict[str, Any], message: str, core: Core, tmp_path: Path) -> None:
+    entry = variant()
+    entry["kernels"]["attend"]["args"] = [DESCRIPTOR | changes]
+    archive = write_archive(tmp_path, [entry])
+    with pytest.raises(CoreError, match=message):
+        core.call("still_add_archive", str(archive).encode())
+        core.op("HybridAttention", ATTRIBUTES, absent_mask(ABSENT)).prepare(inputs())

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import re
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +26,8 @@ from tests.plugins.core_abi import Core, Recorder, Tensor
 
 launch = pytest.importorskip("still_kernels.hybrid_attention.launch")
 
-TYPES = {"ptr": "p", "i32": "i", "f32": "f"}
+TYPES = {"ptr": "p", "i32": "i", "f32": "f", "descriptor": "diill"}
+ELEMENT_CODES = {"fp16": 6, "bf16": 9}  # of the driver
 NAMES = {torch.float16: "float16", torch.float32: "float32", torch.int32: "int32", torch.bfloat16: "bfloat16"}
 CASES = [
     # batch, tokens, capacity tokens, select_scope, overflow, gate, dtype, tokens of packed rows together
@@ -39,6 +41,7 @@ CASES = [
     (1, 300, 640, "q_head", "fold_oldest", "channel", torch.float32, 0),
     (1, 300, 640, "q_head", "fold_min_score", "channel", torch.float16, 0),
     (1, 20000, 65536, "q_head", "error", "channel", torch.float16, 0),
+    (2, 100, 128, "q_head", "error", "channel", torch.bfloat16, 0),  # no slot
     (3, 200, 4096, "q_head", "error", "channel", torch.bfloat16, 333),
     (3, 70, 640, "kv_group_max", "fold_oldest", "none", torch.float16, 150),
     (3, 1, 4096, "q_head", "error", "channel", torch.float16, 2),
@@ -59,6 +62,11 @@ def fake_compiler() -> Any:
             shared=1000,
             global_scratch_size=0,
             profile_scratch_size=0,
+            tensordesc_meta=[
+                {"swizzle": 3, "block_size": [int(rows), min(int(columns), 64)]}
+                for kind in source.signature.values()
+                for rows, columns in re.findall(r"^tensordesc<\w+\[(\d+), (\d+)\]", kind)
+            ],
         )
         return types.SimpleNamespace(metadata=metadata, asm={"cubin": f"cubin {next(counter):06} ".ljust(64).encode()})
 
@@ -104,6 +112,26 @@ def call_tensors(case: Any, config: HybridAttentionConfig) -> dict[str, torch.Te
         starts, rows = (torch.empty(n, dtype=count, device="meta") for n in (batch + 1, batch))
         return tensors | {"query_start": starts, "state_row": rows}
     return tensors | {"new_tokens": torch.empty(batch, dtype=count, device="meta")}
+
+
+def labels_of(argument: dict[str, Any]) -> list[str]:
+    """Names of the values that an argument of the index becomes; the first is the kernel's."""
+    name = {"ptr": "p_", "descriptor": "d_"}.get(argument["type"], "") + argument["name"]
+    more = ("rows", "columns", "row_stride", "stride") if argument["type"] == "descriptor" else ()
+    return [name, *(f"{name}.{part}" for part in more)]
+
+
+def check_descriptor(got: list[str], argument: dict[str, Any], wanted: Any, known: dict[int, int]) -> None:
+    """A descriptor of the core against what Python hands to Triton; of a tensor without elements it is never read."""
+    if got[1] == "0":
+        assert got[0] == "/".join("0" * 8)
+        return
+    rows, columns = wanted.shape
+    assert wanted.strides == [columns, 1] and list(map(int, got[1:])) == [rows, columns, columns, 1]
+    element, address, *sizes, swizzle = map(int, got[0].split("/"))
+    assert (element, address) == (ELEMENT_CODES[argument["element"]], known[id(wanted.base)])
+    assert sizes == [columns, rows, 2 * columns, min(wanted.block_shape[1], 64), wanted.block_shape[0]]
+    assert swizzle == 3 and NAMES[wanted.base.dtype] == {"fp16": "float16", "bf16": "bfloat16"}[argument["element"]]
 
 
 @pytest.fixture
@@ -153,8 +181,7 @@ def compare(
         return made
 
     def record(self: Any, made: launcher.PreparedLaunch, values: list[Any], variant: object) -> None:
-        arguments = [a.removeprefix("p_") for a in made.function.arg_names]
-        expected.append((made.name, made.grid, dict(zip(arguments, values, strict=True))))
+        expected.append((made.name, made.grid, dict(zip(made.function.arg_names, values, strict=True))))
 
     output = torch.empty_like(next(iter(tensors.values())))  # as the op's first input
     counters = torch.empty(4096, dtype=torch.int32, device="meta")
@@ -189,10 +216,14 @@ def compare(
     assert [name for name, _ in launches] == [kernels[name]["symbol"] for name, _, _ in expected]
     for (name, grid, values), (_, fields) in zip(expected, launches, strict=True):
         assert fields["grid"] == ",".join(map(str, grid)), name
-        got = dict(zip([a["name"] for a in kernels[name]["args"]], fields["args"].split(","), strict=False))
+        labels = [label for argument in kernels[name]["args"] for label in labels_of(argument)]
+        got = dict(zip(labels, fields["args"].split(","), strict=False))
         for argument in kernels[name]["args"]:
-            key, wanted = argument["name"], values[argument["name"]]
-            if argument["type"] != "ptr":
+            key = labels_of(argument)[0]
+            wanted = values[key]
+            if argument["type"] == "descriptor":
+                check_descriptor([got[label] for label in labels_of(argument)], argument, wanted, known)
+            elif argument["type"] != "ptr":
                 assert float(got[key]) == pytest.approx(float(wanted), rel=1e-5), (name, key)
             elif wanted is counters:
                 assert int(got[key]) not in (0, *at.values()) and int(got[key]) < workspace

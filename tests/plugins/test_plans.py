@@ -298,7 +298,7 @@ def test_plans_that_make_no_sense_for_a_call_are_errors(
 ) -> None:
     plan = {**PLAN.data, **change}
     if "define" in change:
-        plan |= {"arguments": {}, "workspace": [], "steps": []}
+        plan |= {"arguments": {}, "workspace": [], "matrices": [], "steps": []}
     elif "steps" in change:
         plan["arguments"] = {**plan["arguments"]}
     core.call("still_add_archive", str(write_archive(tmp_path, [variant()], plan=plan)).encode())

@@ -40,19 +40,23 @@ def check_index(index: dict, folder: Path) -> None:
     assert index["source_hash"] == aot.source_hash(OP)
     for entry in index["variants"]:
         arch = aot.parse_arch(entry["arch"])
-        assert set(entry["kernels"]) == set(KERNELS)
+        assert set(entry["kernels"]) == set(KERNELS) - {
+            "attend" if entry["constants"]["attend_programs"] else "attend_tma"
+        }
         for name, kernel in entry["kernels"].items():
             assert kernel["symbol"] == f"{name}_kernel" and kernel["threads"] == 32 * kernel["num_warps"]
             assert kernel["shared_bytes"] <= SHARED_BYTES[arch]
             assert kernel["trailing_null_pointers"] == 2
             cubin = (folder / kernel["cubin"]).read_bytes()
             assert cubin[:4] == b"\x7fELF" and kernel["symbol"].encode() in cubin
-            names = [argument["name"] for argument in kernel["args"]]
-            assert len(set(names)) == len(names) and "query_start" not in names
-            assert {argument["type"] for argument in kernel["args"]} <= {"ptr", "i32", "f32"}
+            names = [(argument["type"] == "descriptor", argument["name"]) for argument in kernel["args"]]
+            assert len(set(names)) == len(names) and (False, "query_start") not in names
+            assert {argument["type"] for argument in kernel["args"]} <= {"ptr", "i32", "f32", "descriptor"}
         counts = {a["name"]: a["element"] for a in entry["kernels"]["decode"]["args"] if a["type"] == "ptr"}
         assert counts["past_length"] == ("i64" if entry["key"]["count_dtype"] == "int64" else "i32")
-        assert all(isinstance(value, int) and value > 0 for value in entry["constants"].values())
+        constants = dict(entry["constants"])
+        assert constants.pop("attend_programs") in (0, 132)
+        assert all(isinstance(value, int) and value > 0 for value in constants.values())
 
 
 @pytest.mark.long
@@ -109,7 +113,7 @@ def test_the_largest_projections_fit(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(CUDABackend, "make_cubin", lambda *_: b"no code")
     entry, _ = aot.compile_variant("HybridAttention", Variant(**properties), arch)
-    assert set(entry["kernels"]) == set(KERNELS)
+    assert {*entry["kernels"], "attend", "attend_tma"} == set(KERNELS)
 
 
 @pytest.mark.parametrize(

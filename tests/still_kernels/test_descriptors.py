@@ -286,8 +286,9 @@ LLAMA: dict[str, Any] = {"head_dim": 128, "feature_rows": 128}
 def kernel_descriptors(
     variant: variants.Variant, kernels: tuple[str, ...], folder: Path, patch: pytest.MonkeyPatch, **setting: int
 ) -> dict[str, tuple[int, list[str]]]:
-    """Descriptors of kernels compiled for sm_90, each with another setting if one is given."""
+    """Descriptors of kernels compiled for sm_90, each with another setting if one is given; attend for any GPU."""
     found = {}
+    setting = {"attend_programs": 0, **setting}
     for kernel in kernels:
         with patch.context() as one:
             one.setattr(TileTable, "kernels", lambda table, name=kernel: {name: table.tiles[name]})

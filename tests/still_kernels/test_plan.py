@@ -12,7 +12,7 @@ from still_graphs.errors import ConfigError, UnsupportedError
 from still_graphs.ops import HYBRID_ATTENTION
 from still_graphs.ops.attention import ATTENTION
 from still_kernels.hybrid_attention.plan import PLAN
-from still_kernels.plan import Alias, Branch, Call, Check, Launch, Let, Loop, Plan, Region
+from still_kernels.plan import Alias, Branch, Call, Check, Launch, Let, Loop, Matrix, Plan, Region
 from still_kernels.plan.expressions import Scope, compile_expression
 
 SIZES = {"B": 2, "T": 7, "H": 6, "HK": 3, "HS": 6, "D": 64, "P": 48, "F": 96, "C": 32, "N": 80}
@@ -90,6 +90,7 @@ def test_a_plan_of_a_call() -> None:
         workspace=(Region("part", "wide", ("B", "blocks", "D")), Region("same", "T", ("N",), when="T == 1")),
         persistent=(Region("counters", "int32", ("B",), when="T > 1"),),
         aliases=(Alias("scores", "present_key", when="T > 1"),),
+        matrices=(Matrix("key", "tokens", "HK * D"), Matrix("part", "B * blocks", "D")),
         arguments={"T": "T", "scale": "rsqrt(D)"},
         steps=(
             Loop("first", "0", "blocks", "2", (Let("count", "min(2, blocks - first)"), Launch("a", ("count", "H", "B"), f="first"))),
@@ -101,6 +102,7 @@ def test_a_plan_of_a_call() -> None:
     assert [(b.name, b.element, b.shape) for b in made.workspace] == [("part", "bfloat16", (2, 4, 64))]
     assert [b.shape for b in made.persistent] == [(2,)] and made.aliases == {"scores": "present_key"}
     assert made.arguments == {"T": 7, "scale": 0.125}
+    assert made.matrices == {"key": (14, 192), "part": (8, 64)}
     assert [(s.kernel, s.grid, s.arguments) for s in made.steps] == [
         ("a", (2, 6, 2), {"f": 0}),
         ("a", (2, 6, 2), {"f": 2}),
@@ -119,6 +121,7 @@ def test_a_plan_of_a_call() -> None:
         ({"key": {"a": "block"}, "constants": ("block",)}, "the name block is unknown"),
         ({"workspace": (Region("a", "float8", ("T",)),)}, "unknown type float8"),
         ({"steps": (Loop("i", "0", "1", "1", ()), Launch("a", ("i", "1", "1")))}, "the name i is unknown"),
+        ({"matrices": (Matrix("key", "tokens", "nothing"),)}, "the name nothing is unknown"),
         ({"checks": (Check("T", "{nothing} is wrong"),)}, "the name nothing is unknown"),
     ],
 )

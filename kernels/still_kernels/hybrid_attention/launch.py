@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from still_kernels import launcher
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
+from still_kernels.hybrid_attention.gluon_attend import attend_tma_kernel
 from still_kernels.hybrid_attention.inputs import Inputs
 from still_kernels.hybrid_attention.plan import PLAN
 from still_kernels.hybrid_attention.state import HybridAttentionState
@@ -24,7 +26,7 @@ from still_kernels.hybrid_attention.triton_select import select_kernel
 from still_kernels.hybrid_attention.variants import constants_of, plan_constants, sizes_of
 from still_kernels.packing import Packing, size_of_call
 from still_kernels.plan import Call
-from still_kernels.tile import TileTable
+from still_kernels.tile import TileTable, changed
 
 FUNCTIONS = {
     "score": score_kernel,
@@ -33,14 +35,25 @@ FUNCTIONS = {
     "scan": scan_kernel,
     "linear": linear_kernel,
     "attend": attend_kernel,
+    "attend_tma": attend_tma_kernel,
     "commit": commit_kernel,
     "decode": decode_kernel,
 }
 
 
-def device_table(config: HybridAttentionConfig, device: torch.device, wide: bool) -> TileTable:
-    """Block sizes for a device; the interpreter on the CPU uses those of sm_90."""
-    return tile_table(launcher.arch_of(device), config.head_dim, config.chunk_size, config.projection_dim, wide)
+def device_table(config: HybridAttentionConfig, device: torch.device, wide: bool, described: bool = True) -> TileTable:
+    """Block sizes for a device; the interpreter on the CPU, which cannot run Gluon, uses those of sm_90.
+
+    described: Descriptors can be made of the call's tensors.
+    """
+    table = tile_table(launcher.arch_of(device), config.head_dim, config.chunk_size, config.projection_dim, wide)
+    return table if described and device.type != "cpu" else changed(table, "attend", {"attend_programs": 0})
+
+
+def can_be_described(tensors: Iterable[Tensor | None], packing: Packing | None) -> bool:
+    """Whether the addresses are what descriptors need, and states do not lie in an engine's pages."""
+    paged = packing is not None and packing.page_bytes is not None
+    return not paged and all(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors)
 
 
 def call_of(
@@ -86,11 +99,12 @@ def _prepare(
 
 @lru_cache(1024)
 def _prepared(
-    config: HybridAttentionConfig, device: torch.device, dtype: torch.dtype, factor: bool, *call: Any
+    config: HybridAttentionConfig, device: torch.device, dtype: torch.dtype, factor: bool, described: bool, *call: Any
 ) -> launcher.Prepared:
     """The same with the block sizes of the device; kept, for a layer is called once per token."""
     variant = launcher.variant_of(config, device, dtype, factor, call[-1] is not None)
-    return _prepare(config, dtype, device_table(config, device, dtype == torch.float32), variant, factor, *call)
+    table = device_table(config, device, dtype == torch.float32, described)
+    return _prepare(config, dtype, table, variant, factor, *call)
 
 
 def launch_hybrid_attention(
@@ -114,7 +128,9 @@ def launch_hybrid_attention(
     batch, tokens, packed = size_of_call(query, packing, state.length.shape[0])
     call = (batch, tokens, state.slots, inputs.feature_q_weight.shape[0], packed)
     if table is None:
-        prepared = _prepared(config, query.device, query.dtype, factor is not None, *call)
+        copied = (query, inputs.key, inputs.value, inputs.gate, output, state.salient_key, state.salient_value)
+        described = tokens > 1 and can_be_described(copied, packing)
+        prepared = _prepared(config, query.device, query.dtype, factor is not None, described, *call)
     else:
         prepared = _prepare(config, query.dtype, table, None, factor is not None, *call)
     tensors = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from still_graphs.ops import HYBRID_ATTENTION
-from still_kernels.plan import Alias, Branch, Check, Launch, Let, Loop, Plan, Region
+from still_kernels.plan import Alias, Branch, Check, Launch, Let, Loop, Matrix, Plan, Region
 
 DECODE, PREFILL, FOLDS = "T == 1", "T != 1", "overflow != 'error'"
 FLAGGED = f"{PREFILL} or {FOLDS}"
@@ -35,6 +35,7 @@ PLAN = Plan(
         "prefix_every",  # chunks from one stored S to the next
         "linear_rows",
         "attend_rows",
+        "attend_programs",  # that share the tiles of attend_rows queries; 0: one program a tile
         "value_slices",  # of S in decode
         "window_parts",  # of the ring in decode
         "decode_programs",  # that fill the chip
@@ -96,6 +97,16 @@ PLAN = Plan(
     ),
     persistent=(Region("counters", "int32", ("B", "2 * H"), DECODE),),  # arrivals of programs
     aliases=(Alias("score", "window_score", DECODE),),  # never read: the chunk that a step promotes lies in the ring
+    matrices=(
+        Matrix("query", "tokens", "H * D"),
+        Matrix("key", "tokens", "HK * D"),
+        Matrix("value", "tokens", "HK * D"),
+        Matrix("gate", "tokens", "H * D"),
+        Matrix("output", "tokens", "H * D"),
+        Matrix("salient_key", "rows * HS * N", "D"),
+        Matrix("salient_value", "rows * HS * N", "D"),
+        Matrix("linear", "B * segment * H * C", "D"),
+    ),
     arguments={
         **{name: name for name in ("B", "T", "H", "HK", "HS", "N")},
         "G": "H // HK",
@@ -148,11 +159,24 @@ PLAN = Plan(
                             first_tile="first",
                             n_tiles="count",
                         ),
-                        Launch(
-                            "attend",
-                            ("ceil_div(count * C, attend_rows)", "H", "B"),
-                            first_tile="first",
-                            n_tiles="count",
+                        Branch(
+                            "attend_programs > 0",
+                            (
+                                Launch(
+                                    "attend_tma",
+                                    ("min(attend_programs, ceil_div(count * C, attend_rows) * H * B)", "1", "1"),
+                                    first_tile="first",
+                                    n_tiles="count",
+                                ),
+                            ),
+                            (
+                                Launch(
+                                    "attend",
+                                    ("ceil_div(count * C, attend_rows)", "H", "B"),
+                                    first_tile="first",
+                                    n_tiles="count",
+                                ),
+                            ),
                         ),
                     ),
                 ),

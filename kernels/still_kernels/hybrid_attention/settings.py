@@ -7,18 +7,19 @@ from still_kernels.tile import Setting, TileTable, one, stages
 
 WARPS = one("num_warps", 2, 4, 8)
 REGISTERS = one("max_registers", None, 128, 168)
+ATTEND: list[Setting] = [
+    {"BM": 64, "num_warps": 4, "STAGES": 3},
+    {"BM": 128, "num_warps": 8},
+    {"BM": 128, "num_warps": 4, "STAGES": 2},
+    {"BM": 128, "BN": 128, "num_warps": 8, "STAGES": 2},
+    {"BM": 128, "BN": 32, "num_warps": 8, "STAGES": 3, "max_registers": 128},
+    {"BM": 128, "num_warps": 8, "STAGES": 2, "max_registers": 128},
+    {"BM": 32, "num_warps": 4},
+    *stages(2, 3, 4, 6),
+    *one("BN", 32, 64, 128),
+]
 MOVES: dict[str, list[Setting]] = {
-    "attend": [
-        {"BM": 64, "num_warps": 4, "STAGES": 3},
-        {"BM": 128, "num_warps": 8},
-        {"BM": 128, "num_warps": 4, "STAGES": 2},
-        {"BM": 128, "BN": 128, "num_warps": 8, "STAGES": 2},
-        {"BM": 128, "BN": 32, "num_warps": 8, "STAGES": 3, "max_registers": 128},
-        {"BM": 128, "num_warps": 8, "STAGES": 2, "max_registers": 128},
-        {"BM": 32, "num_warps": 4},
-        *stages(2, 3, 4, 6),
-        *one("BN", 32, 64, 128),
-    ],
+    "attend": [{"attend_programs": 0, **setting} for setting in ATTEND],
     "linear": [
         *REGISTERS,
         *one("TB", 1, 2, 4, 8),
@@ -60,6 +61,8 @@ MOVES: dict[str, list[Setting]] = {
     ],
 }
 """What is tried from the current setting and then from better ones, by kernel; "prefill" is a whole call."""
+INSTEAD = {"attend": "attend_tma"}
+"""What runs in the place of a kernel; a setting says which."""
 SHARES = {"attend": 3, "linear": 2}
 """Of the time, 1 where nothing is said: by what the kernels take and how many settings they have."""
 
@@ -83,6 +86,8 @@ def misfit(table: TileTable, config: HybridAttentionConfig, arch: int) -> str:
         "linear with 64 rows needs two stages on sm_90 (ptxas 12.8)": arch != 90
         or tiles["linear"]["BM"] < 64
         or tiles["linear"]["STAGES"] > 1,
+        "attend_tma needs segments of whole tiles": table.host["attend_programs"] == 0
+        or table.host["segment_tiles"] % 2 == 0,
         f"BL divides the ring of {2 * chunk}": 2 * chunk % tiles["decode"]["BL"] == 0,
     }
     return "; ".join(rule for rule, kept in rules.items() if not kept)

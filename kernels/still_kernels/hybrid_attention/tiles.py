@@ -89,12 +89,23 @@ def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wid
             arch >= 90,
         ),
     }
+    tma = arch == 90 and not wide and head_dim in (64, 128) and chunk_size == 64
+    if tma:
+        tiles["attend_tma"] = KernelTile({"SLOTS": 256 // head_dim}, 4, 1, blocks=_blocks(head_dim))
     host = {
         # Each segment ends in a tail of waves: 16,384 tokens instead of 8,192 took 0.1 ms off 65,536.
         "segment_tiles": max(2, 16384 // chunk_size),
+        "attend_programs": 132 if tma else 0,  # of attend_tma, one for each multiprocessor of H100 and H200; 0: attend
         "decode_programs": 264,  # salient splits; with the other roles one wave of four programs a multiprocessor
     }
     return TileTable(tiles, host)
+
+
+def _blocks(head_dim: int) -> dict[str, tuple[int, int]]:
+    """Of attend_tma: 64 queries and what belongs to them, 128 keys."""
+    rows = {"query": 64, "gate": 64, "output": 64, "linear": 64}
+    rows |= dict.fromkeys(("key", "value", "salient_key", "salient_value"), 128)
+    return {name: (count, head_dim) for name, count in rows.items()}
 
 
 def decode_splits(batch: int, select_heads: int, slots: int, programs: int) -> int:

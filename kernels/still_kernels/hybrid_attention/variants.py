@@ -119,19 +119,25 @@ def constants_of(config: HybridAttentionConfig, wide: bool, packed: bool, window
 def plan_constants(config: HybridAttentionConfig, table: TileTable) -> dict[str, int]:
     """Values of the plan's constants for kernels with these block sizes."""
     tiles = {name: tile.constants for name, tile in table.tiles.items()}
-    scan = tiles["scan"]
+    scan, tma = tiles["scan"], uses_tma(config, table)
     return {
         "scan_programs": -(-config.state_features // scan["FB"]) * -(-config.head_dim // scan["DB"]),
         "features_tiles": tiles["features"]["TB"],
         "score_blocks_per_chunk": config.chunk_size // tiles["score"]["BM"],
         "prefix_every": scan["EVERY"],
         "linear_rows": tiles["linear"]["BM"] * tiles["linear"]["TB"],
-        "attend_rows": tiles["attend"]["BM"],
+        "attend_rows": 128 if tma else tiles["attend"]["BM"],
         "value_slices": pow2(config.head_dim) // tiles["decode"]["DS"],
         "window_parts": 2 * config.chunk_size // tiles["decode"]["BL"],
         **table.host,
+        "attend_programs": table.host["attend_programs"] * tma,
         "evicted_rows": pow2(config.salient_per_chunk),
     }
+
+
+def uses_tma(config: HybridAttentionConfig, table: TileTable) -> bool:
+    """Whether attend_tma takes the place of attend: not where a folding policy has attend run chunk by chunk."""
+    return table.host["attend_programs"] > 0 and config.overflow == "error"
 
 
 def build(variant: Variant, arch: int) -> Build:
@@ -143,8 +149,9 @@ def build(variant: Variant, arch: int) -> Build:
     absent |= {"window_factor"} if not variant.window_factor else set()
     absent |= {"evicted_key", "evicted_value", "evicted_count"} if variant.overflow == "error" else set()
     absent |= {"salient_score"} if variant.overflow != "fold_min_score" else set()
+    other = "attend" if uses_tma(config, table) else "attend_tma"
     return Build(
-        table.kernels(),
+        {name: tile for name, tile in table.kernels().items() if name != other},
         constants_of(config, wide, bool(variant.packed), bool(variant.window_factor)),
         plan_constants(config, table),
         frozenset(absent),

@@ -12,7 +12,7 @@ from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from still_kernels.hybrid_attention.cost import decode_cost, prefill_cost
 from still_kernels.hybrid_attention.dispatch import hybrid_attention
 from still_kernels.hybrid_attention.inputs import Inputs
-from still_kernels.hybrid_attention.settings import MOVES, SHARES, misfit
+from still_kernels.hybrid_attention.settings import INSTEAD, MOVES, SHARES, misfit
 from still_kernels.hybrid_attention.state import HybridAttentionState
 from still_kernels.tile import TileTable
 from still_kernels.work import Kind, OpWork, Work, filled
@@ -93,5 +93,6 @@ WORK = OpWork(
     moves=MOVES,
     decode=frozenset({"decode"}),
     misfit=misfit,
+    instead=INSTEAD,
     shares=SHARES,
 )

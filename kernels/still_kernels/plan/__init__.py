@@ -49,6 +49,7 @@ from still_kernels.plan.parts import (
     Launches,
     Let,
     Loop,
+    Matrix,
     Region,
     Step,
 )
@@ -65,6 +66,7 @@ __all__ = [
     "Launches",
     "Let",
     "Loop",
+    "Matrix",
     "Plan",
     "Region",
     "Step",
@@ -86,6 +88,7 @@ class Plan:
         types: Names of element types, each an expression that gives a key of `ELEMENTS`.
         workspace, persistent: Regions in order; persistent ones are int32.
         aliases: Further names of tensors.
+        matrices: Rows and columns of tensors that kernels take by descriptor.
         measured_tokens: Values of T at which a call may need more workspace than at the largest T; every batch is measured at each.
 
     Raises:
@@ -103,6 +106,7 @@ class Plan:
     workspace: Sequence[Region] = ()
     persistent: Sequence[Region] = ()
     aliases: Sequence[Alias] = ()
+    matrices: Sequence[Matrix] = ()
     measured_tokens: Sequence[str | int] = (1,)
 
     @cached_property

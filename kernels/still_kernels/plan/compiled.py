@@ -69,6 +69,10 @@ class Compiled:
         self.workspace = [self._region(region, types, scope) for region in plan.workspace]
         self.persistent = [self._region(region, types, scope) for region in plan.persistent]
         self.aliases = [(alias, compile_expression(alias.when, scope)) for alias in plan.aliases]
+        self.matrices = {
+            matrix.tensor: (compile_expression(matrix.rows, scope), compile_expression(matrix.columns, scope))
+            for matrix in plan.matrices
+        }
         self.steps = self._steps(plan.steps, scope, 0)
 
     def compile_checks(self, checks: Sequence[Check]) -> list[Rule]:
@@ -133,6 +137,10 @@ class Compiled:
             "workspace": [region.data() for region in self.workspace],
             "persistent": [region.data() for region in self.persistent],
             "aliases": [{"name": a.name, "tensor": a.tensor, "when": when.data} for a, when in self.aliases],
+            "matrices": [
+                {"tensor": name, "rows": rows.data, "columns": columns.data}
+                for name, (rows, columns) in self.matrices.items()
+            ],
             "measured_tokens": [value.data for value in self.measured],
             "steps": _data(self.steps),
         }
@@ -150,6 +158,7 @@ class Compiled:
             self.regions(self.persistent, env),
             {alias.name: alias.tensor for alias, when in self.aliases if when(env)},
             {name: value(env) for name, value in self.arguments.items()},
+            {name: (rows(env), columns(env)) for name, (rows, columns) in self.matrices.items()},
             tuple(steps),
         )
 

@@ -49,6 +49,15 @@ class Alias:
     when: str = "1"
 
 
+@dataclass(frozen=True)
+class Matrix:
+    """A tensor as rows one behind the other, of which kernels copy blocks: they take it as a descriptor of its name."""
+
+    tensor: str
+    rows: str
+    columns: str
+
+
 @dataclass(frozen=True, init=False)
 class Launch:
     """One launch on a grid (x, y, z), with integers of its own. A grid with a 0 launches nothing."""
@@ -119,6 +128,7 @@ class Launches:
     persistent: tuple[Buffer, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
     arguments: Mapping[str, int | float] = field(default_factory=dict)
+    matrices: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     steps: tuple[Launched, ...] = ()
 
 

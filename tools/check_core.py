@@ -1,0 +1,151 @@
+#!/usr/bin/env python3
+"""What the C++ core launches from cubins against what Python launches with Triton, bit for bit, on a GPU.
+
+  python tools/check_core.py --library build/plugins/libstill_core.so [--archive FILE]
+
+Prefill in pieces and single steps of hybrid attention, padded and packed rows, with states of their own and in place. Without an archive
+the kernels are compiled here. The library needs no CUDA to be built: cmake of plugins/, target still_core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from still_export.export.plugins import pack_archive
+from still_graphs.ops import HYBRID_ATTENTION
+from still_kernels import aot, launcher
+from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs
+from still_kernels.hybrid_attention.launch import launch_hybrid_attention
+from still_kernels.hybrid_attention.variants import Variant
+from still_kernels.packing import Packing
+from tests.plugins.core_abi import Core
+
+NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.int64: "int64"}
+CASES: dict[str, dict[str, Any]] = {
+    "bfloat16, 128": {"dtype": "bfloat16", "head_dim": 128},
+    "float16, 64, group": {"dtype": "float16", "head_dim": 64, "select_scope": "kv_group_max"},
+    "packed": {"dtype": "bfloat16", "head_dim": 128, "packed": 1},
+}
+CALLS = ([300, 129], [64, 700], [1, 1], [2, 0])
+
+
+def variant_of(case: dict[str, Any]) -> Variant:
+    """The kernels of a case."""
+    return Variant(**{"feature_rows": case["head_dim"], **case})
+
+
+def tensors_of(config: HybridAttentionConfig, counts: list[int], packed: bool, dtype: torch.dtype) -> dict[str, Any]:
+    """Inputs of a call without its states."""
+    lead = (sum(counts),) if packed else (len(counts), max(counts))
+    shapes = {
+        "query": config.num_heads,
+        "key": config.num_kv_heads,
+        "value": config.num_kv_heads,
+        "gate": config.num_heads,
+    }
+    found: dict[str, Any] = {
+        name: torch.randn(*lead, heads, config.head_dim, device="cuda").to(dtype) for name, heads in shapes.items()
+    }
+    new = torch.tensor(counts, device="cuda")
+    if packed:
+        found["query_start"] = torch.cat([new.new_zeros(1), new.cumsum(0)])
+        found["state_row"] = torch.arange(len(counts), device="cuda").flip(0).contiguous()
+        return found
+    return found | {"new_tokens": new}
+
+
+def check(core: Core, name: str, in_place: bool) -> str:
+    """Run the calls of a case both ways; returns what differs, or nothing."""
+    torch.manual_seed(0)
+    case = CASES[name]
+    variant, dtype, packed = variant_of(case), getattr(torch, case["dtype"]), bool(case.get("packed"))
+    config = dataclasses.replace(
+        variant.config(), num_heads=8, num_kv_heads=2, salient_per_chunk=5, capacity_tokens=2048
+    )
+    shape = (config.num_heads, config.projection_dim, config.head_dim)
+    weights = {f"feature_{x}_weight": (torch.randn(shape, device="cuda") * shape[2] ** -0.5).to(dtype) for x in "qk"}
+    states = [HybridAttentionState.empty(config, 2, dtype, "cuda") for _ in "pc"]
+    absent = sum(
+        1 << i for i, n in enumerate(HYBRID_ATTENTION.input_names()) if n in ("window_factor", "past_salient_score")
+    )
+    op = core.op("HybridAttention", config.attributes(), absent, packed)
+    for counts in CALLS:
+        counts = [n for n in counts if n] if packed else counts
+        if packed and len(counts) < 2:
+            continue
+        given = tensors_of(config, counts, packed, dtype) | weights
+        packing = Packing(given["query_start"], given["state_row"], max(counts)) if packed else None
+        inputs = Inputs(**{f.name: given.get(f.name) for f in dataclasses.fields(Inputs)})
+        output = torch.full_like(given["query"], float("nan"))
+        launch_hybrid_attention(inputs, config, states[0], output, packing)
+
+        past = {f"past_{n}": t for n, t in states[1].tensors().items()}
+        tensors = {**given, **past, "max_tokens": None}
+        shapes = [
+            ("int64", (max(counts),)) if n == "max_tokens" else (NAMES[tensors[n].dtype], tuple(tensors[n].shape))
+            for n in op.names("input")
+        ]
+        op.prepare(shapes)
+        mine = torch.full_like(output, float("nan"))
+        present = {n: t if in_place else torch.empty_like(t) for n, t in past.items()}
+        at = [0 if tensors[n] is None else tensors[n].data_ptr() for n in op.names("input")]
+        out = [
+            mine.data_ptr() if n == "output" else present[n.replace("present_", "past_")].data_ptr()
+            for n in op.names("output")
+        ]
+        workspace = torch.empty(max(op.workspace(shapes), 1), dtype=torch.int8, device="cuda")
+        op.launch(at, out, workspace.data_ptr(), torch.cuda.current_stream().cuda_stream)
+        torch.cuda.synchronize()
+        wrong = [] if torch.equal(output.nan_to_num(), mine.nan_to_num()) else ["output"]
+        for n, tensor in states[0].tensors().items():
+            if n != "length":
+                states[1].tensors()[n].copy_(present[f"past_{n}"])
+                wrong += [] if torch.equal(tensor, present[f"past_{n}"]) else [n]
+        if output.isnan().any() or wrong:
+            return f"{counts}: {', '.join(wrong) or 'NaN'}"
+        for state in states:
+            rows = given["state_row"] if packed else torch.arange(2, device="cuda")
+            state.length[rows] += torch.tensor(counts, device="cuda")
+    return ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--library", type=Path, required=True, help="libstill_core.so")
+    parser.add_argument("--archive", type=Path, help="kernels of the cases, packed; default: compile them")
+    parser.add_argument(
+        "--pack", type=Path, help="write these kernels for sm_90 to a file and do nothing else; needs no GPU"
+    )
+    options = parser.parse_args()
+    archive = options.pack or options.archive
+    with tempfile.TemporaryDirectory() as folder:
+        if options.pack or archive is None:
+            arch = 90 if options.pack else launcher.arch_of(torch.device("cuda"))
+            aot.write_archive(
+                Path(folder) / "aot", [arch], "HybridAttention", map(variant_of, CASES.values()), len(CASES)
+            )
+            archive = pack_archive([Path(folder) / "aot"], archive or Path(folder) / "kernels.bin")
+            if options.pack:
+                return 0
+        core = Core(options.library)
+        core.call("still_add_archive", str(archive).encode())
+        torch.zeros(1, device="cuda")
+        failed = 0
+        for name in CASES:
+            for in_place in (False, True):
+                wrong = check(core, name, in_place)
+                failed += bool(wrong)
+                print(f"{name}, {'in place' if in_place else 'states apart'}: {wrong or 'equal'}", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
