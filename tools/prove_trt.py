@@ -94,7 +94,7 @@ def prepare(options: argparse.Namespace) -> int:
             (content / name / "model.onnx.data").unlink()
             shutil.rmtree(model)
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-compile", "--only-binary=:all:", "--target"]
-    subprocess.run([*install, str(content / "site"), "typer", "rich", "pydantic"], check=True)
+    subprocess.run([*install, str(content / "site"), "typer", "rich", "pydantic", "matplotlib"], check=True)
     for old in options.out.glob("more*"):
         shutil.rmtree(old)
     archive = work / "more.tar.gz"

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from still_export.models.load import Source
     from still_export.models.weights import Weights
 
-PREFILL_TOKENS = 512
-"""Tokens of one prefill call: longer calls are not faster and take more memory (docs/notebook/onnxruntime.md)."""
+PREFILL_TOKENS, GPU_PREFILL_TOKENS = 512, 2048
+"""Tokens of one prefill call: longer ones take more memory and are not faster on CPUs; shorter ones keep a GPU waiting for its host
+(docs/notebook/onnxruntime.md)."""
 
 NATIVE_DTYPES = ("float32", "float16")
 """What the native kernel computes; the rest of a model in bfloat16 would not run on ONNX Runtime's CPU provider either."""
@@ -53,7 +54,7 @@ class ExportOptions:
         native: Put a native kernel for CPUs like this one into the package.
         archs: GPUs that its library has kernels for too, such as "sm_90".
         still: Fields of the STILL configuration: those of DEPLOYMENT of any model, others of models that do not carry one.
-        prefill_tokens: Tokens of one prefill call; None = PREFILL_TOKENS.
+        prefill_tokens: Tokens of one prefill call; None = PREFILL_TOKENS, with `archs` GPU_PREFILL_TOKENS.
         quantize: Scheme of the weights' bits (quantization/policy.py); None: as `dtype` says.
         quantize_method, quantize_block, lora: With it: who rounds, how many weights share a scale, how LoRA pairs are kept.
         adapters: Let products take a LoRA adapter while the package runs (`run --adapter`).
@@ -269,7 +270,7 @@ def _describe(model: Any, options: ExportOptions, command: str) -> dict[str, Any
             "linearized": not options.attach_untrained,
             "all_logits": options.all_logits,
         },
-        "prefill_tokens": options.prefill_tokens or PREFILL_TOKENS,
+        "prefill_tokens": options.prefill_tokens or (GPU_PREFILL_TOKENS if options.archs else PREFILL_TOKENS),
     }
 
 

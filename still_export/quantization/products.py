@@ -12,7 +12,6 @@ from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import torch
@@ -234,7 +233,7 @@ PRODUCTS: dict[bool, type[Product]] = {False: BlockProduct, True: DequantizedPro
 def _signed_rows(weight: BlockWeight) -> np.ndarray:
     """Codes [N, K] around 0."""
     codes = unpack(weight.packed, weight.bits).reshape(len(weight.packed), -1).astype(np.int16) - (1 << weight.bits - 1)
-    return codes.astype(ml_dtypes.int4 if weight.bits == 4 else np.int8)
+    return codes.astype(ir.DataType.INT4.numpy() if weight.bits == 4 else np.int8)
 
 
 def _float(matrix: torch.Tensor) -> np.ndarray:

@@ -69,11 +69,11 @@ def complaints(ptx: str, folder: Path) -> list[str]:
     [
         {},
         *(
-            pytest.param(kind, marks=pytest.mark.slow)
-            for kind in (
-                {"DTYPE": "fp16", "RAGGED": 1, "COUNTS": "i32"},
-                {"D": 64},
-                {"D": 64, "DTYPE": "fp16", "GATE": 0, "FACTOR": 1, "RAGGED": 1},
+            pytest.param(kind, marks=[pytest.mark.slow, *more])
+            for kind, more in (
+                ({"DTYPE": "fp16", "RAGGED": 1, "COUNTS": "i32"}, []),
+                ({"D": 64}, [pytest.mark.long]),
+                ({"D": 64, "DTYPE": "fp16", "GATE": 0, "FACTOR": 1, "RAGGED": 1}, [pytest.mark.long]),
             )
         ),
     ],

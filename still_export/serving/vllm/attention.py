@@ -193,11 +193,7 @@ class PagedMixer(nn.Module, MambaBase):  # type: ignore[misc]  # vLLM has no typ
         the pages is in the peak that vLLM finds."""
         self.rehearsed = tokens
         page, device = self.page, output.device
-        memory = tuple(
-            torch.zeros(1, *shape, dtype=dtype, device=device)
-            for shape, dtype in zip(page.shapes, page.dtypes, strict=True)
-        )
-        states, row = page.states(memory), torch.zeros(1, dtype=torch.int32, device=device)
+        states, row = page.states(page.memory(1, device)), torch.zeros(1, dtype=torch.int32, device=device)
         for count, seen, longest in ((tokens, 0, rounded_up(tokens)), (1, tokens, 1)):
             start = torch.tensor([0, count], dtype=torch.int32, device=device)
             packing = Packing(start, row, longest, _page_bytes(page.size_bytes, device))

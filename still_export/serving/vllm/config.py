@@ -8,8 +8,11 @@ from typing import Any
 import torch
 
 from still_export.errors import ConfigError, UnsupportedError, UnsupportedModelError
-from still_export.serving.vllm.pages import paged_layers
+from still_export.models.build import family_of
+from still_export.serving.vllm.pages import common_page, paged_layers
 
+PAGES_SHARE = 0.9
+"""Of what a GPU has beside the weights; the rest is for activations and CUDA graphs."""
 LEAST_CAPABILITY = 80
 """Compute capability of the oldest GPU that the kernels are compiled for."""
 
@@ -34,7 +37,7 @@ class ServedConfig:
 
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
-        """Refuse what states cannot follow, and switch prefix caching off.
+        """Refuse what states cannot follow, switch prefix caching off, and bound how many requests run on a GPU.
 
         Raises:
             ConfigError, UnsupportedError, UnsupportedModelError: One sentence each.
@@ -64,6 +67,42 @@ class ServedConfig:
             None if capability is None else capability.to_int(),
             vllm_config.parallel_config.tensor_parallel_size,
         )
+        if current_platform.is_cuda():
+            bound_requests(vllm_config, current_platform.get_device_total_memory())
+
+
+def bound_requests(vllm_config: Any, device_bytes: int) -> None:
+    """Lower --max-num-seqs to the requests whose pages a GPU can hold, and say so in the log.
+
+    A request has its whole page from its first token on, so more never run at the same time; and vLLM, to measure its CUDA graphs, takes a
+    page for each request that is allowed before it knows how much memory is left.
+
+    Args:
+        device_bytes: Memory of the GPU.
+
+    Raises:
+        ConfigError: No request's pages fit.
+    """
+    config, dtype = vllm_config.model_config.hf_config, vllm_config.model_config.dtype
+    tokens, ranks = vllm_config.model_config.max_model_len, vllm_config.parallel_config.tensor_parallel_size
+    pages = sum(layer is not None for layer in paged_layers(config, ranks))
+    request_bytes = pages * common_page(config, tokens, dtype, ranks).size_bytes
+    with torch.device("meta"):
+        weights = sum(x.numel() for x in family_of(config.model_type).still_model(config).parameters())
+    usable = device_bytes * vllm_config.cache_config.gpu_memory_utilization - weights * dtype.itemsize / ranks
+    fit = int(usable * PAGES_SHARE / request_bytes)
+    if fit < 1:
+        raise ConfigError(
+            f"a request of --max-model-len {tokens} holds {request_bytes / 2**20:,.0f} MiB of states, for which the GPU has no room beside "
+            "the weights. Give a smaller --max-model-len, or --tensor-parallel-size."
+        )
+    scheduler = vllm_config.scheduler_config
+    if fit < scheduler.max_num_seqs:
+        _log().info(
+            f"at most {fit} requests at the same time, not {scheduler.max_num_seqs}: each holds {request_bytes / 2**20:,.0f} MiB "
+            f"of states, for --max-model-len {tokens}. A smaller one lets more in."
+        )
+        scheduler.max_num_seqs = fit
 
 
 def context_length(config: Any, tokens: int, asked: bool) -> int:

@@ -37,6 +37,15 @@ class Page:
         """Bytes of a page."""
         return sum(math.prod(s) * t.itemsize for s, t in zip(self.shapes, self.dtypes, strict=True))
 
+    def memory(self, pages: int, device: torch.device) -> tuple[Tensor, ...]:
+        """Cleared memory of `pages` pages, as tensors [pages, *shape] that lie in them as an engine's do."""
+        raw, offset, found = torch.zeros(pages, self.size_bytes, dtype=torch.int8, device=device), 0, []
+        for shape, dtype in zip(self.shapes, self.dtypes, strict=True):
+            size = math.prod(shape) * dtype.itemsize
+            found.append(raw[:, offset : offset + size].view(dtype).unflatten(1, shape))
+            offset += size
+        return tuple(found)
+
     def states(self, tensors: tuple[Tensor, ...]) -> dict[str, Tensor]:
         """The states [pages, ...] by name, of what the engine has for `shapes`."""
         found = {name: x for name, x in zip(self.names, tensors, strict=True) if name}

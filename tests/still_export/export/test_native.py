@@ -19,7 +19,7 @@ from onnxruntime import OrtValue, SessionOptions
 from still_export.cli.main import main
 from still_export.errors import ConfigError, UnsupportedError
 from still_export.export.native import HEADER, LIBRARY, find_onnxruntime_headers, kernel_variants
-from still_export.export.onnx_package import ExportOptions, export_onnx
+from still_export.export.onnx_package import GPU_PREFILL_TOKENS, ExportOptions, export_onnx
 from still_export.export.plugins import PluginBuildError
 from still_export.package.folder import Package, open_package, write_manifest
 from still_export.proof.sessions import Session
@@ -216,6 +216,7 @@ def test_kernels_of_the_gpu_are_compiled_in(
     assert built["archive"] == "['HybridAttention'] ('sm_90',)"
     assert package.manifest["native"]["archs"] == ["sm_90"] and LIBRARY in package.manifest["files"]
     assert ExportOptions.from_manifest(package.manifest).archs == ("sm_90",)
+    assert package.manifest["prefill_tokens"] == GPU_PREFILL_TOKENS
     with pytest.raises(ConfigError, match="add --native"):
         ExportOptions("model", archs=("sm_90",))
 

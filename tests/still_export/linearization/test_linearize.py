@@ -258,7 +258,7 @@ def test_killed_run_resumes_to_the_last_digit(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fsdp", [False, True], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize("fsdp", [False, pytest.param(True, marks=pytest.mark.long)], ids=["ddp", "fsdp"])
 def test_two_processes_have_the_losses_of_one(
     fsdp: bool, base: Path, text: Path, finished: tuple[Path, Linearization], tmp_path: Path
 ) -> None:

@@ -20,7 +20,7 @@ from still_export.models.build import still_family_config
 from still_export.models.description import describe_model
 from still_export.models.linear_families import LINEAR_FAMILIES
 from still_export.proof.served import Answer, Load, Request, Served, ServedVerifier, loads_of
-from still_export.serving.vllm.config import ServedConfig, check_device, context_length
+from still_export.serving.vllm.config import PAGES_SHARE, ServedConfig, bound_requests, check_device, context_length
 from still_export.serving.vllm.pages import ALIGNMENT, common_page, page_of, paged_layers
 from still_export.serving.vllm.parts import LEAST_TOKENS, ROOM_TOKENS, ranges_of, rounded_up
 from still_kernels.hybrid_attention import HybridAttentionConfig
@@ -47,6 +47,34 @@ def test_a_page_holds_what_a_cache_of_one_row_does(model: Any) -> None:
     assert {**found, **page.empty} == wanted
     sizes = [t.itemsize for name, t in zip(page.names, page.dtypes, strict=True) if name]
     assert sizes == sorted(sizes, reverse=True) and page.size_bytes % ALIGNMENT == 0
+
+
+def test_memory_of_pages_is_laid_out_as_an_engines(model: Any) -> None:
+    """All rows of a page one distance apart, each state behind the other, aligned."""
+    page = page_of(paged_layers(model.config)[0].op, TOKENS, 256, torch.bfloat16)
+    tensors = page.memory(3, torch.device("cpu"))
+    assert {x.stride(0) * x.element_size() for x in tensors} == {page.size_bytes}
+    for number, tensor in enumerate(tensors):
+        tensor.fill_(number + 1)
+    assert [float(x.float().mean()) for x in tensors] == [n + 1 for n in range(len(tensors))], "none lies in another"
+    assert [x.shape[1:] for x in tensors] == list(page.shapes)
+
+
+def test_requests_are_bounded_by_the_pages_that_fit(model: Any, platform: Any, caplog: Any) -> None:
+    caplog.set_level("INFO")
+    weights = sum(x.numel() for x in model.parameters()) * 2
+    held = 2 * common_page(model.config, TOKENS, torch.bfloat16).size_bytes
+
+    def bounded(requests: float, asked: int = 8) -> int:
+        given = vllm_config(model, scheduler_config=SimpleNamespace(max_num_seqs=asked))
+        given.cache_config.gpu_memory_utilization = 0.5
+        bound_requests(given, int(2 * (weights + requests * held / PAGES_SHARE)) + 2)
+        return int(given.scheduler_config.max_num_seqs)
+
+    assert bounded(3) == 3 and "at most 3 requests at the same time, not 8" in caplog.text
+    assert bounded(30) == 8
+    with pytest.raises(ConfigError, match=f"max-model-len {TOKENS} holds"):
+        bounded(0.5)
 
 
 def test_states_without_elements_take_no_place(model: Any) -> None:
