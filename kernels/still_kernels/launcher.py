@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from still_graphs.errors import UnsupportedError
-from still_kernels.plan import Launches
+from still_kernels.op_kernels import Build, OpKernels
+from still_kernels.plan import Call, Launches
 from still_kernels.tile import KernelTile
 
 _compiled: dict[tuple[Any, ...], Any] = {}  # kernels that ran before, by function, variant and kinds of pointers
@@ -83,6 +84,26 @@ def prepare(
     workspace = tuple((b.name, b.shape, getattr(torch, b.element)) for b in launches.workspace)
     persistent = tuple((b.name, math.prod(b.shape)) for b in launches.persistent)
     return Prepared(tuple(made), workspace, persistent, launches.aliases, variant)
+
+
+def prepare_call(kernels: OpKernels, call: Call, build: Callable[[Any], Build], arch: int | None) -> Prepared:
+    """The launches of a call, of which the constants of the plan are not yet known.
+
+    Args:
+        build: Of the variant that serves the call.
+        arch: Where the build is the architecture's own, which is then found without a comparison; None: another one.
+
+    Raises:
+        UnsupportedError: No kernel covers the call; the message lists what is covered.
+    """
+    reasons = kernels.refusals(call)
+    if reasons:
+        raise UnsupportedError(f"no Triton kernel of still::{kernels.spec.name} covers this layer: {' '.join(reasons)}")
+    variant = kernels.variant_of(call)
+    built = build(variant)
+    launches = kernels.plan.evaluate(replace(call, constants=built.plan_constants))
+    known = None if arch is None else variant_of(arch, variant)
+    return prepare(launches, kernels.functions(), built.tiles, built.constants, known)
 
 
 @cache

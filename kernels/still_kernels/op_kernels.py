@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from still_kernels.work import OpWork
 
 
+DTYPES = ("float16", "bfloat16", "float32")
+COUNT_DTYPES = ("int32", "int64")
+"""Types of activations, and of lengths and counts, that every op's kernels have."""
+
+
 @dataclass(frozen=True)
 class Build:
     """What one variant is on one architecture.
@@ -138,6 +143,11 @@ class OpKernels:
 
     def _real(self, name: str) -> bool:
         return name in self.plan.arguments and self.plan.compiled.arguments[name].kind == "real"
+
+
+def imported(module: str, name: str) -> Callable[[], Any]:
+    """What gives an attribute of a module, which it imports when it is asked: Triton and torch are slow to load, and not everywhere."""
+    return lambda: getattr(import_module(module), name)
 
 
 _PLACES = {

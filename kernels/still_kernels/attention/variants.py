@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from still_graphs.errors import ConfigError
 from still_kernels.attention.plan import PLAN
 from still_kernels.attention.tiles import MAX_HEAD_DIM, tile_table
-from still_kernels.op_kernels import Build, OpKernels
+from still_kernels.op_kernels import COUNT_DTYPES, DTYPES, Build, OpKernels, imported
 from still_kernels.plan import Check
 from still_kernels.tile import TileTable, pow2
-
-if TYPE_CHECKING:
-    from still_kernels.work import OpWork
-
-DTYPES = ("float16", "bfloat16", "float32")
-COUNT_DTYPES = ("int32", "int64")
 
 
 @dataclass(frozen=True)
@@ -78,20 +71,6 @@ def build(variant: Variant, arch: int) -> Build:
     )
 
 
-def functions() -> Mapping[str, Any]:
-    """Triton's functions by name."""
-    from still_kernels.attention.launch import FUNCTIONS
-
-    return FUNCTIONS
-
-
-def work() -> OpWork:
-    """What bench and tune ask."""
-    from still_kernels.attention.work import WORK
-
-    return WORK
-
-
 _COVERED = (
     Check(f"dtype in {DTYPES}", f"dtype={{dtype}}; the kernels have {', '.join(DTYPES)}."),
     Check(f"D <= {MAX_HEAD_DIM}", f"head_dim={{D}}; the kernels have at most {MAX_HEAD_DIM}."),
@@ -102,9 +81,9 @@ KERNELS = OpKernels(
     variant=Variant,
     default_variants=default_variants,
     build=build,
-    functions=functions,
+    functions=imported("still_kernels.attention.launch", "FUNCTIONS"),
     folder=Path(__file__).parent,
     covered=_COVERED,
     covered_ahead=_COVERED,
-    work=work,
+    work=imported("still_kernels.attention.work", "WORK"),
 )

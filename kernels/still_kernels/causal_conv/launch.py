@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -11,10 +11,8 @@ from torch import Tensor
 from still_graphs.errors import ShapeError, UnsupportedError
 from still_kernels import launcher
 from still_kernels.causal_conv.inputs import Inputs
-from still_kernels.causal_conv.plan import PLAN
-from still_kernels.causal_conv.tiles import tile_table
 from still_kernels.causal_conv.triton_conv import commit_kernel, conv_kernel, step_kernel
-from still_kernels.causal_conv.variants import KERNELS, Variant, constants_of, plan_constants
+from still_kernels.causal_conv.variants import KERNELS, build
 from still_kernels.packing import Packing, size_of_call
 from still_kernels.plan import Call
 from still_kernels.tile import TileTable
@@ -48,14 +46,8 @@ def _prepare(
         tokens=None if packed is None else packed[0],
         rows=None if packed is None else packed[1],
     )
-    reasons = KERNELS.refusals(seen)
-    if reasons:
-        raise UnsupportedError(f"no Triton kernel of still::CausalConv covers this layer: {' '.join(reasons)}")
-    variant: Variant = KERNELS.variant_of(seen)
-    blocks = tile_table(arch) if table is None else table
-    launches = PLAN.evaluate(Call(**{**vars(seen), "constants": plan_constants(blocks)}))
-    found = launcher.variant_of(arch, variant) if table is None else None
-    return launcher.prepare(launches, FUNCTIONS, blocks.kernels(), constants_of(variant), found)
+    own = arch if table is None else None
+    return launcher.prepare_call(KERNELS, seen, partial(build, arch=arch, table=table), own)
 
 
 @lru_cache(1024)

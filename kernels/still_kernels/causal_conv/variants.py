@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from still_graphs.errors import ConfigError
 from still_graphs.ops.causal_conv import CAUSAL_CONV
 from still_kernels.causal_conv.plan import PLAN
 from still_kernels.causal_conv.tiles import MAX_TAPS, tile_table
-from still_kernels.op_kernels import Build, OpKernels
+from still_kernels.op_kernels import COUNT_DTYPES, DTYPES, Build, OpKernels, imported
 from still_kernels.plan import Check
 from still_kernels.tile import TileTable
 
-if TYPE_CHECKING:
-    from still_kernels.work import OpWork
-
-DTYPES = ("float16", "bfloat16", "float32")
-COUNT_DTYPES = ("int32", "int64")
 ACTIVATIONS = CAUSAL_CONV.attribute("activation").choices
 
 
@@ -82,9 +76,9 @@ def plan_constants(table: TileTable) -> dict[str, int]:
     }
 
 
-def build(variant: Variant, arch: int) -> Build:
-    """What a variant is on an architecture."""
-    table = tile_table(arch)
+def build(variant: Variant, arch: int, table: TileTable | None = None) -> Build:
+    """What a variant is on an architecture, or with other block sizes."""
+    table = tile_table(arch) if table is None else table
     absent = {"new_tokens"} if variant.packed else {"query_start", "state_row"}
     return Build(
         table.kernels(),
@@ -92,20 +86,6 @@ def build(variant: Variant, arch: int) -> Build:
         plan_constants(table),
         frozenset(absent if variant.bias else absent | {"bias"}),
     )
-
-
-def functions() -> Mapping[str, Any]:
-    """Triton's functions by name."""
-    from still_kernels.causal_conv.launch import FUNCTIONS
-
-    return FUNCTIONS
-
-
-def work() -> OpWork:
-    """What bench and tune ask."""
-    from still_kernels.causal_conv.work import WORK
-
-    return WORK
 
 
 _COVERED = (
@@ -118,9 +98,9 @@ KERNELS = OpKernels(
     variant=Variant,
     default_variants=default_variants,
     build=build,
-    functions=functions,
+    functions=imported("still_kernels.causal_conv.launch", "FUNCTIONS"),
     folder=Path(__file__).parent,
     covered=_COVERED,
     covered_ahead=_COVERED,
-    work=work,
+    work=imported("still_kernels.causal_conv.work", "WORK"),
 )

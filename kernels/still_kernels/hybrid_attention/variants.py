@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from still_graphs.errors import ConfigError
 from still_kernels.hybrid_attention.config import CHOICES, HybridAttentionConfig
@@ -20,14 +19,9 @@ from still_kernels.hybrid_attention.tiles import (
     MAX_SALIENT_PER_CHUNK,
     tile_table,
 )
-from still_kernels.op_kernels import Build, OpKernels
+from still_kernels.op_kernels import DTYPES, Build, OpKernels, imported
 from still_kernels.plan import Call, Check
 from still_kernels.tile import TileTable, pow2
-
-if TYPE_CHECKING:
-    from still_kernels.work import OpWork
-
-DTYPES = ("float16", "bfloat16", "float32")
 
 
 @dataclass(frozen=True)
@@ -176,20 +170,6 @@ def refusals(config: HybridAttentionConfig, dtype: str) -> list[str]:
     return KERNELS.refusals(Call(sizes_of(config), config.attributes(), dtype=dtype))
 
 
-def functions() -> Mapping[str, Any]:
-    """Triton's functions by name."""
-    from still_kernels.hybrid_attention.launch import FUNCTIONS
-
-    return FUNCTIONS
-
-
-def work() -> OpWork:
-    """What bench and tune ask."""
-    from still_kernels.hybrid_attention.work import WORK
-
-    return WORK
-
-
 _COVERED = (
     Check(f"dtype in {DTYPES}", f"dtype=torch.{{dtype}}; the kernels have {', '.join(DTYPES)}."),
     Check(f"chunk_size in {CHUNK_SIZES}", f"chunk_size={{chunk_size}}; the kernels have one of {CHUNK_SIZES}."),
@@ -210,7 +190,7 @@ KERNELS = OpKernels(
     variant=Variant,
     default_variants=default_variants,
     build=build,
-    functions=functions,
+    functions=imported("still_kernels.hybrid_attention.launch", "FUNCTIONS"),
     folder=Path(__file__).parent,
     covered=(Check(f"D in {HEAD_DIMS}", f"head_dim={{D}}; the kernels have one of {HEAD_DIMS}."), *_COVERED),
     # Ahead of time also the sizes between the measured ones: the rest of a power of two is masked.
@@ -218,5 +198,5 @@ KERNELS = OpKernels(
         Check(f"D <= {max(HEAD_DIMS)}", f"head_dim={{D}}; the kernels have at most {max(HEAD_DIMS)}."),
         *_COVERED,
     ),
-    work=work,
+    work=imported("still_kernels.hybrid_attention.work", "WORK"),
 )

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from still_graphs.errors import ConfigError
 from still_graphs.ops.linear_attention import DELTA, GATED, LINEAR_ATTENTION
 from still_kernels.linear_attention.plan import PLAN
 from still_kernels.linear_attention.tiles import MAX_HEAD_DIM, MAX_SHARED, tile_table
-from still_kernels.op_kernels import Build, OpKernels
+from still_kernels.op_kernels import COUNT_DTYPES, DTYPES, Build, OpKernels, imported
 from still_kernels.plan import Check
 from still_kernels.tile import TileTable, pow2
 
-if TYPE_CHECKING:
-    from still_kernels.work import OpWork
-
-DTYPES = ("float16", "bfloat16", "float32")
-COUNT_DTYPES = ("int32", "int64")
 RULES = LINEAR_ATTENTION.attribute("update_rule").choices
 
 
@@ -112,24 +106,10 @@ def absent(variant: Variant) -> frozenset[str]:
     return frozenset(names)
 
 
-def build(variant: Variant, arch: int) -> Build:
-    """What a variant is on an architecture."""
-    table = variant.table(arch)
+def build(variant: Variant, arch: int, table: TileTable | None = None) -> Build:
+    """What a variant is on an architecture, or with other block sizes."""
+    table = variant.table(arch) if table is None else table
     return Build(table.kernels(), constants_of(variant), plan_constants(table), absent(variant))
-
-
-def functions() -> Mapping[str, Any]:
-    """Triton's functions by name."""
-    from still_kernels.linear_attention.launch import FUNCTIONS
-
-    return FUNCTIONS
-
-
-def work() -> OpWork:
-    """What bench and tune ask."""
-    from still_kernels.linear_attention.work import WORK
-
-    return WORK
 
 
 _COVERED = (
@@ -143,9 +123,9 @@ KERNELS = OpKernels(
     variant=Variant,
     default_variants=default_variants,
     build=build,
-    functions=functions,
+    functions=imported("still_kernels.linear_attention.launch", "FUNCTIONS"),
     folder=Path(__file__).parent,
     covered=_COVERED,
     covered_ahead=_COVERED,
-    work=work,
+    work=imported("still_kernels.linear_attention.work", "WORK"),
 )
