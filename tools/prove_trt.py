@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Show the TensorRT numbers of docs/notebook/tensorrt.md again, on a GPU machine that reaches no registry and has little time.
 
-  python tools/prove_trt.py prepare OUT --model MODEL --include TENSORRT/include     # with PyTorch, no GPU
+  python tools/prove_trt.py prepare OUT --model MODEL --demo GGUF --include INCLUDE  # with PyTorch, no GPU
   python tools/prove_trt.py demo PLACE --deadline 400                                # with the GPU; all but large may run side by side
   python tools/prove_trt.py verified PLACE --deadline 300
   python tools/prove_trt.py one_row PLACE --deadline 300
@@ -76,13 +76,17 @@ EXPORTS = {
 
 def prepare(options: argparse.Namespace) -> int:
     """Make everything that the GPU machine needs beside TensorRT."""
+    sources = {"demo": options.demo, "verified": options.model, "one_row": options.model}
+    names = options.only.split(",") if options.only else [n for n in EXPORTS if n in GEOMETRIES or sources[n]]
+    if lacking := [n for n in names if n not in GEOMETRIES and not sources[n]]:
+        sys.exit(f"{', '.join(lacking)}: no model to export; give --demo for demo, --model for the others.")
     work = options.out / "work"
     shutil.rmtree(work, ignore_errors=True)
     content = work / "content"
     content.mkdir(parents=True)
-    for name in options.only.split(","):
-        model = _blank_model(work / f"{name}.model", name) if name in GEOMETRIES else options.model
-        model, untrained = (options.demo, []) if name == "demo" else (model, ["--attach-untrained"])
+    for name in names:
+        model = _blank_model(work / f"{name}.model", name) if name in GEOMETRIES else sources[name]
+        untrained = [] if name == "demo" else ["--attach-untrained"]
         command = ["still-export", model, "--to", "trt", *untrained, "--arch", options.arch, *EXPORTS[name]]
         command += ["--tensorrt-include", options.include, "-o", content / name, "--quiet"]
         subprocess.run([str(c) for c in command], check=True)
@@ -351,7 +355,9 @@ def main() -> int:
     verb.add_argument("--demo", help="GGUF file of the demo's base")
     verb.add_argument("--include", required=True, help="folder of TensorRT 8.6's NvInfer.h")
     verb.add_argument("--arch", default="sm_90")
-    verb.add_argument("--only", default=",".join(EXPORTS))
+    verb.add_argument(
+        "--only", help=f"of {', '.join(EXPORTS)}, with commas between; default: all that a model is given for"
+    )
     steps = {"demo": demo, "verified": proof, "one_row": proof, "small": small, "large": large}
     for name in steps:
         verb = verbs.add_parser(name)
