@@ -203,6 +203,20 @@ def conversation(model: still_export.LanguageModel, tokens: int = 20) -> Convers
     return Conversation(model.runner, model.text, tokens, Sampling(), "be kind")
 
 
+def test_a_conversation_is_refused_before_anyone_types(model: still_export.LanguageModel) -> None:
+    read = model.runner.length[0]
+    try:
+        model.text.chat = None
+        with pytest.raises(RunError, match="no chat format"):
+            conversation(model)
+        model.text.chat = {k: v for k, v in CHAT.items() if not k.startswith("system")}
+        with pytest.raises(RunError, match="no system message"):
+            conversation(model)
+    finally:
+        model.text.chat = CHAT
+    assert model.runner.length[0] == read
+
+
 def test_the_oldest_turns_make_room(model: still_export.LanguageModel) -> None:
     talked = conversation(model)
     full = None
