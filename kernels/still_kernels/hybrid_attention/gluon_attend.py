@@ -63,6 +63,12 @@ def _give_turn(GROUP: gl.constexpr, x):
 
 
 @gluon.jit
+def _meet(x):
+    """Wait until both consumers are here."""
+    gl.inline_asm_elementwise("bar.sync 12, 256; mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def _turns(total):
     """Tiles of this program. Odd rounds go through the programs backwards, so that long tiles are shared out evenly."""
     programs = gl.num_programs(0)
@@ -231,10 +237,11 @@ def _fill(buffer, p_new, p_ring, first, length, end, stride, C: gl.constexpr, D:
 
 @gluon.jit
 def _clear(buffer, known, D: gl.constexpr):
-    """Zeros in the rows from `known` on."""
+    """Zeros in the rows from `known` on. Both consumers do it, so that neither waits for the other's: what they write is the same."""
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     o_row = gl.arange(0, BN, layout=gl.SliceLayout(1, rows))
     b_rows = buffer.load(rows)
+    _meet(known)  # who writes first must not change what the other still reads
     buffer.store(gl.where((o_row < known)[:, None], b_rows, gl.zeros_like(b_rows)))
 
 
