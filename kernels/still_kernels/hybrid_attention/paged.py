@@ -57,7 +57,8 @@ def _check_pages(state: HybridAttentionState) -> None:
     strides = set()
     for name, tensor in state.tensors().items():
         if name != "length" and tensor.numel():
-            strides.add(tensor.stride(0) * tensor.element_size())
+            if len(tensor) > 1:  # PyTorch gives the stride of a single row any value
+                strides.add(tensor.stride(0) * tensor.element_size())
             if not tensor[0].is_contiguous():
                 raise ShapeError(
                     f"state {name} {list(tensor.shape)} has strides {tensor.stride()}; a row must be contiguous."

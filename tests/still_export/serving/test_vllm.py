@@ -23,7 +23,9 @@ from still_export.proof.served import Answer, Load, Request, Served, ServedVerif
 from still_export.serving.vllm.config import PAGES_SHARE, ServedConfig, bound_requests, check_device, context_length
 from still_export.serving.vllm.pages import ALIGNMENT, common_page, page_of, paged_layers
 from still_export.serving.vllm.parts import LEAST_TOKENS, ROOM_TOKENS, ranges_of, rounded_up
-from still_kernels.hybrid_attention import HybridAttentionConfig
+from still_graphs.errors import ShapeError
+from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState
+from still_kernels.hybrid_attention.paged import _check_pages
 from tests.still_export.linear_models import linear_config
 from tests.still_export.tiny import CHUNK, MIXED, still_model
 
@@ -58,6 +60,11 @@ def test_memory_of_pages_is_laid_out_as_an_engines(model: Any) -> None:
         tensor.fill_(number + 1)
     assert [float(x.float().mean()) for x in tensors] == [n + 1 for n in range(len(tensors))], "none lies in another"
     assert [x.shape[1:] for x in tensors] == list(page.shapes)
+    for pages in (1, 3):  # as kernels ask for them; of a rehearsal there is one
+        states = page.states(page.memory(pages, torch.device("cpu")))
+        _check_pages(HybridAttentionState(**states, length=torch.zeros(1)))
+    with pytest.raises(ShapeError, match="expected one distance"):
+        _check_pages(HybridAttentionState(**{n: x.clone() for n, x in states.items()}, length=torch.zeros(1)))
 
 
 def test_requests_are_bounded_by_the_pages_that_fit(model: Any, platform: Any, caplog: Any) -> None:
