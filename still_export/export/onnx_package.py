@@ -117,7 +117,9 @@ class ExportOptions:
             values |= {name: tuple(values.get(name, ())) for name in ("overlays", "archs")}
             return cls(**values)
         except (KeyError, TypeError) as error:
-            raise ConfigError(f"the manifest has no export configuration that this version reads: {error}.") from error
+            raise ConfigError(
+                f"{MANIFEST}: config is no export configuration that this version reads: {error}."
+            ) from error
 
 
 def find_source(options: ExportOptions) -> Source:

@@ -150,6 +150,11 @@ def open_source(
         found.tensors = published_names(found.model_type, found.tensors)
         still = StillConfig()
     else:
+        if not attach_untrained and found.still is None and overlays:
+            raise NotLinearizedError(
+                f"{source} is a plain softmax {found.model_type} model, and adapter_config.json of {' and '.join(map(str, overlays))} has "
+                "no still_config: no adapter that linearize wrote. Give one, or pass --attach-untrained."
+            )
         if not attach_untrained and found.still is None:
             raise NotLinearizedError(
                 f"{source} is a plain softmax {found.model_type} model: it is not linearized, it has no feature maps and gates. "

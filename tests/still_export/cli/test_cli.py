@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -100,6 +101,12 @@ def test_manifest_repeats_the_export(export_tiny: Exporter, tmp_path: Path) -> N
     assert call("export", "--config", package.path / "manifest.json", "-o", tmp_path / "again", "--quiet") == 0
     for name in ("model.onnx", "model.onnx.data"):
         assert (tmp_path / "again" / name).read_bytes() == (package.path / name).read_bytes()
+
+
+@pytest.mark.parametrize("config", [0.5, {}, {"model": "x", "overlays": 1.5}])
+def test_a_manifest_without_options_is_named(config: Any) -> None:
+    with pytest.raises(ConfigError, match=r"manifest\.json: config"):
+        ExportOptions.from_manifest({"config": config})
 
 
 @pytest.mark.slow

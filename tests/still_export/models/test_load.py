@@ -138,6 +138,17 @@ def test_released_names_with_a_head_missing(tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
+def test_an_adapter_that_brings_no_attention_is_named(tmp_path: Path) -> None:
+    save_plain(tmp_path / "base")
+    (tmp_path / "adapter").mkdir()
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    tensors = {name.format("A"): torch.ones(2, 24), name.format("B"): torch.ones(60, 2)}
+    save_file(tensors, tmp_path / "adapter" / "adapter_model.safetensors")
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({"lora_alpha": 16, "r": 2}))
+    with pytest.raises(NotLinearizedError, match=r"adapter_config\.json of .*adapter has no still_config"):
+        load_model(tmp_path / "base", overlays=[tmp_path / "adapter"])
+
+
 def test_lolcats_overlays(tmp_path: Path) -> None:
     """Base model + distilled maps (training code's names) + LoRA adapter, as they are published in three places."""
     base = save_plain(tmp_path / "base")
