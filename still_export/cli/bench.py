@@ -69,9 +69,10 @@ def bench(
     except ValueError:
         raise ConfigError(f"--lengths {lengths}: give numbers separated by commas.") from None
     capacity, out = opened.manifest["capacity"], Output(as_json, quiet)
+    setting = Setting(steps, threads, batch, runtime, provider)
     left_out = ""
     if lengths is None and capacity["bounded"]:
-        held = tuple(n for n in wanted if n + steps <= capacity["capacity_tokens"])
+        held = tuple(n for n in wanted if setting.room(n) <= capacity["capacity_tokens"])
         if left := sorted(set(wanted) - set(held)):
             left_out = (
                 f"left out: {', '.join(map(str, left))} tokens, which with {steps} steps exceed the package's capacity of "
@@ -87,7 +88,7 @@ def bench(
             raise ConfigError(f"{beside} holds no measurements: {error}.") from error
     folder = report_folder(output or package / "bench")
     with out.bar("measuring", len(wanted)) as progress:
-        rows = measure(package, wanted, Setting(steps, threads, batch, runtime, provider), progress)
+        rows = measure(package, wanted, setting, progress)
     content = {
         "package": str(package),
         "threads": threads,

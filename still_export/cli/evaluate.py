@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +13,7 @@ from still_export.errors import ConfigError
 from still_export.extras import demand
 
 if TYPE_CHECKING:
+    from still_export.evaluation.bench import Setting
     from still_export.package.folder import Package
 
 EXAMPLES = """
@@ -123,10 +125,11 @@ def evaluate(
     if teacher is not None and not packages and "still" not in loaded:
         raise ConfigError(f"{model} is a softmax model; --teacher is for STILL models.")
     setting, folder = Setting(threads=threads, provider=provider), report_folder(output or Path(model) / "evaluation")
+    measured = _measured(longest, packages, setting)
     out, vocabulary, result = Output(as_json, quiet), load_tokenizer(tokenizer or model), Evaluation()
     with out.bar("evaluating", measurements([*loaded, *packages], options) + len(packages)) as advance:
         for name, package in packages.items():
-            result.costs[name] = costs(package, runtime, longest, setting)
+            result.costs[name] = costs(package, runtime, measured, setting)
             advance(f"{name}, costs")
         result.add(evaluate(loaded, vocabulary, options, device=pick_device(device), advance=advance))
         for name, package in packages.items():  # one at a time: memory
@@ -164,6 +167,13 @@ def _check_room(name: str, tokens: int, capacity: dict[str, Any]) -> None:
         raise ConfigError(
             f"{name} holds {capacity['capacity_tokens']} tokens; {tokens} were asked for. Give smaller --lengths and --contexts."
         )
+
+
+def _measured(tokens: int, packages: Mapping[str, Package], setting: Setting) -> int:
+    """Of `tokens` what leaves every package room for the steps that are timed behind them."""
+    bounds = [p.manifest["capacity"] for p in packages.values()]
+    held = (b["capacity_tokens"] - setting.room(0) for b in bounds if b["bounded"])
+    return max(1, min((tokens, *held)))
 
 
 def _numbers(name: str, given: str) -> tuple[int, ...]:

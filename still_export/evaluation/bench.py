@@ -48,13 +48,17 @@ class Setting:
     runtime: str = "ort"
     provider: str = "cpu"
 
+    def room(self, length: int) -> int:
+        """Tokens that a package holds at the end of a measurement at `length`: a step before those that are timed captures them."""
+        return length + self.steps + 1
+
 
 def measure(package: Path, length: int, setting: Setting) -> Measurement:
     """Measure one context length in this process: random tokens in pieces as a prompt is fed, then greedy decoding."""
     manifest = read_manifest(package)
     model = open_runner(package, manifest, setting.runtime, setting.provider, setting.threads)
     tokens = np.random.default_rng(0).integers(0, manifest["model"]["vocab_size"], (setting.batch, length))
-    room = length + setting.steps + 1
+    room = setting.room(length)
     if model.replays:  # the first call of a process loads code
         model.start(setting.batch, room)
         model.feed(tokens[:, : model.prefill_tokens])

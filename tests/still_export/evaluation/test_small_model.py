@@ -8,12 +8,15 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from still_export.cli.evaluate import _measured
 from still_export.evaluation.bench import Setting
 from still_export.evaluation.chat import greedy
 from still_export.evaluation.evaluate import DEFAULT_HAYSTACK, answered, bits_per_byte, without
@@ -126,6 +129,18 @@ def test_a_package_of_all_logits_is_read_in_whole_calls(tmp_path: Path) -> None:
     for kept in (0, 3):
         ours = opened(ids, logits_to_keep=kept).logits
         torch.testing.assert_close(ours, whole[:, -kept:], rtol=0, atol=MODEL["float32"] * float(whole.abs().max()))
+
+
+def test_costs_are_measured_where_every_package_has_room_for_steps() -> None:
+    """A prompt as long as the capacity can be asked for; behind it no step can be timed."""
+
+    def package(tokens: int, bounded: bool = True) -> Any:
+        return SimpleNamespace(manifest={"capacity": {"capacity_tokens": tokens, "bounded": bounded}})
+
+    setting = Setting()
+    for tokens, expected in ((4096, 4096 - setting.room(0)), (600, 600)):
+        length = _measured(tokens, {"a": package(4096), "b": package(64, bounded=False)}, setting)
+        assert length == expected and setting.room(length) <= 4096
 
 
 @pytest.mark.slow
