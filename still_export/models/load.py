@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, GenerationConfig
 
-from still_export.errors import CheckpointError, ConfigError, ModelNotFoundError, NotLinearizedError
+from still_export.errors import (
+    CheckpointError,
+    ConfigError,
+    ModelNotFoundError,
+    NotLinearizedError,
+    UnsupportedModelError,
+)
 from still_export.mixers.config import StillConfig
 from still_export.models import convert
 from still_export.models.build import build_model, complete_weights, family_of, still_family_config
@@ -46,6 +52,7 @@ class _Checkpoint:
     generation: dict[str, Any] = field(default_factory=dict)
     still: StillConfig | None = None
     configured: Path | None = None  # the file that `still` is from
+    added: list[Path] = field(default_factory=list)  # files of overlays' tensors
 
 
 @dataclass(frozen=True)
@@ -171,10 +178,11 @@ def open_source(
         weights = complete_weights(family, config, found.tensors, fresh)
     except ConfigError as error:  # fields that each are good and do not fit each other
         raise ConfigError(f"{found.configured or f'config.json of {source}'}: {error}") from error
-    except CheckpointError as error:
-        if found.configured is None:
+    except (CheckpointError, UnsupportedModelError) as error:
+        if not found.added:
             raise
-        raise CheckpointError(f"{found.configured}: {error}") from error
+        files = [*([found.configured] if found.configured else []), *found.added]
+        raise type(error)(f"{source} with {', '.join(map(str, files))}: {error}") from error
     try:
         generation = GenerationConfig.from_dict(found.generation or _generation_of(config))
         generation.validate()
@@ -301,6 +309,7 @@ def _overlay(found: _Checkpoint, path: Path, dtype: torch.dtype) -> None:
         files, adapter = [path], path.parent / "adapter_config.json"
     else:
         files, adapter = weight_files(path), path / "adapter_config.json"
+    found.added += files
     added = convert.plain_names(open_tensors(files, dtype))
     found.tensors = convert.plain_names(found.tensors)
     if adapter.is_file():

@@ -85,7 +85,7 @@ def check_hash(folder: Path, manifest: dict[str, Any], name: str) -> Path:
 
 
 def _changed(path: Path, what: str, again: str) -> CheckError:
-    return CheckError(f"{path} is not the file that was exported: its {what} differs from the manifest. {again}")
+    return CheckError(f"{path} is not the file that was exported: its {what} differs from that in {MANIFEST}. {again}")
 
 
 def _again(folder: Path, manifest: dict[str, Any], name: str) -> str:

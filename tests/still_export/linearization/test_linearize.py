@@ -17,7 +17,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import mse_loss
 
-from still_export.errors import CheckpointError, ConfigError, DataError, TrainingError
+from still_export.errors import CheckpointError, ConfigError, DataError, TrainingError, UnsupportedModelError
 from still_export.linearization.adapter import read_adapter, save_adapter, still_parameters
 from still_export.linearization.folder import apply
 from still_export.linearization.linearize import linearize
@@ -501,13 +501,20 @@ def test_rows_without_linear_tokens_are_refused(base: Path, text: Path) -> None:
     assert small_recipe(base, text, sequence_length=16, transfer_steps=0).sequence_length == 16
 
 
-def test_foreign_adapters_are_refused(finished: tuple[Path, Linearization], tmp_path: Path) -> None:
+def test_foreign_adapters_are_refused(base: Path, finished: tuple[Path, Linearization], tmp_path: Path) -> None:
     adapter = finished[0] / "adapter"
     other = make_base(tmp_path / "other", hidden_size=36)
     with pytest.raises(CheckpointError):
         apply(str(other), adapter, tmp_path / "model")
     with pytest.raises(CheckpointError, match="no adapter"):
         apply(str(other), other, tmp_path / "model")
+    odd = shutil.copytree(adapter, tmp_path / "odd")
+    weights = load_file(odd / "adapter_model.safetensors")
+    name = next(name for name in weights if "feature_k" in name)
+    weights[name.replace("layers.0", "layers.l")] = weights.pop(name)
+    save_file(weights, odd / "adapter_model.safetensors")
+    with pytest.raises(UnsupportedModelError, match=r"odd/adapter_model\.safetensors: .*layers\.l\."):
+        apply(str(base), odd, tmp_path / "model")
 
 
 def test_recipe_files(tmp_path: Path, base: Path) -> None:
