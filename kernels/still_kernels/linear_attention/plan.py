@@ -11,6 +11,7 @@ PER_KEY = "(E > 1 if has(decay) else 0)"
 _CHUNKS = f"not ({DECODE})"
 _OF_KEYS = f"{_CHUNKS} and {PER_KEY}"
 _OF_HEADS = f"{_CHUNKS} and has(decay) and not {PER_KEY}"
+_PREPARED = "(has(decay) or has(beta))"
 _CORRECTED = f"{_CHUNKS} and has(beta)"
 
 PLAN = Plan(
@@ -47,7 +48,7 @@ PLAN = Plan(
     define={"chunks": "ceil_div(T, chunk)", "span": "min(chunks, segment_chunks)", "wide": "dtype == 'float32'"},
     types={"halves": "'float32' if dtype == 'float32' else 'bfloat16'"},
     workspace=(
-        Region("scores", "T", ("B", "span", "H", "G", "chunk", "chunk"), _CHUNKS),
+        Region("scores", "T", ("B", "span", "H", "G", "chunk", "chunk"), _OF_KEYS),
         Region("inverse", "halves", ("B", "span", "H", "1 if wide else 2", "chunk", "chunk"), _CORRECTED),
         Region("left", "float32", ("B", "span", "H", f"D if {PER_KEY} else chunk"), f"{_CHUNKS} and has(decay)"),
         Region("rest", "float32", ("B", "span", "H", "chunk"), _OF_HEADS),
@@ -75,7 +76,9 @@ PLAN = Plan(
                     "segment_chunks",
                     (
                         Let("n_chunks", "min(segment_chunks, chunks - first)"),
-                        Launch("prepare", ("n_chunks", "H", "B"), first="first", n_chunks="n_chunks"),
+                        Launch(
+                            "prepare", (f"n_chunks if {_PREPARED} else 0", "H", "B"), first="first", n_chunks="n_chunks"
+                        ),
                         Launch("scan", ("ceil_div(V, value_block)", "H", "B"), first="first", n_chunks="n_chunks"),
                         Launch(
                             "output",

@@ -9,6 +9,8 @@ import triton.language as tl
 LEAST = tl.constexpr(-110.0)
 """exp of it is 0 in float32: what a decay below means, without infinities whose differences are NaN."""
 EXACT = tl.constexpr("tf32x3")
+FIXED = tl.constexpr(2.0**40)
+"""Units of a sum of decays in fixed point: that of 64 decays has 53 bits."""
 
 
 @triton.jit
@@ -30,6 +32,23 @@ def log_decay_of_heads(p_decay, begin, count, stride, o_inner):
 def log_decay_of_keys(p_decay, begin, count, stride, o_inner, o_dim, D: tl.constexpr):
     """Logarithms of the decay of each key channel [tokens, DP], 0 where there is no token."""
     return tl.maximum(load_rows(p_decay, begin, count, stride, o_inner, o_dim, D), LEAST)
+
+
+@triton.jit
+def sums_of_decay(b_decay):
+    """Sums of a chunk's decays [C] up to each token, as two float32 (the second what the first has no bits for), and behind it."""
+    b_fixed = (b_decay * FIXED).to(tl.int64)
+    b_sum = tl.cumsum(b_fixed, 0)
+    b_high = b_sum.to(tl.float32)
+    b_low = (b_sum - b_high.to(tl.int64)).to(tl.float32)
+    b_behind = (tl.sum(b_fixed, 0) - b_sum).to(tl.float32)
+    return b_high * (1 / FIXED), b_low * (1 / FIXED), b_behind * (1 / FIXED)
+
+
+@triton.jit
+def decay_between(b_high, b_low):
+    """[C, C]: what the decays behind token j up to token i leave, for i >= j. Two floats, as a difference of long sums is else inexact."""
+    return tl.exp((b_high[:, None] - b_high[None, :]) + (b_low[:, None] - b_low[None, :]))
 
 
 @triton.jit

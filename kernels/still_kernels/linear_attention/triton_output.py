@@ -6,19 +6,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from still_kernels.linear_attention.triton_common import load_rows
+from still_kernels.linear_attention.triton_common import decay_between, load_rows, log_decay_of_heads, sums_of_decay
 from still_kernels.triton_shared import row_of
 
 
-@triton.jit(do_not_specialize=["T", "H", "HQ", "first", "n_chunks"])
+@triton.jit(do_not_specialize=["T", "H", "HQ", "HK", "first", "n_chunks"])
 def output_kernel(
     p_query,
+    p_key,
     p_value,
+    p_decay,
     p_new_tokens,
     p_query_start,
     p_state_row,
     p_scores,
-    p_left,
     p_asked,
     p_before,
     p_unit,
@@ -27,6 +28,7 @@ def output_kernel(
     T,
     H,
     HQ,
+    HK,
     first,
     n_chunks,
     scale,
@@ -73,6 +75,14 @@ def output_kernel(
         b_new = tl.trans(tl.load(p_new + i_tile * (V * C) + o_new, mask=m_column[:, None], other=0.0))
     else:
         b_new = load_rows(p_value + (start * H + i_head) * V, begin, count, H * V, o_inner, o_column, V)
+    if DECAY < 2:
+        p_key += (start * HK + i_head // (H // HK)) * D
+        b_key = load_rows(p_key, begin, count, HK * D, o_inner, o_dim, D)
+    if DECAY == 1:
+        b_decay = log_decay_of_heads(p_decay + start * H + i_head, begin, count, H, o_inner)
+        b_high, b_low, _behind = sums_of_decay(b_decay)
+        b_left = tl.exp(b_high)
+        b_between = decay_between(b_high, b_low)
     for g in tl.static_range(G):
         if DECAY == 2:
             p_tile = p_asked + (i_tile * G + g) * (C * D)
@@ -83,7 +93,13 @@ def output_kernel(
         if NARROW:
             b_output *= tl.load(p_unit + i_tile * V + o_column, mask=m_column, other=0.0)[None, :]
         if DECAY == 1:
-            b_output *= tl.load(p_left + i_tile * C + o_inner)[:, None]
-        b_scores = tl.load(p_scores + (i_tile * G + g) * (C * C) + o_inner[:, None] * C + o_inner[None, :])
+            b_output *= b_left[:, None]
+        if DECAY == 2:
+            b_scores = tl.load(p_scores + (i_tile * G + g) * (C * C) + o_inner[:, None] * C + o_inner[None, :])
+        else:
+            b_products = tl.dot(b_query, tl.trans(b_key), input_precision=DOT)
+            if DECAY == 1:
+                b_products *= b_between
+            b_scores = tl.where(o_inner[:, None] >= o_inner[None, :], b_products * scale, 0.0).to(KIND)
         b_output = tl.dot(b_scores, b_new, b_output, input_precision=DOT)
         tl.store(p_output + g * V, b_output.to(KIND), mask=m_output)

@@ -1,8 +1,8 @@
 """First step of a prompt: what a chunk of tokens computes without the state, all chunks at once.
 
-Between two tokens stands the product of their query (or key) and key under the decay between them: `scores`, the output's part from the
-chunk itself, and A = beta * key * key below the diagonal, whose (I + A)^-1 the delta rules need. Exponents are sums of decays, at most
-0. With a decay per key the pairs are taken by blocks of 1, 2, 4 .. tokens: a pair in neighbouring blocks decays up to the border between
+Between two tokens stands the product of their keys under the decay between them: A = beta * key * key below the diagonal, whose
+(I + A)^-1 the delta rules need. Exponents are sums of decays, at most 0. With a decay per key the pairs, and those of query and key, the
+`scores` of the outputs, are taken by blocks of 1, 2, 4 .. tokens: a pair in neighbouring blocks decays up to the border between
 them and from it on, which are factors of key and query; sums of neighbouring blocks make those of the next size.
 """
 
@@ -14,16 +14,15 @@ import triton.language as tl
 
 from still_kernels.linear_attention.triton_common import (
     EXACT,
+    decay_between,
     halves,
     load_rows,
     log_decay_of_heads,
     log_decay_of_keys,
     product_of_halves,
+    sums_of_decay,
 )
 from still_kernels.triton_shared import row_of
-
-FIXED = tl.constexpr(2.0**40)
-"""Units of a sum of decays in fixed point: 64 decays of at most 110 are below 2^13, so that a float64 would hold it too."""
 
 
 @triton.jit
@@ -53,14 +52,6 @@ def inverse_of_unit(b_a, C: tl.constexpr, LEVELS: tl.constexpr, WIDE: tl.constex
             b_joined = product_of_halves(b_y_high, b_y_low, b_x_high, b_x_low)
         b_x -= tl.where(between_halves(o_row, o_column, level), b_joined, 0.0)
     return b_x
-
-
-@triton.jit
-def as_two(b_sum):
-    """A sum in fixed point as two float32, the second what the first has no bits for."""
-    b_high = b_sum.to(tl.float32)
-    b_low = (b_sum - b_high.to(tl.int64)).to(tl.float32)
-    return b_high * (1 / FIXED), b_low * (1 / FIXED)
 
 
 @triton.jit(do_not_specialize=["T", "H", "HQ", "HK", "W", "first", "n_chunks"])
@@ -101,9 +92,8 @@ def prepare_kernel(
 ):
     """Chunk `first` + i of one head, C = 2^LEVELS tokens. DECAY 0: none, 1: per head, 2: per key, BD at a time. Grid (n_chunks, H, B).
 
-    scores [.., G, C, C], scaled; inverse [.., 1, C, C], its columns times beta, or its `halves` [.., 2, C, C] (not WIDE); with a decay
-    per head left, rest [.., C]; per key asked [.., G, C, D], taken, added [.., C, D] and left [.., D]; one of each for row, chunk and
-    head.
+    inverse [.., 1, C, C], its columns times beta, or its `halves` [.., 2, C, C] (not WIDE); with a decay per head left, rest [.., C]; per
+    key scores [.., G, C, C], scaled, asked [.., G, C, D], taken, added [.., C, D] and left [.., D]; one of each for row, chunk and head.
     """
     i_chunk = tl.program_id(0)
     i_head = tl.program_id(1)
@@ -122,74 +112,62 @@ def prepare_kernel(
     KIND: tl.constexpr = p_key.dtype.element_ty
     p_query += (start * HQ + i_head // (H // HQ)) * G * D
     p_key += (start * HK + i_head // (H // HK)) * D
-    if DECAY < 2:
-        o_dim = tl.arange(0, DP)
-        b_key = load_rows(p_key, begin, count, HK * D, o_inner, o_dim, D)
     if DECAY == 2:
         p_decay += (start * H + i_head) * D
     if DECAY == 1:
         p_decay += start * H + i_head
         b_decay = log_decay_of_heads(p_decay, begin, count, H, o_inner)
-        b_fixed = (b_decay * FIXED).to(tl.int64)
-        b_sum = tl.cumsum(b_fixed, 0)
-        b_high, b_low = as_two(b_sum)
-        b_over, _ = as_two(tl.sum(b_fixed, 0) - b_sum)
+        b_high, b_low, b_behind = sums_of_decay(b_decay)
         tl.store(p_left + i_tile * C + o_inner, tl.exp(b_high))
-        tl.store(p_rest + i_tile * C + o_inner, tl.exp(b_over))
-        b_factor = tl.exp((b_high[:, None] - b_high[None, :]) + (b_low[:, None] - b_low[None, :]))
-    for g in tl.static_range(G):
-        if DECAY < 2:
-            b_query = load_rows(p_query + g * D, begin, count, HQ * G * D, o_inner, o_dim, D)
-            b_score = tl.dot(b_query, tl.trans(b_key), input_precision=DOT)
-            if DECAY == 1:
-                b_score *= b_factor
-        else:
-            b_score = tl.zeros([C, C], tl.float32)
-            if DELTA and g == 0:
-                b_products = tl.zeros([C, C], tl.float32)  # of keys
-            for at in tl.range(0, DP, BD, num_stages=1):
-                o_part = at + tl.arange(0, BD)
-                m_part = (o_part < D)[None, :]
-                o_keys = o_row * D + o_part[None, :]
-                b_key = load_rows(p_key, begin, count, HK * D, o_inner, o_part, D)
-                b_query = load_rows(p_query + g * D, begin, count, HQ * G * D, o_inner, o_part, D)
-                b_decay = log_decay_of_keys(p_decay, begin, count, H * D, o_inner, o_part, D)
-                b_same = tl.sum(b_query.to(tl.float32) * b_key.to(tl.float32), 1)
-                b_score += tl.where(o_row == o_column, b_same[:, None], 0.0)
-                b_until = b_decay  # sums over a token's block, up to it and behind it
-                b_behind = tl.zeros([C, BD], tl.float32)
-                for level in tl.range(0, LEVELS, num_stages=1):
-                    b_level = tl.where(between_halves(o_row, o_column, level), 1.0, 0.0)
-                    m_second = (o_row >> level) & 1 == 1
-                    b_border = tl.exp(tl.where(m_second, b_until, b_behind))
-                    b_left_key = (b_key.to(tl.float32) * b_border).to(KIND)
-                    b_asked = (b_query.to(tl.float32) * b_border).to(KIND)
-                    b_score += b_level * tl.dot(b_asked, tl.trans(b_left_key), input_precision=DOT)
-                    if DELTA and g == 0:
-                        b_products += b_level * tl.dot(b_left_key, tl.trans(b_left_key), input_precision=DOT)
-                    o_other = tl.broadcast_to(o_row ^ (1 << level), (C, BD))
-                    b_other = tl.gather(b_until + b_behind, o_other, 0)  # the sum over the pair's other block
-                    b_until += b_other * tl.where(m_second, 1.0, 0.0)
-                    b_behind += b_other * tl.where(m_second, 0.0, 1.0)
-                b_left = tl.exp(b_until)
-                p_tile = p_asked + (i_tile * G + g) * (C * D) + o_keys
-                tl.store(p_tile, (b_query.to(tl.float32) * b_left).to(KIND), mask=m_part)
-                if g == 0:
-                    if DELTA:
-                        b_taken = b_key.to(tl.float32) * b_left
-                        tl.store(p_taken + i_tile * (C * D) + o_keys, b_taken.to(KIND), mask=m_part)
-                    b_added = b_key.to(tl.float32) * tl.exp(b_behind)
-                    tl.store(p_added + i_tile * (C * D) + o_keys, b_added.to(KIND), mask=m_part)
-                    tl.store(p_left + i_tile * D + o_part, tl.exp(tl.sum(b_decay, 0)), mask=o_part < D)
+        tl.store(p_rest + i_tile * C + o_inner, tl.exp(b_behind))
+    for g in tl.static_range(G if DECAY == 2 else 0):
+        b_score = tl.zeros([C, C], tl.float32)
+        if DELTA and g == 0:
+            b_products = tl.zeros([C, C], tl.float32)  # of keys
+        for at in tl.range(0, DP, BD, num_stages=1):
+            o_part = at + tl.arange(0, BD)
+            m_part = (o_part < D)[None, :]
+            o_keys = o_row * D + o_part[None, :]
+            b_key = load_rows(p_key, begin, count, HK * D, o_inner, o_part, D)
+            b_query = load_rows(p_query + g * D, begin, count, HQ * G * D, o_inner, o_part, D)
+            b_decay = log_decay_of_keys(p_decay, begin, count, H * D, o_inner, o_part, D)
+            b_same = tl.sum(b_query.to(tl.float32) * b_key.to(tl.float32), 1)
+            b_score += tl.where(o_row == o_column, b_same[:, None], 0.0)
+            b_until = b_decay  # sums over a token's block, up to it and behind it
+            b_behind = tl.zeros([C, BD], tl.float32)
+            for level in tl.range(0, LEVELS, num_stages=1):
+                b_level = tl.where(between_halves(o_row, o_column, level), 1.0, 0.0)
+                m_second = (o_row >> level) & 1 == 1
+                b_border = tl.exp(tl.where(m_second, b_until, b_behind))
+                b_left_key = (b_key.to(tl.float32) * b_border).to(KIND)
+                b_asked = (b_query.to(tl.float32) * b_border).to(KIND)
+                b_score += b_level * tl.dot(b_asked, tl.trans(b_left_key), input_precision=DOT)
+                if DELTA and g == 0:
+                    b_products += b_level * tl.dot(b_left_key, tl.trans(b_left_key), input_precision=DOT)
+                o_other = tl.broadcast_to(o_row ^ (1 << level), (C, BD))
+                b_other = tl.gather(b_until + b_behind, o_other, 0)  # the sum over the pair's other block
+                b_until += b_other * tl.where(m_second, 1.0, 0.0)
+                b_behind += b_other * tl.where(m_second, 0.0, 1.0)
+            b_left = tl.exp(b_until)
+            p_tile = p_asked + (i_tile * G + g) * (C * D) + o_keys
+            tl.store(p_tile, (b_query.to(tl.float32) * b_left).to(KIND), mask=m_part)
+            if g == 0:
+                if DELTA:
+                    b_taken = b_key.to(tl.float32) * b_left
+                    tl.store(p_taken + i_tile * (C * D) + o_keys, b_taken.to(KIND), mask=m_part)
+                b_added = b_key.to(tl.float32) * tl.exp(b_behind)
+                tl.store(p_added + i_tile * (C * D) + o_keys, b_added.to(KIND), mask=m_part)
+                tl.store(p_left + i_tile * D + o_part, tl.exp(tl.sum(b_decay, 0)), mask=o_part < D)
         b_score = tl.where(o_row >= o_column, b_score * scale, 0.0)
         tl.store(p_scores + (i_tile * G + g) * (C * C) + o_square, b_score.to(KIND))
     if DELTA:
         p_beta += start * W + tl.where(W > 1, i_head, 0) + o_token.to(tl.int64) * W
         b_beta = tl.load(p_beta, mask=m_token, other=0.0)
         if DECAY < 2:
+            b_key = load_rows(p_key, begin, count, HK * D, o_inner, tl.arange(0, DP), D)
             b_products = tl.dot(b_key, tl.trans(b_key), input_precision=DOT)
             if DECAY == 1:
-                b_products *= b_factor
+                b_products *= decay_between(b_high, b_low)
         b_a = tl.where(o_row > o_column, b_products * b_beta[:, None], 0.0)
         b_inverse = inverse_of_unit(b_a, C, LEVELS, WIDE) * b_beta[None, :]
         if WIDE:

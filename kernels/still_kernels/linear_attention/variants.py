@@ -101,9 +101,8 @@ def absent(variant: Variant) -> frozenset[str]:
         names |= {"beta", "inverse", "taken", "new"}
     if variant.dtype != "float16":
         names |= {"unit"}
-    names |= ({"decay", "left", "rest", "asked", "taken", "added"}, {"asked", "taken", "added"}, {"rest"})[
-        variant.decay
-    ]
+    per_key = {"scores", "asked", "taken", "added"}
+    names |= ({"decay", "left", "rest", *per_key}, per_key, {"rest"})[variant.decay]
     return frozenset(names)
 
 
