@@ -22,7 +22,7 @@ from still_kernels.linear_attention.triton_common import (
     product_of_halves,
     sums_of_decay,
 )
-from still_kernels.triton_shared import row_of
+from still_kernels.triton_shared import rounded, row_of
 
 
 @triton.jit
@@ -131,7 +131,7 @@ def prepare_kernel(
             b_key = load_rows(p_key, begin, count, HK * D, o_inner, o_part, D)
             b_query = load_rows(p_query + g * D, begin, count, HQ * G * D, o_inner, o_part, D)
             b_decay = log_decay_of_keys(p_decay, begin, count, H * D, o_inner, o_part, D)
-            b_same = tl.sum(b_query.to(tl.float32) * b_key.to(tl.float32), 1)
+            b_same = tl.sum(rounded(b_query.to(tl.float32), b_key.to(tl.float32)), 1)
             b_score += tl.where(o_row == o_column, b_same[:, None], 0.0)
             b_until = b_decay  # sums over a token's block, up to it and behind it
             b_behind = tl.zeros([C, BD], tl.float32)
