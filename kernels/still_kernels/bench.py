@@ -3,7 +3,8 @@
     python -m still_kernels.bench OP --context 8192,65536 --batch 1,8 --json bench.json --plot roofline.png
 
 Every kernel is compared with the PyTorch form on the same inputs first; one that fails gets no speed. Decode steps are
-replayed from a CUDA graph of several layers, each with its own state, so that the caches of one step do not serve the next.
+replayed from a CUDA graph of several layers, each with its own state, so that the caches of one step do not serve the next; beside them
+stands a plain copy of as many bytes in such a graph.
 """
 
 from __future__ import annotations
@@ -113,6 +114,11 @@ def measure(op: OpWork, layer: Any, name: str, kind: Kind, context: int, dtype: 
         if error <= CHECK_LIMIT[dtype]:
             time_s = time_step(work) if kind.tokens == 1 else time_call(work)
         rows.append(Row(title, context, kind.batch, work.size_bytes, work.flop, error, time_s))
+    if kind.tokens == 1:  # as few bytes a launch do not reach the rate of a large copy
+        half = int(own.size_bytes) // 2
+        pair = lambda: torch.empty(2, half, dtype=torch.int8, device=device)  # noqa: E731
+        copy = replace(own, state=pair, run=lambda pair: pair[0].copy_(pair[1]))
+        rows.append(Row("copy of as many bytes", context, kind.batch, own.size_bytes, 0.0, 0.0, time_step(copy)))
     return rows
 
 
@@ -164,7 +170,7 @@ def plot(rows: Sequence[Row], ceilings: Ceilings, path: Path) -> None:
     axes.loglog(span, [min(ceilings.copy * x, ceilings.gemm) for x in span], alpha=0)
     knee = ceilings.gemm / ceilings.copy
     axes.loglog([span[0], knee, span[1]], [span[0] * ceilings.copy, ceilings.gemm, ceilings.gemm], color="black")
-    for name in dict.fromkeys(row.name for row in rows):
+    for name in dict.fromkeys(row.name for row in rows if row.flop):
         points = [row for row in rows if row.name == name and row.time_s]
         axes.loglog(
             [row.flop / row.size_bytes for row in points],

@@ -200,7 +200,7 @@ CALLS: list[tuple[OpSpec, dict[str, Any], set[str], dict[str, int], tuple[str, .
         {"update_rule": "gated_delta", "scale": 0.5},
         set(),
         SIZES | {"HQ": 2, "G": 2, "V": 48, "E": 1, "W": 6},
-        ("prepare", "scan", "decode"),
+        ("prepare", "scan", "output", "decode"),
     ),
     (CAUSAL_CONV, {"activation": "silu"}, {"bias"}, SIZES | {"C": 200, "K": 4, "P": 3}, ("conv", "commit", "step")),
     (DECAY, {"decay": 0.25}, set(), SIZES, ("decay", "decay")),

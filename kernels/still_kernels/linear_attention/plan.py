@@ -11,6 +11,7 @@ PER_KEY = "(E > 1 if has(decay) else 0)"
 _CHUNKS = f"not ({DECODE})"
 _OF_KEYS = f"{_CHUNKS} and {PER_KEY}"
 _OF_HEADS = f"{_CHUNKS} and has(decay) and not {PER_KEY}"
+_PREPARED = "(has(decay) or has(beta))"
 _CORRECTED = f"{_CHUNKS} and has(beta)"
 
 PLAN = Plan(
@@ -28,7 +29,8 @@ PLAN = Plan(
     constants=(
         "chunk",  # tokens of a chunk
         "segment_chunks",  # that workspace is for
-        "value_block",  # columns of the state of one program of a prompt
+        "value_block",  # columns of the state of one program of a prompt's scan
+        "output_block",  # and of its outputs
         "decode_block",  # and of a step
     ),
     checks=(
@@ -43,15 +45,19 @@ PLAN = Plan(
         Check("not has(decay) or E == 1 or E == D", "decay has E={E} values a head; expected 1 or D={D}."),
         Check("not has(beta) or W == 1 or W == H", "beta has W={W} heads; expected 1 or H={H}."),
     ),
-    define={"chunks": "ceil_div(T, chunk)", "span": "min(chunks, segment_chunks)"},
+    define={"chunks": "ceil_div(T, chunk)", "span": "min(chunks, segment_chunks)", "wide": "dtype == 'float32'"},
+    types={"halves": "'float32' if dtype == 'float32' else 'bfloat16'"},
     workspace=(
-        Region("scores", "T", ("B", "span", "H", "G", "chunk", "chunk"), _CHUNKS),
-        Region("inverse", "float32", ("B", "span", "H", "chunk", "chunk"), _CORRECTED),
+        Region("scores", "T", ("B", "span", "H", "G", "chunk", "chunk"), _OF_KEYS),
+        Region("inverse", "halves", ("B", "span", "H", "1 if wide else 2", "chunk", "chunk"), _CORRECTED),
         Region("left", "float32", ("B", "span", "H", f"D if {PER_KEY} else chunk"), f"{_CHUNKS} and has(decay)"),
         Region("rest", "float32", ("B", "span", "H", "chunk"), _OF_HEADS),
         Region("asked", "T", ("B", "span", "H", "G", "chunk", "D"), _OF_KEYS),
         Region("taken", "T", ("B", "span", "H", "chunk", "D"), f"{_OF_KEYS} and has(beta)"),
         Region("added", "T", ("B", "span", "H", "chunk", "D"), _OF_KEYS),
+        Region("before", "T", ("B", "span", "H", "V", "D"), _CHUNKS),
+        Region("unit", "float32", ("B", "span", "H", "V"), f"{_CHUNKS} and dtype == 'float16'"),
+        Region("new", "T", ("B", "span", "H", "V", "chunk"), _CORRECTED),
     ),
     arguments={
         **{name: name for name in ("T", "H", "HQ", "HK")},
@@ -70,8 +76,16 @@ PLAN = Plan(
                     "segment_chunks",
                     (
                         Let("n_chunks", "min(segment_chunks, chunks - first)"),
-                        Launch("prepare", ("n_chunks", "H", "B"), first="first", n_chunks="n_chunks"),
+                        Launch(
+                            "prepare", (f"n_chunks if {_PREPARED} else 0", "H", "B"), first="first", n_chunks="n_chunks"
+                        ),
                         Launch("scan", ("ceil_div(V, value_block)", "H", "B"), first="first", n_chunks="n_chunks"),
+                        Launch(
+                            "output",
+                            ("n_chunks * ceil_div(V, output_block)", "H", "B"),
+                            first="first",
+                            n_chunks="n_chunks",
+                        ),
                     ),
                 ),
             ),

@@ -8,8 +8,8 @@ from still_kernels.tile import SHARED_BYTES, KernelTile, TileTable, pow2
 
 MAX_HEAD_DIM = 256
 MAX_SHARED = 16
-SEGMENT_TOKENS = 16384
-"""Of which the workspace holds what they compute without the state: 200 MB for 32 heads of 128 with a decay per head, in 16 bits."""
+SEGMENT_TOKENS = 4096
+"""That a prompt's steps take at a time, which bounds the workspace: 152 MB for 32 heads of 128 with a decay per head, in 16 bits."""
 
 
 @lru_cache
@@ -28,18 +28,19 @@ def tile_table(
     room = SHARED_BYTES.get(arch, 99 << 10)
     dim, size = pow2(head_dim), 4 if wide else 2
     chunk = 32 if wide or dim > 128 or room < (160 << 10) else 64
-    # Fewer than 64 columns on sm_90 are what ptxas 12.8 makes wrong descriptors of: docs/notebook/kernels.md, test_aot.py.
-    columns = 64 if arch == 90 else min(pow2(value_dim), 16 if wide and dim > 128 else 32)
-    # A stage holds what a chunk reads; beside the stages lie a copy of the state and what products pass on.
-    keys = 1 + shared + int(delta and per_key)
-    stage = size * chunk * (dim * keys + chunk * shared + columns) + 4 * chunk * chunk * int(delta)
-    fixed = size * (dim * columns + 2 * chunk * columns) + 4 * chunk * columns + (16 << 10)
+    # A program's columns are rows of its products: 64 are what instructions of sm_90 take, which float32's registers have no room for.
+    columns = 64 if arch == 90 and not wide else min(pow2(value_dim), 16 if wide and dim > 128 else 32)
+    # A stage holds what a chunk reads; beside the stages lies what products pass on.
+    stage = size * chunk * (dim * (1 + int(delta and per_key)) + columns) + 4 * chunk * chunk * int(delta)
+    fixed = size * columns * (dim + chunk) + (16 << 10)
     stages = max(1, min(3, (room - fixed) // stage))
     # Four programs a multiprocessor, which wait for their own products, in place of two; elsewhere it spills.
     registers = 128 if arch == 90 and not (wide or per_key) else None
+    block = min(pow2(value_dim), 64 if wide or dim > 128 else 128)
     tiles = {
-        "prepare": KernelTile({"C": chunk, "LEVELS": chunk.bit_length() - 1}, 4, 1, registers),
+        "prepare": KernelTile({"C": chunk, "LEVELS": chunk.bit_length() - 1, "BD": min(dim, 64)}, 4, 1, registers),
         "scan": KernelTile({"C": chunk, "BV": columns, "STAGES": stages}, 4, stages),
+        "output": KernelTile({"C": chunk, "BV": max(block, 64) if arch == 90 else block}, 4, 1),
         "decode": KernelTile({"BV": min(pow2(value_dim), 16), "PDL": int(arch >= 90)}, 4, 1, None, arch >= 90),
     }
     return TileTable(tiles, {"segment_chunks": SEGMENT_TOKENS // chunk})

@@ -9,22 +9,56 @@ import triton.language as tl
 LEAST = tl.constexpr(-110.0)
 """exp of it is 0 in float32: what a decay below means, without infinities whose differences are NaN."""
 EXACT = tl.constexpr("tf32x3")
+FIXED = tl.constexpr(2.0**40)
+"""Units of a sum of decays in fixed point: that of 64 decays has 53 bits."""
 
 
 @triton.jit
-def load_rows(p_rows, o_token, m_token, stride, o_dim, D: tl.constexpr):
-    """Rows [tokens, DP] that lie `stride` elements apart; 0 where there is no token."""
-    mask = m_token[:, None] & (o_dim < D)[None, :]
-    return tl.load(p_rows + o_token.to(tl.int64)[:, None] * stride + o_dim[None, :], mask=mask, other=0.0)
+def load_rows(p_rows, begin, count, stride, o_inner, o_dim, D: tl.constexpr):
+    """Rows [tokens, DP] from token `begin` on that lie `stride` elements apart; 0 from token `count` on."""
+    mask = (o_inner < count - begin)[:, None] & (o_dim < D)[None, :]
+    p_rows += begin.to(tl.int64) * stride
+    return tl.load(p_rows + (o_inner[:, None] * stride + o_dim[None, :]), mask=mask, other=0.0)
 
 
 @triton.jit
-def log_decay_of_heads(p_decay, o_token, m_token, stride):
+def log_decay_of_heads(p_decay, begin, count, stride, o_inner):
     """Logarithms of one head's decay [tokens], 0 where there is no token."""
-    return tl.maximum(tl.load(p_decay + o_token.to(tl.int64) * stride, mask=m_token, other=0.0), LEAST)
+    p_decay += begin.to(tl.int64) * stride
+    return tl.maximum(tl.load(p_decay + o_inner * stride, mask=o_inner < count - begin, other=0.0), LEAST)
 
 
 @triton.jit
-def log_decay_of_keys(p_decay, o_token, m_token, stride, o_dim, D: tl.constexpr):
+def log_decay_of_keys(p_decay, begin, count, stride, o_inner, o_dim, D: tl.constexpr):
     """Logarithms of the decay of each key channel [tokens, DP], 0 where there is no token."""
-    return tl.maximum(load_rows(p_decay, o_token, m_token, stride, o_dim, D), LEAST)
+    return tl.maximum(load_rows(p_decay, begin, count, stride, o_inner, o_dim, D), LEAST)
+
+
+@triton.jit
+def sums_of_decay(b_decay):
+    """Sums of a chunk's decays [C] up to each token, as two float32 (the second what the first has no bits for), and behind it."""
+    b_fixed = (b_decay * FIXED).to(tl.int64)
+    b_sum = tl.cumsum(b_fixed, 0)
+    b_high = b_sum.to(tl.float32)
+    b_low = (b_sum - b_high.to(tl.int64)).to(tl.float32)
+    b_behind = (tl.sum(b_fixed, 0) - b_sum).to(tl.float32)
+    return b_high * (1 / FIXED), b_low * (1 / FIXED), b_behind * (1 / FIXED)
+
+
+@triton.jit
+def decay_between(b_high, b_low):
+    """[C, C]: what the decays behind token j up to token i leave, for i >= j. Two floats, as a difference of long sums is else inexact."""
+    return tl.exp((b_high[:, None] - b_high[None, :]) + (b_low[:, None] - b_low[None, :]))
+
+
+@triton.jit
+def halves(b_x):
+    """float32 as a sum of two bfloat16, 16 bits of it: its upper half as it is, and the rest rounded."""
+    b_high = (b_x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    return b_high.to(tl.bfloat16), (b_x - b_high).to(tl.bfloat16)
+
+
+@triton.jit
+def product_of_halves(b_a, b_a_low, b_b, b_b_low):
+    """Matrix product of what `halves` gives, in float32; the lower halves' own product is beyond its 16 bits."""
+    return tl.dot(b_a, b_b, tl.dot(b_a, b_b_low, tl.dot(b_a_low, b_b)))

@@ -1,9 +1,12 @@
 """Second step of a prompt: the state through the chunks, by one pass over them with a block of its columns in registers.
 
-Outputs leave with it: a chunk's products that do not wait for the state fill the time of those that do, and no chunk's state goes to
-memory. With T = (I + A)^-1 diag(beta) the delta rules' new values are T (value - key S): the difference first, in float32, so that a
-memory that holds what it is told loses no digits. T, whose entries may be large and of either sign, stays in float32 too: rounded to
-bfloat16 it doubled the error of the outputs (delta rule, beta up to 2).
+What one chunk after the other has to wait for, and nothing else: outputs follow from the states before the chunks and the delta rules'
+new values, which are left in the workspace. With T = (I + A)^-1 diag(beta) new values are T (value - key S): the difference first, in
+float32, so that a memory that holds what it is told loses no digits. T, whose entries may be large and of either sign, and the difference
+are rounded to 16 bits, not 8: to bfloat16 it doubled the error of the outputs (delta rule, beta up to 2).
+
+Everything is transposed, [columns, ..]: a product's left matrix can come out of registers, as the one before left it, and the state and
+the new values always stand on the left.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -12,124 +15,121 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from still_kernels.linear_attention.triton_common import load_rows
+from still_kernels.linear_attention.triton_common import EXACT, halves, load_rows, product_of_halves
 from still_kernels.triton_shared import row_of
 
+LEAST_UNIT = tl.constexpr(1e-30)
+"""What a column of the state is divided by at least, for its inverse to be finite."""
 
-@triton.jit(do_not_specialize=["T", "H", "HQ", "HK", "first", "n_chunks"])
+
+@triton.jit(do_not_specialize=["T", "H", "HK", "first", "n_chunks"])
 def scan_kernel(
-    p_query,
     p_key,
     p_value,
     p_recurrent_state,
     p_new_tokens,
     p_query_start,
     p_state_row,
-    p_scores,
     p_inverse,
     p_left,
     p_rest,
-    p_asked,
     p_taken,
     p_added,
-    p_output,
+    p_before,
+    p_unit,
+    p_new,
     T,
     H,
-    HQ,
     HK,
     first,
     n_chunks,
-    scale,
     D: tl.constexpr,
     DP: tl.constexpr,
     V: tl.constexpr,
     BV: tl.constexpr,
-    G: tl.constexpr,
     C: tl.constexpr,
     STAGES: tl.constexpr,
     DELTA: tl.constexpr,
     DECAY: tl.constexpr,
     RAGGED: tl.constexpr,
     NARROW: tl.constexpr,
+    WIDE: tl.constexpr,
     DOT: tl.constexpr,
-    CORRECT: tl.constexpr,
 ):
-    """Outputs of chunks first .. first + n_chunks - 1 of one head, BV columns; the state [D, BV] behind them. Grid (ceil(V / BV), H, B).
+    """BV columns of one head's state through chunks first .. first + n_chunks - 1. Grid (ceil(V / BV), H, B).
 
-    NARROW (float16): products take the state divided by its largest value, which may be beyond the type.
+    before [.., V, D]: the state before each chunk, rounded; new [.., V, C]: the delta rules' new values. NARROW (float16): states are
+    divided by the largest value of each column, unit [.., V], as it may be beyond the type. WIDE: float32 activations.
     """
     i_head = tl.program_id(1)
     i_batch = tl.program_id(2)
     row, start, _length, count = row_of(i_batch, p_new_tokens, None, p_query_start, p_state_row, T, RAGGED)
-    span = count if RAGGED else T
+    chunks = tl.minimum(n_chunks, (count + C - 1) // C - first)
+    if chunks <= 0:
+        return
     o_dim = tl.arange(0, DP)
     o_column = tl.program_id(0) * BV + tl.arange(0, BV)
     o_inner = tl.arange(0, C)
-    m_column = (o_column < V)[None, :]
-    stride_out = H * G * V
-    p_value += (start * H + i_head) * V
-    p_output += (start * H + i_head) * G * V
+    m_dim = (o_dim < D)[None, :]
+    m_column = (o_column < V)[:, None]
+    m_state = m_column & m_dim
+    o_keys = o_inner[:, None] * D + o_dim[None, :]
+    o_square = o_inner[:, None] * C + o_inner[None, :]
+    o_before = o_column[:, None] * D + o_dim[None, :]
+    o_new = o_column[:, None] * C + o_inner[None, :]
     KIND: tl.constexpr = p_value.dtype.element_ty
-    chunks = tl.maximum(0, tl.minimum(n_chunks, (count + C - 1) // C - first))
-    if chunks > 0:
-        i_first = i_batch.to(tl.int64) * n_chunks * H + i_head
-        p_query += (start * HQ + i_head // (H // HQ)) * G * D
-        p_key += (start * HK + i_head // (H // HK)) * D
-        p_state = p_recurrent_state + (row * H + i_head) * (D * V) + o_dim[:, None] * V + o_column[None, :]
-        m_state = (o_dim < D)[:, None] & m_column
-        m_dim = (o_dim < D)[None, :]
-        o_keys = o_inner[:, None] * D + o_dim[None, :]
-        o_square = o_inner[:, None] * C + o_inner[None, :]
-        b_state = tl.load(p_state, mask=m_state, other=0.0)
-        for c in tl.range(0, chunks, num_stages=STAGES):
-            i_tile = i_first + c * H
-            o_token = (first + c) * C + o_inner
-            m_token = o_token < count
-            b_unit = 1.0
-            if NARROW:
-                b_most = tl.max(tl.max(tl.abs(b_state), 1), 0)
-                b_unit = tl.where(b_most > 0, b_most, 1.0)
-            b_past = (b_state / b_unit).to(KIND) if NARROW else b_state.to(KIND)
-            b_new = load_rows(p_value, o_token, m_token, H * V, o_column, V)
-            if DECAY == 1:
-                b_left = tl.load(p_left + i_tile * C + o_inner)
-                b_rest = tl.load(p_rest + i_tile * C + o_inner)
+    i_first = i_batch.to(tl.int64) * n_chunks * H + i_head
+    p_key += (start * HK + i_head // (H // HK)) * D
+    p_value += (start * H + i_head) * V
+    p_state = p_recurrent_state + (row * H + i_head) * (D * V) + o_dim[None, :] * V + o_column[:, None]
+    b_state = tl.load(p_state, mask=m_state, other=0.0)
+    # A product with it transposes in the tensor cores; a trip through shared memory has eight barriers.
+    b_one = tl.where(o_inner[:, None] == o_inner[None, :], 1.0, 0.0).to(KIND)
+    for c in tl.range(0, chunks, num_stages=STAGES):
+        i_tile = i_first + c * H
+        begin = (first + c) * C
+        if DECAY == 1:
+            left = tl.load(p_left + i_tile * C + C - 1)
+            b_rest = tl.load(p_rest + i_tile * C + o_inner)
+        b_value = load_rows(p_value, begin, count, H * V, o_inner, o_column, V)
+        if DECAY == 2:
+            b_added = tl.load(p_added + i_tile * (C * D) + o_keys, mask=m_dim, other=0.0)
+        else:
+            b_added = load_rows(p_key, begin, count, HK * D, o_inner, o_dim, D)
+        if NARROW:
+            b_most = tl.max(tl.abs(b_state), 1)
+            b_unit = tl.where(b_most > LEAST_UNIT, b_most, 1.0)
+            b_before = (b_state * (1.0 / b_unit)[:, None]).to(KIND)
+            tl.store(p_unit + i_tile * V + o_column, b_unit, mask=o_column < V)
+        else:
+            b_before = b_state.to(KIND)
+        if DELTA:
             if DECAY == 2:
-                b_added = tl.load(p_added + i_tile * (C * D) + o_keys, mask=m_dim, other=0.0)
+                b_taken = tl.load(p_taken + i_tile * (C * D) + o_keys, mask=m_dim, other=0.0)
             else:
-                b_added = load_rows(p_key, o_token, m_token, HK * D, o_dim, D)
-            if DELTA:
-                if DECAY == 2:
-                    b_taken = tl.load(p_taken + i_tile * (C * D) + o_keys, mask=m_dim, other=0.0)
-                else:
-                    b_taken = b_added
-                b_known = tl.dot(b_taken, b_past, input_precision=DOT) * b_unit
-                if DECAY == 1:
-                    b_known *= b_left[:, None]
-                b_inverse = tl.load(p_inverse + i_tile * (C * C) + o_square)
-                b_new = tl.dot(b_inverse, b_new.to(tl.float32) - b_known, input_precision=CORRECT)
-            b_value = b_new.to(KIND)
-            for g in tl.static_range(G):
-                if DECAY == 2:
-                    b_query = tl.load(p_asked + (i_tile * G + g) * (C * D) + o_keys, mask=m_dim, other=0.0)
-                else:
-                    b_query = load_rows(p_query + g * D, o_token, m_token, HQ * G * D, o_dim, D)
-                b_out = tl.dot(b_query, b_past, input_precision=DOT) * (b_unit * scale)
-                if DECAY == 1:
-                    b_out *= b_left[:, None]
-                b_scores = tl.load(p_scores + (i_tile * G + g) * (C * C) + o_square)
-                b_out = tl.dot(b_scores, b_value, b_out, input_precision=DOT)
-                p_tile = p_output + g * V + o_token.to(tl.int64)[:, None] * stride_out + o_column[None, :]
-                tl.store(p_tile, b_out.to(KIND), mask=(o_token < span)[:, None] & m_column)
+                b_taken = b_added
+            b_known = tl.dot(b_before, tl.trans(b_taken), input_precision=DOT)
+            if NARROW:
+                b_known *= b_unit[:, None]
             if DECAY == 1:
-                b_value = (b_new.to(tl.float32) * b_rest[:, None]).to(KIND)
-                b_state *= tl.load(p_left + i_tile * C + C - 1)
-            if DECAY == 2:
-                b_state *= tl.load(p_left + i_tile * D + o_dim, mask=o_dim < D, other=0.0)[:, None]
-            b_state = tl.dot(tl.trans(b_added), b_value, b_state, input_precision=DOT)
-        tl.store(p_state, b_state, mask=m_state)
-    for c in range(first + chunks, tl.minimum(first + n_chunks, (span + C - 1) // C)):  # padding
-        o_token = c * C + o_inner
-        for g in range(G):
-            p_tile = p_output + g * V + o_token.to(tl.int64)[:, None] * stride_out + o_column[None, :]
-            tl.store(p_tile, tl.zeros([C, BV], KIND), mask=(o_token < span)[:, None] & m_column)
+                b_known *= tl.load(p_left + i_tile * C + o_inner)[None, :]
+            b_missing = tl.dot(tl.trans(b_value), b_one, input_precision=DOT) - b_known
+            p_solution = p_inverse + i_tile * (C * C if WIDE else 2 * C * C) + o_square
+            if WIDE:
+                b_new = tl.dot(b_missing, tl.trans(tl.load(p_solution)), input_precision=EXACT)
+            else:
+                b_high, b_low = halves(b_missing)
+                b_inverse = tl.trans(tl.load(p_solution))
+                b_inverse_low = tl.trans(tl.load(p_solution + C * C))
+                b_new = product_of_halves(b_high, b_low, b_inverse, b_inverse_low)
+            tl.store(p_new + i_tile * (V * C) + o_new, b_new.to(KIND), mask=m_column)
+        else:
+            b_new = tl.trans(b_value)
+        tl.store(p_before + i_tile * (V * D) + o_before, b_before, mask=m_state)
+        if DECAY == 1:
+            b_new = b_new.to(tl.float32) * b_rest[None, :]
+            b_state *= left
+        if DECAY == 2:
+            b_state *= tl.load(p_left + i_tile * D + o_dim, mask=o_dim < D, other=0.0)[None, :]
+        b_state = tl.dot(b_new.to(KIND), b_added, b_state, input_precision=DOT)
+    tl.store(p_state, b_state, mask=m_state)

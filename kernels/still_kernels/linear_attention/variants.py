@@ -82,27 +82,27 @@ def constants_of(variant: Variant) -> dict[str, Any]:
         "RAGGED": variant.packed,
         "NARROW": int(variant.dtype == "float16"),
         "SETTLE": int(not interpreted),
+        "WIDE": int(wide),
         "DOT": "tf32x3" if wide else "tf32",
-        # With 16-bit activations 16 bits of an inverse, whose product takes 11; the interpreter takes all.
-        "SOLVE": "tf32x3" if wide or interpreted else "tf32",
-        "CORRECT": "tf32x3" if wide or interpreted else "tf32",
     }
 
 
 def plan_constants(table: TileTable) -> dict[str, int]:
     """Values of the plan's constants for kernels with these block sizes."""
-    scan, decode = (table.tiles[name].constants for name in ("scan", "decode"))
-    return {"chunk": scan["C"], "value_block": scan["BV"], "decode_block": decode["BV"], **table.host}
+    scan, output, decode = (table.tiles[name].constants for name in ("scan", "output", "decode"))
+    blocks = {"value_block": scan["BV"], "output_block": output["BV"], "decode_block": decode["BV"]}
+    return {"chunk": scan["C"], **blocks, **table.host}
 
 
 def absent(variant: Variant) -> frozenset[str]:
     """Pointers that calls of a variant do not have."""
     names = {"new_tokens"} if variant.packed else {"query_start", "state_row"}
     if variant.update_rule not in DELTA:
-        names |= {"beta", "inverse", "taken"}
-    names |= ({"decay", "left", "rest", "asked", "taken", "added"}, {"asked", "taken", "added"}, {"rest"})[
-        variant.decay
-    ]
+        names |= {"beta", "inverse", "taken", "new"}
+    if variant.dtype != "float16":
+        names |= {"unit"}
+    per_key = {"scores", "asked", "taken", "added"}
+    names |= ({"decay", "left", "rest", *per_key}, per_key, {"rest"})[variant.decay]
     return frozenset(names)
 
 

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("triton")
 
 from still_kernels import aot
-from still_kernels.linear_attention.settings import misfit
+from still_kernels.linear_attention.settings import STEPS, misfit
 from still_kernels.op_kernels import kernels_of
 from still_kernels.tile import SHARED_BYTES, changed
 from tests.still_kernels.test_descriptors import descriptors, instructions
@@ -31,9 +31,9 @@ def compiled(
 
 
 def faults(entry: dict[str, Any], cubins: dict[str, bytes], folder: Path) -> list[str]:
-    """What matrix instructions of sm_90 get that is no descriptor: 32 columns of the state did on an H200 what this names."""
+    """What matrix instructions of sm_90 get that is no descriptor: on an H200 such a scan did what this names."""
     found = []
-    for name in ("prepare", "scan"):
+    for name in STEPS:
         kernel = entry["kernels"][name]
         _, wrong = descriptors(instructions(cubins[kernel["cubin"]], folder), kernel["shared_bytes"])
         found += [f"{name} {place}" for place in wrong]
@@ -42,11 +42,11 @@ def faults(entry: dict[str, Any], cubins: dict[str, bytes], folder: Path) -> lis
 
 @pytest.mark.long
 def test_the_setting_that_is_wrong_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ptxas 12.8 and 32 columns: refused by `misfit`, seen in the machine code."""
+    """ptxas 12.8 and 8 warps, which share rows of 64: refused by `misfit`, seen in the machine code."""
     kernels = kernels_of("LinearAttention")
     variant = variant_of("LinearAttention", head_dim=64, value_dim=64)
-    table = changed(variant.table(90), "scan", {"BV": 32})
-    assert "64 columns" in misfit(table, 90) and not misfit(variant.table(90), 90)
+    table = changed(variant.table(90), "scan", {"num_warps": 8})
+    assert "4 warps" in misfit(table, 90) and not misfit(variant.table(90), 90)
     narrow = replace(kernels.build(variant, 90), tiles=table.kernels())
     monkeypatch.setattr(aot, "kernels_of", lambda op: replace(kernels, build=lambda *_: narrow))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

@@ -99,7 +99,8 @@ def table_of(case: Case, dtype: torch.dtype) -> object:
     table = Variant(name, layer.dim, layer.size, layer.shared, layer.rule, per_key).table(90)
     setting = {}
     if case.chunk:
-        setting = {"C": case.chunk, "prepare.C": case.chunk, "prepare.LEVELS": case.chunk.bit_length() - 1}
+        setting = {f"{name}.C": case.chunk for name in ("prepare", "scan", "output")}
+        setting["prepare.LEVELS"] = case.chunk.bit_length() - 1
     if case.segment:
         setting["segment_chunks"] = case.segment
     return changed(table, "scan", setting)  # type: ignore[arg-type]
@@ -215,7 +216,7 @@ def run_large(device: str = "cpu") -> dict[str, float]:
 
 
 def main(arguments: list[str]) -> None:
-    from tests.still_kernels import quick_interpreter
+    from tests.still_kernels import interpreter16, quick_interpreter
 
     kind, *names = arguments
     torch.set_num_threads(1)
@@ -224,6 +225,7 @@ def main(arguments: list[str]) -> None:
         print(json.dumps({name: run_case(name, "cuda", dtype) for name in names or CASES}))
         return
     quick_interpreter.install()
+    interpreter16.install()
     if kind == "garbage":
         run_garbage()
         print("{}")
@@ -233,10 +235,6 @@ def main(arguments: list[str]) -> None:
         return
     if kind == "shuffled":
         shuffle_programs()
-    if kind in ("float16", "bfloat16", "large"):
-        from tests.still_kernels import interpreter16
-
-        interpreter16.install()
     if kind == "large":
         print(json.dumps({kind: run_large()}))
         return
