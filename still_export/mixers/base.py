@@ -146,6 +146,7 @@ class StillCacheLayer(CacheLayerMixin):
     `fixed`: The tensors have room for all that may come, and stay where they are: calls write into them.
     """
 
+    is_compileable = False
     is_croppable = False
     is_sliding = False
     supports_early_init = False
@@ -154,10 +155,6 @@ class StillCacheLayer(CacheLayerMixin):
         super().__init__()
         self.progress = Progress()
         self.fixed = False
-
-    @property
-    def is_compileable(self) -> bool:
-        return self.fixed
 
     @property
     def length(self) -> Tensor | None:

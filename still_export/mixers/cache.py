@@ -48,7 +48,7 @@ class StillCache(Cache):
         place = torch.device("cpu" if device is None else device)
         for layer in cache.layers:
             layer.allocate(batch, tokens, dtype, place)
-            layer.fixed = layer.is_initialized = True
+            layer.fixed = layer.is_compileable = layer.is_initialized = True
         if place.type == "cuda":
             from still_kernels.launcher import spare_counters
 
@@ -74,10 +74,6 @@ class StillCache(Cache):
     def capacity(self) -> int | None:
         """Columns that a static cache has room for; None: it is none."""
         return self.progress.capacity if isinstance(self.progress, FixedProgress) else None
-
-    @property
-    def is_compileable(self) -> bool:
-        return self.capacity is not None
 
     def reset(self) -> None:
         self.progress.reset()

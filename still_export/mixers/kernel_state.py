@@ -53,6 +53,7 @@ class KernelStateLayer(StillCacheLayer, Generic[State]):
             assert self.new_tokens is not None
             self._set(self.empty(self.new_tokens.shape[0], self.progress.columns, dtype, device))
             self.is_initialized = True
+        assert self.state is not None
         if self.progress.grows:
             grown = self.grown(self.state, self.progress.columns)
             if grown is not self.state:
@@ -61,7 +62,9 @@ class KernelStateLayer(StillCacheLayer, Generic[State]):
     def take(self, dtype: torch.dtype, device: torch.device) -> State:
         """The state to continue from, with room for the tokens of the announced call."""
         self.make_room(dtype, device)
-        return replace(self.state, length=self.length)
+        assert self.state is not None
+        taken: State = replace(self.state, length=self.length)
+        return taken
 
     def store(self, state: State) -> None:
         """Keep the state after the call."""

@@ -195,53 +195,53 @@ class StillModelMixin:
             return super().generate(*args, **kwargs)  # type: ignore[misc]
 
     def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, max_cache_length: int
-    ) -> None:
+        self, generation_config: Any, model_kwargs: Any, generation_mode: Any, batch_size: int, max_cache_length: int
+    ) -> Any:
         """The hook of transformers' `generate` that puts a cache among the model's arguments."""
         cache = model_kwargs.get("past_key_values")
-        kind = generation_config.cache_implementation
-        if cache is None and generation_config.use_cache is not False and kind in (None, "dynamic"):
-            model_kwargs["past_key_values"] = StillCache.empty(self.config)
-        elif cache is None and generation_config.use_cache is not False and kind == "static":
-            if generation_config.prefill_chunk_size:
-                raise UnsupportedError(
-                    "prefill_chunk_size with a static cache would compile the prompt too; leave it out: long calls are cut inside the "
-                    "attention anyway."
-                )
-            # As transformers has it: never smaller than before, or compiled steps would be compiled again.
-            tokens = max(max_cache_length, generation_config.max_cache_len or 0, getattr(self, "_most_cached", 0))
-            rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
-            model_kwargs["past_key_values"] = StillCache.static(self.config, rows, tokens, self.dtype, self.device)  # type: ignore[attr-defined]
-            self._most_cached = tokens
-        elif cache is None and kind is not None:
+        if cache is None and generation_config.use_cache is not False:
+            model_kwargs["past_key_values"] = self._new_cache(generation_config, batch_size, max_cache_length)
+            return None
+        if isinstance(cache, StillCache) and cache.capacity is not None and max_cache_length > cache.capacity:
+            raise CapacityError(
+                f"the static cache has room for {cache.capacity} columns and {max_cache_length} are asked for. Make a larger one, or "
+                "generate fewer tokens."
+            )
+        return super()._prepare_cache_for_generation(  # type: ignore[misc]
+            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+        )
+
+    def _new_cache(self, generation: Any, batch: int, tokens: int) -> StillCache:
+        """What a call of `generate` for `batch` prompts starts with."""
+        kind = generation.cache_implementation
+        if kind in (None, "dynamic"):
+            return StillCache.empty(self.config)
+        if kind != "static":
             raise UnsupportedError(f'cache_implementation={kind!r}: a STILL model has "dynamic" and "static".')
-        else:
-            if isinstance(cache, StillCache) and cache.capacity is not None and max_cache_length > cache.capacity:
-                raise CapacityError(
-                    f"the static cache has room for {cache.capacity} columns and {max_cache_length} are asked for. Make a larger one, or "
-                    "generate fewer tokens."
-                )
-            super()._prepare_cache_for_generation(generation_config, model_kwargs, mode, batch_size, max_cache_length)  # type: ignore[misc]
+        if generation.prefill_chunk_size:
+            raise UnsupportedError(
+                "prefill_chunk_size with a static cache would compile the prompt too; leave it out: long calls are cut inside the "
+                "attention anyway."
+            )
+        # Never smaller than before, as transformers has it: compiled steps would be compiled again.
+        tokens = max(tokens, generation.max_cache_len or 0, getattr(self, "_most_cached", 0))
+        rows = batch * max(generation.num_beams, generation.num_return_sequences)
+        cache = StillCache.static(self.config, rows, tokens, self.dtype, self.device)  # type: ignore[attr-defined]
+        self._most_cached = tokens
+        return cache
 
     @staticmethod
     def create_masks_for_generate(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
         """The mask as it is: transformers would make one of the whole static cache, and the cache knows its rows' lengths."""
         return attention_mask
 
-    def prepare_inputs_for_generation(
-        self, *args: Any, is_first_iteration: bool = False, **kwargs: Any
-    ) -> dict[str, Any]:
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Leaves position_ids out: transformers continues a padded row after its padding, the cache after its tokens. Leaves the mask of
         a decode step out: each row brings one token, and to look would make the host wait."""
-        inputs = super().prepare_inputs_for_generation(*args, is_first_iteration=is_first_iteration, **kwargs)  # type: ignore[misc]
+        inputs: dict[str, Any] = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
         inputs.pop("position_ids", None)
-        ids = inputs.get("input_ids")
-        if (
-            not is_first_iteration
-            and ids is not None
-            and ids.shape[1] == 1
-            and inputs.get("past_key_values") is not None
-        ):
+        ids, first = inputs.get("input_ids"), kwargs.get("is_first_iteration", False)
+        if not first and ids is not None and ids.shape[1] == 1 and inputs.get("past_key_values") is not None:
             inputs.pop("attention_mask", None)
         return inputs
 

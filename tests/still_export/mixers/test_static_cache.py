@@ -143,6 +143,7 @@ def test_too_many_tokens_are_refused_ahead(mixed: Any) -> None:
     ids = random_ids(1, 12)
     with pytest.raises(CapacityError, match=r"room for 40 tokens .* capacity_tokens=24"):
         small.generate(ids, max_length=41, cache_implementation="static")
+    assert small.generate(ids, max_length=25, cache_implementation="static").shape == (1, 25)
     cache = StillCache.static(mixed.config, 1, 20, torch.float64)
     with pytest.raises(CapacityError, match="room for 20 columns and 40 are asked for"):
         mixed.generate(ids, max_length=41, past_key_values=cache)
@@ -193,6 +194,22 @@ def test_a_compiled_step_reads_nothing_on_the_host(mixed: Any) -> None:
     assert cache.get_seq_length() == 10
     assert sum("auto_functionalized" in name for name in found) == 3
     assert not [name for name in found if "_local_scalar_dense" in name or "nonzero" in name]
+
+
+@pytest.mark.gpu
+def test_steps_on_a_gpu_are_cuda_graphs() -> None:
+    sizes = {"hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
+    model = still_model("llama", torch.float32, layer_types=MIXED, chunk_size=64, sizes=sizes).cuda()
+    rows = [random_ids(1, n, seed=n)[0] for n in (60, 100)]
+    ids, mask = (x.cuda() for x in left_padded(rows))
+    more = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 80}
+    expected = model.generate(ids, **more)
+    torch._dynamo.reset()
+    counters.clear()
+    for _ in range(2):  # the second cache lies elsewhere
+        made = model.generate(ids, cache_implementation="static", compile_config=CompileConfig(fullgraph=True), **more)
+        assert torch.equal(made, expected)
+    assert not counters["inductor"]["cudagraph_skips"]
 
 
 class Kernel:
