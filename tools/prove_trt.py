@@ -235,7 +235,9 @@ def small(session: Session) -> None:
         session.note("small: engine build", f"{build} s (target 180)")
         _engine_facts(session, package)
     output = session.step("bench", f"{bench} --layers", 40)
-    eager = session.step("eager", f"python3 tools/bench_eager.py --context {SMALL_CONTEXT} --steps 64", 60, bare=True)
+    eager = session.step(
+        "eager", f"python3 tools/bench_torch.py --models base --ways eager --contexts {SMALL_CONTEXT}", 60, bare=True
+    )
     mine = session.measured(
         "small: decode", output, lambda rows: next(r["decode_us"] for r in rows if "decode_us" in r)
     )

@@ -142,23 +142,114 @@ class Launcher:
                     found[i] = descriptor(every.get(name), shape, launch.tile.blocks[name], like)
                 self.launch(launch, found, prepared.variant)
 
-    def launch(self, launch: PreparedLaunch, values: list[Any], variant: object | None) -> None:
-        """Launch one kernel; `values` of all its arguments in order."""
+    def launch(self, launch: PreparedLaunch, values: list[Any], variant: object | None) -> Any:
+        """Launch one kernel; `values` of all its arguments in order. Returns it as compiled, None where Triton does not tell."""
         key = None
         if variant is not None:
             kinds = [x if (x := values[i]) is None else (x.dtype, x.data_ptr() % 16) for i, _ in launch.pointers]
             key = (launch.function, variant, *kinds)
             if key in _compiled:
                 self.start(launch.name, partial(_compiled[key][launch.grid], *values))
-                return
+                return _compiled[key]
         arguments = dict(zip(launch.function.arg_names, values, strict=True))
         compiled = self.start(launch.name, partial(launch.function[launch.grid], **arguments, **launch.tile.options()))
         if key is not None and compiled is not None:
             _compiled[key] = compiled
+        return compiled
 
     def start(self, name: str, run: Callable[[], Any]) -> Any:
         """Run one launch; returns the compiled kernel where Triton tells. `tune` also keeps the launch."""
         return run()
+
+
+class Bound:
+    """A prepared call most of whose tensors stay where they are: a decode step of a layer with a state of its own.
+
+    Addresses are laid out once; a call fills in those that are its own. The first call of a kind of pointers goes by `Launcher`.
+
+    Args:
+        prepared: With a variant; its kernels take no descriptors.
+        dtype: Of the activations that the fixed tensors go with.
+        fixed: By the kernels' names without p_; kept alive.
+        names: Of the tensors that each call brings, its output first.
+    """
+
+    def __init__(
+        self, prepared: Prepared, dtype: torch.dtype, fixed: Mapping[str, Tensor | None], names: tuple[str, ...]
+    ) -> None:
+        self.prepared, self.dtype, self.fixed, self.names = prepared, dtype, dict(fixed), names
+        self.kinds: dict[Any, list[_BoundLaunch] | None] = {}
+        self.workspace, self.work_bytes = {}, 0
+        for name, shape, dtype in prepared.workspace:
+            self.workspace[name] = self.work_bytes
+            self.work_bytes += -(-math.prod(shape) * dtype.itemsize // 256) * 256
+        self.counters, self.count = {}, 0
+        for name, size in prepared.persistent:
+            self.counters[name] = 4 * self.count
+            self.count += size
+
+    def run(self, output: Tensor, *inputs: Tensor) -> None:
+        """Launch on contiguous copies of `inputs`, in the order of `names`, of which the contiguous `output` is the first."""
+        tensors = [output, *[x if x.is_contiguous() else x.contiguous() for x in inputs]]
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        like = tensors[0]
+        kind = (*[tensor.dtype for tensor in tensors], *[address % 16 for address in addresses])
+        if kind not in self.kinds:
+            every = {**self.fixed, **dict(zip(self.names, tensors, strict=True))}
+            watching = _Watching()
+            watching.run(self.prepared, every, like)
+            self.kinds[kind] = self._lay_out(watching.seen)
+            return
+        launches = self.kinds[kind]
+        if launches is None:
+            Launcher().run(self.prepared, {**self.fixed, **dict(zip(self.names, tensors, strict=True))}, like)
+            return
+        work = allocate(like, (self.work_bytes,), torch.uint8)
+        bases = (work.data_ptr(), persistent_counters(like.device, self.count).data_ptr() if self.count else 0)
+        with torch.cuda.device_of(like):
+            for run, values, mine, offsets in launches:
+                for position, index in mine:
+                    values[position] = addresses[index]
+                for position, base, offset in offsets:
+                    values[position] = bases[base] + offset
+                run(*values)
+
+    def _lay_out(self, seen: list[tuple[PreparedLaunch, Any]]) -> list[_BoundLaunch] | None:
+        """Each launch with its addresses; None where a kernel is not known as compiled."""
+        places = {name: index for index, name in enumerate(self.names)}
+        made: list[_BoundLaunch] = []
+        for launch, compiled in seen:
+            if compiled is None or launch.descriptors:
+                return None
+            values, mine, offsets = list(launch.values), [], []
+            for position, pointer in launch.pointers:
+                name = self.prepared.aliases.get(pointer, pointer)
+                if name in places:
+                    mine.append((position, places[name]))
+                elif name in self.workspace:
+                    offsets.append((position, 0, self.workspace[name]))
+                elif name in self.counters:
+                    offsets.append((position, 1, self.counters[name]))
+                elif (tensor := self.fixed.get(name)) is not None:
+                    values[position] = tensor.data_ptr()
+            made.append((compiled[launch.grid], values, mine, offsets))
+        return made
+
+
+_BoundLaunch = tuple[Callable[..., Any], list[Any], list[tuple[int, int]], list[tuple[int, int, int]]]
+"""How to start a kernel, its arguments; position and index of the call's own tensors, and position, base and offset of buffers."""
+
+
+class _Watching(Launcher):
+    """Keeps each launch with its kernel."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[PreparedLaunch, Any]] = []
+
+    def launch(self, launch: PreparedLaunch, values: list[Any], variant: object | None) -> Any:
+        compiled = super().launch(launch, values, variant)
+        self.seen.append((launch, compiled))
+        return compiled
 
 
 def descriptor(tensor: Tensor | None, shape: tuple[int, int], block: tuple[int, int], like: Tensor) -> Any:
@@ -204,15 +295,11 @@ def persistent_counters(device: torch.device, size: int) -> Tensor:
         UnsupportedError: In a capture that no call of this size went ahead of.
     """
     stream, capturing = current_stream(device)
-    spare = _spare.setdefault(device, [])
-    if not capturing and not (spare and spare[-1].numel() >= size):
-        blocks = torch.zeros(8, max(size, COUNTERS), dtype=torch.int32, device=device)
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()  # other streams will use them
-        _made.append(blocks)
-        spare.extend(blocks)
     found = _counters.get((device, stream))
     if found is None or found.numel() < size:
+        if not capturing:
+            spare_counters(device, size)
+        spare = _spare.get(device, [])
         if not (spare and spare[-1].numel() >= size):
             raise UnsupportedError(
                 f"a CUDA graph is being captured, and no {size} counters are ready. "
@@ -220,6 +307,19 @@ def persistent_counters(device: torch.device, size: int) -> Tensor:
             )
         found = _counters[device, stream] = spare.pop()
     return found
+
+
+def spare_counters(device: torch.device, size: int) -> None:
+    """Have counters for a stream that has none yet, at least `size` of them. Not in a capture, nor where PyTorch warms up for one: it
+    counts what its own memory pool holds afterwards."""
+    spare = _spare.setdefault(device, [])
+    if spare and spare[-1].numel() >= size:
+        return
+    blocks = torch.zeros(8, max(size, COUNTERS), dtype=torch.int32, device=device)
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()  # other streams will use them
+    _made.append(blocks)
+    spare.extend(blocks)
 
 
 @cache

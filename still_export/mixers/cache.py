@@ -1,15 +1,15 @@
-"""The cache of a STILL model: tensors only, one row of lengths per layer, right padding that enters nothing."""
+"""The cache of a STILL model: tensors only, one row of lengths for all layers, right padding that enters nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from still_export.mixers.base import StillCacheLayer
+from still_export.mixers.base import FixedProgress, Progress, StillCacheLayer
 from still_export.mixers.kept import kept_dtype
 from still_export.mixers.registry import mixer_of
 from still_graphs.states import State, StateTable
@@ -20,35 +20,86 @@ class StillCache(Cache):
 
     layers: list[StillCacheLayer]  # type: ignore[assignment]
 
-    def __init__(self, layers: Sequence[StillCacheLayer]) -> None:
+    def __init__(self, layers: Sequence[StillCacheLayer], progress: Progress | None = None) -> None:
         super().__init__(layers=list(layers))
+        self.progress = Progress() if progress is None else progress
+        for layer in self.layers:
+            layer.progress = self.progress
 
     @classmethod
     def empty(cls, config: Any) -> StillCache:
         """A cache that has seen nothing, for a model with the STILL family configuration `config`."""
-        return cls([mixer_of(config, i).cache_layer(config, i) for i in range(config.num_hidden_layers)])
+        return cls(_layers(config))
+
+    @classmethod
+    def static(
+        cls, config: Any, batch: int, tokens: int, dtype: torch.dtype, device: torch.device | str | None = None
+    ) -> StillCache:
+        """The same for `batch` rows of at most `tokens` tokens, whose tensors stay where they are: a decode step with it compiles to one
+        CUDA graph.
+
+        Args:
+            dtype: Of the model's activations.
+
+        Raises:
+            CapacityError: The model does not take so many tokens.
+        """
+        cache = cls(_layers(config), FixedProgress(batch, tokens, device))
+        place = torch.device("cpu" if device is None else device)
+        for layer in cache.layers:
+            layer.allocate(batch, tokens, dtype, place)
+            layer.fixed = layer.is_compileable = layer.is_initialized = True
+        if place.type == "cuda":
+            from still_kernels.launcher import spare_counters
+
+            spare_counters(place, 2 * batch * config.num_attention_heads)  # a capture can make none
+        return cache
 
     @classmethod
     def from_states(cls, config: Any, states: Sequence[dict[str, Tensor]], past_length: Tensor) -> StillCache:
         """The cache that `states()` described, after `past_length` [B] tokens."""
         cache = cls.empty(config)
+        cache.progress.length = past_length
         for layer, tensors in zip(cache.layers, states, strict=True):
-            layer.load(tensors, past_length)
+            layer.load(tensors)
+            layer.is_initialized = True
         return cache
 
     @property
     def length(self) -> Tensor | None:
         """Tokens that each row has seen, int64 [B]; None before the first call."""
-        return self.layers[0].length
+        return self.progress.length
 
-    def begin(self, new_tokens: Tensor, columns: int | None) -> None:
-        """Announce the next call to every layer; see `StillCacheLayer.begin`."""
+    @property
+    def capacity(self) -> int | None:
+        """Columns that a static cache has room for; None: it is none."""
+        return self.progress.capacity if isinstance(self.progress, FixedProgress) else None
+
+    def reset(self) -> None:
+        self.progress.reset()
+        super().reset()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._map_rows(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._map_rows(lambda x: x.index_select(0, indices.to(x.device)))
+
+    def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.progress.map_rows(change)
         for layer in self.layers:
-            layer.begin(new_tokens, columns)
+            layer.map_rows(change)
 
     def states(self) -> list[dict[str, Tensor]]:
         """State tensors of every layer by name."""
         return [layer.states() for layer in self.layers]
+
+
+def _layers(config: Any) -> list[StillCacheLayer]:
+    return [mixer_of(config, i).cache_layer(config, i) for i in range(config.num_hidden_layers)]
 
 
 def state_table(config: Any, dtype: torch.dtype) -> StateTable:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from still_export.errors import UnsupportedError
-from still_export.mixers.base import LayerOp, StillCacheLayer
+from still_export.mixers.base import LayerOp, StillCacheLayer, refill, stay
 
 
 class FixedStates(StillCacheLayer):
@@ -29,25 +29,32 @@ class FixedStates(StillCacheLayer):
             self.is_initialized = True
         return self.tensors
 
+    def allocate(self, batch: int, tokens: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.tensors = {name: stay(x) for name, x in zero_states(self.ops, batch, dtype, device).items()}
+
     def store(self, states: Mapping[str, Tensor]) -> None:
         """Keep the states after the call."""
-        assert self.length is not None and self.new_tokens is not None
-        self.tensors, self.length = dict(states), self.length + self.new_tokens
+        if self.fixed:
+            for name, tensor in states.items():
+                refill(self.tensors[name], tensor)
+        else:
+            self.tensors = dict(states)
 
     def states(self) -> dict[str, Tensor]:
-        return self.tensors
+        return {name: x.clone() for name, x in self.tensors.items()} if self.fixed else self.tensors
 
-    def load(self, states: Mapping[str, Tensor], length: Tensor) -> None:
-        super().load(states, length)
+    def load(self, states: Mapping[str, Tensor]) -> None:
         self.tensors = dict(states)
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
-        super().map_rows(change)
-        self.tensors = {name: change(x) for name, x in self.tensors.items()}
+        self.store({name: change(x) for name, x in self.tensors.items()})
 
     def reset(self) -> None:
-        super().reset()
-        self.tensors = {}
+        if self.fixed:
+            self.store({name: torch.zeros_like(x) for name, x in self.tensors.items()})
+        else:
+            super().reset()
+            self.tensors = {}
 
 
 def zero_states(ops: Sequence[LayerOp], batch: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:

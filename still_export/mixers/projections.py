@@ -49,8 +49,18 @@ class ProjectedAttention(nn.Module):
                     f"{type(self).__name__} needs position_embeddings (cos, sin) from the model's rotary module."
                 )
             cos, sin = (x[:, :, None] for x in position_embeddings)
-            query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+            if query.shape[1] == 1 and not torch.compiler.is_compiling():
+                # What a single token costs are launches: one for both instead of one each.
+                both = rotate(torch.cat((query, key), dim=2), cos, sin)
+                query, key = both.split((query.shape[2], key.shape[2]), dim=2)
+            else:
+                query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         return query, key, value
+
+
+def wants_gradients(x: Tensor) -> bool:
+    """Whether operations on `x` are to be differentiated."""
+    return torch.is_grad_enabled() and x.requires_grad
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -12,8 +12,9 @@ from still_graphs.ops import DOMAIN, OpSpec
 from still_graphs.ops.spec import AttributeValue
 
 Given = Mapping[str, Tensor | None]
-Compute = Callable[[Given, Mapping[str, AttributeValue]], Mapping[str, Tensor]]
-"""From inputs by name (states as past_<name>) and attributes to outputs by name (states as present_<name>)."""
+Compute = Callable[[Given, Mapping[str, AttributeValue], bool], Mapping[str, Tensor]]
+"""From inputs by name (states as past_<name>) and attributes to outputs by name (states as present_<name>). The last argument says that
+states may be written in place and returned."""
 
 Inputs = TypeVar("Inputs")
 
@@ -21,20 +22,22 @@ _TORCH_TYPES = {int: "int", float: "float", str: "str"}
 _LIBRARY = torch.library.Library(DOMAIN, "DEF")
 
 
-def torch_schema(spec: OpSpec) -> str:
+def torch_schema(spec: OpSpec, in_place: bool = False) -> str:
     """Schema string of a torch op: inputs, past states, attributes; outputs, present states.
 
-    A present state that the configuration does not have is returned as an empty tensor.
+    A present state that the configuration does not have is returned as an empty tensor. In place, states are written and not returned.
     """
     optional = {t.name for t in spec.inputs if t.optional} | {f"past_{s.name}" for s in spec.states if s.optional}
-    tensors = [f"Tensor{'?' if name in optional else ''} {name}" for name in spec.input_names()]
+    kinds = {f"past_{s.name}": f"Tensor(a{i}!)" for i, s in enumerate(spec.states)} if in_place else {}
+    tensors = [f"{kinds.get(name, 'Tensor')}{'?' if name in optional else ''} {name}" for name in spec.input_names()]
     attributes = [f"{_TORCH_TYPES[type(a.default)]} {a.name}" for a in spec.attributes]
-    returns = ", ".join("Tensor" for _ in spec.output_names())
-    return f"{spec.torch_name}({', '.join(tensors + attributes)}) -> ({returns})"
+    returns = ", ".join("Tensor" for _ in (spec.outputs if in_place else spec.output_names()))
+    return f"{spec.torch_name}{'_' if in_place else ''}({', '.join(tensors + attributes)}) -> ({returns})"
 
 
 def register(spec: OpSpec, compute: Compute) -> None:
-    """Define `torch.ops.still.<torch_name>`, which computes by `compute`, differentiates through it, and traces as one node."""
+    """Define `torch.ops.still.<torch_name>`, which computes by `compute`, differentiates through it, and traces as one node; and
+    `<torch_name>_`, which writes the states in place."""
     names, outputs = spec.input_names(), spec.output_names()
 
     def split(arguments: tuple[Any, ...]) -> tuple[dict[str, Any], dict[str, AttributeValue]]:
@@ -43,7 +46,7 @@ def register(spec: OpSpec, compute: Compute) -> None:
 
     def eager(*arguments: Any) -> tuple[Tensor, ...]:
         given, attributes = split(arguments)
-        found = compute(given, attributes)
+        found = compute(given, attributes, False)
         missing = given[names[0]].new_empty(0, dtype=torch.float32)
         return tuple(found.get(name, missing).contiguous() for name in outputs)
 
@@ -63,9 +66,28 @@ def register(spec: OpSpec, compute: Compute) -> None:
             results.append(like.new_empty(0, dtype=torch.float32) if past is None else past.new_empty(past.shape))
         return tuple(results)
 
-    _LIBRARY.define(torch_schema(spec))
-    _LIBRARY.impl(spec.torch_name, eager, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{spec.domain}::{spec.torch_name}", fake)
+    def eager_in_place(*arguments: Any) -> Tensor | tuple[Tensor, ...]:
+        given, attributes = split(arguments)
+        found = compute(given, attributes, True)
+        for state in spec.states_with(attributes):
+            past, present = given[f"past_{state.name}"], found[f"present_{state.name}"]
+            if present is not past:
+                past.copy_(present)
+        return _returned([found[t.name].contiguous() for t in spec.outputs])
+
+    def fake_in_place(*arguments: Any) -> Tensor | tuple[Tensor, ...]:
+        return _returned(list(fake(*arguments)[: len(spec.outputs)]))
+
+    for in_place, kernel, shapes in ((False, eager, fake), (True, eager_in_place, fake_in_place)):
+        _LIBRARY.define(torch_schema(spec, in_place))
+        name = spec.torch_name + "_" * in_place
+        _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{spec.domain}::{name}", shapes)
+
+
+def _returned(outputs: list[Tensor]) -> Tensor | tuple[Tensor, ...]:
+    """As an op's schema has them: one alone is no tuple."""
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
 def call(spec: OpSpec, given: Given, attributes: Mapping[str, AttributeValue]) -> dict[str, Tensor]:
@@ -88,7 +110,7 @@ def op_of_one_state(
     (output,), (state,) = spec.outputs, spec.states
     past, present = f"past_{state.name}", f"present_{state.name}"
 
-    def computed(given: Given, attributes: Mapping[str, AttributeValue]) -> dict[str, Tensor]:
+    def computed(given: Given, attributes: Mapping[str, AttributeValue], in_place: bool) -> dict[str, Tensor]:
         fields: dict[str, Any] = {name: tensor for name, tensor in given.items() if name != past}
         found = compute(inputs_type(**fields, **attributes), given[past])  # type: ignore[arg-type]
         return dict(zip((output.name, present), found, strict=True))

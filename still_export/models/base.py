@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from still_export.errors import PaddingError, UnsupportedError
+from still_export.errors import CapacityError, PaddingError, UnsupportedError
+from still_export.mixers.base import Progress
 from still_export.mixers.cache import StillCache
 from still_export.mixers.config import StillConfig, head_size
 from still_export.mixers.hybrid_attention.module import StillAttention
@@ -110,31 +111,39 @@ class StillModelMixin:
         caching = self.config.use_cache and not self.training if use_cache is None else use_cache  # type: ignore[attr-defined]
         if cache is None and caching:
             cache = StillCache.empty(self.config)
-        length = None if cache is None else cache.length
-        if length is None:
-            length = torch.zeros(batch, dtype=torch.int64, device=given.device)
-        new_tokens, columns = new_tokens_of_mask(attention_mask, batch, tokens, length)
+        progress = Progress() if cache is None else cache.progress
+        length = progress.start(batch, given.device)
+        if attention_mask is None:
+            new_tokens, columns = progress.every(tokens), None
+        else:
+            new_tokens, columns = new_tokens_of_mask(attention_mask, batch, tokens, length)
         if columns is not None:  # chunks are counted from a row's first token: padding goes to the right
             input_ids, inputs_embeds, position_ids = (
                 None if each is None else _columns(each, columns) for each in (input_ids, inputs_embeds, position_ids)
             )
-        positions = length[:, None] + torch.arange(tokens, device=given.device)
+        positions = length[:, None]
+        if tokens != 1:
+            positions = positions + torch.arange(tokens, device=given.device)
         if position_ids is not None:
             real = torch.arange(tokens, device=given.device) < new_tokens[:, None]
             if not bool(((position_ids == positions) | ~real).all()):
                 raise PaddingError(
                     "position_ids differ from the rows' own positions; leave them out: each row continues at its length."
                 )
-        if cache is not None:
-            cache.begin(new_tokens, tokens)
+        progress.begin(new_tokens, tokens)
         outputs = self.decode(positions, cache, input_ids=input_ids, inputs_embeds=inputs_embeds, **kwargs)
+        progress.advance()
         hidden, states = outputs.last_hidden_state, outputs.hidden_states
         if columns is not None:
             given_columns = columns.argsort(1)
             states = None if states is None else tuple(_columns(state, given_columns) for state in states)
             if isinstance(logits_to_keep, Tensor) or logits_to_keep == 0:
                 hidden = _columns(hidden, given_columns)
-        logits = self.logits(last_rows(hidden, new_tokens, logits_to_keep))
+        if (
+            tokens != 1 or isinstance(logits_to_keep, Tensor) or logits_to_keep > 1
+        ):  # else the only token is the last one
+            hidden = last_rows(hidden, new_tokens, logits_to_keep)
+        logits = self.logits(hidden)
         loss = None
         if labels is not None:
             loss = self.loss_function(  # type: ignore[attr-defined]
@@ -164,9 +173,14 @@ class StillModelMixin:
         return result
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As of transformers; prompts of a batch may be padded on either side, and the cache is a StillCache."""
+        """As of transformers; prompts of a batch may be padded on either side, and the cache is a StillCache.
+
+        `cache_implementation="static"` makes it one of fixed size, with which transformers compiles decode steps on a GPU.
+
+        Raises:
+            CapacityError: A static cache has no room for so many tokens.
+        """
         generation = kwargs.get("generation_config") or self.generation_config  # type: ignore[attr-defined]
-        wanted = kwargs.get("use_cache", generation.use_cache)
         mask = kwargs.get("attention_mask")
         if (
             kwargs.get("prefill_chunk_size", generation.prefill_chunk_size)
@@ -177,15 +191,58 @@ class StillModelMixin:
                 "prefill_chunk_size with a padded batch: transformers takes every row's logits from the last chunk, which short rows do "
                 "not reach. Leave it out; long calls are cut inside the attention anyway."
             )
-        if kwargs.get("past_key_values") is None and wanted is not False:
-            kwargs["past_key_values"] = StillCache.empty(self.config)
         with _without_left_padding_advice():
             return super().generate(*args, **kwargs)  # type: ignore[misc]
 
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: Any, generation_mode: Any, batch_size: int, max_cache_length: int
+    ) -> Any:
+        """The hook of transformers' `generate` that puts a cache among the model's arguments."""
+        cache = model_kwargs.get("past_key_values")
+        if cache is None and generation_config.use_cache is not False:
+            model_kwargs["past_key_values"] = self._new_cache(generation_config, batch_size, max_cache_length)
+            return None
+        if isinstance(cache, StillCache) and cache.capacity is not None and max_cache_length > cache.capacity:
+            raise CapacityError(
+                f"the static cache has room for {cache.capacity} columns and {max_cache_length} are asked for. Make a larger one, or "
+                "generate fewer tokens."
+            )
+        return super()._prepare_cache_for_generation(  # type: ignore[misc]
+            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+        )
+
+    def _new_cache(self, generation: Any, batch: int, tokens: int) -> StillCache:
+        """What a call of `generate` for `batch` prompts starts with."""
+        kind = generation.cache_implementation
+        if kind in (None, "dynamic"):
+            return StillCache.empty(self.config)
+        if kind != "static":
+            raise UnsupportedError(f'cache_implementation={kind!r}: a STILL model has "dynamic" and "static".')
+        if generation.prefill_chunk_size:
+            raise UnsupportedError(
+                "prefill_chunk_size with a static cache would compile the prompt too; leave it out: long calls are cut inside the "
+                "attention anyway."
+            )
+        # Never smaller than before, as transformers has it: compiled steps would be compiled again.
+        tokens = max(tokens, generation.max_cache_len or 0, getattr(self, "_most_cached", 0))
+        rows = batch * max(generation.num_beams, generation.num_return_sequences)
+        cache = StillCache.static(self.config, rows, tokens, self.dtype, self.device)  # type: ignore[attr-defined]
+        self._most_cached = tokens
+        return cache
+
+    @staticmethod
+    def create_masks_for_generate(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+        """The mask as it is: transformers would make one of the whole static cache, and the cache knows its rows' lengths."""
+        return attention_mask
+
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Leaves position_ids out: transformers continues a padded row after its padding, the cache after its tokens."""
-        inputs = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
+        """Leaves position_ids out: transformers continues a padded row after its padding, the cache after its tokens. Leaves the mask of
+        a decode step out: each row brings one token, and to look would make the host wait."""
+        inputs: dict[str, Any] = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
         inputs.pop("position_ids", None)
+        ids, first = inputs.get("input_ids"), kwargs.get("is_first_iteration", False)
+        if not first and ids is not None and ids.shape[1] == 1 and inputs.get("past_key_values") is not None:
+            inputs.pop("attention_mask", None)
         return inputs
 
 
@@ -204,7 +261,7 @@ def _without_left_padding_advice() -> Iterator[None]:
         logger.removeFilter(keep)
 
 
-def new_tokens_of_mask(mask: Tensor | None, batch: int, tokens: int, length: Tensor) -> tuple[Tensor, Tensor | None]:
+def new_tokens_of_mask(mask: Tensor, batch: int, tokens: int, length: Tensor) -> tuple[Tensor, Tensor | None]:
     """Tokens that each row brings, int64 [B], and where padding lies on the left of some, which column goes to which, [B, T].
 
     Args:
@@ -215,8 +272,6 @@ def new_tokens_of_mask(mask: Tensor | None, batch: int, tokens: int, length: Ten
     Raises:
         PaddingError: Padding lies between tokens, or the mask's past contradicts `length`.
     """
-    if mask is None:
-        return torch.full((batch,), tokens, dtype=torch.int64, device=length.device), None
     if mask.dim() != 2 or mask.shape[0] != batch or mask.shape[1] < tokens:
         raise PaddingError(
             f"attention_mask has shape {list(mask.shape)}; expected [{batch}, {tokens}], or [{batch}, past columns + {tokens}]."

@@ -35,7 +35,7 @@ def forward_with_state(
         Logits [B, 1, V] or [B, T, V], and the states after the call in the order and shapes of `states`.
     """
     cache = StillCache.from_states(model.config, states, past_length)
-    cache.begin(new_tokens, None)
+    cache.progress.begin(new_tokens, None)
     positions = past_length[:, None] + torch.arange(input_ids.shape[1], device=input_ids.device)
     hidden = model.decode(positions, cache, input_ids=input_ids).last_hidden_state
     return model.logits(last_rows(hidden, new_tokens, 1 if last_only else 0)), cache.states()

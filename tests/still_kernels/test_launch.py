@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import subprocess
 import sys
@@ -119,6 +121,61 @@ def test_a_launch_finds_the_kernel_that_its_like_ran(monkeypatch: pytest.MonkeyP
     assert [call(kind=torch.int32), call(own=True), call(own=True)] == ["none"] * 3
     assert [call(gate="none"), call(gate="none"), call(salient_per_chunk=8)] == ["none", "all", "none"]
     assert [call(tokens=1), call(tokens=1)] == ["none", "all"]
+
+
+@pytest.mark.parametrize("overflow", ["error", "fold_min_score"])
+def test_a_bound_step_passes_what_a_launch_passes(overflow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The addresses of the same tensors, in the same places; buffers of its own that do not overlap."""
+    config = HybridAttentionConfig(
+        num_heads=4, num_kv_heads=2, head_dim=64, chunk_size=32, capacity_tokens=256, overflow=overflow
+    )
+    started: list[tuple[tuple[int, int, int], tuple[Any, ...]]] = []
+
+    class Compiled:
+        def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+            return lambda *values: started.append((grid, values))
+
+    def start(self: Any, name: str, run: Any) -> Compiled:
+        if run.keywords:
+            started.append(((0, 0, 0), tuple(run.keywords.values())))
+        else:
+            run()
+        return Compiled()
+
+    monkeypatch.setattr(launcher.Launcher, "start", start)
+    monkeypatch.setattr(launcher, "_compiled", {})
+    query, key = torch.zeros(2, 1, 4, 64), torch.zeros(2, 1, 2, 64)
+    weight, state = torch.zeros(1, 64, 64), HybridAttentionState.empty(config, 2)
+    inputs = Inputs(query, key, key.clone(), query.clone(), weight, weight.clone(), torch.ones(2, dtype=torch.int64))
+    bound = launch.bind_decode(inputs, config, state, None)
+    output = torch.empty_like(query)
+    given = (query, key, inputs.value, inputs.gate, weight, inputs.feature_k_weight, inputs.new_tokens, state.length)
+    bound.run(output, *given)  # type: ignore[arg-type]
+    launched, steps = list(started), bound.prepared.launches
+    started.clear()
+    bound.run(output, *given)  # type: ignore[arg-type]
+    assert len(started) == len(launched) == len(steps)
+    own = {"part_acc", "part_ml", "part_window", "part_lin", "part_den", "counters"}
+    own |= {name for name, _, _ in bound.prepared.workspace}
+    for step, (_, expected), (grid, values) in zip(steps, launched, started, strict=True):
+        assert grid == step.grid
+        pointers = dict(step.pointers)
+        for i, (wanted, got) in enumerate(zip(expected, values, strict=False)):
+            if pointers.get(i) in own:
+                assert (wanted is None) == (got is None)
+            else:
+                assert got == (wanted.data_ptr() if isinstance(wanted, torch.Tensor) else wanted), pointers.get(i)
+        places = {name: values[i] for i, name in step.pointers if name in bound.workspace}
+        sizes = {n: math.prod(shape) * dtype.itemsize for n, shape, dtype in bound.prepared.workspace}
+        ends = sorted((place, place + sizes[name]) for name, place in places.items())
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(ends)) and ends[-1][1] - ends[0][0] <= bound.work_bytes
+
+
+def test_a_step_before_a_capture_leaves_counters_for_it(stream: dict[str, Any]) -> None:
+    launcher.spare_counters(CPU, 10)
+    launcher.persistent_counters(CPU, 10)
+    stream.update(stream=2, capturing=True)
+    assert not launcher.persistent_counters(CPU, 10).any()
 
 
 @pytest.mark.parametrize("op", op_names())

@@ -27,7 +27,7 @@ def naive_decay(value: Tensor, new_tokens: Tensor, total: Tensor, decay: float) 
     return torch.stack(outputs, 1).to(value.dtype), total
 
 
-def _compute(given: Given, attributes: Mapping[str, AttributeValue]) -> dict[str, Tensor]:
+def _compute(given: Given, attributes: Mapping[str, AttributeValue], in_place: bool) -> dict[str, Tensor]:
     tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
     output, total = naive_decay(
         tensors["value"], tensors["new_tokens"], tensors["past_total"], float(attributes["decay"])

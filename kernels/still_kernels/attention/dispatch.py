@@ -8,6 +8,7 @@ from still_kernels.alike import demand_alike
 from still_kernels.attention.blocked import blocked_attention
 from still_kernels.attention.inputs import Inputs
 from still_kernels.attention.state import AttentionState
+from still_kernels.launcher import Bound
 
 
 def attention(inputs: Inputs, state: AttentionState, in_place: bool = False) -> tuple[Tensor, AttentionState]:
@@ -25,3 +26,26 @@ def attention(inputs: Inputs, state: AttentionState, in_place: bool = False) -> 
 
     demand_alike(inputs.query, state.key)
     return triton_attention(inputs, state, in_place)
+
+
+def bind_decode(inputs: Inputs, state: AttentionState) -> Bound | None:
+    """Launches laid out for decode steps like this one, which write into `state`; None where no kernel reads its tensors as they are.
+
+    Each call brings output, query, key, value, new_tokens and past_length, of these shapes and types.
+
+    Raises:
+        UnsupportedError: No kernel covers the layer.
+    """
+    if not (
+        inputs.query.is_cuda
+        and inputs.query.shape[1] == 1
+        and state.key.is_contiguous()
+        and state.value.is_contiguous()
+    ):
+        return None
+    from still_kernels.attention import launch
+
+    inputs.check()
+    state.check(inputs)
+    demand_alike(inputs.query, state.key)
+    return launch.bind_decode(inputs.query, state)

@@ -104,6 +104,17 @@ def launch_attention(
     launcher.Launcher().run(prepared, tensors, query)
 
 
+def bind_decode(query: Tensor, state: AttentionState) -> launcher.Bound:
+    """Decode steps with such a query [B, 1, H, D] on `state`, in place: output, query, key, value, new_tokens and past_length are those
+    of each call."""
+    batch, rows = query.shape[0], state.rows
+    prepared = _prepared(
+        query.device, query.dtype, (query.shape[2], state.key.shape[1], query.shape[3]), batch, 1, rows, None
+    )
+    names = ("output", "query", "key", "value", "new_tokens", "past_length")
+    return launcher.Bound(prepared, query.dtype, {"present_key": state.key, "present_value": state.value}, names)
+
+
 def triton_attention(inputs: Inputs, state: AttentionState, in_place: bool = False) -> tuple[Tensor, AttentionState]:
     """`dispatch.attention` by the Triton kernels, on CUDA; the state's tensors must be contiguous where they are written in place."""
     batch, tokens = inputs.check()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -66,6 +66,7 @@ class HybridAttentionConfig(HybridAttentionSettings):
         head_dim: D.
         window_factor: Scalars on the softmax terms (LoLCATs), any sequence of H numbers, or None.
         capacity_tokens: T_max, what the salient cache covers; its slots are `capacity_slots`.
+        attribute_values: Those of `attributes`, which follow from the others.
 
     Raises:
         ConfigError: A value is unknown, out of range, or contradicts another.
@@ -76,6 +77,7 @@ class HybridAttentionConfig(HybridAttentionSettings):
     head_dim: int
     window_factor: Sequence[float] | None = field(default=None, kw_only=True)
     capacity_tokens: int = field(default=8192, kw_only=True)
+    attribute_values: tuple[AttributeValue, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if window := re.fullmatch(r"sliding\((\d+)\)", str(self.local)):
@@ -108,6 +110,8 @@ class HybridAttentionConfig(HybridAttentionSettings):
                 raise ConfigError('profile="released" needs local="chunked".')
             for name, value in (("saliency", "released_prefill"), ("phantom_first_chunk", True), ("mix_epsilon", 1e-6)):
                 object.__setattr__(self, name, value)
+        # Kept: compiled code asks at every call whether they are still the same.
+        object.__setattr__(self, "attribute_values", tuple(self.attributes().values()))
 
     def _check_window(self) -> None:
         if self.local == "chunked":
@@ -177,10 +181,10 @@ class HybridAttentionConfig(HybridAttentionSettings):
 
     def attributes(self) -> dict[str, AttributeValue]:
         """Values of the op's attributes, in the order of its OpSpec."""
-        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        values: dict[str, Any] = {a.name: getattr(self, a.name) for a in HYBRID_ATTENTION.attributes}
         values["window_size"] = self.window_size or 0
         values["phantom_first_chunk"] = int(self.phantom_first_chunk)
-        return {a.name: values[a.name] for a in HYBRID_ATTENTION.attributes}
+        return values
 
     @classmethod
     def from_attributes(

@@ -17,6 +17,7 @@ from still_kernels.hybrid_attention.inputs import Inputs
 from still_kernels.hybrid_attention.state import HybridAttentionState
 from still_kernels.hybrid_attention.variants import refusals as layer_refusals
 from still_kernels.hybrid_attention.whole import covers_whole, whole_hybrid_attention
+from still_kernels.launcher import Bound
 from still_kernels.packing import Packing
 
 Result = tuple[Tensor, HybridAttentionState]
@@ -163,6 +164,29 @@ def hybrid_attention(
         output, *states = _Recompute.apply(config, state, *inputs.tensors())
         return output, HybridAttentionState(**dict(zip(state.tensors(), states, strict=True)))
     return kernel_for(inputs.query.device)(inputs, config, state, in_place=in_place)
+
+
+def bind_decode(inputs: Inputs, config: HybridAttentionConfig, state: HybridAttentionState) -> Bound | None:
+    """Launches laid out for decode steps like this one, which write into `state`; None where no kernel reads its tensors as they are.
+
+    Each call brings output, query, key, value, gate where the layer has one, the feature weights, new_tokens and past_length, of these
+    shapes and types.
+
+    Raises:
+        UnsupportedError: No kernel covers the layer. ShapeError: A tensor does not fit.
+    """
+    query, states = inputs.query, [x for name, x in state.tensors().items() if name != "length"]
+    weights = (inputs.feature_q_weight, inputs.feature_k_weight)
+    alike = all(x.dtype == query.dtype for x in weights)
+    if not query.is_cuda or query.shape[1] != 1 or not alike or not all(x.is_contiguous() for x in states):
+        return None
+    from still_kernels.hybrid_attention import launch
+
+    batch, _ = inputs.check(config)
+    state.check(config, batch)
+    demand_kernel(config, query.dtype, query.device)
+    demand_alike(query, state.window_key)
+    return launch.bind_decode(inputs, config, state, inputs.factor(config))
 
 
 class _RecomputeWhole(torch.autograd.Function):

@@ -143,3 +143,31 @@ def launch_hybrid_attention(
         **({} if packing is None else packing.tensors()),
     }
     launcher.Launcher().run(prepared, tensors, query)
+
+
+def bind_decode(
+    inputs: Inputs, config: HybridAttentionConfig, state: HybridAttentionState, factor: Tensor | None
+) -> launcher.Bound:
+    """Decode steps like this one on `state`, in place: output, query, key, value, gate where the layer has one, weights, new_tokens and
+    past_length are those of each call.
+
+    Args:
+        factor: As of `Inputs.factor`.
+    """
+    query = inputs.query
+    call = (query.shape[0], 1, state.slots, inputs.feature_q_weight.shape[0], None)
+    prepared = _prepared(config, query.device, query.dtype, factor is not None, False, *call)
+    fixed = {name: tensor for name, tensor in state.tensors().items() if name != "length"}
+    gate = () if inputs.gate is None else ("gate",)
+    names = (
+        "output",
+        "query",
+        "key",
+        "value",
+        *gate,
+        "feature_q_weight",
+        "feature_k_weight",
+        "new_tokens",
+        "past_length",
+    )
+    return launcher.Bound(prepared, query.dtype, {**fixed, "window_factor": factor}, names)

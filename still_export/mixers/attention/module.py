@@ -11,9 +11,9 @@ from transformers.cache_utils import Cache
 
 from still_export.errors import UnsupportedError
 from still_export.mixers.attention.cache import AttentionLayer
-from still_export.mixers.attention.op import attention
+from still_export.mixers.attention.op import attention, attention_
 from still_export.mixers.kept import rounded
-from still_export.mixers.projections import ProjectedAttention
+from still_export.mixers.projections import ProjectedAttention, wants_gradients
 from still_kernels.attention import AttentionState, Inputs
 from still_kernels.attention.dispatch import attention as kernel
 
@@ -46,14 +46,27 @@ class SoftmaxAttention(ProjectedAttention):
                 f"layer {self.layer_idx} is softmax attention and got a {type(past_key_values).__name__}; "
                 "pass past_key_values=StillCache.empty(model.config), or none, to the model's forward."
             )
-        inputs = Inputs(query, key, value, layer.new_tokens)
+        return self._update(Inputs(query, key, value, layer.new_tokens), layer)
+
+    def _update(self, inputs: Inputs, layer: AttentionLayer) -> Tensor:
+        query, compiling = inputs.query, torch.compiler.is_compiling()
+        if compiling and layer.fixed:
+            assert layer.state is not None and layer.length is not None
+            return attention_(inputs, layer.state, layer.length)
+        if query.is_cuda and query.shape[1] == 1 and layer.owned and not (compiling or wants_gradients(query)):
+            step = layer.decode_step(inputs)
+            if step is not None:
+                assert inputs.new_tokens is not None and layer.length is not None
+                output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+                step.run(output, query, inputs.key, inputs.value, inputs.new_tokens, layer.length)
+                return output
         output, state = self._attend(inputs, layer.take(query.dtype, query.device), layer.owned)
         layer.store(state)
         return output
 
     def _attend(self, inputs: Inputs, state: AttentionState, in_place: bool) -> tuple[Tensor, AttentionState]:
         # The op is one node for export and has no derivative; training differentiates through the kernel itself.
-        training = torch.is_grad_enabled() and inputs.query.requires_grad and not torch.compiler.is_exporting()
+        training = wants_gradients(inputs.query) and not torch.compiler.is_exporting()
         if training or (in_place and not torch.compiler.is_compiling()):
             return kernel(inputs, state, in_place=in_place and not training)
         return attention(inputs, state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from still_export.mixers.torch_ops import Given, call, register
@@ -13,11 +14,11 @@ from still_kernels.attention import AttentionState, Inputs
 from still_kernels.attention.dispatch import attention as kernel
 
 
-def _compute(given: Given, attributes: Mapping[str, AttributeValue]) -> dict[str, Tensor]:
+def _compute(given: Given, attributes: Mapping[str, AttributeValue], in_place: bool) -> dict[str, Tensor]:
     tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
     inputs = Inputs(*(tensors[name] for name in ("query", "key", "value", "new_tokens")))
     state = AttentionState(tensors["past_key"], tensors["past_value"], tensors["past_length"])
-    output, present = kernel(inputs, state)
+    output, present = kernel(inputs, state, in_place)
     return {"output": output, "present_key": present.key, "present_value": present.value}
 
 
@@ -38,3 +39,11 @@ def attention(inputs: Inputs, state: AttentionState) -> tuple[Tensor, AttentionS
     results = call(ATTENTION, {**vars(inputs), **past}, {})
     length = state.length + inputs.new_tokens
     return results["output"], AttentionState(results["present_key"], results["present_value"], length)
+
+
+def attention_(inputs: Inputs, state: AttentionState, length: Tensor) -> Tensor:
+    """The same with the new keys and values written into `state`, after `length` [B] tokens: the output alone."""
+    output: Tensor = torch.ops.still.attention_(
+        inputs.query, inputs.key, inputs.value, inputs.new_tokens, length, state.key, state.value
+    )
+    return output

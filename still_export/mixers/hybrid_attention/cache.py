@@ -2,70 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from still_export.mixers.base import StillCacheLayer
+from still_export.errors import CapacityError
+from still_export.mixers.base import stay
 from still_export.mixers.kept import narrower
-from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState
+from still_export.mixers.kernel_state import KernelStateLayer
+from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs
+from still_kernels.hybrid_attention.dispatch import bind_decode
+from still_kernels.launcher import Bound
 
 
-class HybridLayer(StillCacheLayer):
-    """State of one hybrid attention layer.
+class HybridLayer(KernelStateLayer[HybridAttentionState]):
+    """State of one hybrid attention layer; in a static cache with its window factors, for a capture can copy none from the host."""
 
-    `owned`: nobody else has the state's tensors, so a call may write into them; a copy of the salient cache per token would cost
-    more than the step that needs it.
-    """
+    of = HybridAttentionState
 
     def __init__(self, config: HybridAttentionConfig, cache: str | None = None) -> None:
         super().__init__()
         self.config, self.cache = config, cache
-        self.state: HybridAttentionState | None = None
-        self.owned = True
+        self.bounded = config.overflow == "error"
+        self.factor: Tensor | None = None
 
-    def take(self, dtype: torch.dtype, device: torch.device) -> HybridAttentionState:
-        """The state to continue from, with room for the tokens of the announced call."""
-        assert self.new_tokens is not None and self.length is not None
-        if self.state is None:
-            slots = 0 if self.config.overflow == "error" else self.config.capacity_slots
-            batch = self.new_tokens.shape[0]
-            kept = narrower(self.cache, dtype)
-            self.state = HybridAttentionState.empty(self.config, batch, dtype, device, slots=slots, kept=kept)
-            self.is_initialized = True
-        if self.grows and self.config.overflow == "error":
-            needed = min(self.config.capacity_slots, self.config.slots_for(self.columns))
-            if needed > self.state.slots:
-                # Doubling keeps the copies of a long decode rare.
-                self.state = with_slots(self.state, min(self.config.capacity_slots, max(needed, 2 * self.state.slots)))
-        return self.state
+    def empty(self, batch: int, columns: int, dtype: torch.dtype, device: torch.device) -> HybridAttentionState:
+        slots = 0 if self.bounded else self.config.capacity_slots
+        kept = narrower(self.cache, dtype)
+        return HybridAttentionState.empty(self.config, batch, dtype, device, slots=slots, kept=kept)
 
-    def store(self, state: HybridAttentionState) -> None:
-        """Keep the state after the call."""
-        self.state, self.length, self.owned = state, state.length, True
+    def grown(self, state: HybridAttentionState, columns: int) -> HybridAttentionState:
+        if not self.bounded:
+            return state
+        needed = min(self.config.capacity_slots, self.config.slots_for(columns))
+        if needed <= state.slots:
+            return state
+        # Doubling keeps the copies of a long decode rare.
+        return with_slots(state, min(self.config.capacity_slots, max(needed, 2 * state.slots)))
 
-    def states(self) -> dict[str, Tensor]:
-        assert self.state is not None, "the cache is empty"
-        self.owned = False
-        return {name: tensor for name, tensor in self.state.tensors().items() if name != "length"}
+    def bind(self, inputs: Inputs, state: HybridAttentionState) -> Bound | None:
+        return bind_decode(inputs, self.config, state)
 
-    def load(self, states: Mapping[str, Tensor], length: Tensor) -> None:
-        super().load(states, length)
-        self.state, self.owned = HybridAttentionState(**states, length=length), False
-
-    def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
-        super().map_rows(change)
-        if self.state is not None:
-            self.state = HybridAttentionState(**{name: change(x) for name, x in self.state.tensors().items()})
-
-    def reset(self) -> None:
-        super().reset()
-        self.state = None
+    def allocate(self, batch: int, tokens: int, dtype: torch.dtype, device: torch.device) -> None:
+        config = self.config
+        if self.bounded and tokens > config.capacity_tokens:
+            raise CapacityError(
+                f"room for {tokens} tokens is asked for and capacity_tokens={config.capacity_tokens}. Generate fewer, raise "
+                'capacity_tokens, or choose overflow="fold_min_score" or "fold_oldest".'
+            )
+        super().allocate(batch, tokens, dtype, device)
+        if config.window_factor is not None:
+            self.factor = stay(torch.tensor(config.window_factor, device=device))
 
     def get_max_length(self) -> int:
-        return self.config.capacity_tokens if self.config.overflow == "error" else -1
+        return self.config.capacity_tokens if self.bounded else -1
 
 
 def with_slots(state: HybridAttentionState, slots: int) -> HybridAttentionState:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -11,9 +12,9 @@ from transformers.cache_utils import Cache
 
 from still_export.errors import UnsupportedError
 from still_export.mixers.hybrid_attention.cache import HybridLayer
-from still_export.mixers.hybrid_attention.op import hybrid_attention
+from still_export.mixers.hybrid_attention.op import hybrid_attention, hybrid_attention_
 from still_export.mixers.kept import rounded
-from still_export.mixers.projections import ProjectedAttention
+from still_export.mixers.projections import ProjectedAttention, wants_gradients
 from still_export.mixers.roles import FEATURE_MAP, GATE
 from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs
 from still_kernels.hybrid_attention.dispatch import hybrid_attention as kernel
@@ -81,36 +82,6 @@ class StillAttention(ProjectedAttention):
         gate = None if self.g_proj is None else torch.sigmoid(self.g_proj(hidden)).view(query.shape)
         return query, key, value, gate
 
-    def forward_state(
-        self,
-        hidden: Tensor,
-        position_embeddings: tuple[Tensor, Tensor] | None,
-        state: HybridAttentionState,
-        new_tokens: Tensor,
-        in_place: bool = False,
-    ) -> tuple[Tensor, HybridAttentionState]:
-        """Attend from new tokens after those that `state` has seen.
-
-        Args:
-            hidden: [B, T, channels], right-padded.
-            position_embeddings: cos, sin at the tokens' absolute positions, each [B or 1, T, D].
-            state: What the rows have seen; unchanged by the call unless `in_place`.
-            new_tokens: Tokens that each row brings, int64 [B].
-            in_place: The new state may be written into `state`'s tensors; it is on CUDA, except in a traced or trained model.
-
-        Returns:
-            [B, T, channels], meaningless at padding, and the state after the new tokens.
-        """
-        tensors = self.project(hidden, position_embeddings)
-        inputs = Inputs(*tensors, self.feature_q_weight, self.feature_k_weight, new_tokens)
-        # The op is one node for export and has no derivative; training differentiates through the kernel itself.
-        training = torch.is_grad_enabled() and inputs.query.requires_grad and not torch.compiler.is_exporting()
-        if training or (in_place and not torch.compiler.is_compiling()):
-            output, state = kernel(inputs, self.still, state, in_place=in_place)
-        else:
-            output, state = hybrid_attention(inputs, self.still, state)
-        return self.o_proj(output.flatten(2)), state
-
     def forward(
         self,
         hidden_states: Tensor,
@@ -121,23 +92,49 @@ class StillAttention(ProjectedAttention):
     ) -> tuple[Tensor, None]:
         """The call of a transformers decoder layer. `attention_mask` is not used: the cache knows the rows' new tokens, and without a
         cache right padding comes after every real token."""
-        batch, tokens = hidden_states.shape[:2]
+        heads = self.project(hidden_states, position_embeddings)
+        weights = (self.feature_q_weight, self.feature_k_weight)
         if past_key_values is None:
+            batch, tokens = hidden_states.shape[:2]
             slots = self.still.slots_for(tokens) if self.still.overflow == "error" else self.still.capacity_slots
             state = HybridAttentionState.empty(
                 self.still, batch, hidden_states.dtype, hidden_states.device, slots=slots
             )
             new_tokens = torch.full((batch,), tokens, dtype=torch.int64, device=hidden_states.device)
-            return self.forward_state(hidden_states, position_embeddings, state, new_tokens)[0], None
+            output, _ = self._call(Inputs(*heads, *weights, new_tokens), state, False)
+            return self.o_proj(output.flatten(2)), None
         layer = past_key_values.layers[self.layer_idx] if isinstance(past_key_values, Cache) else None
         if not isinstance(layer, HybridLayer) or layer.new_tokens is None:
             raise UnsupportedError(
                 f"layer {self.layer_idx} is hybrid attention and got a {type(past_key_values).__name__}; "
                 "pass past_key_values=StillCache.empty(model.config), or none, to the model's forward."
             )
-        state = layer.take(hidden_states.dtype, hidden_states.device)
-        output, state = self.forward_state(
-            hidden_states, position_embeddings, state, layer.new_tokens, in_place=layer.owned
-        )
+        output = self._update(Inputs(*heads, *weights, layer.new_tokens), layer)
+        return self.o_proj(output.flatten(2)), None
+
+    def _update(self, inputs: Inputs, layer: HybridLayer) -> Tensor:
+        """Attention [B, T, H, D] of new tokens to themselves and to what the cache holds, which takes them in."""
+        query = inputs.query
+        compiling = torch.compiler.is_compiling()
+        if compiling and layer.fixed:
+            assert layer.state is not None and layer.length is not None
+            return hybrid_attention_(replace(inputs, window_factor=layer.factor), self.still, layer.state, layer.length)
+        if query.is_cuda and query.shape[1] == 1 and layer.owned and not (compiling or wants_gradients(query)):
+            step = layer.decode_step(inputs)
+            if step is not None:
+                assert inputs.new_tokens is not None and layer.length is not None
+                gate = () if inputs.gate is None else (inputs.gate,)
+                weights = (inputs.feature_q_weight, inputs.feature_k_weight)
+                output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+                step.run(output, query, inputs.key, inputs.value, *gate, *weights, inputs.new_tokens, layer.length)
+                return output
+        output, state = self._call(inputs, layer.take(query.dtype, query.device), layer.owned)
         layer.store(state)
-        return output, None
+        return output
+
+    def _call(self, inputs: Inputs, state: HybridAttentionState, in_place: bool) -> tuple[Tensor, HybridAttentionState]:
+        # The op is one node for export and has no derivative; training differentiates through the kernel itself.
+        training = wants_gradients(inputs.query) and not torch.compiler.is_exporting()
+        if training or (in_place and not torch.compiler.is_compiling()):
+            return kernel(inputs, self.still, state, in_place=in_place)
+        return hybrid_attention(inputs, self.still, state)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields
 
+import torch
 from torch import Tensor
 
 from still_export.mixers.torch_ops import Given, call, register
@@ -15,7 +16,7 @@ from still_kernels.hybrid_attention.dispatch import hybrid_attention as kernel
 from still_kernels.hybrid_attention.state import state_names
 
 
-def _compute(given: Given, attributes: Mapping[str, AttributeValue]) -> dict[str, Tensor]:
+def _compute(given: Given, attributes: Mapping[str, AttributeValue], in_place: bool) -> dict[str, Tensor]:
     """By the kernel that dispatch chooses for the device; the slots of the cache stand for the capacity."""
     tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
     chunk, salient = int(attributes["chunk_size"]), int(attributes["salient_per_chunk"])
@@ -31,7 +32,7 @@ def _compute(given: Given, attributes: Mapping[str, AttributeValue]) -> dict[str
     states = {name: tensors[f"past_{name}"] for name in state_names(config)}
     # Factors stay a tensor: to read them would make the host wait for the device, and a CUDA graph impossible.
     inputs = Inputs(**{field.name: tensors.get(field.name) for field in fields(Inputs)})  # type: ignore[arg-type]
-    output, present = kernel(inputs, config, HybridAttentionState(length=tensors["past_length"], **states))
+    output, present = kernel(inputs, config, HybridAttentionState(length=tensors["past_length"], **states), in_place)
     found = present.tensors()
     return {"output": output, **{f"present_{name}": found[name] for name in states}}
 
@@ -58,3 +59,22 @@ def hybrid_attention(
     results = call(HYBRID_ATTENTION, given, config.attributes())
     present = {name.removeprefix("present_"): tensor for name, tensor in results.items() if name != "output"}
     return results["output"], HybridAttentionState(length=state.length + inputs.new_tokens, **present)
+
+
+def hybrid_attention_(
+    inputs: Inputs, config: HybridAttentionConfig, state: HybridAttentionState, length: Tensor
+) -> Tensor:
+    """The same with the new state written into `state`'s tensors, after `length` [B] tokens: the output alone.
+
+    Args:
+        inputs: With `new_tokens`, and with the window factors where the layer has some.
+    """
+    given = [getattr(inputs, name) for name in _INPUTS]
+    states = [getattr(state, name) for name in _STATES]
+    output: Tensor = torch.ops.still.hybrid_attention_(*given, length, *states, *config.attribute_values)
+    return output
+
+
+_INPUTS = tuple(t.name for t in HYBRID_ATTENTION.inputs if t.name != "past_length")
+_STATES = tuple(s.name for s in HYBRID_ATTENTION.states)
+assert HYBRID_ATTENTION.input_names() == (*_INPUTS, "past_length", *(f"past_{name}" for name in _STATES))

@@ -138,10 +138,10 @@ def test_the_op_hands_window_factors_on_as_a_tensor(monkeypatch: pytest.MonkeyPa
 
     reading = pytest.MonkeyPatch()
 
-    def kernel(given: Inputs, *others: Any) -> Any:
+    def kernel(given: Inputs, config: HybridAttentionConfig, state: HybridAttentionState, in_place: bool) -> Any:
         seen.append(given.window_factor)
         reading.undo()  # the kernel of the CPU may
-        return chunked_hybrid_attention(given, *others)
+        return chunked_hybrid_attention(given, config, state)
 
     monkeypatch.setattr(op, "kernel", kernel)
     for name in ("tolist", "item", "__bool__", "__int__"):

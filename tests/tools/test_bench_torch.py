@@ -1,0 +1,50 @@
+"""tools/bench_torch.py: runs on a CPU with tiny sizes, and refuses to time a static cache that gives other tokens."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TOOL = Path(__file__).resolve().parents[2] / "tools/bench_torch.py"
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch) -> Any:
+    spec = importlib.util.spec_from_file_location("bench_torch", TOOL)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(sys, "argv", ["bench_torch.py", "--small", "--contexts", "20", "--steps", "3"])
+    return module
+
+
+@pytest.mark.slow
+def test_both_models_both_ways(tool: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tool.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    checked, *rows = [json.loads(line) for line in lines if line.startswith("{")]
+    assert checked["same"]
+    assert [(row["model"], row["way"]) for row in rows] == [
+        (model, way) for way in ("eager", "static") for model in ("base", "still")
+    ]
+    assert all(row["decode_us"] > 0 for row in rows)
+    assert "11 of 11 tokens alike" in lines[-1] and lines[-3].split()[1] == "eager" and lines[-2].split()[-1] == "0.9"
+
+
+def test_other_tokens_are_an_error(
+    tool: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate = tool.LlamaForCausalLM.generate
+
+    def wrong(model: Any, ids: Any, **given: Any) -> Any:
+        found = generate(model, ids, **{**given, "max_new_tokens": 2, "compile_config": None})
+        return found + ("cache_implementation" in given)
+
+    monkeypatch.setattr(tool.LlamaForCausalLM, "generate", wrong)
+    assert tool.main() == 1
+    assert "other tokens" in capsys.readouterr().out

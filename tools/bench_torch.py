@@ -1,0 +1,205 @@
+#!/usr/bin/env python3
+"""Decode speed of `generate` in PyTorch: a Transformer and the STILL model of its geometry, eager and with a static cache, side by side.
+
+  PYTHONPATH=.:kernels:graphs python tools/bench_torch.py
+
+Random weights of SmolLM2-135M's geometry; softmax layers and window factors are those of assets/smollm2-135m-instruct-mixed. First the
+static cache must give the tokens of the dynamic one, compiled on this machine as a whole. A token's time is the median between two ends
+of a step, as `generate` runs them. Needs torch, transformers and, for the STILL model, pydantic; no network. `--small` shrinks every
+size, to try the script on a CPU. Each result is one JSON line, then a table; the exit code is 1 where tokens differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
+
+ADAPTER = Path(__file__).parents[1] / "assets/smollm2-135m-instruct-mixed/adapter_config.json"
+TARGETS = {"eager": 1.1, "static": 0.9}
+"""Most that the STILL model may take, over the base in the same way."""
+
+
+class Clock(StoppingCriteria):
+    """Notes when each step is over; never stops."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        if input_ids.is_cuda:
+            torch.cuda.synchronize()
+        self.times.append(time.perf_counter())
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+    def median_us(self, skip: int) -> float:
+        """Of the steps after the first `skip`."""
+        steps = [b - a for a, b in zip(self.times, self.times[1:], strict=False)]
+        return statistics.median(steps[skip:]) * 1e6
+
+
+def base_config(small: bool, layers: int = 30) -> LlamaConfig:
+    """SmolLM2-135M's, or a tiny one whose heads the kernels have."""
+    sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": layers, "vocab_size": 49152}
+    if small:
+        sizes = {"hidden_size": 36, "intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": 97}
+    return LlamaConfig(
+        **sizes,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        head_dim=64,
+        tie_word_embeddings=True,
+        max_position_embeddings=16384,
+    )
+
+
+def base_model(small: bool) -> Any:
+    """A plain softmax model with random weights."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(base_config(small)).eval().requires_grad_(False)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def still_model(base: Any, small: bool) -> Any:
+    """The STILL model around `base`: mixed as the published one is."""
+    from still_export.mixers.config import StillConfig
+    from still_export.models import attach_untrained
+
+    values = json.loads(ADAPTER.read_text())["still_config"]
+    if small:
+        kinds = ("hybrid_attention", "full_attention", "hybrid_attention")
+        values |= {"layer_types": kinds, "window_factors": values["window_factors"][:3]}
+    return attach_untrained(base, StillConfig.from_dict(values)).requires_grad_(False)
+
+
+def fresh(model: Any) -> None:
+    """Forget what was compiled, and the size of earlier caches: each measurement is one of its own."""
+    torch._dynamo.reset()
+    for name in ("_compiled_call", "_last_compile_config", "_previous_max_cache_length", "_most_cached"):
+        if hasattr(model, name):
+            delattr(model, name)
+
+
+def way_of(name: str) -> dict[str, Any]:
+    """Arguments of `generate`; transformers compiles steps with a static cache by itself where there is a GPU."""
+    return {} if name == "eager" else {"cache_implementation": "static"}
+
+
+def check(device: str) -> bool:
+    """Whether a small mixed model in float32 generates alike with both caches: a ragged batch, several chunks, one whole graph."""
+    model = still_model(base_model(small=True), small=True).to(device)
+    fresh(model)
+    ids = torch.randint(3, 97, (2, 190), generator=torch.Generator().manual_seed(1)).to(device)
+    mask = torch.ones_like(ids)
+    mask[1, :61] = 0
+    tokens = 12 if device == "cpu" else 140  # both begin chunks
+    given = {"attention_mask": mask, "max_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(ids, **given)
+    compiling = CompileConfig(fullgraph=True)
+    if device == "cpu":
+        compiling = CompileConfig(fullgraph=True, backend="aot_eager", mode=None)  # type: ignore[arg-type]
+        compiling._compile_all_devices = True  # type: ignore[assignment]
+    found = [
+        model.generate(ids, cache_implementation="static", compile_config=compiling, **given) for _ in range(2)
+    ]  # the second cache lies elsewhere: its steps are captured again
+    same = all(torch.equal(expected, each) for each in found)
+    skips = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
+    print(json.dumps({"check": "static = dynamic", "same": same, "cudagraph_skips": skips}), flush=True)
+    return same and not skips
+
+
+def measure(model: Any, name: str, way: str, context: int, steps: int) -> dict[str, Any]:
+    """One row: a call that compiles and warms up, then one that is timed."""
+    fresh(model)
+    ids = torch.randint(3, model.config.vocab_size, (1, context), generator=torch.Generator().manual_seed(2))
+    ids = ids.to(model.device)
+    given = {**way_of(way), "do_sample": False, "pad_token_id": 0, "max_new_tokens": steps + 8}
+    begin = time.perf_counter()
+    model.generate(ids, attention_mask=torch.ones_like(ids), **given)
+    ready = time.perf_counter() - begin
+    clock = Clock()
+    tokens = model.generate(
+        ids, attention_mask=torch.ones_like(ids), stopping_criteria=StoppingCriteriaList([clock]), **given
+    )
+    return {
+        "model": name,
+        "way": way,
+        "context": context,
+        "decode_us": round(clock.median_us(skip=6), 1),
+        "first_call_s": round(ready, 1),
+        "tokens": tokens[0, context:].tolist(),
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Both models side by side, with the target; a missing time is a dash."""
+    found = {(row["model"], row["way"], row["context"]): row for row in rows}
+    lines = [f"{'context':>8} {'way':8}{'base ms':>9}{'STILL ms':>10}{'ratio':>7}{'target':>8}"]
+    for context in sorted({row["context"] for row in rows}):
+        for way, target in TARGETS.items():
+            times = [found.get((name, way, context), {}).get("decode_us") for name in ("base", "still")]
+            cells = [f"{x / 1e3:.3f}" if x else "-" for x in times]
+            ratio = f"{times[1] / times[0]:.2f}" if all(times) else "-"
+            lines.append(f"{context:8} {way:8}{cells[0]:>9}{cells[1]:>10}{ratio:>7}{f'<= {target}':>8}")
+        same = [found.get(("still", way, context), {}).get("tokens") for way in TARGETS]
+        if all(same):
+            alike = sum(a == b for a, b in zip(*same, strict=True))
+            lines.append(f"{context:8} STILL model, eager and static: {alike} of {len(same[0])} tokens alike")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Command line; exit code 1 where the static cache gives other tokens."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--contexts", default="8000,1024", help="tokens already seen, comma-separated, in order of work"
+    )
+    parser.add_argument("--models", default="base,still", help="of base, still")
+    parser.add_argument("--ways", default="eager,static", help="of eager, static")
+    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--limit-s", type=float, default=240, help="start nothing new after so long (default 240)")
+    parser.add_argument("--small", action="store_true", help="tiny sizes, for a CPU")
+    options = parser.parse_args()
+    begin, models, ways = time.perf_counter(), options.models.split(","), options.ways.split(",")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if "still" in models:
+        try:
+            import pydantic  # noqa: F401
+        except ImportError:
+            print("error: the STILL model needs pydantic. Run: pip install pydantic, or leave it out by --models base.")
+            return 2
+        if "static" in ways and not check(device):
+            print(
+                "error: the static cache gives other tokens than the dynamic one, or no CUDA graph; nothing is timed."
+            )
+            return 1
+    base = base_model(options.small)
+    made = {"base": base}
+    if "still" in models:
+        made["still"] = still_model(base, options.small)
+    dtype = torch.float16 if device == "cuda" else torch.float32
+    made = {name: made[name].to(device, dtype) for name in models}
+    rows: list[dict[str, Any]] = []
+    for context in (int(x) for x in options.contexts.split(",")):
+        for way in ways:
+            for name in models:
+                if time.perf_counter() - begin > options.limit_s:
+                    print(f"not measured for want of time: {name}, {way}, {context}")
+                    continue
+                row = {**measure(made[name], name, way, context, options.steps), "torch": torch.__version__}
+                rows.append(row)
+                print(json.dumps({k: v for k, v in row.items() if k != "tokens"}), flush=True)
+    print(table(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
