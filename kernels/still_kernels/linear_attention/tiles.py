@@ -8,8 +8,8 @@ from still_kernels.tile import SHARED_BYTES, KernelTile, TileTable, pow2
 
 MAX_HEAD_DIM = 256
 MAX_SHARED = 16
-SEGMENT_TOKENS = 4096
-"""That a prompt's steps take at a time, which bounds the workspace: 152 MB for 32 heads of 128 with a decay per head, in 16 bits."""
+SEGMENT_TOKENS = 8192
+"""That a prompt's steps take at a time, which bounds the workspace: 304 MB for 32 heads of 128 with a decay per head, in 16 bits."""
 
 
 @lru_cache
@@ -33,7 +33,7 @@ def tile_table(
     # A stage holds what a chunk reads; beside the stages lies what products pass on.
     stage = size * chunk * (dim * (1 + int(delta and per_key)) + columns) + 4 * chunk * chunk * int(delta)
     fixed = size * columns * (dim + chunk) + (16 << 10)
-    stages = max(1, min(3, (room - fixed) // stage))
+    stages = max(1, min(4 if arch == 90 else 3, (room - fixed) // stage))
     # Four programs a multiprocessor, which wait for their own products, in place of two; elsewhere it spills.
     registers = 128 if arch == 90 and not (wide or per_key) else None
     block = min(pow2(value_dim), 64 if wide or dim > 128 else 128)
