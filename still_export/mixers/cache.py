@@ -45,7 +45,7 @@ class StillCache(Cache):
             CapacityError: The model does not take so many tokens.
         """
         cache = cls(_layers(config), FixedProgress(batch, tokens, device))
-        place = torch.device("cpu" if device is None else device)
+        place = torch.empty(0, device=device).device  # with its number
         for layer in cache.layers:
             layer.allocate(batch, tokens, dtype, place)
             layer.fixed = layer.is_compileable = layer.is_initialized = True

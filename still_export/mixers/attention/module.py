@@ -46,14 +46,13 @@ class SoftmaxAttention(ProjectedAttention):
                 f"layer {self.layer_idx} is softmax attention and got a {type(past_key_values).__name__}; "
                 "pass past_key_values=StillCache.empty(model.config), or none, to the model's forward."
             )
+        if layer.fixed and torch.compiler.is_compiling():
+            return attention_(query, key, value, layer.new_tokens, layer.length, layer.state)
         return self._update(Inputs(query, key, value, layer.new_tokens), layer)
 
     def _update(self, inputs: Inputs, layer: AttentionLayer) -> Tensor:
-        query, compiling = inputs.query, torch.compiler.is_compiling()
-        if compiling and layer.fixed:
-            assert layer.state is not None and layer.length is not None
-            return attention_(inputs, layer.state, layer.length)
-        if query.is_cuda and query.shape[1] == 1 and layer.owned and not (compiling or wants_gradients(query)):
+        query, traced = inputs.query, torch.compiler.is_compiling()
+        if query.is_cuda and query.shape[1] == 1 and layer.owned and not (traced or wants_gradients(query)):
             step = layer.decode_step(inputs)
             if step is not None:
                 assert inputs.new_tokens is not None and layer.length is not None

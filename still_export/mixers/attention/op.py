@@ -41,9 +41,10 @@ def attention(inputs: Inputs, state: AttentionState) -> tuple[Tensor, AttentionS
     return results["output"], AttentionState(results["present_key"], results["present_value"], length)
 
 
-def attention_(inputs: Inputs, state: AttentionState, length: Tensor) -> Tensor:
-    """The same with the new keys and values written into `state`, after `length` [B] tokens: the output alone."""
-    output: Tensor = torch.ops.still.attention_(
-        inputs.query, inputs.key, inputs.value, inputs.new_tokens, length, state.key, state.value
-    )
+def attention_(
+    query: Tensor, key: Tensor, value: Tensor, new_tokens: Tensor, length: Tensor | None, state: AttentionState | None
+) -> Tensor:
+    """The same with the new keys and values written into `state`, after `length` [B] tokens, and the output alone."""
+    assert length is not None and state is not None
+    output: Tensor = torch.ops.still.attention_(query, key, value, new_tokens, length, state.key, state.value)
     return output

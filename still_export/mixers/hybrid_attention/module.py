@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -109,17 +108,18 @@ class StillAttention(ProjectedAttention):
                 f"layer {self.layer_idx} is hybrid attention and got a {type(past_key_values).__name__}; "
                 "pass past_key_values=StillCache.empty(model.config), or none, to the model's forward."
             )
-        output = self._update(Inputs(*heads, *weights, layer.new_tokens), layer)
+        if layer.fixed and torch.compiler.is_compiling():
+            output = hybrid_attention_(
+                (*heads, *weights, layer.factor), layer.new_tokens, layer.length, layer.state, self.still
+            )
+        else:
+            output = self._update(Inputs(*heads, *weights, layer.new_tokens), layer)
         return self.o_proj(output.flatten(2)), None
 
     def _update(self, inputs: Inputs, layer: HybridLayer) -> Tensor:
         """Attention [B, T, H, D] of new tokens to themselves and to what the cache holds, which takes them in."""
-        query = inputs.query
-        compiling = torch.compiler.is_compiling()
-        if compiling and layer.fixed:
-            assert layer.state is not None and layer.length is not None
-            return hybrid_attention_(replace(inputs, window_factor=layer.factor), self.still, layer.state, layer.length)
-        if query.is_cuda and query.shape[1] == 1 and layer.owned and not (compiling or wants_gradients(query)):
+        query, traced = inputs.query, torch.compiler.is_compiling()
+        if query.is_cuda and query.shape[1] == 1 and layer.owned and not (traced or wants_gradients(query)):
             step = layer.decode_step(inputs)
             if step is not None:
                 assert inputs.new_tokens is not None and layer.length is not None

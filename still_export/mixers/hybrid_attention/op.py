@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 
 import torch
@@ -62,19 +62,23 @@ def hybrid_attention(
 
 
 def hybrid_attention_(
-    inputs: Inputs, config: HybridAttentionConfig, state: HybridAttentionState, length: Tensor
+    tensors: Sequence[Tensor | None],
+    new_tokens: Tensor | None,
+    length: Tensor | None,
+    state: HybridAttentionState | None,
+    config: HybridAttentionConfig,
 ) -> Tensor:
-    """The same with the new state written into `state`'s tensors, after `length` [B] tokens: the output alone.
+    """The same with the new state written into the tensors of `state`, and the output alone.
 
     Args:
-        inputs: With `new_tokens`, and with the window factors where the layer has some.
+        tensors: Query, key, value, gate or None, the two feature weights, window factors where the layer has some.
+        length: Tokens before the call, [B]; that of `state` is not read.
     """
-    given = [getattr(inputs, name) for name in _INPUTS]
+    assert new_tokens is not None and length is not None and state is not None
     states = [getattr(state, name) for name in _STATES]
-    output: Tensor = torch.ops.still.hybrid_attention_(*given, length, *states, *config.attribute_values)
+    values = (*tensors, new_tokens, length, *states, *config.attribute_values)
+    output: Tensor = torch.ops.still.hybrid_attention_(*values)
     return output
 
 
-_INPUTS = tuple(t.name for t in HYBRID_ATTENTION.inputs if t.name != "past_length")
 _STATES = tuple(s.name for s in HYBRID_ATTENTION.states)
-assert HYBRID_ATTENTION.input_names() == (*_INPUTS, "past_length", *(f"past_{name}" for name in _STATES))

@@ -166,6 +166,5 @@ def test_the_fake_op_has_the_strides_of_the_real_one(tokens: int) -> None:
     states = (getattr(state, s.name) for s in HYBRID_ATTENTION.states)
     counts = torch.tensor([tokens, 1])
     arguments = (*tensors, None, counts, state.length, *states, *config.attributes().values())
-    torch.library.opcheck(
-        torch.ops.still.hybrid_attention.default, arguments, test_utils=("test_schema", "test_faketensor")
-    )
+    for each in (torch.ops.still.hybrid_attention, torch.ops.still.hybrid_attention_):
+        torch.library.opcheck(each.default, arguments, test_utils=("test_schema", "test_faketensor"))
