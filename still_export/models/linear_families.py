@@ -17,6 +17,7 @@ from transformers import (
     GraniteMoeHybridForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
+    Mamba2Config,
     OlmoHybridConfig,
     OlmoHybridForCausalLM,
     Qwen3_5ForCausalLM,
@@ -24,21 +25,23 @@ from transformers import (
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
+from transformers.models.mamba2.modeling_mamba2 import Mamba2Block, Mamba2RMSNorm
 
 from still_export.errors import UnsupportedModelError
 from still_export.mixers.config import FULL, StillConfig
 from still_export.mixers.registry import mixer_of
 from still_export.models.base import StillConfigMixin, StillModelMixin
 from still_export.models.families import Family
+from still_export.models.stack import Stack, StackForCausalLM
 from still_export.models.support import check_heads, check_rope
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a layer of a family's type has its mixer, and which of ours takes its place."""
+    """Which of our mixers a layer of a family's type has, and the names of the modules that it replaces: one, or some side by side."""
 
     mixer: str
-    attribute: str
+    attributes: tuple[str, ...]
 
 
 class LinearConfigMixin(StillConfigMixin):
@@ -73,12 +76,14 @@ class LinearModelMixin(StillModelMixin):
             )
         config = self.config
         for index, layer in enumerate(self.model.layers):
-            place = config.places[config.layer_types[index]]
-            mixer = mixer_of(config, index).module(getattr(layer, place.attribute), config, index)
-            setattr(layer, place.attribute, mixer)
+            for name in config.places[config.layer_types[index]].attributes:
+                setattr(layer, name, mixer_of(config, index).module(getattr(layer, name), config, index))
 
 
-_GATED_DELTA = {"linear_attention": Place("gated_delta_net", "linear_attn"), "full_attention": Place(FULL, "self_attn")}
+_GATED_DELTA = {
+    "linear_attention": Place("gated_delta_net", ("linear_attn",)),
+    "full_attention": Place(FULL, ("self_attn",)),
+}
 
 
 @strict
@@ -114,8 +119,8 @@ class StillGraniteMoeHybridConfig(LinearConfigMixin, GraniteMoeHybridConfig):
 
     model_type = "still_granitemoehybrid"
     places: ClassVar[dict[str, Place]] = {
-        "linear_attention": Place("mamba2", "mamba"),
-        "full_attention": Place(FULL, "self_attn"),
+        "linear_attention": Place("mamba2", ("mamba",)),
+        "full_attention": Place(FULL, ("self_attn",)),
     }
     still_config: dict[str, Any] | None = None
 
@@ -126,9 +131,20 @@ class StillLfm2Config(LinearConfigMixin, Lfm2Config):
 
     model_type = "still_lfm2"
     places: ClassVar[dict[str, Place]] = {
-        "conv": Place("short_conv", "conv"),
-        "full_attention": Place(FULL, "self_attn"),
+        "conv": Place("short_conv", ("conv",)),
+        "full_attention": Place(FULL, ("self_attn",)),
     }
+    still_config: dict[str, Any] | None = None
+
+
+@strict
+class StillMamba2Config(LinearConfigMixin, Mamba2Config):
+    """Mamba-2 alone: no softmax, no feed-forward layers; nothing in it has a position, so its context is as long as one likes."""
+
+    model_type = "still_mamba2"
+    attribute_map: ClassVar[dict[str, str]] = {"num_attention_heads": "num_heads", "num_key_value_heads": "num_heads"}
+    places: ClassVar[dict[str, Place]] = {"linear_attention": Place("mamba2", ("mixer",))}
+    max_position_embeddings: int = 1 << 20
     still_config: dict[str, Any] | None = None
 
 
@@ -159,6 +175,25 @@ class StillGraniteMoeHybridForCausalLM(LinearModelMixin, GraniteMoeHybridForCaus
         return super().logits(hidden) / self.config.logits_scaling
 
 
+class StillMamba2ForCausalLM(LinearModelMixin, StackForCausalLM):
+    """Mamba-2 alone."""
+
+    config_class = StillMamba2Config
+
+    def stack(self, config: Any) -> Stack:
+        layers = [Mamba2Block(config, index) for index in range(config.num_hidden_layers)]
+        return Stack(config, layers, Mamba2RMSNorm(config.hidden_size, config.layer_norm_epsilon))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return super().logits(hidden.to(self.lm_head.weight.dtype))  # the sums of layers are float32
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Without the cache that transformers makes for classes with "mamba" in their name, beside the one that it is given."""
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+        inputs.pop("cache_params", None)
+        return inputs
+
+
 class StillLfm2ForCausalLM(LinearModelMixin, Lfm2ForCausalLM):
     """LFM2."""
 
@@ -179,6 +214,7 @@ LINEAR_FAMILIES: dict[str, Family] = {
             linear=True,
         ),
         Family("lfm2", Lfm2Config, StillLfm2Config, StillLfm2ForCausalLM, linear=True),
+        Family("mamba2", Mamba2Config, StillMamba2Config, StillMamba2ForCausalLM, linear=True),
     )
 }
 """Families by transformers' model_type."""
@@ -195,7 +231,6 @@ NOT_COVERED = {
     "rwkv": "RWKV reads its state before the token's update, which no rule of the op does",
     "xlstm": "xLSTM's exponential gate needs a running maximum as a state",
     "recurrent_gemma": "RG-LRU has no mixer here yet",
-    "mamba2": "Mamba-2 alone has no mixer-only model here yet",
     "bamba": "Bamba has no family here yet",
     "falcon_h1": "its layers run softmax and Mamba-2 side by side, which has no mixer here yet",
     "nemotron_h": "its layers are single blocks, which have no family here yet",

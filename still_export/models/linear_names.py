@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,12 @@ from still_export.models.weights import Deferred, Weight, Weights, value_of
 _ELSEWHERE = ("mtp.", "model.visual.")
 """Tensors of other things than the language model: further heads that guess tokens ahead, images. transformers leaves them out, too."""
 _OLMO_HYBRID = (("attention_layer_norm", "input_layernorm"), ("feedforward_layer_norm", "post_attention_layernorm"))
+_MAMBA2 = (
+    ("backbone.embeddings.", "model.embed_tokens."),
+    ("backbone.embedding.", "model.embed_tokens."),
+    ("backbone.norm_f.", "model.norm."),
+    ("backbone.", "model."),
+)
 _OLMO_CONV = re.compile(r"(.*\.linear_attn)\.([qkv])_conv1d\.weight")
 
 
@@ -43,7 +50,15 @@ def published_names(model_type: str, tensors: Weights) -> dict[str, Weight]:
         for name, tensor in tensors.items()
         if not name.startswith(_ELSEWHERE)
     }
+    if model_type == "mamba2":
+        return {_renamed(name, _MAMBA2): tensor for name, tensor in kept.items()}
     return _olmo_hybrid(kept) if model_type.endswith("olmo_hybrid") else kept
+
+
+def _renamed(name: str, parts: Sequence[tuple[str, str]]) -> str:
+    for theirs, ours in parts:
+        name = name.replace(theirs, ours)
+    return name
 
 
 def _olmo_hybrid(tensors: Weights) -> dict[str, Weight]:
@@ -54,9 +69,7 @@ def _olmo_hybrid(tensors: Weights) -> dict[str, Weight]:
         if match := _OLMO_CONV.fullmatch(name):
             parts.setdefault(match[1], {})[match[2]] = tensor
             continue
-        for theirs, ours in _OLMO_HYBRID:
-            name = name.replace(theirs, ours)
-        result[name] = tensor
+        result[_renamed(name, _OLMO_HYBRID)] = tensor
     for module, found in parts.items():
         if sorted(found) != ["k", "q", "v"]:
             raise CheckpointError(

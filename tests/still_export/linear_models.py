@@ -29,6 +29,7 @@ _DELTA: dict[str, Any] = dict(
     linear_value_head_dim=20,
     linear_conv_kernel_dim=4,
 )
+_NO_SOFTMAX: dict[str, Any] = dict(num_attention_heads=None, num_key_value_heads=None)
 SIZES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": dict(_DELTA, head_dim=16),
     "qwen3_next": dict(_DELTA, head_dim=16, num_experts=0),
@@ -46,14 +47,16 @@ SIZES: dict[str, dict[str, Any]] = {
         residual_multiplier=0.7,
         logits_scaling=3.0,
     ),
+    "mamba2": dict(_NO_SOFTMAX, num_heads=6, head_dim=8, state_size=10, n_groups=2, time_step_limit=(0.1, 2.0)),
     "lfm2": dict(layer_types=["conv", "full_attention", "conv", "conv"], block_auto_adjust_ff_dim=False),
 }
-"""What each family's configuration has beside `COMMON`."""
+"""What each family's configuration has beside `COMMON`, None where it lacks one of those."""
 
 
 def linear_config(family: str, **changes: Any) -> Any:
     """A plain configuration of transformers."""
-    return LINEAR_FAMILIES[family].config(**{**COMMON, **SIZES[family], **changes})
+    given = {**COMMON, **SIZES[family], **changes}
+    return LINEAR_FAMILIES[family].config(**{name: value for name, value in given.items() if value is not None})
 
 
 def linear_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
@@ -61,7 +64,7 @@ def linear_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0,
     model = AutoModelForCausalLM.from_config(linear_config(family, **changes)).to(dtype).eval()
     model.generation_config.eos_token_id = None  # random models must not stop by chance
     generator = torch.Generator().manual_seed(seed)
-    ranges = {"A_log": (-1.5, 1.5), "dt_bias": (-3.0, 0.5)}
+    ranges = {"A_log": (-1.5, 1.5), "dt_bias": (-3.0, 0.5), "D": (0.5, 1.5)}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             low, high = ranges.get(name.rsplit(".", 1)[-1], (0.0, 0.0))
@@ -69,7 +72,7 @@ def linear_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0,
                 drawn = low + (high - low) * torch.rand(parameter.shape, generator=generator)
             else:
                 # Taps so large that no output is lost in the norm that follows it: that would multiply rounding, in transformers too.
-                drawn = torch.randn(parameter.shape, generator=generator) * (0.7 if "conv" in name else 0.2)
+                drawn = torch.randn(parameter.shape, generator=generator) * (2.0 if "conv" in name else 0.2)
             if "norm" in name:
                 drawn = drawn + (0.0 if family.startswith("qwen3") and "linear_attn" not in name else 1.0)
             parameter.copy_(drawn)

@@ -53,6 +53,7 @@ def pieces(model: Any, tokens: torch.Tensor, sizes: list[int]) -> tuple[torch.Te
 def test_logits_and_states_are_those_of_transformers(pair: tuple[Any, Any]) -> None:
     theirs, ours = pair
     whole = theirs(ids(), use_cache=True)
+    seen = whole["cache_params" if "cache_params" in whole else "past_key_values"]
     expected = theirs(ids(), use_cache=False).logits
     assert far(ours(ids(), use_cache=False).logits, expected) <= LOGITS
     for sizes in ([70, 1, 129], [2, 198], [1, 2, 3, 2, 1, 191]):
@@ -60,11 +61,11 @@ def test_logits_and_states_are_those_of_transformers(pair: tuple[Any, Any]) -> N
         assert far(logits, expected) <= LOGITS, sizes
         for index, states in enumerate(cache.states()):
             if "recurrent_state" in states:
-                state = whole.past_key_values.get_recurrent_state(index, state_idx=0)
+                state = seen.get_recurrent_state(index, state_idx=0)
                 state = state if state.shape == states["recurrent_state"].shape else state.transpose(2, 3)
                 assert far(states["recurrent_state"], state) <= STATES
             if "conv_state" in states:
-                columns = whole.past_key_values.get_conv_state(index, state_idx=0)
+                columns = seen.get_conv_state(index, state_idx=0)
                 assert far(states["conv_state"], columns[..., -states["conv_state"].shape[-1] :]) <= STATES
 
 
