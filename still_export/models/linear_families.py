@@ -13,6 +13,8 @@ from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
     Lfm2Config,
@@ -148,6 +150,15 @@ class StillMamba2Config(LinearConfigMixin, Mamba2Config):
     still_config: dict[str, Any] | None = None
 
 
+@strict
+class StillFalconH1Config(LinearConfigMixin, FalconH1Config):
+    """Falcon-H1: softmax and Mamba-2 side by side in every layer."""
+
+    model_type = "still_falcon_h1"
+    places: ClassVar[dict[str, Place]] = {"hybrid": Place("parallel_mamba2", ("mamba", "self_attn"))}
+    still_config: dict[str, Any] | None = None
+
+
 class StillQwen3_5ForCausalLM(LinearModelMixin, Qwen3_5ForCausalLM):
     """Qwen3.5's text."""
 
@@ -173,6 +184,15 @@ class StillGraniteMoeHybridForCausalLM(LinearModelMixin, GraniteMoeHybridForCaus
 
     def logits(self, hidden: Tensor) -> Tensor:
         return super().logits(hidden) / self.config.logits_scaling
+
+
+class StillFalconH1ForCausalLM(LinearModelMixin, FalconH1ForCausalLM):
+    """Falcon-H1."""
+
+    config_class = StillFalconH1Config
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return super().logits(hidden) * self.config.lm_head_multiplier
 
 
 class StillMamba2ForCausalLM(LinearModelMixin, StackForCausalLM):
@@ -214,6 +234,7 @@ LINEAR_FAMILIES: dict[str, Family] = {
             linear=True,
         ),
         Family("lfm2", Lfm2Config, StillLfm2Config, StillLfm2ForCausalLM, linear=True),
+        Family("falcon_h1", FalconH1Config, StillFalconH1Config, StillFalconH1ForCausalLM, linear=True),
         Family("mamba2", Mamba2Config, StillMamba2Config, StillMamba2ForCausalLM, linear=True),
     )
 }
@@ -232,7 +253,6 @@ NOT_COVERED = {
     "xlstm": "xLSTM's exponential gate needs a running maximum as a state",
     "recurrent_gemma": "RG-LRU has no mixer here yet",
     "bamba": "Bamba has no family here yet",
-    "falcon_h1": "its layers run softmax and Mamba-2 side by side, which has no mixer here yet",
     "nemotron_h": "its layers are single blocks, which have no family here yet",
     "zamba2": "its softmax blocks are shared between layers",
 }

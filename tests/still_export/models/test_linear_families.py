@@ -85,6 +85,15 @@ def test_single_steps_and_ragged_rows(pair: tuple[Any, Any]) -> None:
         assert far(logits[row], expected[row, place : place + 3]) <= LOGITS
 
 
+@pytest.mark.parametrize("family, changes", [("falcon_h1", {"mamba_rms_norm": False})])
+@torch.no_grad()
+def test_variants_are_those_of_transformers(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    theirs = linear_model(family, **changes)
+    theirs.save_pretrained(tmp_path)
+    expected = theirs.double()(ids(), use_cache=False).logits
+    assert far(pieces(load_model(tmp_path), ids(), [70, 1, 129])[0], expected) <= LOGITS
+
+
 def test_every_weight_has_a_role(pair: tuple[Any, Any]) -> None:
     assert set(weight_roles(pair[1])) == {name for name, _ in pair[1].named_parameters()}
 
@@ -140,7 +149,7 @@ def test_variants_are_refused_by_name(family: str, changes: dict[str, Any], mess
         load_model(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["mamba", "rwkv", "xlstm", "qwen3_5_moe", "kimi_linear", "falcon_h1"])
+@pytest.mark.parametrize("name", ["mamba", "rwkv", "xlstm", "qwen3_5_moe", "kimi_linear", "bamba"])
 def test_families_are_refused_by_name(name: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"model_type='{name}' in config.json is not covered: "):
         family_of(name)
