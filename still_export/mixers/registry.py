@@ -8,6 +8,7 @@ from still_export.mixers.attention.mixer import AttentionMixer
 from still_export.mixers.base import Mixer
 from still_export.mixers.gated_delta_net.mixer import GatedDeltaNetMixer
 from still_export.mixers.hybrid_attention.mixer import HybridAttentionMixer
+from still_export.mixers.latent_attention.mixer import LatentAttentionMixer
 from still_export.mixers.mamba2.mixer import Mamba2Mixer
 from still_export.mixers.parallel_mamba2.mixer import ParallelMamba2Mixer
 from still_export.mixers.short_conv.mixer import ShortConvMixer
@@ -17,6 +18,7 @@ MIXERS: dict[str, Mixer] = {
     for mixer in (
         HybridAttentionMixer(),
         AttentionMixer(),
+        LatentAttentionMixer(),
         GatedDeltaNetMixer(),
         Mamba2Mixer(),
         ParallelMamba2Mixer(),

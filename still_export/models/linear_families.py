@@ -17,6 +17,8 @@ from transformers import (
     FalconH1ForCausalLM,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
+    KimiLinearConfig,
+    KimiLinearForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
     Mamba2Config,
@@ -116,6 +118,28 @@ class StillOlmoHybridConfig(LinearConfigMixin, OlmoHybridConfig):
 
 
 @strict
+class StillKimiLinearConfig(LinearConfigMixin, KimiLinearConfig):
+    """Kimi Linear without experts: gated delta rule with a decay per key channel, attention to latents without positions."""
+
+    model_type = "still_kimi_linear"
+    places: ClassVar[dict[str, Place]] = {
+        "linear_attention": Place("gated_delta_net", ("self_attn",)),
+        "full_attention": Place("latent_attention", ("self_attn",)),
+    }
+    still_config: dict[str, Any] | None = None
+
+    linear_num_key_heads = linear_num_value_heads = property(lambda self: self.linear_num_heads)
+    linear_key_head_dim = linear_value_head_dim = property(lambda self: self.linear_head_dim)
+
+    def check(self, still: StillConfig) -> None:
+        super().check(still)
+        if getattr(self, "mla_use_nope", True) is False:
+            raise UnsupportedModelError(
+                "mla_use_nope=false in config.json: attention to latents is covered without positions alone, as transformers has it."
+            )
+
+
+@strict
 class StillGraniteMoeHybridConfig(LinearConfigMixin, GraniteMoeHybridConfig):
     """Granite 4 without experts: Mamba-2, softmax with or without positions."""
 
@@ -177,6 +201,12 @@ class StillOlmoHybridForCausalLM(LinearModelMixin, OlmoHybridForCausalLM):
     config_class = StillOlmoHybridConfig
 
 
+class StillKimiLinearForCausalLM(LinearModelMixin, KimiLinearForCausalLM):
+    """Kimi Linear."""
+
+    config_class = StillKimiLinearConfig
+
+
 class StillGraniteMoeHybridForCausalLM(LinearModelMixin, GraniteMoeHybridForCausalLM):
     """Granite 4."""
 
@@ -233,6 +263,7 @@ LINEAR_FAMILIES: dict[str, Family] = {
             StillGraniteMoeHybridForCausalLM,
             linear=True,
         ),
+        Family("kimi_linear", KimiLinearConfig, StillKimiLinearConfig, StillKimiLinearForCausalLM, linear=True),
         Family("lfm2", Lfm2Config, StillLfm2Config, StillLfm2ForCausalLM, linear=True),
         Family("falcon_h1", FalconH1Config, StillFalconH1Config, StillFalconH1ForCausalLM, linear=True),
         Family("mamba2", Mamba2Config, StillMamba2Config, StillMamba2ForCausalLM, linear=True),
@@ -244,9 +275,7 @@ _EXPERTS = "its layers have experts"
 _MAMBA_1 = "Mamba-1 decays each channel's states apart, which needs an op of its own"
 _SPARSE = "its softmax layers select keys"
 NOT_COVERED = {
-    **dict.fromkeys(
-        ("qwen3_5_moe", "qwen3_5_moe_text", "lfm2_moe", "minimax", "kimi_linear", "bailing_hybrid"), _EXPERTS
-    ),
+    **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text", "lfm2_moe", "minimax", "bailing_hybrid"), _EXPERTS),
     **dict.fromkeys(("mamba", "falcon_mamba", "jamba", "zamba"), _MAMBA_1),
     **dict.fromkeys(("qwen4_exp", "glm5_next", "minicpm_sala"), _SPARSE),
     "rwkv": "RWKV reads its state before the token's update, which no rule of the op does",

@@ -22,7 +22,12 @@ _MAMBA2 = (
     ("backbone.norm_f.", "model.norm."),
     ("backbone.", "model."),
 )
-_OLMO_CONV = re.compile(r"(.*\.linear_attn)\.([qkv])_conv1d\.weight")
+_KIMI = (
+    *((f".self_attn.{x}", f".self_attn.forget_gate.{x}") for x in ("f_a_proj", "f_b_proj", "dt_bias", "A_log")),
+    (".block_sparse_moe.", ".mlp."),
+)
+_NAMES: dict[str, tuple[tuple[str, str], ...]] = {"olmo_hybrid": _OLMO_HYBRID, "mamba2": _MAMBA2, "kimi_linear": _KIMI}
+_CONVOLUTIONS = re.compile(r"(.*)\.([qkv])_conv1d\.weight")
 
 
 _TEXT_OF = {"qwen3_5": "qwen3_5_text"}
@@ -50,9 +55,9 @@ def published_names(model_type: str, tensors: Weights) -> dict[str, Weight]:
         for name, tensor in tensors.items()
         if not name.startswith(_ELSEWHERE)
     }
-    if model_type == "mamba2":
-        return {_renamed(name, _MAMBA2): tensor for name, tensor in kept.items()}
-    return _olmo_hybrid(kept) if model_type.endswith("olmo_hybrid") else kept
+    parts = _NAMES.get(model_type.removeprefix("still_"), ())
+    renamed = {_renamed(name, parts): tensor for name, tensor in kept.items()}
+    return _joined_convolutions(renamed)
 
 
 def _renamed(name: str, parts: Sequence[tuple[str, str]]) -> str:
@@ -61,15 +66,15 @@ def _renamed(name: str, parts: Sequence[tuple[str, str]]) -> str:
     return name
 
 
-def _olmo_hybrid(tensors: Weights) -> dict[str, Weight]:
-    """Other names of norms; convolutions of queries, keys and values apart."""
+def _joined_convolutions(tensors: Weights) -> dict[str, Weight]:
+    """Those of queries, keys and values, which some keep apart, as one."""
     result: dict[str, Weight] = {}
     parts: dict[str, dict[str, Weight]] = {}
     for name, tensor in tensors.items():
-        if match := _OLMO_CONV.fullmatch(name):
+        if match := _CONVOLUTIONS.fullmatch(name):
             parts.setdefault(match[1], {})[match[2]] = tensor
-            continue
-        result[_renamed(name, _OLMO_HYBRID)] = tensor
+        else:
+            result[name] = tensor
     for module, found in parts.items():
         if sorted(found) != ["k", "q", "v"]:
             raise CheckpointError(

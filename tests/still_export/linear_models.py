@@ -66,6 +66,17 @@ SIZES: dict[str, dict[str, Any]] = {
         lm_head_multiplier=0.4,
     ),
     "mamba2": dict(_NO_SOFTMAX, num_heads=6, head_dim=8, state_size=10, n_groups=2, time_step_limit=(0.1, 2.0)),
+    "kimi_linear": dict(
+        num_key_value_heads=6,
+        mlp_layer_types=["dense"] * 4,
+        layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        linear_num_heads=3,
+        linear_head_dim=12,
+        kv_lora_rank=14,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=6,
+        v_head_dim=10,
+    ),
     "lfm2": dict(layer_types=["conv", "full_attention", "conv", "conv"], block_auto_adjust_ff_dim=False),
 }
 """What each family's configuration has beside `COMMON`, None where it lacks one of those."""

@@ -85,7 +85,9 @@ def test_single_steps_and_ragged_rows(pair: tuple[Any, Any]) -> None:
         assert far(logits[row], expected[row, place : place + 3]) <= LOGITS
 
 
-@pytest.mark.parametrize("family, changes", [("falcon_h1", {"mamba_rms_norm": False})])
+@pytest.mark.parametrize(
+    "family, changes", [("falcon_h1", {"mamba_rms_norm": False}), ("kimi_linear", {"q_lora_rank": 9})]
+)
 @torch.no_grad()
 def test_variants_are_those_of_transformers(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
     theirs = linear_model(family, **changes)
@@ -104,8 +106,9 @@ def test_gradients_flow(pair: tuple[Any, Any]) -> None:
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in ours.parameters())
 
 
-def test_an_own_folder_is_read_again(tmp_path: Path) -> None:
-    linear_model("olmo_hybrid").save_pretrained(tmp_path / "theirs")
+@pytest.mark.parametrize("family", ["olmo_hybrid", "kimi_linear", "mamba2"])
+def test_an_own_folder_is_read_again(family: str, tmp_path: Path) -> None:
+    linear_model(family).save_pretrained(tmp_path / "theirs")
     ours = load_model(tmp_path / "theirs")
     ours.save_pretrained(tmp_path / "ours")
     again = load_model(tmp_path / "ours")
@@ -135,7 +138,14 @@ def test_the_text_of_a_model_that_sees_images(tmp_path: Path) -> None:
             "holds experts; of granitemoehybrid only dense models are covered",
         ),
         ("qwen3_next", {"num_experts": 4, "moe_intermediate_size": 8}, "holds experts; of qwen3_next"),
+        (
+            "kimi_linear",
+            {"mlp_layer_types": ["dense"] * 3 + ["sparse"], "num_local_experts": 4, "moe_intermediate_size": 8},
+            "model.layers.3.mlp.experts holds experts; of kimi_linear only dense",
+        ),
+        ("kimi_linear", {"mla_use_nope": False}, "without positions alone"),
         ("qwen3_5_text", {"hidden_act": "gelu"}, "only silu is covered"),
+        ("falcon_h1", {"hidden_act": "gelu"}, "only silu is covered"),
         (
             "lfm2",
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
@@ -149,7 +159,7 @@ def test_variants_are_refused_by_name(family: str, changes: dict[str, Any], mess
         load_model(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["mamba", "rwkv", "xlstm", "qwen3_5_moe", "kimi_linear", "bamba"])
+@pytest.mark.parametrize("name", ["mamba", "rwkv", "xlstm", "qwen3_5_moe", "minimax", "bamba"])
 def test_families_are_refused_by_name(name: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"model_type='{name}' in config.json is not covered: "):
         family_of(name)
