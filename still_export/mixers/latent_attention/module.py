@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from still_export.errors import UnsupportedModelError
 from still_export.mixers.attention.module import SoftmaxAttention
-from still_export.mixers.roles import PROJECTION
+from still_export.mixers.roles import FEATURE_MAP, PROJECTION
 
 
 class LatentAttention(SoftmaxAttention):
@@ -26,17 +26,11 @@ class LatentAttention(SoftmaxAttention):
         UnsupportedModelError: `base` is another kind of module.
     """
 
-    weight_roles: ClassVar[dict[str, str]] = dict.fromkeys(
-        (
-            "q_proj.weight",
-            "q_a_proj.weight",
-            "q_b_proj.weight",
-            "kv_a_proj_with_mqa.weight",
-            "kv_b_proj.weight",
-            "o_proj.weight",
-        ),
-        PROJECTION,
-    )
+    weight_roles: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("q_proj.weight", "q_a_proj.weight", "q_b_proj.weight", "o_proj.weight"), PROJECTION),
+        "kv_a_proj_with_mqa.weight": PROJECTION,
+        "kv_b_proj.weight": FEATURE_MAP,  # a matrix per head on either side of the op, no product with all of a layer's inputs
+    }
 
     def __init__(self, base: Any) -> None:
         nn.Module.__init__(self)
