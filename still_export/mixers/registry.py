@@ -6,7 +6,8 @@ from typing import Any
 
 from still_export.mixers.attention.mixer import AttentionMixer
 from still_export.mixers.base import Mixer
-from still_export.mixers.gated_delta_net.mixer import GatedDeltaNetMixer
+from still_export.mixers.gated_delta_net.mixer import DeltaNetMixer, GatedDeltaNetMixer
+from still_export.mixers.gated_linear_attention.mixer import GatedLinearAttentionMixer
 from still_export.mixers.hybrid_attention.mixer import HybridAttentionMixer
 from still_export.mixers.latent_attention.mixer import LatentAttentionMixer
 from still_export.mixers.mamba2.mixer import Mamba2Mixer
@@ -20,6 +21,8 @@ MIXERS: dict[str, Mixer] = {
         AttentionMixer(),
         LatentAttentionMixer(),
         GatedDeltaNetMixer(),
+        DeltaNetMixer(),
+        GatedLinearAttentionMixer(),
         Mamba2Mixer(),
         ParallelMamba2Mixer(),
         ShortConvMixer(),

@@ -5,7 +5,6 @@ Such a model is exported as it is: nothing is linearized, nothing untrained atta
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
@@ -33,56 +32,10 @@ from transformers.models.mamba2.modeling_mamba2 import Mamba2Block, Mamba2RMSNor
 
 from still_export.errors import UnsupportedModelError
 from still_export.mixers.config import FULL, StillConfig
-from still_export.mixers.registry import mixer_of
-from still_export.models.base import StillConfigMixin, StillModelMixin
 from still_export.models.families import Family
+from still_export.models.fla_families import FLA_FAMILIES
+from still_export.models.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
 from still_export.models.stack import Stack, StackForCausalLM
-from still_export.models.support import check_heads, check_rope
-
-
-@dataclass(frozen=True)
-class Place:
-    """Which of our mixers a layer of a family's type has, and the names of the modules that it replaces: one, or some side by side."""
-
-    mixer: str
-    attributes: tuple[str, ...]
-
-
-class LinearConfigMixin(StillConfigMixin):
-    """Goes before a family's configuration; its layers are `places`, by the family's own `layer_types`."""
-
-    places: ClassVar[dict[str, Place]]
-
-    def read_still(self) -> StillConfig:
-        types: list[str] = self.layer_types  # type: ignore[attr-defined]
-        unknown = sorted(set(types) - set(self.places))
-        if unknown:
-            raise UnsupportedModelError(
-                f"layer_types in config.json name {', '.join(unknown)}; covered for {self.model_type}: {', '.join(self.places)}."  # type: ignore[attr-defined]
-            )
-        given = {**(self.still_config or {}), "layer_types": tuple(self.places[name].mixer for name in types)}
-        return StillConfig.from_dict(given)
-
-    def check(self, still: StillConfig) -> None:
-        check_heads(self)
-        if getattr(self, "rope_parameters", None):
-            check_rope(self, partial=True)
-
-
-class LinearModelMixin(StillModelMixin):
-    """Goes before a family's `...ForCausalLM`: its mixers by ours, tensor-only cache, batches padded on the right."""
-
-    def swap_mixers(self) -> None:
-        experts = next((name for name, _ in self.named_modules() if name.rsplit(".", 1)[-1] == "experts"), None)  # type: ignore[attr-defined]
-        if experts is not None:
-            raise UnsupportedModelError(
-                f"{experts} holds experts; of {self.config.model_type.removeprefix('still_')} only dense models are covered."
-            )
-        config = self.config
-        for index, layer in enumerate(self.model.layers):
-            for name in config.places[config.layer_types[index]].attributes:
-                setattr(layer, name, mixer_of(config, index).module(getattr(layer, name), config, index))
-
 
 _GATED_DELTA = {
     "linear_attention": Place("gated_delta_net", ("linear_attn",)),
@@ -267,6 +220,7 @@ LINEAR_FAMILIES: dict[str, Family] = {
         Family("lfm2", Lfm2Config, StillLfm2Config, StillLfm2ForCausalLM, linear=True),
         Family("falcon_h1", FalconH1Config, StillFalconH1Config, StillFalconH1ForCausalLM, linear=True),
         Family("mamba2", Mamba2Config, StillMamba2Config, StillMamba2ForCausalLM, linear=True),
+        *FLA_FAMILIES,
     )
 }
 """Families by transformers' model_type."""

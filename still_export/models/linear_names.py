@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from still_export.errors import CheckpointError
+from still_export.models import fla
 from still_export.models.weights import Deferred, Weight, Weights, value_of
 
 _ELSEWHERE = ("mtp.", "model.visual.")
@@ -26,8 +27,19 @@ _KIMI = (
     *((f".self_attn.{x}", f".self_attn.forget_gate.{x}") for x in ("f_a_proj", "f_b_proj", "dt_bias", "A_log")),
     (".block_sparse_moe.", ".mlp."),
 )
-_NAMES: dict[str, tuple[tuple[str, str], ...]] = {"olmo_hybrid": _OLMO_HYBRID, "mamba2": _MAMBA2, "kimi_linear": _KIMI}
-_CONVOLUTIONS = re.compile(r"(.*)\.([qkv])_conv1d\.weight")
+_FLA = (
+    ("model.embeddings.", "model.embed_tokens."),
+    (".attn.g_norm_swish_gate.", ".attn.o_norm."),
+)
+_NAMES: dict[str, tuple[tuple[str, str], ...]] = {
+    "olmo_hybrid": _OLMO_HYBRID,
+    "mamba2": _MAMBA2,
+    "kimi_linear": _KIMI,
+    **dict.fromkeys(fla.MIXERS, _FLA),
+    "gla": (*_FLA, (".attn.g_norm.", ".attn.o_norm.")),
+}
+_CONVOLUTIONS = re.compile(r"(.*)\.([qkvfi])_conv1d\.weight")
+_LOWER_BOUNDS = "model.lower_bounds"
 
 
 _TEXT_OF = {"qwen3_5": "qwen3_5_text"}
@@ -35,7 +47,9 @@ _TEXT_OF = {"qwen3_5": "qwen3_5_text"}
 
 
 def language_model(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of the language model alone, for those that see images, too."""
+    """The configuration of the language model alone, for those that see images, too; under our names, for flash-linear-attention's."""
+    if config["model_type"] in fla.MIXERS:
+        return fla.translated(config)
     text = config.get("text_config")
     kind = _TEXT_OF.get(config["model_type"])
     if kind is None or not isinstance(text, dict):
@@ -57,7 +71,27 @@ def published_names(model_type: str, tensors: Weights) -> dict[str, Weight]:
     }
     parts = _NAMES.get(model_type.removeprefix("still_"), ())
     renamed = {_renamed(name, parts): tensor for name, tensor in kept.items()}
-    return _joined_convolutions(renamed)
+    return _bounded(_joined_convolutions(renamed))
+
+
+def _bounded(tensors: dict[str, Weight]) -> dict[str, Weight]:
+    """HGRN2's bounds, which all layers learn together, as one for each layer but the first: what the layers up to it have of a softmax over
+    layers, without the first one's."""
+    together = tensors.pop(_LOWER_BOUNDS, None)
+    if together is None:
+        return tensors
+    layers, channels = together.shape
+    for layer in range(1, layers):
+        tensors[f"model.layers.{layer}.attn.lower_bound"] = Deferred(
+            torch.Size((channels,)), together.dtype, partial(_lower_bound, together, layer)
+        )
+    return tensors
+
+
+def _lower_bound(together: Weight, layer: int) -> Tensor:
+    logits = value_of(together)
+    shares = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(0)
+    return shares[1 : layer + 1].sum(0).to(logits.dtype)
 
 
 def _renamed(name: str, parts: Sequence[tuple[str, str]]) -> str:
@@ -76,11 +110,12 @@ def _joined_convolutions(tensors: Weights) -> dict[str, Weight]:
         else:
             result[name] = tensor
     for module, found in parts.items():
-        if sorted(found) != ["k", "q", "v"]:
+        order = "qfi" if "f" in found else "qkv"
+        if set(found) != set(order):
             raise CheckpointError(
-                f"{module} has convolutions of {', '.join(sorted(found))} alone; expected q, k and v. Fetch the model again."
+                f"{module} has convolutions of {', '.join(sorted(found))} alone; expected {', '.join(order)}. Fetch the model again."
             )
-        joined = [found[part] for part in "qkv"]
+        joined = [found[part] for part in order]
         shape = torch.Size((sum(x.shape[0] for x in joined), *joined[0].shape[1:]))
         result[f"{module}.conv1d.weight"] = Deferred(shape, joined[0].dtype, partial(_concatenated, joined))
     return result

@@ -17,23 +17,30 @@ class Stack(nn.Module):
         config: With `vocab_size` and `hidden_size`.
         layers: In their order.
         norm: Behind the last one.
+        rotary: From hidden states and positions to `position_embeddings`, which layers get; None: they have no positions.
     """
 
-    def __init__(self, config: Any, layers: Sequence[nn.Module], norm: nn.Module) -> None:
+    def __init__(
+        self, config: Any, layers: Sequence[nn.Module], norm: nn.Module, rotary: nn.Module | None = None
+    ) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(layers)
         self.norm = norm
+        self.rotary_emb = rotary
 
     def forward(
         self,
         input_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
+        position_ids: Tensor | None = None,
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Hidden states [B, T, channels] of token ids, or embeddings, behind the norm."""
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if self.rotary_emb is not None:
+            kwargs["position_embeddings"] = self.rotary_emb(hidden, position_ids)
         for layer in self.layers:
             hidden = layer(hidden, past_key_values, **kwargs)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), past_key_values=past_key_values)

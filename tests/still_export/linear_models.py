@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
 from still_export.models.linear_families import LINEAR_FAMILIES
+from tests.still_export.fla_models import SIZES as FLA_SIZES
+from tests.still_export.fla_models import FlaModel
 
 VOCAB = 61
 COMMON: dict[str, Any] = dict(
@@ -80,6 +83,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "lfm2": dict(layer_types=["conv", "full_attention", "conv", "conv"], block_auto_adjust_ff_dim=False),
 }
 """What each family's configuration has beside `COMMON`, None where it lacks one of those."""
+FAMILIES = (*SIZES, *FLA_SIZES)
+"""All, those of flash-linear-attention too."""
 
 
 def linear_config(family: str, **changes: Any) -> Any:
@@ -89,20 +94,24 @@ def linear_config(family: str, **changes: Any) -> Any:
 
 
 def linear_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
-    """A model of transformers with every parameter random: what decays, and how fast, over a wide range."""
+    """A model of transformers, or of flash-linear-attention by its formulas, every parameter random: what decays, and how fast, over a wide
+    range."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(name: str, shape: Sequence[int]) -> torch.Tensor:
+        ranges = {"A_log": (-1.5, 1.5), "dt_bias": (-3.0, 0.5), "D": (0.5, 1.5)}
+        if bounds := ranges.get(name.rsplit(".", 1)[-1]):
+            return bounds[0] + (bounds[1] - bounds[0]) * torch.rand(shape, generator=generator)
+        # Taps so large that no output is lost in the norm that follows it: that would multiply rounding, in transformers too.
+        values = torch.randn(shape, generator=generator) * (2.0 if "conv" in name else 0.2)
+        one = "norm" in name and not (family.startswith("qwen3") and "linear_attn" not in name)
+        return values + 1.0 if one else values
+
+    if family in FLA_SIZES:
+        return FlaModel(family, drawn, **changes)
     model = AutoModelForCausalLM.from_config(linear_config(family, **changes)).to(dtype).eval()
     model.generation_config.eos_token_id = None  # random models must not stop by chance
-    generator = torch.Generator().manual_seed(seed)
-    ranges = {"A_log": (-1.5, 1.5), "dt_bias": (-3.0, 0.5), "D": (0.5, 1.5)}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            low, high = ranges.get(name.rsplit(".", 1)[-1], (0.0, 0.0))
-            if high:
-                drawn = low + (high - low) * torch.rand(parameter.shape, generator=generator)
-            else:
-                # Taps so large that no output is lost in the norm that follows it: that would multiply rounding, in transformers too.
-                drawn = torch.randn(parameter.shape, generator=generator) * (2.0 if "conv" in name else 0.2)
-            if "norm" in name:
-                drawn = drawn + (0.0 if family.startswith("qwen3") and "linear_attn" not in name else 1.0)
-            parameter.copy_(drawn)
+            parameter.copy_(drawn(name, parameter.shape))
     return model

@@ -31,6 +31,7 @@ class GatedDeltaNet(FixedStateModule):
     """
 
     output, norm_name = "out_proj", "norm"
+    rule = "gated_delta"
     weight_roles: ClassVar[dict[str, str]] = {
         "in_proj_qkv.weight": PROJECTION,
         "in_proj_z.weight": GATE,
@@ -54,9 +55,9 @@ class GatedDeltaNet(FixedStateModule):
         """Heads of values and of keys, sizes of keys and of values."""
         return base.num_v_heads, base.num_k_heads, base.head_k_dim, base.head_v_dim
 
-    def project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Queries, keys and values side by side [B, T, channels], output gate [B, T, H * V], and what beta [B, T, H] and the decay are
-        made of."""
+    def project(self, hidden: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+        """Queries, keys and values side by side [B, T, channels], output gate [B, T, H * V] where there is one, and what beta [B, T, H] and
+        the decay, where the rule has it, are made of."""
         return self.in_proj_qkv(hidden), self.in_proj_z(hidden), self.in_proj_b(hidden), self.in_proj_a(hidden)
 
     def decay(self, a: Tensor) -> Tensor:
@@ -78,20 +79,21 @@ class GatedDeltaNet(FixedStateModule):
         keys = self.key_heads * self.dim
         query, key, value = mixed.split((keys, keys, self.heads * self.size), dim=-1)
         query, key = (_of_unit_length(x.unflatten(-1, (self.key_heads, self.dim))) for x in (query, key))
-        wide = torch.promote_types(a.dtype, torch.float32)
+        wide = torch.promote_types(b.dtype, torch.float32)
         inputs = Inputs(
             query[:, :, :, None],
             key,
             value.unflatten(-1, (self.heads, self.size)),
-            self.decay(a.to(wide)),
+            None if a is None else self.decay(a.to(wide)),
             self.step_size(b).to(wide),
             new_tokens,
+            self.rule,
         )
         output, recurrent = linear_attention(inputs, states["recurrent_state"])
         if layer is not None:
             layer.store({"conv_state": columns, "recurrent_state": recurrent})
-        rows = output.reshape(-1, self.size)
-        normed = getattr(self, self.norm_name)(rows, gate.reshape(-1, self.size))
+        norm, rows = getattr(self, self.norm_name), output.reshape(-1, self.size)
+        normed = norm(rows) if gate is None else norm(rows, gate.reshape(-1, self.size))
         result: Tensor = getattr(self, self.output)(normed.reshape(*hidden_states.shape[:-1], self.heads * self.size))
         return result
 
@@ -106,7 +108,7 @@ class Qwen3NextGatedDeltaNet(GatedDeltaNet):
         "conv1d.weight": NORM,
     }
 
-    def project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def project(self, hidden: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
         group = self.heads // self.key_heads
         wide = self.in_proj_qkvz(hidden).unflatten(-1, (self.key_heads, -1))
         query, key, value, gate = wide.split((self.dim, self.dim, group * self.size, group * self.size), dim=-1)
@@ -129,12 +131,35 @@ class OlmoHybridGatedDeltaNet(GatedDeltaNet):
         super().__init__(base, ops)
         self.most = 2.0 if base.allow_neg_eigval else 1.0
 
-    def project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def project(self, hidden: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
         mixed = torch.cat([self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)], dim=-1)
         return mixed, self.g_proj(hidden), self.b_proj(hidden), self.a_proj(hidden)
 
     def step_size(self, b: Tensor) -> Tensor:
         return self.most * b.sigmoid()
+
+
+class FlaGatedDeltaNet(OlmoHybridGatedDeltaNet):
+    """Gated DeltaNet of flash-linear-attention: as OLMo-Hybrid; the output's gate may be left out."""
+
+    def project(self, hidden: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+        mixed = torch.cat([self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)], dim=-1)
+        gate = self.g_proj(hidden) if hasattr(self, "g_proj") else None
+        return mixed, gate, self.b_proj(hidden), self.of_decay(hidden)
+
+    def of_decay(self, hidden: Tensor) -> Tensor | None:
+        """What the decay is made of, [B, T, H]."""
+        result: Tensor = self.a_proj(hidden)
+        return result
+
+
+class FlaDeltaNet(FlaGatedDeltaNet):
+    """DeltaNet of flash-linear-attention: the same without a decay."""
+
+    rule = "delta"
+
+    def of_decay(self, hidden: Tensor) -> Tensor | None:
+        return None
 
 
 class KimiDeltaAttention(GatedDeltaNet):
@@ -151,7 +176,7 @@ class KimiDeltaAttention(GatedDeltaNet):
     def sizes(self, base: Any) -> tuple[int, int, int, int]:
         return base.num_heads, base.num_heads, base.head_dim, base.head_dim
 
-    def project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def project(self, hidden: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
         mixed = torch.cat([self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)], dim=-1)
         forget = self.forget_gate.f_b_proj(self.forget_gate.f_a_proj(hidden))
         return mixed, self.g_b_proj(self.g_a_proj(hidden)), self.b_proj(hidden), forget
@@ -170,9 +195,11 @@ _MODULES: dict[str, type[GatedDeltaNet]] = {
     "Qwen3_5GatedDeltaNet": GatedDeltaNet,
     "Qwen3NextGatedDeltaNet": Qwen3NextGatedDeltaNet,
     "OlmoHybridGatedDeltaNet": OlmoHybridGatedDeltaNet,
+    "FlaGatedDeltaNet": FlaGatedDeltaNet,
+    "FlaDeltaNet": FlaDeltaNet,
     "KimiLinearDeltaAttention": KimiDeltaAttention,
 }
-"""By the class of transformers that each takes the place of."""
+"""By the class that each takes the place of."""
 
 
 def module_for(base: nn.Module, ops: Sequence[LayerOp]) -> GatedDeltaNet:

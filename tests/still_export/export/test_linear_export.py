@@ -17,12 +17,12 @@ from still_export.models.load import load_model
 from still_export.runners.ort import OrtModel
 from still_export.runners.sampling import Sampling
 from tests.still_export.export.test_native import built
-from tests.still_export.linear_models import SIZES, VOCAB, linear_model
+from tests.still_export.linear_models import FAMILIES, VOCAB, linear_model
 
 __all__ = ["built"]
 
 FEW = ("qwen3_5_text", "granitemoehybrid")
-CASES = [pytest.param(f, marks=pytest.mark.slow if f in FEW else pytest.mark.long) for f in SIZES]
+CASES = [pytest.param(f, marks=pytest.mark.slow if f in FEW else pytest.mark.long) for f in FAMILIES]
 
 
 def call(*arguments: object) -> int:

@@ -17,14 +17,15 @@ from still_export.models.build import family_of
 from still_export.models.linear_families import LINEAR_FAMILIES, NOT_COVERED
 from still_export.models.load import load_model
 from still_export.models.roles import weight_roles
-from tests.still_export.linear_models import SIZES, VOCAB, linear_config, linear_model
+from tests.still_export.fla_models import SOFTMAX
+from tests.still_export.linear_models import FAMILIES, VOCAB, linear_config, linear_model
 from tests.still_export.tiny import padded
 
 LOGITS, STATES = 2e-5, 1e-5
 """Of the largest number; float32 against transformers in float64, whose rules compute in float32 all the same."""
 
 
-@pytest.fixture(params=SIZES)
+@pytest.fixture(params=FAMILIES)
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, Any]:
     """A family's model as transformers has it, in float64, and ours of the folder that it wrote, in float32."""
     model = linear_model(request.param)
@@ -86,7 +87,15 @@ def test_single_steps_and_ragged_rows(pair: tuple[Any, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "family, changes", [("falcon_h1", {"mamba_rms_norm": False}), ("kimi_linear", {"q_lora_rank": 9})]
+    "family, changes",
+    [
+        ("falcon_h1", {"mamba_rms_norm": False}),
+        ("kimi_linear", {"q_lora_rank": 9}),
+        ("gla", {"use_short_conv": True, "conv_size": 3, "clamp_min": -0.02, "use_output_gate": False, "attn": None}),
+        ("hgrn2", {"use_short_conv": True, "conv_size": 3, "use_lower_bound": False}),
+        ("delta_net", {"use_gate": True, "allow_neg_eigval": True}),
+        ("gated_deltanet", {"output_gate_activation": "sigmoid", "num_v_heads": None, "attn": SOFTMAX}),
+    ],
 )
 @torch.no_grad()
 def test_variants_are_those_of_transformers(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
@@ -106,7 +115,7 @@ def test_gradients_flow(pair: tuple[Any, Any]) -> None:
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in ours.parameters())
 
 
-@pytest.mark.parametrize("family", ["olmo_hybrid", "kimi_linear", "mamba2"])
+@pytest.mark.parametrize("family", ["olmo_hybrid", "kimi_linear", "mamba2", "gla", "hgrn2"])
 def test_an_own_folder_is_read_again(family: str, tmp_path: Path) -> None:
     linear_model(family).save_pretrained(tmp_path / "theirs")
     ours = load_model(tmp_path / "theirs")
@@ -146,6 +155,13 @@ def test_the_text_of_a_model_that_sees_images(tmp_path: Path) -> None:
         ("kimi_linear", {"mla_use_nope": False}, "without positions alone"),
         ("qwen3_5_text", {"hidden_act": "gelu"}, "only silu is covered"),
         ("falcon_h1", {"hidden_act": "gelu"}, "only silu is covered"),
+        ("gla", {"feature_map": "relu"}, "feature_map='relu' in config.json of a gla model; covered: None"),
+        (
+            "delta_net",
+            {"use_short_conv": False},
+            "use_short_conv=False in config.json of a delta_net model; covered: True",
+        ),
+        ("gla", {"attn": {**SOFTMAX, "window_size": 64}}, "attn.window_size=64 in config.json is smaller"),
         (
             "lfm2",
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
