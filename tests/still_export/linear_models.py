@@ -25,6 +25,7 @@ COMMON: dict[str, Any] = dict(
     eos_token_id=2,
     pad_token_id=0,
 )
+_TAPS = ("conv1d.weight", "conv.conv.weight")
 _DELTA: dict[str, Any] = dict(
     linear_num_key_heads=2,
     linear_num_value_heads=6,
@@ -56,7 +57,7 @@ SIZES: dict[str, dict[str, Any]] = {
         mamba_n_heads=6,
         mamba_d_head=8,
         mamba_n_groups=2,
-        mamba_d_state=10,
+        mamba_d_state=14,
         mamba_rms_norm=True,
         key_multiplier=0.6,
         attention_in_multiplier=1.3,
@@ -103,7 +104,7 @@ def linear_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0,
         if bounds := ranges.get(name.rsplit(".", 1)[-1]):
             return bounds[0] + (bounds[1] - bounds[0]) * torch.rand(shape, generator=generator)
         # Taps so large that no output is lost in the norm that follows it: that would multiply rounding, in transformers too.
-        values = torch.randn(shape, generator=generator) * (2.0 if "conv" in name else 0.2)
+        values = torch.randn(shape, generator=generator) * (2.0 if name.endswith(_TAPS) else 0.2)
         one = "norm" in name and not (family.startswith("qwen3") and "linear_attn" not in name)
         return values + 1.0 if one else values
 

@@ -105,8 +105,8 @@ def _rotated(query: Tensor, key: Tensor, position_embeddings: tuple[Tensor, Tens
     """Query and key [B, T, heads, D] turned by their positions, where the model has any."""
     if position_embeddings is None:
         return query, key
-    cos, sin = (x[:, :, None] for x in position_embeddings)
-    return rotate(query, cos, sin), rotate(key, cos, sin)
+    cos, sin = (x[:, :, None] for x in position_embeddings)  # float32 in OLMo-Hybrid, whatever the model's type
+    return rotate(query, cos, sin).to(query.dtype), rotate(key, cos, sin).to(key.dtype)
 
 
 _VARIANTS: dict[str, type[SoftmaxAttention]] = {

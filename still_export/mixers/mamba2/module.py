@@ -89,7 +89,8 @@ class Mamba2(FixedStateModule):
         output, recurrent = linear_attention(inputs, states["recurrent_state"])
         if layer is not None:
             layer.store({"conv_state": columns, "recurrent_state": recurrent})
-        output = output[:, :, :, 0] + self.D[:, None] * x
+        # As transformers has it, nothing is rounded between the recurrence and the projection behind the norm.
+        output = output[:, :, :, 0].to(wide) + self.D.to(wide)[:, None] * x.to(wide)
         result: Tensor = self.out_proj(self.gated(output.flatten(2), gate).to(hidden_states.dtype))
         return result
 

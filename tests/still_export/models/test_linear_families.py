@@ -18,7 +18,7 @@ from still_export.models.linear_families import LINEAR_FAMILIES, NOT_COVERED
 from still_export.models.load import load_model
 from still_export.models.roles import weight_roles
 from tests.still_export.fla_models import SOFTMAX
-from tests.still_export.linear_models import FAMILIES, VOCAB, linear_config, linear_model
+from tests.still_export.linear_models import FAMILIES, SIZES, VOCAB, linear_config, linear_model
 from tests.still_export.tiny import padded
 
 LOGITS, STATES = 2e-5, 1e-5
@@ -103,6 +103,20 @@ def test_variants_are_those_of_transformers(family: str, changes: dict[str, Any]
     theirs.save_pretrained(tmp_path)
     expected = theirs.double()(ids(), use_cache=False).logits
     assert far(pieces(load_model(tmp_path), ids(), [70, 1, 129])[0], expected) <= LOGITS
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", SIZES)
+@torch.no_grad()
+def test_half_precision_errs_as_transformers_does(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Errors of all logits together, each run against float64 with the weights of that type."""
+    theirs = linear_model(family).to(dtype)
+    theirs.save_pretrained(tmp_path)
+    found, rounded = load_model(tmp_path, dtype=dtype), theirs(ids(), use_cache=False).logits.double()
+    expected = theirs.double()(ids(), use_cache=False).logits
+    own = (rounded - expected).norm()
+    for sizes in ([200], [70, 1, 129]):
+        assert (pieces(found, ids(), sizes)[0].double() - expected).norm() <= 1.5 * own
 
 
 def test_every_weight_has_a_role(pair: tuple[Any, Any]) -> None:
