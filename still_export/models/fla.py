@@ -1,12 +1,10 @@
-"""Checkpoints of flash-linear-attention: their configuration under the names that ours have, and the modules that hold their weights.
+"""Models of flash-linear-attention: their configuration, and the modules that hold their weights.
 
 transformers has no classes for them; the mixers compute, on the stack of layers that all of them share.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -15,11 +13,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from still_export.errors import ConfigError, UnsupportedModelError
 from still_export.mixers.config import FULL
 from still_export.models.stack import Stack
 
-LINEAR = "linear_attention"
 HGRN2_EPSILON = 1e-5
 """Of HGRN2's norm behind the rule: flash-linear-attention calls it without the configuration's."""
 
@@ -67,155 +63,6 @@ class FlaConfig(PreTrainedConfig):
     allow_neg_eigval: bool = False
     clamp_min: float | None = None
     lower_bounds: bool = False
-
-
-def translated(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a `FlaConfig` from a config.json of flash-linear-attention.
-
-    Raises:
-        ConfigError: A value that the model needs is missing, or values do not fit each other.
-        UnsupportedModelError: A variant that is not covered.
-    """
-    kind = config["model_type"]
-    refused: dict[str, tuple[Any, ...]] = {
-        "hidden_act": ("swish", "silu"),
-        "attnres_block_size": (None,),
-        "feature_map": (None,),
-        "elementwise_affine": (True, None),
-        "qk_norm": ("l2",),
-        "qk_activation": ("silu",),
-        "use_beta": (True,),
-        "share_conv_kernel": (False,),
-    }
-    if kind in ("gated_deltanet", "delta_net"):
-        refused["use_short_conv"] = (True,)
-    for name, covered in refused.items():
-        if name in config and config[name] not in covered:
-            raise UnsupportedModelError(
-                f"{name}={config[name]!r} in config.json of a {kind} model; covered: {' or '.join(map(repr, covered))}."
-            )
-    for name in ("hidden_size", "num_hidden_layers", "vocab_size"):
-        if name not in config:
-            raise ConfigError(f"config.json has no {name}. Fetch the model again.")
-    given = _DEFAULTS[kind] | dict(config)
-    hidden, ratio = given["hidden_size"], given.get("hidden_ratio") or 4
-    kept = {name: config[name] for name in _KEPT if name in config}
-    return {
-        **kept,
-        **_HEADS[kind](given),
-        **_softmax(given),
-        "intermediate_size": given.get("intermediate_size") or 256 * math.ceil(int(hidden * ratio * 2 / 3) / 256),
-        "rms_norm_eps": given.get("norm_eps", 1e-6),
-        "linear_conv_kernel_dim": given.get("conv_size", 4) if given["use_short_conv"] else 0,
-        "allow_neg_eigval": given.get("allow_neg_eigval", False),
-    }
-
-
-_KEPT = (
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "max_position_embeddings",
-    "initializer_range",
-    "tie_word_embeddings",
-    "use_cache",
-    "pad_token_id",
-    "bos_token_id",
-    "eos_token_id",
-    "dtype",
-    "torch_dtype",
-)
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "gated_deltanet": {"head_dim": 256, "num_heads": 6, "expand_v": 2.0, "use_short_conv": True, "use_gate": True},
-    "delta_net": {"num_heads": 16, "expand_k": 1.0, "expand_v": 1.0, "use_short_conv": True, "use_gate": False},
-    "gla": {"num_heads": 4, "expand_k": 0.5, "expand_v": 1.0, "use_short_conv": False, "use_output_gate": True},
-    "hgrn2": {"expand_ratio": 128, "use_short_conv": False, "use_lower_bound": True},
-}
-"""What a config.json may leave out."""
-
-
-def _gated_delta_net(given: Mapping[str, Any]) -> dict[str, Any]:
-    heads, dim = given["num_heads"], given["head_dim"]
-    gate = {"swish": "silu"}.get(given.get("output_gate_activation", "swish"), given.get("output_gate_activation"))
-    return _sizes(heads, given.get("num_v_heads") or heads, dim, dim * given["expand_v"]) | {
-        "linear_gate": gate if given["use_gate"] else None
-    }
-
-
-def _delta_net(given: Mapping[str, Any]) -> dict[str, Any]:
-    heads, hidden = given["num_heads"], given["hidden_size"]
-    sizes = _sizes(heads, heads, hidden * given["expand_k"] / heads, hidden * given["expand_v"] / heads)
-    return sizes | {"linear_gate": "silu" if given["use_gate"] else None}
-
-
-def _gla(given: Mapping[str, Any]) -> dict[str, Any]:
-    heads, hidden = given["num_heads"], given["hidden_size"]
-    kept = given.get("num_kv_heads") or heads
-    sizes = _sizes(kept, kept, hidden * given["expand_k"] / heads, hidden * given["expand_v"] / heads)
-    return sizes | {
-        "linear_num_query_heads": heads,
-        "linear_gate": "silu" if given["use_output_gate"] else None,
-        "clamp_min": given.get("clamp_min"),
-    }
-
-
-def _hgrn2(given: Mapping[str, Any]) -> dict[str, Any]:
-    hidden = given["hidden_size"]
-    ratio = given["expand_ratio"] or hidden // given["num_heads"]  # which decides where both are given
-    heads = hidden // ratio
-    return _sizes(heads, heads, ratio, hidden / heads) | {
-        "linear_conv_activation": "none",
-        "lower_bounds": given["use_lower_bound"],
-    }
-
-
-_HEADS = {"gated_deltanet": _gated_delta_net, "delta_net": _delta_net, "gla": _gla, "hgrn2": _hgrn2}
-
-
-def _sizes(key_heads: int, value_heads: int, dim: float, size: float) -> dict[str, Any]:
-    if dim != int(dim) or size != int(size):
-        raise ConfigError(
-            f"config.json gives heads of {dim:g} keys and {size:g} values, which are no whole numbers. Fix head_dim, expand_k, expand_v "
-            "or num_heads."
-        )
-    return {
-        "linear_num_key_heads": key_heads,
-        "linear_num_query_heads": key_heads,
-        "linear_num_value_heads": value_heads,
-        "linear_key_head_dim": int(dim),
-        "linear_value_head_dim": int(size),
-    }
-
-
-def _softmax(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Which layers are softmax attention, by `attn`, and its heads; without such layers heads as one would make them."""
-    layers, found = given["num_hidden_layers"], given.get("attn")
-    if not found:
-        heads = given.get("num_heads") or 1  # HGRN2's may be left out
-        return {
-            "layer_types": [LINEAR] * layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": heads,
-            "head_dim": max(1, given["hidden_size"] // heads),
-        }
-    if isinstance(found, list):
-        if len(found) > 1:
-            raise UnsupportedModelError(
-                "attn in config.json describes several kinds of softmax layers; one kind is covered."
-            )
-        found = found[0]
-    if found.get("qk_norm"):
-        raise UnsupportedModelError("attn.qk_norm in config.json: softmax layers are covered without norms of heads.")
-    return {
-        "layer_types": [FULL if i in found["layers"] else LINEAR for i in range(layers)],
-        "num_attention_heads": found["num_heads"],
-        "num_key_value_heads": found.get("num_kv_heads") or found["num_heads"],
-        "head_dim": given["hidden_size"] // found["num_heads"],
-        "attention_bias": found.get("qkv_bias", False),
-        "sliding_window": found.get("window_size"),
-        "rope_parameters": {"rope_type": "default", "rope_theta": float(found.get("rope_theta") or 10000.0)},
-    }
 
 
 class GatedRMSNorm(LlamaRMSNorm):

@@ -9,7 +9,8 @@ from huggingface_hub.dataclasses import strict
 from still_export.errors import UnsupportedModelError
 from still_export.mixers.config import FULL, StillConfig
 from still_export.models.families import Family
-from still_export.models.fla import LINEAR, FlaConfig, fla_stack
+from still_export.models.fla import FlaConfig, fla_stack
+from still_export.models.fla_config import LINEAR
 from still_export.models.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
 from still_export.models.stack import Stack, StackForCausalLM
 

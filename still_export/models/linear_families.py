@@ -188,7 +188,7 @@ class StillMamba2ForCausalLM(LinearModelMixin, StackForCausalLM):
         return Stack(config, layers, Mamba2RMSNorm(config.hidden_size, config.layer_norm_epsilon))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return super().logits(hidden.to(self.lm_head.weight.dtype))  # the sums of layers are float32
+        return super().logits(hidden.to(self.dtype))  # the sums of layers are float32
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Without the cache that transformers makes for classes with "mamba" in their name, beside the one that it is given."""

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from still_export.errors import CheckpointError
-from still_export.models import fla
+from still_export.models.fla import MIXERS
+from still_export.models.fla_config import translated
 from still_export.models.weights import Deferred, Weight, Weights, value_of
 
 _ELSEWHERE = ("mtp.", "model.visual.")
@@ -35,7 +36,7 @@ _NAMES: dict[str, tuple[tuple[str, str], ...]] = {
     "olmo_hybrid": _OLMO_HYBRID,
     "mamba2": _MAMBA2,
     "kimi_linear": _KIMI,
-    **dict.fromkeys(fla.MIXERS, _FLA),
+    **dict.fromkeys(MIXERS, _FLA),
     "gla": (*_FLA, (".attn.g_norm.", ".attn.o_norm.")),
 }
 _CONVOLUTIONS = re.compile(r"(.*)\.([qkvfi])_conv1d\.weight")
@@ -48,8 +49,8 @@ _TEXT_OF = {"qwen3_5": "qwen3_5_text"}
 
 def language_model(config: dict[str, Any]) -> dict[str, Any]:
     """The configuration of the language model alone, for those that see images, too; under our names, for flash-linear-attention's."""
-    if config["model_type"] in fla.MIXERS:
-        return fla.translated(config)
+    if config["model_type"] in MIXERS:
+        return translated(config)
     text = config.get("text_config")
     kind = _TEXT_OF.get(config["model_type"])
     if kind is None or not isinstance(text, dict):

@@ -51,7 +51,9 @@ class StackForCausalLM(PreTrainedModel, GenerationMixin):
 
     base_model_prefix = "model"
     _is_stateful = True
-    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tied_weights_keys: ClassVar[dict[str, str]] = {  # type: ignore[misc]
+        "lm_head.weight": "model.embed_tokens.weight"
+    }
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from still_export.errors import ConfigError, UnsupportedModelError
 from still_export.mixers.cache import StillCache
+from still_export.mixers.config import StillConfig
 from still_export.models import attach_untrained
 from still_export.models.build import family_of
 from still_export.models.linear_families import LINEAR_FAMILIES, NOT_COVERED
@@ -19,7 +20,7 @@ from still_export.models.load import load_model
 from still_export.models.roles import weight_roles
 from tests.still_export.fla_models import SOFTMAX
 from tests.still_export.linear_models import FAMILIES, SIZES, VOCAB, linear_config, linear_model
-from tests.still_export.tiny import padded
+from tests.still_export.tiny import padded, plain_model
 
 LOGITS, STATES = 2e-5, 1e-5
 """Of the largest number; float32 against transformers in float64, whose rules compute in float32 all the same."""
@@ -194,6 +195,30 @@ def test_families_are_refused_by_name(name: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"model_type='{name}' in config.json is not covered: "):
         family_of(name)
     assert not set(NOT_COVERED) & set(LINEAR_FAMILIES)
+
+
+def test_softmax_families_have_no_layers_of_linear_ones() -> None:
+    with pytest.raises(
+        ConfigError, match=r"layer_types of still_config name mamba2, .* llama model are hybrid_attention or full"
+    ):
+        attach_untrained(
+            plain_model("llama"), StillConfig(layer_types=("mamba2", "hybrid_attention", "full_attention"))
+        )
+
+
+@pytest.mark.parametrize(
+    "family, changes, message",
+    [
+        ("gla", {"num_heads": 5}, r"^config\.json gives heads of 9.6 keys and 7.2 values, which"),
+        ("hgrn2", {"expand_ratio": "8"}, "config.json is no valid hgrn2 configuration: TypeError"),
+    ],
+)
+def test_configurations_that_do_not_fit(family: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    model = linear_model(family)
+    model.config |= changes
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        load_model(tmp_path)
 
 
 def test_what_is_linear_already_is_not_linearized(tmp_path: Path) -> None:
