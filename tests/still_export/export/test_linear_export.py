@@ -50,6 +50,16 @@ def test_a_folder_becomes_a_proven_package(family: str, tmp_path: Path, capsys: 
     assert ops and set(ops) <= nodes
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_package_in_half_precision(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    linear_model(family).save_pretrained(tmp_path / "model")
+    assert call("export", tmp_path / "model", "-o", tmp_path / "package", "--dtype", "float16", "--quiet") == 0
+    assert call("verify", tmp_path / "package", "--lengths", "1,65", "--decode-steps", "4", "--quiet") == 0, (
+        capsys.readouterr().out
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_the_native_kernels_run_it(built: None, dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
