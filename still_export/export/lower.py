@@ -156,13 +156,15 @@ def _widen_norms(model: ir.Model) -> None:
             continue
         before = ir.node("Cast", [x], {"to": scale.dtype.value})
         before.outputs[0].dtype, before.outputs[0].shape = scale.dtype, x.shape
+        node.replace_input_with(0, before.outputs[0])
+        model.graph.insert_before(node, before)
+        if output.dtype == scale.dtype:  # what follows computes in it
+            continue
         after = ir.node("Cast", [output], {"to": x.dtype.value})
         after.outputs[0].dtype, after.outputs[0].shape = x.dtype, output.shape
         ir.convenience.replace_all_uses_with(output, after.outputs[0])
         after.replace_input_with(0, output)
-        node.replace_input_with(0, before.outputs[0])
         output.dtype = scale.dtype
-        model.graph.insert_before(node, before)
         model.graph.insert_after(node, after)
 
 

@@ -6,17 +6,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from still_export.errors import CapacityError, ShapeError, UnsupportedError, UnsupportedModelError
 from still_graphs.ops import OpSpec
 from still_graphs.ops.spec import AttributeValue
 from still_kernels.packing import Packing
+
+LayerT = TypeVar("LayerT", bound="StillCacheLayer")
 
 
 class Progress:
@@ -178,6 +180,10 @@ class StillCacheLayer(CacheLayerMixin):
             "Create the cache by StillCache.empty(model.config)."
         )
 
+    def part(self, kind: type[LayerT]) -> LayerT | None:
+        """What a module that keeps its states in a `kind` finds here: this layer itself, or one that it holds."""
+        return self if isinstance(self, kind) else None
+
     def states(self) -> dict[str, Tensor]:
         """State tensors by name, without the length."""
         raise NotImplementedError
@@ -220,6 +226,13 @@ class StillCacheLayer(CacheLayerMixin):
             f"cannot remove {tokens_to_remove} tokens from a STILL cache: promoted chunks live on in S and z. "
             "Start from a new cache; assisted and speculative decoding are not supported."
         )
+
+
+def part_of(cache: Any, index: int, kind: type[LayerT]) -> LayerT | None:
+    """What `cache` has for a module of layer `index` that keeps its states in a `kind`, told of the call; None where it has nothing."""
+    layer = cache.layers[index] if isinstance(cache, Cache) else None
+    found = layer.part(kind) if isinstance(layer, StillCacheLayer) else None
+    return None if found is None or found.new_tokens is None else found
 
 
 Profile = Mapping[str, Mapping[str, Sequence[float]]]

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 
 from still_export.errors import UnsupportedError
-from still_export.mixers.base import LayerOp, StillCacheLayer, refill, stay
+from still_export.mixers.base import LayerOp, StillCacheLayer, part_of, refill, stay
 
 
 class FixedStates(StillCacheLayer):
@@ -100,8 +99,8 @@ class FixedStateModule(nn.Module):
         if cache is None:
             counts = torch.full((batch,), tokens, dtype=torch.int64, device=hidden.device)
             return zero_states(self.ops, batch, hidden.dtype, hidden.device), counts, None
-        layer = cache.layers[self.layer_idx] if isinstance(cache, Cache) else None
-        if not isinstance(layer, FixedStates) or layer.new_tokens is None:
+        layer = part_of(cache, self.layer_idx, FixedStates)
+        if layer is None or layer.new_tokens is None:
             raise UnsupportedError(
                 f"layer {self.layer_idx} has states of its own and got a {type(cache).__name__}; "
                 "pass past_key_values=StillCache.empty(model.config), or none, to the model's forward."

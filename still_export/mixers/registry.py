@@ -6,14 +6,27 @@ from typing import Any
 
 from still_export.mixers.attention.mixer import AttentionMixer
 from still_export.mixers.base import Mixer
-from still_export.mixers.gated_delta_net.mixer import GatedDeltaNetMixer
+from still_export.mixers.gated_delta_net.mixer import DeltaNetMixer, GatedDeltaNetMixer
+from still_export.mixers.gated_linear_attention.mixer import GatedLinearAttentionMixer
 from still_export.mixers.hybrid_attention.mixer import HybridAttentionMixer
+from still_export.mixers.latent_attention.mixer import LatentAttentionMixer
 from still_export.mixers.mamba2.mixer import Mamba2Mixer
+from still_export.mixers.parallel_mamba2.mixer import ParallelMamba2Mixer
 from still_export.mixers.short_conv.mixer import ShortConvMixer
 
 MIXERS: dict[str, Mixer] = {
     mixer.name: mixer
-    for mixer in (HybridAttentionMixer(), AttentionMixer(), GatedDeltaNetMixer(), Mamba2Mixer(), ShortConvMixer())
+    for mixer in (
+        HybridAttentionMixer(),
+        AttentionMixer(),
+        LatentAttentionMixer(),
+        GatedDeltaNetMixer(),
+        DeltaNetMixer(),
+        GatedLinearAttentionMixer(),
+        Mamba2Mixer(),
+        ParallelMamba2Mixer(),
+        ShortConvMixer(),
+    )
 }
 
 

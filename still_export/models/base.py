@@ -317,4 +317,5 @@ def no_mask(config: Any, like: Tensor) -> Tensor | dict[str, Tensor]:
     """A placeholder that keeps the family's base model from making a mask: the attention modules know the rows' lengths."""
     mask = like.new_zeros(1, 1, 1, 1)
     types = getattr(config, "layer_types", None)
-    return mask if types is None else dict.fromkeys(types, mask)
+    # Layers of two kinds at once ask for the masks of both.
+    return mask if types is None else dict.fromkeys((*types, "full_attention", "linear_attention"), mask)

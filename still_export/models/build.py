@@ -133,8 +133,8 @@ def build_model(family: Family, config: Any, tensors: Mapping[str, Tensor]) -> A
     model.tie_weights()
     device, dtype = (getattr(next(iter(tensors.values())), name) for name in ("device", "dtype"))
     # Its frequencies are no part of a checkpoint. Families without positions have none.
-    if model.model.rotary_emb is not None:
-        model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
+    if (rotary := getattr(model.model, "rotary_emb", None)) is not None:
+        model.model.rotary_emb = type(rotary)(config).to(device)
     assert not any(x.is_meta for x in (*model.parameters(), *model.buffers())), "a tensor was left without a value"
     config.dtype = dtype
     for parameter in model.parameters():

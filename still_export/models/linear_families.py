@@ -5,7 +5,6 @@ Such a model is exported as it is: nothing is linearized, nothing untrained atta
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
@@ -13,10 +12,15 @@ from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
+    KimiLinearConfig,
+    KimiLinearForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
+    Mamba2Config,
     OlmoHybridConfig,
     OlmoHybridForCausalLM,
     Qwen3_5ForCausalLM,
@@ -24,61 +28,19 @@ from transformers import (
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
+from transformers.models.mamba2.modeling_mamba2 import Mamba2Block, Mamba2RMSNorm
 
 from still_export.errors import UnsupportedModelError
 from still_export.mixers.config import FULL, StillConfig
-from still_export.mixers.registry import mixer_of
-from still_export.models.base import StillConfigMixin, StillModelMixin
 from still_export.models.families import Family
-from still_export.models.support import check_heads, check_rope
+from still_export.models.fla_families import FLA_FAMILIES
+from still_export.models.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
+from still_export.models.stack import Stack, StackForCausalLM
 
-
-@dataclass(frozen=True)
-class Place:
-    """Where a layer of a family's type has its mixer, and which of ours takes its place."""
-
-    mixer: str
-    attribute: str
-
-
-class LinearConfigMixin(StillConfigMixin):
-    """Goes before a family's configuration; its layers are `places`, by the family's own `layer_types`."""
-
-    places: ClassVar[dict[str, Place]]
-
-    def read_still(self) -> StillConfig:
-        types: list[str] = self.layer_types  # type: ignore[attr-defined]
-        unknown = sorted(set(types) - set(self.places))
-        if unknown:
-            raise UnsupportedModelError(
-                f"layer_types in config.json name {', '.join(unknown)}; covered for {self.model_type}: {', '.join(self.places)}."  # type: ignore[attr-defined]
-            )
-        given = {**(self.still_config or {}), "layer_types": tuple(self.places[name].mixer for name in types)}
-        return StillConfig.from_dict(given)
-
-    def check(self, still: StillConfig) -> None:
-        check_heads(self)
-        if getattr(self, "rope_parameters", None):
-            check_rope(self, partial=True)
-
-
-class LinearModelMixin(StillModelMixin):
-    """Goes before a family's `...ForCausalLM`: its mixers by ours, tensor-only cache, batches padded on the right."""
-
-    def swap_mixers(self) -> None:
-        experts = next((name for name, _ in self.named_modules() if name.rsplit(".", 1)[-1] == "experts"), None)  # type: ignore[attr-defined]
-        if experts is not None:
-            raise UnsupportedModelError(
-                f"{experts} holds experts; of {self.config.model_type.removeprefix('still_')} only dense models are covered."
-            )
-        config = self.config
-        for index, layer in enumerate(self.model.layers):
-            place = config.places[config.layer_types[index]]
-            mixer = mixer_of(config, index).module(getattr(layer, place.attribute), config, index)
-            setattr(layer, place.attribute, mixer)
-
-
-_GATED_DELTA = {"linear_attention": Place("gated_delta_net", "linear_attn"), "full_attention": Place(FULL, "self_attn")}
+_GATED_DELTA = {
+    "linear_attention": Place("gated_delta_net", ("linear_attn",)),
+    "full_attention": Place(FULL, ("self_attn",)),
+}
 
 
 @strict
@@ -109,13 +71,35 @@ class StillOlmoHybridConfig(LinearConfigMixin, OlmoHybridConfig):
 
 
 @strict
+class StillKimiLinearConfig(LinearConfigMixin, KimiLinearConfig):
+    """Kimi Linear without experts: gated delta rule with a decay per key channel, attention to latents without positions."""
+
+    model_type = "still_kimi_linear"
+    places: ClassVar[dict[str, Place]] = {
+        "linear_attention": Place("gated_delta_net", ("self_attn",)),
+        "full_attention": Place("latent_attention", ("self_attn",)),
+    }
+    still_config: dict[str, Any] | None = None
+
+    linear_num_key_heads = linear_num_value_heads = property(lambda self: self.linear_num_heads)
+    linear_key_head_dim = linear_value_head_dim = property(lambda self: self.linear_head_dim)
+
+    def check(self, still: StillConfig) -> None:
+        super().check(still)
+        if getattr(self, "mla_use_nope", True) is False:
+            raise UnsupportedModelError(
+                "mla_use_nope=false in config.json: attention to latents is covered without positions alone, as transformers has it."
+            )
+
+
+@strict
 class StillGraniteMoeHybridConfig(LinearConfigMixin, GraniteMoeHybridConfig):
     """Granite 4 without experts: Mamba-2, softmax with or without positions."""
 
     model_type = "still_granitemoehybrid"
     places: ClassVar[dict[str, Place]] = {
-        "linear_attention": Place("mamba2", "mamba"),
-        "full_attention": Place(FULL, "self_attn"),
+        "linear_attention": Place("mamba2", ("mamba",)),
+        "full_attention": Place(FULL, ("self_attn",)),
     }
     still_config: dict[str, Any] | None = None
 
@@ -126,9 +110,29 @@ class StillLfm2Config(LinearConfigMixin, Lfm2Config):
 
     model_type = "still_lfm2"
     places: ClassVar[dict[str, Place]] = {
-        "conv": Place("short_conv", "conv"),
-        "full_attention": Place(FULL, "self_attn"),
+        "conv": Place("short_conv", ("conv",)),
+        "full_attention": Place(FULL, ("self_attn",)),
     }
+    still_config: dict[str, Any] | None = None
+
+
+@strict
+class StillMamba2Config(LinearConfigMixin, Mamba2Config):
+    """Mamba-2 alone: no softmax, no feed-forward layers; nothing in it has a position, so its context is as long as one likes."""
+
+    model_type = "still_mamba2"
+    attribute_map: ClassVar[dict[str, str]] = {"num_attention_heads": "num_heads", "num_key_value_heads": "num_heads"}
+    places: ClassVar[dict[str, Place]] = {"linear_attention": Place("mamba2", ("mixer",))}
+    max_position_embeddings: int = 1 << 20
+    still_config: dict[str, Any] | None = None
+
+
+@strict
+class StillFalconH1Config(LinearConfigMixin, FalconH1Config):
+    """Falcon-H1: softmax and Mamba-2 side by side in every layer."""
+
+    model_type = "still_falcon_h1"
+    places: ClassVar[dict[str, Place]] = {"hybrid": Place("parallel_mamba2", ("mamba", "self_attn"))}
     still_config: dict[str, Any] | None = None
 
 
@@ -150,6 +154,12 @@ class StillOlmoHybridForCausalLM(LinearModelMixin, OlmoHybridForCausalLM):
     config_class = StillOlmoHybridConfig
 
 
+class StillKimiLinearForCausalLM(LinearModelMixin, KimiLinearForCausalLM):
+    """Kimi Linear."""
+
+    config_class = StillKimiLinearConfig
+
+
 class StillGraniteMoeHybridForCausalLM(LinearModelMixin, GraniteMoeHybridForCausalLM):
     """Granite 4."""
 
@@ -157,6 +167,34 @@ class StillGraniteMoeHybridForCausalLM(LinearModelMixin, GraniteMoeHybridForCaus
 
     def logits(self, hidden: Tensor) -> Tensor:
         return super().logits(hidden) / self.config.logits_scaling
+
+
+class StillFalconH1ForCausalLM(LinearModelMixin, FalconH1ForCausalLM):
+    """Falcon-H1."""
+
+    config_class = StillFalconH1Config
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return super().logits(hidden) * self.config.lm_head_multiplier
+
+
+class StillMamba2ForCausalLM(LinearModelMixin, StackForCausalLM):
+    """Mamba-2 alone."""
+
+    config_class = StillMamba2Config
+
+    def stack(self, config: Any) -> Stack:
+        layers = [Mamba2Block(config, index) for index in range(config.num_hidden_layers)]
+        return Stack(config, layers, Mamba2RMSNorm(config.hidden_size, config.layer_norm_epsilon))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return super().logits(hidden.to(self.dtype))  # the sums of layers are float32
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Without the cache that transformers makes for classes with "mamba" in their name, beside the one that it is given."""
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+        inputs.pop("cache_params", None)
+        return inputs
 
 
 class StillLfm2ForCausalLM(LinearModelMixin, Lfm2ForCausalLM):
@@ -178,7 +216,11 @@ LINEAR_FAMILIES: dict[str, Family] = {
             StillGraniteMoeHybridForCausalLM,
             linear=True,
         ),
+        Family("kimi_linear", KimiLinearConfig, StillKimiLinearConfig, StillKimiLinearForCausalLM, linear=True),
         Family("lfm2", Lfm2Config, StillLfm2Config, StillLfm2ForCausalLM, linear=True),
+        Family("falcon_h1", FalconH1Config, StillFalconH1Config, StillFalconH1ForCausalLM, linear=True),
+        Family("mamba2", Mamba2Config, StillMamba2Config, StillMamba2ForCausalLM, linear=True),
+        *FLA_FAMILIES,
     )
 }
 """Families by transformers' model_type."""
@@ -187,17 +229,13 @@ _EXPERTS = "its layers have experts"
 _MAMBA_1 = "Mamba-1 decays each channel's states apart, which needs an op of its own"
 _SPARSE = "its softmax layers select keys"
 NOT_COVERED = {
-    **dict.fromkeys(
-        ("qwen3_5_moe", "qwen3_5_moe_text", "lfm2_moe", "minimax", "kimi_linear", "bailing_hybrid"), _EXPERTS
-    ),
+    **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text", "lfm2_moe", "minimax", "bailing_hybrid"), _EXPERTS),
     **dict.fromkeys(("mamba", "falcon_mamba", "jamba", "zamba"), _MAMBA_1),
     **dict.fromkeys(("qwen4_exp", "glm5_next", "minicpm_sala"), _SPARSE),
     "rwkv": "RWKV reads its state before the token's update, which no rule of the op does",
     "xlstm": "xLSTM's exponential gate needs a running maximum as a state",
     "recurrent_gemma": "RG-LRU has no mixer here yet",
-    "mamba2": "Mamba-2 alone has no mixer-only model here yet",
     "bamba": "Bamba has no family here yet",
-    "falcon_h1": "its layers run softmax and Mamba-2 side by side, which has no mixer here yet",
     "nemotron_h": "its layers are single blocks, which have no family here yet",
     "zamba2": "its softmax blocks are shared between layers",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -10,12 +11,36 @@ import torch
 from torch import Tensor
 
 from still_export.errors import CheckpointError
+from still_export.models.fla import MIXERS
+from still_export.models.fla_config import translated
 from still_export.models.weights import Deferred, Weight, Weights, value_of
 
 _ELSEWHERE = ("mtp.", "model.visual.")
 """Tensors of other things than the language model: further heads that guess tokens ahead, images. transformers leaves them out, too."""
 _OLMO_HYBRID = (("attention_layer_norm", "input_layernorm"), ("feedforward_layer_norm", "post_attention_layernorm"))
-_OLMO_CONV = re.compile(r"(.*\.linear_attn)\.([qkv])_conv1d\.weight")
+_MAMBA2 = (
+    ("backbone.embeddings.", "model.embed_tokens."),
+    ("backbone.embedding.", "model.embed_tokens."),
+    ("backbone.norm_f.", "model.norm."),
+    ("backbone.", "model."),
+)
+_KIMI = (
+    *((f".self_attn.{x}", f".self_attn.forget_gate.{x}") for x in ("f_a_proj", "f_b_proj", "dt_bias", "A_log")),
+    (".block_sparse_moe.", ".mlp."),
+)
+_FLA = (
+    ("model.embeddings.", "model.embed_tokens."),
+    (".attn.g_norm_swish_gate.", ".attn.o_norm."),
+)
+_NAMES: dict[str, tuple[tuple[str, str], ...]] = {
+    "olmo_hybrid": _OLMO_HYBRID,
+    "mamba2": _MAMBA2,
+    "kimi_linear": _KIMI,
+    **dict.fromkeys(MIXERS, _FLA),
+    "gla": (*_FLA, (".attn.g_norm.", ".attn.o_norm.")),
+}
+_CONVOLUTIONS = re.compile(r"(.*)\.([qkvfi])_conv1d\.weight")
+_LOWER_BOUNDS = "model.lower_bounds"
 
 
 _TEXT_OF = {"qwen3_5": "qwen3_5_text"}
@@ -23,7 +48,9 @@ _TEXT_OF = {"qwen3_5": "qwen3_5_text"}
 
 
 def language_model(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of the language model alone, for those that see images, too."""
+    """The configuration of the language model alone, for those that see images, too; under our names, for flash-linear-attention's."""
+    if config["model_type"] in MIXERS:
+        return translated(config)
     text = config.get("text_config")
     kind = _TEXT_OF.get(config["model_type"])
     if kind is None or not isinstance(text, dict):
@@ -43,26 +70,53 @@ def published_names(model_type: str, tensors: Weights) -> dict[str, Weight]:
         for name, tensor in tensors.items()
         if not name.startswith(_ELSEWHERE)
     }
-    return _olmo_hybrid(kept) if model_type.endswith("olmo_hybrid") else kept
+    parts = _NAMES.get(model_type.removeprefix("still_"), ())
+    renamed = {_renamed(name, parts): tensor for name, tensor in kept.items()}
+    return _bounded(_joined_convolutions(renamed))
 
 
-def _olmo_hybrid(tensors: Weights) -> dict[str, Weight]:
-    """Other names of norms; convolutions of queries, keys and values apart."""
+def _bounded(tensors: dict[str, Weight]) -> dict[str, Weight]:
+    """HGRN2's bounds, which all layers learn together, as one for each layer but the first: what the layers up to it have of a softmax over
+    layers, without the first one's."""
+    together = tensors.pop(_LOWER_BOUNDS, None)
+    if together is None:
+        return tensors
+    layers, channels = together.shape
+    for layer in range(1, layers):
+        tensors[f"model.layers.{layer}.attn.lower_bound"] = Deferred(
+            torch.Size((channels,)), together.dtype, partial(_lower_bound, together, layer)
+        )
+    return tensors
+
+
+def _lower_bound(together: Weight, layer: int) -> Tensor:
+    logits = value_of(together)
+    shares = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(0)
+    return shares[1 : layer + 1].sum(0).to(logits.dtype)
+
+
+def _renamed(name: str, parts: Sequence[tuple[str, str]]) -> str:
+    for theirs, ours in parts:
+        name = name.replace(theirs, ours)
+    return name
+
+
+def _joined_convolutions(tensors: Weights) -> dict[str, Weight]:
+    """Those of queries, keys and values, which some keep apart, as one."""
     result: dict[str, Weight] = {}
     parts: dict[str, dict[str, Weight]] = {}
     for name, tensor in tensors.items():
-        if match := _OLMO_CONV.fullmatch(name):
+        if match := _CONVOLUTIONS.fullmatch(name):
             parts.setdefault(match[1], {})[match[2]] = tensor
-            continue
-        for theirs, ours in _OLMO_HYBRID:
-            name = name.replace(theirs, ours)
-        result[name] = tensor
+        else:
+            result[name] = tensor
     for module, found in parts.items():
-        if sorted(found) != ["k", "q", "v"]:
+        order = "qfi" if "f" in found else "qkv"
+        if set(found) != set(order):
             raise CheckpointError(
-                f"{module} has convolutions of {', '.join(sorted(found))} alone; expected q, k and v. Fetch the model again."
+                f"{module} has convolutions of {', '.join(sorted(found))} alone; expected {', '.join(order)}. Fetch the model again."
             )
-        joined = [found[part] for part in "qkv"]
+        joined = [found[part] for part in order]
         shape = torch.Size((sum(x.shape[0] for x in joined), *joined[0].shape[1:]))
         result[f"{module}.conv1d.weight"] = Deferred(shape, joined[0].dtype, partial(_concatenated, joined))
     return result

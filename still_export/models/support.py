@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from still_export.errors import UnsupportedModelError
-from still_export.mixers.config import StillConfig, head_size
+from still_export.errors import ConfigError, UnsupportedModelError
+from still_export.mixers.config import FULL, HYBRID, StillConfig, head_size
 
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary types whose cos and sin depend on the position alone, so that prefill in pieces equals prefill at once."""
@@ -22,6 +22,7 @@ def check_family_config(config: Any, still: StillConfig) -> None:
         )
     check_heads(config)
     check_rope(config)
+    _check_layers(config, still)
     _check_windows(config, still)
 
 
@@ -48,6 +49,15 @@ def check_rope(config: Any, partial: bool = False) -> None:
     if part not in (None, 1, 1.0) and not partial:
         raise UnsupportedModelError(
             f"partial_rotary_factor={part} in config.json; only rotation of all head_dim channels is covered (1.0)."
+        )
+
+
+def _check_layers(config: Any, still: StillConfig) -> None:
+    foreign = sorted(set(still.layer_types or ()) - {HYBRID, FULL})
+    if foreign:
+        raise ConfigError(
+            f"layer_types of still_config name {', '.join(foreign)}, which layers of other families are from the start; those of a "
+            f"{config.model_type.removeprefix('still_')} model are {HYBRID} or {FULL}."
         )
 
 

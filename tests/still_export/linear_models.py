@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
 from still_export.models.linear_families import LINEAR_FAMILIES
+from tests.still_export.fla_models import SIZES as FLA_SIZES
+from tests.still_export.fla_models import FlaModel
 
 VOCAB = 61
 COMMON: dict[str, Any] = dict(
@@ -22,6 +25,7 @@ COMMON: dict[str, Any] = dict(
     eos_token_id=2,
     pad_token_id=0,
 )
+_TAPS = ("conv1d.weight", "conv.conv.weight")
 _DELTA: dict[str, Any] = dict(
     linear_num_key_heads=2,
     linear_num_value_heads=6,
@@ -29,6 +33,7 @@ _DELTA: dict[str, Any] = dict(
     linear_value_head_dim=20,
     linear_conv_kernel_dim=4,
 )
+_NO_SOFTMAX: dict[str, Any] = dict(num_attention_heads=None, num_key_value_heads=None)
 SIZES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": dict(_DELTA, head_dim=16),
     "qwen3_next": dict(_DELTA, head_dim=16, num_experts=0),
@@ -46,31 +51,68 @@ SIZES: dict[str, dict[str, Any]] = {
         residual_multiplier=0.7,
         logits_scaling=3.0,
     ),
+    "falcon_h1": dict(
+        head_dim=6,
+        mamba_d_ssm=48,
+        mamba_n_heads=6,
+        mamba_d_head=8,
+        mamba_n_groups=2,
+        mamba_d_state=14,
+        mamba_rms_norm=True,
+        key_multiplier=0.6,
+        attention_in_multiplier=1.3,
+        attention_out_multiplier=0.8,
+        ssm_multipliers=[0.5, 1.5, 0.7, 1.2, 0.9],
+        ssm_in_multiplier=1.4,
+        ssm_out_multiplier=0.7,
+        mlp_multipliers=[0.9, 1.1],
+        embedding_multiplier=2.0,
+        lm_head_multiplier=0.4,
+    ),
+    "mamba2": dict(_NO_SOFTMAX, num_heads=6, head_dim=8, state_size=10, n_groups=2, time_step_limit=(0.1, 2.0)),
+    "kimi_linear": dict(
+        num_key_value_heads=6,
+        mlp_layer_types=["dense"] * 4,
+        layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        linear_num_heads=3,
+        linear_head_dim=12,
+        kv_lora_rank=14,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=6,
+        v_head_dim=10,
+    ),
     "lfm2": dict(layer_types=["conv", "full_attention", "conv", "conv"], block_auto_adjust_ff_dim=False),
 }
-"""What each family's configuration has beside `COMMON`."""
+"""What each family's configuration has beside `COMMON`, None where it lacks one of those."""
+FAMILIES = (*SIZES, *FLA_SIZES)
+"""All, those of flash-linear-attention too."""
 
 
 def linear_config(family: str, **changes: Any) -> Any:
     """A plain configuration of transformers."""
-    return LINEAR_FAMILIES[family].config(**{**COMMON, **SIZES[family], **changes})
+    given = {**COMMON, **SIZES[family], **changes}
+    return LINEAR_FAMILIES[family].config(**{name: value for name, value in given.items() if value is not None})
 
 
 def linear_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
-    """A model of transformers with every parameter random: what decays, and how fast, over a wide range."""
+    """A model of transformers, or of flash-linear-attention by its formulas, every parameter random: what decays, and how fast, over a wide
+    range."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(name: str, shape: Sequence[int]) -> torch.Tensor:
+        ranges = {"A_log": (-1.5, 1.5), "dt_bias": (-3.0, 0.5), "D": (0.5, 1.5)}
+        if bounds := ranges.get(name.rsplit(".", 1)[-1]):
+            return bounds[0] + (bounds[1] - bounds[0]) * torch.rand(shape, generator=generator)
+        # Taps so large that no output is lost in the norm that follows it: that would multiply rounding, in transformers too.
+        values = torch.randn(shape, generator=generator) * (2.0 if name.endswith(_TAPS) else 0.2)
+        one = "norm" in name and not (family.startswith("qwen3") and "linear_attn" not in name)
+        return values + 1.0 if one else values
+
+    if family in FLA_SIZES:
+        return FlaModel(family, drawn, **changes)
     model = AutoModelForCausalLM.from_config(linear_config(family, **changes)).to(dtype).eval()
     model.generation_config.eos_token_id = None  # random models must not stop by chance
-    generator = torch.Generator().manual_seed(seed)
-    ranges = {"A_log": (-1.5, 1.5), "dt_bias": (-3.0, 0.5)}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            low, high = ranges.get(name.rsplit(".", 1)[-1], (0.0, 0.0))
-            if high:
-                drawn = low + (high - low) * torch.rand(parameter.shape, generator=generator)
-            else:
-                # Taps so large that no output is lost in the norm that follows it: that would multiply rounding, in transformers too.
-                drawn = torch.randn(parameter.shape, generator=generator) * (0.7 if "conv" in name else 0.2)
-            if "norm" in name:
-                drawn = drawn + (0.0 if family.startswith("qwen3") and "linear_attn" not in name else 1.0)
-            parameter.copy_(drawn)
+            parameter.copy_(drawn(name, parameter.shape))
     return model

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers.cache_utils import Cache
 
 from still_export.errors import UnsupportedError
 from still_export.mixers.attention.cache import AttentionLayer
 from still_export.mixers.attention.op import attention, attention_
+from still_export.mixers.base import part_of
 from still_export.mixers.kept import rounded
 from still_export.mixers.projections import ProjectedAttention, wants_gradients
 from still_kernels.attention import AttentionState, Inputs
@@ -40,8 +40,8 @@ class SoftmaxAttention(ProjectedAttention):
         if past_key_values is None:
             q, k, v = (x.transpose(1, 2) for x in (query, key, value))
             return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
-        layer = past_key_values.layers[self.layer_idx] if isinstance(past_key_values, Cache) else None
-        if not isinstance(layer, AttentionLayer) or layer.new_tokens is None:
+        layer = part_of(past_key_values, self.layer_idx, AttentionLayer)
+        if layer is None or layer.new_tokens is None:
             raise UnsupportedError(
                 f"layer {self.layer_idx} is softmax attention and got a {type(past_key_values).__name__}; "
                 "pass past_key_values=StillCache.empty(model.config), or none, to the model's forward."

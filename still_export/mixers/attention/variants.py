@@ -59,6 +59,20 @@ class GraniteAttention(SoftmaxAttention):
         return *_rotated(self.factor * query, key, position_embeddings), value
 
 
+class FalconH1Attention(SoftmaxAttention):
+    """Falcon-H1: keys have a factor."""
+
+    def __init__(self, base: Any, head_dim: int) -> None:
+        super().__init__(base, head_dim)
+        self.factor = float(base.key_multiplier)
+
+    def project_heads(
+        self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = super().project_heads(hidden, position_embeddings)
+        return query, self.factor * key, value
+
+
 class Lfm2Attention(SoftmaxAttention):
     """LFM2: other names."""
 
@@ -91,8 +105,8 @@ def _rotated(query: Tensor, key: Tensor, position_embeddings: tuple[Tensor, Tens
     """Query and key [B, T, heads, D] turned by their positions, where the model has any."""
     if position_embeddings is None:
         return query, key
-    cos, sin = (x[:, :, None] for x in position_embeddings)
-    return rotate(query, cos, sin), rotate(key, cos, sin)
+    cos, sin = (x[:, :, None] for x in position_embeddings)  # float32 in OLMo-Hybrid, whatever the model's type
+    return rotate(query, cos, sin).to(query.dtype), rotate(key, cos, sin).to(key.dtype)
 
 
 _VARIANTS: dict[str, type[SoftmaxAttention]] = {
@@ -100,6 +114,7 @@ _VARIANTS: dict[str, type[SoftmaxAttention]] = {
     "Qwen3NextAttention": GatedAttention,
     "OlmoHybridAttention": OlmoHybridAttention,
     "GraniteMoeHybridAttention": GraniteAttention,
+    "FalconH1Attention": FalconH1Attention,
     "Lfm2Attention": Lfm2Attention,
 }
 """By the class of transformers that each takes the place of; others are plain."""

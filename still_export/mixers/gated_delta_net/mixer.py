@@ -17,6 +17,7 @@ class GatedDeltaNetMixer(Mixer):
     """Layers of type "gated_delta_net"."""
 
     name = "gated_delta_net"
+    rule = "gated_delta"
 
     def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:
         heads, key_heads = config.linear_num_value_heads, config.linear_num_key_heads
@@ -24,7 +25,7 @@ class GatedDeltaNetMixer(Mixer):
         channels = 2 * key_heads * dim + heads * size
         return (
             LayerOp(CAUSAL_CONV, {"activation": "silu"}, {"C": channels, "P": config.linear_conv_kernel_dim - 1}),
-            LayerOp(LINEAR_ATTENTION, {"update_rule": "gated_delta", "scale": 0.0}, {"H": heads, "D": dim, "V": size}),
+            LayerOp(LINEAR_ATTENTION, {"update_rule": self.rule, "scale": 0.0}, {"H": heads, "D": dim, "V": size}),
         )
 
     def cache_layer(self, config: Any, index: int) -> FixedStates:
@@ -32,3 +33,10 @@ class GatedDeltaNetMixer(Mixer):
 
     def module(self, base: nn.Module, config: Any, index: int) -> nn.Module:
         return module_for(base, self.ops(config, index))
+
+
+class DeltaNetMixer(GatedDeltaNetMixer):
+    """Layers of type "delta_net": the delta rule without a decay."""
+
+    name = "delta_net"
+    rule = "delta"

@@ -31,6 +31,7 @@ class GatedDeltaNet(FixedStateModule):
     """
 
     output, norm_name = "out_proj", "norm"
+    rule = "gated_delta"
     weight_roles: ClassVar[dict[str, str]] = {
         "in_proj_qkv.weight": PROJECTION,
         "in_proj_z.weight": GATE,
@@ -48,13 +49,20 @@ class GatedDeltaNet(FixedStateModule):
                 f"hidden_act={base.activation!r} in config.json is the activation of the convolutions of {type(base).__name__}; "
                 "only silu is covered."
             )
-        self.heads, self.key_heads = base.num_v_heads, base.num_k_heads
-        self.dim, self.size = base.head_k_dim, base.head_v_dim
+        self.heads, self.key_heads, self.dim, self.size = self.sizes(base)
 
-    def project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Queries, keys and values side by side [B, T, channels], output gate [B, T, H * V], and what beta and decay [B, T, H] are
-        made of."""
+    def sizes(self, base: Any) -> tuple[int, int, int, int]:
+        """Heads of values and of keys, sizes of keys and of values."""
+        return base.num_v_heads, base.num_k_heads, base.head_k_dim, base.head_v_dim
+
+    def project(self, hidden: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+        """Queries, keys and values side by side [B, T, channels], output gate [B, T, H * V] where there is one, and what beta [B, T, H] and
+        the decay, where the rule has it, are made of."""
         return self.in_proj_qkv(hidden), self.in_proj_z(hidden), self.in_proj_b(hidden), self.in_proj_a(hidden)
+
+    def decay(self, a: Tensor) -> Tensor:
+        """Logarithm of what stays of the state, [B, T, H, 1 or D], of `a` in at least float32: exp(A_log) may be beyond float16."""
+        return (-self.A_log.to(a.dtype).exp() * softplus(a + self.dt_bias))[..., None]
 
     def step_size(self, b: Tensor) -> Tensor:
         """beta of the rule."""
@@ -71,21 +79,21 @@ class GatedDeltaNet(FixedStateModule):
         keys = self.key_heads * self.dim
         query, key, value = mixed.split((keys, keys, self.heads * self.size), dim=-1)
         query, key = (_of_unit_length(x.unflatten(-1, (self.key_heads, self.dim))) for x in (query, key))
-        wide = torch.promote_types(a.dtype, torch.float32)  # exp(A_log) may be beyond float16
-        decay = -self.A_log.to(wide).exp() * softplus(a.to(wide) + self.dt_bias)
+        wide = torch.promote_types(b.dtype, torch.float32)
         inputs = Inputs(
             query[:, :, :, None],
             key,
             value.unflatten(-1, (self.heads, self.size)),
-            decay[..., None],
+            None if a is None else self.decay(a.to(wide)),
             self.step_size(b).to(wide),
             new_tokens,
+            self.rule,
         )
         output, recurrent = linear_attention(inputs, states["recurrent_state"])
         if layer is not None:
             layer.store({"conv_state": columns, "recurrent_state": recurrent})
-        rows = output.reshape(-1, self.size)
-        normed = getattr(self, self.norm_name)(rows, gate.reshape(-1, self.size))
+        norm, rows = getattr(self, self.norm_name), output.reshape(-1, self.size)
+        normed = norm(rows) if gate is None else norm(rows, gate.reshape(-1, self.size))
         result: Tensor = getattr(self, self.output)(normed.reshape(*hidden_states.shape[:-1], self.heads * self.size))
         return result
 
@@ -100,7 +108,7 @@ class Qwen3NextGatedDeltaNet(GatedDeltaNet):
         "conv1d.weight": NORM,
     }
 
-    def project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def project(self, hidden: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
         group = self.heads // self.key_heads
         wide = self.in_proj_qkvz(hidden).unflatten(-1, (self.key_heads, -1))
         query, key, value, gate = wide.split((self.dim, self.dim, group * self.size, group * self.size), dim=-1)
@@ -123,12 +131,59 @@ class OlmoHybridGatedDeltaNet(GatedDeltaNet):
         super().__init__(base, ops)
         self.most = 2.0 if base.allow_neg_eigval else 1.0
 
-    def project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def project(self, hidden: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
         mixed = torch.cat([self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)], dim=-1)
         return mixed, self.g_proj(hidden), self.b_proj(hidden), self.a_proj(hidden)
 
     def step_size(self, b: Tensor) -> Tensor:
         return self.most * b.sigmoid()
+
+
+class FlaGatedDeltaNet(OlmoHybridGatedDeltaNet):
+    """Gated DeltaNet of flash-linear-attention: as OLMo-Hybrid; the output's gate may be left out."""
+
+    def project(self, hidden: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+        mixed = torch.cat([self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)], dim=-1)
+        gate = self.g_proj(hidden) if hasattr(self, "g_proj") else None
+        return mixed, gate, self.b_proj(hidden), self.of_decay(hidden)
+
+    def of_decay(self, hidden: Tensor) -> Tensor | None:
+        """What the decay is made of, [B, T, H]."""
+        result: Tensor = self.a_proj(hidden)
+        return result
+
+
+class FlaDeltaNet(FlaGatedDeltaNet):
+    """DeltaNet of flash-linear-attention: the same without a decay."""
+
+    rule = "delta"
+
+    def of_decay(self, hidden: Tensor) -> Tensor | None:
+        return None
+
+
+class KimiDeltaAttention(GatedDeltaNet):
+    """Kimi Linear: a decay per key channel, and as many key heads as value heads."""
+
+    output, norm_name = "o_proj", "o_norm"
+    weight_roles: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight"), PROJECTION),
+        **dict.fromkeys(("forget_gate.f_a_proj.weight", "forget_gate.f_b_proj.weight", "b_proj.weight"), GATE),
+        **dict.fromkeys(("g_a_proj.weight", "g_b_proj.weight"), GATE),
+        **dict.fromkeys(("conv1d.weight", "forget_gate.A_log"), NORM),
+    }
+
+    def sizes(self, base: Any) -> tuple[int, int, int, int]:
+        return base.num_heads, base.num_heads, base.head_dim, base.head_dim
+
+    def project(self, hidden: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+        mixed = torch.cat([self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)], dim=-1)
+        forget = self.forget_gate.f_b_proj(self.forget_gate.f_a_proj(hidden))
+        return mixed, self.g_b_proj(self.g_a_proj(hidden)), self.b_proj(hidden), forget
+
+    def decay(self, a: Tensor) -> Tensor:
+        steps = softplus(a + self.forget_gate.dt_bias).unflatten(-1, (self.heads, self.dim))
+        return -self.forget_gate.A_log.to(a.dtype).exp() * steps
 
 
 def _of_unit_length(x: Tensor) -> Tensor:
@@ -140,8 +195,11 @@ _MODULES: dict[str, type[GatedDeltaNet]] = {
     "Qwen3_5GatedDeltaNet": GatedDeltaNet,
     "Qwen3NextGatedDeltaNet": Qwen3NextGatedDeltaNet,
     "OlmoHybridGatedDeltaNet": OlmoHybridGatedDeltaNet,
+    "FlaGatedDeltaNet": FlaGatedDeltaNet,
+    "FlaDeltaNet": FlaDeltaNet,
+    "KimiLinearDeltaAttention": KimiDeltaAttention,
 }
-"""By the class of transformers that each takes the place of."""
+"""By the class that each takes the place of."""
 
 
 def module_for(base: nn.Module, ops: Sequence[LayerOp]) -> GatedDeltaNet:

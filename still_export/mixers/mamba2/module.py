@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
-from torch.nn.functional import softplus
+from torch import Tensor, nn
+from torch.nn.functional import silu, softplus
 
 from still_export.errors import UnsupportedModelError
 from still_export.mixers.base import LayerOp
@@ -19,9 +19,6 @@ from still_export.mixers.roles import NORM, PROJECTION
 from still_kernels.causal_conv import Inputs as ConvInputs
 from still_kernels.linear_attention import Inputs
 
-COVERED = ("GraniteMoeHybridMambaLayer", "Mamba2Mixer")
-"""Classes of transformers whose place it takes."""
-
 
 class Mamba2(FixedStateModule):
     """The recurrence with its projections, convolution, skip and gated norm.
@@ -29,9 +26,10 @@ class Mamba2(FixedStateModule):
     Args:
         base: The family's module; its submodules and parameters are taken over, not copied.
         ops: Of the layer.
+        config: Of the model.
 
     Raises:
-        UnsupportedModelError: `base` is another kind of module, or has another activation.
+        UnsupportedModelError: `base` has another activation.
     """
 
     weight_roles: ClassVar[dict[str, str]] = {
@@ -41,18 +39,26 @@ class Mamba2(FixedStateModule):
     }
     """Of parameters that are no vectors, by name (mixers/roles.py)."""
 
-    def __init__(self, base: Any, ops: Sequence[LayerOp]) -> None:
+    def __init__(self, base: Any, ops: Sequence[LayerOp], config: Any) -> None:
         super().__init__(base, ops)
-        name = type(base).__name__
-        if name not in COVERED:
-            raise UnsupportedModelError(f"{name} is no Mamba-2 that is covered: {', '.join(COVERED)}.")
         if base.activation != "silu":
             raise UnsupportedModelError(
-                f"hidden_act={base.activation!r} in config.json is the activation of the convolutions of {name}; only silu is covered."
+                f"hidden_act={base.activation!r} in config.json is the activation of the convolutions of {type(base).__name__}; "
+                "only silu is covered."
             )
         self.heads, self.groups = base.num_heads, base.n_groups
         self.dim, self.size = base.ssm_state_size, base.head_dim
         self.limits: tuple[float, float] = tuple(base.time_step_limit)
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """Gate, x, B and C, and the step, side by side, [B, T, channels]."""
+        result: Tensor = self.in_proj(hidden)
+        return result
+
+    def gated(self, output: Tensor, gate: Tensor) -> Tensor:
+        """Of the recurrence's `output` [B, T, H * V] and the gate, what is projected."""
+        result: Tensor = self.norm(output, gate)
+        return result
 
     def forward(
         self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
@@ -60,7 +66,7 @@ class Mamba2(FixedStateModule):
         """The call of a transformers decoder layer. `attention_mask` is not used: the cache knows the rows' new tokens."""
         states, new_tokens, layer = self.begin(hidden_states, cache_params)
         inner, keys = self.heads * self.size, self.groups * self.dim
-        gate, mixed, step = self.in_proj(hidden_states).split((inner, inner + 2 * keys, self.heads), dim=-1)
+        gate, mixed, step = self.project(hidden_states).split((inner, inner + 2 * keys, self.heads), dim=-1)
         taps = ConvInputs(mixed, self.conv1d.weight, self.conv1d.bias, new_tokens, "silu")
         mixed, columns = causal_conv(taps, states["conv_state"])
         x, key, query = mixed.split((inner, keys, keys), dim=-1)
@@ -83,7 +89,45 @@ class Mamba2(FixedStateModule):
         output, recurrent = linear_attention(inputs, states["recurrent_state"])
         if layer is not None:
             layer.store({"conv_state": columns, "recurrent_state": recurrent})
-        output = output[:, :, :, 0] + self.D[:, None] * x
-        normed = self.norm(output.flatten(2), gate)
-        result: Tensor = self.out_proj(normed.to(hidden_states.dtype))
+        # As transformers has it, nothing is rounded between the recurrence and the projection behind the norm.
+        output = output[:, :, :, 0].to(wide) + self.D.to(wide)[:, None] * x.to(wide)
+        result: Tensor = self.out_proj(self.gated(output.flatten(2), gate).to(hidden_states.dtype))
         return result
+
+
+class FalconH1Mamba2(Mamba2):
+    """Falcon-H1: factors of the input and of what it is projected to, and a norm that may be left out."""
+
+    def __init__(self, base: Any, ops: Sequence[LayerOp], config: Any) -> None:
+        super().__init__(base, ops, config)
+        inner, keys = self.heads * self.size, self.groups * self.dim
+        self.factor = float(config.ssm_in_multiplier)
+        self.factors = tuple(zip((inner, inner, keys, keys, self.heads), config.ssm_multipliers, strict=True))
+        self.normed: bool = config.mamba_rms_norm
+
+    def project(self, hidden: Tensor) -> Tensor:
+        factors = torch.cat([hidden.new_full((size,), factor) for size, factor in self.factors])
+        return super().project(hidden * self.factor) * factors
+
+    def gated(self, output: Tensor, gate: Tensor) -> Tensor:
+        return super().gated(output, gate) if self.normed else output * silu(gate)
+
+
+_MODULES: dict[str, type[Mamba2]] = {
+    "GraniteMoeHybridMambaLayer": Mamba2,
+    "Mamba2Mixer": Mamba2,
+    "FalconH1Mixer": FalconH1Mamba2,
+}
+"""By the class of transformers that each takes the place of."""
+
+
+def module_for(base: nn.Module, ops: Sequence[LayerOp], config: Any) -> Mamba2:
+    """The module in the place of `base`.
+
+    Raises:
+        UnsupportedModelError: `base` is another kind of module.
+    """
+    name = type(base).__name__
+    if name not in _MODULES:
+        raise UnsupportedModelError(f"{name} is no Mamba-2 that is covered: {', '.join(_MODULES)}.")
+    return _MODULES[name](base, ops, config)

@@ -17,12 +17,12 @@ from still_export.models.load import load_model
 from still_export.runners.ort import OrtModel
 from still_export.runners.sampling import Sampling
 from tests.still_export.export.test_native import built
-from tests.still_export.linear_models import SIZES, VOCAB, linear_model
+from tests.still_export.linear_models import FAMILIES, VOCAB, linear_model
 
 __all__ = ["built"]
 
 FEW = ("qwen3_5_text", "granitemoehybrid")
-CASES = [pytest.param(f, marks=pytest.mark.slow if f in FEW else pytest.mark.long) for f in SIZES]
+CASES = [pytest.param(f, marks=pytest.mark.slow if f in FEW else pytest.mark.long) for f in FAMILIES]
 
 
 def call(*arguments: object) -> int:
@@ -46,7 +46,18 @@ def test_a_folder_becomes_a_proven_package(family: str, tmp_path: Path, capsys: 
     expected = reference.generate(prompt, max_new_tokens=8, do_sample=False)[0, 90:]
     assert answer == expected.tolist()
     nodes = {n.op_type for n in onnx.load(tmp_path / "package/model.onnx", load_external_data=False).graph.node}
-    assert {"CausalConv", "Attention"} <= nodes
+    ops = json.loads((tmp_path / "package/manifest.json").read_text())["ops"]
+    assert ops and set(ops) <= nodes
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_package_in_half_precision(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    linear_model(family).save_pretrained(tmp_path / "model")
+    assert call("export", tmp_path / "model", "-o", tmp_path / "package", "--dtype", "float16", "--quiet") == 0
+    assert call("verify", tmp_path / "package", "--lengths", "1,65", "--decode-steps", "4", "--quiet") == 0, (
+        capsys.readouterr().out
+    )
 
 
 @pytest.mark.slow

@@ -13,13 +13,15 @@ from safetensors.torch import load_file, save_file
 
 from still_export.errors import ConfigError, UnsupportedModelError
 from still_export.mixers.cache import StillCache
+from still_export.mixers.config import StillConfig
 from still_export.models import attach_untrained
 from still_export.models.build import family_of
 from still_export.models.linear_families import LINEAR_FAMILIES, NOT_COVERED
 from still_export.models.load import load_model
 from still_export.models.roles import weight_roles
-from tests.still_export.linear_models import SIZES, VOCAB, linear_config, linear_model
-from tests.still_export.tiny import padded
+from tests.still_export.fla_models import SOFTMAX
+from tests.still_export.linear_models import FAMILIES, SIZES, VOCAB, linear_config, linear_model
+from tests.still_export.tiny import padded, plain_model
 
 LOGITS, STATES = 2e-5, 1e-5
 """Of the largest number; float32 against transformers in float64, whose rules compute in float32 all the same."""
@@ -37,7 +39,7 @@ def calm_seed(family: str) -> int:
     raise AssertionError(f"{family}: transformers' own float32 loses too much of 16 random models")
 
 
-@pytest.fixture(params=SIZES)
+@pytest.fixture(params=FAMILIES)
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, Any]:
     """A family's model as transformers has it, in float64, and ours of the folder that it wrote, in float32."""
     model = linear_model(request.param, seed=calm_seed(request.param))
@@ -66,6 +68,7 @@ def pieces(model: Any, tokens: torch.Tensor, sizes: list[int]) -> tuple[torch.Te
 def test_logits_and_states_are_those_of_transformers(pair: tuple[Any, Any]) -> None:
     theirs, ours = pair
     whole = theirs(ids(), use_cache=True)
+    seen = whole["cache_params" if "cache_params" in whole else "past_key_values"]
     expected = theirs(ids(), use_cache=False).logits
     assert far(ours(ids(), use_cache=False).logits, expected) <= LOGITS
     for sizes in ([70, 1, 129], [2, 198], [1, 2, 3, 2, 1, 191]):
@@ -73,11 +76,11 @@ def test_logits_and_states_are_those_of_transformers(pair: tuple[Any, Any]) -> N
         assert far(logits, expected) <= LOGITS, sizes
         for index, states in enumerate(cache.states()):
             if "recurrent_state" in states:
-                state = whole.past_key_values.get_recurrent_state(index, state_idx=0)
+                state = seen.get_recurrent_state(index, state_idx=0)
                 state = state if state.shape == states["recurrent_state"].shape else state.transpose(2, 3)
                 assert far(states["recurrent_state"], state) <= STATES
             if "conv_state" in states:
-                columns = whole.past_key_values.get_conv_state(index, state_idx=0)
+                columns = seen.get_conv_state(index, state_idx=0)
                 assert far(states["conv_state"], columns[..., -states["conv_state"].shape[-1] :]) <= STATES
 
 
@@ -97,6 +100,39 @@ def test_single_steps_and_ragged_rows(pair: tuple[Any, Any]) -> None:
         assert far(logits[row], expected[row, place : place + 3]) <= LOGITS
 
 
+@pytest.mark.parametrize(
+    "family, changes",
+    [
+        ("falcon_h1", {"mamba_rms_norm": False}),
+        ("kimi_linear", {"q_lora_rank": 9}),
+        ("gla", {"use_short_conv": True, "conv_size": 3, "clamp_min": -0.02, "use_output_gate": False, "attn": None}),
+        ("hgrn2", {"use_short_conv": True, "conv_size": 3, "use_lower_bound": False}),
+        ("delta_net", {"use_gate": True, "allow_neg_eigval": True}),
+        ("gated_deltanet", {"output_gate_activation": "sigmoid", "num_v_heads": None, "attn": SOFTMAX}),
+    ],
+)
+@torch.no_grad()
+def test_variants_are_those_of_transformers(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    theirs = linear_model(family, **changes)
+    theirs.save_pretrained(tmp_path)
+    expected = theirs.double()(ids(), use_cache=False).logits
+    assert far(pieces(load_model(tmp_path), ids(), [70, 1, 129])[0], expected) <= LOGITS
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", SIZES)
+@torch.no_grad()
+def test_half_precision_errs_as_transformers_does(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Errors of all logits together, each run against float64 with the weights of that type."""
+    theirs = linear_model(family).to(dtype)
+    theirs.save_pretrained(tmp_path)
+    found, rounded = load_model(tmp_path, dtype=dtype), theirs(ids(), use_cache=False).logits.double()
+    expected = theirs.double()(ids(), use_cache=False).logits
+    own = (rounded - expected).norm()
+    for sizes in ([200], [70, 1, 129]):
+        assert (pieces(found, ids(), sizes)[0].double() - expected).norm() <= 1.5 * own
+
+
 def test_every_weight_has_a_role(pair: tuple[Any, Any]) -> None:
     assert set(weight_roles(pair[1])) == {name for name, _ in pair[1].named_parameters()}
 
@@ -107,8 +143,9 @@ def test_gradients_flow(pair: tuple[Any, Any]) -> None:
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in ours.parameters())
 
 
-def test_an_own_folder_is_read_again(tmp_path: Path) -> None:
-    linear_model("olmo_hybrid").save_pretrained(tmp_path / "theirs")
+@pytest.mark.parametrize("family", ["olmo_hybrid", "kimi_linear", "mamba2", "gla", "hgrn2"])
+def test_an_own_folder_is_read_again(family: str, tmp_path: Path) -> None:
+    linear_model(family).save_pretrained(tmp_path / "theirs")
     ours = load_model(tmp_path / "theirs")
     ours.save_pretrained(tmp_path / "ours")
     again = load_model(tmp_path / "ours")
@@ -138,7 +175,21 @@ def test_the_text_of_a_model_that_sees_images(tmp_path: Path) -> None:
             "holds experts; of granitemoehybrid only dense models are covered",
         ),
         ("qwen3_next", {"num_experts": 4, "moe_intermediate_size": 8}, "holds experts; of qwen3_next"),
+        (
+            "kimi_linear",
+            {"mlp_layer_types": ["dense"] * 3 + ["sparse"], "num_local_experts": 4, "moe_intermediate_size": 8},
+            "model.layers.3.mlp.experts holds experts; of kimi_linear only dense",
+        ),
+        ("kimi_linear", {"mla_use_nope": False}, "without positions alone"),
         ("qwen3_5_text", {"hidden_act": "gelu"}, "only silu is covered"),
+        ("falcon_h1", {"hidden_act": "gelu"}, "only silu is covered"),
+        ("gla", {"feature_map": "relu"}, "feature_map='relu' in config.json of a gla model; covered: None"),
+        (
+            "delta_net",
+            {"use_short_conv": False},
+            "use_short_conv=False in config.json of a delta_net model; covered: True",
+        ),
+        ("gla", {"attn": {**SOFTMAX, "window_size": 64}}, "attn.window_size=64 in config.json is smaller"),
         (
             "lfm2",
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
@@ -152,11 +203,35 @@ def test_variants_are_refused_by_name(family: str, changes: dict[str, Any], mess
         load_model(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["mamba", "rwkv", "xlstm", "qwen3_5_moe", "kimi_linear", "falcon_h1"])
+@pytest.mark.parametrize("name", ["mamba", "rwkv", "xlstm", "qwen3_5_moe", "minimax", "bamba"])
 def test_families_are_refused_by_name(name: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"model_type='{name}' in config.json is not covered: "):
         family_of(name)
     assert not set(NOT_COVERED) & set(LINEAR_FAMILIES)
+
+
+def test_softmax_families_have_no_layers_of_linear_ones() -> None:
+    with pytest.raises(
+        ConfigError, match=r"layer_types of still_config name mamba2, .* llama model are hybrid_attention or full"
+    ):
+        attach_untrained(
+            plain_model("llama"), StillConfig(layer_types=("mamba2", "hybrid_attention", "full_attention"))
+        )
+
+
+@pytest.mark.parametrize(
+    "family, changes, message",
+    [
+        ("gla", {"num_heads": 5}, r"^config\.json gives heads of 9.6 keys and 7.2 values, which"),
+        ("hgrn2", {"expand_ratio": "8"}, "config.json is no valid hgrn2 configuration: TypeError"),
+    ],
+)
+def test_configurations_that_do_not_fit(family: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    model = linear_model(family)
+    model.config |= changes
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        load_model(tmp_path)
 
 
 def test_what_is_linear_already_is_not_linearized(tmp_path: Path) -> None:

@@ -1,0 +1,35 @@
+"""Layers of type "gated_linear_attention", for the generic rooms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from still_export.mixers.base import LayerOp, Mixer
+from still_export.mixers.fixed import FixedStates
+from still_export.mixers.gated_linear_attention.module import module_for
+from still_graphs.ops.causal_conv import CAUSAL_CONV
+from still_graphs.ops.linear_attention import LINEAR_ATTENTION
+
+
+class GatedLinearAttentionMixer(Mixer):
+    """Layers of type "gated_linear_attention"."""
+
+    name = "gated_linear_attention"
+
+    def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:
+        heads, taps = config.linear_num_value_heads, config.linear_conv_kernel_dim
+        dim, size = config.linear_key_head_dim, config.linear_value_head_dim
+        rule = LayerOp(LINEAR_ATTENTION, {"update_rule": "gated", "scale": 0.0}, {"H": heads, "D": dim, "V": size})
+        if not taps:
+            return (rule,)
+        channels = (config.linear_num_query_heads + heads) * dim + heads * size
+        activation = config.linear_conv_activation
+        return LayerOp(CAUSAL_CONV, {"activation": activation}, {"C": channels, "P": taps - 1}), rule
+
+    def cache_layer(self, config: Any, index: int) -> FixedStates:
+        return FixedStates(self.ops(config, index))
+
+    def module(self, base: nn.Module, config: Any, index: int) -> nn.Module:
+        return module_for(base, self.ops(config, index))

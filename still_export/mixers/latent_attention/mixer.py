@@ -1,0 +1,33 @@
+"""Layers of type "latent_attention", for the generic rooms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from still_export.mixers.attention.cache import AttentionLayer
+from still_export.mixers.base import LayerOp, Mixer
+from still_export.mixers.latent_attention.module import LatentAttention
+from still_graphs.ops.attention import ATTENTION
+
+
+class LatentAttentionMixer(Mixer):
+    """Layers of type "latent_attention": to the op one head of keys, as wide as the latent and the shared part of the keys."""
+
+    name = "latent_attention"
+
+    def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:
+        return (LayerOp(ATTENTION, {}, {"H": config.num_attention_heads, "HK": 1, "D": _width(config)}),)
+
+    def cache_layer(self, config: Any, index: int) -> AttentionLayer:
+        return AttentionLayer(1, _width(config), config.still.cache)
+
+    def module(self, base: nn.Module, config: Any, index: int) -> nn.Module:
+        module = LatentAttention(base)
+        module.cache = config.still.cache
+        return module
+
+
+def _width(config: Any) -> int:
+    return int(config.kv_lora_rank + config.qk_rope_head_dim)

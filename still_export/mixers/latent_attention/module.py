@@ -1,0 +1,76 @@
+"""Attention to latents in the place of a family's module, over the op still::Attention."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from still_export.errors import UnsupportedModelError
+from still_export.mixers.attention.module import SoftmaxAttention
+from still_export.mixers.roles import FEATURE_MAP, PROJECTION
+
+
+class LatentAttention(SoftmaxAttention):
+    """Attention whose keys and values are projections of one latent of each token, which is what the cache keeps.
+
+    A head's key is (K c, r) and its value V c, with c the latent and r a part that heads share. As q (K c) = (K^T q) c, queries are
+    projected to latents, all heads attend to (c, r) as to one key and value, and what they find is projected to values: what is read per
+    token does not depend on the number of heads, and nothing is expanded.
+
+    Args:
+        base: The family's module; its submodules are taken over, not copied.
+
+    Raises:
+        UnsupportedModelError: `base` is another kind of module.
+    """
+
+    weight_roles: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("q_proj.weight", "q_a_proj.weight", "q_b_proj.weight", "o_proj.weight"), PROJECTION),
+        "kv_a_proj_with_mqa.weight": PROJECTION,
+        "kv_b_proj.weight": FEATURE_MAP,  # a matrix per head on either side of the op, no product with all of a layer's inputs
+    }
+
+    def __init__(self, base: Any) -> None:
+        nn.Module.__init__(self)
+        if type(base).__name__ != "KimiLinearAttention":
+            raise UnsupportedModelError(
+                f"{type(base).__name__} is no latent attention that is covered: KimiLinearAttention."
+            )
+        self.layer_idx: int = base.layer_idx
+        for name, child in base.named_children():
+            self.add_module(name, child)
+        self.low_rank = base.q_lora_rank is not None
+        self.rank, self.shared = base.kv_lora_rank, base.qk_rope_head_dim
+        self.key_size, self.value_size = base.qk_nope_head_dim, base.v_head_dim
+        self.head_dim = self.rank + self.shared
+        # The op divides by the root of its own head size.
+        self.factor = float(base.scaling) * self.head_dim**0.5
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """The call of a transformers decoder layer. `attention_mask` is not used: the cache knows the rows' new tokens."""
+        wide = (
+            self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
+            if self.low_rank
+            else self.q_proj(hidden_states)
+        )
+        query, own = wide.unflatten(-1, (-1, self.key_size + self.shared)).split((self.key_size, self.shared), dim=-1)
+        latent, shared = self.kv_a_proj_with_mqa(hidden_states).split((self.rank, self.shared), dim=-1)
+        key = torch.cat([self.kv_a_layernorm(latent), shared], dim=-1)[:, :, None]
+        up = self.kv_b_proj.weight.unflatten(0, (-1, self.key_size + self.value_size))  # [H, key and value, rank]
+        of_key, of_value = up.split((self.key_size, self.value_size), dim=1)
+        query = torch.cat([torch.einsum("bthk,hkr->bthr", query, of_key), own], dim=-1)
+        found = self.attend(self.factor * query, key, key, past_key_values)[..., : self.rank]
+        return self.o_proj(torch.einsum("bthr,hvr->bthv", found, of_value).flatten(2)), None

@@ -1,0 +1,32 @@
+"""Layers of type "parallel_mamba2", for the generic rooms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from still_export.mixers.attention.mixer import AttentionMixer
+from still_export.mixers.base import LayerOp, Mixer
+from still_export.mixers.config import head_size
+from still_export.mixers.mamba2.mixer import Mamba2Mixer
+from still_export.mixers.parallel_mamba2.cache import AttentionAndFixedStates
+
+
+class ParallelMamba2Mixer(Mixer):
+    """Layers of type "parallel_mamba2": softmax attention and Mamba-2 read the same tokens, the layer adds what they give."""
+
+    name = "parallel_mamba2"
+    mamba2, attention = Mamba2Mixer(), AttentionMixer()
+
+    def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:
+        return *self.mamba2.ops(config, index), *self.attention.ops(config, index)
+
+    def cache_layer(self, config: Any, index: int) -> AttentionAndFixedStates:
+        ops = self.mamba2.ops(config, index)
+        return AttentionAndFixedStates(config.num_key_value_heads, head_size(config), config.still.cache, ops)
+
+    def module(self, base: nn.Module, config: Any, index: int) -> nn.Module:
+        """The module in the place of either of the two that a layer has."""
+        mixer = self.attention if hasattr(base, "q_proj") else self.mamba2
+        return mixer.module(base, config, index)

@@ -1,0 +1,211 @@
+"""Models of flash-linear-attention: their configuration, and the modules that hold their weights.
+
+transformers has no classes for them; the mixers compute, on the stack of layers that all of them share.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
+
+from still_export.mixers.config import FULL
+from still_export.models.stack import Stack
+
+HGRN2_EPSILON = 1e-5
+"""Of HGRN2's norm behind the rule: flash-linear-attention calls it without the configuration's."""
+
+
+@strict
+class FlaConfig(PreTrainedConfig):
+    """What their layers have, under transformers' names where it has the like.
+
+    Args:
+        linear_conv_kernel_dim: Taps of the convolutions of queries, keys and values; 0: there are none.
+        linear_gate: Activation of the output's gate, "silu" or "sigmoid"; None: there is none.
+        allow_neg_eigval: beta is up to 2.
+        clamp_min: Of GLA's decay; None: it is not clamped.
+        lower_bounds: HGRN2's later layers forget no more than a bound that they learned.
+    """
+
+    vocab_size: int = 32000
+    hidden_size: int = 2048
+    intermediate_size: int = 5632
+    num_hidden_layers: int = 24
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 32
+    head_dim: int = 64
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    hidden_act: str = "silu"
+    rms_norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+    max_position_embeddings: int = 2048
+    rope_parameters: dict[str, Any] | None = None
+    layer_types: list[str] | None = None
+    tie_word_embeddings: bool = False
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+    linear_num_key_heads: int = 4
+    linear_num_value_heads: int = 4
+    linear_num_query_heads: int = 4
+    linear_key_head_dim: int = 256
+    linear_value_head_dim: int = 512
+    linear_conv_kernel_dim: int = 4
+    linear_conv_activation: str = "silu"
+    linear_gate: str | None = None
+    allow_neg_eigval: bool = False
+    clamp_min: float | None = None
+    lower_bounds: bool = False
+
+
+class GatedRMSNorm(LlamaRMSNorm):
+    """Norm of each row, times an activation of its gate where there is one; in float32."""
+
+    def __init__(self, size: int, eps: float, activation: str | None) -> None:
+        super().__init__(size, eps)
+        self.activation = activation
+
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        rows = x.to(wide)
+        rows = rows * torch.rsqrt((rows * rows).mean(-1, keepdim=True) + self.variance_epsilon) * self.weight.to(wide)
+        if gate is not None:
+            gate = gate.to(wide)
+            rows = rows * (gate.sigmoid() if self.activation == "sigmoid" else nn.functional.silu(gate))
+        return rows.to(x.dtype)
+
+
+class FlaMixer(nn.Module):
+    """The weights of a layer's mixer under their names; a mixer of ours takes its place."""
+
+    names: ClassVar[tuple[str, str]] = ("k_proj", "v_proj")
+    """Projections to keys and to values."""
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx, self.activation = layer_idx, config.linear_conv_activation
+        self.num_v_heads, self.num_k_heads = config.linear_num_value_heads, config.linear_num_key_heads
+        self.num_q_heads = config.linear_num_query_heads
+        self.head_k_dim, self.head_v_dim = config.linear_key_head_dim, config.linear_value_head_dim
+        hidden, self.taps = config.hidden_size, config.linear_conv_kernel_dim
+        queries, keys = self.num_q_heads * self.head_k_dim, self.num_k_heads * self.head_k_dim
+        values = self.num_v_heads * self.head_v_dim
+        self.outputs = self.head_v_dim * max(self.num_q_heads, self.num_v_heads)
+        self.q_proj = nn.Linear(hidden, queries, bias=False)
+        for name, outputs in zip(self.names, (keys, values), strict=True):
+            self.add_module(name, nn.Linear(hidden, outputs, bias=False))
+        if self.taps:
+            channels = queries + keys + values
+            self.conv1d = nn.Conv1d(channels, channels, self.taps, groups=channels, bias=False)
+        self.o_proj = nn.Linear(self.outputs, hidden, bias=False)
+        self.add_parts(config)
+
+    def add_parts(self, config: Any) -> None:
+        """What one kind has beside these."""
+        raise NotImplementedError
+
+    def add_gate_and_norm(self, config: Any) -> None:
+        """A gate of the output, where there is one, and the norm of its heads."""
+        if config.linear_gate is not None:
+            self.g_proj = nn.Linear(config.hidden_size, self.outputs, bias=False)
+        self.o_norm = GatedRMSNorm(self.head_v_dim, config.rms_norm_eps, config.linear_gate)
+
+
+class FlaGatedDeltaNet(FlaMixer):
+    """Of a Gated DeltaNet."""
+
+    def add_parts(self, config: Any) -> None:
+        self.allow_neg_eigval: bool = config.allow_neg_eigval
+        self.a_proj, self.b_proj = (nn.Linear(config.hidden_size, self.num_v_heads, bias=False) for _ in range(2))
+        self.A_log, self.dt_bias = (nn.Parameter(torch.zeros(self.num_v_heads)) for _ in range(2))
+        self.add_gate_and_norm(config)
+
+
+class FlaDeltaNet(FlaMixer):
+    """Of a DeltaNet."""
+
+    def add_parts(self, config: Any) -> None:
+        self.allow_neg_eigval: bool = config.allow_neg_eigval
+        self.b_proj = nn.Linear(config.hidden_size, self.num_v_heads, bias=False)
+        self.add_gate_and_norm(config)
+
+
+class FlaGLA(FlaMixer):
+    """Of a GLA."""
+
+    low_rank = 16
+
+    def add_parts(self, config: Any) -> None:
+        self.clamp_min: float | None = config.clamp_min
+        keys = self.num_k_heads * self.head_k_dim
+        self.gk_proj = nn.Sequential(
+            nn.Linear(config.hidden_size, self.low_rank, bias=False), nn.Linear(self.low_rank, keys)
+        )
+        self.add_gate_and_norm(config)
+
+
+class FlaHGRN2(FlaMixer):
+    """Of an HGRN2; `lower_bound` [H * D] is what stays at least, in layers that have a bound."""
+
+    names = ("f_proj", "i_proj")
+
+    def add_parts(self, config: Any) -> None:
+        if config.lower_bounds and self.layer_idx > 0:
+            self.lower_bound = nn.Parameter(torch.zeros(self.num_k_heads * self.head_k_dim))
+        self.g_norm = GatedRMSNorm(config.hidden_size, HGRN2_EPSILON, None)
+
+
+class FlaAttention(nn.Module):
+    """Of a softmax layer."""
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        sizes = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+        self.q_proj, self.k_proj, self.v_proj = (
+            nn.Linear(config.hidden_size, heads * config.head_dim, bias=config.attention_bias) for heads in sizes
+        )
+        self.o_proj = nn.Linear(sizes[0] * config.head_dim, config.hidden_size, bias=False)
+
+
+MIXERS: dict[str, type[FlaMixer]] = {
+    "gated_deltanet": FlaGatedDeltaNet,
+    "delta_net": FlaDeltaNet,
+    "gla": FlaGLA,
+    "hgrn2": FlaHGRN2,
+}
+"""By model_type."""
+
+
+class FlaBlock(nn.Module):
+    """A layer: norm, mixer, norm, feed-forward, each pair added to what goes in."""
+
+    def __init__(self, config: Any, index: int) -> None:
+        super().__init__()
+        softmax = config.layer_types[index] == FULL
+        kind = FlaAttention if softmax else MIXERS[config.model_type.removeprefix("still_")]
+        self.attn_norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attn: nn.Module = kind(config, index)
+        self.mlp_norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = LlamaMLP(config)
+
+    def forward(self, hidden: Tensor, cache: Any, **kwargs: Any) -> Tensor:
+        """[B, T, channels] to the same; `cache` is a StillCache or None."""
+        mixed = self.attn(self.attn_norm(hidden), cache_params=cache, past_key_values=cache, **kwargs)
+        hidden = hidden + (mixed[0] if isinstance(mixed, tuple) else mixed)
+        result: Tensor = hidden + self.mlp(self.mlp_norm(hidden))
+        return result
+
+
+def fla_stack(config: Any) -> Stack:
+    """The layers of a model with the configuration `config`."""
+    layers = [FlaBlock(config, index) for index in range(config.num_hidden_layers)]
+    rotary = LlamaRotaryEmbedding(config) if FULL in config.layer_types else None
+    return Stack(config, layers, LlamaRMSNorm(config.hidden_size, config.rms_norm_eps), rotary)

@@ -1,0 +1,168 @@
+"""The config.json of a checkpoint of flash-linear-attention under the names that our configuration has, and what of it is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from still_export.errors import ConfigError, StillExportError, UnsupportedModelError
+from still_export.mixers.config import FULL
+
+LINEAR = "linear_attention"
+
+
+def translated(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a `FlaConfig` from a config.json of flash-linear-attention.
+
+    Raises:
+        ConfigError: A value that the model needs is missing, is none of its type, or does not fit another.
+        UnsupportedModelError: A variant that is not covered.
+    """
+    kind = config["model_type"]
+    refused: dict[str, tuple[Any, ...]] = {
+        "hidden_act": ("swish", "silu"),
+        "attnres_block_size": (None,),
+        "feature_map": (None,),
+        "elementwise_affine": (True, None),
+        "qk_norm": ("l2",),
+        "qk_activation": ("silu",),
+        "use_beta": (True,),
+        "share_conv_kernel": (False,),
+    }
+    if kind in ("gated_deltanet", "delta_net"):
+        refused["use_short_conv"] = (True,)
+    for name, covered in refused.items():
+        if name in config and config[name] not in covered:
+            raise UnsupportedModelError(
+                f"{name}={config[name]!r} in config.json of a {kind} model; covered: {' or '.join(map(repr, covered))}."
+            )
+    try:
+        return _values(kind, config)
+    except StillExportError:
+        raise
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise ConfigError(
+            f"config.json is no valid {kind} configuration: {type(error).__name__}: {error}. Fix the named value."
+        ) from error
+
+
+def _values(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    given = _DEFAULTS[kind] | dict(config)
+    hidden, ratio = given["hidden_size"], given.get("hidden_ratio") or 4
+    return {
+        **{name: config[name] for name in _KEPT if name in config},
+        **_HEADS[kind](given),
+        **_softmax(given),
+        "intermediate_size": given.get("intermediate_size") or 256 * math.ceil(int(hidden * ratio * 2 / 3) / 256),
+        "rms_norm_eps": given.get("norm_eps", 1e-6),
+        "linear_conv_kernel_dim": given.get("conv_size", 4) if given["use_short_conv"] else 0,
+        "allow_neg_eigval": given.get("allow_neg_eigval", False),
+    }
+
+
+_KEPT = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "max_position_embeddings",
+    "initializer_range",
+    "tie_word_embeddings",
+    "use_cache",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+    "dtype",
+    "torch_dtype",
+)
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "gated_deltanet": {"head_dim": 256, "num_heads": 6, "expand_v": 2.0, "use_short_conv": True, "use_gate": True},
+    "delta_net": {"num_heads": 16, "expand_k": 1.0, "expand_v": 1.0, "use_short_conv": True, "use_gate": False},
+    "gla": {"num_heads": 4, "expand_k": 0.5, "expand_v": 1.0, "use_short_conv": False, "use_output_gate": True},
+    "hgrn2": {"expand_ratio": 128, "use_short_conv": False, "use_lower_bound": True},
+}
+"""What a config.json may leave out."""
+
+
+def _gated_delta_net(given: Mapping[str, Any]) -> dict[str, Any]:
+    heads, dim = given["num_heads"], given["head_dim"]
+    gate = {"swish": "silu"}.get(given.get("output_gate_activation", "swish"), given.get("output_gate_activation"))
+    return _sizes(heads, given.get("num_v_heads") or heads, dim, dim * given["expand_v"]) | {
+        "linear_gate": gate if given["use_gate"] else None
+    }
+
+
+def _delta_net(given: Mapping[str, Any]) -> dict[str, Any]:
+    heads, hidden = given["num_heads"], given["hidden_size"]
+    sizes = _sizes(heads, heads, hidden * given["expand_k"] / heads, hidden * given["expand_v"] / heads)
+    return sizes | {"linear_gate": "silu" if given["use_gate"] else None}
+
+
+def _gla(given: Mapping[str, Any]) -> dict[str, Any]:
+    heads, hidden = given["num_heads"], given["hidden_size"]
+    kept = given.get("num_kv_heads") or heads
+    sizes = _sizes(kept, kept, hidden * given["expand_k"] / heads, hidden * given["expand_v"] / heads)
+    return sizes | {
+        "linear_num_query_heads": heads,
+        "linear_gate": "silu" if given["use_output_gate"] else None,
+        "clamp_min": given.get("clamp_min"),
+    }
+
+
+def _hgrn2(given: Mapping[str, Any]) -> dict[str, Any]:
+    hidden = given["hidden_size"]
+    ratio = given["expand_ratio"] or hidden // given["num_heads"]  # which decides where both are given
+    heads = hidden // ratio
+    return _sizes(heads, heads, ratio, hidden / heads) | {
+        "linear_conv_activation": "none",
+        "lower_bounds": given["use_lower_bound"],
+    }
+
+
+_HEADS = {"gated_deltanet": _gated_delta_net, "delta_net": _delta_net, "gla": _gla, "hgrn2": _hgrn2}
+
+
+def _sizes(key_heads: int, value_heads: int, dim: float, size: float) -> dict[str, Any]:
+    if dim != int(dim) or size != int(size):
+        raise ConfigError(
+            f"config.json gives heads of {dim:g} keys and {size:g} values, which are no whole numbers. Fix head_dim, expand_k, expand_v "
+            "or num_heads."
+        )
+    return {
+        "linear_num_key_heads": key_heads,
+        "linear_num_query_heads": key_heads,
+        "linear_num_value_heads": value_heads,
+        "linear_key_head_dim": int(dim),
+        "linear_value_head_dim": int(size),
+    }
+
+
+def _softmax(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Which layers are softmax attention, by `attn`, and its heads; without such layers heads as one would make them."""
+    layers, found = given["num_hidden_layers"], given.get("attn")
+    if not found:
+        heads = given.get("num_heads") or 1  # HGRN2's may be left out
+        return {
+            "layer_types": [LINEAR] * layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads,
+            "head_dim": max(1, given["hidden_size"] // heads),
+        }
+    if isinstance(found, list):
+        if len(found) > 1:
+            raise UnsupportedModelError(
+                "attn in config.json describes several kinds of softmax layers; one kind is covered."
+            )
+        found = found[0]
+    if found.get("qk_norm"):
+        raise UnsupportedModelError("attn.qk_norm in config.json: softmax layers are covered without norms of heads.")
+    return {
+        "layer_types": [FULL if i in found["layers"] else LINEAR for i in range(layers)],
+        "num_attention_heads": found["num_heads"],
+        "num_key_value_heads": found.get("num_kv_heads") or found["num_heads"],
+        "head_dim": given["hidden_size"] // found["num_heads"],
+        "attention_bias": found.get("qkv_bias", False),
+        "sliding_window": found.get("window_size"),
+        "rope_parameters": {"rope_type": "default", "rope_theta": float(found.get("rope_theta") or 10000.0)},
+    }

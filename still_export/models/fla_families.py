@@ -1,0 +1,108 @@
+"""The families of flash-linear-attention: GLA, DeltaNet, Gated DeltaNet, HGRN2."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from huggingface_hub.dataclasses import strict
+
+from still_export.errors import UnsupportedModelError
+from still_export.mixers.config import FULL, StillConfig
+from still_export.models.families import Family
+from still_export.models.fla import FlaConfig, fla_stack
+from still_export.models.fla_config import LINEAR
+from still_export.models.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
+from still_export.models.stack import Stack, StackForCausalLM
+
+
+class StillFlaConfig(LinearConfigMixin):
+    """What their configurations refuse."""
+
+    def check(self, still: StillConfig) -> None:
+        super().check(still)
+        window = getattr(self, "sliding_window", None)
+        if window is not None and (window < still.capacity(self) or still.overflow != "error"):
+            raise UnsupportedModelError(
+                f"attn.window_size={window} in config.json is smaller than capacity_tokens={still.capacity(self)}; softmax layers are "
+                f"covered without a window. Set --capacity-tokens to at most {window}."
+            )
+
+
+def _places(mixer: str) -> dict[str, Place]:
+    return {LINEAR: Place(mixer, ("attn",)), FULL: Place(FULL, ("attn",))}
+
+
+@strict
+class StillGLAConfig(StillFlaConfig, FlaConfig):
+    """GLA: the gated rule with a decay per key channel."""
+
+    model_type = "still_gla"
+    places: ClassVar[dict[str, Place]] = _places("gated_linear_attention")
+    still_config: dict[str, Any] | None = None
+
+
+@strict
+class StillHGRN2Config(StillFlaConfig, FlaConfig):
+    """HGRN2: the same, what is written follows from what is forgotten."""
+
+    model_type = "still_hgrn2"
+    places: ClassVar[dict[str, Place]] = _places("gated_linear_attention")
+    still_config: dict[str, Any] | None = None
+
+
+@strict
+class StillDeltaNetConfig(StillFlaConfig, FlaConfig):
+    """DeltaNet: the delta rule."""
+
+    model_type = "still_delta_net"
+    places: ClassVar[dict[str, Place]] = _places("delta_net")
+    still_config: dict[str, Any] | None = None
+
+
+@strict
+class StillGatedDeltaNetConfig(StillFlaConfig, FlaConfig):
+    """Gated DeltaNet: the gated delta rule."""
+
+    model_type = "still_gated_deltanet"
+    places: ClassVar[dict[str, Place]] = _places("gated_delta_net")
+    still_config: dict[str, Any] | None = None
+
+
+class StillFlaForCausalLM(LinearModelMixin, StackForCausalLM):
+    """A model of flash-linear-attention."""
+
+    def stack(self, config: Any) -> Stack:
+        return fla_stack(config)
+
+
+class StillGLAForCausalLM(StillFlaForCausalLM):
+    """GLA."""
+
+    config_class = StillGLAConfig
+
+
+class StillHGRN2ForCausalLM(StillFlaForCausalLM):
+    """HGRN2."""
+
+    config_class = StillHGRN2Config
+
+
+class StillDeltaNetForCausalLM(StillFlaForCausalLM):
+    """DeltaNet."""
+
+    config_class = StillDeltaNetConfig
+
+
+class StillGatedDeltaNetForCausalLM(StillFlaForCausalLM):
+    """Gated DeltaNet."""
+
+    config_class = StillGatedDeltaNetConfig
+
+
+FLA_FAMILIES: tuple[Family, ...] = (
+    Family("gla", FlaConfig, StillGLAConfig, StillGLAForCausalLM, linear=True),
+    Family("hgrn2", FlaConfig, StillHGRN2Config, StillHGRN2ForCausalLM, linear=True),
+    Family("delta_net", FlaConfig, StillDeltaNetConfig, StillDeltaNetForCausalLM, linear=True),
+    Family("gated_deltanet", FlaConfig, StillGatedDeltaNetConfig, StillGatedDeltaNetForCausalLM, linear=True),
+)
+"""By flash-linear-attention's model_type."""

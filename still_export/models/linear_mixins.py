@@ -1,0 +1,56 @@
+"""What families whose layers are linear already share: where a layer's mixers lie, configuration and model around ours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from still_export.errors import UnsupportedModelError
+from still_export.mixers.config import StillConfig
+from still_export.mixers.registry import mixer_of
+from still_export.models.base import StillConfigMixin, StillModelMixin
+from still_export.models.support import check_heads, check_rope
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which of our mixers a layer of a family's type has, and the names of the modules that it replaces: one, or some side by side."""
+
+    mixer: str
+    attributes: tuple[str, ...]
+
+
+class LinearConfigMixin(StillConfigMixin):
+    """Goes before a family's configuration; its layers are `places`, by the family's own `layer_types`."""
+
+    places: ClassVar[dict[str, Place]]
+
+    def read_still(self) -> StillConfig:
+        types: list[str] = self.layer_types  # type: ignore[attr-defined]
+        unknown = sorted(set(types) - set(self.places))
+        if unknown:
+            raise UnsupportedModelError(
+                f"layer_types in config.json name {', '.join(unknown)}; covered for {self.model_type}: {', '.join(self.places)}."  # type: ignore[attr-defined]
+            )
+        given = {**(self.still_config or {}), "layer_types": tuple(self.places[name].mixer for name in types)}
+        return StillConfig.from_dict(given)
+
+    def check(self, still: StillConfig) -> None:
+        check_heads(self)
+        if getattr(self, "rope_parameters", None):
+            check_rope(self, partial=True)
+
+
+class LinearModelMixin(StillModelMixin):
+    """Goes before a family's `...ForCausalLM`: its mixers by ours, tensor-only cache, batches padded on the right."""
+
+    def swap_mixers(self) -> None:
+        experts = next((name for name, _ in self.named_modules() if name.rsplit(".", 1)[-1] == "experts"), None)  # type: ignore[attr-defined]
+        if experts is not None:
+            raise UnsupportedModelError(
+                f"{experts} holds experts; of {self.config.model_type.removeprefix('still_')} only dense models are covered."
+            )
+        config = self.config
+        for index, layer in enumerate(self.model.layers):
+            for name in config.places[config.layer_types[index]].attributes:
+                setattr(layer, name, mixer_of(config, index).module(getattr(layer, name), config, index))

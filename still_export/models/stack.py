@@ -1,0 +1,66 @@
+"""A language model of layers one after the other, for families that transformers has no class for, or none that takes our cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+
+class Stack(nn.Module):
+    """Embedding, layers, norm; every layer maps (hidden, cache, **what all of them get) to hidden.
+
+    Args:
+        config: With `vocab_size` and `hidden_size`.
+        layers: In their order.
+        norm: Behind the last one.
+        rotary: From hidden states and positions to `position_embeddings`, which layers get; None: they have no positions.
+    """
+
+    def __init__(
+        self, config: Any, layers: Sequence[nn.Module], norm: nn.Module, rotary: nn.Module | None = None
+    ) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(layers)
+        self.norm = norm
+        self.rotary_emb = rotary
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Hidden states [B, T, channels] of token ids, or embeddings, behind the norm."""
+        hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if self.rotary_emb is not None:
+            kwargs["position_embeddings"] = self.rotary_emb(hidden, position_ids)
+        for layer in self.layers:
+            hidden = layer(hidden, past_key_values, **kwargs)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), past_key_values=past_key_values)
+
+
+class StackForCausalLM(PreTrainedModel, GenerationMixin):
+    """A `Stack` with a head, and what transformers asks of a model; `stack` makes the former."""
+
+    base_model_prefix = "model"
+    _is_stateful = True
+    _tied_weights_keys: ClassVar[dict[str, str]] = {  # type: ignore[misc]
+        "lm_head.weight": "model.embed_tokens.weight"
+    }
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model = self.stack(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def stack(self, config: Any) -> Stack:
+        """The layers of a model with the configuration `config`."""
+        raise NotImplementedError

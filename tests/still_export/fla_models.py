@@ -1,0 +1,256 @@
+"""Random models of flash-linear-attention, which needs a GPU: its formulas, one token after the other, under its names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn.functional import logsigmoid, silu, softplus
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+COMMON: dict[str, Any] = dict(
+    vocab_size=61,
+    hidden_size=24,
+    intermediate_size=44,
+    num_hidden_layers=4,
+    hidden_act="swish",
+    norm_eps=1e-6,
+    hidden_ratio=4,
+    fuse_norm=True,
+    max_position_embeddings=512,
+    tie_word_embeddings=False,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=None,
+    attn=None,
+)
+SOFTMAX = dict(layers=[1], num_heads=4, num_kv_heads=2, qkv_bias=True, window_size=None, rope_theta=1000.0)
+SIZES: dict[str, dict[str, Any]] = {
+    "gated_deltanet": dict(
+        num_heads=2, num_v_heads=4, head_dim=25, expand_v=0.8, use_gate=True, use_short_conv=True, conv_size=4
+    ),
+    "delta_net": dict(
+        num_heads=2, expand_k=2.0, expand_v=1.5, use_gate=False, use_beta=True, use_short_conv=True, conv_size=3
+    ),
+    "gla": dict(num_heads=4, num_kv_heads=2, expand_k=2.0, expand_v=1.5, use_short_conv=False, attn=SOFTMAX),
+    "hgrn2": dict(num_heads=None, expand_ratio=8, use_lower_bound=True, use_short_conv=False),
+}
+"""What each family's configuration has beside `COMMON`."""
+
+
+class States:
+    """What a forward leaves behind, layer by layer, as transformers' caches tell it."""
+
+    def __init__(self) -> None:
+        self.conv: dict[int, Tensor] = {}
+        self.recurrent: dict[int, Tensor] = {}
+
+    def get_conv_state(self, layer: int, state_idx: int = 0) -> Tensor:
+        return self.conv[layer]
+
+    def get_recurrent_state(self, layer: int, state_idx: int = 0) -> Tensor:
+        return self.recurrent[layer]
+
+
+class FlaModel:
+    """A model whose parameters `draw`(name, shape) gives."""
+
+    def __init__(self, family: str, draw: Callable[[str, tuple[int, ...]], Tensor], **changes: Any) -> None:
+        self.family = family
+        self.config = {"model_type": family, **COMMON, **SIZES[family], **changes}
+        self.tensors = {name: draw(name, shape) for name, shape in self._shapes().items()}
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        c = self.config
+        hidden, inner, vocab = c["hidden_size"], c["intermediate_size"], c["vocab_size"]
+        shapes: dict[str, tuple[int, ...]] = {
+            "model.embeddings.weight": (vocab, hidden),
+            "lm_head.weight": (vocab, hidden),
+        }
+        shapes["model.norm.weight"] = (hidden,)
+        if c.get("use_lower_bound"):
+            shapes["model.lower_bounds"] = (c["num_hidden_layers"], hidden)
+        for i in range(c["num_hidden_layers"]):
+            own = self._softmax_shapes() if c["attn"] and i in c["attn"]["layers"] else self._mixer_shapes()
+            own = {f"attn.{name}": shape for name, shape in own.items()}
+            own |= {
+                "attn_norm.weight": (hidden,),
+                "mlp_norm.weight": (hidden,),
+                "mlp.down_proj.weight": (hidden, inner),
+            }
+            own |= {f"mlp.{name}_proj.weight": (inner, hidden) for name in ("gate", "up")}
+            shapes |= {f"model.layers.{i}.{name}": shape for name, shape in own.items()}
+        return shapes
+
+    def _softmax_shapes(self) -> dict[str, tuple[int, ...]]:
+        hidden, attn = self.config["hidden_size"], self.config["attn"]
+        keys = hidden // attn["num_heads"] * attn["num_kv_heads"]
+        outputs = {"q": hidden, "k": keys, "v": keys, "o": hidden}
+        shapes: dict[str, tuple[int, ...]] = {f"{x}_proj.weight": (n, hidden) for x, n in outputs.items()}
+        return shapes | {f"{x}_proj.bias": (outputs[x],) for x in "qkv"}
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """Heads of queries, keys and values, D, V."""
+        c = self.config
+        hidden = c["hidden_size"]
+        if self.family == "gated_deltanet":
+            return (
+                c["num_heads"],
+                c["num_heads"],
+                c["num_v_heads"] or c["num_heads"],
+                c["head_dim"],
+                int(c["head_dim"] * c["expand_v"]),
+            )
+        if self.family == "hgrn2":
+            heads = hidden // c["expand_ratio"]
+            return heads, heads, heads, c["expand_ratio"], hidden // heads
+        heads, dim, size = c["num_heads"], *(int(hidden * c[x] / c["num_heads"]) for x in ("expand_k", "expand_v"))
+        kept = c.get("num_kv_heads") or heads
+        return heads, kept, kept, dim, size
+
+    def _mixer_shapes(self) -> dict[str, tuple[int, ...]]:
+        c, hidden = self.config, self.config["hidden_size"]
+        queries, keys, values, dim, size = self.sizes
+        names = "qfi" if self.family == "hgrn2" else "qkv"
+        channels = dict(zip(names, (queries * dim, keys * dim, values * size), strict=True))
+        outputs = size * max(queries, values)
+        shapes: dict[str, tuple[int, ...]] = {f"{x}_proj.weight": (n, hidden) for x, n in channels.items()}
+        shapes["o_proj.weight"] = (hidden, outputs)
+        if c["use_short_conv"]:
+            shapes |= {f"{x}_conv1d.weight": (n, 1, c["conv_size"]) for x, n in channels.items()}
+        if c.get("use_gate") or (self.family == "gla" and c.get("use_output_gate", True)):
+            shapes["g_proj.weight"] = (outputs, hidden)
+        if self.family == "gla":
+            norm = "g_norm_swish_gate" if "g_proj.weight" in shapes else "g_norm"
+            shapes |= {
+                "gk_proj.0.weight": (16, hidden),
+                "gk_proj.1.weight": (keys * dim, 16),
+                "gk_proj.1.bias": (keys * dim,),
+            }
+            return shapes | {f"{norm}.weight": (size,)}
+        if self.family == "hgrn2":
+            return shapes | {"g_norm.weight": (hidden,)}
+        shapes |= {"b_proj.weight": (values, hidden), "o_norm.weight": (size,)}
+        if self.family == "gated_deltanet":
+            shapes |= {"a_proj.weight": (values, hidden), "A_log": (values,), "dt_bias": (values,)}
+        return shapes
+
+    def save_pretrained(self, folder: Path | str) -> None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        (Path(folder) / "config.json").write_text(json.dumps(self.config))
+        save_file(self.tensors, Path(folder) / "model.safetensors", {"format": "pt"})
+
+    def double(self) -> FlaModel:
+        self.tensors = {name: x.double() for name, x in self.tensors.items()}
+        return self
+
+    def __call__(self, ids: Tensor, use_cache: bool = False) -> CausalLMOutputWithPast:
+        seen = States()
+        x = self.tensors["model.embeddings.weight"][ids]
+        for i in range(self.config["num_hidden_layers"]):
+            w = {
+                n.removeprefix(f"model.layers.{i}."): t
+                for n, t in self.tensors.items()
+                if n.startswith(f"model.layers.{i}.")
+            }
+            own = {n.removeprefix("attn."): t for n, t in w.items() if n.startswith("attn.")}
+            mixer = self._softmax if self.config["attn"] and i in self.config["attn"]["layers"] else self._mixer
+            x = x + mixer(self._norm(x, w["attn_norm.weight"]), own, i, seen)
+            h = self._norm(x, w["mlp_norm.weight"])
+            x = (
+                x
+                + (silu(h @ w["mlp.gate_proj.weight"].T) * (h @ w["mlp.up_proj.weight"].T))
+                @ w["mlp.down_proj.weight"].T
+            )
+        logits = self._norm(x, self.tensors["model.norm.weight"]) @ self.tensors["lm_head.weight"].T
+        return CausalLMOutputWithPast(logits=logits, past_key_values=seen)  # type: ignore[arg-type]
+
+    def _norm(self, x: Tensor, weight: Tensor, epsilon: float | None = None) -> Tensor:
+        epsilon = self.config["norm_eps"] if epsilon is None else epsilon
+        return x / ((x * x).mean(-1, keepdim=True) + epsilon).sqrt() * weight
+
+    def _softmax(self, x: Tensor, w: dict[str, Tensor], layer: int, seen: States) -> Tensor:
+        attn = self.config["attn"]
+        dim, tokens = x.shape[-1] // attn["num_heads"], x.shape[1]
+        q, k, v = ((x @ w[f"{n}_proj.weight"].T + w[f"{n}_proj.bias"]).unflatten(-1, (-1, dim)) for n in "qkv")
+        angles = torch.arange(tokens)[:, None] / attn["rope_theta"] ** (torch.arange(0, dim, 2).double() / dim)
+        turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+        q, k = (_turned(h, turn) for h in (q, k))
+        k, v = (h.repeat_interleave(attn["num_heads"] // attn["num_kv_heads"], 2) for h in (k, v))
+        scores = torch.einsum("bthd,bshd->bhts", q, k) / dim**0.5
+        scores = scores.masked_fill(torch.ones(tokens, tokens).triu(1).bool(), -torch.inf)
+        return torch.einsum("bhts,bshd->bthd", scores.softmax(-1), v).flatten(2) @ w["o_proj.weight"].T
+
+    def _mixer(self, x: Tensor, w: dict[str, Tensor], layer: int, seen: States) -> Tensor:
+        c = self.config
+        queries, keys, values, dim, size = self.sizes
+        names = "qfi" if self.family == "hgrn2" else "qkv"
+        q, k, v = (x @ w[f"{n}_proj.weight"].T for n in names)
+        if c["use_short_conv"]:
+            taps = c["conv_size"]
+            wide = torch.nn.functional.pad(torch.cat([q, k, v], -1), (0, 0, taps - 1, 0)).transpose(1, 2)
+            seen.conv[layer] = wide[..., wide.shape[-1] - taps + 1 :]
+            kernel = torch.cat([w[f"{n}_conv1d.weight"] for n in names])
+            wide = torch.nn.functional.conv1d(wide, kernel, groups=kernel.shape[0]).transpose(1, 2)
+            wide = wide if self.family == "hgrn2" else silu(wide)
+            q, k, v = wide.split((q.shape[-1], k.shape[-1], v.shape[-1]), -1)
+        decay = beta = None
+        if self.family == "hgrn2":
+            decay = logsigmoid(k)
+            if c["use_lower_bound"] and layer:
+                shares = self.tensors["model.lower_bounds"].softmax(0)
+                bound = (shares.cumsum(0) - shares[0])[layer]
+                decay = torch.logaddexp(bound.log(), (1 - bound).log() + decay)
+            q, k = silu(q), 1 - decay.exp()
+        elif self.family == "gla":
+            decay = logsigmoid(x @ w["gk_proj.0.weight"].T @ w["gk_proj.1.weight"].T + w["gk_proj.1.bias"]) / 16
+            decay = decay if c.get("clamp_min") is None else decay.clamp_min(c["clamp_min"])
+        else:
+            beta = (x @ w["b_proj.weight"].T).sigmoid() * (2 if c.get("allow_neg_eigval") else 1)
+        q, k, v = q.unflatten(-1, (queries, dim)), k.unflatten(-1, (keys, dim)), v.unflatten(-1, (values, size))
+        if decay is not None:
+            decay = decay.unflatten(-1, (keys, dim))
+        if beta is not None:
+            q, k = (h / ((h * h).sum(-1, keepdim=True) + 1e-6).sqrt() for h in (q, k))
+        if self.family == "gated_deltanet":
+            decay = -w["A_log"].exp() * softplus(x @ w["a_proj.weight"].T + w["dt_bias"])
+            decay = decay[..., None]
+        output, seen.recurrent[layer] = _recurrence(q, k, v, decay, beta)
+        if self.family == "hgrn2":
+            return self._norm(output.flatten(2), w["g_norm.weight"], 1e-5) @ w["o_proj.weight"].T
+        norm = next(t for n, t in w.items() if "norm" in n)
+        output = self._norm(output, norm).flatten(2)
+        if "g_proj.weight" in w:
+            gate = x @ w["g_proj.weight"].T
+            output = output * (gate.sigmoid() if c.get("output_gate_activation") == "sigmoid" else silu(gate))
+        return output @ w["o_proj.weight"].T
+
+
+def _turned(x: Tensor, turn: Tensor) -> Tensor:
+    """Channels i and i + D / 2 as a complex number, turned."""
+    first, second = x.double().chunk(2, -1)
+    turned = torch.complex(first, second) * turn
+    return torch.cat([turned.real, turned.imag], -1).to(x.dtype)
+
+
+def _recurrence(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Outputs [B, T, heads, V] and the last states of as many heads as keys or values have, whichever are more."""
+    heads, read = max(k.shape[2], v.shape[2]), max(q.shape[2], v.shape[2])
+    k, v = (h.repeat_interleave(heads // h.shape[2], 2) for h in (k, v))
+    q = q.repeat_interleave(read // q.shape[2], 2) / q.shape[-1] ** 0.5
+    state, outputs = q.new_zeros(q.shape[0], heads, k.shape[-1], v.shape[-1]), []
+    for t in range(q.shape[1]):
+        if decay is not None:
+            state = state * decay[:, t, :, :, None].exp()
+        new = v[:, t]
+        if beta is not None:
+            new = beta[:, t, :, None] * (new - torch.einsum("bhkv,bhk->bhv", state, k[:, t]))
+        state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], new)
+        outputs.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state.repeat_interleave(read // heads, 1)))
+    return torch.stack(outputs, 1), state
