@@ -12,6 +12,7 @@ from still_export.engines.options import TrtOptions
 from still_export.errors import ConfigError
 from still_export.export.onnx_package import ExportOptions, Progress, export_onnx
 from still_export.export.trt_package import export_trt
+from still_export.package.files import MANIFEST
 from still_export.package.folder import Package
 
 TARGETS = ("onnx", "trt", "trt-rtx")
@@ -85,7 +86,8 @@ def plan_job(to: str | None, asked: Mapping[str, Any], manifest: dict[str, Any] 
     recorded = manifest or {}
     target = to or recorded.get("target", "onnx")
     if target not in TARGETS:
-        raise ConfigError(f"--to {target} is unknown; known: {', '.join(TARGETS)}.")
+        asked_by = f"--to {to}" if to else f"{MANIFEST}: target={target!r}"
+        raise ConfigError(f"{asked_by} is unknown; known: {', '.join(TARGETS)}.")
     given = {name: value for name, value in asked.items() if value is not None}
     _refuse_flags_of_others(target, given)
     trt = {name: given.pop(name) for name in TRT_ONLY if name in given}

@@ -92,7 +92,9 @@ def audit(model: Any, tokenizer: Any, ids: Tensor) -> Audit:
     row = ids[None].to(model.device)
     chunk = attentions[0].still.chunk_size
     if len(ids) <= 4 * chunk:
-        raise ConfigError(f"the text has {len(ids)} tokens; an audit needs more than four chunks of {chunk}.")
+        raise ConfigError(
+            f"the text has {len(ids)} tokens; an audit needs more than four chunks of chunk_size={chunk} (config.json)."
+        )
     with attention_mode(attentions, SOFTMAX):
         softmax = model(row, use_cache=False).logits
     with attention_mode(attentions, HYBRID):
