@@ -321,6 +321,9 @@ class Mixer(Protocol):
     parts: tuple[str, ...] = ()
     """Variants of a model that `without` makes."""
 
+    of_families: bool = False
+    """Families have such layers from the start; no softmax layer becomes one."""
+
     def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:
         """The ops of the layer; the names of their states differ."""
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from still_export.errors import ConfigError, UnsupportedModelError
 from still_export.mixers.config import FULL, HYBRID, StillConfig, head_size
+from still_export.mixers.registry import MIXERS
 
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary types whose cos and sin depend on the position alone, so that prefill in pieces equals prefill at once."""
@@ -53,7 +54,7 @@ def check_rope(config: Any, partial: bool = False) -> None:
 
 
 def _check_layers(config: Any, still: StillConfig) -> None:
-    foreign = sorted(set(still.layer_types or ()) - {HYBRID, FULL})
+    foreign = sorted(name for name in set(still.layer_types or ()) if MIXERS[name].of_families)
     if foreign:
         raise ConfigError(
             f"layer_types of still_config name {', '.join(foreign)}, which layers of other families are from the start; those of a "

@@ -97,7 +97,8 @@ def linear_archive(folder: Path) -> Path:
         "LinearAttention",
         {"head_dim": 64, "value_dim": 48, "shared": 2},
         prepare=[("query", "ptr"), ("decay", "ptr"), ("inverse", "ptr"), ("n_chunks", "i32"), ("scale", "f32")],
-        scan=[("value", "ptr"), ("recurrent_state", "ptr"), ("scores", "ptr"), ("output", "ptr"), ("first", "i32")],
+        scan=[("value", "ptr"), ("recurrent_state", "ptr"), ("before", "ptr"), ("new", "ptr"), ("first", "i32")],
+        output=[("query", "ptr"), ("before", "ptr"), ("new", "ptr"), ("output", "ptr"), ("scale", "f32")],
         decode=[("recurrent_state", "ptr"), ("beta", "ptr"), ("output", "ptr"), ("W", "i32")],
     )
 

@@ -17,6 +17,7 @@ class GatedDeltaNetMixer(Mixer):
     """Layers of type "gated_delta_net"."""
 
     name = "gated_delta_net"
+    of_families = True
     rule = "gated_delta"
 
     def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:

@@ -17,6 +17,7 @@ class GatedLinearAttentionMixer(Mixer):
     """Layers of type "gated_linear_attention"."""
 
     name = "gated_linear_attention"
+    of_families = True
 
     def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:
         heads, taps = config.linear_num_value_heads, config.linear_conv_kernel_dim

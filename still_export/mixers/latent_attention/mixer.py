@@ -16,6 +16,7 @@ class LatentAttentionMixer(Mixer):
     """Layers of type "latent_attention": to the op one head of keys, as wide as the latent and the shared part of the keys."""
 
     name = "latent_attention"
+    of_families = True
 
     def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:
         return (LayerOp(ATTENTION, {}, {"H": config.num_attention_heads, "HK": 1, "D": _width(config)}),)

@@ -26,6 +26,7 @@ class Mamba2Mixer(Mixer):
     """Layers of type "mamba2"."""
 
     name = "mamba2"
+    of_families = True
 
     def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:
         sizes = {

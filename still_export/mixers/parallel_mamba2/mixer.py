@@ -17,6 +17,7 @@ class ParallelMamba2Mixer(Mixer):
     """Layers of type "parallel_mamba2": softmax attention and Mamba-2 read the same tokens, the layer adds what they give."""
 
     name = "parallel_mamba2"
+    of_families = True
     mamba2, attention = Mamba2Mixer(), AttentionMixer()
 
     def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:

@@ -16,6 +16,7 @@ class ShortConvMixer(Mixer):
     """Layers of type "short_conv"."""
 
     name = "short_conv"
+    of_families = True
 
     def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:
         return (LayerOp(CAUSAL_CONV, {"activation": "none"}, {"C": config.hidden_size, "P": config.conv_L_cache - 1}),)
