@@ -50,7 +50,7 @@ def test_runners_know_no_model_and_no_sibling_runtime() -> None:
         ("still_graphs.ops", ["torch", "onnx", "numpy"]),
         ("still_graphs.functions", ["torch", "onnxruntime"]),
         ("still_kernels.hybrid_attention", ["triton", "onnx", "transformers"]),
-        ("still_export.models.load", ["onnx", "onnxruntime", "triton", "tensorrt"]),
+        pytest.param("still_export.models.load", ["onnx", "onnxruntime", "triton", "tensorrt"], marks=pytest.mark.slow),
         ("still_export.cli.main", ["torch", "transformers", "onnx", "onnxruntime"]),
         ("still_export.runners.ort", ["torch", "transformers", "onnx"]),
     ],

@@ -116,6 +116,7 @@ def test_the_largest_projections_fit(
     assert {*entry["kernels"], "attend", "attend_tma"} == set(KERNELS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "properties",
     [

@@ -182,6 +182,7 @@ def test_packages_are_evaluated_side_by_side(package: Path, tmp_path: Path, caps
     assert "nothing to measure" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_lm_eval_measures_a_package(package: Path, tmp_path: Path) -> None:
     """A choice and a continuation of local files, by lm-evaluation-harness itself, as PyTorch gives them."""
     pytest.importorskip("lm_eval")

@@ -250,6 +250,7 @@ def test_a_provider_that_does_not_start_is_an_error(export_tiny: Exporter, monke
         OrtModel(package.path, threads=1, replay=True)
 
 
+@pytest.mark.slow
 def test_a_gpu_without_kernels_is_told_what_to_export(
     built: None, export_tiny: Exporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:

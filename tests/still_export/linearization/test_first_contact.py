@@ -55,6 +55,7 @@ def test_rows_fit_the_model() -> None:
         Recipe().fitted(128)
 
 
+@pytest.mark.slow
 def test_a_base_is_all_it_takes(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """No text, no recipe, a context shorter than the usual row; steps are given to be done in a second."""
     steps = ("--transfer-steps", "2", "--finetune-steps", "2", "--validation-rows", "1", "--device", "cpu")

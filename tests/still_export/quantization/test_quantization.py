@@ -203,6 +203,7 @@ def test_verify_tells_faults_from_the_price(
         main(arguments)
 
 
+@pytest.mark.slow
 def test_manifest_and_graph_agree(quantized: Any, tmp_path: Path) -> None:
     shutil.copytree(quantized.path, tmp_path / "package")
     manifest = json.loads((tmp_path / "package/manifest.json").read_text())

@@ -411,6 +411,7 @@ def test_the_verb_and_its_end(byte_package: Path) -> None:
         assert process.wait(30) == 0, process.stderr.read()
 
 
+@pytest.mark.slow
 def test_what_cannot_be_served(byte_package: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with listen("127.0.0.1", 0) as sock:
         taken = sock.getsockname()[1]

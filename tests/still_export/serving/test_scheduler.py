@@ -21,6 +21,7 @@ from still_export.serving.scheduler import Event, QueueFullError, Request, Sched
 from tests.still_export.serving.conftest import CONTEXT
 
 pytest.importorskip("onnxruntime")
+pytestmark = pytest.mark.slow
 IDS = [int(i) for i in np.random.default_rng(2).integers(0, 256, CONTEXT)]
 
 

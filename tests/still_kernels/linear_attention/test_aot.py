@@ -58,6 +58,7 @@ def variant_of(op: str, **fields: Any) -> Any:
     return kernels_of(op).variant(**fields)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", [90, pytest.param(80, marks=pytest.mark.long)])
 @pytest.mark.parametrize("op", ["LinearAttention", "CausalConv"])
 def test_one_variant(op: str, arch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
