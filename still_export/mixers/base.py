@@ -229,10 +229,9 @@ class StillCacheLayer(CacheLayerMixin):
 
 
 def part_of(cache: Any, index: int, kind: type[LayerT]) -> LayerT | None:
-    """What `cache` has for a module of layer `index` that keeps its states in a `kind`, told of the call; None where it has nothing."""
+    """What `cache` has for a module of layer `index` that keeps its states in a `kind`; None where it has nothing."""
     layer = cache.layers[index] if isinstance(cache, Cache) else None
-    found = layer.part(kind) if isinstance(layer, StillCacheLayer) else None
-    return None if found is None or found.new_tokens is None else found
+    return layer.part(kind) if isinstance(layer, StillCacheLayer) else None
 
 
 Profile = Mapping[str, Mapping[str, Sequence[float]]]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from still_export.errors import UnsupportedError
+from still_export.errors import UnsupportedError, UnsupportedModelError
 from still_export.mixers.base import LayerOp, StillCacheLayer, part_of, refill, stay
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 class FixedStates(StillCacheLayer):
@@ -66,6 +68,18 @@ def zero_states(ops: Sequence[LayerOp], batch: int, dtype: torch.dtype, device: 
         for op in ops
         for state in op.spec.states_with(op.attributes)
     }
+
+
+def class_for(base: nn.Module, classes: Mapping[str, type[ModuleT]], what: str) -> type[ModuleT]:
+    """The class of the module that takes the place of `base`, of `classes` by the name of the family's class.
+
+    Raises:
+        UnsupportedModelError: `base` is another kind of module than `what`.
+    """
+    name = type(base).__name__
+    if name not in classes:
+        raise UnsupportedModelError(f"{name} is no {what} that is covered: {', '.join(classes)}.")
+    return classes[name]
 
 
 class FixedStateModule(nn.Module):

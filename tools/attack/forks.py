@@ -76,6 +76,9 @@ def _is_noise(line: str) -> bool:
 
 def preload() -> None:
     """Import what the verbs import."""
+    # Exports in this process ask torch for a GPU. A driver that was started before a fork kills who asks it again behind the fork; this
+    # question does not start it.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     for name in (
         "torch",
         "transformers",

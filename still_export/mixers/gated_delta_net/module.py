@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import softplus
 
 from still_export.errors import UnsupportedModelError
@@ -191,7 +191,7 @@ def _of_unit_length(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + UNIT_EPSILON)
 
 
-_MODULES: dict[str, type[GatedDeltaNet]] = {
+MODULES: dict[str, type[GatedDeltaNet]] = {
     "Qwen3_5GatedDeltaNet": GatedDeltaNet,
     "Qwen3NextGatedDeltaNet": Qwen3NextGatedDeltaNet,
     "OlmoHybridGatedDeltaNet": OlmoHybridGatedDeltaNet,
@@ -200,15 +200,3 @@ _MODULES: dict[str, type[GatedDeltaNet]] = {
     "KimiLinearDeltaAttention": KimiDeltaAttention,
 }
 """By the class that each takes the place of."""
-
-
-def module_for(base: nn.Module, ops: Sequence[LayerOp]) -> GatedDeltaNet:
-    """The module in the place of `base`.
-
-    Raises:
-        UnsupportedModelError: `base` is another kind of module.
-    """
-    name = type(base).__name__
-    if name not in _MODULES:
-        raise UnsupportedModelError(f"{name} is no gated delta rule that is covered: {', '.join(_MODULES)}.")
-    return _MODULES[name](base, ops)

@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 
 from still_export.mixers.base import LayerOp, Mixer
-from still_export.mixers.fixed import FixedStates
-from still_export.mixers.gated_linear_attention.module import module_for
+from still_export.mixers.fixed import FixedStates, class_for
+from still_export.mixers.gated_linear_attention.module import MODULES
 from still_graphs.ops.causal_conv import CAUSAL_CONV
 from still_graphs.ops.linear_attention import LINEAR_ATTENTION
 
@@ -33,4 +33,4 @@ class GatedLinearAttentionMixer(Mixer):
         return FixedStates(self.ops(config, index))
 
     def module(self, base: nn.Module, config: Any, index: int) -> nn.Module:
-        return module_for(base, self.ops(config, index))
+        return class_for(base, MODULES, "gated rule")(base, self.ops(config, index))

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-from still_export.errors import UnsupportedModelError
 from still_export.mixers.base import LayerOp
 from still_export.mixers.causal_conv.op import causal_conv
 from still_export.mixers.fixed import FixedStateModule
@@ -110,17 +109,5 @@ class HGRN2(GatedLinearAttention):
         return result
 
 
-_MODULES: dict[str, type[GatedLinearAttention]] = {"FlaGLA": GatedLinearAttention, "FlaHGRN2": HGRN2}
+MODULES: dict[str, type[GatedLinearAttention]] = {"FlaGLA": GatedLinearAttention, "FlaHGRN2": HGRN2}
 """By the class that each takes the place of."""
-
-
-def module_for(base: nn.Module, ops: Sequence[LayerOp]) -> GatedLinearAttention:
-    """The module in the place of `base`.
-
-    Raises:
-        UnsupportedModelError: `base` is another kind of module.
-    """
-    name = type(base).__name__
-    if name not in _MODULES:
-        raise UnsupportedModelError(f"{name} is no gated rule that is covered: {', '.join(_MODULES)}.")
-    return _MODULES[name](base, ops)

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
-from transformers.cache_utils import Cache
 
 from still_export.errors import UnsupportedError
+from still_export.mixers.base import part_of
 from still_export.mixers.hybrid_attention.cache import HybridLayer
 from still_export.mixers.hybrid_attention.op import hybrid_attention, hybrid_attention_
 from still_export.mixers.kept import rounded
@@ -102,8 +102,8 @@ class StillAttention(ProjectedAttention):
             new_tokens = torch.full((batch,), tokens, dtype=torch.int64, device=hidden_states.device)
             output, _ = self._call(Inputs(*heads, *weights, new_tokens), state, False)
             return self.o_proj(output.flatten(2)), None
-        layer = past_key_values.layers[self.layer_idx] if isinstance(past_key_values, Cache) else None
-        if not isinstance(layer, HybridLayer) or layer.new_tokens is None:
+        layer = part_of(past_key_values, self.layer_idx, HybridLayer)
+        if layer is None or layer.new_tokens is None:
             raise UnsupportedError(
                 f"layer {self.layer_idx} is hybrid attention and got a {type(past_key_values).__name__}; "
                 "pass past_key_values=StillCache.empty(model.config), or none, to the model's forward."

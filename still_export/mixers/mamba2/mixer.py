@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 
 from still_export.mixers.base import LayerOp, Mixer
-from still_export.mixers.fixed import FixedStates
-from still_export.mixers.mamba2.module import module_for
+from still_export.mixers.fixed import FixedStates, class_for
+from still_export.mixers.mamba2.module import MODULES
 from still_graphs.ops.causal_conv import CAUSAL_CONV
 from still_graphs.ops.linear_attention import LINEAR_ATTENTION
 
@@ -44,4 +44,4 @@ class Mamba2Mixer(Mixer):
         return FixedStates(self.ops(config, index))
 
     def module(self, base: nn.Module, config: Any, index: int) -> nn.Module:
-        return module_for(base, self.ops(config, index), config)
+        return class_for(base, MODULES, "Mamba-2")(base, self.ops(config, index), config)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import silu, softplus
 
 from still_export.errors import UnsupportedModelError
@@ -113,21 +113,9 @@ class FalconH1Mamba2(Mamba2):
         return super().gated(output, gate) if self.normed else output * silu(gate)
 
 
-_MODULES: dict[str, type[Mamba2]] = {
+MODULES: dict[str, type[Mamba2]] = {
     "GraniteMoeHybridMambaLayer": Mamba2,
     "Mamba2Mixer": Mamba2,
     "FalconH1Mixer": FalconH1Mamba2,
 }
 """By the class of transformers that each takes the place of."""
-
-
-def module_for(base: nn.Module, ops: Sequence[LayerOp], config: Any) -> Mamba2:
-    """The module in the place of `base`.
-
-    Raises:
-        UnsupportedModelError: `base` is another kind of module.
-    """
-    name = type(base).__name__
-    if name not in _MODULES:
-        raise UnsupportedModelError(f"{name} is no Mamba-2 that is covered: {', '.join(_MODULES)}.")
-    return _MODULES[name](base, ops, config)
