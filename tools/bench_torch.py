@@ -45,6 +45,32 @@ class Clock(StoppingCriteria):
         return statistics.median(steps[skip:]) * 1e6
 
 
+class Profile(StoppingCriteria):
+    """Records what runs on the GPU from the end of step `first` to that of step `first + steps`; never stops."""
+
+    def __init__(self, first: int = 20, steps: int = 8) -> None:
+        self.first, self.steps, self.seen = first, steps, 0
+        self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.seen += 1
+        if self.seen in (self.first, self.first + self.steps):
+            torch.cuda.synchronize()
+            (self.profiler.start if self.seen == self.first else self.profiler.stop)()
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+    def table(self, rows: int = 24) -> str:
+        """Kernels of a step: launches, microseconds of all of them together, name."""
+        found = sorted(self.profiler.key_averages(), key=lambda each: -each.self_device_time_total)
+        lines = [
+            f"{each.count / self.steps:8.1f}{each.self_device_time_total / self.steps:10.1f}  {each.key[:110]}"
+            for each in found
+        ]
+        total = sum(each.self_device_time_total for each in found) / self.steps
+        launches = sum(each.count for each in found) / self.steps
+        return "\n".join([f"{launches:8.1f}{total:10.1f}  all", *lines[:rows]])
+
+
 def base_config(small: bool, layers: int = 30) -> LlamaConfig:
     """SmolLM2-135M's, or a tiny one whose heads the kernels have."""
     sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": layers, "vocab_size": 49152}
@@ -116,8 +142,8 @@ def check(device: str) -> bool:
     return same and not skips
 
 
-def measure(model: Any, name: str, way: str, context: int, steps: int) -> dict[str, Any]:
-    """One row: a call that compiles and warms up, then one that is timed."""
+def measure(model: Any, name: str, way: str, context: int, steps: int, profile: bool = False) -> dict[str, Any]:
+    """One row: a call that compiles and warms up, then one that is timed; with `profile` a third, whose kernels are printed."""
     fresh(model)
     ids = torch.randint(3, model.config.vocab_size, (1, context), generator=torch.Generator().manual_seed(2))
     ids = ids.to(model.device)
@@ -129,6 +155,12 @@ def measure(model: Any, name: str, way: str, context: int, steps: int) -> dict[s
     tokens = model.generate(
         ids, attention_mask=torch.ones_like(ids), stopping_criteria=StoppingCriteriaList([clock]), **given
     )
+    if profile:
+        recorded = Profile(steps // 3, max(1, steps // 8))
+        model.generate(
+            ids, attention_mask=torch.ones_like(ids), stopping_criteria=StoppingCriteriaList([recorded]), **given
+        )
+        print(f"{name}, {way}, {context}: launches and microseconds a token\n{recorded.table()}", flush=True)
     return {
         "model": name,
         "way": way,
@@ -166,6 +198,7 @@ def main() -> int:
     parser.add_argument("--ways", default="eager,static", help="of eager, static")
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--limit-s", type=float, default=240, help="start nothing new after so long (default 240)")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of a token for each row")
     parser.add_argument("--small", action="store_true", help="tiny sizes, for a CPU")
     options = parser.parse_args()
     begin, models, ways = time.perf_counter(), options.models.split(","), options.ways.split(",")
@@ -194,7 +227,10 @@ def main() -> int:
                 if time.perf_counter() - begin > options.limit_s:
                     print(f"not measured for want of time: {name}, {way}, {context}")
                     continue
-                row = {**measure(made[name], name, way, context, options.steps), "torch": torch.__version__}
+                row = {
+                    **measure(made[name], name, way, context, options.steps, options.profile),
+                    "torch": torch.__version__,
+                }
                 rows.append(row)
                 print(json.dumps({k: v for k, v in row.items() if k != "tokens"}), flush=True)
     print(table(rows))

@@ -21,6 +21,7 @@ import numpy as np
 
 from still_export.package.checked import read_manifest
 from still_export.runners.opening import open_runner
+from still_export.runners.sampling import likeliest
 
 LENGTHS = (1024, 4096, 8000)
 DECODE_STEPS = 24
@@ -66,7 +67,7 @@ def measure(package: Path, length: int, setting: Setting) -> Measurement:
     begin = time.perf_counter()
     for start in range(0, length, model.prefill_tokens):
         logits = model.feed(tokens[:, start : start + model.prefill_tokens])
-    token = logits[:, -1].argmax(-1)
+    token = likeliest(logits[:, -1])
     prefill = time.perf_counter() - begin
     times = []
     steps = model.greedy(token, setting.steps + 1)

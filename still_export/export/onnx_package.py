@@ -232,6 +232,7 @@ def _write_model(
 
     from still_export.export.fuse import fuse_nodes
     from still_export.export.lower import lower_program
+    from still_export.export.merge import merge_products
     from still_export.export.trace import trace_model
     from still_export.export.weights_file import save_streaming
     from still_graphs.passes.attach_functions import attach_functions
@@ -241,6 +242,8 @@ def _write_model(
     lowered = lower_program(traced, weights)
     if fused:
         fuse_nodes(lowered)
+        if options.archs and not asked:  # quantized weights of one value are one already
+            merge_products(lowered)
     said: dict[str, Any] = {}
     if asked:
         from still_export.models.roles import weight_roles

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from still_export.package.checked import read_manifest
-from still_export.runners.sampling import RunError, Sampling
+from still_export.runners.sampling import RunError, Sampling, likeliest
 from still_graphs.states import StateTable
 
 NUMPY_TYPES = {"float32": np.float32, "int64": np.int64, "float16": np.float16, "bfloat16": np.uint16}
@@ -225,7 +225,7 @@ class Runner(ABC):
     def greedy(self, token: np.ndarray, count: int) -> Iterator[np.ndarray]:
         """Tokens [B] that follow `token` [B] greedily, `count` of them."""
         for _ in range(count):
-            token = self.step(token).argmax(-1)
+            token = likeliest(self.step(token))
             yield token
 
     def step(self, token: np.ndarray) -> np.ndarray:

@@ -13,6 +13,18 @@ LIKELY = 64
 """Tokens among which the mass top_p is looked for first."""
 
 
+def likeliest(logits: np.ndarray) -> np.ndarray:
+    """The first of the likeliest tokens [...] by logits [..., V]; where the largest is a zero of both signs, the first without one.
+
+    NumPy compares float16 one by one, 0.1 ms and more for a vocabulary: a step's time on a GPU. As integers of the same order they are
+    compared as vectors.
+    """
+    if logits.dtype != np.float16:
+        return np.asarray(logits.argmax(-1))
+    bits = logits.view(np.int16)
+    return np.asarray((bits ^ (bits >> 15 & 0x7FFF)).argmax(-1))
+
+
 @dataclasses.dataclass
 class Sampling:
     """How the next token is chosen: temperature 0 is greedy; top_k 0 and top_p 1 keep all tokens."""
@@ -33,7 +45,7 @@ class Sampling:
     def choose(self, logits: np.ndarray) -> int:
         """Next token from logits [V]."""
         if self.temperature == 0:
-            return int(logits.argmax())
+            return int(likeliest(logits))
         with np.errstate(over="ignore"):  # the smallest temperatures: -inf, and weight 0
             weight = np.exp((logits.astype(np.float64) - float(logits.max())) / self.temperature)
         tokens = self._kept(weight)
