@@ -30,6 +30,7 @@ PLAN = Plan(
         "chunk",  # tokens of a chunk
         "segment_chunks",  # that workspace is for
         "value_block",  # columns of the state of one program of a prompt's scan
+        "key_block",  # and its rows
         "output_block",  # and of its outputs
         "decode_block",  # and of a step
     ),
@@ -79,7 +80,12 @@ PLAN = Plan(
                         Launch(
                             "prepare", (f"n_chunks if {_PREPARED} else 0", "H", "B"), first="first", n_chunks="n_chunks"
                         ),
-                        Launch("scan", ("ceil_div(V, value_block)", "H", "B"), first="first", n_chunks="n_chunks"),
+                        Launch(
+                            "scan",
+                            ("ceil_div(V, value_block) * ceil_div(D, key_block)", "H", "B"),
+                            first="first",
+                            n_chunks="n_chunks",
+                        ),
                         Launch(
                             "output",
                             ("n_chunks * ceil_div(V, output_block)", "H", "B"),

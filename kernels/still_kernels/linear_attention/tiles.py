@@ -14,7 +14,7 @@ SEGMENT_TOKENS = 8192
 
 @lru_cache
 def tile_table(
-    arch: int, head_dim: int, value_dim: int, shared: int, delta: bool, per_key: bool, wide: bool
+    arch: int, head_dim: int, value_dim: int, shared: int, delta: bool, per_key: bool, dtype: str
 ) -> TileTable:
     """The table of one variant.
 
@@ -23,8 +23,9 @@ def tile_table(
         head_dim, value_dim: D, V.
         shared: G, query heads of one state.
         delta, per_key: The rule corrects; its decay is one per key.
-        wide: float32 activations.
+        dtype: Of activations.
     """
+    wide = dtype == "float32"
     room = SHARED_BYTES.get(arch, 99 << 10)
     dim, size = pow2(head_dim), 4 if wide else 2
     chunk = 32 if wide or dim > 128 or room < (160 << 10) else 64
@@ -36,10 +37,12 @@ def tile_table(
     stages = max(1, min(4 if arch == 90 else 3, (room - fixed) // stage))
     # Four programs a multiprocessor, which wait for their own products, in place of two; elsewhere it spills.
     registers = 128 if arch == 90 and not (wide or per_key) else None
+    # Without a correction rows of the state do not meet: twice the programs. float16's columns have one divisor.
+    rows = min(dim, 64) if arch == 90 and dtype == "bfloat16" and not delta else dim
     block = min(pow2(value_dim), 64 if wide or dim > 128 else 128)
     tiles = {
         "prepare": KernelTile({"C": chunk, "LEVELS": chunk.bit_length() - 1, "BD": min(dim, 64)}, 4, 1, registers),
-        "scan": KernelTile({"C": chunk, "BV": columns, "STAGES": stages}, 4, stages),
+        "scan": KernelTile({"C": chunk, "BD": rows, "BV": columns, "STAGES": stages}, 4, stages),
         "output": KernelTile({"C": chunk, "BV": max(block, 64) if arch == 90 else block}, 4, 1),
         "decode": KernelTile({"BV": min(pow2(value_dim), 16), "PDL": int(arch >= 90)}, 4, 1, None, arch >= 90),
     }

@@ -44,7 +44,7 @@ def scan_kernel(
     first,
     n_chunks,
     D: tl.constexpr,
-    DP: tl.constexpr,
+    BD: tl.constexpr,
     V: tl.constexpr,
     BV: tl.constexpr,
     C: tl.constexpr,
@@ -56,7 +56,9 @@ def scan_kernel(
     WIDE: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """BV columns of one head's state through chunks first .. first + n_chunks - 1. Grid (ceil(V / BV), H, B).
+    """BV columns of one head's state through chunks first .. first + n_chunks - 1. Grid (ceil(V / BV) * ceil(D / BD), H, B).
+
+    A program has BD channels of the keys; all of them with DELTA, which reads the state as it goes, and with NARROW.
 
     before [.., V, D]: the state before each chunk, rounded; new [.., V, C]: the delta rules' new values. NARROW (float16): states are
     divided by the largest value of each column, unit [.., V], as it may be beyond the type. WIDE: float32 activations.
@@ -67,8 +69,9 @@ def scan_kernel(
     chunks = tl.minimum(n_chunks, (count + C - 1) // C - first)
     if chunks <= 0:
         return
-    o_dim = tl.arange(0, DP)
-    o_column = tl.program_id(0) * BV + tl.arange(0, BV)
+    BLOCKS: tl.constexpr = (V + BV - 1) // BV
+    o_dim = tl.program_id(0) // BLOCKS * BD + tl.arange(0, BD)
+    o_column = tl.program_id(0) % BLOCKS * BV + tl.arange(0, BV)
     o_inner = tl.arange(0, C)
     m_dim = (o_dim < D)[None, :]
     m_column = (o_column < V)[:, None]
@@ -85,12 +88,25 @@ def scan_kernel(
     b_state = tl.load(p_state, mask=m_state, other=0.0)
     # A product with it transposes in the tensor cores; a trip through shared memory has eight barriers.
     b_one = tl.where(o_inner[:, None] == o_inner[None, :], 1.0, 0.0).to(KIND)
+    # What is multiplied and not given to a product nothing loads ahead, and a chunk would wait for it: it comes a chunk early.
+    if DECAY == 1:
+        left = tl.load(p_left + i_first * C + C - 1)
+        b_rest = tl.load(p_rest + i_first * C + o_inner)
+        if DELTA:
+            b_left = tl.load(p_left + i_first * C + o_inner)
+    if DECAY == 2:
+        b_left = tl.load(p_left + i_first * D + o_dim, mask=o_dim < D, other=0.0)
     for c in tl.range(0, chunks, num_stages=STAGES):
         i_tile = i_first + c * H
         begin = (first + c) * C
+        i_next = i_first + tl.minimum(c + 1, chunks - 1) * H
         if DECAY == 1:
-            left = tl.load(p_left + i_tile * C + C - 1)
-            b_rest = tl.load(p_rest + i_tile * C + o_inner)
+            next_left = tl.load(p_left + i_next * C + C - 1)
+            b_next_rest = tl.load(p_rest + i_next * C + o_inner)
+            if DELTA:
+                b_next_left = tl.load(p_left + i_next * C + o_inner)
+        if DECAY == 2:
+            b_next_left = tl.load(p_left + i_next * D + o_dim, mask=o_dim < D, other=0.0)
         b_value = load_rows(p_value, begin, count, H * V, o_inner, o_column, V)
         if DECAY == 2:
             b_added = tl.load(p_added + i_tile * (C * D) + o_keys, mask=m_dim, other=0.0)
@@ -112,7 +128,8 @@ def scan_kernel(
             if NARROW:
                 b_known *= b_unit[:, None]
             if DECAY == 1:
-                b_known *= tl.load(p_left + i_tile * C + o_inner)[None, :]
+                b_known *= b_left[None, :]
+                b_left = b_next_left
             b_missing = tl.dot(tl.trans(b_value), b_one, input_precision=DOT) - b_known
             p_solution = p_inverse + i_tile * (C * C if WIDE else 2 * C * C) + o_square
             if WIDE:
@@ -129,7 +146,10 @@ def scan_kernel(
         if DECAY == 1:
             b_new = b_new.to(tl.float32) * b_rest[None, :]
             b_state *= left
+            left = next_left
+            b_rest = b_next_rest
         if DECAY == 2:
-            b_state *= tl.load(p_left + i_tile * D + o_dim, mask=o_dim < D, other=0.0)[None, :]
+            b_state *= b_left[None, :]
+            b_left = b_next_left
         b_state = tl.dot(b_new.to(KIND), b_added, b_state, input_precision=DOT)
     tl.store(p_state, b_state, mask=m_state)

@@ -52,9 +52,7 @@ class Variant:
     def table(self, arch: int) -> TileTable:
         """Block sizes on an architecture."""
         delta = self.update_rule in DELTA
-        return tile_table(
-            arch, self.head_dim, self.value_dim, self.shared, delta, bool(self.per_key), self.dtype == "float32"
-        )
+        return tile_table(arch, self.head_dim, self.value_dim, self.shared, delta, bool(self.per_key), self.dtype)
 
 
 def default_variants() -> list[Variant]:
@@ -90,7 +88,12 @@ def constants_of(variant: Variant) -> dict[str, Any]:
 def plan_constants(table: TileTable) -> dict[str, int]:
     """Values of the plan's constants for kernels with these block sizes."""
     scan, output, decode = (table.tiles[name].constants for name in ("scan", "output", "decode"))
-    blocks = {"value_block": scan["BV"], "output_block": output["BV"], "decode_block": decode["BV"]}
+    blocks = {
+        "value_block": scan["BV"],
+        "key_block": scan["BD"],
+        "output_block": output["BV"],
+        "decode_block": decode["BV"],
+    }
     return {"chunk": scan["C"], **blocks, **table.host}
 
 

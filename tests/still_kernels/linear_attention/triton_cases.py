@@ -52,6 +52,7 @@ CASES = {
     "chunks of 64, alike": Case(LAYERS[6], (200, 1, [64, 129]), chunk=64),
     "many columns": Case(Layer(dim=20, size=70, groups=6, keys=6), (40, 1, [9, 33])),
     "wide keys": Case(Layer(dim=72, size=24, heads=3, groups=3, keys=1, beta=1), (40, 1, [9, 33])),
+    "wide keys, no correction": Case(Layer("gated", dim=72, size=70, heads=3, groups=3, keys=1), (40, 1, [9, 33])),
     "one head": Case(Layer(dim=1, size=1, heads=1, groups=1, keys=1, beta=1), (40, 1, [9, 33])),
     "many queries": Case(Layer("gated", groups=2, shared=5, keys=1, heads=2, decay=10), (40, 1, [9, 33])),
 }
