@@ -297,9 +297,13 @@ def speed(options: argparse.Namespace, kind: str) -> str:
     core = llm.llm_engine.engine_core.engine_core
     config = core.scheduler.kv_cache_config
     specs = [group.kv_cache_spec for group in config.kv_cache_groups]
-    # Of one request of LONG tokens: a block in each group of states, one for so many tokens in the others.
-    needed = sum(1 if hasattr(spec, "shapes") else -(-LONG // spec.block_size) for spec in specs)
-    found = [f"room for {(config.num_blocks - 1) / needed:.1f} requests of 64K"]
+
+    def room(tokens: int) -> float:
+        """Requests of so many tokens that fit."""
+        needed = (spec.blocks(tokens) if hasattr(spec, "blocks") else -(-tokens // spec.block_size) for spec in specs)
+        return (config.num_blocks - 1) / sum(needed)
+
+    found = [f"room for {room(LONG):.1f} requests of 64K, {room(SHORT):.0f} of 1K"]
     generator = torch.Generator().manual_seed(0)
 
     def timed(count: int, length: int, out: int) -> tuple[float, float, float]:

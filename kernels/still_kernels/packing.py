@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -14,19 +15,19 @@ class Packing:
     query_start: First token of each row, then the number of all, int32 or int64 [B + 1].
     state_row: Row of the state, distinct, int32 or int64 [B].
     max_tokens: An upper bound of the tokens of one row; 1 takes the decode kernels.
-    page_bytes: Where an engine owns the states: bytes from a row of every state to its next, a multiple of 64, int64 [1]. Lengths are
-        then those of the call's B rows, not of the state's, and what a page holds of an earlier row counts for nothing. None: every
-        state is contiguous.
+    pages: Where an engine owns the states: how they lie in its pages, as the op has it. state_row is then the table of each row's pages,
+        int32 [B, columns], contiguous; lengths are those of the call's B rows, not of the state's, and what a page holds of an earlier
+        row counts for nothing. None: every state is contiguous.
     """
 
     query_start: Tensor
     state_row: Tensor
     max_tokens: int
-    page_bytes: Tensor | None = None
+    pages: Hashable | None = None
 
     def tensors(self) -> dict[str, Tensor | None]:
         """By the names that the kernels have for them."""
-        return {"query_start": self.query_start, "state_row": self.state_row, "page_bytes": self.page_bytes}
+        return {"query_start": self.query_start, "state_row": self.state_row}
 
 
 def size_of_call(query: Tensor, packing: Packing | None, rows: int) -> tuple[int, int, tuple[int, int] | None]:

@@ -11,11 +11,12 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def row_of(
-    i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, T, RAGGED: tl.constexpr, p_page_bytes=None
+    i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, T, RAGGED: tl.constexpr, PAGED: tl.constexpr = False
 ):  # fmt: skip
     """Where one sequence lies: (state row, index of its first packed token, length before the call, new tokens).
 
     p_past_length: None for ops that need no length, which is 0 then.
+    PAGED: States lie in pages that p_state_row is a table of; pointers are moved to them, where the row is 0.
 
     Lengths and counts are clamped: a TensorRT builder times kernels on garbage, which must stay within its buffers. Lengths are those of
     the states' rows; where these lie in pages, of the call's rows.
@@ -23,7 +24,10 @@ def row_of(
     if RAGGED:
         start = tl.load(p_query_start + i_batch).to(tl.int64)
         count = (tl.load(p_query_start + i_batch + 1).to(tl.int64) - start).to(tl.int32)
-        row = tl.load(p_state_row + i_batch).to(tl.int64)
+        if PAGED:
+            row = start * 0
+        else:
+            row = tl.load(p_state_row + i_batch).to(tl.int64)
     else:
         start = i_batch.to(tl.int64) * T
         given = tl.load(p_new_tokens + i_batch).to(tl.int64)
@@ -32,24 +36,9 @@ def row_of(
     if p_past_length is None:
         length = count * 0
     else:
-        past = tl.load(p_past_length + (row if p_page_bytes is None else i_batch)).to(tl.int64)
+        past = tl.load(p_past_length + (i_batch if PAGED else row)).to(tl.int64)
         length = tl.minimum(tl.maximum(past, 0), 1 << 30).to(tl.int32)
     return row, start, length, count
-
-
-@triton.jit
-def in_page(p_state, row, p_page_bytes):
-    """A state's pointer: where rows lie in pages of p_page_bytes[0] bytes, moved to the page of `row`, which then is row 0."""
-    if p_page_bytes is not None:
-        SIZE: tl.constexpr = p_state.dtype.element_ty.primitive_bitwidth // 8
-        p_state += tl.multiple_of(row * (tl.load(p_page_bytes) // SIZE), 16)
-    return p_state
-
-
-@triton.jit
-def row_in_page(row, p_page_bytes):
-    """`row`, or where rows lie in pages 0: what `in_page` moved begins with it."""
-    return row if p_page_bytes is None else row * 0
 
 
 @triton.jit

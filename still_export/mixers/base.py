@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -270,14 +270,31 @@ class LayerOp:
     symbols: Mapping[str, int]
 
 
+class Pages(Protocol):
+    """Pages of one size that hold a layer's states of a request; the request has more of them as it grows."""
+
+    @property
+    def size_bytes(self) -> int:
+        """From one page to the next."""
+
+    @property
+    def columns(self) -> int:
+        """Pages of a request at most."""
+
+    def after(self, tokens: int) -> int:
+        """Pages of a request of `tokens` tokens."""
+
+    def padded(self, size_bytes: int) -> Self:
+        """The same in pages of an engine that made them larger."""
+
+    def __hash__(self) -> int: ...
+
+
 class PagedLayer(Protocol):
-    """One rank's heads of a layer, over packed tokens of many requests whose states an engine owns, a page each.
+    """One rank's heads of a layer, over packed tokens of many requests whose states lie in the pages of an engine.
 
     The engine projects tokens to queries, keys and values, and to a gate where the layer has one.
     """
-
-    op: LayerOp
-    """With the sizes of this rank."""
 
     gate_bias: bool | None
     """Whether the gate's projection has a bias; None: there is no gate."""
@@ -288,22 +305,31 @@ class PagedLayer(Protocol):
     def refusals(self, dtype: torch.dtype) -> list[str]:
         """Why no kernel covers the layer on CUDA, one line per property with what is covered; empty if one does."""
 
+    def pages(self, tokens: int, capacity_tokens: int, dtype: torch.dtype) -> Pages:
+        """How the states of a request of at most `tokens` tokens lie in pages.
+
+        Args:
+            capacity_tokens: What the model's states are meant to hold.
+            dtype: Of activations.
+        """
+
     def attend(
         self,
         heads: Mapping[str, Tensor | None],
         weights: Mapping[str, Tensor],
-        states: Mapping[str, Tensor],
+        memory: Tensor,
         length: Tensor,
         packing: Packing,
         output: Tensor,
     ) -> None:
-        """Attend and update the states in place; a row of length 0 starts empty, whatever its page holds.
+        """Attend and update the states in place; a row of length 0 starts empty, whatever its pages hold.
 
         Args:
             heads: query [tokens, H, D] and key [tokens, HK, D] after norm and RoPE, value, gate after its sigmoid or None.
             weights: This rank's `head_weights`.
-            states: Tensors [pages, ...] by the op's names.
+            memory: int8 [pages, bytes], the engine's.
             length: Tokens that each of the packed rows has seen, [B].
+            packing: With the pages of each row and how states lie there.
             output: [tokens, H, D], written where the rows have tokens.
         """
 

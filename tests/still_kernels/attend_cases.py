@@ -9,12 +9,16 @@ import importlib.util
 import json
 import math
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from still_kernels.hybrid_attention import HybridAttentionConfig
+from still_kernels.hybrid_attention.paged import _scatter
+from still_kernels.hybrid_attention.pages import Pages
 
 C = 64
 GUARD = 4096  # elements on both sides of the output
@@ -44,6 +48,7 @@ class Case:
     factor: bool = False
     phantom: bool = False
     packed: bool = False
+    paged: bool = False  # packed, and the states in pages of an engine
     segment: int = 256
     scale: float = 1.0
     programs: int = PROGRAMS
@@ -67,6 +72,10 @@ CASES = {
     "ragged, three programs": Case(**RAGGED, programs=3),
     "packed": Case(**RAGGED, packed=True),
     "packed, three programs": Case(**RAGGED, packed=True, programs=3),
+    "paged": Case(**RAGGED, packed=True, paged=True),
+    "paged, several blocks": Case((9000, 70), (700, 300), heads=2, kv_heads=1, packed=True, paged=True, programs=3),
+    "paged, group": Case(**RAGGED, dtype="float16", packed=True, paged=True, group=True, slots=400),
+    "paged, head size 64": Case(**RAGGED, dim=64, packed=True, paged=True),
     "group": Case(**RAGGED, heads=8, group=True),
     "group of one": Case(**RAGGED, kv_heads=4),
     "nine heads": Case((0, 1000), (200, 333), heads=9, kv_heads=3),
@@ -105,6 +114,8 @@ class Data:
     N: int
     starts: list[int]  # first token of each row among all
     rows: list[int]  # of the state
+    pages: Pages | None = None
+    paged: dict[str, Tensor] = field(default_factory=dict)  # what takes the place of tensors where states lie in pages
 
     @property
     def tiles(self) -> int:
@@ -171,7 +182,35 @@ def make(case: Case, device: str) -> Data:
         "linear": linear,
         "linear_sum": linear_sum,
     }
+    if case.paged:
+        _lay_in_pages(data)
     return data
+
+
+def _lay_in_pages(data: Data) -> None:
+    """The rows' states in pages in some order, NaN beside them; the first page is nobody's."""
+    case, device = data.case, data.tensors["query"].device  # type: ignore[union-attr]
+    scope = "kv_group_max" if case.group else "q_head"
+    config = HybridAttentionConfig(
+        case.heads, case.kv_heads, case.dim, select_scope=scope, salient_per_chunk=case.salient
+    )
+    kind = getattr(torch, case.dtype)
+    data.pages = pages = Pages.of(config, data.N, kind)
+    memory = torch.full(
+        (2 + data.B * pages.columns, pages.size_bytes // 2), float("nan"), dtype=torch.float16, device=device
+    )
+    views = pages.views(memory.view(torch.int8))
+    order = torch.randperm(data.B * pages.columns, generator=torch.Generator().manual_seed(2)).to(device) + 1
+    table = order.view(data.B, pages.columns).int()
+    for name in ("window_key", "window_value", "salient_key", "salient_value"):
+        tensor = data.tensors[name]
+        assert tensor is not None
+        _scatter(
+            name, tensor[data.rows], views[name], table.long(), pages, torch.full((data.B,), data.N, device=device)
+        )
+        data.paged[name] = views[name]
+    data.paged["state_row"] = table
+    data.paged["past_length"] = data.tensors["past_length"][data.rows]  # type: ignore[index]
 
 
 def expected(data: Data) -> Tensor:
@@ -258,8 +297,9 @@ def prepare(data: Data, kernel: str, output: Tensor) -> list[Any]:
             "GATE": int(case.gate),
             "FACTOR": int(case.factor),
             "RAGGED": int(case.packed),
+            "PAGES": 0 if data.pages is None else data.pages.kernel,
         }
-        every = {**data.tensors, **part, "output": output}
+        every = {**data.tensors, **data.paged, **part, "output": output}
         launches.append(_launch(kernel, case, every, numbers, constants))
     return launches
 
@@ -317,6 +357,8 @@ def _descriptor(name: str, tensors: dict[str, Any], on_gpu: bool) -> Any:
     if not tensor.numel():
         tensor = tensors["key"]  # never read
     columns = dim if name in ("linear", "salient_key", "salient_value") else tensor.shape[-2] * dim
+    if name.startswith("salient") and not tensor.is_contiguous():  # a view of pages, of which all rows are seen
+        tensor = tensor.as_strided((tensor.shape[0] * tensor.stride(0) // dim, dim), (dim, 1))
     rows = 128 if name.endswith(("key", "value")) else 64
     if not on_gpu:
         return gluon_interpreter().Descriptor(tensor.view(-1, columns), (rows, dim))

@@ -49,6 +49,9 @@ class Machine:
 
     def pointer(self, tensor: Tensor) -> Pointer:
         """To a tensor's first element."""
+        if not tensor.is_contiguous():  # a view of pages: addresses go beyond its own elements
+            size = tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()
+            tensor = tensor.as_strided((size,), (1,))
         self.tensors.append(tensor.view(-1))
         return Pointer(torch.tensor(len(self.tensors) - 1) << SHIFT, tensor.dtype)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import json
 import os
@@ -36,7 +35,15 @@ def load() -> ModuleType:
 
 
 attend_cases = load()
-INTERPRETED = ("part of a tile", "ragged, padded", "packed", "beyond the capacity", "segments, packed", "phantom")
+INTERPRETED = (
+    "part of a tile",
+    "ragged, padded",
+    "packed",
+    "paged",
+    "beyond the capacity",
+    "segments, packed",
+    "phantom",
+)
 
 
 def check(errors: dict[str, float], dtype: torch.dtype) -> None:
@@ -49,6 +56,7 @@ def check(errors: dict[str, float], dtype: torch.dtype) -> None:
 FAST = (
     "ragged, three programs",
     "packed",
+    "paged, several blocks",
     "segments, packed",
     "three salient",
     "beyond the capacity",
@@ -116,10 +124,8 @@ def test_the_cases_in_the_interpreter() -> None:
 
 def test_what_no_descriptor_can_be_made_of_takes_the_other_kernel() -> None:
     aligned = torch.zeros(64, dtype=torch.bfloat16)
-    packing = Packing(torch.zeros(2), torch.zeros(1), 8)
-    assert launch.can_be_described((aligned, None, aligned[8:]), packing)
-    assert not launch.can_be_described((aligned, aligned[1:]), None)
-    assert not launch.can_be_described((aligned,), dataclasses.replace(packing, page_bytes=torch.tensor([64])))
+    assert launch.can_be_described((aligned, None, aligned[8:]))
+    assert not launch.can_be_described((aligned, aligned[1:]))
 
 
 LAYERS: dict[str, dict[str, Any]] = {

@@ -19,13 +19,15 @@ from still_kernels.hybrid_attention.gluon_attend import attend_tma_kernel
 from still_kernels.tile import SHARED_BYTES
 from tests.machine_code import disassembly, inner_loops, lines
 
-LLAMA: dict[str, Any] = {"D": 128, "DTYPE": "bf16", "GATE": 1, "FACTOR": 0, "RAGGED": 0, "COUNTS": "i64"}
+LLAMA: dict[str, Any] = {"D": 128, "DTYPE": "bf16", "GATE": 1, "FACTOR": 0, "RAGGED": 0, "COUNTS": "i64", "PAGES": 0}
 
 
 def compiled(**changes: Any) -> Any:
     """The kernel for sm_90."""
     kind = {**LLAMA, **changes}
-    constants = {"C": 64, "SLOTS": 256 // kind["D"]} | {name: kind[name] for name in ("D", "GATE", "FACTOR", "RAGGED")}
+    constants = {"C": 64, "SLOTS": 256 // kind["D"]} | {
+        name: kind[name] for name in ("D", "GATE", "FACTOR", "RAGGED", "PAGES")
+    }
     absent = {"p_new_tokens"} if kind["RAGGED"] else {"p_query_start", "p_state_row"}
     absent |= set() if kind["GATE"] else {"d_gate"}
     absent |= set() if kind["FACTOR"] else {"p_window_factor"}
@@ -72,6 +74,7 @@ def complaints(ptx: str, folder: Path) -> list[str]:
             pytest.param(kind, marks=[pytest.mark.slow, *more])
             for kind, more in (
                 ({"DTYPE": "fp16", "RAGGED": 1, "COUNTS": "i32"}, []),
+                ({"RAGGED": 1, "COUNTS": "i32", "PAGES": (1 << 20, 73, 5, 8, 128)}, []),
                 ({"D": 64}, [pytest.mark.long]),
                 ({"D": 64, "DTYPE": "fp16", "GATE": 0, "FACTOR": 1, "RAGGED": 1}, [pytest.mark.long]),
             )

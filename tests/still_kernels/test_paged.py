@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -16,22 +18,28 @@ from still_kernels.hybrid_attention import (
     paged,
 )
 from still_kernels.hybrid_attention.paged import hybrid_attention_paged
+from still_kernels.hybrid_attention.pages import Pages
 from still_kernels.packing import Packing
 
 SIZES = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "chunk_size": 8, "salient_per_chunk": 2}
 
 
-def pages(config: HybridAttentionConfig, count: int) -> dict[str, torch.Tensor]:
-    """States of `count` pages one behind the other, all NaN, as an engine lays them out."""
-    states = {n: t for n, t in HybridAttentionState.empty(config, 1).tensors().items() if n != "length"}
-    size = sum(t.numel() for t in states.values()) + 16
-    memory = torch.full((count * size,), float("nan"))
-    found, offset = {}, 0
-    for name, tensor in states.items():
-        shape = tensor.shape[1:]
-        found[name] = memory.as_strided((count, *shape), (size, *torch.empty(shape).stride()), offset)
-        offset += math.prod(shape)
-    return found
+def some_pages(config: HybridAttentionConfig, rows: int = 8) -> Pages:
+    """Pages of few salient rows, so that a request has several, and of three heads of S."""
+    found = Pages.of(config, config.capacity_slots, torch.float32)
+    states = []
+    for name, shape, dtype, offset in found.states:
+        if name == "kv_state":
+            shape = (3, *shape[1:])
+        elif name in ("salient_key", "salient_value"):
+            shape = (shape[0], rows, shape[2])
+        states.append((name, shape, dtype, offset))
+    return dataclasses.replace(found, heads=3, rows=rows, states=tuple(states))
+
+
+def memory_of(pages: Pages, count: int) -> torch.Tensor:
+    """`count` pages, all NaN."""
+    return torch.full((count, pages.size_bytes // 4), float("nan")).view(torch.int8)
 
 
 def random_inputs(config: HybridAttentionConfig, tokens: int) -> dict[str, torch.Tensor]:
@@ -46,74 +54,118 @@ def test_requests_that_share_pages_equal_each_alone(overflow: str, capacity: int
     torch.manual_seed(0)
     config = HybridAttentionConfig(**SIZES, capacity_tokens=capacity, overflow=overflow, select_scope=scope)
     weights = [torch.randn(4, 8, 8) * 8**-0.5 for _ in "qk"]
-    states = pages(config, 4)
+    pages = some_pages(config)
+    memory = memory_of(pages, 3 * pages.columns + 1)
     alone: dict[int, HybridAttentionState] = {}
-    free, seen = [3, 1, 2, 0], {}
+    free, owned, seen = list(range(3 * pages.columns, 0, -1)), {}, {}  # page 0 is nobody's
     generator = torch.Generator().manual_seed(1)
+    most = 0
     for step in range(40):
         if len(seen) < 3 and step % 3 == 0:
-            page = free.pop()
-            seen[page], alone[page] = 0, HybridAttentionState.empty(config, 1)
-        rows = sorted(seen, key=lambda page: (page * 7 + step) % 5)
+            seen[step], owned[step], alone[step] = 0, [], HybridAttentionState.empty(config, 1)
+        rows = sorted(seen, key=lambda request: (request * 7 + step) % 5)
         counts = [
             0 if step % 5 == 4 and i else int(torch.randint(1, 21, (), generator=generator)) for i in range(len(rows))
         ]
         counts = [n if step % 2 == 0 else min(n, 1) for n in counts]
+        table = torch.zeros(len(rows), pages.columns, dtype=torch.int32)
+        for i, (request, count) in enumerate(zip(rows, counts, strict=True)):
+            while len(owned[request]) < pages.after(seen[request] + count):
+                owned[request].append(free.pop(int(torch.randint(len(free), (), generator=generator))))
+            table[i, : len(owned[request])] = torch.tensor(owned[request], dtype=torch.int32)
+        most = max(most, len(set(table.flatten().tolist())))
         tokens = random_inputs(config, sum(counts) + 3)  # the last ones are padding
         start = torch.tensor([0, *counts]).cumsum(0).int()
         output = torch.full_like(tokens["query"], -7.0)
-        length = torch.tensor([seen[page] for page in rows])
         hybrid_attention_paged(
             Inputs(**tokens, feature_q_weight=weights[0], feature_k_weight=weights[1]),
             config,
-            HybridAttentionState(**states, length=length),
-            Packing(start, torch.tensor(rows, dtype=torch.int32), max(counts)),
+            memory,
+            torch.tensor([seen[request] for request in rows]),
+            Packing(start, table, max(counts), pages),
             output,
         )
         assert bool((output[int(start[-1]) :] == -7).all())
-        for page, count, begin in zip(rows, counts, start.tolist(), strict=False):
+        assert bool(memory[0].view(torch.float32).isnan().all()), "the page that is nobody's was written"
+        for request, count, begin in zip(rows, counts, start.tolist(), strict=False):
             if count:
                 own = {name: x[None, begin : begin + count] for name, x in tokens.items()}
                 given = Inputs(**own, feature_q_weight=weights[0], feature_k_weight=weights[1])
-                expected, alone[page] = chunked_hybrid_attention(given, config, alone[page])
+                expected, alone[request] = chunked_hybrid_attention(given, config, alone[request])
                 torch.testing.assert_close(output[begin : begin + count], expected[0], rtol=1e-5, atol=1e-6)
-            seen[page] += count
-            if seen[page] > 110:
-                free.insert(0, page)
-                del seen[page], alone[page]
-    assert step == 39 and seen
+            seen[request] += count
+            if seen[request] > 110:
+                free = owned.pop(request) + free
+                del seen[request], alone[request]
+    assert step == 39 and seen and most > 3 * pages.after(1)
 
 
 def test_more_tokens_than_the_capacity_are_an_error() -> None:
     config = HybridAttentionConfig(**SIZES, capacity_tokens=24)
-    tokens = random_inputs(config, 25)
+    tokens, pages = random_inputs(config, 25), some_pages(config)
     with pytest.raises(CapacityError, match="capacity_tokens=24"):
         hybrid_attention_paged(
             Inputs(**tokens, feature_q_weight=torch.zeros(1, 8, 8), feature_k_weight=torch.zeros(1, 8, 8)),
             config,
-            HybridAttentionState(**pages(config, 1), length=torch.zeros(1, dtype=torch.int64)),
-            Packing(torch.tensor([0, 25]), torch.tensor([0]), 25),
+            memory_of(pages, pages.columns),
+            torch.zeros(1, dtype=torch.int64),
+            Packing(torch.tensor([0, 25]), torch.arange(pages.columns)[None].int(), 25, pages),
             torch.empty_like(tokens["query"]),
         )
 
 
-def test_kernels_get_contiguous_heads_and_rows_of_one_distance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads are slices of one projection; what the kernels cannot address is refused, not read."""
+def test_kernels_get_contiguous_heads_and_states_in_their_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads are slices of one projection; memory that is not what the kernels compute addresses by is refused, not read."""
     launch = pytest.importorskip("still_kernels.hybrid_attention.launch")
-    seen: list[Inputs] = []
-    monkeypatch.setattr(launch, "launch_hybrid_attention", lambda inputs, *_: seen.append(inputs))
+    seen: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(launch, "launch_hybrid_attention", lambda *given: seen.append(given))
     monkeypatch.setattr(paged, "demand_kernel", lambda *_: None)
     config = HybridAttentionConfig(**SIZES, capacity_tokens=64, gate="none")
-    heads = torch.randn(5, 8 * 8).split([32, 16, 16], dim=-1)
-    inputs = Inputs(*(x.unflatten(-1, (-1, 8)) for x in heads), None, torch.zeros(1, 8, 8), torch.zeros(1, 8, 8))
-    packing = Packing(torch.tensor([0, 5]), torch.tensor([1]), 16, torch.tensor([64]))
-    states, length = pages(config, 2), torch.zeros(1, dtype=torch.int64)
-    paged._by_kernels(inputs, config, HybridAttentionState(**states, length=length), packing, torch.empty(5, 4, 8))
-    assert all(x.is_contiguous() for x in (seen[0].query, seen[0].key, seen[0].value))
-    assert torch.equal(seen[0].key, inputs.key)
-    alone = {**states, "kv_state": states["kv_state"].contiguous()}
-    with pytest.raises(ShapeError, match="expected one distance, that of pages"):
-        paged._by_kernels(inputs, config, HybridAttentionState(**alone, length=length), packing, torch.empty(5, 4, 8))
-    turned = {**states, "kv_state": states["kv_state"].transpose(2, 3)}
-    with pytest.raises(ShapeError, match=r"state kv_state .* a row must be contiguous"):
-        paged._by_kernels(inputs, config, HybridAttentionState(**turned, length=length), packing, torch.empty(5, 4, 8))
+    heads = torch.randn(5, 8 * 8).to("meta").split([32, 16, 16], dim=-1)
+    weight = torch.zeros(1, 8, 8, device="meta")
+    inputs = Inputs(*(x.unflatten(-1, (-1, 8)) for x in heads), None, weight, weight)
+    pages = Pages.of(config, config.capacity_slots, torch.float32)
+    packing = Packing(torch.tensor([0, 5]), torch.arange(pages.columns)[None].int(), 16, pages)
+    memory, length = memory_of(pages, 2 * pages.columns), torch.zeros(1, dtype=torch.int64)
+    hybrid_attention_paged(inputs, config, memory, length, packing, torch.empty(5, 4, 8))
+    given, _, state = seen[0][:3]
+    assert all(x.is_contiguous() for x in (given.query, given.key, given.value))
+    for name, shape, dtype, offset in pages.states:
+        view = getattr(state, name)
+        assert view.dtype == dtype and view.shape == (len(memory), *shape) and view[0].is_contiguous(), name
+        assert view[3].data_ptr() == memory[3].data_ptr() + offset, name
+    for wrong in (memory[:, :-64], memory.float()):
+        with pytest.raises(ShapeError, match=f"pages {pages.size_bytes} bytes apart"):
+            hybrid_attention_paged(inputs, config, wrong.contiguous(), length, packing, torch.empty(5, 4, 8))
+
+
+LLAMA = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+
+
+@pytest.mark.parametrize(
+    "sizes", [LLAMA, {**LLAMA, "select_scope": "kv_group_max"}, {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64}]
+)
+def test_pages_grow_with_the_context_and_waste_little(sizes: dict[str, Any]) -> None:
+    config = HybridAttentionConfig(**sizes, capacity_tokens=65536)
+    pages = Pages.of(config, config.capacity_slots, torch.bfloat16)
+    state = HybridAttentionState.empty(config, 1, torch.bfloat16, "meta")
+    exact = sum(x.numel() * x.itemsize for name, x in state.tensors().items() if name != "length")
+    assert exact <= pages.after(65536) * pages.size_bytes < 1.1 * exact
+    fixed = exact - 2 * state.salient_key.numel() * 2
+    assert fixed <= pages.after(1) * pages.size_bytes < 1.7 * fixed
+    counts = [pages.after(tokens) for tokens in range(1, 65537, 64)]
+    assert counts == sorted(counts) and counts[0] == pages.first and counts[-1] <= pages.columns
+    ends = {}
+    for name, shape, dtype, offset in pages.states:
+        ends[name] = offset + math.prod(shape) * dtype.itemsize
+        assert ends[name] <= pages.size_bytes and offset % 64 == 0, name
+    assert pages.rows % 128 == 0 and pages.size_bytes % 64 == 0
+
+
+def test_pages_that_an_engine_makes_larger_hold_whole_rows() -> None:
+    config = HybridAttentionConfig(**LLAMA)
+    pages = Pages.of(config, 100, torch.bfloat16)
+    assert pages.padded(2 * pages.size_bytes).kernel == (2 * pages.size_bytes, *pages.kernel[1:])
+    for size in (pages.size_bytes + 64, pages.size_bytes - 256):
+        with pytest.raises(ShapeError, match=f"pages of {size} bytes"):
+            pages.padded(size)

@@ -12,13 +12,14 @@ import math
 import random
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs
 from still_kernels.hybrid_attention.chunked import chunked_hybrid_attention
+from still_kernels.hybrid_attention.pages import Pages
 from still_kernels.hybrid_attention.tiles import HEAD_DIMS, tile_table
 from still_kernels.packing import Packing
 from still_kernels.tile import TileTable, changed
@@ -112,6 +113,16 @@ CASES = {
     ),
     "paged, folding oldest": Case(
         {"overflow": "fold_oldest", "capacity_tokens": 96}, ((63, [63, 62]), STEP, STEP, (64, [40, 64])), paged=True
+    ),
+    "paged, several pages": Case(
+        {"salient_per_chunk": 32, "capacity_tokens": 640},
+        ((450, [450, 260]), STEP, (30, [29, 30]), STEP, STEP),
+        paged=True,
+    ),
+    "paged, several pages of a group": Case(
+        {"salient_per_chunk": 31, "capacity_tokens": 640, "select_scope": "kv_group_max"},
+        ((450, [318, 450]), STEP, STEP, STEP),
+        paged=True,
     ),
     "released": Case({"profile": "released"}, ((66, [66, 35]), (30, [0, 30]))),
     "released decode": Case({"profile": "released"}, (STEP, STEP, (28, [28, 1]), *[STEP] * 3)),
@@ -351,26 +362,56 @@ def shuffle_programs() -> None:
     builder.set_grid_idx = set_grid_idx
 
 
-def _pages(
-    guarded: Guarded, rows: dict[str, torch.Tensor], length: torch.Tensor, config: HybridAttentionConfig
-) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """The states of three rows, the first and the last of them after `length` tokens, in pages, which hold NaN where those have
-    nothing."""
+def _pages(config: HybridAttentionConfig, slots: int, dtype: torch.dtype) -> Pages:
+    """Pages with room for one head of S less than the layer has, and some bytes that nothing uses."""
+    found = Pages.of(config, slots, dtype)
+    heads = max(1, config.num_heads - 1)
+    states = tuple((n, (heads, *s[1:]) if n == "kv_state" else s, t, o) for n, s, t, o in found.states)
+    return replace(found, heads=heads, states=states, size_bytes=found.size_bytes + 64 * found.row_bytes)
+
+
+def _places(pages: Pages, pids: list[int], views: dict[str, torch.Tensor], name: str, count: int) -> Iterator[Any]:
+    """Where the `count` heads or slots of a row's state lie: (which of the state, view of its place); pids are the row's pages."""
+    view = views[name]
+    if name == "kv_state":
+        for head in range(count):
+            yield head, view[pids[1 + head // pages.heads], head % pages.heads]
+    elif name in ("salient_key", "salient_value"):
+        for slot in range(count):
+            page = pids[pages.first + 2 * (slot // pages.rows) + (name == "salient_value")]
+            yield (slice(None), slot), view[page, :, slot % pages.rows]
+    else:
+        yield slice(None), view[pids[0]]
+
+
+def _in_pages(
+    guarded: Guarded, rows: dict[str, torch.Tensor], length: torch.Tensor, after: torch.Tensor, config: HybridAttentionConfig, pages: Pages
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:  # fmt: skip
+    """The states of rows [3, ...] after `length` tokens in pages, which hold NaN where those have nothing; and the rows' table, with the
+    pages that they need for `after` tokens. Page 0 is behind those, nobody's and full of NaN."""
     device = length.device
-    inner = sum(math.prod(x.shape[1:]) * x.element_size() for x in rows.values())
-    page = -(-inner // 64) * 64 + 128
-    memory = guarded.empty(length, (3 * page // 4,), torch.float32).view(torch.int8)
-    found, offset = {}, 0
-    for name, tensor in rows.items():
-        size = tensor.element_size()
-        shape = (page // size, *tensor[0].stride())
-        view = memory.view(tensor.dtype).as_strided(
-            tensor.shape, shape, memory.storage_offset() // size + offset // size
-        )
-        view.copy_(tensor)
-        view[::2] = torch.where(_own(name, tensor[::2], length, config), tensor[::2], float("nan"))
-        found[name], offset = view, offset + math.prod(tensor.shape[1:]) * size
-    return found, torch.tensor([page], device=device)
+    memory = guarded.empty(length, ((3 * pages.columns + 2) * pages.size_bytes // 4,), torch.float32).view(torch.int8)
+    views = pages.views(memory.view(-1, pages.size_bytes))
+    free = (1 + torch.randperm(3 * pages.columns + 1, generator=torch.Generator().manual_seed(3))).tolist()
+    table = torch.zeros(3, pages.columns, dtype=torch.int32)
+    for row, tokens in enumerate(after.tolist()):
+        for column in range(pages.count(min(pages.slots, config.slots_for(tokens)))):
+            table[row, column] = free.pop()
+        for name, tensor in rows.items():
+            mine = _own(name, tensor[row : row + 1], length[row : row + 1], config)[0]
+            held = torch.where(mine, tensor[row], float("nan"))
+            count = tensor.shape[1] if name == "kv_state" else min(pages.slots, config.slots_for(int(length[row])))
+            for which, place in _places(pages, table[row].tolist(), views, name, count):
+                place.copy_(held[which])
+    return views, table.to(device)
+
+
+def _from_pages(
+    pages: Pages, pids: list[int], views: dict[str, torch.Tensor], name: str, into: torch.Tensor, slots: int
+) -> None:
+    """Read a row's state [heads, ...] back, of the salient cache `slots` slots."""
+    for which, place in _places(pages, pids, views, name, into.shape[0] if name == "kv_state" else slots):
+        into[which] = place
 
 
 def _own(name: str, tensor: torch.Tensor, length: torch.Tensor, config: HybridAttentionConfig) -> torch.Tensor:
@@ -399,26 +440,44 @@ def _launch_packed(
     new, tensors = inputs.counts(), (inputs.query, inputs.key, inputs.value, inputs.gate)
     rows = torch.tensor([2, 0], dtype=torch.int32, device=new.device)
     wide = {n: torch.cat([t[1:], torch.full_like(t[:1], 5), t[:1]]) for n, t in state.tensors().items()}
-    page_bytes = None
+    pages = None
     if paged:
-        length = guarded.copy(wide.pop("length")[rows.long()])
-        pages, page_bytes = _pages(guarded, wide, state.length[[1, 0]], config)
-        wide = {**pages, "length": length}
+        pages = _pages(config, state.slots, state.salient_key.dtype)
+        length = wide.pop("length")
+        now, after = length.clone(), length.clone()
+        after[rows.long()] += new.to(after.dtype)
+        now[1] = after[1] = 2 * config.chunk_size + 1  # nobody's turn
+        before, owned = _in_pages(guarded, wide, now, after, config, pages)
+        seen = {n: view.clone() for n, view in before.items()}
+        wide = {**before, "length": guarded.copy(length[rows.long()])}
     else:
         wide = {n: guarded.copy(t) for n, t in wide.items()}
     packed = [None if x is None else torch.cat([x[b, :n] for b, n in enumerate(new.tolist())]) for x in tensors]
     start = torch.cat([new.new_zeros(1), new.cumsum(0)]).to(torch.int32)
     output = guarded.empty(packed[0], tuple(packed[0].shape), packed[0].dtype)
     given = Inputs(*packed, inputs.feature_q_weight, inputs.feature_k_weight)
-    packing = Packing(start, rows, inputs.query.shape[1], page_bytes)
+    packing = Packing(start, rows if pages is None else owned[rows.long()].contiguous(), inputs.query.shape[1], pages)
     launch.launch_hybrid_attention(given, config, HybridAttentionState(**wide), output, packing, table)
     wide.pop("length")
+    if pages is not None:
+        used = owned[rows.long()].unique().tolist()
+        idle = [page for page in range(len(wide["z_state"])) if page not in used or page == 0]
+        for name, tensor in state.tensors().items():
+            if name == "length":
+                continue
+            assert torch.equal(wide[name][idle].nan_to_num(), seen[name][idle].nan_to_num()), (
+                f"{name}: a page of others changed"
+            )
+            found = torch.zeros_like(tensor)
+            for b, row in enumerate(rows.tolist()):
+                slots = min(pages.slots, config.slots_for(int(state.length[b] + new[b])))
+                _from_pages(pages, owned[row].tolist(), wide, name, found[b], slots)
+            tensor.copy_(torch.where(_own(name, tensor, state.length + new, config), found, 0))
+        wide = {}
     for name, tensor in state.tensors().items():
         if name in wide:
             assert bool((wide[name][1] == 5).all()), f"{name}: a row that had no part in the call changed"
             tensor.copy_(wide[name][rows.long()])
-            if paged:
-                tensor.copy_(torch.where(_own(name, tensor, state.length + new, config), tensor, 0))
     padded = torch.zeros_like(inputs.query)
     for b, n in enumerate(new.tolist()):
         padded[b, :n] = output[int(start[b]) : int(start[b]) + n]

@@ -93,6 +93,7 @@ def _tile(
     n_tiles,
     C: gl.constexpr,
     RAGGED: gl.constexpr,
+    PAGES: gl.constexpr,
 ):
     """The tile of a turn: where its queries lie, and how many blocks of the cache they see. All roles compute the same.
 
@@ -111,7 +112,9 @@ def _tile(
     at -= group * (n_blocks * HEADS)
     heads = gl.minimum(HEADS, H - group * HEADS)
     i_head = group * HEADS + at % heads
-    row, start, length, count = _row_of(i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, T, RAGGED)
+    row, start, length, count = _row_of(
+        i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, T, RAGGED, PAGES != 0
+    )
     c0 = length // C + first_tile
     first = c0 * C + (n_blocks - 1 - at // heads) * (2 * BM)  # the longest first
     end = length + count
@@ -131,6 +134,15 @@ def _send(desc, at, column, buffer, full, empty, entry, pred, SLOTS: gl.constexp
     mbarrier.expect(full.index(slot), desc.block_type.nbytes, pred=pred)
     tma.async_copy_global_to_shared(desc, [at, column], full.index(slot), buffer.index(slot), pred=pred)
     mbarrier.arrive(full.index(slot), count=1, pred=pred ^ True)
+
+
+@gluon.jit
+def _rows_in_pages(p_state_row, i_batch, i_select, slot, D: gl.constexpr, PAGES: gl.constexpr):
+    """(first row of a block of salient keys, of salient values), of pages seen as rows of D columns of 16 bits; as `triton_pages` says."""
+    p_page = p_state_row + i_batch * PAGES[1] + PAGES[2] + 2 * (slot // PAGES[4])
+    row = i_select * PAGES[4] + slot % PAGES[4]
+    per_page: gl.constexpr = PAGES[0] // (2 * D)
+    return gl.load(p_page) * per_page + row, gl.load(p_page + 1) * per_page + row
 
 
 @gluon.jit
@@ -173,13 +185,27 @@ def _produce(
     SLOTS: gl.constexpr,
     GATE: gl.constexpr,
     RAGGED: gl.constexpr,
+    PAGES: gl.constexpr,
 ):
     """The warp that copies: of each tile queries and windows, the cache, then linear parts and gates."""
     entry = 0
     number = 0  # of the tile among those with queries
     for turn in range(_turns(total)):
         i_batch, i_head, row, start, length, end, first, c0, _limit, live, blocks = _tile(
-            turn, p_new_tokens, p_past_length, p_query_start, p_state_row, T, H, K, N, first_tile, n_tiles, C, RAGGED
+            turn,
+            p_new_tokens,
+            p_past_length,
+            p_query_start,
+            p_state_row,
+            T,
+            H,
+            K,
+            N,
+            first_tile,
+            n_tiles,
+            C,
+            RAGGED,
+            PAGES,
         )
         if live:
             phase = (number & 1) ^ 1
@@ -198,8 +224,12 @@ def _produce(
                 entry += 1
             cache = ((row * HS + i_head // (H // HS)) * N).to(gl.int32)
             for block in range(blocks):
-                _send(d_salient_key, cache + block * BN, 0, k_buffer, k_full, k_empty, entry, True, SLOTS)
-                _send(d_salient_value, cache + block * BN, 0, v_buffer, v_full, v_empty, entry, True, SLOTS)
+                keys = cache + block * BN
+                values = keys
+                if PAGES != 0:
+                    keys, values = _rows_in_pages(p_state_row, i_batch, i_head // (H // HS), block * BN, D, PAGES)
+                _send(d_salient_key, keys, 0, k_buffer, k_full, k_empty, entry, True, SLOTS)
+                _send(d_salient_value, values, 0, v_buffer, v_full, v_empty, entry, True, SLOTS)
                 entry += 1
             tile = i_batch * n_tiles + first // C - c0
             for c in gl.static_range(2):
@@ -369,6 +399,7 @@ def _consume(
     GATE: gl.constexpr,
     FACTOR: gl.constexpr,
     RAGGED: gl.constexpr,
+    PAGES: gl.constexpr,
 ):
     """Four warps: chunk GROUP of each tile."""
     dots: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
@@ -386,7 +417,20 @@ def _consume(
         _give_turn(GROUP, turns)
     for turn in range(turns):
         i_batch, i_head, row, start, length, end, first, c0, limit, live, blocks = _tile(
-            turn, p_new_tokens, p_past_length, p_query_start, p_state_row, T, H, K, N, first_tile, n_tiles, C, RAGGED
+            turn,
+            p_new_tokens,
+            p_past_length,
+            p_query_start,
+            p_state_row,
+            T,
+            H,
+            K,
+            N,
+            first_tile,
+            n_tiles,
+            C,
+            RAGGED,
+            PAGES,
         )
         first += GROUP * BM
         stop = gl.minimum(end, limit)
@@ -414,6 +458,8 @@ def _consume(
                 i_kv = i_head // (H // HK)
                 p_new = (start * HK + i_kv) * D
                 p_old = (row * HK + i_kv) * (2 * C) * D
+                if PAGES != 0:
+                    p_old += gl.load(p_state_row + i_batch * PAGES[1]).to(gl.int64) * (PAGES[0] // 2)
                 mbarrier.wait(v_full.index(slot), phase)
                 _fill(k_buffer.index(slot), p_key + p_new, p_window_key + p_old, begin, length, end, HK * D, C, D)
                 _fill(v_buffer.index(slot), p_value + p_new, p_window_value + p_old, begin, length, end, HK * D, C, D)
@@ -530,11 +576,12 @@ def attend_tma_kernel(
     GATE: gl.constexpr,
     FACTOR: gl.constexpr,
     RAGGED: gl.constexpr,
+    PAGES: gl.constexpr,
 ):
     """Output of the queries of chunks c0 + first_tile .. + n_tiles - 1, B rows, H heads. Any number of programs shares the tiles.
 
     Descriptors (d_) are of rows of D columns: query, gate, output [tokens, H * D]; key, value [tokens, HK * D]; salient_key and
-    salient_value [rows * HS * N, D], never used where N is 0; linear [B * n_tiles * H * C, D].
+    salient_value [rows * HS * N, D], never used where N is 0, or all pages; linear [B * n_tiles * H * C, D].
     """
     gl.static_assert(C == BM, "a consumer takes one chunk, and its window one block")
     q_buffer = gl.allocate_shared_memory(d_query.dtype, [2, BM, D], d_query.layout)
@@ -568,15 +615,17 @@ def attend_tma_kernel(
             (_consume, (gl.constexpr(0), d_output, q_buffer, k_buffer, v_buffer, linear_buffer, out_buffer, q_full, q_empty,
                         k_full, k_empty, v_full, v_empty, end_full, end_empty, p_key, p_value, p_window_factor, p_window_key,
                         p_window_value, p_new_tokens, p_past_length, p_query_start, p_state_row, p_linear_sum, p_output, T, H,
-                        HK, K, N, first_tile, n_tiles, phantom, scale2, epsilon, total, C, D, SLOTS, GATE, FACTOR, RAGGED)),
+                        HK, K, N, first_tile, n_tiles, phantom, scale2, epsilon, total, C, D, SLOTS, GATE, FACTOR, RAGGED,
+                        PAGES)),
             (_consume, (gl.constexpr(1), d_output, q_buffer, k_buffer, v_buffer, linear_buffer, out_buffer, q_full, q_empty,
                         k_full, k_empty, v_full, v_empty, end_full, end_empty, p_key, p_value, p_window_factor, p_window_key,
                         p_window_value, p_new_tokens, p_past_length, p_query_start, p_state_row, p_linear_sum, p_output, T, H,
-                        HK, K, N, first_tile, n_tiles, phantom, scale2, epsilon, total, C, D, SLOTS, GATE, FACTOR, RAGGED)),
+                        HK, K, N, first_tile, n_tiles, phantom, scale2, epsilon, total, C, D, SLOTS, GATE, FACTOR, RAGGED,
+                        PAGES)),
             (_produce, (d_query, d_key, d_value, d_salient_key, d_salient_value, d_linear, d_gate, q_buffer, k_buffer, v_buffer,
                         linear_buffer, out_buffer, q_full, q_empty, k_full, k_empty, v_full, v_empty, end_full, end_empty,
                         p_new_tokens, p_past_length, p_query_start, p_state_row, T, H, HK, HS, K, N, first_tile, n_tiles, total,
-                        C, D, SLOTS, GATE, RAGGED)),
+                        C, D, SLOTS, GATE, RAGGED, PAGES)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -13,6 +14,7 @@ from still_kernels import launcher
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from still_kernels.hybrid_attention.gluon_attend import attend_tma_kernel
 from still_kernels.hybrid_attention.inputs import Inputs
+from still_kernels.hybrid_attention.pages import Pages
 from still_kernels.hybrid_attention.plan import PLAN
 from still_kernels.hybrid_attention.state import HybridAttentionState
 from still_kernels.hybrid_attention.tiles import tile_table
@@ -50,10 +52,9 @@ def device_table(config: HybridAttentionConfig, device: torch.device, wide: bool
     return table if described and device.type != "cpu" else changed(table, "attend", {"attend_programs": 0})
 
 
-def can_be_described(tensors: Iterable[Tensor | None], packing: Packing | None) -> bool:
-    """Whether the addresses are what descriptors need, and states do not lie in an engine's pages."""
-    paged = packing is not None and packing.page_bytes is not None
-    return not paged and all(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors)
+def can_be_described(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether the addresses are what descriptors need."""
+    return all(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors)
 
 
 def call_of(
@@ -89,22 +90,35 @@ def _prepare(
     table: TileTable,
     variant: object | None,
     factor: bool,
+    pages: Pages | None,
     *call: Any,
 ) -> launcher.Prepared:
-    """The launches of a kind of call; `call` as of `call_of`."""
+    """The launches of a kind of call; `call` as of `call_of`, where states lie in pages with their number for the rows of the state."""
     seen = call_of(config, dtype, table, *call)
     constants = constants_of(config, dtype == torch.float32, seen.tokens is not None, factor)
-    return launcher.prepare(PLAN.evaluate(seen), FUNCTIONS, table.kernels(), constants, variant)
+    launches = PLAN.evaluate(seen)
+    if pages is not None:
+        assert seen.rows is not None
+        all_rows = (seen.rows * pages.size_bytes // pages.row_bytes, config.head_dim)
+        launches = replace(launches, matrices={**launches.matrices, "salient_key": all_rows, "salient_value": all_rows})
+        constants["PAGES"] = pages.kernel
+    return launcher.prepare(launches, FUNCTIONS, table.kernels(), constants, variant)
 
 
 @lru_cache(1024)
 def _prepared(
-    config: HybridAttentionConfig, device: torch.device, dtype: torch.dtype, factor: bool, described: bool, *call: Any
+    config: HybridAttentionConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    factor: bool,
+    described: bool,
+    pages: Pages | None,
+    *call: Any,
 ) -> launcher.Prepared:
     """The same with the block sizes of the device; kept, for a layer is called once per token."""
-    variant = launcher.variant_of(config, device, dtype, factor, call[-1] is not None)
+    variant = launcher.variant_of(config, device, dtype, factor, pages, call[-1] is not None)
     table = device_table(config, device, dtype == torch.float32, described)
-    return _prepare(config, dtype, table, variant, factor, *call)
+    return _prepare(config, dtype, table, variant, factor, pages, *call)
 
 
 def launch_hybrid_attention(
@@ -120,19 +134,23 @@ def launch_hybrid_attention(
 
     Args:
         inputs: Contiguous; without a packing `new_tokens` are given.
+        state: Of states in pages `Pages.views` and the lengths of the call's rows.
         output: As query.
         table: Block sizes; by default those of the device. With others Triton looks for the compiled kernels at each launch.
         present_length: [B], not the state's; in decode (T = 1, not packed) it gets the lengths after the call.
     """
     query, factor = inputs.query, inputs.factor(config)
-    batch, tokens, packed = size_of_call(query, packing, state.length.shape[0])
-    call = (batch, tokens, state.slots, inputs.feature_q_weight.shape[0], packed)
+    pages = None if packing is None else packing.pages
+    assert pages is None or isinstance(pages, Pages)
+    rows, slots = (state.length.shape[0], state.slots) if pages is None else (len(state.kv_state), pages.slots)
+    batch, tokens, packed = size_of_call(query, packing, rows)
+    call = (batch, tokens, slots, inputs.feature_q_weight.shape[0], packed)
     if table is None:
         copied = (query, inputs.key, inputs.value, inputs.gate, output, state.salient_key, state.salient_value)
-        described = tokens > 1 and can_be_described(copied, packing)
-        prepared = _prepared(config, query.device, query.dtype, factor is not None, described, *call)
+        described = tokens > 1 and can_be_described(copied)
+        prepared = _prepared(config, query.device, query.dtype, factor is not None, described, pages, *call)
     else:
-        prepared = _prepare(config, query.dtype, table, None, factor is not None, *call)
+        prepared = _prepare(config, query.dtype, table, None, factor is not None, pages, *call)
     tensors = {
         **state.tensors(),
         **vars(inputs),
@@ -156,7 +174,7 @@ def bind_decode(
     """
     query = inputs.query
     call = (query.shape[0], 1, state.slots, inputs.feature_q_weight.shape[0], None)
-    prepared = _prepared(config, query.device, query.dtype, factor is not None, False, *call)
+    prepared = _prepared(config, query.device, query.dtype, factor is not None, False, None, *call)
     fixed = {name: tensor for name, tensor in state.tensors().items() if name != "length"}
     gate = () if inputs.gate is None else ("gate",)
     names = (

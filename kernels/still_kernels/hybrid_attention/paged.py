@@ -1,4 +1,4 @@
-"""Hybrid attention on the states of an engine that serves many requests: rows in pages, which nobody clears, updated in place."""
+"""Hybrid attention on the states of an engine that serves many requests: in its pages, which nobody clears, updated in place."""
 
 from __future__ import annotations
 
@@ -12,70 +12,74 @@ from still_kernels.hybrid_attention.chunked import chunked_hybrid_attention
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from still_kernels.hybrid_attention.dispatch import demand_kernel, with_contiguous_heads, with_weights_of_tokens
 from still_kernels.hybrid_attention.inputs import Inputs
+from still_kernels.hybrid_attention.pages import Pages
 from still_kernels.hybrid_attention.state import HybridAttentionState
 from still_kernels.packing import Packing
 
+SALIENT = ("salient_key", "salient_value")
+
 
 def hybrid_attention_paged(
-    inputs: Inputs, config: HybridAttentionConfig, state: HybridAttentionState, packing: Packing, output: Tensor
+    inputs: Inputs, config: HybridAttentionConfig, memory: Tensor, length: Tensor, packing: Packing, output: Tensor
 ) -> None:
-    """Hybrid attention of packed sequences whose states lie in pages, one page a row.
+    """Hybrid attention of packed sequences whose states lie in pages.
 
-    A row of length 0 starts empty, whatever its page holds. On CUDA nothing is read back to the host, and nothing of the states is
+    A row of length 0 starts empty, whatever its pages hold. On CUDA nothing is read back to the host, and nothing of the states is
     copied; on the CPU rows are gathered, computed by the chunked form and written back.
 
     Args:
         inputs: Tokens [tokens, H or HK, D], of these rows and of others.
-        state: Tensors [pages, ...], each row contiguous; `length` [B] of the call's rows, before the call, which the caller advances.
-        packing: With `page_bytes`.
+        memory: int8 [pages, bytes]; a page's bytes side by side, `Pages.size_bytes` from one to the next.
+        length: Tokens of the call's rows before the call, [B], which the caller advances.
+        packing: With `pages`, and a table of each row's pages: those of the tokens that it has after the call, any number behind them.
         output: [tokens, H, D], contiguous, written where the rows have tokens.
 
     Raises:
         UnsupportedError: No kernel covers the layer on its device.
         CapacityError: On the CPU: a row outgrows the salient cache with overflow="error"; on CUDA its output is NaN.
-        ShapeError: A tensor is not laid out in pages.
+        ShapeError: The memory is not what `Pages` says.
     """
+    pages = packing.pages
+    assert isinstance(pages, Pages)
+    _check_memory(memory, pages)
     if inputs.query.device.type == "cpu":
-        _in_chunks(inputs, config, state, packing, output)
-    else:
-        _by_kernels(inputs, config, state, packing, output)
-
-
-def _by_kernels(
-    inputs: Inputs, config: HybridAttentionConfig, state: HybridAttentionState, packing: Packing, output: Tensor
-) -> None:
+        _in_chunks(inputs, config, pages, pages.views(memory), length, packing, output)
+        return
     from still_kernels.hybrid_attention.launch import launch_hybrid_attention
 
     demand_kernel(config, inputs.query.dtype, inputs.query.device)
-    _check_pages(state)
+    state = HybridAttentionState(**pages.views(memory), length=length)
     given = with_contiguous_heads(with_weights_of_tokens(inputs))  # heads come as slices of one projection
     launch_hybrid_attention(given, config, state, output, packing)
 
 
-def _check_pages(state: HybridAttentionState) -> None:
-    """The kernels compute addresses within a row from shapes, and those of rows from one distance for all states."""
-    strides = set()
-    for name, tensor in state.tensors().items():
-        if name != "length" and tensor.numel():
-            if len(tensor) > 1:  # PyTorch gives the stride of a single row any value
-                strides.add(tensor.stride(0) * tensor.element_size())
-            if not tensor[0].is_contiguous():
-                raise ShapeError(
-                    f"state {name} {list(tensor.shape)} has strides {tensor.stride()}; a row must be contiguous."
-                )
-    if len(strides) > 1:
-        raise ShapeError(f"rows of the states lie {sorted(strides)} bytes apart; expected one distance, that of pages.")
+def _check_memory(memory: Tensor, pages: Pages) -> None:
+    """The kernels compute addresses from the bytes of a page."""
+    apart = (
+        memory.stride(0) if len(memory) > 1 else pages.size_bytes
+    )  # PyTorch gives the stride of a single row any value
+    if memory.dtype != torch.int8 or memory.stride(1) != 1 or apart != pages.size_bytes:
+        raise ShapeError(
+            f"memory {memory.dtype} {list(memory.shape)} has strides {memory.stride()}; expected int8, pages {pages.size_bytes} bytes "
+            "apart, the bytes of each side by side."
+        )
 
 
 def _in_chunks(
-    inputs: Inputs, config: HybridAttentionConfig, state: HybridAttentionState, packing: Packing, output: Tensor
+    inputs: Inputs,
+    config: HybridAttentionConfig,
+    pages: Pages,
+    views: dict[str, Tensor],
+    length: Tensor,
+    packing: Packing,
+    output: Tensor,
 ) -> None:
     counts = packing.query_start.diff().long()
     live = counts > 0
     if not bool(live.any()):
         return
     counts, start = counts[live], packing.query_start[:-1][live].long()
-    rows, length = packing.state_row[live].long(), state.length[live].long()
+    table, length = packing.state_row[live].long(), length[live].long()
     column = torch.arange(int(counts.max()))
     real = column < counts[:, None]
     place = torch.where(real, start[:, None] + column, 0)  # [B, T]
@@ -87,25 +91,55 @@ def _in_chunks(
         gate=None if inputs.gate is None else inputs.gate[place],
         new_tokens=counts,
     )
+    filled, after = (
+        torch.tensor([min(pages.slots, config.slots_for(n)) for n in x.tolist()]) for x in (length, length + counts)
+    )
     # Of a cache that only grows, the slots that the call may fill; of those, what this row has filled is its own.
-    slots, filled = state.slots, length * 0 + state.slots
-    if config.overflow == "error":
-        slots = min(slots, config.slots_for(int((length + counts).max())))
-        filled = torch.tensor([config.slots_for(n) for n in length.tolist()])
+    slots = pages.slots if config.overflow != "error" else int(after.max())
     held = {}
-    for name, tensor in state.tensors().items():
-        if name == "length":
-            continue
-        salient = name.startswith("salient_")
-        own = tensor[rows, :, :slots] if salient else tensor[rows]
+    for name in views:
+        own = _gathered(name, views[name], table, pages, slots)
         mine = (length > 0)[:, None]
-        if salient:
+        if name.startswith("salient_"):
+            own = own[:, :, :slots]
             mine = mine & (torch.arange(slots) < filled[:, None])
-        held[name] = torch.where(mine.view(len(rows), 1, -1, *[1] * (own.dim() - 3)), own, 0)
+        held[name] = torch.where(mine.view(len(table), 1, -1, *[1] * (own.dim() - 3)), own, 0)
     result, present = chunked_hybrid_attention(padded, config, HybridAttentionState(**held, length=length))
     output[place[real]] = result[real]
-    for name, tensor in state.tensors().items():
-        if name.startswith("salient_"):
-            tensor[rows, :, :slots] = getattr(present, name)
-        elif name != "length":
-            tensor[rows] = getattr(present, name)
+    for name, tensor in present.tensors().items():
+        if name != "length":
+            _scatter(name, tensor, views[name], table, pages, after)
+
+
+def _columns(name: str, pages: Pages, slots: int) -> slice:
+    """Of the table: where the pages of a state lie that holds `slots` slots."""
+    if name == "kv_state":
+        return slice(1, pages.first)
+    if name in SALIENT:
+        return slice(pages.first + (name == "salient_value"), pages.count(slots), 2)
+    return slice(0, 1)
+
+
+def _gathered(name: str, view: Tensor, table: Tensor, pages: Pages, slots: int) -> Tensor:
+    """A state of the table's rows as if it were contiguous, [B, heads, ...]; of the salient cache whole pages."""
+    parts = view[table[:, _columns(name, pages, slots)]]  # [B, pages, ...]
+    if name == "kv_state":
+        return parts.flatten(1, 2)[:, : pages.config.num_heads]
+    return parts.transpose(1, 2).flatten(2, 3) if name in SALIENT else parts[:, 0]
+
+
+def _scatter(name: str, tensor: Tensor, view: Tensor, table: Tensor, pages: Pages, after: Tensor) -> None:
+    """Write a state [B, heads, ...] back into the pages that the rows own, with `after` slots filled."""
+    chosen = table[:, _columns(name, pages, tensor.shape[2])]
+    if name == "kv_state":
+        for i in range(chosen.shape[1]):
+            heads = tensor[:, i * pages.heads : (i + 1) * pages.heads]
+            view[chosen[:, i], : heads.shape[1]] = heads
+    elif name in SALIENT:
+        for i in range(chosen.shape[1]):
+            first = i * pages.rows
+            owners = after > first  # behind its own pages a row has others' in its table
+            some = tensor[owners, :, first : first + pages.rows]
+            view[chosen[owners, i], :, : some.shape[2]] = some
+    else:
+        view[chosen[:, 0]] = tensor

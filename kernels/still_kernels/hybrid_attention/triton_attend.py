@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 
 from still_kernels.hybrid_attention.triton_common import load_tokens
-from still_kernels.triton_shared import LOG2E, absorb, in_page, row_in_page, row_of
+from still_kernels.hybrid_attention.triton_pages import cache_of, in_page, slots_of
+from still_kernels.triton_shared import LOG2E, absorb, row_of
 
 
 @triton.jit
@@ -34,7 +35,6 @@ def attend_kernel(
     p_past_length,
     p_query_start,
     p_state_row,
-    p_page_bytes,
     p_linear,
     p_linear_sum,
     p_output,
@@ -60,6 +60,7 @@ def attend_kernel(
     FACTOR: tl.constexpr,
     OVERFLOW: tl.constexpr,
     RAGGED: tl.constexpr,
+    PAGES: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """Output of the queries of chunks c0 + first_tile .. + n_tiles - 1. Grid (ceil(n_tiles * C / BM), H, B).
@@ -70,13 +71,10 @@ def attend_kernel(
     i_head = tl.program_id(1)
     i_batch = tl.program_id(2)
     row, start, length, count = row_of(
-        i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, T, RAGGED, p_page_bytes
+        i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, T, RAGGED, PAGES != 0
     )
-    p_window_key = in_page(p_window_key, row, p_page_bytes)
-    p_window_value = in_page(p_window_value, row, p_page_bytes)
-    p_salient_key = in_page(p_salient_key, row, p_page_bytes)
-    p_salient_value = in_page(p_salient_value, row, p_page_bytes)
-    row = row_in_page(row, p_page_bytes)
+    p_window_key = in_page(p_window_key, p_state_row, i_batch, 0, PAGES)
+    p_window_value = in_page(p_window_value, p_state_row, i_batch, 0, PAGES)
     end = length + count
     span = count if RAGGED else T
     c0 = length // C + first_tile
@@ -147,17 +145,21 @@ def attend_kernel(
     seen = tl.minimum(tl.maximum(last_chunk - 1, 0) * K, N)
     whole = tl.minimum(tl.maximum(chunk - 1, 0) * K, N) // BN * BN
     i_select = i_head // (H // HS)
-    p_cached_key = p_salient_key + (row * HS + i_select) * N * D
-    p_cached_value = p_salient_value + (row * HS + i_select) * N * D
+    p_cached_key = cache_of(p_salient_key, row, i_select, HS, N, D, PAGES)
+    p_cached_value = cache_of(p_salient_value, row, i_select, HS, N, D, PAGES)
     for s in tl.range(0, whole, BN, num_stages=STAGES):
-        b_key = tl.load(p_cached_key + s * D + o_tile, mask=m_dim[None, :], other=0.0)
+        o_keys = slots_of(p_cached_key, p_state_row, i_batch, s, 0, D, PAGES)
+        o_values = slots_of(p_cached_value, p_state_row, i_batch, s, 1, D, PAGES)
+        b_key = tl.load(p_cached_key + o_keys + o_tile, mask=m_dim[None, :], other=0.0)
         b_dot = tl.dot(b_q, tl.trans(b_key), input_precision=DOT)
-        b_value = tl.load(p_cached_value + s * D + o_tile, mask=m_dim[None, :], other=0.0)
+        b_value = tl.load(p_cached_value + o_values + o_tile, mask=m_dim[None, :], other=0.0)
         b_acc, b_max, b_sum = absorb(b_acc, b_max, b_sum, b_dot, b_value, scale2, SETTLE, DOT)
     for s in tl.range(whole, seen, BN, num_stages=1):
         m_slot = ((s + o_slot) < seen)[:, None] & m_dim[None, :]
-        b_key = tl.load(p_cached_key + s * D + o_tile, mask=m_slot, other=0.0)
-        b_value = tl.load(p_cached_value + s * D + o_tile, mask=m_slot, other=0.0)
+        o_keys = slots_of(p_cached_key, p_state_row, i_batch, s, 0, D, PAGES)
+        o_values = slots_of(p_cached_value, p_state_row, i_batch, s, 1, D, PAGES)
+        b_key = tl.load(p_cached_key + o_keys + o_tile, mask=m_slot, other=0.0)
+        b_value = tl.load(p_cached_value + o_values + o_tile, mask=m_slot, other=0.0)
         b_dot = tl.dot(b_q, tl.trans(b_key), input_precision=DOT)
         b_dot = tl.where((s + o_slot)[None, :] < b_seen[:, None], b_dot, float("-inf"))
         b_acc, b_max, b_sum = absorb(b_acc, b_max, b_sum, b_dot, b_value, scale2, SETTLE, DOT)
@@ -195,7 +197,6 @@ def commit_kernel(
     p_past_length,
     p_query_start,
     p_state_row,
-    p_page_bytes,
     p_score,
     T,
     H,
@@ -204,18 +205,18 @@ def commit_kernel(
     D: tl.constexpr,
     DP: tl.constexpr,
     RAGGED: tl.constexpr,
+    PAGES: tl.constexpr,
 ):
     """Write the latest tokens into the window ring, after every other kernel has read it. Grid (H, B)."""
     BR: tl.constexpr = 32
     i_head = tl.program_id(0)
     i_batch = tl.program_id(1)
     row, start, length, count = row_of(
-        i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, T, RAGGED, p_page_bytes
+        i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, T, RAGGED, PAGES != 0
     )
-    p_window_key = in_page(p_window_key, row, p_page_bytes)
-    p_window_value = in_page(p_window_value, row, p_page_bytes)
-    p_window_score = in_page(p_window_score, row, p_page_bytes)
-    row = row_in_page(row, p_page_bytes)
+    p_window_key = in_page(p_window_key, p_state_row, i_batch, 0, PAGES)
+    p_window_value = in_page(p_window_value, p_state_row, i_batch, 0, PAGES)
+    p_window_score = in_page(p_window_score, p_state_row, i_batch, 0, PAGES)
     if count == 0:
         return
     end = length + count

@@ -22,7 +22,8 @@ from still_kernels.hybrid_attention.triton_decode_roles import (
     window_part,
 )
 from still_kernels.hybrid_attention.triton_decode_types import Constants, Heads, Parts, Room, Row, States
-from still_kernels.triton_shared import LOG2E, in_page, rounded, row_in_page
+from still_kernels.hybrid_attention.triton_pages import cache_of, in_page
+from still_kernels.triton_shared import LOG2E, rounded
 
 
 @triton.jit
@@ -167,7 +168,6 @@ def decode_kernel(
     p_past_length,
     p_query_start,
     p_state_row,
-    p_page_bytes,
     p_part_acc,
     p_part_ml,
     p_part_lin,
@@ -211,6 +211,7 @@ def decode_kernel(
     GATE: tl.constexpr,
     FACTOR: tl.constexpr,
     RAGGED: tl.constexpr,
+    PAGES: tl.constexpr,
     SETTLE: tl.constexpr,
     PDL: tl.constexpr,
     DOT: tl.constexpr,
@@ -226,10 +227,9 @@ def decode_kernel(
     WP: tl.constexpr = 2 * C // BL
     JOBS: tl.constexpr = ND + WP + 1
     FUSED: tl.constexpr = OVERFLOW == 0
-    PAGED: tl.constexpr = p_page_bytes is not None
     c: tl.constexpr = Constants(
         C, D, DP, DK, P, PP, KP, GP, DS, DW, BN, SN, BG, SG, BL, BS, RB, WP, FEATURE, SCOPE, RELEASED, OVERFLOW, FUSED, GATE, FACTOR,
-        RAGGED, PAGED, SETTLE, DOT,
+        RAGGED, PAGES, SETTLE, DOT,
     )  # fmt: skip
     if PDL and SETTLE:  # not in the interpreter
         # The kernel ahead may still run: wait for it before touching memory. The next kernel may be launched meanwhile.
@@ -245,20 +245,19 @@ def decode_kernel(
     start = row
     if RAGGED:
         start = tl.load(p_query_start + i_batch).to(tl.int64)
-        row = tl.load(p_state_row + i_batch).to(tl.int64)
+        if PAGES != 0:
+            row = start * 0
+        else:
+            row = tl.load(p_state_row + i_batch).to(tl.int64)
         if tl.load(p_query_start + i_batch + 1).to(tl.int64) == start:  # no token of the call is this row's
             return
-    if p_page_bytes is not None:
-        p_window_key = in_page(p_window_key, row, p_page_bytes)
-        p_window_value = in_page(p_window_value, row, p_page_bytes)
-        p_window_score = in_page(p_window_score, row, p_page_bytes)
-        p_salient_key = in_page(p_salient_key, row, p_page_bytes)
-        p_salient_value = in_page(p_salient_value, row, p_page_bytes)
-        p_kv_state = in_page(p_kv_state, row, p_page_bytes)
-        p_z_state = in_page(p_z_state, row, p_page_bytes)
+    if PAGES != 0:
+        p_window_key = in_page(p_window_key, p_state_row, i_batch, 0, PAGES)
+        p_window_value = in_page(p_window_value, p_state_row, i_batch, 0, PAGES)
+        p_window_score = in_page(p_window_score, p_state_row, i_batch, 0, PAGES)
+        p_z_state = in_page(p_z_state, p_state_row, i_batch, 0, PAGES)
         p_past_length += i_batch  # lengths are those of the call's rows
-        row = row_in_page(row, p_page_bytes)
-    at = Row(i_batch, row, p_new_tokens, p_past_length)
+    at = Row(i_batch, row, p_new_tokens, p_past_length, p_state_row)
     heads = Heads(i_select, GR, HS, H, HK, G)
     room = Room(K, N, NS)
     states = States(p_window_key, p_window_value, p_window_score, p_salient_key, p_salient_value, p_kv_state, p_z_state)
@@ -309,10 +308,9 @@ def decode_kernel(
                 fresh_part(at, states, heads, i_kv, g, p_q, room, scale2, p_acc, p_ml, c)
     else:
         i_split = i_role - GR * JOBS
-        base = (row * HS + i_select) * N * D
         i_part = (i_first + i_split) * GR
-        p_k = p_salient_key + base
-        p_v = p_salient_value + base
+        p_k = cache_of(p_salient_key, row, i_select, HS, N, D, PAGES)
+        p_v = cache_of(p_salient_value, row, i_select, HS, N, D, PAGES)
         p_q = p_query + i_out * D
         p_acc = parts.acc + i_part * D
         p_ml = parts.ml + i_part * 2

@@ -17,6 +17,7 @@ from still_kernels.hybrid_attention.triton_common import (
     select_chunk,
 )
 from still_kernels.hybrid_attention.triton_decode_roles import pair_sum, step_of
+from still_kernels.hybrid_attention.triton_pages import head_in_page
 from still_kernels.triton_shared import LOG2E, rounded
 
 
@@ -109,7 +110,7 @@ def _fold_chunk(
 def _add_rows(b_rows, b_query, b_v, held, p_state, p_mass, o_feature, o_column, m_mass, c: tl.constexpr):
     """Add phi^T v of rows to one half of a slice of S, and the sum of the same rounded phi to z, as prefill does.
 
-    PAGED: what is not `held` is another row's, and counts as 0.
+    In pages what is not `held` is another row's, and counts as 0.
 
     Returns the same as seen by phi(q): [DS], and before the sum over features [PP]. Matrix instructions add up the rows: without
     them the sums of columns are most of a promotion's instructions.
@@ -122,7 +123,7 @@ def _add_rows(b_rows, b_query, b_v, held, p_state, p_mass, o_feature, o_column, 
     b_mass = tl.max(tl.dot(tl.trans(b_rows), b_ones, input_precision=c.DOT), 1)
     m_z = m_mass
     m_s = m_slice
-    if c.PAGED:
+    if c.PAGES != 0:
         m_z = m_z & held
         m_s = m_s & held
     b_z = tl.load(p_mass + o_feature, mask=m_z, other=0.0)
@@ -209,7 +210,7 @@ def _slice_output(loads, p_q, p_gate, p_weight, p_slice, p_mass, o_column, m_sli
 @triton.jit
 def _if_held(b_out, b_mass, held, c: tl.constexpr):
     """What S and z add, or 0 where they hold nothing."""
-    if c.PAGED:
+    if c.PAGES != 0:
         return tl.where(held, b_out, 0.0), tl.where(held, b_mass, 0.0)
     return b_out, b_mass
 
@@ -242,7 +243,8 @@ def linear_slice(
     m_mass = (o_feature < c.P) & (i_slice == 0)  # z belongs to slice 0
     w_head = tl.where(W_HEADS > 1, i_head, 0).to(tl.int64) * (c.P * c.D)
     p_weight = p_q_weight + w_head
-    p_state = states.kv + (at.row * heads.H + i_head) * (F * c.D)
+    p_kv, i_own = head_in_page(states.kv, at.p_state_row, at.i_batch, i_head, c.PAGES)
+    p_state = p_kv + (at.row * heads.H + i_own) * (F * c.D)
     p_mass = states.z + (at.row * heads.H + i_head) * F
     p_slice = p_state + o_feature[:, None] * c.D + o_column[None, :]
     loads = _slice_loads(p_q, p_weight, p_slice, m_slice, c)

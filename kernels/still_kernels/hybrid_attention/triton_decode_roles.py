@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from still_kernels.hybrid_attention.triton_common import RELEASED_EPSILON, prefetch, select_chunk, selected_offsets
+from still_kernels.hybrid_attention.triton_pages import rows_of, slots_of
 from still_kernels.triton_shared import rounded
 
 FAR = tl.constexpr(-1.0e30)  # below every logit, and finite: differences stay numbers
@@ -30,11 +31,13 @@ def step_of(at, c: tl.constexpr):
 
 
 @triton.jit
-def _load_rows(p_key, p_value, low, high, o_row, o_dim, D: tl.constexpr):
+def _load_rows(at, p_key, p_value, low, high, o_row, o_dim, c: tl.constexpr):
     """Keys and values of slots low + o_row below `high`; zeros elsewhere."""
-    mask = (low + o_row < high)[:, None] & (o_dim < D)[None, :]
-    o_tile = low * D + (o_row[:, None] * D + o_dim[None, :])
-    return tl.load(p_key + o_tile, mask=mask, other=0.0), tl.load(p_value + o_tile, mask=mask, other=0.0)
+    mask = (low + o_row < high)[:, None] & (o_dim < c.D)[None, :]
+    o_tile = o_row[:, None] * c.D + o_dim[None, :]
+    o_key = slots_of(p_key, at.p_state_row, at.i_batch, low, 0, c.D, c.PAGES) + o_tile
+    o_value = slots_of(p_value, at.p_state_row, at.i_batch, low, 1, c.D, c.PAGES) + o_tile
+    return tl.load(p_key + o_key, mask=mask, other=0.0), tl.load(p_value + o_value, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -69,14 +72,14 @@ def salient_one(at, p_key, p_value, p_q, i_split, room, scale2, p_acc, p_ml, c: 
     o_row = tl.arange(0, c.BN)
     step = room.NS * c.BN
     first = i_split * c.BN
-    b_first_k, b_first_v = _load_rows(p_key, p_value, first, room.N, o_row, o_dim, c.D)
+    b_first_k, b_first_v = _load_rows(at, p_key, p_value, first, room.N, o_row, o_dim, c)
     seen = slots_in_use(at, room, c)
     b_q = tl.load(p_q + o_dim, mask=o_dim < c.D, other=0.0).to(tl.float32) * scale2
     b_max = tl.full([c.BN], FAR, tl.float32)
     b_sum = tl.zeros([c.BN], tl.float32)
     b_acc = tl.zeros([c.BN, c.DP], tl.float32)
     for s in tl.range(first + step, seen, step, num_stages=c.SN):
-        b_k, b_v = _load_rows(p_key, p_value, s, seen, o_row, o_dim, c.D)
+        b_k, b_v = _load_rows(at, p_key, p_value, s, seen, o_row, o_dim, c)
         b_max, b_sum, b_acc = _absorb(b_k, b_v, s, seen, o_row, b_q, b_max, b_sum, b_acc)
     b_first_v = tl.where((first + o_row < seen)[:, None], b_first_v, 0.0)
     b_max, b_sum, b_acc = _absorb(b_first_k, b_first_v, first, seen, o_row, b_q, b_max, b_sum, b_acc)
@@ -96,18 +99,20 @@ def salient_group(at, p_key, p_value, p_q, GR, i_split, room, scale2, p_acc, p_m
     o_row = tl.arange(0, c.BG)
     o_tile = o_head[:, None] * c.D + o_dim[None, :]
     m_tile = m_head[:, None] & (o_dim < c.D)[None, :]
-    o_first = tl.minimum(i_split * c.BG + o_row, room.N - 1) * c.D  # a at.row that is there, in use or not
+    o_slot = tl.minimum(i_split * c.BG + o_row, room.N - 1)  # a row that is there, in use or not
+    o_key = rows_of(p_key, at.p_state_row, at.i_batch, 0, 0, 0, o_slot, o_slot >= 0, 0, c.D, c.PAGES) * c.D
+    o_value = rows_of(p_value, at.p_state_row, at.i_batch, 0, 0, 0, o_slot, o_slot >= 0, 1, c.D, c.PAGES) * c.D
     o_line = tl.arange(0, 4) * (c.D * (p_key.dtype.element_ty.primitive_bitwidth // 8) // 4)
     if room.N > 0:
-        prefetch(p_key + o_first, o_line, c.SETTLE)
-        prefetch(p_value + o_first, o_line, c.SETTLE)
+        prefetch(p_key + o_key, o_line, c.SETTLE)
+        prefetch(p_value + o_value, o_line, c.SETTLE)
     seen = slots_in_use(at, room, c)
     b_q = tl.load(p_q + o_tile, mask=m_tile, other=0.0)
     b_max = tl.full([c.GP], FAR, tl.float32)
     b_sum = tl.zeros([c.GP], tl.float32)
     b_acc = tl.zeros([c.GP, c.DP], tl.float32)
     for s in tl.range(i_split * c.BG, seen, room.NS * c.BG, num_stages=c.SG):
-        b_k, b_v = _load_rows(p_key, p_value, s, seen, o_row, o_dim, c.D)
+        b_k, b_v = _load_rows(at, p_key, p_value, s, seen, o_row, o_dim, c)
         m_row = s + o_row < seen
         b_logit = tl.dot(b_q, tl.trans(b_k), input_precision=c.DOT) * scale2
         b_logit = tl.where(m_row[None, :], b_logit, FAR)
@@ -266,11 +271,35 @@ def fresh_part(at, states, heads, i_kv, g, p_q, room, scale2, p_acc, p_ml, c: tl
         b_k = tl.load(states.window_key + o_row, mask=mask, other=0.0)
         b_v = tl.load(states.window_value + o_row, mask=mask, other=0.0)
         if g == 0:
-            o_to = ((at.row * heads.HS + heads.i_select) * room.N + old * room.K + o_rank)[:, None] * c.D + o_dim[
-                None, :
-            ]
-            tl.store(states.salient_key + o_to, b_k, mask=mask)
-            tl.store(states.salient_value + o_to, b_v, mask=mask)
+            base = (at.row * heads.HS + heads.i_select) * room.N
+            b_key = rows_of(
+                states.salient_key,
+                at.p_state_row,
+                at.i_batch,
+                base,
+                heads.i_select,
+                old * room.K,
+                o_rank,
+                m_rank,
+                0,
+                c.D,
+                c.PAGES,
+            )
+            b_value = rows_of(
+                states.salient_value,
+                at.p_state_row,
+                at.i_batch,
+                base,
+                heads.i_select,
+                old * room.K,
+                o_rank,
+                m_rank,
+                1,
+                c.D,
+                c.PAGES,
+            )
+            tl.store(states.salient_key + (b_key[:, None] * c.D + o_dim[None, :]), b_k, mask=mask)
+            tl.store(states.salient_value + (b_value[:, None] * c.D + o_dim[None, :]), b_v, mask=mask)
         b_logit = tl.where(m_rank, tl.sum(b_k.to(tl.float32) * b_q[None, :], 1), FAR)
         top = tl.max(b_logit, 0)
         b_p = tl.where(m_rank, tl.exp2(b_logit - top), 0.0)

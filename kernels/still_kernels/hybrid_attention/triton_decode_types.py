@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 
 
 class Row(NamedTuple):
-    """One row of the call: its number in the call and in the states, the pointers to counts and lengths."""
+    """One row of the call: its number in the call and in the states, the pointers to counts and lengths, and to the table of its pages."""
 
     i_batch: Any
     row: Any
     p_new_tokens: Any
     p_past_length: Any
+    p_state_row: Any
 
 
 class Heads(NamedTuple):
@@ -85,6 +86,6 @@ class Constants(NamedTuple):
     GATE: Any
     FACTOR: Any
     RAGGED: Any
-    PAGED: Any
+    PAGES: Any
     SETTLE: Any
     DOT: Any

@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 
 from still_kernels.hybrid_attention.triton_common import kept_features, load_tokens, load_weight
-from still_kernels.triton_shared import in_page, row_in_page, row_of
+from still_kernels.hybrid_attention.triton_pages import in_page
+from still_kernels.triton_shared import row_of
 
 
 @triton.jit
@@ -41,7 +42,6 @@ def features_kernel(
     p_past_length,
     p_query_start,
     p_state_row,
-    p_page_bytes,
     p_flags,
     p_evicted_key,
     p_evicted_count,
@@ -66,6 +66,7 @@ def features_kernel(
     FEATURE: tl.constexpr,
     EVICT: tl.constexpr,
     RAGGED: tl.constexpr,
+    PAGES: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """Features of what chunks c0 + first_tile .. + n_tiles - 1 promote, TB chunks per program.
@@ -80,10 +81,9 @@ def features_kernel(
     i_head = tl.program_id(1)
     i_batch = tl.program_id(2)
     row, start, length, count = row_of(
-        i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, T, RAGGED, p_page_bytes
+        i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, T, RAGGED, PAGES != 0
     )
-    p_window_key = in_page(p_window_key, row, p_page_bytes)
-    row = row_in_page(row, p_page_bytes)
+    p_window_key = in_page(p_window_key, p_state_row, i_batch, 0, PAGES)
     end = length + count
     if count == 0:
         return

@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 
 from still_kernels.hybrid_attention.triton_common import feature_pair, load_tokens, load_weight
-from still_kernels.triton_shared import in_page, row_in_page, row_of
+from still_kernels.hybrid_attention.triton_pages import in_page
+from still_kernels.triton_shared import row_of
 
 
 @triton.jit
@@ -34,7 +35,6 @@ def linear_kernel(
     p_past_length,
     p_query_start,
     p_state_row,
-    p_page_bytes,
     p_phi_k,
     p_prefix_kv,
     p_prefix_z,
@@ -61,6 +61,7 @@ def linear_kernel(
     FEATURE: tl.constexpr,
     EVICT: tl.constexpr,
     RAGGED: tl.constexpr,
+    PAGES: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """phi(q)^T S and phi(q)^T z of chunks c0 + first_tile .. + n_tiles - 1. Grid (ceil(n_tiles * C / (BM * TB)), H, B).
@@ -74,10 +75,9 @@ def linear_kernel(
     i_head = tl.program_id(1)
     i_batch = tl.program_id(2)
     row, start, length, count = row_of(
-        i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, T, RAGGED, p_page_bytes
+        i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, T, RAGGED, PAGES != 0
     )
-    p_window_value = in_page(p_window_value, row, p_page_bytes)
-    row = row_in_page(row, p_page_bytes)
+    p_window_value = in_page(p_window_value, p_state_row, i_batch, 0, PAGES)
     end = length + count
     c0 = length // C + first_tile
     first_block = tl.program_id(0) * TB

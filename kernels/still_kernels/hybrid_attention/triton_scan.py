@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 
 from still_kernels.hybrid_attention.triton_common import load_tokens
-from still_kernels.triton_shared import in_page, row_in_page, row_of
+from still_kernels.hybrid_attention.triton_pages import head_in_page, in_page
+from still_kernels.triton_shared import row_of
 
 
 @triton.jit(do_not_specialize=["T", "H", "HK", "HS", "first_tile", "n_tiles", "store_prefix"])
@@ -20,7 +21,6 @@ def scan_kernel(
     p_past_length,
     p_query_start,
     p_state_row,
-    p_page_bytes,
     p_phi_k,
     p_evicted_value,
     p_prefix_kv,
@@ -43,6 +43,7 @@ def scan_kernel(
     STAGES: tl.constexpr,
     EVICT: tl.constexpr,
     RAGGED: tl.constexpr,
+    PAGES: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """Fold promoted chunks into S and z in chunk order; leave what each chunk c0 + first_tile + EVERY * i sees.
@@ -58,12 +59,11 @@ def scan_kernel(
     i_head = tl.program_id(1)
     i_batch = tl.program_id(2)
     row, start, length, count = row_of(
-        i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, T, RAGGED, p_page_bytes
+        i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, T, RAGGED, PAGES != 0
     )
-    p_window_value = in_page(p_window_value, row, p_page_bytes)
-    p_kv_state = in_page(p_kv_state, row, p_page_bytes)
-    p_z_state = in_page(p_z_state, row, p_page_bytes)
-    row = row_in_page(row, p_page_bytes)
+    p_window_value = in_page(p_window_value, p_state_row, i_batch, 0, PAGES)
+    p_kv_state, i_own = head_in_page(p_kv_state, p_state_row, i_batch, i_head, PAGES)
+    p_z_state = in_page(p_z_state, p_state_row, i_batch, 0, PAGES)
     end = length + count
     c0 = length // C + first_tile
     number = tl.minimum(n_tiles, (end + C - 1) // C - c0)
@@ -79,11 +79,11 @@ def scan_kernel(
     m_block = m_feature[:, None] & (o_dim < D)[None, :]
     o_block = o_feature[:, None] * D + o_dim[None, :]
     o_row = tl.arange(0, RB)
-    p_state = p_kv_state + (row * H + i_head) * (F * D) + o_block
+    p_state = p_kv_state + (row * H + i_own) * (F * D) + o_block
     # A page that is new holds an old row's S and z; nothing is promoted within two chunks.
     m_state = m_block
     m_z = m_feature[:, None]
-    if p_page_bytes is not None:
+    if PAGES != 0:
         held = (length > 2 * C) | (first_tile > 0)
         m_state = m_state & held
         m_z = m_z & held

@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 
 from still_kernels.hybrid_attention.triton_common import RELEASED_EPSILON, load_tokens
-from still_kernels.triton_shared import LOG2E, in_page, row_in_page, row_of
+from still_kernels.hybrid_attention.triton_pages import in_page
+from still_kernels.triton_shared import LOG2E, row_of
 
 
 @triton.jit
@@ -28,7 +29,6 @@ def score_kernel(
     p_past_length,
     p_query_start,
     p_state_row,
-    p_page_bytes,
     p_score,
     T,
     H,
@@ -40,6 +40,7 @@ def score_kernel(
     BM: tl.constexpr,
     RELEASED: tl.constexpr,
     RAGGED: tl.constexpr,
+    PAGES: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """Scores of the call's tokens, score [tokens, H]. Grid (tiles * C / BM, H, B): chunk length // C + i, rows in blocks of BM."""
@@ -48,10 +49,9 @@ def score_kernel(
     i_head = tl.program_id(1)
     i_batch = tl.program_id(2)
     row, start, length, count = row_of(
-        i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, T, RAGGED, p_page_bytes
+        i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, T, RAGGED, PAGES != 0
     )
-    p_window_key = in_page(p_window_key, row, p_page_bytes)
-    row = row_in_page(row, p_page_bytes)
+    p_window_key = in_page(p_window_key, p_state_row, i_batch, 0, PAGES)
     end = length + count
     chunk = length // C + i_tile
     first = chunk * C + (tl.program_id(0) % SUB) * BM

@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 
 from still_kernels.hybrid_attention.triton_common import load_tokens, select_chunk, selected_offsets
-from still_kernels.triton_shared import in_page, row_in_page, row_of
+from still_kernels.hybrid_attention.triton_pages import in_page, rows_of
+from still_kernels.triton_shared import row_of
 
 
 @triton.jit
@@ -37,7 +38,6 @@ def select_kernel(
     p_past_length,
     p_query_start,
     p_state_row,
-    p_page_bytes,
     p_score,
     p_flags,
     p_evicted_key,
@@ -58,6 +58,7 @@ def select_kernel(
     SCOPE: tl.constexpr,
     OVERFLOW: tl.constexpr,
     RAGGED: tl.constexpr,
+    PAGES: tl.constexpr,
 ):
     """Selection of chunk c-2 for every chunk c that begins within the call.
 
@@ -71,16 +72,13 @@ def select_kernel(
     HS = tl.num_programs(1)
     i_batch = tl.program_id(2)
     row, start, length, count = row_of(
-        i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, T, RAGGED, p_page_bytes
+        i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, T, RAGGED, PAGES != 0
     )
-    p_window_key = in_page(p_window_key, row, p_page_bytes)
-    p_window_value = in_page(p_window_value, row, p_page_bytes)
-    p_window_score = in_page(p_window_score, row, p_page_bytes)
-    p_salient_key = in_page(p_salient_key, row, p_page_bytes)
-    p_salient_value = in_page(p_salient_value, row, p_page_bytes)
+    p_window_key = in_page(p_window_key, p_state_row, i_batch, 0, PAGES)
+    p_window_value = in_page(p_window_value, p_state_row, i_batch, 0, PAGES)
+    p_window_score = in_page(p_window_score, p_state_row, i_batch, 0, PAGES)
     if OVERFLOW == 1:
-        p_salient_score = in_page(p_salient_score, row, p_page_bytes)
-    row = row_in_page(row, p_page_bytes)
+        p_salient_score = in_page(p_salient_score, p_state_row, i_batch, 0, PAGES)
     end = length + count
     chunk = length // C + i_tile  # the chunk that begins
     old = chunk - 2  # the chunk that is promoted
@@ -158,19 +156,24 @@ def select_kernel(
     if OVERFLOW > 0:
         tl.store(p_evicted_count + i_group, tl.sum(m_evicted.to(tl.int32), 0))
         m_dim = (o_dim < D)[None, :]
-        p_old = (base + b_evicted)[:, None] * D + o_dim[None, :]
+        b_key = rows_of(p_salient_key, p_state_row, i_batch, base, i_select, 0, b_evicted, m_evicted, 0, D, PAGES)
+        b_value = rows_of(p_salient_value, p_state_row, i_batch, base, i_select, 0, b_evicted, m_evicted, 1, D, PAGES)
+        o_key = b_key[:, None] * D + o_dim[None, :]
+        o_value = b_value[:, None] * D + o_dim[None, :]
         m_old = m_evicted[:, None] & (o_dim < D)[None, :]
         p_to = (i_group * KP + o_rank)[:, None] * D + o_dim[None, :]
-        tl.store(p_evicted_key + p_to, tl.load(p_salient_key + p_old, mask=m_old, other=0.0), mask=m_dim)
-        tl.store(p_evicted_value + p_to, tl.load(p_salient_value + p_old, mask=m_old, other=0.0), mask=m_dim)
+        tl.store(p_evicted_key + p_to, tl.load(p_salient_key + o_key, mask=m_old, other=0.0), mask=m_dim)
+        tl.store(p_evicted_value + p_to, tl.load(p_salient_value + o_value, mask=m_old, other=0.0), mask=m_dim)
         tl.debug_barrier()  # every row has left before its slot is written again
-    p_to = p_salient_key + (base + b_slot)[:, None] * D + o_dim[None, :]
+    b_key = rows_of(p_salient_key, p_state_row, i_batch, base, i_select, 0, b_slot, b_kept, 0, D, PAGES)
+    p_to = p_salient_key + b_key[:, None] * D + o_dim[None, :]
     m_to = b_kept[:, None] & (o_dim < D)[None, :]
     o_token = old * C + b_offset
     p_new = p_key + (start * HK + i_kv) * D
     p_ring = p_window_key + (row * HK + i_kv) * (2 * C) * D
     tl.store(p_to, load_tokens(p_new, p_ring, o_token, length, end, HK * D, o_dim, D, C), mask=m_to)
-    p_to = p_salient_value + (base + b_slot)[:, None] * D + o_dim[None, :]
+    b_value = rows_of(p_salient_value, p_state_row, i_batch, base, i_select, 0, b_slot, b_kept, 1, D, PAGES)
+    p_to = p_salient_value + b_value[:, None] * D + o_dim[None, :]
     p_new = p_value + (start * HK + i_kv) * D
     p_ring = p_window_value + (row * HK + i_kv) * (2 * C) * D
     tl.store(p_to, load_tokens(p_new, p_ring, o_token, length, end, HK * D, o_dim, D, C), mask=m_to)

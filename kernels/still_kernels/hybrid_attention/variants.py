@@ -105,6 +105,7 @@ def constants_of(config: HybridAttentionConfig, wide: bool, packed: bool, window
         "GATE": int(config.gate == "channel"),
         "FACTOR": int(window_factor),
         "RAGGED": int(packed),
+        "PAGES": 0,
         "SETTLE": int(not triton.knobs.runtime.interpret),
         "DOT": "tf32x3" if wide else "tf32",
     }

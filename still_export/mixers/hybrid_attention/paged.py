@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from still_export.errors import UnsupportedModelError
-from still_export.mixers.base import LayerOp, PagedLayer
-from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
-from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs
+from still_export.mixers.base import PagedLayer
+from still_graphs.ops.hybrid_attention import SLOTS
+from still_graphs.states import rows_after
+from still_kernels.hybrid_attention import HybridAttentionConfig, Inputs
 from still_kernels.hybrid_attention.dispatch import refusals
 from still_kernels.hybrid_attention.paged import hybrid_attention_paged
+from still_kernels.hybrid_attention.pages import Pages
 from still_kernels.packing import Packing
 
 
@@ -34,7 +36,6 @@ class PagedHybridAttention(PagedLayer):
         self, config: HybridAttentionConfig, gate_bias: bool, shared_feature_map: bool, ranks: int, rank: int
     ) -> None:
         self.config = part_of(config, ranks, rank)
-        self.op = LayerOp(HYBRID_ATTENTION, self.config.attributes(), self.config.symbols())
         self.gate_bias = gate_bias if config.gate == "channel" else None
         shape = (1 if shared_feature_map else config.num_heads, config.projection_dim, config.head_dim)
         self.head_weights = {"feature_q_weight": shape, "feature_k_weight": shape}
@@ -42,17 +43,21 @@ class PagedHybridAttention(PagedLayer):
     def refusals(self, dtype: torch.dtype) -> list[str]:
         return refusals(self.config, dtype)
 
+    def pages(self, tokens: int, capacity_tokens: int, dtype: torch.dtype) -> Pages:
+        rule = SLOTS.resolve(self.config.attributes())
+        return Pages.of(self.config, rows_after(rule, tokens, capacity_tokens), dtype)
+
     def attend(
         self,
         heads: Mapping[str, Tensor | None],
         weights: Mapping[str, Tensor],
-        states: Mapping[str, Tensor],
+        memory: Tensor,
         length: Tensor,
         packing: Packing,
         output: Tensor,
     ) -> None:
         inputs = Inputs(**heads, **weights)  # type: ignore[arg-type]
-        hybrid_attention_paged(inputs, self.config, HybridAttentionState(**states, length=length), packing, output)
+        hybrid_attention_paged(inputs, self.config, memory, length, packing, output)
 
 
 def part_of(config: HybridAttentionConfig, ranks: int, rank: int) -> HybridAttentionConfig:

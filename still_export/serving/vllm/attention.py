@@ -1,6 +1,5 @@
 """A family's attention in vLLM: its projections in vLLM's parallel layers, its mixing in our kernels or in vLLM's own attention."""
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from still_export.mixers.base import PagedLayer
 from still_export.mixers.registry import mixer_of
 from still_export.serving.vllm import OP
-from still_export.serving.vllm.pages import page_of
+from still_export.serving.vllm.blocks import StatesSpec
 from still_export.serving.vllm.parts import rounded_up
 from still_kernels.packing import Packing
 
@@ -134,7 +133,7 @@ def load_heads(parameter: Tensor, loaded: Tensor) -> None:
 
 
 class PagedMixer(nn.Module, MambaBase):  # type: ignore[misc]  # vLLM has no types here
-    """Kernels on pages that vLLM hands out: one page a request and layer.
+    """Kernels on pages that vLLM hands out.
 
     Args:
         layer: This rank's heads.
@@ -149,7 +148,7 @@ class PagedMixer(nn.Module, MambaBase):  # type: ignore[misc]  # vLLM has no typ
         self.weights = {name: weights.get_parameter(name) for name in layer.head_weights}
         current = get_current_vllm_config()
         tokens = current.model_config.max_model_len
-        self.page = page_of(layer.op, tokens, config.still.capacity(config), current.model_config.dtype)
+        self.pages = layer.pages(tokens, config.still.capacity(config), current.model_config.dtype)
         known = current.compilation_config.static_forward_context
         if prefix in known:
             raise ValueError(f"two layers are called {prefix}")
@@ -158,10 +157,13 @@ class PagedMixer(nn.Module, MambaBase):  # type: ignore[misc]  # vLLM has no typ
         self.tokens, self.rehearsed = tokens, 0
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
-        return self.page.shapes
+        return ((self.pages.size_bytes,),)
 
     def get_state_dtype(self) -> tuple[torch.dtype, ...]:
-        return self.page.dtypes
+        return (torch.int8,)
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> StatesSpec:
+        return StatesSpec.of(super().get_kv_cache_spec(vllm_config), self.pages)
 
     @property
     def mamba_type(self) -> MambaAttentionBackendEnum:
@@ -181,30 +183,22 @@ class PagedMixer(nn.Module, MambaBase):  # type: ignore[misc]  # vLLM has no typ
             if output.is_cuda and tokens > self.rehearsed:
                 self.rehearse(heads, tokens, output)
             return
-        states = self.page.states(tuple(self.kv_cache))
-        first = self.kv_cache[0]
-        page_bytes = _page_bytes(first.stride(0) * first.element_size(), first.device)
         for packing, length in metadata[self.prefix].calls:
-            placed = Packing(packing.query_start, packing.state_row, packing.max_tokens, page_bytes)
-            self.layer.attend(heads, self.weights, states, length, placed, output)
+            self.layer.attend(heads, self.weights, self.kv_cache[0], length, packing, output)
 
     def rehearse(self, heads: dict[str, Tensor | None], tokens: int, output: Tensor) -> None:
-        """A prompt of `tokens` and a step, on a page of its own: kernels are compiled before requests come, and what they need beside
+        """A prompt of `tokens` and a step, on pages of its own: kernels are compiled before requests come, and what they need beside
         the pages is in the peak that vLLM finds."""
         self.rehearsed = tokens
-        page, device = self.page, output.device
-        states, row = page.states(page.memory(1, device)), torch.zeros(1, dtype=torch.int32, device=device)
+        pages, device = self.pages, output.device
+        memory = torch.zeros(pages.columns, pages.size_bytes, dtype=torch.int8, device=device)
+        table = torch.arange(pages.columns, dtype=torch.int32, device=device)[None]
         for count, seen, longest in ((tokens, 0, rounded_up(tokens)), (1, tokens, 1)):
             start = torch.tensor([0, count], dtype=torch.int32, device=device)
-            packing = Packing(start, row, longest, _page_bytes(page.size_bytes, device))
+            packing = Packing(start, table, longest, pages)
+            length = torch.full((1,), seen, dtype=torch.int32, device=device)
             given = {name: None if x is None else x[:count] for name, x in heads.items()}
-            self.layer.attend(given, self.weights, states, row + seen, packing, output[:count])
-
-
-@cache
-def _page_bytes(size: int, device: torch.device) -> Tensor:
-    """On the device; kept, because a copy from the host cannot be captured in a CUDA graph."""
-    return torch.tensor([size], device=device)
+            self.layer.attend(given, self.weights, memory, length, packing, output[:count])
 
 
 def _still_paged(

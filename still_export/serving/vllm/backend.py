@@ -1,4 +1,4 @@
-"""What a step of vLLM tells layers with states of their own: whose tokens lie where, and the page of each request."""
+"""What a step of vLLM tells layers with states of their own: whose tokens lie where, and the pages of each request."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from still_kernels.packing import Packing
 
 
 class PagedBackend(AttentionBackend):
-    """States in pages, one page a request."""
+    """States in pages."""
 
     @staticmethod
     def get_name() -> str:
@@ -57,7 +57,10 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         rows = vllm_config.scheduler_config.max_num_seqs
         graphs = vllm_config.compilation_config.max_cudagraph_capture_size or 0
-        self.rows, self.lengths = (torch.zeros(max(rows, graphs), dtype=torch.int32, device=device) for _ in range(2))
+        rows = max(rows, graphs)
+        self.pages = kv_cache_spec.pages.padded(kv_cache_spec.page_size_bytes)
+        self.tables = torch.zeros(rows, self.pages.columns, dtype=torch.int32, device=device)
+        self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -66,18 +69,19 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
         m = common_attn_metadata
         count = m.num_reqs
         start = m.query_start_loc[: count + 1]
-        rows, lengths = self.rows[:count], self.lengths[:count]
-        rows.copy_(m.block_table_tensor[:count, 0].clamp(min=0))  # rows that fill a graph up have no page
+        tables, lengths = self.tables[:count], self.lengths[:count]
+        # Rows that fill a graph up have no pages.
+        torch.clamp(m.block_table_tensor[:count, : self.pages.columns], min=0, out=tables)
         lengths.copy_(m.seq_lens[:count] - start.diff())
         single = split_decodes_and_prefills(m, decode_threshold=1)[0]
         calls = []
         if single:
-            calls.append((Packing(start[: single + 1], rows[:single], 1), lengths[:single]))
+            calls.append((Packing(start[: single + 1], tables[:single], 1, self.pages), lengths[:single]))
         places = m.query_start_loc_cpu[single : count + 1]
         counts: Sequence[int] = places.diff().tolist()
         for first, last in ranges_of(counts):
             longest = rounded_up(max(counts[first:last]))
             part = slice(single + first, single + last)
-            packing = Packing(start[part.start : part.stop + 1], rows[part], longest)
+            packing = Packing(start[part.start : part.stop + 1], tables[part], longest, self.pages)
             calls.append((packing, lengths[part]))
         return PagedMetadata(calls)

@@ -9,7 +9,7 @@ import torch
 
 from still_export.errors import ConfigError, UnsupportedError, UnsupportedModelError
 from still_export.models.build import family_of
-from still_export.serving.vllm.pages import common_page, paged_layers
+from still_export.serving.vllm.pages import common_pages, paged_layers
 
 PAGES_SHARE = 0.9
 """Of what a GPU has beside the weights; the rest is for activations and CUDA graphs."""
@@ -72,10 +72,10 @@ class ServedConfig:
 
 
 def bound_requests(vllm_config: Any, device_bytes: int) -> None:
-    """Lower --max-num-seqs to the requests whose pages a GPU can hold, and say so in the log.
+    """Lower --max-num-seqs to the requests whose first pages a GPU can hold, and say so in the log.
 
-    A request has its whole page from its first token on, so more never run at the same time; and vLLM, to measure its CUDA graphs, takes a
-    page for each request that is allowed before it knows how much memory is left.
+    More never run at the same time; and vLLM, to measure its CUDA graphs, takes a page for each request that is allowed before it knows
+    how much memory is left.
 
     Args:
         device_bytes: Memory of the GPU.
@@ -85,22 +85,23 @@ def bound_requests(vllm_config: Any, device_bytes: int) -> None:
     """
     config, dtype = vllm_config.model_config.hf_config, vllm_config.model_config.dtype
     tokens, ranks = vllm_config.model_config.max_model_len, vllm_config.parallel_config.tensor_parallel_size
-    pages = sum(layer is not None for layer in paged_layers(config, ranks))
-    request_bytes = pages * common_page(config, tokens, dtype, ranks).size_bytes
+    layers = sum(layer is not None for layer in paged_layers(config, ranks))
+    pages = common_pages(config, tokens, dtype, ranks)
+    request_bytes = layers * pages.size_bytes * pages.after(1)
     with torch.device("meta"):
         weights = sum(x.numel() for x in family_of(config.model_type).still_model(config).parameters())
     usable = device_bytes * vllm_config.cache_config.gpu_memory_utilization - weights * dtype.itemsize / ranks
     fit = int(usable * PAGES_SHARE / request_bytes)
     if fit < 1:
         raise ConfigError(
-            f"a request of --max-model-len {tokens} holds {request_bytes / 2**20:,.0f} MiB of states, for which the GPU has no room beside "
-            "the weights. Give a smaller --max-model-len, or --tensor-parallel-size."
+            f"a request holds {request_bytes / 2**20:,.0f} MiB of states from its first token on, for which the GPU has no room beside "
+            "the weights. Give a larger --tensor-parallel-size."
         )
     scheduler = vllm_config.scheduler_config
     if fit < scheduler.max_num_seqs:
         _log().info(
             f"at most {fit} requests at the same time, not {scheduler.max_num_seqs}: each holds {request_bytes / 2**20:,.0f} MiB "
-            f"of states, for --max-model-len {tokens}. A smaller one lets more in."
+            "of states from its first token on."
         )
         scheduler.max_num_seqs = fit
 

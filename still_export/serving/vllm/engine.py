@@ -113,17 +113,26 @@ def open_engine(settings: dict[str, Any], load: dict[str, Any]) -> Any:
 
 
 def tight_blocks(settings: dict[str, Any], load: dict[str, Any]) -> int:
-    """Blocks that hold the states of all rows, and one row's softmax layers."""
+    """Blocks that hold what all rows have from their first token on, and one row that grows to the end of the context."""
+    import torch
     from transformers import AutoConfig
 
     import still_export.models.families  # noqa: F401  # which tells transformers of the configurations
-    from still_export.serving.vllm.pages import paged_layers
+    from still_export.serving.vllm.pages import common_pages, paged_layers
 
-    layers = paged_layers(AutoConfig.from_pretrained(settings["model"]))
+    config, tokens = AutoConfig.from_pretrained(settings["model"]), load["context_tokens"]
+    dtype = getattr(torch, settings["dtype"])
+    pages = common_pages(config, tokens, dtype, settings["tensor_parallel_size"])
+    layers = paged_layers(config)
     softmax = layers.count(None)
-    # vLLM shares memory among groups of as many layers as the rarest kind has; a row has a block in each group of states.
-    groups = -(-(len(layers) - softmax) // max(1, min(softmax, len(layers) - softmax))) if softmax else 1
-    return 2 + load["rows"] * groups + (2 if softmax else 0)
+    # vLLM shares memory among groups of as many layers as the rarest kind has.
+    size = max(1, min(softmax, len(layers) - softmax)) if softmax else len(layers)
+    blocks = 2 + -(-(len(layers) - softmax) // size) * ((load["rows"] - 1) * pages.after(1) + pages.after(tokens))
+    if softmax:
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        held = tokens * 2 * config.num_key_value_heads * head_dim * dtype.itemsize
+        blocks += -(-softmax // size) * (1 + -(-held // pages.size_bytes))
+    return blocks
 
 
 def press(engine: Any, requests: list[dict[str, Any]], preempt_every: int) -> tuple[list[dict[str, Any]], int]:

@@ -11,7 +11,7 @@ from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 
 from still_export.models.build import family_of
 from still_export.serving.vllm.attention import ServedAttention
-from still_export.serving.vllm.pages import Page, common_page
+from still_export.serving.vllm.pages import common_pages
 
 
 class StillForCausalLM(LlamaForCausalLM, HasInnerState, IsHybrid):  # type: ignore[misc]  # vLLM has no types here
@@ -27,14 +27,10 @@ class StillForCausalLM(LlamaForCausalLM, HasInnerState, IsHybrid):  # type: igno
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: Any) -> tuple[tuple[int, ...], ...]:
-        return _page(vllm_config).shapes
+        model = vllm_config.model_config
+        ranks = vllm_config.parallel_config.tensor_parallel_size
+        return ((common_pages(model.hf_config, model.max_model_len, model.dtype, ranks).size_bytes,),)
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: Any) -> tuple[torch.dtype, ...]:
-        return _page(vllm_config).dtypes
-
-
-def _page(vllm_config: Any) -> Page:
-    model = vllm_config.model_config
-    ranks = vllm_config.parallel_config.tensor_parallel_size
-    return common_page(model.hf_config, model.max_model_len, model.dtype, ranks)
+        return (torch.int8,)

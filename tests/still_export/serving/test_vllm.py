@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -21,11 +20,9 @@ from still_export.models.description import describe_model
 from still_export.models.linear_families import LINEAR_FAMILIES
 from still_export.proof.served import Answer, Load, Request, Served, ServedVerifier, loads_of
 from still_export.serving.vllm.config import PAGES_SHARE, ServedConfig, bound_requests, check_device, context_length
-from still_export.serving.vllm.pages import ALIGNMENT, common_page, page_of, paged_layers
+from still_export.serving.vllm.pages import common_pages, paged_layers
 from still_export.serving.vllm.parts import LEAST_TOKENS, ROOM_TOKENS, ranges_of, rounded_up
-from still_graphs.errors import ShapeError
-from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState
-from still_kernels.hybrid_attention.paged import _check_pages
+from still_kernels.hybrid_attention import HybridAttentionConfig
 from tests.still_export.linear_models import linear_config
 from tests.still_export.tiny import CHUNK, MIXED, still_model
 
@@ -37,40 +34,30 @@ def model() -> Any:
     return still_model("llama", torch.float32, layer_types=MIXED)
 
 
-def test_a_page_holds_what_a_cache_of_one_row_does(model: Any) -> None:
-    """In the shapes and types of the model's own states."""
-    page = page_of(paged_layers(model.config)[0].op, TOKENS, 256, torch.bfloat16)
+def test_pages_hold_what_a_cache_of_one_row_does(model: Any) -> None:
+    """In the shapes and types of the model's own states, but for heads of S and salient rows, of which there are as many as pages."""
+    pages = paged_layers(model.config)[0].pages(TOKENS, 256, torch.bfloat16)
     wanted = {
         name: (tuple(x.shape[1:]), x.dtype)
         for name, x in empty_states(model.config, 1, torch.bfloat16, TOKENS)[0].items()
     }
-    found = dict(zip(page.names, zip(page.shapes, page.dtypes, strict=True), strict=True))
-    found.pop("", None)
-    assert {**found, **page.empty} == wanted
-    sizes = [t.itemsize for name, t in zip(page.names, page.dtypes, strict=True) if name]
-    assert sizes == sorted(sizes, reverse=True) and page.size_bytes % ALIGNMENT == 0
-
-
-def test_memory_of_pages_is_laid_out_as_an_engines(model: Any) -> None:
-    """All rows of a page one distance apart, each state behind the other, aligned."""
-    page = page_of(paged_layers(model.config)[0].op, TOKENS, 256, torch.bfloat16)
-    tensors = page.memory(3, torch.device("cpu"))
-    assert {x.stride(0) * x.element_size() for x in tensors} == {page.size_bytes}
-    for number, tensor in enumerate(tensors):
-        tensor.fill_(number + 1)
-    assert [float(x.float().mean()) for x in tensors] == [n + 1 for n in range(len(tensors))], "none lies in another"
-    assert [x.shape[1:] for x in tensors] == list(page.shapes)
-    for pages in (1, 3):  # as kernels ask for them; of a rehearsal there is one
-        states = page.states(page.memory(pages, torch.device("cpu")))
-        _check_pages(HybridAttentionState(**states, length=torch.zeros(1)))
-    with pytest.raises(ShapeError, match="expected one distance"):
-        _check_pages(HybridAttentionState(**{n: x.clone() for n, x in states.items()}, length=torch.zeros(1)))
+    found = {name: (shape, dtype) for name, shape, dtype, _ in pages.states}
+    assert found.keys() == wanted.keys()
+    for name, (shape, dtype) in wanted.items():
+        changing = {"kv_state": 0, "salient_key": 1, "salient_value": 1}.get(name)
+        assert found[name][1] == dtype
+        assert [n for i, n in enumerate(found[name][0]) if i != changing] == [
+            n for i, n in enumerate(shape) if i != changing
+        ]
+    assert pages.slots == wanted["salient_key"][0][1] and pages.columns == pages.after(TOKENS)
 
 
 def test_requests_are_bounded_by_the_pages_that_fit(model: Any, platform: Any, caplog: Any) -> None:
     caplog.set_level("INFO")
     weights = sum(x.numel() for x in model.parameters()) * 2
-    held = 2 * common_page(model.config, TOKENS, torch.bfloat16).size_bytes
+    pages = common_pages(model.config, TOKENS, torch.bfloat16)
+    held = 2 * pages.size_bytes * pages.after(1)
+    assert pages.after(1) < pages.after(TOKENS)
 
     def bounded(requests: float, asked: int = 8) -> int:
         given = vllm_config(model, scheduler_config=SimpleNamespace(max_num_seqs=asked))
@@ -80,26 +67,24 @@ def test_requests_are_bounded_by_the_pages_that_fit(model: Any, platform: Any, c
 
     assert bounded(3) == 3 and "at most 3 requests at the same time, not 8" in caplog.text
     assert bounded(30) == 8
-    with pytest.raises(ConfigError, match=f"max-model-len {TOKENS} holds"):
+    with pytest.raises(ConfigError, match="from its first token on, for which the GPU has no room"):
         bounded(0.5)
-
-
-def test_states_without_elements_take_no_place(model: Any) -> None:
-    """Within two chunks nothing is selected."""
-    page = page_of(paged_layers(model.config)[0].op, 2 * CHUNK, 256, torch.float32)
-    assert page.empty and all(math.prod(shape) for shape in page.shapes)
-    tensors = tuple(torch.zeros(3, *s, dtype=t) for s, t in zip(page.shapes, page.dtypes, strict=True))
-    states = page.states(tensors)
-    assert all(
-        states[name].shape == (3, *shape) and not states[name].numel() for name, (shape, _) in page.empty.items()
-    )
 
 
 def test_softmax_layers_are_the_engines_own(model: Any) -> None:
     assert [layer is None for layer in paged_layers(model.config)] == [kind == FULL for kind in MIXED]
-    assert common_page(model.config, TOKENS, torch.float32) == page_of(
-        paged_layers(model.config)[2].op, TOKENS, 256, torch.float32
+    assert common_pages(model.config, TOKENS, torch.float32) == paged_layers(model.config)[2].pages(
+        TOKENS, 256, torch.float32
     )
+
+
+def test_layers_that_differ_in_window_factors_have_the_same_pages() -> None:
+    """Else vLLM would see kinds of layers where there is one."""
+    factors = [[0.5, 1.0, 2.0, 4.0], [1.0] * 4, [2.0] * 4]
+    config = still_model("llama", torch.float32, window_factors=factors).config
+    layers = paged_layers(config)
+    assert layers[0].config != layers[1].config
+    assert layers[0].pages(TOKENS, 256, torch.float32) == layers[1].pages(TOKENS, 256, torch.float32)
 
 
 def test_what_is_no_still_model_is_refused() -> None:

@@ -1,0 +1,123 @@
+"""How the states of requests lie in the pages of an engine, all of one size: what has a fixed size in a request's first pages, salient rows
+in pages that it gets as it grows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from still_graphs.errors import ShapeError
+from still_kernels.hybrid_attention.config import HybridAttentionConfig
+from still_kernels.hybrid_attention.state import state_names, state_shape
+
+ROWS = 128
+"""Salient rows of a select head that lie side by side, of which pages hold multiples: what attend_tma copies at a time."""
+ALIGNMENT = 64
+"""Bytes that pages, and states within them, are multiples of: kernels read rows in wide pieces. Pages hold whole salient rows too."""
+
+
+@dataclass(frozen=True)
+class Pages:
+    """The pages of a request, in the order of its table: one with all states but S and the salient cache; those of S, query head by query
+    head; then by turns pages of salient keys and of salient values.
+
+    Args:
+        config: The layer, without what differs from layer to layer.
+        size_bytes: From a page to the next.
+        heads: Query heads whose S a page holds.
+        rows: Salient rows that a page holds, of each select head; a multiple of ROWS.
+        slots: N, salient slots of a request at most.
+        states: Name, shape and type of what one page has of each state, and where: bytes from its beginning.
+    """
+
+    config: HybridAttentionConfig
+    size_bytes: int
+    heads: int
+    rows: int
+    slots: int
+    states: tuple[tuple[str, tuple[int, ...], torch.dtype, int], ...]
+
+    @classmethod
+    def of(cls, config: HybridAttentionConfig, slots: int, dtype: torch.dtype) -> Pages:
+        """The pages that take the least memory for a request that fills `slots` slots; `dtype` is that of activations."""
+        kinds = {
+            name: dtype if name.startswith(("window_k", "window_v")) else torch.float32 for name in state_names(config)
+        }
+        salient = {"salient_key", "salient_value"}
+        offset, states = 0, []
+        for name in state_names(config):
+            if name not in salient | {"kv_state"}:
+                shape = state_shape(config, name, 1, slots)[1:]
+                states.append((name, shape, kinds[name], offset))
+                offset += _aligned(math.prod(shape) * kinds[name].itemsize)
+        whole = math.lcm(ALIGNMENT, config.head_dim * dtype.itemsize)
+        head_bytes = config.state_features * config.head_dim * 4
+        row_bytes = config.select_heads * config.head_dim * dtype.itemsize
+        least = max(offset, ROWS * row_bytes)
+        found: list[Pages] = []
+        for count in range(1, config.num_heads + 1):
+            size = _aligned(max(count * head_bytes, least if count == config.num_heads else 0), whole)
+            if size >= least:
+                rows = size // (ROWS * row_bytes) * ROWS
+                shapes = [("kv_state", (count, config.state_features, config.head_dim), torch.float32, 0)]
+                shapes += [(name, (config.select_heads, rows, config.head_dim), dtype, 0) for name in sorted(salient)]
+                alike = replace(config, window_factor=None)
+                found.append(cls(alike, size, count, rows, slots, (*states, *shapes)))
+        return min(found, key=lambda pages: pages.count(slots) * pages.size_bytes)
+
+    @property
+    def first(self) -> int:
+        """Pages that a request has from its first token on: of all but salient rows."""
+        return 1 + -(-self.config.num_heads // self.heads)
+
+    def count(self, slots: int) -> int:
+        """Pages of a request that has filled `slots` slots."""
+        return self.first + 2 * -(-slots // self.rows)
+
+    def after(self, tokens: int) -> int:
+        """Pages of a request of `tokens` tokens."""
+        return self.count(min(self.slots, self.config.slots_for(tokens)))
+
+    @property
+    def columns(self) -> int:
+        """Of a request's table."""
+        return self.count(max(self.slots, 1))
+
+    @property
+    def kernel(self) -> tuple[int, ...]:
+        """What kernels are compiled for; `triton_pages` says what it is."""
+        return (self.size_bytes, self.columns, self.first, self.heads, self.rows)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one salient row of a select head."""
+        return next(shape[-1] * dtype.itemsize for name, shape, dtype, _ in self.states if name == "salient_key")
+
+    def padded(self, size_bytes: int) -> Pages:
+        """The same in pages of an engine that made them larger.
+
+        Raises:
+            ShapeError: They do not hold whole salient rows any more.
+        """
+        if size_bytes < self.size_bytes or size_bytes % math.lcm(ALIGNMENT, self.row_bytes):
+            raise ShapeError(
+                f"pages of {size_bytes} bytes; expected a multiple of {ALIGNMENT} and of rows of {self.row_bytes} bytes."
+            )
+        return replace(self, size_bytes=size_bytes)
+
+    def views(self, memory: Tensor) -> dict[str, Tensor]:
+        """Each state as pages hold it, [pages, *shape] by name, of int8 [pages, bytes], whose rows lie `size_bytes` apart.
+
+        Of kv_state the shape is [heads, F, D], of salient keys and values [HS, rows, D].
+        """
+        return {
+            name: memory[:, offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).unflatten(1, shape)
+            for name, shape, dtype, offset in self.states
+        }
+
+
+def _aligned(size: int, whole: int = ALIGNMENT) -> int:
+    return -(-size // whole) * whole
