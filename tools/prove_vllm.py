@@ -335,8 +335,8 @@ def speed(options: argparse.Namespace, kind: str) -> str:
     found.append(f"64K prefill {prefill:.2f} s, decode {1000 * step:.2f} ms")
     step = timed(8, LONG, 129)[2]
     found.append(f"8 rows {1000 * step:.2f} ms")
-    total = timed(64, SHORT, 256)[0]
-    found.append(f"64 x 1K, 256 out {total:.2f} s")
+    total, prefill, step = timed(64, SHORT, 256)
+    found.append(f"64 x 1K, 256 out {total:.2f} s: prompts {prefill:.2f} s, then {1000 * step:.2f} ms a step")
     if options.long:
         for out in (256, 2048):
             total = timed(64, LONG, out)[0]

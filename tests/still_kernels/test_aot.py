@@ -180,3 +180,5 @@ def test_splits_fill_the_chip_and_stay_mergeable() -> None:
         splits = decode_splits(batch, heads, slots)
         assert 1 <= splits <= 24 and splits <= max(1, -(-slots // 32))
     assert decode_splits(1, 32, 0) == 1
+    # Programs without a slot cost a wave: many rows need no more splits than fill the chip a few times over.
+    assert [decode_splits(batch, 32, 4344) for batch in (1, 8, 16, 32, 64)] == [9, 8, 4, 2, 1]

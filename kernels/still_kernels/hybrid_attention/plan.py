@@ -68,9 +68,11 @@ PLAN = Plan(
         "segment": "1 if folds else min(segment_tiles, tiles)",
         "stored": "ceil_div(segment, prefix_every)",
         # Programs that share the salient cache of one select head: enough to fill the chip, 32 slots each at least. At most 24: with
-        # the parts of the window one block of the merge then takes all of them.
+        # the parts of the window one block of the merge then takes all of them. Long caches are shared among more, until there are
+        # 2,048 in all: a program without a slot in use takes as long as a wave, 17 us of 217 with 64 rows of 32 heads at 1K of 68K.
         "fill": "ceil_div(decode_programs, B * HS)",
-        "splits": "max(1, min(ceil_div(N, 32), max(fill, ceil_div(N, 512)), 24)) if N > 0 else 1",
+        "even": "min(ceil_div(N, 512), ceil_div(2048, B * HS))",
+        "splits": "max(1, min(ceil_div(N, 32), max(fill, even), 24)) if N > 0 else 1",
         "parts": "splits + window_parts + 1",
         "evicted": "evicted_rows if folds else 0",
     },

@@ -106,14 +106,3 @@ def _blocks(head_dim: int) -> dict[str, tuple[int, int]]:
     rows = {"query": 64, "gate": 64, "output": 64, "linear": 64}
     rows |= dict.fromkeys(("key", "value", "salient_key", "salient_value"), 128)
     return {name: (count, head_dim) for name, count in rows.items()}
-
-
-def decode_splits(batch: int, select_heads: int, slots: int, programs: int) -> int:
-    """NS, programs that share the salient cache of one select head: enough to fill the chip, 32 slots each at least.
-
-    At most 24: with the parts of the window one block of the merge then takes all of them.
-    """
-    if slots == 0:
-        return 1
-    fill = -(-programs // (batch * select_heads))
-    return max(1, min(-(-slots // 32), max(fill, -(-slots // 512)), 24))
