@@ -1,4 +1,4 @@
-"""How many blocks of its memory vLLM gives to a request's states: those of fixed size at once, salient rows as it grows.
+"""How many blocks of its memory vLLM gives to a request's states: those of fixed size at once, the others as it grows.
 
 vLLM counts blocks of all kinds of layers alike, so full attention has its own beside them.
 """

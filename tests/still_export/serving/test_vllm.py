@@ -80,7 +80,7 @@ def test_softmax_layers_are_the_engines_own(model: Any) -> None:
 
 def test_layers_that_differ_in_window_factors_have_the_same_pages() -> None:
     """Else vLLM would see kinds of layers where there is one."""
-    factors = [[0.5, 1.0, 2.0, 4.0], [1.0] * 4, [2.0] * 4]
+    factors = [[0.5, 1.0, 2.0, 4.0, 0.1, 3.0], [1.0] * 6, [2.0] * 6]
     config = still_model("llama", torch.float32, window_factors=factors).config
     layers = paged_layers(config)
     assert layers[0].config != layers[1].config
