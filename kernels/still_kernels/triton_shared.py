@@ -8,6 +8,10 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
+ROWS = ["p_past_length", "p_query_start", "p_state_row"]
+"""Pointers of which kernels read single values: an engine gives parts of a batch, which begin anywhere, and each alignment that Triton
+specializes on would be compiled in the middle of its work."""
+
 
 @triton.jit
 def row_of(

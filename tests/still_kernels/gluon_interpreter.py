@@ -342,7 +342,9 @@ def interpreted(path: Path) -> dict[str, Any]:
     from still_kernels import triton_shared
 
     gluon = types.SimpleNamespace(jit=_jit, language=language)
-    shared = types.SimpleNamespace(LOG2E=triton_shared.LOG2E.value, row_of=triton_shared.row_of)
+    shared = types.SimpleNamespace(
+        LOG2E=triton_shared.LOG2E.value, ROWS=triton_shared.ROWS, row_of=triton_shared.row_of
+    )
     stand_ins = {
         "triton.experimental": types.SimpleNamespace(gluon=gluon),
         "triton.experimental.gluon": gluon,

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from still_kernels.triton_shared import LOG2E, row_of
+from still_kernels.triton_shared import LOG2E, ROWS, row_of
 
 BM = gl.constexpr(64)
 """Queries of a consumer, and rows of the box of queries, gates, outputs and linear parts."""
@@ -537,7 +537,10 @@ def _consume(
     tma.store_wait(pendings=0)
 
 
-@gluon.jit(do_not_specialize=["B", "T", "H", "HK", "HS", "K", "N", "first_tile", "n_tiles", "phantom"])
+@gluon.jit(
+    do_not_specialize=["B", "T", "H", "HK", "HS", "K", "N", "first_tile", "n_tiles", "phantom"],
+    do_not_specialize_on_alignment=ROWS,
+)
 def attend_tma_kernel(
     d_query,
     d_key,

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from still_kernels.hybrid_attention.triton_common import load_tokens
 from still_kernels.hybrid_attention.triton_pages import cache_of, in_page, slots_of
-from still_kernels.triton_shared import LOG2E, absorb, row_of
+from still_kernels.triton_shared import LOG2E, ROWS, absorb, row_of
 
 
 @triton.jit
@@ -20,7 +20,10 @@ def _hide_far_keys(b_dot, o_key, o_query, o_start, C: tl.constexpr, BM: tl.const
     return tl.where(m_seen, b_dot, float("-inf"))
 
 
-@triton.jit(do_not_specialize=["T", "H", "HK", "HS", "K", "N", "first_tile", "n_tiles", "phantom"])
+@triton.jit(
+    do_not_specialize=["T", "H", "HK", "HS", "K", "N", "first_tile", "n_tiles", "phantom"],
+    do_not_specialize_on_alignment=ROWS,
+)
 def attend_kernel(
     p_query,
     p_key,
@@ -186,7 +189,7 @@ def attend_kernel(
     tl.store(p_output + p_tile, b_out.to(p_output.dtype.element_ty), mask=m_store[:, None] & m_dim[None, :])
 
 
-@triton.jit(do_not_specialize=["T", "H", "HK"])
+@triton.jit(do_not_specialize=["T", "H", "HK"], do_not_specialize_on_alignment=ROWS)
 def commit_kernel(
     p_key,
     p_value,

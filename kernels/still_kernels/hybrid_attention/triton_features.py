@@ -8,7 +8,7 @@ import triton.language as tl
 
 from still_kernels.hybrid_attention.triton_common import kept_features, load_tokens, load_weight
 from still_kernels.hybrid_attention.triton_pages import in_page
-from still_kernels.triton_shared import row_of
+from still_kernels.triton_shared import ROWS, row_of
 
 
 @triton.jit
@@ -33,7 +33,10 @@ def _write_features(b_direction, b_square, m_row, p_out, P: tl.constexpr, PP: tl
         tl.store(p_block + P, b_minus.to(p_out.dtype.element_ty), mask=m_feature[None, :])
 
 
-@triton.jit(do_not_specialize=["T", "H", "HK", "HS", "W_HEADS", "R", "first_tile", "n_tiles"])
+@triton.jit(
+    do_not_specialize=["T", "H", "HK", "HS", "W_HEADS", "R", "first_tile", "n_tiles"],
+    do_not_specialize_on_alignment=ROWS,
+)
 def features_kernel(
     p_key,
     p_feature_k_weight,

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from still_kernels.hybrid_attention.triton_common import feature_pair, load_tokens, load_weight
 from still_kernels.hybrid_attention.triton_pages import in_page
-from still_kernels.triton_shared import row_of
+from still_kernels.triton_shared import ROWS, row_of
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def _pair(b_plus, b_minus, p_phi, m_key, P: tl.constexpr, PP: tl.constexpr, FEAT
     return b_dot
 
 
-@triton.jit(do_not_specialize=["T", "H", "HK", "W_HEADS", "first_tile", "n_tiles"])
+@triton.jit(do_not_specialize=["T", "H", "HK", "W_HEADS", "first_tile", "n_tiles"], do_not_specialize_on_alignment=ROWS)
 def linear_kernel(
     p_query,
     p_value,

@@ -8,10 +8,13 @@ import triton.language as tl
 
 from still_kernels.hybrid_attention.triton_common import load_tokens
 from still_kernels.hybrid_attention.triton_pages import head_in_page, in_page
-from still_kernels.triton_shared import row_of
+from still_kernels.triton_shared import ROWS, row_of
 
 
-@triton.jit(do_not_specialize=["T", "H", "HK", "HS", "first_tile", "n_tiles", "store_prefix"])
+@triton.jit(
+    do_not_specialize=["T", "H", "HK", "HS", "first_tile", "n_tiles", "store_prefix"],
+    do_not_specialize_on_alignment=ROWS,
+)
 def scan_kernel(
     p_value,
     p_window_value,

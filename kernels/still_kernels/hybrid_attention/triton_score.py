@@ -8,7 +8,7 @@ import triton.language as tl
 
 from still_kernels.hybrid_attention.triton_common import RELEASED_EPSILON, load_tokens
 from still_kernels.hybrid_attention.triton_pages import in_page
-from still_kernels.triton_shared import LOG2E, row_of
+from still_kernels.triton_shared import LOG2E, ROWS, row_of
 
 
 @triton.jit
@@ -20,7 +20,7 @@ def _own_window_logits(b_q, b_k, o_query, o_key, scale, C: tl.constexpr, DOT: tl
     return b_logit, m_others, o_ahead == 0
 
 
-@triton.jit(do_not_specialize=["T", "H", "HK"])
+@triton.jit(do_not_specialize=["T", "H", "HK"], do_not_specialize_on_alignment=ROWS)
 def score_kernel(
     p_query,
     p_key,

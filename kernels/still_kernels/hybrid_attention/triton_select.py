@@ -8,7 +8,7 @@ import triton.language as tl
 
 from still_kernels.hybrid_attention.triton_common import load_tokens, select_chunk, selected_offsets
 from still_kernels.hybrid_attention.triton_pages import in_page, rows_of
-from still_kernels.triton_shared import row_of
+from still_kernels.triton_shared import ROWS, row_of
 
 
 @triton.jit
@@ -24,7 +24,7 @@ def _worst(b_score, b_order, m_alive, worst_score, worst_order, last_score, last
     return tl.where(better, low, worst_score), tl.where(better, order, worst_order)
 
 
-@triton.jit(do_not_specialize=["T", "H", "HK", "K", "N", "R", "first_tile"])
+@triton.jit(do_not_specialize=["T", "H", "HK", "K", "N", "R", "first_tile"], do_not_specialize_on_alignment=ROWS)
 def select_kernel(
     p_key,
     p_value,
