@@ -12,6 +12,7 @@ EXTRAS = {
     "report": ("altair", "vl_convert", "jinja2"),
     "serve": ("starlette", "anyio", "uvicorn", "prometheus_client"),
     "vllm": ("vllm",),
+    "ray": ("ray",),
     "lm-eval": ("lm_eval",),
     "trt": ("tensorrt",),
     "trt-rtx": ("tensorrt_rtx_bindings",),

@@ -22,7 +22,7 @@ from starlette.routing import Route
 from still_export.runners.sampling import RunError
 from still_export.serving.metrics import CONTENT_TYPE, Metrics
 from still_export.serving.scheduler import Event, QueueFullError, Request, StoppingError
-from still_export.serving.wire import ApiError, Asked, Chat, Completion, Reply, asked, understood
+from still_export.serving.wire import ApiError, Asked, Chat, Completion, Reply, asked, line, understood
 from still_export.serving.worker import Worker
 
 BODY_S = 30.0
@@ -225,15 +225,15 @@ class _Server:
         """The lines of a streamed answer."""
         try:
             for chunk in reply.first():
-                yield _line(chunk)
+                yield line(chunk)
             async for event in self._events(http, job, events):
                 _check(event)
-                yield _line(reply.piece(event.text, event.ended))
+                yield line(reply.piece(event.text, event.ended))
             for chunk in reply.last(len(job.tokens)):
-                yield _line(chunk)
+                yield line(chunk)
             yield "data: [DONE]\n\n"
         except ApiError as error:  # the status is sent already
-            yield _line(error.to_dict())
+            yield line(error.to_dict())
         except ClientDisconnect:
             return
 
@@ -289,7 +289,3 @@ async def _gone(http: HttpRequest) -> None:
 def _json(value: object, status: int = 200, headers: Any = None) -> Response:
     """Of ASCII alone: an error may quote half a surrogate pair."""
     return Response(json.dumps(value), status, headers, media_type="application/json")
-
-
-def _line(value: object) -> str:
-    return f"data: {json.dumps(value)}\n\n"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
-from collections.abc import Mapping
+import traceback
+from collections.abc import AsyncIterable, AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -32,6 +34,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
+    "repetition_penalty": (1,),
     "logit_bias": ({},),
     "tools": ([],),
     "functions": ([],),
@@ -298,3 +301,18 @@ class Reply:
         usage = {"usage": None} if self.request.include_usage else {}
         choice = {"index": 0, **said, "logprobs": None, "finish_reason": finished}
         return {**self._chunk, "choices": [choice], **usage}
+
+
+def line(value: object) -> str:
+    """An event of a streamed answer."""
+    return f"data: {json.dumps(value)}\n\n"
+
+
+async def to_the_end(events: AsyncIterable[Any]) -> AsyncIterator[Any]:
+    """The events of another's streamed answer; where they break off, the last one is an error, for which clients look."""
+    try:
+        async for event in events:
+            yield event
+    except Exception as error:  # the status is sent already
+        traceback.print_exception(error)
+        yield line(ApiError(503, "the answer broke off: what computed it failed. Ask again.").to_dict())

@@ -214,7 +214,15 @@ def test_wrong_chats(served: Served, messages: list[Any], message: str) -> None:
 
 
 def test_what_asks_for_nothing_is_taken(served: Served) -> None:
-    neutral = {"n": 1, "frequency_penalty": 0.0, "logit_bias": None, "user": "me", "top_k": -1, "logprobs": None}
+    neutral = {
+        "n": 1,
+        "frequency_penalty": 0.0,
+        "logit_bias": None,
+        "repetition_penalty": 1.0,
+        "user": "me",
+        "top_k": -1,
+        "logprobs": None,
+    }
     assert served.ask("POST", "/v1/completions", {**BASE, **neutral})[0] == 200
     assert (
         served.ask("POST", "/v1/chat/completions", {**CHAT, "tools": [], "logprobs": False, "metadata": {}})[0] == 200
