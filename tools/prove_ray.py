@@ -37,7 +37,7 @@ ANSWER_TOKENS = 48
 PROMPTS = 24
 CONTEXT = 512
 PORT = 8124
-PATIENCE_S = 600
+PATIENCE_S = 1200
 """Of a client with one request, and for a replica that starts."""
 SMALL_MACHINE = {
     "OMP_NUM_THREADS": "1",
@@ -135,7 +135,8 @@ def config_of(folder: Path, out: Path) -> Path:
     config["http_options"]["port"] = PORT
     (llm,) = config["applications"][0]["args"]["llm_configs"]
     llm["model_loading_config"]["model_source"] = str(folder)
-    llm["engine_kwargs"] |= {"dtype": "float32", "gpu_memory_utilization": 0.05, "max_model_len": CONTEXT}
+    little = {"dtype": "float32", "gpu_memory_utilization": 0.05, "max_model_len": CONTEXT, "enforce_eager": True}
+    llm["engine_kwargs"] |= little
     llm["placement_group_config"] = {"bundle_per_worker": {"CPU": 1}}
     path = out / "still.yaml"
     path.write_text(yaml.safe_dump(config))

@@ -188,7 +188,7 @@ class _Server:
             if not loop.is_closed():  # a server that was stopped by force
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
-        job = Request(request.prompt, request.max_tokens, request.sampling, listener, request.stop)
+        job = Request(request.prompt, request.max_tokens, request.sampling, listener, request.stop, request.ignore_eos)
         try:
             self.worker.submit(job)
         except QueueFullError as error:

@@ -50,6 +50,7 @@ class Request:
         sampling: How tokens are chosen; its own for every request.
         listener: Told every event, from the thread that steps; an event that `ended` is the last.
         stop: Texts that end the answer, and are not part of it.
+        ignore_eos: The model does not end the answer; for loads whose answers have a length.
 
     Attributes:
         tokens: Of the answer so far. arrived, first, done: time.perf_counter() of its submission, first token and end; 0 = not yet.
@@ -60,6 +61,7 @@ class Request:
     sampling: Sampling
     listener: Callable[[Event], None]
     stop: Sequence[str] = ()
+    ignore_eos: bool = False
     tokens: list[int] = field(default_factory=list)
     arrived: float = 0.0
     first: float = 0.0
@@ -290,7 +292,8 @@ class Scheduler:
 
     def _choose(self, row: _Row, logits: np.ndarray) -> None:
         """Say the next token of a row."""
-        event = row.say(row.request.sampling.choose(logits), self._ends)
+        ends = () if row.request.ignore_eos else self._ends
+        event = row.say(row.request.sampling.choose(logits), ends)
         if event.ended:
             self._free(row)
             self._finish(row.request, event)

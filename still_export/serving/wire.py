@@ -86,6 +86,7 @@ class Generation(_Strict):
     top_k: int | None = Field(None, ge=-1)
     seed: int | None = Field(None, ge=0)
     stop: str | list[str] | None = None
+    ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -141,6 +142,7 @@ class Asked:
     max_tokens: int
     sampling: Sampling
     stop: tuple[str, ...]
+    ignore_eos: bool
     stream: bool
     include_usage: bool
 
@@ -219,7 +221,8 @@ def asked(request: Completion | Chat, text: Text, context: int) -> Asked:
         raise ApiError(400, message, "messages" if chat else "prompt", "context_length_exceeded")
     streamed = bool(request.stream)
     usage = bool(request.stream_options and request.stream_options.include_usage)
-    return Asked(chat, prompt, most or (room if chat else min(room, DEFAULT_TOKENS)), sampling, stop, streamed, usage)
+    most = most or (room if chat else min(room, DEFAULT_TOKENS))
+    return Asked(chat, prompt, most, sampling, stop, bool(request.ignore_eos), streamed, usage)
 
 
 def _chat_ids(request: Chat, text: Text) -> list[int]:

@@ -118,6 +118,21 @@ def test_completions_are_those_of_run(served: Served, model: still_export.Langua
     assert len(texts) == 3
 
 
+def test_ignore_eos(served: Served, model: still_export.LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {"model": "tiny", "prompt": "Once", "max_tokens": 16, "temperature": 0}
+    wanted = model.generate("Once", max_tokens=16).tokens
+    monkeypatch.setattr(served.worker.scheduler, "_ends", [wanted[3]])
+    create = served.client().completions.create
+    for extra, tokens, reason in (
+        ({}, wanted.index(wanted[3]), "stop"),
+        ({"ignore_eos": False}, wanted.index(wanted[3]), "stop"),
+        ({"ignore_eos": True}, 16, "length"),
+    ):
+        got = create(**asked, extra_body=extra)
+        assert (got.usage.completion_tokens, got.choices[0].finish_reason) == (tokens, reason)
+    assert got.choices[0].text == model.generate("Once", max_tokens=16).text
+
+
 def test_chats_are_those_of_run(served: Served, model: still_export.LanguageModel) -> None:
     client = served.client()
     messages = [{"role": "user", "content": "Hello."}]
