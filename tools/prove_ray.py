@@ -258,9 +258,10 @@ def report(clients: list[Client], judge: Judge, kills: list[tuple[str, float]]) 
     verdicts = Counter(judge.verdict(e) for _, e in everything)
     tokens = sum(len(e.tokens) for _, e in everything)
     print(f"{len(everything)} requests, {tokens} tokens beside PyTorch's: {dict(verdicts)}")
-    for what, at in kills:
-        errors = [e.at - at for _, e in everything if e.how.startswith("error") and e.at >= at]
-        print(f"errors after the {what} was killed: {len(errors)}, after {sorted(round(s, 1) for s in errors)} s")
+    for (what, at), end in zip(kills, [*(at for _, at in kills[1:]), float("inf")], strict=True):
+        errors = [e.at - at for _, e in everything if e.how.startswith("error") and at <= e.at < end]
+        last_error = f", the last after {max(errors):.1f} s" if errors else ""
+        print(f"errors after the {what} was killed: {len(errors)}{last_error}")
     silent = sum(client.begun for client in clients) - len(everything)
     silent += sum(e.how in ("no end", "cut short, and no error") for _, e in everything)
     last = sum(e.how == "answer" and e.at > kills[-1][1] for _, e in everything)
