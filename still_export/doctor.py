@@ -17,6 +17,7 @@ from still_export.export.native import find_onnxruntime_headers
 from still_export.export.plugins import SOURCE, PluginBuildError, find_tensorrt_headers
 from still_export.package.trust import trusts
 from still_export.runners.cuda_driver import CudaError, Driver
+from still_export.runners.opening import OWN
 from still_graphs.states import StateTable
 
 if TYPE_CHECKING:
@@ -167,7 +168,7 @@ def _engines(gpu: str | None) -> Finding:
 def runs_here(package: Package) -> list[Finding]:
     """Where `package` runs on this machine, and what is to be done where it does not."""
     manifest, gpu = package.manifest, find_gpu()
-    if manifest["target"] == "onnx":
+    if OWN.get(manifest["target"]) == "ort":
         return [_runs_on_cpu(package), _runs_on_cuda(manifest, gpu)]
     if manifest["target"] == "trt":
         return [_runs_engine(package, gpu)]

@@ -13,6 +13,7 @@ EXTRAS = {
     "serve": ("starlette", "anyio", "uvicorn", "prometheus_client"),
     "vllm": ("vllm",),
     "ray": ("ray",),
+    "genai": ("onnxruntime_genai",),
     "lm-eval": ("lm_eval",),
     "trt": ("tensorrt",),
     "trt-rtx": ("tensorrt_rtx_bindings",),

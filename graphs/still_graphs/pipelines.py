@@ -21,6 +21,7 @@ from still_graphs.passes.add_greedy_token import add_greedy_token
 from still_graphs.passes.fix_shapes import fix_shapes
 from still_graphs.passes.inline_functions import inline_functions
 from still_graphs.passes.join_heads import join_heads
+from still_graphs.passes.join_states import join_states
 from still_graphs.passes.lower_integers import lower_integers
 from still_graphs.passes.lower_opset import lower_opset, lowered
 from still_graphs.passes.lower_plugin_nodes import lower_plugin_nodes
@@ -28,6 +29,7 @@ from still_graphs.passes.merge_projections import merge_projections
 from still_graphs.passes.replace_nonzero import replace_nonzero
 from still_graphs.passes.strip_functions import strip_functions
 from still_graphs.passes.take_general_branches import take_general_branches
+from still_graphs.passes.take_lengths_from_mask import take_lengths_from_mask
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Target:
 
     Args:
         name: As in `--to`.
-        plugins: Runs still:: nodes as plugins; else their bodies must be inlined.
+        plugins: Runs still:: nodes as plugins; else their bodies run.
         dtypes: Activation types that it computes in.
         steps: Passes in order.
     """
@@ -118,6 +120,15 @@ TARGETS: dict[str, Target] = {
                 ),
                 Step(add_greedy_token, "greedy decoding stays on the device"),
                 Step(lower_integers, "hosts bind int32 alike everywhere", ensures=no_int64_io),
+            ),
+        ),
+        Target(
+            "genai",
+            plugins=False,
+            dtypes=("float32", "float16"),
+            steps=(
+                Step(join_states, "it keeps two tensors of fixed size a layer", requires=known_ops),
+                Step(take_lengths_from_mask, "it gives an attention mask, and no lengths"),
             ),
         ),
     )

@@ -1,6 +1,7 @@
 // A node on the CPU provider: the kernels of ../cpu in ONNX Runtime's threads and memory.
 #include <cstdlib>
 #include <cstring>
+#include <optional>
 
 #include "../cpu/common/instruction_sets.h"
 #include "node.h"
@@ -40,8 +41,9 @@ struct Memory
 class OrtCall : public still_cpu::HostCall
 {
 public:
-    OrtCall(still::Op const& op, OrtKernelContext* context, OrtMemoryInfo const* memory)
-        : spec_(op.spec()), absent_(op.absent_inputs()), context_(context), memory_(memory), inputs_(op, context)
+    OrtCall(still::Op const& op, OrtKernelContext* context, OrtMemoryInfo const* memory, JoinedStates const* joined)
+        : spec_(op.spec()), absent_(op.absent_inputs()), context_(context), memory_(memory), joined_(joined),
+          inputs_(op, context, joined)
     {
         tensors.swap(inputs_.tensors);
         host = {context, [](void* c, void (*task)(void*, size_t), size_t total, void* data)
@@ -66,6 +68,8 @@ public:
         // Places count absent inputs, tensors do not.
         auto const skipped = static_cast<size_t>(__builtin_popcountll(absent_ & ((uint64_t{1} << past) - 1)));
         still::Tensor const& tensor = tensors[past - skipped];
+        if (joined_)
+            return joined(joined_->at(past), still::type_bytes(tensor.type));
         // States come last, in the same order, among inputs and outputs.
         void* const to = output(spec_.outputs.size() - (spec_.inputs.size() - past), tensor);
         if (void const* const from = input(past); from != to)
@@ -81,11 +85,27 @@ public:
     }
 
 private:
+    // A state within the joined present, which is made of the past by the first that asks.
+    void* joined(JoinedStates::Place const& place, size_t element_bytes)
+    {
+        void*& base = presents_[place.tensor];
+        if (!base)
+        {
+            OrtValue const* const past = inputs_.values[place.input];
+            base = like_of(context_, joined_->first_out + place.tensor, past);
+            if (void const* const from = data_of(past); from != base)
+                std::memcpy(base, from, static_cast<size_t>(inputs_.rows * joined_->sizes[place.tensor]) * element_bytes);
+        }
+        return static_cast<char*>(base) + static_cast<size_t>(inputs_.rows * place.offset) * element_bytes;
+    }
+
     still::OpSpec const& spec_;
     uint64_t absent_;
     OrtKernelContext* context_;
     OrtMemoryInfo const* memory_;
+    JoinedStates const* joined_;
     Inputs inputs_;
+    void* presents_[2]{};
     std::unique_ptr<Memory> scratch_;
 };
 
@@ -104,8 +124,9 @@ int chosen_set()
 class CpuNode : public Node
 {
 public:
-    CpuNode(still::OpSpec const& spec, still_cpu::Entry const& entry, OrtKernelInfo const* info, bool half)
-        : op_(read_op(spec, info)), kernel_(entry.make(op_, half)), instruction_set_(chosen_set())
+    CpuNode(still::OpSpec const& spec, still_cpu::Entry const& entry, OrtKernelInfo const* info, bool half, bool joined)
+        : joined_(joined ? std::make_optional<JoinedStates>(spec, info) : std::nullopt),
+          op_(read_op(spec, info, joined_ ? &*joined_ : nullptr)), kernel_(entry.make(op_, half)), instruction_set_(chosen_set())
     {
         check(g_api->CreateCpuMemoryInfo(OrtArenaAllocator, OrtMemTypeDefault, &memory_));
     }
@@ -115,12 +136,13 @@ public:
 
     void compute(OrtKernelContext* context) override
     {
-        OrtCall call(op_, context, memory_);
+        OrtCall call(op_, context, memory_, joined_ ? &*joined_ : nullptr);
         call.instruction_set = instruction_set_;
         kernel_->compute(call);
     }
 
 private:
+    std::optional<JoinedStates> joined_;
     still::Op op_;
     std::unique_ptr<still_cpu::Kernel> kernel_;
     int instruction_set_;
@@ -129,9 +151,10 @@ private:
 
 } // namespace
 
-std::unique_ptr<Node> make_cpu_node(still_cpu::Entry const& entry, still::OpSpec const& spec, OrtKernelInfo const* info, bool half)
+std::unique_ptr<Node> make_cpu_node(
+    still_cpu::Entry const& entry, still::OpSpec const& spec, OrtKernelInfo const* info, bool half, bool joined)
 {
-    return std::make_unique<CpuNode>(spec, entry, info, half);
+    return std::make_unique<CpuNode>(spec, entry, info, half, joined);
 }
 
 } // namespace still_ort

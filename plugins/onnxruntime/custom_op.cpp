@@ -23,27 +23,39 @@ ONNXTensorElementDataType element_of(Type type)
     }
 }
 
-// An op for one provider, one type of activations, and one of the states that may be narrower.
+// An op for one provider, one type of activations, and one of the states that may be narrower; `joined`: with its states joined.
 struct Op : OrtCustomOp
 {
     still::OpSpec const& spec;
     Type activation;
     Type kept;
     still_cpu::Entry const* entry; // null: for the CUDA provider
+    bool joined;
+    std::string name;
+    std::vector<still::TensorSpec> inputs, outputs;
 
-    Op(still::OpSpec const& op_spec, Type type, Type kept_type, still_cpu::Entry const* cpu)
-        : OrtCustomOp{}, spec(op_spec), activation(type), kept(kept_type), entry(cpu)
+    Op(still::OpSpec const& op_spec, Type type, Type kept_type, still_cpu::Entry const* cpu, bool join = false)
+        : OrtCustomOp{}, spec(op_spec), activation(type), kept(kept_type), entry(cpu), joined(join),
+          name((join ? "Joined" : "") + op_spec.name), inputs(op_spec.inputs), outputs(op_spec.outputs)
     {
+        if (joined)
+            for (auto const& [tensors, side] : {std::pair{&inputs, "past_"}, std::pair{&outputs, "present_"}})
+            {
+                bool const narrow = std::any_of(tensors->begin(), tensors->end(), [](auto const& tensor) { return tensor.narrow; });
+                tensors->resize(before_states(*tensors));
+                tensors->push_back({side + std::string("first"), {}, still::ElementType::kActivation, false, true, false, narrow});
+                tensors->push_back({side + std::string("second"), {}, still::ElementType::kFloat32, false, true, false});
+            }
         version = kApiVersion;
-        GetName = [](OrtCustomOp const* op) { return self(op).spec.name.c_str(); };
+        GetName = [](OrtCustomOp const* op) { return self(op).name.c_str(); };
         GetExecutionProviderType = [](OrtCustomOp const* op) -> char const*
         { return self(op).entry ? "CPUExecutionProvider" : "CUDAExecutionProvider"; };
-        GetInputTypeCount = [](OrtCustomOp const* op) { return self(op).spec.inputs.size(); };
-        GetOutputTypeCount = [](OrtCustomOp const* op) { return self(op).spec.outputs.size(); };
-        GetInputType = [](OrtCustomOp const* op, size_t i) { return self(op).type(self(op).spec.inputs[i]); };
-        GetOutputType = [](OrtCustomOp const* op, size_t i) { return self(op).type(self(op).spec.outputs[i]); };
-        GetInputCharacteristic = [](OrtCustomOp const* op, size_t i) { return need(self(op).spec.inputs[i]); };
-        GetOutputCharacteristic = [](OrtCustomOp const* op, size_t i) { return need(self(op).spec.outputs[i]); };
+        GetInputTypeCount = [](OrtCustomOp const* op) { return self(op).inputs.size(); };
+        GetOutputTypeCount = [](OrtCustomOp const* op) { return self(op).outputs.size(); };
+        GetInputType = [](OrtCustomOp const* op, size_t i) { return self(op).type(self(op).inputs[i]); };
+        GetOutputType = [](OrtCustomOp const* op, size_t i) { return self(op).type(self(op).outputs[i]); };
+        GetInputCharacteristic = [](OrtCustomOp const* op, size_t i) { return need(self(op).inputs[i]); };
+        GetOutputCharacteristic = [](OrtCustomOp const* op, size_t i) { return need(self(op).outputs[i]); };
         // All on the device, counts too: nothing is read back from it.
         GetInputMemoryType = [](OrtCustomOp const*, size_t) { return OrtMemTypeDefault; };
         GetVariadicInputMinArity = GetVariadicInputHomogeneity = [](OrtCustomOp const*) { return 0; };
@@ -62,7 +74,7 @@ struct Op : OrtCustomOp
 
     std::unique_ptr<Node> make(OrtKernelInfo const* info) const
     {
-        return entry ? make_cpu_node(*entry, spec, info, activation == Type::kFloat16) : make_cuda_node(spec, info, activation);
+        return entry ? make_cpu_node(*entry, spec, info, activation == Type::kFloat16, joined) : make_cuda_node(spec, info, activation);
     }
 
     ONNXTensorElementDataType type(still::TensorSpec const& tensor) const
@@ -80,17 +92,17 @@ struct Op : OrtCustomOp
         return tensor.optional ? INPUT_OUTPUT_OPTIONAL : INPUT_OUTPUT_REQUIRED;
     }
 
-    // Each output is shaped as the first input with the same symbols.
+    // Each output is shaped as the first input with the same symbols, joined states as their past.
     void infer(OrtShapeInferContext* context) const
     {
         size_t given;
         check(g_api->ShapeInferContext_GetInputCount(context, &given));
-        for (size_t i = 0; i < spec.outputs.size(); ++i)
+        for (size_t i = 0; i < outputs.size(); ++i)
         {
             size_t source = 0;
-            while (source < spec.inputs.size() && spec.inputs[source].shape != spec.outputs[i].shape)
+            while (source < inputs.size() && (inputs[source].shape != outputs[i].shape || inputs[source].type != outputs[i].type))
                 ++source;
-            if (spec.outputs[i].optional || source >= given)
+            if (outputs[i].optional || source >= given)
                 continue;                    // may be absent
             OrtTensorTypeAndShapeInfo* info; // stays the context's
             check(g_api->ShapeInferContext_GetInputTypeShape(context, source, &info));
@@ -98,6 +110,14 @@ struct Op : OrtCustomOp
         }
     }
 };
+
+// Whether a node may have the op's states joined in two tensors; others have one state of a type, and need no joining.
+bool states_of_both_types(still::OpSpec const& spec)
+{
+    auto const has = [&](still::ElementType type)
+    { return std::any_of(spec.inputs.begin(), spec.inputs.end(), [=](auto const& tensor) { return tensor.state && tensor.type == type; }); };
+    return has(still::ElementType::kActivation) && has(still::ElementType::kFloat32);
+}
 
 using Domain = std::unique_ptr<OrtCustomOpDomain, void (*)(OrtCustomOpDomain*)>;
 
@@ -113,8 +133,16 @@ Domain make_domain()
         still::OpSpec const& spec = still::op_spec(entry.op);
         for (Type const type : {Type::kFloat32, Type::kFloat16})
             ops.emplace_back(spec, type, type, &entry);
-        if (std::any_of(spec.inputs.begin(), spec.inputs.end(), [](still::TensorSpec const& tensor) { return tensor.narrow; }))
+        bool const narrow = std::any_of(spec.inputs.begin(), spec.inputs.end(), [](auto const& tensor) { return tensor.narrow; });
+        if (narrow)
             ops.emplace_back(spec, Type::kFloat32, Type::kFloat16, &entry);
+        if (states_of_both_types(spec))
+        {
+            for (Type const type : {Type::kFloat32, Type::kFloat16})
+                ops.emplace_back(spec, type, type, &entry, true);
+            if (narrow)
+                ops.emplace_back(spec, Type::kFloat32, Type::kFloat16, &entry, true);
+        }
     }
     // Every type where there are kernels at all: one that has none is then refused by name, and does not go to the CPU unseen.
     for (still::OpSpec const& spec : still::op_specs())

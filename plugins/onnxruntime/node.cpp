@@ -1,6 +1,9 @@
 #include "node.h"
 
+#include <algorithm>
 #include <map>
+#include <sstream>
+#include <stdexcept>
 #include <string>
 
 namespace still_ort
@@ -81,27 +84,116 @@ still::Tensor tensor_of(OrtValue const* value, std::string const& name)
     return still::make_tensor(to_type(type), dims, static_cast<int64_t>(rank), name); // refuses more
 }
 
+int64_t number(std::string const& text, still::OpSpec const& spec)
+{
+    constexpr size_t digits = 12; // no dimension has more, and products of a few stay in 64 bits
+    bool const fits = !text.empty() && text.size() <= digits && text.find_first_not_of("0123456789") == std::string::npos;
+    if (!fits)
+        still::fail(spec.name, ": states has the dimension \"", text, "\".");
+    return std::stoll(text);
+}
+
 } // namespace
 
-still::Op read_op(still::OpSpec const& spec, OrtKernelInfo const* info)
+size_t before_states(std::vector<still::TensorSpec> const& tensors)
+{
+    return static_cast<size_t>(
+        std::find_if(tensors.begin(), tensors.end(), [](still::TensorSpec const& tensor) { return tensor.state; }) - tensors.begin());
+}
+
+JoinedStates::JoinedStates(still::OpSpec const& spec, OrtKernelInfo const* info)
+    : first(before_states(spec.inputs)), first_out(before_states(spec.outputs))
+{
+    still::AttributeValue value{still::AttributeKind::kString, 0, 0.0, {}};
+    if (!read(info, {"states", still::AttributeKind::kString, 0, 0.0, "", {}}, value))
+        still::fail(spec.name, ": joined states, and no attribute states that says what they are.");
+    std::istringstream text(value.text);
+    for (std::string entry; std::getline(text, entry, ';');)
+    {
+        size_t const colon = std::min(entry.find(':'), entry.size());
+        std::string const name = "past_" + entry.substr(0, colon);
+        size_t input = first;
+        while (input < spec.inputs.size() && spec.inputs[input].name != name)
+            ++input;
+        if (input == spec.inputs.size() || (!places.empty() && places.back().input >= input))
+            still::fail(spec.name, ": states has \"", entry, "\", which is no state of the op, or not in its order.");
+        int64_t dims[still::kMaxRank]{};
+        int64_t rank = 0, size = 1;
+        std::istringstream numbers(entry.substr(std::min(colon + 1, entry.size())));
+        for (std::string dim; std::getline(numbers, dim, ',');)
+        {
+            if (rank + 1 == still::kMaxRank)
+                still::fail(spec.name, ": states has too many dimensions in \"", entry, "\".");
+            dims[rank++] = number(dim, spec);
+            if (__builtin_mul_overflow(size, dims[rank - 1], &size) || size > still::kMaxSize)
+                still::fail(spec.name, ": states has a state that is too large, \"", entry, "\".");
+        }
+        size_t const tensor = spec.inputs[input].type == still::ElementType::kFloat32;
+        places.push_back({input, tensor, sizes[tensor], still::make_tensor(still::Type::kNone, dims, rank, name)});
+        sizes[tensor] += size;
+    }
+}
+
+JoinedStates::Place const& JoinedStates::at(size_t input) const
+{
+    for (Place const& place : places)
+        if (place.input == input)
+            return place;
+    throw std::logic_error("no joined state");
+}
+
+still::Op read_op(still::OpSpec const& spec, OrtKernelInfo const* info, JoinedStates const* joined)
 {
     std::map<std::string, still::AttributeValue> values;
     for (still::AttributeSpec const& attribute : spec.attributes)
         if (still::AttributeValue value{attribute.kind, 0, 0.0, {}}; read(info, attribute, value))
             values[attribute.name] = value;
     uint64_t absent = 0;
-    for (size_t i = 0; i < spec.inputs.size(); ++i)
+    size_t const separate = joined ? joined->first : spec.inputs.size();
+    for (size_t i = 0; i < separate; ++i)
         absent |= has_input(info, i) ? 0 : uint64_t{1} << i;
+    for (size_t i = separate; i < spec.inputs.size(); ++i)
+        absent |= uint64_t{1} << i;
+    if (joined)
+        for (JoinedStates::Place const& place : joined->places)
+            absent &= ~(uint64_t{1} << place.input);
     return {spec, values, absent};
 }
 
-Inputs::Inputs(still::Op const& op, OrtKernelContext const* context) : values(op.spec().inputs.size())
+Inputs::Inputs(still::Op const& op, OrtKernelContext const* context, JoinedStates const* joined) : values(op.spec().inputs.size())
 {
     tensors.reserve(values.size());
+    OrtValue const* both[2]{};
+    still::Type types[2]{};
+    for (size_t i = 0; joined && i < 2; ++i)
+    {
+        check(g_api->KernelContext_GetInput(context, joined->first + i, &both[i]));
+        if (!both[i])
+            still::fail(op.spec().name, ": the joined states are not there.");
+        still::Tensor const tensor = tensor_of(both[i], "joined states");
+        int64_t size = 1;
+        for (int axis = 1; axis < tensor.rank; ++axis)
+            if (tensor.dims[axis] < 0 || __builtin_mul_overflow(size, tensor.dims[axis], &size))
+                size = -1;
+        if (tensor.rank == 0 || size != joined->sizes[i] || (i && tensor.dims[0] != rows))
+            still::fail(op.spec().name, ": joined states are ", tensor.shape(), "; a row of the attribute states has ", joined->sizes[i],
+                " elements.");
+        rows = tensor.dims[0];
+        types[i] = tensor.type;
+    }
     for (size_t i = 0; i < values.size(); ++i)
     {
         if (op.absent_inputs() >> i & 1)
             continue;
+        if (joined && i >= joined->first)
+        {
+            JoinedStates::Place const& place = joined->at(i);
+            int64_t dims[still::kMaxRank]{rows};
+            std::copy_n(place.tensor_of_row.dims, place.tensor_of_row.rank, dims + 1);
+            values[i] = both[place.tensor];
+            tensors.push_back(still::make_tensor(types[place.tensor], dims, place.tensor_of_row.rank + 1, op.spec().inputs[i].name));
+            continue;
+        }
         check(g_api->KernelContext_GetInput(context, i, &values[i]));
         std::string const& name = op.spec().inputs[i].name;
         if (!values[i])
@@ -115,6 +207,11 @@ void* output_of(OrtKernelContext* context, size_t place, still::Tensor const& te
     OrtValue* value;
     check(g_api->KernelContext_GetOutput(context, place, tensor.dims, static_cast<size_t>(tensor.rank), &value));
     return data_of(value);
+}
+
+void* like_of(OrtKernelContext* context, size_t place, OrtValue const* input)
+{
+    return output_of(context, place, tensor_of(input, "joined states"));
 }
 
 } // namespace still_ort

@@ -39,7 +39,9 @@ def export(
     model: Annotated[
         str | None, typer.Argument(help="STILL model: Hugging Face folder, hub id, or GGUF file.", show_default=False)
     ] = None,
-    to: Annotated[str | None, typer.Option("--to", help="Target: onnx, trt or trt-rtx.", show_default="onnx")] = None,
+    to: Annotated[
+        str | None, typer.Option("--to", help="Target: onnx, genai, trt or trt-rtx.", show_default="onnx")
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Package folder to write.", show_default=False)
     ] = None,

@@ -16,6 +16,7 @@ from rich.table import Table
 from still_export.cli.output import Output, ReportFile, TrustNative, command_line, report_folder
 from still_export.cli.verify_served import REQUESTS, RUNTIME, check_flags, verify_served
 from still_export.errors import ConfigError, ModelNotFoundError, PackageError
+from still_export.extras import demand
 
 if TYPE_CHECKING:
     from still_export.export.onnx_package import ExportOptions
@@ -131,6 +132,9 @@ def verify(
     if trust_native:
         trust_package(package)
     kind = opened.manifest["target"]
+    genai = kind == "genai" and runtime is None and record is None
+    if genai:
+        demand("onnxruntime_genai")
     runtime = runtime_of(kind, runtime)
     check_dtype(opened)
     quantized = opened.manifest.get("quantization") is not None
@@ -159,7 +163,7 @@ def verify(
             f"next: still-export verify {shlex.quote(str(package))} --calls {shlex.quote(str(record))}",
         )
         return
-    target = Target(opened, runtime, provider, plugin, added)
+    target = Target(opened, runtime, provider, plugin, added, genai)
     try:
         with out.bar("verifying", cases.count) as progress:
             found = Verifier(opened, cases, target, steps).run(folder, progress)

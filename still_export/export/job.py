@@ -10,12 +10,15 @@ from typing import Any
 
 from still_export.engines.options import TrtOptions
 from still_export.errors import ConfigError
+from still_export.export.genai_package import demand_genai, export_genai
 from still_export.export.onnx_package import ExportOptions, Progress, export_onnx
 from still_export.export.trt_package import export_trt
 from still_export.package.files import MANIFEST
 from still_export.package.folder import Package
 
-TARGETS = ("onnx", "trt", "trt-rtx")
+OF_ONNXRUNTIME = ("onnx", "genai")
+OF_TENSORRT = ("trt", "trt-rtx")
+TARGETS = (*OF_ONNXRUNTIME, *OF_TENSORRT)
 ONNX_ONLY = ("native", "onnxruntime_include")
 TRT_ONLY = ("batch", "workspace_mib", "version_compatible", "strip_weights", "tensorrt_include", "dump_dir")
 OF_THE_TARGET = ("archs", "prefill_tokens")
@@ -30,26 +33,24 @@ class Job:
 
     Args:
         options: The model, and how its graph is made.
+        target: One of TARGETS.
         trt: How TensorRT builds it; None: the package is for ONNX Runtime.
         onnxruntime_include: Folder of ONNX Runtime's C headers for a native library; None: the usual places.
         dump_dir: Where the graph is written after each pass of TensorRT's pipeline.
     """
 
     options: ExportOptions
+    target: str = "onnx"
     trt: TrtOptions | None = None
     onnxruntime_include: Path | None = None
     dump_dir: Path | None = None
 
-    @property
-    def target(self) -> str:
-        """One of TARGETS."""
-        return self.trt.target if self.trt else "onnx"
-
     def run(self, output: Path, *, force: bool, command: str, progress: Progress) -> Package:
-        """Write the package; raises what `export_onnx` and `export_trt` raise."""
+        """Write the package; raises what `export_onnx`, `export_genai` and `export_trt` raise."""
         if self.trt is None:
+            export = export_genai if self.target == "genai" else export_onnx
             include = self.onnxruntime_include
-            return export_onnx(
+            return export(
                 self.options, output, force=force, command=command, progress=progress, onnxruntime_include=include
             )
         return export_trt(
@@ -91,7 +92,7 @@ def plan_job(to: str | None, asked: Mapping[str, Any], manifest: dict[str, Any] 
     given = {name: value for name, value in asked.items() if value is not None}
     _refuse_flags_of_others(target, given)
     trt = {name: given.pop(name) for name in TRT_ONLY if name in given}
-    if target != "onnx":
+    if target in OF_TENSORRT:
         trt |= {name: given.pop(name) for name in OF_THE_TARGET if name in given}
         if manifest is None:
             given.setdefault("dtype", "float16")  # engines, unless told otherwise
@@ -103,7 +104,7 @@ def plan_job(to: str | None, asked: Mapping[str, Any], manifest: dict[str, Any] 
     options = replace(options, model=_absolute(options.model), overlays=tuple(map(_absolute, options.overlays)))
     options.quantization(target)  # a refusal comes before anything is read
     if cache := options.still.get("cache"):
-        if target != "onnx":
+        if target in OF_TENSORRT:
             raise ConfigError(
                 f"--cache {cache} is for --to onnx, not for --to {target}; states there are as --dtype says."
             )
@@ -111,19 +112,22 @@ def plan_job(to: str | None, asked: Mapping[str, Any], manifest: dict[str, Any] 
             raise ConfigError(
                 f"--cache {cache} is for CPUs: kernels for {', '.join(options.archs)} keep states as --dtype says."
             )
-    if target == "onnx":
-        return Job(options, onnxruntime_include=include)
+    if target == "genai":
+        demand_genai(options)
+    if target in OF_ONNXRUNTIME:
+        return Job(options, target, onnxruntime_include=include)
     options = replace(options, native=False, archs=())  # a repeated export to ONNX may have it
     before = recorded if recorded.get("target") == target else {}
-    return Job(options, TrtOptions.from_manifest(before, target=target, **trt), dump_dir=dump_dir)
+    return Job(options, target, TrtOptions.from_manifest(before, target=target, **trt), dump_dir=dump_dir)
 
 
 def _refuse_flags_of_others(target: str, given: Mapping[str, Any]) -> None:
     """Raise ConfigError for a flag that means nothing to the target."""
-    wrong = [name for name in (TRT_ONLY if target == "onnx" else ONNX_ONLY) if name in given]
+    here = target in OF_ONNXRUNTIME
+    wrong = [name for name in (TRT_ONLY if here else ONNX_ONLY) if name in given]
     if wrong:
         flags = ", ".join("--" + FLAGS.get(name, name).replace("_", "-") for name in wrong)
-        theirs = "trt and trt-rtx" if target == "onnx" else "onnx"
+        theirs = " and ".join(OF_TENSORRT if here else OF_ONNXRUNTIME)
         raise ConfigError(f"{flags}: for --to {theirs}, not for --to {target}.")
 
 

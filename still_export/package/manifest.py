@@ -150,7 +150,7 @@ class Manifest(Record):
     """manifest.json, docs/reference/package.md field by field."""
 
     format_version: Annotated[int, Field(ge=1)]
-    target: Literal["onnx", "trt", "trt-rtx"]
+    target: Literal["onnx", "genai", "trt", "trt-rtx"]
     command: str
     config: dict[str, Any]
     ops: dict[str, Count]
@@ -175,7 +175,7 @@ class Manifest(Record):
     def _agrees(self) -> Manifest:
         if self.chat is not None and not set(CHAT) <= set(self.chat):
             raise ValueError(f"chat lacks {', '.join(sorted(set(CHAT) - set(self.chat)))}")
-        if self.target != "onnx" and self.trt is None:
+        if self.target.startswith("trt") and self.trt is None:
             raise ValueError("trt is missing")
         rules: dict[str, Growth] = {}
         for state in self.states:

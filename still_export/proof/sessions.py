@@ -112,6 +112,7 @@ class Target:
         provider: Of ONNX Runtime.
         plugin: TensorRT's plugin library in the place of the package's.
         adapter: What a LoRA adapter adds, as `Runner.use_adapter` takes it.
+        genai: Ask onnxruntime-genai too, beside ONNX Runtime's runner.
     """
 
     def __init__(
@@ -121,7 +122,9 @@ class Target:
         provider: str = "cpu",
         plugin: Path | None = None,
         adapter: Arrays | None = None,
+        genai: bool = False,
     ) -> None:
+        self.genai = genai
         self.package, self.runtime, self.provider, self.plugin = package, runtime, provider, plugin
         self.adapter = adapter or {}
         self.name = {"ort": "onnxrt"}.get(runtime, runtime)
@@ -146,6 +149,14 @@ class Target:
             model.use_adapter(self.adapter, "adapter")
         self.native = getattr(model, "native", None) is not None
         yield Session(model)
+
+    def checks(self, count: int) -> list[Check]:
+        """Of the engine that people run the package with, where that is not the runner here, over `count` tokens."""
+        if not self.genai:
+            return []
+        from still_export.proof.genai import genai_checks
+
+        return genai_checks(self.package, count)
 
     def saved(self, feeds: list[Arrays], expected: list[Arrays]) -> tuple[list[Arrays], list[Arrays]]:
         """Calls that polygraphy's own command can repeat, with the types that it must pass."""

@@ -19,7 +19,7 @@ from still_export.proof.excuses import Choices, Pairs, excuses_of
 from still_export.proof.sessions import Check, Session, Target
 from still_export.proof.tolerance import FLOAT32, Tolerance, half_tolerance
 
-DECODE_STEPS = {"onnx": 72, "trt": 256}
+DECODE_STEPS = {"onnx": 72, "genai": 72, "trt": 256}
 """More than a chunk, so that a promotion happens between plain steps."""
 
 ATTEMPTS = 5
@@ -114,6 +114,7 @@ class Verifier:
             for case, _ in judged:
                 if case.start is not None and self.replays:
                     checks += session.checks(case.start, min(self.replays, len(case.steps)))
+        checks += self.target.checks(self.replays)
         cases = [case for case, _ in judged]
         tolerance = half_tolerance(cases, self.excuses) if any(case.noise for case in cases) else FLOAT32
         if tolerance.statistic != "elemwise":

@@ -44,8 +44,10 @@ class Layout:
     rows: bool = False
 
 
+ONNXRUNTIME = Layout("MatMulNBits", (32, 16, 64, 128, 256), False, True, True, True)
 LAYOUTS = {
-    "onnx": Layout("MatMulNBits", (32, 16, 64, 128, 256), False, True, True, True),
+    "onnx": ONNXRUNTIME,
+    "genai": ONNXRUNTIME,
     "trt": Layout("TensorRT's INT4", (64, 128)),
     "trt-rtx": Layout("TensorRT-RTX's INT4", (32, 64, 128), blocks_of_eight=True),
 }
@@ -183,4 +185,4 @@ def account(
 
 def rounds_activations(manifest: Mapping[str, Any]) -> bool:
     """Whether the package's products round what they read to 8 bits: MatMulNBits does, products over dequantized weights do not."""
-    return manifest.get("quantization") is not None and manifest["target"] == "onnx"
+    return manifest.get("quantization") is not None and LAYOUTS[manifest["target"]] is ONNXRUNTIME

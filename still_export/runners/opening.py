@@ -9,7 +9,7 @@ from still_export.errors import ConfigError
 from still_export.runners.base import Runner
 
 PROVIDERS = ("cpu", "cuda")
-OWN = {"onnx": "ort", "trt": "trt"}
+OWN = {"onnx": "ort", "genai": "ort", "trt": "trt"}
 """The runtime that a package is for, by its target."""
 
 

@@ -1,0 +1,85 @@
+"""The body of a node whose states are joined in two tensors: it takes them apart, calls the op's own function, and joins what comes back.
+
+States of the activations' type are in the first tensor, float32 ones in the second, in the order of the OpSpec; all rows of a state stand
+before the next state, so that a kernel finds each as a tensor of its own and copies nothing (plugins/onnxruntime/node.h).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import onnx
+from onnx import helper
+
+from still_graphs.functions.builder import Scope
+from still_graphs.ops import OpSpec
+
+PREFIX = "Joined"
+"""In front of the op's name."""
+STATES = "states"
+"""Attribute of such a node: "window_key:3,128,64;...", its states in order with their dimensions but the batch."""
+PARTS = ("first", "second")
+"""The tensors, as `past_<part>` and `present_<part>`."""
+
+
+def part_of(spec: OpSpec, state: str) -> int:
+    """Which tensor has the state: 0 or 1."""
+    return int(spec.state(state).dtype == "float32")
+
+
+def written(shapes: Mapping[str, Sequence[int]]) -> str:
+    """The attribute: states with their dimensions but the batch."""
+    return ";".join(f"{name}:{','.join(map(str, shape))}" for name, shape in shapes.items())
+
+
+def joined_body(
+    node: onnx.NodeProto, spec: OpSpec, overload: str, shapes: Mapping[str, Sequence[int]], opset: int
+) -> onnx.FunctionProto:
+    """The function of the joined form of `node`.
+
+    Args:
+        node: With its states apart; it names a function of the model.
+        spec: Of its op.
+        overload: Of the function that is returned.
+        shapes: The states that the node has, in order, with their dimensions but the batch.
+        opset: Of ai.onnx in the body.
+    """
+    b = Scope()
+    plain, results = [t.name for t in spec.inputs], [t.name for t in spec.outputs]
+    batch = b("Shape", plain[0], start=0, end=1)
+    flat = [b("Reshape", f"past_{part}", [-1]) for part in PARTS]
+    offsets, inner = [0, 0], {}
+    for name, shape in shapes.items():
+        part, size = part_of(spec, name), math.prod(shape)
+        begin, end = (b("Mul", batch, [offset]) for offset in (offsets[part], offsets[part] + size))
+        piece = b("Slice", flat[part], begin, end, [0])
+        # A state may have no row; 0 means 0 here.
+        inner[name] = b("Reshape", piece, b("Concat", batch, list(shape), axis=0), allowzero=1)
+        offsets[part] += size
+    given = [name if value else "" for name, value in zip(plain, node.input, strict=False)]
+    call = helper.make_node(
+        node.op_type,
+        [*given, *(inner.get(s.name, "") for s in spec.states)],
+        [*results, *(f"new_{s.name}" if s.name in inner else "" for s in spec.states)],
+        domain=node.domain,
+        overload=node.overload,
+    )
+    call.attribute.extend(node.attribute)
+    b.nodes.append(call)
+    for index, part in enumerate(PARTS):
+        pieces = [b("Reshape", f"new_{name}", [-1]) for name in shapes if part_of(spec, name) == index]
+        b("Reshape", b("Concat", *pieces, axis=0), b("Shape", f"past_{part}"), out=f"present_{part}")
+    for name, value in zip(plain, given, strict=True):
+        if not value:  # ONNX Runtime derives a function's schema from its nodes: a dead use of what may be absent
+            b("Clip", "past_length", name, None)
+    return helper.make_function(
+        node.domain,
+        PREFIX + node.op_type,
+        [*plain, *(f"past_{part}" for part in PARTS)],
+        [*results, *(f"present_{part}" for part in PARTS)],
+        b.nodes,
+        [helper.make_opsetid("", opset), helper.make_opsetid(spec.domain, spec.version)],
+        [],
+        overload=overload,
+    )
