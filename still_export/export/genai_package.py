@@ -1,4 +1,4 @@
-"""The export verb for onnxruntime-genai: a package for ONNX Runtime, and beside its graph another over the same weights, as genai feeds it."""
+"""The export verb for onnxruntime-genai: a package for ONNX Runtime with one more graph over the same weights, as genai feeds it."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from onnx import TensorProto, helper
 
 from still_graphs.conditions import still_nodes
 from still_graphs.errors import UnsupportedError
-from still_graphs.functions.joined import PARTS, PREFIX, STATES, joined_body, part_of, written
+from still_graphs.functions.joined import PREFIX, STATES, joined_body, part_of, written
 from still_graphs.ops import OPS, OpSpec
 from still_graphs.ops.spec import StateSpec
 from still_graphs.passes.walk import Rewriter, attribute, opset_version, value_names

@@ -1,0 +1,153 @@
+"""The graph for onnxruntime-genai, fed as genai feeds it, against the graph whose states are apart."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from still_graphs.errors import UnsupportedError
+from still_graphs.pipelines import run_pipeline
+from tests.still_graphs.genai_host import GenaiHost
+from tests.still_graphs.small_graph import SIZES, VOCABULARY, empty_state, small_graph
+from tests.still_graphs.test_functions import session
+
+CAPACITY = 120
+COUNTS = np.array([37, 21])
+STEPS = 3 * SIZES["C"]
+SLOTS = 40
+
+
+def with_capacity(model: onnx.ModelProto) -> onnx.ModelProto:
+    entry = json.dumps({"capacity_tokens": CAPACITY, "bounded": True})
+    onnx.helper.set_model_props(model, {"still.capacity": entry})
+    return model
+
+
+def joined(dtype: str = "float32") -> onnx.ModelProto:
+    model = with_capacity(small_graph(dtype))
+    counts = run_pipeline(model, "genai")
+    assert counts == {
+        "join_states": 4,
+        "take_lengths_from_mask": 3,
+    }  # two tensors, and a small cache that makes genai refuse beams
+    onnx.checker.check_model(model)
+    return model
+
+
+def tokens() -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(5)
+    return random.integers(0, VOCABULARY, (2, 37)), random.integers(0, VOCABULARY, (STEPS, 2, 1))
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, list[np.ndarray]]:
+    return {dtype: apart(dtype) for dtype in ("float32", "float16")}
+
+
+def apart(dtype: str) -> list[np.ndarray]:
+    """Logits of the prompts' last tokens and of every step, lengths given and states handed on."""
+    run: Any = session(small_graph(dtype))
+    prompts, steps = tokens()
+    state, length, found = empty_state(dtype, 2, SLOTS), np.zeros(2, np.int64), []
+    names = [o.name for o in run.get_outputs()]
+    for ids, new in ((prompts, COUNTS), *((s, np.ones(2, np.int64)) for s in steps)):
+        given = run.run(None, {"input_ids": ids, "new_tokens": new, "past_length": length, **state})
+        outputs = dict(zip(names, given, strict=True))
+        found.append(outputs["logits"][np.arange(2), new - 1])
+        state = {n.replace("present_", "past_"): v for n, v in outputs.items() if n.startswith("present_") and "." in n}
+        length = outputs["present_length"]
+    return found
+
+
+def check(host: GenaiHost, wanted: list[np.ndarray], tolerance: float) -> None:
+    prompts, steps = tokens()
+    logits = host.feed(prompts, COUNTS)[np.arange(2), COUNTS - 1]
+    np.testing.assert_allclose(logits, wanted[0], atol=tolerance, rtol=tolerance)
+    for number, step in enumerate(steps):
+        np.testing.assert_allclose(
+            host.feed(step)[:, -1], wanted[number + 1], atol=tolerance, rtol=tolerance, err_msg=str(number)
+        )
+
+
+@pytest.mark.parametrize("in_two", [False, True], ids=["one buffer", "two"])
+def test_bodies_of_joined_states(expected: dict[str, list[np.ndarray]], in_two: bool) -> None:
+    """A padded batch, then steps past promotions."""
+    check(GenaiHost(joined().SerializeToString(), 2, apart=in_two), expected["float32"], 1e-6)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("float16", 5e-3)])
+@pytest.mark.parametrize("in_two", [False, True], ids=["one buffer", "two"])
+def test_kernel_of_joined_states(
+    library: str, expected: dict[str, list[np.ndarray]], dtype: str, tolerance: float, in_two: bool
+) -> None:
+    check(GenaiHost(joined(dtype).SerializeToString(), 2, library, in_two), expected[dtype], tolerance)
+
+
+def test_a_prompt_in_pieces_equals_the_whole() -> None:
+    prompts, _ = tokens()
+    graph = joined().SerializeToString()
+    whole, pieces = GenaiHost(graph, 1), GenaiHost(graph, 1)
+    logits = whole.feed(prompts[:1])[:, -1]
+    for begin in range(0, 37, 10):
+        last = pieces.feed(prompts[:1, begin : begin + 10])[:, -1]
+    np.testing.assert_allclose(last, logits, atol=1e-5, rtol=1e-5)
+
+
+def test_the_kernel_takes_the_joined_node(library: str, tmp_path: Any) -> None:
+    """Not the body: one node stays in the graph that runs."""
+    session(joined(), save=str(tmp_path / "run.onnx"), library=library)
+    nodes = [n.op_type for n in onnx.load(tmp_path / "run.onnx").graph.node if n.domain == "still"]
+    assert nodes == ["JoinedHybridAttention"]
+
+
+@pytest.mark.parametrize(
+    "states, said",
+    [
+        ("larger windows", "joined states are"),
+        ("window_key:3,16,4", "past_window_value is not optional"),
+        ("window_value:3,16,4;window_key:3,16,4", "not in its order"),
+        ("window_door:3", "is no state of the op"),
+        ("window_key:3,-1,4", 'the dimension "-1"'),
+        ("window_key:99999999999,99999999999", "too large"),
+        ("window_key:1,1,1,1,1,1,1,1", "too many dimensions"),
+        ("", "not optional"),
+    ],
+)
+def test_a_wrong_account_of_the_states_is_an_error(library: str, states: str, said: str) -> None:
+    model = joined()
+    (node,) = [n for n in model.graph.node if n.domain == "still"]
+    account = next(a for a in node.attribute if a.name == "states")
+    account.s = account.s.replace(b",16", b",18") if states == "larger windows" else states.encode()
+    with pytest.raises(Exception, match=said):
+        GenaiHost(model.SerializeToString(), 1, library).feed(tokens()[0][:1])
+
+
+def test_without_a_capacity_there_is_no_size() -> None:
+    with pytest.raises(UnsupportedError, match=r"has no still.capacity"):
+        run_pipeline(small_graph(), "genai")
+
+
+def test_layers_of_different_sizes_are_refused() -> None:
+    """genai has one size for all layers."""
+    model = with_capacity(small_graph())
+    (first,) = [n for n in model.graph.node if n.domain == "still"]
+    second = onnx.NodeProto()
+    second.CopyFrom(first)
+    count = len(first.input) - len([n for n in first.input if n.startswith("past_") and "." in n])
+    infos = {i.name: i for i in model.graph.input}
+    for index, name in enumerate(first.input):
+        if index >= count - 1 and name.endswith(".0"):
+            info = onnx.ValueInfoProto()
+            info.CopyFrom(infos[name])
+            info.name = second.input[index] = f"{name[:-2]}.1"
+            if "salient" not in name:
+                info.type.tensor_type.shape.dim[1].dim_value += 1
+            model.graph.input.append(info)
+    second.output[:] = [f"{name}.other" if name else "" for name in first.output]
+    model.graph.node.append(second)
+    with pytest.raises(UnsupportedError, match=r"layers 0 and 1 have states of different sizes"):
+        run_pipeline(model, "genai")
