@@ -21,6 +21,7 @@ DISTRIBUTIONS = {
     "prompt_toolkit": "prompt-toolkit",
     "yaml": "pyyaml",
     "vl_convert": "vl-convert-python",
+    "onnxruntime_genai": "onnxruntime-genai",
     "prometheus_client": "prometheus-client",
     "tensorrt_rtx_bindings": "tensorrt-rtx-cu13-bindings",
 }

@@ -57,6 +57,10 @@ ELSEWHERE = {
     "python tools/bench_genai.py BASE work --lengths 256,1024 --steps 8 --threads 2 -o peer.json": Elsewhere(
         "needs onnxruntime-genai", "echo [] > peer.json"
     ),
+    "still-export verify GENAI --lengths 1,65 --decode-steps 72": Elsewhere("needs onnxruntime-genai"),
+    "python tools/prove_genai.py GENAI --text letter.txt --lengths 8,16 --steps 100": Elsewhere(
+        "needs onnxruntime-genai"
+    ),
     "python tools/bench_genai.py MODEL.gguf work --threads 2 -o peer.json": Elsewhere(REAL),
     "still-export MODEL.gguf --to onnx --overlay assets/smollm2-135m-instruct-mixed --native --onnxruntime-include headers -o native": (
         Elsewhere(REAL)
@@ -95,6 +99,7 @@ SLOW = {
     "still-export verify DIR --calls calls.npz",
     "still-export MODEL --to onnx --native --onnxruntime-include headers -o NATIVE",
     "still-export verify NATIVE --lengths 1,65 --decode-steps 4",
+    "still-export MODEL --to genai --native --onnxruntime-include headers -o GENAI",
 }
 """Commands that take long; they run in the slow test, with all others."""
 

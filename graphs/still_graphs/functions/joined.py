@@ -51,12 +51,12 @@ def joined_body(
     flat = [b("Reshape", f"past_{part}", [-1]) for part in PARTS]
     offsets, inner = [0, 0], {}
     for name, shape in shapes.items():
-        part, size = part_of(spec, name), math.prod(shape)
-        begin, end = (b("Mul", batch, [offset]) for offset in (offsets[part], offsets[part] + size))
-        piece = b("Slice", flat[part], begin, end, [0])
+        which, size = part_of(spec, name), math.prod(shape)
+        begin, end = (b("Mul", batch, [offset]) for offset in (offsets[which], offsets[which] + size))
+        piece = b("Slice", flat[which], begin, end, [0])
         # A state may have no row; 0 means 0 here.
         inner[name] = b("Reshape", piece, b("Concat", batch, list(shape), axis=0), allowzero=1)
-        offsets[part] += size
+        offsets[which] += size
     given = [name if value else "" for name, value in zip(plain, node.input, strict=False)]
     call = helper.make_node(
         node.op_type,

@@ -1,10 +1,9 @@
 """Give the graph the states that onnxruntime-genai keeps: two tensors of fixed size a layer, or a cache of keys and values.
 
-  still::HybridAttention    a node of the joined form: states of the activations' type in past_key_values.L.conv_state, float32 ones in
-                            past_key_values.L.recurrent_state
-  LinearAttention and       the same two; as they are, where a layer has one state of a type, else joined by standard ops
-  CausalConv
-  Attention                 past_key_values.L.key and .value, with the rows of the whole capacity
+  a node with several states   a node of the joined form: states of the activations' type in past_key_values.L.conv_state, float32 ones in
+                               past_key_values.L.recurrent_state
+  nodes with a state each      the same two; as they are, where a layer has one state of a type, else joined by standard ops
+  a row for every position     past_key_values.L.key and .value, with the rows of the whole capacity
 
 genai has one shape for each of both tensors in all layers, and needs both. It allocates and clears them once, and binds one buffer as past
 and present. A cache of fixed size makes it refuse beams, which it would compute wrongly: where no layer has one, a small one is added.
@@ -157,13 +156,8 @@ class _Joiner:
         """All other states of a layer."""
         if not states:
             return
-        joined = [s for s in states if OPS[s.node.op_type].name == "HybridAttention"]
-        if joined and len(joined) < len(states):
-            raise UnsupportedError(
-                f"layer {layer} has states beside those of its hybrid attention; genai has no place for them."
-            )
-        if joined:
-            self._join_node(layer, joined)
+        if len({s.node.output[0] for s in states}) == 1 < len(states):
+            self._join_node(layer, states)
             return
         for part, name in enumerate(RECURRENT):
             own = [s for s in states if part_of(OPS[s.node.op_type], s.spec.name) == part]
