@@ -125,7 +125,7 @@ class CpuNode : public Node
 {
 public:
     CpuNode(still::OpSpec const& spec, still_cpu::Entry const& entry, OrtKernelInfo const* info, bool half, bool joined)
-        : joined_(joined ? std::make_optional<JoinedStates>(spec, info) : std::nullopt),
+        : joined_(joined ? std::optional(read_joined(spec, info)) : std::nullopt),
           op_(read_op(spec, info, joined_ ? &*joined_ : nullptr)), kernel_(entry.make(op_, half)), instruction_set_(chosen_set())
     {
         check(g_api->CreateCpuMemoryInfo(OrtArenaAllocator, OrtMemTypeDefault, &memory_));

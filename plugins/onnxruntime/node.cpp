@@ -2,8 +2,6 @@
 
 #include <algorithm>
 #include <map>
-#include <sstream>
-#include <stdexcept>
 #include <string>
 
 namespace still_ort
@@ -84,62 +82,14 @@ still::Tensor tensor_of(OrtValue const* value, std::string const& name)
     return still::make_tensor(to_type(type), dims, static_cast<int64_t>(rank), name); // refuses more
 }
 
-int64_t number(std::string const& text, still::OpSpec const& spec)
-{
-    constexpr size_t digits = 12; // no dimension has more, and products of a few stay in 64 bits
-    bool const fits = !text.empty() && text.size() <= digits && text.find_first_not_of("0123456789") == std::string::npos;
-    if (!fits)
-        still::fail(spec.name, ": states has the dimension \"", text, "\".");
-    return std::stoll(text);
-}
-
 } // namespace
 
-size_t before_states(std::vector<still::TensorSpec> const& tensors)
-{
-    return static_cast<size_t>(
-        std::find_if(tensors.begin(), tensors.end(), [](still::TensorSpec const& tensor) { return tensor.state; }) - tensors.begin());
-}
-
-JoinedStates::JoinedStates(still::OpSpec const& spec, OrtKernelInfo const* info)
-    : first(before_states(spec.inputs)), first_out(before_states(spec.outputs))
+JoinedStates read_joined(still::OpSpec const& spec, OrtKernelInfo const* info)
 {
     still::AttributeValue value{still::AttributeKind::kString, 0, 0.0, {}};
     if (!read(info, {"states", still::AttributeKind::kString, 0, 0.0, "", {}}, value))
         still::fail(spec.name, ": joined states, and no attribute states that says what they are.");
-    std::istringstream text(value.text);
-    for (std::string entry; std::getline(text, entry, ';');)
-    {
-        size_t const colon = std::min(entry.find(':'), entry.size());
-        std::string const name = "past_" + entry.substr(0, colon);
-        size_t input = first;
-        while (input < spec.inputs.size() && spec.inputs[input].name != name)
-            ++input;
-        if (input == spec.inputs.size() || (!places.empty() && places.back().input >= input))
-            still::fail(spec.name, ": states has \"", entry, "\", which is no state of the op, or not in its order.");
-        int64_t dims[still::kMaxRank]{};
-        int64_t rank = 0, size = 1;
-        std::istringstream numbers(entry.substr(std::min(colon + 1, entry.size())));
-        for (std::string dim; std::getline(numbers, dim, ',');)
-        {
-            if (rank + 1 == still::kMaxRank)
-                still::fail(spec.name, ": states has too many dimensions in \"", entry, "\".");
-            dims[rank++] = number(dim, spec);
-            if (__builtin_mul_overflow(size, dims[rank - 1], &size) || size > still::kMaxSize)
-                still::fail(spec.name, ": states has a state that is too large, \"", entry, "\".");
-        }
-        size_t const tensor = spec.inputs[input].type == still::ElementType::kFloat32;
-        places.push_back({input, tensor, sizes[tensor], still::make_tensor(still::Type::kNone, dims, rank, name)});
-        sizes[tensor] += size;
-    }
-}
-
-JoinedStates::Place const& JoinedStates::at(size_t input) const
-{
-    for (Place const& place : places)
-        if (place.input == input)
-            return place;
-    throw std::logic_error("no joined state");
+    return {spec, value.text};
 }
 
 still::Op read_op(still::OpSpec const& spec, OrtKernelInfo const* info, JoinedStates const* joined)
@@ -189,9 +139,9 @@ Inputs::Inputs(still::Op const& op, OrtKernelContext const* context, JoinedState
         {
             JoinedStates::Place const& place = joined->at(i);
             int64_t dims[still::kMaxRank]{rows};
-            std::copy_n(place.tensor_of_row.dims, place.tensor_of_row.rank, dims + 1);
+            std::copy_n(place.row.dims, place.row.rank, dims + 1);
             values[i] = both[place.tensor];
-            tensors.push_back(still::make_tensor(types[place.tensor], dims, place.tensor_of_row.rank + 1, op.spec().inputs[i].name));
+            tensors.push_back(still::make_tensor(types[place.tensor], dims, place.row.rank + 1, op.spec().inputs[i].name));
             continue;
         }
         check(g_api->KernelContext_GetInput(context, i, &values[i]));

@@ -7,35 +7,14 @@
 
 #include "../core/op.h"
 #include "../cpu/common/kernel.h"
+#include "joined_states.h"
 #include "ort_api.h"
 
 namespace still_ort
 {
 
-// The states of a node that has them joined (still_graphs/joined.py): two tensors [B, ...], the states of the activations' type in the
-// first and the float32 ones in the second, all rows of a state before the next state.
-struct JoinedStates
-{
-    struct Place
-    {
-        size_t input;         // in the OpSpec
-        size_t tensor;        // 0 or 1
-        int64_t offset;       // elements of a row in front of it
-        still::Tensor tensor_of_row; // its dimensions but the batch
-    };
-    size_t first{};      // place of the first of both among the node's inputs
-    size_t first_out{};  // likewise among its outputs
-    int64_t sizes[2]{};  // elements of a row
-    std::vector<Place> places;
-
-    // Of the attribute `states`: "window_key:3,128,64;...". Throws still::Error for what is no such text.
-    JoinedStates(still::OpSpec const& spec, OrtKernelInfo const* info);
-
-    Place const& at(size_t input) const;
-};
-
-// How many of a spec's inputs or outputs stand before its states, which come last.
-size_t before_states(std::vector<still::TensorSpec> const& tensors);
+// What the node's attribute `states` says of its joined states; throws still::Error where it is not there.
+JoinedStates read_joined(still::OpSpec const& spec, OrtKernelInfo const* info);
 
 // The op of a node: its attributes, and which inputs it has. Throws still::Error for a value that is unknown.
 still::Op read_op(still::OpSpec const& spec, OrtKernelInfo const* info, JoinedStates const* joined = nullptr);
