@@ -7,12 +7,14 @@
   python tools/prove_trt.py one_row PLACE --deadline 300
   python tools/prove_trt.py small PLACE --deadline 300
   python tools/prove_trt.py large PLACE --deadline 500                               # alone
+  PYTHONPATH=. python tools/prove_trt.py prepare OUT --only qwen3_5_text,kimi_linear --include INCLUDE
+  python tools/prove_trt.py qwen3_5_text PLACE --deadline 200                        # so every linear family
 
 `prepare` writes OUT/more00, more01, ...: folders of at most 40 MB that hold packages of MODEL for batches of four and for single rows and
 of the demo (mixed SmolLM2, 300 MB; `--demo` is a GGUF file of its base) with PyTorch's answers, and packages of SmolLM2-135M's and
-Llama-3.1-8B's geometry without weights. PLACE on the GPU machine holds TensorRT with Python (env.sh with trt-python) and what
-`cat more*/more.tar.* | tar x` gives. Every step has a time limit and a log; the table is written after each step to $OUT and printed
-last, so that what was measured comes back even when a later step fails.
+Llama-3.1-8B's geometry without weights; of linear families a small random model each, for two rows. PLACE on the GPU machine holds
+TensorRT with Python (env.sh with trt-python) and what `cat more*/more.tar.* | tar x` gives. Every step has a time limit and a log; the
+table is written after each step to $OUT and printed last, so that what was measured comes back even when a later step fails.
 """
 
 from __future__ import annotations
@@ -58,6 +60,12 @@ GEOMETRIES: dict[str, dict[str, int | bool]] = {
 }
 """Of SmolLM2-135M, and of Llama-3.1-8B with fewer layers and a smaller vocabulary."""
 
+LINEAR = (
+    *("qwen3_5_text", "granitemoehybrid", "kimi_linear", "falcon_h1", "mamba2", "lfm2", "qwen3_next", "olmo_hybrid"),
+    *("gated_deltanet", "delta_net", "gla", "hgrn2"),
+)
+"""Linear families."""
+
 EXPORTS = {
     "demo": [
         "--overlay",
@@ -71,22 +79,30 @@ EXPORTS = {
     "one_row": ["--capacity-tokens", "4096", "--batch", "1", "--prefill-tokens", "512"],
     "small": ["--capacity-tokens", "8448", "--batch", "1"],
     "large": ["--capacity-tokens", str(CONTEXT + 256), "--batch", "8"],
+    **{name: ["--capacity-tokens", "1024", "--batch", "2", "--prefill-tokens", "512"] for name in LINEAR},
 }
 
 
 def prepare(options: argparse.Namespace) -> int:
     """Make everything that the GPU machine needs beside TensorRT."""
     sources = {"demo": options.demo, "verified": options.model, "one_row": options.model}
-    names = options.only.split(",") if options.only else [n for n in EXPORTS if n in GEOMETRIES or sources[n]]
-    if lacking := [n for n in names if n not in GEOMETRIES and not sources[n]]:
+    made = (*GEOMETRIES, *LINEAR)
+    names = options.only.split(",") if options.only else [n for n in EXPORTS if n in GEOMETRIES or sources.get(n)]
+    if lacking := [n for n in names if n not in made and not sources[n]]:
         sys.exit(f"{', '.join(lacking)}: no model to export; give --demo for demo, --model for the others.")
     work = options.out / "work"
     shutil.rmtree(work, ignore_errors=True)
     content = work / "content"
     content.mkdir(parents=True)
     for name in names:
-        model = _blank_model(work / f"{name}.model", name) if name in GEOMETRIES else sources[name]
-        untrained = [] if name == "demo" else ["--attach-untrained"]
+        if name in LINEAR:
+            from tests.still_export.linear_models import linear_model
+
+            model: Any = work / f"{name}.model"
+            linear_model(name).save_pretrained(model)
+        else:
+            model = _blank_model(work / f"{name}.model", name) if name in GEOMETRIES else sources[name]
+        untrained = [] if name in ("demo", *LINEAR) else ["--attach-untrained"]
         command = ["still-export", model, "--to", "trt", *untrained, "--arch", options.arch, *EXPORTS[name]]
         command += ["--tensorrt-include", options.include, "-o", content / name, "--quiet"]
         subprocess.run([str(c) for c in command], check=True)
@@ -98,7 +114,8 @@ def prepare(options: argparse.Namespace) -> int:
             (content / name / "model.onnx.data").unlink()
             shutil.rmtree(model)
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-compile", "--only-binary=:all:", "--target"]
-    subprocess.run([*install, str(content / "site"), "typer", "rich", "pydantic", "matplotlib"], check=True)
+    plots = ["matplotlib"] if "demo" in names else []  # bench wants it
+    subprocess.run([*install, str(content / "site"), "typer", "rich", "pydantic", *plots], check=True)
     for old in options.out.glob("more*"):
         shutil.rmtree(old)
     archive = work / "more.tar.gz"
@@ -248,7 +265,8 @@ def small(session: Session) -> None:
 
 def _runners(session: Session, package: Path) -> None:
     """The C++ program and the Python runner give the same tokens."""
-    ids = ",".join(str(7 * i % 500 + 3) for i in range(600))  # more than a prefill call
+    vocabulary = json.loads((package / "manifest.json").read_text())["model"]["vocab_size"]
+    ids = ",".join(str(7 * i % min(500, vocabulary - 3) + 3) for i in range(600))  # more than a prefill call
     run = session.step("run", f"still run {package} --runtime trt --prompt-ids {ids} --tokens 64 --json --quiet", 40)
     library = f"export LD_LIBRARY_PATH={session.place}/lib:$LD_LIBRARY_PATH; "
     program = f"{library}{package}/still_run8 {package} --prompt-ids {ids} --tokens 64"
@@ -361,6 +379,7 @@ def main() -> int:
         "--only", help=f"of {', '.join(EXPORTS)}, with commas between; default: all that a model is given for"
     )
     steps = {"demo": demo, "verified": proof, "one_row": proof, "small": small, "large": large}
+    steps |= dict.fromkeys(LINEAR, proof)
     for name in steps:
         verb = verbs.add_parser(name)
         verb.add_argument("place", type=Path)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import onnx
 import pytest
 import torch
@@ -17,17 +15,19 @@ from tests.still_graphs.test_functions import close, ort
 from tests.tolerances import REFERENCE
 
 
-def layer_model(layer: Layer, dtype: torch.dtype = torch.float32, past: int | None = None) -> onnx.ModelProto:
+def layer_model(
+    layer: Layer, dtype: torch.dtype = torch.float32, past: int | None = None, onnxruntime: bool = False
+) -> onnx.ModelProto:
     """A model of one node of the layer."""
     sizes = {"C": layer.channels, "K": layer.taps, "P": layer.taps - 1 if past is None else past}
     absent = () if layer.bias else ("bias",)
-    return node_model(CAUSAL_CONV, sizes, dtype, absent, activation=layer.activation)
+    return node_model(CAUSAL_CONV, sizes, dtype, absent, activation=layer.activation, onnxruntime=onnxruntime)
 
 
-def check(layer: Layer, dtype: torch.dtype = torch.float32, in_place: bool = False, **options: Any) -> None:
+def check(layer: Layer, dtype: torch.dtype = torch.float32, in_place: bool = False, onnxruntime: bool = False) -> None:
     """Output and state of every call."""
     state = empty_state(2, layer.channels, layer.taps, dtype)
-    node = StatefulNode(CAUSAL_CONV, layer_model(layer, dtype), state, in_place, **options)
+    node = StatefulNode(CAUSAL_CONV, layer_model(layer, dtype, onnxruntime=onnxruntime), state, in_place)
     for number, call in enumerate(calls(layer, SPLITS, dtype)):
         feeds = {t.name: x for t in CAUSAL_CONV.inputs if (x := getattr(call.inputs, t.name)) is not None}
         output, present = node(feeds, call.output.to(dtype))
@@ -41,9 +41,18 @@ def test_body_equals_the_loop(layer: Layer, in_place: bool) -> None:
     check(layer, in_place=in_place)
 
 
+@pytest.mark.parametrize("onnxruntime", [False, True], ids=["standard", "own op"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_low_precision(dtype: torch.dtype) -> None:
-    check(Layer(bias=True), dtype, in_place=True)
+def test_low_precision(dtype: torch.dtype, onnxruntime: bool) -> None:
+    check(Layer(bias=True), dtype, True, onnxruntime)
+
+
+@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "apart"])
+@pytest.mark.parametrize("layer", LAYERS, ids=str)
+def test_body_around_the_op_of_onnx_runtime(layer: Layer, in_place: bool) -> None:
+    nodes = layer_model(layer, onnxruntime=True).functions[0].node
+    assert [n.domain for n in nodes if n.op_type == "CausalConvWithState"] == ["com.microsoft"]
+    check(layer, in_place=in_place, onnxruntime=True)
 
 
 @pytest.mark.parametrize("counts", [[5, -1], [5, 6], [5, 2**62]], ids=str)

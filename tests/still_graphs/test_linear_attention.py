@@ -129,7 +129,7 @@ def test_body_around_the_op_of_onnx_runtime(layer: Layer, in_place: bool) -> Non
     check(layer, SPLITS, in_place=in_place, model=model)
 
 
-def test_half_precision_keeps_the_standard_body() -> None:
-    """ONNX Runtime's op has a kernel for float32 on the CPU, and no other."""
-    model = layer_model(Layer(), torch.float16, onnxruntime=True)
-    assert {o.domain for f in model.functions for o in f.opset_import} == {""}
+@pytest.mark.parametrize("dtype, bound", [(torch.float16, 1e-3), (torch.bfloat16, 4e-3)], ids=str)
+def test_half_precision_around_the_op_of_onnx_runtime(dtype: torch.dtype, bound: float) -> None:
+    model = layer_model(Layer(keys=2), dtype, onnxruntime=True)
+    check(Layer(keys=2), [70, 1, [5, 3]], dtype, in_place=True, bound=bound, model=model)

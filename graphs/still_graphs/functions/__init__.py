@@ -13,7 +13,8 @@ from onnx import helper
 
 from still_graphs.errors import UnsupportedError
 from still_graphs.functions import attention, causal_conv, hybrid_attention, linear_attention
-from still_graphs.functions.linear_attention.onnxruntime import onnxruntime_body
+from still_graphs.functions.causal_conv import onnxruntime as own_causal_conv
+from still_graphs.functions.linear_attention import onnxruntime as own_linear_attention
 from still_graphs.ops import OPS
 
 OPSETS = (23, 24)
@@ -28,10 +29,11 @@ BODIES: dict[str, tuple[Writer, tuple[str, ...]]] = {
 }
 """Per op, the writer of its body and the symbols of `dims` that it needs."""
 
-ONNXRUNTIME_BODIES: dict[str, Callable[[onnx.NodeProto, int, int, Mapping[str, int]], onnx.FunctionProto | None]] = {
-    "LinearAttention": onnxruntime_body,
+ONNXRUNTIME_BODIES: dict[str, Writer] = {
+    "LinearAttention": own_linear_attention.onnxruntime_body,
+    "CausalConv": own_causal_conv.onnxruntime_body,
 }
-"""Per op that ONNX Runtime has a kernel of its own for, the writer of a body around it; it gives None where that does not hold."""
+"""Per op that ONNX Runtime has a kernel of its own for, the writer of a body around it."""
 
 
 def function_body(
@@ -75,8 +77,9 @@ def function_body(
             f"{node.name or node.op_type}: dimension {', '.join(missing)} is not fixed in the graph; declare the shapes of "
             "weights and past state."
         )
-    own = ONNXRUNTIME_BODIES.get(node.op_type) if onnxruntime else None
-    function = (own(node, dtype, opset, dims) if own else None) or write(node, dtype, opset, dims)
+    if onnxruntime:
+        write = ONNXRUNTIME_BODIES.get(node.op_type, write)
+    function = write(node, dtype, opset, dims)
     if kept not in (0, dtype):
         _keep(function, node, dtype, kept)
     return function

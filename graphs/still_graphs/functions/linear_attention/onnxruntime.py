@@ -15,33 +15,32 @@ from still_graphs.ops.linear_attention import LINEAR_ATTENTION
 DOMAIN, VERSION = "com.microsoft", 1
 
 
-def onnxruntime_body(
-    node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]
-) -> onnx.FunctionProto | None:
-    """The function of `node`, or None where ONNX Runtime has no kernel for it: on the CPU float32 alone.
+def onnxruntime_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
+    """The function of `node`: in float32, which alone ONNX Runtime has a kernel for on the CPU.
 
     Its op has no lengths of rows: at padding key, value, decay and beta become 0, which leaves the state as it is to the bit.
     """
-    if dtype != FLOAT:
-        return None
     layer = Layer.of(node, dims)
     b = Scope()
     tokens = b.dim("query", 1)
     real = b("Less", b.arange(tokens), checked_new_tokens(b, tokens))  # [B, T]
 
-    def masked(name: str, rank: int) -> str:
-        """[B, T, ...] as [B, T, channels], 0 at padding."""
-        return b.reshape(b("Where", b.unsqueeze(real, *range(2, rank)), name, 0.0), 0, 0, -1)
+    def wide(name: str) -> str:
+        return name if dtype == FLOAT else b.cast(name, FLOAT)
 
-    query = "query"
+    def masked(value: str, rank: int) -> str:
+        """[B, T, ...] as [B, T, channels], 0 at padding."""
+        return b.reshape(b("Where", b.unsqueeze(real, *range(2, rank)), value, 0.0), 0, 0, -1)
+
+    query = wide("query")
     if layer.query_groups < layer.heads:
         shape = b.shape(1, 1, 1, layer.heads // layer.query_groups, 1, 1)
         query = b("Expand", b.unsqueeze(query, 3), shape)
     output = b.multi(
         "LinearAttention",
         b.reshape(query, 0, 0, -1),
-        masked("key", 4),
-        masked("value", 4),
+        masked(wide("key"), 4),
+        masked(wide("value"), 4),
         "past_recurrent_state",
         masked("decay", 4) if layer.decay else None,
         masked("beta", 3) if layer.beta else None,
@@ -53,7 +52,9 @@ def onnxruntime_body(
         scale=layer.factor,
     )[0]
     by_head = b.reshape(output, 0, 0, layer.heads, layer.shared, layer.size)
-    b("Where", b.unsqueeze(real, 2, 3, 4), by_head, 0.0, out="output")
+    result = b("Where", b.unsqueeze(real, 2, 3, 4), by_head, 0.0, out="output" if dtype == FLOAT else None)
+    if dtype != FLOAT:
+        b.cast(result, dtype, out="output")
     mention_absent(b, node)
     return helper.make_function(
         node.domain,

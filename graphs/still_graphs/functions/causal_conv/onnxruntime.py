@@ -1,0 +1,50 @@
+"""The body of still::CausalConv around ONNX Runtime's own op."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import onnx
+from onnx import helper
+
+from still_graphs.functions.builder import FLOAT, Scope
+from still_graphs.functions.causal_conv.layer import Layer, as_function
+from still_graphs.functions.counts import checked_new_tokens
+
+DOMAIN, VERSION = "com.microsoft", 1
+
+
+def onnxruntime_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
+    """The function of `node` around com.microsoft::CausalConvWithState, which on the CPU has a kernel for float32 alone.
+
+    Its op has no lengths of rows, and its state is that behind the padding: it is taken for full rows, and gathered for others.
+    """
+    layer = Layer.of(node, dims)
+    b = Scope()
+
+    def wide(x: str) -> str:
+        return x if dtype == FLOAT else b.cast(x, FLOAT)
+
+    tokens = b.dim("input", 1)
+    new = checked_new_tokens(b, tokens)  # [B, 1]
+    given, past = wide("input"), wide("past_conv_state")
+    output, full = b.multi(
+        "CausalConvWithState",
+        b("Transpose", given, perm=[0, 2, 1]),
+        wide("weight"),
+        wide("bias") if layer.bias else None,
+        past,
+        out=[b.fresh("convolved"), b.fresh("state")],
+        domain=DOMAIN,
+        activation=layer.activation,
+    )
+    real = b.unsqueeze(b("Less", b.arange(tokens), new), 2)  # [B, T, 1]
+    by_token = b("Transpose", output, perm=[0, 2, 1])
+    masked = b("Where", real, by_token, 0.0, out="output" if dtype == FLOAT else None)
+    if dtype != FLOAT:
+        b.cast(masked, dtype, out="output")
+    # Reading the op's state, too, orders what writes the state behind the op that reads it: they may be one buffer.
+    whole = b.unsqueeze(b("Equal", new, tokens), 2)
+    state = b("Where", whole, full, layer.latest(b, layer.known(b, past, given), new))
+    b.cast(state, dtype, out="present_conv_state")
+    return as_function(b, node, [helper.make_opsetid("", opset), helper.make_opsetid(DOMAIN, VERSION)])
