@@ -49,6 +49,19 @@ def measure(package: Path, length: int, steps: int, threads: int) -> dict[str, f
     return {"length": length, "prefill_s": prefill, "decode_ms": statistics.median(times) * 1e3, "peak_mb": peak}
 
 
+def measure_each(command: list[str], lengths: str, output: Path) -> None:
+    """Run the script `command` with --one LENGTH, a process per length; print what each measured, and write all to `output`."""
+    rows = []
+    for length in lengths.split(","):
+        done = subprocess.run(
+            [sys.executable, *command, "--one", length], check=True, text=True, stdout=subprocess.PIPE
+        )
+        rows.append(json.loads(done.stdout.strip().splitlines()[-1]))
+        text = "{length:6.0f} tokens: prefill {prefill_s:.2f} s, decode {decode_ms:.1f} ms, peak {peak_mb:.0f} MB"
+        print(text.format(**rows[-1]), flush=True)
+    output.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
 def write_folder(gguf: Path, folder: Path) -> Path:
     """A GGUF file as a plain Hugging Face folder, in float32: what genai's builder reads.
 
@@ -106,19 +119,10 @@ def main() -> None:
         return
     options.work.mkdir(parents=True, exist_ok=True)
     build(options.model.resolve(), options.work, precision)
-    rows = []
-    for length in map(int, options.lengths.split(",")):
-        command = [sys.executable, __file__, str(options.model), str(options.work), "--one", str(length)]
-        command += ["--steps", str(options.steps), "--threads", str(options.threads)]
-        command += ["--quantize", options.quantize] if options.quantize else []
-        done = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE)
-        rows.append(json.loads(done.stdout.strip().splitlines()[-1]))
-        print(
-            "{length:6.0f} tokens: prefill {prefill_s:.2f} s, decode {decode_ms:.1f} ms, peak {peak_mb:.0f} MB".format(
-                **rows[-1]
-            )
-        )
-    options.output.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    command = [__file__, str(options.model), str(options.work), "--steps", str(options.steps)]
+    command += ["--threads", str(options.threads)]
+    command += ["--quantize", options.quantize] if options.quantize else []
+    measure_each(command, options.lengths, options.output)
 
 
 if __name__ == "__main__":

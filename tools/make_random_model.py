@@ -17,40 +17,33 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 GEOMETRIES: dict[str, dict[str, Any]] = {
     "llama-1b": dict(  # TinyLlama-1.1B's
-        hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32, num_key_value_heads=4,
-        head_dim=64, vocab_size=32_000, max_position_embeddings=2048,
+        model_type="llama", hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32,
+        num_key_value_heads=4, head_dim=64, vocab_size=32_000, max_position_embeddings=2048,
     ),
     "llama-8b": dict(  # Llama-3.1-8B's
-        hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
-        head_dim=128, vocab_size=128_256, max_position_embeddings=131_072, rope_theta=500_000.0,
+        model_type="llama", hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, vocab_size=128_256, max_position_embeddings=131_072, rope_theta=500_000.0,
+    ),
+    "qwen3.5-0.8b": dict(  # the text of Qwen3.5-0.8B
+        model_type="qwen3_5_text", hidden_size=1024, intermediate_size=3584, num_hidden_layers=24, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=256, vocab_size=248_320, max_position_embeddings=262_144, linear_num_key_heads=16,
+        linear_num_value_heads=16, linear_key_head_dim=128, linear_value_head_dim=128, linear_conv_kernel_dim=4,
+        tie_word_embeddings=True,
     ),
 }  # fmt: skip
 SHARD_BYTES = 1 << 30
 
 
-def shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of a Llama's weights, embeddings not tied."""
-    width, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    yield "model.embed_tokens.weight", (config["vocab_size"], width)
-    for i in range(config["num_hidden_layers"]):
-        layer = f"model.layers.{i}"
-        for name, rows, columns in (
-            ("q", queries, width),
-            ("k", keys, width),
-            ("v", keys, width),
-            ("o", width, queries),
-        ):
-            yield f"{layer}.self_attn.{name}_proj.weight", (rows, columns)
-        for name, rows, columns in (("gate", inner, width), ("up", inner, width), ("down", width, inner)):
-            yield f"{layer}.mlp.{name}_proj.weight", (rows, columns)
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            yield f"{layer}.{name}.weight", (width,)
-    yield "model.norm.weight", (width,)
-    yield "lm_head.weight", (config["vocab_size"], width)
+def shapes(config: PreTrainedConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the model's weights, of tied ones the first."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    for name, parameter in model.named_parameters():
+        yield name, tuple(parameter.shape)
 
 
 def main(arguments: list[str]) -> int:
@@ -59,8 +52,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("geometry", choices=GEOMETRIES)
     parser.add_argument("folder", type=Path)
     given = parser.parse_args(arguments)
-    config = dict(GEOMETRIES[given.geometry])
-    config |= dict(model_type="llama", architectures=["LlamaForCausalLM"], dtype="bfloat16", tie_word_embeddings=False)
+    config = AutoConfig.for_model(**{"dtype": "bfloat16", "tie_word_embeddings": False, **GEOMETRIES[given.geometry]})
     given.folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(0)
     shards: list[dict[str, torch.Tensor]] = [{}]
@@ -80,7 +72,7 @@ def main(arguments: list[str]) -> int:
     if shards[0]:
         write()
     (given.folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
-    (given.folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    config.save_pretrained(given.folder)
     return 0
 
 
