@@ -95,6 +95,10 @@ def export(
     adapters: Annotated[
         bool, typer.Option("--adapters", help="With --quantize: `run --adapter` may add a LoRA adapter.")
     ] = False,
+    opset: Annotated[
+        int | None,
+        typer.Option(help="onnx: of ai.onnx, 23, or 27 for hosts with its linear attention.", show_default="23"),
+    ] = None,
     native: Annotated[
         bool, typer.Option("--native", help="onnx: add native kernels for CPUs like this one (cmake, g++).")
     ] = False,
@@ -153,6 +157,7 @@ def export(
         "attach_untrained": attach_untrained or None,
         "dtype": _dtype(dtype, fp16, bf16),
         "all_logits": all_logits or None,
+        "opset": opset,
         "overlays": tuple(overlay) if overlay else None,
         "revision": revision,
         "still": {

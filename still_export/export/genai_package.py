@@ -11,6 +11,7 @@ from still_export.engines.options import GENERATED
 from still_export.errors import ConfigError
 from still_export.export.onnx_package import ExportOptions, Progress, export_onnx, silent
 from still_export.package.folder import MANIFEST, MODEL, Package, open_package, staged_folder, write_manifest
+from still_graphs.ops import OPSET
 
 GRAPH = "genai.onnx"
 CONFIG = "genai_config.json"
@@ -28,6 +29,8 @@ def demand_genai(options: ExportOptions) -> None:
         raise ConfigError(
             "--adapters: genai has no inputs for adapters that are exchanged; add one with --overlay, or export --to onnx."
         )
+    if options.opset != OPSET:
+        raise ConfigError(f"--opset {options.opset}: packages for genai have opset {OPSET}; for others export --to onnx.")
     if options.all_logits:
         raise ConfigError("--all-logits: genai reads the last token's logits alone; for all of them export --to onnx.")
     if options.dtype == "bfloat16":

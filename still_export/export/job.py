@@ -15,11 +15,12 @@ from still_export.export.onnx_package import ExportOptions, Progress, export_onn
 from still_export.export.trt_package import export_trt
 from still_export.package.files import MANIFEST
 from still_export.package.folder import Package
+from still_graphs.ops import OPSET
 
 OF_ONNXRUNTIME = ("onnx", "genai")
 OF_TENSORRT = ("trt", "trt-rtx")
 TARGETS = (*OF_ONNXRUNTIME, *OF_TENSORRT)
-ONNX_ONLY = ("native", "onnxruntime_include")
+ONNX_ONLY = ("native", "onnxruntime_include", "opset")
 TRT_ONLY = ("batch", "workspace_mib", "version_compatible", "strip_weights", "tensorrt_include", "dump_dir")
 OF_THE_TARGET = ("archs", "prefill_tokens")
 """Fields of ExportOptions and of TrtOptions: they mean the target's."""
@@ -116,7 +117,7 @@ def plan_job(to: str | None, asked: Mapping[str, Any], manifest: dict[str, Any] 
         demand_genai(options)
     if target in OF_ONNXRUNTIME:
         return Job(options, target, onnxruntime_include=include)
-    options = replace(options, native=False, archs=())  # a repeated export to ONNX may have it
+    options = replace(options, native=False, archs=(), opset=OPSET)  # a repeated export to ONNX may have it
     before = recorded if recorded.get("target") == target else {}
     return Job(options, target, TrtOptions.from_manifest(before, target=target, **trt), dump_dir=dump_dir)
 

@@ -15,10 +15,9 @@ from onnx_ir.tensor_adapters import TorchTensor, from_torch_dtype
 import still_export
 from still_export.export.trace import TracedModel
 from still_export.models.weights import Weight, Weights, value_of
-from still_graphs.ops import DOMAIN, OPS, OpSpec
+from still_graphs.ops import DOMAIN, OPS, OPSET, OpSpec
 from still_graphs.states import StateTable
 
-OPSET = 23
 IR_VERSION = 10
 
 

@@ -17,6 +17,7 @@ from still_export.package.folder import MANIFEST, MODEL, Package, open_package, 
 from still_export.package.trust import trust
 from still_export.quantization.policy import DEFAULT_LORA, DEFAULT_METHOD, Quantization
 from still_export.runners.ort import RECORDED, recorded_text
+from still_graphs.ops import FUSED_OPSET, OPSET
 
 if TYPE_CHECKING:
     from still_export.models.load import Source
@@ -55,6 +56,8 @@ class ExportOptions:
         archs: GPUs that its library has kernels for too, such as "sm_90".
         still: Fields of the STILL configuration: those of DEPLOYMENT of any model, others of models that do not carry one.
         prefill_tokens: Tokens of one prefill call; None = PREFILL_TOKENS, with `archs` GPU_PREFILL_TOKENS.
+        opset: Of ai.onnx in the graph: 23, or 27, which has linear attention and its convolution as ops of its own; no other domain's
+            ops are in the graph then but still's, which have bodies.
         quantize: Scheme of the weights' bits (quantization/policy.py); None: as `dtype` says.
         quantize_method, quantize_block, lora: With it: who rounds, how many weights share a scale, how LoRA pairs are kept.
         adapters: Let products take a LoRA adapter while the package runs (`run --adapter`).
@@ -70,6 +73,7 @@ class ExportOptions:
     archs: tuple[str, ...] = ()
     still: dict[str, Any] = field(default_factory=dict)
     prefill_tokens: int | None = None
+    opset: int = OPSET
     quantize: str | None = None
     quantize_method: str | None = None
     quantize_block: int | None = None
@@ -81,6 +85,10 @@ class ExportOptions:
             raise ConfigError("--quantize-method, --quantize-block, --lora and --adapters are for --quantize.")
         if self.prefill_tokens is not None and self.prefill_tokens < 1:
             raise ConfigError(f"prefill_tokens={self.prefill_tokens}; it must be at least 1.")
+        if self.opset not in (OPSET, FUSED_OPSET):
+            raise ConfigError(f"--opset {self.opset}: graphs are written at opset {OPSET} or {FUSED_OPSET}.")
+        if self.opset != OPSET and self.quantize:
+            raise ConfigError(f"--opset {self.opset} is not for --quantize, whose products are ONNX Runtime's own op.")
         if self.archs and not self.native:
             raise ConfigError(f"--arch {','.join(self.archs)} compiles kernels into the native library: add --native.")
 
@@ -224,7 +232,7 @@ def _write_model(
     folder: Path,
     say: Progress,
     describe: dict[str, Any],
-    fused: bool,
+    onnxruntime: bool,
     asked: Quantization | None,
 ) -> dict[str, Any]:
     """Write graph and weights; what the manifest says of their quantization, nothing without one."""
@@ -240,7 +248,8 @@ def _write_model(
     traced = trace_model(model, all_logits=options.all_logits)
     say("lowering to ONNX")
     lowered = lower_program(traced, weights)
-    if fused:
+    own = onnxruntime and options.opset == OPSET
+    if own:
         fuse_nodes(lowered)
         if options.archs and not asked:  # quantized weights of one value are one already
             merge_products(lowered)
@@ -253,7 +262,8 @@ def _write_model(
     path = folder / MODEL
     save_streaming(lowered, path, f"{MODEL}.data", lambda done, total: say("writing the weights", done, total))
     graph = onnx.load(path, load_external_data=False)
-    attach_functions(graph, onnxruntime=fused)
+    next(o for o in graph.opset_import if o.domain == "").version = options.opset
+    attach_functions(graph, onnxruntime=own)
     # Beside the manifest, where an edit would go unnoticed.
     onnx.helper.set_model_props(
         graph, {field: recorded_text({**describe, **said}, name) for field, name in RECORDED.items()}

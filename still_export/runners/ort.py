@@ -43,6 +43,9 @@ BODIES_ON_CUDA = (
     "Export with --native --arch sm_90 (or what your GPU is) for kernels"
 )
 
+NEW_OPSET = 27
+"""Of ai.onnx: ONNX Runtime 1.31 has kernels for its ops, and loads such a model only where the environment asks for it."""
+
 NO_GRAPH = -1
 """Number of the CUDA graph of calls that are not captured."""
 
@@ -109,6 +112,9 @@ def open_session(
     # float32 is float32: its products would be rounded to 10 bits otherwise
     cuda = [(CUDA, {"use_tf32": "0", "enable_cuda_graph": str(int(replay))})] if provider == "cuda" else []
     path = folder / MODEL
+    config = manifest.get("config")
+    if isinstance(config, dict) and config.get("opset") == NEW_OPSET:
+        os.environ.setdefault("ALLOW_RELEASED_ONNX_OPSET_ONLY", "0")
     try:
         session = onnxruntime.InferenceSession(str(path), options, providers=[*cuda, "CPUExecutionProvider"])
     except Exception as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import onnx
 import pytest
 import torch
@@ -10,24 +12,24 @@ from still_graphs.errors import UnsupportedError
 from still_graphs.ops.causal_conv import CAUSAL_CONV
 from still_kernels.causal_conv import empty_state
 from tests.causal_conv_cases import LAYERS, SPLITS, Layer, calls
-from tests.still_graphs.node_model import StatefulNode, node_model
+from tests.still_graphs.node_model import StatefulNode, fused, node_model
 from tests.still_graphs.test_functions import close, ort
 from tests.tolerances import REFERENCE
 
 
 def layer_model(
-    layer: Layer, dtype: torch.dtype = torch.float32, past: int | None = None, onnxruntime: bool = False
+    layer: Layer, dtype: torch.dtype = torch.float32, past: int | None = None, **asked: Any
 ) -> onnx.ModelProto:
     """A model of one node of the layer."""
     sizes = {"C": layer.channels, "K": layer.taps, "P": layer.taps - 1 if past is None else past}
     absent = () if layer.bias else ("bias",)
-    return node_model(CAUSAL_CONV, sizes, dtype, absent, activation=layer.activation, onnxruntime=onnxruntime)
+    return node_model(CAUSAL_CONV, sizes, dtype, absent, activation=layer.activation, **asked)
 
 
-def check(layer: Layer, dtype: torch.dtype = torch.float32, in_place: bool = False, onnxruntime: bool = False) -> None:
+def check(layer: Layer, dtype: torch.dtype = torch.float32, in_place: bool = False, **asked: Any) -> None:
     """Output and state of every call."""
     state = empty_state(2, layer.channels, layer.taps, dtype)
-    node = StatefulNode(CAUSAL_CONV, layer_model(layer, dtype, onnxruntime=onnxruntime), state, in_place)
+    node = StatefulNode(CAUSAL_CONV, layer_model(layer, dtype, **asked), state, in_place)
     for number, call in enumerate(calls(layer, SPLITS, dtype)):
         feeds = {t.name: x for t in CAUSAL_CONV.inputs if (x := getattr(call.inputs, t.name)) is not None}
         output, present = node(feeds, call.output.to(dtype))
@@ -41,18 +43,24 @@ def test_body_equals_the_loop(layer: Layer, in_place: bool) -> None:
     check(layer, in_place=in_place)
 
 
-@pytest.mark.parametrize("onnxruntime", [False, True], ids=["standard", "own op"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_low_precision(dtype: torch.dtype, onnxruntime: bool) -> None:
-    check(Layer(bias=True), dtype, True, onnxruntime)
+def test_low_precision(dtype: torch.dtype) -> None:
+    check(Layer(bias=True), dtype, in_place=True)
 
 
+@fused
 @pytest.mark.parametrize("in_place", [True, False], ids=["in place", "apart"])
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
-def test_body_around_the_op_of_onnx_runtime(layer: Layer, in_place: bool) -> None:
-    nodes = layer_model(layer, onnxruntime=True).functions[0].node
-    assert [n.domain for n in nodes if n.op_type == "CausalConvWithState"] == ["com.microsoft"]
-    check(layer, in_place=in_place, onnxruntime=True)
+def test_body_around_the_op_of_another_domain(layer: Layer, in_place: bool, domain: str, asked: dict[str, Any]) -> None:
+    nodes = layer_model(layer, **asked).functions[0].node
+    assert [n.domain for n in nodes if n.op_type == "CausalConvWithState"] == [domain]
+    check(layer, in_place=in_place, **asked)
+
+
+@fused
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_low_precision_around_it(dtype: torch.dtype, domain: str, asked: dict[str, Any]) -> None:
+    check(Layer(bias=True), dtype, in_place=True, **asked)
 
 
 @pytest.mark.parametrize("counts", [[5, -1], [5, 6], [5, 2**62]], ids=str)

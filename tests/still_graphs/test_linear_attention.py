@@ -13,7 +13,7 @@ from still_graphs.errors import UnsupportedError
 from still_graphs.ops.linear_attention import DELTA, GATED, LINEAR_ATTENTION
 from still_kernels.linear_attention import empty_state
 from tests.linear_attention_cases import LAYERS, SPLITS, Layer, Split, calls, error
-from tests.still_graphs.node_model import StatefulNode, node_model
+from tests.still_graphs.node_model import StatefulNode, fused, node_model
 from tests.still_graphs.test_functions import ort
 
 
@@ -121,15 +121,17 @@ def test_the_only_recurrence_is_over_chunks() -> None:
     assert [n.op_type for n in body.node].count("MatMul") == 3
 
 
+@fused
 @pytest.mark.parametrize("in_place", [True, False], ids=["in place", "apart"])
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
-def test_body_around_the_op_of_onnx_runtime(layer: Layer, in_place: bool) -> None:
-    model = layer_model(layer, onnxruntime=True)
-    assert [n.domain for n in model.functions[0].node if n.op_type == "LinearAttention"] == ["com.microsoft"]
+def test_body_around_the_op_of_another_domain(layer: Layer, in_place: bool, domain: str, asked: dict[str, Any]) -> None:
+    model = layer_model(layer, **asked)
+    assert [n.domain for n in model.functions[0].node if n.op_type == "LinearAttention"] == [domain]
     check(layer, SPLITS, in_place=in_place, model=model)
 
 
+@fused
 @pytest.mark.parametrize("dtype, bound", [(torch.float16, 1e-3), (torch.bfloat16, 4e-3)], ids=str)
-def test_half_precision_around_the_op_of_onnx_runtime(dtype: torch.dtype, bound: float) -> None:
-    model = layer_model(Layer(keys=2), dtype, onnxruntime=True)
+def test_half_precision_around_it(dtype: torch.dtype, bound: float, domain: str, asked: dict[str, Any]) -> None:
+    model = layer_model(Layer(keys=2), dtype, **asked)
     check(Layer(keys=2), [70, 1, [5, 3]], dtype, in_place=True, bound=bound, model=model)

@@ -13,12 +13,14 @@ from onnx import helper
 
 from still_graphs.errors import UnsupportedError
 from still_graphs.functions import attention, causal_conv, hybrid_attention, linear_attention
-from still_graphs.functions.causal_conv import onnxruntime as own_causal_conv
-from still_graphs.functions.linear_attention import onnxruntime as own_linear_attention
-from still_graphs.ops import OPS
+from still_graphs.functions.causal_conv import fused as fused_causal_conv
+from still_graphs.functions.linear_attention import fused as fused_linear_attention
+from still_graphs.ops import FUSED_OPSET, OPS
 
-OPSETS = (23, 24)
+OPSETS = (23, 24, FUSED_OPSET)
 """Opsets of ai.onnx that bodies are written for."""
+FUSED_DOMAIN = "com.microsoft"
+"""Where ONNX Runtime has the ops that some bodies can stand around, before ai.onnx's opset FUSED_OPSET."""
 
 Writer = Callable[[onnx.NodeProto, int, int, Mapping[str, int]], onnx.FunctionProto]
 BODIES: dict[str, tuple[Writer, tuple[str, ...]]] = {
@@ -29,11 +31,11 @@ BODIES: dict[str, tuple[Writer, tuple[str, ...]]] = {
 }
 """Per op, the writer of its body and the symbols of `dims` that it needs."""
 
-ONNXRUNTIME_BODIES: dict[str, Writer] = {
-    "LinearAttention": own_linear_attention.onnxruntime_body,
-    "CausalConv": own_causal_conv.onnxruntime_body,
+FUSED_BODIES: dict[str, Callable[..., onnx.FunctionProto]] = {
+    "LinearAttention": fused_linear_attention.fused_body,
+    "CausalConv": fused_causal_conv.fused_body,
 }
-"""Per op that ONNX Runtime has a kernel of its own for, the writer of a body around it."""
+"""Per op that others have too, the writer of a body around theirs."""
 
 
 def function_body(
@@ -77,9 +79,12 @@ def function_body(
             f"{node.name or node.op_type}: dimension {', '.join(missing)} is not fixed in the graph; declare the shapes of "
             "weights and past state."
         )
-    if onnxruntime:
-        write = ONNXRUNTIME_BODIES.get(node.op_type, write)
-    function = write(node, dtype, opset, dims)
+    if node.op_type in FUSED_BODIES and (onnxruntime or opset >= FUSED_OPSET):
+        domain = "" if opset >= FUSED_OPSET else FUSED_DOMAIN
+        imports = {"": opset, **({domain: 1} if domain else {})}
+        function = FUSED_BODIES[node.op_type](node, dtype, dims, imports, domain)
+    else:
+        function = write(node, dtype, opset, dims)
     if kept not in (0, dtype):
         _keep(function, node, dtype, kept)
     return function

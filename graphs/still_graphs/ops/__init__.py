@@ -10,5 +10,7 @@ from still_graphs.ops.spec import DOMAIN, OpSpec
 
 OPS: dict[str, OpSpec] = {op.name: op for op in (HYBRID_ATTENTION, ATTENTION, LINEAR_ATTENTION, CAUSAL_CONV)}
 """Every op of the domain by its ONNX name."""
+OPSET, FUSED_OPSET = 23, 27
+"""Of ai.onnx in portable graphs, and the first that has ops which bodies can stand around."""
 
-__all__ = ["DOMAIN", "OPS", "OpSpec"]
+__all__ = ["DOMAIN", "FUSED_OPSET", "OPS", "OPSET", "OpSpec"]

@@ -61,6 +61,21 @@ def test_a_package_in_half_precision(family: str, tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.slow
+def test_a_package_at_the_opset_that_has_the_ops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With ops of ai.onnx alone, whose kernels ONNX Runtime has."""
+    linear_model("qwen3_5_text").save_pretrained(tmp_path / "model")
+    assert call("export", tmp_path / "model", "-o", tmp_path / "package", "--opset", "27", "--quiet") == 0
+    model = onnx.load(tmp_path / "package/model.onnx", load_external_data=False)
+    assert {(o.domain, o.version) for o in model.opset_import} == {("", 27), ("still", 1)}
+    nodes = [n.op_type for f in model.functions for n in f.node]
+    assert {"LinearAttention", "CausalConvWithState"} <= set(nodes)
+    sizes = ("--lengths", "1,65", "--decode-steps", "4")
+    assert call("verify", tmp_path / "package", *sizes, "--quiet") == 0, capsys.readouterr().out
+    assert call("export", tmp_path / "model", "-o", tmp_path / "other", "--opset", "25", "--quiet") == 2
+    assert "graphs are written at opset 23 or 27" in capsys.readouterr().err
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_the_native_kernels_run_it(built: None, dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     linear_model("qwen3_5_text").save_pretrained(tmp_path / "model")

@@ -1,4 +1,4 @@
-"""The body of still::CausalConv around ONNX Runtime's own op."""
+"""The body of still::CausalConv around CausalConvWithState, which ai.onnx has since opset 27, and ONNX Runtime in its own domain."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from still_graphs.functions.builder import FLOAT, Scope
 from still_graphs.functions.causal_conv.layer import Layer, as_function
 from still_graphs.functions.counts import checked_new_tokens
 
-DOMAIN, VERSION = "com.microsoft", 1
 
+def fused_body(
+    node: onnx.NodeProto, dtype: int, dims: Mapping[str, int], imports: Mapping[str, int], domain: str
+) -> onnx.FunctionProto:
+    """The function of `node` around `domain`'s op, in float32, which alone ONNX Runtime has a kernel for on the CPU.
 
-def onnxruntime_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
-    """The function of `node` around com.microsoft::CausalConvWithState, which on the CPU has a kernel for float32 alone.
-
-    Its op has no lengths of rows, and its state is that behind the padding: it is taken for full rows, and gathered for others.
+    The op has no lengths of rows, and its state is that behind the padding: it is taken for full rows, and gathered for others.
     """
     layer = Layer.of(node, dims)
     b = Scope()
@@ -35,7 +35,7 @@ def onnxruntime_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping
         wide("bias") if layer.bias else None,
         past,
         out=[b.fresh("convolved"), b.fresh("state")],
-        domain=DOMAIN,
+        domain=domain,
         activation=layer.activation,
     )
     real = b.unsqueeze(b("Less", b.arange(tokens), new), 2)  # [B, T, 1]
@@ -47,4 +47,4 @@ def onnxruntime_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping
     whole = b.unsqueeze(b("Equal", new, tokens), 2)
     state = b("Where", whole, full, layer.latest(b, layer.known(b, past, given), new))
     b.cast(state, dtype, out="present_conv_state")
-    return as_function(b, node, [helper.make_opsetid("", opset), helper.make_opsetid(DOMAIN, VERSION)])
+    return as_function(b, node, [helper.make_opsetid(*each) for each in imports.items()])

@@ -1,4 +1,4 @@
-"""The body of still::LinearAttention for ONNX Runtime, around its own op of that name: no library of ours is needed."""
+"""The body of still::LinearAttention around the op of that name which ai.onnx has since opset 27, and ONNX Runtime in its own domain."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from still_graphs.functions.counts import checked_new_tokens
 from still_graphs.functions.linear_attention.layer import Layer, mention_absent
 from still_graphs.ops.linear_attention import LINEAR_ATTENTION
 
-DOMAIN, VERSION = "com.microsoft", 1
 
+def fused_body(
+    node: onnx.NodeProto, dtype: int, dims: Mapping[str, int], imports: Mapping[str, int], domain: str
+) -> onnx.FunctionProto:
+    """The function of `node` around `domain`'s op, in float32, which alone ONNX Runtime has a kernel for on the CPU.
 
-def onnxruntime_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
-    """The function of `node`: in float32, which alone ONNX Runtime has a kernel for on the CPU.
-
-    Its op has no lengths of rows: at padding key, value, decay and beta become 0, which leaves the state as it is to the bit.
+    The op has no lengths of rows: at padding key, value, decay and beta become 0, which leaves the state as it is to the bit.
     """
     layer = Layer.of(node, dims)
     b = Scope()
@@ -32,20 +32,23 @@ def onnxruntime_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping
         """[B, T, ...] as [B, T, channels], 0 at padding."""
         return b.reshape(b("Where", b.unsqueeze(real, *range(2, rank)), value, 0.0), 0, 0, -1)
 
-    query = wide("query")
+    query, key = wide("query"), wide("key")
     if layer.query_groups < layer.heads:
         shape = b.shape(1, 1, 1, layer.heads // layer.query_groups, 1, 1)
         query = b("Expand", b.unsqueeze(query, 3), shape)
+    if not domain and layer.key_heads < layer.heads:  # ai.onnx's has as many heads of keys as of values
+        key = b("Expand", b.unsqueeze(key, 3), b.shape(1, 1, 1, layer.heads // layer.key_heads, 1))
+        key = b.reshape(key, 0, 0, layer.heads, layer.dim)
     output = b.multi(
         "LinearAttention",
         b.reshape(query, 0, 0, -1),
-        masked(wide("key"), 4),
+        masked(key, 4),
         masked(wide("value"), 4),
         "past_recurrent_state",
         masked("decay", 4) if layer.decay else None,
         masked("beta", 3) if layer.beta else None,
         out=[b.fresh("attended"), "present_recurrent_state"],
-        domain=DOMAIN,
+        domain=domain,
         q_num_heads=layer.heads * layer.shared,
         kv_num_heads=layer.heads,
         update_rule=layer.rule,
@@ -62,6 +65,6 @@ def onnxruntime_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping
         list(LINEAR_ATTENTION.input_names()),
         list(LINEAR_ATTENTION.output_names()),
         b.nodes,
-        [helper.make_opsetid("", opset), helper.make_opsetid(DOMAIN, VERSION)],
+        [helper.make_opsetid(*each) for each in imports.items()],
         [],
     )
