@@ -18,6 +18,7 @@ from still_export.runners.ort import OrtModel
 from still_export.runners.sampling import Sampling
 from tests.still_export.export.test_native import built
 from tests.still_export.linear_models import FAMILIES, VOCAB, linear_model
+from tests.still_export.packages import needs_rtx
 
 __all__ = ["built"]
 
@@ -143,3 +144,14 @@ def test_gpu_kernels_that_are_not_there_are_refused(
     assert call(tmp_path / "model", *arguments, "-o", output, "--quiet") == 2
     assert "20 taps; the kernels have at most 16" in capsys.readouterr().err
     assert not output.exists()
+
+
+@needs_rtx
+@pytest.mark.parametrize("family", [pytest.param(f, marks=pytest.mark.long) for f in FAMILIES])
+def test_tensorrt_rtx_builds_an_engine(family: str, tmp_path: Path) -> None:
+    """Of the bodies in the place of plugins; the GPU that it is for is not needed."""
+    linear_model(family).save_pretrained(tmp_path / "model")
+    options = ("--to", "trt-rtx", "--arch", "sm_89", "--prefill-tokens", "64", "--quiet")
+    assert call(tmp_path / "model", *options, "-o", tmp_path / "package") == 0
+    (engine,) = json.loads((tmp_path / "package/manifest.json").read_text())["engines"]
+    assert (tmp_path / "package" / engine["file"]).stat().st_size == engine["size_bytes"] > 0
