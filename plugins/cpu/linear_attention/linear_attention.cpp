@@ -46,7 +46,11 @@ void attention(Layer const& layer, Tensors const& tensors, int batch, int64_t co
         int const row = static_cast<int>(index / heads), head = static_cast<int>(index % heads);
         kernels.run({&layer, &tensors, row, head, brought[row], rooms.first + lane * rooms.distance});
     };
-    spread(host, rooms.lanes, static_cast<size_t>(batch) * heads, run);
+    size_t const tasks = static_cast<size_t>(batch) * heads;
+    if (tensors.tokens < kLeastChunked)
+        spread_evenly(host, rooms.lanes, tasks, run);
+    else
+        spread(host, rooms.lanes, tasks, run);
     size_t const element = layer.half ? 2 : 4;
     size_t const token = heads * static_cast<size_t>(layer.shared) * static_cast<size_t>(layer.size) * element;
     for (int row = 0; row < batch; ++row)
