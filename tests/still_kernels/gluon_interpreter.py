@@ -1,14 +1,15 @@
-"""Runs kernels in Gluon for sm_90 on the CPU, as far as `gluon_attend.py` needs it: Triton's interpreter has none of it.
+"""Runs kernels in Gluon on the CPU, as far as those of this tree need it: Triton's interpreter has none of it.
 
 A kernel's file is executed with stand-ins for Gluon's modules. Partitions are threads that meet at memory barriers and named barriers as on
 hardware, in some other order each time; who waits for ever is an error. Products are computed when they are waited for, and an operand
-in shared memory that changed since they were issued is an error; so are addresses outside of tensors. Layouts mean nothing here, and
-fences do nothing: what they are for is seen on a GPU alone.
+in shared memory that changed since they were issued is an error; so are addresses outside of tensors. Arithmetic in assembly is computed
+by `ptx.py`. Layouts mean nothing here, and fences do nothing: what they are for is seen on a GPU alone.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import random
 import re
@@ -23,6 +24,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from tests.still_kernels import ptx
+
 PATIENCE_S = 60.0
 SHIFT = 40  # bits of an address within a tensor
 
@@ -36,7 +39,8 @@ class Machine:
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
-        self.program, self.programs = 0, 1
+        self.program: tuple[int, ...] = (0,)
+        self.programs: tuple[int, ...] = (1,)
         self.changed = threading.Condition()
         self.failures: list[BaseException] = []
         self.named: dict[int, list[int]] = {}
@@ -252,10 +256,11 @@ def warpgroup_mma_wait(outstanding: int, deps: list[Any]) -> Any:
     return found[0] if len(found) == 1 else tuple(found)
 
 
-def inline_asm(text: str, *_: Any, **__: Any) -> None:
-    """Named barriers of two groups of four warps: one waits, the other need not."""
+def inline_asm(text: str, constraints: str, arguments: list[Tensor], **_: Any) -> Any:
+    """Arithmetic; or named barriers of two groups of four warps: one waits, the other need not."""
     found = re.match(r"bar\.(sync|arrive) (\d+), 256;", text)
-    assert found
+    if found is None:
+        return ptx.run(text, constraints, arguments)
     with machine.changed:
         state = machine.named.setdefault(int(found[2]), [0, 0])  # arrivals, rounds
         state[0] += 1
@@ -265,6 +270,10 @@ def inline_asm(text: str, *_: Any, **__: Any) -> None:
             machine.changed.notify_all()
         if found[1] == "sync":
             machine.wait(lambda: state[1] > mine, f"named barrier {found[2]}")
+
+
+def mma(a: Tensor, b: Tensor, acc: Tensor) -> Tensor:
+    return acc + a.float() @ b.float()
 
 
 def warp_specialize(partitions: list[Any], *_: Any) -> None:
@@ -307,13 +316,26 @@ def _ignored(*_: Any, **__: Any) -> None:
     return None
 
 
+def _expand_dims(x: Any, axis: int) -> Any:
+    if isinstance(x, Pointer):
+        return Pointer(x.address.unsqueeze(axis), x.kind)
+    return x.unsqueeze(axis)
+
+
+_convert = torch.Tensor.to
+
+
+def _to(self: Tensor, dtype: Any, *arguments: Any, bitcast: bool = False, **named: Any) -> Tensor:
+    return self.view(dtype) if bitcast else _convert(self, dtype, *arguments, **named)
+
+
 language = types.SimpleNamespace(
     constexpr=lambda value: value,
-    int32=torch.int32, int64=torch.int64, float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16,
+    int16=torch.int16, int32=torch.int32, int64=torch.int64, float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16,
     static_range=range,
     static_assert=lambda condition, message: None,
-    program_id=lambda axis: torch.tensor(machine.program),
-    num_programs=lambda axis: torch.tensor(machine.programs),
+    program_id=lambda axis: torch.tensor(machine.program[axis]),
+    num_programs=lambda axis: torch.tensor(machine.programs[axis]),
     arange=lambda begin, end, layout=None: torch.arange(begin, end),
     zeros=lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype),
     zeros_like=torch.zeros_like,
@@ -321,9 +343,12 @@ language = types.SimpleNamespace(
     load=load, store=store, where=where,
     minimum=_both(torch.minimum), maximum=_both(torch.maximum),
     max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis), exp2=torch.exp2,
-    convert_layout=lambda value, layout: value,
+    convert_layout=lambda value, layout, assert_trivial=False: value,
     allocate_shared_memory=allocate, inline_asm_elementwise=inline_asm, warp_specialize=warp_specialize,
+    expand_dims=_expand_dims, join=lambda x, y: torch.stack(torch.broadcast_tensors(x, y), -1), reshape=torch.reshape,
+    permute=torch.permute,
     BlockedLayout=_ignored, SliceLayout=_ignored, NVMMADistributedLayout=_ignored, DotOperandLayout=_ignored,
+    DistributedLinearLayout=_ignored,
 )  # fmt: skip
 hopper = types.SimpleNamespace(
     fence_async_shared=_ignored,
@@ -341,7 +366,7 @@ def interpreted(path: Path) -> dict[str, Any]:
     """What a kernel's file defines, to be run here."""
     from still_kernels import triton_shared
 
-    gluon = types.SimpleNamespace(jit=_jit, language=language)
+    gluon = types.SimpleNamespace(jit=_jit, constexpr_function=_jit, language=language)
     shared = types.SimpleNamespace(
         LOG2E=triton_shared.LOG2E.value, ROWS=triton_shared.ROWS, row_of=triton_shared.row_of
     )
@@ -349,6 +374,7 @@ def interpreted(path: Path) -> dict[str, Any]:
         "triton.experimental": types.SimpleNamespace(gluon=gluon),
         "triton.experimental.gluon": gluon,
         "triton.experimental.gluon.language": language,
+        "triton.experimental.gluon.language.nvidia.ampere": types.SimpleNamespace(mma_v2=mma),
         "triton.experimental.gluon.language.nvidia.hopper": hopper,
         "still_kernels.triton_shared": shared,
     }
@@ -358,11 +384,12 @@ def interpreted(path: Path) -> dict[str, Any]:
     return found
 
 
-def run(function: Any, programs: int, arguments: dict[str, Any], seed: int = 0) -> None:
+def run(function: Any, programs: int | tuple[int, ...], arguments: dict[str, Any], seed: int = 0) -> None:
     """Run the programs of a kernel, one after the other, its threads in an order that `seed` decides.
 
     Args:
         function: Gluon's.
+        programs: The grid.
         arguments: All of them by name; tensors are passed as pointers.
 
     Raises:
@@ -373,6 +400,8 @@ def run(function: Any, programs: int, arguments: dict[str, Any], seed: int = 0) 
     machine.random.seed(seed)
     kernel = interpreted(Path(function.fn.__code__.co_filename))[function.fn.__name__]
     given = {name: machine.pointer(value) if isinstance(value, Tensor) else value for name, value in arguments.items()}
-    for program in range(programs):
-        machine.program, machine.programs, machine.named = program, programs, {}
-        kernel(**given)
+    grid = (programs,) if isinstance(programs, int) else programs
+    with patch.object(torch.Tensor, "to", _to):
+        for program in itertools.product(*map(range, grid)):
+            machine.program, machine.programs, machine.named = program, grid, {}
+            kernel(**given)
