@@ -70,13 +70,21 @@ OWN = (
     "kernels/still_kernels/attention/",
     "kernels/still_kernels/linear_attention/",
     "kernels/still_kernels/causal_conv/",
+    "kernels/still_kernels/matmul_nbits/",
+    "still_export/quantization/",
     "still_export/mixers/",
     "still_export/models/",
     "still_export/linearization/",
     "still_export/cli/",
 )
 REGISTRATIONS = {
-    "kernels/still_kernels/op_kernels.py": {*OPS, "hybrid_attention", "linear_attention", "causal_conv"},
+    "kernels/still_kernels/op_kernels.py": {
+        *OPS,
+        "hybrid_attention",
+        "linear_attention",
+        "causal_conv",
+        "matmul_nbits",
+    },
     "still_export/proof/excuses.py": {"HybridAttention", "hybrid_attention"},
 }
 """One line an op, and what stands in it."""

@@ -18,7 +18,12 @@ from still_graphs.ops import OPS, OpSpec
 from still_graphs.ops.spec import AttributeSpec, TensorSpec
 
 FOLDERS = pathlib.Path(__file__).resolve().parents[1] / "plugins/cpu"
-TYPES = {"T": "ElementType::kActivation", "float32": "ElementType::kFloat32", "int64": "ElementType::kInteger"}
+TYPES = {
+    "T": "ElementType::kActivation",
+    "float32": "ElementType::kFloat32",
+    "int64": "ElementType::kInteger",
+    "int32": "ElementType::kInt32",
+}
 KINDS = {int: "AttributeKind::kInteger", float: "AttributeKind::kFloat", str: "AttributeKind::kString"}
 
 

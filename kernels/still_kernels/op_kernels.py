@@ -155,6 +155,7 @@ _PLACES = {
     "Attention": "still_kernels.attention.variants",
     "LinearAttention": "still_kernels.linear_attention.variants",
     "CausalConv": "still_kernels.causal_conv.variants",
+    "MatMulNBits": "still_kernels.matmul_nbits.variants",
 }
 """Where the `KERNELS` of each op are."""
 

@@ -52,6 +52,7 @@ Type concrete(TensorSpec const& spec, Call const& call)
     case ElementType::kActivation: return spec.narrow ? call.kept : call.activation;
     case ElementType::kFloat32: return Type::kFloat32;
     case ElementType::kInteger: return call.count;
+    case ElementType::kInt32: return Type::kInt32;
     }
     return Type::kNone;
 }

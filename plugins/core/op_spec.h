@@ -8,7 +8,7 @@
 namespace still
 {
 
-enum class ElementType { kActivation, kFloat32, kInteger };
+enum class ElementType { kActivation, kFloat32, kInteger, kInt32 }; // kInteger: counts, of 32 or 64 bits as the host has them
 enum class AttributeKind { kInteger, kFloat, kString };
 
 struct TensorSpec

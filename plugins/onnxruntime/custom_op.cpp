@@ -83,6 +83,7 @@ struct Op : OrtCustomOp
         {
         case still::ElementType::kFloat32: return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
         case still::ElementType::kInteger: return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
+        case still::ElementType::kInt32: return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
         default: return element_of(tensor.narrow ? kept : activation);
         }
     }

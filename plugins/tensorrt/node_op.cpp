@@ -25,7 +25,8 @@ bool NodeOp::accepts(int32_t position, nvinfer1::DataType type, nvinfer1::DataTy
     switch (spec.type)
     {
     case ElementType::kFloat32: return actual == Type::kFloat32;
-    case ElementType::kInteger: return actual == Type::kInt32;
+    case ElementType::kInteger:
+    case ElementType::kInt32: return actual == Type::kInt32;
     case ElementType::kActivation: break;
     }
     if (position != first_activation())
@@ -48,7 +49,8 @@ nvinfer1::DataType NodeOp::output_type(int32_t index, nvinfer1::DataType const* 
     switch (mOp.outputs()[static_cast<size_t>(index)]->type)
     {
     case ElementType::kActivation: return inputs[first_activation()];
-    case ElementType::kInteger: return nvinfer1::DataType::kINT32;
+    case ElementType::kInteger:
+    case ElementType::kInt32: return nvinfer1::DataType::kINT32;
     case ElementType::kFloat32: break;
     }
     return nvinfer1::DataType::kFLOAT;
@@ -125,15 +127,18 @@ void NodeOp::preload() const
 
 std::optional<std::pair<size_t, size_t>> NodeOp::locate(std::string const& symbol, std::vector<int32_t> const& ranks) const
 {
-    for (size_t i = 0; i < mOp.inputs().size(); ++i)
+    for (bool const weights : {false, true}) // those last: theirs may be 1 for all heads
     {
-        TensorSpec const& spec = *mOp.inputs()[i];
-        if (spec.weight)
-            continue; // may be shared by all heads
-        auto const end = spec.shape.end() - (joined(spec, ranks[i]) ? 2 : 0);
-        auto const found = std::find(spec.shape.begin(), end, symbol);
-        if (found != end)
-            return std::make_pair(i, static_cast<size_t>(found - spec.shape.begin()));
+        for (size_t i = 0; i < mOp.inputs().size(); ++i)
+        {
+            TensorSpec const& spec = *mOp.inputs()[i];
+            if (spec.weight != weights)
+                continue;
+            auto const end = spec.shape.end() - (joined(spec, ranks[i]) ? 2 : 0);
+            auto const found = std::find(spec.shape.begin(), end, symbol);
+            if (found != end)
+                return std::make_pair(i, static_cast<size_t>(found - spec.shape.begin()));
+        }
     }
     return std::nullopt;
 }

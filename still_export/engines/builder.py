@@ -11,6 +11,7 @@ from typing import Any
 
 from still_export.engines.builder_log import Progress, file_logger, progress_monitor
 from still_export.engines.options import QUANTIZED_MAJOR, TrtOptions
+from still_export.quantization.policy import PLUGIN
 from still_export.errors import StillExportError
 from still_export.package.folder import MODEL, Package
 from still_graphs.states import StateTable
@@ -84,10 +85,10 @@ class EngineBuilder:
         """Build, check and write the engine; its manifest entry."""
         module, target = self.module, self.trt.target
         quantization = self.package.manifest.get("quantization")
-        if quantization and self.major < QUANTIZED_MAJOR:
+        if quantization and self.major < QUANTIZED_MAJOR and quantization.get("nodes") != PLUGIN:
             raise BuildError(
                 f"the weights of {self.package.path} are {quantization['scheme']}, which TensorRT {module.__version__} does not read; "
-                f"build with TensorRT {QUANTIZED_MAJOR} or later, or export without --quantize."
+                f"build with TensorRT {QUANTIZED_MAJOR} or later, or export with the headers of TensorRT {self.major}."
             )
         if target == "trt":
             from still_export.runners.cuda_driver import Driver

@@ -27,6 +27,12 @@ def add_node(
     return node.outputs[0]
 
 
+def typed(value: ir.Value, shape: Sequence[int | str | ir.SymbolicDim | None], dtype: ir.DataType) -> ir.Value:
+    """`value`, which now says its shape and type: those of ops that tools do not know cannot be inferred."""
+    value.shape, value.type = ir.Shape(shape), ir.TensorType(dtype)
+    return value
+
+
 def put_in_place(old: ir.Value, new: ir.Value) -> None:
     """Let `new` stand where `old` did, under its name."""
     new.name, new.shape, new.type = old.name, old.shape, old.type

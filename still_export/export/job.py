@@ -12,7 +12,7 @@ from still_export.engines.options import TrtOptions
 from still_export.errors import ConfigError
 from still_export.export.genai_package import demand_genai, export_genai
 from still_export.export.onnx_package import ExportOptions, Progress, export_onnx
-from still_export.export.trt_package import export_trt
+from still_export.export.trt_package import export_trt, weight_layout
 from still_export.package.files import MANIFEST
 from still_export.package.folder import Package
 from still_graphs.ops import OPSET
@@ -103,7 +103,9 @@ def plan_job(to: str | None, asked: Mapping[str, Any], manifest: dict[str, Any] 
     options = ExportOptions(**given) if manifest is None else replace(ExportOptions.from_manifest(manifest), **given)
     # The manifest is read from other working directories.
     options = replace(options, model=_absolute(options.model), overlays=tuple(map(_absolute, options.overlays)))
-    options.quantization(target)  # a refusal comes before anything is read
+    before = recorded if recorded.get("target") == target else {}
+    engines = None if target in OF_ONNXRUNTIME else TrtOptions.from_manifest(before, target=target, **trt)
+    options.quantization(weight_layout(engines) if engines else target)  # a refusal comes before anything is read
     if cache := options.still.get("cache"):
         if target in OF_TENSORRT:
             raise ConfigError(
@@ -115,11 +117,10 @@ def plan_job(to: str | None, asked: Mapping[str, Any], manifest: dict[str, Any] 
             )
     if target == "genai":
         demand_genai(options)
-    if target in OF_ONNXRUNTIME:
+    if engines is None:
         return Job(options, target, onnxruntime_include=include)
     options = replace(options, native=False, archs=(), opset=OPSET)  # a repeated export to ONNX may have it
-    before = recorded if recorded.get("target") == target else {}
-    return Job(options, target, TrtOptions.from_manifest(before, target=target, **trt), dump_dir=dump_dir)
+    return Job(options, target, engines, dump_dir=dump_dir)
 
 
 def _refuse_flags_of_others(target: str, given: Mapping[str, Any]) -> None:

@@ -80,7 +80,8 @@ def lower_program(traced: TracedModel, weights: Weights | None = None) -> ir.Mod
         Opset 23, IR 10, without function bodies (`attach_functions` adds them last). Weights have the model's names; those of products
         are stored as [in, out].
     """
-    table = {getattr(getattr(torch.ops, s.domain), s.torch_name).default: _translation(s) for s in OPS.values()}
+    traced_ops = [s for s in OPS.values() if s.traced]
+    table = {getattr(getattr(torch.ops, s.domain), s.torch_name).default: _translation(s) for s in traced_ops}
     with _without_exporter_noise():
         program = torch.onnx.export(
             traced.program,

@@ -17,6 +17,7 @@ from still_export.export.plugins import build_plugins, compile_archive, find_ten
 from still_export.package.bundle import PROGRAMS, write_programs
 from still_export.package.folder import MANIFEST, MODEL, Package, open_package, staged_folder, write_manifest
 from still_export.package.trust import trust
+from still_export.quantization.policy import LAYOUTS, PLUGIN
 
 KERNELS = "kernels.bin"
 WEIGHTS = f"{MODEL}.data"
@@ -49,13 +50,17 @@ def export_trt(
         StillExportError: The model cannot be exported, no kernel covers it, or the package cannot be written.
     """
     say = progress or silent
+    layout = weight_layout(trt)
     if trt.target == "trt":  # what is wrong is refused before minutes of work
-        headers = find_tensorrt_headers(trt.tensorrt_include)
-        if options.quantize:
-            _demand_quantized(options.quantize, headers)
+        find_tensorrt_headers(trt.tensorrt_include)
+    if options.quantize and LAYOUTS[layout].nodes == PLUGIN and options.dtype != "float16":
+        raise UnsupportedError(
+            f"--quantize {options.quantize} beside --dtype {options.dtype}: {LAYOUTS[layout].form} multiplies with float16. "
+            "Export with --dtype float16, or name the headers of TensorRT 10 or later alone with --tensorrt-include."
+        )
     with staged_folder(target, force) as folder:
         portable = folder / ".portable"
-        export_onnx(options, portable, command=command, progress=progress, final=trt.target)
+        export_onnx(options, portable, command=command, progress=progress, final=layout)
         say(f"lowering for {trt.target}")
         _fill(portable, folder, trt, say, os.replace, dump_dir)
         shutil.rmtree(portable)
@@ -65,14 +70,11 @@ def export_trt(
     return open_package(target, check_hashes=False)
 
 
-def _demand_quantized(scheme: str, headers: list[Path]) -> None:
-    """Raise UnsupportedError where the plugin would be compiled for a TensorRT that reads no quantized weights."""
-    for include in headers:
-        if (major := tensorrt_major(include)) < QUANTIZED_MAJOR:
-            raise UnsupportedError(
-                f"--quantize {scheme} is for TensorRT {QUANTIZED_MAJOR} and later, and {include} has the headers of TensorRT {major}; "
-                "name those of a later one with --tensorrt-include, or leave out --quantize."
-            )
+def weight_layout(trt: TrtOptions) -> str:
+    """How weights in few bits are held (policy.LAYOUTS): where a library is for a TensorRT that reads none, a plugin reads them."""
+    headers = find_tensorrt_headers(trt.tensorrt_include) if trt.target == "trt" else []
+    old = any(tensorrt_major(include) < QUANTIZED_MAJOR for include in headers)
+    return f"{trt.target}-8" if old else trt.target
 
 
 def lower_package(source: Package, trt: TrtOptions, folder: Path, progress: Progress | None = None) -> Package:
@@ -93,6 +95,7 @@ def _fill(
 ) -> None:
     import onnx
 
+    from still_graphs.ops import OPS
     from still_graphs.pipelines import TARGETS, run_pipeline
 
     manifest = json.loads((source / MANIFEST).read_text())
@@ -116,7 +119,8 @@ def _fill(
         target=trt.target,
         prefill_tokens=trt.prefill_tokens,
         trt={**{k: list(v) if isinstance(v, tuple) else v for k, v in config.items()}, "passes": passes},
-        plugin_layers=_plugin_nodes(graph),
+        plugin_layers=(nodes := _plugin_nodes(graph)),
+        ops={**manifest["ops"], **{name: OPS[name].version for name in nodes}},
         value_types=_value_types(graph) if target.plugins else {},
         engines=[],
     )

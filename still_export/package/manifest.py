@@ -125,9 +125,10 @@ class AdapterPlace(Record):
 
 
 class Quantization(Record):
-    """Weights in few bits; `block_size` null: a scale for each output."""
+    """Weights in few bits; `block_size` null: a scale for each output. `nodes`: what computes with them (quantization/policy.py)."""
 
     scheme: Literal["int8", "int4"]
+    nodes: str | None = None
     block_size: Annotated[int, Field(ge=16, le=256)] | None
     lora: Literal["apart", "merged"]
     roles: dict[str, list[QuantizedRole]]

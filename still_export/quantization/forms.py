@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from still_export.mixers.roles import EMBEDDING
 from still_export.models.weights import Deferred, Pair, Weight
-from still_export.quantization.policy import HALF, Quantization
+from still_export.quantization.policy import DEQUANTIZED, HALF, Quantization
 
 EXACT = "exact"
 """The method of blocks that are taken over from the source as they are."""
@@ -69,9 +69,8 @@ def form_of(weight: Weight, role: str, asked: Quantization) -> Form | None:
             blocks
             and asked.block_of(blocks.bits, weight.shape[1]) == SOURCE_BLOCK
             and blocks.bits <= bits
-            and (
-                blocks.bits < 8 or not asked.layout.standard
-            )  # TensorRT wants positive scales, which a file may not have
+            # TensorRT wants positive scales, which a file may not have.
+            and (blocks.bits < 8 or asked.layout.nodes != DEQUANTIZED)
             and (role != EMBEDDING or blocks.bits == 8)
         ):
             return Form(blocks.bits, EXACT, base, False, blocks.offsets, blocks.half_scales, pairs)

@@ -62,13 +62,13 @@ def quantize_graph(model: ir.Model, weights: Weights, roles: Mapping[str, str], 
         gathers += [(weight, node) for node in rows]
     places = []
     for group in groups.values():
-        product = PRODUCTS[asked.layout.standard](model, list(dict.fromkeys(weight for weight, _ in group)))
+        product = PRODUCTS[asked.layout.nodes](model, list(dict.fromkeys(weight for weight, _ in group)))
         product.write([node for _, node in group])
         places += [product.place] if product.place else []
     for weight, node in gathers:  # after the products: rows of a tied embedding are the head's blocks
         _write_rows(model, weight, node)
-    if not asked.layout.standard:
-        model.graph.opset_imports[CONTRIB] = 1
+    if domain := PRODUCTS[asked.layout.nodes].domain:
+        model.graph.opset_imports[domain] = 1
     made = {name: (form.bits if form.base is not None else None, form.method) for name, form in forms.items()}
     return account(asked, roles, made, places)
 

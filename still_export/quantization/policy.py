@@ -12,6 +12,9 @@ from still_export.errors import ConfigError
 from still_export.mixers.roles import EMBEDDING, FEATURE_MAP, FEED_FORWARD, GATE, HEAD, NORM, PROJECTION
 
 SCHEMES = ("int8", "int4")
+NODES = "com.microsoft", "dequantized", "plugin"
+"""What computes with weights in few bits: nodes of ONNX Runtime's own, standard nodes that dequantize before a product, plugins."""
+RUNTIME, DEQUANTIZED, PLUGIN = NODES
 METHODS = ("rtn", "k_quant", "hqq")
 HALF = 16
 """Bits of a weight in half precision, which is cast to the model's type when it is read."""
@@ -30,7 +33,7 @@ class Layout:
     Args:
         form: Its name for people.
         block_sizes: How many weights along a product's inputs may share a scale; the first is the default.
-        standard: Weights are dequantized by a standard node before a product; else nodes of ONNX Runtime's own read them.
+        nodes: Of NODES.
         zero_points: Blocks of 4 bits have them; else the middle of their grid is 0.
         blocks_of_eight: 8 bits have a scale for each block too; else one for each output.
         rows: An embedding's rows can be read in 8 bits.
@@ -38,20 +41,21 @@ class Layout:
 
     form: str
     block_sizes: tuple[int, ...]
-    standard: bool = True
+    nodes: str = DEQUANTIZED
     zero_points: bool = False
     blocks_of_eight: bool = False
     rows: bool = False
 
 
-ONNXRUNTIME = Layout("MatMulNBits", (32, 16, 64, 128, 256), False, True, True, True)
+ONNXRUNTIME = Layout("MatMulNBits", (32, 16, 64, 128, 256), RUNTIME, True, True, True)
 LAYOUTS = {
     "onnx": ONNXRUNTIME,
     "genai": ONNXRUNTIME,
     "trt": Layout("TensorRT's INT4", (64, 128)),
+    "trt-8": Layout("the plugin for TensorRT 8.6", (32, 64, 128), PLUGIN, True, True),
     "trt-rtx": Layout("TensorRT-RTX's INT4", (32, 64, 128), blocks_of_eight=True),
 }
-"""By target."""
+"""By target; TensorRT before 10 has none of its own."""
 
 
 @dataclass(frozen=True)
@@ -118,20 +122,18 @@ class Quantization:
                 near = difflib.get_close_matches(value, known, 1)
                 hint = f" Did you mean {near[0]}?" if near else ""
                 raise ConfigError(f"--{flag} {value} is unknown; known: {', '.join(known)}.{hint}")
-        if self.adapters and self.layout.standard:
-            raise ConfigError(
-                f"--adapters is for --to onnx, not for --to {self.target}; add the adapter with --overlay."
-            )
+        if self.adapters and self.layout.nodes != RUNTIME:
+            raise ConfigError(f"--adapters is for --to onnx, not for --to {self.to}; add the adapter with --overlay.")
         if self.method != DEFAULT_METHOD and not self.layout.zero_points:
             raise ConfigError(
-                f"--quantize-method {self.method} gives zero points, which {self.layout.form} has not; --to {self.target} takes "
+                f"--quantize-method {self.method} gives zero points, which {self.layout.form} has not; --to {self.to} takes "
                 f"{DEFAULT_METHOD}."
             )
         sizes = self.layout.block_sizes
         if self.scheme == "int8" and not self.layout.blocks_of_eight:
             if self.block_size:
                 raise ConfigError(
-                    f"--quantize-block is for --quantize int4: --to {self.target} has a scale for each output of 8-bit weights."
+                    f"--quantize-block is for --quantize int4: --to {self.to} has a scale for each output of 8-bit weights."
                 )
             return
         if not self.block_size:
@@ -140,6 +142,11 @@ class Quantization:
             raise ConfigError(
                 f"--quantize-block {self.block_size}: {self.layout.form} has {', '.join(map(str, sorted(sizes)))}."
             )
+
+    @property
+    def to(self) -> str:
+        """The target as `--to` has it."""
+        return self.target.removesuffix("-8")
 
     @property
     def layout(self) -> Layout:
@@ -176,6 +183,7 @@ def account(
         found.setdefault(role, []).append({"bits": bits, "method": method, "weights": count})
     return {
         "scheme": asked.scheme,
+        "nodes": asked.layout.nodes,
         "block_size": asked.block_size or None,
         "lora": asked.lora,
         "roles": found,

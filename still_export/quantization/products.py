@@ -1,4 +1,5 @@
-"""Products with quantized weights: those that ONNX Runtime has a node for, and those whose weight a standard node dequantizes.
+"""Products with quantized weights: those that ONNX Runtime has a node for, those whose weight a standard node dequantizes, and those of a
+plugin.
 
 Weights that the same value is multiplied with, in blocks of one kind, are one product, whose result is split: at a step's sizes a node
 costs more than its numbers. What blocks have no place for, offsets and LoRA's pairs, is one more product of two thin matrices for all of
@@ -16,12 +17,16 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from still_export.export.graph_edits import CONTRIB, add_node, store
+from still_export.errors import UnsupportedError
+from still_export.export.graph_edits import CONTRIB, add_node, store, typed
 from still_export.mixers.roles import FEED_FORWARD, GATE, PROJECTION
 from still_export.models.blocks import BlockWeight, unpack
 from still_export.models.weights import value_of
 from still_export.quantization.forms import CODES, LORA_A, LORA_B, SUMS, TOGETHER
+from still_export.quantization.policy import NODES
 from still_export.quantization.stored import StoredWeight, at_start, cast_value, replace_nodes, store_values
+from still_graphs.ops.matmul_nbits import MATMUL_NBITS
+from still_graphs.ops.spec import DOMAIN
 
 ADAPTED = (PROJECTION, FEED_FORWARD, GATE)
 """Roles of the weights that adapters are trained for."""
@@ -33,6 +38,9 @@ of 512 tokens takes twice as long (576 x 1,536, one thread, AVX-512 VNNI, ONNX R
 
 class Product(ABC):
     """One value times weights of one kind, side by side."""
+
+    domain = ""
+    """Of its nodes."""
 
     def __init__(self, model: ir.Model, weights: list[StoredWeight]) -> None:
         self.model, self.weights = model, weights
@@ -178,6 +186,8 @@ class Product(ABC):
 class BlockProduct(Product):
     """com.microsoft::MatMulNBits, which reads blocks, scales and zero points as BlockWeight has them."""
 
+    domain = CONTRIB
+
     def _multiplied(self, node: ir.Node, read: ir.Value) -> ir.Value:
         attributes = {
             "K": self.inputs,
@@ -226,8 +236,51 @@ class DequantizedProduct(Product):
         return {CODES: codes, "scales": scales, "weight": at_start(self.model, node, codes, self.dtype)}
 
 
-PRODUCTS: dict[bool, type[Product]] = {False: BlockProduct, True: DequantizedProduct}
-"""By Layout.standard."""
+class PluginProduct(Product):
+    """still::MatMulNBits, which reads what BlockWeight has, four bytes in a word."""
+
+    domain = DOMAIN
+
+    def _multiplied(self, node: ir.Node, read: ir.Value) -> ir.Value:
+        graph, rows = self.model.graph, read.shape
+        if rows is None or len(rows) not in (2, 3):
+            raise UnsupportedError(f"{node.name} multiplies {rows}, not tokens; export without --quantize.")
+        single = len(rows) == 2  # values of one token each
+        axis = None
+        if single:
+            axis = store(graph, ir.tensor([1], dtype=ir.DataType.INT64, name=f"{node.name}.axis"))
+            read = typed(add_node(graph, node, "Unsqueeze", [read, axis], "row"), [rows[0], 1, rows[1]], self.dtype)
+        attributes = {"bits": self.form.bits, "block_size": self.asked.block_size}
+        parts = [self.values.get(part) for part in ("blocks", "scales", "zero_points")]
+        shape = [rows[0], 1 if single else rows[1], self.outputs]
+        found = typed(
+            add_node(graph, node, MATMUL_NBITS.name, [read, *parts], "blocks", attributes, DOMAIN), shape, self.dtype
+        )
+        if axis is not None:
+            found = typed(add_node(graph, node, "Squeeze", [found, axis], "rows"), [rows[0], self.outputs], self.dtype)
+        return found
+
+    def _held(self) -> dict[str, ir.Value]:
+        words = self.inputs * self.form.bits // 32
+        packed = self._below_each_other(lambda w: w.packed)
+        found = {"blocks": self._stored("blocks", [self.outputs, words], ir.DataType.INT32, lambda: _words(packed()))}
+        scales = self._below_each_other(lambda w: w.scales)
+        found["scales"] = self._stored("scales", [self.outputs, self.blocks], self.dtype, scales)
+        if self.form.zero_points:
+            words, zero = -(-self.blocks * self.form.bits // 32), self._below_each_other(lambda w: w.zero_points)
+            shape = [self.outputs, words]
+            found["zero_points"] = self._stored("zero_points", shape, ir.DataType.INT32, lambda: _words(zero()))
+        return found
+
+
+PRODUCTS: dict[str, type[Product]] = dict(zip(NODES, (BlockProduct, DequantizedProduct, PluginProduct), strict=True))
+"""By Layout.nodes."""
+
+
+def _words(rows: np.ndarray) -> np.ndarray:
+    """Bytes of each row, filled up with 0 to whole words, as int32 with the first byte lowest."""
+    rows = rows.reshape(len(rows), -1)
+    return np.pad(rows, ((0, 0), (0, -rows.shape[1] % 4))).view("<i4")
 
 
 def _signed_rows(weight: BlockWeight) -> np.ndarray:

@@ -104,7 +104,10 @@ def _held_weights(path: Path, block_size: int, sizes: Mapping[str, int]) -> dict
 
     def values(names: str, part: str, axis: int, rows: slice) -> np.ndarray | None:
         tensor = parts.get(f"{names}.{part}")
-        return None if tensor is None else tensor.numpy()[(slice(None),) * axis + (rows,)]
+        if tensor is None:
+            return None
+        found = tensor.numpy()[(slice(None),) * axis + (rows,)]
+        return np.ascontiguousarray(found).view(np.uint8) if found.dtype == np.int32 else found  # words of bytes
 
     def whole(names: str, rows: slice) -> Tensor:
         total: np.ndarray | int = 0

@@ -177,6 +177,6 @@ def shapes_of(spec: OpSpec, sizes: dict[str, int], dtype: str, count: str, absen
         factor, _, symbol = str(dim).rpartition("*")
         return int(factor or 1) * sizes[symbol] if symbol in sizes else int(dim)
 
-    types = {"T": dtype, "float32": "float32", "int64": count}
+    types = {"T": dtype, "float32": "float32", "int64": count, "int32": "int32"}
     specs = [(t.name, t) for t in spec.inputs] + [(f"past_{s.name}", s) for s in spec.states]
     return [(types[t.dtype], tuple(size(d) for d in t.shape)) for name, t in specs if name not in absent]

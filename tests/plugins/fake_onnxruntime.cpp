@@ -55,6 +55,7 @@ ONNXTensorElementDataType type_of(char letter)
 {
     return letter == 'h' ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16
         : letter == 'f'  ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT
+        : letter == 'w'  ? ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32
                          : ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
 }
 

@@ -1,6 +1,6 @@
 // The call that stand-ins for hosts make, from the command line: LIBRARY OP FIRST_STATE ARGUMENT...
 //
-//   input=h:2.T.6.64     the inputs in order: h float16, f float32, i integers; T: the call's tokens. States begin at FIRST_STATE
+//   input=h:2.T.6.64     the inputs in order: h float16, f float32, i counts, w words of 32 bits; T: the call's tokens. States begin at FIRST_STATE
 //   name=i:4 name=f:0.5 name=s:text     attributes
 //   kernel=SYMBOL:pif    what a kernel takes (recording_driver.cpp)
 //

@@ -20,6 +20,7 @@ from still_graphs.ops.attention import ATTENTION
 from still_graphs.ops.causal_conv import CAUSAL_CONV
 from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 from still_graphs.ops.linear_attention import LINEAR_ATTENTION
+from still_graphs.ops.matmul_nbits import MATMUL_NBITS
 from still_kernels.op_kernels import kernels_of
 from tests.plugins.builds import FOLDERS, ROOT, TOY
 from tests.plugins.core_abi import Recorder, shapes_of, write_archive
@@ -115,6 +116,25 @@ def conv_archive(folder: Path) -> Path:
     )
 
 
+def matmul_archive(folder: Path) -> Path:
+    """An archive of still::MatMulNBits."""
+    return op_archive(
+        folder,
+        "MatMulNBits",
+        {"aligned": 0},
+        few=[
+            ("input", "ptr"),
+            ("blocks", "ptr"),
+            ("zero_points", "ptr"),
+            ("output", "ptr"),
+            ("M", "i32"),
+            ("ZW", "i32"),
+        ],
+        unpack=[("scales", "ptr"), ("dense", "ptr"), ("first", "i32"), ("count", "i32")],
+        multiply=[("input", "ptr"), ("dense", "ptr"), ("output", "ptr"), ("N", "i32")],
+    )
+
+
 def toy_archive(folder: Path) -> Path:
     """The same of the toy op."""
     kernels = entries(decay=[("value", "ptr"), ("total", "ptr"), ("output", "ptr"), ("H", "i32"), ("decay", "f32")])
@@ -125,8 +145,8 @@ def toy_archive(folder: Path) -> Path:
 def all_archives(folder: Path) -> list[Path]:
     """Archives of every op for sm_90, float16 and both types of counts."""
     write_archive(folder / "hybrid", [variant(), variant(count_dtype="int64")])
-    softmax, linear, conv = folder / "softmax", folder / "linear", folder / "conv"
-    own = [attention_archive(softmax), linear_archive(linear), conv_archive(conv)]
+    softmax, linear, conv, matmul = (folder / name for name in ("softmax", "linear", "conv", "matmul"))
+    own = [attention_archive(softmax), linear_archive(linear), conv_archive(conv), matmul_archive(matmul)]
     return [folder / "hybrid", *own, toy_archive(folder / "toy")]
 
 
@@ -204,16 +224,24 @@ CALLS: list[tuple[OpSpec, dict[str, Any], set[str], dict[str, int], tuple[str, .
         ("prepare", "scan", "output", "decode"),
     ),
     (CAUSAL_CONV, {"activation": "silu"}, {"bias"}, SIZES | {"C": 200, "K": 4, "P": 3}, ("conv", "commit", "step")),
+    (
+        MATMUL_NBITS,
+        {"bits": 4, "block_size": 32},
+        set(),
+        SIZES | {"I": 288, "O": 77, "IW": 36, "IS": 9, "IZ": 2},
+        ("unpack", "multiply", "few"),
+    ),
     (DECAY, {"decay": 0.25}, set(), SIZES, ("decay", "decay")),
 ]
 
 HEADS, FLAT = "0.0 0.1 0.2 0.3", "0.0 0.1 0.2"
 SHAPES: list[list[tuple[str, str]]] = [
-    # of output and first state, by input and place; the second with heads side by side
+    # of output and first state ("": none), by input and place; the second with heads side by side
     [(HEADS, "0.0 1.2 8.2 0.3"), (FLAT, "0.0 8.1 8.2 8.3")],
     [(HEADS, "0.0 1.2 5.2 0.3"), (FLAT, "0.0 5.1 5.2 5.3")],
     [("0.0 0.1 2.2 0.3 2.3", "0.0 2.2 0.4 2.3"), ("0.0 0.1 3.2 0.3 6.3", "0.0 3.2 0.4 6.3")],
     [(FLAT, "0.0 0.2 3.2"), (FLAT, "0.0 0.2 3.2")],
+    [("0.0 0.1 1.0", ""), ("0.0 0.1 1.0", "")],
     [(HEADS, "0.0 0.2 0.3"), (FLAT, "0.0 3.1 3.2")],
 ]
 
@@ -231,12 +259,17 @@ def host_arguments(
     tensors = shapes_of(spec, sizes | {"T": -1}, "float16", "int32", absent)
     names = [name for name in spec.input_names() if name not in absent]
     roles = {t.name: t.role for t in spec.inputs}
+    words = {t.name for t in spec.inputs if t.dtype == "int32"}
     given = []
     for name, (dtype, shape) in zip(names, tensors, strict=True):
         if flat and roles.get(name) == "activation" and dtype == "float16" and len(shape) == 4:
             shape = (*shape[:2], shape[2] * shape[3])
-        given.append(f"input={ELEMENTS[dtype]}:" + ".".join("T" if size < 0 else str(size) for size in shape))
-    first = next(i for i, name in enumerate(names) if name.startswith("past_") and name != "past_length")
+        given.append(
+            f"input={'w' if name in words else ELEMENTS[dtype]}:"
+            + ".".join("T" if size < 0 else str(size) for size in shape)
+        )
+    states = (i for i, name in enumerate(names) if name.startswith("past_") and name != "past_length")
+    first = next(states, len(names))
     values = [f"{name}={KINDS[type(value)]}:{value}" for name, value in attributes.items()]
     return [spec.name, str(first), *values, *given]
 
@@ -261,10 +294,8 @@ def check_op(
         lines = ran.stdout.splitlines()
         assert ran.returncode == 0, ran.stdout + ran.stderr
         assert lines[0] == f"creator {len(OPS) + 1} still {spec.name} 1 fields {len(spec.attributes) + 2}"
-        assert [line for line in lines if line.startswith("shape")][:2] == [
-            f"shape 0: {output}",
-            f"shape 1: {state}",
-        ]
+        expected = [f"shape 0: {output}", *([f"shape 1: {state}"] if state else [])]
+        assert [line for line in lines if line.startswith("shape")][:2] == expected
         assert lines.count("enqueue 0") == 2
         assert int(next(line for line in lines if line.startswith("workspace")).split()[1]) >= 0
         launches = [line.split()[1] for line in lines if line.startswith("cuLaunchKernel")]

@@ -59,7 +59,7 @@ def _restore(node: onnx.NodeProto, rewriter: Rewriter, dims: dict[str, list[int 
     ]
     for name in ("plugin_namespace", "plugin_version", "absent_inputs", "activation_type"):
         drop_attribute(node, name)
-    if len(dims[node.input[0]]) == 4:
+    if len(dims[node.input[0]]) == len(spec.inputs[0].shape):
         return []
     sized = (n for n, t in zip(node.input, spec.all_inputs(), strict=True) if t.role == "state" and t.shape[-1] == "D")
     return [split_heads(node, rewriter, dims[next(sized)][-1])]

@@ -30,7 +30,12 @@ def node_model(
     **attributes: Any,
 ) -> onnx.ModelProto:
     """A model of one node with its body; inputs and outputs have the op's own names."""
-    kinds = {"T": ELEMENT[dtype], "float32": TensorProto.FLOAT, "int64": TensorProto.INT64}
+    kinds = {
+        "T": ELEMENT[dtype],
+        "float32": TensorProto.FLOAT,
+        "int64": TensorProto.INT64,
+        "int32": TensorProto.INT32,
+    }
 
     def infos(names: tuple[str, ...], tensors: Any) -> list[onnx.ValueInfoProto]:
         return [

@@ -62,7 +62,9 @@ def run(text: str, constraints: str, arguments: list[Tensor]) -> tuple[Tensor, .
     results = [kind for kind in kinds if kind.startswith("=")]
     given = np.broadcast_arrays(*(x.numpy() for x in arguments))
     registers: dict[str, Any] = {  # integers are wider than on hardware where PyTorch made them so
-        f"${len(results) + i}": np.ascontiguousarray(x).view(np.uint16) if x.dtype == np.float16 else x.astype(np.uint32)
+        f"${len(results) + i}": np.ascontiguousarray(x).view(np.uint16)
+        if x.dtype == np.float16
+        else x.astype(np.uint32)
         for i, x in enumerate(given)
     }
 

@@ -12,7 +12,7 @@ import onnx
 from onnx import helper
 
 from still_graphs.errors import UnsupportedError
-from still_graphs.functions import attention, causal_conv, hybrid_attention, linear_attention
+from still_graphs.functions import attention, causal_conv, hybrid_attention, linear_attention, matmul_nbits
 from still_graphs.functions.causal_conv import fused as fused_causal_conv
 from still_graphs.functions.linear_attention import fused as fused_linear_attention
 from still_graphs.ops import FUSED_OPSET, OPS
@@ -28,6 +28,7 @@ BODIES: dict[str, tuple[Writer, tuple[str, ...]]] = {
     "Attention": (attention.function_body, attention.SYMBOLS),
     "LinearAttention": (linear_attention.function_body, linear_attention.SYMBOLS),
     "CausalConv": (causal_conv.function_body, causal_conv.SYMBOLS),
+    "MatMulNBits": (matmul_nbits.function_body, matmul_nbits.SYMBOLS),
 }
 """Per op, the writer of its body and the symbols of `dims` that it needs."""
 

@@ -13,8 +13,9 @@ from typing import Literal
 DOMAIN = "still"
 VERSION = 1
 
-DType = Literal["T", "float32", "int64"]
-"""Element type of a tensor: "T" is the activations' type (float16, bfloat16 or float32)."""
+DType = Literal["T", "float32", "int64", "int32"]
+"""Element type of a tensor: "T" is the activations' type (float16, bfloat16 or float32). Counts are "int64", which hosts may narrow;
+"int32" is what it says."""
 
 Role = Literal["activation", "weight", "count", "state"]
 AttributeValue = int | float | str
@@ -127,7 +128,10 @@ class AttributeSpec:
 
 @dataclass(frozen=True)
 class OpSpec:
-    """One op: `name` in ONNX and TensorRT, `torch_name` in torch, inputs and outputs in order."""
+    """One op: `name` in ONNX and TensorRT, `torch_name` in torch, inputs and outputs in order.
+
+    traced: Programs of PyTorch have it; else it enters graphs when their weights are quantized.
+    """
 
     name: str
     torch_name: str
@@ -137,6 +141,7 @@ class OpSpec:
     attributes: tuple[AttributeSpec, ...] = ()
     domain: str = DOMAIN
     version: int = VERSION
+    traced: bool = True
 
     def input_names(self) -> tuple[str, ...]:
         """Names of all inputs in order: activations, weights and counts, then `past_<state>`."""

@@ -154,7 +154,7 @@ class Plan:
     def element_types(self, call: Call) -> dict[str, str]:
         """Element type of every pointer that the plan can pass, by name; `call` has what `types` follow from."""
         env = call.environment()
-        kinds = {"T": call.dtype or "", "int64": call.count_dtype or "", "float32": "float32"}
+        kinds = {"T": call.dtype or "", "int64": call.count_dtype or "", "float32": "float32", "int32": "int32"}
         found = {f"present_{state.name}": kinds[state.dtype] for state in self.spec.states}
         found |= {t.name: kinds[t.dtype] for t in (*self.spec.all_inputs(), *self.spec.outputs)}
         found |= {name: kinds["int64"] for name in ("query_start", "state_row")}

@@ -8,7 +8,7 @@ import triton.language as tl
 
 
 @triton.jit(do_not_specialize=["first", "count", "K", "ZW"])
-def dequantize_kernel(
+def unpack_kernel(
     p_blocks,
     p_scales,
     p_zero_points,
@@ -24,7 +24,7 @@ def dequantize_kernel(
 ):
     """Outputs first .. first + count - 1 of a weight, [count, K]. Grid (ceil(K * BITS / 32 / BW), ceil(count / BN)).
 
-    p_blocks, p_scales, p_zero_points: As `gluon_decode.decode_kernel` has them.
+    p_blocks, p_scales, p_zero_points: As `gluon_few.few_kernel` has them.
     """
     CODES: tl.constexpr = 32 // BITS
     K = K // 32 * 32  # which tells the compiler

@@ -124,7 +124,7 @@ def _sixteen_bits(words):
 
 
 @gluon.jit(do_not_specialize=["M", "N", "K", "ZW"])
-def decode_kernel(
+def few_kernel(
     p_input,
     p_blocks,
     p_scales,
@@ -158,7 +158,9 @@ def decode_kernel(
     first_row = gl.program_id(0) * COLUMNS
     first = gl.program_id(1) * BN
     if PDL:
-        gl.inline_asm_elementwise("griddepcontrol.wait; mov.b32 $0, $1;", "=r,r", [M], dtype=gl.int32, is_pure=False, pack=1)
+        gl.inline_asm_elementwise(
+            "griddepcontrol.wait; mov.b32 $0, $1;", "=r,r", [M], dtype=gl.int32, is_pure=False, pack=1
+        )
         gl.inline_asm_elementwise(
             "griddepcontrol.launch_dependents; mov.b32 $0, $1;", "=r,r", [M], dtype=gl.int32, is_pure=False, pack=1
         )

@@ -1,0 +1,58 @@
+"""Function body of still::MatMulNBits: the weight as numbers, then a product."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import onnx
+from onnx import TensorProto, helper
+
+from still_graphs.errors import UnsupportedError
+from still_graphs.functions.builder import FLOAT, Scope
+from still_graphs.ops.matmul_nbits import MATMUL_NBITS
+
+SYMBOLS = ("I", "O", "IW", "IS")
+"""Dimensions that the body is written for."""
+WORD_BITS = 32
+
+
+def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
+    """The function of `node`, which computes in float32 with the weight rounded to the activations' type, as kernels do."""
+    given = dict(zip(MATMUL_NBITS.input_names(), [*node.input, "", ""], strict=False))
+    set_ = {a.name: a.i for a in node.attribute}
+    bits, block = (set_.get(name, MATMUL_NBITS.attribute(name).default) for name in ("bits", "block_size"))
+    assert isinstance(bits, int) and isinstance(block, int)
+    if bits not in (4, 8) or dims["IW"] * WORD_BITS != dims["I"] * bits or dims["IS"] * block != dims["I"]:
+        raise UnsupportedError(
+            f"{node.name or node.op_type}: {bits} bits in blocks of {block}, {dims['IW']} words and {dims['IS']} scales for "
+            f"{dims['I']} inputs have no body."
+        )
+    b = Scope()
+
+    def codes(words: str) -> str:
+        """[O, codes] of [O, words], float32."""
+        shifts = b.constant(range(0, WORD_BITS, bits), "uint32")
+        spread = b("BitShift", b.unsqueeze(b.cast(words, TensorProto.UINT32), 2), shifts, direction="RIGHT")
+        return b.cast(b("BitwiseAnd", spread, b.constant((1 << bits) - 1, "uint32")), FLOAT)
+
+    zero: str | float = float(1 << (bits - 1))
+    if given["zero_points"]:
+        of_rows = b.reshape(codes("zero_points"), dims["O"], -1)
+        zero = b.unsqueeze(b("Slice", of_rows, [0], [dims["IS"]], [1]), 2)
+    blocks = b.reshape(codes("blocks"), dims["O"], dims["IS"], block)
+    weight = b("Mul", b("Sub", blocks, zero), b.unsqueeze(b.cast("scales", FLOAT), 2))
+    if dtype != FLOAT:
+        weight = b.cast(b.cast(weight, dtype), FLOAT)
+    turned = b("Transpose", b.reshape(weight, dims["O"], dims["I"]), perm=[1, 0])
+    b.cast(b("MatMul", b.cast("input", FLOAT), turned), dtype, out="output")
+    if not given["zero_points"]:
+        b("Clip", "blocks", "zero_points", None)  # a function derives its inputs from their uses; nobody reads this one
+    return helper.make_function(
+        node.domain,
+        node.op_type,
+        list(MATMUL_NBITS.input_names()),
+        list(MATMUL_NBITS.output_names()),
+        b.nodes,
+        [helper.make_opsetid("", opset)],
+        [],
+    )

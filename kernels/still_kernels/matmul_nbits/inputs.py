@@ -1,0 +1,54 @@
+"""What a product with a weight in blocks reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from still_graphs.errors import ShapeError
+
+WORD_BITS = 32
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Tokens and weight of one call.
+
+    input: [B, T, I].
+    blocks: Codes of [O, I], WORD_BITS / bits in a word, the first one lowest, int32 [O, I * bits / WORD_BITS].
+    scales: One for each block, of the type of input, [O, I / block_size].
+    zero_points: The codes of 0, those of an output in whole words, int32 [O, ceil(I / block_size * bits / WORD_BITS)]; None: the middle,
+        2^(bits - 1).
+    bits: 4 or 8.
+    block_size: Inputs that share a scale.
+    """
+
+    input: Tensor
+    blocks: Tensor
+    scales: Tensor
+    zero_points: Tensor | None = None
+    bits: int = 4
+    block_size: int = 32
+
+    def check(self) -> None:
+        """Raise ShapeError naming the tensor or attribute that does not fit."""
+        if self.bits not in (4, 8) or self.block_size < 1:
+            raise ShapeError(f"bits={self.bits}, block_size={self.block_size}: expected 4 or 8 bits, and blocks.")
+        if self.input.dim() != 3 or self.blocks.dim() != 2 or self.input.shape[2] % self.block_size:
+            raise ShapeError(
+                f"input, blocks: expected [B, T, a multiple of {self.block_size}], [O, words], got {list(self.input.shape)}, "
+                f"{list(self.blocks.shape)}."
+            )
+        inputs, outputs = self.input.shape[2], self.blocks.shape[0]
+        scales = inputs // self.block_size
+        expected = {
+            "blocks": ([outputs, inputs * self.bits // WORD_BITS], torch.int32),
+            "scales": ([outputs, scales], self.input.dtype),
+            "zero_points": ([outputs, -(-scales * self.bits // WORD_BITS)], torch.int32),
+        }
+        for name, (shape, dtype) in expected.items():
+            tensor = getattr(self, name)
+            if tensor is not None and (list(tensor.shape) != shape or tensor.dtype != dtype):
+                raise ShapeError(f"{name}: expected {shape} of {dtype}, got {list(tensor.shape)} of {tensor.dtype}.")

@@ -1,0 +1,50 @@
+"""The core launches of still::MatMulNBits what the Python launcher launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from still_graphs.ops.matmul_nbits import MATMUL_NBITS
+from still_kernels.matmul_nbits import Inputs
+from still_kernels.matmul_nbits.variants import Variant
+from tests.plugins.test_launches import fake_compiler, mirror  # noqa: F401  # fixtures
+
+launch = pytest.importorskip("still_kernels.matmul_nbits.launch")
+
+
+@pytest.mark.parametrize(
+    "batch, count, outputs, inputs, bits, zero_points, block",
+    [
+        (1, 1, 40, 288, 4, True, 32),
+        (8, 1, 77, 288, 8, False, 32),
+        (3, 21, 40, 320, 4, False, 64),
+        (1, 65, 77, 288, 8, True, 32),
+        (2, 300, 40960, 4096, 4, True, 32),
+    ],
+    ids=str,
+)
+def test_matmul_nbits(
+    batch: int, count: int, outputs: int, inputs: int, bits: int, zero_points: bool, block: int, mirror: Callable[..., None]  # noqa: F811
+) -> None:  # fmt: skip
+    def made(*shape: int, kind: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=kind, device="meta")
+
+    blocks = inputs // block
+    tensors = {
+        "input": made(batch, count, inputs, kind=torch.float16),
+        "blocks": made(outputs, inputs * bits // 32),
+        "scales": made(outputs, blocks, kind=torch.float16),
+        **({"zero_points": made(outputs, -(-blocks * bits // 32))} if zero_points else {}),
+    }
+    given = Inputs(**tensors, bits=bits, block_size=block)  # type: ignore[arg-type]
+    variant = Variant("float16", bits, block, int(zero_points), int(outputs % 8 == 0))
+    mirror(
+        MATMUL_NBITS,
+        tensors,
+        lambda output: launch.launch_matmul_nbits(given, output),
+        variant,
+        {"bits": bits, "block_size": block},
+    )

@@ -1,0 +1,80 @@
+"""Holds the kernels of still::MatMulNBits to products in float64; as a program ([NAME ...]): in interpreters, prints the errors.
+
+Triton's interpreter must be chosen before Triton is imported, so the tests start this file in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tests.matmul_nbits_cases import FEW, MANY, exact, tokens, weight
+from tests.still_kernels.triton_cases import guarded_workspaces
+
+CASES = {
+    **{f"few: {name}": case for name, case in FEW.items()},
+    **{f"many: {name}": case for name, case in MANY.items()},
+}
+SMALL = {
+    "few": {"SPLITS": 2, "UNITS": 1},
+    "unpack": {"BN": 8, "BW": 4},
+    "multiply": {"BM": 32, "BN": 16, "BK": 32, "GROUP": 2},
+}
+"""Blocks so small that these calls have several of each."""
+
+
+def run_case(name: str, device: str = "cpu") -> float:
+    """Greatest relative error of the outputs of all calls, by Frobenius norm. Outputs start as NaN, a write outside is an error."""
+    from still_kernels.launcher import arch_of
+    from still_kernels.matmul_nbits import launch
+    from still_kernels.matmul_nbits.tiles import tile_table
+    from still_kernels.tile import changed
+
+    case, worst = CASES[name], 0.0
+    held = weight(case)
+    table = None
+    if device == "cpu":
+        table = tile_table(case.bits, int(case.outputs % 8 == 0), arch_of(torch.device("cpu")))
+        for kernel, setting in SMALL.items():
+            table = changed(table, kernel, setting)  # type: ignore[arg-type]
+        table = changed(table, "multiply", {"dense_weights": 24 * case.inputs})  # a weight in several parts
+    for batch, count in case.rows:
+        given = replace(held, input=tokens(case, batch, count))
+        expected = exact(given)
+        with guarded_workspaces() as guarded:
+            named = {n: guarded.copy(x.to(device)) for n, x in vars(given).items() if isinstance(x, torch.Tensor)}
+            output = guarded.empty(named["input"], tuple(expected.shape), torch.float16)
+            launch.launch_matmul_nbits(replace(given, **named), output, table)
+            guarded.check()
+            error = (output.cpu().double() - expected).norm() / expected.norm()
+        worst = max(worst, error.nan_to_num(float("inf")).item())
+    return worst
+
+
+def interpret() -> None:
+    """From now on kernels run in interpreters, which refuse arithmetic on 16-bit floats outside of assembly."""
+    from still_kernels import launcher
+    from tests.still_kernels import gluon_interpreter, interpreter16, quick_interpreter
+
+    quick_interpreter.install()
+    interpreter16.install()
+    plain = launcher.Launcher.launch
+
+    def launch(self: Any, what: Any, values: list[Any], variant: object | None) -> Any:
+        if what.function.fn.__module__.rpartition(".")[2].startswith("gluon_"):
+            return gluon_interpreter.run(
+                what.function, what.grid, dict(zip(what.function.arg_names, values, strict=True))
+            )
+        return plain(self, what, values, variant)
+
+    launcher.Launcher.launch = launch  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    interpret()
+    print(json.dumps({name: run_case(name) for name in sys.argv[1:] or CASES}))
