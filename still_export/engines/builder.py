@@ -11,9 +11,9 @@ from typing import Any
 
 from still_export.engines.builder_log import Progress, file_logger, progress_monitor
 from still_export.engines.options import QUANTIZED_MAJOR, TrtOptions
-from still_export.quantization.policy import PLUGIN
 from still_export.errors import StillExportError
 from still_export.package.folder import MODEL, Package
+from still_export.quantization.policy import PLUGIN
 from still_graphs.states import StateTable
 
 LOG, TIMING_CACHE = "build.log", "timing.cache"

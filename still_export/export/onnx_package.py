@@ -175,8 +175,8 @@ def export_onnx(
         command: The command line, for the manifest.
         progress: Told each step.
         onnxruntime_include: Folder of ONNX Runtime's C headers for a native kernel; None looks in the usual places.
-        final: Of policy.LAYOUTS: what the graph is lowered to afterwards. For "onnx" ONNX Runtime's own ops are used where they are faster; for
-            others it has standard ops, and weights as the target holds them.
+        final: Of policy.LAYOUTS: what the graph is lowered to afterwards. For "onnx" ONNX Runtime's own ops are used where they are
+            faster; for others it has standard ops, and weights as the target holds them.
 
     Returns:
         The package.

@@ -33,7 +33,7 @@ def _powers(first, stop, place):
 @gluon.constexpr_function
 def words_layout(SPLITS, BN, UNITS):
     """Of words [SPLITS, BN, 4 * UNITS chunks, 4]."""
-    registers = _powers(1, 4, lambda i: [0, 0, 0, i]) + [[0, 8, 0, 0]]
+    registers = [*_powers(1, 4, lambda i: [0, 0, 0, i]), [0, 8, 0, 0]]
     registers += _powers(4, 4 * UNITS, lambda i: [0, 0, i, 0]) + _powers(16, BN, lambda i: [0, i, 0, 0])
     lanes = [[0, 0, 1, 0], [0, 0, 2, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]]
     warps = _powers(1, SPLITS, lambda i: [i, 0, 0, 0])

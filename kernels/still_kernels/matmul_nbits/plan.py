@@ -40,7 +40,7 @@ PLAN = Plan(
             "zero_points have {IZ} words for {IS} blocks of {bits} bits.",
         ),
     ),
-    define={"part": f"min(O, max(1, dense_weights // max(I, 1) // output_block) * output_block)"},
+    define={"part": "min(O, max(1, dense_weights // max(I, 1) // output_block) * output_block)"},
     workspace=(Region("dense", "T", ("part", "I"), f"not ({FEW})"),),
     arguments={"M": "tokens", "N": "O", "K": "I", "ZW": "IZ if has(zero_points) else 0"},
     steps=(

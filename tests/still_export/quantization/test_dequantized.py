@@ -75,10 +75,13 @@ def test_what_tensorrt_has_not_is_refused_before_anything_is_read(
     plan("trt", quantize="int4", quantize_block=128)
     plan("trt-rtx", quantize="int8", quantize_block=32)
     monkeypatch.setattr("still_export.export.trt_package.export_onnx", lambda *_, **__: pytest.fail("exported first"))
-    trt = TrtOptions("trt", tensorrt_include=(str(headers(tmp_path / "8", "#define NV_TENSORRT_MAJOR 8\n")),))
-    for scheme in ("int4", "int8"):
-        with pytest.raises(UnsupportedError, match=rf"--quantize {scheme} is for TensorRT 10 and later, and .*/8 has"):
-            export_trt(ExportOptions("model", quantize=scheme), trt, tmp_path / "x")
+    old = (str(headers(tmp_path / "8", "#define NV_TENSORRT_MAJOR 8\n")),)
+    plan("trt", quantize="int4", quantize_block=32, quantize_method="hqq", tensorrt_include=old)
+    with pytest.raises(ConfigError, match=r"--quantize-block 16: the plugin for TensorRT 8\.6 has 32, 64, 128\."):
+        plan("trt", quantize="int4", quantize_block=16, tensorrt_include=old)
+    for dtype in ("float32", "bfloat16"):
+        with pytest.raises(UnsupportedError, match=rf"--quantize int4 beside --dtype {dtype}: .* multiplies with float16"):
+            export_trt(ExportOptions("m", dtype=dtype, quantize="int4"), TrtOptions(tensorrt_include=old), tmp_path / "x")
     assert not (tmp_path / "x").exists()
 
 
