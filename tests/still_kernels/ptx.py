@@ -56,8 +56,8 @@ INSTRUCTIONS: dict[str, Callable[..., Bits]] = {
 }
 
 
-def run(text: str, constraints: str, arguments: list[Tensor]) -> tuple[Tensor, ...]:
-    """Results of an assembly text, by the constraints "=h" (float16) or "=r" (int32), on arguments alike."""
+def run(text: str, constraints: str, arguments: list[Tensor]) -> Tensor | tuple[Tensor, ...]:
+    """Results of an assembly text, by the constraints "=h" (float16) or "=r" (int32), on arguments alike; a single one is no tuple."""
     kinds = constraints.split(",")
     results = [kind for kind in kinds if kind.startswith("=")]
     given = np.broadcast_arrays(*(x.numpy() for x in arguments))
@@ -89,4 +89,4 @@ def run(text: str, constraints: str, arguments: list[Tensor]) -> tuple[Tensor, .
         torch.from_numpy(np.ascontiguousarray(registers[f"${i}"]).view(np.float16 if kind == "=h" else np.int32))
         for i, kind in enumerate(results)
     ]
-    return tuple(found)
+    return found[0] if len(found) == 1 else tuple(found)

@@ -16,10 +16,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-COLUMNS = gl.constexpr(8)
-"""Rows of activations that a program takes: columns of the matrix instruction."""
-
-
 @gluon.constexpr_function
 def _powers(first, stop, place):
     """Bases first, 2 * first, ... below stop, each as `place` puts it into a list of coordinates."""
@@ -49,37 +45,93 @@ def inputs_layout(SPLITS, UNITS, CHUNK):
     return gl.DistributedLinearLayout(registers, lanes, warps, [], [SPLITS, 8, 4 * UNITS * CHUNK])
 
 
+@gluon.constexpr_function
+def product_layout(SPLITS):
+    """Of sums [SPLITS, outputs, 8]."""
+    return gl.NVMMADistributedLayout([2, 0], [SPLITS, 1, 1], instr_shape=[1, 16, 8])
+
+
+@gluon.constexpr_function
+def groups_layout(SPLITS, BN, UNITS, GROUP):
+    """Of chunks [SPLITS, BN, 4 * UNITS / GROUP, GROUP], those of a group share a word of zero points."""
+    split = lambda i: [0, 0, i // GROUP, i % GROUP]  # noqa: E731
+    registers = [[0, 8, 0, 0], *_powers(4, 4 * UNITS, split), *_powers(16, BN, lambda i: [0, i, 0, 0])]
+    lanes = [split(1), split(2), [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]]
+    return gl.DistributedLinearLayout(
+        registers, lanes, _powers(1, SPLITS, lambda i: [i, 0, 0, 0]), [], [SPLITS, BN, 4 * UNITS // GROUP, GROUP]
+    )
+
+
+@gluon.jit
+def _twice(x):
+    """The 16 bits of each half precision number, twice in a word."""
+    return gl.inline_asm_elementwise("mov.b32 $0, {$1, $1};", "=r,h", [x], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _zeros(word, shift, BITS: gl.constexpr):
+    """-(1024 + zero) twice, as half precision numbers: 0x6400 with an integer below 1024 in its lowest bits is 1024 more than that."""
+    if BITS == 4:
+        return gl.inline_asm_elementwise(
+            """{
+            .reg .b32 x;
+            shr.u32 x, $1, $2;
+            lop3.b32 x, x, 0x0000000F, 0x0000E400, 0xEA;
+            prmt.b32 $0, x, x, 0x1010;
+            }""",
+            "=r,r,r",
+            [word, shift],
+            dtype=gl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 x;
+        shr.u32 x, $1, $2;
+        lop3.b32 x, x, 0x000000FF, 0x0000E400, 0xEA;
+        prmt.b32 $0, x, x, 0x1010;
+        }""",
+        "=r,r,r",
+        [word, shift],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
 @gluon.jit
 def _four_bits(words, zero, scale):
     """Eight numbers scale * (code - zero) of each word, joined in their order; pairs of a register are four codes apart.
 
-    0x6400 with a code in its lowest bits is 1024 + code in half precision; four bits higher it is 1024 + 16 * code.
+    zero: Of `_zeros`. Four bits higher than the lowest, a code makes 0x6400 to 1024 + 16 * code.
     """
-    low, high = (zero + 0xE400) * 0x10001, (zero * 16 + 0xD400) * 0x10001  # -(1024 + zero), -(64 + zero), twice
     e0, e1, e2, e3, e4, e5, e6, e7 = gl.inline_asm_elementwise(
         """{
-        .reg .b32 x0, x1, x2, x3, upper, sixteenth;
+        .reg .b32 x0, x1, x2, x3, upper, sixteenth, high, far;
         mov.b32 sixteenth, 0x2C002C00;
+        mov.b32 far, 0x63806380;
+        add.rn.f16x2 high, $9, far;
         shr.u32 upper, $8, 8;
         lop3.b32 x0, $8, 0x000F000F, 0x64006400, 0xEA;
         lop3.b32 x1, $8, 0x00F000F0, 0x64006400, 0xEA;
         lop3.b32 x2, upper, 0x000F000F, 0x64006400, 0xEA;
         lop3.b32 x3, upper, 0x00F000F0, 0x64006400, 0xEA;
         add.rn.f16x2 x0, x0, $9;
-        fma.rn.f16x2 x1, x1, sixteenth, $10;
+        fma.rn.f16x2 x1, x1, sixteenth, high;
         add.rn.f16x2 x2, x2, $9;
-        fma.rn.f16x2 x3, x3, sixteenth, $10;
-        mul.rn.f16x2 x0, x0, $11;
-        mul.rn.f16x2 x1, x1, $11;
-        mul.rn.f16x2 x2, x2, $11;
-        mul.rn.f16x2 x3, x3, $11;
+        fma.rn.f16x2 x3, x3, sixteenth, high;
+        mul.rn.f16x2 x0, x0, $10;
+        mul.rn.f16x2 x1, x1, $10;
+        mul.rn.f16x2 x2, x2, $10;
+        mul.rn.f16x2 x3, x3, $10;
         mov.b32 {$0, $4}, x0;
         mov.b32 {$1, $5}, x1;
         mov.b32 {$2, $6}, x2;
         mov.b32 {$3, $7}, x3;
         }""",
-        "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r,r",
-        [words, gl.expand_dims(low, 3), gl.expand_dims(high, 3), gl.expand_dims(scale, 3)],
+        "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r",
+        [words, gl.expand_dims(zero, 3), gl.expand_dims(scale, 3)],
         dtype=(gl.float16,) * 8,
         is_pure=True,
         pack=1,
@@ -91,7 +143,6 @@ def _four_bits(words, zero, scale):
 @gluon.jit
 def _eight_bits(words, zero, scale):
     """Four numbers scale * (code - zero) of each word, joined in their order; pairs of a register are neighbours."""
-    low = (zero + 0xE400) * 0x10001  # -(1024 + zero), twice
     e0, e1, e2, e3 = gl.inline_asm_elementwise(
         """{
         .reg .b32 x0, x1, high;
@@ -106,7 +157,7 @@ def _eight_bits(words, zero, scale):
         mov.b32 {$2, $3}, x1;
         }""",
         "=h,=h,=h,=h,r,r,r",
-        [words, gl.expand_dims(low, 3), gl.expand_dims(scale, 3)],
+        [words, gl.expand_dims(zero, 3), gl.expand_dims(scale, 3)],
         dtype=(gl.float16,) * 4,
         is_pure=True,
         pack=1,
@@ -115,12 +166,115 @@ def _eight_bits(words, zero, scale):
 
 
 @gluon.jit
-def _sixteen_bits(words):
-    """The two numbers of each word, joined."""
-    e0, e1 = gl.inline_asm_elementwise(
-        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [words], dtype=(gl.float16,) * 2, is_pure=True, pack=1
-    )
-    return gl.join(e0, e1)
+def _read(
+    begin,
+    chunks,
+    p_blocks,
+    p_scales,
+    p_zero_points,
+    p_input,
+    BITS: gl.constexpr,
+    BLOCK: gl.constexpr,
+    BN: gl.constexpr,
+    SPLITS: gl.constexpr,
+    UNITS: gl.constexpr,
+    LAST: gl.constexpr,
+):
+    """Chunks from `begin` on, 4 * UNITS for each of the SPLITS warps: words of codes, scales, words of zero points, activations.
+
+    p_blocks, p_scales, p_zero_points: Of the outputs' rows, [1, BN, 1]. p_input: Of the rows of activations, [1, 8, 1].
+    LAST: Some of these chunks are not there; what is read in their place is multiplied by 0.
+    """
+    CHUNK: gl.constexpr = 128 // BITS
+    CODES: gl.constexpr = 32 // BITS
+    STEP: gl.constexpr = 4 * UNITS
+    GROUP: gl.constexpr = BLOCK // 4  # chunks of a word of zero points
+    words_in: gl.constexpr = words_layout(SPLITS, BN, UNITS)
+    inputs_in: gl.constexpr = inputs_layout(SPLITS, UNITS, CHUNK)
+    blocks_in: gl.constexpr = gl.SliceLayout(3, words_in)
+    o_split = gl.arange(0, SPLITS, layout=gl.SliceLayout(1, gl.SliceLayout(2, blocks_in)))
+    o_step = gl.arange(0, STEP, layout=gl.SliceLayout(0, gl.SliceLayout(1, blocks_in)))
+    chunk = begin + (o_split * STEP)[:, None, None] + o_step[None, None, :]
+    if LAST:
+        chunk = gl.minimum(chunk, chunks - 1)
+    o_word = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, words_in))))
+    words = gl.load(gl.expand_dims(p_blocks + chunk * 4, 3) + o_word[None, None, None, :])
+    block = chunk * CHUNK // BLOCK
+    b_scale = gl.load(p_scales + block)
+    if p_zero_points is None:
+        zeros = block
+    elif STEP % GROUP == 0 and not LAST:
+        groups_in: gl.constexpr = groups_layout(SPLITS, BN, UNITS, GROUP)
+        o_split = gl.arange(0, SPLITS, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, groups_in))))
+        o_group = gl.arange(0, STEP // GROUP, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, groups_in))))
+        group = begin // GROUP + (o_split * (STEP // GROUP))[:, None, None] + o_group[None, None, :]
+        p_group = gl.convert_layout(p_zero_points, gl.SliceLayout(3, groups_in), assert_trivial=True)
+        zeros = gl.load(p_group + group)
+    else:
+        zeros = gl.load(p_zero_points + block // CODES)
+
+    o_in = gl.arange(0, SPLITS, layout=gl.SliceLayout(1, gl.SliceLayout(2, inputs_in))) * (STEP * CHUNK)
+    o_column = gl.arange(0, STEP * CHUNK, layout=gl.SliceLayout(0, gl.SliceLayout(1, inputs_in)))
+    column = begin * CHUNK + o_in[:, None, None] + o_column[None, None, :]
+    if LAST:
+        b_input = gl.load(p_input + column, mask=column < chunks * CHUNK, other=0.0)
+    else:
+        b_input = gl.load(p_input + column)
+    return words, b_scale, zeros, b_input
+
+
+@gluon.jit
+def _add(
+    b_sum,
+    read,
+    begin,
+    chunks,
+    ZERO_POINTS: gl.constexpr,
+    BITS: gl.constexpr,
+    BLOCK: gl.constexpr,
+    BN: gl.constexpr,
+    SPLITS: gl.constexpr,
+    UNITS: gl.constexpr,
+    LAST: gl.constexpr,
+):
+    """b_sum and the products of what `_read` gave."""
+    CHUNK: gl.constexpr = 128 // BITS
+    CODES: gl.constexpr = 32 // BITS
+    STEP: gl.constexpr = 4 * UNITS
+    GROUP: gl.constexpr = BLOCK // 4
+    product_in: gl.constexpr = product_layout(SPLITS)
+    blocks_in: gl.constexpr = gl.SliceLayout(3, words_layout(SPLITS, BN, UNITS))
+    words, b_scale, zeros, b_input = read
+    scale = _twice(b_scale)
+    if not ZERO_POINTS:
+        zero = gl.full([SPLITS, BN, STEP], (0xE400 + (1 << (BITS - 1))) * 0x10001 - (1 << 32), gl.int32, layout=blocks_in)
+    elif STEP % GROUP == 0 and not LAST:
+        groups_in: gl.constexpr = groups_layout(SPLITS, BN, UNITS, GROUP)
+        o_chunk = gl.arange(0, GROUP, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, groups_in))))
+        shift = (o_chunk * CHUNK // BLOCK * BITS)[None, None, None, :]
+        zero = gl.reshape(_zeros(gl.expand_dims(zeros, 3), shift, BITS), [SPLITS, BN, STEP])
+        zero = gl.convert_layout(zero, blocks_in, assert_trivial=True)
+    else:
+        o_split = gl.arange(0, SPLITS, layout=gl.SliceLayout(1, gl.SliceLayout(2, blocks_in)))
+        o_step = gl.arange(0, STEP, layout=gl.SliceLayout(0, gl.SliceLayout(1, blocks_in)))
+        chunk = begin + (o_split * STEP)[:, None, None] + o_step[None, None, :]
+        if LAST:
+            chunk = gl.minimum(chunk, chunks - 1)
+        zero = _zeros(zeros, chunk * CHUNK // BLOCK % CODES * BITS, BITS)
+    # Inner numbers in the order in which threads have them: last the pair of a register, before it the thread.
+    if BITS == 4:
+        weight = gl.reshape(_four_bits(words, zero, scale), [SPLITS, BN, UNITS, 4, 4, 2, 4])
+        weight = gl.permute(weight, (0, 1, 2, 4, 6, 3, 5))
+        b_input = gl.permute(gl.reshape(b_input, [SPLITS, 8, UNITS, 4, 4, 2, 4]), (0, 2, 4, 6, 3, 5, 1))
+    else:
+        weight = gl.reshape(_eight_bits(words, zero, scale), [SPLITS, BN, UNITS, 4, 4, 2, 2])
+        weight = gl.permute(weight, (0, 1, 2, 4, 5, 3, 6))
+        b_input = gl.permute(gl.reshape(b_input, [SPLITS, 8, UNITS, 4, 4, 2, 2]), (0, 2, 4, 5, 3, 6, 1))
+    weight = gl.reshape(weight, [SPLITS, BN, STEP * CHUNK])
+    b_input = gl.reshape(b_input, [SPLITS, STEP * CHUNK, 8])
+    weight = gl.convert_layout(weight, gl.DotOperandLayout(0, product_in, 2), assert_trivial=True)
+    b_input = gl.convert_layout(b_input, gl.DotOperandLayout(1, product_in, 2), assert_trivial=True)
+    return mma_v2(weight, b_input, b_sum)
 
 
 @gluon.jit(do_not_specialize=["M", "N", "K", "ZW"])
@@ -139,89 +293,54 @@ def few_kernel(
     BN: gl.constexpr,
     SPLITS: gl.constexpr,
     UNITS: gl.constexpr,
-    PDL: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):
     """BN outputs of up to 8 rows. Grid (ceil(M / 8), ceil(N / BN)).
 
     p_input: [M, K]. p_blocks: Codes of [N, K], 32 / BITS in a word, the first one lowest. p_scales: [N, K / BLOCK]. p_zero_points: Those of
-    a row in ZW words. p_output: [M, N]. Weights of 16 bits have neither scales nor zero points.
+    a row in ZW words. p_output: [M, N]. Rows and outputs that are not there are read as the last one, and not written.
     """
     CHUNK: gl.constexpr = 128 // BITS
-    CODES: gl.constexpr = 32 // BITS
-    STEP: gl.constexpr = 4 * UNITS
+    TURN: gl.constexpr = 4 * UNITS * SPLITS
     words_in: gl.constexpr = words_layout(SPLITS, BN, UNITS)
     inputs_in: gl.constexpr = inputs_layout(SPLITS, UNITS, CHUNK)
-    product_in: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [SPLITS, 1, 1], instr_shape=[1, 16, 8])
-    blocks_in: gl.constexpr = gl.SliceLayout(3, words_in)
+    product_in: gl.constexpr = product_layout(SPLITS)
+    total_in: gl.constexpr = gl.SliceLayout(0, product_in)
     K = K // 32 * 32  # which tells the compiler
     chunks = K // CHUNK
-    first_row = gl.program_id(0) * COLUMNS
+    first_row = gl.program_id(0) * 8
     first = gl.program_id(1) * BN
-    if PDL:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.wait; mov.b32 $0, $1;", "=r,r", [M], dtype=gl.int32, is_pure=False, pack=1
-        )
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; mov.b32 $0, $1;", "=r,r", [M], dtype=gl.int32, is_pure=False, pack=1
-        )
 
-    o_output = first + gl.arange(0, BN, layout=gl.SliceLayout(0, gl.SliceLayout(2, blocks_in)))
-    m_output = (o_output < N)[None, :, None]
-    row = o_output.to(gl.int64)[None, :, None]
-    o_split = gl.arange(0, SPLITS, layout=gl.SliceLayout(1, gl.SliceLayout(2, blocks_in)))
-    o_step = gl.arange(0, STEP, layout=gl.SliceLayout(0, gl.SliceLayout(1, blocks_in)))
-    o_chunk = (o_split * STEP)[:, None, None] + o_step[None, None, :]
-    o_word = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, words_in))))
-    o_word = o_word[None, None, None, :]
-
+    o_output = first + gl.arange(0, BN, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, words_in))))
+    row = gl.minimum(o_output, N - 1).to(gl.int64)[None, :, None]
     o_row = first_row + gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, inputs_in)))
-    m_row = (o_row < M)[None, :, None]
-    p_row = p_input + o_row.to(gl.int64)[None, :, None] * K
-    o_in = gl.arange(0, SPLITS, layout=gl.SliceLayout(1, gl.SliceLayout(2, inputs_in))) * (STEP * CHUNK)
-    o_column = gl.arange(0, STEP * CHUNK, layout=gl.SliceLayout(0, gl.SliceLayout(1, inputs_in)))
-    o_column = o_in[:, None, None] + o_column[None, None, :]
+    p_row = p_input + gl.minimum(o_row, M - 1).to(gl.int64)[None, :, None] * K
+    p_words = p_blocks + row * (chunks * 4)
+    p_scale = p_scales + row * (K // BLOCK)
+    p_zeros = None if p_zero_points is None else p_zero_points + row * ZW
 
     b_sum = gl.zeros([SPLITS, BN, 8], gl.float32, layout=product_in)
-    for begin in range(0, chunks, SPLITS * STEP):
-        chunk = begin + o_chunk
-        live = m_output & (chunk < chunks)
-        p_chunk = p_blocks + (row * chunks + chunk) * 4
-        words = gl.load(gl.expand_dims(p_chunk, 3) + o_word, mask=gl.expand_dims(live, 3), other=0)
-        column = begin * CHUNK + o_column
-        b_input = gl.load(p_row + column, mask=m_row & (column < K), other=0.0)
-        if BITS == 16:
-            weight = _sixteen_bits(words)
-        else:
-            block = chunk * CHUNK // BLOCK
-            b_scale = gl.load(p_scales + row * (K // BLOCK) + block, mask=live, other=0.0)
-            scale = (b_scale.to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF) * 0x10001
-            if p_zero_points is None:
-                zero = gl.full([SPLITS, BN, STEP], 1 << (BITS - 1), gl.int32, layout=blocks_in)
-            else:
-                zeros = gl.load(p_zero_points + row * ZW + block // CODES, mask=live, other=0)
-                zero = (zeros >> (block % CODES * BITS)) & ((1 << BITS) - 1)
-            if BITS == 4:
-                weight = _four_bits(words, zero, scale)
-            else:
-                weight = _eight_bits(words, zero, scale)
-        # Inner numbers in the order in which threads have them: last the pair of a register, before it the thread.
-        if BITS == 4:
-            weight = gl.permute(gl.reshape(weight, [SPLITS, BN, UNITS, 4, 4, 2, 4]), (0, 1, 2, 4, 6, 3, 5))
-            b_input = gl.permute(gl.reshape(b_input, [SPLITS, 8, UNITS, 4, 4, 2, 4]), (0, 2, 4, 6, 3, 5, 1))
-        elif BITS == 8:
-            weight = gl.permute(gl.reshape(weight, [SPLITS, BN, UNITS, 4, 4, 2, 2]), (0, 1, 2, 4, 5, 3, 6))
-            b_input = gl.permute(gl.reshape(b_input, [SPLITS, 8, UNITS, 4, 4, 2, 2]), (0, 2, 4, 5, 3, 6, 1))
-        else:
-            weight = gl.permute(gl.reshape(weight, [SPLITS, BN, UNITS, 4, 4, 2]), (0, 1, 2, 4, 3, 5))
-            b_input = gl.permute(gl.reshape(b_input, [SPLITS, 8, UNITS, 4, 4, 2]), (0, 2, 4, 3, 5, 1))
-        weight = gl.reshape(weight, [SPLITS, BN, STEP * CHUNK])
-        b_input = gl.reshape(b_input, [SPLITS, STEP * CHUNK, 8])
-        weight = gl.convert_layout(weight, gl.DotOperandLayout(0, product_in, 2), assert_trivial=True)
-        b_input = gl.convert_layout(b_input, gl.DotOperandLayout(1, product_in, 2), assert_trivial=True)
-        b_sum = mma_v2(weight, b_input, b_sum)
+    ZERO_POINTS: gl.constexpr = p_zero_points is not None
+    full = chunks // TURN * TURN
+    if AHEAD:
+        if full > 0:
+            read = _read(0, chunks, p_words, p_scale, p_zeros, p_row, BITS, BLOCK, BN, SPLITS, UNITS, False)
+            for begin in range(0, full - TURN, TURN):
+                after = _read(
+                    begin + TURN, chunks, p_words, p_scale, p_zeros, p_row, BITS, BLOCK, BN, SPLITS, UNITS, False
+                )
+                b_sum = _add(b_sum, read, begin, chunks, ZERO_POINTS, BITS, BLOCK, BN, SPLITS, UNITS, False)
+                read = after
+            b_sum = _add(b_sum, read, full - TURN, chunks, ZERO_POINTS, BITS, BLOCK, BN, SPLITS, UNITS, False)
+    else:
+        for begin in range(0, full, TURN):
+            read = _read(begin, chunks, p_words, p_scale, p_zeros, p_row, BITS, BLOCK, BN, SPLITS, UNITS, False)
+            b_sum = _add(b_sum, read, begin, chunks, ZERO_POINTS, BITS, BLOCK, BN, SPLITS, UNITS, False)
+    if full < chunks:
+        read = _read(full, chunks, p_words, p_scale, p_zeros, p_row, BITS, BLOCK, BN, SPLITS, UNITS, True)
+        b_sum = _add(b_sum, read, full, chunks, ZERO_POINTS, BITS, BLOCK, BN, SPLITS, UNITS, True)
 
     b_total = gl.sum(b_sum, 0)
-    total_in: gl.constexpr = gl.SliceLayout(0, product_in)
     o_output = first + gl.arange(0, BN, layout=gl.SliceLayout(1, total_in))[:, None]
     o_row = first_row + gl.arange(0, 8, layout=gl.SliceLayout(0, total_in))[None, :]
     p_tile = p_output + o_row.to(gl.int64) * N + o_output

@@ -17,12 +17,12 @@ def tile_table(bits: int, aligned: int, arch: int) -> TileTable:
     """The table of a weight's bits, for outputs that are a multiple of 8 or not, on an architecture (90 for sm_90)."""
     wide = aligned and SHARED_BYTES[arch] >= WIDE_SHARED and arch >= 90
     product = (
-        (128, 256, 64, 3) if wide else (128, 128, 64, 3) if SHARED_BYTES[arch] >= WIDE_SHARED else (128, 128, 32, 3)
+        (256, 128, 64, 3) if wide else (128, 128, 64, 3) if SHARED_BYTES[arch] >= WIDE_SHARED else (128, 128, 32, 3)
     )
     rows, outputs, inner, stages = product
     tiles = {
-        "few": KernelTile({"BN": 16, "SPLITS": 8, "UNITS": 4 if bits == 4 else 2, "PDL": 0}, 8),
-        "unpack": KernelTile({"BN": 16, "BW": 32}, 4),
+        "few": KernelTile({"BN": 16, "SPLITS": 4, "UNITS": 4, "AHEAD": 0}, 4),
+        "unpack": KernelTile({"BN": 8, "BW": 64}, 4),
         "multiply": KernelTile({"BM": rows, "BN": outputs, "BK": inner, "GROUP": 8, "STAGES": stages}, 8, stages),
     }
     return TileTable(tiles, {"dense_weights": DENSE_WEIGHTS})
