@@ -16,6 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+
 @gluon.constexpr_function
 def _powers(first, stop, place):
     """Bases first, 2 * first, ... below stop, each as `place` puts it into a list of coordinates."""
@@ -247,7 +248,9 @@ def _add(
     words, b_scale, zeros, b_input = read
     scale = _twice(b_scale)
     if not ZERO_POINTS:
-        zero = gl.full([SPLITS, BN, STEP], (0xE400 + (1 << (BITS - 1))) * 0x10001 - (1 << 32), gl.int32, layout=blocks_in)
+        zero = gl.full(
+            [SPLITS, BN, STEP], (0xE400 + (1 << (BITS - 1))) * 0x10001 - (1 << 32), gl.int32, layout=blocks_in
+        )
     elif STEP % GROUP == 0 and not LAST:
         groups_in: gl.constexpr = groups_layout(SPLITS, BN, UNITS, GROUP)
         o_chunk = gl.arange(0, GROUP, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, groups_in))))

@@ -8,7 +8,9 @@ MOVES: dict[str, list[Setting]] = {
     "few": [
         *one("BN", 16, 32, 64),
         *one("UNITS", 1, 2, 4),
-        *({"SPLITS": warps, "num_warps": warps} for warps in (2, 4, 8, 16)),
+        {"SPLITS": 2, "num_warps": 2},
+        {"SPLITS": 4, "num_warps": 4},
+        {"SPLITS": 8, "num_warps": 8},
     ],
     "unpack": [*one("BN", 4, 8, 16, 32), *one("BW", 16, 32, 64, 128), *one("num_warps", 2, 4, 8)],
     "multiply": [

@@ -80,8 +80,12 @@ def test_what_tensorrt_has_not_is_refused_before_anything_is_read(
     with pytest.raises(ConfigError, match=r"--quantize-block 16: the plugin for TensorRT 8\.6 has 32, 64, 128\."):
         plan("trt", quantize="int4", quantize_block=16, tensorrt_include=old)
     for dtype in ("float32", "bfloat16"):
-        with pytest.raises(UnsupportedError, match=rf"--quantize int4 beside --dtype {dtype}: .* multiplies with float16"):
-            export_trt(ExportOptions("m", dtype=dtype, quantize="int4"), TrtOptions(tensorrt_include=old), tmp_path / "x")
+        with pytest.raises(
+            UnsupportedError, match=rf"--quantize int4 beside --dtype {dtype}: .* multiplies with float16"
+        ):
+            export_trt(
+                ExportOptions("m", dtype=dtype, quantize="int4"), TrtOptions(tensorrt_include=old), tmp_path / "x"
+            )
     assert not (tmp_path / "x").exists()
 
 

@@ -16,7 +16,11 @@ from tests.machine_code import disassembly, lines
 VARIANTS = [
     (90, Variant()),
     *[pytest.param(90, v, marks=pytest.mark.long) for v in (Variant(bits=8, zero_points=0), Variant(aligned=0))],
-    *[pytest.param(arch, v, marks=pytest.mark.long) for arch in (80, 86) for v in (Variant(), Variant(bits=8, zero_points=0))],
+    *[
+        pytest.param(arch, v, marks=pytest.mark.long)
+        for arch in (80, 86)
+        for v in (Variant(), Variant(bits=8, zero_points=0))
+    ],
 ]
 
 
