@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -75,7 +76,7 @@ def triton_matmul_nbits(inputs: Inputs) -> Tensor:
     inputs.check()
     if inputs.input.device.type != "cuda":
         raise UnsupportedError(f"device {inputs.input.device.type!r} has no kernel; known: cuda.")
-    given = {name: x.contiguous() if isinstance(x, Tensor) else x for name, x in vars(inputs).items()}
+    given = {name: x.contiguous() for name, x in vars(inputs).items() if isinstance(x, Tensor)}
     output = inputs.input.new_empty(*inputs.input.shape[:2], inputs.blocks.shape[0])
-    launch_matmul_nbits(Inputs(**given), output)
+    launch_matmul_nbits(replace(inputs, **given), output)  # type: ignore[arg-type]
     return output
