@@ -109,6 +109,8 @@ def words_of_ops() -> set[str]:
         "overflow",
         "scale",
         "activation",
+        "bits",
+        "block_size",
     }  # other things, too
 
 
