@@ -121,7 +121,7 @@ def matmul_archive(folder: Path) -> Path:
     return op_archive(
         folder,
         "MatMulNBits",
-        {"aligned": 0},
+        {"aligned": 0, "narrow": 1},
         few=[
             ("input", "ptr"),
             ("blocks", "ptr"),

@@ -40,7 +40,7 @@ def test_matmul_nbits(
         **({"zero_points": made(outputs, -(-blocks * bits // 32))} if zero_points else {}),
     }
     given = Inputs(**tensors, bits=bits, block_size=block)  # type: ignore[arg-type]
-    variant = Variant("float16", bits, block, int(zero_points), int(outputs % 8 == 0))
+    variant = Variant("float16", bits, block, int(zero_points), int(outputs % 8 == 0), int(outputs <= 4096))
     mirror(
         MATMUL_NBITS,
         tensors,

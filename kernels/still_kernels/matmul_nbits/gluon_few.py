@@ -296,7 +296,6 @@ def few_kernel(
     BN: gl.constexpr,
     SPLITS: gl.constexpr,
     UNITS: gl.constexpr,
-    AHEAD: gl.constexpr,
 ):
     """BN outputs of up to 8 rows. Grid (ceil(M / 8), ceil(N / BN)).
 
@@ -325,20 +324,9 @@ def few_kernel(
     b_sum = gl.zeros([SPLITS, BN, 8], gl.float32, layout=product_in)
     ZERO_POINTS: gl.constexpr = p_zero_points is not None
     full = chunks // TURN * TURN
-    if AHEAD:
-        if full > 0:
-            read = _read(0, chunks, p_words, p_scale, p_zeros, p_row, BITS, BLOCK, BN, SPLITS, UNITS, False)
-            for begin in range(0, full - TURN, TURN):
-                after = _read(
-                    begin + TURN, chunks, p_words, p_scale, p_zeros, p_row, BITS, BLOCK, BN, SPLITS, UNITS, False
-                )
-                b_sum = _add(b_sum, read, begin, chunks, ZERO_POINTS, BITS, BLOCK, BN, SPLITS, UNITS, False)
-                read = after
-            b_sum = _add(b_sum, read, full - TURN, chunks, ZERO_POINTS, BITS, BLOCK, BN, SPLITS, UNITS, False)
-    else:
-        for begin in range(0, full, TURN):
-            read = _read(begin, chunks, p_words, p_scale, p_zeros, p_row, BITS, BLOCK, BN, SPLITS, UNITS, False)
-            b_sum = _add(b_sum, read, begin, chunks, ZERO_POINTS, BITS, BLOCK, BN, SPLITS, UNITS, False)
+    for begin in range(0, full, TURN):
+        read = _read(begin, chunks, p_words, p_scale, p_zeros, p_row, BITS, BLOCK, BN, SPLITS, UNITS, False)
+        b_sum = _add(b_sum, read, begin, chunks, ZERO_POINTS, BITS, BLOCK, BN, SPLITS, UNITS, False)
     if full < chunks:
         read = _read(full, chunks, p_words, p_scale, p_zeros, p_row, BITS, BLOCK, BN, SPLITS, UNITS, True)
         b_sum = _add(b_sum, read, full, chunks, ZERO_POINTS, BITS, BLOCK, BN, SPLITS, UNITS, True)

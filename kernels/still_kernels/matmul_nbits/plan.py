@@ -9,6 +9,8 @@ GROUP_ROWS = 8
 """Rows that share what is read of the weight: columns of a matrix instruction."""
 FEW = f"tokens <= {8 * GROUP_ROWS}"
 """So few rows that reading the weight for each group of them costs less than writing it as half precision numbers and reading those."""
+NARROW = 4096
+"""Outputs up to which a product is narrow."""
 
 PLAN = Plan(
     MATMUL_NBITS,
@@ -18,6 +20,7 @@ PLAN = Plan(
         "block_size": "block_size",
         "zero_points": "has(zero_points)",
         "aligned": "O % 8 == 0",  # stores of 16 bytes
+        "narrow": f"O <= {NARROW}",  # so few programs of a few rows that each has more warps
         "count_dtype": "'int32'",  # there are no counts
     },
     constants=(

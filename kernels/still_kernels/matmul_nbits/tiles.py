@@ -13,15 +13,16 @@ WIDE_SHARED = 150 << 10
 
 
 @lru_cache
-def tile_table(bits: int, aligned: int, arch: int) -> TileTable:
-    """The table of a weight's bits, for outputs that are a multiple of 8 or not, on an architecture (90 for sm_90)."""
+def tile_table(bits: int, aligned: int, narrow: int, arch: int) -> TileTable:
+    """The table of a weight's bits, for outputs that are a multiple of 8 or not, few or many, on an architecture (90 for sm_90)."""
     wide = aligned and SHARED_BYTES[arch] >= WIDE_SHARED and arch >= 90
     product = (
         (256, 128, 64, 3) if wide else (128, 128, 64, 3) if SHARED_BYTES[arch] >= WIDE_SHARED else (128, 128, 32, 3)
     )
+    warps, units = (8, 2 if bits == 4 else 4) if narrow else (4, 4)
     rows, outputs, inner, stages = product
     tiles = {
-        "few": KernelTile({"BN": 16, "SPLITS": 4, "UNITS": 4, "AHEAD": 0}, 4),
+        "few": KernelTile({"BN": 16, "SPLITS": warps, "UNITS": units}, warps),
         "unpack": KernelTile({"BN": 8, "BW": 64}, 4),
         "multiply": KernelTile({"BM": rows, "BN": outputs, "BK": inner, "GROUP": 8, "STAGES": stages}, 8, stages),
     }

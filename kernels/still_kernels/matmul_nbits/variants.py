@@ -24,6 +24,7 @@ class Variant:
 
     zero_points: Whether there are any.
     aligned: Whether outputs are a multiple of 8, which may be stored at once.
+    narrow: Whether they are few.
     """
 
     dtype: str = "float16"
@@ -31,6 +32,7 @@ class Variant:
     block_size: int = 32
     zero_points: int = 1
     aligned: int = 1
+    narrow: int = 0
     count_dtype: str = "int32"
 
     def __post_init__(self) -> None:
@@ -42,8 +44,8 @@ class Variant:
 def default_variants() -> list[Variant]:
     """Blocks of 32, 4 bits with zero points and without, 8 without."""
     return [
-        Variant(bits=bits, zero_points=zero, aligned=aligned)
-        for (bits, zero), aligned in itertools.product(((4, 1), (4, 0), (8, 0)), (1, 0))
+        Variant(bits=bits, zero_points=zero, narrow=narrow)
+        for (bits, zero), narrow in itertools.product(((4, 1), (4, 0), (8, 0)), (0, 1))
     ]
 
 
@@ -62,7 +64,7 @@ def plan_constants(table: TileTable) -> dict[str, int]:
 
 def build(variant: Variant, arch: int, table: TileTable | None = None) -> Build:
     """What a variant is on an architecture, or with other block sizes."""
-    table = tile_table(variant.bits, variant.aligned, arch) if table is None else table
+    table = tile_table(variant.bits, variant.aligned, variant.narrow, arch) if table is None else table
     constants = {"BITS": variant.bits, "BLOCK": variant.block_size, "ALIGNED": variant.aligned}
     absent = frozenset() if variant.zero_points else frozenset({"zero_points"})
     return Build(table.kernels(), constants, plan_constants(table), absent)

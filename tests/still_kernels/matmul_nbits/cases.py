@@ -38,7 +38,7 @@ def run_case(name: str, device: str = "cpu") -> float:
     held = weight(case)
     table = None
     if device == "cpu":
-        table = tile_table(case.bits, int(case.outputs % 8 == 0), arch_of(torch.device("cpu")))
+        table = tile_table(case.bits, int(case.outputs % 8 == 0), 1, arch_of(torch.device("cpu")))
         for kernel, setting in SMALL.items():
             table = changed(table, kernel, setting)  # type: ignore[arg-type]
         table = changed(table, "multiply", {"dense_weights": 24 * case.inputs})  # a weight in several parts

@@ -34,7 +34,7 @@ def test_no_kernel_spills_and_codes_stay_in_registers(arch: int, variant: Varian
         found = [line.name.split(".")[0] for line in code]
         assert not {"STL", "LDL"} & set(found), f"{name} spills"
         if name == "few":
-            tile = tile_table(variant.bits, variant.aligned, arch).tiles["few"].constants
+            tile = tile_table(variant.bits, variant.aligned, variant.narrow, arch).tiles["few"].constants
             of_weight = tile["BN"] // 8 * tile["UNITS"]
             of_tokens = tile["UNITS"] * 16 // variant.bits
             loads = [line for line in code if line.name.startswith("LDG") and ".128" in line.name]
