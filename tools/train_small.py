@@ -26,7 +26,8 @@ from still_export.linearization.objectives import watched_positions
 from still_export.linearization.tasks import TASKS, TaskWriter, Weighing
 from still_export.linearization.texts import Batches, read_corpus, read_text
 from still_export.mixers.config import StillConfig
-from still_export.mixers.hybrid_attention.modes import SOFTMAX, make_trainable
+from still_export.mixers.hybrid_attention.modes import make_trainable
+from still_export.mixers.trainable import SOFTMAX
 from still_export.models import attach_untrained
 
 VOCABULARY, CONTEXT = 1024, 4096

@@ -1,4 +1,4 @@
-"""still-export linearize: from a softmax model to a STILL model."""
+"""still-export linearize: from a softmax model to a STILL model, or one of linear attention."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ Examples:
     still-export linearize BASE --recipe retrieval --softmax-layers 4 --text book.txt -o DIR
 
     still-export linearize --config recipe.yaml --finetune-steps 200 -o DIR
+
+    still-export linearize BASE --mixer gdn --softmax-layers 4 --text book.txt -o DIR
 
     still-export linearize BASE --adapter DIR/adapter -o AGAIN
 
@@ -82,7 +84,11 @@ def linearize(
     config: Annotated[Path | None, typer.Option(help="YAML recipe; flags win over it.")] = None,
     named: Annotated[
         str | None,
-        typer.Option("--recipe", help="quick, paper or retrieval; flags win over it.", show_default="quick"),
+        typer.Option(
+            "--recipe",
+            help="quick, paper, retrieval, or the mixer's own; flags win over it.",
+            show_default="quick, or the mixer's own",
+        ),
     ] = None,
     softmax_layers: Annotated[
         int, typer.Option(min=0, help="Layers that stay softmax, found by select-layers first.")
@@ -96,14 +102,14 @@ def linearize(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
-    """Turn a softmax model into a STILL model: attention transfer, then LoRA; say what each costs."""
+    """Turn a softmax model into a STILL model, or one of linear attention: attention transfer, then LoRA; say what each costs."""
     from still_export.doctor import machine
 
     demand(*EXTRAS["train"])
     from still_export.linearization.folder import apply
     from still_export.linearization.linearize import leave_processes
     from still_export.linearization.linearize import linearize as run
-    from still_export.linearization.recipe import DEFAULT_PRESET, preset, read_recipe
+    from still_export.linearization.recipe import DEFAULT_PRESETS, preset, read_recipe
     from still_export.report import linearize as looks
     from still_export.report.render import check_report, write_report
 
@@ -129,7 +135,9 @@ def linearize(
     given = {**recipe_options, **({"base": base} if base else {}), **({"texts": tuple(text)} if text else {})}
     if config is not None and named is not None:
         raise ConfigError("--config and --recipe are two recipes; give one of them.")
-    recipe = read_recipe(config or preset(named or DEFAULT_PRESET), given)
+    if config is None and named is None:
+        named = DEFAULT_PRESETS.get(given.get("mixer", "still"), DEFAULT_PRESETS["still"])
+    recipe = read_recipe(config or preset(str(named)), given)
     if softmax_layers:
         from still_export.linearization.select_layers import select_layers
 

@@ -16,8 +16,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from still_export.errors import CheckpointError, ConfigError
 from still_export.linearization.recipe import Recipe
-from still_export.mixers.config import FULL, StillConfig
+from still_export.mixers.config import FULL, HYBRID, StillConfig
 from still_export.mixers.hybrid_attention.modes import window_factor
+from still_export.mixers.projections import ProjectedAttention
 from still_export.models.checkpoint import SCALE, in_range, int8_rows, iterate_tensors
 from still_export.models.convert import plain_names
 from still_export.models.files import Adapter, read_checked
@@ -30,23 +31,30 @@ LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "g_proj")
 FACTORS = ".window_factor_exponent"
 
 
+def own_marks(model: nn.Module) -> tuple[str, ...]:
+    """What the names of parameters hold that a base does not have: feature maps, gates, scales."""
+    modules = (m for m in model.modules() if isinstance(m, ProjectedAttention))
+    return tuple(sorted({f".{start}" for module in modules for start in module.fresh}))
+
+
 def still_parameters(model: nn.Module, gate_weights: bool = True) -> list[tuple[str, nn.Parameter]]:
-    """Feature maps, gates (without `gate_weights` their biases only) and window factors that are learned."""
-    marks = (".feature_", ".g_proj." if gate_weights else ".g_proj.bias", FACTORS)
-    return [(n, p) for n, p in model.named_parameters() if any(mark in n for mark in marks)]
+    """Parameters that a base does not have (of STILL's gates without `gate_weights` the biases only) and window factors that are
+    learned."""
+    marks = (*own_marks(model), FACTORS)
+    marks = marks if gate_weights else tuple(".g_proj.bias" if mark == ".g_proj." else mark for mark in marks)
+    return [(n, p) for n, p in model.named_parameters() if "lora_" not in n and any(mark in n for mark in marks)]
 
 
 def attach_lora(model: Any, recipe: Recipe) -> Any:
-    """`model` with LoRA on the projections of its hybrid layers, everything else frozen."""
+    """`model` with LoRA on the projections of its linearized layers, everything else frozen."""
     from peft import LoraConfig, get_peft_model
 
-    hybrid = "|".join(
-        str(i) for i, layer in enumerate(model.model.layers) if hasattr(layer.self_attn, "feature_q_weight")
-    )
+    still, layers = model.config.still, range(model.config.num_hidden_layers)
+    linearized = "|".join(str(i) for i in layers if still.layer_type(i) != FULL)
     config = LoraConfig(
         r=recipe.lora_rank,
         lora_alpha=recipe.lora_alpha,  # type: ignore[arg-type]  # a factor: PEFT divides it by the rank
-        target_modules=rf".*\.layers\.({hybrid})\.self_attn\.({'|'.join(LORA_TARGETS)})",
+        target_modules=rf".*\.layers\.({linearized})\.self_attn\.({'|'.join(LORA_TARGETS)})",
         task_type="CAUSAL_LM",
     )
     with warnings.catch_warnings():
@@ -55,11 +63,11 @@ def attach_lora(model: Any, recipe: Recipe) -> Any:
 
 
 def trained_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Feature maps, gates and LoRA of an objective's model, gathered from all processes, under the family's names."""
+    """What a base does not have, and LoRA, of an objective's model, gathered from all processes, under the family's names."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     found: dict[str, Any] = get_model_state_dict(module, options=options)
     tensors = plain_names({name.removeprefix("model."): tensor for name, tensor in found.items()})
-    marks = (".feature_", ".g_proj.", "lora_", FACTORS)
+    marks = (*own_marks(module), "lora_", FACTORS)
     kept = {n: t for n, t in tensors.items() if any(mark in n for mark in marks)}
     # Gates of low rank keep their fresh weight, zero, and are LoRA's product alone.
     return {n: t for n, t in kept.items() if not n.endswith(".g_proj.weight") or bool(t.any())}
@@ -138,6 +146,12 @@ class Start:
         values, self.still = read_adapter(folder)
         mine = {"r": recipe.lora_rank, "lora_alpha": recipe.lora_alpha, "feature_map": recipe.feature_map}
         theirs = {"r": values.get("r"), "lora_alpha": values.get("lora_alpha"), "feature_map": self.still.feature_map}
+        made = sorted(set(self.still.layer_types or (HYBRID,)) - {FULL, recipe.layer})
+        if made:
+            raise ConfigError(
+                f"the adapter {folder} has layers of type {', '.join(made)}, the recipe's mixer={recipe.mixer} makes {recipe.layer}; they "
+                "must be equal."
+            )
         for name, value in mine.items():
             if value != theirs[name]:
                 raise ConfigError(
@@ -151,7 +165,7 @@ class Start:
         }
 
     def still_tensors(self) -> dict[str, Tensor]:
-        """Feature maps and gates, under the names of a STILL model."""
+        """What a base does not have, under the names of a STILL model."""
         return {n: t for n, t in self.tensors.items() if "lora_" not in n}
 
     def load_lora(self, model: Any) -> None:
@@ -160,7 +174,12 @@ class Start:
         Raises:
             CheckpointError: A shape differs: it belongs to another base.
         """
-        load_tensors(model, {f"base_model.model.{n}": t for n, t in self.tensors.items() if "lora_" in n})
+        load_lora(model, self.tensors)
+
+
+def load_lora(model: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Put the LoRA among `tensors`, which have the family's names, into a PEFT model; errors as of `load_tensors`."""
+    load_tensors(model, {f"base_model.model.{n}": t for n, t in tensors.items() if "lora_" in n})
 
 
 def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:

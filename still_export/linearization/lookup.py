@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 
 from still_export.linearization.tasks import TaskWriter, task_named
-from still_export.mixers.hybrid_attention.modes import SOFTMAX, TrainableAttention, attention_mode
+from still_export.mixers.trainable import SOFTMAX, Trainable, attention_mode
 
 PROMPTS = 6
 
 
 def lookup_scores(
-    model: Any, attentions: list[TrainableAttention], writer: TaskWriter, tokens: int, seed: int = 0
+    model: Any, attentions: list[Trainable], writer: TaskWriter, tokens: int, seed: int = 0
 ) -> Tensor:
     """Share of every head's attention that goes from the query that predicts a token of an answer to that token in the fact.
 
     Args:
         model: A STILL model; its softmax attention is looked at.
-        attentions: Its hybrid layers.
+        attentions: Its linearized layers.
         writer: Of the needle prompts, six of them, each of `tokens` tokens with its fact in another place.
 
     Returns:
@@ -38,7 +38,7 @@ def lookup_scores(
 
 
 @torch.no_grad()
-def attention_to_fact(model: Any, attentions: list[TrainableAttention], prompt: np.ndarray, count: int) -> Tensor:
+def attention_to_fact(model: Any, attentions: list[Trainable], prompt: np.ndarray, count: int) -> Tensor:
     """`lookup_scores` of one prompt, ids [T], whose last `count` tokens are an answer that stood in it before: [layers, H]."""
     tokens = len(prompt)
     windows = np.lib.stride_tricks.sliding_window_view(prompt, count)
@@ -49,8 +49,8 @@ def attention_to_fact(model: Any, attentions: list[TrainableAttention], prompt: 
 
     def look(module: Any, arguments: Any, given: dict[str, Any]) -> None:
         hidden = given["hidden_states"] if "hidden_states" in given else arguments[0]
-        query, key, _, _ = module.project(hidden, given.get("position_embeddings"))
-        keys = key[0].repeat_interleave(module.still.group_size, dim=1).float()
+        query, key, _ = module.project_heads(hidden, given.get("position_embeddings"))
+        keys = key[0].repeat_interleave(query.shape[2] // key.shape[2], dim=1).float()
         logits = torch.einsum("qhd,khd->hqk", query[0, asked].float(), keys) * module.head_dim**-0.5
         weight = logits.masked_fill(future, -torch.inf).softmax(-1)
         seen.append(weight[:, range(count), range(fact, fact + count)].mean(1).cpu())

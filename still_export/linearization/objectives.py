@@ -10,14 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from still_export.mixers.hybrid_attention.modes import (
-    HYBRID,
-    SOFTMAX,
-    TRANSFER,
-    TrainableAttention,
-    attention_mode,
-    fused,
-)
+from still_export.mixers.registry import mixer_of
+from still_export.mixers.trainable import SOFTMAX, STUDENT, TRANSFER, Trainable, attention_mode, fused
 
 SLICE = 4096
 """Positions whose loss is computed at a time: float32 copies of all logits would be most of the memory."""
@@ -25,21 +19,52 @@ SELECTION_QUERIES = 32
 """Positions of a row whose attention says which tokens should be salient: enough for a gradient, negligible beside T."""
 
 
+def make_students(model: Any, learn_window_factors: bool = False) -> list[Trainable]:
+    """Put every linearized layer of a STILL model, in place, into the form that can be teacher and student; names of parameters stay.
+
+    Args:
+        learn_window_factors: As of `Mixer.trainable`.
+    """
+    found = (
+        mixer_of(model.config, index).trainable(layer.self_attn, learn_window_factors)
+        for index, layer in enumerate(model.model.layers)
+    )
+    return [module for module in found if module is not None]
+
+
 class TransferObjective(nn.Module):
-    """Stage 1: every head's hybrid output against the softmax output before o_proj; softmax feeds the next layer.
+    """Stage 1: each layer's output against its softmax output, before o_proj for hybrid attention; softmax feeds the next layer.
 
     Args:
         model: A STILL model.
-        attentions: Its hybrid layers.
+        attentions: Its linearized layers.
     """
 
-    def __init__(self, model: Any, attentions: list[TrainableAttention]) -> None:
+    def __init__(self, model: Any, attentions: list[Trainable]) -> None:
         super().__init__()
         self.model = model
         self.attentions = attentions
 
+    @torch.no_grad()
+    def fit(self, ids: Tensor) -> None:
+        """Let layers whose outputs have a scale of their own take it from the teacher's on ids [B, T]."""
+
+        def look(module: Any, arguments: Any, given: dict[str, Any]) -> None:
+            hidden = given["hidden_states"] if "hidden_states" in given else arguments[0]
+            module.fit(hidden, given.get("position_embeddings"))
+
+        hooks = [a.register_forward_pre_hook(look, with_kwargs=True) for a in self.attentions if hasattr(a, "fit")]  # type: ignore[attr-defined]
+        if not hooks:
+            return
+        try:
+            with attention_mode(self.attentions, SOFTMAX):
+                self.model(ids, use_cache=False, logits_to_keep=1)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
     def forward(self, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean relative error over layers and heads, and per layer [L]; ids [B, T]."""
+        """Mean relative error over layers, and heads of hybrid attention, and per layer [L]; ids [B, T]."""
         with attention_mode(self.attentions, TRANSFER):
             self.model(ids, use_cache=False, logits_to_keep=1)
         layers = torch.stack([a.difference.mean() for a in self.attentions if a.difference is not None])
@@ -51,7 +76,7 @@ class FinetuneObjective(nn.Module):
 
     Args:
         model: A PEFT model around a STILL model; with its adapter disabled and softmax attention it is the teacher.
-        attentions: Its hybrid layers.
+        attentions: Its linearized layers.
         loss: "ce" or "kl".
         selection_weight: Of the selection's loss.
         answer_loss: "same", or "ce" for tokens that weigh more than 1.
@@ -62,7 +87,7 @@ class FinetuneObjective(nn.Module):
     def __init__(
         self,
         model: Any,
-        attentions: list[TrainableAttention],
+        attentions: list[Trainable],
         loss: str,
         selection_weight: float = 0.0,
         softmax_layers: tuple[int, ...] = (),
@@ -139,10 +164,10 @@ def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     return flat.view(target.shape)
 
 
-def student_mode(attentions: list[TrainableAttention], softmax_layers: tuple[int, ...]) -> None:
-    """Hybrid attention, softmax in `softmax_layers`; it stays, because recomputation in the backward pass needs the same modes."""
+def student_mode(attentions: list[Trainable], softmax_layers: tuple[int, ...]) -> None:
+    """Every layer the student, softmax in `softmax_layers`; it stays, because recomputation in the backward pass needs the same modes."""
     for index, attention in enumerate(attentions):
-        attention.mode = SOFTMAX if index in softmax_layers else HYBRID
+        attention.mode = SOFTMAX if index in softmax_layers else STUDENT
 
 
 def watched_positions(ids: Tensor, weights: Tensor, per_answer: bool = False) -> Tensor:

@@ -15,7 +15,15 @@ if TYPE_CHECKING:
     from still_export.mixers.config import StillConfig
 
 STILL_FIELDS = ("chunk_size", "salient_per_chunk", "select_scope", "feature_map", "capacity_tokens", "layer_types")
+LAYERS = {"still": "hybrid_attention", "liger-gla": "liger_gla", "gla": "linearized_gla", "gdn": "linearized_gdn"}
+"""By the recipe's mixer: what a layer is called that it made, in `layer_types`."""
+OF_STILL = (
+    *(name for name in STILL_FIELDS if name not in ("capacity_tokens", "layer_types")),
+    *("window_factors", "window_factor_scale", "learn_window_factors", "low_rank_gates", "selection_weight"),
+)
+"""Options that no other mixer has."""
 CHOICES = {
+    "mixer": tuple(LAYERS),
     "loss": ("ce", "kl"),
     "answer_loss": ("same", "ce"),
     "precision": ("fp32", "bf16"),
@@ -26,7 +34,8 @@ CHOICES = {
 
 ROW_TOKENS = 1024
 """Of a row, where nobody says otherwise and the model holds so many."""
-DEFAULT_PRESET = "quick"
+DEFAULT_PRESETS = {mixer: "quick" if mixer == "still" else mixer for mixer in LAYERS}
+"""By mixer: the recipe where nobody names one."""
 
 
 def option(default: Any, text: str) -> Any:
@@ -49,6 +58,7 @@ class Recipe:
         (), "Text files; the end of each is held out for validation. Without one: Python's own documentation."
     )
     tokenizer: str | None = option(None, "Folder of the tokenizer, if it is not beside the model.")
+    mixer: str = option("still", "What softmax layers become: still, liger-gla, gla or gdn.")
     start: str | None = option(None, "Adapter folder to go on from, of the same base: to train it on longer rows, say.")
     chunk_size: int = option(64, "Tokens per chunk.")
     salient_per_chunk: int = option(4, "Tokens per chunk that stay in softmax.")
@@ -65,7 +75,9 @@ class Recipe:
     low_rank_gates: bool = option(
         False, "Stage 1 trains the gates' biases only, stage 2 weights of LoRA's rank: a small adapter."
     )
-    layer_types: tuple[str, ...] | None = option(None, "Per layer hybrid_attention or full_attention.")
+    layer_types: tuple[str, ...] | None = option(
+        None, "Per layer full_attention or what the mixer makes: hybrid_attention, liger_gla, linearized_gla, linearized_gdn."
+    )
     transfer_steps: int = option(500, "Steps of stage 1, attention transfer; 0 = none.")
     transfer_rate: float = option(1e-2, "Learning rate of stage 1.")
     finetune_steps: int = option(1000, "Steps of stage 2, LoRA; 0 = none.")
@@ -156,14 +168,42 @@ class Recipe:
             raise ConfigError(f"window_factor_scale={self.window_factor_scale}; it must be positive.")
         if self.row_tokens < 1:
             raise ConfigError(f"sequence_length={self.sequence_length}; it must be at least 1.")
+        self._check_mixer()
         shortest = min(self.row_lengths or (self.row_tokens,))
-        if self.transfer_steps and shortest <= 2 * self.chunk_size:
+        if self.mixer == "still" and self.transfer_steps and shortest <= 2 * self.chunk_size:
             raise ConfigError(
                 f"sequence_length={shortest}: rows of at most two chunks ({2 * self.chunk_size} tokens) are softmax "
                 "throughout, so stage 1 has nothing to train. Use longer rows or a smaller --chunk-size."
             )
         if self.micro_batch_size is not None and not 1 <= self.micro_batch_size <= self.batch_size:
             raise ConfigError(f"micro_batch_size={self.micro_batch_size} is outside 1..batch_size={self.batch_size}.")
+
+    def _check_mixer(self) -> None:
+        """Raise ConfigError where an option is of another mixer."""
+        if self.mixer == "still":
+            return
+        foreign = [f.name for f in fields(self) if f.name in OF_STILL and getattr(self, f.name) != f.default]
+        if foreign:
+            raise ConfigError(f"{', '.join(foreign)}: options of STILL; layers of mixer={self.mixer} have no such thing.")
+        if self.mixer == "liger-gla" and self.transfer_steps:
+            raise ConfigError(
+                f"transfer_steps={self.transfer_steps}: liger-gla has no parameters of its own, so there is no stage 1. Set it to 0."
+            )
+        others = sorted(set(self.layer_types or ()) - {"full_attention", self.layer})
+        if others:
+            raise ConfigError(
+                f"layer_types names {', '.join(others)}; with mixer={self.mixer} layers are full_attention or {self.layer}."
+            )
+
+    @property
+    def layer(self) -> str:
+        """What a layer is called that the mixer made."""
+        return LAYERS[self.mixer]
+
+    @property
+    def lora_in_transfer(self) -> bool:
+        """Stage 1 trains LoRA too: what the rule makes of queries and keys is no exponential, for which the base's were made."""
+        return self.mixer in ("gla", "gdn")
 
     @property
     def row_tokens(self) -> int:
@@ -206,7 +246,10 @@ class Recipe:
                 )
             factors = factors * (layers // len(factors))
         rows = None if factors is None else tuple((float(factor),) * heads for factor in factors)
-        return StillConfig(window_factors=rows, **{name: getattr(self, name) for name in STILL_FIELDS})
+        values = {name: getattr(self, name) for name in STILL_FIELDS}
+        if self.layer_types is None and self.mixer != "still":
+            values["layer_types"] = (self.layer,) * layers
+        return StillConfig(window_factors=rows, **values)
 
     def to_dict(self) -> dict[str, Any]:
         """Values that JSON and YAML can hold."""

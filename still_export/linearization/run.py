@@ -20,19 +20,13 @@ from still_export.export.chat_format import chat_format
 from still_export.linearization import adapter
 from still_export.linearization.folder import RunFolder, save_model
 from still_export.linearization.forms import NaturalWriter
-from still_export.linearization.objectives import FinetuneObjective, TransferObjective
+from still_export.linearization.objectives import FinetuneObjective, TransferObjective, make_students
 from still_export.linearization.objectives import cross_entropy as per_token
 from still_export.linearization.recipe import Recipe
 from still_export.linearization.tasks import TaskWriter, Weighing
 from still_export.linearization.texts import Batches, Corpus, held_out_rows, read_chats, read_corpus
 from still_export.linearization.trainer import Progress, StageReport, Trainer
-from still_export.mixers.hybrid_attention.modes import (
-    HYBRID,
-    SOFTMAX,
-    TrainableAttention,
-    attention_mode,
-    make_trainable,
-)
+from still_export.mixers.trainable import SOFTMAX, STUDENT, Trainable, attention_mode
 from still_export.models.load import load_model, load_tokenizer
 from still_export.package.staging import staged_folder
 
@@ -45,7 +39,7 @@ FRESH_GATE_BIAS = 2.0
 class Linearization:
     """What `linearize` did.
 
-    bits_per_byte: Of the held-out text by teacher, student after stage 1 (hybrid, LoRA off), and student.
+    bits_per_byte: Of the held-out text by teacher, student after stage 1 (LoRA off) where it is known, and student.
     stages: Report of each stage that ran.
     """
 
@@ -96,7 +90,7 @@ class LinearizationRun:
         self.held_out = held_out_rows(self.corpus, recipe.validation_rows, recipe.row_tokens)
 
     def load_base(self) -> Any:
-        """The base with untrained STILL attention, or that of the adapter to go on from, float32, frozen."""
+        """The base with untrained linear layers, or that of the adapter to go on from, float32, frozen."""
         model = load_model(self.recipe.base, attach_untrained=True, still_config=self.still, dtype=torch.float32)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(False)
@@ -169,9 +163,11 @@ class LinearizationRun:
         """Stage 1's, with the parameters that it trains."""
         recipe = self.recipe
         model = self.load_base()
-        attentions = make_trainable(model, recipe.learn_window_factors)
+        attentions = make_students(model, recipe.learn_window_factors)
         for attention in attentions:
             attention.save_memory = recipe.gradient_checkpointing
+        set_seed(recipe.seed)  # LoRA starts the same whatever was measured before
+        model = self.attach_lora(model) if recipe.lora_in_transfer else model
         for _, parameter in adapter.still_parameters(model, gate_weights=not recipe.low_rank_gates):
             parameter.requires_grad_(True)
         return TransferObjective(model, attentions)
@@ -180,34 +176,47 @@ class LinearizationRun:
         """Stage 1; writes training/transfer.safetensors."""
         recipe, objective = self.recipe, self.transfer_objective()
         self.log(f"stage 1, attention transfer: {_count(objective):,} parameters in {len(objective.attentions)} layers")
+        batches = self.batches(recipe.retrieval)
+        objective.to(self.accelerator.device)
+        objective.fit(batches.batch(0).ids[:1].to(self.accelerator.device))
         trainer = Trainer(self.accelerator, recipe, "transfer", self.work, self.progress)
         report = trainer.train(
             objective,
-            self.batches(recipe.retrieval),
+            batches,
             recipe.transfer_steps,
-            lambda _: recipe.transfer_rate,
+            lambda name: recipe.finetune_rate if "lora_" in name else recipe.transfer_rate,
             self.validate,
         )
         self._keep("transfer", objective)
         return report
 
-    def finetune_objective(self, maps: Path | None) -> FinetuneObjective:
-        """Stage 2's: the model with LoRA and the parameters that it trains.
+    def student(self, maps: Path | None) -> tuple[Any, list[Trainable]]:
+        """The model with LoRA after stage 1, and its linearized layers.
 
         Args:
             maps: What stage 1 trained; None = nothing.
         """
         recipe = self.recipe
         model = self.load_base()
-        attentions = make_trainable(model, recipe.learn_window_factors)
-        if maps is not None:
-            model.load_state_dict(load_file(maps), strict=False)
+        attentions = make_students(model, recipe.learn_window_factors)
+        trained = {} if maps is None else load_file(maps)
+        model.load_state_dict(trained, strict=False)
         set_seed(recipe.seed)  # LoRA starts the same whether or not stage 1 ran in this process
         if recipe.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
             model.enable_input_require_grads()
             model.train()
         model = self.attach_lora(model)
+        adapter.load_lora(model, trained)
+        if recipe.lora_in_transfer:
+            for _, parameter in adapter.still_parameters(model):
+                parameter.requires_grad_(True)
+        return model, attentions
+
+    def finetune_objective(self, maps: Path | None) -> FinetuneObjective:
+        """Stage 2's: the model with LoRA and the parameters that it trains; `maps` as of `student`."""
+        recipe = self.recipe
+        model, attentions = self.student(maps)
         for name, parameter in model.named_parameters():
             if name.endswith(adapter.FACTORS):
                 parameter.requires_grad_(True)
@@ -220,16 +229,18 @@ class LinearizationRun:
             per_answer=recipe.answer_share > 0,
         )
 
-    def finetune(self) -> tuple[StageReport | None, Any, list[TrainableAttention]]:
+    def finetune(self) -> tuple[StageReport | None, Any, list[Trainable]]:
         """Stage 2; writes training/finetune.safetensors. The report, and the model with LoRA."""
         recipe = self.recipe
         maps = self.work / "transfer.safetensors" if recipe.transfer_steps else None
         if not recipe.finetune_steps:
+            if self.start or recipe.lora_in_transfer:
+                model, attentions = self.student(maps)
+                return None, model.to(self.accelerator.device), attentions
             model = self.load_base()
-            attentions = make_trainable(model, recipe.learn_window_factors)
+            attentions = make_students(model, recipe.learn_window_factors)
             if maps is not None:
                 model.load_state_dict(load_file(maps), strict=False)
-            model = self.attach_lora(model) if self.start else model
             return None, model.to(self.accelerator.device), attentions
         objective = self.finetune_objective(maps)
         self.log(f"stage 2, LoRA: {_count(objective):,} parameters, loss {recipe.loss}")
@@ -258,8 +269,8 @@ class LinearizationRun:
         self.accelerator.wait_for_everyone()
 
     @torch.no_grad()
-    def quality(self, model: Any, attentions: list[TrainableAttention]) -> dict[str, float]:
-        """Bits per byte of the held-out rows: teacher, after stage 1, after stage 2."""
+    def quality(self, model: Any, attentions: list[Trainable]) -> dict[str, float]:
+        """Bits per byte of the held-out rows: teacher, after stage 1 where that can be told, after stage 2."""
         finetuned = hasattr(model, "disable_adapter")
         rows = self.held_out.to(self.accelerator.device)
 
@@ -274,9 +285,11 @@ class LinearizationRun:
             with model.disable_adapter():
                 return bits(mode)
 
-        result = {"teacher": without_lora(SOFTMAX), "after attention transfer": without_lora(HYBRID)}
+        result = {"teacher": without_lora(SOFTMAX)}
+        if not self.recipe.lora_in_transfer:  # what stage 1 gave is there as long as LoRA alone was trained after it
+            result["after attention transfer"] = without_lora(STUDENT)
         if finetuned:
-            result["after LoRA"] = bits(HYBRID)
+            result["after LoRA"] = bits(STUDENT)
         return result
 
     def write(self, result: Linearization, command: str) -> None:

@@ -17,12 +17,11 @@ from torch import Tensor, nn
 from still_export.errors import ConfigError, TrainingError
 from still_export.linearization.linearize import make_accelerator
 from still_export.linearization.lookup import lookup_scores
-from still_export.linearization.objectives import FinetuneObjective
+from still_export.linearization.objectives import FinetuneObjective, make_students
 from still_export.linearization.recipe import Recipe
 from still_export.linearization.run import LinearizationRun
 from still_export.linearization.tasks import TaskWriter
-from still_export.mixers.config import FULL, HYBRID
-from still_export.mixers.hybrid_attention.modes import make_trainable
+from still_export.mixers.config import FULL
 
 KL, RETRIEVAL = CRITERIA = ("kl", "retrieval")
 NONE = -1
@@ -73,21 +72,21 @@ def select_layers(
     recipe = replace(recipe, layer_types=None, loss="kl", device=recipe.device)
     accelerator = make_accelerator(recipe)
     run = LinearizationRun(recipe, output, accelerator, lambda *_: None, log)
-    model = run.load_base()
-    layers = int(model.config.num_hidden_layers)
+    layers = run.layers
     if not 0 < count <= layers:
         raise ConfigError(f"{count} softmax layers of a model with {layers}.")
     run.open_folder(resume, force)
     if by == RETRIEVAL:
         log("looking for heads that look facts up")
-        attentions = make_trainable(model.to(accelerator.device))
+        model = run.load_base()
+        attentions = make_students(model.to(accelerator.device))
         writer = TaskWriter(run.tokenizer, run.corpus.train)
         found = lookup_scores(model, attentions, writer, run.recipe.row_tokens, recipe.seed).sum(1)
         scores = [dict(enumerate(found.tolist()))]
     else:
-        scores = _kl_scores(run, model, count, steps, rounds, log)
+        scores = _kl_scores(run, count, steps, rounds, log)
     chosen = best(scores[-1], count)
-    types = tuple(FULL if layer in chosen else HYBRID for layer in range(layers))
+    types = tuple(FULL if layer in chosen else recipe.layer for layer in range(layers))
     choice = LayerChoice(chosen, scores[-1], len(scores), types)
     if accelerator.is_main_process:
         content = {**asdict(choice), "scores_by_round": scores, "recipe": recipe.to_dict()}
@@ -97,13 +96,13 @@ def select_layers(
 
 
 def _kl_scores(
-    run: LinearizationRun, model: Any, count: int, steps: int, rounds: int, log: Callable[[str], None]
+    run: LinearizationRun, count: int, steps: int, rounds: int, log: Callable[[str], None]
 ) -> list[dict[int, float]]:
     """KL reductions of every layer, a dictionary for each round."""
     accelerator, layers = run.accelerator, run.layers
     if run.recipe.transfer_steps and not (run.work / "transfer.safetensors").is_file():
         run.transfer()
-    candidates = _Candidates(run, model, steps)
+    candidates = _Candidates(run, steps)
     scores: list[dict[int, float]] = []
     for number in range(rounds):
         for index, layer in enumerate((NONE, *range(layers))):
@@ -128,17 +127,13 @@ def best(scores: dict[int, float], count: int) -> list[int]:
 class _Candidates:
     """Trains students with one restored layer, a round at a time, in one model; each keeps its LoRA and optimizer in a file."""
 
-    def __init__(self, run: LinearizationRun, model: Any, steps: int) -> None:
-        from safetensors.torch import load_file
-
+    def __init__(self, run: LinearizationRun, steps: int) -> None:
         self.run, self.recipe, self.steps = run, run.recipe, steps
         self.folder = run.work / "candidates"
         self.folder.mkdir(exist_ok=True)
-        self.attentions = make_trainable(model, run.recipe.learn_window_factors)
-        if run.recipe.transfer_steps:
-            model.load_state_dict(load_file(run.work / "transfer.safetensors"), strict=False)
-        set_seed(self.recipe.seed)
-        self.model = run.attach_lora(model).to(run.accelerator.device)
+        maps = run.work / "transfer.safetensors" if run.recipe.transfer_steps else None
+        model, self.attentions = run.student(maps)
+        self.model = model.to(run.accelerator.device)
         self.lora = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self.start = {n: p.detach().clone() for n, p in self.lora.items()}
         self.batches = run.batches(self.recipe.retrieval)

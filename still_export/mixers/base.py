@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from still_export.errors import CapacityError, ShapeError, UnsupportedError, Uns
 from still_graphs.ops import OpSpec
 from still_graphs.ops.spec import AttributeValue
 from still_kernels.packing import Packing
+
+if TYPE_CHECKING:
+    from still_export.mixers.trainable import Trainable
 
 LayerT = TypeVar("LayerT", bound="StillCacheLayer")
 
@@ -372,6 +375,14 @@ class Mixer(Protocol):
         raise UnsupportedModelError(
             f"layers of type {self.name} are not served by this plugin: vLLM has the family itself. Serve the model that was exported."
         )
+
+    def trainable(self, module: nn.Module, learn_window_factors: bool) -> Trainable | None:
+        """The layer's `module`, in place in a form that can be teacher and student; None: the layer stays as it is.
+
+        Args:
+            learn_window_factors: Where the softmax terms have a weight, it can be trained.
+        """
+        return None
 
     def without(self, model: nn.Module, part: str) -> AbstractContextManager[None]:
         """`model` with a part of these layers switched off, one of `parts`, inside the block."""

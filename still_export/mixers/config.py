@@ -33,7 +33,7 @@ class StillConfig(HybridAttentionSettings):
     """The STILL part of a model's configuration, `still_config` in its config.json.
 
     Args:
-        layer_types: "hybrid_attention" or "full_attention" per layer; None = all hybrid. It lives here and not in the family's
+        layer_types: "hybrid_attention", "full_attention" or another mixer per layer; None = all hybrid. It lives here and not in the family's
             own `layer_types`, whose names transformers checks and whose masks it derives.
         capacity_tokens: T_max of the salient cache; None = the family's max_position_embeddings.
         cache: Type that keys and values are kept in beside float32 activations, "float16"; None = the activations'.
@@ -99,7 +99,7 @@ class StillConfig(HybridAttentionSettings):
         )
 
     def layer_type(self, layer: int) -> str:
-        """ "hybrid_attention" or "full_attention" for layer `layer`."""
+        """The mixer of layer `layer`, by name."""
         return HYBRID if self.layer_types is None else self.layer_types[layer]
 
     def layer_config(self, family: Any, layer: int) -> HybridAttentionConfig:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from still_export.errors import UnsupportedError, UnsupportedModelError
-from still_export.mixers.base import LayerOp, StillCacheLayer, part_of, refill, stay
+from still_export.mixers.base import LayerOp, LayerT, Progress, StillCacheLayer, part_of, refill, stay
+from still_export.mixers.kernel_state import KernelStateLayer, State
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -82,6 +83,80 @@ def class_for(base: nn.Module, classes: Mapping[str, type[ModuleT]], what: str) 
     return classes[name]
 
 
+def states_of(
+    cache: Any, index: int, ops: Sequence[LayerOp], hidden: Tensor
+) -> tuple[dict[str, Tensor], Tensor, FixedStates | None]:
+    """What layer `index`, of the ops `ops`, continues from: states, new tokens [B], and where `store` goes; without a cache empty states
+    and every token of `hidden`.
+
+    Raises:
+        UnsupportedError: `cache` is none of a STILL model.
+    """
+    batch, tokens = hidden.shape[:2]
+    if cache is None:
+        counts = torch.full((batch,), tokens, dtype=torch.int64, device=hidden.device)
+        return zero_states(ops, batch, hidden.dtype, hidden.device), counts, None
+    layer = part_of(cache, index, FixedStates)
+    if layer is None or layer.new_tokens is None:
+        raise UnsupportedError(
+            f"layer {index} has states of its own and got a {type(cache).__name__}; "
+            "pass past_key_values=StillCache.empty(model.config), or none, to the model's forward."
+        )
+    return layer.take(hidden.dtype, hidden.device), layer.new_tokens, layer
+
+
+class BesideFixedStates(KernelStateLayer[State]):
+    """Goes before a cache layer with one state: a layer of two mixers, of which the other keeps states of fixed size, `beside`.
+
+    Args:
+        ops: Of the other mixer.
+        own: What the cache layer itself is made of.
+    """
+
+    def __init__(self, ops: Sequence[LayerOp], *own: Any) -> None:
+        self.beside = FixedStates(ops)
+        super().__init__(*own)
+
+    @property
+    def progress(self) -> Progress:
+        return self.beside.progress
+
+    @progress.setter
+    def progress(self, progress: Progress) -> None:
+        self.beside.progress = progress
+
+    @property
+    def fixed(self) -> bool:
+        return self.beside.fixed
+
+    @fixed.setter
+    def fixed(self, fixed: bool) -> None:
+        self.beside.fixed = fixed
+
+    def part(self, kind: type[LayerT]) -> LayerT | None:
+        return super().part(kind) or self.beside.part(kind)
+
+    def allocate(self, batch: int, tokens: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().allocate(batch, tokens, dtype, device)
+        self.beside.allocate(batch, tokens, dtype, device)
+
+    def states(self) -> dict[str, Tensor]:
+        return self.beside.states() | super().states()
+
+    def load(self, states: Mapping[str, Tensor]) -> None:
+        others = {state.name for op in self.beside.ops for state in op.spec.states_with(op.attributes)}
+        super().load({name: x for name, x in states.items() if name not in others})
+        self.beside.load({name: x for name, x in states.items() if name in others})
+
+    def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().map_rows(change)
+        self.beside.map_rows(change)
+
+    def reset(self) -> None:
+        super().reset()
+        self.beside.reset()
+
+
 class FixedStateModule(nn.Module):
     """A module in the place of a family's one, whose ops have states of fixed size; its submodules and parameters are the family's own.
 
@@ -104,19 +179,5 @@ class FixedStateModule(nn.Module):
         def __getattr__(self, name: str) -> Any: ...
 
     def begin(self, hidden: Tensor, cache: Any) -> tuple[dict[str, Tensor], Tensor, FixedStates | None]:
-        """States to continue from, new tokens [B], and where `store` goes; without a cache empty states and every token of `hidden`.
-
-        Raises:
-            UnsupportedError: `cache` is none of a STILL model.
-        """
-        batch, tokens = hidden.shape[:2]
-        if cache is None:
-            counts = torch.full((batch,), tokens, dtype=torch.int64, device=hidden.device)
-            return zero_states(self.ops, batch, hidden.dtype, hidden.device), counts, None
-        layer = part_of(cache, self.layer_idx, FixedStates)
-        if layer is None or layer.new_tokens is None:
-            raise UnsupportedError(
-                f"layer {self.layer_idx} has states of its own and got a {type(cache).__name__}; "
-                "pass past_key_values=StillCache.empty(model.config), or none, to the model's forward."
-            )
-        return layer.take(hidden.dtype, hidden.device), layer.new_tokens, layer
+        """`states_of` this layer."""
+        return states_of(cache, self.layer_idx, self.ops, hidden)

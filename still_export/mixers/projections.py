@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from transformers import initialization as init
 
 from still_export.errors import UnsupportedError
 from still_export.mixers.roles import PROJECTION
@@ -23,6 +25,8 @@ class ProjectedAttention(nn.Module):
         ("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight"), PROJECTION
     )
     """Of parameters that are no vectors, by name (mixers/roles.py)."""
+    fresh: ClassVar[tuple[str, ...]] = ()
+    """How names of parameters begin that a base model's attention does not have."""
     cache: str | None = None
     """Type that keys and values are kept in; None: their own."""
 
@@ -39,23 +43,56 @@ class ProjectedAttention(nn.Module):
         self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Query [B, T, H, D] and key [B, T, HK, D] after norm and RoPE, value [B, T, HK, D], of hidden [B, T, channels]."""
-        heads = (*hidden.shape[:-1], -1, self.head_dim)
-        query, key, value = (proj(hidden).view(heads) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        query, key, value = self.heads(hidden)
+        return *self.turned(query, key, position_embeddings), value
+
+    def heads(self, hidden: Tensor, projections: Sequence[nn.Module] | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """The same before RoPE, by others than its own `projections` where some are given."""
+        shape = (*hidden.shape[:-1], -1, self.head_dim)
+        used = (self.q_proj, self.k_proj, self.v_proj) if projections is None else projections
+        query, key, value = (proj(hidden).view(shape) for proj in used)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        if self.use_rope:
-            if position_embeddings is None:
-                raise UnsupportedError(
-                    f"{type(self).__name__} needs position_embeddings (cos, sin) from the model's rotary module."
-                )
-            cos, sin = (x[:, :, None] for x in position_embeddings)
-            if query.shape[1] == 1 and not torch.compiler.is_compiling():
-                # What a single token costs are launches: one for both instead of one each.
-                both = rotate(torch.cat((query, key), dim=2), cos, sin)
-                query, key = both.split((query.shape[2], key.shape[2]), dim=2)
-            else:
-                query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         return query, key, value
+
+    def turned(
+        self, query: Tensor, key: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
+        """Query and key [B, T, heads, D] after RoPE, where the layer has positions."""
+        if not self.use_rope:
+            return query, key
+        if position_embeddings is None:
+            raise UnsupportedError(
+                f"{type(self).__name__} needs position_embeddings (cos, sin) from the model's rotary module."
+            )
+        cos, sin = (x[:, :, None] for x in position_embeddings)
+        if query.shape[1] == 1 and not torch.compiler.is_compiling():
+            # What a single token costs are launches: one for both instead of one each.
+            query, key = rotate(torch.cat((query, key), dim=2), cos, sin).split((query.shape[2], key.shape[2]), dim=2)
+            return query, key
+        return rotate(query, cos, sin), rotate(key, cos, sin)
+
+    def fresh_names(self) -> list[str]:
+        """Parameters that a base model's attention does not have, by name."""
+        return [name for name, _ in self.named_parameters() if name.startswith(self.fresh)]
+
+    def initial(self, name: str) -> Tensor:
+        """What the parameter `name`, one of `fresh_names`, is in an untrained layer."""
+        raise NotImplementedError
+
+    def reset_parameters(self) -> None:
+        """Start so that the untrained layer is usable."""
+        for name in self.fresh_names():
+            init.copy_(self.get_parameter(name), self.initial(name))
+
+
+UNIT_EPSILON = 1e-6
+"""Under the root of a query's or key's length, as transformers has it."""
+
+
+def unit_length(x: Tensor) -> Tensor:
+    """[.., D] divided by its length."""
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + UNIT_EPSILON)
 
 
 def wants_gradients(x: Tensor) -> bool:

@@ -10,6 +10,8 @@ from still_export.mixers.gated_delta_net.mixer import DeltaNetMixer, GatedDeltaN
 from still_export.mixers.gated_linear_attention.mixer import GatedLinearAttentionMixer
 from still_export.mixers.hybrid_attention.mixer import HybridAttentionMixer
 from still_export.mixers.latent_attention.mixer import LatentAttentionMixer
+from still_export.mixers.liger_gla.mixer import LigerGLAMixer
+from still_export.mixers.linearized.mixer import LinearizedGatedDeltaNetMixer, LinearizedGLAMixer
 from still_export.mixers.mamba2.mixer import Mamba2Mixer
 from still_export.mixers.parallel_mamba2.mixer import ParallelMamba2Mixer
 from still_export.mixers.short_conv.mixer import ShortConvMixer
@@ -19,6 +21,9 @@ MIXERS: dict[str, Mixer] = {
     for mixer in (
         HybridAttentionMixer(),
         AttentionMixer(),
+        LigerGLAMixer(),
+        LinearizedGLAMixer(),
+        LinearizedGatedDeltaNetMixer(),
         LatentAttentionMixer(),
         GatedDeltaNetMixer(),
         DeltaNetMixer(),

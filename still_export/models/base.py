@@ -15,7 +15,7 @@ from still_export.errors import CapacityError, PaddingError, UnsupportedError
 from still_export.mixers.base import Progress
 from still_export.mixers.cache import StillCache
 from still_export.mixers.config import StillConfig, head_size
-from still_export.mixers.hybrid_attention.module import StillAttention
+from still_export.mixers.projections import ProjectedAttention
 from still_export.mixers.registry import mixer_of
 from still_export.models.support import check_attention, check_family_config
 
@@ -71,7 +71,7 @@ class StillModelMixin:
             layer.self_attn = mixer_of(config, index).module(layer.self_attn, config, index)
 
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, StillAttention):
+        if isinstance(module, ProjectedAttention) and module.fresh:
             module.reset_parameters()
         else:
             super()._init_weights(module)  # type: ignore[misc]

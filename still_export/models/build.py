@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 
 from still_export.errors import CheckpointError, ConfigError, UnsupportedModelError
 from still_export.mixers.config import StillConfig
-from still_export.mixers.hybrid_attention.module import StillAttention
+from still_export.mixers.projections import ProjectedAttention
 from still_export.models.families import FAMILIES, Family
 from still_export.models.linear_families import LINEAR_FAMILIES, NOT_COVERED
 from still_export.models.weights import Deferred, Weight, Weights, value_of
@@ -74,7 +74,7 @@ def complete_weights(family: Family, config: Any, weights: Weights, fresh: bool 
     Args:
         family, config: The model's class and STILL configuration.
         weights: Parameters by name; `lm_head.weight` may be missing where embeddings are tied.
-        fresh: STILL's own parameters (gates, feature maps) may be missing too: they start untrained.
+        fresh: What a base model does not have (gates, feature maps) may be missing too: they start untrained.
 
     Raises:
         CheckpointError: Names or shapes do not match the model.
@@ -99,19 +99,23 @@ def complete_weights(family: Family, config: Any, weights: Weights, fresh: bool 
                 "Set tie_word_embeddings to false if the head was trained."
             )
     expected = dict(model.named_parameters())
-    _check_names(expected, found, config, fresh)
+    untrained = {
+        f"{prefix}.{name}": (module, name)
+        for prefix, module in model.named_modules()
+        if isinstance(module, ProjectedAttention)
+        for name in module.fresh_names()
+    }
+    _check_names(expected, found, config, untrained if fresh else ())
     for name, weight in found.items():
         if name in expected and weight.shape != expected[name].shape:
             raise CheckpointError(
                 f"tensor {name} has shape {list(weight.shape)}, config.json demands {list(expected[name].shape)}. "
                 "The configuration and the weights belong to different models."
             )
-    for prefix, module in model.named_modules():
-        if isinstance(module, StillAttention):
-            for part, parameter in module.named_parameters():
-                name = f"{prefix}.{part}"
-                if name not in found:
-                    found[name] = Deferred(parameter.shape, parameter.dtype, partial(module.initial, part))
+    for name, (module, own) in untrained.items():
+        if name not in found:
+            parameter = expected[name]
+            found[name] = Deferred(parameter.shape, parameter.dtype, partial(module.initial, own))
     return {name: found[name] for name in expected if name in found}
 
 
@@ -142,12 +146,10 @@ def build_model(family: Family, config: Any, tensors: Mapping[str, Tensor]) -> A
     return model.eval()
 
 
-def _is_still(name: str) -> bool:
-    return ".self_attn.g_proj." in name or ".self_attn.feature_" in name
-
-
-def _check_names(expected: Mapping[str, Any], tensors: Mapping[str, Any], config: Any, fresh: bool) -> None:
-    missing = [n for n in expected if n not in tensors and not (fresh and _is_still(n))]
+def _check_names(
+    expected: Mapping[str, Any], tensors: Mapping[str, Any], config: Any, untrained: Collection[str]
+) -> None:
+    missing = [n for n in expected if n not in tensors and n not in untrained]
     if config.tie_word_embeddings:
         missing = [n for n in missing if n != "lm_head.weight"]
     extra = [n for n in tensors if n not in expected and not n.endswith("rotary_emb.inv_freq")]

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from still_export.errors import ConfigError, UnsupportedModelError
-from still_export.mixers.config import FULL, HYBRID, StillConfig, head_size
+from still_export.mixers.config import StillConfig, head_size
 from still_export.mixers.registry import MIXERS
 
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -54,11 +54,12 @@ def check_rope(config: Any, partial: bool = False) -> None:
 
 
 def _check_layers(config: Any, still: StillConfig) -> None:
-    foreign = sorted(name for name in set(still.layer_types or ()) if MIXERS[name].of_families)
+    own = [name for name, mixer in MIXERS.items() if not mixer.of_families]
+    foreign = sorted(set(still.layer_types or ()) - set(own))
     if foreign:
         raise ConfigError(
             f"layer_types of still_config name {', '.join(foreign)}, which layers of other families are from the start; those of a "
-            f"{config.model_type.removeprefix('still_')} model are {HYBRID} or {FULL}."
+            f"{config.model_type.removeprefix('still_')} model are {', '.join(own)}."
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -19,6 +19,7 @@ from still_kernels.hybrid_attention.variants import refusals as layer_refusals
 from still_kernels.hybrid_attention.whole import covers_whole, whole_hybrid_attention
 from still_kernels.launcher import Bound
 from still_kernels.packing import Packing
+from still_kernels.recompute import recompute
 
 Result = tuple[Tensor, HybridAttentionState]
 
@@ -104,18 +105,6 @@ def kernel_for(device: torch.device) -> Callable[..., Result]:
     return chunked_hybrid_attention if device.type == "cpu" else _triton
 
 
-def _recompute(  # type: ignore[no-untyped-def]
-    call: Callable[[Inputs], Tensor], tensors, wanted: Sequence[bool], grad: Tensor
-) -> Iterator[Tensor | None]:
-    """Gradients of the `wanted` ones of the inputs' tensors, by a new run of `call`; None for the others."""
-    leaves = [None if t is None else t.detach().requires_grad_(want) for t, want in zip(tensors, wanted, strict=True)]
-    with torch.enable_grad():
-        output = call(Inputs(*leaves))  # type: ignore[arg-type]
-    asked = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
-    found = iter(torch.autograd.grad(output, asked, grad, allow_unused=True))
-    return (next(found) if leaf is not None and leaf.requires_grad else None for leaf in leaves)
-
-
 class _Recompute(torch.autograd.Function):
     """The kernel's forward; the backward repeats the call in PyTorch, chunk by chunk, and differentiates that."""
 
@@ -131,10 +120,10 @@ class _Recompute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad, *_):  # type: ignore[no-untyped-def]
-        def call(inputs: Inputs) -> Tensor:
-            return chunked_hybrid_attention(inputs, ctx.config, ctx.state)[0]
+        def call(*tensors: Tensor) -> Tensor:
+            return chunked_hybrid_attention(Inputs(*tensors), ctx.config, ctx.state)[0]
 
-        return None, None, *_recompute(call, ctx.saved_tensors, ctx.needs_input_grad[2:], grad)
+        return None, None, *recompute(call, ctx.saved_tensors, ctx.needs_input_grad[2:], grad)
 
 
 def hybrid_attention(
@@ -201,10 +190,10 @@ class _RecomputeWhole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        def call(inputs: Inputs) -> Tensor:
-            return _whole_on(grad.device)(inputs, ctx.config)
+        def call(*tensors: Tensor) -> Tensor:
+            return _whole_on(grad.device)(Inputs(*tensors), ctx.config)
 
-        return None, *_recompute(call, ctx.saved_tensors, ctx.needs_input_grad[1:], grad)
+        return None, *recompute(call, ctx.saved_tensors, ctx.needs_input_grad[1:], grad)
 
 
 @functools.cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -21,38 +23,69 @@ def chunked_linear_attention(inputs: Inputs, state: Tensor, in_place: bool = Fal
         in_place: Write into `state`, and return it.
     """
     sizes = inputs.check(state)
+    terms = chunk_terms(inputs)
+    outputs = [inputs.query.new_zeros(sizes.B, sizes.H, 0, sizes.G, sizes.V, dtype=inputs.wide)]
+    present = state
+    for i in range(terms.added.shape[2]):
+        new = terms.added[:, :, i]
+        if terms.taken is not None:
+            new = new - terms.taken[:, :, i] @ present
+        out = terms.read[:, :, i] @ present + terms.scores[:, :, i] @ new
+        outputs.append(out.unflatten(2, (-1, sizes.G)))
+        present = terms.left[:, :, i, :, None] * present + terms.kept[:, :, i] @ new
+    output = torch.cat(outputs, dim=2)[:, :, : sizes.T].transpose(1, 2).to(inputs.query.dtype)
+    return output.contiguous(), state.copy_(present) if in_place else present
+
+
+@dataclass
+class ChunkTerms:
+    """What the chunks of a call [B, H, chunks, ...] compute without the state. With S the state before a chunk:
+
+        new = added - taken S,  output = read S + scores new,  S := left S + kept new
+
+    added: [.., C, V]. taken: [.., C, D], of the delta rules. read: [.., C * G, D]. scores: [.., C * G, C].
+    left: [.., 1 or D]. kept: [.., D, C].
+    """
+
+    added: Tensor
+    taken: Tensor | None
+    read: Tensor
+    scores: Tensor
+    left: Tensor
+    kept: Tensor
+
+
+def chunk_terms(inputs: Inputs) -> ChunkTerms:
+    """The terms of a call in chunks of `CHUNK` tokens, fewer where it has fewer; what is missing to whole chunks is padding."""
+    tokens = inputs.query.shape[1]
     query, key, value, decay, beta = inputs.spread()
-    chunk = min(CHUNK, 1 << max(sizes.T - 1, 0).bit_length())
-    count = -(-sizes.T // chunk)
+    chunk = min(CHUNK, 1 << max(tokens - 1, 0).bit_length())
+    count = -(-tokens // chunk)
 
     def blocks(x: Tensor) -> Tensor:
         """[B, T, H, ...] as [B, H, chunks, C, ...]."""
-        x = pad(x, (*[0] * (2 * x.dim() - 4), 0, count * chunk - sizes.T))
+        x = pad(x, (*[0] * (2 * x.dim() - 4), 0, count * chunk - tokens))
         return x.unflatten(1, (count, chunk)).movedim(3, 1)
 
     query, key, value = blocks(query), blocks(key), blocks(value)
     gates = torch.zeros_like(key[..., :1]) if decay is None else blocks(decay)
     steps = blocks(beta)[..., None] if beta is not None and inputs.update_rule in DELTA else None
-    within = _chunk_terms(query, key, gates, steps)
+    within = _within_chunks(query, key, gates, steps)
     start = within.prefix.exp()  # what is left of the state at each token
     to_end = within.suffix.exp()  # what is left of a token at the chunk's end
-    added = value if within.inverse is None or steps is None else within.inverse @ (steps * value)
-    taken = None if within.inverse is None or steps is None else within.inverse @ (steps * start * key)
-    read = (query * start[..., None, :]).flatten(-3, -2)  # [B, H, chunks, C * G, D]
-    outputs = [query.new_zeros(sizes.B, sizes.H, 0, sizes.G, sizes.V)]
-    present = state
-    for i in range(count):
-        new = added[:, :, i] if taken is None else added[:, :, i] - taken[:, :, i] @ present
-        out = read[:, :, i] @ present + within.scores[:, :, i] @ new
-        outputs.append(out.unflatten(2, (chunk, sizes.G)))
-        kept = (key[:, :, i] * to_end[:, :, i]).transpose(-1, -2)
-        present = start[:, :, i, -1, :, None] * present + kept @ new
-    output = torch.cat(outputs, dim=2)[:, :, : sizes.T].transpose(1, 2).to(inputs.query.dtype)
-    return output.contiguous(), state.copy_(present) if in_place else present
+    corrected = within.inverse is not None and steps is not None
+    return ChunkTerms(
+        added=within.inverse @ (steps * value) if corrected else value,  # type: ignore[operator]
+        taken=within.inverse @ (steps * start * key) if corrected else None,  # type: ignore[operator]
+        read=(query * start[..., None, :]).flatten(-3, -2),
+        scores=within.scores,
+        left=start[..., -1, :],
+        kept=(key * to_end).transpose(-1, -2),
+    )
 
 
-class _ChunkTerms:
-    """What a chunk computes without the state, for blocks of 1, 2, 4 .. C tokens until the chunk is one block.
+class _Within:
+    """What tokens of a chunk are to each other, for blocks of 1, 2, 4 .. C tokens until the chunk is one block.
 
     prefix, suffix: Sums of the decay [.., 1 or D] from the block's first token up to each, and behind each up to its last. Sums only:
         a difference of two long sums loses what a strong decay leaves, and is none where a decay is infinite.
@@ -64,7 +97,7 @@ class _ChunkTerms:
         self.prefix, self.suffix, self.scores, self.inverse = prefix, suffix, scores, inverse
 
 
-def _chunk_terms(query: Tensor, key: Tensor, decay: Tensor, beta: Tensor | None) -> _ChunkTerms:
+def _within_chunks(query: Tensor, key: Tensor, decay: Tensor, beta: Tensor | None) -> _Within:
     """The terms of chunks [.., C, ...], by joining neighbouring blocks: below the diagonal stand products of the second block's rows,
     decayed from its begin, with the first one's, decayed to its end. All exponents are sums of decays, at most 0."""
     lead, chunk, shared = key.shape[:-2], key.shape[-2], query.shape[-2]
@@ -99,7 +132,7 @@ def _chunk_terms(query: Tensor, key: Tensor, decay: Tensor, beta: Tensor | None)
     whole = len(lead)
     prefix, suffix, scores = prefix.squeeze(whole), suffix.squeeze(whole), scores.squeeze(whole)
     assert scores.shape[-2] == chunk * shared
-    return _ChunkTerms(prefix, suffix, scores, None if inverse is None else inverse.squeeze(whole))
+    return _Within(prefix, suffix, scores, None if inverse is None else inverse.squeeze(whole))
 
 
 def _joined(first: Tensor, second: Tensor, between: Tensor) -> Tensor:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
+import torch
 from torch import Tensor
 
 from still_kernels.linear_attention.chunked import chunked_linear_attention
-from still_kernels.linear_attention.inputs import Inputs
+from still_kernels.linear_attention.inputs import Inputs, empty_state
+from still_kernels.linear_attention.whole import whole_linear_attention
+from still_kernels.recompute import recompute
 
 
 def linear_attention(inputs: Inputs, state: Tensor, in_place: bool = False) -> tuple[Tensor, Tensor]:
@@ -22,3 +28,51 @@ def linear_attention(inputs: Inputs, state: Tensor, in_place: bool = False) -> t
     from still_kernels.linear_attention.launch import triton_linear_attention
 
     return triton_linear_attention(inputs, state, in_place)
+
+
+def linear_attention_whole(inputs: Inputs) -> Tensor:
+    """Linear attention of rows that are new and equally long, without their state: what training calls.
+
+    Returns:
+        [B, T, H, G, V]. Gradients on CUDA come from recomputation, so that a layer keeps no more than its inputs.
+
+    Raises:
+        UnsupportedError: No kernel covers the call on its device.
+        ShapeError: A tensor does not fit.
+    """
+    if not inputs.wants_gradients():
+        return _from_empty(inputs)
+    if inputs.query.device.type == "cpu":
+        return whole_linear_attention(inputs)
+    tensors = (inputs.query, inputs.key, inputs.value, inputs.decay, inputs.beta)
+    output: Tensor = _RecomputeWhole.apply((inputs.update_rule, inputs.scale), *tensors)
+    return output
+
+
+class _RecomputeWhole(torch.autograd.Function):
+    """The Triton kernels forward; the backward pass repeats the call in PyTorch, compiled, and differentiates that."""
+
+    @staticmethod
+    def forward(ctx, rule, *tensors):  # type: ignore[no-untyped-def]
+        ctx.rule = rule
+        ctx.save_for_backward(*tensors)
+        return _from_empty(Inputs(*tensors, None, *rule))
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        def call(*tensors: Tensor) -> Tensor:
+            return _whole_on(grad.device)(Inputs(*tensors, None, *ctx.rule))
+
+        return None, *recompute(call, ctx.saved_tensors, ctx.needs_input_grad[1:], grad)
+
+
+@functools.cache
+def _whole_on(device: torch.device) -> Callable[[Inputs], Tensor]:
+    """What differentiates whole sequences on a device: on CUDA, elementwise work costs more than the products unless it is fused."""
+    return whole_linear_attention if device.type == "cpu" else torch.compile(whole_linear_attention, dynamic=False)
+
+
+def _from_empty(inputs: Inputs) -> Tensor:
+    query, (heads, size) = inputs.query, inputs.value.shape[2:]
+    state = empty_state(len(query), heads, query.shape[-1], size, query.dtype, query.device)
+    return linear_attention(inputs, state, in_place=True)[0]

@@ -14,12 +14,10 @@ from still_export.mixers.base import LayerOp
 from still_export.mixers.causal_conv.op import causal_conv
 from still_export.mixers.fixed import FixedStateModule
 from still_export.mixers.linear_attention.op import linear_attention
+from still_export.mixers.projections import unit_length
 from still_export.mixers.roles import GATE, NORM, PROJECTION
 from still_kernels.causal_conv import Inputs as ConvInputs
 from still_kernels.linear_attention import Inputs
-
-UNIT_EPSILON = 1e-6
-"""Under the root of a query's or key's length, as transformers has it."""
 
 
 class GatedDeltaNet(FixedStateModule):
@@ -78,7 +76,7 @@ class GatedDeltaNet(FixedStateModule):
         mixed, columns = causal_conv(taps, states["conv_state"])
         keys = self.key_heads * self.dim
         query, key, value = mixed.split((keys, keys, self.heads * self.size), dim=-1)
-        query, key = (_of_unit_length(x.unflatten(-1, (self.key_heads, self.dim))) for x in (query, key))
+        query, key = (unit_length(x.unflatten(-1, (self.key_heads, self.dim))) for x in (query, key))
         wide = torch.promote_types(b.dtype, torch.float32)
         inputs = Inputs(
             query[:, :, :, None],
@@ -184,11 +182,6 @@ class KimiDeltaAttention(GatedDeltaNet):
     def decay(self, a: Tensor) -> Tensor:
         steps = softplus(a + self.forget_gate.dt_bias).unflatten(-1, (self.heads, self.dim))
         return -self.forget_gate.A_log.to(a.dtype).exp() * steps
-
-
-def _of_unit_length(x: Tensor) -> Tensor:
-    """[.., D] divided by its length."""
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + UNIT_EPSILON)
 
 
 MODULES: dict[str, type[GatedDeltaNet]] = {

@@ -13,13 +13,8 @@ from torch import Tensor
 from still_export.errors import ConfigError
 from still_export.mixers.base import Profile
 from still_export.mixers.cache import StillCache
-from still_export.mixers.hybrid_attention.modes import (
-    HYBRID,
-    SOFTMAX,
-    TrainableAttention,
-    attention_mode,
-    make_trainable,
-)
+from still_export.mixers.hybrid_attention.modes import TrainableAttention, make_trainable
+from still_export.mixers.trainable import SOFTMAX, STUDENT, attention_mode
 from still_kernels.hybrid_attention.features import FEATURE_FLOOR
 
 MASS_TOLERANCE, PASS_THROUGH_TOLERANCE = 1e-3, 1e-3
@@ -97,7 +92,7 @@ def audit(model: Any, tokenizer: Any, ids: Tensor) -> Audit:
         )
     with attention_mode(attentions, SOFTMAX):
         softmax = model(row, use_cache=False).logits
-    with attention_mode(attentions, HYBRID):
+    with attention_mode(attentions, STUDENT):
         full = _with_salient(model, attentions, chunk, row)
         none = _with_salient(model, attentions, 0, row)
     spread = softmax.float().std()

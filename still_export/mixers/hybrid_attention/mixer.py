@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from still_export.mixers.base import Audit, LayerOp, Mixer
 from still_export.mixers.config import HYBRID
 from still_export.mixers.hybrid_attention.cache import HybridLayer
-from still_export.mixers.hybrid_attention.modes import SOFTMAX, make_trainable
+from still_export.mixers.hybrid_attention.modes import make_trainable
 from still_export.mixers.hybrid_attention.module import StillAttention
 from still_export.mixers.hybrid_attention.paged import PagedHybridAttention
 from still_export.mixers.hybrid_attention.parts import PARTS, without
+from still_export.mixers.trainable import SOFTMAX, Trainable
 from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 from still_kernels.hybrid_attention import HybridAttentionConfig
 
@@ -41,6 +42,9 @@ class HybridAttentionMixer(Mixer):
     def paged(self, config: Any, index: int, ranks: int, rank: int) -> PagedHybridAttention:
         still = config.still
         return PagedHybridAttention(self._layer(config, index), still.gate_bias, still.shared_feature_map, ranks, rank)
+
+    def trainable(self, module: nn.Module, learn_window_factors: bool) -> Trainable:
+        return make_trainable(module, learn_window_factors)[0]
 
     def without(self, model: nn.Module, part: str) -> AbstractContextManager[None]:
         return without(model, part)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,28 +9,22 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from still_export.mixers.hybrid_attention.module import StillAttention
+from still_export.mixers.trainable import SOFTMAX, STUDENT, TRANSFER, fused, relative_error, softmax_attention
 from still_kernels.hybrid_attention import Inputs
 from still_kernels.hybrid_attention.dispatch import hybrid_attention_whole
 
-HYBRID, SOFTMAX, TRANSFER = "hybrid", "softmax", "transfer"
 FACTOR_SPEED = 5.0
 """Logarithm of a window factor per unit of its trained exponent. Factors differ by orders of magnitude between heads, and AdamW
 moves a parameter by at most about its rate each step."""
 
 
 class TrainableAttention(StillAttention):
-    """StillAttention on whole sequences with a choice of what it computes.
+    """StillAttention as `Trainable` describes it; the teacher's projections have LoRA where it is on.
 
-    mode: "hybrid"; "softmax", the base model's attention; "transfer": softmax is computed and passed on, hybrid is compared with it,
-        and the difference is kept in `difference`.
-    selection_queries: Positions [b, n] of the first b rows whose attention says which tokens should be salient; None = `selection`
-        is not computed.
     window_factor_exponent: Of the weight of the softmax terms per head, [H], where it is trained; None = the configuration's.
-    difference: Squared error relative to the teacher's mean square per head, [H].
-    selection: Loss of the selection, a scalar.
     """
 
-    mode: str = HYBRID
+    mode: str = STUDENT
     save_memory: bool = False
     window_factor_exponent: nn.Parameter | None
     selection_queries: Tensor | None = None
@@ -106,43 +97,6 @@ def make_trainable(model: nn.Module, learn_window_factors: bool = False) -> list
             exponent = (start.log() / FACTOR_SPEED).to(module.feature_q_weight.device)
             module.window_factor_exponent = nn.Parameter(exponent, requires_grad=False)
     return found  # type: ignore[return-value]
-
-
-@contextlib.contextmanager
-def attention_mode(modules: list[TrainableAttention], mode: str) -> Iterator[None]:
-    """Every module computes `mode` inside the block."""
-    before = [module.mode for module in modules]
-    for module in modules:
-        module.mode = mode
-    try:
-        yield
-    finally:
-        for module, old in zip(modules, before, strict=True):
-            module.mode = old
-
-
-@functools.cache
-def fused(function: Callable[..., Tensor], device: torch.device) -> Callable[..., Tensor]:
-    """`function`, on CUDA compiled: elementwise work on float32 copies costs more than the products around it unless it is fused."""
-    return function if device.type == "cpu" else torch.compile(function, dynamic=False)
-
-
-def softmax_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal softmax attention of query [B, T, H, D] to key and value [B, T, HK, D]: [B, T, H, D], dtype of value."""
-    q, k, v = (x.to(value.dtype).transpose(1, 2) for x in (query, key, value))
-    output = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-    return output.transpose(1, 2)
-
-
-def relative_error(output: Tensor, target: Tensor) -> Tensor:
-    """Mean squared error of [B, T, H, D] over the target's mean square, by row and head, as a mean over rows, [H].
-
-    The quotient changes no head's optimum by much: a head has parameters of its own, whose scale AdamW does not see. It makes layers
-    comparable, and taken by rows it is the same for every split of a batch.
-    """
-    output, target = output.float(), target.float()
-    error = (output - target).square().mean(dim=(1, 3))
-    return (error / target.square().mean(dim=(1, 3)).clamp_min(1e-12)).mean(0)
 
 
 def selection_loss(query: Tensor, key: Tensor, positions: Tensor, config: Any) -> Tensor:

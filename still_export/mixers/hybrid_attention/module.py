@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import initialization as init
 
 from still_export.errors import UnsupportedError
 from still_export.mixers.base import part_of
@@ -22,7 +22,67 @@ OPEN_GATE_BIAS = 8.0
 """Bias of fresh gates: sigmoid(8) = 0.9997, so untrained linear terms count almost fully and the gate still has a gradient."""
 
 
-class StillAttention(ProjectedAttention):
+class HybridOpModule(ProjectedAttention):
+    """Calls still::HybridAttention on what a cache holds.
+
+    Args:
+        base: The family's attention module; its submodules are taken over, not copied.
+        config: The layer.
+    """
+
+    def __init__(self, base: Any, config: HybridAttentionConfig) -> None:
+        super().__init__(base, config.head_dim)
+        self.still = config
+
+    def attend(self, tensors: Sequence[Tensor | None], past_key_values: Any) -> Tensor:
+        """Attention [B, T, H, D] of new tokens to themselves and to what the cache holds, which takes them in.
+
+        Args:
+            tensors: Query, key and value after norm and RoPE, gate or None, the two feature weights.
+            past_key_values: A StillCache, or None: every row is new, and nothing is kept.
+        """
+        query = tensors[0]
+        assert query is not None
+        if past_key_values is None:
+            batch, tokens = query.shape[:2]
+            slots = self.still.slots_for(tokens) if self.still.overflow == "error" else self.still.capacity_slots
+            state = HybridAttentionState.empty(self.still, batch, query.dtype, query.device, slots=slots)
+            new_tokens = torch.full((batch,), tokens, dtype=torch.int64, device=query.device)
+            return self._call(Inputs(*tensors, new_tokens), state, False)[0]  # type: ignore[arg-type]
+        layer = part_of(past_key_values, self.layer_idx, HybridLayer)
+        if layer is None or layer.new_tokens is None:
+            raise UnsupportedError(
+                f"layer {self.layer_idx} is hybrid attention and got a {type(past_key_values).__name__}; "
+                "pass past_key_values=StillCache.empty(model.config), or none, to the model's forward."
+            )
+        if layer.fixed and torch.compiler.is_compiling():
+            return hybrid_attention_((*tensors, layer.factor), layer.new_tokens, layer.length, layer.state, self.still)
+        return self._update(Inputs(*tensors, layer.new_tokens), layer)  # type: ignore[arg-type]
+
+    def _update(self, inputs: Inputs, layer: HybridLayer) -> Tensor:
+        query, traced = inputs.query, torch.compiler.is_compiling()
+        if query.is_cuda and query.shape[1] == 1 and layer.owned and not (traced or wants_gradients(query)):
+            step = layer.decode_step(inputs)
+            if step is not None:
+                assert inputs.new_tokens is not None and layer.length is not None
+                gate = () if inputs.gate is None else (inputs.gate,)
+                weights = (inputs.feature_q_weight, inputs.feature_k_weight)
+                output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+                step.run(output, query, inputs.key, inputs.value, *gate, *weights, inputs.new_tokens, layer.length)
+                return output
+        output, state = self._call(inputs, layer.take(query.dtype, query.device), layer.owned)
+        layer.store(state)
+        return output
+
+    def _call(self, inputs: Inputs, state: HybridAttentionState, in_place: bool) -> tuple[Tensor, HybridAttentionState]:
+        # The op is one node for export and has no derivative; training differentiates through the kernel itself.
+        training = wants_gradients(inputs.query) and not torch.compiler.is_exporting()
+        if training or (in_place and not torch.compiler.is_compiling()):
+            return kernel(inputs, self.still, state, in_place=in_place)
+        return hybrid_attention(inputs, self.still, state)
+
+
+class StillAttention(HybridOpModule):
     """Hybrid attention with the projections, and the norms of queries and keys, of the module that it replaces.
 
     Args:
@@ -38,6 +98,7 @@ class StillAttention(ProjectedAttention):
         "feature_q_weight": FEATURE_MAP,
         "feature_k_weight": FEATURE_MAP,
     }
+    fresh = ("feature_", "g_proj.")
 
     def __init__(
         self,
@@ -47,8 +108,7 @@ class StillAttention(ProjectedAttention):
         gate_bias: bool = True,
         shared_feature_map: bool = False,
     ) -> None:
-        super().__init__(base, config.head_dim)
-        self.still = config
+        super().__init__(base, config)
         like: dict[str, Any] = {"device": base.q_proj.weight.device, "dtype": base.q_proj.weight.dtype}
         self.g_proj = None
         if config.gate == "channel":
@@ -58,14 +118,8 @@ class StillAttention(ProjectedAttention):
         self.feature_k_weight = nn.Parameter(torch.empty(shape, **like))
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        """Start so that the untrained layer is usable: identity directions, open gates."""
-        for name, parameter in self.named_parameters():
-            if name.startswith(("feature_", "g_proj.")):
-                init.copy_(parameter, self.initial(name))
-
     def initial(self, name: str) -> Tensor:
-        """What the gate's or a feature map's parameter `name` is in an untrained layer."""
+        """As of ProjectedAttention: identity directions, open gates."""
         parameter = self.get_parameter(name)
         shape, dtype = parameter.shape, parameter.dtype
         if name.startswith("feature_"):
@@ -91,50 +145,7 @@ class StillAttention(ProjectedAttention):
     ) -> tuple[Tensor, None]:
         """The call of a transformers decoder layer. `attention_mask` is not used: the cache knows the rows' new tokens, and without a
         cache right padding comes after every real token."""
-        heads = self.project(hidden_states, position_embeddings)
+        query, key, value, gate = self.project(hidden_states, position_embeddings)
         weights = (self.feature_q_weight, self.feature_k_weight)
-        if past_key_values is None:
-            batch, tokens = hidden_states.shape[:2]
-            slots = self.still.slots_for(tokens) if self.still.overflow == "error" else self.still.capacity_slots
-            state = HybridAttentionState.empty(
-                self.still, batch, hidden_states.dtype, hidden_states.device, slots=slots
-            )
-            new_tokens = torch.full((batch,), tokens, dtype=torch.int64, device=hidden_states.device)
-            output, _ = self._call(Inputs(*heads, *weights, new_tokens), state, False)
-            return self.o_proj(output.flatten(2)), None
-        layer = part_of(past_key_values, self.layer_idx, HybridLayer)
-        if layer is None or layer.new_tokens is None:
-            raise UnsupportedError(
-                f"layer {self.layer_idx} is hybrid attention and got a {type(past_key_values).__name__}; "
-                "pass past_key_values=StillCache.empty(model.config), or none, to the model's forward."
-            )
-        if layer.fixed and torch.compiler.is_compiling():
-            output = hybrid_attention_(
-                (*heads, *weights, layer.factor), layer.new_tokens, layer.length, layer.state, self.still
-            )
-        else:
-            output = self._update(Inputs(*heads, *weights, layer.new_tokens), layer)
+        output = self.attend((query, key, value, gate, *weights), past_key_values)
         return self.o_proj(output.flatten(2)), None
-
-    def _update(self, inputs: Inputs, layer: HybridLayer) -> Tensor:
-        """Attention [B, T, H, D] of new tokens to themselves and to what the cache holds, which takes them in."""
-        query, traced = inputs.query, torch.compiler.is_compiling()
-        if query.is_cuda and query.shape[1] == 1 and layer.owned and not (traced or wants_gradients(query)):
-            step = layer.decode_step(inputs)
-            if step is not None:
-                assert inputs.new_tokens is not None and layer.length is not None
-                gate = () if inputs.gate is None else (inputs.gate,)
-                weights = (inputs.feature_q_weight, inputs.feature_k_weight)
-                output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-                step.run(output, query, inputs.key, inputs.value, *gate, *weights, inputs.new_tokens, layer.length)
-                return output
-        output, state = self._call(inputs, layer.take(query.dtype, query.device), layer.owned)
-        layer.store(state)
-        return output
-
-    def _call(self, inputs: Inputs, state: HybridAttentionState, in_place: bool) -> tuple[Tensor, HybridAttentionState]:
-        # The op is one node for export and has no derivative; training differentiates through the kernel itself.
-        training = wants_gradients(inputs.query) and not torch.compiler.is_exporting()
-        if training or (in_place and not torch.compiler.is_compiling()):
-            return kernel(inputs, self.still, state, in_place=in_place)
-        return hybrid_attention(inputs, self.still, state)

@@ -25,7 +25,7 @@ class ParallelMamba2Mixer(Mixer):
 
     def cache_layer(self, config: Any, index: int) -> AttentionAndFixedStates:
         ops = self.mamba2.ops(config, index)
-        return AttentionAndFixedStates(config.num_key_value_heads, head_size(config), config.still.cache, ops)
+        return AttentionAndFixedStates(ops, config.num_key_value_heads, head_size(config), config.still.cache)
 
     def module(self, base: nn.Module, config: Any, index: int) -> nn.Module:
         """The module in the place of either of the two that a layer has."""

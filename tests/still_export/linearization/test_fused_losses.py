@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from still_export.linearization.objectives import cross_entropy, divergence
-from still_export.mixers.hybrid_attention.modes import fused, relative_error, selection_loss
+from still_export.mixers.hybrid_attention.modes import selection_loss
+from still_export.mixers.trainable import fused, relative_error
 from still_kernels.hybrid_attention import HybridAttentionConfig
 
 

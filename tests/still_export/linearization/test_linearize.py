@@ -28,7 +28,8 @@ from still_export.linearization.tasks import TASKS, TaskWriter, Weighing
 from still_export.linearization.texts import Batches, held_out_rows, read_corpus
 from still_export.linearization.trainer import plateau, schedule
 from still_export.mixers.config import StillConfig
-from still_export.mixers.hybrid_attention.modes import HYBRID, SOFTMAX, attention_mode, make_trainable, selection_loss
+from still_export.mixers.hybrid_attention.modes import make_trainable, selection_loss
+from still_export.mixers.trainable import SOFTMAX, STUDENT, attention_mode
 from still_export.models import attach_untrained
 from still_export.models.checkpoint import iterate_tensors
 from still_export.models.load import load_model
@@ -73,7 +74,7 @@ def test_transfer_compares_with_the_softmax_stream() -> None:
     _, layers = TransferObjective(model, attentions)(ids, torch.ones_like(ids))
     teacher = dict(seen)
     for index, attention in enumerate(attentions):
-        attention.mode = HYBRID  # layers before it compute softmax: the teacher's stream
+        attention.mode = STUDENT  # layers before it compute softmax: the teacher's stream
         for other in attentions[:index]:
             other.mode = SOFTMAX
         with torch.no_grad():

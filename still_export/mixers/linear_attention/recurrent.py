@@ -1,0 +1,31 @@
+"""Linear attention as a layer calls it: on the states of a cache, or on whole rows without one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from still_export.mixers.base import LayerOp
+from still_export.mixers.fixed import states_of
+from still_export.mixers.linear_attention.op import linear_attention
+from still_kernels.linear_attention import Inputs
+from still_kernels.linear_attention.dispatch import linear_attention_whole
+
+
+def recurrent(inputs: Inputs, cache: Any, index: int, ops: Sequence[LayerOp]) -> Tensor:
+    """Output [B, T, H, G, V] of layer `index`, whose ops with states of fixed size are `ops`; the cache's state is brought up to date.
+
+    Args:
+        inputs: Without new_tokens, which the cache knows.
+        cache: A StillCache, or None: rows are new and equally long, and gradients go through.
+    """
+    if cache is None:
+        return linear_attention_whole(inputs)
+    states, new_tokens, layer = states_of(cache, index, ops, inputs.value)
+    output, state = linear_attention(replace(inputs, new_tokens=new_tokens), states["recurrent_state"])
+    assert layer is not None
+    layer.store({"recurrent_state": state})
+    return output

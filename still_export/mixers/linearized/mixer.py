@@ -1,0 +1,59 @@
+"""Layers of type "linearized_gla" and "linearized_gdn", for the generic rooms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from still_export.errors import UnsupportedModelError
+from still_export.mixers.base import LayerOp, Mixer
+from still_export.mixers.config import head_size
+from still_export.mixers.fixed import FixedStates
+from still_export.mixers.linearized.module import (
+    LinearizedAttention,
+    LinearizedGatedDeltaNet,
+    LinearizedGLA,
+    TrainableGatedDeltaNet,
+    TrainableGLA,
+)
+from still_export.mixers.trainable import Trainable
+from still_graphs.ops.linear_attention import LINEAR_ATTENTION
+
+
+class LinearizedGLAMixer(Mixer):
+    """Layers of type "linearized_gla"."""
+
+    name = "linearized_gla"
+    kind: type[LinearizedAttention] = LinearizedGLA
+    trained: type[Any] = TrainableGLA
+
+    def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:
+        dim = head_size(config)
+        sizes = {"H": config.num_attention_heads, "D": dim, "V": dim}
+        return (LayerOp(LINEAR_ATTENTION, {"update_rule": self.kind.rule, "scale": 0.0}, sizes),)
+
+    def cache_layer(self, config: Any, index: int) -> FixedStates:
+        return FixedStates(self.ops(config, index))
+
+    def module(self, base: nn.Module, config: Any, index: int) -> nn.Module:
+        heads = config.num_attention_heads
+        return self.kind(base, head_size(config), heads, config.hidden_size, self.ops(config, index))
+
+    def trainable(self, module: Any, learn_window_factors: bool) -> Trainable:
+        module.__class__ = self.trained  # wrapping would rename the parameters
+        found: Trainable = module
+        return found
+
+    def paged(self, config: Any, index: int, ranks: int, rank: int) -> None:
+        raise UnsupportedModelError(
+            f"layers of type {self.name} are not served by this vLLM plugin, which has STILL's hybrid attention alone. Serve the exported "
+            "package with still-export serve."
+        )
+
+
+class LinearizedGatedDeltaNetMixer(LinearizedGLAMixer):
+    """Layers of type "linearized_gdn"."""
+
+    name = "linearized_gdn"
+    kind, trained = LinearizedGatedDeltaNet, TrainableGatedDeltaNet

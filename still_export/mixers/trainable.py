@@ -1,0 +1,116 @@
+"""Layers that can be teacher and student: what the generic linearization asks of them, and what their modules share."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from still_export.mixers.projections import ProjectedAttention
+
+STUDENT, SOFTMAX, TRANSFER = "student", "softmax", "transfer"
+
+
+class Trainable(Protocol):
+    """A layer's module with a choice of what it computes on whole sequences.
+
+    mode: "student"; "softmax", the base model's attention; "transfer": softmax is computed and passed on, the student is compared with it,
+        and the difference is kept in `difference`.
+    save_memory: The student of a transfer is computed again in the backward pass.
+    selection_queries: Positions [b, n] of the first b rows whose attention says which tokens should be salient; None = `selection`
+        is not computed. A layer that selects nothing never computes it.
+    difference: Squared error relative to the teacher's mean square, by head or of all together, [H or 1].
+    selection: Loss of the selection, a scalar.
+    """
+
+    mode: str
+    save_memory: bool
+    selection_queries: Tensor | None
+    difference: Tensor | None
+    selection: Tensor | None
+
+
+class TrainableModule(ProjectedAttention):
+    """Goes before a module of linear attention in the place of softmax; the teacher is its base model's projections without LoRA."""
+
+    mode: str = STUDENT
+    save_memory: bool = False
+    selection_queries: Tensor | None = None
+    difference: Tensor | None = None
+    selection: Tensor | None = None
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """As of the module; a call with a cache is the student always."""
+
+        def student() -> Tensor:
+            called = super(TrainableModule, self).forward
+            result: Tensor = called(hidden_states, position_embeddings, past_key_values=past_key_values)[0]
+            return result
+
+        if past_key_values is not None or self.mode == STUDENT:
+            return student(), None
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.mode == SOFTMAX):
+            *projections, last = (without_lora(proj) for proj in (self.q_proj, self.k_proj, self.v_proj, self.o_proj))
+            query, key, value = self.heads(hidden_states, projections)
+            query, key = self.turned(query, key, position_embeddings)
+            target = last(softmax_attention(query, key, value).flatten(2))
+        if self.mode == TRANSFER:
+            again = self.save_memory and torch.is_grad_enabled()
+            output = checkpoint(student, use_reentrant=False) if again else student()
+            self.difference = fused(relative_error, target.device)(output[:, :, None], target[:, :, None])
+        return target, None
+
+
+def without_lora(projection: nn.Module) -> nn.Module:
+    """The projection that LoRA was put around; itself where there is none."""
+    base: nn.Module = getattr(projection, "base_layer", projection)
+    return base
+
+
+@contextlib.contextmanager
+def attention_mode(modules: Sequence[Trainable], mode: str) -> Iterator[None]:
+    """Every module computes `mode` inside the block."""
+    before = [module.mode for module in modules]
+    for module in modules:
+        module.mode = mode
+    try:
+        yield
+    finally:
+        for module, old in zip(modules, before, strict=True):
+            module.mode = old
+
+
+@functools.cache
+def fused(function: Callable[..., Tensor], device: torch.device) -> Callable[..., Tensor]:
+    """`function`, on CUDA compiled: elementwise work on float32 copies costs more than the products around it unless it is fused."""
+    return function if device.type == "cpu" else torch.compile(function, dynamic=False)
+
+
+def softmax_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Causal softmax attention of query [B, T, H, D] to key and value [B, T, HK, D]: [B, T, H, D], dtype of value."""
+    q, k, v = (x.to(value.dtype).transpose(1, 2) for x in (query, key, value))
+    output = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    return output.transpose(1, 2)
+
+
+def relative_error(output: Tensor, target: Tensor) -> Tensor:
+    """Mean squared error of [B, T, H, D] over the target's mean square, by row and head, as a mean over rows, [H].
+
+    The quotient changes no head's optimum by much: a head has parameters of its own, whose scale AdamW does not see. It makes layers
+    comparable, and taken by rows it is the same for every split of a batch.
+    """
+    output, target = output.float(), target.float()
+    error = (output - target).square().mean(dim=(1, 3))
+    return (error / target.square().mean(dim=(1, 3)).clamp_min(1e-12)).mean(0)

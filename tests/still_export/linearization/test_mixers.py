@@ -1,0 +1,290 @@
+"""Linearization to Liger-GLA, GLA and Gated DeltaNet: layers against their formulas, stages, layer selection, and packages of the result."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn.functional import logsigmoid, silu, softplus
+
+from still_export.cli.main import main
+from still_export.errors import ConfigError, UnsupportedModelError
+from still_export.linearization.folder import apply
+from still_export.linearization.linearize import linearize
+from still_export.linearization.objectives import TransferObjective, make_students
+from still_export.linearization.recipe import LAYERS, Recipe, preset, read_recipe
+from still_export.linearization.run import Linearization
+from still_export.linearization.select_layers import select_layers
+from still_export.mixers.cache import StillCache
+from still_export.mixers.config import FULL, StillConfig
+from still_export.mixers.projections import rotate
+from still_export.mixers.trainable import SOFTMAX, attention_mode
+from still_export.models import attach_untrained
+from still_export.models.load import load_model
+from still_export.runners.ort import OrtModel
+from still_export.runners.sampling import Sampling
+from still_export.serving.vllm.pages import paged_layers
+from tests.still_export.tiny import FAMILIES, plain_model, random_ids
+from tests.still_export.training import make_base, make_text
+
+NEW = ("liger-gla", "gla", "gdn")
+OPS = {"liger-gla": {"HybridAttention", "LinearAttention"}, "gla": {"LinearAttention"}, "gdn": {"LinearAttention"}}
+
+
+def attached(mixer: str, family: str = "llama", dtype: torch.dtype = torch.float64) -> Any:
+    """A random model of three such layers, the one in the middle softmax; gates random, and far from closed."""
+    types = (LAYERS[mixer], FULL, LAYERS[mixer])
+    model = attach_untrained(plain_model(family, dtype), StillConfig(layer_types=types))
+    random = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for name in layer.self_attn.fresh_names():
+                parameter = layer.self_attn.get_parameter(name)
+                parameter += 0.5 * torch.randn(parameter.shape, generator=random, dtype=torch.float64).to(dtype)
+    return model
+
+
+def recurrence(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor | None, scale: float) -> Tensor:
+    """The gated rule, or with beta [B, T, H] the gated delta rule, token by token; all [B, T, H, ...], decay [B, T, H, D or 1]."""
+    batch, tokens, heads, dim = query.shape
+    state, outputs = query.new_zeros(batch, heads, dim, value.shape[-1]), []
+    for t in range(tokens):
+        state = decay[:, t, :, :, None].exp() * state
+        new = value[:, t]
+        if beta is not None:
+            new = beta[:, t, :, None] * (new - torch.einsum("bhd,bhdv->bhv", key[:, t], state))
+        state = state + key[:, t, :, :, None] * new[:, :, None]
+        outputs.append(scale * torch.einsum("bhd,bhdv->bhv", query[:, t], state))
+    return torch.stack(outputs, 1)
+
+
+def formula(module: Any, mixer: str, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """What a layer gives before its last projection, by the papers' formulas with keys and values repeated, [B, T, H, D]."""
+    dim, turns = module.head_dim, (cos[:, :, None], sin[:, :, None])
+    query, key, value = (p(hidden).unflatten(-1, (-1, dim)) for p in (module.q_proj, module.k_proj, module.v_proj))
+    group = query.shape[2] // key.shape[2]
+    key, value = (x.repeat_interleave(group, dim=2) for x in (key, value))
+    if mixer == "liger-gla":
+        linear = recurrence(query.softmax(-1), key.softmax(-1), value, logsigmoid(key) / 16, None, 1.0)
+        query, key = rotate(query, *turns), rotate(key, *turns)
+        logits = torch.einsum("bqhd,bkhd->bhqk", query, key) * dim**-0.5
+        behind = torch.arange(hidden.shape[1])[:, None] - torch.arange(hidden.shape[1])
+        weight = logits.masked_fill((behind < 0) | (behind >= 64), -torch.inf).softmax(-1)
+        return 0.5 * torch.einsum("bhqk,bkhd->bqhd", weight, value) + 0.5 * linear
+    if mixer == "gla":
+        low = hidden @ module.gk_proj[0].weight.T @ module.gk_proj[1].weight.T + module.gk_proj[1].bias
+        decay = (logsigmoid(low) / 16).unflatten(-1, (-1, dim))
+        output = recurrence(rotate(query, *turns), rotate(key, *turns), value, decay, None, dim**-0.5)
+    else:
+        query, key = (silu(x) for x in (query, key))
+        query, key = (rotate(x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt(), *turns) for x in (query, key))
+        decay = (-module.A_log.exp() * softplus(module.a_proj(hidden) + module.dt_bias))[..., None]
+        output = recurrence(query, key, value, decay, module.b_proj(hidden).sigmoid(), dim**-0.5)
+    normed = output / (output.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    return normed * module.output_scale * silu(module.z_proj(hidden)).unflatten(-1, (-1, dim))
+
+
+@pytest.mark.parametrize("mixer", NEW)
+def test_a_layer_is_its_formula(mixer: str) -> None:
+    """Without a cache, and as training computes it: 150 tokens are three chunks and more than two windows."""
+    model = attached(mixer)
+    ids, seen = random_ids(2, 150), {}
+    for index in (0, 2):
+        attention = model.model.layers[index].self_attn
+        attention.register_forward_pre_hook(lambda m, a, k, i=index: seen.__setitem__(i, k), with_kwargs=True)
+        attention.o_proj.register_forward_hook(lambda m, x, y, i=index: seen.__setitem__((i, "output"), x[0]))
+    with torch.no_grad():
+        model(ids, use_cache=False)
+        for index in (0, 2):
+            given = seen[index]
+            expected = formula(
+                model.model.layers[index].self_attn, mixer, given["hidden_states"], *given["position_embeddings"]
+            )
+            torch.testing.assert_close(seen[index, "output"], expected.flatten(2), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mixer", NEW)
+def test_pieces_and_padding_change_nothing(mixer: str, family: str) -> None:
+    model = attached(mixer, family)
+    ids = random_ids(2, 150)
+    with torch.no_grad():
+        whole = model(ids, use_cache=False).logits
+        cache = StillCache.empty(model.config)
+        parts = [model(piece, past_key_values=cache).logits for piece in ids.split((70, 1, 1, 66, 12), dim=1)]
+        torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=1e-8)
+        mask = torch.ones_like(ids)
+        mask[1, 90:] = 0
+        cache = StillCache.empty(model.config)
+        model(ids, attention_mask=mask, past_key_values=cache)
+        following = random_ids(2, 7, seed=3)
+        padded = model(following, past_key_values=cache).logits[1]
+        alone = model(torch.cat((ids[1:, :90], following[1:]), 1), use_cache=False).logits[0, 90:]
+        torch.testing.assert_close(padded, alone, rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("mixer", NEW)
+def test_softmax_mode_is_the_base_model(mixer: str) -> None:
+    plain, model = plain_model("llama"), attached(mixer)
+    ids = random_ids(2, 50)
+    with torch.no_grad(), attention_mode(make_students(model), SOFTMAX):
+        torch.testing.assert_close(model(ids, use_cache=False).logits, plain(ids).logits, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("mixer", ["gla", "gdn"])
+def test_fresh_memories_and_fitted_scales(mixer: str) -> None:
+    """Fresh decays are 16 to 4,096 tokens long; a fit makes outputs as large as the base's, channel by channel."""
+    model = attach_untrained(plain_model("llama"), StillConfig(layer_types=(LAYERS[mixer],) * 3))
+    first = model.model.layers[0].self_attn
+    hidden = torch.zeros(1, 1, 24, dtype=torch.float64)
+    heads = torch.ones(1, 1, 6, 10, dtype=torch.float64)
+    _, _, decay, _ = first.rule_inputs(hidden, heads, heads, (heads[:, :, 0], heads[:, :, 0]))
+    lengths = (-1 / decay.detach()).flatten()
+    assert lengths.min() == pytest.approx(16, rel=1e-3) and lengths.max() == pytest.approx(4096, rel=1e-3)
+    students, ids = make_students(model), random_ids(1, 64)
+    objective = TransferObjective(model, students)
+    before = float(objective(ids, torch.ones_like(ids))[0])
+    objective.fit(ids)
+    assert float(objective(ids, torch.ones_like(ids))[0]) < before
+    seen: list[Tensor] = []
+    first.o_proj.register_forward_hook(lambda m, x, y: seen.append(x[0]))
+    objective(ids, torch.ones_like(ids))  # calls it with the teacher's heads and the student's
+    sizes = [x.square().mean((0, 1)) for x in seen]
+    torch.testing.assert_close(sizes[0], sizes[1], rtol=1e-4, atol=0)
+
+
+def recipe(mixer: str, base: Path, text: Path, **changes: Any) -> Recipe:
+    """Of a few steps on the CPU."""
+    values: dict[str, Any] = dict(
+        base=str(base),
+        texts=(str(text),),
+        sequence_length=64,
+        batch_size=4,
+        transfer_steps=0 if mixer == "liger-gla" else 6,
+        finetune_steps=4,
+        validate_every=2,
+        validation_rows=2,
+        checkpoint_every=2,
+        patience=0,
+        device="cpu",
+        lora_rank=4,
+    )
+    return read_recipe(preset(mixer), {**values, **changes})
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_base(tmp_path_factory.mktemp("base") / "model")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_text(tmp_path_factory.mktemp("text") / "text.txt")
+
+
+@pytest.fixture(scope="module", params=NEW)
+def finished(
+    request: pytest.FixtureRequest, base: Path, text: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path, Linearization]:
+    output = tmp_path_factory.mktemp(request.param) / "model"
+    mixer = str(request.param)
+    types = (LAYERS[mixer], FULL, LAYERS[mixer])
+    return mixer, output, linearize(recipe(mixer, base, text, layer_types=types), output)
+
+
+def test_stages_train_what_they_say(finished: tuple[str, Path, Linearization], base: Path, tmp_path: Path) -> None:
+    mixer, output, result = finished
+    model = load_model(output)
+    kinds = [type(layer.self_attn).__name__ for layer in model.model.layers]
+    assert kinds[0] == kinds[2] != kinds[1] == "SoftmaxAttention"
+    assert [stage.name for stage in result.stages] == (["finetune"] if mixer == "liger-gla" else ["transfer", "finetune"])
+    if mixer != "liger-gla":
+        assert result.stages[0].losses[-1] < result.stages[0].losses[0]
+        first, second = (load_file(output / "training" / f"{s}.safetensors") for s in ("transfer", "finetune"))
+        assert set(first) == set(second)
+        assert all(not torch.equal(tensor, second[name]) for name, tensor in first.items())
+    adapter = load_file(output / "adapter" / "adapter_model.safetensors")
+    own = {n for n in adapter if "lora_" not in n}
+    fresh = {f"model.layers.{i}.self_attn.{n}" for i in (0, 2) for n in model.model.layers[i].self_attn.fresh_names()}
+    assert own == fresh
+    assert {n.split(".layers.")[1][0] for n in adapter} == {"0", "2"}
+    again = apply(str(base), output / "adapter", tmp_path / "again")
+    ids = torch.randint(0, 256, (1, 100))
+    with torch.no_grad():
+        for other in (model, load_model(base, overlays=[output / "adapter"])):
+            torch.testing.assert_close(again(ids).logits, other(ids).logits, rtol=0, atol=0)
+    report = json.loads((output / "linearize.json").read_text())
+    assert report["recipe"]["mixer"] == mixer and set(result.bits_per_byte) >= {"teacher", "after LoRA"}
+
+
+def call(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as end:
+        main([str(a) for a in arguments])
+    return int(end.value.code or 0)
+
+
+@pytest.mark.slow
+def test_the_folder_becomes_a_proven_package(
+    finished: tuple[str, Path, Linearization], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """export, verify, run and evaluate take it as they take a STILL folder; softmax layers are still::Attention."""
+    mixer, output, _ = finished
+    package = tmp_path / "package"
+    assert call("export", output, "--to", "onnx", "-o", package, "--quiet") == 0
+    code = call("verify", package, "--lengths", "1,65,130", "--decode-steps", "8", "--quiet")
+    assert code == 0, capsys.readouterr()
+    assert set(json.loads((package / "manifest.json").read_text())["ops"]) == OPS[mixer] | {"Attention"}
+    model, prompt = OrtModel(package, threads=1), torch.randint(3, 250, (1, 90))
+    model.start()
+    answer = list(model.generate(prompt[0].tolist(), 8, Sampling()))
+    expected = load_model(output).generate(prompt, max_new_tokens=8, do_sample=False)[0, 90:]
+    assert answer == expected.tolist()
+    flags = ("--lengths", "400", "--depths", "2", "--samples", "1", "--tasks", "needle", "--device", "cpu")
+    words = make_text(tmp_path / "words.txt", words=400)
+    found = call("evaluate", output, "--variants", "still", "--text", words, "--contexts", "64", *flags, "-o", tmp_path / "e")
+    assert found == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixer", ["liger-gla", "gdn"])
+@pytest.mark.parametrize("by", ["kl", "retrieval"])
+def test_layers_are_selected(mixer: str, by: str, base: Path, text: Path, tmp_path: Path) -> None:
+    wanted = recipe(mixer, base, text, sequence_length=192)
+    choice = select_layers(wanted, 1, tmp_path / "layers", by=by, steps=2, rounds=1)
+    assert sorted(choice.layer_types) == sorted([FULL, *[LAYERS[mixer]] * 2]) and len(choice.scores) == 3
+
+
+def test_a_run_goes_on_from_an_adapter(base: Path, text: Path, tmp_path: Path) -> None:
+    first = recipe("gdn", base, text)
+    linearize(first, tmp_path / "first")
+    again = replace(first, start=str(tmp_path / "first" / "adapter"), transfer_steps=0, finetune_steps=1, finetune_rate=0.0)
+    linearize(again, tmp_path / "again")
+    ids = torch.randint(0, 256, (1, 80))
+    with torch.no_grad():
+        old, new = (load_model(tmp_path / name)(ids).logits for name in ("first", "again"))
+    torch.testing.assert_close(new, old, rtol=0, atol=2e-2)  # the adapter is float16
+    with pytest.raises(ConfigError, match="linearized_gdn"):
+        linearize(replace(recipe("gla", base, text), start=again.start), tmp_path / "other")
+
+
+def test_what_does_not_hold_is_refused(base: Path, text: Path) -> None:
+    for changes, message in (
+        ({"window_factors": (10,)}, "window_factors: options of STILL"),
+        ({"salient_per_chunk": 8, "low_rank_gates": True}, "salient_per_chunk, low_rank_gates"),
+        ({"layer_types": ("hybrid_attention", FULL)}, "names hybrid_attention"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            recipe("gdn", base, text, **changes)
+    with pytest.raises(ConfigError, match="mixer='mamba' is unknown"):
+        Recipe(mixer="mamba")
+    with pytest.raises(ConfigError, match="no stage 1"):
+        recipe("liger-gla", base, text, transfer_steps=3)
+    for mixer in NEW:
+        with pytest.raises(UnsupportedModelError, match=f"{LAYERS[mixer]} are not served by this vLLM plugin"):
+            paged_layers(attached(mixer).config)
