@@ -14,9 +14,7 @@ from still_export.mixers.trainable import SOFTMAX, Trainable, attention_mode
 PROMPTS = 6
 
 
-def lookup_scores(
-    model: Any, attentions: list[Trainable], writer: TaskWriter, tokens: int, seed: int = 0
-) -> Tensor:
+def lookup_scores(model: Any, attentions: list[Trainable], writer: TaskWriter, tokens: int, seed: int = 0) -> Tensor:
     """Share of every head's attention that goes from the query that predicts a token of an answer to that token in the fact.
 
     Args:

@@ -53,7 +53,7 @@ class TransferObjective(nn.Module):
             hidden = given["hidden_states"] if "hidden_states" in given else arguments[0]
             module.fit(hidden, given.get("position_embeddings"))
 
-        hooks = [a.register_forward_pre_hook(look, with_kwargs=True) for a in self.attentions if hasattr(a, "fit")]  # type: ignore[attr-defined]
+        hooks = [a.register_forward_pre_hook(look, with_kwargs=True) for a in self.attentions if hasattr(a, "fit")]
         if not hooks:
             return
         try:

@@ -76,7 +76,8 @@ class Recipe:
         False, "Stage 1 trains the gates' biases only, stage 2 weights of LoRA's rank: a small adapter."
     )
     layer_types: tuple[str, ...] | None = option(
-        None, "Per layer full_attention or what the mixer makes: hybrid_attention, liger_gla, linearized_gla, linearized_gdn."
+        None,
+        "Per layer full_attention or what the mixer makes: hybrid_attention, liger_gla, linearized_gla, linearized_gdn.",
     )
     transfer_steps: int = option(500, "Steps of stage 1, attention transfer; 0 = none.")
     transfer_rate: float = option(1e-2, "Learning rate of stage 1.")
@@ -184,7 +185,9 @@ class Recipe:
             return
         foreign = [f.name for f in fields(self) if f.name in OF_STILL and getattr(self, f.name) != f.default]
         if foreign:
-            raise ConfigError(f"{', '.join(foreign)}: options of STILL; layers of mixer={self.mixer} have no such thing.")
+            raise ConfigError(
+                f"{', '.join(foreign)}: options of STILL; layers of mixer={self.mixer} have no such thing."
+            )
         if self.mixer == "liger-gla" and self.transfer_steps:
             raise ConfigError(
                 f"transfer_steps={self.transfer_steps}: liger-gla has no parameters of its own, so there is no stage 1. Set it to 0."

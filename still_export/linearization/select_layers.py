@@ -8,10 +8,8 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from accelerate.utils import set_seed
 from torch import Tensor, nn
 
 from still_export.errors import ConfigError, TrainingError

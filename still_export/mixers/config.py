@@ -33,8 +33,8 @@ class StillConfig(HybridAttentionSettings):
     """The STILL part of a model's configuration, `still_config` in its config.json.
 
     Args:
-        layer_types: "hybrid_attention", "full_attention" or another mixer per layer; None = all hybrid. It lives here and not in the family's
-            own `layer_types`, whose names transformers checks and whose masks it derives.
+        layer_types: Per layer "hybrid_attention", "full_attention" or another mixer; None = all hybrid. It lives here and not in the
+            family's own `layer_types`, whose names transformers checks and whose masks it derives.
         capacity_tokens: T_max of the salient cache; None = the family's max_position_embeddings.
         cache: Type that keys and values are kept in beside float32 activations, "float16"; None = the activations'.
         gate_bias: The gate projection has a bias (fresh gates are opened by it; released checkpoints have none).

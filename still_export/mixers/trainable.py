@@ -34,6 +34,9 @@ class Trainable(Protocol):
     difference: Tensor | None
     selection: Tensor | None
 
+    def register_forward_pre_hook(self, hook: Callable[..., Any], *, with_kwargs: bool = False) -> Any:
+        """As of nn.Module."""
+
 
 class TrainableModule(ProjectedAttention):
     """Goes before a module of linear attention in the place of softmax; the teacher is its base model's projections without LoRA."""

@@ -60,8 +60,10 @@ class _RecomputeWhole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        def call(*tensors: Tensor) -> Tensor:
-            return _whole_on(grad.device)(Inputs(*tensors, None, *ctx.rule))
+        rule, scale = ctx.rule
+
+        def call(query: Tensor, key: Tensor, value: Tensor, decay: Tensor | None, beta: Tensor | None) -> Tensor:
+            return _whole_on(grad.device)(Inputs(query, key, value, decay, beta, None, rule, scale))
 
         return None, *recompute(call, ctx.saved_tensors, ctx.needs_input_grad[1:], grad)
 

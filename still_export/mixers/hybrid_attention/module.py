@@ -48,7 +48,7 @@ class HybridOpModule(ProjectedAttention):
             slots = self.still.slots_for(tokens) if self.still.overflow == "error" else self.still.capacity_slots
             state = HybridAttentionState.empty(self.still, batch, query.dtype, query.device, slots=slots)
             new_tokens = torch.full((batch,), tokens, dtype=torch.int64, device=query.device)
-            return self._call(Inputs(*tensors, new_tokens), state, False)[0]  # type: ignore[arg-type]
+            return self._call(Inputs(*tensors, new_tokens), state, False)[0]  # type: ignore[arg-type, call-arg]
         layer = part_of(past_key_values, self.layer_idx, HybridLayer)
         if layer is None or layer.new_tokens is None:
             raise UnsupportedError(
@@ -57,7 +57,7 @@ class HybridOpModule(ProjectedAttention):
             )
         if layer.fixed and torch.compiler.is_compiling():
             return hybrid_attention_((*tensors, layer.factor), layer.new_tokens, layer.length, layer.state, self.still)
-        return self._update(Inputs(*tensors, layer.new_tokens), layer)  # type: ignore[arg-type]
+        return self._update(Inputs(*tensors, layer.new_tokens), layer)  # type: ignore[arg-type, call-arg]
 
     def _update(self, inputs: Inputs, layer: HybridLayer) -> Tensor:
         query, traced = inputs.query, torch.compiler.is_compiling()

@@ -50,7 +50,9 @@ class LigerGLA(HybridOpModule):
         if past_key_values is None:
             window = windowed_attention(query, key, value, self.still.window)
         else:
-            nothing = query.new_zeros(self.still.num_heads, 1, self.head_dim)  # features of the linear terms, of which there are none
+            nothing = query.new_zeros(
+                self.still.num_heads, 1, self.head_dim
+            )  # features of the linear terms, of which there are none
             window = self.attend((query, key, value, None, nothing, nothing), past_key_values)
         return self.o_proj((0.5 * window + 0.5 * gated).flatten(2)), None
 
@@ -87,6 +89,10 @@ def windowed_attention(query: Tensor, key: Tensor, value: Tensor, window: int) -
     first = seen & (behind <= torch.arange(window, device=query.device)[:, None])
     masks = torch.cat((first[None], seen.expand(count - 1, -1, -1))).repeat(len(query), 1, 1)[:, None]
     out = scaled_dot_product_attention(
-        blocks(query), with_block_before(key), with_block_before(value), masks, enable_gqa=query.shape[2] != key.shape[2]
+        blocks(query),
+        with_block_before(key),
+        with_block_before(value),
+        masks,
+        enable_gqa=query.shape[2] != key.shape[2],
     )
     return out.transpose(1, 2).unflatten(0, (-1, count)).flatten(1, 2)[:, :tokens]

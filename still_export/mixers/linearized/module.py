@@ -49,7 +49,7 @@ class LinearizedAttention(ProjectedAttention):
         "z_proj.weight": GATE,
         "output_scale": NORM,
     }
-    fresh = ("z_proj.", "output_scale")
+    fresh: ClassVar[tuple[str, ...]] = ("z_proj.", "output_scale")
 
     def __init__(self, base: Any, head_dim: int, heads: int, hidden_size: int, ops: Sequence[LayerOp]) -> None:
         super().__init__(base, head_dim)
@@ -92,9 +92,7 @@ class LinearizedAttention(ProjectedAttention):
         gate = silu(self.z_proj(hidden_states)).unflatten(-1, (self.num_heads, self.head_dim))
         return self.o_proj((rows * self.output_scale * gate).to(hidden_states.dtype).flatten(2)), None
 
-    def mixed(
-        self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, past_key_values: Any
-    ) -> Tensor:
+    def mixed(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, past_key_values: Any) -> Tensor:
         """The rule's outputs [B, T, H, D], each of root mean square 1, in at least float32."""
         query, key, value = self.heads(hidden)
         query, key, decay, beta = self.rule_inputs(hidden, query, key, position_embeddings)

@@ -1,4 +1,4 @@
-"""Linearization to Liger-GLA, GLA and Gated DeltaNet: layers against their formulas, stages, layer selection, and packages of the result."""
+"""Linearization to Liger-GLA, GLA and Gated DeltaNet: layers against their formulas, stages, layer selection, packages."""
 
 from __future__ import annotations
 
@@ -149,9 +149,9 @@ def test_fresh_memories_and_fitted_scales(mixer: str) -> None:
     assert lengths.min() == pytest.approx(16, rel=1e-3) and lengths.max() == pytest.approx(4096, rel=1e-3)
     students, ids = make_students(model), random_ids(1, 64)
     objective = TransferObjective(model, students)
-    before = float(objective(ids, torch.ones_like(ids))[0])
+    before = objective(ids, torch.ones_like(ids))[0].item()
     objective.fit(ids)
-    assert float(objective(ids, torch.ones_like(ids))[0]) < before
+    assert objective(ids, torch.ones_like(ids))[0].item() < before
     seen: list[Tensor] = []
     first.o_proj.register_forward_hook(lambda m, x, y: seen.append(x[0]))
     objective(ids, torch.ones_like(ids))  # calls it with the teacher's heads and the student's
@@ -203,7 +203,9 @@ def test_stages_train_what_they_say(finished: tuple[str, Path, Linearization], b
     model = load_model(output)
     kinds = [type(layer.self_attn).__name__ for layer in model.model.layers]
     assert kinds[0] == kinds[2] != kinds[1] == "SoftmaxAttention"
-    assert [stage.name for stage in result.stages] == (["finetune"] if mixer == "liger-gla" else ["transfer", "finetune"])
+    assert [stage.name for stage in result.stages] == (
+        ["finetune"] if mixer == "liger-gla" else ["transfer", "finetune"]
+    )
     if mixer != "liger-gla":
         assert result.stages[0].losses[-1] < result.stages[0].losses[0]
         first, second = (load_file(output / "training" / f"{s}.safetensors") for s in ("transfer", "finetune"))
@@ -247,7 +249,9 @@ def test_the_folder_becomes_a_proven_package(
     assert answer == expected.tolist()
     flags = ("--lengths", "400", "--depths", "2", "--samples", "1", "--tasks", "needle", "--device", "cpu")
     words = make_text(tmp_path / "words.txt", words=400)
-    found = call("evaluate", output, "--variants", "still", "--text", words, "--contexts", "64", *flags, "-o", tmp_path / "e")
+    found = call(
+        "evaluate", output, "--variants", "still", "--text", words, "--contexts", "64", *flags, "-o", tmp_path / "e"
+    )
     assert found == 0
 
 
@@ -263,7 +267,9 @@ def test_layers_are_selected(mixer: str, by: str, base: Path, text: Path, tmp_pa
 def test_a_run_goes_on_from_an_adapter(base: Path, text: Path, tmp_path: Path) -> None:
     first = recipe("gdn", base, text)
     linearize(first, tmp_path / "first")
-    again = replace(first, start=str(tmp_path / "first" / "adapter"), transfer_steps=0, finetune_steps=1, finetune_rate=0.0)
+    again = replace(
+        first, start=str(tmp_path / "first" / "adapter"), transfer_steps=0, finetune_steps=1, finetune_rate=0.0
+    )
     linearize(again, tmp_path / "again")
     ids = torch.randint(0, 256, (1, 80))
     with torch.no_grad():
