@@ -78,7 +78,7 @@ def evaluate(
 
     Of packages also size, memory and speed, so that one can be chosen.
     """
-    from dataclasses import asdict
+    from dataclasses import asdict, replace
 
     from still_export.doctor import machine
     from still_export.evaluation.bench import Setting
@@ -91,6 +91,7 @@ def evaluate(
         load_any,
         measurements,
         pick_device,
+        variants_of,
         write_evaluation,
     )
     from still_export.evaluation.packages import costs, open_model
@@ -124,6 +125,12 @@ def evaluate(
     loaded = load_any(None if packages else model, teacher, dtype, generates=writes)
     if teacher is not None and not packages and "still" not in loaded:
         raise ConfigError(f"{model} is a softmax model; --teacher is for STILL models.")
+    if "still" in loaded:
+        known = variants_of(loaded["still"])
+        absent = sorted(set(options.variants) - set(known)) if variants else []
+        if absent:
+            raise ConfigError(f"{model} has no layers for the variant {', '.join(absent)}; it has {', '.join(known)}.")
+        options = replace(options, variants=tuple(v for v in options.variants if v in known))
     setting, folder = Setting(threads=threads, provider=provider), report_folder(output or Path(model) / "evaluation")
     measured = _measured(longest, packages, setting)
     out, vocabulary, result = Output(as_json, quiet), load_tokenizer(tokenizer or model), Evaluation()

@@ -21,7 +21,7 @@ from still_export.evaluation.questions import CHAT
 from still_export.linearization.tasks import TaskWriter, task_named
 from still_export.linearization.texts import check_ids, read_text, tokenize
 from still_export.mixers.config import FULL, StillConfig
-from still_export.mixers.registry import MIXERS
+from still_export.mixers.registry import MIXERS, mixer_of
 from still_export.models.load import load_model
 
 VARIANTS = ("still", *(part for mixer in MIXERS.values() for part in mixer.parts))
@@ -239,6 +239,12 @@ def measurements(models: Sequence[str], options: EvaluationOptions) -> int:
     variants = sum(len(options.variants) if name == "still" else 1 for name in models)
     texts, tasks = len(options.texts) * len(options.context_lengths), len(options.tasks) * len(options.lengths)
     return variants * (texts + tasks + bool(options.chat))
+
+
+def variants_of(model: Any) -> tuple[str, ...]:
+    """Variants that a STILL model has: itself, and without each part of its layers."""
+    layers = range(model.config.num_hidden_layers)
+    return tuple(dict.fromkeys(("still", *(part for i in layers for part in mixer_of(model.config, i).parts))))
 
 
 def without(model: Any, variant: str) -> contextlib.AbstractContextManager[None]:
