@@ -109,7 +109,8 @@ class LinearizedGLA(LinearizedAttention):
     """The gated rule with a decay per key channel, of low rank."""
 
     rule = "gated"
-    weight_roles = LinearizedAttention.weight_roles | {"gk_proj.0.weight": GATE, "gk_proj.1.weight": GATE}
+    # Of so few inputs no block of a quantized weight can be made, and nothing saved.
+    weight_roles = LinearizedAttention.weight_roles | {"gk_proj.0.weight": GATE, "gk_proj.1.weight": NORM}
     fresh = (*LinearizedAttention.fresh, "gk_proj.")
 
     def add_gates(self, hidden_size: int, like: dict[str, Any]) -> None:

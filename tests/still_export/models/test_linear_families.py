@@ -212,7 +212,7 @@ def test_families_are_refused_by_name(name: str) -> None:
 
 def test_softmax_families_have_no_layers_of_linear_ones() -> None:
     with pytest.raises(
-        ConfigError, match=r"layer_types of still_config name mamba2, .* llama model are hybrid_attention or full"
+        ConfigError, match=r"layer_types of still_config name mamba2, .* llama model are hybrid_attention, full"
     ):
         attach_untrained(
             plain_model("llama"), StillConfig(layer_types=("mamba2", "hybrid_attention", "full_attention"))
