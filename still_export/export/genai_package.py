@@ -30,7 +30,9 @@ def demand_genai(options: ExportOptions) -> None:
             "--adapters: genai has no inputs for adapters that are exchanged; add one with --overlay, or export --to onnx."
         )
     if options.opset != OPSET:
-        raise ConfigError(f"--opset {options.opset}: packages for genai have opset {OPSET}; for others export --to onnx.")
+        raise ConfigError(
+            f"--opset {options.opset}: packages for genai have opset {OPSET}; for others export --to onnx."
+        )
     if options.all_logits:
         raise ConfigError("--all-logits: genai reads the last token's logits alone; for all of them export --to onnx.")
     if options.dtype == "bfloat16":
