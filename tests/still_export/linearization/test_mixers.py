@@ -12,14 +12,16 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import logsigmoid, silu, softplus
+from transformers import AutoModelForCausalLM
 
 from still_export.cli.main import main
 from still_export.errors import ConfigError, UnsupportedModelError
+from still_export.linearization.adapter import trained_tensors
 from still_export.linearization.folder import apply
-from still_export.linearization.linearize import linearize
+from still_export.linearization.linearize import linearize, make_accelerator
 from still_export.linearization.objectives import TransferObjective, make_students
 from still_export.linearization.recipe import LAYERS, Recipe, preset, read_recipe
-from still_export.linearization.run import Linearization
+from still_export.linearization.run import Linearization, LinearizationRun
 from still_export.linearization.select_layers import select_layers
 from still_export.mixers.cache import StillCache
 from still_export.mixers.config import FULL, StillConfig
@@ -223,6 +225,32 @@ def test_stages_train_what_they_say(finished: tuple[str, Path, Linearization], b
             torch.testing.assert_close(again(ids).logits, other(ids).logits, rtol=0, atol=0)
     report = json.loads((output / "linearize.json").read_text())
     assert report["recipe"]["mixer"] == mixer and set(result.bits_per_byte) >= {"teacher", "after LoRA"}
+
+
+def test_the_second_stage_starts_where_the_first_ended(
+    finished: tuple[str, Path, Linearization], base: Path, text: Path, tmp_path: Path
+) -> None:
+    """With all that was trained, LoRA among it; and its teacher is the base, whatever LoRA has learned."""
+    mixer, output, _ = finished
+    if mixer == "liger-gla":
+        return
+    wanted = recipe(mixer, base, text, layer_types=(LAYERS[mixer], FULL, LAYERS[mixer]))
+    run = LinearizationRun(wanted, tmp_path / "run", make_accelerator(wanted), lambda *_: None, lambda _: None)
+    maps = output / "training" / "transfer.safetensors"
+    model, students = run.student(maps)
+    found, stored = trained_tensors(TransferObjective(model, students)), load_file(maps)
+    assert set(found) == set(stored) and any("lora_" in name for name in stored)
+    for name, tensor in stored.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=0)
+    ids = torch.randint(0, 256, (1, 100))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(0.1)
+        with attention_mode(students, SOFTMAX):
+            teacher = model(ids, use_cache=False).logits
+        plain = AutoModelForCausalLM.from_pretrained(base)(ids).logits
+    torch.testing.assert_close(teacher, plain, rtol=1e-4, atol=1e-4)
 
 
 def call(*arguments: object) -> int:
