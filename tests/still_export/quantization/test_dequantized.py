@@ -21,7 +21,7 @@ from still_export.engines.options import TrtOptions
 from still_export.errors import ConfigError, UnsupportedError
 from still_export.export.job import plan_job
 from still_export.export.onnx_package import ExportOptions, find_source
-from still_export.export.plugins import PluginBuildError, tensorrt_major
+from still_export.export.plugins import INCLUDE_VARIABLE, PluginBuildError, tensorrt_major
 from still_export.export.trt_package import export_trt, lower_package
 from still_export.models.weights import value_of
 from still_export.package.calls import next_feed
@@ -66,6 +66,8 @@ def test_what_tensorrt_has_not_is_refused_before_anything_is_read(
     def plan(target: str, **asked: Any) -> None:
         plan_job(target, {"model": "nowhere", **asked})
 
+    monkeypatch.delenv(INCLUDE_VARIABLE, raising=False)
+    monkeypatch.setattr("still_export.export.plugins.USUAL_INCLUDES", ())
     with pytest.raises(ConfigError, match=r"--quantize-block 32: TensorRT's INT4 has 64, 128\."):
         plan("trt", quantize="int4", quantize_block=32)
     with pytest.raises(ConfigError, match="--quantize-method hqq gives zero points, which TensorRT's INT4 has not"):
