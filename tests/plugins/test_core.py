@@ -42,6 +42,8 @@ CONSTANTS = {
     "window_parts": 2,
     "attend_rows": 48,
     "attend_programs": 0,
+    "linear_programs": 0,
+    "scan_tma": 0,
     "value_slices": 2,
     "decode_programs": 60,
     "evicted_rows": 16,
@@ -193,7 +195,7 @@ def test_prefill_launches(op: CoreOp, recorder: Recorder) -> None:
         f"{k}_kernel" for k in ("score", "select", *("features", "scan", "linear", "attend") * 2, "commit")
     ]
     assert [fields["grid"] for _, fields in launches] == [
-        *("12,6,2", "6,6,2", "2,6,2", "3,6,2", "2,6,2", "3,6,2", "1,6,2", "3,6,2", "1,6,2", "2,6,2", "6,2,1")
+        *("12,3,2", "6,6,2", "2,6,2", "3,6,2", "2,6,2", "3,6,2", "1,6,2", "3,6,2", "1,6,2", "2,6,2", "6,2,1")
     ]
     assert {fields["block"] for _, fields in launches} == {"128,1,1"}
     assert {fields["shared"] for _, fields in launches} == {"1000"} and {
@@ -373,7 +375,7 @@ def test_packed_rows(core: Core, op: CoreOp, recorder: Recorder, tmp_path: Path)
     packed.launch(ins, outs, 0x7000000, 0)
     launches = recorder.launches()
     # 40 tokens touch at most 3 chunks of 32
-    assert [fields["grid"] for _, fields in launches] == ["6,6,3", "3,6,3", "1,6,3", "3,6,3", "2,6,3", "2,6,3", "6,3,1"]
+    assert [fields["grid"] for _, fields in launches] == ["6,3,3", "3,6,3", "1,6,3", "3,6,3", "2,6,3", "2,6,3", "6,3,1"]
     attend = values(launches[5][1], "attend")
     assert attend["query_start"] == at["query_start"] and values(launches[0][1], "score")["T"] == 40
     assert values(launches[6][1], "commit")["new_tokens"] == 0

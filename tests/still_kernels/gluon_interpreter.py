@@ -26,6 +26,7 @@ from torch import Tensor
 
 from tests.still_kernels import ptx
 
+FOLDER = Path(__file__).parents[2] / "kernels/still_kernels/hybrid_attention"
 PATIENCE_S = 60.0
 SHIFT = 40  # bits of an address within a tensor
 
@@ -39,8 +40,8 @@ class Machine:
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
-        self.program: tuple[int, ...] = (0,)
-        self.programs: tuple[int, ...] = (1,)
+        self.program: tuple[int, ...] = (0, 0, 0)
+        self.programs: tuple[int, ...] = (1, 1, 1)
         self.changed = threading.Condition()
         self.failures: list[BaseException] = []
         self.named: dict[int, list[int]] = {}
@@ -229,7 +230,7 @@ def copy_out(descriptor: Descriptor, at: list[Any], buffer: Buffer) -> None:
 class Product:
     """A matrix product that has been issued."""
 
-    def __init__(self, a: Any, b: Buffer, acc: Tensor, use_acc: bool) -> None:
+    def __init__(self, a: Any, b: Buffer, acc: Tensor | Product, use_acc: bool) -> None:
         self.operands, self.acc, self.use_acc = [a, b], acc, use_acc
         self.seen = self.now()
 
@@ -242,10 +243,12 @@ class Product:
             "an operand changed under a product"
         )
         product = a.float() @ b.float()
-        return product + self.acc if self.use_acc else product
+        if not self.use_acc:
+            return product
+        return product + (self.acc.result() if isinstance(self.acc, Product) else self.acc)
 
 
-def warpgroup_mma(a: Any, b: Buffer, acc: Tensor, use_acc: bool = True, is_async: bool = False) -> Product:
+def warpgroup_mma(a: Any, b: Buffer, acc: Tensor | Product, use_acc: bool = True, is_async: bool = False) -> Product:
     assert is_async
     return Product(a, b, acc, use_acc)
 
@@ -331,7 +334,8 @@ def _to(self: Tensor, dtype: Any, *arguments: Any, bitcast: bool = False, **name
 
 language = types.SimpleNamespace(
     constexpr=lambda value: value,
-    int16=torch.int16, int32=torch.int32, int64=torch.int64, float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16,
+    int8=torch.int8, int16=torch.int16, int32=torch.int32, int64=torch.int64, float32=torch.float32, bfloat16=torch.bfloat16,
+    float16=torch.float16,
     static_range=range,
     static_assert=lambda condition, message: None,
     program_id=lambda axis: torch.tensor(machine.program[axis]),
@@ -342,13 +346,13 @@ language = types.SimpleNamespace(
     full=lambda shape, value, dtype, layout=None: torch.full(shape, value, dtype=dtype),
     load=load, store=store, where=where,
     minimum=_both(torch.minimum), maximum=_both(torch.maximum),
-    max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis), exp2=torch.exp2,
+    max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis), exp2=torch.exp2, sqrt=torch.sqrt,
     convert_layout=lambda value, layout, assert_trivial=False: value,
     allocate_shared_memory=allocate, inline_asm_elementwise=inline_asm, warp_specialize=warp_specialize,
     expand_dims=_expand_dims, join=lambda x, y: torch.stack(torch.broadcast_tensors(x, y), -1), reshape=torch.reshape,
     permute=torch.permute,
     BlockedLayout=_ignored, SliceLayout=_ignored, NVMMADistributedLayout=_ignored, DotOperandLayout=_ignored,
-    DistributedLinearLayout=_ignored,
+    DistributedLinearLayout=_ignored, NVMMASharedLayout=_ignored,
 )  # fmt: skip
 hopper = types.SimpleNamespace(
     fence_async_shared=_ignored,
@@ -379,6 +383,12 @@ def interpreted(path: Path) -> dict[str, Any]:
         "still_kernels.triton_shared": shared,
     }
     found: dict[str, Any] = {"__name__": path.stem}
+    common = path.with_name("gluon_common.py")
+    if not common.exists():  # a changed copy of a kernel's file
+        common = FOLDER / common.name
+    if path != common:
+        module = f"still_kernels.hybrid_attention.{common.stem}"
+        stand_ins[module] = types.SimpleNamespace(**interpreted(common))
     with patch.dict(sys.modules, stand_ins):  # type: ignore[arg-type]
         exec(compile(path.read_text(), str(path), "exec"), found)
     return found

@@ -15,8 +15,8 @@ pytest.importorskip("triton")
 from still_kernels import aot
 from still_kernels.hybrid_attention.launch import FUNCTIONS as KERNELS
 from still_kernels.hybrid_attention.tiles import tile_table
+from still_kernels.hybrid_attention.variants import BY_TMA, Variant
 from still_kernels.hybrid_attention.variants import KERNELS as OP
-from still_kernels.hybrid_attention.variants import Variant
 from still_kernels.plan import Call
 from still_kernels.tile import SHARED_BYTES, TileTable
 
@@ -41,7 +41,7 @@ def check_index(index: dict, folder: Path) -> None:
     for entry in index["variants"]:
         arch = aot.parse_arch(entry["arch"])
         assert set(entry["kernels"]) == set(KERNELS) - {
-            "attend" if entry["constants"]["attend_programs"] else "attend_tma"
+            name if entry["constants"][constant] else f"{name}_tma" for name, constant in BY_TMA.items()
         }
         for name, kernel in entry["kernels"].items():
             assert kernel["symbol"] == f"{name}_kernel" and kernel["threads"] == 32 * kernel["num_warps"]
@@ -55,7 +55,7 @@ def check_index(index: dict, folder: Path) -> None:
         counts = {a["name"]: a["element"] for a in entry["kernels"]["decode"]["args"] if a["type"] == "ptr"}
         assert counts["past_length"] == ("i64" if entry["key"]["count_dtype"] == "int64" else "i32")
         constants = dict(entry["constants"])
-        assert constants.pop("attend_programs") in (0, 132)
+        assert {constants.pop(constant) for constant in BY_TMA.values()} <= {0, 1, 132}
         assert all(isinstance(value, int) and value > 0 for value in constants.values())
 
 
@@ -113,7 +113,7 @@ def test_the_largest_projections_fit(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(CUDABackend, "make_cubin", lambda *_: b"no code")
     entry, _ = aot.compile_variant("HybridAttention", Variant(**properties), arch)
-    assert {*entry["kernels"], "attend", "attend_tma"} == set(KERNELS)
+    assert {*entry["kernels"], *BY_TMA, *(f"{name}_tma" for name in BY_TMA)} == set(KERNELS)
 
 
 @pytest.mark.slow

@@ -83,7 +83,11 @@ def test_gluon_in_threads(name: str) -> None:
     [
         ("_clear(v_buffer.index(entry % SLOTS), known - block * BN, D)", "pass", "wrong"),
         ("(o_slot < seen)[None, :]", "(o_slot < seen + 1)[None, :]", "wrong|error"),
-        ("m_new = (o_position >= length) & (o_position < end)", "m_new = o_position >= length", "wrong|outside"),
+        (
+            "length, end, HK * D, BN, C, D)\n                fill_rows(v_",
+            "length, end + 9, HK * D, BN, C, D)\n                fill_rows(v_",
+            "wrong|outside",
+        ),
         ("mbarrier.arrive(v_empty.index(slot), count=1)\n\n            # Linear", "# Linear", "waits for"),
         ("_pass_over(entry + 1, k_full", "_pass_over(entry, k_full", "arrivals|waits for|changed"),
         ("mbarrier.wait(v_full.index(v_slot), (before // SLOTS) & 1)", "pass", "wrong|error|changed|arrivals"),

@@ -286,13 +286,17 @@ LLAMA: dict[str, Any] = {"head_dim": 128, "feature_rows": 128}
 def kernel_descriptors(
     variant: variants.Variant, kernels: tuple[str, ...], folder: Path, patch: pytest.MonkeyPatch, **setting: int
 ) -> dict[str, tuple[int, list[str]]]:
-    """Descriptors of kernels compiled for sm_90, each with another setting if one is given; attend for any GPU."""
+    """Descriptors of kernels compiled for sm_90, each with another setting if one is given; of those for any GPU where they are named."""
     found = {}
-    setting = {"attend_programs": 0, **setting}
     for kernel in kernels:
+        plain = {} if kernel.endswith("_tma") else dict.fromkeys(variants.BY_TMA.values(), 0)
+
+        def table(*size: Any, name: str = kernel, host: Any = plain) -> TileTable:
+            return changed(tile_table(*size), name, {**host, **setting})
+
         with patch.context() as one:
             one.setattr(TileTable, "kernels", lambda table, name=kernel: {name: table.tiles[name]})
-            one.setattr(variants, "tile_table", lambda *size, name=kernel: changed(tile_table(*size), name, setting))
+            one.setattr(variants, "tile_table", table)
             entry, cubins = aot.compile_variant("HybridAttention", variant, 90)
         code = instructions(cubins[entry["kernels"][kernel]["cubin"]], folder)
         found[kernel] = descriptors(code, entry["kernels"][kernel]["shared_bytes"])
@@ -334,3 +338,25 @@ def test_descriptors(
     found = kernel_descriptors(variants.Variant(**size), kernels, tmp_path, monkeypatch)
     assert {kernel: wrong for kernel, (_, wrong) in found.items() if wrong} == {}
     assert size["head_dim"] > 128 or size["dtype"] == "float32" or min(count for count, _ in found.values()) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "kernels"),
+    [
+        ({**LLAMA, "dtype": "bfloat16"}, ("scan_tma", "linear_tma")),
+        ({**LLAMA, "dtype": "float16"}, ("scan_tma",)),
+        (
+            {"head_dim": 64, "feature_rows": 64, "dtype": "bfloat16", "packed": 1},
+            ("scan_tma", "linear_tma"),
+        ),
+    ],
+    ids=str,
+)
+def test_descriptors_of_what_copies_by_tma(
+    size: dict[str, Any], kernels: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """scan_tma with a product of its own for values of the ring had six that nothing had computed."""
+    found = kernel_descriptors(variants.Variant(**size), kernels, tmp_path, monkeypatch)
+    assert {kernel: wrong for kernel, (_, wrong) in found.items() if wrong} == {}
+    assert min(count for count, _ in found.values()) > 0

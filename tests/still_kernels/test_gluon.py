@@ -1,4 +1,4 @@
-"""The kernel of attend for sm_90 in machine code: no GPU. What it computes is shown on one, by `test_attend.py`."""
+"""The kernels in Gluon for sm_90 in machine code: no GPU. What they compute is shown on one, by `test_attend.py` and `test_linear.py`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from still_kernels import aot
 from still_kernels.hybrid_attention.gluon_attend import attend_tma_kernel
+from still_kernels.hybrid_attention.variants import KERNELS, Variant
 from still_kernels.tile import SHARED_BYTES
 from tests.machine_code import disassembly, inner_loops, lines
 
@@ -101,3 +103,28 @@ def test_products_run_beside_the_softmax(kind: dict[str, Any], tmp_path: Path) -
         assert sum(line.name.startswith("PRMT") for block in always for line in block) < 8, (
             "weights are taken apart and packed again"
         )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kernel", "products"), [("scan_tma", 16), ("linear_tma", 68)])
+def test_the_rest_of_prefill(kernel: str, products: int, tmp_path: Path) -> None:
+    """No matrix instruction waits for the one before it, accumulators stay in registers, what is written is there before it is read."""
+    variant = Variant()
+    build = KERNELS.build(variant, 90)
+    tile, function = build.tiles[kernel], KERNELS.functions()[kernel]
+    signature, values = aot.signature_of(function, KERNELS, variant, tile, build)
+    attrs = {(i,): [["tt.divisibility", 16]] for i, x in enumerate(function.arg_names) if signature[x].startswith("*")}
+    source = GluonASTSource(fn=function, signature=signature, constexprs=values, attrs=attrs)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=tile.options())
+    assert made.metadata.shared <= SHARED_BYTES[90]
+    assert (made.metadata.global_scratch_size, made.metadata.profile_scratch_size) == (0, 0)
+    assert complaints(made.asm["ptx"], tmp_path) == []
+    code = lines(disassembly(made.asm["cubin"], tmp_path))
+    assert sum(line.name.startswith("HGMMA") for line in code) == products
+    assert sum(line.name.startswith("STL") for line in code) <= 24  # numbers of a tile, not of its elements
+    ptx = made.asm["ptx"].splitlines()
+    for i, line in enumerate(ptx):  # groups give a buffer back once all their warps are done with it
+        if "mbarrier.arrive.shared" in line and "expect" not in line:
+            assert any("bar.sync" in before or "bar.warp.sync" in before for before in ptx[max(i - 4, 0) : i]), ptx[
+                i - 6 : i + 1
+            ]

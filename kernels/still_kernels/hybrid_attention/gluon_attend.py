@@ -22,7 +22,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from still_kernels.triton_shared import LOG2E, ROWS, row_of
+from still_kernels.hybrid_attention.gluon_common import (
+    CONSUMER_REGISTERS,
+    PRODUCER_REGISTERS,
+    fill_rows,
+    meet,
+    row_of_call,
+)
+from still_kernels.triton_shared import LOG2E, ROWS
 
 BM = gl.constexpr(64)
 """Queries of a consumer, and rows of the box of queries, gates, outputs and linear parts."""
@@ -30,10 +37,6 @@ BN = gl.constexpr(128)
 """Keys of a block, and rows of the box of keys and values."""
 HEADS = gl.constexpr(8)
 """Query heads whose tiles run side by side, so that what they share is still in L2."""
-CONSUMER_REGISTERS = gl.constexpr(240)
-PRODUCER_REGISTERS = gl.constexpr(24)
-
-_row_of = gluon.jit(row_of.fn)
 
 
 @gluon.jit
@@ -60,12 +63,6 @@ def _give_turn(GROUP: gl.constexpr, x):
         gl.inline_asm_elementwise(
             "bar.arrive 10, 256; mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
         )
-
-
-@gluon.jit
-def _meet(x):
-    """Wait until both consumers are here."""
-    gl.inline_asm_elementwise("bar.sync 12, 256; mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -112,7 +109,7 @@ def _tile(
     at -= group * (n_blocks * HEADS)
     heads = gl.minimum(HEADS, H - group * HEADS)
     i_head = group * HEADS + at % heads
-    row, start, length, count = _row_of(
+    row, start, length, count = row_of_call(
         i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, T, RAGGED, PAGES != 0
     )
     c0 = length // C + first_tile
@@ -248,30 +245,12 @@ def _produce(
 
 
 @gluon.jit
-def _fill(buffer, p_new, p_ring, first, length, end, stride, C: gl.constexpr, D: gl.constexpr):
-    """A window's keys or values from position `first` on, of the call's tokens or of the ring; zeros where there are none.
-
-    p_new: the head's row of the row's first token, `stride` elements between tokens. p_ring: the head's ring.
-    """
-    rows: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    o_position = first + gl.arange(0, BN, layout=gl.SliceLayout(1, rows))
-    o_dim = gl.arange(0, D, layout=gl.SliceLayout(0, rows))
-    m_new = (o_position >= length) & (o_position < end)
-    m_old = (o_position >= 0) & (o_position < length) & (o_position >= length - 2 * C)
-    o_new = (o_position - length).to(gl.int64) * stride
-    o_old = (o_position & (2 * C - 1)).to(gl.int64) * D
-    p_row = gl.where(m_new, p_new + o_new, p_ring + o_old)
-    mask = (m_new | m_old)[:, None] & (o_dim < D)[None, :]
-    buffer.store(gl.load(p_row[:, None] + o_dim[None, :], mask=mask, other=0.0))
-
-
-@gluon.jit
 def _clear(buffer, known, D: gl.constexpr):
     """Zeros in the rows from `known` on. Both consumers do it, so that neither waits for the other's: what they write is the same."""
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     o_row = gl.arange(0, BN, layout=gl.SliceLayout(1, rows))
     b_rows = buffer.load(rows)
-    _meet(known)  # who writes first must not change what the other still reads
+    meet(known)  # who writes first must not change what the other still reads
     buffer.store(gl.where((o_row < known)[:, None], b_rows, gl.zeros_like(b_rows)))
 
 
@@ -461,8 +440,22 @@ def _consume(
                 if PAGES != 0:
                     p_old += gl.load(p_state_row + i_batch * PAGES[1]).to(gl.int64) * (PAGES[0] // 2)
                 mbarrier.wait(v_full.index(slot), phase)
-                _fill(k_buffer.index(slot), p_key + p_new, p_window_key + p_old, begin, length, end, HK * D, C, D)
-                _fill(v_buffer.index(slot), p_value + p_new, p_window_value + p_old, begin, length, end, HK * D, C, D)
+                fill_rows(
+                    k_buffer.index(slot), p_key + p_new, p_window_key + p_old, begin, length, end, HK * D, BN, D, C, D
+                )
+                fill_rows(
+                    v_buffer.index(slot),
+                    p_value + p_new,
+                    p_window_value + p_old,
+                    begin,
+                    length,
+                    end,
+                    HK * D,
+                    BN,
+                    D,
+                    C,
+                    D,
+                )
                 fence_async_shared()
             b_dot = warpgroup_mma(
                 query,

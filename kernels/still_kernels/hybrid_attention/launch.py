@@ -13,11 +13,12 @@ from torch import Tensor
 from still_kernels import launcher
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from still_kernels.hybrid_attention.gluon_attend import attend_tma_kernel
+from still_kernels.hybrid_attention.gluon_linear import linear_tma_kernel
+from still_kernels.hybrid_attention.gluon_scan import scan_tma_kernel
 from still_kernels.hybrid_attention.inputs import Inputs
 from still_kernels.hybrid_attention.pages import Pages
 from still_kernels.hybrid_attention.plan import PLAN
 from still_kernels.hybrid_attention.state import HybridAttentionState
-from still_kernels.hybrid_attention.tiles import tile_table
 from still_kernels.hybrid_attention.triton_attend import attend_kernel, commit_kernel
 from still_kernels.hybrid_attention.triton_decode import decode_kernel
 from still_kernels.hybrid_attention.triton_features import features_kernel
@@ -25,7 +26,7 @@ from still_kernels.hybrid_attention.triton_linear import linear_kernel
 from still_kernels.hybrid_attention.triton_scan import scan_kernel
 from still_kernels.hybrid_attention.triton_score import score_kernel
 from still_kernels.hybrid_attention.triton_select import select_kernel
-from still_kernels.hybrid_attention.variants import constants_of, plan_constants, sizes_of
+from still_kernels.hybrid_attention.variants import BY_TMA, constants_of, plan_constants, sizes_of, table_of
 from still_kernels.packing import Packing, size_of_call
 from still_kernels.plan import Call
 from still_kernels.tile import TileTable, changed
@@ -35,7 +36,9 @@ FUNCTIONS = {
     "select": select_kernel,
     "features": features_kernel,
     "scan": scan_kernel,
+    "scan_tma": scan_tma_kernel,
     "linear": linear_kernel,
+    "linear_tma": linear_tma_kernel,
     "attend": attend_kernel,
     "attend_tma": attend_tma_kernel,
     "commit": commit_kernel,
@@ -48,8 +51,10 @@ def device_table(config: HybridAttentionConfig, device: torch.device, wide: bool
 
     described: Descriptors can be made of the call's tensors.
     """
-    table = tile_table(launcher.arch_of(device), config.head_dim, config.chunk_size, config.projection_dim, wide)
-    return table if described and device.type != "cpu" else changed(table, "attend", {"attend_programs": 0})
+    table = table_of(config, launcher.arch_of(device), wide)
+    if described and device.type != "cpu":
+        return table
+    return changed(table, "attend", dict.fromkeys(BY_TMA.values(), 0))
 
 
 def can_be_described(tensors: Iterable[Tensor | None]) -> bool:
@@ -94,6 +99,8 @@ def _prepare(
     *call: Any,
 ) -> launcher.Prepared:
     """The launches of a kind of call; `call` as of `call_of`, where states lie in pages with their number for the rows of the state."""
+    if pages is not None:  # whose kernels know pages
+        table = changed(table, "scan", {"scan_tma": 0, "linear_programs": 0})
     seen = call_of(config, dtype, table, *call)
     constants = constants_of(config, dtype == torch.float32, seen.tokens is not None, factor)
     launches = PLAN.evaluate(seen)
@@ -146,7 +153,8 @@ def launch_hybrid_attention(
     batch, tokens, packed = size_of_call(query, packing, rows)
     call = (batch, tokens, slots, inputs.feature_q_weight.shape[0], packed)
     if table is None:
-        copied = (query, inputs.key, inputs.value, inputs.gate, output, state.salient_key, state.salient_value)
+        states = (state.salient_key, state.salient_value)
+        copied = (query, inputs.key, inputs.value, inputs.gate, inputs.feature_q_weight, output, *states)
         described = tokens > 1 and can_be_described(copied)
         prepared = _prepared(config, query.device, query.dtype, factor is not None, described, pages, *call)
     else:

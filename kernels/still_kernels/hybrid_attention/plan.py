@@ -32,10 +32,12 @@ PLAN = Plan(
         "score_blocks_per_chunk",
         "features_tiles",  # chunks of one program
         "scan_programs",  # that share S of one head
+        "scan_tma",  # 1: the scan that copies by TMA
         "prefix_every",  # chunks from one stored S to the next
         "linear_rows",
         "attend_rows",
         "attend_programs",  # that share the tiles of attend_rows queries; 0: one program a tile
+        "linear_programs",  # the same of linear, with tiles of two chunks
         "value_slices",  # of S in decode
         "window_parts",  # of the ring in decode
         "decode_programs",  # that fill the chip
@@ -108,6 +110,9 @@ PLAN = Plan(
         Matrix("salient_key", "rows * HS * N", "D"),
         Matrix("salient_value", "rows * HS * N", "D"),
         Matrix("linear", "B * segment * H * C", "D"),
+        Matrix("feature_q_weight", "dim(feature_q_weight, 0) * P", "D"),
+        Matrix("phi_k", "B * segment * H * (C + evicted)", "F"),
+        Matrix("prefix_kv", "B * stored * H * F", "D"),
     ),
     arguments={
         **{name: name for name in ("B", "T", "H", "HK", "HS", "N")},
@@ -135,7 +140,7 @@ PLAN = Plan(
                 Launch("decode", ("H // HS * (value_slices + window_parts + 1) + splits", "HS", "B")),
             ),
             (
-                Launch("score", ("tiles * score_blocks_per_chunk", "H", "B")),
+                Launch("score", ("tiles * score_blocks_per_chunk", "HK", "B")),
                 Branch("not folds", (Launch("select", ("tiles", "HS", "B"), first_tile="0"),)),
                 Loop(
                     "first",
@@ -152,14 +157,37 @@ PLAN = Plan(
                             first_tile="first",
                             n_tiles="count",
                         ),
-                        Launch(
-                            "scan", ("scan_programs", "H", "B"), first_tile="first", n_tiles="count", store_prefix="1"
+                        Branch(
+                            "scan_tma > 0",
+                            (Launch("scan_tma", ("scan_programs", "H", "B"), first_tile="first", n_tiles="count"),),
+                            (
+                                Launch(
+                                    "scan",
+                                    ("scan_programs", "H", "B"),
+                                    first_tile="first",
+                                    n_tiles="count",
+                                    store_prefix="1",
+                                ),
+                            ),
                         ),
-                        Launch(
-                            "linear",
-                            ("ceil_div(count * C, linear_rows)", "H", "B"),
-                            first_tile="first",
-                            n_tiles="count",
+                        Branch(
+                            "linear_programs > 0",
+                            (
+                                Launch(
+                                    "linear_tma",
+                                    ("min(linear_programs, ceil_div(count, 2) * H * B)", "1", "1"),
+                                    first_tile="first",
+                                    n_tiles="count",
+                                ),
+                            ),
+                            (
+                                Launch(
+                                    "linear",
+                                    ("ceil_div(count * C, linear_rows)", "H", "B"),
+                                    first_tile="first",
+                                    n_tiles="count",
+                                ),
+                            ),
                         ),
                         Branch(
                             "attend_programs > 0",

@@ -18,26 +18,28 @@ ATTEND: list[Setting] = [
     *stages(2, 3, 4, 6),
     *one("BN", 32, 64, 128),
 ]
+LINEAR: list[Setting] = [
+    *REGISTERS,
+    *one("TB", 1, 2, 4, 8),
+    *one("DS", 16, 32, 64),
+    *stages(1, 2, 3),
+    {"BM": 128, "num_warps": 8},
+    {"BM": 64, "num_warps": 4},
+]
+SCAN: list[Setting] = [
+    *stages(2, 3, 4, 6),
+    {"FB": 128},
+    {"DB": 128},
+    {"DB": 32},
+    {"FB": 128, "num_warps": 8},
+    {"RB": 32},
+    *WARPS,
+]
 MOVES: dict[str, list[Setting]] = {
     "attend": [{"attend_programs": 0, **setting} for setting in ATTEND],
-    "linear": [
-        *REGISTERS,
-        *one("TB", 1, 2, 4, 8),
-        *one("DS", 16, 32, 64),
-        *stages(1, 2, 3),
-        {"BM": 128, "num_warps": 8},
-        {"BM": 64, "num_warps": 4},
-    ],
+    "linear": [{"linear_programs": 0, **setting} for setting in LINEAR],
     "features": [*REGISTERS, *one("TB", 1, 2, 4, 8), {"RB": 32}, *WARPS],
-    "scan": [
-        *stages(2, 3, 4, 6),
-        {"FB": 128},
-        {"DB": 128},
-        {"DB": 32},
-        {"FB": 128, "num_warps": 8},
-        {"RB": 32},
-        *WARPS,
-    ],
+    "scan": [{"scan_tma": 0, **setting} for setting in SCAN],
     "score": [*one("BM", 32, 64), *WARPS, *one("max_registers", None, 80, 96, 128)],
     "select": [*one("num_warps", 1, 2, 4, 8)],
     "prefill": [
@@ -61,7 +63,7 @@ MOVES: dict[str, list[Setting]] = {
     ],
 }
 """What is tried from the current setting and then from better ones, by kernel; "prefill" is a whole call."""
-INSTEAD = {"attend": "attend_tma"}
+INSTEAD = {name: f"{name}_tma" for name in ("attend", "linear", "scan")}
 """What runs in the place of a kernel; a setting says which."""
 SHARES = {"attend": 3, "linear": 2}
 """Of the time, 1 where nothing is said: by what the kernels take and how many settings they have."""
@@ -86,7 +88,9 @@ def misfit(table: TileTable, config: HybridAttentionConfig, arch: int) -> str:
         "linear with 64 rows needs two stages on sm_90 (ptxas 12.8)": arch != 90
         or tiles["linear"]["BM"] < 64
         or tiles["linear"]["STAGES"] > 1,
-        "attend_tma needs segments of whole tiles": table.host["attend_programs"] == 0
+        "attend_tma and linear_tma need segments of whole tiles": not any(
+            table.host[name] for name in ("attend_programs", "linear_programs", "scan_tma")
+        )
         or table.host["segment_tiles"] % 2 == 0,
         f"BL divides the ring of {2 * chunk}": 2 * chunk % tiles["decode"]["BL"] == 0,
     }

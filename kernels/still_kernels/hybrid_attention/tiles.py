@@ -38,7 +38,9 @@ def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wid
     many = small and rows > 128  # features do not fit where those of a head of 128 do
     linear = 1 if many else stages if arch == 90 else min(stages, 2)
     tiles = {
-        "score": KernelTile({"BM": min(block, 32) if heavy else block}, 4, 1),
+        "score": KernelTile(
+            {"BM": min(block, 32) if heavy else block, "STAGES": 1}, 4, 1, 128 if arch == 90 and not heavy else None
+        ),
         "select": KernelTile({}, 4, 1),
         "features": KernelTile(
             {"RB": min(block, 32) if heavy else block, "TB": 4, "DK": columns}, 4, 1, None if heavy else 168
@@ -71,6 +73,7 @@ def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wid
         "decode": KernelTile(
             {
                 "PDL": int(arch >= 90),
+                "AHEAD": int(arch == 90),  # fetch to L2 what the length has no say in while the kernel ahead still runs
                 "DS": 32,
                 "DW": 32 if wide else 64,  # the bytes of DS columns of S: both tiles then have one layout
                 "BN": 8 if wide and dim > 128 else 16,
@@ -91,18 +94,34 @@ def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wid
     }
     tma = arch == 90 and not wide and head_dim in (64, 128) and chunk_size == 64
     if tma:
-        tiles["attend_tma"] = KernelTile({"SLOTS": 256 // head_dim}, 4, 1, blocks=_blocks(head_dim))
+        tiles["attend_tma"] = KernelTile({"SLOTS": 256 // head_dim}, 4, 1, blocks=_attend_blocks(head_dim))
+    linear_tma = tma and feature_rows in (64, 128)
+    if linear_tma:
+        tiles["linear_tma"] = KernelTile({}, 4, 1, blocks=_linear_blocks(head_dim, feature_rows))
+        tiles["scan_tma"] = KernelTile(
+            {"SLOTS": 4}, 4, 1, blocks=dict.fromkeys(("value", "phi_k", "prefix_kv"), (64, 64))
+        )
     host = {
         # Each segment ends in a tail of waves: 16,384 tokens instead of 8,192 took 0.1 ms off 65,536.
         "segment_tiles": max(2, 16384 // chunk_size),
-        "attend_programs": 132 if tma else 0,  # of attend_tma, one for each multiprocessor of H100 and H200; 0: attend
+        # Of attend_tma and linear_tma, one for each multiprocessor of H100 and H200; 0: attend, linear.
+        "attend_programs": 132 if tma else 0,
+        "linear_programs": 132 if linear_tma else 0,
+        "scan_tma": int(linear_tma),  # 0: scan
         "decode_programs": 264,  # salient splits; with the other roles one wave of four programs a multiprocessor
     }
     return TileTable(tiles, host)
 
 
-def _blocks(head_dim: int) -> dict[str, tuple[int, int]]:
+def _attend_blocks(head_dim: int) -> dict[str, tuple[int, int]]:
     """Of attend_tma: 64 queries and what belongs to them, 128 keys."""
     rows = {"query": 64, "gate": 64, "output": 64, "linear": 64}
     rows |= dict.fromkeys(("key", "value", "salient_key", "salient_value"), 128)
     return {name: (count, head_dim) for name, count in rows.items()}
+
+
+def _linear_blocks(head_dim: int, feature_rows: int) -> dict[str, tuple[int, int]]:
+    """Of linear_tma: a chunk of tokens, halves of what has features."""
+    blocks = {name: (64, head_dim) for name in ("query", "value", "linear")}
+    blocks |= {name: (feature_rows, head_dim) for name in ("feature_q_weight", "prefix_kv")}
+    return {**blocks, "phi_k": (64, feature_rows)}

@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from still_kernels.hybrid_attention.triton_common import prefetch
 from still_kernels.hybrid_attention.triton_decode_linear import linear_slice
 from still_kernels.hybrid_attention.triton_decode_roles import (
     FAR,
@@ -135,6 +136,39 @@ def _commit_token(p_key, p_value, states, p_score, row, start, length, heads, c:
 
 
 @triton.jit
+def _bring(
+    i_role, i_select, i_batch, heads, states, p_weight, W_HEADS, ND: tl.constexpr, WP: tl.constexpr, c: tl.constexpr
+):
+    """Have a projection, S and the ring brought to L2 while the kernel ahead still runs; nothing of it is used before that has ended.
+
+    Not the cache, of which only the length says how much is in use: waiting for that took more than it gave.
+    """
+    JOBS: tl.constexpr = ND + WP + 1
+    LINE: tl.constexpr = 128
+    SIZE: tl.constexpr = p_weight.dtype.element_ty.primitive_bitwidth // 8
+    o_line = LINE * tl.arange(0, max(c.DP * SIZE // LINE, 1))
+    row = i_batch.to(tl.int64)
+    if i_role < heads.GR * JOBS:
+        i_head = i_select * heads.GR + i_role // JOBS
+        i_job = i_role % JOBS
+        if i_job < ND:
+            F: tl.constexpr = 2 * c.P if c.FEATURE <= 1 else c.P
+            o_some = i_job * (c.PP // ND) + tl.arange(0, c.PP // ND)
+            w_head = tl.where(W_HEADS > 1, i_head, 0).to(tl.int64) * (c.P * c.D)
+            prefetch(p_weight + w_head + tl.minimum(o_some, c.P - 1) * c.D, o_line, c.SETTLE)
+            o_feature = tl.minimum(tl.arange(0, c.PP), c.P - 1)
+            o_part = LINE * tl.arange(0, max(c.DS * 4 // LINE, 1))
+            p_slice = states.kv + (row * heads.H + i_head) * (F * c.D) + i_job * c.DS + o_feature * c.D
+            prefetch(p_slice, o_part, c.SETTLE)
+            if c.FEATURE <= 1:
+                prefetch(p_slice + c.P * c.D, o_part, c.SETTLE)
+        elif i_job < ND + WP:
+            o_slot = (row * heads.HK + i_head // heads.G) * (2 * c.C) + (i_job - ND) * c.BL + tl.arange(0, c.BL)
+            prefetch(states.window_key + o_slot * c.D, o_line, c.SETTLE)
+            prefetch(states.window_value + o_slot * c.D, o_line, c.SETTLE)
+
+
+@triton.jit
 def _stamp(p_trace, K: tl.constexpr):
     """Write the multiprocessor's clock to column K of the program's row of the trace, at the start its number and the time too."""
     if p_trace is not None:
@@ -214,6 +248,7 @@ def decode_kernel(
     PAGES: tl.constexpr,
     SETTLE: tl.constexpr,
     PDL: tl.constexpr,
+    AHEAD: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """Output of one token per row (rows with new_tokens 0 get zeros). Grid (GR * (ND + WP + 1) + NS, HS, B).
@@ -231,16 +266,23 @@ def decode_kernel(
         C, D, DP, DK, P, PP, KP, GP, DS, DW, BN, SN, BG, SG, BL, BS, RB, WP, FEATURE, SCOPE, RELEASED, OVERFLOW, FUSED, GATE, FACTOR,
         RAGGED, PAGES, SETTLE, DOT,
     )  # fmt: skip
-    if PDL and SETTLE:  # not in the interpreter
-        # The kernel ahead may still run: wait for it before touching memory. The next kernel may be launched meanwhile.
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    _stamp(p_trace, 0)
     i_role = tl.program_id(0)
     i_select = tl.program_id(1)
     i_batch = tl.program_id(2)
     HS = tl.num_programs(1)
     GR = 1 if SCOPE == 0 else G  # query heads that share a selection
+    heads = Heads(i_select, GR, HS, H, HK, G)
+    room = Room(K, N, NS)
+    if AHEAD and PDL and not RAGGED:
+        states = States(
+            p_window_key, p_window_value, p_window_score, p_salient_key, p_salient_value, p_kv_state, p_z_state
+        )
+        _bring(i_role, i_select, i_batch, heads, states, p_feature_q_weight, W_HEADS, ND, WP, c)
+    if PDL and SETTLE:  # not in the interpreter
+        # The kernel ahead may still run: wait for it before touching memory. The next kernel may be launched meanwhile.
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    _stamp(p_trace, 0)
     row = i_batch.to(tl.int64)
     start = row
     if RAGGED:
@@ -258,8 +300,6 @@ def decode_kernel(
         p_z_state = in_page(p_z_state, p_state_row, i_batch, 0, PAGES)
         p_past_length += i_batch  # lengths are those of the call's rows
     at = Row(i_batch, row, p_new_tokens, p_past_length, p_state_row)
-    heads = Heads(i_select, GR, HS, H, HK, G)
-    room = Room(K, N, NS)
     states = States(p_window_key, p_window_value, p_window_score, p_salient_key, p_salient_value, p_kv_state, p_z_state)
     parts = Parts(p_part_acc, p_part_ml, p_part_lin, p_part_den, p_part_window)
     i_group = i_batch.to(tl.int64) * H + i_select * GR  # first query head of the group in [B, H]

@@ -24,6 +24,38 @@ def _worst(b_score, b_order, m_alive, worst_score, worst_order, last_score, last
     return tl.where(better, low, worst_score), tl.where(better, order, worst_order)
 
 
+@triton.jit
+def _copy_row(
+    p_new,
+    p_ring,
+    p_cache,
+    p_state_row,
+    i_batch,
+    position,
+    slot,
+    start,
+    row,
+    length,
+    i_select,
+    i_kv,
+    HK,
+    HS,
+    N,
+    o_dim,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    VALUE: tl.constexpr,
+    PAGES: tl.constexpr,
+):
+    """A token's key or value into the cache; nowhere beyond the capacity: the output is NaN, memory stays intact."""
+    p_from = p_ring + ((row * HK + i_kv) * (2 * C) + (position & (2 * C - 1))) * D
+    if position >= length:
+        p_from = p_new + ((start + position - length) * HK + i_kv) * D
+    b_row = tl.load(p_from + o_dim, mask=o_dim < D, other=0.0)
+    to = rows_of(p_cache, p_state_row, i_batch, (row * HS + i_select) * N, i_select, 0, slot, slot < N, VALUE, D, PAGES)
+    tl.store(p_cache + to * D + o_dim, b_row, mask=(o_dim < D) & (slot < N))
+
+
 @triton.jit(do_not_specialize=["T", "H", "HK", "K", "N", "R", "first_tile"], do_not_specialize_on_alignment=ROWS)
 def select_kernel(
     p_key,
@@ -92,68 +124,116 @@ def select_kernel(
     b_selected, b_score = select_chunk(
         p_score, p_window_score, old, length, end, start, row, i_select, H, GR, K, SCOPE, GP, C
     )
-    b_offset = selected_offsets(b_selected, KP, C)
-    o_rank = tl.arange(0, KP)
     o_row = tl.arange(0, C)
     o_dim = tl.arange(0, DP)
-    m_rank = o_rank < K
-    b_slot = old * K + o_rank
-    b_kept = m_rank  # newcomers that enter the cache
-    base = (row * HS + i_select) * N
-    m_evicted = (o_rank < 0) & m_rank
-
-    if OVERFLOW == 1:
-        # Of cache and newcomers the N highest scores stay.
-        o_hit = (o_row[None, :] == b_offset[:, None]) & m_rank[:, None]
-        b_new_score = tl.sum(tl.where(o_hit, b_score[None, :], 0.0), 1)
-        occupied = tl.minimum(old * K, N)
-        excess = tl.maximum(occupied + K - N, 0)
-        b_freed = tl.where(o_rank < N - occupied, occupied + o_rank, 2147483647)  # free slots, unordered
-        number_freed = N - occupied
-        number_evicted = 0
-        b_evicted = tl.zeros([KP], tl.int32)
-        last_score = float("-inf")
-        last_order = 2147483647
-        for _ in range(excess):
-            worst_score = float("inf")
-            worst_order = -1
-            for s in range(0, occupied, BN):
-                o_slot = s + tl.arange(0, BN)
-                m_slot = o_slot < occupied
-                b_cached = tl.load(p_salient_score + base + o_slot, mask=m_slot, other=0.0)
-                worst_score, worst_order = _worst(
-                    b_cached, o_slot, m_slot, worst_score, worst_order, last_score, last_order
-                )
-            worst_score, worst_order = _worst(
-                b_new_score, N + o_rank, m_rank, worst_score, worst_order, last_score, last_order
+    p_flag = p_flags + ((i_batch.to(tl.int64) * R + i_tile) * HS + i_select) * C
+    if OVERFLOW == 0:
+        token = -1
+        for rank in range(K):
+            token = tl.min(tl.where(b_selected & (o_row > token), o_row, C), 0)
+            _copy_row(
+                p_key,
+                p_window_key,
+                p_salient_key,
+                p_state_row,
+                i_batch,
+                old * C + token,
+                old * K + rank,
+                start,
+                row,
+                length,
+                i_select,
+                i_kv,
+                HK,
+                HS,
+                N,
+                o_dim,
+                C,
+                D,
+                0,
+                PAGES,
             )
-            is_new = worst_order >= N
-            b_kept = b_kept & ~(is_new & (o_rank == worst_order - N))
-            if not is_new:
-                b_freed = tl.where(o_rank == number_freed, worst_order, b_freed)
-                b_evicted = tl.where(o_rank == number_evicted, worst_order, b_evicted)
-                number_freed += 1
-                number_evicted += 1
-            last_score = worst_score
-            last_order = worst_order
-        m_evicted = o_rank < number_evicted
-        # The survivors take the free slots, both ascending.
-        m_free = o_rank < number_freed
-        b_turn = tl.sum(((b_freed[None, :] < b_freed[:, None]) & m_free[None, :]).to(tl.int32), 1)
-        b_survivor = tl.cumsum(b_kept.to(tl.int32), 0) - 1
-        b_take = (b_turn[None, :] == b_survivor[:, None]) & m_free[None, :] & b_kept[:, None]
-        b_slot = tl.sum(tl.where(b_take, b_freed[None, :], 0), 1)
-    elif OVERFLOW == 2:
-        if N == 0:
-            b_kept = b_kept & (o_rank < 0)
-        else:
-            m_evicted = m_rank & (old * K >= N)
-            b_slot = b_slot % N
-        b_evicted = b_slot
+            _copy_row(
+                p_value,
+                p_window_value,
+                p_salient_value,
+                p_state_row,
+                i_batch,
+                old * C + token,
+                old * K + rank,
+                start,
+                row,
+                length,
+                i_select,
+                i_kv,
+                HK,
+                HS,
+                N,
+                o_dim,
+                C,
+                D,
+                1,
+                PAGES,
+            )
+        tl.store(p_flag + o_row, tl.where(b_selected, 0, 1).to(tl.int8))
     else:
-        b_kept = b_kept & (b_slot < N)  # beyond the capacity: the output is NaN, memory stays intact
+        b_offset = selected_offsets(b_selected, KP, C)
+        o_rank = tl.arange(0, KP)
+        m_rank = o_rank < K
+        b_slot = old * K + o_rank
+        b_kept = m_rank  # newcomers that enter the cache
+        base = (row * HS + i_select) * N
+        m_evicted = (o_rank < 0) & m_rank
 
-    if OVERFLOW > 0:
+        if OVERFLOW == 1:
+            # Of cache and newcomers the N highest scores stay.
+            o_hit = (o_row[None, :] == b_offset[:, None]) & m_rank[:, None]
+            b_new_score = tl.sum(tl.where(o_hit, b_score[None, :], 0.0), 1)
+            occupied = tl.minimum(old * K, N)
+            excess = tl.maximum(occupied + K - N, 0)
+            b_freed = tl.where(o_rank < N - occupied, occupied + o_rank, 2147483647)  # free slots, unordered
+            number_freed = N - occupied
+            number_evicted = 0
+            b_evicted = tl.zeros([KP], tl.int32)
+            last_score = float("-inf")
+            last_order = 2147483647
+            for _ in range(excess):
+                worst_score = float("inf")
+                worst_order = -1
+                for s in range(0, occupied, BN):
+                    o_slot = s + tl.arange(0, BN)
+                    m_slot = o_slot < occupied
+                    b_cached = tl.load(p_salient_score + base + o_slot, mask=m_slot, other=0.0)
+                    worst_score, worst_order = _worst(
+                        b_cached, o_slot, m_slot, worst_score, worst_order, last_score, last_order
+                    )
+                worst_score, worst_order = _worst(
+                    b_new_score, N + o_rank, m_rank, worst_score, worst_order, last_score, last_order
+                )
+                is_new = worst_order >= N
+                b_kept = b_kept & ~(is_new & (o_rank == worst_order - N))
+                if not is_new:
+                    b_freed = tl.where(o_rank == number_freed, worst_order, b_freed)
+                    b_evicted = tl.where(o_rank == number_evicted, worst_order, b_evicted)
+                    number_freed += 1
+                    number_evicted += 1
+                last_score = worst_score
+                last_order = worst_order
+            m_evicted = o_rank < number_evicted
+            # The survivors take the free slots, both ascending.
+            m_free = o_rank < number_freed
+            b_turn = tl.sum(((b_freed[None, :] < b_freed[:, None]) & m_free[None, :]).to(tl.int32), 1)
+            b_survivor = tl.cumsum(b_kept.to(tl.int32), 0) - 1
+            b_take = (b_turn[None, :] == b_survivor[:, None]) & m_free[None, :] & b_kept[:, None]
+            b_slot = tl.sum(tl.where(b_take, b_freed[None, :], 0), 1)
+        else:
+            if N == 0:
+                b_kept = b_kept & (o_rank < 0)
+            else:
+                m_evicted = m_rank & (old * K >= N)
+                b_slot = b_slot % N
+            b_evicted = b_slot
+
         tl.store(p_evicted_count + i_group, tl.sum(m_evicted.to(tl.int32), 0))
         m_dim = (o_dim < D)[None, :]
         b_key = rows_of(p_salient_key, p_state_row, i_batch, base, i_select, 0, b_evicted, m_evicted, 0, D, PAGES)
@@ -165,23 +245,20 @@ def select_kernel(
         tl.store(p_evicted_key + p_to, tl.load(p_salient_key + o_key, mask=m_old, other=0.0), mask=m_dim)
         tl.store(p_evicted_value + p_to, tl.load(p_salient_value + o_value, mask=m_old, other=0.0), mask=m_dim)
         tl.debug_barrier()  # every row has left before its slot is written again
-    b_key = rows_of(p_salient_key, p_state_row, i_batch, base, i_select, 0, b_slot, b_kept, 0, D, PAGES)
-    p_to = p_salient_key + b_key[:, None] * D + o_dim[None, :]
-    m_to = b_kept[:, None] & (o_dim < D)[None, :]
-    o_token = old * C + b_offset
-    p_new = p_key + (start * HK + i_kv) * D
-    p_ring = p_window_key + (row * HK + i_kv) * (2 * C) * D
-    tl.store(p_to, load_tokens(p_new, p_ring, o_token, length, end, HK * D, o_dim, D, C), mask=m_to)
-    b_value = rows_of(p_salient_value, p_state_row, i_batch, base, i_select, 0, b_slot, b_kept, 1, D, PAGES)
-    p_to = p_salient_value + b_value[:, None] * D + o_dim[None, :]
-    p_new = p_value + (start * HK + i_kv) * D
-    p_ring = p_window_value + (row * HK + i_kv) * (2 * C) * D
-    tl.store(p_to, load_tokens(p_new, p_ring, o_token, length, end, HK * D, o_dim, D, C), mask=m_to)
-    if OVERFLOW == 1:
-        tl.store(p_salient_score + base + b_slot, b_new_score, mask=b_kept)
+        b_key = rows_of(p_salient_key, p_state_row, i_batch, base, i_select, 0, b_slot, b_kept, 0, D, PAGES)
+        p_to = p_salient_key + b_key[:, None] * D + o_dim[None, :]
+        m_to = b_kept[:, None] & (o_dim < D)[None, :]
+        o_token = old * C + b_offset
+        p_new = p_key + (start * HK + i_kv) * D
+        p_ring = p_window_key + (row * HK + i_kv) * (2 * C) * D
+        tl.store(p_to, load_tokens(p_new, p_ring, o_token, length, end, HK * D, o_dim, D, C), mask=m_to)
+        b_value = rows_of(p_salient_value, p_state_row, i_batch, base, i_select, 0, b_slot, b_kept, 1, D, PAGES)
+        p_to = p_salient_value + b_value[:, None] * D + o_dim[None, :]
+        p_new = p_value + (start * HK + i_kv) * D
+        p_ring = p_window_value + (row * HK + i_kv) * (2 * C) * D
+        tl.store(p_to, load_tokens(p_new, p_ring, o_token, length, end, HK * D, o_dim, D, C), mask=m_to)
+        if OVERFLOW == 1:
+            tl.store(p_salient_score + base + b_slot, b_new_score, mask=b_kept)
 
-    b_stays = tl.sum(((o_row[None, :] == b_offset[:, None]) & b_kept[:, None]).to(tl.int32), 0) > 0
-    if OVERFLOW == 0:
-        b_stays = b_selected
-    p_flag = p_flags + ((i_batch.to(tl.int64) * R + i_tile) * HS + i_select) * C
-    tl.store(p_flag + o_row, tl.where(b_stays, 0, 1).to(tl.int8))
+        b_stays = tl.sum(((o_row[None, :] == b_offset[:, None]) & b_kept[:, None]).to(tl.int32), 0) > 0
+        tl.store(p_flag + o_row, tl.where(b_stays, 0, 1).to(tl.int8))

@@ -21,7 +21,7 @@ from still_kernels.hybrid_attention.tiles import (
 )
 from still_kernels.op_kernels import DTYPES, Build, OpKernels, imported
 from still_kernels.plan import Call, Check
-from still_kernels.tile import TileTable, pow2
+from still_kernels.tile import TileTable, changed, pow2
 
 
 @dataclass(frozen=True)
@@ -114,39 +114,65 @@ def constants_of(config: HybridAttentionConfig, wide: bool, packed: bool, window
 def plan_constants(config: HybridAttentionConfig, table: TileTable) -> dict[str, int]:
     """Values of the plan's constants for kernels with these block sizes."""
     tiles = {name: tile.constants for name, tile in table.tiles.items()}
-    scan, tma = tiles["scan"], uses_tma(config, table)
+    instead = taken_by_tma(config, table)
+    scan = {"FB": 128, "DB": 64} if "scan" in instead else tiles["scan"]
     return {
         "scan_programs": -(-config.state_features // scan["FB"]) * -(-config.head_dim // scan["DB"]),
         "features_tiles": tiles["features"]["TB"],
         "score_blocks_per_chunk": config.chunk_size // tiles["score"]["BM"],
-        "prefix_every": scan["EVERY"],
+        "prefix_every": tiles["scan"]["EVERY"],
         "linear_rows": tiles["linear"]["BM"] * tiles["linear"]["TB"],
-        "attend_rows": 128 if tma else tiles["attend"]["BM"],
+        "attend_rows": 128 if "attend" in instead else tiles["attend"]["BM"],
         "value_slices": pow2(config.head_dim) // tiles["decode"]["DS"],
         "window_parts": 2 * config.chunk_size // tiles["decode"]["BL"],
         **table.host,
-        "attend_programs": table.host["attend_programs"] * tma,
+        **{constant: table.host[constant] * (name in instead) for name, constant in BY_TMA.items()},
         "evicted_rows": pow2(config.salient_per_chunk),
     }
 
 
-def uses_tma(config: HybridAttentionConfig, table: TileTable) -> bool:
-    """Whether attend_tma takes the place of attend: not where a folding policy has attend run chunk by chunk."""
-    return table.host["attend_programs"] > 0 and config.overflow == "error"
+def table_of(config: HybridAttentionConfig, arch: int, wide: bool) -> TileTable:
+    """Block sizes for a layer; `arch` and `wide` as of `tile_table`."""
+    table = tile_table(arch, config.head_dim, config.chunk_size, config.projection_dim, wide)
+    if config.overflow != "error":  # select then walks over the cache
+        return table
+    return changed(table, "select", {"num_warps": 1})  # 67 instead of 133 us for 65,536 tokens
+
+
+BY_TMA = {
+    "scan": "scan_tma",
+    "linear": "linear_programs",
+    "attend": "attend_programs",
+}
+"""Kernels in whose place one that copies by TMA may run, `<name>_tma`, and the constant that says so where it is not 0."""
+
+
+def taken_by_tma(config: HybridAttentionConfig, table: TileTable) -> set[str]:
+    """Those in whose place it does: none where a folding policy has them run chunk by chunk.
+
+    scan_tma and linear_tma want features of two halves and S of every second chunk.
+    """
+    if config.overflow != "error":
+        return set()
+    halves = config.state_features == 2 * config.projection_dim
+    second = table.tiles["scan"].constants["EVERY"] == 2
+    fit = {"scan": halves and second, "linear": halves and second, "attend": True}
+    return {name for name, constant in BY_TMA.items() if table.host[constant] > 0 and fit[name]}
 
 
 def build(variant: Variant, arch: int) -> Build:
     """What a variant is on an architecture."""
     config, wide = variant.config(), variant.dtype == "float32"
-    table = tile_table(arch, variant.head_dim, variant.chunk_size, variant.feature_rows, wide)
+    table = table_of(config, arch, wide)
     absent = {"new_tokens"} if variant.packed else {"query_start", "state_row"}
     absent |= {"gate"} if not variant.gate else set()
     absent |= {"window_factor"} if not variant.window_factor else set()
     absent |= {"evicted_key", "evicted_value", "evicted_count"} if variant.overflow == "error" else set()
     absent |= {"salient_score"} if variant.overflow != "fold_min_score" else set()
-    other = "attend" if uses_tma(config, table) else "attend_tma"
+    instead = taken_by_tma(config, table)
+    others = {name if name in instead else f"{name}_tma" for name in BY_TMA}
     return Build(
-        {name: tile for name, tile in table.kernels().items() if name != other},
+        {name: tile for name, tile in table.kernels().items() if name not in others},
         constants_of(config, wide, bool(variant.packed), bool(variant.window_factor)),
         plan_constants(config, table),
         frozenset(absent),
