@@ -84,8 +84,8 @@ def test_gluon_in_threads(name: str) -> None:
         ("_clear(v_buffer.index(entry % SLOTS), known - block * BN, D)", "pass", "wrong"),
         ("(o_slot < seen)[None, :]", "(o_slot < seen + 1)[None, :]", "wrong|error"),
         (
-            "length, end, HK * D, BN, C, D)\n                fill_rows(v_",
-            "length, end + 9, HK * D, BN, C, D)\n                fill_rows(v_",
+            "p_window_value + p_old,\n                    begin,\n                    length,\n                    end,",
+            "p_window_value + p_old,\n                    begin,\n                    length,\n                    end + 9,",
             "wrong|outside",
         ),
         ("mbarrier.arrive(v_empty.index(slot), count=1)\n\n            # Linear", "# Linear", "waits for"),
