@@ -335,10 +335,8 @@ def test_scan_in_threads(name: str) -> None:
     ("text", "instead", "why"),
     [
         ("mbarrier.wait(q_empty.index(c), phase)", "pass", "changed|arrivals|wrong|waits for"),
-        ("inside = (chunk - 1) * C >= length", "inside = True", "wrong|outside"),
         ("mbarrier.arrive(v_empty, count=1)\n", "\n", "waits for"),
         ("(2 * group + GROUP < n_tiles)", "(2 * group + GROUP <= n_tiles)", "outside|wrong"),
-        ("(2 * group + 1 < n_tiles)", "(2 * group < n_tiles)", "wrong|outside|waits for"),
         ("mbarrier.wait(s_full.index(1), number & 1)", "pass", "changed|wrong|arrivals|waits for"),
         ("(projections - 1) & 1", "projections & 1", "waits for|wrong|changed"),
     ],
@@ -347,7 +345,7 @@ def test_scan_in_threads(name: str) -> None:
 def test_the_threads_find_what_is_wrong(
     text: str, instead: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each is one place of the kernel changed."""
+    """Each is one place changed. What only saves a copy that is written over, or a product that nobody stores, is not here."""
     monkeypatch.setattr(gluon_interpreter, "PATIENCE_S", 1.0)
     source = Path(gluon_linear.__file__).read_text()
     assert source.count(text) == 1

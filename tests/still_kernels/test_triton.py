@@ -204,6 +204,7 @@ OTHERS_SHOW_IT = (
     "few splits, group",
     "chunk 256",
     "wide blocks",
+    "half of a group",
 )
 """Of the rest, cases that take long and are each between two others."""
 

@@ -39,7 +39,10 @@ def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wid
     linear = 1 if many else stages if arch == 90 else min(stages, 2)
     tiles = {
         "score": KernelTile(
-            {"BM": min(block, 32) if heavy else block, "STAGES": 1}, 4, 1, 128 if arch == 90 and not heavy else None
+            {"BM": (16 if tight and wide and dim > 128 else min(block, 32)) if heavy else block, "STAGES": 1},
+            4,
+            1,
+            128 if arch == 90 and not heavy else None,
         ),
         "select": KernelTile({}, 4, 1),
         "features": KernelTile(
