@@ -240,7 +240,6 @@ def _write_model(
 
     from still_export.export.fuse import fuse_nodes
     from still_export.export.lower import lower_program
-    from still_export.export.merge import merge_products
     from still_export.export.trace import trace_model
     from still_export.export.weights_file import save_streaming
     from still_graphs.passes.attach_functions import attach_functions
@@ -251,8 +250,6 @@ def _write_model(
     own = onnxruntime and options.opset == OPSET
     if own:
         fuse_nodes(lowered)
-        if options.archs and not asked:  # quantized weights of one value are one already
-            merge_products(lowered)
     said: dict[str, Any] = {}
     if asked:
         from still_export.models.roles import weight_roles
