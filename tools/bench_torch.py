@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""Decode speed of `generate` in PyTorch: a Transformer and the STILL model of its geometry, eager and with a static cache, side by side.
+"""Speed of PyTorch: a Transformer and the STILL model of its geometry side by side, `generate` eager and with a static cache, and prefill.
 
   PYTHONPATH=.:kernels:graphs python tools/bench_torch.py
+  PYTHONPATH=.:kernels:graphs python tools/bench_torch.py --geometry llama-8b --contexts 65536 --ways "" --calls 2048,16384
 
-Random weights of SmolLM2-135M's geometry; softmax layers and window factors are those of assets/smollm2-135m-instruct-mixed. First the
-static cache must give the tokens of the dynamic one, compiled on this machine as a whole. A token's time is the median between two ends
-of a step, as `generate` runs them. Needs torch, transformers and, for the STILL model, pydantic; no network. `--small` shrinks every
-size, to try the script on a CPU. Each result is one JSON line, then a table; the exit code is 1 where tokens differ.
+Random weights. SmolLM2-135M's geometry has the softmax layers and window factors of assets/smollm2-135m-instruct-mixed, Llama-3.1-8B's is
+all hybrid. First the static cache must give the tokens of the dynamic one, compiled on this machine as a whole. A token's time is the
+median between two ends of a step, as `generate` runs them; `--calls` times a prompt that is fed in calls of so many tokens. Needs torch,
+transformers and, for the STILL model, pydantic; no network. `--small` shrinks every size, to try the script on a CPU. Each result is one
+JSON line, then a table; the exit code is 1 where tokens differ.
 """
 
 from __future__ import annotations
@@ -71,34 +73,42 @@ class Profile(StoppingCriteria):
         return "\n".join([f"{launches:8.1f}{total:10.1f}  all", *lines[:rows]])
 
 
-def base_config(small: bool, layers: int = 30) -> LlamaConfig:
-    """SmolLM2-135M's, or a tiny one whose heads the kernels have."""
-    sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": layers, "vocab_size": 49152}
-    if small:
-        sizes = {"hidden_size": 36, "intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": 97}
-    return LlamaConfig(
-        **sizes,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        head_dim=64,
-        tie_word_embeddings=True,
-        max_position_embeddings=16384,
-    )
+MIXED, LARGE = "smollm2-135m", "llama-8b"
+HEADS = {
+    MIXED: dict(num_attention_heads=9, num_key_value_heads=3, head_dim=64, tie_word_embeddings=True),
+    LARGE: dict(num_attention_heads=32, num_key_value_heads=8, head_dim=128, rope_theta=5e5),
+}
+SIZES = {
+    MIXED: dict(hidden_size=576, intermediate_size=1536, num_hidden_layers=30, vocab_size=49152),
+    LARGE: dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, vocab_size=128256),
+}
+TINY = dict(intermediate_size=48, num_hidden_layers=3, vocab_size=97)
 
 
-def base_model(small: bool) -> Any:
-    """A plain softmax model with random weights."""
+def base_config(small: bool, geometry: str = MIXED, layers: int | None = None) -> LlamaConfig:
+    """A geometry's, or a tiny one whose heads the kernels have."""
+    heads = HEADS[geometry]
+    sizes = {**TINY, "hidden_size": 4 * heads["num_attention_heads"]} if small else dict(SIZES[geometry])
+    sizes |= {} if layers is None else {"num_hidden_layers": layers}
+    return LlamaConfig(**sizes, **heads, max_position_embeddings=131072 if geometry == LARGE else 16384)
+
+
+def base_model(small: bool, geometry: str = MIXED, layers: int | None = None, device: str = "cpu") -> Any:
+    """A plain softmax model with random weights, made on `device` in the default type."""
     torch.manual_seed(0)
-    model = LlamaForCausalLM(base_config(small)).eval().requires_grad_(False)
+    with torch.device(device):
+        model = LlamaForCausalLM(base_config(small, geometry, layers)).eval().requires_grad_(False)
     model.generation_config.eos_token_id = None
     return model
 
 
-def still_model(base: Any, small: bool) -> Any:
-    """The STILL model around `base`: mixed as the published one is."""
+def still_model(base: Any, small: bool, geometry: str = MIXED) -> Any:
+    """The STILL model around `base`: mixed as the published one is, or all hybrid."""
     from still_export.mixers.config import StillConfig
     from still_export.models import attach_untrained
 
+    if geometry != MIXED:
+        return attach_untrained(base, StillConfig()).requires_grad_(False)
     values = json.loads(ADAPTER.read_text())["still_config"]
     if small:
         kinds = ("hybrid_attention", "full_attention", "hybrid_attention")
@@ -171,6 +181,31 @@ def measure(model: Any, name: str, way: str, context: int, steps: int, profile: 
     }
 
 
+def measure_calls(model: Any, name: str, size: int, context: int) -> dict[str, Any]:
+    """One row: the better of two prefills of `context` tokens in calls of `size`, after one call that compiles."""
+    from transformers import DynamicCache
+
+    from still_export.mixers.cache import StillCache
+
+    ids = torch.randint(3, model.config.vocab_size, (1, context), generator=torch.Generator().manual_seed(2))
+    ids = ids.to(model.device)
+
+    def prefill(tokens: int) -> float:
+        cache = DynamicCache(config=model.config) if name == "base" else StillCache.empty(model.config)
+        if model.device.type == "cuda":
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for piece in ids[:, :tokens].split(size, dim=1):
+            logits = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        logits.argmax(-1).tolist()  # waits for the device
+        return time.perf_counter() - begin
+
+    with torch.no_grad():
+        prefill(min(2 * size, context))
+        seconds = min(prefill(context) for _ in range(2))
+    return {"model": name, "calls_of": size, "context": context, "prefill_s": round(seconds, 4)}
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """Both models side by side, with the target; a missing time is a dash."""
     found = {(row["model"], row["way"], row["context"]): row for row in rows}
@@ -195,13 +230,17 @@ def main() -> int:
         "--contexts", default="8000,1024", help="tokens already seen, comma-separated, in order of work"
     )
     parser.add_argument("--models", default="base,still", help="of base, still")
-    parser.add_argument("--ways", default="eager,static", help="of eager, static")
+    parser.add_argument("--ways", default="eager,static", help="of eager, static; '' = none")
+    parser.add_argument("--calls", default="", help="time prefill in calls of so many tokens, comma-separated")
+    parser.add_argument("--geometry", default=MIXED, choices=SIZES)
+    parser.add_argument("--layers", type=int, help="fewer layers than the geometry has")
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--limit-s", type=float, default=240, help="start nothing new after so long (default 240)")
     parser.add_argument("--profile", action="store_true", help="print the kernels of a token for each row")
     parser.add_argument("--small", action="store_true", help="tiny sizes, for a CPU")
     options = parser.parse_args()
-    begin, models, ways = time.perf_counter(), options.models.split(","), options.ways.split(",")
+    begin, models = time.perf_counter(), options.models.split(",")
+    ways, calls = ([x for x in text.split(",") if x] for text in (options.ways, options.calls))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if "still" in models:
         try:
@@ -214,14 +253,22 @@ def main() -> int:
                 "error: the static cache gives other tokens than the dynamic one, or no CUDA graph; nothing is timed."
             )
             return 1
-    base = base_model(options.small)
+    dtype = torch.float16 if device == "cuda" else torch.float32
+    torch.set_default_dtype(dtype)
+    base = base_model(options.small, options.geometry, options.layers, device)
     made = {"base": base}
     if "still" in models:
-        made["still"] = still_model(base, options.small)
-    dtype = torch.float16 if device == "cuda" else torch.float32
+        made["still"] = still_model(base, options.small, options.geometry)
     made = {name: made[name].to(device, dtype) for name in models}
+    torch.set_default_dtype(torch.float32)
     rows: list[dict[str, Any]] = []
     for context in (int(x) for x in options.contexts.split(",")):
+        for size in map(int, calls):
+            for name in models:
+                if time.perf_counter() - begin > options.limit_s:
+                    print(f"not measured for want of time: {name}, calls of {size}, {context}")
+                    continue
+                print(json.dumps(measure_calls(made[name], name, size, context)), flush=True)
         for way in ways:
             for name in models:
                 if time.perf_counter() - begin > options.limit_s:
@@ -233,7 +280,8 @@ def main() -> int:
                 }
                 rows.append(row)
                 print(json.dumps({k: v for k, v in row.items() if k != "tokens"}), flush=True)
-    print(table(rows))
+    if rows:
+        print(table(rows))
     return 0
 
 

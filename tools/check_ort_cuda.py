@@ -219,47 +219,125 @@ def verify(package: Path) -> str:
     return f"{'ok' if done.returncode == 0 else 'FAILED'}: {lines[-1][:200] if lines else 'it said nothing'}"
 
 
-def blank_weights(package: Path) -> None:
-    """The weights of the speed package, which are zeros, as a sparse file."""
+def fill_weights(package: Path) -> None:
+    """Random weights of their types in the place of a file that stayed behind."""
+    import numpy as np
+    import onnx
+
     path = package / "model.onnx.data"
-    if not path.exists():
-        manifest = json.loads((package / "manifest.json").read_text())
-        with path.open("wb") as file:
-            file.truncate(manifest["files"][path.name]["size_bytes"])
+    if path.exists():
+        return
+    manifest = json.loads((package / "manifest.json").read_text())
+    graph = onnx.load(str(package / "model.onnx"), load_external_data=False).graph
+    random = np.random.default_rng(0)
+    normal = random.standard_normal(1 << 22, dtype=np.float32) * 0.02
+    blocks = {
+        onnx.TensorProto.FLOAT: normal.tobytes(),
+        onnx.TensorProto.FLOAT16: normal.astype(np.float16).tobytes(),
+        onnx.TensorProto.UINT8: random.bytes(1 << 22),
+    }
+    with path.open("wb") as file:
+        file.truncate(manifest["files"][path.name]["size_bytes"])
+        for tensor in graph.initializer:
+            where = {entry.key: entry.value for entry in tensor.external_data}
+            size = int(where.get("length", 0))
+            block = blocks[tensor.data_type] if size else b""
+            file.seek(int(where.get("offset", 0)))
+            for start in range(0, size, len(block) or 1):
+                file.write(block[: size - start])
+
+
+def prefill_ms(model: Any, context: int, piece: int, runs: int = 2) -> float:
+    """Best of `runs`, behind an empty state."""
+    tokens = tokens_of(model, context)
+    times = []
+    for _ in range(runs):
+        model.start(1, context + 64)
+        begin = time.perf_counter()
+        for start in range(0, context, piece):
+            model.feed(tokens[:, start : start + piece])
+        times.append(time.perf_counter() - begin)
+    return min(times) * 1e3
+
+
+def decode_ms(model: Any, steps: int = 40) -> str:
+    """Median step from where the model is, and the replayed call without what Python does between steps."""
+    import numpy as np
+
+    following = model.greedy(np.full(model.batch, 5), steps)
+    next(following)
+    times = []
+    for _ in range(steps - 1):
+        begin = time.perf_counter()
+        next(following)
+        times.append(time.perf_counter() - begin)
+    text = f"decode {statistics.median(times) * 1e3:.3f} ms"
+    if model.replays:
+        binding, _, options = model._replayed_step()
+        begin = time.perf_counter()
+        for _ in range(20):
+            model.session.run_with_iobinding(binding, options)
+        text += f" (the replay alone {(time.perf_counter() - begin) * 50:.3f})"
+    return text
 
 
 def speed(package: Path, replay: bool, contexts: tuple[int, ...] = CONTEXTS, bodies: bool = False) -> str:
     """Milliseconds of a prefill in pieces of 2,048 and of a decode step, by context."""
-    import numpy as np
-
-    blank_weights(package)
+    fill_weights(package)
     model = without_kernels(package) if bodies else opened(package, replay=replay)
+    return "; ".join(
+        f"{context}: prefill {prefill_ms(model, context, 2048):.1f} ms, {decode_ms(model)}" for context in contexts
+    )
+
+
+def pieces(package: Path) -> str:
+    """Prefill of 8,000 tokens by the size of its calls."""
+    fill_weights(package)
+    model = opened(package)
+    sizes = (512, 1024, 2048, 4096, 8192)
+    return "; ".join(f"calls of {size}: {prefill_ms(model, 8000, size, 4):.1f} ms" for size in sizes)
+
+
+def large(package: Path, context: int = 65536) -> str:
+    """Prefill of 64K in calls of 2,048 and 16,384, and steps behind it of one row and of eight, whose state is empty, which costs the
+    same."""
+    fill_weights(package)
+    model = opened(package, replay=True)
+    context = min(context, model.table.capacity_tokens - 256)
     texts = []
-    for context in contexts:
-        tokens = tokens_of(model, context)
-        times = []
-        for _ in range(2):
-            model.start(1, context + 64)
-            begin = time.perf_counter()
-            for start in range(0, context, 2048):
-                model.feed(tokens[:, start : start + 2048])
-            times.append(time.perf_counter() - begin)
-        steps = model.greedy(np.array([5]), 40)
-        next(steps)
-        decode = []
-        for _ in range(39):
-            begin = time.perf_counter()
-            next(steps)
-            decode.append(time.perf_counter() - begin)
-        text = f"{context}: prefill {min(times) * 1e3:.1f} ms, decode {statistics.median(decode) * 1e3:.3f} ms"
-        if replay:  # without what Python does between steps
-            binding, _, options = model._replayed_step()
-            begin = time.perf_counter()
-            for _ in range(20):
-                model.session.run_with_iobinding(binding, options)
-            text += f" (the replay alone {(time.perf_counter() - begin) * 50:.3f})"
-        texts.append(text)
-    return "; ".join(texts)
+    for batch in (1, 8):
+        model.start(batch, context + 64)
+        model.length[:] = context
+        texts.append(f"batch {batch}: {decode_ms(model)}")
+        print(texts[-1], flush=True)
+    for size in (2048, 16384):
+        texts.append(f"prefill in calls of {size}: {prefill_ms(model, context, size):.1f} ms")
+        print(texts[-1], flush=True)
+    layers = model.manifest["model"]["layers"]
+    return f"{layers} layers, {context} tokens: " + "; ".join(texts)
+
+
+def kernels(package: Path, steps: int = 16) -> str:
+    """What the GPU runs in a replayed step, by PyTorch's profiler."""
+    import torch
+
+    fill_weights(package)
+    model = opened(package, replay=True)
+    context = model.table.capacity_tokens - 256
+    model.start(1, context + 64)
+    model.length[:] = context
+    decode_ms(model)
+    binding, _, options = model._replayed_step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(steps):
+            model.session.run_with_iobinding(binding, options)
+        torch.cuda.synchronize()
+    found = sorted(profiler.key_averages(), key=lambda each: -each.self_device_time_total)
+    for each in found[:30]:
+        print(f"{each.count / steps:8.1f}{each.self_device_time_total / steps:10.1f}  {each.key[:120]}")
+    total = sum(each.self_device_time_total for each in found) / steps
+    launches = sum(each.count for each in found) / steps
+    return f"behind {context} tokens: {launches:.0f} launches, {total:.0f} us of kernels a step"
 
 
 def peer(package: Path) -> str:
@@ -300,6 +378,9 @@ CHECKS: dict[str, Callable[[Path], str]] = {
     "speed, replayed": lambda package: speed(package, True),
     "speed, call by call": lambda package: speed(package, False, CONTEXTS[:1]),
     "peer": peer,
+    "pieces": pieces,
+    "large": large,
+    "kernels": kernels,
     "speed of bodies": lambda package: speed(package, False, CONTEXTS[:1], bodies=True),
 }
 

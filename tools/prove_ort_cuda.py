@@ -2,10 +2,12 @@
 """Show that packages run right on ONNX Runtime's CUDA provider, on a GPU machine that reaches no registry and has little time.
 
   python tools/prove_ort_cuda.py prepare OUT --include HEADERS [--demo] [--arch sm_90]    # with PyTorch and Triton, no GPU
+  python tools/prove_ort_cuda.py prepare OUT --include HEADERS --large                    # Llama-3.1-8B's geometry alone
   PYTHONPATH=. python tools/prove_ort_cuda.py prepare OUT --include HEADERS --linear qwen3_5_text,kimi_linear
   python3 tools/prove_ort_cuda.py run PLACE --site FOLDER [--deadline 230] [--jobs 1]     # with the GPU
 
-The second makes packages of small random models of these linear families alone, in float32 and float16. `prepare` writes OUT/part00,
+The second makes packages of four of 32 layers and 32,000 of 128,256 tokens, in float16 and with 4 bits; the third of small random models
+of these linear families alone, in float32 and float16. `prepare` writes OUT/part00,
 part01, ...: folders of at most 40 MB with packages and PyTorch's answers. PLACE on the GPU machine holds what
 `cat OUT/part*/content.tar.* | tar xz -C PLACE` gives. Beside this source tree `run` needs torch's own packages of CUDA, numpy, and in
 --site (repeatable) onnxruntime-gpu and, for verify, typer, rich and pydantic: `pip install --target FOLDER --no-deps ...`.
@@ -33,7 +35,8 @@ LENGTHS = "1,63,64,65,129,512"
 SMALL = ("small-float32", "small-float16", "small-bfloat16")
 LINEAR = "linear-"
 OTHER_GPU = "other-gpu"
-SPEED, PEER = "speed", "genai"
+SPEED, PEER, LARGE = "speed", "genai", "large"
+LARGE_CAPACITY = 65536 + 256
 GEOMETRY = {
     "hidden_size": 576,
     "intermediate_size": 1536,
@@ -44,6 +47,16 @@ GEOMETRY = {
     "tie_word_embeddings": True,
 }
 """Of SmolLM2-135M."""
+LARGE_GEOMETRY = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+    "tie_word_embeddings": False,
+}
+"""Of Llama-3.1-8B, with fewer layers and a smaller vocabulary."""
 SOFTMAX_LAYERS = (17, 18, 20, 23)
 """Of the demo model."""
 
@@ -86,13 +99,20 @@ def prepare(options: argparse.Namespace) -> None:
             shutil.rmtree(options.out / "blank")
         pack(options.out, content)
         return
+    if options.large:
+        model = blank_model(options.out / "blank", geometry=LARGE_GEOMETRY)
+        for name, more in ((f"{LARGE}-float16", ()), (f"{LARGE}-int4", ("--quantize", "int4"))):
+            given = ("--attach-untrained", "--dtype", "float16", "--capacity-tokens", LARGE_CAPACITY)
+            (export(name, model, *given, *more) / "model.onnx.data").unlink()  # random numbers are made there
+        pack(options.out, content)
+        return
     for name in SMALL:
         package = export(name, ROOT / "assets/small", "--dtype", name.split("-")[1])
         if name != "small-bfloat16":
             record(package)
     export(OTHER_GPU, ROOT / "assets/small", "--dtype", "float16", arch="sm_80" if options.arch != "sm_80" else "sm_90")
     speed = export(SPEED, blank_model(options.out / "blank", SOFTMAX_LAYERS), "--capacity-tokens", "8448")
-    (speed / "model.onnx.data").unlink()  # zeros: made again there
+    (speed / "model.onnx.data").unlink()  # random numbers are made there
     if options.peer:
         base = blank_model(options.out / "base")
         for path in (ROOT / "assets/small").glob("tokenizer*"):
@@ -124,6 +144,12 @@ def prepare(options: argparse.Namespace) -> None:
         overlay = ["--overlay", ROOT / "assets/smollm2-135m-instruct-mixed", "--capacity-tokens", "8448"]
         for dtype in ("float32", "float16"):
             record(export(f"demo-{dtype}", still_export.demo_model_path(), *overlay, "--dtype", dtype))
+        four = ("--dtype", "float16", "--quantize", "int4")
+        record(export("demo-int4", still_export.demo_model_path(), *overlay, *four), "1,63,65,129")
+    if options.model:
+        for dtype in ("float32", "float16"):
+            untrained = ("--attach-untrained", "--capacity-tokens", "4096", "--dtype", dtype)
+            record(export(f"model-{dtype}", options.model, *untrained))
     pack(options.out, content)
 
 
@@ -142,8 +168,10 @@ def pack(out: Path, content: Path) -> None:
         shutil.rmtree(made, ignore_errors=True)
 
 
-def blank_model(folder: Path, softmax_layers: tuple[int, ...] | None = None) -> Path:
-    """A model folder of the geometry in float16, its weights zero; STILL with these softmax layers, or the base."""
+def blank_model(
+    folder: Path, softmax_layers: tuple[int, ...] | None = None, geometry: dict[str, Any] = GEOMETRY
+) -> Path:
+    """A model folder of a geometry in float16, its weights zero; STILL with these softmax layers, or the base."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -151,7 +179,7 @@ def blank_model(folder: Path, softmax_layers: tuple[int, ...] | None = None) -> 
     from still_export.models import attach_untrained
 
     torch.set_default_dtype(torch.float16)
-    config = LlamaConfig(max_position_embeddings=131072, **GEOMETRY)
+    config = LlamaConfig(max_position_embeddings=131072, **geometry)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     model.to_empty(device="cpu")
@@ -173,15 +201,22 @@ def blank_model(folder: Path, softmax_layers: tuple[int, ...] | None = None) -> 
 def wanted(place: Path) -> list[tuple[str, str]]:
     """Checks and packages that are there, what matters most first."""
     linear = [path.name for path in sorted(place.glob(f"{LINEAR}*")) if path.is_dir()]
-    models = [*SMALL, "demo-float32", "demo-float16"]
+    models = [
+        *SMALL,
+        *(f"{name}-{dtype}" for name in ("model", "demo") for dtype in ("float32", "float16")),
+        "demo-int4",
+    ]
     list_ = [("nodes", SMALL[1]), ("kernels and bodies", SMALL[0]), ("graph", SMALL[1]), ("speed, replayed", SPEED)]
-    list_ += [("speed, replayed", "demo-float16")]
+    list_ += [("speed, replayed", name) for name in ("demo-float16", "demo-int4")]
+    list_ += [("large", path.name) for path in sorted(place.glob(f"{LARGE}-*"))]
     list_ += [("peer", path.name) for path in sorted(place.glob(f"{PEER}-*"))]
     list_ += [("verify", name) for name in (*models, *linear) if (place / f"{name}.npz").is_file()]
     list_ += [("buffers apart", SMALL[1]), ("runs at once", SMALL[1]), ("refusal", OTHER_GPU)]
     list_ += [("kernels and bodies", name) for name in (*models[1:], *linear)]
     list_ += [("graph", name) for name in (*models, *linear) if name != SMALL[1]]
     list_ += [(check, name) for name in linear for check in ("nodes", "buffers apart")]
+    list_ += [("kernels", SPEED), ("pieces", SPEED)]
+    list_ += [("kernels", path.name) for path in sorted(place.glob(f"{LARGE}-*"))]
     list_ += [("nodes", SPEED), ("speed, call by call", SPEED), ("speed of bodies", SPEED)]
     return [(check, name) for check, name in list_ if (place / name).is_dir()]
 
@@ -248,7 +283,9 @@ def main() -> int:
     verb.add_argument(
         "--peer", action="store_true", help="onnxruntime-genai's export of the base beside it; needs that package"
     )
-    verb.add_argument("--demo", action="store_true", help="the demo model too, in float32 and float16: 0.8 GB")
+    verb.add_argument("--demo", action="store_true", help="the demo model too, in float32, float16 and int4: 1 GB")
+    verb.add_argument("--model", help="this model folder too, untrained, in float32 and float16")
+    verb.add_argument("--large", action="store_true", help="Llama-3.1-8B's geometry, and nothing else")
     verb.add_argument("--linear", help="these linear families, with commas between, and nothing else")
     verb = verbs.add_parser("run")
     verb.add_argument("place", type=Path)
