@@ -143,7 +143,7 @@ def test_sequences_beyond_the_cache_take_the_chunked_form() -> None:
 @pytest.mark.parametrize(
     ("changes", "dtype", "word"),
     [
-        ({"head_dim": 72}, torch.float16, "head_dim=72; the kernels have one of (64, 80, 96, 128, 256)"),
+        ({"head_dim": 72}, torch.float16, "head_dim=72; the kernels have one of (48, 64, 80, 96, 128, 256)"),
         ({"chunk_size": 16}, torch.float16, "chunk_size=16"),
         ({"chunk_size": 64, "salient_per_chunk": 33}, torch.float16, "salient_per_chunk=33"),
         ({"num_heads": 32, "num_kv_heads": 1}, torch.float16, "32 query heads"),

@@ -119,7 +119,7 @@ def test_settings_that_do_not_go_together() -> None:
     assert misfit(one_stage, config, 90) == "linear with 64 rows needs two stages on sm_90 (ptxas 12.8)"
     assert misfit(one_stage, config, 80) == misfit(changed(one_stage, "linear", {"BM": 32}), config, 90) == ""
     for arch in (80, 86, 90, 120):
-        for dim in (64, 80, 96, 128, 256):
+        for dim in (48, 64, 80, 96, 128, 256):
             for chunk in (32, 64, 128, 256):
                 for wide in (False, True):
                     layer = HybridAttentionConfig(num_heads=2, num_kv_heads=1, head_dim=dim, chunk_size=chunk)

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from still_kernels.tile import SHARED_BYTES, KernelTile, TileTable, pow2
 
-HEAD_DIMS = (64, 80, 96, 128, 256)
+HEAD_DIMS = (48, 64, 80, 96, 128, 256)
 CHUNK_SIZES = (32, 64, 128, 256)
 MAX_SALIENT_PER_CHUNK = 32
 MAX_FEATURE_ROWS = 256

@@ -7,8 +7,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,12 +37,14 @@ class VllmEngine:
         dtype: float32, float16 or bfloat16.
         ranks: Devices that share each layer.
         log: Where what vLLM says is written.
+        settings: Others of vLLM's, as the memory that it takes.
     """
 
     folder: Path
     dtype: str
     ranks: int = 1
     log: Path | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     def serve(self, load: Load, requests: Sequence[Request]) -> Served:
         """All answers.
@@ -52,7 +54,7 @@ class VllmEngine:
         """
         from still_export.proof.served import Answer, Served
 
-        settings = {"model": str(self.folder), "dtype": self.dtype, "tensor_parallel_size": self.ranks}
+        settings = {"model": str(self.folder), "dtype": self.dtype, "tensor_parallel_size": self.ranks, **self.settings}
         job = {"settings": settings, "load": asdict(load), "requests": [asdict(r) for r in requests]}
         with tempfile.TemporaryDirectory() as name:
             asked, answered = Path(name, "job.json"), Path(name, "answers.json")
@@ -100,8 +102,7 @@ def open_engine(settings: dict[str, Any], load: dict[str, Any]) -> Any:
     if load["tight"]:
         more["num_gpu_blocks_override"] = tight_blocks(settings, load)
     return LLM(
-        **settings,
-        **more,
+        **{**more, **settings},
         max_model_len=load["context_tokens"],
         max_num_seqs=load["rows"],
         max_num_batched_tokens=load["budget_tokens"],

@@ -1,0 +1,266 @@
+#!/usr/bin/env python3
+"""Time vLLM with a STILL model of Llama-3.1-8B's sizes, or with full attention: room for requests, prefill, decode, many at once.
+
+  python tools/bench_vllm.py full|still|kv_group [--ranks 2] [--eight] [--long 64x256 --long 64x2048] [--profile]
+
+Weights are of no meaning (--load-format dummy) and in bfloat16; a GPU of 100 GB is needed, and nothing else on it. One engine does all of
+it, and each time is printed when it is there. --long COUNTxOUT: so many requests of 64K that come at once, and tokens that each gets.
+--profile: which kernels a step of 64 rows and one with prompts spend their time in, to $OUT. --tiny: everything at a small size, to try
+the tool without a GPU. vLLM and the plugin are found as tools/prove_vllm.py says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from prove_vllm import environment
+
+KINDS = ("full", "still", "kv_group")
+LLAMA = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+}
+"""Of Llama-3.1-8B."""
+TINY = {
+    **LLAMA,
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured: tokens of a long request and of a short one, the context, short requests at once, tokens that each gets."""
+
+    geometry: dict[str, Any]
+    long: int = 65536
+    short: int = 1024
+    context: int = 68 * 1024
+    rows: int = 64
+    out: int = 256
+    steps: int = 129
+
+
+SIZES = Sizes(LLAMA)
+TINY_SIZES = Sizes(TINY, long=512, short=64, context=640, rows=4, out=40, steps=24)
+
+
+@dataclass
+class Times:
+    """Seconds for all, until the last first token, and of each later step in which all rows get a token; how many ran at a time."""
+
+    total: float = 0.0
+    prefill: float = 0.0
+    steps: list[float] = field(default_factory=list)
+    running: int = 0
+
+    @property
+    def step_ms(self) -> float:
+        """Of the median step."""
+        return 1e3 * statistics.median(self.steps or [math.nan])
+
+
+def blank_folder(folder: Path, kind: str, sizes: Sizes) -> Path:
+    """A model folder with a configuration alone: full attention, or STILL."""
+    from transformers import LlamaConfig
+
+    from still_export.mixers.config import StillConfig
+    from still_export.models.build import family_of, still_family_config
+
+    values = {**sizes.geometry, "max_position_embeddings": 2 * sizes.long}
+    config: Any = LlamaConfig(**values, architectures=["LlamaForCausalLM"])
+    if kind != "full":
+        scope = "kv_group_max" if kind == "kv_group" else "q_head"
+        still = StillConfig(capacity_tokens=sizes.context, select_scope=scope)
+        config = still_family_config(family_of("llama"), config.to_dict(), still)
+    config.dtype = "bfloat16"
+    config.save_pretrained(folder)
+    return folder
+
+
+class Bench:
+    """One engine.
+
+    Args:
+        kind: Of KINDS.
+        ranks: GPUs that share each layer.
+        sizes: What is measured.
+        small: The memory of a machine without a GPU.
+    """
+
+    def __init__(self, kind: str, ranks: int, sizes: Sizes, small: dict[str, Any]) -> None:
+        import torch
+        from vllm import LLM
+
+        self.name, self.sizes = f"{kind}, {ranks} rank{'s' * (ranks > 1)}", sizes
+        self.random = torch.Generator().manual_seed(0)
+        self.engine = LLM(
+            model=str(blank_folder(Path(tempfile.mkdtemp()) / "blank", kind, sizes)),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            max_model_len=sizes.context,
+            enable_prefix_caching=False,
+            max_num_seqs=sizes.rows,
+            tensor_parallel_size=ranks,
+            **small,
+        ).llm_engine
+        self.scheduler = self.engine.engine_core.engine_core.scheduler
+
+    def say(self, text: str) -> None:
+        """Print a finding."""
+        print(f"FOUND {self.name}: {text}", flush=True)
+
+    def room(self, tokens: int) -> float:
+        """Requests of so many tokens that memory holds."""
+        config = self.scheduler.kv_cache_config
+        specs = [group.kv_cache_spec for group in config.kv_cache_groups]
+        needed = (spec.blocks(tokens) if hasattr(spec, "blocks") else -(-tokens // spec.block_size) for spec in specs)
+        return float((config.num_blocks - 1) / sum(needed))
+
+    def begin(self, count: int, tokens: int, out: int) -> None:
+        """Requests of random tokens, all at once."""
+        import torch
+        from vllm import SamplingParams
+
+        size = (count, tokens)
+        prompts = torch.randint(5, self.sizes.geometry["vocab_size"], size, generator=self.random).tolist()
+        sampling = SamplingParams(temperature=0, max_tokens=out, ignore_eos=True, detokenize=False)
+        for i, prompt in enumerate(prompts):
+            self.engine.add_request(f"{i} {time.perf_counter()}", {"prompt_token_ids": prompt}, sampling)
+
+    def timed(self, count: int, tokens: int, out: int) -> Times:
+        """All of them until the last has ended."""
+        times, first = Times(), set()
+        begin = last = said = time.perf_counter()
+        self.begin(count, tokens, out)
+        while self.engine.has_unfinished_requests():
+            outputs = self.engine.step()
+            now = time.perf_counter()
+            if len(first) == count and len(outputs) == count:
+                times.steps.append(now - last)
+            elif len(first) < count:
+                first |= {output.request_id for output in outputs}
+                times.prefill = now - begin
+            times.running = max(times.running, len(self.scheduler.running))
+            if now - said > 30:
+                running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
+                print(f"  {now - begin:.0f} s: {len(first)} have begun, {running} run, {waiting} wait", flush=True)
+                said = now
+            last = now
+        times.total = last - begin
+        return times
+
+    def profile(self, folder: Path) -> None:
+        """Where steps spend their time: one with prompts, and some of single tokens."""
+        self.begin(self.sizes.rows, self.sizes.short, 32)
+        self.engine.step()
+        self.profiled(folder, "with prompts", 1)
+        decodes, engine = 0, self.engine
+        while decodes < 8:  # beyond the last prompt, whose rows are captured
+            decodes = decodes + 1 if len(engine.step()) == self.sizes.rows else 0
+        self.profiled(folder, "of single tokens", 8)
+        while engine.has_unfinished_requests():
+            engine.step()
+
+    def profiled(self, folder: Path, name: str, count: int) -> None:
+        """Some steps, by kernels."""
+        import torch
+        from torch.profiler import ProfilerActivity, profile
+
+        gpu = torch.cuda.is_available()
+        wait: Callable[[], None] = torch.cuda.synchronize if gpu else (lambda: None)
+        wait()
+        with profile(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU]) as found:
+            begin = time.perf_counter()
+            for _ in range(count):
+                self.engine.step()
+            wait()
+            wall = time.perf_counter() - begin
+        field_name = "self_device_time_total" if gpu else "self_cpu_time_total"
+        rows = sorted(((getattr(e, field_name), e.count, e.key) for e in found.key_averages()), reverse=True)
+        busy = sum(row[0] for row in rows)
+        lines = [
+            f"{us / count:10.1f} us a step {calls / count:7.1f} calls  {key[:150]}" for us, calls, key in rows[:40]
+        ]
+        head = f"steps {name}: {1e3 * wall / count:.2f} ms each, of which {1e-3 * busy / count:.2f} in kernels"
+        (folder / f"profile-{self.name}-{name}.txt".replace(" ", "-").replace(",", "")).write_text(
+            "\n".join([head, *lines]) + "\n"
+        )
+        self.say(head)
+        print("\n".join(lines[:14]), flush=True)
+
+    def run(self, eight: bool, long: list[tuple[int, int]], folder: Path | None) -> None:
+        """All measurements, the shortest first."""
+        s = self.sizes
+        self.say(f"room for {self.room(s.long):.1f} requests of {s.long}, {self.room(s.short):.0f} of {s.short}")
+        self.timed(1, 4 * s.short, 8)
+        self.timed(min(8, s.rows), s.short, 8)
+        for turn in ("first", "again"):
+            t = self.timed(s.rows, s.short, s.out)
+            self.say(
+                f"{s.rows} of {s.short}, {s.out} out, {turn}: {t.total:.2f} s, {t.running} at a time, prompts {t.prefill:.2f} s, "
+                f"then {t.step_ms:.2f} ms a step"
+            )
+        if folder is not None:
+            self.profile(folder)
+        for turn in ("first", "again"):
+            t = self.timed(1, s.long, s.steps)
+            self.say(f"1 of {s.long}, {turn}: first token after {t.prefill:.2f} s, then {t.step_ms:.2f} ms a step")
+        if eight:
+            t = self.timed(8, s.long, s.steps)
+            self.say(f"8 of {s.long}: prompts {t.prefill:.2f} s, then {t.step_ms:.2f} ms a step")
+        for count, out in long:
+            t = self.timed(count, s.long, out)
+            self.say(
+                f"{count} of {s.long}, {out} out: {t.total:.1f} s, {t.running} at a time, {count * out / t.total:.0f} tokens a second"
+            )
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--eight", action="store_true", help="8 requests of 64K too")
+    parser.add_argument("--long", action="append", default=[], metavar="COUNTxOUT", help="repeatable")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--tiny", action="store_true")
+    options = parser.parse_args()
+    out = Path(os.environ.get("OUT", tempfile.gettempdir())).resolve()
+    found_by = os.environ.get("PYTHONPATH", "")
+    os.environ.update(environment(out))
+    if not found_by.startswith(str(out / "entry")):
+        os.execv(
+            sys.executable, [sys.executable, *sys.argv]
+        )  # so that this process finds the plugin, as those that vLLM starts
+    long = [(int(count), int(tokens)) for count, tokens in (text.split("x") for text in options.long)]
+    small = {"gpu_memory_utilization": 0.3, "enforce_eager": True} if options.tiny else {}
+    bench = Bench(options.kind, options.ranks, TINY_SIZES if options.tiny else SIZES, small)
+    bench.run(options.eight, long, out if options.profile else None)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
