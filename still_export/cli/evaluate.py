@@ -50,6 +50,9 @@ def evaluate(
         list[str] | None, typer.Option("--text", help="Text file for bits per byte and as filler; repeatable.")
     ] = None,
     contexts: Annotated[str, typer.Option(help="Context lengths for bits per byte.")] = "1024",
+    by_position: Annotated[
+        int, typer.Option(min=0, help="Perplexity by position in blocks of so many tokens of each text; 0 = none.")
+    ] = 0,
     text_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each text at most.")] = 1 << 17,
     tasks: Annotated[
         str, typer.Option(help="Retrieval tasks: needle, passkey, key_value, unseen, code; empty: none.")
@@ -105,6 +108,7 @@ def evaluate(
     options = EvaluationOptions(
         texts=tuple(text or ()),
         context_lengths=_numbers("contexts", contexts),
+        by_position=by_position,
         text_tokens=text_tokens,
         tasks=tuple(t for t in tasks.split(",") if t),
         lengths=_numbers("lengths", lengths),
@@ -116,13 +120,14 @@ def evaluate(
     )
     packages, model = _packages(models), models[0]
     asked = (*(options.lengths if options.tasks else ()), *(options.context_lengths if options.texts else ()))
+    asked += (by_position,) if options.texts and by_position else ()
     longest = max(asked, default=2)
     if not asked and not chat:
         raise ConfigError("nothing to measure. Give --text, --tasks or --chat.")
     for name, package in packages.items():
         _check_room(name, longest, package.manifest["capacity"])
     writes = bool(chat) or UNSEEN in options.tasks
-    loaded = load_any(None if packages else model, teacher, dtype, generates=writes)
+    loaded = load_any(None if packages else model, teacher, dtype, generates=writes, tokens=longest)
     if teacher is not None and not packages and "still" not in loaded:
         raise ConfigError(f"{model} is a softmax model; --teacher is for STILL models.")
     if "still" in loaded:

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from still_export.errors import ConfigError, NotLinearizedError
 from still_export.evaluation.chat import chat_ends, template, unseen
 from still_export.evaluation.code import code_prompts
+from still_export.evaluation.positions import perplexity_by_position
 from still_export.evaluation.questions import CHAT
 from still_export.linearization.tasks import TaskWriter, task_named
 from still_export.linearization.texts import check_ids, read_text, tokenize
 from still_export.mixers.config import FULL, StillConfig
 from still_export.mixers.registry import MIXERS, mixer_of
-from still_export.models.load import load_model
+from still_export.models.load import load_model, open_source
 
 VARIANTS = ("still", *(part for mixer in MIXERS.values() for part in mixer.parts))
 TEACHER, UNSEEN, CODE = "teacher", "unseen", "code"
@@ -36,6 +37,7 @@ class EvaluationOptions:
 
     Args:
         texts: Text files for bits per byte; context_lengths: at these contexts, every block on its own.
+        by_position: Perplexity by position in blocks of so many tokens of each text; 0 = not measured.
         text_tokens: Tokens of each text at most.
         tasks, lengths, depths, samples: Retrieval: samples prompts for each task, length and depth (0 = far, 1 = near the question).
             The task "unseen" has forms of facts that no training row has; it is answered in a chat. "code" asks about files of
@@ -46,6 +48,7 @@ class EvaluationOptions:
 
     texts: tuple[str, ...] = ()
     context_lengths: tuple[int, ...] = (1024,)
+    by_position: int = 0
     text_tokens: int = 1 << 17
     tasks: tuple[str, ...] = ("needle", "passkey", "key_value")
     lengths: tuple[int, ...] = (1024, 2048, 4096)
@@ -64,7 +67,8 @@ class EvaluationOptions:
                 raise ConfigError(f"the variant {name!r} is unknown; known: {', '.join(VARIANTS)}.")
         if not 0 <= self.chat <= len(CHAT):
             raise ConfigError(f"chat={self.chat}: there are {len(CHAT)} questions.")
-        if min((*self.context_lengths, *self.lengths), default=2) < 2 or self.depths < 1 or self.samples < 1:
+        shortest = min((*self.context_lengths, *self.lengths, self.by_position or 2))
+        if shortest < 2 or self.depths < 1 or self.samples < 1:
             raise ConfigError("lengths, depths and samples must be positive, contexts at least 2 tokens.")
 
 
@@ -72,19 +76,21 @@ class EvaluationOptions:
 class Evaluation:
     """Results by variant.
 
-    bits_per_byte: variant -> "file @ context" -> value. retrieval: variant -> task -> length -> accuracy by depth.
+    bits_per_byte: variant -> "file @ context" -> value. perplexity: variant -> file -> "first-end" of positions -> value.
+    retrieval: variant -> task -> length -> accuracy by depth.
     chat: variant -> "tokens" (mean length), "ended" (share that ended by itself), "repeated" (share of 4-grams that occurred before).
     costs: of packages, name -> what is measured -> value (`packages.costs`).
     """
 
     bits_per_byte: dict[str, dict[str, float]] = field(default_factory=dict)
+    perplexity: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
     retrieval: dict[str, dict[str, dict[int, list[float]]]] = field(default_factory=dict)
     chat: dict[str, dict[str, float]] = field(default_factory=dict)
     costs: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def add(self, other: Evaluation) -> None:
         """Take in what was measured of other models."""
-        for name in ("bits_per_byte", "retrieval", "chat", "costs"):
+        for name in ("bits_per_byte", "perplexity", "retrieval", "chat", "costs"):
             getattr(self, name).update(getattr(other, name))
 
     def accuracy(self, variant: str, task: str, length: int) -> float:
@@ -104,14 +110,16 @@ class Evaluation:
 
     def table(self) -> str:
         """A Markdown table with one row per variant."""
-        variants = list(dict.fromkeys([*self.bits_per_byte, *self.retrieval, *self.chat]))
+        variants = list(dict.fromkeys([*self.bits_per_byte, *self.perplexity, *self.retrieval, *self.chat]))
         texts = list(next(iter(self.bits_per_byte.values()), {}))
         cells = [(t, n) for t, row in next(iter(self.retrieval.values()), {}).items() for n in row]
         said = list(next(iter(self.chat.values()), {}))
         prices = list(next(iter(self.costs.values()), {}))
+        spans = [(t, s) for t, row in next(iter(self.perplexity.values()), {}).items() for s in row]
         head = [
             "model",
             *(f"bits/byte {t}" for t in texts),
+            *(f"perplexity {t}, {s}" for t, s in spans),
             *(f"{t} {n}" for t, n in cells),
             *(f"chat {c}" for c in said),
             *prices,
@@ -119,6 +127,7 @@ class Evaluation:
         lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
         for variant in variants:
             bits = [f"{self.bits_per_byte[variant][t]:.4f}" for t in texts]
+            bits += [f"{self.perplexity[variant][t][s]:.3f}" for t, s in spans]
             found = [f"{self.accuracy(variant, t, n):.0%}" for t, n in cells]
             talk = [f"{self.chat[variant][c]:.3g}" for c in said]
             price = [f"{self.costs[variant][c]:.3g}" if variant in self.costs else "" for c in prices]
@@ -157,10 +166,14 @@ def evaluate(
                         bits = bits_per_byte(model, tokenizer, text, context, options.text_tokens)
                         result.bits_per_byte.setdefault(variant, {})[f"{file} @ {context}"] = bits
                         advance(f"{variant}, {file} at {context}")
+                    if options.by_position:
+                        rows = perplexity_by_position(model, tokenizer, text, options.by_position, options.text_tokens)
+                        result.perplexity.setdefault(variant, {})[file] = rows
+                        advance(f"{variant}, {file} by position")
                 for task in options.tasks:
                     for length in options.lengths:
-                        rows = by_depth(model, tokenizer, task, length, options, texts)
-                        result.retrieval.setdefault(variant, {}).setdefault(task, {})[length] = rows
+                        shares = by_depth(model, tokenizer, task, length, options, texts)
+                        result.retrieval.setdefault(variant, {}).setdefault(task, {})[length] = shares
                         advance(f"{variant}, {task} at {length}")
                 if options.chat:
                     result.chat[variant] = chat_ends(model, tokenizer, CHAT[: options.chat])
@@ -197,11 +210,14 @@ def about_code(
     ]
 
 
-def load_any(source: str | None, teacher: str | None, dtype: str, generates: bool = False) -> dict[str, Any]:
+def load_any(
+    source: str | None, teacher: str | None, dtype: str, generates: bool = False, tokens: int = 0
+) -> dict[str, Any]:
     """The models to evaluate by name: "still" for a STILL model, "teacher" for a softmax one, and for `teacher`.
 
     Args:
         generates: They will write, which takes a cache; a softmax model without is faster on long texts.
+        tokens: Longest sequence; a STILL model whose salient cache holds less gets room for it, beyond what it was trained on.
     """
 
     def softmax(path: str) -> Any:
@@ -219,7 +235,10 @@ def load_any(source: str | None, teacher: str | None, dtype: str, generates: boo
     if source is None:
         return models
     try:
-        models["still"] = load_model(source, dtype=dtype)
+        opened = open_source(source, dtype=dtype)
+        if tokens > opened.config.still.capacity(opened.config):
+            opened = open_source(source, dtype=dtype, deployment={"capacity_tokens": tokens})
+        models["still"] = opened.read()
     except NotLinearizedError:
         models[TEACHER] = softmax(source)
     return models
@@ -237,7 +256,8 @@ def pick_device(name: str) -> torch.device:
 def measurements(models: Sequence[str], options: EvaluationOptions) -> int:
     """How often `evaluate` will call `advance`."""
     variants = sum(len(options.variants) if name == "still" else 1 for name in models)
-    texts, tasks = len(options.texts) * len(options.context_lengths), len(options.tasks) * len(options.lengths)
+    texts = len(options.texts) * (len(options.context_lengths) + bool(options.by_position))
+    tasks = len(options.tasks) * len(options.lengths)
     return variants * (texts + tasks + bool(options.chat))
 
 
@@ -339,6 +359,8 @@ def write_evaluation(result: Evaluation, options: EvaluationOptions, folder: Pat
         (work / "evaluation.md").write_text(f"{result.table()}\n\n`{command}`\n", encoding="utf-8")
         if result.bits_per_byte and options.texts:
             plots.bits_per_byte(result.bits_per_byte, work / "bits_per_byte.png")
+        if result.perplexity:
+            plots.perplexity(result.perplexity, work / "perplexity.png")
         if result.costs and (qualities := result.qualities()):
             plots.costs(result.costs, qualities, work / "costs.png")
         for task in options.tasks:

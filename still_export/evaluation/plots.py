@@ -47,6 +47,22 @@ def bits_per_byte(values: Mapping[str, Mapping[str, float]], path: Path) -> None
     figure.savefig(path, dpi=120)
 
 
+def perplexity(values: Mapping[str, Mapping[str, Mapping[str, float]]], path: Path) -> None:
+    """Lines over ranges of positions, a panel per text: variant -> file -> range -> perplexity."""
+    files = list(next(iter(values.values())))
+    figure, axes = _figure(len(files), 1, 4.5 * len(files), 3.2)
+    for axis, file in zip(axes[0], files, strict=True):
+        for variant, row in values.items():
+            axis.plot(list(row[file]), list(row[file].values()), "-o", markersize=4, label=variant.replace("_", " "))
+        axis.set_title(file, fontsize=9)
+        axis.set_xlabel("positions", fontsize=8)
+        axis.tick_params(axis="x", labelsize=7, rotation=45)
+        axis.set_yscale("log")
+        axis.legend(fontsize=7)
+    axes[0][0].set_ylabel("perplexity")
+    figure.savefig(path, dpi=120)
+
+
 def costs(values: Mapping[str, Mapping[str, float]], qualities: Mapping[str, Mapping[str, float]], path: Path) -> None:
     """Quality over cost, a point for each package: a panel for every pair of the two."""
     prices, measures = list(next(iter(values.values()))), list(next(iter(qualities.values())))

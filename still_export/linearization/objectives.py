@@ -79,6 +79,7 @@ class FinetuneObjective(nn.Module):
         attentions: Its linearized layers.
         loss: "ce" or "kl".
         selection_weight: Of the selection's loss.
+        selection_target: Whose attention it aims at, "student" or "base".
         answer_loss: "same", or "ce" for tokens that weigh more than 1.
         per_answer: Rows with answers are watched there alone, for the selection.
         softmax_layers: Indices among `attentions` that stay softmax.
@@ -93,12 +94,13 @@ class FinetuneObjective(nn.Module):
         softmax_layers: tuple[int, ...] = (),
         answer_loss: str = "same",
         per_answer: bool = False,
+        selection_target: str = "student",
     ) -> None:
         super().__init__()
         self.model = model
         self.attentions = attentions
         self.loss = loss
-        self.selection_weight = selection_weight
+        self.selection_weight, self.selection_target = selection_weight, selection_target
         self.answer_loss, self.per_answer = answer_loss, per_answer
         self.softmax_layers = softmax_layers
 
@@ -110,16 +112,19 @@ class FinetuneObjective(nn.Module):
         """
         watched = self.selection_weight > 0 and torch.is_grad_enabled()
         positions = watched_positions(ids, weights, self.per_answer) if watched else None
+        following = ids.roll(-1, dims=1)
+        target, loss_of, of_base = following, cross_entropy, self.selection_target == "base"
+        self._watch(positions if of_base else None)
+        if self.loss == "kl":
+            target, loss_of = self.teacher_logits(ids), divergence
+        elif watched and of_base:
+            self.teacher_logits(ids, 1)
+        self._watch(positions)
         student_mode(self.attentions, self.softmax_layers)
-        for attention in self.attentions:
-            attention.selection_queries = positions
         logits = self.model(ids, use_cache=False).logits
-        # Taken before the teacher runs through the same modules.
         selection = (
             torch.stack([a.selection for a in self.attentions if a.selection is not None]).mean() if watched else None
         )
-        following = ids.roll(-1, dims=1)
-        target, loss_of = (self.teacher_logits(ids), divergence) if self.loss == "kl" else (following, cross_entropy)
         losses = by_slices(loss_of, logits, target)
         weights = weights.roll(-1, dims=1)
         weights[:, -1] = 0  # nothing follows
@@ -133,12 +138,18 @@ class FinetuneObjective(nn.Module):
             return main, torch.stack(parts).detach()
         return main + self.selection_weight * selection, torch.stack([*parts, selection]).detach()
 
+    def _watch(self, positions: Tensor | None) -> None:
+        for attention in self.attentions:
+            attention.selection_queries = positions
+            if positions is None:
+                attention.selection_target = None
+
     @torch.no_grad()
-    def teacher_logits(self, ids: Tensor) -> Tensor:
-        """Logits of the base model, [B, T, V]."""
+    def teacher_logits(self, ids: Tensor, latest: int = 0) -> Tensor:
+        """Logits of the base model, [B, T, V], or of the `latest` positions only."""
         plain = getattr(self.model, "disable_adapter", contextlib.nullcontext)
         with attention_mode(self.attentions, SOFTMAX), plain():
-            return self.model(ids, use_cache=False).logits
+            return self.model(ids, use_cache=False, logits_to_keep=latest).logits
 
 
 def by_slices(loss_of: Callable[[Tensor, Tensor], Tensor], logits: Tensor, target: Tensor) -> Tensor:

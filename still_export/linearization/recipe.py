@@ -19,13 +19,15 @@ LAYERS = {"still": "hybrid_attention", "liger-gla": "liger_gla", "gla": "lineari
 """By the recipe's mixer: what a layer is called that it made, in `layer_types`."""
 OF_STILL = (
     *(name for name in STILL_FIELDS if name not in ("capacity_tokens", "layer_types")),
-    *("window_factors", "window_factor_scale", "learn_window_factors", "low_rank_gates", "selection_weight"),
+    *("window_factors", "window_factor_scale", "learn_window_factors", "low_rank_gates"),
+    *("selection_weight", "selection_target"),
 )
 """Options that no other mixer has."""
 CHOICES = {
     "mixer": tuple(LAYERS),
     "loss": ("ce", "kl"),
     "answer_loss": ("same", "ce"),
+    "selection_target": ("student", "base"),
     "precision": ("fp32", "bf16"),
     "adapter_dtype": ("float16", "int8"),
     "device": ("auto", "cpu"),
@@ -87,7 +89,8 @@ class Recipe:
         None, "Tokens of a row; default: 1,024, or the model's context where that is less."
     )
     row_lengths: tuple[int, ...] | None = option(
-        None, "Rows of these lengths in turn, instead of one; each step has batch_size x sequence_length tokens."
+        None,
+        "Rows of these lengths in turn, instead of one, a length as often as named; a step has batch_size x sequence_length tokens.",
     )
     batch_size: int = option(8, "Rows of a step over all processes.")
     micro_batch_size: int | None = option(
@@ -99,6 +102,9 @@ class Recipe:
     loss: str = option("ce", "Of stage 2: ce = next token, kl = divergence from the teacher.")
     selection_weight: float = option(
         0.0, "Of a loss in stage 2 that makes tokens salient that far queries attend to; 0 = off."
+    )
+    selection_target: str = option(
+        "student", "Whose attention that is: the student's own, or base, the teacher's, which does not move."
     )
     retrieval: float = option(0.0, "Share of the rows that are synthetic retrieval tasks.")
     natural: float = option(0.0, "Share of them in natural forms (prose, code, tables, dialogue), many asked in chat.")

@@ -227,6 +227,7 @@ class LinearizationRun:
             recipe.selection_weight,
             answer_loss=recipe.answer_loss,
             per_answer=recipe.answer_share > 0,
+            selection_target=recipe.selection_target,
         )
 
     def finetune(self) -> tuple[StageReport | None, Any, list[Trainable]]:

@@ -142,7 +142,7 @@ class Batches:
         weighing: Of their answers.
         natural: Writes those of them in natural forms; natural_share: How many that are.
         chats: Conversations as token ids; chat_share: Share of the rows that are those one after another.
-        lengths: Row lengths in place of `tokens` that take turns, each with B * T tokens a batch.
+        lengths: Row lengths in place of `tokens` that take turns, each with B * T tokens a batch; one may stand there several times.
     """
 
     def __init__(
@@ -183,9 +183,11 @@ class Batches:
         rng = np.random.default_rng((self.seed, step))
         turn, place = divmod(step, len(self.lengths))
         turns = np.random.default_rng((self.seed, 2, turn)).permutation(len(self.lengths))
-        tokens = self.lengths[int(turns[place])]
+        chosen = int(turns[place])
+        tokens = self.lengths[chosen]
         rows = self.area // tokens
-        made = [self._row(turn * rows + row, tokens, rng) for row in range(rows)]
+        batches_before = turn * self.lengths.count(tokens) + self.lengths[:chosen].count(tokens)  # of this length
+        made = [self._row(batches_before * rows + row, tokens, rng) for row in range(rows)]
         ids, weights = (np.stack(arrays) for arrays in zip(*made, strict=True))
         return Batch(torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(weights))
 

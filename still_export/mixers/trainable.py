@@ -24,6 +24,7 @@ class Trainable(Protocol):
     save_memory: The student of a transfer is computed again in the backward pass.
     selection_queries: Positions [b, n] of the first b rows whose attention says which tokens should be salient; None = `selection`
         is not computed. A layer that selects nothing never computes it.
+    selection_target: That attention where it was taken beforehand, without gradients, in softmax mode; None = the student's own.
     difference: Squared error relative to the teacher's mean square, by head or of all together, [H or 1].
     selection: Loss of the selection, a scalar.
     """
@@ -31,6 +32,7 @@ class Trainable(Protocol):
     mode: str
     save_memory: bool
     selection_queries: Tensor | None
+    selection_target: Tensor | None
     difference: Tensor | None
     selection: Tensor | None
 
@@ -44,6 +46,7 @@ class TrainableModule(ProjectedAttention):
     mode: str = STUDENT
     save_memory: bool = False
     selection_queries: Tensor | None = None
+    selection_target: Tensor | None = None
     difference: Tensor | None = None
     selection: Tensor | None = None
 

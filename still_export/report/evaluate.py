@@ -12,7 +12,7 @@ def page(content: Mapping[str, Any], model: str, depths: int, machine: Mapping[s
     """The page of an evaluation.
 
     Args:
-        content: bits_per_byte, retrieval, chat and costs, by variant (evaluation.json).
+        content: bits_per_byte, perplexity, retrieval, chat and costs, by variant (evaluation.json).
         depths: At which facts were hidden.
     """
     bits, found, chat = content["bits_per_byte"], content["retrieval"], content["chat"]
@@ -28,6 +28,13 @@ def page(content: Mapping[str, Any], model: str, depths: int, machine: Mapping[s
         groups = {text: {_plain(variant): row[text] for variant, row in bits.items()} for text in texts}
         parts.append(
             Plots("Text", [Bars("Bits per byte: less is better", "text @ context, tokens", "bits per byte", groups)])
+        )
+    for text in next(iter(content["perplexity"].values()), {}):
+        by_range = {variant: row[text] for variant, row in content["perplexity"].items()}
+        spans = list(next(iter(by_range.values())))
+        groups = {span: {_plain(variant): row[span] for variant, row in by_range.items()} for span in spans}
+        parts.append(
+            Plots(f"{text} by position", [Bars("Perplexity: less is better", "positions", "perplexity", groups)])
         )
     for task in next(iter(found.values()), {}):
         maps = [_heatmap(variant, rows[task], depths) for variant, rows in found.items()]

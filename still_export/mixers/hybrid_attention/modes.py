@@ -12,6 +12,7 @@ from still_export.mixers.hybrid_attention.module import StillAttention
 from still_export.mixers.trainable import SOFTMAX, STUDENT, TRANSFER, fused, relative_error, softmax_attention
 from still_kernels.hybrid_attention import Inputs
 from still_kernels.hybrid_attention.dispatch import hybrid_attention_whole
+from still_kernels.hybrid_attention.selection import group_scores
 
 FACTOR_SPEED = 5.0
 """Logarithm of a window factor per unit of its trained exponent. Factors differ by orders of magnitude between heads, and AdamW
@@ -28,6 +29,7 @@ class TrainableAttention(StillAttention):
     save_memory: bool = False
     window_factor_exponent: nn.Parameter | None
     selection_queries: Tensor | None = None
+    selection_target: Tensor | None = None
     difference: Tensor | None = None
     selection: Tensor | None = None
 
@@ -54,12 +56,20 @@ class TrainableAttention(StillAttention):
             query, key, value, gate = self.project(hidden_states, position_embeddings)
             soft = self.mode == SOFTMAX
             output = softmax_attention(query, key, value) if soft else self._hybrid(query, key, value, gate)
-            if self.selection_queries is not None and torch.is_grad_enabled():
-                with torch.autocast(query.device.type, enabled=False):
-                    rows = self.selection_queries.shape[0]
-                    loss_of = fused(selection_loss, query.device)
-                    self.selection = loss_of(query[:rows], key[:rows], self.selection_queries, self.still)
+            if self.selection_queries is not None:
+                self._watch(query, key, self.selection_queries)
         return self.o_proj(output.flatten(2)), None
+
+    def _watch(self, query: Tensor, key: Tensor, positions: Tensor) -> None:
+        """The selection's loss where gradients are, what it aims at where none are."""
+        rows = len(positions)
+        query, key = query[:rows], key[:rows]
+        with torch.autocast(query.device.type, enabled=False):
+            if torch.is_grad_enabled():
+                loss_of = fused(selection_loss, query.device)
+                self.selection = loss_of(query, key, positions, self.still, self.selection_target)
+            else:
+                self.selection_target = fused(far_attention, query.device)(query, key, positions, self.still)
 
     def _hybrid(self, query: Tensor, key: Tensor, value: Tensor, gate: Tensor | None) -> Tensor:
         dtype = value.dtype
@@ -99,41 +109,64 @@ def make_trainable(model: nn.Module, learn_window_factors: bool = False) -> list
     return found  # type: ignore[return-value]
 
 
-def selection_loss(query: Tensor, key: Tensor, positions: Tensor, config: Any) -> Tensor:
+def selection_loss(query: Tensor, key: Tensor, positions: Tensor, config: Any, target: Tensor | None = None) -> Tensor:
     """How far the tokens that far queries attend to are from being salient.
 
     Selection by top-k has no derivative. Here the attention of queries to tokens beyond their window, in full softmax, is what the
     softmax over the scores of each chunk should look like: a cross-entropy, so its optimum is finite. A loss on ranks alone is not:
-    scores then grow without bound. The attention is squared: what is spread over hundreds of tokens is the linear memory's business,
-    and the few heads that look something up would not be heard beside all those that spread.
+    scores then grow without bound. Scores are those that are ranked, so heads that select together have one for all.
 
     Args:
         query: After RoPE, [B, T, H, D]; T is cut to whole chunks.
         key: [B, T, HK, D].
         positions: Queries that are asked, int64 [B, n].
         config: HybridAttentionConfig.
+        target: What `far_attention` gave; None = that of query and key themselves.
 
     Returns:
         Scalar, the mean over B, n, H; 0 where nothing lies beyond the windows.
     """
-    chunk, salient, group = config.chunk_size, config.salient_per_chunk, config.group_size
+    chunk, salient = config.chunk_size, config.salient_per_chunk
     chunks = query.shape[1] // chunk
     if chunks < 3 or not 0 < salient < chunk:
         return query.new_zeros(())
-    q, k = (x[:, : chunks * chunk].transpose(1, 2).float() for x in (query, key))
-    k = k.repeat_interleave(group, dim=1)
-    with torch.no_grad():
-        index = positions.clamp_max(chunks * chunk - 1)
-        asked = q.gather(2, index[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))
-        far = torch.arange(chunks * chunk, device=q.device)
-        seen = far <= index[..., None]  # [B, n, T]
-        attention = (asked @ k.transpose(-1, -2) * config.head_dim**-0.5).masked_fill(~seen[:, None], -torch.inf)
-        beyond = far // chunk <= (index // chunk - 2)[..., None]
-        weight = (attention.softmax(-1) * beyond[:, None]).square().mean(2)  # [B, H, T]
-        weight[..., 0] = 0  # position 0 is salient whatever it scores
+    weight = far_attention(query, key, positions, config) if target is None else target
+    q, k = _whole_chunks(query, key, config)
     scores = margins(q, k, chunk)
-    scores = torch.cat([scores[..., 1:2].detach(), scores[..., 1:]], dim=-1).unflatten(2, (chunks, chunk))
-    return -(weight.unflatten(2, (chunks, chunk)) * scores.log_softmax(-1)).sum((2, 3)).mean()
+    scores = group_scores(torch.cat([scores[..., 1:2].detach(), scores[..., 1:]], dim=-1), config)
+    weight = weight.unflatten(1, (scores.shape[1], -1)).mean(2)
+    ranked = scores.unflatten(2, (chunks, chunk)).log_softmax(-1)
+    return -(weight.unflatten(2, (chunks, chunk)) * ranked).sum((2, 3)).mean()
+
+
+@torch.no_grad()
+def far_attention(query: Tensor, key: Tensor, positions: Tensor, config: Any) -> Tensor:
+    """Squared attention, in full softmax, of some queries to the tokens beyond their windows; arguments as of `selection_loss`.
+
+    Squared: what is spread over hundreds of tokens is the linear memory's business, and the few heads that look something up would not
+    be heard beside all those that spread.
+
+    Returns:
+        [B, H, T], the mean over n; T is cut to whole chunks.
+    """
+    chunk = config.chunk_size
+    q, k = _whole_chunks(query, key, config)
+    index = positions.clamp_max(q.shape[2] - 1)
+    asked = q.gather(2, index[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))
+    far = torch.arange(q.shape[2], device=q.device)
+    seen = far <= index[..., None]  # [B, n, T]
+    attention = (asked @ k.transpose(-1, -2) * config.head_dim**-0.5).masked_fill(~seen[:, None], -torch.inf)
+    beyond = far // chunk <= (index // chunk - 2)[..., None]
+    weight = (attention.softmax(-1) * beyond[:, None]).square().mean(2)
+    weight[..., 0] = 0  # position 0 is salient whatever it scores
+    return weight
+
+
+def _whole_chunks(query: Tensor, key: Tensor, config: Any) -> tuple[Tensor, Tensor]:
+    """Query and key of every head as float32 [B, H, T, D], T cut to whole chunks."""
+    whole = query.shape[1] // config.chunk_size * config.chunk_size
+    q, k = (x[:, :whole].transpose(1, 2).float() for x in (query, key))
+    return q, k.repeat_interleave(config.group_size, dim=1)
 
 
 def margins(q: Tensor, k: Tensor, chunk: int) -> Tensor:

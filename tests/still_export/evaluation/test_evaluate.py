@@ -30,6 +30,7 @@ from still_export.evaluation.evaluate import (
     without,
     write_evaluation,
 )
+from still_export.evaluation.positions import perplexity_by_position, ranges
 from still_export.linearization import forms
 from still_export.mixers.config import StillConfig
 from still_export.models import attach_untrained
@@ -66,6 +67,24 @@ def test_bits_per_byte_of_ignorance() -> None:
         )
     with pytest.raises(ConfigError, match="fewer than a context"):
         bits_per_byte(Uniform(), byte_tokenizer(), "short", 100, 1000)
+
+
+def test_perplexity_by_position() -> None:
+    assert ranges(100) == [(0, 100)] and ranges(5000) == [(0, 1024), (1024, 2048), (2048, 4096), (4096, 5000)]
+    found = perplexity_by_position(Uniform(), byte_tokenizer(), DEFAULT_HAYSTACK, 5000, 10_000)
+    assert found == pytest.approx({"0-1024": 256, "1024-2048": 256, "2048-4096": 256, "4096-5000": 256})
+    model = attach_untrained(
+        plain_model("llama", torch.float32, vocab_size=257), StillConfig(chunk_size=CHUNK, capacity_tokens=1200)
+    )
+    text = DEFAULT_HAYSTACK[:1200]
+    ids = torch.tensor([byte_tokenizer()(text)["input_ids"]])
+    with torch.no_grad():
+        losses = nn.functional.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:], reduction="none")
+    found = perplexity_by_position(model, byte_tokenizer(), text, 1200, 1200)
+    expected = {"0-1024": losses[:1023].mean().exp().item(), "1024-1200": losses[1023:].mean().exp().item()}
+    assert found == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(ConfigError, match="more text"):
+        perplexity_by_position(model, byte_tokenizer(), text, 2000, 2000)
 
 
 def test_bits_per_byte_is_the_cross_entropy() -> None:

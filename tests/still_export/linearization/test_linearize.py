@@ -18,17 +18,17 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import mse_loss
 
 from still_export.errors import CheckpointError, ConfigError, DataError, TrainingError, UnsupportedModelError
-from still_export.linearization.adapter import read_adapter, save_adapter, still_parameters
+from still_export.linearization.adapter import attach_lora, read_adapter, save_adapter, still_parameters
 from still_export.linearization.folder import apply
 from still_export.linearization.linearize import linearize
 from still_export.linearization.objectives import FinetuneObjective, TransferObjective
-from still_export.linearization.recipe import read_recipe
+from still_export.linearization.recipe import Recipe, read_recipe
 from still_export.linearization.run import Linearization, cross_entropy
 from still_export.linearization.tasks import TASKS, TaskWriter, Weighing
 from still_export.linearization.texts import Batches, held_out_rows, read_corpus
 from still_export.linearization.trainer import plateau, schedule
 from still_export.mixers.config import StillConfig
-from still_export.mixers.hybrid_attention.modes import make_trainable, selection_loss
+from still_export.mixers.hybrid_attention.modes import far_attention, make_trainable, selection_loss
 from still_export.mixers.trainable import SOFTMAX, STUDENT, attention_mode
 from still_export.models import attach_untrained
 from still_export.models.checkpoint import iterate_tensors
@@ -311,6 +311,7 @@ def test_micro_batches_and_recomputation_change_nothing(loss: str, base: Path, t
         loss=loss,
         retrieval=0.5,
         selection_weight=0.1,
+        selection_target="base" if loss == "kl" else "student",
     )
     whole = linearize(recipe, tmp_path / "whole")
     cut = linearize(replace(recipe, micro_batch_size=1, gradient_checkpointing=True), tmp_path / "cut")
@@ -355,6 +356,47 @@ def test_selection_loss_makes_attended_tokens_salient() -> None:
     scores = margins(query.detach().transpose(1, 2), key.transpose(1, 2), 8)[0, 0, 1:8]
     assert int(scores.argmax()) + 1 == wanted
     assert selection_loss(query, key, torch.tensor([[31]]), config).item() < start
+
+
+def test_the_selection_can_aim_at_the_base() -> None:
+    """The base's attention is the target of every layer whatever LoRA does to the student's, and heads that select together share it."""
+    config = StillConfig(chunk_size=8, salient_per_chunk=2, select_scope="kv_group_max")
+    model = attach_untrained(plain_model("qwen3", torch.float32), config)
+    model = attach_lora(model, Recipe())
+    attentions = make_trainable(model)
+    ids, weights = random_ids(2, 64), torch.ones(2, 64)
+    parts: dict[tuple[str, str, bool], float] = {}
+    targets = {}
+    for changed in (False, True):
+        for name, parameter in model.named_parameters():
+            if changed and "lora_B" in name and ("q_proj" in name or "k_proj" in name):
+                parameter.data.normal_(generator=torch.Generator().manual_seed(1))
+        for loss, aim in (("kl", "base"), ("ce", "base"), ("kl", "student")):
+            objective = FinetuneObjective(model, attentions, loss, 1.0, selection_target=aim)
+            parts[loss, aim, changed] = float(objective(ids, weights)[1][-1])
+            if aim == "base":
+                targets[loss, changed] = torch.stack([a.selection_target for a in attentions])
+    assert torch.equal(targets["kl", False], targets["ce", True]) and targets["kl", False].any()
+    assert parts["kl", "base", True] == pytest.approx(parts["ce", "base", True], rel=1e-6)
+    assert parts["kl", "base", True] != pytest.approx(parts["kl", "student", True], rel=1e-4)
+
+    layer = attentions[0].still
+    query, key = (
+        torch.randn(1, 64, layer.num_heads, layer.head_dim),
+        torch.randn(1, 64, layer.num_kv_heads, layer.head_dim),
+    )
+    positions = torch.tensor([[40, 63]])
+    each = far_attention(query, key, positions, layer)
+    together = (
+        each.unflatten(1, (layer.num_kv_heads, -1))
+        .sum(2, keepdim=True)
+        .expand(-1, -1, layer.group_size, -1)
+        .flatten(1, 2)
+    )
+    assert each.shape == (1, layer.num_heads, 64) and layer.group_size > 1
+    own, shared = (selection_loss(query, key, positions, layer, t) for t in (each, together / layer.group_size))
+    assert own.item() == pytest.approx(shared.item(), rel=1e-5) and own.item() > 0
+    assert own.item() == pytest.approx(selection_loss(query, key, positions, layer).item())
 
 
 def test_batches_depend_on_seed_and_step_alone(text: Path) -> None:

@@ -125,6 +125,9 @@ def test_lengths_take_turns_and_rows_fill_the_batch(corpus: Corpus, tmp_path: Pa
     assert all(b.ids.numel() == b.weights.numel() == 1600 and b.ids.shape[1] in (400, 800, 1600) for b in made)
     for turn in range(10):
         assert {b.ids.shape[1] for b in made[3 * turn : 3 * turn + 3]} == {400, 800, 1600}
+    often = Batches(corpus, TaskWriter(tokenizer, corpus.train), 2, 800, 3, 0.0, Weighing(), lengths=(400, 800, 800))
+    long = [row for step in range(9) for row in often.batch(step).ids.tolist() if len(row) == 800]
+    assert len(long) == 12 and len(set(map(tuple, long))) == min(12, often.blocks(800))  # no block twice in an epoch
     texts = [tokenizer.decode(row) for b in made for row in b.ids]
     assert 0.25 < sum("<user>How" in t for t in texts) / len(texts) < 0.55
     assert torch.equal(batches.batch(7).ids, made[7].ids)
