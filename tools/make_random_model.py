@@ -28,6 +28,10 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
         model_type="llama", hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32, num_attention_heads=32,
         num_key_value_heads=8, head_dim=128, vocab_size=128_256, max_position_embeddings=131_072, rope_theta=500_000.0,
     ),
+    "qwen2.5-1.5b": dict(  # Qwen2.5-Coder-1.5B's
+        model_type="qwen2", hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
+        num_key_value_heads=2, vocab_size=151_936, max_position_embeddings=32_768, rope_theta=1_000_000.0, tie_word_embeddings=True,
+    ),
     "qwen3.5-0.8b": dict(  # the text of Qwen3.5-0.8B
         model_type="qwen3_5_text", hidden_size=1024, intermediate_size=3584, num_hidden_layers=24, num_attention_heads=8,
         num_key_value_heads=2, head_dim=256, vocab_size=248_320, max_position_embeddings=262_144, linear_num_key_heads=16,
