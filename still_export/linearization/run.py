@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from still_export.export.chat_format import chat_format
 from still_export.linearization import adapter
@@ -254,6 +255,9 @@ class LinearizationRun:
             self.validate,
         )
         self._keep("finetune", objective)
+        if isinstance(objective, FSDPModule):
+            # The model is called without the objective around it from here on: layers gather their own parameters, these nobody would.
+            objective.unshard()
         return report, objective.model.eval(), objective.attentions
 
     def attach_lora(self, model: Any) -> Any:

@@ -280,8 +280,7 @@ def test_two_processes_have_the_losses_of_one(
         "--standalone",
         "--nproc-per-node",
         "2",
-        "-m",
-        "still_export.cli.main",
+        *([str(Path(__file__).parents[1] / "fsdp_on_cpu.py")] if fsdp else ["-m", "still_export.cli.main"]),
     ]
     done = subprocess.run(
         [*launch, "linearize", "--config", str(recipe), "-o", str(tmp_path / "model")],
@@ -292,6 +291,7 @@ def test_two_processes_have_the_losses_of_one(
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("bits per byte of held-out text, teacher") == 1  # the first process speaks for all
+    assert done.stderr.count("sharded: True") == 2 * fsdp
     assert done.stderr.count("stage 2, LoRA") == 1 and "destroy_process_group" not in done.stderr
     report = json.loads((tmp_path / "model" / "linearize.json").read_text())
     for ours, theirs in zip(report["stages"], finished[1].stages, strict=True):
