@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from still_export.cli.evaluate import _measured
 from still_export.evaluation.bench import Setting
 from still_export.evaluation.chat import greedy
-from still_export.evaluation.evaluate import DEFAULT_HAYSTACK, answered, bits_per_byte, without
+from still_export.evaluation.evaluate import DEFAULT_HAYSTACK, answered, bits_per_byte, load_any, without
 from still_export.evaluation.packages import open_model
 from still_export.export.onnx_package import ExportOptions, export_onnx
 from still_export.linearization.tasks import TASKS, TaskWriter
@@ -35,6 +35,14 @@ from tests.tolerances import MODEL
 
 SMALL = Path(__file__).parents[3] / "assets" / "small"
 LENGTHS = (1024, 4096)
+
+
+def test_lengths_beyond_its_capacity_get_room() -> None:
+    rooms = {}
+    for tokens in (4096, 6000):
+        config = load_any(str(SMALL), None, "float32", tokens=tokens)["still"].config
+        rooms[tokens] = config.still.capacity(config)
+    assert rooms[4096] >= 4096 and rooms[6000] == max(6000, rooms[4096]) and rooms[6000] > rooms[4096]
 
 
 def prompts(length: int, count: int) -> list[tuple[np.ndarray, int]]:
