@@ -116,9 +116,12 @@ def proven(options: argparse.Namespace, folder: Path, dtype: str, loads: list[An
     wrong = [
         f"{r.name}: {r.wrong[0] if r.wrong else f'{r.explained} need an explanation'}" for r in found if not r.passed
     ]
-    count, tokens, thrown, near = (
-        sum(getattr(r, n) for r in found) for n in ("requests", "tokens", "preemptions", "near_ties")
+    count, tokens, thrown, near, kept = (
+        sum(getattr(r, n) for r in found) for n in ("requests", "tokens", "preemptions", "near_ties", "kept_tokens")
     )
+    if any(load.prefix_tokens for load in loads):
+        near = f"{kept} tokens of prompts not read, {near}"
+        wrong += [] if kept else ["no state of a prefix was used"]
     text = f"{count} requests, {tokens} tokens, {thrown} times preempted, {near} near ties, error {max(r.worst for r in found):.1e}"
     return f"FAILED: {'; '.join(wrong)}" if wrong else f"ok: {text} (bound {max(r.bound for r in found):.1e})"
 
@@ -141,6 +144,20 @@ def family(options: argparse.Namespace, name: str, dtype: str, ranks: str = "1")
         **still,
     )
     return proven(options, folder, dtype, [Load("pieces", 64, 4, CONTEXT, preempt_every=50, eager=True)], ranks)
+
+
+def prefixes(options: argparse.Namespace, folder: str, dtype: str, ranks: str = "1") -> str:
+    """Prompts that begin alike, states kept after every 64 tokens: with room for all; with so little that kept states and requests are
+    thrown out for want of it; and with everything thrown out now and then. A folder, or a family of random models."""
+    from still_export.proof.served import Load
+
+    place = random_model(Path(tempfile.mkdtemp()) / folder, folder) if folder in FAMILIES else Path(folder)
+    loads = [
+        Load("room for all", 512, 8, CONTEXT, prefix_tokens=64, eager=True),
+        Load("want of room", 100, 6, CONTEXT, tight=2, prefix_tokens=64, eager=True),
+        Load("thrown out", 100, 6, CONTEXT, preempt_every=25, prefix_tokens=128, eager=True),
+    ]
+    return proven(options, place, dtype, loads, ranks)
 
 
 def refusals(options: argparse.Namespace) -> str:
@@ -270,6 +287,7 @@ def status_of(ask: Callable[[], Any]) -> int:
 CHECKS: dict[str, Callable[..., str]] = {
     "verify": verify,
     "family": family,
+    "prefixes": prefixes,
     "refusals": refusals,
     "serve": serve,
 }
@@ -285,6 +303,7 @@ def wanted(options: argparse.Namespace) -> list[tuple[str, ...]]:
     # vLLM's own attention on a GPU has no float32.
     rows += [("verify", model, types[0]) for model in options.model]
     rows += [("family", name, types[0]) for name in (*FAMILIES, *VARIANTS)]
+    rows += [("prefixes", model, types[0]) for model in (str(SMALL), "llama")]
     rows += [("refusals",), ("serve",)]
     rows += [("verify", str(SMALL), kind) for kind in types[1:]]
     if torch.cuda.device_count() > 1 or options.two:

@@ -287,6 +287,9 @@ class Pages(Protocol):
     def after(self, tokens: int) -> int:
         """Pages of a request of `tokens` tokens."""
 
+    def changing(self, tokens: int) -> Sequence[int]:
+        """Columns of those pages of a request of `tokens` tokens that later tokens still write to."""
+
     def padded(self, size_bytes: int) -> Self:
         """The same in pages of an engine that made them larger."""
 

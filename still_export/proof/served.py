@@ -23,6 +23,8 @@ PIECE_TOKENS = 1024
 CONTEXT_TOKENS = 1536
 ANSWER_TOKENS = 96
 """More than a chunk, so that promotions happen between single tokens."""
+ALIKE = 3
+"""Texts with which prompts begin where prefixes are kept."""
 EDGES = 4
 """Chunks around whose ends prompts are drawn; others have any length."""
 
@@ -53,8 +55,9 @@ class Load:
         rows: Requests that run at the same time.
         context_tokens: Of a request at most.
         preempt_every: Steps after which everything that runs is thrown out, to be begun again; 0: never.
-        tight: The cache holds little more than the rows' states and one long request's softmax layers.
+        tight: The cache holds so many times what all rows begin with and one long request grows to; 0: as much as the engine takes.
         eager: Without compilation and CUDA graphs.
+        prefix_tokens: States are kept after every so many tokens, and prompts begin alike; 0: neither.
     """
 
     name: str
@@ -62,8 +65,9 @@ class Load:
     rows: int
     context_tokens: int
     preempt_every: int = 0
-    tight: bool = False
+    tight: float = 0
     eager: bool = False
+    prefix_tokens: int = 0
 
 
 def loads_of(context: int) -> list[Load]:
@@ -71,16 +75,18 @@ def loads_of(context: int) -> list[Load]:
     return [
         Load("64 tokens a step, 4 rows", 64, 4, context),
         Load("512 tokens a step, 16 rows", 512, 16, context),
-        Load("small cache, preempted every 40 steps", 100, 6, context, preempt_every=40, tight=True, eager=True),
+        Load("small cache, preempted every 40 steps", 100, 6, context, preempt_every=40, tight=1, eager=True),
     ]
 
 
 @dataclass(frozen=True)
 class Served:
-    """What came of a load: answers in the order of the requests, and how often a request was thrown out and begun again."""
+    """What came of a load: answers in the order of the requests, how often a request was thrown out and begun again, and how many tokens of
+    prompts were not read because their states were kept."""
 
     answers: list[Answer]
     preemptions: int
+    kept_tokens: int = 0
 
 
 class Engine(Protocol):
@@ -97,6 +103,7 @@ class LoadReport:
     Args:
         near_ties: Tokens other than PyTorch's likeliest, which lies ahead by no more than rounding may turn.
         explained: Requests beyond the bound in which PyTorch's own choices nearly tie; one in a hundred may be.
+        kept_tokens: Of prompts, which were not read because their states were kept.
         wrong: Requests whose tokens or log-probabilities differ without such a reason.
         worst: The largest of what is held to `bound`: the error of a log-probability, in half precision a request's median.
     """
@@ -107,6 +114,7 @@ class LoadReport:
     preemptions: int = 0
     near_ties: int = 0
     explained: int = 0
+    kept_tokens: int = 0
     wrong: list[str] = field(default_factory=list)
     worst: float = 0.0
     bound: float = 0.0
@@ -178,6 +186,9 @@ class ServedVerifier:
         """Prompts of random tokens that end around the ends of chunks, or anywhere, and come a few steps apart."""
         made: list[Request] = []
         step = 0
+        texts: Any = (
+            self.random.integers(0, self.vocabulary, (ALIKE, load.context_tokens)) if load.prefix_tokens else []
+        )
         for number in range(count):
             answer = int(self.random.integers(1, answer_tokens + 1))
             room = load.context_tokens - answer
@@ -186,13 +197,18 @@ class ServedVerifier:
             else:
                 length = int(np.exp(self.random.uniform(0, np.log(room))))
             prompt = self.random.integers(0, self.vocabulary, min(max(length, 1), room))
+            if load.prefix_tokens:
+                alike = int(self.random.integers(0, len(prompt)))
+                prompt[:alike] = texts[int(self.random.integers(0, ALIKE))][:alike]
             made.append(Request(tuple(prompt.tolist()), answer, step))
             step += int(self.random.integers(0, 6))
         return made
 
     def judge(self, load: Load, requests: Sequence[Request], served: Served) -> LoadReport:
         """Hold every answer to PyTorch."""
-        found = LoadReport(load.name, requests=len(requests), preemptions=served.preemptions)
+        found = LoadReport(
+            load.name, requests=len(requests), preemptions=served.preemptions, kept_tokens=served.kept_tokens
+        )
         expected, own = self._along(requests, served.answers)
         bound, tie = self._bounds(expected, own)
         found.bound = bound

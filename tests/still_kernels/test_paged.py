@@ -100,6 +100,61 @@ def test_requests_that_share_pages_equal_each_alone(overflow: str, capacity: int
     assert step == 39 and seen and most > 3 * pages.after(1)
 
 
+@pytest.mark.parametrize("overflow, capacity", [("error", 160), ("fold_min_score", 32)])
+def test_a_kept_prefix_is_gone_on_from_again_and_again(overflow: str, capacity: int) -> None:
+    """Copies of the pages that change, the others shared: whoever goes on from them gets what it gets alone, and nobody changes them."""
+    torch.manual_seed(0)
+    config = HybridAttentionConfig(**SIZES, capacity_tokens=capacity, overflow=overflow)
+    weights = [torch.randn(4, 8, 8) * 8**-0.5 for _ in "qk"]
+    pages = some_pages(config)
+    for tokens in (1, 15, 16, 64, 71, 96):
+        memory, free = memory_of(pages, 5 * pages.columns + 1), list(range(1, 5 * pages.columns + 1))
+        prefix = random_inputs(config, tokens)
+
+        def run(
+            table: list[int], given: dict[str, torch.Tensor], seen: int, memory: torch.Tensor = memory
+        ) -> torch.Tensor:
+            count = len(given["query"])
+            packing = Packing(torch.tensor([0, count]).int(), torch.tensor([table]).int(), max(count, 16), pages)
+            output = torch.empty_like(given["query"])
+            length = torch.tensor([seen], dtype=torch.int32)
+            hybrid_attention_paged(
+                Inputs(**given, feature_q_weight=weights[0], feature_k_weight=weights[1]),
+                config,
+                memory,
+                length,
+                packing,
+                output,
+            )
+            return output
+
+        def table_of(first: list[int], free: list[int] = free) -> list[int]:
+            return [*first, *(free.pop() for _ in range(pages.columns - len(first)))]
+
+        own = table_of([])
+        run(own, prefix, 0)
+        kept = own[: pages.after(tokens)]
+        for column in pages.changing(tokens):
+            kept[column] = free.pop()
+            memory[kept[column]] = memory[own[column]]
+        before = memory[kept].clone()
+        for other in range(3):
+            table = own
+            if other:
+                table = table_of(kept)
+                for column in pages.changing(tokens):
+                    table[column] = free.pop()
+                    memory[table[column]] = memory[kept[column]]
+            more = random_inputs(config, 50)
+            found = run(table, more, tokens)
+            fresh = memory_of(pages, pages.columns)
+            run(list(range(pages.columns)), prefix, 0, fresh)
+            torch.testing.assert_close(found, run(list(range(pages.columns)), more, tokens, fresh))
+            assert torch.equal(memory[kept].view(torch.int32), before.view(torch.int32))
+    if overflow == "error":
+        assert len(pages.changing(96)) < pages.after(96)
+
+
 def test_more_tokens_than_the_capacity_are_an_error() -> None:
     config = HybridAttentionConfig(**SIZES, capacity_tokens=24)
     tokens, pages = random_inputs(config, 25), some_pages(config)

@@ -81,6 +81,15 @@ class Pages:
         """Pages of a request of `tokens` tokens."""
         return self.count(min(self.slots, self.config.slots_for(tokens)))
 
+    def changing(self, tokens: int) -> tuple[int, ...]:
+        """Columns of those pages of a request of `tokens` tokens that later tokens still write to."""
+        closed = 0
+        if self.config.overflow == "error":  # else rows give place to others
+            # Rows of chunks that are still in the window count as filled already.
+            settled = max(0, tokens - 2 * self.config.chunk_size)
+            closed = 2 * (min(self.slots, self.config.slots_for(settled)) // self.rows)
+        return (*range(self.first), *range(self.first + closed, self.after(tokens)))
+
     @property
     def columns(self) -> int:
         """Of a request's table."""

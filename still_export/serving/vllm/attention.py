@@ -163,7 +163,12 @@ class PagedMixer(nn.Module, MambaBase):  # type: ignore[misc]  # vLLM has no typ
         return (torch.int8,)
 
     def get_kv_cache_spec(self, vllm_config: Any) -> StatesSpec:
-        return StatesSpec.of(super().get_kv_cache_spec(vllm_config), self.pages)
+        cache, spec = vllm_config.cache_config, super().get_kv_cache_spec(vllm_config)
+        if not cache.enable_prefix_caching:
+            return StatesSpec.of(spec, self.pages)
+        # Prefixes end where blocks of full attention do; in another mode vLLM would hash as many tokens at once as both have in common.
+        every = -(-spec.block_size // cache.block_size) * cache.block_size
+        return StatesSpec.of(spec, self.pages, block_size=every, mamba_cache_mode="align")
 
     @property
     def mamba_type(self) -> MambaAttentionBackendEnum:

@@ -50,11 +50,14 @@ class ServedConfig:
                 "--speculative-config."
             )
         cache = vllm_config.cache_config
-        if cache.enable_prefix_caching:
+        if cache.enable_prefix_caching and cache.mamba_block_size is not None:
+            cache.block_size = cache.mamba_block_size  # where there is full attention, vLLM chooses anew
+            vllm_config.scheduler_config.scheduler_cls = f"{__package__}.scheduler.prefix_scheduler"
+        elif cache.enable_prefix_caching:
             # vLLM's default for models with states; whether somebody asked for it cannot be seen here.
             _log().warning(
-                "prefix caching is switched off: it is not there yet for the states of STILL models. Answers are the same without it; "
-                "--no-enable-prefix-caching leaves out this line."
+                "prefix caching is switched off: kept states take much memory. --mamba-block-size 2048, beside --enable-prefix-caching, "
+                "keeps those after every 2,048 tokens; --no-enable-prefix-caching leaves out this line."
             )
             cache.enable_prefix_caching = False
         if cache.mamba_block_size is None:

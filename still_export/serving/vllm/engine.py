@@ -73,7 +73,9 @@ class VllmEngine:
                 raise UnsupportedError(f"vLLM did not serve {self.folder} ({load.name}): {_last_words(done.stdout)}")
             found = json.loads(answered.read_text())
         return Served(
-            [Answer(tuple(a["tokens"]), tuple(a["logprobs"])) for a in found["answers"]], found["preemptions"]
+            [Answer(tuple(a["tokens"]), tuple(a["logprobs"])) for a in found["answers"]],
+            found["preemptions"],
+            found["kept_tokens"],
         )
 
 
@@ -89,8 +91,7 @@ def main(asked: str, answered: str) -> None:
     job = json.loads(Path(asked).read_text())
     load, requests = job["load"], job["requests"]
     llm = open_engine(job["settings"], load)
-    answers, preemptions = press(llm.llm_engine, requests, load["preempt_every"])
-    Path(answered).write_text(json.dumps({"answers": answers, "preemptions": preemptions}))
+    Path(answered).write_text(json.dumps(press(llm.llm_engine, requests, load["preempt_every"])))
 
 
 def open_engine(settings: dict[str, Any], load: dict[str, Any]) -> Any:
@@ -99,6 +100,8 @@ def open_engine(settings: dict[str, Any], load: dict[str, Any]) -> Any:
     from vllm.platforms import current_platform
 
     more: dict[str, Any] = {"gpu_memory_utilization": CPU_MEMORY} if current_platform.is_cpu() else {}
+    if load["prefix_tokens"]:
+        more["mamba_block_size"] = load["prefix_tokens"]
     if load["tight"]:
         more["num_gpu_blocks_override"] = tight_blocks(settings, load)
     return LLM(
@@ -107,14 +110,14 @@ def open_engine(settings: dict[str, Any], load: dict[str, Any]) -> Any:
         max_num_seqs=load["rows"],
         max_num_batched_tokens=load["budget_tokens"],
         enforce_eager=load["eager"],
-        enable_prefix_caching=False,
+        enable_prefix_caching=bool(load["prefix_tokens"]),
         skip_tokenizer_init=True,
         disable_log_stats=True,
     )
 
 
 def tight_blocks(settings: dict[str, Any], load: dict[str, Any]) -> int:
-    """Blocks that hold what all rows have from their first token on, and one row that grows to the end of the context."""
+    """Blocks that hold what all rows have from their first token on, and one row that grows to the end of the context, so many times."""
     import torch
     from transformers import AutoConfig
 
@@ -133,17 +136,17 @@ def tight_blocks(settings: dict[str, Any], load: dict[str, Any]) -> int:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         held = tokens * 2 * config.num_key_value_heads * head_dim * dtype.itemsize
         blocks += -(-softmax // size) * (1 + -(-held // pages.size_bytes))
-    return blocks
+    return int(load["tight"] * blocks)
 
 
-def press(engine: Any, requests: list[dict[str, Any]], preempt_every: int) -> tuple[list[dict[str, Any]], int]:
-    """Feed requests as they come; their answers in order, and how many times one was thrown out."""
+def press(engine: Any, requests: list[dict[str, Any]], preempt_every: int) -> dict[str, Any]:
+    """Feed requests as they come; their answers in order, how many times one was thrown out, and the tokens whose states were kept."""
     from vllm import SamplingParams
 
     waiting = sorted(range(len(requests)), key=lambda i: requests[i]["arrives"])
     answers: dict[int, dict[str, Any]] = {}
     thrown: dict[str, int] = {}
-    step = 0
+    step = kept = 0
     while len(answers) < len(requests):
         while waiting and requests[waiting[0]]["arrives"] <= step:
             number = waiting.pop(0)
@@ -155,6 +158,7 @@ def press(engine: Any, requests: list[dict[str, Any]], preempt_every: int) -> tu
             engine.reset_prefix_cache(reset_running_requests=True)
         for output in engine.step():
             if output.finished:
+                kept += output.num_cached_tokens or 0
                 (found,) = output.outputs
                 tokens = list(found.token_ids)
                 chosen = [entry[token].logprob for entry, token in zip(found.logprobs, tokens, strict=True)]
@@ -162,7 +166,8 @@ def press(engine: Any, requests: list[dict[str, Any]], preempt_every: int) -> tu
         for name, request in engine.engine_core.engine_core.scheduler.requests.items():
             thrown[name] = request.num_preemptions
         step += 1
-    return [answers[i] for i in range(len(requests))], sum(thrown.values())
+    in_order = [answers[i] for i in range(len(requests))]
+    return {"answers": in_order, "preemptions": sum(thrown.values()), "kept_tokens": kept}
 
 
 if __name__ == "__main__":

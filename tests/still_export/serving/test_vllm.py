@@ -22,6 +22,7 @@ from still_export.proof.served import Answer, Load, Request, Served, ServedVerif
 from still_export.serving.vllm.config import PAGES_SHARE, ServedConfig, bound_requests, check_device, context_length
 from still_export.serving.vllm.pages import common_pages, paged_layers
 from still_export.serving.vllm.parts import LEAST_TOKENS, ROOM_TOKENS, ranges_of, rounded_up
+from still_export.serving.vllm.prefixes import Prefixes
 from still_kernels.hybrid_attention import HybridAttentionConfig
 from tests.still_export.linear_models import linear_config
 from tests.still_export.tiny import CHUNK, MIXED, still_model
@@ -250,6 +251,41 @@ def test_a_requests_tokens_follow_the_engines_own_way(model: Any) -> None:
     other = verifier.reference.logprobs([1, 2, 3], [6, 7])
     assert np.allclose(first[0], other[0]) and not np.allclose(first[1], other[1])
     assert np.allclose(np.exp(first).sum(-1), 1)
+
+
+def test_prompts_begin_alike_where_prefixes_are_kept(model: Any) -> None:
+    verifier = ServedVerifier(describe_model(model), model, None, TorchEngine(model))
+    made = verifier.requests(replace(LOAD, prefix_tokens=8), 40, 6)
+    alike = [
+        a.prompt[:8] == b.prompt[:8] for a in made for b in made if len(a.prompt) >= 8 < len(b.prompt) and a is not b
+    ]
+    assert 0.03 < sum(alike) / len(alike) < 0.7
+    assert len({r.prompt for r in made if len(r.prompt) > 2}) == sum(len(r.prompt) > 2 for r in made)
+
+
+def test_a_prefix_is_lost_with_the_first_of_its_blocks() -> None:
+    """vLLM takes a block's key away when it gives it to somebody; a new key is no old one."""
+    pool, other = Pool(), Pool()
+    blocks = [SimpleNamespace(block_hash=Prefixes.new_key()) for _ in range(6)]
+    assert len({block.block_hash for block in blocks}) == 6
+    prefixes = Prefixes.of(pool)
+    prefixes.keep("a", 0, blocks[:3])
+    prefixes.keep("b", 0, [blocks[2], *blocks[3:5]])
+    prefixes.keep("a", 1, blocks[5:])
+    assert Prefixes.of(pool) is prefixes and Prefixes.of(other).find("a", 0) == []
+    assert prefixes.find("a", 0) == blocks[:3] and prefixes.find("a", 1) == blocks[5:] and prefixes.find("c", 0) == []
+    blocks[3].block_hash = None
+    assert prefixes.find("b", 0) == [] and prefixes.find("a", 0) == blocks[:3]
+    blocks[2].block_hash = blocks[3].block_hash = Prefixes.new_key()
+    assert prefixes.find("a", 0) == prefixes.find("b", 0) == [] and prefixes.find("a", 1) == blocks[5:]
+    prefixes.sweep_at = 1
+    blocks[5].block_hash = None
+    prefixes.keep("d", 0, blocks[:2])
+    assert list(prefixes.kept) == [("d", 0)]
+
+
+class Pool:
+    """Of blocks."""
 
 
 def test_flags_of_one_proof_are_refused_in_the_other() -> None:

@@ -1,0 +1,41 @@
+"""vLLM's schedulers, whose steps end where states of prefixes may be kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+
+class _AtEnds:
+    """Prompts are read in pieces that end there too."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.need_mamba_block_aligned_split = True
+
+    def _mamba_block_aligned_split(
+        self,
+        request: Any,
+        num_new_tokens: int,
+        num_new_local_computed_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+    ) -> int:
+        begin = request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
+        every = int(self.block_size)  # type: ignore[attr-defined]
+        return min(num_new_tokens, every - begin % every)
+
+
+class PrefixScheduler(_AtEnds, Scheduler):  # type: ignore[misc]  # vLLM has no types here
+    """Of one step after the other."""
+
+
+class AsyncPrefixScheduler(_AtEnds, AsyncScheduler):  # type: ignore[misc]
+    """Of steps that are planned while the one before runs."""
+
+
+def prefix_scheduler(vllm_config: Any, **named: Any) -> Scheduler:
+    """The one that vLLM would take; which, it decides after it has asked for the class."""
+    chosen = AsyncPrefixScheduler if vllm_config.scheduler_config.async_scheduling else PrefixScheduler
+    return chosen(vllm_config=vllm_config, **named)
