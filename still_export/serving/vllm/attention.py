@@ -166,8 +166,10 @@ class PagedMixer(nn.Module, MambaBase):  # type: ignore[misc]  # vLLM has no typ
         cache, spec = vllm_config.cache_config, super().get_kv_cache_spec(vllm_config)
         if not cache.enable_prefix_caching:
             return StatesSpec.of(spec, self.pages)
-        # Prefixes end where blocks of full attention do; in another mode vLLM would hash as many tokens at once as both have in common.
-        every = -(-spec.block_size // cache.block_size) * cache.block_size
+        # Prefixes end where blocks of full attention do. The scheduler is to hash them as in mode "align"; the runner, which reads another
+        # place, here and in its own process, must not copy states as if each lay in one block.
+        cache.mamba_cache_mode = "none"
+        every = -(-vllm_config.model_config.hf_config.prefix_tokens // cache.block_size) * cache.block_size
         return StatesSpec.of(spec, self.pages, block_size=every, mamba_cache_mode="align")
 
     @property

@@ -51,7 +51,7 @@ class ServedConfig:
             )
         cache = vllm_config.cache_config
         if cache.enable_prefix_caching and cache.mamba_block_size is not None:
-            cache.block_size = cache.mamba_block_size  # where there is full attention, vLLM chooses anew
+            vllm_config.model_config.hf_config.prefix_tokens = cache.mamba_block_size  # where vLLM does not choose anew
             vllm_config.scheduler_config.scheduler_cls = f"{__package__}.scheduler.prefix_scheduler"
         elif cache.enable_prefix_caching:
             # vLLM's default for models with states; whether somebody asked for it cannot be seen here.
