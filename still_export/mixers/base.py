@@ -296,17 +296,63 @@ class Pages(Protocol):
     def __hash__(self) -> int: ...
 
 
+@dataclass(frozen=True)
+class PagedProjection:
+    """A linear layer of the hidden states beside those of queries, keys and values, for an engine that has parallel ones.
+
+    size: Channels per query head.
+    bias: It has one.
+    low_rank: Channels between two layers, `<name>.0` without a bias and `<name>.1`; 0: it is one layer.
+    """
+
+    size: int
+    bias: bool
+    low_rank: int = 0
+
+
+Turn = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Queries and keys [.., heads, D] to what they are after RoPE, in the type that they have."""
+
+
 class PagedLayer(Protocol):
     """One rank's heads of a layer, over packed tokens of many requests whose states lie in the pages of an engine.
 
-    The engine projects tokens to queries, keys and values, and to a gate where the layer has one.
+    The engine projects tokens to queries, keys and values, and to what `projections` says. `inputs` and `result` go around the states
+    and are compiled with the rest of the model.
     """
 
-    gate_bias: bool | None
-    """Whether the gate's projection has a bias; None: there is no gate."""
+    projections: Mapping[str, PagedProjection]
+    """By the names of their parameters."""
 
     head_weights: Mapping[str, tuple[int, ...]]
     """Shapes of further parameters, of all ranks; the first dimension is query heads, or 1 where heads share them."""
+
+    names: tuple[str, ...]
+    """Of the tensors that `inputs` makes."""
+
+    window: int = 0
+    """Tokens, its own among them, that a softmax attention of the engine's own looks at beside; 0: there is none."""
+
+    def inputs(
+        self,
+        heads: tuple[Tensor, Tensor, Tensor],
+        projected: Mapping[str, Tensor],
+        weights: Mapping[str, Tensor],
+        turn: Turn,
+    ) -> dict[str, Tensor]:
+        """What `attend` takes, each [tokens, ...].
+
+        Args:
+            heads: Query [tokens, H, D], key and value [tokens, HK, D], after norms and before RoPE.
+            projected: By the names of `projections`, [tokens, H * size].
+            weights: This rank's `head_weights`.
+        """
+
+    def result(
+        self, output: Tensor, window: Tensor | None, projected: Mapping[str, Tensor], weights: Mapping[str, Tensor]
+    ) -> Tensor:
+        """What goes to the layer's last projection, [tokens, H, D], of the `output` of `attend` and of the engine's own attention."""
+        return output
 
     def refusals(self, dtype: torch.dtype) -> list[str]:
         """Why no kernel covers the layer on CUDA, one line per property with what is covered; empty if one does."""
@@ -321,7 +367,7 @@ class PagedLayer(Protocol):
 
     def attend(
         self,
-        heads: Mapping[str, Tensor | None],
+        heads: Mapping[str, Tensor],
         weights: Mapping[str, Tensor],
         memory: Tensor,
         length: Tensor,
@@ -331,13 +377,27 @@ class PagedLayer(Protocol):
         """Attend and update the states in place; a row of length 0 starts empty, whatever its pages hold.
 
         Args:
-            heads: query [tokens, H, D] and key [tokens, HK, D] after norm and RoPE, value, gate after its sigmoid or None.
+            heads: What `inputs` made.
             weights: This rank's `head_weights`.
             memory: int8 [pages, bytes], the engine's.
             length: Tokens that each of the packed rows has seen, [B].
             packing: With the pages of each row and how states lie there.
             output: [tokens, H, D], written where the rows have tokens.
         """
+
+
+def heads_of_rank(heads: int, kv_heads: int, ranks: int) -> tuple[int, int]:
+    """Query heads and key/value heads of each of `ranks`; with more ranks than key/value heads several have the same of these.
+
+    Raises:
+        UnsupportedModelError: They cannot be shared so.
+    """
+    if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
+        raise UnsupportedModelError(
+            f"{ranks} ranks cannot share num_attention_heads={heads} and num_key_value_heads={kv_heads} evenly. "
+            "Choose another --tensor-parallel-size."
+        )
+    return heads // ranks, max(1, kv_heads // ranks)
 
 
 class Mixer(Protocol):

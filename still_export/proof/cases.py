@@ -17,17 +17,23 @@ RARE = 0.99
 """The part of PyTorch's own rounding errors that is called usual; the error at its end is what an engine is held to."""
 
 
+ROUNDINGS = 64
+"""Half units of float32's last place by which a sum may differ: as many as a chunk has terms. Half precision's own unit is 8,192 of them."""
+
+
 class Noise(NamedTuple):
     """Errors of PyTorch's half precision run on one output, where either run's number is not zero.
 
     `usual` is the bound that all but a hundredth of them keep (RARE), `mean` and `largest` are over all, `part` is the largest
-    median of a part (`part_medians`).
+    median of a part (`part_medians`). `sums` is what sums in float32 of the largest number may differ by in another order (ROUNDINGS):
+    where half precision changes nothing, as in a sum of constants, the others are 0.
     """
 
     usual: float
     mean: float
     largest: float
     part: float = 0.0
+    sums: float = 0.0
 
 
 @dataclass
@@ -106,7 +112,9 @@ def noise_of(pairs: list[tuple[np.ndarray, np.ndarray]]) -> Noise:
         return Noise(0.0, 0.0, 0.0)
     usual = float(np.quantile(errors, RARE, method="higher"))
     worst = max(max(part_medians(*pair), default=0.0) for pair in pairs)
-    return Noise(usual, float(errors.mean()), float(errors.max()), worst)
+    sizes = np.concatenate([np.abs(expected[np.isfinite(expected)], dtype=np.float64) for expected, _ in pairs])
+    sums = ROUNDINGS * float(np.finfo(np.float32).eps) / 2 * float(sizes.max(initial=0.0))
+    return Noise(usual, float(errors.mean()), float(errors.max()), worst, sums)
 
 
 def part_medians(expected: np.ndarray, actual: np.ndarray) -> list[float]:

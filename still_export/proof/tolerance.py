@@ -44,14 +44,15 @@ def half_tolerance(cases: list[Case], excuses: Excuses) -> Tolerance:
     The runtime must keep an output's bound in the median of each part: each row's logits, each head of each row of a state. The bound is
     the error that 99% of PyTorch's numbers keep, in the case where they are worst, so errors may be spread some four times as wide as
     PyTorch's: kernels that sum in half precision need two to three. A row's logits err together, by one factor of its last norm, so a
-    row in a hundred of PyTorch's own would not keep that: the bound is at least SPREAD times the median of PyTorch's worst part.
+    row in a hundred of PyTorch's own would not keep that: the bound is at least SPREAD times the median of PyTorch's worst part. Nor is
+    it less than what float32 rounds off in sums, which half precision's own error exceeds wherever there is one.
     Two scores tie where they lie no further apart than that run's largest errors can move them.
     """
     bounds: dict[str, float] = {"": 0.0}
     tie = 0.0
     for case in cases:
         for name, noise in case.noise.items():
-            bounds[name] = max(bounds.get(name, 0.0), _rounded_up(max(noise.usual, SPREAD * noise.part)))
+            bounds[name] = max(bounds.get(name, 0.0), _rounded_up(max(noise.usual, SPREAD * noise.part, noise.sums)))
             if excuses.is_score(name):
                 tie = max(tie, 2 * noise.largest)
     return Tolerance(bounds, 0.0, "median", tie)

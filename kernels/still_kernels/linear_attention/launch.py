@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -11,11 +12,13 @@ from torch import Tensor
 from still_graphs.errors import ShapeError, UnsupportedError
 from still_kernels import launcher
 from still_kernels.linear_attention.inputs import Inputs
+from still_kernels.linear_attention.pages import Pages
 from still_kernels.linear_attention.triton_decode import decode_kernel
 from still_kernels.linear_attention.triton_output import output_kernel
 from still_kernels.linear_attention.triton_prepare import prepare_kernel
 from still_kernels.linear_attention.triton_scan import scan_kernel
-from still_kernels.linear_attention.variants import KERNELS, build
+from still_kernels.linear_attention.variants import KERNELS, Variant, build
+from still_kernels.op_kernels import Build
 from still_kernels.packing import Packing, size_of_call
 from still_kernels.plan import Call
 from still_kernels.tile import TileTable
@@ -31,6 +34,7 @@ def _prepare(
     rule: str,
     scale: float,
     packed: tuple[int, int] | None,
+    page: int = 0,
 ) -> launcher.Prepared:
     """The launches of a kind of call.
 
@@ -38,6 +42,7 @@ def _prepare(
         table: Block sizes; None: those of the architecture.
         sizes: By symbol of the OpSpec; E and W where there are decay and beta.
         packed: Tokens of all rows and rows of the state, where rows are packed.
+        page: As the kernels have it, `triton_common.state_of_head`.
     """
     known = dict(sizes)
     seen = Call(
@@ -50,7 +55,16 @@ def _prepare(
         rows=None if packed is None else packed[1],
     )
     own = arch if table is None else None
-    return launcher.prepare_call(KERNELS, seen, partial(build, arch=arch, table=table), own)
+
+    if not page:
+        return launcher.prepare_call(KERNELS, seen, partial(build, arch=arch, table=table), own)
+
+    def in_pages(variant: Variant) -> Build:
+        built = build(variant, arch, table)
+        return replace(built, constants={**built.constants, "PAGE": page})
+
+    made = launcher.prepare_call(KERNELS, seen, in_pages, own)
+    return replace(made, variant=None if own is None else launcher.variant_of(made.variant, page))
 
 
 @lru_cache(1024)
@@ -60,14 +74,21 @@ def _prepared(device: torch.device, *call: Any) -> launcher.Prepared:
 
 
 def launch_linear_attention(
-    inputs: Inputs, state: Tensor, output: Tensor, packing: Packing | None = None, table: TileTable | None = None
+    inputs: Inputs,
+    state: Tensor,
+    output: Tensor,
+    packing: Packing | None = None,
+    table: TileTable | None = None,
+    past_length: Tensor | None = None,
 ) -> None:
     """Run the kernels on `state` [B or rows, H, D, V], in place.
 
     Args:
         inputs: Contiguous; without a packing `new_tokens` are given. Packed tokens are [tokens, ...].
         output: [B, T, H, G, V] or [tokens, H, G, V], dtype of query.
+        state: With pages in the packing their `view`.
         table: Block sizes; by default those of the device. With others Triton looks for the compiled kernels at each launch.
+        past_length: With pages: tokens that each of the call's rows has seen, [B].
 
     Raises:
         UnsupportedError: No kernel covers the call; the message lists what is covered.
@@ -78,7 +99,11 @@ def launch_linear_attention(
     sizes |= {"HK": inputs.key.shape[-2], "H": inputs.value.shape[-2], "V": inputs.value.shape[-1]}
     sizes |= {} if inputs.decay is None else {"E": inputs.decay.shape[-1]}
     sizes |= {} if inputs.beta is None else {"W": inputs.beta.shape[-1]}
-    call = (tuple(sizes.items()), query.dtype, inputs.update_rule, inputs.scale, packed)
+    page = 0
+    if packing is not None and packing.pages is not None:
+        assert isinstance(packing.pages, Pages) and past_length is not None
+        page = packing.pages.size_bytes // 4
+    call = (tuple(sizes.items()), query.dtype, inputs.update_rule, inputs.scale, packed, page)
     if table is None:
         prepared = _prepared(query.device, *call)
     else:
@@ -87,6 +112,7 @@ def launch_linear_attention(
         **{name: x for name, x in vars(inputs).items() if x is None or isinstance(x, Tensor)},
         "recurrent_state": state,
         "output": output,
+        "past_length": past_length,
         **({} if packing is None else packing.tensors()),
     }
     launcher.Launcher().run(prepared, tensors, query)

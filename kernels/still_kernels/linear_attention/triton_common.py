@@ -14,6 +14,24 @@ FIXED = tl.constexpr(2.0**40)
 
 
 @triton.jit
+def state_of_head(
+    p_state, p_past_length, i_batch, row, i_head, H, first, mask, D: tl.constexpr, V: tl.constexpr, PAGE: tl.constexpr
+):  # fmt: skip
+    """(Pointer of a head's state, `mask` of what the row's earlier tokens left there); `first`: tokens of this call that lie before.
+
+    PAGE: Floats from one row's states to the next where they lie in an engine's pages, which nobody clears: a row that has seen
+    nothing then starts empty. 0: H * D * V, and every state is what its row left.
+    """
+    if PAGE:
+        seen = tl.load(p_past_length + i_batch).to(tl.int64) + first
+        p_state += row * PAGE + i_head * (D * V)
+        mask = mask & (seen > 0)
+    else:
+        p_state += (row * H + i_head) * (D * V)
+    return p_state, mask
+
+
+@triton.jit
 def load_rows(p_rows, begin, count, stride, o_inner, o_dim, D: tl.constexpr):
     """Rows [tokens, DP] from token `begin` on that lie `stride` elements apart; 0 from token `count` on."""
     mask = (o_inner < count - begin)[:, None] & (o_dim < D)[None, :]

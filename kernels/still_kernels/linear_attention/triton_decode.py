@@ -6,11 +6,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from still_kernels.linear_attention.triton_common import LEAST
-from still_kernels.triton_shared import rounded, row_of
+from still_kernels.linear_attention.triton_common import LEAST, state_of_head
+from still_kernels.triton_shared import ROWS, rounded, row_of
 
 
-@triton.jit(do_not_specialize=["T", "H", "HQ", "HK", "W"])
+@triton.jit(do_not_specialize=["T", "H", "HQ", "HK", "W"], do_not_specialize_on_alignment=ROWS)
 def decode_kernel(
     p_query,
     p_key,
@@ -21,6 +21,7 @@ def decode_kernel(
     p_new_tokens,
     p_query_start,
     p_state_row,
+    p_past_length,
     p_output,
     T,
     H,
@@ -36,6 +37,7 @@ def decode_kernel(
     DELTA: tl.constexpr,
     DECAY: tl.constexpr,
     RAGGED: tl.constexpr,
+    PAGE: tl.constexpr,
     SETTLE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -56,9 +58,12 @@ def decode_kernel(
     p_value += (start * H + i_head) * V
     p_output += (start * H + i_head) * G * V
     if count > 0:
-        p_state = p_recurrent_state + (row * H + i_head) * (D * V) + o_dim[:, None] * V + o_column[None, :]
         m_state = m_dim[:, None] & m_column[None, :]
-        b_state = tl.load(p_state, mask=m_state, other=0.0)
+        p_state, m_known = state_of_head(
+            p_recurrent_state, p_past_length, i_batch, row, i_head, H, 0, m_state, D, V, PAGE
+        )
+        p_state = p_state + o_dim[:, None] * V + o_column[None, :]
+        b_state = tl.load(p_state, mask=m_known, other=0.0)
         for t in range(0, count):
             token = start * 0 + t
             b_key = tl.load(p_key + token * HK * D + o_dim, mask=m_dim, other=0.0).to(tl.float32)

@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 
 from still_kernels.linear_attention.triton_common import decay_between, load_rows, log_decay_of_heads, sums_of_decay
-from still_kernels.triton_shared import row_of
+from still_kernels.triton_shared import ROWS, row_of
 
 
-@triton.jit(do_not_specialize=["T", "H", "HQ", "HK", "first", "n_chunks"])
+@triton.jit(do_not_specialize=["T", "H", "HQ", "HK", "first", "n_chunks"], do_not_specialize_on_alignment=ROWS)
 def output_kernel(
     p_query,
     p_key,

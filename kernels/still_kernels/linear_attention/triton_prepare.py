@@ -22,7 +22,7 @@ from still_kernels.linear_attention.triton_common import (
     product_of_halves,
     sums_of_decay,
 )
-from still_kernels.triton_shared import rounded, row_of
+from still_kernels.triton_shared import ROWS, rounded, row_of
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def inverse_of_unit(b_a, C: tl.constexpr, LEVELS: tl.constexpr, WIDE: tl.constex
     return b_x
 
 
-@triton.jit(do_not_specialize=["T", "H", "HQ", "HK", "W", "first", "n_chunks"])
+@triton.jit(do_not_specialize=["T", "H", "HQ", "HK", "W", "first", "n_chunks"], do_not_specialize_on_alignment=ROWS)
 def prepare_kernel(
     p_query,
     p_key,

@@ -15,14 +15,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from still_kernels.linear_attention.triton_common import EXACT, halves, load_rows, product_of_halves
-from still_kernels.triton_shared import row_of
+from still_kernels.linear_attention.triton_common import EXACT, halves, load_rows, product_of_halves, state_of_head
+from still_kernels.triton_shared import ROWS, row_of
 
 LEAST_UNIT = tl.constexpr(1e-30)
 """What a column of the state is divided by at least, for its inverse to be finite."""
 
 
-@triton.jit(do_not_specialize=["T", "H", "HK", "first", "n_chunks"])
+@triton.jit(do_not_specialize=["T", "H", "HK", "first", "n_chunks"], do_not_specialize_on_alignment=ROWS)
 def scan_kernel(
     p_key,
     p_value,
@@ -30,6 +30,7 @@ def scan_kernel(
     p_new_tokens,
     p_query_start,
     p_state_row,
+    p_past_length,
     p_inverse,
     p_left,
     p_rest,
@@ -52,6 +53,7 @@ def scan_kernel(
     DELTA: tl.constexpr,
     DECAY: tl.constexpr,
     RAGGED: tl.constexpr,
+    PAGE: tl.constexpr,
     NARROW: tl.constexpr,
     WIDE: tl.constexpr,
     DOT: tl.constexpr,
@@ -84,8 +86,11 @@ def scan_kernel(
     i_first = i_batch.to(tl.int64) * n_chunks * H + i_head
     p_key += (start * HK + i_head // (H // HK)) * D
     p_value += (start * H + i_head) * V
-    p_state = p_recurrent_state + (row * H + i_head) * (D * V) + o_dim[None, :] * V + o_column[:, None]
-    b_state = tl.load(p_state, mask=m_state, other=0.0)
+    p_state, m_known = state_of_head(
+        p_recurrent_state, p_past_length, i_batch, row, i_head, H, first, m_state, D, V, PAGE
+    )
+    p_state = p_state + o_dim[None, :] * V + o_column[:, None]
+    b_state = tl.load(p_state, mask=m_known, other=0.0)
     # A product with it transposes in the tensor cores; a trip through shared memory has eight barriers.
     b_one = tl.where(o_inner[:, None] == o_inner[None, :], 1.0, 0.0).to(KIND)
     # What is multiplied and not given to a product nothing loads ahead, and a chunk would wait for it: it comes a chunk early.

@@ -78,6 +78,7 @@ def constants_of(variant: Variant) -> dict[str, Any]:
         "DELTA": int(variant.update_rule in DELTA),
         "DECAY": variant.decay,
         "RAGGED": variant.packed,
+        "PAGE": 0,
         "NARROW": int(variant.dtype == "float16"),
         "SETTLE": int(not interpreted),
         "WIDE": int(wide),

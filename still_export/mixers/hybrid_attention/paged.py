@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from still_export.errors import UnsupportedModelError
-from still_export.mixers.base import PagedLayer
+from still_export.mixers.base import PagedLayer, PagedProjection, Turn, heads_of_rank
 from still_graphs.ops.hybrid_attention import SLOTS
 from still_graphs.states import rows_after
 from still_kernels.hybrid_attention import HybridAttentionConfig, Inputs
@@ -36,7 +36,9 @@ class PagedHybridAttention(PagedLayer):
         self, config: HybridAttentionConfig, gate_bias: bool, shared_feature_map: bool, ranks: int, rank: int
     ) -> None:
         self.config = part_of(config, ranks, rank)
-        self.gate_bias = gate_bias if config.gate == "channel" else None
+        gated = config.gate == "channel"
+        self.projections = {"g_proj": PagedProjection(config.head_dim, gate_bias)} if gated else {}
+        self.names = ("query", "key", "value", *(["gate"] if gated else []))
         shape = (1 if shared_feature_map else config.num_heads, config.projection_dim, config.head_dim)
         self.head_weights = {"feature_q_weight": shape, "feature_k_weight": shape}
 
@@ -47,37 +49,45 @@ class PagedHybridAttention(PagedLayer):
         rule = SLOTS.resolve(self.config.attributes())
         return Pages.of(self.config, rows_after(rule, tokens, capacity_tokens), dtype)
 
+    def inputs(
+        self,
+        heads: tuple[Tensor, Tensor, Tensor],
+        projected: Mapping[str, Tensor],
+        weights: Mapping[str, Tensor],
+        turn: Turn,
+    ) -> dict[str, Tensor]:
+        query, key = turn(*heads[:2])
+        given = {"query": query, "key": key, "value": heads[2]}
+        if "g_proj" in projected:
+            given["gate"] = torch.sigmoid(projected["g_proj"]).view(query.shape)
+        return given
+
     def attend(
         self,
-        heads: Mapping[str, Tensor | None],
+        heads: Mapping[str, Tensor],
         weights: Mapping[str, Tensor],
         memory: Tensor,
         length: Tensor,
         packing: Packing,
         output: Tensor,
     ) -> None:
-        inputs = Inputs(**heads, **weights)  # type: ignore[arg-type]
+        inputs = Inputs(**{"gate": None, **heads, **weights})  # type: ignore[arg-type]
         hybrid_attention_paged(inputs, self.config, memory, length, packing, output)
 
 
 def part_of(config: HybridAttentionConfig, ranks: int, rank: int) -> HybridAttentionConfig:
     """The layer of rank `rank` of `ranks`; with more ranks than key/value heads several have the same of these."""
     heads, kv_heads = config.num_heads, config.num_kv_heads
-    if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
-        raise UnsupportedModelError(
-            f"{ranks} ranks cannot share num_attention_heads={heads} and num_key_value_heads={kv_heads} evenly. "
-            "Choose another --tensor-parallel-size."
-        )
+    share, kv_share = heads_of_rank(heads, kv_heads, ranks)
     if ranks > kv_heads and config.select_scope != "q_head":
         raise UnsupportedModelError(
             f"select_scope={config.select_scope} selects for each of {kv_heads} key/value heads as a whole, which {ranks} ranks would "
             f"divide. Choose a --tensor-parallel-size of at most {kv_heads}."
         )
-    share = heads // ranks
     factors = config.window_factor
     return replace(
         config,
         num_heads=share,
-        num_kv_heads=max(1, kv_heads // ranks),
+        num_kv_heads=kv_share,
         window_factor=None if factors is None else factors[rank * share : (rank + 1) * share],
     )

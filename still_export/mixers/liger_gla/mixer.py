@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import nn
 
-from still_export.errors import UnsupportedModelError
-from still_export.mixers.base import LayerOp, Mixer
+from still_export.mixers.base import LayerOp, Mixer, heads_of_rank
 from still_export.mixers.config import head_size
 from still_export.mixers.liger_gla.cache import WindowAndFixedStates
 from still_export.mixers.liger_gla.module import LigerGLA, TrainableLigerGLA
+from still_export.mixers.liger_gla.paged import PagedLigerGLA
 from still_export.mixers.trainable import Trainable
 from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 from still_graphs.ops.linear_attention import LINEAR_ATTENTION
@@ -40,11 +40,9 @@ class LigerGLAMixer(Mixer):
         found: Trainable = module
         return found
 
-    def paged(self, config: Any, index: int, ranks: int, rank: int) -> None:
-        raise UnsupportedModelError(
-            f"layers of type {self.name} are not served by this vLLM plugin, which has STILL's hybrid attention alone. Serve the exported "
-            "package with still-export serve."
-        )
+    def paged(self, config: Any, index: int, ranks: int, rank: int) -> PagedLigerGLA:
+        heads = heads_of_rank(config.num_attention_heads, config.num_key_value_heads, ranks)
+        return PagedLigerGLA(*heads, head_size(config), WINDOW)
 
     def _window(self, config: Any) -> HybridAttentionConfig:
         """Hybrid attention that is a window of softmax: no salient tokens, one feature, which is nothing."""

@@ -58,13 +58,19 @@ class LigerGLA(HybridOpModule):
 
     def gated(self, query: Tensor, key: Tensor, value: Tensor, past_key_values: Any) -> Tensor:
         """GLA [B, T, H, D] of heads before RoPE; queries and keys are distributions over their channels."""
-        wide = torch.promote_types(value.dtype, torch.float32)
-        decay = logsigmoid(key.to(wide)) / LOGIT_NORMALIZER
-        query, key = (x.to(wide).softmax(-1).to(value.dtype) for x in (query, key))
-        grouped = query.unflatten(2, (value.shape[2], -1))
+        given = op_inputs(query, key, value)
         with torch.autocast(value.device.type, enabled=False):  # the kernel chooses its own precision
-            inputs = Inputs(grouped, key, value, decay, update_rule="gated", scale=1.0)
+            inputs = Inputs(**given, update_rule="gated", scale=1.0)  # type: ignore[arg-type]
             return recurrent(inputs, past_key_values, self.layer_idx, self.ops).flatten(2, 3)
+
+
+def op_inputs(query: Tensor, key: Tensor, value: Tensor) -> dict[str, Tensor]:
+    """Tensors of GLA's op of heads [.., h, D] before RoPE."""
+    wide = torch.promote_types(value.dtype, torch.float32)
+    decay = logsigmoid(key.to(wide)) / LOGIT_NORMALIZER
+    query, key = (x.to(wide).softmax(-1).to(value.dtype) for x in (query, key))
+    grouped = query.unflatten(-2, (value.shape[-2], -1))
+    return {"query": grouped, "key": key, "value": value, "decay": decay}
 
 
 class TrainableLigerGLA(TrainableModule, LigerGLA):

@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import nn
 
-from still_export.errors import UnsupportedModelError
 from still_export.mixers.base import LayerOp, Mixer
 from still_export.mixers.config import head_size
 from still_export.mixers.fixed import FixedStates
@@ -17,6 +16,7 @@ from still_export.mixers.linearized.module import (
     TrainableGatedDeltaNet,
     TrainableGLA,
 )
+from still_export.mixers.linearized.paged import PagedLinearized
 from still_export.mixers.trainable import Trainable
 from still_graphs.ops.linear_attention import LINEAR_ATTENTION
 
@@ -45,10 +45,9 @@ class LinearizedGLAMixer(Mixer):
         found: Trainable = module
         return found
 
-    def paged(self, config: Any, index: int, ranks: int, rank: int) -> None:
-        raise UnsupportedModelError(
-            f"layers of type {self.name} are not served by this vLLM plugin, which has STILL's hybrid attention alone. Serve the exported "
-            "package with still-export serve."
+    def paged(self, config: Any, index: int, ranks: int, rank: int) -> PagedLinearized:
+        return PagedLinearized(
+            self.kind, config.num_attention_heads, config.num_key_value_heads, head_size(config), ranks
         )
 
 

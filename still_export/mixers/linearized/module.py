@@ -9,14 +9,14 @@ Source: KL-guided layer selection, arXiv:2512.20569; GLA, arXiv:2312.06635; Gate
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 
-from still_export.mixers.base import LayerOp
+from still_export.mixers.base import LayerOp, PagedProjection, Turn
 from still_export.mixers.gated_linear_attention.module import LOGIT_NORMALIZER
 from still_export.mixers.linear_attention.recurrent import recurrent
 from still_export.mixers.projections import ProjectedAttention, unit_length
@@ -45,6 +45,7 @@ class LinearizedAttention(ProjectedAttention):
     """
 
     rule: ClassVar[str]
+    per_key: ClassVar[bool]
     weight_roles: ClassVar[dict[str, str]] = ProjectedAttention.weight_roles | {
         "z_proj.weight": GATE,
         "output_scale": NORM,
@@ -55,21 +56,64 @@ class LinearizedAttention(ProjectedAttention):
         super().__init__(base, head_dim)
         self.num_heads, self.ops = heads, tuple(ops)
         like: dict[str, Any] = {"device": base.q_proj.weight.device, "dtype": base.q_proj.weight.dtype}
-        self.z_proj = nn.Linear(hidden_size, heads * head_dim, **like)
-        self.output_scale = nn.Parameter(torch.empty(heads, head_dim, **like))
-        self.add_gates(hidden_size, like)
+        for name, of in self.projections(head_dim).items():
+            last = nn.Linear(of.low_rank or hidden_size, heads * of.size, bias=of.bias, **like)
+            first = [nn.Linear(hidden_size, of.low_rank, bias=False, **like)] if of.low_rank else []
+            self.add_module(name, nn.Sequential(*first, last) if first else last)
+        for name, shape in self.head_weights(heads, head_dim).items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, **like)))
         self.reset_parameters()
 
-    def add_gates(self, hidden_size: int, like: dict[str, Any]) -> None:
-        """The rule's own parameters."""
+    @classmethod
+    def projections(cls, dim: int) -> dict[str, PagedProjection]:
+        """Linear layers of the hidden states that a base's attention does not have, by name."""
+        return {"z_proj": PagedProjection(dim, bias=True)}
+
+    @classmethod
+    def head_weights(cls, heads: int, dim: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of its other parameters, by name; the first dimension is heads."""
+        return {"output_scale": (heads, dim)}
+
+    @classmethod
+    def rule_inputs(
+        cls, query: Tensor, key: Tensor, projected: Mapping[str, Tensor], weights: Mapping[str, Tensor], turn: Turn
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Query [.., H, D] and key [.., HK, D] as the rule reads them, its decay [.., H, D or 1] and beta [.., H] or None, the last two in
+        at least float32.
+
+        Args:
+            query, key: Before RoPE.
+            projected: What `projections` made, [.., H * size].
+            weights: Those of `head_weights`.
+        """
         raise NotImplementedError
 
-    def rule_inputs(
-        self, hidden: Tensor, query: Tensor, key: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Query [B, T, H, D] and key [B, T, HK, D] as the rule reads them, its decay [B, T, H, D or 1] and beta [B, T, H] or None, the
-        last two in at least float32."""
-        raise NotImplementedError
+    @classmethod
+    def op_inputs(
+        cls,
+        heads: tuple[Tensor, Tensor, Tensor],
+        projected: Mapping[str, Tensor],
+        weights: Mapping[str, Tensor],
+        turn: Turn,
+    ) -> dict[str, Tensor | None]:
+        """Tensors of the op, [.., heads, ..]; the arguments as of `rule_inputs`, with values [.., HK, D]."""
+        value = heads[2]
+        query, key, decay, beta = cls.rule_inputs(*heads[:2], projected, weights, turn)
+        query, key = query.to(value.dtype), key.to(value.dtype)
+        value = value.repeat_interleave(query.shape[-2] // value.shape[-2], dim=-2)
+        return {"query": query[..., None, :], "key": key, "value": value, "decay": decay, "beta": beta}
+
+    @staticmethod
+    def normed(output: Tensor) -> Tensor:
+        """The rule's outputs [.., H, D], each of root mean square 1, in at least float32."""
+        rows = output.to(torch.promote_types(output.dtype, torch.float32))
+        return rows * torch.rsqrt((rows * rows).mean(-1, keepdim=True) + NORM_EPSILON)
+
+    @staticmethod
+    def gated(rows: Tensor, projected: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> Tensor:
+        """`normed` outputs with their scales and gates, in the type of these."""
+        gate = silu(projected["z_proj"]).unflatten(-1, rows.shape[-2:])
+        return (rows * weights["output_scale"] * gate).to(gate.dtype)
 
     def initial(self, name: str) -> Tensor:
         parameter = self.get_parameter(name)
@@ -88,36 +132,47 @@ class LinearizedAttention(ProjectedAttention):
     ) -> tuple[Tensor, None]:
         """The call of a transformers decoder layer. `attention_mask` is not used: the cache knows the rows' new tokens, and without a
         cache right padding comes after every real token."""
-        rows = self.mixed(hidden_states, position_embeddings, past_key_values)
-        gate = silu(self.z_proj(hidden_states)).unflatten(-1, (self.num_heads, self.head_dim))
-        return self.o_proj((rows * self.output_scale * gate).to(hidden_states.dtype).flatten(2)), None
+        projected, weights = self._beside(hidden_states)
+        rows = self.mixed(hidden_states, projected, weights, position_embeddings, past_key_values)
+        return self.o_proj(self.gated(rows, projected, weights).flatten(2)), None
 
-    def mixed(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, past_key_values: Any) -> Tensor:
-        """The rule's outputs [B, T, H, D], each of root mean square 1, in at least float32."""
-        query, key, value = self.heads(hidden)
-        query, key, decay, beta = self.rule_inputs(hidden, query, key, position_embeddings)
-        query, key = query.to(value.dtype), key.to(value.dtype)
-        value = value.repeat_interleave(self.num_heads // value.shape[2], dim=2)
+    def mixed(
+        self,
+        hidden: Tensor,
+        projected: Mapping[str, Tensor],
+        weights: Mapping[str, Tensor],
+        position_embeddings: tuple[Tensor, Tensor] | None,
+        past_key_values: Any,
+    ) -> Tensor:
+        """`normed` outputs [B, T, H, D]; `projected` and `weights` as of `rule_inputs`."""
+
+        def turn(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+            return self.turned(query, key, position_embeddings)
+
+        given = self.op_inputs(self.heads(hidden), projected, weights, turn)
         with torch.autocast(hidden.device.type, enabled=False):  # the kernel chooses its own precision
-            inputs = Inputs(query[:, :, :, None], key, value, decay, beta, None, self.rule)
+            inputs = Inputs(**given, update_rule=self.rule)  # type: ignore[arg-type]
             output = recurrent(inputs, past_key_values, self.layer_idx, self.ops)
-            rows = output[:, :, :, 0].to(torch.promote_types(output.dtype, torch.float32))
-            return rows * torch.rsqrt((rows * rows).mean(-1, keepdim=True) + NORM_EPSILON)
+            return self.normed(output[:, :, :, 0])
+
+    def _beside(self, hidden: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """What the projections of its own make of hidden states, and its other parameters."""
+        projected = {name: self.get_submodule(name)(hidden) for name in self.projections(self.head_dim)}
+        names = self.head_weights(self.num_heads, self.head_dim)
+        return projected, {name: self.get_parameter(name) for name in names}
 
 
 class LinearizedGLA(LinearizedAttention):
     """The gated rule with a decay per key channel, of low rank."""
 
-    rule = "gated"
+    rule, per_key = "gated", True
     # Of so few inputs no block of a quantized weight can be made, and nothing saved.
     weight_roles = LinearizedAttention.weight_roles | {"gk_proj.0.weight": GATE, "gk_proj.1.weight": NORM}
     fresh = (*LinearizedAttention.fresh, "gk_proj.")
 
-    def add_gates(self, hidden_size: int, like: dict[str, Any]) -> None:
-        self.gk_proj = nn.Sequential(
-            nn.Linear(hidden_size, LOW_RANK, bias=False, **like),
-            nn.Linear(LOW_RANK, self.num_heads * self.head_dim, **like),
-        )
+    @classmethod
+    def projections(cls, dim: int) -> dict[str, PagedProjection]:
+        return {**super().projections(dim), "gk_proj": PagedProjection(dim, bias=True, low_rank=LOW_RANK)}
 
     def initial(self, name: str) -> Tensor:
         parameter = self.get_parameter(name)
@@ -131,40 +186,45 @@ class LinearizedGLA(LinearizedAttention):
             return bias.repeat(self.num_heads).to(parameter.dtype)
         return super().initial(name)
 
+    @classmethod
     def rule_inputs(
-        self, hidden: Tensor, query: Tensor, key: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
+        cls, query: Tensor, key: Tensor, projected: Mapping[str, Tensor], weights: Mapping[str, Tensor], turn: Turn
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        query, key = self.turned(query, key, position_embeddings)
-        forget = self.gk_proj(hidden).to(torch.promote_types(hidden.dtype, torch.float32))
-        decay = -softplus(-forget) / LOGIT_NORMALIZER
-        return query, key, decay.unflatten(-1, (self.num_heads, self.head_dim)), None
+        shape, forget = query.shape[-2:], projected["gk_proj"]
+        decay = -softplus(-forget.to(torch.promote_types(forget.dtype, torch.float32))) / LOGIT_NORMALIZER
+        return *turn(query, key), decay.unflatten(-1, shape), None
 
 
 class LinearizedGatedDeltaNet(LinearizedAttention):
     """The gated delta rule; queries and keys of unit length, then turned by their positions."""
 
-    rule = "gated_delta"
+    rule, per_key = "gated_delta", False
     weight_roles = LinearizedAttention.weight_roles | {"a_proj.weight": GATE, "b_proj.weight": GATE}
     fresh = (*LinearizedAttention.fresh, "a_proj.", "b_proj.", "A_log", "dt_bias")
 
-    def add_gates(self, hidden_size: int, like: dict[str, Any]) -> None:
-        self.a_proj, self.b_proj = (nn.Linear(hidden_size, self.num_heads, bias=False, **like) for _ in range(2))
-        self.A_log, self.dt_bias = (nn.Parameter(torch.empty(self.num_heads, **like)) for _ in range(2))
+    @classmethod
+    def projections(cls, dim: int) -> dict[str, PagedProjection]:
+        steps = dict.fromkeys(("a_proj", "b_proj"), PagedProjection(1, bias=False))
+        return {**super().projections(dim), **steps}
+
+    @classmethod
+    def head_weights(cls, heads: int, dim: int) -> dict[str, tuple[int, ...]]:
+        return {**super().head_weights(heads, dim), "A_log": (heads,), "dt_bias": (heads,)}
 
     def initial(self, name: str) -> Tensor:
         if name == "dt_bias":
             return torch.expm1(1 / memories(self.num_heads)).log().to(self.dt_bias.dtype)
         return super().initial(name)
 
+    @classmethod
     def rule_inputs(
-        self, hidden: Tensor, query: Tensor, key: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
+        cls, query: Tensor, key: Tensor, projected: Mapping[str, Tensor], weights: Mapping[str, Tensor], turn: Turn
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        query, key = (unit_length(silu(x.to(wide))) for x in (query, key))
-        query, key = self.turned(query, key, position_embeddings)
-        steps = softplus(self.a_proj(hidden).to(wide) + self.dt_bias.to(wide))
-        decay = -self.A_log.to(wide).exp() * steps
-        return query, key, decay[..., None], self.b_proj(hidden).to(wide).sigmoid()
+        wide = torch.promote_types(query.dtype, torch.float32)
+        query, key = turn(*(unit_length(silu(x.to(wide))) for x in (query, key)))
+        steps = softplus(projected["a_proj"].to(wide) + weights["dt_bias"].to(wide))
+        decay = -weights["A_log"].to(wide).exp() * steps
+        return query, key, decay[..., None], projected["b_proj"].to(wide).sigmoid()
 
 
 def memories(count: int) -> Tensor:
@@ -181,7 +241,7 @@ class Fitted(TrainableModule, LinearizedAttention):
         query, key, value = self.heads(hidden)
         query, key = self.turned(query, key, position_embeddings)
         target = softmax_attention(query, key, value)
-        rows = self.mixed(hidden, position_embeddings, None)
+        rows = self.mixed(hidden, *self._beside(hidden), position_embeddings, None)
         size, wanted = (x.float().square().mean((0, 1)).sqrt() for x in (rows, target))
         self.output_scale.copy_(wanted / size.clamp_min(NORM_EPSILON))
 

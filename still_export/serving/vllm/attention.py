@@ -9,7 +9,12 @@ from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_pa
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.models.utils import extract_layer_index
@@ -18,6 +23,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from still_export.mixers.base import PagedLayer
+from still_export.mixers.projections import rotate
 from still_export.mixers.registry import mixer_of
 from still_export.serving.vllm import OP
 from still_export.serving.vllm.blocks import StatesSpec
@@ -77,27 +83,41 @@ class ServedAttention(nn.Module):
         self.rotary_emb = None
         if base.use_rope:
             self.rotary_emb = get_rope(dim, max_position_embeddings, rope_parameters=config.rope_parameters)
-        self.g_proj = None
-        layer = mixer_of(config, index).paged(config, index, ranks, rank)
-        if layer is None:
-            self.attn: nn.Module = Attention(
+        self.layer = layer = mixer_of(config, index).paged(config, index, ranks, rank)
+
+        def softmax(name: str, window: int | None = None) -> Attention:
+            return Attention(
                 self.heads,
                 dim,
                 dim**-0.5,
                 num_kv_heads=self.kv_heads,
                 cache_config=cache_config,
                 quant_config=quant_config,
-                prefix=f"{prefix}.attn",
+                per_layer_sliding_window=window,
+                prefix=f"{prefix}.{name}",
             )
+
+        self.window = None
+        if layer is None:
+            self.attn: nn.Module = softmax("attn")
             return
-        if layer.gate_bias is not None:
-            self.g_proj = ColumnParallelLinear(
-                hidden_size,
-                num_heads * dim,
-                bias=layer.gate_bias,
-                quant_config=quant_config,
-                prefix=f"{prefix}.g_proj",
-            )
+        if layer.window:
+            self.window = softmax("window", layer.window)
+        self.projections = tuple(layer.projections)
+        for name, of in layer.projections.items():
+            channels, place = of.low_rank or hidden_size, f"{prefix}.{name}"
+            last = f"{place}.1" if of.low_rank else place
+            parts: list[nn.Module] = [
+                ColumnParallelLinear(
+                    channels, num_heads * of.size, bias=of.bias, quant_config=quant_config, prefix=last
+                )
+            ]
+            if of.low_rank:
+                first = ReplicatedLinear(
+                    hidden_size, channels, bias=False, quant_config=quant_config, prefix=f"{place}.0"
+                )
+                parts.insert(0, first)
+            self.add_module(name, nn.ModuleList(parts) if of.low_rank else parts[0])
         for name, (count, *rest) in layer.head_weights.items():
             parameter = nn.Parameter(torch.empty(count if count == 1 else count // ranks, *rest), requires_grad=False)
             set_weight_attrs(parameter, {"weight_loader": load_heads})
@@ -108,19 +128,46 @@ class ServedAttention(nn.Module):
         """Of tokens [tokens, channels] at `positions` [tokens]."""
         dim = self.head_dim
         qkv, _ = self.qkv_proj(hidden_states)
-        query, key, value = qkv.split([self.heads * dim, self.kv_heads * dim, self.kv_heads * dim], dim=-1)
+        parts = qkv.split([self.heads * dim, self.kv_heads * dim, self.kv_heads * dim], dim=-1)
+        query, key, value = (x.unflatten(1, (-1, dim)) for x in parts)
         if self.q_norm is not None and self.k_norm is not None:
-            query = self.q_norm(query.reshape(-1, dim)).view(query.shape)
-            key = self.k_norm(key.reshape(-1, dim)).view(key.shape)
-        if self.rotary_emb is not None:
-            query, key = self.rotary_emb(positions, query, key)
-        if isinstance(self.attn, PagedMixer):
-            gate = None if self.g_proj is None else torch.sigmoid(self.g_proj(hidden_states)[0])
-            mixed = self.attn(*(None if x is None else x.reshape(len(x), -1, dim) for x in (query, key, value, gate)))
+            query, key = (
+                norm(x.reshape(-1, dim)).view(x.shape) for norm, x in ((self.q_norm, query), (self.k_norm, key))
+            )
+
+        def turn(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+            if self.rotary_emb is None:
+                return query, key
+            if query.dtype == hidden_states.dtype:
+                turned = self.rotary_emb(positions, *(x.reshape(len(x), -1) for x in (query, key)))
+                return turned[0].view(query.shape), turned[1].view(key.shape)
+            # Of another type the engine would convert the whole table, tokens of the context and all.
+            cos, sin = self.rotary_emb.cos_sin_cache[positions].chunk(2, dim=-1)
+            both = [torch.cat((x, x), -1)[:, None] for x in (cos, sin)]
+            return rotate(query, *both), rotate(key, *both)
+
+        if self.layer is None:
+            query, key = turn(query, key)
+            mixed = self.attn(*(x.reshape(len(x), -1) for x in (query, key, value)))
         else:
-            mixed = self.attn(query, key, value)
-        output: Tensor = self.o_proj(mixed)[0]
-        return output
+            projected = {name: self.project(name, hidden_states) for name in self.projections}
+            weights = self.attn.weights
+            inputs = self.layer.inputs((query, key, value), projected, weights, turn)
+            beside = None
+            if self.window is not None:
+                heads = (*turn(query, key), value)
+                beside = self.window(*(x.reshape(len(x), -1) for x in heads)).view(len(query), -1, dim)
+            output = self.attn(inputs, value.new_zeros(len(value), self.heads, dim))
+            mixed = self.layer.result(output, beside, projected, weights).flatten(1)
+        result: Tensor = self.o_proj(mixed)[0]
+        return result
+
+    def project(self, name: str, hidden: Tensor) -> Tensor:
+        """What the layer's further projection `name` makes of hidden states."""
+        module = self.get_submodule(name)
+        for part in module if isinstance(module, nn.ModuleList) else [module]:
+            hidden = part(hidden)[0]
+        return hidden
 
 
 def load_heads(parameter: Tensor, loaded: Tensor) -> None:
@@ -176,14 +223,14 @@ class PagedMixer(nn.Module, MambaBase):  # type: ignore[misc]  # vLLM has no typ
     def mamba_type(self) -> MambaAttentionBackendEnum:
         return MambaAttentionBackendEnum.CUSTOM
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, gate: Tensor | None) -> Tensor:
-        """[tokens, H * D] from heads [tokens, h, D]; 0 for tokens that fill a graph up."""
-        output = query.new_zeros(query.shape)
-        torch.ops.vllm.still_paged(query, key, value, gate, output, self.prefix)
-        return output.flatten(1)
+    def forward(self, inputs: dict[str, Tensor], output: Tensor) -> Tensor:
+        """`output` [tokens, H, D], zeros, of what the layer's `inputs` made; tokens that fill a graph up stay zeros."""
+        torch.ops.vllm.still_paged([inputs[name] for name in self.layer.names], output, self.prefix)
+        return output
 
-    def run(self, heads: dict[str, Tensor | None], output: Tensor) -> None:
+    def run(self, inputs: list[Tensor], output: Tensor) -> None:
         """The step's calls; while vLLM measures its memory, a rehearsal."""
+        heads = dict(zip(self.layer.names, inputs, strict=True))
         metadata = get_forward_context().attn_metadata
         if metadata is None:
             tokens = min(len(output), self.tokens - 1)
@@ -193,7 +240,7 @@ class PagedMixer(nn.Module, MambaBase):  # type: ignore[misc]  # vLLM has no typ
         for packing, length in metadata[self.prefix].calls:
             self.layer.attend(heads, self.weights, self.kv_cache[0], length, packing, output)
 
-    def rehearse(self, heads: dict[str, Tensor | None], tokens: int, output: Tensor) -> None:
+    def rehearse(self, heads: dict[str, Tensor], tokens: int, output: Tensor) -> None:
         """A prompt of `tokens` and a step, on pages of its own: kernels are compiled before requests come, and what they need beside
         the pages is in the peak that vLLM finds."""
         self.rehearsed = tokens
@@ -204,15 +251,12 @@ class PagedMixer(nn.Module, MambaBase):  # type: ignore[misc]  # vLLM has no typ
             start = torch.tensor([0, count], dtype=torch.int32, device=device)
             packing = Packing(start, table, longest, pages)
             length = torch.full((1,), seen, dtype=torch.int32, device=device)
-            given = {name: None if x is None else x[:count] for name, x in heads.items()}
+            given = {name: x[:count] for name, x in heads.items()}
             self.layer.attend(given, self.weights, memory, length, packing, output[:count])
 
 
-def _still_paged(
-    query: Tensor, key: Tensor, value: Tensor, gate: Tensor | None, output: Tensor, layer_name: str
-) -> None:
-    mixer = get_forward_context().no_compile_layers[layer_name]
-    mixer.run({"query": query, "key": key, "value": value, "gate": gate}, output)
+def _still_paged(inputs: list[Tensor], output: Tensor, layer_name: str) -> None:
+    get_forward_context().no_compile_layers[layer_name].run(inputs, output)
 
 
 direct_register_custom_op(op_name=OP.removeprefix("vllm::"), op_func=_still_paged, mutates_args=["output"])

@@ -15,7 +15,7 @@ from torch.nn.functional import logsigmoid, silu, softplus
 from transformers import AutoModelForCausalLM
 
 from still_export.cli.main import main
-from still_export.errors import ConfigError, UnsupportedModelError
+from still_export.errors import ConfigError
 from still_export.linearization.adapter import trained_tensors
 from still_export.linearization.folder import apply
 from still_export.linearization.linearize import linearize, make_accelerator
@@ -25,13 +25,15 @@ from still_export.linearization.run import Linearization, LinearizationRun
 from still_export.linearization.select_layers import select_layers
 from still_export.mixers.cache import StillCache
 from still_export.mixers.config import FULL, StillConfig
+from still_export.mixers.liger_gla.module import windowed_attention
 from still_export.mixers.projections import rotate
+from still_export.mixers.registry import mixer_of
 from still_export.mixers.trainable import SOFTMAX, attention_mode
 from still_export.models import attach_untrained
 from still_export.models.load import load_model
 from still_export.runners.ort import OrtModel
 from still_export.runners.sampling import Sampling
-from still_export.serving.vllm.pages import paged_layers
+from still_kernels.packing import Packing
 from tests.still_export.tiny import FAMILIES, plain_model, random_ids
 from tests.still_export.training import make_base, make_text
 
@@ -146,7 +148,7 @@ def test_fresh_memories_and_fitted_scales(mixer: str) -> None:
     first = model.model.layers[0].self_attn
     hidden = torch.zeros(1, 1, 24, dtype=torch.float64)
     heads = torch.ones(1, 1, 6, 10, dtype=torch.float64)
-    _, _, decay, _ = first.rule_inputs(hidden, heads, heads, (heads[:, :, 0], heads[:, :, 0]))
+    _, _, decay, _ = first.rule_inputs(heads, heads, *first._beside(hidden), lambda *heads: heads)
     lengths = (-1 / decay.detach()).flatten()
     assert lengths.min() == pytest.approx(16, rel=1e-3) and lengths.max() == pytest.approx(4096, rel=1e-3)
     students, ids = make_students(model), random_ids(1, 64)
@@ -319,6 +321,58 @@ def test_what_does_not_hold_is_refused(base: Path, text: Path) -> None:
         Recipe(mixer="mamba")
     with pytest.raises(ConfigError, match="no stage 1"):
         recipe("liger-gla", base, text, transfer_steps=3)
-    for mixer in NEW:
-        with pytest.raises(UnsupportedModelError, match=f"{LAYERS[mixer]} are not served by this vLLM plugin"):
-            paged_layers(attached(mixer).config)
+
+
+@pytest.mark.parametrize("mixer", NEW)
+def test_layers_of_an_engine_equal_the_modules(mixer: str) -> None:
+    """Two rows in pieces, one rank of two after the other, states in pages that hold garbage at first; the window as a whole."""
+    model = attached(mixer, dtype=torch.float32)
+    module, rows, dim = model.model.layers[0].self_attn, 2, 10
+    hidden = torch.randn(rows, 90, 24, generator=torch.Generator().manual_seed(2))
+    cos, sin = model.model.rotary_emb(hidden, torch.arange(90)[None])
+    seen: list[Tensor] = []
+    module.o_proj.register_forward_pre_hook(lambda m, x: seen.append(x[0]))
+    with torch.no_grad():
+        module(hidden, (cos, sin))
+        for rank in range(2):
+            layer = mixer_of(model.config, 0).paged(model.config, 0, 2, rank)
+            mine = slice(3 * rank, 3 * rank + 3)
+            heads = [
+                x[:, :, part]
+                for x, part in zip(module.heads(hidden), (mine, *[slice(rank, rank + 1)] * 2), strict=True)
+            ]
+            projected = {
+                name: module.get_submodule(name)(hidden).unflatten(-1, (6, -1))[:, :, mine].flatten(2)
+                for name in layer.projections
+            }
+            weights = {name: module.get_parameter(name)[mine] for name in layer.head_weights}
+            assert all(module.get_parameter(name).shape == shape for name, shape in layer.head_weights.items())
+            window = (
+                windowed_attention(*module.turned(*heads[:2], (cos, sin)), heads[2], layer.window)
+                if layer.window
+                else None
+            )
+            pages = layer.pages(90, 256, torch.float32)
+            memory = torch.full((3, pages.size_bytes // 4), torch.nan).view(torch.int8)
+            for first, last in ((0, 40), (40, 41), (41, 90)):
+                cut = slice(first, last)
+
+                def packed(x: Tensor, cut: slice = cut) -> Tensor:
+                    return x[:, cut].flatten(0, 1)
+
+                turns = [packed(x.expand(rows, -1, -1))[:, None] for x in (cos, sin)]
+                given = {name: packed(x) for name, x in projected.items()}
+                inputs = layer.inputs(
+                    tuple(packed(x) for x in heads),
+                    given,
+                    weights,
+                    lambda q, k, at=turns: (rotate(q, *at), rotate(k, *at)),
+                )
+                assert tuple(inputs) == layer.names
+                output, count = torch.zeros(rows * (last - first), 3, dim), last - first
+                start, table = torch.arange(rows + 1) * count, torch.tensor([[2], [1]], dtype=torch.int32)
+                packing = Packing(start, table, count, pages)
+                layer.attend(inputs, weights, memory, torch.full((rows,), first), packing, output)
+                found = layer.result(output, None if window is None else packed(window), given, weights)
+                wanted = packed(seen[0].unflatten(-1, (6, dim))[:, :, mine])
+                torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)

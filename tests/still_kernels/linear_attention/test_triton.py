@@ -20,7 +20,7 @@ from tests.linear_attention_cases import BOUND
 pytest.importorskip("triton")
 triton_cases = pytest.importorskip("tests.still_kernels.linear_attention.triton_cases")
 SCRIPT = Path(__file__).with_name("triton_cases.py")
-FAST = ("head", "key", "decode", "packed")
+FAST = ("head", "key", "decode", "packed", "pages")
 """Cases of every run: all kernels, both kinds of decay."""
 NARROW = {torch.bfloat16: 4e-3, torch.float16: 6e-4}
 """Of outputs and states with 16-bit activations: the roundings of outputs and of what products take."""

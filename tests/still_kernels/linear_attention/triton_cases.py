@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from still_kernels.linear_attention import Inputs, empty_state, naive_linear_attention
+from still_kernels.linear_attention.pages import ALIGNMENT, Pages
 from still_kernels.packing import Packing
 from tests.linear_attention_cases import LAYERS, Call, Layer, Split, calls, error, wrong_forms
 from tests.still_kernels.triton_cases import Guarded, guarded_workspaces, shuffle_programs
@@ -29,6 +30,7 @@ class Case:
     layer: Layer = HEADS
     splits: tuple[Split, ...] = (70, 1, [40, 3], [0, 33], [1, 2], [1, 0], [0, 0])
     packed: bool = False  # through query_start and state_row, the rows in another order and among others
+    paged: bool = False  # packed, and states in pages of an engine, which hold garbage before a row's first token
     chunk: int = 0  # in the interpreter: tokens of a chunk in the place of those of the table
     segment: int = 0  # chunks of a segment
 
@@ -38,6 +40,7 @@ CASES = {
     "key": Case(KEYS, (33, [1, 9])),
     "decode": Case(splits=(1, 1, [3, 8], [1, 0], [0, 1], [0, 0], 2)),
     "packed": Case(splits=(40, [0, 33], [1, 2]), packed=True),
+    "pages": Case(splits=(40, 1, [0, 33], [9, 2]), packed=True, paged=True),
     **{f"rule {number}": Case(layer) for number, layer in enumerate(LAYERS)},
     "decode, one for each key": Case(KEYS, (1, [2, 1], [1, 0])),
     "decode, linear": Case(LAYERS[0], (1, [2, 1], [1, 0])),
@@ -45,6 +48,8 @@ CASES = {
     "decode, delta": Case(LAYERS[3], (1, [2, 1], [1, 0])),
     "packed, one for each key": Case(KEYS, ([70, 9], [0, 33], [1, 2], 20), packed=True),
     "packed decode": Case(splits=(1, [1, 8], 2), packed=True),
+    "pages, first a step": Case(KEYS, (1, [2, 70], [1, 0]), packed=True, paged=True),
+    "pages, segments": Case(splits=([70, 20], [66, 90]), packed=True, paged=True, segment=1),
     "segments": Case(splits=([70, 20], 66, [1, 33]), segment=1),
     "segments, one for each key": Case(KEYS, ([70, 20], [66, 90]), segment=2),
     "chunks of 64": Case(splits=([130, 64], 63, [65, 1]), chunk=64),
@@ -58,8 +63,13 @@ CASES = {
 }
 
 
-def launch_packed(guarded: Guarded, call: Call, state: Tensor, given: dict[str, Tensor], table: object) -> Tensor:
-    """The call with its rows one behind the other, the last one first, states among those of others; the state is written back."""
+def launch_packed(
+    guarded: Guarded, call: Call, state: Tensor, given: dict[str, Tensor], table: object, seen: Tensor | None
+) -> Tensor:
+    """The call with its rows one behind the other, the last one first, states among those of others; the state is written back.
+
+    seen: Tokens of each row before the call, where states lie in pages.
+    """
     from still_kernels.linear_attention import launch
 
     assert call.inputs.new_tokens is not None
@@ -71,17 +81,26 @@ def launch_packed(guarded: Guarded, call: Call, state: Tensor, given: dict[str, 
     start = (
         torch.tensor([0, *(counts[row] for row in order)], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
     )
-    others = guarded.empty(state, (2 * len(counts) + 1, *state.shape[1:]), state.dtype)
+    rows, where = 2 * len(counts) + 1, torch.tensor(places, dtype=torch.int32, device=device)
+    if seen is None:
+        pages, length = None, None
+        others = guarded.empty(state, (rows, *state.shape[1:]), state.dtype)
+    else:
+        least = Pages.of(*state.shape[1:])
+        pages, length = least.padded(least.size_bytes + 2 * ALIGNMENT), seen[order].to(device)
+        others = pages.view(guarded.empty(state, (rows, pages.size_bytes // 4), state.dtype).view(torch.int8))
     for row, place in zip(order, places, strict=True):
-        others[place] = state[row]
+        if seen is None or seen[row]:
+            others[place] = state[row]
     output = guarded.empty(packed["query"], (sum(counts), *call.output.shape[2:]), packed["query"].dtype)
-    packing = Packing(start, torch.tensor(places, dtype=torch.int32, device=device), call.output.shape[1])
+    packing = Packing(start, where if pages is None else where[:, None], call.output.shape[1], pages)
     inputs = Inputs(**packed, update_rule=call.inputs.update_rule, scale=call.inputs.scale)
-    launch.launch_linear_attention(inputs, others, output, packing, table)  # type: ignore[arg-type]
+    launch.launch_linear_attention(inputs, others, output, packing, table, length)  # type: ignore[arg-type]
     padded = torch.zeros(call.output.shape, dtype=output.dtype, device=device)
     for i, (row, place) in enumerate(zip(order, places, strict=True)):
         padded[row, : counts[row]] = output[int(start[i]) : int(start[i + 1])]
-        state[row] = others[place]
+        if seen is None or seen[row] or counts[row]:
+            state[row] = others[place]
     unused = [place for place in range(2 * len(counts) + 1) if place not in places]
     assert bool(others[unused].isnan().all())
     return padded
@@ -121,6 +140,7 @@ def run_case(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32)
     errors = {"output": 0.0, "state": 0.0}
     with guarded_workspaces() as guarded:
         state = guarded.copy(empty_state(2, layer.heads, layer.dim, layer.size, torch.float32, device))
+        seen = torch.zeros(2, dtype=torch.int64)
         for number, call in enumerate(calls(layer, case.splits, dtype)):
             new = call.inputs.new_tokens
             assert new is not None
@@ -128,13 +148,14 @@ def run_case(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32)
                      if isinstance(x, Tensor) and n != "new_tokens"}  # fmt: skip
             before = state.clone()
             if case.packed:
-                output = launch_packed(guarded, call, state, given, table)
+                output = launch_packed(guarded, call, state, given, table, seen if case.paged else None)
             else:
                 output = guarded.empty(given["query"], tuple(call.output.shape), dtype)
                 counts = new.to(device, torch.int32 if number % 3 else torch.int64)
                 inputs = replace(call.inputs, **given, new_tokens=counts)
                 launch.launch_linear_attention(inputs, state, output, table=table)  # type: ignore[arg-type]
             assert torch.equal(state[new == 0], before[new == 0]), f"{name}: a row without tokens changed"
+            seen = seen + new
             for row, count in enumerate(new.tolist()):
                 assert not bool(output[row, count:].any()), f"{name}: output at padding"
             errors["output"] = max(errors["output"], error(output.cpu(), call.output))

@@ -1,0 +1,65 @@
+"""Linear attention on the states of an engine that serves many requests: in its pages, which nobody clears, updated in place."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import torch
+from torch import Tensor
+
+from still_kernels.linear_attention.chunked import chunked_linear_attention
+from still_kernels.linear_attention.inputs import Inputs
+from still_kernels.linear_attention.pages import Pages
+from still_kernels.packing import Packing
+
+
+def linear_attention_paged(inputs: Inputs, memory: Tensor, length: Tensor, packing: Packing, output: Tensor) -> None:
+    """Linear attention of packed sequences whose states lie in pages.
+
+    A row of length 0 starts empty, whatever its page holds. On CUDA nothing is read back to the host, and nothing of the states is
+    copied; on the CPU rows are gathered, computed by the chunked form and written back.
+
+    Args:
+        inputs: Tokens [tokens, ...], of these rows and of others.
+        memory: int8 [pages, bytes]; a page's bytes side by side, `Pages.size_bytes` from one to the next.
+        length: Tokens of the call's rows before the call, [B], which the caller advances.
+        packing: With `pages`, and a table [B, 1] of each row's page.
+        output: [tokens, HQ, G, V], contiguous, written where the rows have tokens.
+
+    Raises:
+        UnsupportedError: No kernel covers the layer on its device.
+        ShapeError: The memory is not what `Pages` says.
+    """
+    pages = packing.pages
+    assert isinstance(pages, Pages)
+    states = pages.view(memory)
+    if inputs.query.device.type == "cpu":
+        _in_chunks(inputs, states, length, packing, output)
+        return
+    from still_kernels.linear_attention.launch import launch_linear_attention
+
+    given = {name: x.contiguous() for name, x in _tensors(inputs).items()}
+    given |= {name: x.float() for name, x in given.items() if name in ("decay", "beta")}
+    launch_linear_attention(replace(inputs, **given), states, output, packing, past_length=length)  # type: ignore[arg-type]
+
+
+def _tensors(inputs: Inputs) -> dict[str, Tensor]:
+    found = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
+    return {name: x for name, x in found.items() if isinstance(x, Tensor)}
+
+
+def _in_chunks(inputs: Inputs, states: Tensor, length: Tensor, packing: Packing, output: Tensor) -> None:
+    counts = packing.query_start.diff().long()
+    live = counts > 0
+    if not bool(live.any()):
+        return
+    counts, start = counts[live], packing.query_start[:-1][live].long()
+    page, length = packing.state_row[live, 0].long(), length[live]
+    column = torch.arange(int(counts.max()))
+    real = column < counts[:, None]
+    place = torch.where(real, start[:, None] + column, 0)  # [B, T]
+    padded = replace(inputs, **{name: x[place] for name, x in _tensors(inputs).items()}, new_tokens=counts)  # type: ignore[arg-type]
+    held = torch.where((length > 0)[:, None, None, None], states[page], 0)
+    result, present = chunked_linear_attention(padded, held)
+    output[place[real]] = result.flatten(2, 3)[real].view(-1, *output.shape[1:])
+    states[page] = present

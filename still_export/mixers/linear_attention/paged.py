@@ -1,0 +1,55 @@
+"""Linear attention for an engine that serves many requests and owns their states."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from still_export.mixers.base import PagedLayer
+from still_graphs.ops.linear_attention import DELTA
+from still_kernels.linear_attention import Inputs
+from still_kernels.linear_attention.paged import linear_attention_paged
+from still_kernels.linear_attention.pages import Pages
+from still_kernels.op_kernels import kernels_of
+from still_kernels.packing import Packing
+from still_kernels.plan import Call
+
+
+class PagedLinearAttention(PagedLayer):
+    """One rank's heads of a layer whose state is that of one still::LinearAttention.
+
+    Args:
+        rule, scale: As of the op.
+        states: H of the op, on this rank.
+        shared: Query heads of a state.
+        dim: D and V.
+        per_key: There is a decay for each channel of a key.
+    """
+
+    def __init__(self, rule: str, scale: float, states: int, shared: int, dim: int, per_key: bool) -> None:
+        self.rule, self.scale, self.states, self.shared, self.dim, self.per_key = (
+            rule, scale, states, shared, dim, per_key,
+        )  # fmt: skip
+        self.names = ("query", "key", "value", "decay", *(["beta"] if rule in DELTA else []))
+
+    def refusals(self, dtype: torch.dtype) -> list[str]:
+        sizes = {"H": self.states, "HQ": self.states, "G": self.shared, "D": self.dim, "V": self.dim}
+        attributes = {"update_rule": self.rule, "scale": self.scale}
+        return kernels_of("LinearAttention").refusals(Call(sizes, attributes, dtype=str(dtype).removeprefix("torch.")))
+
+    def pages(self, tokens: int, capacity_tokens: int, dtype: torch.dtype) -> Pages:
+        return Pages.of(self.states, self.dim, self.dim)
+
+    def attend(
+        self,
+        heads: Mapping[str, Tensor],
+        weights: Mapping[str, Tensor],
+        memory: Tensor,
+        length: Tensor,
+        packing: Packing,
+        output: Tensor,
+    ) -> None:
+        inputs = Inputs(**heads, update_rule=self.rule, scale=self.scale)  # type: ignore[arg-type]
+        linear_attention_paged(inputs, memory, length, packing, output.unflatten(1, (-1, self.shared)))

@@ -1,0 +1,46 @@
+"""Linearized layers for an engine that serves many requests and owns their states."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from still_export.mixers.base import Turn, heads_of_rank
+from still_export.mixers.linear_attention.paged import PagedLinearAttention
+from still_export.mixers.linearized.module import LinearizedAttention
+
+
+class PagedLinearized(PagedLinearAttention):
+    """One rank's heads of a layer.
+
+    Args:
+        kind: The layer's module, which has the mathematics.
+        heads, kv_heads: H, HK of the whole layer.
+        dim: D.
+
+    Raises:
+        UnsupportedModelError: The heads cannot be shared among so many ranks.
+    """
+
+    def __init__(self, kind: type[LinearizedAttention], heads: int, kv_heads: int, dim: int, ranks: int) -> None:
+        share, _ = heads_of_rank(heads, kv_heads, ranks)
+        super().__init__(kind.rule, 0.0, share, 1, dim, kind.per_key)
+        self.kind = kind
+        self.projections = kind.projections(dim)
+        self.head_weights = kind.head_weights(heads, dim)
+
+    def inputs(
+        self,
+        heads: tuple[Tensor, Tensor, Tensor],
+        projected: Mapping[str, Tensor],
+        weights: Mapping[str, Tensor],
+        turn: Turn,
+    ) -> dict[str, Tensor]:
+        given = self.kind.op_inputs(heads, projected, weights, turn)
+        return {name: x for name, x in given.items() if x is not None}
+
+    def result(
+        self, output: Tensor, window: Tensor | None, projected: Mapping[str, Tensor], weights: Mapping[str, Tensor]
+    ) -> Tensor:
+        return self.kind.gated(self.kind.normed(output), projected, weights)
