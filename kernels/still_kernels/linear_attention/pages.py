@@ -37,6 +37,10 @@ class Pages:
         """Pages of a request of `tokens` tokens."""
         return 1
 
+    def changing(self, tokens: int) -> tuple[int, ...]:
+        """Columns of those pages of a request of `tokens` tokens that later tokens still write to."""
+        return (0,)
+
     def padded(self, size_bytes: int) -> Pages:
         """The same in pages of an engine that made them larger.
 
