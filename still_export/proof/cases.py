@@ -18,7 +18,7 @@ RARE = 0.99
 
 
 ROUNDINGS = 64
-"""Half units of float32's last place by which a sum may differ: as many as a chunk has terms. Half precision's own unit is 8,192 of them."""
+"""Half units of float32's last place by which a sum may differ: as many as a chunk has terms. Half precision's unit is 8,192 of these."""
 
 
 class Noise(NamedTuple):
