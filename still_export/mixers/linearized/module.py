@@ -51,6 +51,7 @@ class LinearizedAttention(ProjectedAttention):
         "output_scale": NORM,
     }
     fresh: ClassVar[tuple[str, ...]] = ("z_proj.", "output_scale")
+    output_scale: nn.Parameter
 
     def __init__(self, base: Any, head_dim: int, heads: int, hidden_size: int, ops: Sequence[LayerOp]) -> None:
         super().__init__(base, head_dim)
@@ -213,7 +214,7 @@ class LinearizedGatedDeltaNet(LinearizedAttention):
 
     def initial(self, name: str) -> Tensor:
         if name == "dt_bias":
-            return torch.expm1(1 / memories(self.num_heads)).log().to(self.dt_bias.dtype)
+            return torch.expm1(1 / memories(self.num_heads)).log().to(self.get_parameter(name).dtype)
         return super().initial(name)
 
     @classmethod

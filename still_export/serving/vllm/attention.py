@@ -150,6 +150,7 @@ class ServedAttention(nn.Module):
             query, key = turn(query, key)
             mixed = self.attn(*(x.reshape(len(x), -1) for x in (query, key, value)))
         else:
+            assert isinstance(self.attn, PagedMixer)
             projected = {name: self.project(name, hidden_states) for name in self.projections}
             weights = self.attn.weights
             inputs = self.layer.inputs((query, key, value), projected, weights, turn)
