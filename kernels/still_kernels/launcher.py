@@ -119,14 +119,15 @@ class Launcher:
         """Allocate the workspace and launch.
 
         Args:
-            tensors: By the kernels' names without p_; what is missing is null.
+            tensors: By the kernels' names without p_; what is missing is null. Buffers of the workspace among them are the caller's.
             like: A tensor on the device.
         """
         if not prepared.launches:
             return
         every = dict(tensors)
         for name, shape, dtype in prepared.workspace:
-            every[name] = allocate(like, shape, dtype)
+            if name not in every:
+                every[name] = allocate(like, shape, dtype)
         if prepared.persistent:
             zeros, at = persistent_counters(like.device, sum(size for _, size in prepared.persistent)), 0
             for name, size in prepared.persistent:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from still_graphs.errors import ShapeError, UnsupportedError
 from still_kernels.alike import demand_alike
+from still_kernels.hybrid_attention.backward.gradients import covers_backward, whole_gradients
 from still_kernels.hybrid_attention.chunked import chunked_hybrid_attention
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from still_kernels.hybrid_attention.inputs import Inputs
@@ -178,8 +179,46 @@ def bind_decode(inputs: Inputs, config: HybridAttentionConfig, state: HybridAtte
     return launch.bind_decode(inputs, config, state, inputs.factor(config))
 
 
+class _KernelsWhole(torch.autograd.Function):
+    """The Triton kernels forward and backward. A call keeps its inputs, its output and its selection."""
+
+    @staticmethod
+    def forward(ctx, config, *tensors):  # type: ignore[no-untyped-def]
+        ctx.config = config
+        output, folds = _whole_with_selection(Inputs(*tensors), config)
+        ctx.save_for_backward(output, folds, *tensors)
+        return output
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        output, folds, *tensors = ctx.saved_tensors
+        inputs = with_contiguous_heads(with_weights_of_tokens(Inputs(*tensors)))
+        wanted = {name for name, want in zip(vars(inputs), ctx.needs_input_grad[1:], strict=True) if want}
+        found = whole_gradients(inputs, ctx.config, output, folds, grad.contiguous(), wanted)
+        return None, *(
+            found[name].to(tensor.dtype) if name in wanted else None
+            for name, tensor in zip(vars(inputs), tensors, strict=True)
+        )
+
+
+def _whole_with_selection(inputs: Inputs, config: HybridAttentionConfig) -> tuple[Tensor, Tensor]:
+    """Output of the kernels, and the selection as `whole_gradients` takes it."""
+    from still_kernels.hybrid_attention.launch import launch_hybrid_attention
+
+    batch, tokens = inputs.check(config, whole=True)
+    query = inputs.query
+    demand_kernel(config, query.dtype, query.device)
+    state = HybridAttentionState.empty(config, batch, query.dtype, query.device, slots=config.slots_for(tokens))
+    given = replace(with_contiguous_heads(with_weights_of_tokens(inputs)), new_tokens=inputs.counts())
+    output = torch.empty_like(query, memory_format=torch.contiguous_format)
+    tiles = (tokens + config.chunk_size - 2) // config.chunk_size + 1
+    folds = query.new_empty((batch, tiles + 2, config.select_heads, config.chunk_size), dtype=torch.int8)
+    launch_hybrid_attention(given, config, state, output, flags=folds)
+    return output, folds
+
+
 class _RecomputeWhole(torch.autograd.Function):
-    """The Triton kernels forward; the backward pass repeats the call in PyTorch, compiled, and differentiates that."""
+    """Likewise, where `whole_gradients` does not cover the layer: the backward pass differentiates a repetition in PyTorch, compiled."""
 
     @staticmethod
     def forward(ctx, config, *tensors):  # type: ignore[no-untyped-def]
@@ -215,7 +254,8 @@ def hybrid_attention_whole(inputs: Inputs, config: HybridAttentionConfig) -> Ten
     """Hybrid attention of rows that are new and equally long, without their state: what training calls.
 
     Returns:
-        [B, T, H, D]. Gradients on CUDA come from recomputation, so that a layer keeps no more than its inputs.
+        [B, T, H, D]. Gradients on CUDA come from kernels, so that a layer keeps its inputs, output and selection; where these do not
+        cover the layer, from recomputation in PyTorch.
 
     Raises:
         UnsupportedError: No kernel covers the call on its device.
@@ -226,7 +266,8 @@ def hybrid_attention_whole(inputs: Inputs, config: HybridAttentionConfig) -> Ten
     if inputs.query.device.type == "cpu":
         return whole_hybrid_attention(inputs, config)
     # The factors as a tensor: torch.compile would compile again for every layer's numbers.
-    return _RecomputeWhole.apply(config, *replace(inputs, window_factor=inputs.factor(config)).tensors())
+    function = _KernelsWhole if covers_backward(config, inputs.query.dtype) else _RecomputeWhole
+    return function.apply(config, *replace(inputs, window_factor=inputs.factor(config)).tensors())
 
 
 def hybrid_attention_ragged(

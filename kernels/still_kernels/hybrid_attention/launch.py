@@ -136,6 +136,7 @@ def launch_hybrid_attention(
     packing: Packing | None = None,
     table: TileTable | None = None,
     present_length: Tensor | None = None,
+    flags: Tensor | None = None,
 ) -> None:
     """Run the kernels on `state`, in place; `state.length` is read and left for the caller to advance.
 
@@ -145,6 +146,7 @@ def launch_hybrid_attention(
         output: As query.
         table: Block sizes; by default those of the device. With others Triton looks for the compiled kernels at each launch.
         present_length: [B], not the state's; in decode (T = 1, not packed) it gets the lengths after the call.
+        flags: Gets the selection of a call with T > 1 whose policy is "error", int8 [B, tiles + 2, HS, C] as in the plan.
     """
     query, factor = inputs.query, inputs.factor(config)
     pages = None if packing is None else packing.pages
@@ -167,6 +169,7 @@ def launch_hybrid_attention(
         "past_length": state.length,
         "present_length": present_length,
         **({} if packing is None else packing.tensors()),
+        **({} if flags is None else {"flags": flags}),
     }
     launcher.Launcher().run(prepared, tensors, query)
 

@@ -1,0 +1,1 @@
+"""Backward pass of whole sequences."""
