@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
+from still_export.linearization.losses import head_losses, without_head
 from still_export.mixers.registry import mixer_of
-from still_export.mixers.trainable import SOFTMAX, STUDENT, TRANSFER, Trainable, attention_mode, fused
+from still_export.mixers.trainable import SOFTMAX, STUDENT, TRANSFER, Trainable, attention_mode
 
-SLICE = 4096
-"""Positions whose loss is computed at a time: float32 copies of all logits would be most of the memory."""
 SELECTION_QUERIES = 32
 """Positions of a row whose attention says which tokens should be salient: enough for a gradient, negligible beside T."""
 
@@ -112,25 +110,26 @@ class FinetuneObjective(nn.Module):
         """
         watched = self.selection_weight > 0 and torch.is_grad_enabled()
         positions = watched_positions(ids, weights, self.per_answer) if watched else None
-        following = ids.roll(-1, dims=1)
-        target, loss_of, of_base = following, cross_entropy, self.selection_target == "base"
+        of_base = self.selection_target == "base"
         self._watch(positions if of_base else None)
-        if self.loss == "kl":
-            target, loss_of = self.teacher_logits(ids), divergence
-        elif watched and of_base:
-            self.teacher_logits(ids, 1)
+        teacher = self.teacher_hidden(ids) if self.loss == "kl" or (watched and of_base) else None
         self._watch(positions)
         student_mode(self.attentions, self.softmax_layers)
-        logits = self.model(ids, use_cache=False).logits
+        with without_head(self.model):
+            hidden = self.model(ids, use_cache=False).logits
         selection = (
             torch.stack([a.selection for a in self.attentions if a.selection is not None]).mean() if watched else None
         )
-        losses = by_slices(loss_of, logits, target)
         weights = weights.roll(-1, dims=1)
         weights[:, -1] = 0  # nothing follows
         answers = weights > 1
-        if self.answer_loss == "ce":
-            losses = losses.masked_scatter(answers, cross_entropy(logits[answers], following[answers]))
+        losses = head_losses(
+            hidden,
+            self.model.get_output_embeddings().weight,
+            ids.roll(-1, dims=1),
+            teacher if self.loss == "kl" else None,
+            answers if self.answer_loss == "ce" else None,
+        )
         predicted = weights.numel() - len(weights)
         main = (losses * weights).sum() / predicted
         parts = [main, (losses * answers).sum() / predicted]
@@ -145,34 +144,25 @@ class FinetuneObjective(nn.Module):
                 attention.selection_target = None
 
     @torch.no_grad()
-    def teacher_logits(self, ids: Tensor, latest: int = 0) -> Tensor:
-        """Logits of the base model, [B, T, V], or of the `latest` positions only."""
-        plain = getattr(self.model, "disable_adapter", contextlib.nullcontext)
-        with attention_mode(self.attentions, SOFTMAX), plain():
-            return self.model(ids, use_cache=False, logits_to_keep=latest).logits
+    def teacher_hidden(self, ids: Tensor) -> Tensor:
+        """Last hidden states of the base model, [B, T, channels]."""
+        with attention_mode(self.attentions, SOFTMAX), without_adapter(self.model), without_head(self.model):
+            hidden: Tensor = self.model(ids, use_cache=False).logits
+            return hidden
 
 
-def by_slices(loss_of: Callable[[Tensor, Tensor], Tensor], logits: Tensor, target: Tensor) -> Tensor:
-    """`loss_of` of every position, [B, T], from logits [B, T, V]; its copies of them exist for one slice of B * T at a time.
-
-    Slices are flat, so that rows of all lengths have one shape, for which `loss_of` is compiled once.
-    """
-    loss_of = fused(loss_of, logits.device)
-    slices = zip(logits.flatten(0, 1).split(SLICE), target.flatten(0, 1).split(SLICE), strict=True)
-    return torch.cat([checkpoint(loss_of, *pair, use_reentrant=False) for pair in slices]).view(logits.shape[:2])
-
-
-def divergence(logits: Tensor, target: Tensor) -> Tensor:
-    """KL divergence of the student's distribution from the teacher's, [...], in nats; logits [..., V]."""
-    expected = target.float().log_softmax(-1)
-    return (expected.exp() * (expected - logits.float().log_softmax(-1))).sum(-1)
-
-
-def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    """Of every position, [...], in nats; logits [..., V], target ids [...]."""
-    # Flat: with the vocabulary in the middle PyTorch took a kernel on CUDA that was 73% of a step.
-    flat = nn.functional.cross_entropy(logits.float().flatten(0, -2), target.flatten(), reduction="none")
-    return flat.view(target.shape)
+@contextlib.contextmanager
+def without_adapter(model: Any) -> Iterator[None]:
+    """`model` without its LoRA inside the block, if it has one; PEFT's own way looks all modules over first, 16 ms a step."""
+    tuner: Any = getattr(model, "base_model", None)
+    if not hasattr(tuner, "disable_adapter_layers"):
+        yield
+        return
+    tuner.disable_adapter_layers()
+    try:
+        yield
+    finally:
+        tuner.enable_adapter_layers()
 
 
 def student_mode(attentions: list[Trainable], softmax_layers: tuple[int, ...]) -> None:

@@ -21,13 +21,13 @@ from still_export.export.chat_format import chat_format
 from still_export.linearization import adapter
 from still_export.linearization.folder import RunFolder, save_model
 from still_export.linearization.forms import NaturalWriter
+from still_export.linearization.losses import cross_entropy as per_token
 from still_export.linearization.objectives import FinetuneObjective, TransferObjective, make_students
-from still_export.linearization.objectives import cross_entropy as per_token
 from still_export.linearization.recipe import Recipe
 from still_export.linearization.tasks import TaskWriter, Weighing
 from still_export.linearization.texts import Batches, Corpus, held_out_rows, read_chats, read_corpus
 from still_export.linearization.trainer import Progress, StageReport, Trainer
-from still_export.mixers.trainable import SOFTMAX, STUDENT, Trainable, attention_mode
+from still_export.mixers.trainable import SOFTMAX, STUDENT, Trainable, attention_mode, fuse_layers
 from still_export.models.load import load_model, load_tokenizer
 from still_export.package.staging import staged_folder
 
@@ -171,6 +171,7 @@ class LinearizationRun:
         model = self.attach_lora(model) if recipe.lora_in_transfer else model
         for _, parameter in adapter.still_parameters(model, gate_weights=not recipe.low_rank_gates):
             parameter.requires_grad_(True)
+        fuse_layers(model, self.accelerator.device)
         return TransferObjective(model, attentions)
 
     def transfer(self) -> StageReport:
@@ -221,6 +222,7 @@ class LinearizationRun:
         for name, parameter in model.named_parameters():
             if name.endswith(adapter.FACTORS):
                 parameter.requires_grad_(True)
+        fuse_layers(model, self.accelerator.device)
         return FinetuneObjective(
             model,
             attentions,

@@ -46,14 +46,15 @@ class TrainableAttention(StillAttention):
             return super().forward(
                 hidden_states, position_embeddings, attention_mask, past_key_values=past_key_values, **kwargs
             )
+        project = fused(TrainableAttention.project, hidden_states.device, None)
         if self.mode == TRANSFER:
             with torch.no_grad():
-                query, key, value, _ = self.project(hidden_states, position_embeddings)
+                query, key, value, _ = project(self, hidden_states, position_embeddings)
                 output = softmax_attention(query, key, value)
             gate = None if self.g_proj is None else torch.sigmoid(self.g_proj(hidden_states)).view(query.shape)
             self.difference = fused(relative_error, query.device)(self._hybrid(query, key, value, gate), output)
         else:
-            query, key, value, gate = self.project(hidden_states, position_embeddings)
+            query, key, value, gate = project(self, hidden_states, position_embeddings)
             soft = self.mode == SOFTMAX
             output = softmax_attention(query, key, value) if soft else self._hybrid(query, key, value, gate)
             if self.selection_queries is not None:

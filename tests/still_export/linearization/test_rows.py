@@ -152,14 +152,19 @@ def test_rows_with_few_answers_are_watched_as_much() -> None:
 
 
 class Fixed(nn.Module):
-    """Says the same logits always; they are its parameters."""
+    """Says the same logits always; they are its parameters, and its head changes nothing."""
 
     def __init__(self) -> None:
         super().__init__()
         self.logits = nn.Parameter(torch.randn(2, 9, 5, generator=torch.Generator().manual_seed(0)))
+        self.head = nn.Linear(5, 5, bias=False)
+        self.head.weight = nn.Parameter(torch.eye(5), requires_grad=False)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
 
     def forward(self, ids: torch.Tensor, use_cache: bool) -> Any:
-        return type("Output", (), {"logits": self.logits})
+        return type("Output", (), {"logits": self.head(self.logits)})
 
 
 def test_answers_are_learned_from_themselves() -> None:
