@@ -217,7 +217,7 @@ def load_any(
 
     Args:
         generates: They will write, which takes a cache; a softmax model without is faster on long texts.
-        tokens: Longest sequence; a STILL model whose salient cache holds less gets room for it, beyond what it was trained on.
+        tokens: Longest sequence; a STILL model whose cache holds less gets room for it, beyond what it was trained on.
     """
 
     def softmax(path: str) -> Any:
