@@ -183,7 +183,8 @@ class ServedVerifier:
             yield self.judge(load, asked, self.engine.serve(load, asked))
 
     def requests(self, load: Load, count: int, answer_tokens: int) -> list[Request]:
-        """Prompts of random tokens that end around the ends of chunks, or anywhere, and come a few steps apart."""
+        """Prompts of random tokens that end around the ends of chunks, or anywhere, and come a few steps apart; where prefixes are kept, of
+        any length, and any part of them as others begin."""
         made: list[Request] = []
         step = 0
         texts: Any = (
@@ -192,13 +193,15 @@ class ServedVerifier:
         for number in range(count):
             answer = int(self.random.integers(1, answer_tokens + 1))
             room = load.context_tokens - answer
-            if number % 2:
+            if load.prefix_tokens:
+                length = int(self.random.integers(1, room + 1))
+            elif number % 2:
                 length = self.chunk * int(self.random.integers(0, EDGES + 1)) + int(self.random.integers(-1, 3))
             else:
                 length = int(np.exp(self.random.uniform(0, np.log(room))))
             prompt = self.random.integers(0, self.vocabulary, min(max(length, 1), room))
             if load.prefix_tokens:
-                alike = int(self.random.integers(0, len(prompt)))
+                alike = int(self.random.integers(0, len(prompt) + 1))
                 prompt[:alike] = texts[int(self.random.integers(0, ALIKE))][:alike]
             made.append(Request(tuple(prompt.tolist()), answer, step))
             step += int(self.random.integers(0, 6))
