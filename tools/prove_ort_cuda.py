@@ -206,8 +206,8 @@ def wanted(place: Path) -> list[tuple[str, str]]:
         *(f"{name}-{dtype}" for name in ("model", "demo") for dtype in ("float32", "float16")),
         "demo-int4",
     ]
-    list_ = [("nodes", SMALL[1]), ("kernels and bodies", SMALL[0]), ("graph", SMALL[1]), ("speed, replayed", SPEED)]
-    list_ += [("speed, replayed", name) for name in ("demo-float16", "demo-int4")]
+    list_ = [("nodes", SMALL[1]), ("kernels and bodies", SMALL[0]), ("graph", SMALL[1]), ("speed replayed", SPEED)]
+    list_ += [("speed replayed", name) for name in ("demo-float16", "demo-int4")]
     list_ += [("large", path.name) for path in sorted(place.glob(f"{LARGE}-*"))]
     list_ += [("peer", path.name) for path in sorted(place.glob(f"{PEER}-*"))]
     list_ += [("verify", name) for name in (*models, *linear) if (place / f"{name}.npz").is_file()]
@@ -217,7 +217,7 @@ def wanted(place: Path) -> list[tuple[str, str]]:
     list_ += [(check, name) for name in linear for check in ("nodes", "buffers apart")]
     list_ += [("kernels", SPEED), ("pieces", SPEED)]
     list_ += [("kernels", path.name) for path in sorted(place.glob(f"{LARGE}-*"))]
-    list_ += [("nodes", SPEED), ("speed, call by call", SPEED), ("speed of bodies", SPEED)]
+    list_ += [("nodes", SPEED), ("speed by call", SPEED), ("speed of bodies", SPEED)]
     return [(check, name) for check, name in list_ if (place / name).is_dir()]
 
 
