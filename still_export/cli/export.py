@@ -115,7 +115,8 @@ def export(
         ),
     ] = None,
     prefill_tokens: Annotated[
-        int | None, typer.Option(help="Tokens of one prefill call.", show_default="512; trt: 2048")
+        int | None,
+        typer.Option(help="Tokens of one prefill call.", show_default="512; --arch: 2048 to 8192; trt: 2048"),
     ] = None,
     batch: Annotated[
         int | None,

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from still_export.models.load import Source
     from still_export.models.weights import Weights
 
-PREFILL_TOKENS, GPU_PREFILL_TOKENS = 512, 2048
-"""Tokens of one prefill call: longer ones take more memory and are not faster on CPUs; shorter ones keep a GPU waiting for its host
+PREFILL_TOKENS, GPU_PREFILL_TOKENS, GPU_PREFILL_NUMBERS = 512, (2048, 8192), 1 << 23
+"""Tokens of one prefill call: longer ones take more memory and are not faster on CPUs; shorter ones keep a GPU waiting for its host. There
+a call has so many numbers of a hidden state, within those tokens: 8,192 tokens of a hidden size up to 1,024, 2,048 from 4,096 on
 (docs/notebook/onnxruntime.md)."""
 
 NATIVE_DTYPES = ("float32", "float16")
@@ -55,7 +56,7 @@ class ExportOptions:
         native: Put a native kernel for CPUs like this one into the package.
         archs: GPUs that its library has kernels for too, such as "sm_90".
         still: Fields of the STILL configuration: those of DEPLOYMENT of any model, others of models that do not carry one.
-        prefill_tokens: Tokens of one prefill call; None = PREFILL_TOKENS, with `archs` GPU_PREFILL_TOKENS.
+        prefill_tokens: Tokens of one prefill call; None = PREFILL_TOKENS, with `archs` as many as the hidden size asks for.
         opset: Of ai.onnx in the graph: 23, or 27, which has linear attention and its convolution as ops of its own; no other domain's
             ops are in the graph then but still's, which have bodies.
         quantize: Scheme of the weights' bits (quantization/policy.py); None: as `dtype` says.
@@ -240,6 +241,7 @@ def _write_model(
 
     from still_export.export.fuse import fuse_nodes
     from still_export.export.lower import lower_program
+    from still_export.export.merge import merge_products
     from still_export.export.trace import trace_model
     from still_export.export.weights_file import save_streaming
     from still_graphs.passes.attach_functions import attach_functions
@@ -250,6 +252,8 @@ def _write_model(
     own = onnxruntime and options.opset == OPSET
     if own:
         fuse_nodes(lowered)
+        if options.archs and not asked:  # quantized weights of one value are one already
+            merge_products(lowered)
     said: dict[str, Any] = {}
     if asked:
         from still_export.models.roles import weight_roles
@@ -282,8 +286,15 @@ def _describe(model: Any, options: ExportOptions, command: str) -> dict[str, Any
             "linearized": not options.attach_untrained,
             "all_logits": options.all_logits,
         },
-        "prefill_tokens": options.prefill_tokens or (GPU_PREFILL_TOKENS if options.archs else PREFILL_TOKENS),
+        "prefill_tokens": options.prefill_tokens or _prefill_tokens(options, described["model"]["hidden_size"]),
     }
+
+
+def _prefill_tokens(options: ExportOptions, hidden_size: int) -> int:
+    if not options.archs:
+        return PREFILL_TOKENS
+    least, most = GPU_PREFILL_TOKENS
+    return max(least, min(most, 1 << (GPU_PREFILL_NUMBERS // hidden_size).bit_length() - 1))
 
 
 def _write_text_files(options: ExportOptions, folder: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Fused nodes compute what the nodes did that they stand for, in every family; what is no rotary embedding stays."""
+"""Fused nodes and merged products compute what the nodes did that they stand for, in every family; what is no rotary embedding stays."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 
 from still_export.export.fuse import fuse_nodes
 from still_export.export.lower import lower_program
+from still_export.export.merge import merge_products
 from still_export.export.trace import trace_model
 from still_graphs.passes.attach_functions import attach_functions
 from tests.still_export.tiny import FAMILIES, MIXED, still_model
@@ -58,13 +59,19 @@ def test_fused_nodes_compute_the_same(family: str, dtype: torch.dtype, layer_typ
     assert gone == before.total() - after.total() > 0
     assert after["RotaryEmbedding"] == before["Neg"] > 0 and after["Neg"] == 0
     assert {i.name for i in plain.graph.initializer} <= {i.name for i in fused.graph.initializer}
-    for graph in (plain, fused):
+    gone = merge_products(model)
+    merged = ir.to_proto(model)
+    products = sum(node.op_type == "MatMul" for node in merged.graph.node)
+    assert gone == before["MatMul"] - products == 2 * len(layer_types)  # query, key and value of each layer
+    assert not any(i.name.endswith("0.self_attn.q_proj.weight") for i in merged.graph.initializer)
+    for graph in (plain, fused, merged):
         attach_functions(graph)
     bound = {torch.float32: 2e-6, torch.float16: 4e-3}[dtype]
-    for expected, actual in zip(outputs(plain), outputs(fused), strict=True):
-        for name, value in expected.items():
-            worst = np.abs(value[np.isfinite(value)].astype(np.float64)).max(initial=1)
-            np.testing.assert_allclose(actual[name], value, rtol=0, atol=bound * worst, err_msg=name)
+    for other in (fused, merged):
+        for expected, actual in zip(outputs(plain), outputs(other), strict=True):
+            for name, value in expected.items():
+                worst = np.abs(value[np.isfinite(value)].astype(np.float64)).max(initial=1)
+                np.testing.assert_allclose(actual[name], value, rtol=0, atol=bound * worst, err_msg=name)
 
 
 def rotary(halves: tuple[int, int] = (0, 1), other: bool = False, scale: tuple[int, ...] = (2,)) -> ir.Model:

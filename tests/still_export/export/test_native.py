@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from onnxruntime import OrtValue, SessionOptions
 from still_export.cli.main import main
 from still_export.errors import ConfigError, UnsupportedError
 from still_export.export.native import HEADER, LIBRARY, find_onnxruntime_headers, kernel_variants
-from still_export.export.onnx_package import GPU_PREFILL_TOKENS, ExportOptions, export_onnx
+from still_export.export.onnx_package import ExportOptions, _prefill_tokens, export_onnx
 from still_export.export.plugins import PluginBuildError
 from still_export.package.folder import Package, open_package, write_manifest
 from still_export.proof.sessions import Session
@@ -216,7 +217,16 @@ def test_kernels_of_the_gpu_are_compiled_in(
     assert built["archive"] == "['HybridAttention'] ('sm_90',)"
     assert package.manifest["native"]["archs"] == ["sm_90"] and LIBRARY in package.manifest["files"]
     assert ExportOptions.from_manifest(package.manifest).archs == ("sm_90",)
-    assert package.manifest["prefill_tokens"] == GPU_PREFILL_TOKENS
+    assert package.manifest["prefill_tokens"] == 8192
+    given = ExportOptions.from_manifest(package.manifest)
+    assert [_prefill_tokens(given, size) for size in (576, 1024, 1536, 2048, 4096, 8192)] == [
+        8192,
+        8192,
+        4096,
+        4096,
+        2048,
+        2048,
+    ]
     with pytest.raises(ConfigError, match="add --native"):
         ExportOptions("model", archs=("sm_90",))
 
@@ -235,6 +245,22 @@ def test_bodies_on_cuda_are_said_to_be_slow(
         del package.manifest["native"]["archs"]
 
 
+def test_an_onnxruntime_without_cuda_is_told_what_to_install(
+    export_tiny: Exporter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = r"this onnxruntime has no CUDAExecutionProvider\. Install onnxruntime-gpu, or run with --provider cpu\."
+    package = export_tiny().path
+    with pytest.raises(RunError, match=f"^{said}$"):
+        OrtModel(package, threads=1, provider="cuda")
+    for verb, more in (("run", ["--prompt-ids", "3"]), ("bench", ["--lengths", "9"]), ("verify", ["--lengths", "9"])):
+        with pytest.raises(SystemExit) as ended:
+            main([verb, str(package), "--provider", "cuda", "--quiet", *more])
+        assert ended.value.code
+        lines = capsys.readouterr().err.strip().splitlines()
+        assert re.search(said, lines[-1]), lines
+        assert not any("Traceback" in line for line in lines)
+
+
 @pytest.mark.slow
 def test_a_provider_that_does_not_start_is_an_error(export_tiny: Exporter, monkeypatch: pytest.MonkeyPatch) -> None:
     """ONNX Runtime opens the session without it."""
@@ -243,7 +269,9 @@ def test_a_provider_that_does_not_start_is_an_error(export_tiny: Exporter, monke
     monkeypatch.setattr(
         "onnxruntime.get_available_providers", lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"]
     )
-    with pytest.raises(RunError, match="CUDA provider cannot start"):
+    with pytest.raises(
+        RunError, match=r"CUDA provider cannot start: .* of another CUDA than .* Install the nvidia-\* packages"
+    ):
         OrtModel(package.path, threads=1, provider="cuda")
     assert quieted == [3], "bodies on CUDA would warn at every node"
     with pytest.raises(RunError, match="CUDA graphs need --provider cuda"):
@@ -262,7 +290,9 @@ def test_a_gpu_without_kernels_is_told_what_to_export(
     monkeypatch.setattr("onnxruntime.get_available_providers", lambda: ["CUDAExecutionProvider"])
     monkeypatch.setattr("onnxruntime.InferenceSession", refuse)
     monkeypatch.setitem(package.manifest["native"], "archs", ["sm_80"])
-    with pytest.raises(RunError, match=r"the GPU is sm_90\..*Export again with --native --arch"):
+    with pytest.raises(
+        RunError, match=r"the GPU is sm_90\..*Export again with --native --arch and the name of this GPU"
+    ):
         open_session(package.path, package.manifest, SessionOptions(), "cuda", package.path / LIBRARY)
 
 
