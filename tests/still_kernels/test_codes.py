@@ -1,0 +1,41 @@
+"""Rows in 8 bits, in PyTorch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from still_kernels.codes import dequantized, quantized, rounded
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_what_was_read_is_written_as_it_was(dtype: torch.dtype) -> None:
+    """Bit for bit, codes and scales, and numbers once they are rounded; whatever the size of a row."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(4000, 64, generator=generator) * torch.logspace(-4, 3, 4000)[:, None]
+    rows[::97] = 0
+    once = rounded(rows.to(dtype))
+    assert once.dtype == dtype and torch.equal(rounded(once), once)
+    words, scale = quantized(once)
+    assert words.shape == (4000, 16) and words.dtype == torch.int32 and scale.dtype == torch.float32
+    read = dequantized(words, scale, dtype)
+    assert torch.equal(read, once)
+    again = quantized(read)
+    assert torch.equal(again[0], words) and torch.equal(again[1], scale)
+    codes = words.view(torch.int8)
+    assert codes.abs().amax(1)[scale > 0].unique().tolist() == [127] and not codes[scale == 0].any()
+
+
+def test_every_scale_comes_back() -> None:
+    """All mantissas: 127 steps of a scale that is a part of 127, as a row's largest number, give the scale again."""
+    largest = (torch.arange(1 << 23, dtype=torch.int32) | 0x3F800000).view(torch.float32)
+    scale = largest / 127
+    assert torch.equal(scale * 127 / 127, scale)
+
+
+def test_the_rule() -> None:
+    """The largest magnitude is 127 steps; halves go to the even step."""
+    words, scale = quantized(torch.tensor([[-127.0, 0.5, 1.5, 2.5], [0.0, 0.0, 0.0, 0.0]]))
+    assert words.view(torch.int8).tolist() == [[-127, 0, 2, 2], [0, 0, 0, 0]] and scale.tolist() == [1.0, 0.0]
+    (word,) = words[0].tolist()
+    assert word & 255 == 129 and word >> 8 & 255 == 0  # the first one lowest
