@@ -83,10 +83,12 @@ def store_rows(p_rows, p_scale, o_row, b_rows, m_row, o_dim, D: tl.constexpr, CO
 
 @triton.jit
 def scales_at(p_scale, offset, CODES: tl.constexpr):
-    """The scales' pointer moved by rows; there is none where rows are numbers."""
+    """The scales' pointer moved by rows; where rows are numbers there is none, and what stands for it is used nowhere."""
     if CODES:
-        p_scale += offset
-    return p_scale
+        found = p_scale + offset
+    else:
+        found = 0  # no function may return None: Triton 3.6 does not compile that
+    return found
 
 
 @triton.jit

@@ -253,8 +253,13 @@ def commit_kernel(
             i_kv = i_head // G
             mask = m_row[:, None] & (o_dim < D)[None, :]
             o_from = (o_token * HK + i_kv)[:, None] * D + o_dim[None, :]
-            o_to = (row * HK + i_kv) * (2 * C) + o_slot
-            b_key = tl.load(p_key + o_from, mask=mask, other=0.0)
-            store_rows(p_window_key, p_window_key_scale, o_to, b_key, m_row, o_dim, D, CODES)
-            b_value = tl.load(p_value + o_from, mask=mask, other=0.0)
-            store_rows(p_window_value, p_window_value_scale, o_to, b_value, m_row, o_dim, D, CODES)
+            if CODES:
+                o_to = (row * HK + i_kv) * (2 * C) + o_slot
+                b_key = tl.load(p_key + o_from, mask=mask, other=0.0)
+                store_rows(p_window_key, p_window_key_scale, o_to, b_key, m_row, o_dim, D, CODES)
+                b_value = tl.load(p_value + o_from, mask=mask, other=0.0)
+                store_rows(p_window_value, p_window_value_scale, o_to, b_value, m_row, o_dim, D, CODES)
+            else:
+                o_to = ((row * HK + i_kv) * (2 * C) + o_slot)[:, None] * D + o_dim[None, :]
+                tl.store(p_window_key + o_to, tl.load(p_key + o_from, mask=mask, other=0.0), mask=mask)
+                tl.store(p_window_value + o_to, tl.load(p_value + o_from, mask=mask, other=0.0), mask=mask)

@@ -51,8 +51,10 @@ def _copy_row(
     CODES: tl.constexpr,
 ):
     """A token's key or value into the cache; nowhere beyond the capacity: the output is NaN, memory stays intact."""
-    to = rows_of(p_cache, p_state_row, i_batch, (row * HS + i_select) * N, i_select, 0, slot, slot < N, VALUE, D, PAGES)
     if CODES:
+        to = rows_of(
+            p_cache, p_state_row, i_batch, (row * HS + i_select) * N, i_select, 0, slot, slot < N, VALUE, D, PAGES
+        )
         o_one = tl.arange(0, 1)
         ring = (row * HK + i_kv) * (2 * C)
         b_rows = load_tokens(
@@ -65,6 +67,9 @@ def _copy_row(
         if position >= length:
             p_from = p_new + ((start + position - length) * HK + i_kv) * D
         b_row = tl.load(p_from + o_dim, mask=o_dim < D, other=0.0)
+        to = rows_of(
+            p_cache, p_state_row, i_batch, (row * HS + i_select) * N, i_select, 0, slot, slot < N, VALUE, D, PAGES
+        )
         tl.store(p_cache + to * D + o_dim, b_row, mask=(o_dim < D) & (slot < N))
 
 
