@@ -270,26 +270,37 @@ def select_kernel(
         o_value = b_value[:, None] * D + o_dim[None, :]
         m_old = m_evicted[:, None] & (o_dim < D)[None, :]
         p_to = (i_group * KP + o_rank)[:, None] * D + o_dim[None, :]
+        p_out = p_evicted_key + p_to
         b_old = tl.load(p_salient_key + o_key, mask=m_old, other=0.0)
         b_old = as_numbers(b_old, p_salient_key_scale, b_key, m_evicted, p_key.dtype.element_ty, CODES)
-        tl.store(p_evicted_key + p_to, b_old, mask=m_dim)
+        tl.store(p_out, b_old, mask=m_dim)
+        p_out = p_evicted_value + p_to
         b_old = tl.load(p_salient_value + o_value, mask=m_old, other=0.0)
         b_old = as_numbers(b_old, p_salient_value_scale, b_value, m_evicted, p_key.dtype.element_ty, CODES)
-        tl.store(p_evicted_value + p_to, b_old, mask=m_dim)
+        tl.store(p_out, b_old, mask=m_dim)
         tl.debug_barrier()  # every row has left before its slot is written again
         b_key = rows_of(p_salient_key, p_state_row, i_batch, base, i_select, 0, b_slot, b_kept, 0, D, PAGES)
+        p_to = p_salient_key + b_key[:, None] * D + o_dim[None, :]
+        m_to = b_kept[:, None] & (o_dim < D)[None, :]
         o_token = old * C + b_offset
         p_new = p_key + (start * HK + i_kv) * D
         p_ring = p_window_key + (row * HK + i_kv) * (2 * C) * D
         p_scale = scales_at(p_window_key_scale, (row * HK + i_kv) * (2 * C), CODES)
         b_new = load_tokens(p_new, p_ring, p_scale, o_token, length, end, HK * D, o_dim, D, C, CODES)
-        store_rows(p_salient_key, p_salient_key_scale, b_key, b_new, b_kept, o_dim, D, CODES)
+        if CODES:
+            store_rows(p_salient_key, p_salient_key_scale, b_key, b_new, b_kept, o_dim, D, CODES)
+        else:
+            tl.store(p_to, b_new, mask=m_to)
         b_value = rows_of(p_salient_value, p_state_row, i_batch, base, i_select, 0, b_slot, b_kept, 1, D, PAGES)
+        p_to = p_salient_value + b_value[:, None] * D + o_dim[None, :]
         p_new = p_value + (start * HK + i_kv) * D
         p_ring = p_window_value + (row * HK + i_kv) * (2 * C) * D
         p_scale = scales_at(p_window_value_scale, (row * HK + i_kv) * (2 * C), CODES)
         b_new = load_tokens(p_new, p_ring, p_scale, o_token, length, end, HK * D, o_dim, D, C, CODES)
-        store_rows(p_salient_value, p_salient_value_scale, b_value, b_new, b_kept, o_dim, D, CODES)
+        if CODES:
+            store_rows(p_salient_value, p_salient_value_scale, b_value, b_new, b_kept, o_dim, D, CODES)
+        else:
+            tl.store(p_to, b_new, mask=m_to)
         if OVERFLOW == 1:
             tl.store(p_salient_score + base + b_slot, b_new_score, mask=b_kept)
 
