@@ -45,52 +45,6 @@ def row_of(
     return row, start, length, count
 
 
-ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: numbers beside it are whole, halves go to the even one
-STEPS = tl.constexpr(127.0)
-
-
-@triton.jit
-def to_codes(b_rows):
-    """Rows [R, DP], zeros beyond their length, in 8 bits: codes int8 and scales [R] (`still_graphs.ops.spec.CACHE`)."""
-    b_wide = b_rows.to(tl.float32)
-    b_most = tl.max(tl.abs(b_wide), 1)
-    b_scale = tl.div_rn(b_most, b_most * 0.0 + STEPS)
-    b_share = tl.div_rn(b_wide, tl.where(b_scale > 0, b_scale, 1.0)[:, None] + b_wide * 0.0)
-    return ((b_share + ROUND) - ROUND).to(tl.int8), b_scale
-
-
-@triton.jit
-def as_numbers(b_rows, p_scale, o_row, m_row, KIND: tl.constexpr, CODES: tl.constexpr):
-    """Rows as a state holds them, o_row from where its scales begin, as numbers of type KIND."""
-    if CODES:
-        b_scale = tl.load(p_scale + o_row, mask=m_row, other=0.0)
-        b_rows = (b_rows.to(tl.float32) * b_scale[:, None]).to(KIND)
-    return b_rows
-
-
-@triton.jit
-def store_rows(p_rows, p_scale, o_row, b_rows, m_row, o_dim, D: tl.constexpr, CODES: tl.constexpr):
-    """Rows of D numbers, zeros beyond, to rows o_row of a state."""
-    mask = m_row[:, None] & (o_dim < D)[None, :]
-    p_to = p_rows + o_row[:, None] * D + o_dim[None, :]
-    if CODES:
-        b_codes, b_scale = to_codes(b_rows)
-        tl.store(p_to, b_codes, mask=mask)
-        tl.store(p_scale + o_row, b_scale, mask=m_row)
-    else:
-        tl.store(p_to, b_rows, mask=mask)
-
-
-@triton.jit
-def scales_at(p_scale, offset, CODES: tl.constexpr):
-    """The scales' pointer moved by rows; where rows are numbers there is none, and what stands for it is used nowhere."""
-    if CODES:
-        found = p_scale + offset
-    else:
-        found = 0  # no function may return None: Triton 3.6 does not compile that
-    return found
-
-
 @triton.jit
 def settle(b_acc, SETTLE: tl.constexpr):
     """b_acc, complete: the pipeliner then does not carry an unfinished matrix product into the next iteration.

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from still_kernels.codes import rounded
 from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs
 from still_kernels.hybrid_attention.chunked import chunked_hybrid_attention
 from still_kernels.hybrid_attention.pages import Pages
@@ -172,22 +171,6 @@ CASES = {
         f"head size {size}": Case({"head_dim": size, "feature_dim": size}, ((66, [66, 35]), *[STEP] * 2, (30, [0, 30])))
         for size in HEAD_DIMS
     },
-    "codes": Case({"cache": "int8"}, (*CROSSING, *PROMOTING)),
-    "codes, group max": Case(
-        {"cache": "int8", "select_scope": "kv_group_max", "num_heads": 6, "capacity_tokens": 448}, tuple(PROMOTING)
-    ),
-    "codes, fold min": Case(
-        {"cache": "int8", "overflow": "fold_min_score", "capacity_tokens": 128},
-        ((100, [100, 40]), (90, [64, 90]), (1, [0, 1]), (33, [33, 32])),
-    ),
-    "codes, fold oldest": Case(
-        {"cache": "int8", "overflow": "fold_oldest", "capacity_tokens": 96}, ((126, [126, 125]), *[STEP] * 4)
-    ),
-    "codes, packed": Case({"cache": "int8"}, ((66, [66, 35]), (30, [0, 30]), STEP, (2, [2, 1])), packed=True),
-    "codes, released": Case({"cache": "int8", "profile": "released"}, (STEP, (58, [58, 29]), *[STEP] * 6)),
-    "codes, wide heads": Case(
-        {"cache": "int8", "head_dim": 72, "num_heads": 2, "num_kv_heads": 1}, ((66, [66, 35]), STEP), wide=True
-    ),
     "many chunks": Case({"capacity_tokens": 512}, ((30, [30, 5]), (390, [390, 161]), STEP)),
 }
 
@@ -283,8 +266,6 @@ def _errors_of(guarded: Guarded, name: str, device: str, dtype: torch.dtype) -> 
     errors: dict[str, float] = {}
     for number, (tokens, counts) in enumerate(case.calls):
         tensors = [None if x is None else x.to(device, dtype) for x in case_inputs(case, batch, tokens, generator)]
-        if config.cache == "int8":
-            tensors[1:3] = [rounded(x) for x in tensors[1:3] if x is not None]
         new = torch.tensor(counts, dtype=torch.int32 if number % 3 else torch.int64, device=device)
         arguments = Inputs(*(None if x is None else x.to(exact) for x in (*tensors, *weights)), new)
         expected, expected_state = chunked_hybrid_attention(arguments, config, expected_state)
@@ -306,8 +287,6 @@ def _errors_of(guarded: Guarded, name: str, device: str, dtype: torch.dtype) -> 
         pairs = {"output": (output, expected)}
         pairs |= {n: (t, expected_state.tensors()[n]) for n, t in state.tensors().items() if t.numel()}
         for what, (got, wanted) in pairs.items():
-            if got.dtype == torch.int32:  # words of codes
-                got, wanted = got.view(torch.int8), wanted.view(torch.int8)
             scale = wanted.double().abs()
             if what in ("kv_state", "z_state"):
                 scale = scale.max()  # sums of rounded terms of either sign

@@ -18,7 +18,7 @@ from still_kernels.hybrid_attention.triton_common import (
 )
 from still_kernels.hybrid_attention.triton_decode_roles import pair_sum, step_of
 from still_kernels.hybrid_attention.triton_pages import head_in_page
-from still_kernels.triton_shared import LOG2E, as_numbers, rounded
+from still_kernels.triton_shared import LOG2E, rounded
 
 
 @triton.jit
@@ -34,12 +34,10 @@ def _fold_chunk(
     o_dim = tl.arange(0, c.DK)
     # All lines that a round needs are on their way while the selection is made.
     BYTES: tl.constexpr = p_weight.dtype.element_ty.primitive_bitwidth // 8
-    KEPT: tl.constexpr = states.window_key.dtype.element_ty.primitive_bitwidth // 8
     o_token = ((at.row * heads.HK + i_kv) * (2 * c.C) + ((old & 1) * c.C + tl.arange(0, c.C))).to(tl.int64) * c.D
-    o_kept = tl.arange(0, 4) * (c.D * KEPT // 4)
     o_line = tl.arange(0, 4) * (c.D * BYTES // 4)
-    prefetch(states.window_key + o_token, o_kept, c.SETTLE)
-    prefetch(states.window_value + o_token, o_kept, c.SETTLE)
+    prefetch(states.window_key + o_token, o_line, c.SETTLE)
+    prefetch(states.window_value + o_token, o_line, c.SETTLE)
     prefetch(p_weight + tl.minimum(o_feature, c.P - 1) * c.D, o_line, c.SETTLE)
     b_selected, _ = select_chunk(
         states.window_score,
@@ -61,12 +59,10 @@ def _fold_chunk(
     b_more_mass = tl.zeros([c.PP], tl.float32)
     for r in range(0, c.C, c.RB):
         o_row = r + tl.arange(0, c.RB)
-        o_slot = ((at.row * heads.HK + i_kv) * (2 * c.C) + ((old & 1) * c.C + o_row)).to(tl.int64)
-        o_ring = o_slot * c.D
+        o_ring = ((at.row * heads.HK + i_kv) * (2 * c.C) + ((old & 1) * c.C + o_row)).to(tl.int64) * c.D
         b_v = tl.load(
             states.window_value + o_ring[:, None] + o_column[None, :], mask=(o_column < c.D)[None, :], other=0.0
         )
-        b_v = as_numbers(b_v, states.window_value_scale, o_slot, o_row >= 0, p_weight.dtype.element_ty, c.CODES)
         if c.RB == c.C:
             m_row = b_selected == 0
         else:
@@ -79,7 +75,6 @@ def _fold_chunk(
             b_k = tl.load(
                 states.window_key + o_ring[:, None] + o_part[None, :], mask=(o_part < c.D)[None, :], other=0.0
             )
-            b_k = as_numbers(b_k, states.window_key_scale, o_slot, o_row >= 0, p_weight.dtype.element_ty, c.CODES)
             b_weight = load_weight(p_weight, o_feature, o_part, c.P, c.D)
             b_direction = tl.dot(b_k, tl.trans(b_weight), b_direction, input_precision=c.DOT)
             b_square += tl.sum(b_k.to(tl.float32) * b_k.to(tl.float32), 1)

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from still_export.errors import UnsupportedModelError
 from still_export.mixers.base import Audit, LayerOp, Mixer
 from still_export.mixers.config import HYBRID
 from still_export.mixers.hybrid_attention.cache import HybridLayer
@@ -31,7 +30,7 @@ class HybridAttentionMixer(Mixer):
         return (LayerOp(HYBRID_ATTENTION, layer.attributes(), layer.symbols()),)
 
     def cache_layer(self, config: Any, index: int) -> HybridLayer:
-        return HybridLayer(self._layer(config, index))
+        return HybridLayer(self._layer(config, index), config.still.cache)
 
     def module(self, base: nn.Module, config: Any, index: int) -> StillAttention:
         still = config.still
@@ -42,11 +41,6 @@ class HybridAttentionMixer(Mixer):
 
     def paged(self, config: Any, index: int, ranks: int, rank: int) -> PagedHybridAttention:
         still = config.still
-        if still.cache == "int8":
-            raise UnsupportedModelError(
-                "cache='int8' is not served by this vLLM plugin, whose pages hold numbers. Leave it out, or serve the exported package "
-                "with still-export serve."
-            )
         return PagedHybridAttention(self._layer(config, index), still.gate_bias, still.shared_feature_map, ranks, rank)
 
     def trainable(self, module: nn.Module, learn_window_factors: bool) -> Trainable:
