@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from still_export.package.calls import Arrays, last_logits, next_feed, without_padding
-from still_export.proof.excuses import Leads
+from still_export.package.calls import Arrays, next_feed, without_padding
+from still_export.proof.excuses import Excuses, Leads, Pairs
 
 RARE = 0.99
 """The part of PyTorch's own rounding errors that is called usual; the error at its end is what an engine is held to."""
@@ -44,8 +44,9 @@ class Case:
         name: For the table.
         feeds, expected: Calls with fixed inputs and PyTorch's outputs, saved for polygraphy's own command.
         find_leads: Computes PyTorch's lead of selected over rejected scores.
-        start, steps: For decode: a prefill feed and the tokens [B, 1] that follow one by one; the target carries its own state.
-        step_logits: PyTorch's logits after the prefill and after every step, [B, 1 + steps, V].
+        steps: For decode: the tokens [B, 1] that follow the first feed one by one; the target carries its own state.
+        places: Numbers of the steps whose calls the other feeds are: those at which something is chosen, and the last.
+        step_logits: PyTorch's logits after every step, [B, steps, V].
         noise: Of PyTorch's own half precision run, by output; empty for a package in float32.
         own_top1: That run's best tokens that are float32's too, and all.
     """
@@ -54,8 +55,8 @@ class Case:
     feeds: list[Arrays]
     expected: list[Arrays]
     find_leads: Callable[[], Leads]
-    start: Arrays | None = None
     steps: tuple[np.ndarray, ...] = ()
+    places: tuple[int, ...] = ()
     step_logits: np.ndarray | None = None
     noise: dict[str, Noise] = field(default_factory=dict)
     own_top1: tuple[int, int] = (0, 0)
@@ -65,21 +66,53 @@ class Case:
         """PyTorch's lead of selected over rejected scores."""
         return self.find_leads()
 
-    def pairs(self, run: Any) -> list[tuple[Arrays, Arrays]]:
-        """PyTorch's and the target's outputs: of each call, or for decode of the whole way at once.
+    def pairs(self, run: Steps, excuses: Excuses) -> tuple[Pairs, Pairs]:
+        """PyTorch's and the target's outputs: of each call, or along the steps; and those of steps in which it chose otherwise.
 
-        Args:
-            run: The target's session (`targets.Session`).
+        Everything behind another choice differs, though either may be right. So the steps go on from PyTorch's state there: the call
+        is repeated with PyTorch's scores, which leave no choice, and compared like every other. What was chosen first is judged by
+        itself.
         """
-        if self.start is None:
-            found = [(e, run.infer(feed)) for feed, e in zip(self.feeds, self.expected, strict=True)]
-            return [
-                tuple({**o, "logits": without_padding(o["logits"], f["new_tokens"])} for o in pair)  # type: ignore[misc]
-                for f, pair in zip(self.feeds, found, strict=True)
-            ]
-        assert self.step_logits is not None
-        logits, outputs = run.decode(self.start, self.steps)
-        return [({**self.expected[-1], "logits": self.step_logits}, {**outputs, "logits": logits})]
+        if not self.steps:
+            return [self._pair(i, run.infer(feed)) for i, feed in enumerate(self.feeds)], []
+        pairs, turned = [self._pair(0, run.infer(self.feeds[0]))], []
+        if not excuses.alike(*pairs[0]):
+            run.load(next_feed(self.expected[0], self.steps[0]))
+        done = 0
+        for place, feed, expected in zip(self.places, self.feeds[1:], self.expected[1:], strict=True):
+            if place > done:
+                assert self.step_logits is not None
+                found = run.step(self.steps[done:place])
+                held = {name.replace("past_", "present_", 1): x for name, x in feed.items() if name.startswith("past_")}
+                pairs.append(({**held, "logits": self.step_logits[:, done:place]}, found))
+            found = run.step(self.steps[place : place + 1])
+            if not excuses.alike(expected, found):
+                turned.append((expected, found))
+                found = run.infer(feed)
+            pairs.append((expected, found))
+            done = place + 1
+        return pairs, turned
+
+    def _pair(self, number: int, outputs: Arrays) -> tuple[Arrays, Arrays]:
+        """PyTorch's outputs of a feed and the target's, without what stands behind padding."""
+        counts = self.feeds[number]["new_tokens"]
+        expected, actual = (
+            {**o, "logits": without_padding(o["logits"], counts)} for o in (self.expected[number], outputs)
+        )
+        return expected, actual
+
+
+class Steps(Protocol):
+    """What carries a state from call to call."""
+
+    def load(self, feed: Arrays) -> None:
+        """Take the state that `feed` gives."""
+
+    def infer(self, feed: Arrays) -> Arrays:
+        """Outputs of one call whose state is given."""
+
+    def step(self, tokens: tuple[np.ndarray, ...]) -> Arrays:
+        """Outputs after `tokens` [B, 1], fed one by one, with the logits of all of them."""
 
 
 class CaseSource(Protocol):
@@ -89,16 +122,6 @@ class CaseSource(Protocol):
 
     def __iter__(self) -> Iterator[Callable[[], Case]]:
         """A maker of each case; asked again, it draws another prompt where it can."""
-
-
-def chain(infer: Callable[[Arrays], Arrays], start: Arrays, steps: tuple[np.ndarray, ...]) -> tuple[np.ndarray, Arrays]:
-    """Feed `start` and then `steps` one by one, each from the state of the one before: all logits, the last outputs."""
-    outputs = infer(start)
-    logits = [last_logits(outputs["logits"], start["new_tokens"])]
-    for token in steps:
-        outputs = infer(next_feed(outputs, token))
-        logits.append(outputs["logits"])
-    return np.concatenate(logits, axis=1), outputs
 
 
 def noise_of(pairs: list[tuple[np.ndarray, np.ndarray]]) -> Noise:

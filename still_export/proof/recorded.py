@@ -24,7 +24,7 @@ ATTEMPTS = 3
 FEW_TIES = 8
 """Near ties of a half precision case up to which another prompt may have none; with more, prompts are all alike."""
 
-FORMAT = 1
+FORMAT = 2
 
 
 def record_cases(
@@ -53,8 +53,8 @@ def record_cases(
                     "feeds": [keep_all(f) for f in case.feeds],
                     "expected": [keep_all(e) for e in case.expected],
                     "leads": {str(layer): keep(lead) for layer, lead in case.leads.items()},
-                    "start": None if case.start is None else keep_all(case.start),
                     "steps": [keep(s) for s in case.steps],
+                    "places": case.places,
                     "step_logits": None if case.step_logits is None else keep(case.step_logits),
                     "noise": case.noise,
                     "own_top1": case.own_top1,
@@ -79,8 +79,7 @@ def record_cases(
 
 def _near_ties(case: Case, excuses: Excuses) -> int:
     """Choices of PyTorch that another right runtime may make otherwise."""
-    tie = half_tolerance([case], excuses).tie
-    return sum(int((lead <= tie).sum()) for lead in case.leads.values())
+    return excuses.near_ties(case.leads, half_tolerance([case], excuses).ties)
 
 
 def _weights(package: Package) -> str:
@@ -123,8 +122,8 @@ class RecordedCases:
             [read_all(keys) for keys in entry["feeds"]],
             [read_all(keys) for keys in entry["expected"]],
             lambda: leads,
-            None if entry["start"] is None else read_all(entry["start"]),
             tuple(self._arrays[key] for key in entry["steps"]),
+            tuple(entry["places"]),
             None if entry["step_logits"] is None else self._arrays[entry["step_logits"]],
             {name: Noise(*values) for name, values in entry["noise"].items()},
             tuple(entry["own_top1"]),

@@ -33,31 +33,29 @@ class Session:
 
     def __init__(self, model: Runner) -> None:
         self.model = model
+        self._shapes: dict[str, tuple[int, ...]] = {}
 
-    def infer(self, feed: Arrays) -> Arrays:
-        """Outputs of one call whose state is given, in whatever float type."""
-        self._load(feed)
-        logits = self.model.feed(feed["input_ids"], feed["new_tokens"])
-        return self._outputs(feed, logits)
-
-    def decode(self, start: Arrays, steps: tuple[np.ndarray, ...]) -> tuple[np.ndarray, Arrays]:
-        """Logits [B, 1 + steps, V] after the call `start` and after every step, and the last outputs; the state stays where it is."""
-        self._load(start)
-        first = self.model.feed(start["input_ids"], start["new_tokens"])
-        logits = [last_logits(first, start["new_tokens"])]
-        logits += [self.model.feed(token) for token in steps]
-        return np.concatenate(logits, axis=1), self._outputs(start, logits[-1])
-
-    def _load(self, feed: Arrays) -> None:
+    def load(self, feed: Arrays) -> None:
+        """Take the state that `feed` gives, in whatever float type, with room for its tokens."""
         typed = typed_states(feed, self.model.manifest)
         states = {s.name: typed[s.past] for s in self.model.table}
         self.model.load(states, feed["past_length"], int(np.max(feed["new_tokens"])))
+        self._shapes = {s.name: feed[s.past].shape for s in self.model.table}
 
-    def _outputs(self, feed: Arrays, logits: np.ndarray) -> Arrays:
+    def infer(self, feed: Arrays) -> Arrays:
+        """Outputs of one call whose state is given."""
+        self.load(feed)
+        return self._outputs(self.model.feed(feed["input_ids"], feed["new_tokens"]))
+
+    def step(self, tokens: tuple[np.ndarray, ...]) -> Arrays:
+        """Outputs after `tokens` [B, 1], fed one by one, with the logits [B, steps, V] of all of them; the state stays where it is."""
+        return self._outputs(np.concatenate([self.model.feed(token) for token in tokens], axis=1))
+
+    def _outputs(self, logits: np.ndarray) -> Arrays:
         outputs = {"logits": logits, "present_length": self.model.length}
         for name, array in self.model.state_arrays().items():
             # The runner may have more room than was given, or less, where rows are left empty.
-            found = np.zeros(feed[f"past_{name}"].shape, array.dtype)
+            found = np.zeros(self._shapes[name], array.dtype)
             part = tuple(slice(0, min(n, m)) for n, m in zip(found.shape, array.shape, strict=True))
             found[part] = array[part]
             outputs[f"present_{name}"] = found

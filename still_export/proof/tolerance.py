@@ -18,13 +18,14 @@ class Tolerance:
     """Bounds of polygraphy's comparison: an output fails where its absolute and its relative error exceed them.
 
     `absolute` is the bound of each output, "" of the others. `statistic` is polygraphy's check_error_stat.
-    `tie` is the lead of a selected token over the first rejected one (in logits) below which rounding may swap them.
+    `ties` are the leads of a selected token over the first rejected one (in logits) below which rounding may swap them, by the output that
+    holds the scores, "" of the others.
     """
 
     absolute: dict[str, float]
     relative: float
     statistic: str
-    tie: float
+    ties: dict[str, float]
 
     def arguments(self) -> list[str]:
         """Polygraphy's flags."""
@@ -35,7 +36,7 @@ class Tolerance:
 
 # PyTorch's own float32 logits of SmolLM2-135M (magnitude 25) are off its float64 ones by 4e-5 in the median of 120 decode steps
 # and by up to 5.5e-3: a few tokens amplify rounding, in scores and keys too. Two float32 runtimes may differ by twice that.
-FLOAT32 = Tolerance({"": 2e-2, "logits": 5e-2}, 1e-3, "elemwise", 1e-3)
+FLOAT32 = Tolerance({"": 2e-2, "logits": 5e-2}, 1e-3, "elemwise", {"": 1e-3})
 
 
 def half_tolerance(cases: list[Case], excuses: Excuses) -> Tolerance:
@@ -46,16 +47,16 @@ def half_tolerance(cases: list[Case], excuses: Excuses) -> Tolerance:
     PyTorch's: kernels that sum in half precision need two to three. A row's logits err together, by one factor of its last norm, so a
     row in a hundred of PyTorch's own would not keep that: the bound is at least SPREAD times the median of PyTorch's worst part. Nor is
     it less than what float32 rounds off in sums, which half precision's own error exceeds wherever there is one.
-    Two scores tie where they lie no further apart than that run's largest errors can move them.
+    Two scores tie where they lie no further apart than that run's largest errors of the same layer can move them.
     """
     bounds: dict[str, float] = {"": 0.0}
-    tie = 0.0
+    ties: dict[str, float] = {"": 0.0}
     for case in cases:
         for name, noise in case.noise.items():
             bounds[name] = max(bounds.get(name, 0.0), _rounded_up(max(noise.usual, SPREAD * noise.part, noise.sums)))
             if excuses.is_score(name):
-                tie = max(tie, 2 * noise.largest)
-    return Tolerance(bounds, 0.0, "median", tie)
+                ties[name] = max(ties.get(name, 0.0), 2 * noise.largest)
+    return Tolerance(bounds, 0.0, "median", ties)
 
 
 def _rounded_up(value: float) -> float:

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from still_export.package.calls import Arrays, next_feed, typed_states, without_padding
-from still_export.proof.cases import Case, chain, noise_of, same_best
+from still_export.package.calls import Arrays, next_feed
+from still_export.proof.cases import Case, noise_of, same_best
 from still_export.proof.excuses import Leads, excuses_of
+from still_export.proof.sessions import Session
 from still_export.runners.torch import TorchModel
 from still_graphs.states import StateTable
 
@@ -81,14 +82,14 @@ class TorchCases:
         return {**next_feed({}, tokens, new_tokens), **self.reference.empty_feed(tokens.shape[0], room)}
 
     def _prefill(self, length: int) -> Case:
-        return self._fixed(f"prefill {length}", [self._start(self._tokens(1, length), length)])
+        return self._measured(self._fixed(f"prefill {length}", [self._start(self._tokens(1, length), length)]))
 
     def _ragged(self) -> Case:
         """Rows of different lengths in one call, one of them empty."""
         longest = min(3 * self.chunk + 1, self.longest)
         counts = np.resize(np.array([longest, 0, 1, min(longest, self.chunk + 1)], np.int64), self.rows)
         tokens = self._tokens(self.rows, longest)
-        return self._fixed(f"ragged batch of {self.rows}", [self._start(tokens, longest, counts)])
+        return self._measured(self._fixed(f"ragged batch of {self.rows}", [self._start(tokens, longest, counts)]))
 
     def _pieces(self) -> Case:
         """Prefill in pieces across chunk boundaries; each call starts from PyTorch's state."""
@@ -96,7 +97,7 @@ class TorchCases:
         while sum(sizes) > self.longest and len(sizes) > 1:
             sizes.pop()
         first, *more = (self._tokens(1, max(1, min(size, self.longest))) for size in sizes)
-        return self._fixed("prefill in pieces", [self._start(first, max(sum(sizes), 1))], more)
+        return self._measured(self._fixed("prefill in pieces", [self._start(first, max(sum(sizes), 1))], more))
 
     def _fixed(self, name: str, feeds: list[Arrays], more: list[np.ndarray] | None = None) -> Case:
         """A case of calls whose inputs are PyTorch's own: `feeds`, then `more` tokens from the state that they leave."""
@@ -104,45 +105,43 @@ class TorchCases:
         for tokens in more or ():
             feeds.append(next_feed(expected[-1], tokens))
             expected.append(self.reference.infer(feeds[-1]))
-        case = Case(name, feeds, expected, partial(self._leads, feeds))
-        if self.half is not None:
-            runner = self.half
-            own = [(e, runner.infer(typed_states(f, self.manifest))) for f, e in zip(feeds, expected, strict=True)]
-            for feed, pair in zip(feeds, own, strict=True):
-                for outputs in pair:
-                    outputs["logits"] = without_padding(outputs["logits"], feed["new_tokens"])
-            self._measure(case, own)
-        return case
+        return Case(name, feeds, expected, partial(self._leads, feeds))
 
     def _decode(self, steps: int, counts: np.ndarray) -> Case:
         prompt = self._tokens(len(counts), int(counts.max()))
         start = self._start(prompt, self.decode_prompt + steps, counts.astype(np.int64))
         tokens = tuple(self._tokens(len(counts), 1) for _ in range(steps))
-        feeds: list[Arrays] = []
-
-        def remember(feed: Arrays) -> Arrays:
-            feeds[:] = [feed]
-            return self.reference.infer(feed)
-
-        logits, outputs = chain(remember, start, tokens)
+        outputs = self.reference.infer(start)
+        feeds, expected = [start], [outputs]
+        places: list[int] = []
+        logits: list[np.ndarray] = []
+        for number, token in enumerate(tokens):
+            feed = next_feed(outputs, token)
+            outputs = self.reference.infer(feed)
+            logits.append(outputs["logits"])
+            if number == steps - 1 or self.excuses.chooses(feed["past_length"]):
+                places.append(number)
+                feeds.append(feed)
+                expected.append(outputs)
         name = f"{steps} decode steps" + (f", {len(counts)} rows" if len(counts) > 1 else "")
         rows = [{**start, "input_ids": _packed(prompt, counts, tokens), "new_tokens": counts + steps}]
-        case = Case(name, feeds, [outputs], partial(self._leads, rows), start, tokens, logits)
-        if self.half is not None:
-            theirs, last = chain(self.half.infer, typed_states(start, self.manifest), tokens)
-            self._measure(case, [({**outputs, "logits": logits}, {**last, "logits": theirs})])
-        return case
+        leads = partial(self._leads, rows)
+        return self._measured(Case(name, feeds, expected, leads, tokens, tuple(places), np.concatenate(logits, axis=1)))
 
     def _leads(self, feeds: list[Arrays]) -> Leads:
         """Leads of the sequences that `feeds` bring; their first call starts them."""
         tokens = np.concatenate([f["input_ids"] for f in feeds], axis=1)
         return self.excuses.leads(self.reference, tokens, np.sum([f["new_tokens"] for f in feeds], axis=0))
 
-    def _measure(self, case: Case, pairs: list[tuple[Arrays, Arrays]]) -> None:
-        for name in pairs[0][0]:
-            case.noise[name] = noise_of([(a[name], b[name]) for a, b in pairs])
-        agree = np.concatenate([same_best(*pair) for pair in pairs])
-        case.own_top1 = int(agree.sum()), agree.size
+    def _measured(self, case: Case) -> Case:
+        """`case` with the errors of PyTorch's half precision run, which carries its state as the target does."""
+        if self.half is not None:
+            pairs, _ = case.pairs(Session(self.half), self.excuses)
+            for name in pairs[0][0]:
+                case.noise[name] = noise_of([(a[name], b[name]) for a, b in pairs])
+            agree = np.concatenate([same_best(*pair) for pair in pairs])
+            case.own_top1 = int(agree.sum()), agree.size
+        return case
 
 
 def _packed(prompt: np.ndarray, counts: np.ndarray, steps: tuple[np.ndarray, ...]) -> np.ndarray:

@@ -104,24 +104,24 @@ class Verifier:
         from polygraphy.logger import G_LOGGER
 
         selections = Choices()
-        judged: list[tuple[Case, list[tuple[Arrays, Arrays]]]] = []
+        judged: list[tuple[Case, Pairs, Pairs]] = []
         checks: list[Check] = []
         G_LOGGER.module_severity = G_LOGGER.ERROR
         with self.target.open() as session:
             for make in self.cases:
                 judged.append(self._settled(make, session, selections))
                 progress(judged[-1][0].name)
-            for case, _ in judged:
-                if case.start is not None and self.replays:
-                    checks += session.checks(case.start, min(self.replays, len(case.steps)))
+            for case, *_ in judged:
+                if case.steps and self.replays:
+                    checks += session.checks(case.feeds[0], min(self.replays, len(case.steps)))
         checks += self.target.checks(self.replays)
-        cases = [case for case, _ in judged]
+        cases = [case for case, *_ in judged]
         tolerance = half_tolerance(cases, self.excuses) if any(case.noise for case in cases) else FLOAT32
         if tolerance.statistic != "elemwise":
-            for i, (case, pairs) in enumerate(judged):
-                given = (pairs, lambda case=case: case.leads, tolerance.tie)  # type: ignore[misc]
-                selections.add(self.excuses.compare(*given))
-                judged[i] = case, self.excuses.settle(*given)
+            for i, (case, pairs, turned) in enumerate(judged):
+                given = (lambda case=case: case.leads, tolerance.ties)  # type: ignore[misc]
+                selections.add(self.excuses.compare(pairs + turned, *given))
+                judged[i] = case, self.excuses.settle(pairs, *given), turned
         command = self.target.command()
         command += ["--load-inputs", str(folder / "inputs.json"), "--load-outputs", str(folder / "outputs.json")]
         line = shlex.join(command + tolerance.arguments())
@@ -145,30 +145,31 @@ class Verifier:
         with G_LOGGER.verbosity(G_LOGGER.CRITICAL), np.errstate(invalid="ignore"):
             RunResults([("pytorch", answers)]).save(str(folder / "outputs.json"))
 
-    def _settled(
-        self, make: Callable[[], Case], session: Session, total: Choices
-    ) -> tuple[Case, list[tuple[Arrays, Arrays]]]:
-        """A case on which both runtimes select the same tokens, as far as single numbers are compared.
+    def _settled(self, make: Callable[[], Case], session: Session, total: Choices) -> tuple[Case, Pairs, Pairs]:
+        """A case on which both runtimes select the same tokens, as far as single numbers are compared, and its outputs.
 
-        Where two scores differ by less than rounding, either selection is right and everything after it differs; another prompt
-        is drawn then, in half precision only where what differs exceeds the bounds of the case itself. A selection that differs by
-        more than a tie is kept: it is a mismatch.
+        Where two scores differ by less than rounding, either selection is right and everything after it differs. Steps go on from
+        PyTorch's state there (`Case.pairs`); where it happened within a call, another prompt is drawn, in half precision only where
+        what differs exceeds the bounds of the case itself. A selection that differs by more than a tie is kept: it is a mismatch.
         """
         for _ in range(ATTEMPTS):
             case = make()
-            pairs = case.pairs(session)
+            pairs, turned = case.pairs(session, self.excuses)
             own = half_tolerance([case], self.excuses) if case.noise else FLOAT32
-            given = (pairs, lambda case=case: case.leads, own.tie)  # type: ignore[misc]
-            found = self.excuses.compare(*given)
+            given = (lambda case=case: case.leads, own.ties)  # type: ignore[misc]
+            found, first = (self.excuses.compare(each, *given) for each in (pairs, turned))
             if not case.noise:
                 total.add(found)
-            if not found.near_ties or found.wrong or (case.noise and _within(self.excuses.settle(*given), own)):
+                total.add(first)
+            if not found.near_ties or found.wrong or first.wrong:
                 break
-        return case, pairs
+            if case.noise and _within(self.excuses.settle(pairs, *given), own):
+                break
+        return case, pairs, turned
 
     def _judge(
         self,
-        judged: list[tuple[Case, list[tuple[Arrays, Arrays]]]],
+        judged: list[tuple[Case, Pairs, Pairs]],
         tolerance: Tolerance,
         selections: Choices,
         checks: list[Check],
@@ -176,7 +177,7 @@ class Verifier:
     ) -> Report:
         reports: list[OutputReport] = []
         agree: list[np.ndarray] = []
-        for case, pairs in judged:
+        for case, pairs, _ in judged:
             verdicts = self._verdicts(pairs, tolerance)
             agree += [same_best(*pair) for pair in pairs]
             for output in pairs[0][0]:
@@ -187,7 +188,7 @@ class Verifier:
                 found.passed = found.passed and verdicts.get(output, True) and within
                 reports.append(found)
         failed = {int(r.output.rsplit(".", 1)[1]) for r in reports if not r.passed and "." in r.output}
-        own, all_own = (sum(case.own_top1[i] for case, _ in judged) for i in range(2))
+        own, all_own = (sum(case.own_top1[i] for case, *_ in judged) for i in range(2))
         return Report(
             reports,
             float(np.concatenate(agree).mean()),
@@ -196,7 +197,7 @@ class Verifier:
             checks,
             min(failed, default=None),
             command,
-            tolerance.tie,
+            max(tolerance.ties.values()),
         )
 
     def _verdicts(self, pairs: list[tuple[Arrays, Arrays]], tolerance: Tolerance) -> dict[str, bool]:

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from still_export.package.calls import Arrays, next_feed
-from still_export.proof.excuses import Choices, Leads, Pairs
+from still_export.proof.excuses import Choices, Leads, Pairs, Ties
 
 KEY = "present_salient_key."
 SCORE = "window_score"
+SMALLEST = float(np.finfo(np.float32).tiny)
 
 
 class SelectionExcuse:
@@ -28,29 +29,43 @@ class SelectionExcuse:
         self.chunk, self.salient = int(still["chunk_size"]), int(still["salient_per_chunk"])
         self.scope, self.kv_heads = str(still["select_scope"]), int(manifest["model"]["kv_heads"])
 
-    def compare(self, pairs: Pairs, leads: Callable[[], Leads], tie: float) -> Choices:
+    def compare(self, pairs: Pairs, leads: Callable[[], Leads], ties: Ties) -> Choices:
         """Compare the salient caches of two runtimes row by row; ties in logits."""
         found = Choices()
         for expected, actual in pairs:
             for layer in _layers(expected):
-                differs, excused = self._differing(expected, actual, layer, leads, tie)
+                differs, share = self._differing(expected, actual, layer, leads, ties)
                 found.compared += int(np.abs(expected[KEY + layer]).any(-1).sum())
-                found.near_ties += int(excused.sum())
-                found.wrong += int((differs & ~excused).sum())
+                found.near_ties += int((differs & (share <= 1)).sum())
+                found.wrong += int((differs & (share > 1)).sum())
+                found.widest = max(found.widest, float(share.max(where=differs & np.isfinite(share), initial=0)))
         return found
 
-    def settle(self, pairs: Pairs, leads: Callable[[], Leads], tie: float) -> Pairs:
+    def settle(self, pairs: Pairs, leads: Callable[[], Leads], ties: Ties) -> Pairs:
         """PyTorch's token in every slot where the target took another one on a near tie: both are right there."""
         settled = []
         for expected, actual in pairs:
             outputs = dict(actual)
             for layer in _layers(expected):
-                _, excused = self._differing(expected, actual, layer, leads, tie)
+                differs, share = self._differing(expected, actual, layer, leads, ties)
+                excused = differs & (share <= 1)
                 for name in (n for n in expected if n.startswith("present_salient_") and n.endswith(f".{layer}")):
                     mask = excused.reshape(*excused.shape, *[1] * (expected[name].ndim - 3))
                     outputs[name] = np.where(mask, expected[name], actual[name])
             settled.append((expected, outputs))
         return settled
+
+    def alike(self, expected: Arrays, actual: Arrays) -> bool:
+        """Whether the salient caches hold the same tokens."""
+        return not any(_differs(expected, actual, layer).any() for layer in _layers(expected))
+
+    def chooses(self, lengths: np.ndarray) -> bool:
+        """The first token of a chunk promotes the chunk before the one before it."""
+        return bool(np.any((lengths % self.chunk == 0) & (lengths >= 2 * self.chunk)))
+
+    def near_ties(self, leads: Leads, ties: Ties) -> int:
+        """Of all chunks, promoted or not."""
+        return sum(int((lead <= _tie(layer, ties)).sum()) for layer, lead in leads.items())
 
     def leads(self, reference: Any, tokens: np.ndarray, counts: np.ndarray) -> Leads:
         """The ring holds the scores of the two latest chunks, so feeding two chunks at a time shows every score once."""
@@ -73,19 +88,17 @@ class SelectionExcuse:
         return min((float(lead.min()) for lead in found if lead.size), default=float("inf"))
 
     def _differing(
-        self, expected: Arrays, actual: Arrays, layer: str, leads: Callable[[], Leads], tie: float
+        self, expected: Arrays, actual: Arrays, layer: str, leads: Callable[[], Leads], ties: Ties
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Slots [B, HS, N] that hold other tokens, and those of them whose chunk has a near tie."""
-        a, b = (outputs[KEY + layer].astype(np.float32) for outputs in (expected, actual))
-        differs = ~(np.abs(a - b).max(-1, initial=0) <= 0.1 * np.abs(a).max(-1, initial=0) + 1e-6)
-        if not differs.any():
-            return differs, differs
-        lead = leads()[int(layer)]
-        chunk = np.arange(differs.shape[2]) // self.salient
-        known = chunk < lead.shape[2]
-        close = np.zeros_like(differs)
-        close[..., known] = lead[..., chunk[known]] <= tie
-        return differs, differs & close
+        """Slots [B, HS, N] that hold other tokens, and for those the lead of their chunk in parts of a tie; up to 1 it is one."""
+        differs = _differs(expected, actual, layer)
+        share = np.full(differs.shape, np.inf)
+        if differs.any():
+            lead = leads()[int(layer)]
+            chunk = np.arange(differs.shape[2]) // self.salient
+            known = chunk < lead.shape[2]
+            share[..., known] = lead[..., chunk[known]] / max(_tie(layer, ties), SMALLEST)
+        return differs, share
 
     def _lead(self, score: np.ndarray) -> np.ndarray:
         """[B, HS, 2] from the ring's scores [B, H, 2C]."""
@@ -96,6 +109,17 @@ class SelectionExcuse:
         if not 0 < self.salient < self.chunk:
             return np.full(ranked.shape[:3], np.inf)
         return ranked[..., self.salient - 1] - ranked[..., self.salient]
+
+
+def _tie(layer: int | str, ties: Ties) -> float:
+    """The lead in `layer` that is a tie."""
+    return ties.get(f"present_{SCORE}.{layer}", ties[""])
+
+
+def _differs(expected: Arrays, actual: Arrays, layer: str) -> np.ndarray:
+    """Slots [B, HS, N] that hold other tokens."""
+    a, b = (outputs[KEY + layer].astype(np.float32) for outputs in (expected, actual))
+    return ~(np.abs(a - b).max(-1, initial=0) <= 0.1 * np.abs(a).max(-1, initial=0) + 1e-6)
 
 
 def _layers(outputs: Arrays) -> list[str]:

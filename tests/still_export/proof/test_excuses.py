@@ -35,7 +35,7 @@ def test_ties_are_settled_and_nothing_else_is() -> None:
             actual[name][1, 0, 7] = other[name][1, 0, 7]  # chunk 3
     lead = np.full((BATCH, HEADS, CHUNKS), 1.0)
     lead[0, 2, 1] = 0.01
-    given = ([(expected, actual)], lambda: {1: lead}, 0.05)
+    given = ([(expected, actual)], lambda: {1: lead}, {"": 1e9, "present_window_score.1": 0.05})
     found = EXCUSE.compare(*given)
     assert (found.compared, found.near_ties, found.wrong) == (BATCH * HEADS * CHUNKS * SALIENT, 2, 1)
     ((left, settled),) = EXCUSE.settle(*given)
@@ -52,6 +52,6 @@ def test_a_chunk_that_pytorch_never_completed_is_no_tie() -> None:
     expected["present_salient_key.1"][:, :, -SALIENT:] = 0
     actual = {name: value.copy() for name, value in expected.items()}
     actual["present_salient_key.1"][0, 0, -1] = 1
-    given = ([(expected, actual)], lambda: {1: np.zeros((BATCH, HEADS, CHUNKS - 1))}, 0.05)
+    given = ([(expected, actual)], lambda: {1: np.zeros((BATCH, HEADS, CHUNKS - 1))}, {"": 0.05})
     assert EXCUSE.compare(*given).wrong == 1
     assert EXCUSE.settle(*given)[0][1]["present_salient_key.1"][0, 0, -1].all()

@@ -19,11 +19,13 @@ class Chooser:
 
     score = "score"
 
-    def compare(self, pairs: Any, leads: Any, tie: float) -> Choices:
+    def compare(self, pairs: Any, leads: Any, ties: Any) -> Choices:
+        if not pairs:
+            return Choices()
         kind = pairs[0][1]["logits"][0, 0]
         return Choices(1, int(kind == 1), int(kind == 2))
 
-    def settle(self, pairs: Any, leads: Any, tie: float) -> Any:
+    def settle(self, pairs: Any, leads: Any, ties: Any) -> Any:
         return pairs
 
     def leads(self, reference: Any, tokens: Any, counts: Any) -> Any:
@@ -35,11 +37,11 @@ def drawn(draws: list[tuple[int, float]], noise: dict[str, Noise]) -> int:
     left = iter(enumerate(draws))
 
     class Draw(Case):
-        def pairs(self, run: Any) -> Any:
+        def pairs(self, run: Any, excuses: Any) -> Any:
             expected = np.ones((1, 50))
             actual = expected + self.error
             actual[0, 0] = self.kind
-            return [({"logits": expected}, {"logits": actual})]
+            return [({"logits": expected}, {"logits": actual})], []
 
     def make() -> Case:
         case = Draw("case", [], [], dict, noise=noise)
@@ -48,7 +50,7 @@ def drawn(draws: list[tuple[int, float]], noise: dict[str, Noise]) -> int:
 
     verifier = Verifier.__new__(Verifier)
     verifier.excuses = Excuses([Chooser()])
-    case, _ = verifier._settled(make, None, Choices())  # type: ignore[arg-type]
+    case, *_ = verifier._settled(make, None, Choices())  # type: ignore[arg-type]
     return int(case.number)  # type: ignore[attr-defined]
 
 

@@ -243,10 +243,11 @@ def test_a_missing_piece_fails(built: Path, answers: Path, monkeypatch: pytest.M
 
 @pytest.mark.slow
 def test_a_state_that_is_not_carried_fails(built: Path, answers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Session.decode
+    right = Session.step
 
-    def decode(session: Session, start: Any, steps: Any) -> Any:
-        return right(session, {**start, "past_length": start["past_length"] + 1}, steps)
+    def step(session: Session, tokens: Any) -> Any:
+        session.model.length = session.model.length + 1
+        return right(session, tokens)
 
-    monkeypatch.setattr(Session, "decode", decode)
+    monkeypatch.setattr(Session, "step", step)
     assert any("decode steps" in name for name in failed(broken(built, answers)))
