@@ -9,7 +9,12 @@ import pytest
 import torch
 
 from still_export.mixers.cache import state_table
-from still_export.proof.torch_cases import TorchCases
+from still_export.proof.cases import part_medians
+from still_export.proof.excuses import Excuses
+from still_export.proof.sessions import Session
+from still_export.proof.tolerance import half_tolerance
+from still_export.proof.torch_cases import ROUNDED, TorchCases
+from still_export.runners.torch import TorchModel
 from tests.still_export.tiny import CHUNK, VOCAB, still_model
 
 
@@ -41,3 +46,28 @@ def test_rows_are_those_that_the_engine_takes(facts: dict[str, Any], batch: int)
     if batch > 1:
         ragged = next(case for case in cases if case.name.startswith("ragged")).feeds[0]["new_tokens"]
         assert 0 in ragged and len(np.unique(ragged)) > 1, "lengths differ, one row is empty"
+
+
+def test_short_prompts_are_not_held_to_the_rounding_of_one() -> None:
+    model, half = still_model("llama", torch.float32), still_model("llama", torch.float16)
+    manifest = {
+        "target": "onnx",
+        "model": {"all_logits": False, "vocab_size": VOCAB},
+        "ops": {},
+        "states": [s.to_dict() for s in state_table(model.config, torch.float16)],
+        "capacity": {"capacity_tokens": 12 * CHUNK, "bounded": True},
+    }
+    asked = TorchCases(manifest, model, half, (1, ROUNDED // 2 - 1, ROUNDED))
+    fed: list[tuple[int, ...]] = []
+    right = TorchModel.infer
+    asked.reference.infer = lambda feed: fed.append(feed["input_ids"].shape) or right(asked.reference, feed)  # type: ignore[method-assign,func-returns-value]
+    makers = iter(asked)
+    case = next(makers)()
+    assert fed == [(1, 1), (ROUNDED - 1, 1)] and case.feeds[0]["input_ids"].shape == (1, 1)
+    alone = half_tolerance([case], Excuses()).absolute["logits"]
+    (pair,), _ = case.pairs(Session(asked.half), Excuses())  # type: ignore[arg-type]
+    assert alone > 2 * part_medians(*(outputs["logits"] for outputs in pair))[0]
+    fed.clear()
+    next(makers)()
+    next(makers)()
+    assert fed == [(1, ROUNDED // 2 - 1), (2, ROUNDED // 2 - 1), (1, ROUNDED)]
