@@ -251,3 +251,35 @@ def test_a_state_that_is_not_carried_fails(built: Path, answers: Path, monkeypat
 
     monkeypatch.setattr(Session, "step", step)
     assert any("decode steps" in name for name in failed(broken(built, answers)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["state", "selection", "logits"])
+def test_what_goes_wrong_along_the_steps_fails(
+    built: Path, answers: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Between two selections, in a single row: one head's values, one salient token that scores do not explain, one step's logits."""
+    planted: list[int] = []
+
+    def step(session: Session, tokens: Any) -> Any:
+        model, logits = session.model, []
+        for token in tokens:
+            length = int(model.length[0])
+            logits.append(model.feed(token) * (1.1 if fault == "logits" and length == 3 * CHUNK + 2 else 1.0))
+            if fault != "logits" and length == 3 * CHUNK and model.batch == 1:
+                states = model.state_arrays()
+                if fault == "state":
+                    states["window_value.1"][0, 1] *= -1
+                for name in ("salient_key.1", "salient_value.1") if fault == "selection" else ():
+                    states[name][0, 0, -1] = states[name][0, 0, 0]
+                model._write_states(states)
+                planted.append(length)
+        return session._outputs(np.concatenate(logits, axis=1))
+
+    monkeypatch.setattr(Session, "step", step)
+    found = broken(built, answers)
+    if fault == "selection":
+        assert found["selections"]["wrong"] > 0
+    else:
+        wanted = "logits" if fault == "logits" else "present_window_value.1"
+        assert f"20 decode steps: {wanted}" in failed(found)
