@@ -103,10 +103,10 @@ def prepare(options: argparse.Namespace) -> int:
     content.mkdir(parents=True)
     for name in names:
         if name in LINEAR:
-            from tests.still_export.linear_models import linear_model
+            from tests.still_export.linear_models import PUBLISHED, linear_model
 
             model: Any = work / f"{name}.model"
-            linear_model(name).save_pretrained(model)
+            linear_model(name, **PUBLISHED[name]).save_pretrained(model)
         else:
             model = _blank_model(work / f"{name}.model", name) if name in GEOMETRIES else sources[name]
         untrained = [] if name in ("demo", "small_model", "small_int4", *LINEAR) else ["--attach-untrained"]

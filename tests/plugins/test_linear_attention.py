@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 import torch
@@ -89,6 +90,24 @@ def test_a_decay_that_forgets_all_is_no_nan(library: str) -> None:
         node = StatefulNode(LINEAR_ATTENTION, body.layer_model(layer), empty_state(2, 6, 10, 7), False, library=library)
         output, state = node(feeds(replace(call, inputs=replace(call.inputs, decay=decay))), call.output.float())
         assert bool(output.isfinite().all()) and bool(state.isfinite().all())
+
+
+@pytest.mark.parametrize("pieces", [[40], [1] * 40], ids=["chunks", "steps"])
+def test_states_fade_to_zero(library: str, pieces: list[Split]) -> None:
+    """Not to denormal numbers, which processors are slow with; the caller's own arithmetic keeps them."""
+    layer = Layer("gated")
+    node = StatefulNode(
+        LINEAR_ATTENTION, body.layer_model(layer), torch.full((2, 6, 10, 7), 1e-30), False, library=library, threads=1
+    )
+    for call in calls(layer, pieces):
+        nothing = replace(
+            call.inputs,
+            value=0 * call.inputs.value,
+            decay=torch.full_like(call.inputs.decay, -0.5),  # type: ignore[arg-type]
+        )
+        _, state = node(feeds(replace(call, inputs=nothing)), call.output.float())
+    assert not state.any()
+    assert np.float32(1e-39) * np.float32(0.5) > 0
 
 
 def test_the_kernels_take_the_nodes(library: str, tmp_path: Path) -> None:

@@ -86,6 +86,33 @@ SIZES: dict[str, dict[str, Any]] = {
 """What each family's configuration has beside `COMMON`, None where it lacks one of those."""
 FAMILIES = (*SIZES, *FLA_SIZES)
 """All, those of flash-linear-attention too."""
+_WIDE: dict[str, Any] = dict(vocab_size=128, hidden_size=256, intermediate_size=512)
+_HEADS: dict[str, Any] = dict(_WIDE, num_attention_heads=4, num_key_value_heads=2)
+_WIDE_DELTA: dict[str, Any] = dict(_HEADS, linear_num_value_heads=4, linear_key_head_dim=64, linear_value_head_dim=64)
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": dict(_WIDE_DELTA, head_dim=64),
+    "qwen3_next": dict(_WIDE_DELTA, head_dim=64),
+    "olmo_hybrid": _WIDE_DELTA,
+    "granitemoehybrid": dict(_HEADS, shared_intermediate_size=512, mamba_n_heads=8, mamba_d_state=64, mamba_d_head=64),
+    "falcon_h1": dict(_HEADS, head_dim=64, mamba_d_ssm=512, mamba_n_heads=8, mamba_d_head=64, mamba_d_state=64),
+    "mamba2": dict(_WIDE, num_heads=8, head_dim=64, state_size=64),
+    "kimi_linear": dict(
+        _HEADS,
+        num_key_value_heads=4,
+        linear_num_heads=4,
+        linear_head_dim=64,
+        kv_lora_rank=64,
+        qk_rope_head_dim=32,
+        qk_nope_head_dim=64,
+        v_head_dim=64,
+    ),
+    "lfm2": _HEADS,
+    "gated_deltanet": dict(_WIDE, num_v_heads=4, head_dim=64, expand_v=1.0),
+    "delta_net": dict(_WIDE, num_heads=4, expand_k=1.0, expand_v=1.0),
+    "gla": dict(_WIDE, expand_k=1.0, expand_v=1.0),
+    "hgrn2": dict(_WIDE, expand_ratio=64),
+}
+"""Changes that make sizes the multiples of 16 that published models have, for runtimes that demand them."""
 
 
 def linear_config(family: str, **changes: Any) -> Any:
@@ -98,13 +125,15 @@ def linear_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0,
     """A model of transformers, or of flash-linear-attention by its formulas, every parameter random: what decays, and how fast, over a wide
     range."""
     generator = torch.Generator().manual_seed(seed)
+    usual: int = COMMON["hidden_size"]
+    narrow = (usual / changes.get("hidden_size", usual)) ** 0.5  # sums of more terms are no larger
 
     def drawn(name: str, shape: Sequence[int]) -> torch.Tensor:
         ranges = {"A_log": (-1.5, 1.5), "dt_bias": (-3.0, 0.5), "D": (0.5, 1.5)}
         if bounds := ranges.get(name.rsplit(".", 1)[-1]):
             return bounds[0] + (bounds[1] - bounds[0]) * torch.rand(shape, generator=generator)
         # Taps so large that no output is lost in the norm that follows it: that would multiply rounding, in transformers too.
-        values = torch.randn(shape, generator=generator) * (2.0 if name.endswith(_TAPS) else 0.2)
+        values = torch.randn(shape, generator=generator) * (2.0 if name.endswith(_TAPS) else 0.2 * narrow)
         one = "norm" in name and not (family.startswith("qwen3") and "linear_attn" not in name)
         return values + 1.0 if one else values
 

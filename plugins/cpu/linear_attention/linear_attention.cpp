@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "../common/denormals.h"
 #include "../common/scratch.h"
 #include "kernels.h"
 
@@ -43,6 +44,7 @@ void attention(Layer const& layer, Tensors const& tensors, int batch, int64_t co
     size_t const heads = static_cast<size_t>(layer.heads);
     auto const run = [&](size_t index, size_t lane)
     {
+        NoDenormals const quick;
         int const row = static_cast<int>(index / heads), head = static_cast<int>(index % heads);
         kernels.run({&layer, &tensors, row, head, brought[row], rooms.first + lane * rooms.distance});
     };
