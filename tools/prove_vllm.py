@@ -123,7 +123,10 @@ def proven(options: argparse.Namespace, folder: Path, dtype: str, loads: list[An
     log.write_text("")
     engine = VllmEngine(folder, dtype, int(ranks), log, MEMORY)
     verifier = ServedVerifier(describe_model(model), model, half, engine, options.seed)
-    found = list(verifier.run(loads, options.requests, ANSWER_TOKENS))
+    found = []
+    for report in verifier.run(loads, options.requests, ANSWER_TOKENS):
+        found.append(report)
+        print(f"FOUND {folder.name}, {report.name}: {report.requests} requests, {len(report.wrong)} wrong", flush=True)
     wrong = [
         f"{r.name}: {r.wrong[0] if r.wrong else f'{r.explained} need an explanation'}" for r in found if not r.passed
     ]
