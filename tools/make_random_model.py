@@ -55,8 +55,12 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("geometry", choices=GEOMETRIES)
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--layers", type=int, help="Layers, for a first try; the geometry's own otherwise.")
     given = parser.parse_args(arguments)
-    config = AutoConfig.for_model(**{"dtype": "bfloat16", "tie_word_embeddings": False, **GEOMETRIES[given.geometry]})
+    geometry = {"dtype": "bfloat16", "tie_word_embeddings": False, **GEOMETRIES[given.geometry]}
+    if given.layers:
+        geometry["num_hidden_layers"] = given.layers
+    config = AutoConfig.for_model(**geometry)
     given.folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(0)
     shards: list[dict[str, torch.Tensor]] = [{}]

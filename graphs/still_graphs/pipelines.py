@@ -25,7 +25,6 @@ from still_graphs.passes.join_states import join_states
 from still_graphs.passes.lower_integers import lower_integers
 from still_graphs.passes.lower_opset import lower_opset, lowered
 from still_graphs.passes.lower_plugin_nodes import lower_plugin_nodes
-from still_graphs.passes.merge_projections import merge_projections
 from still_graphs.passes.replace_nonzero import replace_nonzero
 from still_graphs.passes.strip_functions import strip_functions
 from still_graphs.passes.take_general_branches import take_general_branches
@@ -83,7 +82,6 @@ TARGETS: dict[str, Target] = {
                     ensures=no_functions,
                 ),
                 Step(fix_shapes, "8.6 reserves memory for dimensions that are left to be computed"),
-                Step(merge_projections, "engines whose weights can be replaced merge none of their own"),
                 Step(join_heads, "8.6 tries each part of a model in one layout instead of two", one_row=True),
                 Step(add_greedy_token, "greedy decoding stays on the device"),
                 Step(
@@ -146,7 +144,7 @@ def run_pipeline(
     """Run the passes of `target` over `model`, in place.
 
     Args:
-        model: A portable graph with its weights.
+        model: A portable graph; its weights may lie in files beside it.
         target: Name of a target.
         dump: Called with each pass's name and its result.
         one_row: The model is to run one row (sequence) at a time.

@@ -1,4 +1,8 @@
-"""Compute three products of one value as one, for GPUs, where a step of a small model costs its launches.
+"""Compute products of one value as one, for GPUs: their weights side by side, the result split.
+
+Query, key, value and gate projections read the same tokens, and so do the two of a gated feed-forward layer. One product of all columns
+reads memory in longer runs, and a step of a small model costs its launches. TensorRT merges such products where weights are constants that
+it may rewrite; an engine whose weights can be replaced merges none, so all are merged for it.
 
 ONNX Runtime's CUDA provider splits the last axis into three parts of any sizes by one kernel of its own. Into two or four parts of
 different sizes it needs their sizes on the device, which are copied there in each call: so query, key and value are merged, and the gate is
@@ -12,11 +16,18 @@ import onnx_ir as ir
 
 from still_export.export.graph_edits import put_in_place, store
 
-PARTS = 3
+THREE = 3
+"""Parts of a product that ONNX Runtime's CUDA provider splits well."""
+MERGES_NONE = ("trt", "trt-8")
+"""What a graph is lowered to (policy.LAYOUTS) whose compiler merges no products."""
 
 
-def merge_products(model: ir.Model) -> int:
+def merge_products(model: ir.Model, parts: int | None = None) -> int:
     """Merge in place. Weights side by side are read when they are asked for; the products' own are gone.
+
+    Args:
+        model: The graph.
+        parts: Products that are merged, of those of one value the first; None: all that there are.
 
     Returns:
         Number of products that are gone.
@@ -29,10 +40,10 @@ def merge_products(model: ir.Model) -> int:
         # A weight that is used elsewhere stays; beside a merged copy it would be there twice.
         if len(weight.shape) == 2 and len(weight.uses()) == 1 and weight.name in model.graph.initializers:
             groups.setdefault((node.inputs[0], weight.dtype, weight.shape[0]), []).append(node)
-    found = [group[:PARTS] for group in groups.values() if len(group) >= PARTS]
+    found = [group[:parts] for group in groups.values() if len(group) >= (parts or 2)]
     for group in found:
         _merge(model.graph, group)
-    return len(found) * (PARTS - 1)
+    return sum(len(group) - 1 for group in found)
 
 
 def _merge(graph: ir.Graph, group: list[ir.Node]) -> None:

@@ -206,7 +206,7 @@ def export_onnx(
             )
         model.generation_config.save_pretrained(folder)
         say("tracing")
-        describe |= _write_model(model, source.weights, options, folder, say, describe, final == "onnx", asked)
+        describe |= _write_model(model, source.weights, options, folder, say, describe, final, asked)
         native = _write_native(options, folder, onnxruntime_include, say)
         write_programs(folder, ["ort"])
         say("hashing")
@@ -233,7 +233,7 @@ def _write_model(
     folder: Path,
     say: Progress,
     describe: dict[str, Any],
-    onnxruntime: bool,
+    final: str,
     asked: Quantization | None,
 ) -> dict[str, Any]:
     """Write graph and weights; what the manifest says of their quantization, nothing without one."""
@@ -241,7 +241,7 @@ def _write_model(
 
     from still_export.export.fuse import fuse_nodes
     from still_export.export.lower import lower_program
-    from still_export.export.merge import merge_products
+    from still_export.export.merge import MERGES_NONE, THREE, merge_products
     from still_export.export.trace import trace_model
     from still_export.export.weights_file import save_streaming
     from still_graphs.passes.attach_functions import attach_functions
@@ -249,10 +249,13 @@ def _write_model(
     traced = trace_model(model, all_logits=options.all_logits)
     say("lowering to ONNX")
     lowered = lower_program(traced, weights)
-    own = onnxruntime and options.opset == OPSET
+    own = final == "onnx" and options.opset == OPSET
     if own:
         fuse_nodes(lowered)
-        if options.archs and not asked:  # quantized weights of one value are one already
+    if not asked:  # quantized weights of one value are one already
+        if own and options.archs:
+            merge_products(lowered, THREE)
+        elif final in MERGES_NONE:
             merge_products(lowered)
     said: dict[str, Any] = {}
     if asked:

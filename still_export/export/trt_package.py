@@ -20,7 +20,6 @@ from still_export.package.trust import trust
 from still_export.quantization.policy import LAYOUTS, PLUGIN
 
 KERNELS = "kernels.bin"
-WEIGHTS = f"{MODEL}.data"
 SMALL_BYTES = 1024
 """Constants up to this size stay in dumped graphs."""
 
@@ -99,15 +98,14 @@ def _fill(
     from still_graphs.pipelines import TARGETS, run_pipeline
 
     manifest = json.loads((source / MANIFEST).read_text())
-    graph = onnx.load(source / MODEL)
+    graph = onnx.load(source / MODEL, load_external_data=False)  # no pass reads a weight: their file stays as it is
     target = TARGETS[trt.target]
     if manifest["model"]["dtype"] not in target.dtypes:
         raise UnsupportedError(f"--to {trt.target} takes {', '.join(target.dtypes)}, not {manifest['model']['dtype']}.")
     dump = None if dump_dir is None else _dumper(dump_dir)
     passes = run_pipeline(graph, trt.target, dump, one_row=trt.batch == 1)
-    # Also takes the weights out of `graph`: what follows would not fit into one message with them.
-    onnx.save(graph, folder / MODEL, save_as_external_data=True, location=WEIGHTS)
-    skip = {MODEL, WEIGHTS, MANIFEST, *PROGRAMS.values()}
+    onnx.save(graph, folder / MODEL)
+    skip = {MODEL, MANIFEST, *PROGRAMS.values()}
     if native := manifest.pop("native", None):  # ONNX Runtime's kernel
         skip.add(native["library"])
     for path in source.iterdir():
@@ -144,6 +142,8 @@ def _dumper(folder: Path) -> Callable[[str, Any], None]:
         for tensor in bare.graph.initializer:
             if len(tensor.raw_data) > SMALL_BYTES:
                 tensor.ClearField("raw_data")
+            tensor.ClearField("external_data")
+            tensor.ClearField("data_location")
         written.append(name)
         onnx.save(bare, folder / f"{len(written):02d}_{name}.onnx")
 

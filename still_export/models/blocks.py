@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,12 +61,19 @@ def unpack(packed: np.ndarray, bits: int) -> np.ndarray:
     return np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)
 
 
-def joined(parts: list[BlockWeight]) -> BlockWeight:
-    """Rows of several weights below each other."""
-    zero = [p.zero_points for p in parts if p.zero_points is not None]
-    return BlockWeight(
-        np.concatenate([p.packed for p in parts]),
-        np.concatenate([p.scales for p in parts]),
-        np.concatenate(zero) if zero else None,
-        parts[0].bits,
-    )
+def joined(parts: Iterable[BlockWeight], outputs: int) -> BlockWeight:
+    """Rows of several weights below each other, `outputs` in all; each part may go as soon as the next one is asked for."""
+    whole: BlockWeight | None = None
+    row = 0
+    for part in parts:
+        if whole is None:
+            held = (part.packed, part.scales, part.zero_points)
+            packed, scales, zero = (None if x is None else np.empty((outputs, *x.shape[1:]), x.dtype) for x in held)
+            assert packed is not None and scales is not None
+            whole = BlockWeight(packed, scales, zero, part.bits)
+        rows = slice(row, row := row + len(part.packed))
+        whole.packed[rows], whole.scales[rows] = part.packed, part.scales
+        if whole.zero_points is not None:
+            whole.zero_points[rows] = part.zero_points
+    assert whole is not None and row == outputs
+    return whole

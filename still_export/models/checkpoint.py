@@ -185,8 +185,12 @@ def open_tensors(files: list[Path], dtype: torch.dtype | None = None) -> dict[st
     for path in files:
         for name, tensor in iterate_tensors(path):  # a view of the file: no page of it is read yet
             _demand_float(name, tensor, str(path))
+            as_type = partial(checked, name, tensor, origin=str(path))
             tensors[name] = Deferred(
-                tensor.shape, dtype or tensor.dtype, partial(checked, name, tensor, dtype, str(path))
+                tensor.shape,
+                dtype or tensor.dtype,
+                partial(as_type, dtype=dtype),
+                narrow=partial(as_type, dtype=None) if dtype == torch.float32 and tensor.dtype.itemsize == 2 else None,
             )
     if not tensors:
         raise CheckpointError(f"{', '.join(map(str, files))}: no tensors. The file is damaged; fetch it again.")

@@ -32,6 +32,7 @@ class Deferred:
         blocks: The values as the source holds them, where that is a form of BlockWeight.
         bits: Of the source's codes; 0: it has none.
         adapted: What they are the sum of, where they have LoRA pairs.
+        narrow: Reads the same values in a type of half the bytes, where the source has them so.
     """
 
     shape: torch.Size
@@ -40,6 +41,7 @@ class Deferred:
     blocks: SourceBlocks | None = None
     bits: int = 0
     adapted: Adapted | None = None
+    narrow: Callable[[], Tensor] | None = None
 
     def dim(self) -> int:
         """Number of dimensions."""
@@ -71,6 +73,11 @@ Weights = Mapping[str, Weight]
 def value_of(weight: Weight) -> Tensor:
     """The tensor itself."""
     return weight.read() if isinstance(weight, Deferred) else weight
+
+
+def narrow_value_of(weight: Weight) -> Tensor:
+    """The same values, in the type of fewest bytes that can be had."""
+    return weight.narrow() if isinstance(weight, Deferred) and weight.narrow else value_of(weight)
 
 
 def stand_ins(weights: Weights) -> dict[str, Tensor]:

@@ -1,5 +1,5 @@
-"""Products with quantized weights: those that ONNX Runtime has a node for, those whose weight a standard node dequantizes, and those of a
-plugin.
+"""Products with quantized weights: those that ONNX Runtime has a node for, those whose weight a standard node dequantizes, and those of
+kernels of ours.
 
 Weights that the same value is multiplied with, in blocks of one kind, are one product, whose result is split: at a step's sizes a node
 costs more than its numbers. What blocks have no place for, offsets and LoRA's pairs, is one more product of two thin matrices for all of
@@ -141,7 +141,8 @@ class Product(ABC):
 
         def read() -> np.ndarray:
             parts = [part(weight.made) for weight in self.weights]
-            values = np.concatenate([values for values in parts if values is not None])
+            held = [values for values in parts if values is not None]
+            values = np.concatenate(held) if len(held) > 1 else held[0]  # a head is large
             return values.T if turned else values
 
         return read
@@ -173,7 +174,7 @@ class Product(ABC):
 
     def _stored(self, part: str, shape: list[int], dtype: ir.DataType, read: Callable[[], np.ndarray]) -> ir.Value:
         def values() -> np.ndarray:
-            found = np.ascontiguousarray(read().astype(dtype.numpy()))
+            found = np.ascontiguousarray(read().astype(dtype.numpy(), copy=False))
             self.left.discard(part)
             if not self.left:  # the last that was made of the blocks
                 for weight in self.weights:

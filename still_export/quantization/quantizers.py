@@ -15,8 +15,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import torch
 
 from still_export.models.blocks import BlockWeight, joined, pack
+from still_export.models.checkpoint import int8_rows
 
 SLAB_WEIGHTS = 1 << 22
 """Weights that are rounded at once: the searches take some twenty temporaries of that size."""
@@ -24,11 +26,11 @@ LEAST_SCALE = 2.0**-24
 """Of float16: what is less would be stored as 0, which TensorRT refuses."""
 
 
-def quantize(weight: np.ndarray, bits: int, block_size: int, method: str, zero_points: bool = True) -> BlockWeight:
+def quantize(weight: torch.Tensor, bits: int, block_size: int, method: str, zero_points: bool = True) -> BlockWeight:
     """Round `weight`.
 
     Args:
-        weight: [N, K], K a multiple of `block_size`.
+        weight: [N, K], of any type of floats, K a multiple of `block_size`.
         bits: 4, or 8, which is rounded to nearest by every method, without zero points.
         block_size: Of the layout's.
         method: Of policy.METHODS.
@@ -38,20 +40,23 @@ def quantize(weight: np.ndarray, bits: int, block_size: int, method: str, zero_p
         The blocks, scales in float32.
     """
     rounder = _positive if not zero_points else _rtn if bits == 8 else _ROUNDERS[method]
-    rows = max(1, SLAB_WEIGHTS // weight.shape[1])
-    slabs = (weight[i : i + rows].astype(np.float32) for i in range(0, len(weight), rows))
-    return joined([rounder(slab, bits, block_size) for slab in slabs])
+    return joined((rounder(slab.float().numpy(), bits, block_size) for slab in _slabs(weight)), len(weight))
 
 
-def quantize_outputs(weight: np.ndarray) -> BlockWeight:
-    """Round `weight` [N, K] to 8 bits with a scale for each output."""
-    import torch
+def quantize_outputs(weight: torch.Tensor) -> BlockWeight:
+    """Round `weight` [N, K], of any type of floats, to 8 bits with a scale for each output."""
+    return joined(map(_outputs, _slabs(weight)), len(weight))
 
-    from still_export.models.checkpoint import int8_rows
 
-    rows, scales = (x.numpy() for x in int8_rows(torch.from_numpy(weight)))
+def _outputs(weight: torch.Tensor) -> BlockWeight:
+    rows, scales = (x.numpy() for x in int8_rows(weight))
     packed = (rows.astype(np.int16) + 128).astype(np.uint8)
     return BlockWeight(packed[:, None], scales[:, None].astype(np.float32), None, 8)
+
+
+def _slabs(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Rows that are rounded at once."""
+    return weight.split(max(1, SLAB_WEIGHTS // weight.shape[1]))
 
 
 @contextmanager
@@ -103,7 +108,6 @@ def _k_quant(weight: np.ndarray, bits: int, block_size: int) -> BlockWeight:
 
 def _hqq(weight: np.ndarray, bits: int, block_size: int) -> BlockWeight:
     with _quiet():
-        import torch
         from onnxruntime.quantization.matmul_nbits_quantizer import HQQWeightOnlyQuantConfig, HQQWeightOnlyQuantizer
 
         quantizer = HQQWeightOnlyQuantizer(HQQWeightOnlyQuantConfig(block_size=block_size, bits=bits))

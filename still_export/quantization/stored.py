@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from still_export.export.graph_edits import put_in_place, store
 from still_export.models.blocks import BlockWeight
-from still_export.models.weights import Deferred, Weight, value_of
+from still_export.models.weights import Deferred, Weight, narrow_value_of
 from still_export.quantization.forms import EXACT, Form
 from still_export.quantization.policy import Quantization
 from still_export.quantization.quantizers import quantize, quantize_outputs
@@ -34,7 +34,7 @@ class StoredWeight:
                 assert isinstance(base, Deferred) and base.blocks is not None
                 self._made = base.blocks.read()
             else:
-                values = value_of(base).detach().float().numpy()
+                values = narrow_value_of(base).detach()
                 if bits == 8 and not self.asked.layout.blocks_of_eight:
                     self._made = quantize_outputs(values)
                 else:

@@ -15,12 +15,11 @@ from still_graphs.passes.inline_functions import inline_functions
 from still_graphs.passes.lower_integers import lower_integers
 from still_graphs.passes.lower_opset import lower_opset
 from still_graphs.passes.lower_plugin_nodes import lower_plugin_nodes
-from still_graphs.passes.merge_projections import merge_projections
 from still_graphs.passes.replace_nonzero import replace_nonzero
 from still_graphs.passes.strip_functions import strip_functions
 from still_graphs.passes.take_general_branches import take_general_branches
 from still_graphs.passes.walk import attribute, opset_version, walk_nodes
-from tests.still_graphs.small_graph import HIDDEN, VOCABULARY, empty_state, small_graph
+from tests.still_graphs.small_graph import VOCABULARY, empty_state, small_graph
 
 SLOTS = 20
 SPLITS = (13, 1, 1, 1, 8, 1, 17, 1, 1)
@@ -310,26 +309,6 @@ def test_plugin_nodes_need_a_known_type_and_op() -> None:
         UnsupportedError, match=r"still::HybridMixer is no op of this version; known: Attention, .*HybridAttention"
     ):
         lower_plugin_nodes(model)
-
-
-def test_merged_projections_are_the_same_numbers(expected: list[dict[str, np.ndarray]]) -> None:
-    model = small_graph()
-    assert merge_projections(model) == 2, "q, kv and g read one value"
-    (product,) = [n for n in model.graph.node if n.op_type == "MatMul" and n.input[0] == "hidden"]
-    (weight,) = [i for i in model.graph.initializer if i.name == product.input[1]]
-    assert list(weight.dims) == [HIDDEN, 24 + 24 + 24]
-    assert not {"q", "kv", "g"} & {i.name for i in model.graph.initializer}, "no weight is held twice"
-    onnx.checker.check_model(model, full_check=True)
-    assert_same(model, expected, "float32", 1e-6)
-    assert merge_projections(model) == 0
-
-
-def test_projections_that_cannot_be_merged_stay() -> None:
-    model = small_graph()
-    q = next(n for n in model.graph.node if n.op_type == "MatMul" and n.input[1] == "q")
-    q.input[0] = "x"  # another value
-    model.graph.node.append(helper.make_node("Transpose", ["kv"], ["used_twice"]))
-    assert merge_projections(model) == 0 and q.input[1] == "q"
 
 
 def test_greedy_token_is_the_best_logit() -> None:

@@ -14,7 +14,7 @@ import torch
 
 from still_export.export.fuse import fuse_nodes
 from still_export.export.lower import lower_program
-from still_export.export.merge import merge_products
+from still_export.export.merge import THREE, merge_products
 from still_export.export.trace import trace_model
 from still_graphs.passes.attach_functions import attach_functions
 from tests.still_export.tiny import FAMILIES, MIXED, still_model
@@ -59,7 +59,7 @@ def test_fused_nodes_compute_the_same(family: str, dtype: torch.dtype, layer_typ
     assert gone == before.total() - after.total() > 0
     assert after["RotaryEmbedding"] == before["Neg"] > 0 and after["Neg"] == 0
     assert {i.name for i in plain.graph.initializer} <= {i.name for i in fused.graph.initializer}
-    gone = merge_products(model)
+    gone = merge_products(model, THREE)
     merged = ir.to_proto(model)
     products = sum(node.op_type == "MatMul" for node in merged.graph.node)
     assert gone == before["MatMul"] - products == 2 * len(layer_types)  # query, key and value of each layer

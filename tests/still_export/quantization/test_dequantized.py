@@ -125,7 +125,7 @@ def test_scales_are_positive() -> None:
     weight[3] -= 8  # the signed extreme is negative
     weight[4] += 8
     for bits in (4, 8):
-        found = quantize(weight, bits, 32, "rtn", zero_points=False)
+        found = quantize(torch.from_numpy(weight), bits, 32, "rtn", zero_points=False)
         assert found.zero_points is None and (found.scales.astype(np.float16) > 0).all()
         step = np.repeat(found.scales, 32, axis=1)
         assert (np.abs(found.dequantized() - weight) <= 0.51 * step).all()

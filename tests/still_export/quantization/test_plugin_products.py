@@ -56,10 +56,10 @@ def test_blocks_of_a_file_stay_as_they_are() -> None:
     """Of 8 bits too, whose scales may be negative, as those of TensorRT may not."""
     from still_export.models.weights import SourceBlocks
 
-    weight = np.random.default_rng(0).standard_normal((6, 64)).astype(np.float32)
+    weight = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
     for bits in (4, 8):
         blocks = SourceBlocks(bits, False, True, lambda bits=bits: quantize(weight, bits, 32, "rtn"))  # type: ignore[misc]
-        given = Deferred((6, 64), torch.float32, lambda: torch.from_numpy(weight), blocks=blocks)
+        given = Deferred((6, 64), torch.float32, lambda: weight, blocks=blocks)
         role = "feed_forward" if bits == 4 else "head"
         methods = [form_of(given, role, Quantization("int4", target=t)) for t in ("trt-8", "trt")]
         assert [form.method for form in methods if form] == [EXACT, "rtn"], bits

@@ -51,7 +51,7 @@ def test_packing_keeps_codes(bits: int, count: int, seed: int) -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_quantizers_keep_half_a_step(method: str, bits: int) -> None:
     weight = normal(40, 96)
-    found = quantize(weight, bits, 32, method)
+    found = quantize(torch.from_numpy(weight), bits, 32, method)
     assert found.packed.shape == (40, 3, 32 * bits // 8) and found.scales.shape == (40, 3)
     error = np.abs(found.dequantized() - weight).reshape(40, 3, 32)
     steps = error / np.abs(found.scales)[..., None]
@@ -60,7 +60,7 @@ def test_quantizers_keep_half_a_step(method: str, bits: int) -> None:
 
 
 def test_slabs_change_nothing(monkeypatch: Any) -> None:
-    weight = normal(33, 64)
+    weight = torch.from_numpy(normal(33, 64))
     whole = quantize(weight, 4, 32, "k_quant")
     monkeypatch.setattr("still_export.quantization.quantizers.SLAB_WEIGHTS", 64 * 5)
     parts = quantize(weight, 4, 32, "k_quant")
