@@ -234,7 +234,8 @@ def fill_weights(package: Path) -> None:
     blocks = {
         onnx.TensorProto.FLOAT: normal.tobytes(),
         onnx.TensorProto.FLOAT16: normal.astype(np.float16).tobytes(),
-        onnx.TensorProto.UINT8: random.bytes(1 << 22),
+        onnx.TensorProto.UINT8: (codes := random.bytes(1 << 22)),
+        onnx.TensorProto.INT32: codes,
     }
     with path.open("wb") as file:
         file.truncate(manifest["files"][path.name]["size_bytes"])

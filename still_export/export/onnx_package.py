@@ -15,9 +15,10 @@ from still_export.models.description import describe_model
 from still_export.package.bundle import write_programs
 from still_export.package.folder import MANIFEST, MODEL, Package, open_package, staged_folder, write_manifest
 from still_export.package.trust import trust
-from still_export.quantization.policy import DEFAULT_LORA, DEFAULT_METHOD, Quantization
+from still_export.quantization.policy import DEFAULT_LORA, DEFAULT_METHOD, GPU, PLUGIN, Quantization
 from still_export.runners.ort import RECORDED, recorded_text
 from still_graphs.ops import FUSED_OPSET, OPSET
+from still_graphs.ops.matmul_nbits import MATMUL_NBITS
 
 if TYPE_CHECKING:
     from still_export.models.load import Source
@@ -30,6 +31,10 @@ a call has so many numbers of a hidden state, within those tokens: 8,192 tokens 
 
 NATIVE_DTYPES = ("float32", "float16")
 """What the native kernel computes; the rest of a model in bfloat16 would not run on ONNX Runtime's CPU provider either."""
+
+
+GPU_PRODUCTS = "float16"
+"""What the library's products with quantized weights compute on GPUs; other types have ONNX Runtime's own."""
 
 
 class Progress(Protocol):
@@ -206,6 +211,8 @@ def export_onnx(
             )
         model.generation_config.save_pretrained(folder)
         say("tracing")
+        if options.archs and final == "onnx" and describe["model"]["dtype"] == GPU_PRODUCTS:
+            asked = options.quantization(GPU)
         describe |= _write_model(model, source.weights, options, folder, say, describe, final, asked)
         native = _write_native(options, folder, onnxruntime_include, say)
         write_programs(folder, ["ort"])
@@ -263,6 +270,8 @@ def _write_model(
         from still_export.quantization.graph import quantize_graph
 
         said = {"quantization": quantize_graph(lowered, weights, weight_roles(model), asked)}
+        if asked.layout.nodes == PLUGIN:
+            said["ops"] = {**describe["ops"], MATMUL_NBITS.name: MATMUL_NBITS.version}
     path = folder / MODEL
     save_streaming(lowered, path, f"{MODEL}.data", lambda done, total: say("writing the weights", done, total))
     graph = onnx.load(path, load_external_data=False)

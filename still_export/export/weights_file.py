@@ -16,7 +16,7 @@ PAGE_BYTES = 4096
 """Tensors of at least ALIGNED_BYTES start at a page: older ONNX Runtimes map no others into memory, and copy them."""
 
 VIEW = "still.view_of"
-"""Metadata of a weight that is another weight's bytes in another shape: the name of that one, which comes first."""
+"""Metadata of a weight that is another weight's bytes in another shape or type: the name of that one, which comes first."""
 
 Bytes = Callable[[int, int], None]
 """Told the bytes that were written and those that will be."""
@@ -58,8 +58,14 @@ def save_streaming(model: ir.Model, path: Path, location: str, progress: Bytes =
             progress(done, total)
     for value, name in views:
         held = written[name]
-        assert isinstance(value.shape, ir.Shape) and value.name is not None
+        assert isinstance(value.shape, ir.Shape) and value.name is not None and value.const_value is not None
         value.const_value = ir.ExternalTensor(
-            location, held.offset, held.length, held.dtype, shape=value.shape, name=value.name, base_dir=path.parent
+            location,
+            held.offset,
+            held.length,
+            value.const_value.dtype,
+            shape=value.shape,
+            name=value.name,
+            base_dir=path.parent,
         )
     ir.save(model, path)

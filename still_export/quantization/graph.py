@@ -67,7 +67,7 @@ def quantize_graph(model: ir.Model, weights: Weights, roles: Mapping[str, str], 
         places += [product.place] if product.place else []
     for weight, node in gathers:  # after the products: rows of a tied embedding are the head's blocks
         _write_rows(model, weight, node)
-    if domain := PRODUCTS[asked.layout.nodes].domain:
+    for domain in {PRODUCTS[asked.layout.nodes].domain, CONTRIB if gathers else ""} - {""}:
         model.graph.opset_imports[domain] = 1
     made = {name: (form.bits if form.base is not None else None, form.method) for name, form in forms.items()}
     return account(asked, roles, made, places)
@@ -119,7 +119,9 @@ def _write_rows(model: ir.Model, weight: StoredWeight, node: ir.Node) -> None:
         else:
             assert head.const_value is not None
             values = head.const_value.numpy
-            rows = store_values(model, f"{name}.{ROWS}", shape, ir.DataType.UINT8, lambda: values().reshape(shape))
+            rows = store_values(
+                model, f"{name}.{ROWS}", shape, ir.DataType.UINT8, lambda: values().view(np.uint8).reshape(shape)
+            )
             rows.metadata_props[VIEW] = f"{name}.blocks"
     scales = initializers[f"{name}.scales"]
     casts = [use.outputs[0] for use, _ in scales.uses() if use.op_type == "Cast"]

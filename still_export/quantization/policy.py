@@ -13,7 +13,7 @@ from still_export.mixers.roles import EMBEDDING, FEATURE_MAP, FEED_FORWARD, GATE
 
 SCHEMES = ("int8", "int4")
 NODES = "com.microsoft", "dequantized", "plugin"
-"""What computes with weights in few bits: nodes of ONNX Runtime's own, standard nodes that dequantize before a product, plugins."""
+"""What computes with weights in few bits: nodes of ONNX Runtime's own, standard nodes that dequantize before a product, kernels of ours."""
 RUNTIME, DEQUANTIZED, PLUGIN = NODES
 METHODS = ("rtn", "k_quant", "hqq")
 HALF = 16
@@ -48,8 +48,11 @@ class Layout:
 
 
 ONNXRUNTIME = Layout("MatMulNBits", (32, 16, 64, 128, 256), RUNTIME, True, True, True)
+GPU = "onnx-gpu"
+"""Layout of ONNX packages whose library has kernels for GPUs."""
 LAYOUTS = {
     "onnx": ONNXRUNTIME,
+    GPU: Layout("ONNX Runtime's kernels for GPUs", (32, 64, 128), PLUGIN, True, True, True),
     "genai": ONNXRUNTIME,
     "trt": Layout("TensorRT's INT4", (64, 128)),
     "trt-8": Layout("the plugin for TensorRT 8.6", (32, 64, 128), PLUGIN, True, True),
@@ -122,7 +125,7 @@ class Quantization:
                 near = difflib.get_close_matches(value, known, 1)
                 hint = f" Did you mean {near[0]}?" if near else ""
                 raise ConfigError(f"--{flag} {value} is unknown; known: {', '.join(known)}.{hint}")
-        if self.adapters and self.layout.nodes != RUNTIME:
+        if self.adapters and self.to not in ("onnx", "genai"):
             raise ConfigError(f"--adapters is for --to onnx, not for --to {self.to}; add the adapter with --overlay.")
         if self.method != DEFAULT_METHOD and not self.layout.zero_points:
             raise ConfigError(
@@ -146,7 +149,7 @@ class Quantization:
     @property
     def to(self) -> str:
         """The target as `--to` has it."""
-        return self.target.removesuffix("-8")
+        return self.target.removesuffix("-8").removesuffix("-gpu")
 
     @property
     def layout(self) -> Layout:
@@ -192,5 +195,6 @@ def account(
 
 
 def rounds_activations(manifest: Mapping[str, Any]) -> bool:
-    """Whether the package's products round what they read to 8 bits: MatMulNBits does, products over dequantized weights do not."""
-    return manifest.get("quantization") is not None and LAYOUTS[manifest["target"]] is ONNXRUNTIME
+    """Whether the package's products round what they read to 8 bits: those of ONNX Runtime's own do, others do not."""
+    quantization = manifest.get("quantization")
+    return quantization is not None and quantization["nodes"] == RUNTIME

@@ -43,6 +43,9 @@ BODIES_ON_CUDA = (
     "Export with --native --arch sm_90 (or what your GPU is) for kernels"
 )
 
+KERNELS_OF_OURS = "plugin"
+"""Nodes of a package's quantized weights (quantization/policy.py) that the library computes on GPUs alone."""
+
 NEW_OPSET = 27
 """Of ai.onnx: ONNX Runtime 1.31 has kernels for its ops, and loads such a model only where the environment asks for it."""
 
@@ -71,6 +74,9 @@ def native_library(folder: Path, manifest: dict[str, Any], provider: str = "cpu"
         print(BODIES_ON_CUDA, file=sys.stderr)
         return None
     if native is None:
+        return None
+    if provider == "cpu" and (manifest.get("quantization") or {}).get("nodes") == KERNELS_OF_OURS:
+        print("the native kernels of this package's products are for GPUs: running without them", file=sys.stderr)
         return None
     if (native["system"], native["machine"]) != (platform.system(), platform.machine()):
         print(f"the native kernel is for {native['system']} {native['machine']}: running without it", file=sys.stderr)

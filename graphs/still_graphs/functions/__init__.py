@@ -37,6 +37,8 @@ FUSED_BODIES: dict[str, Callable[..., onnx.FunctionProto]] = {
     "CausalConv": fused_causal_conv.fused_body,
 }
 """Per op that others have too, the writer of a body around theirs."""
+RUNTIME_BODIES: dict[str, Callable[..., onnx.FunctionProto]] = {"MatMulNBits": matmul_nbits.runtime_body}
+"""Per op that ONNX Runtime alone has too, the same."""
 
 
 def function_body(
@@ -80,7 +82,10 @@ def function_body(
             f"{node.name or node.op_type}: dimension {', '.join(missing)} is not fixed in the graph; declare the shapes of "
             "weights and past state."
         )
-    if node.op_type in FUSED_BODIES and (onnxruntime or opset >= FUSED_OPSET):
+    if onnxruntime and node.op_type in RUNTIME_BODIES:
+        imports = {"": opset, FUSED_DOMAIN: 1}
+        function = RUNTIME_BODIES[node.op_type](node, dims, imports, FUSED_DOMAIN)
+    elif node.op_type in FUSED_BODIES and (onnxruntime or opset >= FUSED_OPSET):
         domain = "" if opset >= FUSED_OPSET else FUSED_DOMAIN
         imports = {"": opset, **({domain: 1} if domain else {})}
         function = FUSED_BODIES[node.op_type](node, dtype, dims, imports, domain)

@@ -1,4 +1,4 @@
-"""Function body of still::MatMulNBits: the weight as numbers, then a product."""
+"""Function bodies of still::MatMulNBits: the weight as numbers, then a product; and around ONNX Runtime's op of that name."""
 
 from __future__ import annotations
 
@@ -18,15 +18,7 @@ WORD_BITS = 32
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
     """The function of `node`, which computes in float32 with the weight rounded to the activations' type, as kernels do."""
-    given = dict(zip(MATMUL_NBITS.input_names(), [*node.input, "", ""], strict=False))
-    set_ = {a.name: a.i for a in node.attribute}
-    bits, block = (set_.get(name, MATMUL_NBITS.attribute(name).default) for name in ("bits", "block_size"))
-    assert isinstance(bits, int) and isinstance(block, int)
-    if bits not in (4, 8) or dims["IW"] * WORD_BITS != dims["I"] * bits or dims["IS"] * block != dims["I"]:
-        raise UnsupportedError(
-            f"{node.name or node.op_type}: {bits} bits in blocks of {block}, {dims['IW']} words and {dims['IS']} scales for "
-            f"{dims['I']} inputs have no body."
-        )
+    bits, block = _form(node, dims)
     b = Scope()
 
     def codes(words: str) -> str:
@@ -36,7 +28,7 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
         return b.cast(b("BitwiseAnd", spread, b.constant((1 << bits) - 1, "uint32")), FLOAT)
 
     zero: str | float = float(1 << (bits - 1))
-    if given["zero_points"]:
+    if _has_zero_points(node):
         of_rows = b.reshape(codes("zero_points"), dims["O"], -1)
         zero = b.unsqueeze(b("Slice", of_rows, [0], [dims["IS"]], [1]), 2)
     blocks = b.reshape(codes("blocks"), dims["O"], dims["IS"], block)
@@ -45,7 +37,54 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
         weight = b.cast(b.cast(weight, dtype), FLOAT)
     turned = b("Transpose", b.reshape(weight, dims["O"], dims["I"]), perm=[1, 0])
     b.cast(b("MatMul", b.cast("input", FLOAT), turned), dtype, out="output")
-    if not given["zero_points"]:
+    return _function(node, b, {"": opset})
+
+
+def runtime_body(
+    node: onnx.NodeProto, dims: Mapping[str, int], imports: Mapping[str, int], domain: str
+) -> onnx.FunctionProto:
+    """The function of `node` around `domain`'s op, which reads bytes: of constants they are made once, when a session is opened."""
+    bits, block = _form(node, dims)
+    b = Scope()
+
+    def bytes_of(words: str) -> str:
+        """[O, bytes] of [O, words]."""
+        spread = b(
+            "BitShift",
+            b.unsqueeze(b.cast(words, TensorProto.UINT32), 2),
+            b.constant((0, 8, 16, 24), "uint32"),
+            direction="RIGHT",
+        )
+        return b.reshape(b.cast(b("BitwiseAnd", spread, b.constant(255, "uint32")), TensorProto.UINT8), dims["O"], -1)
+
+    blocks = b.reshape(bytes_of("blocks"), dims["O"], dims["IS"], block * bits // 8)
+    inputs = ["input", blocks, "scales"]
+    if _has_zero_points(node):
+        inputs.append(b("Slice", bytes_of("zero_points"), [0], [-(-dims["IS"] * bits // 8)], [1]))
+    attributes = {"K": dims["I"], "N": dims["O"], "bits": bits, "block_size": block}
+    b("MatMulNBits", *inputs, out="output", domain=domain, **attributes)
+    return _function(node, b, imports)
+
+
+def _form(node: onnx.NodeProto, dims: Mapping[str, int]) -> tuple[int, int]:
+    """Bits and block size."""
+    set_ = {a.name: a.i for a in node.attribute}
+    bits, block = (set_.get(name, MATMUL_NBITS.attribute(name).default) for name in ("bits", "block_size"))
+    assert isinstance(bits, int) and isinstance(block, int)
+    if bits not in (4, 8) or dims["IW"] * WORD_BITS != dims["I"] * bits or dims["IS"] * block != dims["I"]:
+        raise UnsupportedError(
+            f"{node.name or node.op_type}: {bits} bits in blocks of {block}, {dims['IW']} words and {dims['IS']} scales for "
+            f"{dims['I']} inputs have no body."
+        )
+    return bits, block
+
+
+def _has_zero_points(node: onnx.NodeProto) -> bool:
+    return bool(dict(zip(MATMUL_NBITS.input_names(), node.input, strict=False)).get("zero_points"))
+
+
+def _function(node: onnx.NodeProto, b: Scope, imports: Mapping[str, int]) -> onnx.FunctionProto:
+    if not _has_zero_points(node):
         b("Clip", "blocks", "zero_points", None)  # a function derives its inputs from their uses; nobody reads this one
     return helper.make_function(
         node.domain,
@@ -53,6 +92,6 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
         list(MATMUL_NBITS.input_names()),
         list(MATMUL_NBITS.output_names()),
         b.nodes,
-        [helper.make_opsetid("", opset)],
+        [helper.make_opsetid(domain, version) for domain, version in imports.items()],
         [],
     )
