@@ -9,7 +9,7 @@ GROUP_ROWS = 8
 """Rows that share what is read of the weight: columns of a matrix instruction."""
 FEW = f"tokens <= {8 * GROUP_ROWS}"
 """So few rows that reading the weight for each group of them costs less than writing it as half precision numbers and reading those."""
-NARROW = 4096
+NARROW = 8192
 """Outputs up to which a product is narrow."""
 
 PLAN = Plan(

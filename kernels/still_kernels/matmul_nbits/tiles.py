@@ -11,6 +11,10 @@ DENSE_WEIGHTS = 1 << 26
 WIDE_SHARED = 150 << 10
 """Shared memory that blocks of 128 x 256 take."""
 
+FEW: dict[str | int, tuple[int, int, int]] = {"narrow": (16, 8, 2), 4: (32, 2, 4), 8: (16, 4, 1)}
+"""Outputs, warps and units of a few rows: of narrow products, and of others by bits. Best of 11 on an H200 over the products of
+Llama-3.1-8B at one and at eight rows (docs/notebook/quantization.md)."""
+
 
 @lru_cache
 def tile_table(bits: int, aligned: int, narrow: int, arch: int) -> TileTable:
@@ -19,10 +23,10 @@ def tile_table(bits: int, aligned: int, narrow: int, arch: int) -> TileTable:
     product = (
         (256, 128, 64, 3) if wide else (128, 128, 64, 3) if SHARED_BYTES[arch] >= WIDE_SHARED else (128, 128, 32, 3)
     )
-    warps, units = (8, 2 if bits == 4 else 4) if narrow else (4, 4)
+    few_outputs, warps, units = FEW["narrow" if narrow else bits]
     rows, outputs, inner, stages = product
     tiles = {
-        "few": KernelTile({"BN": 16, "SPLITS": warps, "UNITS": units}, warps),
+        "few": KernelTile({"BN": few_outputs, "SPLITS": warps, "UNITS": units}, warps),
         "unpack": KernelTile({"BN": 8, "BW": 64}, 4),
         "multiply": KernelTile({"BM": rows, "BN": outputs, "BK": inner, "GROUP": 8, "STAGES": stages}, 8, stages),
     }
