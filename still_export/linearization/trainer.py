@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from still_export.errors import TrainingError
 from still_export.linearization.curves import Curves
+from still_export.linearization.passes import Passes, passes_of
 from still_export.linearization.recipe import Recipe
 from still_export.linearization.texts import Batch, Batches
 
@@ -86,6 +87,23 @@ class Trainer:
         Raises:
             TrainingError: The loss is no number, memory does not suffice, or a checkpoint does not fit.
         """
+        if self.accelerator.device.type != "cuda":
+            return self._train(objective, batches, steps, rate_of, validate)
+        default, stream = torch.cuda.current_stream(), torch.cuda.Stream()  # on the default one nothing can be recorded
+        stream.wait_stream(default)
+        with torch.cuda.stream(stream):
+            report = self._train(objective, batches, steps, rate_of, validate)
+        default.wait_stream(stream)
+        return report
+
+    def _train(
+        self,
+        objective: nn.Module,
+        batches: Batches,
+        steps: int,
+        rate_of: Callable[[str], float],
+        validate: Callable[[nn.Module], float],
+    ) -> StageReport:
         accelerator, recipe = self.accelerator, self.recipe
         groups: dict[float, list[nn.Parameter]] = {}
         for name, parameter in objective.named_parameters():
@@ -96,6 +114,8 @@ class Trainer:
         )
         module, optimizer = accelerator.prepare(objective, optimizer)
         trained = [p for p in module.parameters() if p.requires_grad]
+        kinds = len(set(recipe.row_lengths or (recipe.row_tokens,)))
+        passes = passes_of(accelerator, module, optimizer, kinds, recipe.gradient_checkpointing)
         report = self._restore(module, optimizer)
         curves = Curves(self.folder.parent, self.name, report.steps) if accelerator.is_main_process else None
         ahead = ThreadPoolExecutor(1)  # writes the next batch while the GPU computes
@@ -108,7 +128,7 @@ class Trainer:
                 batch = following.result()
                 if report.steps + 1 < steps:
                     following = ahead.submit(batches.batch, report.steps + 1)
-                loss, parts = self._step(module, optimizer, trained, batch)
+                loss, parts = self._step(passes, optimizer, trained, batch)
             except torch.OutOfMemoryError as error:
                 raise TrainingError(
                     f"stage {self.name} ran out of GPU memory at step {report.steps} with {recipe.batch_size} rows of "
@@ -147,26 +167,19 @@ class Trainer:
         return report
 
     def _step(
-        self, module: nn.Module, optimizer: Any, trained: list[nn.Parameter], batch: Batch
+        self, passes: Passes, optimizer: Any, trained: list[nn.Parameter], batch: Batch
     ) -> tuple[float, list[float]]:
         """One optimizer step; the loss and its parts over all processes."""
         accelerator, recipe = self.accelerator, self.recipe
         rows = torch.arange(accelerator.process_index, len(batch.ids), accelerator.num_processes)
-        passes = rows.split(recipe.rows_of_a_pass(batch.ids.shape[1]))
+        groups = rows.split(recipe.rows_of_a_pass(batch.ids.shape[1]))
         total, total_parts = torch.zeros((), device=accelerator.device), torch.zeros((), device=accelerator.device)
-        optimizer.zero_grad(set_to_none=True)
-        for number, part in enumerate(passes):
+        passes.begin()
+        for number, part in enumerate(groups, 1):
             share = len(part) / len(rows)
-            wait = number + 1 < len(passes)
-            with accelerator.no_sync(module) if wait else contextlib.nullcontext():
-                with accelerator.autocast():
-                    loss, parts = module(
-                        batch.ids[part].to(accelerator.device), batch.weights[part].to(accelerator.device)
-                    )
-                accelerator.backward(
-                    loss * share
-                )  # outside of autocast: the attention's recomputation has its own precision
-            total, total_parts = total + loss.detach() * share, total_parts + parts * share
+            loss, parts = passes.run(batch.ids[part], batch.weights[part], share, last=number == len(groups))
+            total, total_parts = total + loss * share, total_parts + parts * share
+        passes.end()
         if recipe.clip_norm:
             accelerator.clip_grad_norm_(trained, recipe.clip_norm)
         optimizer.step()

@@ -1,0 +1,152 @@
+"""Passes forward and backward, of which a step has one or more; on CUDA recorded as graphs, which the host only starts.
+
+A step of stage 2 launches some thousand kernels, for which the host takes longer than the GPU does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+
+class Passes:
+    """The passes of one step after the other; their gradients add up in the parameters.
+
+    Args:
+        objective: Maps ids and weights to (loss, parts); as `accelerator` prepared it.
+        optimizer: Likewise.
+    """
+
+    def __init__(self, accelerator: Accelerator, objective: nn.Module, optimizer: Any) -> None:
+        self.accelerator, self.objective, self.optimizer = accelerator, objective, optimizer
+
+    def begin(self) -> None:
+        """Start a step: there are no gradients."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def run(self, ids: Tensor, weights: Tensor, share: float, last: bool) -> tuple[Tensor, Tensor]:
+        """Loss and parts of a pass, detached, to be read before the next one; its gradients times `share` are added.
+
+        Args:
+            ids, weights: [B, T], on any device. last: Of the step.
+        """
+        device = self.accelerator.device
+        with contextlib.nullcontext() if last else self.accelerator.no_sync(self.objective):
+            return self._forward_backward(ids.to(device), weights.to(device), share)
+
+    def end(self) -> None:
+        """Gradients are the mean over processes, now at the latest."""
+
+    def _forward_backward(self, ids: Tensor, weights: Tensor, share: float) -> tuple[Tensor, Tensor]:
+        with self.accelerator.autocast():
+            loss, parts = self.objective(ids, weights)
+        # Outside of autocast: the attention's recomputation has its own precision.
+        self.accelerator.backward(loss * share)
+        return loss.detach(), parts
+
+
+@dataclass
+class _Recorded:
+    """A pass as a graph. ids, weights: where it reads. loss, parts: where it writes."""
+
+    graph: torch.cuda.CUDAGraph
+    ids: Tensor
+    weights: Tensor
+    loss: Tensor
+    parts: Tensor
+
+
+class ReplayedPasses(Passes):
+    """The first pass of a shape runs as it is, which compiles and loads kernels; then it is recorded, and replayed from there on.
+
+    Gradients lie in one buffer, which the processes add up themselves: what DDP hangs into the backward pass belongs to its own forward
+    call.
+
+    Args:
+        trained: Parameters that have gradients, float32.
+        kinds: Lengths of rows: nothing is recorded before each was seen, for a recording keeps its memory to itself.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        objective: nn.Module,
+        optimizer: Any,
+        trained: Sequence[nn.Parameter],
+        kinds: int,
+    ) -> None:
+        super().__init__(accelerator, accelerator.unwrap_model(objective), optimizer)
+        self.trained, self.kinds = trained, kinds
+        self.sum = torch.zeros(sum(p.numel() for p in trained), device=accelerator.device)
+        self.recorded: dict[tuple[tuple[int, ...], float], _Recorded | None] = {}
+        self.pool: Any = None
+        self.records = True
+
+    def begin(self) -> None:
+        """As of Passes."""
+        self.sum.zero_()
+        for parameter, part in zip(self.trained, self.sum.split([p.numel() for p in self.trained]), strict=True):
+            parameter.grad = part.view_as(parameter)
+
+    def run(self, ids: Tensor, weights: Tensor, share: float, last: bool) -> tuple[Tensor, Tensor]:
+        """As of Passes."""
+        key = (tuple(ids.shape), share)
+        known = key in self.recorded
+        recorded = self.recorded.setdefault(key, None)
+        if recorded is None and known and self.records and len(self.recorded) >= self.kinds:
+            recorded = self.recorded[key] = self._record(ids, weights, share)
+        if recorded is None:
+            device = self.accelerator.device
+            return self._forward_backward(ids.to(device), weights.to(device), share)
+        recorded.ids.copy_(ids)
+        recorded.weights.copy_(weights)
+        recorded.graph.replay()
+        return recorded.loss, recorded.parts
+
+    def end(self) -> None:
+        """As of Passes."""
+        if self.accelerator.num_processes > 1:
+            torch.distributed.all_reduce(self.sum)
+            self.sum /= self.accelerator.num_processes
+
+    def _record(self, ids: Tensor, weights: Tensor, share: float) -> _Recorded | None:
+        """A pass as a graph; None, with a warning, where its operations cannot be one."""
+        ids, weights = (x.to(self.accelerator.device, copy=True) for x in (ids, weights))
+        graph = torch.cuda.CUDAGraph()
+        # On the stream of the first pass, where autograd adds gradients to parameters. Only this thread must keep to what can be recorded.
+        stream = torch.cuda.current_stream(ids.device)
+        try:
+            with torch.cuda.graph(graph, pool=self.pool, stream=stream, capture_error_mode="thread_local"):
+                loss, parts = self._forward_backward(ids, weights, share)
+        except RuntimeError as error:
+            self.records = False
+            warnings.warn(
+                f"training passes cannot be recorded as a CUDA graph, so the host launches every kernel, which takes longer: {error}",
+                stacklevel=2,
+            )
+            return None
+        self.pool = graph.pool()  # graphs run one after another, so each may have what the others need for themselves
+        return _Recorded(graph, ids, weights, loss, parts)
+
+
+def passes_of(
+    accelerator: Accelerator, objective: nn.Module, optimizer: Any, kinds: int, checkpointing: bool
+) -> Passes:
+    """What runs the passes of a prepared objective; arguments as of the classes.
+
+    Args:
+        checkpointing: Activations are computed again, which asks the host for a random state amid the pass. FSDP decides there what it
+            gathers. Neither can be recorded.
+    """
+    if accelerator.device.type != "cuda" or checkpointing or isinstance(objective, FSDPModule):
+        return Passes(accelerator, objective, optimizer)
+    trained = [p for p in objective.parameters() if p.requires_grad]
+    return ReplayedPasses(accelerator, objective, optimizer, trained, kinds)
