@@ -131,7 +131,9 @@ def open_session(
         if native and provider == "cuda" and "archive" in str(error):
             advice = " Export again with --native --arch and the name of this GPU."
         weights = "".join(f" with {name}" for name in manifest["files"] if name.endswith(".data"))
-        raise RunError(f"ONNX Runtime cannot load {path}{weights}: {' '.join(str(error).split())}.{advice}") from error
+        raise RunError(
+            f"ONNX Runtime cannot load {path}{weights}: {' '.join(str(error).split()).rstrip('.')}.{advice}"
+        ) from error
     if cuda and CUDA not in session.get_providers():  # it goes on without a provider whose libraries it cannot open
         raise RunError(
             "ONNX Runtime's CUDA provider cannot start: its libraries or the driver are missing, or of another CUDA than this "
