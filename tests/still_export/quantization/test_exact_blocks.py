@@ -15,10 +15,12 @@ import torch
 from gguf.quants import dequantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from still_export.engines.options import TrtOptions
 from still_export.errors import CheckpointError
 from still_export.export.onnx_package import ExportOptions, export_onnx, find_source
+from still_export.export.trt_package import lower_package
 from still_export.mixers.roles import EMBEDDING, PROJECTION
 from still_export.models.gguf import BLOCKS, _read_blocks, _unpaired
 from still_export.models.weights import Deferred, SourceBlocks, value_of
@@ -155,6 +157,31 @@ def test_merged_pairs_are_rounded_with_the_weight(adapted: ExportOptions, tmp_pa
     held = with_held_weights(source, package.path, package.manifest).weights[name]
     expected = quantize(value_of(source.weights[name]), 4, 32, "rtn").dequantized()
     assert np.array_equal(value_of(held).numpy(), expected)
+
+
+def test_thin_products_of_one_value_keep_their_names_for_tensorrt(
+    adapted: ExportOptions, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Query and gate read one value by products of different bits, each with a pair; what is merged could not be read back."""
+    from dataclasses import replace
+
+    folder = Path(adapted.overlays[0])
+    pairs = load_file(folder / "adapter_model.safetensors")
+    gate = find_source(adapted).weights["model.layers.0.self_attn.g_proj.weight"]
+    for part, shape in (("A", (4, gate.shape[1])), ("B", (gate.shape[0], 4))):
+        pairs[f"model.layers.0.self_attn.g_proj.lora_{part}.weight"] = torch.ones(shape)
+    save_file(pairs, folder / "adapter_model.safetensors")
+    options = replace(adapted, dtype="float16")
+    portable = export_onnx(options, tmp_path / "portable", final="trt-8")
+    monkeypatch.setattr("still_export.export.trt_package._write_plugins", lambda *a: {})
+    (tmp_path / "lowered").mkdir()
+    package = lower_package(portable, TrtOptions(batch=2, prefill_tokens=32), tmp_path / "lowered")
+    names = {i.name for i in onnx.load(package.model_path, load_external_data=False).graph.initializer}
+    inner = [n for n in names if n.endswith(".inner") and "layers.0.self_attn" in n]
+    assert len(inner) == 2, names
+    held = with_held_weights(find_source(options), package.path, package.manifest)
+    for name in held.weights:
+        assert value_of(held.weights[name]).shape == find_source(options).weights[name].shape
 
 
 def test_offsets_are_a_product_of_block_sums(tmp_path: Path, monkeypatch: Any) -> None:
