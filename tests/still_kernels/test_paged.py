@@ -19,6 +19,8 @@ from still_kernels.hybrid_attention import (
 )
 from still_kernels.hybrid_attention.paged import hybrid_attention_paged
 from still_kernels.hybrid_attention.pages import Pages
+from still_kernels.hybrid_attention.tiles import MANY_HEADS, for_many_rows, tile_table
+from still_kernels.hybrid_attention.variants import plan_constants
 from still_kernels.packing import Packing
 
 SIZES = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "chunk_size": 8, "salient_per_chunk": 2}
@@ -224,3 +226,13 @@ def test_pages_that_an_engine_makes_larger_hold_whole_rows() -> None:
     for size in (pages.size_bytes + 64, pages.size_bytes - 256):
         with pytest.raises(ShapeError, match=f"pages of {size} bytes"):
             pages.padded(size)
+
+
+def test_steps_of_many_rows_have_fewer_programs() -> None:
+    config = HybridAttentionConfig(num_heads=32, num_kv_heads=8, head_dim=128, chunk_size=64, salient_per_chunk=4)
+    table = tile_table(90, 128, 64, 128, False)
+    many = for_many_rows(table, 90, 128, 128, MANY_HEADS)
+    assert [plan_constants(config, t)["value_slices"] for t in (table, many)] == [4, 0]
+    assert many.tiles["decode"].constants["LF"] == 32
+    assert for_many_rows(table, 90, 128, 128, MANY_HEADS - 1) == table
+    assert for_many_rows(table, 80, 128, 128, MANY_HEADS) == table  # not measured there

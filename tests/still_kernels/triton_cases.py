@@ -124,6 +124,17 @@ CASES = {
         ((450, [318, 450]), STEP, STEP, STEP),
         paged=True,
     ),
+    "paged, many rows": Case(
+        {"num_heads": 6, "window_factor": (0.5, 1.0, 2.0, 0.1, 0.3, 0.7)},
+        ((62, [62, 1]), *[STEP] * 3, (66, [33, 62]), STEP, (1, [0, 1])),
+        paged=True,
+        tiles={"decode": {"LF": 16, "WG": 1}},
+    ),
+    "relu, many rows": Case(
+        {"feature_map": "relu", "gate": "none", "select_scope": "kv_group_max"},
+        ((63, [63, 62]), STEP, STEP),
+        tiles={"decode": {"LF": 16, "WG": 1}},
+    ),
     "released": Case({"profile": "released"}, ((66, [66, 35]), (30, [0, 30]))),
     "released decode": Case({"profile": "released"}, (STEP, STEP, (28, [28, 1]), *[STEP] * 3)),
     "window factor, no gate": Case({"window_factor": (0.5, 1.0, 2.0, 0.1), "gate": "none"}, SHORT),

@@ -19,6 +19,7 @@ from still_kernels.hybrid_attention.inputs import Inputs
 from still_kernels.hybrid_attention.pages import Pages
 from still_kernels.hybrid_attention.plan import PLAN
 from still_kernels.hybrid_attention.state import HybridAttentionState
+from still_kernels.hybrid_attention.tiles import for_many_rows
 from still_kernels.hybrid_attention.triton_attend import attend_kernel, commit_kernel
 from still_kernels.hybrid_attention.triton_decode import decode_kernel
 from still_kernels.hybrid_attention.triton_features import features_kernel
@@ -123,8 +124,12 @@ def _prepared(
     *call: Any,
 ) -> launcher.Prepared:
     """The same with the block sizes of the device; kept, for a layer is called once per token."""
-    variant = launcher.variant_of(config, device, dtype, factor, pages, call[-1] is not None)
     table = device_table(config, device, dtype == torch.float32, described)
+    if pages is not None:
+        heads = call[0] * config.num_heads
+        table = for_many_rows(table, launcher.arch_of(device), config.head_dim, config.projection_dim, heads)
+    whole = table.tiles["decode"].constants["LF"]
+    variant = launcher.variant_of(config, device, dtype, factor, pages, call[-1] is not None, whole)
     return _prepare(config, dtype, table, variant, factor, pages, *call)
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from still_kernels.tile import SHARED_BYTES, KernelTile, TileTable, pow2
+from still_kernels.tile import SHARED_BYTES, KernelTile, TileTable, changed, pow2
 
 HEAD_DIMS = (48, 64, 80, 96, 128, 256)
 CHUNK_SIZES = (32, 64, 128, 256)
 MAX_SALIENT_PER_CHUNK = 32
 MAX_FEATURE_ROWS = 256
 MAX_GROUP = 16
+MANY_HEADS = 2048
+"""Query heads of all rows from which on decode's programs are fewer and larger: 64 rows of 32 heads at 1,100 tokens take 150 us for 204,
+32 rows of 65,000 would take 586 for 546 (H200); so many rows have no room for contexts so long."""
 
 
 @lru_cache
@@ -78,6 +81,9 @@ def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wid
                 "PDL": int(arch >= 90),
                 "AHEAD": int(arch == 90),  # fetch to L2 what the length has no say in while the kernel ahead still runs
                 "DS": 32,
+                "LF": 0,  # rows of S at a time where a program has all of it; 0: a program has DS columns
+                "LS": 3,
+                "WG": 0,  # 1: the query heads of a key/value head share the programs of its window
                 "DW": 32 if wide else 64,  # the bytes of DS columns of S: both tiles then have one layout
                 "BN": 8 if wide and dim > 128 else 16,
                 "SN": 2 if heavy else 3 if small else 5,
@@ -114,6 +120,13 @@ def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wid
         "decode_programs": 264,  # salient splits; with the other roles one wave of four programs a multiprocessor
     }
     return TileTable(tiles, host)
+
+
+def for_many_rows(table: TileTable, arch: int, head_dim: int, feature_rows: int, heads: int) -> TileTable:
+    """Block sizes for a step with so many query heads in all rows together, where S is in pages."""
+    if arch != 90 or heads < MANY_HEADS:
+        return table
+    return changed(table, "decode", {"LF": min(pow2(feature_rows), 4096 // pow2(head_dim)), "WG": 1})
 
 
 def _attend_blocks(head_dim: int) -> dict[str, tuple[int, int]]:

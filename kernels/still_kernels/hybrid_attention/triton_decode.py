@@ -13,13 +13,14 @@ import triton
 import triton.language as tl
 
 from still_kernels.hybrid_attention.triton_common import prefetch
-from still_kernels.hybrid_attention.triton_decode_linear import linear_slice
+from still_kernels.hybrid_attention.triton_decode_linear import linear_slice, linear_whole
 from still_kernels.hybrid_attention.triton_decode_roles import (
     FAR,
     fresh_part,
     salient_group,
     salient_one,
     step_of,
+    window_group,
     window_part,
 )
 from still_kernels.hybrid_attention.triton_decode_types import Constants, Heads, Parts, Room, Row, States
@@ -230,6 +231,9 @@ def decode_kernel(
     KP: tl.constexpr,
     GP: tl.constexpr,
     DS: tl.constexpr,
+    LF: tl.constexpr,
+    LS: tl.constexpr,
+    WG: tl.constexpr,
     DW: tl.constexpr,
     BN: tl.constexpr,
     SN: tl.constexpr,
@@ -253,18 +257,20 @@ def decode_kernel(
 ):
     """Output of one token per row (rows with new_tokens 0 get zeros). Grid (GR * (ND + WP + 1) + NS, HS, B).
 
-    ND = D / DS slices of S, WP = 2C / BL parts of the window, one program for rows on their way into the cache. With overflow
-    "error" a promotion is part of this launch; with a folding policy it has happened before (select, features, scan).
+    ND = D / DS slices of S, WP = 2C / BL parts of the window, one program for rows on their way into the cache; with LF one program for
+    all of S, and the first split sees to these rows. With overflow "error" a promotion is part of this launch; with a folding policy it
+    has happened before (select, features, scan).
     p_present_length, where given, gets the lengths after the step; it must not be past_length, which others still read.
     p_trace is for tools/profile_decode.py: int64 [programs, 8] of clocks; None, as everywhere else, leaves no code.
     """
-    ND: tl.constexpr = DP // DS
+    ND: tl.constexpr = 1 if LF else DP // DS
     WP: tl.constexpr = 2 * C // BL
-    JOBS: tl.constexpr = ND + WP + 1
+    JOBS: tl.constexpr = ND + WP if LF else ND + WP + 1
     FUSED: tl.constexpr = OVERFLOW == 0
+    SHARED: tl.constexpr = (WG != 0) & (SCOPE == 0) & (RELEASED == 0)
     c: tl.constexpr = Constants(
-        C, D, DP, DK, P, PP, KP, GP, DS, DW, BN, SN, BG, SG, BL, BS, RB, WP, FEATURE, SCOPE, RELEASED, OVERFLOW, FUSED, GATE, FACTOR,
-        RAGGED, PAGES, SETTLE, DOT,
+        C, D, DP, DK, P, PP, KP, GP, DS, LF, LS, WG, DW, BN, SN, BG, SG, BL, BS, RB, WP, FEATURE, SCOPE, RELEASED, OVERFLOW, FUSED, GATE,
+        FACTOR, RAGGED, PAGES, SETTLE, DOT,
     )  # fmt: skip
     i_role = tl.program_id(0)
     i_select = tl.program_id(1)
@@ -306,6 +312,7 @@ def decode_kernel(
     i_out = start * H + i_select * GR  # the same in the packed activations
     scale2 = scale * LOG2E
     i_first = (i_batch.to(tl.int64) * HS + i_select) * (NS + WP + 1)  # the group's first part, of GR rows
+    arrivals = 1  # heads, each with its own selection, that the program computes for
     if i_role < GR * JOBS:
         g = i_role // JOBS
         i_job = i_role % JOBS
@@ -313,35 +320,51 @@ def decode_kernel(
         p_q = p_query + (i_out + g) * D
         i_part = (i_first + NS + i_job - ND) * GR + g
         if i_job < ND:
-            linear_slice(
-                at, states, heads, i_head, i_job, p_q, p_gate + (i_out + g) * D if GATE else p_gate, p_feature_q_weight,
-                p_feature_k_weight, W_HEADS, K, parts.lin + (i_group + g) * D, parts.den + i_group + g, c,
-            )  # fmt: skip
+            if LF:
+                linear_whole(
+                    at, states, heads, i_head, p_q, p_gate + (i_out + g) * D if GATE else p_gate, p_feature_q_weight, p_feature_k_weight,
+                    W_HEADS, K, parts.lin + (i_group + g) * D, parts.den + i_group + g, c,
+                )  # fmt: skip
+            else:
+                linear_slice(
+                    at, states, heads, i_head, i_job, p_q, p_gate + (i_out + g) * D if GATE else p_gate, p_feature_q_weight,
+                    p_feature_k_weight, W_HEADS, K, parts.lin + (i_group + g) * D, parts.den + i_group + g, c,
+                )  # fmt: skip
         else:
             i_kv = i_head // G if SCOPE == 0 else i_select
             if i_job < ND + WP:
-                p_k = p_key + (start * HK + i_kv) * D
-                p_v = p_value + (start * HK + i_kv) * D
-                p_acc = parts.acc + i_part * D
-                p_ml = parts.ml + i_part * 2
-                p_window = parts.window + ((i_group + g) * WP + i_job - ND) * 4
-                window_part(
-                    at,
-                    states,
-                    heads,
-                    i_head,
-                    i_kv,
-                    i_job - ND,
-                    p_q,
-                    p_k,
-                    p_v,
-                    phantom,
-                    scale2,
-                    p_acc,
-                    p_ml,
-                    p_window,
-                    c,
-                )
+                if SHARED:
+                    arrivals = 0  # another program computes for this head
+                    if i_head % G == 0:
+                        arrivals = G
+                        window_group(
+                            at, states, heads, i_kv, i_job - ND, p_q, p_key + (start * HK + i_kv) * D, p_value + (start * HK + i_kv) * D,
+                            phantom, scale2, parts.acc + i_part * D, parts.ml + i_part * 2, NS + WP + 1,
+                            parts.window + (i_group * WP + i_job - ND) * 4, c,
+                        )  # fmt: skip
+                else:
+                    p_k = p_key + (start * HK + i_kv) * D
+                    p_v = p_value + (start * HK + i_kv) * D
+                    p_acc = parts.acc + i_part * D
+                    p_ml = parts.ml + i_part * 2
+                    p_window = parts.window + ((i_group + g) * WP + i_job - ND) * 4
+                    window_part(
+                        at,
+                        states,
+                        heads,
+                        i_head,
+                        i_kv,
+                        i_job - ND,
+                        p_q,
+                        p_k,
+                        p_v,
+                        phantom,
+                        scale2,
+                        p_acc,
+                        p_ml,
+                        p_window,
+                        c,
+                    )
             else:
                 p_acc = parts.acc + i_part * D
                 p_ml = parts.ml + i_part * 2
@@ -358,18 +381,30 @@ def decode_kernel(
             salient_one(at, p_k, p_v, p_q, i_split, room, scale2, p_acc, p_ml, c)
         else:
             salient_group(at, p_k, p_v, p_q, GR, i_split, room, scale2, p_acc, p_ml, c)
+        if LF:
+            if i_split == 0:
+                i_part = (i_first + NS + WP) * GR
+                i_kv = i_select // G if SCOPE == 0 else i_select
+                for i in range(0, GR):
+                    p_acc = parts.acc + (i_part + i) * D
+                    fresh_part(
+                        at, states, heads, i_kv, i, p_q + i * D, room, scale2, p_acc, parts.ml + (i_part + i) * 2, c
+                    )
 
     _stamp(p_trace, 1)
     tl.debug_barrier()
     # Who is last at a query head merges it: where heads share splits, several programs may merge at the same time.
     p_counter = p_counters + i_batch * (2 * H) + i_select * GR
-    if SCOPE == 0:
+    if SCOPE == 0 and not SHARED:
         m_last = tl.atomic_add(p_counter, 1, sem="acq_rel") == JOBS + NS - 1
         merged = m_last.to(tl.int32)
     else:
         o_head = tl.arange(0, GP)
         g = i_role // JOBS
-        m_head = (o_head < GR) & ((o_head == g) | (g >= GR))
+        if SHARED:
+            m_head = o_head < arrivals
+        else:
+            m_head = (o_head < GR) & ((o_head == g) | (g >= GR))
         b_arrived = tl.atomic_add(p_counter + o_head, tl.full([GP], 1, tl.int32), mask=m_head, sem="acq_rel")
         m_last = m_head & (b_arrived == JOBS + NS - 1)
         merged = tl.sum(m_last.to(tl.int32), 0)
@@ -377,9 +412,9 @@ def decode_kernel(
     if merged == 0:
         return
     length, live, promoting = step_of(at, c)
-    for g in range(0, GR):
+    for g in range(0, G if SHARED else GR):
         mine = merged
-        if SCOPE:
+        if SCOPE or SHARED:
             mine = tl.sum((m_last & (o_head == g)).to(tl.int32), 0)
         if mine > 0:
             tl.store(p_counter + g, 0)
@@ -387,10 +422,16 @@ def decode_kernel(
                 if i_select + g == 0:
                     past = tl.load(p_past_length + i_batch)
                     tl.store(p_present_length + i_batch, past + live.to(past.dtype))
-            _merge(
-                g, heads, i_group, i_out, i_first, row * H + i_select * GR, length, live, promoting, NS + WP + 1, room, epsilon,
-                parts, p_window_factor, p_window_score, p_output, c,
-            )  # fmt: skip
+            if SHARED:
+                _merge(
+                    0, Heads(i_select + g, GR, HS, H, HK, G), i_group + g, i_out + g, i_first + g * (NS + WP + 1), row * H + i_select + g,
+                    length, live, promoting, NS + WP + 1, room, epsilon, parts, p_window_factor, p_window_score, p_output, c,
+                )  # fmt: skip
+            else:
+                _merge(
+                    g, heads, i_group, i_out, i_first, row * H + i_select * GR, length, live, promoting, NS + WP + 1, room, epsilon,
+                    parts, p_window_factor, p_window_score, p_output, c,
+                )  # fmt: skip
     _stamp(p_trace, 3)
     if FUSED:
         if promoting:

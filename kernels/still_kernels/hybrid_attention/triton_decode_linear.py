@@ -22,16 +22,8 @@ from still_kernels.triton_shared import LOG2E, rounded
 
 
 @triton.jit
-def _fold_chunk(
-    at, states, heads, i_kv, b_phi, b_psi, old, length, p_weight, p_state, p_mass, m_mass, o_column, K, c: tl.constexpr
-):
-    """Add the unselected tokens of chunk `old`, which lies in the ring, to a slice of S and to z, in memory.
-
-    Returns:
-        What they add to phi(q)^T S [DS] and phi(q)^T z [PP, to be summed], from phi(q) in its halves b_phi and b_psi [PP].
-    """
-    o_feature = tl.arange(0, c.PP)
-    o_dim = tl.arange(0, c.DK)
+def _selected_of(at, states, heads, i_kv, old, length, o_feature, p_weight, K, c: tl.constexpr):
+    """Which tokens of chunk `old`, which lies in the ring, are selected, [C]."""
     # All lines that a round needs are on their way while the selection is made.
     BYTES: tl.constexpr = p_weight.dtype.element_ty.primitive_bitwidth // 8
     o_token = ((at.row * heads.HK + i_kv) * (2 * c.C) + ((old & 1) * c.C + tl.arange(0, c.C))).to(tl.int64) * c.D
@@ -55,6 +47,53 @@ def _fold_chunk(
         c.GP,
         c.C,
     )
+    return b_selected
+
+
+@triton.jit
+def _old_rows(states, b_selected, o_row, o_ring, o_feature, o_dim, p_weight, c: tl.constexpr):
+    """Of RB rows of a promoted chunk: projections [RB, PP], squared norms, 1 or 0 where selected, what multiplies the projection."""
+    if c.RB == c.C:
+        m_row = b_selected == 0
+    else:
+        m_here = o_row[:, None] == tl.arange(0, c.C)[None, :]
+        m_row = tl.sum((m_here & (b_selected == 0)[None, :]).to(tl.int32), 1) > 0
+    b_direction = tl.zeros([c.RB, c.PP], tl.float32)
+    b_square = tl.zeros([c.RB], tl.float32)
+    for d in range(0, c.DP, c.DK):
+        o_part = d + o_dim
+        b_k = tl.load(states.window_key + o_ring[:, None] + o_part[None, :], mask=(o_part < c.D)[None, :], other=0.0)
+        b_weight = load_weight(p_weight, o_feature, o_part, c.P, c.D)
+        b_direction = tl.dot(b_k, tl.trans(b_weight), b_direction, input_precision=c.DOT)
+        b_square += tl.sum(b_k.to(tl.float32) * b_k.to(tl.float32), 1)
+    b_keep = tl.where(m_row, 1.0, 0.0)
+    b_scale = direction_scale(tl.sum(b_direction * b_direction, 1), b_square, c.FEATURE)
+    return b_direction, b_square, b_keep, b_scale
+
+
+@triton.jit
+def _half_of(b_direction, b_square, b_keep, b_scale, o_feature, half: tl.constexpr, c: tl.constexpr):
+    """One half of the features of rows, [RB, PP]."""
+    if c.FEATURE <= 1:
+        b_signed = b_direction if half == 0 else -b_direction
+        b_rows = scaled_softmax(b_signed, b_scale, b_keep, o_feature < c.P, c.P, c.PP)
+    else:
+        b_rows, _zeros = kept_features(b_direction, b_square, b_keep, c.P, c.PP, c.FEATURE)
+    return b_rows
+
+
+@triton.jit
+def _fold_chunk(
+    at, states, heads, i_kv, b_phi, b_psi, old, length, p_weight, p_state, p_mass, m_mass, o_column, K, c: tl.constexpr
+):
+    """Add the unselected tokens of chunk `old`, which lies in the ring, to a slice of S and to z, in memory.
+
+    Returns:
+        What they add to phi(q)^T S [DS] and phi(q)^T z [PP, to be summed], from phi(q) in its halves b_phi and b_psi [PP].
+    """
+    o_feature = tl.arange(0, c.PP)
+    o_dim = tl.arange(0, c.DK)
+    b_selected = _selected_of(at, states, heads, i_kv, old, length, o_feature, p_weight, K, c)
     b_more = tl.zeros([c.DS], tl.float32)
     b_more_mass = tl.zeros([c.PP], tl.float32)
     for r in range(0, c.C, c.RB):
@@ -63,29 +102,11 @@ def _fold_chunk(
         b_v = tl.load(
             states.window_value + o_ring[:, None] + o_column[None, :], mask=(o_column < c.D)[None, :], other=0.0
         )
-        if c.RB == c.C:
-            m_row = b_selected == 0
-        else:
-            m_here = o_row[:, None] == tl.arange(0, c.C)[None, :]
-            m_row = tl.sum((m_here & (b_selected == 0)[None, :]).to(tl.int32), 1) > 0
-        b_direction = tl.zeros([c.RB, c.PP], tl.float32)
-        b_square = tl.zeros([c.RB], tl.float32)
-        for d in range(0, c.DP, c.DK):
-            o_part = d + o_dim
-            b_k = tl.load(
-                states.window_key + o_ring[:, None] + o_part[None, :], mask=(o_part < c.D)[None, :], other=0.0
-            )
-            b_weight = load_weight(p_weight, o_feature, o_part, c.P, c.D)
-            b_direction = tl.dot(b_k, tl.trans(b_weight), b_direction, input_precision=c.DOT)
-            b_square += tl.sum(b_k.to(tl.float32) * b_k.to(tl.float32), 1)
-        b_keep = tl.where(m_row, 1.0, 0.0)
-        b_scale = direction_scale(tl.sum(b_direction * b_direction, 1), b_square, c.FEATURE)
+        b_direction, b_square, b_keep, b_scale = _old_rows(
+            states, b_selected, o_row, o_ring, o_feature, o_dim, p_weight, c
+        )
         for half in tl.static_range(0, 2 if c.FEATURE <= 1 else 1):
-            if c.FEATURE <= 1:
-                b_signed = b_direction if half == 0 else -b_direction
-                b_rows = scaled_softmax(b_signed, b_scale, b_keep, o_feature < c.P, c.P, c.PP)
-            else:
-                b_rows, _zeros = kept_features(b_direction, b_square, b_keep, c.P, c.PP, c.FEATURE)
+            b_rows = _half_of(b_direction, b_square, b_keep, b_scale, o_feature, half, c)
             b_query = b_phi if half == 0 else b_psi
             b_out, b_mass = _add_rows(
                 b_rows,
@@ -270,3 +291,124 @@ def linear_slice(
         )
         b_out, b_mass = _if_held(b_out, b_mass, held, c)
         _store_slice(b_out, b_mass, b_gate, p_lin, p_den, i_slice, o_column, c)
+
+
+@triton.jit
+def _fold_whole(
+    at,
+    states,
+    heads,
+    i_kv,
+    b_phi,
+    b_psi,
+    old,
+    length,
+    p_weight,
+    p_state,
+    p_mass,
+    p_gate,
+    p_lin,
+    p_den,
+    K,
+    c: tl.constexpr,
+):
+    """`_fold_chunk` for all slices of S, whose features are made once; what they add to the output goes to where that has been stored."""
+    o_feature = tl.arange(0, c.PP)
+    o_dim = tl.arange(0, c.DK)
+    b_selected = _selected_of(at, states, heads, i_kv, old, length, o_feature, p_weight, K, c)
+    b_more_mass = tl.zeros([c.PP], tl.float32)
+    for r in range(0, c.C, c.RB):
+        o_row = r + tl.arange(0, c.RB)
+        o_ring = ((at.row * heads.HK + i_kv) * (2 * c.C) + ((old & 1) * c.C + o_row)).to(tl.int64) * c.D
+        b_direction, b_square, b_keep, b_scale = _old_rows(
+            states, b_selected, o_row, o_ring, o_feature, o_dim, p_weight, c
+        )
+        for half in tl.static_range(0, 2 if c.FEATURE <= 1 else 1):
+            b_rows = _half_of(b_direction, b_square, b_keep, b_scale, o_feature, half, c)
+            b_query = b_phi if half == 0 else b_psi
+            for i in range(0, c.DP // c.DS):
+                o_column = i * c.DS + tl.arange(0, c.DS)
+                m_column = o_column < c.D
+                b_v = tl.load(
+                    states.window_value + o_ring[:, None] + o_column[None, :], mask=m_column[None, :], other=0.0
+                )
+                b_more, b_mass = _add_rows(
+                    b_rows, b_query, b_v, old + r > 0, p_state + half * (c.P * c.D), p_mass + half * c.P, o_feature, o_column,
+                    (o_feature < c.P) & (i == 0), c,
+                )  # fmt: skip
+                b_more_mass += tl.where(i == 0, b_mass, 0.0)
+                if c.GATE:
+                    b_more *= tl.load(p_gate + o_column, mask=m_column, other=0.0).to(tl.float32)
+                b_out = tl.load(p_lin + o_column, mask=m_column, other=0.0)
+                tl.debug_barrier()  # copies of a value that threads hold are read before one of them is stored
+                tl.store(p_lin + o_column, b_out + b_more, mask=m_column)
+                tl.debug_barrier()
+    o_one = tl.arange(0, 1)
+    b_mass = tl.load(p_den + o_one) + tl.sum(b_more_mass[:, None], 0)
+    tl.debug_barrier()
+    tl.store(p_den + o_one, b_mass)
+
+
+@triton.jit
+def linear_whole(
+    at, states, heads, i_head, p_q, p_gate, p_q_weight, p_k_weight, W_HEADS, K, p_lin, p_den, c: tl.constexpr
+):
+    """The same for all value columns, LF rows of S after the other: where rows fill the chip, phi(q) is made once for a head, and LS - 1
+    blocks are on their way through shared memory.
+    """
+    F: tl.constexpr = 2 * c.P if c.FEATURE <= 1 else c.P
+    BLOCKS: tl.constexpr = c.PP // c.LF
+    LINE: tl.constexpr = 128
+    o_feature = tl.arange(0, c.PP)
+    o_dim = tl.arange(0, c.DP)
+    m_mass = o_feature < c.P
+    w_head = tl.where(W_HEADS > 1, i_head, 0).to(tl.int64) * (c.P * c.D)
+    p_weight = p_q_weight + w_head
+    p_kv, i_own = head_in_page(states.kv, at.p_state_row, at.i_batch, i_head, c.PAGES)
+    p_state = p_kv + (at.row * heads.H + i_own) * (F * c.D)
+    p_mass = states.z + (at.row * heads.H + i_head) * F
+    # S is asked for while phi(q) is made: its first half, of which each row is a few lines.
+    o_line = tl.minimum(LINE * tl.arange(0, max(c.DP * 4 // LINE, 1)), (c.D - 1) * 4)
+    prefetch(p_state + tl.minimum(o_feature, c.P - 1) * c.D, o_line, c.SETTLE)
+    length, _live, promoting = step_of(at, c)
+    held = length >= (2 * c.C + 1 if c.FUSED else 2 * c.C)
+    b_direction = tl.zeros([c.PP], tl.float32)
+    for d in tl.static_range(0, c.DP, c.DW):
+        o_part = d + tl.arange(0, c.DW)
+        b_weight = load_weight(p_weight, o_feature, o_part, c.P, c.D)
+        b_part = tl.load(p_q + o_part, mask=o_part < c.D, other=0.0)
+        b_direction += tl.sum(b_weight.to(tl.float32) * b_part.to(tl.float32)[None, :], 1)
+    b_q = tl.load(p_q + o_dim, mask=o_dim < c.D, other=0.0)
+    b_gate = b_q
+    if c.GATE:
+        b_gate = tl.load(p_gate + o_dim, mask=o_dim < c.D, other=0.0)
+    b_mass = tl.load(p_mass + o_feature, mask=m_mass, other=0.0)
+    if c.FEATURE <= 1:
+        b_minus_z = tl.load(p_mass + c.P + o_feature, mask=m_mass, other=0.0)
+    b_whole = b_q.to(tl.float32)
+    b_phi, b_psi = _query_features(b_direction, tl.sum(rounded(b_whole, b_whole), 0), c.P, c.PP, c.FEATURE)
+    b_mass = b_phi * b_mass
+    if c.FEATURE <= 1:
+        b_mass += b_psi * b_minus_z
+    b_plus = tl.reshape(b_phi, [BLOCKS, c.LF])
+    b_minus = tl.reshape(b_psi, [BLOCKS, c.LF])
+    o_block = tl.arange(0, BLOCKS)
+    o_row = tl.arange(0, c.LF)
+    b_sum = tl.zeros([c.LF, c.DP], tl.float32)
+    for i in tl.range(0, 2 * BLOCKS if c.FEATURE <= 1 else BLOCKS, num_stages=c.LS):
+        j = i % BLOCKS
+        o_this = j * c.LF + o_row
+        o_from = o_this + (i // BLOCKS) * c.P
+        m_this = (o_this < c.P)[:, None] & (o_dim < c.D)[None, :]
+        b_s = tl.load(p_state + o_from[:, None] * c.D + o_dim[None, :], mask=m_this, other=0.0)
+        b_these = tl.where(i < BLOCKS, b_plus, b_minus)
+        b_these = tl.sum(tl.where((o_block == j)[:, None], b_these, 0.0), 0)
+        b_sum += b_these[:, None] * b_s
+    b_out, b_mass = _if_held(tl.sum(b_sum, 0), b_mass, held, c)
+    _store_slice(b_out, b_mass, b_gate, p_lin, p_den, 0, o_dim, c)
+    if c.FUSED and promoting:
+        tl.debug_barrier()  # all threads have read S and stored the output
+        _fold_whole(
+            at, states, heads, i_head // heads.G, b_phi, b_psi, length // c.C - 2, length, p_k_weight + w_head, p_state, p_mass, p_gate,
+            p_lin, p_den, K, c,
+        )  # fmt: skip

@@ -196,6 +196,67 @@ def window_part(
 
 
 @triton.jit
+def window_group(
+    at, states, heads, i_kv, i_part, p_q, p_k, p_v, phantom, scale2, p_acc, p_ml, PARTS, p_window, c: tl.constexpr
+):
+    """The same for the G query heads of a key/value head, which read the slots once; not with RELEASED.
+
+    p_q: The first of these heads; their partial results lie PARTS apart, what the score needs 4 WP.
+    """
+    o_dim = tl.arange(0, c.DP)
+    m_dim = o_dim < c.D
+    o_head = tl.arange(0, c.GP)
+    m_head = o_head < heads.G
+    m_tile = m_head[:, None] & m_dim[None, :]
+    ring = (at.row * heads.HK + i_kv) * (2 * c.C)
+    o_slot = i_part * c.BL + tl.arange(0, c.BL)
+    o_row = (ring + o_slot)[:, None] * c.D + o_dim[None, :]
+    b_k = tl.load(states.window_key + o_row, mask=m_dim[None, :], other=0.0)
+    b_v = tl.load(states.window_value + o_row, mask=m_dim[None, :], other=0.0)
+    b_q = tl.load(p_q + o_head[:, None] * c.D + o_dim[None, :], mask=m_tile, other=0.0)
+    b_own_k = tl.load(p_k + o_dim, mask=m_dim, other=0.0)
+    b_own_v = tl.load(p_v + o_dim, mask=m_dim, other=0.0)
+    length, live, promoting = step_of(at, c)
+    chunk = length // c.C
+    o_back = (length - 1 - o_slot) & (2 * c.C - 1)
+    o_position = length - 1 - o_back
+    m_row = (o_position >= 0) & (o_position >= (chunk - 1) * c.C)
+    m_window = m_row & (o_position > length - c.C)
+    b_own = tl.sum(rounded(b_q.to(tl.float32), b_own_k.to(tl.float32)[None, :]), 1) * scale2
+    b_k = tl.where(m_row[:, None], b_k, 0.0)  # what others have left there may be anything
+    b_v = tl.where(m_row[:, None], b_v, 0.0)
+    b_logit = tl.dot(b_q, tl.trans(b_k), input_precision=c.DOT) * scale2
+    b_others = tl.max(tl.where(m_window[None, :], b_logit, FAR), 1)
+    b_logit = tl.where(m_row[None, :], b_logit, FAR)
+    b_top = tl.max(b_logit, 1)
+    if i_part == 0:
+        b_top = tl.maximum(b_top, b_own)
+        if phantom != 0 and chunk == 0:
+            b_top = tl.maximum(b_top, 0.0)
+    b_p = tl.where(m_row[None, :], tl.exp2(b_logit - b_top[:, None]), 0.0)
+    b_others_sum = tl.sum(tl.where(m_window[None, :], tl.exp2(b_logit - b_others[:, None]), 0.0), 1)
+    b_total = tl.sum(b_p, 1)
+    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, input_precision=c.DOT)
+    if i_part == 0:
+        b_own_p = tl.exp2(b_own - b_top)
+        b_total += b_own_p
+        b_acc += b_own_p[:, None] * b_own_v.to(tl.float32)[None, :]
+        if phantom != 0 and chunk == 0:
+            b_total += c.C * tl.exp2(-b_top)
+    tl.store(p_acc + o_head[:, None] * PARTS * c.D + o_dim[None, :], b_acc, mask=m_tile)
+    tl.store(p_ml + o_head * PARTS * 2, b_top, mask=m_head)
+    tl.store(p_ml + o_head * PARTS * 2 + 1, b_total, mask=m_head)
+    p_window += o_head * (4 * c.WP)
+    tl.store(p_window, b_others, mask=m_head)
+    tl.store(p_window + 1, b_others_sum, mask=m_head)
+    tl.store(p_window + 2, b_own, mask=m_head)
+    if live & (promoting == 0) & (i_part == 0):
+        o_to = (ring + (length & (2 * c.C - 1))) * c.D + o_dim
+        tl.store(states.window_key + o_to, b_own_k, mask=m_dim)
+        tl.store(states.window_value + o_to, b_own_v, mask=m_dim)
+
+
+@triton.jit
 def _released_score(b_q, own, length, ring, p_window_key, C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
     """Score of the released training code for the new token; the window covers every slot modulo C once."""
     BN: tl.constexpr = 32

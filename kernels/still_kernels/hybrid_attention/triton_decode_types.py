@@ -69,6 +69,9 @@ class Constants(NamedTuple):
     KP: Any
     GP: Any
     DS: Any
+    LF: Any
+    LS: Any
+    WG: Any
     DW: Any
     BN: Any
     SN: Any
