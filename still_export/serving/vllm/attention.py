@@ -203,6 +203,7 @@ class PagedMixer(nn.Module, MambaBase):  # type: ignore[misc]  # vLLM has no typ
         known[prefix] = self
         self.kv_cache: tuple[Tensor, ...] = ()
         self.tokens, self.rehearsed = tokens, 0
+        self.rows = current.scheduler_config.max_num_seqs
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
         return ((self.pages.size_bytes,),)
@@ -242,18 +243,19 @@ class PagedMixer(nn.Module, MambaBase):  # type: ignore[misc]  # vLLM has no typ
             self.layer.attend(heads, self.weights, self.kv_cache[0], length, packing, output)
 
     def rehearse(self, heads: dict[str, Tensor], tokens: int, output: Tensor) -> None:
-        """A prompt of `tokens` and a step, on pages of its own: kernels are compiled before requests come, and what they need beside
-        the pages is in the peak that vLLM finds."""
+        """A prompt of `tokens`, a step of one row and one of all, on pages of its own: kernels are compiled before requests come, and what
+        they need beside the pages is in the peak that vLLM finds."""
         self.rehearsed = tokens
         pages, device = self.pages, output.device
         memory = torch.zeros(pages.columns, pages.size_bytes, dtype=torch.int8, device=device)
         table = torch.arange(pages.columns, dtype=torch.int32, device=device)[None]
-        for count, seen, longest in ((tokens, 0, rounded_up(tokens)), (1, tokens, 1)):
-            start = torch.tensor([0, count], dtype=torch.int32, device=device)
-            packing = Packing(start, table, longest, pages)
-            length = torch.full((1,), seen, dtype=torch.int32, device=device)
-            given = {name: x[:count] for name, x in heads.items()}
-            self.layer.attend(given, self.weights, memory, length, packing, output[:count])
+        for rows, count, seen in ((1, tokens, 0), (1, 1, tokens), (min(self.rows, tokens), 1, tokens)):
+            start = torch.arange(0, rows * count + 1, count, dtype=torch.int32, device=device)
+            longest = 1 if count == 1 else rounded_up(count)
+            packing = Packing(start, table.repeat(rows, 1), longest, pages)
+            length = torch.full((rows,), seen, dtype=torch.int32, device=device)
+            given = {name: x[: rows * count] for name, x in heads.items()}
+            self.layer.attend(given, self.weights, memory, length, packing, output[: rows * count])
 
 
 def _still_paged(inputs: list[Tensor], output: Tensor, layer_name: str) -> None:
