@@ -214,9 +214,12 @@ def verify(package: Path) -> str:
         "--trust-native",
     ]
     done = subprocess.run([*command, "--calls", f"{package}.npz", "--quiet"], capture_output=True, text=True)
-    lines = [line for line in (done.stdout + done.stderr).strip().splitlines() if line.strip()]
-    print("\n".join(lines), file=sys.stderr)
-    return f"{'ok' if done.returncode == 0 else 'FAILED'}: {lines[-1][:200] if lines else 'it said nothing'}"
+    print(done.stdout, done.stderr, file=sys.stderr)
+    lines = (done.stdout if done.returncode == 0 else done.stderr or done.stdout).split(
+        "\n"
+    )  # ONNX Runtime warns on the other
+    said = [line for line in lines if line.strip()]
+    return f"{'ok' if done.returncode == 0 else 'FAILED'}: {said[-1][:200] if said else 'it said nothing'}"
 
 
 def fill_weights(package: Path) -> None:

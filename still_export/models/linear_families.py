@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
 from transformers import (
@@ -29,6 +30,7 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Block, Mamba2RMSNorm
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
 
 from still_export.errors import UnsupportedModelError
 from still_export.mixers.config import FULL, StillConfig
@@ -136,8 +138,23 @@ class StillFalconH1Config(LinearConfigMixin, FalconH1Config):
     still_config: dict[str, Any] | None = None
 
 
+class Qwen3_5TextPositions(Qwen3_5TextRotaryEmbedding):
+    """RoPE of text alone, whose places in time, height and width are one number."""
+
+    @torch.no_grad()
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        places = position_ids if position_ids.ndim == 2 else position_ids[0]
+        angles = places[..., None].float() * self.inv_freq.float()
+        angles = torch.cat((angles, angles), dim=-1)
+        return tuple((turn * self.attention_scaling).to(x.dtype) for turn in (angles.cos(), angles.sin()))  # type: ignore[return-value]
+
+
 class StillQwen3_5ForCausalLM(LinearModelMixin, Qwen3_5ForCausalLM):
     """Qwen3.5's text."""
+
+    def __init__(self, config: StillQwen3_5TextConfig) -> None:
+        super().__init__(config)
+        self.model.rotary_emb = Qwen3_5TextPositions(config)
 
     config_class = StillQwen3_5TextConfig
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from still_export.models.linear_families import LINEAR_FAMILIES
 from tests.still_export.fla_models import SIZES as FLA_SIZES
-from tests.still_export.fla_models import FlaModel
+from tests.still_export.fla_models import SOFTMAX, FlaModel
 
 VOCAB = 61
 COMMON: dict[str, Any] = dict(
@@ -86,19 +86,19 @@ SIZES: dict[str, dict[str, Any]] = {
 """What each family's configuration has beside `COMMON`, None where it lacks one of those."""
 FAMILIES = (*SIZES, *FLA_SIZES)
 """All, those of flash-linear-attention too."""
-_WIDE: dict[str, Any] = dict(vocab_size=128, hidden_size=256, intermediate_size=512)
-_HEADS: dict[str, Any] = dict(_WIDE, num_attention_heads=4, num_key_value_heads=2)
+_WIDE: dict[str, Any] = dict(vocab_size=128, hidden_size=128, intermediate_size=256)
+_HEADS: dict[str, Any] = dict(_WIDE, num_attention_heads=2, num_key_value_heads=1)
 _WIDE_DELTA: dict[str, Any] = dict(_HEADS, linear_num_value_heads=4, linear_key_head_dim=64, linear_value_head_dim=64)
 PUBLISHED: dict[str, dict[str, Any]] = {
     "qwen3_5_text": dict(_WIDE_DELTA, head_dim=64),
     "qwen3_next": dict(_WIDE_DELTA, head_dim=64),
     "olmo_hybrid": _WIDE_DELTA,
-    "granitemoehybrid": dict(_HEADS, shared_intermediate_size=512, mamba_n_heads=8, mamba_d_state=64, mamba_d_head=64),
-    "falcon_h1": dict(_HEADS, head_dim=64, mamba_d_ssm=512, mamba_n_heads=8, mamba_d_head=64, mamba_d_state=64),
-    "mamba2": dict(_WIDE, num_heads=8, head_dim=64, state_size=64),
+    "granitemoehybrid": dict(_HEADS, shared_intermediate_size=256, mamba_n_heads=4, mamba_d_state=64, mamba_d_head=64),
+    "falcon_h1": dict(_HEADS, head_dim=64, mamba_d_ssm=256, mamba_n_heads=4, mamba_d_head=64, mamba_d_state=64),
+    "mamba2": dict(_WIDE, num_heads=4, head_dim=64, state_size=64),
     "kimi_linear": dict(
         _HEADS,
-        num_key_value_heads=4,
+        num_key_value_heads=2,
         linear_num_heads=4,
         linear_head_dim=64,
         kv_lora_rank=64,
@@ -108,8 +108,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     ),
     "lfm2": _HEADS,
     "gated_deltanet": dict(_WIDE, num_v_heads=4, head_dim=64, expand_v=1.0),
-    "delta_net": dict(_WIDE, num_heads=4, expand_k=1.0, expand_v=1.0),
-    "gla": dict(_WIDE, expand_k=1.0, expand_v=1.0),
+    "delta_net": dict(_WIDE, num_heads=2, expand_k=1.0, expand_v=1.0),
+    "gla": dict(_WIDE, expand_k=2.0, expand_v=2.0, attn=dict(SOFTMAX, num_heads=2, num_kv_heads=1)),
     "hgrn2": dict(_WIDE, expand_ratio=64),
 }
 """Changes that make sizes the multiples of 16 that published models have, for runtimes that demand them."""

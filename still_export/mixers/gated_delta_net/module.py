@@ -59,8 +59,12 @@ class GatedDeltaNet(FixedStateModule):
         return self.in_proj_qkv(hidden), self.in_proj_z(hidden), self.in_proj_b(hidden), self.in_proj_a(hidden)
 
     def decay(self, a: Tensor) -> Tensor:
-        """Logarithm of what stays of the state, [B, T, H, 1 or D], of `a` in at least float32: exp(A_log) may be beyond float16."""
-        return (-self.A_log.to(a.dtype).exp() * softplus(a + self.dt_bias))[..., None]
+        """Logarithm of what stays of the state, [B, T, H, 1 or D], in at least float32: exp(A_log) may be beyond float16.
+
+        Shapes are made before numbers become float32: TensorRT 8.6 loses track of the type of a float32 reshape.
+        """
+        steps = a[..., None].to(torch.promote_types(a.dtype, torch.float32))
+        return -self.A_log[:, None].to(steps.dtype).exp() * softplus(steps + self.dt_bias[:, None])
 
     def step_size(self, b: Tensor) -> Tensor:
         """beta of the rule."""
@@ -82,7 +86,7 @@ class GatedDeltaNet(FixedStateModule):
             query[:, :, :, None],
             key,
             value.unflatten(-1, (self.heads, self.size)),
-            None if a is None else self.decay(a.to(wide)),
+            None if a is None else self.decay(a),
             self.step_size(b).to(wide),
             new_tokens,
             self.rule,
@@ -90,9 +94,9 @@ class GatedDeltaNet(FixedStateModule):
         output, recurrent = linear_attention(inputs, states["recurrent_state"])
         if layer is not None:
             layer.store({"conv_state": columns, "recurrent_state": recurrent})
-        norm, rows = getattr(self, self.norm_name), output.reshape(-1, self.size)
-        normed = norm(rows) if gate is None else norm(rows, gate.reshape(-1, self.size))
-        result: Tensor = getattr(self, self.output)(normed.reshape(*hidden_states.shape[:-1], self.heads * self.size))
+        norm, output = getattr(self, self.norm_name), output[:, :, :, 0]
+        normed = norm(output) if gate is None else norm(output, gate.unflatten(-1, (self.heads, self.size)))
+        result: Tensor = getattr(self, self.output)(normed.flatten(2))
         return result
 
 
@@ -180,8 +184,9 @@ class KimiDeltaAttention(GatedDeltaNet):
         return mixed, self.g_b_proj(self.g_a_proj(hidden)), self.b_proj(hidden), forget
 
     def decay(self, a: Tensor) -> Tensor:
-        steps = softplus(a + self.forget_gate.dt_bias).unflatten(-1, (self.heads, self.dim))
-        return -self.forget_gate.A_log.to(a.dtype).exp() * steps
+        steps = a.unflatten(-1, (self.heads, self.dim)).to(torch.promote_types(a.dtype, torch.float32))
+        steps = softplus(steps + self.forget_gate.dt_bias.view(self.heads, self.dim))
+        return -self.forget_gate.A_log.to(steps.dtype).exp() * steps
 
 
 MODULES: dict[str, type[GatedDeltaNet]] = {

@@ -45,9 +45,12 @@ class GatedLinearAttention(FixedStateModule):
         self.least: float | None = getattr(base, "clamp_min", None)
 
     def parts(self, hidden: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What the rule reads as queries and keys, and the decay's logarithm in at least float32, each [B, T, heads * D]."""
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        decay = -softplus(-self.gk_proj(hidden).to(wide)) / LOGIT_NORMALIZER
+        """What the rule reads as queries and keys, and the decay's logarithm in at least float32, each [B, T, heads, D].
+
+        Shapes are made before numbers become float32: TensorRT 8.6 loses track of the type of a float32 reshape.
+        """
+        forget = self.gk_proj(hidden).unflatten(-1, (self.heads, self.dim))
+        decay = -softplus(-forget.to(torch.promote_types(forget.dtype, torch.float32))) / LOGIT_NORMALIZER
         return query, key, decay if self.least is None else decay.clamp_min(self.least)
 
     def finish(self, output: Tensor, hidden: Tensor) -> Tensor:
@@ -68,12 +71,13 @@ class GatedLinearAttention(FixedStateModule):
             mixed, after["conv_state"] = causal_conv(taps, before["conv_state"])
         queries, keys = self.query_heads * self.dim, self.heads * self.dim
         query, key, value = mixed.split((queries, keys, self.heads * self.size), dim=-1)
+        query, key = (x.unflatten(-1, (-1, self.dim)) for x in (query, key))
         query, key, decay = self.parts(hidden_states, query, key)
         inputs = Inputs(
-            query.unflatten(-1, (self.heads, self.query_heads // self.heads, self.dim)),
-            key.unflatten(-1, (self.heads, self.dim)),
+            query.unflatten(2, (self.heads, self.query_heads // self.heads)),
+            key,
             value.unflatten(-1, (self.heads, self.size)),
-            decay.unflatten(-1, (self.heads, self.dim)),
+            decay,
             new_tokens=new_tokens,
             update_rule="gated",
         )
@@ -100,7 +104,7 @@ class HGRN2(GatedLinearAttention):
         written = (-forget).sigmoid()
         if not hasattr(self, "lower_bound"):
             return silu(query), written.to(key.dtype), -softplus(-forget)
-        bound = self.lower_bound.to(wide)
+        bound = self.lower_bound.view(self.heads, self.dim).to(wide)
         written = (1 - bound) * written
         return silu(query), written.to(key.dtype), (bound + (1 - bound) * forget.sigmoid()).log()
 

@@ -192,8 +192,11 @@ class LinearizedGLA(LinearizedAttention):
         cls, query: Tensor, key: Tensor, projected: Mapping[str, Tensor], weights: Mapping[str, Tensor], turn: Turn
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         shape, forget = query.shape[-2:], projected["gk_proj"]
+        forget = forget.unflatten(
+            -1, shape
+        )  # before it is float32, as TensorRT 8.6 loses track of the type of a float32 reshape
         decay = -softplus(-forget.to(torch.promote_types(forget.dtype, torch.float32))) / LOGIT_NORMALIZER
-        return *turn(query, key), decay.unflatten(-1, shape), None
+        return *turn(query, key), decay, None
 
 
 class LinearizedGatedDeltaNet(LinearizedAttention):
@@ -223,9 +226,9 @@ class LinearizedGatedDeltaNet(LinearizedAttention):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         wide = torch.promote_types(query.dtype, torch.float32)
         query, key = turn(*(unit_length(silu(x.to(wide))) for x in (query, key)))
-        steps = softplus(projected["a_proj"].to(wide) + weights["dt_bias"].to(wide))
-        decay = -weights["A_log"].to(wide).exp() * steps
-        return query, key, decay[..., None], projected["b_proj"].to(wide).sigmoid()
+        steps = softplus(projected["a_proj"][..., None].to(wide) + weights["dt_bias"][..., None].to(wide))
+        decay = -weights["A_log"][..., None].to(wide).exp() * steps
+        return query, key, decay, projected["b_proj"].to(wide).sigmoid()
 
 
 def memories(count: int) -> Tensor:

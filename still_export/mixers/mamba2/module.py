@@ -55,9 +55,12 @@ class Mamba2(FixedStateModule):
         result: Tensor = self.in_proj(hidden)
         return result
 
-    def gated(self, output: Tensor, gate: Tensor) -> Tensor:
-        """Of the recurrence's `output` [B, T, H * V] and the gate, what is projected."""
-        result: Tensor = self.norm(output, gate)
+    def normed(self, rows: Tensor, gate: Tensor) -> Tensor:
+        """What is projected, of the recurrence's outputs and silu of the gate, in groups that the norm takes together [B, T, groups, C],
+        both in at least float32."""
+        rows = rows * gate
+        rows = rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + self.norm.variance_epsilon)
+        result: Tensor = self.norm.weight.unflatten(0, (self.groups, -1)).to(rows.dtype) * rows
         return result
 
     def forward(
@@ -69,9 +72,10 @@ class Mamba2(FixedStateModule):
         gate, mixed, step = self.project(hidden_states).split((inner, inner + 2 * keys, self.heads), dim=-1)
         taps = ConvInputs(mixed, self.conv1d.weight, self.conv1d.bias, new_tokens, "silu")
         mixed, columns = causal_conv(taps, states["conv_state"])
-        x, key, query = mixed.split((inner, keys, keys), dim=-1)
-        x = x.unflatten(-1, (self.heads, self.size))
-        step = softplus(step + self.dt_bias)
+        channels, key, query = mixed.split((inner, keys, keys), dim=-1)
+        x = channels.unflatten(-1, (self.heads, self.size))
+        # Shapes are made before numbers become float32, in the whole layer: TensorRT 8.6 loses track of the type of a float32 reshape.
+        step = softplus((step + self.dt_bias)[..., None])
         # Within its limits in every call, as transformers has it in a whole forward; its single steps leave them out.
         if self.limits != (0.0, math.inf):
             step = step.clamp(*self.limits)
@@ -80,8 +84,8 @@ class Mamba2(FixedStateModule):
         inputs = Inputs(
             query.unflatten(-1, (self.groups, 1, self.dim)),
             key.unflatten(-1, (self.groups, self.dim)),
-            (step[..., None] * x.to(wide)).to(x.dtype),
-            (-self.A_log.to(wide).exp() * step)[..., None],
+            (step * x.to(wide)).to(x.dtype),
+            -self.A_log[:, None].to(wide).exp() * step,
             new_tokens=new_tokens,
             update_rule="gated",
             scale=1.0,
@@ -90,8 +94,10 @@ class Mamba2(FixedStateModule):
         if layer is not None:
             layer.store({"conv_state": columns, "recurrent_state": recurrent})
         # As transformers has it, nothing is rounded between the recurrence and the projection behind the norm.
-        output = output[:, :, :, 0].to(wide) + self.D.to(wide)[:, None] * x.to(wide)
-        result: Tensor = self.out_proj(self.gated(output.flatten(2), gate).to(hidden_states.dtype))
+        output, x, gate = (t.unflatten(-1, (self.groups, -1)).to(wide) for t in (output.flatten(2), channels, gate))
+        skip = self.D[:, None].expand(self.heads, self.size).reshape(self.groups, -1)
+        rows = self.normed(output + skip.to(wide) * x, silu(gate))
+        result: Tensor = self.out_proj(rows.to(hidden_states.dtype).flatten(2))
         return result
 
 
@@ -103,14 +109,17 @@ class FalconH1Mamba2(Mamba2):
         inner, keys = self.heads * self.size, self.groups * self.dim
         self.factor = float(config.ssm_in_multiplier)
         self.factors = tuple(zip((inner, inner, keys, keys, self.heads), config.ssm_multipliers, strict=True))
-        self.normed: bool = config.mamba_rms_norm
+        self.norms: bool = config.mamba_rms_norm
+        self.gate_last: bool = config.mamba_norm_before_gate
 
     def project(self, hidden: Tensor) -> Tensor:
         factors = torch.cat([hidden.new_full((size,), factor) for size, factor in self.factors])
         return super().project(hidden * self.factor) * factors
 
-    def gated(self, output: Tensor, gate: Tensor) -> Tensor:
-        return super().gated(output, gate) if self.normed else output * silu(gate)
+    def normed(self, rows: Tensor, gate: Tensor) -> Tensor:
+        if not self.norms:
+            return rows * gate
+        return super().normed(rows, torch.ones_like(gate)) * gate if self.gate_last else super().normed(rows, gate)
 
 
 MODULES: dict[str, type[Mamba2]] = {
