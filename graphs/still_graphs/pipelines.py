@@ -29,6 +29,7 @@ from still_graphs.passes.replace_nonzero import replace_nonzero
 from still_graphs.passes.strip_functions import strip_functions
 from still_graphs.passes.take_general_branches import take_general_branches
 from still_graphs.passes.take_lengths_from_mask import take_lengths_from_mask
+from still_graphs.passes.widen_sigmoids import widen_sigmoids
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ TARGETS: dict[str, Target] = {
                     requires=no_functions,
                     ensures=lowered,
                 ),
+                Step(widen_sigmoids, "8.6 finds no kernels for a part with sigmoids of two types"),
                 Step(lower_integers, "8.6 has no int64, and hosts bind int32 alike everywhere", ensures=no_int64_io),
                 Step(
                     lower_plugin_nodes,

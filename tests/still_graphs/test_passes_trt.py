@@ -19,6 +19,7 @@ from still_graphs.passes.replace_nonzero import replace_nonzero
 from still_graphs.passes.strip_functions import strip_functions
 from still_graphs.passes.take_general_branches import take_general_branches
 from still_graphs.passes.walk import attribute, opset_version, walk_nodes
+from still_graphs.passes.widen_sigmoids import widen_sigmoids
 from tests.still_graphs.small_graph import VOCABULARY, empty_state, small_graph
 
 SLOTS = 20
@@ -309,6 +310,36 @@ def test_plugin_nodes_need_a_known_type_and_op() -> None:
         UnsupportedError, match=r"still::HybridMixer is no op of this version; known: Attention, .*HybridAttention"
     ):
         lower_plugin_nodes(model)
+
+
+def test_sigmoids_are_of_one_type() -> None:
+    kinds = {"x": TensorProto.FLOAT16, "y": TensorProto.FLOAT}
+
+    def model(*given: str) -> onnx.ModelProto:
+        nodes = [helper.make_node("Sigmoid", [x], [f"{x}.gate"]) for x in given]
+        nodes += [helper.make_node("Softplus", [f"{x}.gate"], [f"{x}.out"]) for x in given]
+        values = {
+            x: [helper.make_tensor_value_info(f"{x}{end}", kinds[x], [7]) for end in ("", ".gate", ".out")]
+            for x in given
+        }
+        graph = helper.make_graph(
+            nodes,
+            "gates",
+            [v[0] for v in values.values()],
+            [v[2] for v in values.values()],
+            value_info=[v[1] for v in values.values()],
+        )
+        return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+    both = model("x", "y")
+    feeds = {"x": np.linspace(-9, 9, 7, dtype=np.float16), "y": np.linspace(-9, 9, 7, dtype=np.float32)}
+    expected = session(model("x", "y")).run(None, feeds)  # type: ignore[attr-defined]
+    assert widen_sigmoids(both) == 2 and widen_sigmoids(both) == 0
+    onnx.checker.check_model(both, full_check=True)
+    for found, wanted in zip(session(both).run(None, feeds), expected, strict=True):  # type: ignore[attr-defined]
+        assert found.dtype == wanted.dtype
+        np.testing.assert_allclose(found, wanted, rtol=1e-3)
+    assert widen_sigmoids(model("x")) == widen_sigmoids(model("y")) == 0, "of one type they stay"
 
 
 def test_greedy_token_is_the_best_logit() -> None:
