@@ -26,11 +26,10 @@ def widen_sigmoids(model: onnx.ModelProto) -> int:
     """
     graph = model.graph
     types, rewriter, changed = element_types(graph), Rewriter(graph, value_names(graph)), 0
-    bent = {id(node): types.get(node.input[0]) for node in graph.node if node.domain == "" and node.op_type in BENT}
-    if TensorProto.FLOAT not in bent.values():
+    bent = [types.get(n.input[0]) if n.domain == "" and n.op_type in BENT else None for n in graph.node]
+    if TensorProto.FLOAT not in bent:
         return 0
-    for node in graph.node:
-        narrow = bent.get(id(node))
+    for node, narrow in zip(graph.node, bent, strict=True):
         if narrow in (None, TensorProto.FLOAT):
             rewriter.nodes.append(node)
             continue
