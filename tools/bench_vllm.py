@@ -154,10 +154,12 @@ class Bench:
         """All of them until the last has ended."""
         times, first = Times(), set()
         begin = last = said = time.perf_counter()
+        made = 0
         self.begin(count, tokens, out)
         while self.engine.has_unfinished_requests():
             outputs = self.engine.step()
             now = time.perf_counter()
+            made += len(outputs)
             if len(first) == count and len(outputs) == count:
                 times.steps.append(now - last)
             elif len(first) < count:
@@ -166,7 +168,10 @@ class Bench:
             times.running = max(times.running, len(self.scheduler.running))
             if now - said > 30:
                 running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
-                print(f"  {now - begin:.0f} s: {len(first)} have begun, {running} run, {waiting} wait", flush=True)
+                print(
+                    f"  {now - begin:.0f} s: {len(first)} have begun, {running} run, {waiting} wait, {made} tokens",
+                    flush=True,
+                )
                 said = now
             last = now
         times.total = last - begin
