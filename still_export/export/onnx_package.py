@@ -15,10 +15,9 @@ from still_export.models.description import describe_model
 from still_export.package.bundle import write_programs
 from still_export.package.folder import MANIFEST, MODEL, Package, open_package, staged_folder, write_manifest
 from still_export.package.trust import trust
-from still_export.quantization.policy import DEFAULT_LORA, DEFAULT_METHOD, GPU, PLUGIN, Quantization
+from still_export.quantization.policy import DEFAULT_LORA, DEFAULT_METHOD, GPU, Quantization
 from still_export.runners.ort import RECORDED, recorded_text
-from still_graphs.ops import FUSED_OPSET, OPSET
-from still_graphs.ops.matmul_nbits import MATMUL_NBITS
+from still_graphs.ops import DOMAIN, FUSED_OPSET, OPS, OPSET
 
 if TYPE_CHECKING:
     from still_export.models.load import Source
@@ -270,8 +269,8 @@ def _write_model(
         from still_export.quantization.graph import quantize_graph
 
         said = {"quantization": quantize_graph(lowered, weights, weight_roles(model), asked)}
-        if asked.layout.nodes == PLUGIN:
-            said["ops"] = {**describe["ops"], MATMUL_NBITS.name: MATMUL_NBITS.version}
+        ours = {node.op_type for node in lowered.graph if node.domain == DOMAIN}
+        said["ops"] = {**describe["ops"], **{name: OPS[name].version for name in ours}}
     path = folder / MODEL
     save_streaming(lowered, path, f"{MODEL}.data", lambda done, total: say("writing the weights", done, total))
     graph = onnx.load(path, load_external_data=False)
