@@ -111,7 +111,6 @@ def words_of_ops() -> set[str]:
         "activation",
         "bits",
         "block_size",
-        "cache",
     }  # other things, too
 
 

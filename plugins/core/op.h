@@ -68,7 +68,7 @@ private:
     std::map<std::string, AttributeValue> mAttributes;
     uint64_t mAbsent;
     Rows mRows;
-    std::shared_ptr<std::vector<TensorSpec> const> mOwn; // inputs, then outputs, as this op has them
+    std::shared_ptr<std::vector<TensorSpec> const> mPacked; // inputs, then outputs, as packed rows have them
     std::vector<TensorSpec const*> mInputs;
     std::vector<TensorSpec const*> mOutputs;
     std::vector<Tensor> mPrepared;

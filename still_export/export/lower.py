@@ -45,9 +45,7 @@ def _schema(spec: OpSpec) -> Any:
     optional, single = defs.OpSchema.FormalParameterOption.Optional, defs.OpSchema.FormalParameterOption.Single
     types = {"float32": "tensor(float)", "int64": "tensor(int64)", "kept": "S"}
     floats = ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"]
-    narrow = (
-        [("S", [*floats, "tensor(int32)"], "states that may be narrower")] if any(s.narrow for s in spec.states) else []
-    )
+    narrow = [("S", floats, "states that may be narrower")] if any(s.narrow for s in spec.states) else []
     options = {t.name: t.optional for t in (*spec.inputs, *spec.outputs)}
     dtypes: dict[str, str] = {t.name: t.dtype for t in (*spec.inputs, *spec.outputs)}
     for state in spec.states:
@@ -143,9 +141,6 @@ def _drop_absent_outputs(model: ir.Model) -> None:
             past = name.replace("present_", "past_", 1)
             if past != name and given.get(past) is None:
                 output.name = ""
-        kept = max(i for i, value in enumerate(node.inputs) if value is not None) + 1
-        node.resize_inputs(kept)
-        node.resize_outputs(len(spec.outputs) + max(kept - len(spec.inputs), 0))
 
 
 def _widen_norms(model: ir.Model) -> None:

@@ -15,22 +15,12 @@ from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 from still_kernels.hybrid_attention.plan import PLAN
 from still_kernels.plan import ELEMENTS, Call
 from tests.plugins.builds import ROOT
-from tests.plugins.core_abi import (
-    Core,
-    CoreError,
-    CoreOp,
-    Recorder,
-    Tensor,
-    absent_inputs,
-    shapes_of,
-    tensor_array,
-    write_archive,
-)
+from tests.plugins.core_abi import Core, CoreError, CoreOp, Recorder, Tensor, shapes_of, tensor_array, write_archive
 
 SIZES = {"B": 2, "T": 150, "H": 6, "HK": 3, "HS": 6, "D": 64, "P": 48, "F": 96, "C": 32, "N": 80}
 ATTRIBUTES: dict[str, int | float | str] = {a.name: a.default for a in HYBRID_ATTENTION.attributes}
 ATTRIBUTES.update(chunk_size=32, salient_per_chunk=5, mix_epsilon=1e-5)
-ABSENT = absent_inputs(HYBRID_ATTENTION, ATTRIBUTES, "window_factor")
+ABSENT = {"window_factor", "past_salient_score"}
 TYPES = {"ptr": "p", "i32": "i", "f32": "f"}
 ARGUMENTS = {  # orders differ on purpose: the core goes by name
     "score": ["T:i32", "query:ptr", "key:ptr", "score:ptr", "past_length:ptr", "scale:f32", "R:i32"],
@@ -69,7 +59,6 @@ KEY = {
     "saliency": "margin",
     "overflow": "error",
     "window_factor": 0,
-    "cache": "float",
     "count_dtype": "int32",
     "packed": 0,
 }
@@ -124,9 +113,7 @@ def test_generated_header_is_in_sync() -> None:
 
 def test_names_and_shapes_follow_the_op_spec(op: CoreOp) -> None:
     assert op.names("input") == [n for n in HYBRID_ATTENTION.input_names() if n not in ABSENT]
-    assert op.names("output") == [
-        n for n in HYBRID_ATTENTION.output_names() if n.replace("present_", "past_") not in ABSENT
-    ]
+    assert op.names("output") == [n for n in HYBRID_ATTENTION.output_names() if n != "present_salient_score"]
     outputs = dict(zip(op.names("output"), op.infer(inputs()), strict=True))
     assert outputs["output"] == ("float16", (2, 150, 6, 64))
     assert outputs["present_window_key"] == ("float16", (2, 3, 64, 64))

@@ -15,7 +15,7 @@ VOCABULARY, HIDDEN = 23, 20
 SIZES = {"H": 6, "HK": 3, "HS": 6, "D": 4, "P": 5, "F": 10, "C": 8}
 SALIENT = 2
 DTYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}
-SKIPPED = ("salient_score", *(s.name for s in HYBRID_ATTENTION.states if s.name.endswith("_scale")))
+SKIPPED = ("salient_score",)
 
 
 def state_shape(name: str) -> list[str | int]:

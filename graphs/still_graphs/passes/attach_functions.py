@@ -13,8 +13,7 @@ import onnx
 from still_graphs.errors import UnsupportedError
 from still_graphs.functions import function_body
 from still_graphs.ops import DOMAIN, OPS, OpSpec
-from still_graphs.ops.spec import CACHE, StateSpec, TensorSpec, dimension
-from still_graphs.passes.walk import attribute
+from still_graphs.ops.spec import StateSpec, TensorSpec
 
 _Key = tuple[str, bytes, tuple[bool, ...], tuple[bool, ...], int, int, tuple[tuple[str, int], ...]]
 _Types = dict[str, tuple[int, tuple[int | None, ...]]]
@@ -92,7 +91,7 @@ def _element_types(graph: onnx.GraphProto) -> _Types:
 def _spec(node: onnx.NodeProto) -> OpSpec:
     if node.op_type not in OPS:
         raise UnsupportedError(f"{DOMAIN}::{node.op_type} is no op of this version; known: {', '.join(sorted(OPS))}.")
-    return OPS[node.op_type].resolve({CACHE.name: attribute(node, CACHE.name, CACHE.default)})
+    return OPS[node.op_type]
 
 
 def _dimensions(node: onnx.NodeProto, types: _Types) -> dict[str, int]:
@@ -101,15 +100,10 @@ def _dimensions(node: onnx.NodeProto, types: _Types) -> dict[str, int]:
     dims: dict[str, int] = {}
     for name, tensor in zip(node.input, spec.all_inputs(), strict=False):
         _, shape = types.get(name, (0, ()))
-        for dim, size in zip(tensor.shape, shape, strict=False):
-            if isinstance(dim, str) and size is not None:
-                factor, symbol, divisor = dimension(dim)
-                if factor > 1:
-                    continue
-                dims["WH" if tensor.role == "weight" and symbol == "H" and tensor.dtype == "T" else symbol] = (
-                    size * divisor
-                )
-    return {symbol: size for symbol, size in dims.items() if symbol not in ("B", "T", "N")}
+        for symbol, size in zip(tensor.shape, shape, strict=False):
+            if isinstance(symbol, str) and size is not None:
+                dims["WH" if tensor.role == "weight" and symbol == "H" and tensor.dtype == "T" else symbol] = size
+    return {symbol: size for symbol, size in dims.items() if symbol not in ("B", "T", "N", "2*C")}
 
 
 def _narrow(tensor: TensorSpec | StateSpec) -> bool:

@@ -15,7 +15,6 @@ from onnx import TensorProto, helper
 
 from still_graphs.errors import UnsupportedError
 from still_graphs.ops import DOMAIN, OPS, OpSpec
-from still_graphs.ops.spec import CACHE
 from still_graphs.passes.walk import Rewriter, attribute, drop_attribute, element_types, value_names
 
 ABSENT_INPUTS = "absent_inputs"
@@ -69,7 +68,6 @@ def _int32_origins(graph: onnx.GraphProto, types: dict[str, int]) -> dict[str, s
 def _rewrite(
     node: onnx.NodeProto, spec: OpSpec, types: dict[str, int], rewriter: Rewriter, narrowed: dict[str, str]
 ) -> None:
-    spec = spec.resolve({CACHE.name: attribute(node, CACHE.name, CACHE.default)})
     inputs = list(node.input) + [""] * (len(spec.input_names()) - len(node.input))
     kinds = [t.dtype for t in spec.inputs] + [s.dtype for s in spec.states]
     activation = next((types[n] for n, kind in zip(inputs, kinds, strict=True) if kind == "T" and n in types), None)

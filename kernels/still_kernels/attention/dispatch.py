@@ -39,7 +39,8 @@ def bind_decode(inputs: Inputs, state: AttentionState) -> Bound | None:
     if not (
         inputs.query.is_cuda
         and inputs.query.shape[1] == 1
-        and all(x.is_contiguous() for name, x in state.tensors().items() if name != "length")
+        and state.key.is_contiguous()
+        and state.value.is_contiguous()
     ):
         return None
     from still_kernels.attention import launch

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from still_graphs.errors import ConfigError
-from still_graphs.ops.spec import CACHE
 from still_kernels.hybrid_attention.config import CHOICES, HybridAttentionConfig
 from still_kernels.hybrid_attention.plan import PLAN
 from still_kernels.hybrid_attention.tiles import (
@@ -39,12 +38,11 @@ class Variant:
     saliency: str = "margin"
     overflow: str = "error"
     window_factor: int = 0
-    cache: str = "float"
     count_dtype: str = "int64"
     packed: int = 0
 
     def __post_init__(self) -> None:
-        known = {"dtype": DTYPES, "count_dtype": ("int32", "int64"), **CHOICES, CACHE.name: CACHE.choices}
+        known = {"dtype": DTYPES, "count_dtype": ("int32", "int64"), **CHOICES}
         for name, value in asdict(self).items():
             if name in known and name != "gate" and value not in known[name]:
                 raise ConfigError(f"{name}={value!r} is unknown; known: {', '.join(known[name])}.")
@@ -63,7 +61,6 @@ class Variant:
             select_scope=self.select_scope,
             saliency=self.saliency,
             overflow=self.overflow,
-            cache=None if self.cache == CACHE.default else self.cache,
         )
 
 
@@ -108,7 +105,6 @@ def constants_of(config: HybridAttentionConfig, wide: bool, packed: bool, window
         "GATE": int(config.gate == "channel"),
         "FACTOR": int(window_factor),
         "RAGGED": int(packed),
-        "CODES": int(config.cache == "int8"),
         "PAGES": 0,
         "SETTLE": int(not triton.knobs.runtime.interpret),
         "DOT": "tf32x3" if wide else "tf32",
@@ -152,11 +148,11 @@ BY_TMA = {
 
 
 def taken_by_tma(config: HybridAttentionConfig, table: TileTable) -> set[str]:
-    """Those in whose place it does: none where a folding policy has them run chunk by chunk, nor where rows are in 8 bits.
+    """Those in whose place it does: none where a folding policy has them run chunk by chunk.
 
     scan_tma and linear_tma want features of two halves and S of every second chunk.
     """
-    if config.overflow != "error" or config.cache == "int8":
+    if config.overflow != "error":
         return set()
     halves = config.state_features == 2 * config.projection_dim
     second = table.tiles["scan"].constants["EVERY"] == 2
@@ -173,7 +169,6 @@ def build(variant: Variant, arch: int) -> Build:
     absent |= {"window_factor"} if not variant.window_factor else set()
     absent |= {"evicted_key", "evicted_value", "evicted_count"} if variant.overflow == "error" else set()
     absent |= {"salient_score"} if variant.overflow != "fold_min_score" else set()
-    absent |= {s.name for s in PLAN.spec.states if s.only and s.only[0] == CACHE.name and s.only[1] != variant.cache}
     instead = taken_by_tma(config, table)
     others = {name if name in instead else f"{name}_tma" for name in BY_TMA}
     return Build(

@@ -60,7 +60,6 @@ class LigerGLAMixer(Mixer):
             mix_epsilon=1e-12,  # keeps padding finite
             capacity_tokens=config.still.capacity(config),
             overflow=config.still.overflow,
-            cache=config.still.cache,
         )
 
     def _beside(self, config: Any) -> tuple[LayerOp, ...]:

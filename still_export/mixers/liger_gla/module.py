@@ -15,7 +15,6 @@ from torch.nn.functional import logsigmoid, pad, scaled_dot_product_attention
 from still_export.mixers.base import LayerOp
 from still_export.mixers.gated_linear_attention.module import LOGIT_NORMALIZER
 from still_export.mixers.hybrid_attention.module import HybridOpModule
-from still_export.mixers.kept import rounded
 from still_export.mixers.linear_attention.recurrent import recurrent
 from still_export.mixers.trainable import TrainableModule
 from still_kernels.hybrid_attention import HybridAttentionConfig
@@ -48,7 +47,6 @@ class LigerGLA(HybridOpModule):
         query, key, value = self.heads(hidden_states)
         gated = self.gated(query, key, value, past_key_values)
         query, key = (x.to(value.dtype) for x in self.turned(query, key, position_embeddings))
-        key, value = rounded(key, self.still.cache), rounded(value, self.still.cache)
         if past_key_values is None:
             window = windowed_attention(query, key, value, self.still.window)
         else:

@@ -73,8 +73,8 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     return helper.make_function(
         node.domain,
         node.op_type,
-        list(ATTENTION.input_names())[: len(node.input)],
-        list(ATTENTION.output_names())[: len(node.output)],
+        list(ATTENTION.input_names()),
+        list(ATTENTION.output_names()),
         b.nodes,
         [helper.make_opsetid("", opset)],
         [],
