@@ -209,5 +209,5 @@ def test_manifest_and_graph_agree(quantized: Any, tmp_path: Path) -> None:
     manifest = json.loads((tmp_path / "package/manifest.json").read_text())
     manifest["quantization"]["roles"]["gate"][0]["bits"] = 4
     (tmp_path / "package/manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(RunError, match=r"manifest\.json: quantization is .* in model\.onnx it is"):
+    with pytest.raises(RunError, match=r"manifest\.json: quantization\.roles is .* in model\.onnx it is"):
         OrtModel(tmp_path / "package")
