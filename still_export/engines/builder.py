@@ -94,6 +94,7 @@ class EngineBuilder:
             from still_export.runners.cuda_driver import Driver
 
             self.driver = Driver()
+            self._check_kernels(plugin)
             self.say("loading the plugin library")
             self.plugin = load_plugin(module, self.package, plugin)
         start = time.monotonic()
@@ -115,6 +116,15 @@ class EngineBuilder:
             **self._device(),
         }
         return [entry]
+
+    def _check_kernels(self, plugin: Path | None) -> None:
+        """Raise where no kernel of the package's own library runs on this GPU: TensorRT would say so after minutes."""
+        names, device = self.trt.architectures, self.driver.architecture
+        if plugin is None and self.package.manifest["plugin_layers"] and not any(runs_on(n, device) for n in names):
+            raise BuildError(
+                f"the kernels of {self.package.path} are for {', '.join(names)}, this GPU is {self.driver.name}, sm_{device}. "
+                f"Export again with --arch {','.join((*names, f'sm_{device}'))}."
+            )
 
     def _plan(self) -> Any:
         """The serialized engine; the network and its weights are gone when this returns."""
@@ -296,6 +306,14 @@ def plugin_layers(inspected: str) -> dict[str, int]:
         if isinstance(layer, dict) and "PluginType" in layer and "[profile " not in layer["Name"]:
             counts[layer["PluginType"]] = counts.get(layer["PluginType"], 0) + 1
     return counts
+
+
+def runs_on(name: str, device: int) -> bool:
+    """Whether kernels for `name` run on a GPU of compute capability `device`, 86 for 8.6; as plugins/core/archive.cpp says."""
+    compiled = int(name.removeprefix("sm_"))
+    if compiled >= 90:  # compiled for exactly that one
+        return compiled == device
+    return compiled // 10 == device // 10 and compiled <= device
 
 
 def write_atomically(path: Path, content: Any) -> None:

@@ -12,7 +12,7 @@ import onnx
 import pytest
 
 from still_export.engines.build import BuildOptions, build_engines, reopen
-from still_export.engines.builder import BuildError, NoBuilderError, plugin_layers, write_atomically
+from still_export.engines.builder import BuildError, NoBuilderError, plugin_layers, runs_on, write_atomically
 from still_export.engines.options import TrtOptions
 from still_export.errors import ConfigError, PackageError, UnsupportedError
 from still_export.export.trt_package import demand_kernels, kernel_variants
@@ -108,6 +108,16 @@ def test_a_missing_plugin_library_is_named(tmp_path: Path, monkeypatch: pytest.M
         BuildError, match=r"no plugin library for TensorRT 10\.3\.0, only for 8, 11\. .*--tensorrt-include"
     ):
         build_engines(package)
+
+
+def test_kernels_for_other_gpus_are_named_before_the_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = trt_package(tmp_path / "trt", monkeypatch, archs=("sm_70", "sm_80"))
+    module = fake_tensorrt.install(monkeypatch, "8.6.1")
+    with pytest.raises(
+        BuildError, match=r"kernels of .* are for sm_70, sm_80, this GPU is .*--arch sm_70,sm_80,sm_90\."
+    ):
+        build_engines(package)
+    assert not module.networks, "before TensorRT starts"
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -309,6 +319,11 @@ def test_a_layer_without_kernel_is_refused_before_anything_is_compiled() -> None
             dims[-1].dim_value = 512
     with pytest.raises(UnsupportedError, match="head_dim=512; the kernels have"):
         demand_kernels(model)
+
+
+def test_where_kernels_run() -> None:
+    assert runs_on("sm_80", 86) and runs_on("sm_90", 90)
+    assert not runs_on("sm_86", 80) and not runs_on("sm_80", 90) and not runs_on("sm_90", 100)
 
 
 def test_files_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
