@@ -13,6 +13,10 @@ EXACT = "exact"
 SOURCE_BLOCK = 32
 CODES = "codes"
 """Suffix of a weight's codes [K, N] in the shape that DequantizeLinear reads."""
+LEAST = "least"
+"""Suffix of what codes of 0 stand for, [N, K / block]: an offset and MIDDLE scales below 0."""
+MIDDLE = 8
+"""Of codes of 4 bits, which products subtract where there are no zero points."""
 LORA_A, LORA_B = "lora_a", "lora_b"
 """Suffixes of the inputs that take an adapter's matrices [K, R] and [R, N] while a package runs."""
 ROWS = "rows"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from still_export.export.graph_edits import CONTRIB, add_node, store, typed
 from still_export.mixers.roles import FEED_FORWARD, GATE, PROJECTION
 from still_export.models.blocks import BlockWeight, unpack
 from still_export.models.weights import value_of
-from still_export.quantization.forms import CODES, LORA_A, LORA_B, SUMS, TOGETHER
+from still_export.quantization.forms import CODES, LEAST, LORA_A, LORA_B, MIDDLE, SUMS, TOGETHER
 from still_export.quantization.policy import NODES
 from still_export.quantization.stored import StoredWeight, at_start, cast_value, replace_nodes, store_values
 from still_graphs.ops.matmul_nbits import MATMUL_NBITS
@@ -117,19 +117,28 @@ class Product(ABC):
     def values(self) -> dict[str, ir.Value]:
         """What is stored, by part: of the blocks, `inner` and `outer`."""
         found = self._held() if self.form.base is not None else {}
-        rank = sum(weight.rank for weight in self.weights) + (self.blocks if self.offsets else 0)
-        if rank:
-            found["inner"] = self._stored_inner(rank)
-            found["outer"] = self._stored("outer", [rank, self.outputs], self.dtype, partial(self._outer, rank))
-        self.left = {part for part in found if part not in ("inner", "weight")}
+        if self.offsets or self.rank:
+            found |= self._thin(found)
         return found
 
-    def _stored_inner(self, rank: int) -> ir.Value:
-        if any(weight.rank for weight in self.weights):
-            return self._stored("inner", [self.inputs, rank], self.dtype, self._inner)
-        name = f"{SUMS}.{self.inputs}"
+    @property
+    def rank(self) -> int:
+        """Columns of `inner` that are of pairs."""
+        return sum(weight.rank for weight in self.weights)
+
+    def _thin(self, held: dict[str, ir.Value]) -> dict[str, ir.Value]:
+        """`inner` and `outer`; `held` is what is stored of the blocks."""
+        rank = self.rank + (self.blocks if self.offsets else 0)
+        outer = self._stored("outer", [rank, self.outputs], self.dtype, self._outer)
+        if not self.rank:
+            return {"inner": self._sums(), "outer": outer}
+        return {"inner": self._stored("inner", [self.inputs, rank], self.dtype, self._inner), "outer": outer}
+
+    def _sums(self) -> ir.Value:
+        """The sums over blocks [K, K / block], one for all products of so many inputs."""
+        name, shape = f"{SUMS}.{self.inputs}", [self.inputs, self.blocks]
         known = self.model.graph.initializers.get(name)
-        return known or store_values(self.model, name, [self.inputs, rank], self.dtype, self._as_dtype(self._inner))
+        return known or store_values(self.model, name, shape, self.dtype, self._as_dtype(self._block_sums))
 
     def _as_dtype(self, read: Callable[[], np.ndarray]) -> Callable[[], np.ndarray]:
         return lambda: np.ascontiguousarray(read().astype(self.dtype.numpy()))
@@ -149,30 +158,45 @@ class Product(ABC):
 
     def _inner(self) -> np.ndarray:
         """Sums over blocks, and the first matrices of the pairs, [K, R]."""
-        columns = []
-        if self.offsets:
-            columns.append(np.kron(np.eye(self.inputs // self.asked.block_size), np.ones((self.asked.block_size, 1))))
-        pairs = [pair for weight in self.weights for pair in weight.form.pairs]
-        return np.concatenate([*columns, *(_float(value_of(pair.a).t()) for pair in pairs)], axis=1)
+        return np.concatenate([*([self._block_sums()] if self.offsets else []), self._pairs_inner()], axis=1)
 
-    def _outer(self, rank: int) -> np.ndarray:
-        """Offsets, and the second matrices of the pairs with their scale, each at the columns of its weight, [R, N]."""
-        outer = np.zeros((rank, self.outputs), np.float32)
-        column, row = 0, self.blocks if self.offsets else 0
+    def _outer(self) -> np.ndarray:
+        """Offsets, and the second matrices of the pairs, [R, N]."""
+        return np.concatenate([*([self._offset_rows()] if self.offsets else []), self._pairs_outer()])
+
+    def _block_sums(self) -> np.ndarray:
+        return np.kron(np.eye(self.blocks, dtype=np.float32), np.ones((self.asked.block_size, 1), np.float32))
+
+    def _offset_rows(self) -> np.ndarray:
+        """Offsets [K / block, N], 0 where a weight has none."""
+        rows = [weight.made.offsets if weight.form.offsets else None for weight in self.weights]
+        shapes = ((weight.outputs, self.blocks) for weight in self.weights)
+        found = [np.zeros(shape, np.float32) if x is None else x for x, shape in zip(rows, shapes, strict=True)]
+        return np.concatenate(found).T
+
+    def _pairs_inner(self) -> np.ndarray:
+        """The first matrices of the pairs, [K, R]."""
+        pairs = [pair for weight in self.weights for pair in weight.form.pairs]
+        return np.concatenate(
+            [np.zeros((self.inputs, 0), np.float32), *(_float(value_of(p.a).t()) for p in pairs)], axis=1
+        )
+
+    def _pairs_outer(self) -> np.ndarray:
+        """The second matrices of the pairs with their scale, each at the columns of its weight, [R, N]."""
+        outer = np.zeros((self.rank, self.outputs), np.float32)
+        column = row = 0
         for weight in self.weights:
-            part = slice(column, column + weight.outputs)
-            if weight.form.offsets:
-                offsets = weight.made.offsets
-                assert offsets is not None
-                outer[: offsets.shape[1], part] = offsets.T
             for pair in weight.form.pairs:
                 size = int(pair.a.shape[0])
-                outer[row : row + size, part] = _float(value_of(pair.b).t() * pair.scale)
+                outer[row : row + size, column : column + weight.outputs] = _float(value_of(pair.b).t() * pair.scale)
                 row += size
             column += weight.outputs
         return outer
 
     def _stored(self, part: str, shape: list[int], dtype: ir.DataType, read: Callable[[], np.ndarray]) -> ir.Value:
+        if part != "inner":
+            self.left.add(part)
+
         def values() -> np.ndarray:
             found = np.ascontiguousarray(read().astype(dtype.numpy(), copy=False))
             self.left.discard(part)
@@ -211,6 +235,38 @@ class BlockProduct(Product):
             shape, read = [self.outputs, -(-self.blocks * self.form.bits // 8)], lambda w: w.zero_points
             found["zero_points"] = self._stored("zero_points", shape, ir.DataType.UINT8, self._below_each_other(read))
         return found
+
+    def _thin(self, held: dict[str, ir.Value]) -> dict[str, ir.Value]:
+        """Of half precision scales the offsets are stored in as many bits: as what codes of 0 stand for, which is what files of such
+        scales hold. The sums over blocks are stored once. ONNX Runtime puts them together once, when it loads the graph."""
+        scale_type = self.weights[0].scale_type
+        if not self.offsets or scale_type == self.dtype:
+            return super()._thin(held)
+        shape = [self.outputs, self.blocks]
+        scales, least = held["scales"], self._stored(LEAST, shape, scale_type, self._below_each_other(_least))
+        middle = store(self.model.graph, ir.tensor(np.array(MIDDLE, self.dtype.numpy()), name=f"{self.name}.middle"))
+        middles = self._folded("Mul", [scales, middle], shape, "middles")
+        offsets = self._folded("Add", [middles, cast_value(self.model, least, self.dtype)], shape, "offsets")
+        shape.reverse()
+        thin = {"inner": self._sums(), "outer": self._folded("Transpose", [offsets], shape, "offset_rows", perm=[1, 0])}
+        if self.rank:
+            inner = self._stored("inner", [self.inputs, self.rank], self.dtype, self._pairs_inner)
+            outer = self._stored("outer", [self.rank, self.outputs], self.dtype, self._pairs_outer)
+            rank = self.blocks + self.rank
+            thin["outer"] = self._folded("Concat", [thin["outer"], outer], [rank, self.outputs], "outers", axis=0)
+            thin["inner"] = self._folded("Concat", [thin["inner"], inner], [self.inputs, rank], "inners", axis=1)
+        return thin
+
+    def _folded(self, op: str, inputs: list[ir.Value], shape: list[int], part: str, **attributes: Any) -> ir.Value:
+        """The result of a node over constants, behind the casts of what is stored."""
+        node = ir.node(op, inputs, attributes, name=f"{self.name}.{part}")
+        node.outputs[0].name = node.name
+        made = inputs[0].producer()
+        if made is None:
+            self.model.graph.insert_before(self.model.graph[0], node)
+        else:
+            self.model.graph.insert_after(made, node)
+        return typed(node.outputs[0], shape, self.dtype)
 
 
 class DequantizedProduct(Product):
@@ -282,6 +338,12 @@ def _words(rows: np.ndarray) -> np.ndarray:
     """Bytes of each row, filled up with 0 to whole words, as int32 with the first byte lowest."""
     rows = rows.reshape(len(rows), -1)
     return np.pad(rows, ((0, 0), (0, -rows.shape[1] % 4))).view("<i4")
+
+
+def _least(weight: BlockWeight) -> np.ndarray:
+    """What codes of 0 stand for, [N, K / block]; where there are no offsets, what makes them 0."""
+    offsets = 0 if weight.offsets is None else weight.offsets
+    return np.asarray(offsets - MIDDLE * weight.scales)
 
 
 def _signed_rows(weight: BlockWeight) -> np.ndarray:

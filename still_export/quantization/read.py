@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from still_export.models.blocks import BlockWeight
 from still_export.models.weights import Deferred, Pair, Weight, value_of
 from still_export.package.files import MODEL
-from still_export.quantization.forms import CODES, ROWS, SUMS, TOGETHER
+from still_export.quantization.forms import CODES, LEAST, MIDDLE, ROWS, SUMS, TOGETHER
 
 if TYPE_CHECKING:
     from still_export.export.onnx_package import ExportOptions
@@ -125,6 +125,11 @@ def _held_weights(path: Path, block_size: int, sizes: Mapping[str, int]) -> dict
             packed = codes.reshape(*scales.shape, -1)
             zero_points = values(names, "zero_points", 0, rows)
             total = BlockWeight(packed, scales, zero_points, packed.shape[-1] * 8 // block_size).dequantized()
+        least = values(names, LEAST, 0, rows)
+        if least is not None:
+            assert isinstance(total, np.ndarray) and scales is not None
+            offsets = least.astype(np.float32) + MIDDLE * scales.astype(np.float32)
+            total = total + offsets.repeat(block_size, axis=1)
         outer = values(names, "outer", 1, rows)
         if outer is not None:
             inner = values(names, "inner", 0, slice(None))

@@ -196,7 +196,7 @@ def test_offsets_are_a_product_of_block_sums(tmp_path: Path, monkeypatch: Any) -
     def with_blocks(files: Any, dtype: Any = None) -> Any:
         found = original(files, dtype)
         for seed, (name, weight) in enumerate(found.items()):
-            if ".mlp." in name or "o_proj" in name:
+            if "lora" not in name and (".mlp." in name or "o_proj" in name):
                 tensor = stored("Q4_1", *weight.shape, seed)
                 tensor.data.reshape(weight.shape[0], -1, 20)[..., :4] = np.array([0.02, -0.15], "<f2").view(np.uint8)
                 blocks = _read_blocks(tensor, name, None, PATH)
@@ -205,12 +205,30 @@ def test_offsets_are_a_product_of_block_sums(tmp_path: Path, monkeypatch: Any) -
                 found[name] = Deferred(weight.shape, weight.dtype, lambda values=values: values, source, 4)
         return found
 
+    adapter, random = tmp_path / "adapter", torch.Generator().manual_seed(1)
+    adapter.mkdir()
+    pair = {part: torch.randn(*shape, generator=random) * 0.3 for part, shape in (("A", (4, 256)), ("B", (256, 4)))}
+    save_file(
+        {f"model.layers.1.mlp.down_proj.lora_{x}.weight": y for x, y in pair.items()},
+        adapter / "adapter_model.safetensors",
+    )
+    (adapter / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 8.0}))
     monkeypatch.setattr(load, "open_tensors", with_blocks)
-    options = ExportOptions(str(tmp_path / "model"), quantize="int4")
+    options = ExportOptions(str(tmp_path / "model"), quantize="int4", overlays=(str(adapter),))
     package = export_onnx(options, tmp_path / "package")
     graph = onnx.load(package.model_path, load_external_data=False).graph
     thin = [n for n in graph.node if n.op_type == "MatMul" and n.input[1].startswith("block_sums.")]
-    assert len(thin) == 3 * 3  # of each layer o_proj, gate and up together, and down
+    assert len(thin) == 3 * 3 - 1  # of each layer o_proj, gate and up together, and down, but for the one with a pair
+    kinds = {i.name.rsplit(".", 1)[1]: i.data_type for i in graph.initializer if "layers.1.mlp.down_proj" in i.name}
+    half = onnx.TensorProto.FLOAT16  # all that the source has in so many bits
+    assert kinds == {
+        "blocks": onnx.TensorProto.UINT8,
+        "scales": half,
+        "least": half,
+        "middle": 1,
+        "inner": 1,
+        "outer": 1,
+    }
     assert {f["method"] for f in package.manifest["quantization"]["roles"]["feed_forward"]} == {EXACT}
     held = held_model(options, package.path, package.manifest, rounded=True)
     plain = held_model(options, package.path, package.manifest)
@@ -222,7 +240,10 @@ def test_offsets_are_a_product_of_block_sums(tmp_path: Path, monkeypatch: Any) -
     assert torch.equal(ours, expected) and not torch.equal(exact, expected)
     source = find_source(options)
     name = "model.layers.1.mlp.up_proj.weight"
-    torch.testing.assert_close(dict(held.named_parameters())[name].detach(), value_of(source.weights[name]))
+    weights = dict(held.named_parameters())
+    assert torch.equal(weights[name].detach(), value_of(source.weights[name]))
+    name = "model.layers.1.mlp.down_proj.weight"
+    torch.testing.assert_close(weights[name].detach(), value_of(source.weights[name]))
     reference, runner = TorchModel(package.manifest, held), OrtModel(package.path)
     tokens = np.random.default_rng(3).integers(0, VOCAB, (1, 3))
     runner.start(1)
