@@ -60,15 +60,30 @@ def answers(package_of: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
     return path
 
 
+@pytest.fixture(scope="module")
+def engine_of(package_of: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The package with an engine of a version of TensorRT."""
+
+    @cache
+    def make(dtype: str, version: str, *batch: int) -> Path:
+        folder = tmp_path_factory.mktemp("engine") / "package"
+        shutil.copytree(package_of(dtype, *batch), folder)
+        with pytest.MonkeyPatch.context() as patch:
+            fake_tensorrt.install(patch, version)
+            patch.setattr("still_export.engines.build.has_gpu", lambda: True)
+            assert call("build", folder, "--quiet") == 0
+        return folder
+
+    return make
+
+
 @pytest.fixture
-def built(package_of: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: Any) -> Path:
+def built(engine_of: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: Any) -> Path:
     """A package with an engine of TensorRT 8.6 (float16), or of the parameter's type, version and batch."""
     dtype, version, *batch = getattr(request, "param", ("float16", "8.6.1"))
+    engine = engine_of(dtype, version, *batch)
     fake_tensorrt.install(monkeypatch, version)
-    monkeypatch.setattr("still_export.engines.build.has_gpu", lambda: True)
-    shutil.copytree(package_of(dtype, *batch), tmp_path / "package")
-    assert call("build", tmp_path / "package", "--quiet") == 0
-    return tmp_path / "package"
+    return Path(shutil.copytree(engine, tmp_path / "package"))
 
 
 def call(*arguments: object) -> int:
