@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 
 class Passes:
-    """The passes of one step after the other; their gradients add up in the parameters.
+    """The passes of one step after the other; their gradients add up in the parameters, over processes as FSDP does it.
 
     Args:
         objective: Maps ids and weights to (loss, parts); as `accelerator` prepared it.
@@ -29,7 +29,7 @@ class Passes:
         self.accelerator, self.objective, self.optimizer = accelerator, objective, optimizer
 
     def begin(self) -> None:
-        """Start a step: there are no gradients."""
+        """Start a step, without gradients."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def run(self, ids: Tensor, weights: Tensor, share: float, last: bool) -> tuple[Tensor, Tensor]:
@@ -53,6 +53,41 @@ class Passes:
         return loss.detach(), parts
 
 
+class SummedPasses(Passes):
+    """Gradients lie in one buffer, which the processes add up at the end of a step.
+
+    DDP would add them up amid the last backward pass, which cannot be recorded, and waits in it for every gradient: rows of at most two
+    chunks have none for what acts on far tokens alone.
+
+    Args:
+        trained: Parameters that have gradients, float32.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, objective: nn.Module, optimizer: Any, trained: Sequence[nn.Parameter]
+    ) -> None:
+        super().__init__(accelerator, accelerator.unwrap_model(objective), optimizer)
+        self.trained = trained
+        self.sum = torch.zeros(sum(p.numel() for p in trained), device=accelerator.device)
+
+    def begin(self) -> None:
+        """As of Passes."""
+        self.sum.zero_()
+        for parameter, part in zip(self.trained, self.sum.split([p.numel() for p in self.trained]), strict=True):
+            parameter.grad = part.view_as(parameter)
+
+    def run(self, ids: Tensor, weights: Tensor, share: float, last: bool) -> tuple[Tensor, Tensor]:
+        """As of Passes."""
+        device = self.accelerator.device
+        return self._forward_backward(ids.to(device), weights.to(device), share)
+
+    def end(self) -> None:
+        """As of Passes."""
+        if self.accelerator.num_processes > 1:
+            torch.distributed.all_reduce(self.sum)
+            self.sum /= self.accelerator.num_processes
+
+
 @dataclass
 class _Recorded:
     """A pass as a graph. ids, weights: where it reads. loss, parts: where it writes."""
@@ -64,14 +99,10 @@ class _Recorded:
     parts: Tensor
 
 
-class ReplayedPasses(Passes):
+class ReplayedPasses(SummedPasses):
     """The first pass of a shape runs as it is, which compiles and loads kernels; then it is recorded, and replayed from there on.
 
-    Gradients lie in one buffer, which the processes add up themselves: what DDP hangs into the backward pass belongs to its own forward
-    call.
-
     Args:
-        trained: Parameters that have gradients, float32.
         kinds: Lengths of rows: nothing is recorded before each was seen, for a recording keeps its memory to itself.
     """
 
@@ -83,18 +114,11 @@ class ReplayedPasses(Passes):
         trained: Sequence[nn.Parameter],
         kinds: int,
     ) -> None:
-        super().__init__(accelerator, accelerator.unwrap_model(objective), optimizer)
-        self.trained, self.kinds = trained, kinds
-        self.sum = torch.zeros(sum(p.numel() for p in trained), device=accelerator.device)
+        super().__init__(accelerator, objective, optimizer, trained)
+        self.kinds = kinds
         self.recorded: dict[tuple[tuple[int, ...], float], _Recorded | None] = {}
         self.pool: Any = None
         self.records = True
-
-    def begin(self) -> None:
-        """As of Passes."""
-        self.sum.zero_()
-        for parameter, part in zip(self.trained, self.sum.split([p.numel() for p in self.trained]), strict=True):
-            parameter.grad = part.view_as(parameter)
 
     def run(self, ids: Tensor, weights: Tensor, share: float, last: bool) -> tuple[Tensor, Tensor]:
         """As of Passes."""
@@ -104,18 +128,11 @@ class ReplayedPasses(Passes):
         if recorded is None and known and self.records and len(self.recorded) >= self.kinds:
             recorded = self.recorded[key] = self._record(ids, weights, share)
         if recorded is None:
-            device = self.accelerator.device
-            return self._forward_backward(ids.to(device), weights.to(device), share)
+            return super().run(ids, weights, share, last)
         recorded.ids.copy_(ids)
         recorded.weights.copy_(weights)
         recorded.graph.replay()
         return recorded.loss, recorded.parts
-
-    def end(self) -> None:
-        """As of Passes."""
-        if self.accelerator.num_processes > 1:
-            torch.distributed.all_reduce(self.sum)
-            self.sum /= self.accelerator.num_processes
 
     def _record(self, ids: Tensor, weights: Tensor, share: float) -> _Recorded | None:
         """A pass as a graph; None, with a warning, where its operations cannot be one."""
@@ -146,7 +163,9 @@ def passes_of(
         checkpointing: Activations are computed again, which asks the host for a random state amid the pass. FSDP decides there what it
             gathers. Neither can be recorded.
     """
-    if accelerator.device.type != "cuda" or checkpointing or isinstance(objective, FSDPModule):
+    if isinstance(objective, FSDPModule):
         return Passes(accelerator, objective, optimizer)
     trained = [p for p in objective.parameters() if p.requires_grad]
+    if accelerator.device.type != "cuda" or checkpointing:
+        return SummedPasses(accelerator, objective, optimizer, trained)
     return ReplayedPasses(accelerator, objective, optimizer, trained, kinds)

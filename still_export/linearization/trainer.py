@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import shutil
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -28,6 +29,7 @@ from still_export.linearization.texts import Batch, Batches
 
 PARTIAL = StateDictOptions(ignore_frozen_params=True, strict=False)
 KEPT_CHECKPOINTS = 2
+Arguments = ParamSpec("Arguments")
 
 
 @dataclass
@@ -46,6 +48,25 @@ class StageReport:
     parts: list[float] = field(default_factory=list)
     stopped_early: bool = False
     done: bool = False
+
+
+def _on_a_stream_of_its_own(
+    method: Callable[Concatenate[Trainer, Arguments], StageReport],
+) -> Callable[Concatenate[Trainer, Arguments], StageReport]:
+    """A method of a trainer as it is, but on CUDA on a stream of its own: on the default one nothing can be recorded."""
+
+    @functools.wraps(method)
+    def wrapped(trainer: Trainer, /, *given: Arguments.args, **named: Arguments.kwargs) -> StageReport:
+        if trainer.accelerator.device.type != "cuda":
+            return method(trainer, *given, **named)
+        default, stream = torch.cuda.current_stream(), torch.cuda.Stream()
+        stream.wait_stream(default)
+        with torch.cuda.stream(stream):
+            report = method(trainer, *given, **named)
+        default.wait_stream(stream)
+        return report
+
+    return wrapped
 
 
 Progress = Callable[[str, int, int, dict[str, float]], None]
@@ -68,6 +89,7 @@ class Trainer:
         self.folder = folder / name
         self.progress = progress
 
+    @_on_a_stream_of_its_own
     def train(
         self,
         objective: nn.Module,
@@ -87,23 +109,6 @@ class Trainer:
         Raises:
             TrainingError: The loss is no number, memory does not suffice, or a checkpoint does not fit.
         """
-        if self.accelerator.device.type != "cuda":
-            return self._train(objective, batches, steps, rate_of, validate)
-        default, stream = torch.cuda.current_stream(), torch.cuda.Stream()  # on the default one nothing can be recorded
-        stream.wait_stream(default)
-        with torch.cuda.stream(stream):
-            report = self._train(objective, batches, steps, rate_of, validate)
-        default.wait_stream(stream)
-        return report
-
-    def _train(
-        self,
-        objective: nn.Module,
-        batches: Batches,
-        steps: int,
-        rate_of: Callable[[str], float],
-        validate: Callable[[nn.Module], float],
-    ) -> StageReport:
         accelerator, recipe = self.accelerator, self.recipe
         groups: dict[float, list[nn.Parameter]] = {}
         for name, parameter in objective.named_parameters():

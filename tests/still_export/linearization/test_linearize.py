@@ -259,13 +259,18 @@ def test_killed_run_resumes_to_the_last_digit(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fsdp", [False, pytest.param(True, marks=pytest.mark.long)], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    "kind", ["ddp", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("fsdp", "short rows"))]
+)
 def test_two_processes_have_the_losses_of_one(
-    fsdp: bool, base: Path, text: Path, finished: tuple[Path, Linearization], tmp_path: Path
+    kind: str, base: Path, text: Path, finished: tuple[Path, Linearization], tmp_path: Path
 ) -> None:
-    recipe = tmp_path / "recipe.yaml"
-    values = small_recipe(base, text, device="cpu" if fsdp else "auto").to_dict()
-    recipe.write_text(yaml.safe_dump(values), encoding="utf-8")
+    fsdp, recipe, alone = kind == "fsdp", tmp_path / "recipe.yaml", finished[1]
+    values = small_recipe(base, text, device="cpu" if fsdp else "auto")
+    if kind == "short rows":  # of at most two chunks, in which nothing is far
+        values = replace(values, transfer_steps=0, row_lengths=(16, 64))
+        alone = linearize(replace(values, device="cpu"), tmp_path / "alone")
+    recipe.write_text(yaml.safe_dump(values.to_dict()), encoding="utf-8")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     if fsdp:
         environment |= {
@@ -294,7 +299,7 @@ def test_two_processes_have_the_losses_of_one(
     assert done.stderr.count("sharded: True") == 2 * fsdp
     assert done.stderr.count("stage 2, LoRA") == 1 and "destroy_process_group" not in done.stderr
     report = json.loads((tmp_path / "model" / "linearize.json").read_text())
-    for ours, theirs in zip(report["stages"], finished[1].stages, strict=True):
+    for ours, theirs in zip(report["stages"], alone.stages, strict=True):
         assert ours["losses"] == pytest.approx(theirs.losses, rel=1e-5)
     shards = list((tmp_path / "model" / "training" / "finetune").glob("step-*/*.distcp"))
     assert len(shards) == 4  # two checkpoints, a shard of each process
