@@ -176,6 +176,8 @@ def prefixes(options: argparse.Namespace, folder: str, dtype: str, ranks: str = 
 
 def refusals(options: argparse.Namespace) -> str:
     """What vLLM says at the start to what cannot be served."""
+    import torch
+
     from still_export.mixers.config import FULL
 
     place = Path(tempfile.mkdtemp())
@@ -185,6 +187,10 @@ def refusals(options: argparse.Namespace) -> str:
     config = json.loads((other / "config.json").read_text())
     config["still_config"]["salient_heads"] = 3
     (other / "config.json").write_text(json.dumps(config))
+    odd = random_model(place / "odd", "llama")
+    config = json.loads((odd / "config.json").read_text())
+    config["head_dim"] = 72
+    (odd / "config.json").write_text(json.dumps(config))
     speculative = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}}
     cases = {
         "softmax only": (softmax, {}, "no layer of this STILL model is linearized"),
@@ -193,6 +199,8 @@ def refusals(options: argparse.Namespace) -> str:
         "speculative decoding": (good, speculative, "speculative decoding needs states"),
         "prefix caching": (good, {"enable_prefix_caching": True}, "prefix caching is switched off"),
     }
+    if torch.cuda.is_available():
+        cases["a head size without kernels"] = (odd, {}, "no GPU kernel covers this model: head_dim=72")
     missing = []
     for name, (folder, settings, words) in cases.items():
         program = (
