@@ -26,8 +26,9 @@ import psutil
 
 import still_export
 
-TIE = 1e-3
-"""Two likeliest logits that lie nearer than this may change places by rounding."""
+TIES = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 2.5e-1}
+"""Two likeliest logits that lie nearer than this may change places by rounding, by the package's type: a batch is rounded in another way
+than one row."""
 
 GROWTH = 1.15
 """Most that memory may grow from the end of the first third to the end."""
@@ -48,18 +49,20 @@ MALFORMED: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True)
 class Case:
-    """A request with its answer; gaps: between the two likeliest logits before each token, none where it was sampled."""
+    """A request with its answer; gaps: between the two likeliest logits before each token, none where it was sampled; tie: of TIES."""
 
     request: dict[str, Any]
     text: str
     pieces: tuple[str, ...]
     gaps: tuple[float, ...]
+    tie: float
 
 
 def make_cases(package: Path, count: int, context: int, threads: int, provider: Any, seed: int) -> list[Case]:
     """Random requests of up to `context` tokens, answered by the package alone."""
     model = still_export.load(package, threads=threads, provider=provider)
-    vocabulary = model.runner.manifest["model"]["vocab_size"]
+    manifest = model.runner.manifest
+    vocabulary, tie = manifest["model"]["vocab_size"], TIES[manifest["config"]["dtype"]]
     random_, cases = random.Random(seed), []
     for number in range(count):
         answer = random_.choice((8, 30, 100))
@@ -69,7 +72,7 @@ def make_cases(package: Path, count: int, context: int, threads: int, provider: 
         given = model.generate(prompt, max_tokens=answer, **sampled)
         gaps = [] if "seed" in sampled else gaps_of(model, prompt, given.tokens)
         request = {"prompt": prompt, "max_tokens": answer, **sampled}
-        cases.append(Case(request, given.text, tuple(model.text.stream(given.tokens)), tuple(gaps)))
+        cases.append(Case(request, given.text, tuple(model.text.stream(given.tokens)), tuple(gaps), tie))
         print(f"\r{number + 1} of {count} answers", end="", file=sys.stderr)
     print(file=sys.stderr)
     return cases
@@ -96,7 +99,7 @@ def verdict(case: Case, text: str) -> str:
     while parted < len(case.pieces) and text.startswith(said + case.pieces[parted]):
         said, parted = said + case.pieces[parted], parted + 1
     # A piece may be several tokens: the least gap up to the place where the texts part.
-    return "near tie" if min(case.gaps[: parted + 4]) < TIE else "wrong"
+    return "near tie" if min(case.gaps[: parted + 4]) < case.tie else "wrong"
 
 
 class Client(threading.Thread):
