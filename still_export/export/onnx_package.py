@@ -246,7 +246,7 @@ def _write_model(
     import onnx
 
     from still_export.export.fuse import fuse_nodes
-    from still_export.export.lower import lower_program
+    from still_export.export.lower import lower_program, part_scales
     from still_export.export.merge import MERGES_NONE, THREE, merge_products
     from still_export.export.trace import trace_model
     from still_export.export.weights_file import save_streaming
@@ -255,6 +255,8 @@ def _write_model(
     traced = trace_model(model, all_logits=options.all_logits)
     say("lowering to ONNX")
     lowered = lower_program(traced, weights)
+    if final == "onnx":
+        part_scales(lowered)
     own = final == "onnx" and options.opset == OPSET
     if own:
         fuse_nodes(lowered)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from still_export.export.fuse import fuse_nodes
-from still_export.export.lower import lower_program
+from still_export.export.lower import lower_program, part_scales
 from still_export.export.merge import THREE, merge_products
 from still_export.export.trace import trace_model
 from still_graphs.passes.attach_functions import attach_functions
@@ -129,3 +129,25 @@ def test_other_norms_stay(why: str) -> None:
         y = RMSNormalization <axis = {axis}> (total, scale)
     }}"""
     assert fuse_nodes(ir.from_proto(onnx.parser.parse_model(text))) == 0
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_norms_scale_by_one_row_alone(rows: int) -> None:
+    """ONNX Runtime's CUDA kernel takes the first row of a scale for all of them."""
+    scales = np.array([[1, 2, 3, 4], [5, 6, 7, 8]][:rows], np.float32)
+    shape, values = ("2,4", "1, 2, 3, 4, 5, 6, 7, 8") if rows == 2 else ("4", "1, 2, 3, 4")
+    text = f"""
+    <ir_version: 10, opset_import: ["" : 23]>
+    g (float[B,2,4] x) => (float[B,2,4] y) <float[{shape}] scale = {{{values}}}> {{
+        normed = RMSNormalization <axis = -1, epsilon = 0.0> (x, scale)
+        y = Neg (normed)
+    }}"""
+    model = ir.from_proto(onnx.shape_inference.infer_shapes(onnx.parser.parse_model(text)))
+    part_scales(model)
+    (norm,) = (node for node in model.graph if node.op_type == "RMSNormalization")
+    assert norm.inputs[1] is not None and norm.inputs[1].shape == [4]
+    assert sum(node.op_type == "Mul" for node in model.graph) == rows - 1
+    x = np.random.default_rng(0).standard_normal((3, 2, 4), np.float32)
+    run = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    expected = -x / np.sqrt((x * x).mean(-1, keepdims=True)) * scales
+    np.testing.assert_allclose(run.run(None, {"x": x})[0], expected, rtol=1e-5)
