@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
+
+from still_graphs.ops.spec import OpSpec
 
 Value: TypeAlias = "str | int | float | Sequence[int] | Sequence[str | int] | None"
 """A value's name, or a constant: int -> int64 scalar, float -> float32 scalar, ints -> int64 vector; None = absent input."""
@@ -133,6 +135,24 @@ class Scope:
         infos = [helper.make_tensor_value_info(out, dtype, None) for out, dtype in outputs]
         given = [helper.make_tensor_value_info(*value) for value in inputs]
         return helper.make_graph(self.nodes, name, given, infos)
+
+    def function(
+        self, spec: OpSpec, node: onnx.NodeProto, imports: Mapping[str, int], shared: str = "new_tokens"
+    ) -> onnx.FunctionProto:
+        """The scope as the function of `node`, an op of `spec`, in the opsets `imports`.
+
+        Absent inputs and outputs get a use: ONNX Runtime derives a function's schema from its nodes. The uses are dead: an absent input
+        becomes an absent bound of a Clip whose result nobody reads, on the input `shared`, a small one of integers.
+        """
+        inputs, outputs = (spec.input_names()[: len(node.input)], spec.output_names()[: len(node.output)])
+        for name, given in zip(inputs, node.input, strict=True):
+            if not given:
+                self("Clip", shared, name, None)
+        for name, given in zip(outputs, node.output, strict=True):
+            if not given:
+                self("Identity", shared, out=name)
+        opsets = [helper.make_opsetid(*each) for each in imports.items()]
+        return helper.make_function(spec.domain, node.op_type, list(inputs), list(outputs), self.nodes, opsets, [])
 
 
 FLOAT = TensorProto.FLOAT

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import onnx
-from onnx import helper
 
 from still_graphs.functions.builder import FLOAT, Scope
 from still_graphs.functions.counts import MOST_TOKENS, checked_counts
@@ -70,12 +69,4 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     padded = b("Pad", b("Where", real, mixed, 0.0), pads, 0.0, out="output" if dtype == FLOAT else None)
     if dtype != FLOAT:
         b.cast(padded, dtype, out="output")
-    return helper.make_function(
-        node.domain,
-        node.op_type,
-        list(ATTENTION.input_names()),
-        list(ATTENTION.output_names()),
-        b.nodes,
-        [helper.make_opsetid("", opset)],
-        [],
-    )
+    return b.function(ATTENTION, node, {"": opset})

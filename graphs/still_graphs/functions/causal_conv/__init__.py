@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import onnx
-from onnx import helper
 
 from still_graphs.functions.builder import FLOAT, Scope
-from still_graphs.functions.causal_conv.layer import Layer, as_function
+from still_graphs.functions.causal_conv.layer import Layer
 from still_graphs.functions.counts import checked_new_tokens
+from still_graphs.ops.causal_conv import CAUSAL_CONV
 
 SYMBOLS = ("C", "K", "P")
 """Dimensions that the body is written for."""
@@ -40,4 +40,4 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     if dtype != FLOAT:
         b.cast(masked, dtype, out="output")
     b.cast(layer.latest(b, known, new), dtype, out="present_conv_state")
-    return as_function(b, node, [helper.make_opsetid("", opset)])
+    return b.function(CAUSAL_CONV, node, {"": opset})

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import onnx
-from onnx import helper
 
 from still_graphs.functions.builder import FLOAT, Scope
-from still_graphs.functions.causal_conv.layer import Layer, as_function
+from still_graphs.functions.causal_conv.layer import Layer
 from still_graphs.functions.counts import checked_new_tokens
+from still_graphs.ops.causal_conv import CAUSAL_CONV
 
 
 def fused_body(
@@ -47,4 +47,4 @@ def fused_body(
     whole = b.unsqueeze(b("Equal", new, tokens), 2)
     state = b("Where", whole, full, layer.latest(b, layer.known(b, past, given), new))
     b.cast(state, dtype, out="present_conv_state")
-    return as_function(b, node, [helper.make_opsetid(*each) for each in imports.items()])
+    return b.function(CAUSAL_CONV, node, imports)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import onnx
-from onnx import helper
 
 from still_graphs.errors import UnsupportedError
 from still_graphs.functions.builder import Scope
@@ -48,18 +47,3 @@ class Layer:
         """The K - 1 columns of `known` that end with each row's last token, [B, C, K - 1]."""
         place = b.unsqueeze(b("Add", new, b.arange(self.taps - 1)), 2)
         return b("Transpose", b("GatherND", known, place, batch_dims=1), perm=[0, 2, 1])
-
-
-def as_function(b: Scope, node: onnx.NodeProto, imports: Sequence[onnx.OperatorSetIdProto]) -> onnx.FunctionProto:
-    """What was written as the function of `node`."""
-    if not node.input[CAUSAL_CONV.input_names().index("bias")]:
-        b("Clip", "new_tokens", "bias", None)  # a function derives its inputs from their uses; nobody reads this one
-    return helper.make_function(
-        node.domain,
-        node.op_type,
-        list(CAUSAL_CONV.input_names()),
-        list(CAUSAL_CONV.output_names()),
-        b.nodes,
-        list(imports),
-        [],
-    )

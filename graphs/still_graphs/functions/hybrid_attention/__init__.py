@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import onnx
-from onnx import helper
 
 from still_graphs.functions.builder import FLOAT, Scope
 from still_graphs.functions.hybrid_attention.decode import make_step, write_decode
 from still_graphs.functions.hybrid_attention.general import General
 from still_graphs.functions.hybrid_attention.layer import Layer
-from still_graphs.ops import DOMAIN
 from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 
 SYMBOLS = ("H", "HK", "D", "F", "WH")
@@ -41,26 +39,4 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
         scope.nodes.extend(general_graph.node)
         for name in names:
             scope("Identity", general_names[name], out=name)
-    _mention_absent(scope, node)
-    return helper.make_function(
-        DOMAIN,
-        node.op_type,
-        list(HYBRID_ATTENTION.input_names())[: len(node.input)],
-        list(HYBRID_ATTENTION.output_names())[: len(node.output)],
-        scope.nodes,
-        [helper.make_opsetid("", opset)],
-        [],
-    )
-
-
-def _mention_absent(scope: Scope, node: onnx.NodeProto) -> None:
-    """Give absent optional inputs and outputs a use: ONNX Runtime derives a function's schema from its nodes.
-
-    The uses are dead: an absent input becomes an absent bound of a Clip whose result nobody reads, on a tensor that all layers share.
-    """
-    for name, given in zip(HYBRID_ATTENTION.input_names(), node.input, strict=False):
-        if not given:
-            scope("Clip", "past_length", name, None)
-    for name, given in zip(HYBRID_ATTENTION.output_names(), node.output, strict=False):
-        if not given:
-            scope("Identity", "past_length", out=name)
+    return scope.function(HYBRID_ATTENTION, node, {"": opset}, "past_length")

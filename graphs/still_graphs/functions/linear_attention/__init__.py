@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import onnx
-from onnx import helper
 
 from still_graphs.functions.builder import FLOAT, Scope
 from still_graphs.functions.counts import checked_new_tokens
 from still_graphs.functions.linear_attention.chunks import write_chunks
-from still_graphs.functions.linear_attention.layer import Layer, Tensors, heads_first, mention_absent
+from still_graphs.functions.linear_attention.layer import Layer, Tensors, heads_first
 from still_graphs.functions.linear_attention.step import write_step
 from still_graphs.ops.linear_attention import LINEAR_ATTENTION
 
@@ -43,13 +42,4 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     masked = b("Where", b.unsqueeze(real, 2, 3, 4), wide, 0.0, out="output" if dtype == FLOAT else None)
     if dtype != FLOAT:
         b.cast(masked, dtype, out="output")
-    mention_absent(b, node)
-    return helper.make_function(
-        node.domain,
-        node.op_type,
-        list(LINEAR_ATTENTION.input_names()),
-        list(LINEAR_ATTENTION.output_names()),
-        b.nodes,
-        [helper.make_opsetid("", opset)],
-        [],
-    )
+    return b.function(LINEAR_ATTENTION, node, {"": opset})

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import onnx
-from onnx import helper
 
 from still_graphs.functions.builder import FLOAT, Scope
 from still_graphs.functions.counts import checked_new_tokens
-from still_graphs.functions.linear_attention.layer import Layer, mention_absent
+from still_graphs.functions.linear_attention.layer import Layer
 from still_graphs.ops.linear_attention import LINEAR_ATTENTION
 
 
@@ -58,13 +57,4 @@ def fused_body(
     result = b("Where", b.unsqueeze(real, 2, 3, 4), by_head, 0.0, out="output" if dtype == FLOAT else None)
     if dtype != FLOAT:
         b.cast(result, dtype, out="output")
-    mention_absent(b, node)
-    return helper.make_function(
-        node.domain,
-        node.op_type,
-        list(LINEAR_ATTENTION.input_names()),
-        list(LINEAR_ATTENTION.output_names()),
-        b.nodes,
-        [helper.make_opsetid(*each) for each in imports.items()],
-        [],
-    )
+    return b.function(LINEAR_ATTENTION, node, imports)

@@ -110,10 +110,3 @@ def heads_first(b: Scope, layer: Layer, dtype: int, real: str) -> Tensors:
         decay,
         beta,
     )
-
-
-def mention_absent(b: Scope, node: onnx.NodeProto) -> None:
-    """Give absent inputs a use that nobody reads: a function derives its inputs from their uses."""
-    for name, given in zip(LINEAR_ATTENTION.input_names(), node.input, strict=False):
-        if not given:
-            b("Clip", "new_tokens", name, None)

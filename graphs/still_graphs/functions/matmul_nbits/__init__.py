@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import onnx
-from onnx import TensorProto, helper
+from onnx import TensorProto
 
 from still_graphs.errors import UnsupportedError
 from still_graphs.functions.builder import FLOAT, Scope
@@ -37,7 +37,7 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
         weight = b.cast(b.cast(weight, dtype), FLOAT)
     turned = b("Transpose", b.reshape(weight, dims["O"], dims["I"]), perm=[1, 0])
     b.cast(b("MatMul", b.cast("input", FLOAT), turned), dtype, out="output")
-    return _function(node, b, {"": opset})
+    return b.function(MATMUL_NBITS, node, {"": opset}, "blocks")
 
 
 def runtime_body(
@@ -63,7 +63,7 @@ def runtime_body(
         inputs.append(b("Slice", bytes_of("zero_points"), [0], [-(-dims["IS"] * bits // 8)], [1]))
     attributes = {"K": dims["I"], "N": dims["O"], "bits": bits, "block_size": block}
     b("MatMulNBits", *inputs, out="output", domain=domain, **attributes)
-    return _function(node, b, imports)
+    return b.function(MATMUL_NBITS, node, imports, "blocks")
 
 
 def _form(node: onnx.NodeProto, dims: Mapping[str, int]) -> tuple[int, int]:
@@ -81,17 +81,3 @@ def _form(node: onnx.NodeProto, dims: Mapping[str, int]) -> tuple[int, int]:
 
 def _has_zero_points(node: onnx.NodeProto) -> bool:
     return bool(dict(zip(MATMUL_NBITS.input_names(), node.input, strict=False)).get("zero_points"))
-
-
-def _function(node: onnx.NodeProto, b: Scope, imports: Mapping[str, int]) -> onnx.FunctionProto:
-    if not _has_zero_points(node):
-        b("Clip", "blocks", "zero_points", None)  # a function derives its inputs from their uses; nobody reads this one
-    return helper.make_function(
-        node.domain,
-        node.op_type,
-        list(MATMUL_NBITS.input_names()),
-        list(MATMUL_NBITS.output_names()),
-        b.nodes,
-        [helper.make_opsetid(domain, version) for domain, version in imports.items()],
-        [],
-    )
