@@ -129,6 +129,19 @@ def test_generic_rooms_name_no_op_no_state_and_no_attribute() -> None:
     assert not found
 
 
+def test_generic_sources_of_the_plugins_name_no_op() -> None:
+    """Core, hosts and programs take ops from specs, archives and entries; the lists of folders of ops are in CMake."""
+    words = {word for op in OPS.values() for word in (op.name, op.torch_name)} - {"Attention", "attention"}
+    rooms = {ROOT / "plugins/cpu" / op.torch_name for op in OPS.values()} | {ROOT / "plugins/fuzz"}
+    found = {}
+    for path in (ROOT / "plugins").rglob("*"):
+        if path.suffix not in (".cpp", ".h", ".S", ".map") or rooms & set(path.parents):
+            continue
+        if named := set(re.findall(r"[A-Za-z_]+", path.read_text(encoding="utf-8"))) & words:
+            found[str(path.relative_to(ROOT))] = named
+    assert not found
+
+
 def test_the_words_are_those_of_the_specs() -> None:
     """The test above can fail: every op brings words of its own, and its own rooms use them."""
     assert {"HybridAttention", "kv_state", "select_scope"} <= words_of_ops()

@@ -204,7 +204,7 @@ void Archive::add(std::string_view bytes, std::string const& source)
     for (Json const& index : pack.at("indexes").items())
     {
         check_format(index, kIndexFormat, kIndexVersion, source);
-        std::string const full = index.at("op").string(); // "still::HybridAttention"
+        std::string const full = index.at("op").string(); // its domain, "::" and its name
         OpSpec const& spec = op_spec(full.substr(full.rfind(':') + 1));
         if (index.at("op_version").integer() != spec.version)
             fail(source, ": kernels of ", spec.name, " version ", index.at("op_version").integer(), "; this library has version ",
