@@ -245,11 +245,14 @@ LINEAR_FAMILIES: dict[str, Family] = {
 _EXPERTS = "its layers have experts"
 _MAMBA_1 = "Mamba-1 decays each channel's states apart, which needs an op of its own"
 _SPARSE = "its softmax layers select keys"
+_BEFORE = "RWKV reads its state before the token's update, which no rule of the op does"
 NOT_COVERED = {
     **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text", "lfm2_moe", "minimax", "bailing_hybrid"), _EXPERTS),
-    **dict.fromkeys(("mamba", "falcon_mamba", "jamba", "zamba"), _MAMBA_1),
-    **dict.fromkeys(("qwen4_exp", "glm5_next", "minicpm_sala"), _SPARSE),
-    "rwkv": "RWKV reads its state before the token's update, which no rule of the op does",
+    **dict.fromkeys(("mamba", "falcon_mamba", "jamba", "zamba", "samba"), _MAMBA_1),
+    **dict.fromkeys(("qwen4_exp", "glm5_next", "minicpm_sala", "deepseek_v32", "nsa"), _SPARSE),
+    **dict.fromkeys(("rwkv", "rwkv6"), _BEFORE),
+    "rwkv7": "RWKV-7 moves its state by two more vectors of each token, which no rule of the op does",
+    **dict.fromkeys(("ttt", "titans"), "its memory is trained token by token (TTT), which no rule of the op does"),
     "xlstm": "xLSTM's exponential gate needs a running maximum as a state",
     "recurrent_gemma": "RG-LRU has no mixer here yet",
     "bamba": "Bamba has no family here yet",
