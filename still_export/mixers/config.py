@@ -14,6 +14,7 @@ from still_kernels.hybrid_attention.config import HybridAttentionSettings
 
 HYBRID = "hybrid_attention"
 FULL = "full_attention"
+WINDOWED = "windowed_attention"
 """Names of layers; still_export.mixers.registry has all."""
 MOST_ROWS, MOST_TOKENS = 1 << 16, 1 << 40
 """What no model has: beyond, a damaged number takes the machine's memory before a check of shapes can name it."""

@@ -39,6 +39,22 @@ class ProjectedAttention(nn.Module):
         self.q_norm: nn.Module | None = getattr(base, "q_norm", None)  # Qwen3
         self.k_norm: nn.Module | None = getattr(base, "k_norm", None)
 
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """The call of a transformers decoder layer. `attention_mask` is not used: the cache knows the rows' new tokens, and without a
+        cache right padding comes after every real token."""
+        return self.mix(hidden_states, position_embeddings, past_key_values), None
+
+    def mix(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, past_key_values: Any) -> Tensor:
+        """What the layer adds to its hidden states [B, T, channels]; the arguments as of `forward`."""
+        raise NotImplementedError
+
     def project_heads(
         self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,6 +15,7 @@ from still_export.mixers.linearized.mixer import LinearizedGatedDeltaNetMixer, L
 from still_export.mixers.mamba2.mixer import Mamba2Mixer
 from still_export.mixers.parallel_mamba2.mixer import ParallelMamba2Mixer
 from still_export.mixers.short_conv.mixer import ShortConvMixer
+from still_export.mixers.windowed_attention.mixer import WindowedAttentionMixer
 
 MIXERS: dict[str, Mixer] = {
     mixer.name: mixer
@@ -25,6 +26,7 @@ MIXERS: dict[str, Mixer] = {
         LinearizedGLAMixer(),
         LinearizedGatedDeltaNetMixer(),
         LatentAttentionMixer(),
+        WindowedAttentionMixer(),
         GatedDeltaNetMixer(),
         DeltaNetMixer(),
         GatedLinearAttentionMixer(),

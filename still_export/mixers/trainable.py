@@ -50,33 +50,24 @@ class TrainableModule(ProjectedAttention):
     difference: Tensor | None = None
     selection: Tensor | None = None
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
-        attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None]:
+    def mix(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, past_key_values: Any) -> Tensor:
         """As of the module; a call with a cache is the student always."""
 
         def student() -> Tensor:
-            called = super(TrainableModule, self).forward
-            result: Tensor = called(hidden_states, position_embeddings, past_key_values=past_key_values)[0]
-            return result
+            return super(TrainableModule, self).mix(hidden, position_embeddings, past_key_values)
 
         if past_key_values is not None or self.mode == STUDENT:
-            return student(), None
+            return student()
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.mode == SOFTMAX):
             *projections, last = (without_lora(proj) for proj in (self.q_proj, self.k_proj, self.v_proj, self.o_proj))
-            query, key, value = self.heads(hidden_states, projections)
+            query, key, value = self.heads(hidden, projections)
             query, key = self.turned(query, key, position_embeddings)
             target = last(softmax_attention(query, key, value).flatten(2))
         if self.mode == TRANSFER:
             again = self.save_memory and torch.is_grad_enabled()
             output = checkpoint(student, use_reentrant=False) if again else student()
             self.difference = fused(relative_error, target.device)(output[:, :, None], target[:, :, None])
-        return target, None
+        return target
 
 
 def without_lora(projection: nn.Module) -> nn.Module:

@@ -28,6 +28,7 @@ class FlaConfig(PreTrainedConfig):
         linear_conv_kernel_dim: Taps of the convolutions of queries, keys and values; 0: there are none.
         linear_gate: Activation of the output's gate, "silu" or "sigmoid"; None: there is none.
         allow_neg_eigval: beta is up to 2.
+        sliding_window: Latest tokens that softmax layers see; None: all.
         clamp_min: Of GLA's decay; None: it is not clamped.
         lower_bounds: HGRN2's later layers forget no more than a bound that they learned.
     """
@@ -40,6 +41,7 @@ class FlaConfig(PreTrainedConfig):
     num_key_value_heads: int = 32
     head_dim: int = 64
     attention_bias: bool = False
+    sliding_window: int | None = None
     mlp_bias: bool = False
     hidden_act: str = "silu"
     rms_norm_eps: float = 1e-6

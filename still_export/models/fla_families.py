@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 
-from still_export.errors import UnsupportedModelError
-from still_export.mixers.config import FULL, StillConfig
+from still_export.mixers.config import FULL, WINDOWED, StillConfig
 from still_export.models.families import Family
 from still_export.models.fla import FlaConfig, fla_stack
 from still_export.models.fla_config import LINEAR
@@ -16,16 +16,16 @@ from still_export.models.stack import Stack, StackForCausalLM
 
 
 class StillFlaConfig(LinearConfigMixin):
-    """What their configurations refuse."""
+    """Softmax layers have a window where it is shorter than what they may see."""
 
-    def check(self, still: StillConfig) -> None:
-        super().check(still)
-        window = getattr(self, "sliding_window", None)
-        if window is not None and (window < still.capacity(self) or still.overflow != "error"):
-            raise UnsupportedModelError(
-                f"attn.window_size={window} in config.json is smaller than capacity_tokens={still.capacity(self)}; softmax layers are "
-                f"covered without a window. Set --capacity-tokens to at most {window}."
-            )
+    sliding_window: int | None
+
+    def read_still(self) -> StillConfig:
+        still = super().read_still()
+        window = self.sliding_window
+        if window is None or (window >= still.capacity(self) and still.bounded):
+            return still
+        return replace(still, layer_types=tuple(WINDOWED if name == FULL else name for name in still.layer_types or ()))
 
 
 def _places(mixer: str) -> dict[str, Place]:

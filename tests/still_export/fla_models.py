@@ -184,7 +184,9 @@ class FlaModel:
         q, k = (_turned(h, turn) for h in (q, k))
         k, v = (h.repeat_interleave(attn["num_heads"] // attn["num_kv_heads"], 2) for h in (k, v))
         scores = torch.einsum("bthd,bshd->bhts", q, k) / dim**0.5
-        scores = scores.masked_fill(torch.ones(tokens, tokens).triu(1).bool(), -torch.inf)
+        behind = torch.arange(tokens)[:, None] - torch.arange(tokens)
+        seen = (behind >= 0) & (behind < (attn["window_size"] or tokens))
+        scores = scores.masked_fill(~seen, -torch.inf)
         return torch.einsum("bhts,bshd->bthd", scores.softmax(-1), v).flatten(2) @ w["o_proj.weight"].T
 
     def _mixer(self, x: Tensor, w: dict[str, Tensor], layer: int, seen: States) -> Tensor:

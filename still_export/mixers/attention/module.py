@@ -21,18 +21,9 @@ from still_kernels.attention.dispatch import attention as kernel
 class SoftmaxAttention(ProjectedAttention):
     """Causal softmax attention with the projections, and the norms of queries and keys, of the module that it replaces."""
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
-        attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None]:
-        """The call of a transformers decoder layer. `attention_mask` is not used: the cache knows the rows' new tokens, and without a
-        cache right padding comes after every real token."""
-        heads = self.project_heads(hidden_states, position_embeddings)
-        return self.o_proj(self.attend(*heads, past_key_values).flatten(2)), None
+    def mix(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, past_key_values: Any) -> Tensor:
+        heads = self.project_heads(hidden, position_embeddings)
+        return self.o_proj(self.attend(*heads, past_key_values).flatten(2))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, past_key_values: Any) -> Tensor:
         """Attention [B, T, H, D] of new tokens to themselves and to what the cache holds, which takes them in."""

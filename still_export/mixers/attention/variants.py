@@ -14,21 +14,14 @@ from still_export.mixers.roles import PROJECTION
 class GatedAttention(SoftmaxAttention):
     """Qwen3.5 and Qwen3-Next: the query's projection has a gate of the output beside each head."""
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
-        attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None]:
+    def mix(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, past_key_values: Any) -> Tensor:
         assert position_embeddings is not None and self.q_norm is not None and self.k_norm is not None
-        query, gate = self.q_proj(hidden_states).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
-        key, value = (proj(hidden_states).unflatten(-1, (-1, self.head_dim)) for proj in (self.k_proj, self.v_proj))
+        query, gate = self.q_proj(hidden).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
+        key, value = (proj(hidden).unflatten(-1, (-1, self.head_dim)) for proj in (self.k_proj, self.v_proj))
         cos, sin = (x[:, :, None] for x in position_embeddings)
         query, key = rotate(self.q_norm(query), cos, sin), rotate(self.k_norm(key), cos, sin)
         output = self.attend(query, key, value, past_key_values) * gate.sigmoid()
-        return self.o_proj(output.flatten(2)), None
+        return self.o_proj(output.flatten(2))
 
 
 class OlmoHybridAttention(SoftmaxAttention):
@@ -86,19 +79,12 @@ class Lfm2Attention(SoftmaxAttention):
         self.q_proj, self.k_proj, self.v_proj, self.out_proj = base.q_proj, base.k_proj, base.v_proj, base.out_proj
         self.q_layernorm, self.k_layernorm = base.q_layernorm, base.k_layernorm
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
-        attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None]:
+    def mix(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, past_key_values: Any) -> Tensor:
         query, key, value = (
-            proj(hidden_states).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj)
+            proj(hidden).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         query, key = _rotated(self.q_layernorm(query), self.k_layernorm(key), position_embeddings)
-        return self.out_proj(self.attend(query, key, value, past_key_values).flatten(2)), None
+        return self.out_proj(self.attend(query, key, value, past_key_values).flatten(2))
 
 
 def _rotated(query: Tensor, key: Tensor, position_embeddings: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:

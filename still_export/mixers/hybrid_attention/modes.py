@@ -33,33 +33,24 @@ class TrainableAttention(StillAttention):
     difference: Tensor | None = None
     selection: Tensor | None = None
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
-        attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None]:
+    def mix(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, past_key_values: Any) -> Tensor:
         """As of StillAttention; a call with a cache is hybrid attention always."""
         if past_key_values is not None:
-            return super().forward(
-                hidden_states, position_embeddings, attention_mask, past_key_values=past_key_values, **kwargs
-            )
-        project = fused(TrainableAttention.project, hidden_states.device, None)
+            return super().mix(hidden, position_embeddings, past_key_values)
+        project = fused(TrainableAttention.project, hidden.device, None)
         if self.mode == TRANSFER:
             with torch.no_grad():
-                query, key, value, _ = project(self, hidden_states, position_embeddings)
+                query, key, value, _ = project(self, hidden, position_embeddings)
                 output = softmax_attention(query, key, value)
-            gate = None if self.g_proj is None else torch.sigmoid(self.g_proj(hidden_states)).view(query.shape)
+            gate = None if self.g_proj is None else torch.sigmoid(self.g_proj(hidden)).view(query.shape)
             self.difference = fused(relative_error, query.device)(self._hybrid(query, key, value, gate), output)
         else:
-            query, key, value, gate = project(self, hidden_states, position_embeddings)
+            query, key, value, gate = project(self, hidden, position_embeddings)
             soft = self.mode == SOFTMAX
             output = softmax_attention(query, key, value) if soft else self._hybrid(query, key, value, gate)
             if self.selection_queries is not None:
                 self._watch(query, key, self.selection_queries)
-        return self.o_proj(output.flatten(2)), None
+        return self.o_proj(output.flatten(2))
 
     def _watch(self, query: Tensor, key: Tensor, positions: Tensor) -> None:
         """The selection's loss where gradients are, what it aims at where none are."""

@@ -135,17 +135,8 @@ class StillAttention(HybridOpModule):
         gate = None if self.g_proj is None else torch.sigmoid(self.g_proj(hidden)).view(query.shape)
         return query, key, value, gate
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
-        attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None]:
-        """The call of a transformers decoder layer. `attention_mask` is not used: the cache knows the rows' new tokens, and without a
-        cache right padding comes after every real token."""
-        query, key, value, gate = self.project(hidden_states, position_embeddings)
+    def mix(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, past_key_values: Any) -> Tensor:
+        query, key, value, gate = self.project(hidden, position_embeddings)
         weights = (self.feature_q_weight, self.feature_k_weight)
         output = self.attend((query, key, value, gate, *weights), past_key_values)
-        return self.o_proj(output.flatten(2)), None
+        return self.o_proj(output.flatten(2))

@@ -52,25 +52,13 @@ class LatentAttention(SoftmaxAttention):
 
         def __getattr__(self, name: str) -> Any: ...
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
-        attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None]:
-        """The call of a transformers decoder layer. `attention_mask` is not used: the cache knows the rows' new tokens."""
-        wide = (
-            self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
-            if self.low_rank
-            else self.q_proj(hidden_states)
-        )
+    def mix(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, past_key_values: Any) -> Tensor:
+        wide = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden))) if self.low_rank else self.q_proj(hidden)
         query, own = wide.unflatten(-1, (-1, self.key_size + self.shared)).split((self.key_size, self.shared), dim=-1)
-        latent, shared = self.kv_a_proj_with_mqa(hidden_states).split((self.rank, self.shared), dim=-1)
+        latent, shared = self.kv_a_proj_with_mqa(hidden).split((self.rank, self.shared), dim=-1)
         key = torch.cat([self.kv_a_layernorm(latent), shared], dim=-1)[:, :, None]
         up = self.kv_b_proj.weight.unflatten(0, (-1, self.key_size + self.value_size))  # [H, key and value, rank]
         of_key, of_value = up.split((self.key_size, self.value_size), dim=1)
         query = torch.cat([torch.einsum("bthk,hkr->bthr", query, of_key), own], dim=-1)
         found = self.attend(self.factor * query, key, key, past_key_values)[..., : self.rank]
-        return self.o_proj(torch.einsum("bthr,hvr->bthv", found, of_value).flatten(2)), None
+        return self.o_proj(torch.einsum("bthr,hvr->bthv", found, of_value).flatten(2))

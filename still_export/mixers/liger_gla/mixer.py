@@ -8,13 +8,13 @@ from torch import nn
 
 from still_export.mixers.base import LayerOp, Mixer, heads_of_rank
 from still_export.mixers.config import head_size
+from still_export.mixers.hybrid_attention.window import window_of
 from still_export.mixers.liger_gla.cache import WindowAndFixedStates
 from still_export.mixers.liger_gla.module import LigerGLA, TrainableLigerGLA
 from still_export.mixers.liger_gla.paged import PagedLigerGLA
 from still_export.mixers.trainable import Trainable
 from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 from still_graphs.ops.linear_attention import LINEAR_ATTENTION
-from still_kernels.hybrid_attention import HybridAttentionConfig
 
 WINDOW = 64
 """Tokens of softmax, as Liger has it."""
@@ -26,14 +26,14 @@ class LigerGLAMixer(Mixer):
     name = "liger_gla"
 
     def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:
-        window = self._window(config)
+        window = window_of(config, WINDOW)
         return LayerOp(HYBRID_ATTENTION, window.attributes(), window.symbols()), *self._beside(config)
 
     def cache_layer(self, config: Any, index: int) -> WindowAndFixedStates:
-        return WindowAndFixedStates(self._beside(config), self._window(config))
+        return WindowAndFixedStates(self._beside(config), window_of(config, WINDOW))
 
     def module(self, base: nn.Module, config: Any, index: int) -> LigerGLA:
-        return LigerGLA(base, self._window(config), self._beside(config))
+        return LigerGLA(base, window_of(config, WINDOW), self._beside(config))
 
     def trainable(self, module: Any, learn_window_factors: bool) -> Trainable:
         module.__class__ = TrainableLigerGLA  # wrapping would rename the parameters
@@ -43,24 +43,6 @@ class LigerGLAMixer(Mixer):
     def paged(self, config: Any, index: int, ranks: int, rank: int) -> PagedLigerGLA:
         heads = heads_of_rank(config.num_attention_heads, config.num_key_value_heads, ranks)
         return PagedLigerGLA(*heads, head_size(config), WINDOW)
-
-    def _window(self, config: Any) -> HybridAttentionConfig:
-        """Hybrid attention that is a window of softmax: no salient tokens, one feature, which is nothing."""
-        return HybridAttentionConfig(
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            head_size(config),
-            chunk_size=WINDOW,
-            salient_per_chunk=0,
-            feature_map="relu",
-            feature_dim=1,
-            gate="none",
-            local="sliding",
-            window_size=WINDOW,
-            mix_epsilon=1e-12,  # keeps padding finite
-            capacity_tokens=config.still.capacity(config),
-            overflow=config.still.overflow,
-        )
 
     def _beside(self, config: Any) -> tuple[LayerOp, ...]:
         dim = head_size(config)

@@ -123,19 +123,10 @@ class LinearizedAttention(ProjectedAttention):
         fill = torch.ones if name == "output_scale" else torch.zeros
         return fill(parameter.shape, dtype=parameter.dtype)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
-        attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None]:
-        """The call of a transformers decoder layer. `attention_mask` is not used: the cache knows the rows' new tokens, and without a
-        cache right padding comes after every real token."""
-        projected, weights = self._beside(hidden_states)
-        rows = self.mixed(hidden_states, projected, weights, position_embeddings, past_key_values)
-        return self.o_proj(self.gated(rows, projected, weights).flatten(2)), None
+    def mix(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, past_key_values: Any) -> Tensor:
+        projected, weights = self._beside(hidden)
+        rows = self.mixed(hidden, projected, weights, position_embeddings, past_key_values)
+        return self.o_proj(self.gated(rows, projected, weights).flatten(2))
 
     def mixed(
         self,
