@@ -6,7 +6,6 @@ import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from still_graphs.errors import ConfigError
@@ -67,6 +66,7 @@ class HybridAttentionConfig(HybridAttentionSettings):
         window_factor: Scalars on the softmax terms (LoLCATs), any sequence of H numbers, or None.
         capacity_tokens: T_max, what the salient cache covers; its slots are `capacity_slots`.
         attribute_values: Those of `attributes`, which follow from the others.
+        slot_rule: How salient slots grow, which follows too.
 
     Raises:
         ConfigError: A value is unknown, out of range, or contradicts another.
@@ -78,6 +78,7 @@ class HybridAttentionConfig(HybridAttentionSettings):
     window_factor: Sequence[float] | None = field(default=None, kw_only=True)
     capacity_tokens: int = field(default=8192, kw_only=True)
     attribute_values: tuple[AttributeValue, ...] = field(init=False, repr=False, compare=False)
+    slot_rule: dict[str, Any] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if window := re.fullmatch(r"sliding\((\d+)\)", str(self.local)):
@@ -110,8 +111,11 @@ class HybridAttentionConfig(HybridAttentionSettings):
                 raise ConfigError('profile="released" needs local="chunked".')
             for name, value in (("saliency", "released_prefill"), ("phantom_first_chunk", True), ("mix_epsilon", 1e-6)):
                 object.__setattr__(self, name, value)
-        # Kept: compiled code asks at every call whether they are still the same.
-        object.__setattr__(self, "attribute_values", tuple(self.attributes().values()))
+        # Kept: compiled code asks at every call whether they are still the same. Neither may be made at its first use, which may be within
+        # what is compiled: Python 3.11 takes a lock for that.
+        attributes = self.attributes()
+        object.__setattr__(self, "attribute_values", tuple(attributes.values()))
+        object.__setattr__(self, "slot_rule", {**SLOTS.resolve(attributes), "fixed": False})
 
     def _check_window(self) -> None:
         if self.local == "chunked":
@@ -161,11 +165,7 @@ class HybridAttentionConfig(HybridAttentionSettings):
 
     def slots_for(self, tokens: int) -> int:
         """Slots that a sequence of `tokens` tokens fills, whatever happens beyond the capacity."""
-        return rows_after(self._slot_rule, tokens, self.capacity_tokens)
-
-    @cached_property
-    def _slot_rule(self) -> dict[str, Any]:
-        return {**SLOTS.resolve(self.attributes()), "fixed": False}
+        return rows_after(self.slot_rule, tokens, self.capacity_tokens)
 
     def symbols(self) -> dict[str, int]:
         """Sizes of the OpSpec's symbols that the configuration fixes."""
