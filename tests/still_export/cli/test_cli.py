@@ -321,6 +321,18 @@ def test_a_missing_package_is_named_with_its_extra(
     assert f"pip install 'still-export[{extra}]'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_bench_with_json_needs_no_matplotlib(
+    export_tiny: Exporter, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [n for n in sys.modules if n.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert call("bench", export_tiny().path, "--lengths", "8", "--steps", "1", "--json", "-q", "-o", tmp_path) == 0
+    assert [row["length"] for row in json.loads(capsys.readouterr().out)["rows"]] == [8]
+    assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]
+
+
 def test_running_needs_no_torch(export_tiny: Exporter) -> None:
     """`still-export run` on an edge box: neither torch nor transformers is imported."""
     program = (
