@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -203,7 +204,6 @@ class Verifier:
     def _verdicts(self, pairs: list[tuple[Arrays, Arrays]], tolerance: Tolerance) -> dict[str, bool]:
         """Polygraphy's verdict on each output over all calls; outputs without elements are left out."""
         from polygraphy.comparator import Comparator, IterationResult, RunResults
-        from polygraphy.logger import G_LOGGER
 
         compare = _simple_compare()(
             check_error_stat=tolerance.statistic,
@@ -217,7 +217,7 @@ class Verifier:
             return name, [IterationResult(out, runner_name=name) for out in outputs]
 
         verdicts: dict[str, bool] = {}
-        with G_LOGGER.verbosity(G_LOGGER.CRITICAL), np.errstate(invalid="ignore", divide="ignore"):
+        with _without_log(), np.errstate(invalid="ignore", divide="ignore"):
             accuracy = Comparator.compare_accuracy(
                 RunResults([results(self.target.name, 1), results("pytorch", 0)]), compare_func=compare
             )
@@ -242,6 +242,25 @@ def _simple_compare() -> Any:
     from polygraphy import comparator
 
     return getattr(comparator, "SimpleCompareFunc", None) or comparator.CompareFunc.simple
+
+
+@contextlib.contextmanager
+def _without_log() -> Iterator[None]:
+    """Polygraphy without what it logs: it would write out every array and its statistics, shown or not, in most of its time."""
+    from polygraphy import util
+    from polygraphy.comparator import util as statistics
+    from polygraphy.logger import G_LOGGER
+
+    writers: list[tuple[Any, str]] = [(util, "indent_block"), (statistics, "log_output_stats")]
+    kept = [getattr(module, name) for module, name in writers]
+    try:
+        for module, name in writers:
+            setattr(module, name, lambda *_, **__: "")
+        with G_LOGGER.verbosity(G_LOGGER.CRITICAL):
+            yield
+    finally:
+        for (module, name), writer in zip(writers, kept, strict=True):
+            setattr(module, name, writer)
 
 
 def check_dtype(package: Package) -> None:
