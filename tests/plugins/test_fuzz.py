@@ -22,7 +22,7 @@ RUNS = {
     "kernels": 2_500,
     "attention": 500,
     "linear_attention": 3_000,
-    "archive": 15_000,
+    "archive": 7_000,
     "manifest": 30_000,
 }
 

@@ -17,7 +17,7 @@ COMMON: dict[str, Any] = dict(
     vocab_size=VOCAB,
     hidden_size=24,
     intermediate_size=44,
-    num_hidden_layers=4,
+    num_hidden_layers=3,
     num_attention_heads=6,
     num_key_value_heads=2,
     max_position_embeddings=512,
@@ -26,12 +26,14 @@ COMMON: dict[str, Any] = dict(
     pad_token_id=0,
 )
 _TAPS = ("conv1d.weight", "conv.conv.weight")
+_ONE_SOFTMAX = ["linear_attention", "full_attention", "linear_attention"]
 _DELTA: dict[str, Any] = dict(
     linear_num_key_heads=2,
     linear_num_value_heads=6,
     linear_key_head_dim=24,
     linear_value_head_dim=20,
     linear_conv_kernel_dim=4,
+    layer_types=_ONE_SOFTMAX,
 )
 _NO_SOFTMAX: dict[str, Any] = dict(num_attention_heads=None, num_key_value_heads=None)
 SIZES: dict[str, dict[str, Any]] = {
@@ -41,7 +43,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": dict(
         num_local_experts=0,
         shared_intermediate_size=44,
-        layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        layer_types=_ONE_SOFTMAX,
         mamba_n_heads=6,
         mamba_n_groups=2,
         mamba_d_state=10,
@@ -72,8 +74,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "mamba2": dict(_NO_SOFTMAX, num_heads=6, head_dim=8, state_size=10, n_groups=2, time_step_limit=(0.1, 2.0)),
     "kimi_linear": dict(
         num_key_value_heads=6,
-        mlp_layer_types=["dense"] * 4,
-        layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        mlp_layer_types=["dense"] * 3,
+        layer_types=_ONE_SOFTMAX,
         linear_num_heads=3,
         linear_head_dim=12,
         kv_lora_rank=14,
@@ -81,7 +83,7 @@ SIZES: dict[str, dict[str, Any]] = {
         qk_nope_head_dim=6,
         v_head_dim=10,
     ),
-    "lfm2": dict(layer_types=["conv", "full_attention", "conv", "conv"], block_auto_adjust_ff_dim=False),
+    "lfm2": dict(layer_types=["conv", "full_attention", "conv"], block_auto_adjust_ff_dim=False),
 }
 """What each family's configuration has beside `COMMON`, None where it lacks one of those."""
 FAMILIES = (*SIZES, *FLA_SIZES)

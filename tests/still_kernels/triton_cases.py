@@ -115,13 +115,13 @@ CASES = {
         {"overflow": "fold_oldest", "capacity_tokens": 96}, ((63, [63, 62]), STEP, STEP, (64, [40, 64])), paged=True
     ),
     "paged, several pages": Case(
-        {"salient_per_chunk": 32, "capacity_tokens": 640},
-        ((450, [450, 260]), STEP, (30, [29, 30]), STEP, STEP),
+        {"salient_per_chunk": 32, "capacity_tokens": 384},
+        ((290, [290, 194]), STEP, (30, [29, 30]), STEP, STEP),  # a step begins the third page
         paged=True,
     ),
     "paged, several pages of a group": Case(
-        {"salient_per_chunk": 31, "capacity_tokens": 640, "select_scope": "kv_group_max"},
-        ((450, [318, 450]), STEP, STEP, STEP),
+        {"salient_per_chunk": 31, "capacity_tokens": 384, "select_scope": "kv_group_max"},
+        ((318, [318, 226]), STEP, STEP, STEP),  # a chunk's rows in two pages
         paged=True,
     ),
     "paged, many rows": Case(

@@ -19,7 +19,12 @@ from still_export.export.trace import trace_model
 from still_graphs.passes.attach_functions import attach_functions
 from tests.still_export.tiny import FAMILIES, MIXED, still_model
 
-CASES = [(family, torch.float32, MIXED) for family in FAMILIES] + [("llama", torch.float16, ("hybrid_attention",) * 3)]
+CASES: list[Any] = [
+    # mistral's graph is llama's
+    pytest.param(family, torch.float32, MIXED, marks=[pytest.mark.long] if family == "mistral" else [])
+    for family in FAMILIES
+]
+CASES.append(("llama", torch.float16, ("hybrid_attention",) * 3))
 
 
 def outputs(model: onnx.ModelProto) -> list[dict[str, np.ndarray]]:

@@ -127,7 +127,7 @@ def test_kernels_of_tensorrt_follow_from_the_graph(
     assert (rule.count_dtype, conv.count_dtype, rule.shared, rule.per_key) == ("int32", "int32", 1, 0)
     assert rule.update_rule == {"qwen3_5_text": "gated_delta", "granitemoehybrid": "gated"}[family]
     layers = json.loads((tmp_path / "package/manifest.json").read_text())["plugin_layers"]
-    assert layers["LinearAttention"] == layers["CausalConv"] == 3
+    assert layers["LinearAttention"] == layers["CausalConv"] == 2
     check_shapes(tmp_path / "package/model.onnx")
 
 
@@ -145,7 +145,8 @@ def test_gpu_kernels_that_are_not_there_are_refused(
     target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In one sentence, before anything is left behind."""
-    linear_model("lfm2", conv_L_cache=20).save_pretrained(tmp_path / "model")
+    few = dict(num_hidden_layers=2, layer_types=["conv", "full_attention"])
+    linear_model("lfm2", conv_L_cache=20, **few).save_pretrained(tmp_path / "model")
     output = tmp_path / "package"
     arguments = (
         ["--to", "trt"] if target == "trt" else ["--to", "onnx", "--native", "--arch", "sm_90", "--dtype", "float16"]

@@ -178,8 +178,8 @@ def test_the_text_of_a_model_that_sees_images(tmp_path: Path) -> None:
         ("qwen3_next", {"num_experts": 4, "moe_intermediate_size": 8}, "holds experts; of qwen3_next"),
         (
             "kimi_linear",
-            {"mlp_layer_types": ["dense"] * 3 + ["sparse"], "num_local_experts": 4, "moe_intermediate_size": 8},
-            "model.layers.3.mlp.experts holds experts; of kimi_linear only dense",
+            {"mlp_layer_types": ["dense"] * 2 + ["sparse"], "num_local_experts": 4, "moe_intermediate_size": 8},
+            "model.layers.2.mlp.experts holds experts; of kimi_linear only dense",
         ),
         ("kimi_linear", {"mla_use_nope": False}, "without positions alone"),
         ("qwen3_5_text", {"hidden_act": "gelu"}, "only silu is covered"),
@@ -243,4 +243,4 @@ def test_what_is_linear_already_is_not_linearized(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="is a lfm2 model, whose layers are linear already"):
         load_model(tmp_path, attach_untrained=True)
-    assert linear_config("lfm2").layer_types == ["conv", "full_attention", "conv", "conv"]
+    assert linear_config("lfm2").layer_types == ["conv", "full_attention", "conv"]

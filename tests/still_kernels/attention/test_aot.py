@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,20 +17,23 @@ from still_kernels.tile import SHARED_BYTES
 from tests.still_kernels.test_descriptors import descriptors, instructions
 
 
-def compiled(variant: Variant, arch: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    entry, cubins = aot.compile_variant("Attention", variant, arch)
+@functools.cache
+def compiled(variant: Variant, arch: int) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """What the archive has of a variant, compiled once."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", folder)
+        patch.delenv("TRITON_INTERPRET", raising=False)
+        entry, cubins = aot.compile_variant("Attention", variant, arch)
     assert set(entry["kernels"]) == set(KERNELS.functions()) == {"attend", "decode"}
     for kernel in entry["kernels"].values():
         assert kernel["shared_bytes"] <= SHARED_BYTES[arch]
         assert cubins[kernel["cubin"]][:4] == b"\x7fELF"
-    return entry
+    return entry, cubins
 
 
 @pytest.mark.parametrize("packed", [0, 1])
-def test_one_architecture(packed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = compiled(Variant(head_dim=64, count_dtype="int32", packed=packed), 90, tmp_path, monkeypatch)
+def test_one_architecture(packed: int) -> None:
+    entry, _ = compiled(Variant(head_dim=64, count_dtype="int32", packed=packed), 90)
     names = {a["name"] for a in entry["kernels"]["decode"]["args"]}
     assert ("query_start" in names, "new_tokens" in names) == (bool(packed), not packed)
     counts = {a["name"]: a["element"] for a in entry["kernels"]["attend"]["args"] if a["type"] == "ptr"}
@@ -36,20 +42,19 @@ def test_one_architecture(packed: int, tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [a if a == "sm_90" else pytest.param(a, marks=pytest.mark.long) for a in aot.ARCHS])
-def test_every_architecture(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_architecture(arch: str) -> None:
     variants = [Variant()]
     if arch in ("sm_86", "sm_90"):  # the least shared memory, a server
         variants += [Variant("float16", 64), Variant("float32", 128), Variant("float32", 256), Variant("bfloat16", 256)]
     for variant in variants:
-        compiled(variant, aot.parse_arch(arch), tmp_path, monkeypatch)
+        compiled(variant, aot.parse_arch(arch))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dim", (16, 24, 64, 80, 128, 256))
-def test_descriptors(dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_descriptors(dim: int, tmp_path: Path) -> None:
     """What matrix instructions of sm_90 get from one assembler may be wrong: tests/still_kernels/test_descriptors.py."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    entry, cubins = aot.compile_variant("Attention", Variant(head_dim=dim), 90)
+    entry, cubins = compiled(Variant(head_dim=dim), 90)
     kernel = entry["kernels"]["attend"]
     count, wrong = descriptors(instructions(cubins[kernel["cubin"]], tmp_path), kernel["shared_bytes"])
     assert not wrong and (count or dim > 128)
