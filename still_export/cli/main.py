@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import signal
 import sys
 import threading
@@ -45,6 +46,7 @@ def _root(
     pass
 
 
+@functools.cache  # every call of `main` in a process would have twelve verbs more to build
 def _register() -> None:
     from still_export.cli import (
         audit,

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from still_export.cli.main import main
+from still_export.cli.main import app, main
 from still_export.errors import ConfigError
 from still_export.export.onnx_package import ExportOptions
 from tests.still_export.conftest import Exporter
@@ -288,6 +288,8 @@ def test_version_and_help(capsys: Capture) -> None:
     for verb in ("export", "run", "verify", "inspect", "bench"):
         assert call(verb, "--help") == 0
         assert "Example" in capsys.readouterr().out
+    names = [command.name for command in app.registered_commands]
+    assert len(names) == len(set(names)) > 5, "every call registers the verbs again"
 
 
 @pytest.mark.slow
