@@ -21,19 +21,23 @@ class Case:
     inputs: int = 288
     block_size: int = 32
     rows: tuple[tuple[int, int], ...] = ((1, 1), (2, 1), (1, 3), (8, 1), (3, 3))  # batch, tokens
+    offsets: bool = False
 
 
 FEW = {
     "4 bits": Case(),
     "4 bits, no zero points": Case(zero_points=False, outputs=40, inputs=1184),
     "4 bits, blocks of 64": Case(outputs=19, inputs=320, block_size=64, rows=((5, 1),)),
+    "4 bits, offsets": Case(zero_points=False, outputs=40, offsets=True),
     "8 bits": Case(8, False),
+    "8 bits, zero points, offsets": Case(8, outputs=19, inputs=320, rows=((1, 1), (2, 8)), offsets=True),
     "8 bits, zero points": Case(8, outputs=40, inputs=1184, rows=((1, 1), (2, 8))),
     "one block": Case(outputs=3, inputs=32, rows=((1, 1), (7, 1))),
 }
 MANY = {
     "4 bits": Case(rows=((1, 65), (2, 43), (3, 43))),
     "4 bits, no zero points": Case(zero_points=False, outputs=40, inputs=160, rows=((1, 129),)),
+    "4 bits, offsets": Case(zero_points=False, outputs=40, inputs=160, rows=((1, 66),), offsets=True),
     "8 bits": Case(8, False, outputs=136, inputs=96, rows=((1, 70),)),
     "8 bits, zero points": Case(8, outputs=35, rows=((1, 70),)),
 }
@@ -57,6 +61,7 @@ def weight(case: Case, dtype: torch.dtype = torch.float16) -> Inputs:
         words(-(-blocks * case.bits // 32)) if case.zero_points else None,
         case.bits,
         case.block_size,
+        (torch.rand(scales.shape, generator=generator) - 0.5).to(dtype) if case.offsets else None,
     )
 
 

@@ -41,6 +41,8 @@ class Product(ABC):
 
     domain = ""
     """Of its nodes."""
+    takes_offsets = False
+    """Its nodes do."""
 
     def __init__(self, model: ir.Model, weights: list[StoredWeight]) -> None:
         self.model, self.weights = model, weights
@@ -50,6 +52,7 @@ class Product(ABC):
         self.outputs = sum(weight.outputs for weight in weights)
         self.blocks = first.blocks if first.form.base is not None else 0
         self.offsets = any(weight.form.offsets for weight in weights)
+        self.sums = self.offsets and not self.takes_offsets  # offsets are a part of the thin product
         self.left: set[str] = set()
 
     def write(self, nodes: list[ir.Node]) -> None:
@@ -117,7 +120,7 @@ class Product(ABC):
     def values(self) -> dict[str, ir.Value]:
         """What is stored, by part: of the blocks, `inner` and `outer`."""
         found = self._held() if self.form.base is not None else {}
-        if self.offsets or self.rank:
+        if self.sums or self.rank:
             found |= self._thin(found)
         return found
 
@@ -128,13 +131,13 @@ class Product(ABC):
 
     def _thin(self, held: dict[str, ir.Value]) -> dict[str, ir.Value]:
         """`inner` and `outer`; `held` is what is stored of the blocks."""
-        rank = self.rank + (self.blocks if self.offsets else 0)
+        rank = self.rank + (self.blocks if self.sums else 0)
         outer = self._stored("outer", [rank, self.outputs], self.dtype, self._outer)
         if not self.rank:
-            return {"inner": self._sums(), "outer": outer}
+            return {"inner": self._stored_sums(), "outer": outer}
         return {"inner": self._stored("inner", [self.inputs, rank], self.dtype, self._inner), "outer": outer}
 
-    def _sums(self) -> ir.Value:
+    def _stored_sums(self) -> ir.Value:
         """The sums over blocks [K, K / block], one for all products of so many inputs."""
         name, shape = f"{SUMS}.{self.inputs}", [self.inputs, self.blocks]
         known = self.model.graph.initializers.get(name)
@@ -158,21 +161,21 @@ class Product(ABC):
 
     def _inner(self) -> np.ndarray:
         """Sums over blocks, and the first matrices of the pairs, [K, R]."""
-        return np.concatenate([*([self._block_sums()] if self.offsets else []), self._pairs_inner()], axis=1)
+        return np.concatenate([*([self._block_sums()] if self.sums else []), self._pairs_inner()], axis=1)
 
     def _outer(self) -> np.ndarray:
         """Offsets, and the second matrices of the pairs, [R, N]."""
-        return np.concatenate([*([self._offset_rows()] if self.offsets else []), self._pairs_outer()])
+        return np.concatenate([*([self._offset_rows().T] if self.sums else []), self._pairs_outer()])
 
     def _block_sums(self) -> np.ndarray:
         return np.kron(np.eye(self.blocks, dtype=np.float32), np.ones((self.asked.block_size, 1), np.float32))
 
     def _offset_rows(self) -> np.ndarray:
-        """Offsets [K / block, N], 0 where a weight has none."""
+        """Offsets [N, K / block], 0 where a weight has none."""
         rows = [weight.made.offsets if weight.form.offsets else None for weight in self.weights]
         shapes = ((weight.outputs, self.blocks) for weight in self.weights)
         found = [np.zeros(shape, np.float32) if x is None else x for x, shape in zip(rows, shapes, strict=True)]
-        return np.concatenate(found).T
+        return np.concatenate(found)
 
     def _pairs_inner(self) -> np.ndarray:
         """The first matrices of the pairs, [K, R]."""
@@ -248,7 +251,10 @@ class BlockProduct(Product):
         middles = self._folded("Mul", [scales, middle], shape, "middles")
         offsets = self._folded("Add", [middles, cast_value(self.model, least, self.dtype)], shape, "offsets")
         shape.reverse()
-        thin = {"inner": self._sums(), "outer": self._folded("Transpose", [offsets], shape, "offset_rows", perm=[1, 0])}
+        thin = {
+            "inner": self._stored_sums(),
+            "outer": self._folded("Transpose", [offsets], shape, "offset_rows", perm=[1, 0]),
+        }
         if self.rank:
             inner = self._stored("inner", [self.inputs, self.rank], self.dtype, self._pairs_inner)
             outer = self._stored("outer", [self.rank, self.outputs], self.dtype, self._pairs_outer)
@@ -296,7 +302,7 @@ class DequantizedProduct(Product):
 class PluginProduct(Product):
     """still::MatMulNBits, which reads what BlockWeight has, four bytes in a word."""
 
-    domain = DOMAIN
+    domain, takes_offsets = DOMAIN, True
 
     def _multiplied(self, node: ir.Node, read: ir.Value) -> ir.Value:
         graph, rows = self.model.graph, read.shape
@@ -308,7 +314,7 @@ class PluginProduct(Product):
             axis = store(graph, ir.tensor([1], dtype=ir.DataType.INT64, name=f"{node.name}.axis"))
             read = typed(add_node(graph, node, "Unsqueeze", [read, axis], "row"), [rows[0], 1, rows[1]], self.dtype)
         attributes = {"bits": self.form.bits, "block_size": self.asked.block_size}
-        parts = [self.values.get(part) for part in ("blocks", "scales", "zero_points")]
+        parts = [self.values.get(part) for part in ("blocks", "scales", "zero_points", "offsets")]
         shape = [rows[0], 1 if single else rows[1], self.outputs]
         found = typed(
             add_node(graph, node, MATMUL_NBITS.name, [read, *parts], "blocks", attributes, DOMAIN), shape, self.dtype
@@ -327,6 +333,8 @@ class PluginProduct(Product):
             words, zero = -(-self.blocks * self.form.bits // 32), self._below_each_other(lambda w: w.zero_points)
             shape = [self.outputs, words]
             found["zero_points"] = self._stored("zero_points", shape, ir.DataType.INT32, lambda: _words(zero()))
+        if self.offsets:
+            found["offsets"] = self._stored("offsets", [self.outputs, self.blocks], self.dtype, self._offset_rows)
         return found
 
 

@@ -125,11 +125,13 @@ def _held_weights(path: Path, block_size: int, sizes: Mapping[str, int]) -> dict
             packed = codes.reshape(*scales.shape, -1)
             zero_points = values(names, "zero_points", 0, rows)
             total = BlockWeight(packed, scales, zero_points, packed.shape[-1] * 8 // block_size).dequantized()
-        least = values(names, LEAST, 0, rows)
+        offsets, least = values(names, "offsets", 0, rows), values(names, LEAST, 0, rows)
         if least is not None:
-            assert isinstance(total, np.ndarray) and scales is not None
+            assert scales is not None
             offsets = least.astype(np.float32) + MIDDLE * scales.astype(np.float32)
-            total = total + offsets.repeat(block_size, axis=1)
+        if offsets is not None:
+            assert isinstance(total, np.ndarray)
+            total = total + offsets.astype(np.float32).repeat(block_size, axis=1)
         outer = values(names, "outer", 1, rows)
         if outer is not None:
             inner = values(names, "inner", 0, slice(None))

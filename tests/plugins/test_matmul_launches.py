@@ -16,18 +16,18 @@ launch = pytest.importorskip("still_kernels.matmul_nbits.launch")
 
 
 @pytest.mark.parametrize(
-    "batch, count, outputs, inputs, bits, zero_points, block",
+    "batch, count, outputs, inputs, bits, beside, block",
     [
-        (1, 1, 40, 288, 4, True, 32),
-        (8, 1, 77, 288, 8, False, 32),
-        (3, 21, 40, 320, 4, False, 64),
-        (1, 65, 77, 288, 8, True, 32),
-        (2, 300, 40960, 4096, 4, True, 32),
+        (1, 1, 40, 288, 4, ("zero_points",), 32),
+        (8, 1, 77, 288, 8, (), 32),
+        (3, 21, 40, 320, 4, ("offsets",), 64),
+        (1, 65, 77, 288, 8, ("zero_points", "offsets"), 32),
+        (2, 300, 40960, 4096, 4, ("zero_points",), 32),
     ],
     ids=str,
 )
 def test_matmul_nbits(
-    batch: int, count: int, outputs: int, inputs: int, bits: int, zero_points: bool, block: int, mirror: Callable[..., None]  # noqa: F811
+    batch: int, count: int, outputs: int, inputs: int, bits: int, beside: tuple[str, ...], block: int, mirror: Callable[..., None]  # noqa: F811
 ) -> None:  # fmt: skip
     def made(*shape: int, kind: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(shape, dtype=kind, device="meta")
@@ -37,10 +37,15 @@ def test_matmul_nbits(
         "input": made(batch, count, inputs, kind=torch.float16),
         "blocks": made(outputs, inputs * bits // 32),
         "scales": made(outputs, blocks, kind=torch.float16),
-        **({"zero_points": made(outputs, -(-blocks * bits // 32))} if zero_points else {}),
     }
+    optional = {
+        "zero_points": made(outputs, -(-blocks * bits // 32)),
+        "offsets": made(outputs, blocks, kind=torch.float16),
+    }
+    tensors |= {name: optional[name] for name in beside}
     given = Inputs(**tensors, bits=bits, block_size=block)  # type: ignore[arg-type]
-    variant = Variant("float16", bits, block, int(zero_points), int(outputs % 8 == 0), int(outputs <= 4096))
+    present = {name: int(name in beside) for name in optional}
+    variant = Variant("float16", bits, block, aligned=int(outputs % 8 == 0), narrow=int(outputs <= 4096), **present)
     mirror(
         MATMUL_NBITS,
         tensors,

@@ -21,7 +21,7 @@ def model_of(case: Case, dtype: torch.dtype = torch.float32, **sizes: int) -> on
     own = {"I": case.inputs, "O": case.outputs, "IW": given.blocks.shape[1], "IS": given.scales.shape[1], **sizes}
     if given.zero_points is not None:
         own["IZ"] = given.zero_points.shape[1]
-    absent = () if case.zero_points else ("zero_points",)
+    absent = tuple(name for name in ("zero_points", "offsets") if not getattr(case, name))
     return node_model(MATMUL_NBITS, own, dtype, absent, bits=case.bits, block_size=case.block_size)
 
 

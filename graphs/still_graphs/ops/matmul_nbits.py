@@ -15,6 +15,7 @@ MATMUL_NBITS = OpSpec(
         TensorSpec("blocks", ("O", "IW"), "int32", "weight"),
         TensorSpec("scales", ("O", "IS"), "T", "weight"),
         TensorSpec("zero_points", ("O", "IZ"), "int32", "weight", optional=True),
+        TensorSpec("offsets", ("O", "IS"), "T", "weight", optional=True),
     ),
     states=(),
     outputs=(TensorSpec("output", ("B", "T", "O"), "T", "activation"),),

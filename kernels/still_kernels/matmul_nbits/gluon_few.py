@@ -101,68 +101,106 @@ def _zeros(word, shift, BITS: gl.constexpr):
     )
 
 
-@gluon.jit
-def _four_bits(words, zero, scale):
-    """Eight numbers scale * (code - zero) of each word, joined in their order; pairs of a register are four codes apart.
+FOUR_BITS = gl.constexpr(
+    """{
+    .reg .b32 x0, x1, x2, x3, upper, sixteenth, high, far;
+    mov.b32 sixteenth, 0x2C002C00;
+    mov.b32 far, 0x63806380;
+    add.rn.f16x2 high, $9, far;
+    shr.u32 upper, $8, 8;
+    lop3.b32 x0, $8, 0x000F000F, 0x64006400, 0xEA;
+    lop3.b32 x1, $8, 0x00F000F0, 0x64006400, 0xEA;
+    lop3.b32 x2, upper, 0x000F000F, 0x64006400, 0xEA;
+    lop3.b32 x3, upper, 0x00F000F0, 0x64006400, 0xEA;
+    add.rn.f16x2 x0, x0, $9;
+    fma.rn.f16x2 x1, x1, sixteenth, high;
+    add.rn.f16x2 x2, x2, $9;
+    fma.rn.f16x2 x3, x3, sixteenth, high;
+    mul.rn.f16x2 x0, x0, $10;
+    mul.rn.f16x2 x1, x1, $10;
+    mul.rn.f16x2 x2, x2, $10;
+    mul.rn.f16x2 x3, x3, $10;
+    mov.b32 {$0, $4}, x0;
+    mov.b32 {$1, $5}, x1;
+    mov.b32 {$2, $6}, x2;
+    mov.b32 {$3, $7}, x3;
+    }"""
+)
+EIGHT_BITS = gl.constexpr(
+    """{
+    .reg .b32 x0, x1, high;
+    mov.b32 high, 0x64646464;
+    prmt.b32 x0, $4, high, 0x4140;
+    prmt.b32 x1, $4, high, 0x4342;
+    add.rn.f16x2 x0, x0, $5;
+    add.rn.f16x2 x1, x1, $5;
+    mul.rn.f16x2 x0, x0, $6;
+    mul.rn.f16x2 x1, x1, $6;
+    mov.b32 {$0, $1}, x0;
+    mov.b32 {$2, $3}, x1;
+    }"""
+)
+"""Of words, zeros and scales: numbers scale * (code - zero)."""
 
-    zero: Of `_zeros`. Four bits higher than the lowest, a code makes 0x6400 to 1024 + 16 * code.
-    """
-    e0, e1, e2, e3, e4, e5, e6, e7 = gl.inline_asm_elementwise(
-        """{
-        .reg .b32 x0, x1, x2, x3, upper, sixteenth, high, far;
-        mov.b32 sixteenth, 0x2C002C00;
-        mov.b32 far, 0x63806380;
-        add.rn.f16x2 high, $9, far;
-        shr.u32 upper, $8, 8;
-        lop3.b32 x0, $8, 0x000F000F, 0x64006400, 0xEA;
-        lop3.b32 x1, $8, 0x00F000F0, 0x64006400, 0xEA;
-        lop3.b32 x2, upper, 0x000F000F, 0x64006400, 0xEA;
-        lop3.b32 x3, upper, 0x00F000F0, 0x64006400, 0xEA;
-        add.rn.f16x2 x0, x0, $9;
-        fma.rn.f16x2 x1, x1, sixteenth, high;
-        add.rn.f16x2 x2, x2, $9;
-        fma.rn.f16x2 x3, x3, sixteenth, high;
-        mul.rn.f16x2 x0, x0, $10;
-        mul.rn.f16x2 x1, x1, $10;
-        mul.rn.f16x2 x2, x2, $10;
-        mul.rn.f16x2 x3, x3, $10;
-        mov.b32 {$0, $4}, x0;
-        mov.b32 {$1, $5}, x1;
-        mov.b32 {$2, $6}, x2;
-        mov.b32 {$3, $7}, x3;
-        }""",
-        "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r",
-        [words, gl.expand_dims(zero, 3), gl.expand_dims(scale, 3)],
-        dtype=(gl.float16,) * 8,
-        is_pure=True,
-        pack=1,
+
+@gluon.constexpr_function
+def _moved(code, scale, offset):
+    """`code` with an addition in each product with the operand `scale`."""
+    parts = code.split("mul.rn.f16x2 ")
+    return parts[0] + "".join(
+        f"fma.rn.f16x2 {part.replace(f'${scale};', f'${scale}, ${offset};', 1)}" for part in parts[1:]
     )
+
+
+@gluon.jit
+def _four_bits(words, zero, scale, offset):
+    """Eight numbers scale * (code - zero) + offset of each word, joined in their order; pairs of a register are four codes apart.
+
+    zero: Of `_zeros`. offset: None: 0. Four bits higher than the lowest, a code makes 0x6400 to 1024 + 16 * code.
+    """
+    if offset is None:
+        e0, e1, e2, e3, e4, e5, e6, e7 = gl.inline_asm_elementwise(
+            FOUR_BITS,
+            "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r",
+            [words, gl.expand_dims(zero, 3), gl.expand_dims(scale, 3)],
+            dtype=(gl.float16,) * 8,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        e0, e1, e2, e3, e4, e5, e6, e7 = gl.inline_asm_elementwise(
+            _moved(FOUR_BITS, 10, 11),
+            "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r,r",
+            [words, gl.expand_dims(zero, 3), gl.expand_dims(scale, 3), gl.expand_dims(offset, 3)],
+            dtype=(gl.float16,) * 8,
+            is_pure=True,
+            pack=1,
+        )
     even, odd = gl.join(gl.join(e0, e4), gl.join(e2, e6)), gl.join(gl.join(e1, e5), gl.join(e3, e7))
     return gl.join(even, odd)  # [..., 2, 2, 2]
 
 
 @gluon.jit
-def _eight_bits(words, zero, scale):
-    """Four numbers scale * (code - zero) of each word, joined in their order; pairs of a register are neighbours."""
-    e0, e1, e2, e3 = gl.inline_asm_elementwise(
-        """{
-        .reg .b32 x0, x1, high;
-        mov.b32 high, 0x64646464;
-        prmt.b32 x0, $4, high, 0x4140;
-        prmt.b32 x1, $4, high, 0x4342;
-        add.rn.f16x2 x0, x0, $5;
-        add.rn.f16x2 x1, x1, $5;
-        mul.rn.f16x2 x0, x0, $6;
-        mul.rn.f16x2 x1, x1, $6;
-        mov.b32 {$0, $1}, x0;
-        mov.b32 {$2, $3}, x1;
-        }""",
-        "=h,=h,=h,=h,r,r,r",
-        [words, gl.expand_dims(zero, 3), gl.expand_dims(scale, 3)],
-        dtype=(gl.float16,) * 4,
-        is_pure=True,
-        pack=1,
-    )
+def _eight_bits(words, zero, scale, offset):
+    """Four numbers scale * (code - zero) + offset of each word, joined in their order; pairs of a register are neighbours."""
+    if offset is None:
+        e0, e1, e2, e3 = gl.inline_asm_elementwise(
+            EIGHT_BITS,
+            "=h,=h,=h,=h,r,r,r",
+            [words, gl.expand_dims(zero, 3), gl.expand_dims(scale, 3)],
+            dtype=(gl.float16,) * 4,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        e0, e1, e2, e3 = gl.inline_asm_elementwise(
+            _moved(EIGHT_BITS, 6, 7),
+            "=h,=h,=h,=h,r,r,r,r",
+            [words, gl.expand_dims(zero, 3), gl.expand_dims(scale, 3), gl.expand_dims(offset, 3)],
+            dtype=(gl.float16,) * 4,
+            is_pure=True,
+            pack=1,
+        )
     return gl.join(gl.join(e0, e2), gl.join(e1, e3))  # [..., 2, 2]
 
 
@@ -173,6 +211,7 @@ def _read(
     p_blocks,
     p_scales,
     p_zero_points,
+    p_offsets,
     p_input,
     BITS: gl.constexpr,
     BLOCK: gl.constexpr,
@@ -181,9 +220,9 @@ def _read(
     UNITS: gl.constexpr,
     LAST: gl.constexpr,
 ):
-    """Chunks from `begin` on, 4 * UNITS for each of the SPLITS warps: words of codes, scales, words of zero points, activations.
+    """Chunks from `begin` on, 4 * UNITS for each of the SPLITS warps: words of codes, scales, words of zero points, offsets, activations.
 
-    p_blocks, p_scales, p_zero_points: Of the outputs' rows, [1, BN, 1]. p_input: Of the rows of activations, [1, 8, 1].
+    p_blocks, p_scales, p_zero_points, p_offsets: Of the outputs' rows, [1, BN, 1]. p_input: Of the rows of activations, [1, 8, 1].
     LAST: Some of these chunks are not there; what is read in their place is multiplied by 0.
     """
     CHUNK: gl.constexpr = 128 // BITS
@@ -202,6 +241,7 @@ def _read(
     words = gl.load(gl.expand_dims(p_blocks + chunk * 4, 3) + o_word[None, None, None, :])
     block = chunk * CHUNK // BLOCK
     b_scale = gl.load(p_scales + block)
+    b_offset = b_scale if p_offsets is None else gl.load(p_offsets + block)
     if p_zero_points is None:
         zeros = block
     elif STEP % GROUP == 0 and not LAST:
@@ -221,7 +261,7 @@ def _read(
         b_input = gl.load(p_input + column, mask=column < chunks * CHUNK, other=0.0)
     else:
         b_input = gl.load(p_input + column)
-    return words, b_scale, zeros, b_input
+    return words, b_scale, zeros, b_offset, b_input
 
 
 @gluon.jit
@@ -231,6 +271,7 @@ def _add(
     begin,
     chunks,
     ZERO_POINTS: gl.constexpr,
+    OFFSETS: gl.constexpr,
     BITS: gl.constexpr,
     BLOCK: gl.constexpr,
     BN: gl.constexpr,
@@ -245,8 +286,9 @@ def _add(
     GROUP: gl.constexpr = BLOCK // 4
     product_in: gl.constexpr = product_layout(SPLITS)
     blocks_in: gl.constexpr = gl.SliceLayout(3, words_layout(SPLITS, BN, UNITS))
-    words, b_scale, zeros, b_input = read
+    words, b_scale, zeros, b_offset, b_input = read
     scale = _twice(b_scale)
+    offset = _twice(b_offset) if OFFSETS else None
     if not ZERO_POINTS:
         zero = gl.full(
             [SPLITS, BN, STEP], (0xE400 + (1 << (BITS - 1))) * 0x10001 - (1 << 32), gl.int32, layout=blocks_in
@@ -266,11 +308,11 @@ def _add(
         zero = _zeros(zeros, chunk * CHUNK // BLOCK % CODES * BITS, BITS)
     # Inner numbers in the order in which threads have them: last the pair of a register, before it the thread.
     if BITS == 4:
-        weight = gl.reshape(_four_bits(words, zero, scale), [SPLITS, BN, UNITS, 4, 4, 2, 4])
+        weight = gl.reshape(_four_bits(words, zero, scale, offset), [SPLITS, BN, UNITS, 4, 4, 2, 4])
         weight = gl.permute(weight, (0, 1, 2, 4, 6, 3, 5))
         b_input = gl.permute(gl.reshape(b_input, [SPLITS, 8, UNITS, 4, 4, 2, 4]), (0, 2, 4, 6, 3, 5, 1))
     else:
-        weight = gl.reshape(_eight_bits(words, zero, scale), [SPLITS, BN, UNITS, 4, 4, 2, 2])
+        weight = gl.reshape(_eight_bits(words, zero, scale, offset), [SPLITS, BN, UNITS, 4, 4, 2, 2])
         weight = gl.permute(weight, (0, 1, 2, 4, 5, 3, 6))
         b_input = gl.permute(gl.reshape(b_input, [SPLITS, 8, UNITS, 4, 4, 2, 2]), (0, 2, 4, 5, 3, 6, 1))
     weight = gl.reshape(weight, [SPLITS, BN, STEP * CHUNK])
@@ -286,6 +328,7 @@ def few_kernel(
     p_blocks,
     p_scales,
     p_zero_points,
+    p_offsets,
     p_output,
     M,
     N,
@@ -299,8 +342,9 @@ def few_kernel(
 ):
     """BN outputs of up to 8 rows. Grid (ceil(M / 8), ceil(N / BN)).
 
-    p_input: [M, K]. p_blocks: Codes of [N, K], 32 / BITS in a word, the first one lowest. p_scales: [N, K / BLOCK]. p_zero_points: Those of
-    a row in ZW words. p_output: [M, N]. Rows and outputs that are not there are read as the last one, and not written.
+    p_input: [M, K]. p_blocks: Codes of [N, K], 32 / BITS in a word, the first one lowest. p_scales, p_offsets: [N, K / BLOCK].
+    p_zero_points: Those of a row in ZW words. p_output: [M, N]. Rows and outputs that are not there are read as the last one, and not
+    written.
     """
     CHUNK: gl.constexpr = 128 // BITS
     TURN: gl.constexpr = 4 * UNITS * SPLITS
@@ -320,16 +364,18 @@ def few_kernel(
     p_words = p_blocks + row * (chunks * 4)
     p_scale = p_scales + row * (K // BLOCK)
     p_zeros = None if p_zero_points is None else p_zero_points + row * ZW
+    p_offset = None if p_offsets is None else p_offsets + row * (K // BLOCK)
 
     b_sum = gl.zeros([SPLITS, BN, 8], gl.float32, layout=product_in)
     ZERO_POINTS: gl.constexpr = p_zero_points is not None
+    OFFSETS: gl.constexpr = p_offsets is not None
     full = chunks // TURN * TURN
     for begin in range(0, full, TURN):
-        read = _read(begin, chunks, p_words, p_scale, p_zeros, p_row, BITS, BLOCK, BN, SPLITS, UNITS, False)
-        b_sum = _add(b_sum, read, begin, chunks, ZERO_POINTS, BITS, BLOCK, BN, SPLITS, UNITS, False)
+        read = _read(begin, chunks, p_words, p_scale, p_zeros, p_offset, p_row, BITS, BLOCK, BN, SPLITS, UNITS, False)
+        b_sum = _add(b_sum, read, begin, chunks, ZERO_POINTS, OFFSETS, BITS, BLOCK, BN, SPLITS, UNITS, False)
     if full < chunks:
-        read = _read(full, chunks, p_words, p_scale, p_zeros, p_row, BITS, BLOCK, BN, SPLITS, UNITS, True)
-        b_sum = _add(b_sum, read, full, chunks, ZERO_POINTS, BITS, BLOCK, BN, SPLITS, UNITS, True)
+        read = _read(full, chunks, p_words, p_scale, p_zeros, p_offset, p_row, BITS, BLOCK, BN, SPLITS, UNITS, True)
+        b_sum = _add(b_sum, read, full, chunks, ZERO_POINTS, OFFSETS, BITS, BLOCK, BN, SPLITS, UNITS, True)
 
     b_total = gl.sum(b_sum, 0)
     o_output = first + gl.arange(0, BN, layout=gl.SliceLayout(1, total_in))[:, None]

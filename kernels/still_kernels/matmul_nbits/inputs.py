@@ -21,6 +21,7 @@ class Inputs:
     scales: One for each block, of the type of input, [O, I / block_size].
     zero_points: The codes of 0, those of an output in whole words, int32 [O, ceil(I / block_size * bits / WORD_BITS)]; None: the middle,
         2^(bits - 1).
+    offsets: Added to the numbers of each block, of the type and shape of the scales; None: 0.
     bits: 4 or 8.
     block_size: Inputs that share a scale.
     """
@@ -31,6 +32,7 @@ class Inputs:
     zero_points: Tensor | None = None
     bits: int = 4
     block_size: int = 32
+    offsets: Tensor | None = None
 
     def check(self) -> None:
         """Raise ShapeError naming the tensor or attribute that does not fit."""
@@ -47,6 +49,7 @@ class Inputs:
             "blocks": ([outputs, inputs * self.bits // WORD_BITS], torch.int32),
             "scales": ([outputs, scales], self.input.dtype),
             "zero_points": ([outputs, -(-scales * self.bits // WORD_BITS)], torch.int32),
+            "offsets": ([outputs, scales], self.input.dtype),
         }
         for name, (shape, dtype) in expected.items():
             tensor = getattr(self, name)

@@ -22,19 +22,26 @@ FUNCTIONS = {"few": few_kernel, "unpack": unpack_kernel, "multiply": multiply_ke
 
 
 def _prepare(
-    arch: int, table: TileTable | None, sizes: tuple[tuple[str, int], ...], dtype: torch.dtype, bits: int, block: int
+    arch: int,
+    table: TileTable | None,
+    sizes: tuple[tuple[str, int], ...],
+    present: frozenset[str],
+    dtype: torch.dtype,
+    bits: int,
+    block: int,
 ) -> launcher.Prepared:
     """The launches of a kind of call.
 
     Args:
         table: Block sizes; None: those of the architecture.
         sizes: By symbol; IZ where there are zero points.
+        present: Optional inputs that are given.
     """
     seen = Call(
         dict(sizes),
         {"bits": bits, "block_size": block},
         dtype=str(dtype).removeprefix("torch."),
-        present=frozenset({"zero_points"} if "IZ" in dict(sizes) else ()),
+        present=present,
     )
     own = arch if table is None else None
     return launcher.prepare_call(KERNELS, seen, partial(build, arch=arch, table=table), own)
@@ -62,7 +69,8 @@ def launch_matmul_nbits(inputs: Inputs, output: Tensor, table: TileTable | None 
     sizes |= {"IW": inputs.blocks.shape[1], "IS": inputs.scales.shape[1]}
     if inputs.zero_points is not None:
         sizes["IZ"] = inputs.zero_points.shape[1]
-    call = (tuple(sizes.items()), inputs.input.dtype, inputs.bits, inputs.block_size)
+    present = frozenset(name for name in ("zero_points", "offsets") if getattr(inputs, name) is not None)
+    call = (tuple(sizes.items()), present, inputs.input.dtype, inputs.bits, inputs.block_size)
     if table is None:
         prepared = _prepared(inputs.input.device, *call)
     else:

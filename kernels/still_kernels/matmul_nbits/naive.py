@@ -9,7 +9,7 @@ from still_kernels.matmul_nbits.inputs import WORD_BITS, Inputs
 
 
 def dequantized(inputs: Inputs) -> Tensor:
-    """The weight scale * (code - zero point) [O, I], rounded to the type of the activations."""
+    """The weight scale * (code - zero point) + offset [O, I], rounded to the type of the activations."""
     inputs.check()
     outputs, blocks = inputs.scales.shape
     shifts = torch.arange(0, WORD_BITS, inputs.bits, dtype=torch.int32, device=inputs.blocks.device)
@@ -20,6 +20,8 @@ def dequantized(inputs: Inputs) -> Tensor:
         zero = (inputs.zero_points[..., None] >> shifts & most).view(outputs, -1)[:, :blocks, None]
     wide = torch.promote_types(inputs.scales.dtype, torch.float32)
     weight = (codes - zero).to(wide) * inputs.scales.to(wide)[..., None]
+    if inputs.offsets is not None:
+        weight += inputs.offsets.to(wide)[..., None]
     return weight.to(inputs.scales.dtype).view(outputs, -1)
 
 

@@ -19,6 +19,7 @@ PLAN = Plan(
         "bits": "bits",
         "block_size": "block_size",
         "zero_points": "has(zero_points)",
+        "offsets": "has(offsets)",
         "aligned": "O % 8 == 0",  # stores of 16 bytes
         "narrow": f"O <= {NARROW}",  # so few programs of a few rows that each has more warps
         "count_dtype": "'int32'",  # there are no counts

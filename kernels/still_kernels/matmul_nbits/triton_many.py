@@ -12,6 +12,7 @@ def unpack_kernel(
     p_blocks,
     p_scales,
     p_zero_points,
+    p_offsets,
     p_dense,
     first,
     count,
@@ -24,7 +25,7 @@ def unpack_kernel(
 ):
     """Outputs first .. first + count - 1 of a weight, [count, K]. Grid (ceil(K * BITS / 32 / BW), ceil(count / BN)).
 
-    p_blocks, p_scales, p_zero_points: As `gluon_few.few_kernel` has them.
+    p_blocks, p_scales, p_zero_points, p_offsets: As `gluon_few.few_kernel` has them.
     """
     CODES: tl.constexpr = 32 // BITS
     K = K // 32 * 32  # which tells the compiler
@@ -43,6 +44,9 @@ def unpack_kernel(
         b_zero = (b_zero >> (block % CODES * BITS)) & ((1 << BITS) - 1)
     b_code = (b_word[:, :, None] >> (tl.arange(0, CODES) * BITS)[None, None, :]) & ((1 << BITS) - 1)
     b_value = (b_code - b_zero[:, :, None]).to(tl.float32) * b_scale[:, :, None]
+    if p_offsets is not None:
+        b_offset = tl.load(p_offsets + row * (K // BLOCK) + block, mask=m_tile, other=0.0).to(tl.float32)
+        b_value += b_offset[:, :, None]
     b_value = tl.reshape(b_value.to(p_dense.dtype.element_ty), [BN, BW * CODES])
     o_column = tl.program_id(0) * (BW * CODES) + tl.arange(0, BW * CODES)
     p_tile = p_dense + o_row.to(tl.int64)[:, None] * K + o_column[None, :]

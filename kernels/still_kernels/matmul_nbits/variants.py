@@ -22,7 +22,7 @@ BITS = (4, 8)
 class Variant:
     """What a set of kernels is compiled for; everything else is a run-time argument.
 
-    zero_points: Whether there are any.
+    zero_points, offsets: Whether there are any.
     aligned: Whether outputs are a multiple of 8, which may be stored at once.
     narrow: Whether they are few.
     """
@@ -33,6 +33,7 @@ class Variant:
     zero_points: int = 1
     aligned: int = 1
     narrow: int = 0
+    offsets: int = 0
     count_dtype: str = "int32"
 
     def __post_init__(self) -> None:
@@ -66,7 +67,7 @@ def build(variant: Variant, arch: int, table: TileTable | None = None) -> Build:
     """What a variant is on an architecture, or with other block sizes."""
     table = tile_table(variant.bits, variant.aligned, variant.narrow, arch) if table is None else table
     constants = {"BITS": variant.bits, "BLOCK": variant.block_size, "ALIGNED": variant.aligned}
-    absent = frozenset() if variant.zero_points else frozenset({"zero_points"})
+    absent = frozenset(name for name in ("zero_points", "offsets") if not getattr(variant, name))
     return Build(table.kernels(), constants, plan_constants(table), absent)
 
 

@@ -184,8 +184,9 @@ def test_thin_products_of_one_value_keep_their_names_for_tensorrt(
         assert value_of(held.weights[name]).shape == find_source(options).weights[name].shape
 
 
-def test_offsets_are_a_product_of_block_sums(tmp_path: Path, monkeypatch: Any) -> None:
-    """Projections with offsets of blocks: ONNX Runtime equals PyTorch over them, and weights that read the same value are one product."""
+@pytest.fixture
+def model_of_blocks(tmp_path: Path, monkeypatch: Any) -> Path:
+    """A model whose output projections and feed-forward layers are blocks of a file, with offsets."""
     from still_export.models import load
 
     still_model(
@@ -200,11 +201,37 @@ def test_offsets_are_a_product_of_block_sums(tmp_path: Path, monkeypatch: Any) -
                 tensor = stored("Q4_1", *weight.shape, seed)
                 tensor.data.reshape(weight.shape[0], -1, 20)[..., :4] = np.array([0.02, -0.15], "<f2").view(np.uint8)
                 blocks = _read_blocks(tensor, name, None, PATH)
-                values = torch.from_numpy(blocks.dequantized())
+                values = torch.from_numpy(blocks.dequantized()).to(weight.dtype)
                 source = SourceBlocks(4, True, True, lambda blocks=blocks: blocks)
                 found[name] = Deferred(weight.shape, weight.dtype, lambda values=values: values, source, 4)
         return found
 
+    monkeypatch.setattr(load, "open_tensors", with_blocks)
+    return tmp_path / "model"
+
+
+@pytest.mark.slow
+def test_our_product_takes_offsets(model_of_blocks: Path, tmp_path: Path) -> None:
+    """Without thin products; its bodies equal PyTorch over what is read back."""
+    options = ExportOptions(str(model_of_blocks), dtype="float16", quantize="int4")
+    package = export_onnx(options, tmp_path / "package", final="trt-8")
+    graph = onnx.load(package.model_path, load_external_data=False).graph
+    nodes = [n for n in graph.node if n.op_type == "MatMulNBits"]
+    assert sum(len(n.input) == 5 and n.input[4].endswith(".offsets") and not n.input[3] for n in nodes) == 3 * 3
+    assert not [i.name for i in graph.initializer if i.name.endswith((".inner", ".outer")) or "block_sums" in i.name]
+    source = find_source(options)
+    held = with_held_weights(source, package.path, package.manifest)
+    name = "model.layers.1.mlp.up_proj.weight"
+    torch.testing.assert_close(value_of(held.weights[name]), value_of(source.weights[name]), rtol=2e-3, atol=1e-4)
+    reference, runner = TorchModel(package.manifest, held.read().float()), OrtModel(package.path)
+    tokens = np.random.default_rng(3).integers(0, VOCAB, (1, 3))
+    runner.start(1)
+    expected = reference.infer({**next_feed({}, tokens, None), **reference.empty_feed(1, 3)})["logits"]
+    assert np.abs(expected - runner.feed(tokens)).mean() < 4e-3 * max(1, np.abs(expected).mean())
+
+
+def test_offsets_are_a_product_of_block_sums(model_of_blocks: Path, tmp_path: Path) -> None:
+    """Projections with offsets of blocks: ONNX Runtime equals PyTorch over them, and weights that read the same value are one product."""
     adapter, random = tmp_path / "adapter", torch.Generator().manual_seed(1)
     adapter.mkdir()
     pair = {part: torch.randn(*shape, generator=random) * 0.3 for part, shape in (("A", (4, 256)), ("B", (256, 4)))}
@@ -213,8 +240,7 @@ def test_offsets_are_a_product_of_block_sums(tmp_path: Path, monkeypatch: Any) -
         adapter / "adapter_model.safetensors",
     )
     (adapter / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 8.0}))
-    monkeypatch.setattr(load, "open_tensors", with_blocks)
-    options = ExportOptions(str(tmp_path / "model"), quantize="int4", overlays=(str(adapter),))
+    options = ExportOptions(str(model_of_blocks), quantize="int4", overlays=(str(adapter),))
     package = export_onnx(options, tmp_path / "package")
     graph = onnx.load(package.model_path, load_external_data=False).graph
     thin = [n for n in graph.node if n.op_type == "MatMul" and n.input[1].startswith("block_sums.")]

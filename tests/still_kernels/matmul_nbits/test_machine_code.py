@@ -15,7 +15,10 @@ from tests.machine_code import disassembly, lines
 
 VARIANTS = [
     (90, Variant()),
-    *[pytest.param(90, v, marks=pytest.mark.long) for v in (Variant(bits=8, zero_points=0), Variant(aligned=0))],
+    *[
+        pytest.param(90, v, marks=pytest.mark.long)
+        for v in (Variant(bits=8, zero_points=0), Variant(aligned=0), Variant(zero_points=0, offsets=1))
+    ],
     *[
         pytest.param(arch, v, marks=pytest.mark.long)
         for arch in (80, 86)

@@ -28,11 +28,13 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
         return b.cast(b("BitwiseAnd", spread, b.constant((1 << bits) - 1, "uint32")), FLOAT)
 
     zero: str | float = float(1 << (bits - 1))
-    if _has_zero_points(node):
+    if _has(node, "zero_points"):
         of_rows = b.reshape(codes("zero_points"), dims["O"], -1)
         zero = b.unsqueeze(b("Slice", of_rows, [0], [dims["IS"]], [1]), 2)
     blocks = b.reshape(codes("blocks"), dims["O"], dims["IS"], block)
     weight = b("Mul", b("Sub", blocks, zero), b.unsqueeze(b.cast("scales", FLOAT), 2))
+    if _has(node, "offsets"):
+        weight = b("Add", weight, b.unsqueeze(b.cast("offsets", FLOAT), 2))
     if dtype != FLOAT:
         weight = b.cast(b.cast(weight, dtype), FLOAT)
     turned = b("Transpose", b.reshape(weight, dims["O"], dims["I"]), perm=[1, 0])
@@ -59,10 +61,16 @@ def runtime_body(
 
     blocks = b.reshape(bytes_of("blocks"), dims["O"], dims["IS"], block * bits // 8)
     inputs = ["input", blocks, "scales"]
-    if _has_zero_points(node):
+    if _has(node, "zero_points"):
         inputs.append(b("Slice", bytes_of("zero_points"), [0], [-(-dims["IS"] * bits // 8)], [1]))
     attributes = {"K": dims["I"], "N": dims["O"], "bits": bits, "block_size": block}
-    b("MatMulNBits", *inputs, out="output", domain=domain, **attributes)
+    if _has(node, "offsets"):
+        product = b("MatMulNBits", *inputs, domain=domain, **attributes)
+        sums = b("ReduceSum", b.reshape(b.cast("input", FLOAT), 0, 0, dims["IS"], block), [3], keepdims=0)
+        thin = b("MatMul", sums, b("Transpose", b.cast("offsets", FLOAT), perm=[1, 0]))
+        b("CastLike", b("Add", b.cast(product, FLOAT), thin), "scales", out="output")
+    else:
+        b("MatMulNBits", *inputs, out="output", domain=domain, **attributes)
     return b.function(MATMUL_NBITS, node, imports, "blocks")
 
 
@@ -79,5 +87,5 @@ def _form(node: onnx.NodeProto, dims: Mapping[str, int]) -> tuple[int, int]:
     return bits, block
 
 
-def _has_zero_points(node: onnx.NodeProto) -> bool:
-    return bool(dict(zip(MATMUL_NBITS.input_names(), node.input, strict=False)).get("zero_points"))
+def _has(node: onnx.NodeProto, name: str) -> bool:
+    return bool(dict(zip(MATMUL_NBITS.input_names(), node.input, strict=False)).get(name))
