@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from operator import index
 from typing import Any
 
 from still_export.errors import ConfigError, StillExportError, UnsupportedModelError
@@ -163,6 +164,6 @@ def _softmax(given: Mapping[str, Any]) -> dict[str, Any]:
         "num_key_value_heads": found.get("num_kv_heads") or found["num_heads"],
         "head_dim": given["hidden_size"] // found["num_heads"],
         "attention_bias": found.get("qkv_bias", False),
-        "sliding_window": found.get("window_size"),
+        "sliding_window": None if found.get("window_size") is None else index(found["window_size"]),
         "rope_parameters": {"rope_type": "default", "rope_theta": float(found.get("rope_theta") or 10000.0)},
     }

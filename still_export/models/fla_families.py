@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 
-from still_export.mixers.config import FULL, WINDOWED, StillConfig
+from still_export.errors import ConfigError
+from still_export.mixers.config import FULL, MOST_ROWS, WINDOWED, StillConfig
 from still_export.models.families import Family
 from still_export.models.fla import FlaConfig, fla_stack
 from still_export.models.fla_config import LINEAR
@@ -25,6 +26,8 @@ class StillFlaConfig(LinearConfigMixin):
         window = self.sliding_window
         if window is None or (window >= still.capacity(self) and still.bounded):
             return still
+        if not 1 <= window <= MOST_ROWS:
+            raise ConfigError(f"attn.window_size={window} in config.json is outside 1..{MOST_ROWS}. Fix it.")
         return replace(still, layer_types=tuple(WINDOWED if name == FULL else name for name in still.layer_types or ()))
 
 

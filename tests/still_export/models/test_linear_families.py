@@ -225,6 +225,7 @@ def test_softmax_families_have_no_layers_of_linear_ones() -> None:
     "family, changes, message",
     [
         ("gla", {"num_heads": 5}, r"^config\.json gives heads of 9.6 keys and 7.2 values, which"),
+        ("gla", {"attn": {**SOFTMAX, "window_size": 0}}, r"^attn\.window_size=0 in config\.json is outside 1\.\.65536"),
         ("hgrn2", {"expand_ratio": "8"}, "config.json is no valid hgrn2 configuration: TypeError"),
     ],
 )
