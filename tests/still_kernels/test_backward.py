@@ -31,6 +31,7 @@ REST = (
     "most of a chunk",
     "no factor",
     "group mean",
+    "no logit of a row above -90",
     "none salient",
     "all salient",
     "released",

@@ -203,7 +203,9 @@ def backward_query_kernel(
     tl.store(p_delta + o_number, b_delta, mask=m_query)
     if TOWARDS:
         b_dq = tl.zeros([BM, DP], tl.float32)
-        b_row = -hidden * tl.exp2(-b_lse) * b_delta
+        b_row = tl.zeros([BM], tl.float32)
+        if hidden > 0:  # else logits may all lie so far below 0 that the exponential is infinite
+            b_row = -hidden * tl.exp2(-b_lse) * b_delta
         for o_first in tl.range(begin, stop, BN, num_stages=STAGES):
             o_key = o_first + o_slot
             b_key = load_rows(p_key, i_batch, T, HK, i_kv, o_key, o_dim, D)
