@@ -25,6 +25,7 @@ import openai
 import psutil
 
 import still_export
+from still_export.runners.text import Text, TextPieces
 
 TIES = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 2.5e-1}
 """Two likeliest logits that lie nearer than this may change places by rounding, by the package's type: a batch is rounded in another way
@@ -49,11 +50,17 @@ MALFORMED: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True)
 class Case:
-    """A request with its answer; gaps: between the two likeliest logits before each token, none where it was sampled; tie: of TIES."""
+    """A request with its answer.
+
+    Attributes:
+        pieces: The text as it became certain, and how many tokens had been given by then.
+        gaps: Between the two likeliest logits before each token; none where it was sampled.
+        tie: Of TIES.
+    """
 
     request: dict[str, Any]
     text: str
-    pieces: tuple[str, ...]
+    pieces: tuple[tuple[str, int], ...]
     gaps: tuple[float, ...]
     tie: float
 
@@ -72,10 +79,17 @@ def make_cases(package: Path, count: int, context: int, threads: int, provider: 
         given = model.generate(prompt, max_tokens=answer, **sampled)
         gaps = [] if "seed" in sampled else gaps_of(model, prompt, given.tokens)
         request = {"prompt": prompt, "max_tokens": answer, **sampled}
-        cases.append(Case(request, given.text, tuple(model.text.stream(given.tokens)), tuple(gaps), tie))
+        cases.append(Case(request, given.text, pieces_of(model.text, given.tokens), tuple(gaps), tie))
         print(f"\r{number + 1} of {count} answers", end="", file=sys.stderr)
     print(file=sys.stderr)
     return cases
+
+
+def pieces_of(text: Text, tokens: list[int]) -> tuple[tuple[str, int], ...]:
+    """Pieces of the text of `tokens`, each with the number of tokens up to its end."""
+    pieces = TextPieces(text)
+    found = [(piece, count) for count, token in enumerate(tokens, 1) if (piece := pieces.push(token))]
+    return (*found, (pieces.end(), len(tokens)))
 
 
 def gaps_of(model: still_export.LanguageModel, prompt: list[int], tokens: list[int]) -> list[float]:
@@ -95,11 +109,13 @@ def verdict(case: Case, text: str) -> str:
         return "right"
     if not case.gaps:
         return "wrong"
-    said, parted = "", 0
-    while parted < len(case.pieces) and text.startswith(said + case.pieces[parted]):
-        said, parted = said + case.pieces[parted], parted + 1
-    # A piece may be several tokens: the least gap up to the place where the texts part.
-    return "near tie" if min(case.gaps[: parted + 4]) < case.tie else "wrong"
+    said, begin, end = "", 0, 0
+    for piece, end in case.pieces:
+        if not text.startswith(said + piece):
+            break
+        said, begin = said + piece, end
+    # Where the texts part, and nowhere before: the tokens of that piece, or of the last where the other text goes on.
+    return "near tie" if min(case.gaps[min(begin, end - 1) : end]) < case.tie else "wrong"
 
 
 class Client(threading.Thread):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import onnx
 from onnx import TensorProto
@@ -63,7 +64,7 @@ def runtime_body(
     inputs = ["input", blocks, "scales"]
     if _has(node, "zero_points"):
         inputs.append(b("Slice", bytes_of("zero_points"), [0], [-(-dims["IS"] * bits // 8)], [1]))
-    attributes = {"K": dims["I"], "N": dims["O"], "bits": bits, "block_size": block}
+    attributes: dict[str, Any] = {"K": dims["I"], "N": dims["O"], "bits": bits, "block_size": block}
     if _has(node, "offsets"):
         product = b("MatMulNBits", *inputs, domain=domain, **attributes)
         sums = b("ReduceSum", b.reshape(b.cast("input", FLOAT), 0, 0, dims["IS"], block), [3], keepdims=0)
