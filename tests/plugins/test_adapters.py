@@ -121,11 +121,12 @@ def matmul_archive(folder: Path) -> Path:
     return op_archive(
         folder,
         "MatMulNBits",
-        {"aligned": 0, "narrow": 1},
+        {"aligned": 0, "narrow": 1, "offsets": 1},
         few=[
             ("input", "ptr"),
             ("blocks", "ptr"),
             ("zero_points", "ptr"),
+            ("offsets", "ptr"),
             ("output", "ptr"),
             ("M", "i32"),
             ("ZW", "i32"),
