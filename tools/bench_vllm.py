@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Time vLLM with a STILL model of Llama-3.1-8B's sizes, or with full attention: room for requests, prefill, decode, many at once.
 
-  python tools/bench_vllm.py full|still|kv_group [--ranks 2] [--eight] [--long 64x256 --long 64x2048] [--profile]
+  python tools/bench_vllm.py full|still|kv_group [--ranks 2] [--eight] [--mixed 48x128] [--long 64x256 --long 64x2048] [--profile]
 
 Weights are of no meaning (--load-format dummy) and in bfloat16; a GPU of 100 GB is needed, and nothing else on it. One engine does all of
-it, and each time is printed when it is there. --long COUNTxOUT: so many requests of 64K that come at once, and tokens that each gets.
+it, and each time is printed when it is there. --long COUNTxOUT: so many requests of 64K that come at once, and tokens that each gets;
+--mixed COUNTxOUT: of 100 tokens to 64K, as many of each octave.
 --profile: which kernels a step of 64 rows and one with prompts spend their time in, to $OUT. --tiny: everything at a small size, to try
 the tool without a GPU. vLLM and the plugin are found as tools/prove_vllm.py says.
 """
@@ -14,17 +15,20 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import random
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from prove_vllm import environment
 
+Loads = list[tuple[int, int]]
+"""Requests, and tokens that each gets."""
 KINDS = ("full", "still", "kv_group")
 LLAMA = {
     "vocab_size": 128256,
@@ -139,23 +143,22 @@ class Bench:
         needed = (spec.blocks(tokens) if hasattr(spec, "blocks") else -(-tokens // spec.block_size) for spec in specs)
         return float((config.num_blocks - 1) / sum(needed))
 
-    def begin(self, count: int, tokens: int, out: int) -> None:
-        """Requests of random tokens, all at once."""
+    def begin(self, lengths: Sequence[int], out: int) -> None:
+        """Requests of so many random tokens each, all at once."""
         import torch
         from vllm import SamplingParams
 
-        size = (count, tokens)
-        prompts = torch.randint(5, self.sizes.geometry["vocab_size"], size, generator=self.random).tolist()
         sampling = SamplingParams(temperature=0, max_tokens=out, ignore_eos=True, detokenize=False)
-        for i, prompt in enumerate(prompts):
+        for i, tokens in enumerate(lengths):
+            prompt = torch.randint(5, self.sizes.geometry["vocab_size"], (tokens,), generator=self.random).tolist()
             self.engine.add_request(f"{i} {time.perf_counter()}", {"prompt_token_ids": prompt}, sampling)
 
-    def timed(self, count: int, tokens: int, out: int) -> Times:
-        """All of them until the last has ended."""
-        times, first = Times(), set()
+    def timed(self, lengths: Sequence[int], out: int) -> Times:
+        """Requests of so many tokens each, until the last has ended."""
+        times, first, count = Times(), set(), len(lengths)
         begin = last = said = time.perf_counter()
         made = 0
-        self.begin(count, tokens, out)
+        self.begin(lengths, out)
         while self.engine.has_unfinished_requests():
             outputs = self.engine.step()
             now = time.perf_counter()
@@ -179,7 +182,7 @@ class Bench:
 
     def profile(self, folder: Path) -> None:
         """Where steps spend their time: one with prompts, and some of single tokens."""
-        self.begin(self.sizes.rows, self.sizes.short, 32)
+        self.begin([self.sizes.short] * self.sizes.rows, 32)
         self.engine.step()
         self.profiled(folder, "with prompts", 1)
         decodes, engine = 0, self.engine
@@ -216,14 +219,14 @@ class Bench:
         self.say(head)
         print("\n".join(lines[:14]), flush=True)
 
-    def run(self, eight: bool, long: list[tuple[int, int]], folder: Path | None) -> None:
+    def run(self, eight: bool, mixed: Loads, long: Loads, folder: Path | None) -> None:
         """All measurements, the shortest first."""
         s = self.sizes
         self.say(f"room for {self.room(s.long):.1f} requests of {s.long}, {self.room(s.short):.0f} of {s.short}")
-        self.timed(1, 4 * s.short, 8)
-        self.timed(min(8, s.rows), s.short, 8)
+        self.timed([4 * s.short], 8)
+        self.timed([s.short] * min(8, s.rows), 8)
         for turn in ("first", "again"):
-            t = self.timed(s.rows, s.short, s.out)
+            t = self.timed([s.short] * s.rows, s.out)
             self.say(
                 f"{s.rows} of {s.short}, {s.out} out, {turn}: {t.total:.2f} s, {t.running} at a time, prompts {t.prefill:.2f} s, "
                 f"then {t.step_ms:.2f} ms a step"
@@ -231,16 +234,31 @@ class Bench:
         if folder is not None:
             self.profile(folder)
         for turn in ("first", "again"):
-            t = self.timed(1, s.long, s.steps)
+            t = self.timed([s.long], s.steps)
             self.say(f"1 of {s.long}, {turn}: first token after {t.prefill:.2f} s, then {t.step_ms:.2f} ms a step")
         if eight:
-            t = self.timed(8, s.long, s.steps)
+            t = self.timed([s.long] * 8, s.steps)
             self.say(f"8 of {s.long}: prompts {t.prefill:.2f} s, then {t.step_ms:.2f} ms a step")
+        for count, out in mixed:
+            least = min(100, s.short)
+            lengths = [round(least * (s.long / least) ** ((i + 0.5) / count)) for i in range(count)]
+            random.Random(0).shuffle(lengths)
+            t = self.timed(lengths, out)
+            self.say(
+                f"{count} of {min(lengths)} to {max(lengths)} tokens, {sum(lengths)} in all, {out} out: {t.total:.1f} s, {t.running} at a "
+                f"time, prompts {t.prefill:.1f} s"
+            )
         for count, out in long:
-            t = self.timed(count, s.long, out)
+            t = self.timed([s.long] * count, out)
             self.say(
                 f"{count} of {s.long}, {out} out: {t.total:.1f} s, {t.running} at a time, {count * out / t.total:.0f} tokens a second"
             )
+
+
+def load_of(text: str) -> tuple[int, int]:
+    """Of "64x256"."""
+    count, out = text.split("x")
+    return int(count), int(out)
 
 
 def main() -> int:
@@ -249,7 +267,8 @@ def main() -> int:
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--eight", action="store_true", help="8 requests of 64K too")
-    parser.add_argument("--long", action="append", default=[], metavar="COUNTxOUT", help="repeatable")
+    for load in ("--mixed", "--long"):
+        parser.add_argument(load, type=load_of, action="append", default=[], metavar="COUNTxOUT", help="repeatable")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
@@ -260,10 +279,9 @@ def main() -> int:
         os.execv(
             sys.executable, [sys.executable, *sys.argv]
         )  # so that this process finds the plugin, as those that vLLM starts
-    long = [(int(count), int(tokens)) for count, tokens in (text.split("x") for text in options.long)]
     small = {"gpu_memory_utilization": 0.3, "enforce_eager": True} if options.tiny else {}
     bench = Bench(options.kind, options.ranks, TINY_SIZES if options.tiny else SIZES, small)
-    bench.run(options.eight, long, out if options.profile else None)
+    bench.run(options.eight, options.mixed, options.long, out if options.profile else None)
     return 0
 
 
