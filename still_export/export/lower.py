@@ -262,7 +262,7 @@ def part_scales(model: ir.Model) -> None:
         node.replace_input_with(1, store(model.graph, ir.tensor(ones, name=f"{node.name}.ones")))
         output = node.outputs[0]
         apart = ir.node("Mul", [output, scale], name=f"{node.name}.scaled")
-        apart.outputs[0].type, apart.outputs[0].shape = output.type, output.shape
+        apart.outputs[0].dtype, apart.outputs[0].shape = scale.dtype, output.shape
         ir.convenience.replace_all_uses_with(output, apart.outputs[0])
         apart.replace_input_with(0, output)
         model.graph.insert_after(node, apart)
