@@ -43,7 +43,7 @@ class Case:
     whole: bool = False
     wanted: tuple[str, ...] = ()  # of the inputs; none = all
     blocks: dict[str, dict[str, int]] = field(default_factory=dict)  # other block sizes, by kernel
-    apart: float = 0.0  # added to the first query, subtracted from the first key, which is all that it sees
+    apart: float = 0.0  # added to the first query; the key that is all it sees gets -1
 
     def config(self) -> HybridAttentionConfig:
         """The layer."""
@@ -61,7 +61,7 @@ CASES: dict[str, Case] = {
     "stage 1": Case(52, factor=False, rows=1, wanted=("gate", "feature_q_weight", "feature_k_weight")),
     "shared maps, group max": Case(79, {"select_scope": "kv_group_max", "gate": "none"}, shared=True),
     "group mean": Case(52, {"select_scope": "kv_group_mean"}, factor=False),
-    "no logit of a row above -90": Case(39, rows=1, apart=5.0),
+    "no logit of a row above -90": Case(39, rows=1, apart=30.0),
     "none salient": Case(65, {"salient_per_chunk": 0}),
     "all salient": Case(52, {"salient_per_chunk": 16}),
     "released": Case(52, {"profile": "released"}),
@@ -117,8 +117,9 @@ def tensors_of(case: Case, dtype: torch.dtype, device: str) -> Inputs:
     factor = random(heads).float().exp() if case.factor else None
     gated = gate.sigmoid() if config.gate == "channel" else None
     query *= 1.5
-    query[:, 0] += case.apart
-    key[:, 0] -= case.apart
+    if case.apart:
+        query[:, 0] += case.apart
+        key[:, 0] -= 1
     return Inputs(query, key, value, gated, to_q, to_k, window_factor=factor)
 
 
