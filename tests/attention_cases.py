@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from still_kernels.attention import AttentionState, Inputs, naive_attention
+from still_kernels.codes import rounded
 
 Split = int | list[int]
 SPLITS: list[Split] = [5, 3, 1, 1, 1, [0, 3], [2, 9], [1, 1], [1, 0], [0, 0], 16, 4, 1, [1, 1]]
@@ -35,9 +36,18 @@ class Call:
 
 
 def calls(
-    layer: Layer, splits: Sequence[Split], dtype: torch.dtype, batch: int = 2, sharpness: float = 2.0, seed: int = 0
+    layer: Layer,
+    splits: Sequence[Split],
+    dtype: torch.dtype,
+    batch: int = 2,
+    sharpness: float = 2.0,
+    seed: int = 0,
+    cache: str = "float",
 ) -> Iterator[Call]:
-    """The calls that `splits` (tokens of all rows, or of each) cut random sequences into; outputs by the quadratic definition."""
+    """The calls that `splits` (tokens of all rows, or of each) cut random sequences into; outputs by the quadratic definition.
+
+    With `cache` "int8" keys and values are rounded, and the states hold them as numbers.
+    """
     counts = torch.tensor([s if isinstance(s, list) else [s] * batch for s in splits])  # [calls, B]
     generator = torch.Generator().manual_seed(seed)
     longest = int(counts.sum(0).max())
@@ -46,6 +56,8 @@ def calls(
         return torch.randn(batch, longest, heads, layer.dim, generator=generator).to(dtype)
 
     whole = {"query": sharpness * normal(layer.heads), "key": normal(layer.kv_heads), "value": normal(layer.kv_heads)}
+    if cache == "int8":
+        whole |= {name: rounded(whole[name]) for name in ("key", "value")}
     expected = naive_attention(Inputs(**whole))
     state = AttentionState.empty(batch, layer.kv_heads, layer.dim, layer.rows, dtype)
     for new in counts:

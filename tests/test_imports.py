@@ -111,6 +111,7 @@ def words_of_ops() -> set[str]:
         "activation",
         "bits",
         "block_size",
+        "cache",
     }  # other things, too
 
 

@@ -15,7 +15,7 @@ import pathlib
 import sys
 
 from still_graphs.ops import OPS, OpSpec
-from still_graphs.ops.spec import AttributeSpec, TensorSpec
+from still_graphs.ops.spec import AttributeSpec, StateSpec, TensorSpec
 
 FOLDERS = pathlib.Path(__file__).resolve().parents[1] / "plugins/cpu"
 TYPES = {
@@ -31,12 +31,20 @@ def boolean(value: bool) -> str:
     return "true" if value else "false"
 
 
-def tensor(spec: TensorSpec, prefix: str = "") -> str:
+def _flags(spec: TensorSpec | StateSpec) -> tuple[bool, ...]:
+    """Of states alone; what is false at the end is not written."""
+    if not isinstance(spec, StateSpec) or not (spec.narrow or spec.of_codes):
+        return ()
+    return (spec.narrow, True) if spec.of_codes else (True,)
+
+
+def tensor(spec: TensorSpec | StateSpec, prefix: str = "") -> str:
     dims = ", ".join(f'"{d}"' for d in spec.shape)
     return (
         f'    {{"{prefix}{spec.name}", {{{dims}}}, {TYPES[spec.dtype]}, {boolean(spec.role == "weight")}, '
         f"{boolean(spec.role == 'state')}, {boolean(spec.optional)}"
-        + (", true}," if getattr(spec, "narrow", False) else "},")
+        + "".join(f", {boolean(flag)}" for flag in _flags(spec))
+        + "},"
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8}
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "int64": 8}
 """Bytes of one element by dtype name."""
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from still_graphs.errors import UnsupportedError
 
 
 def demand_alike(activation: Tensor, kept: Tensor) -> None:
-    """Raise UnsupportedError where a state is kept in another type than the activations'."""
-    if kept.dtype != activation.dtype:
+    """Raise UnsupportedError where a state is kept as numbers of another type than the activations'."""
+    if kept.dtype not in (activation.dtype, torch.int32):
         raise UnsupportedError(
             f"keys and values are kept in {kept.dtype} beside {activation.dtype}, which kernels of the GPU do not read. "
             "Run on the CPU, or without `cache`."

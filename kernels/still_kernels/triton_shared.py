@@ -45,6 +45,80 @@ def row_of(
     return row, start, length, count
 
 
+ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: numbers beside it are whole, halves go to the even one
+ROUND_BITS = tl.constexpr(0x4B400000)  # of that float
+STEPS = tl.constexpr(127.0)
+
+
+@triton.jit
+def to_codes(b_rows):
+    """Rows [R, DP], zeros beyond their length, in 8 bits: codes int8 and scales [R] (`still_graphs.ops.spec.CACHE`)."""
+    b_wide = b_rows.to(tl.float32)
+    b_most = tl.max(tl.abs(b_wide), 1)
+    b_scale = tl.div_rn(b_most, b_most * 0.0 + STEPS)
+    b_share = tl.div_rn(b_wide, tl.where(b_scale > 0, b_scale, 1.0)[:, None] + b_wide * 0.0)
+    return ((b_share + ROUND) - ROUND).to(tl.int8), b_scale
+
+
+@triton.jit
+def floats_of(b_codes):
+    """Codes int8 as float32, exactly, by integer addition: hardware converts integers at a fraction of the rate at which it adds."""
+    return (b_codes.to(tl.int32) + ROUND_BITS).to(tl.float32, bitcast=True) - ROUND
+
+
+# Four codes as floats 2^23 + 128 + code: each byte, its sign turned, below the bits of 2^23.
+UNPACK = tl.constexpr(
+    "{ .reg .b32 x; xor.b32 x, $4, 0x80808080; mov.b32 $0, 0x4B000000; prmt.b32 $1, x, $0, 0x7551; prmt.b32 $2, x, $0, 0x7552; "
+    "prmt.b32 $3, x, $0, 0x7553; prmt.b32 $0, x, $0, 0x7550; }"
+)
+UNPACKED = tl.constexpr(8388736.0)
+
+
+@triton.jit
+def wide(b_rows, CODES: tl.constexpr, SETTLE: tl.constexpr):
+    """Numbers or codes as float32; compiled, a code is one instruction and a difference (107 for 115 us with 8 rows of 65,536 tokens)."""
+    if CODES and SETTLE:
+        b_bits = tl.inline_asm_elementwise(UNPACK, "=&r,=&r,=&r,=&r,r", [b_rows], dtype=tl.int32, is_pure=True, pack=4)
+        b_wide = b_bits.to(tl.float32, bitcast=True) - UNPACKED
+    elif CODES:
+        b_wide = floats_of(b_rows)
+    else:
+        b_wide = b_rows.to(tl.float32)
+    return b_wide
+
+
+@triton.jit
+def as_numbers(b_rows, p_scale, o_row, m_row, KIND: tl.constexpr, CODES: tl.constexpr):
+    """Rows as a state holds them, o_row from where its scales begin, as numbers of type KIND."""
+    if CODES:
+        b_scale = tl.load(p_scale + o_row, mask=m_row, other=0.0)
+        b_rows = (floats_of(b_rows) * b_scale[:, None]).to(KIND)
+    return b_rows
+
+
+@triton.jit
+def store_rows(p_rows, p_scale, o_row, b_rows, m_row, o_dim, D: tl.constexpr, CODES: tl.constexpr):
+    """Rows of D numbers, zeros beyond, to rows o_row of a state."""
+    mask = m_row[:, None] & (o_dim < D)[None, :]
+    p_to = p_rows + o_row[:, None] * D + o_dim[None, :]
+    if CODES:
+        b_codes, b_scale = to_codes(b_rows)
+        tl.store(p_to, b_codes, mask=mask)
+        tl.store(p_scale + o_row, b_scale, mask=m_row)
+    else:
+        tl.store(p_to, b_rows, mask=mask)
+
+
+@triton.jit
+def scales_at(p_scale, offset, CODES: tl.constexpr):
+    """The scales' pointer moved by rows; where rows are numbers there is none, and what stands for it is used nowhere."""
+    if CODES:
+        found = p_scale + offset
+    else:
+        found = 0  # no function may return None: Triton 3.6 does not compile that
+    return found
+
+
 @triton.jit
 def settle(b_acc, SETTLE: tl.constexpr):
     """b_acc, complete: the pipeliner then does not carry an unfinished matrix product into the next iteration.

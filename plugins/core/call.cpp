@@ -2,6 +2,7 @@
 
 #include "error.h"
 
+#include <algorithm>
 #include <cctype>
 
 namespace still
@@ -11,13 +12,15 @@ namespace
 
 constexpr char kStarts[] = "B+1";
 
-struct Dimension // factor * symbol + offset
+struct Dimension // factor * symbol / divisor + offset
 {
     int64_t factor{1};
     std::string symbol; // empty: a number, which is `factor`
     int64_t offset{};
+    int64_t divisor{1};
 
-    int64_t of(int64_t size) const { return factor * size + offset; }
+    bool fits(int64_t size) const { return size % divisor == 0; }
+    int64_t of(int64_t size) const { return factor * size / divisor + offset; }
 };
 
 Dimension parse_dimension(std::string const& text)
@@ -28,7 +31,9 @@ Dimension parse_dimension(std::string const& text)
     while (digits < text.size() && std::isdigit(static_cast<unsigned char>(text[digits])))
         ++digits;
     int64_t const factor = digits ? std::stoll(text.substr(0, digits)) : 1;
-    return {factor, text.substr(digits < text.size() && text[digits] == '*' ? digits + 1 : digits), 0};
+    size_t const begin = digits < text.size() && text[digits] == '*' ? digits + 1 : digits, slash = std::min(text.find('/'), text.size());
+    int64_t const divisor = slash < text.size() ? std::stoll(text.substr(slash + 1)) : 1;
+    return {factor, text.substr(begin, slash - begin), 0, divisor};
 }
 
 std::string expected_shape(TensorSpec const& spec, std::map<std::string, int64_t> const& sizes)
@@ -115,11 +120,11 @@ void Call::bind_shape(TensorSpec const& given, Tensor const& tensor)
             demand(weights.emplace(dim.symbol, size).first->second == size, "; weights differ in what all heads share");
         auto const known = sizes.find(dim.symbol);
         if (known != sizes.end())
-            demand(size == dim.of(known->second) || (shared && size == 1));
+            demand((dim.fits(known->second) && size == dim.of(known->second)) || (shared && size == 1));
         else
         {
             demand(size >= dim.offset && (size - dim.offset) % dim.factor == 0);
-            sizes[dim.symbol] = (size - dim.offset) / dim.factor;
+            sizes[dim.symbol] = (size - dim.offset) / dim.factor * dim.divisor;
         }
     }
     tensor.bytes(); // must be a number

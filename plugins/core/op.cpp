@@ -24,6 +24,20 @@ std::string partner(std::string const& present)
     return "past_" + state_name(present);
 }
 
+// Rows that are kept in 8 bits are words of four codes, and have scales.
+constexpr char kInCodes[] = "int8";
+
+TensorSpec in_codes(TensorSpec tensor)
+{
+    if (tensor.narrow)
+    {
+        tensor.shape.back() += kWords;
+        tensor.type = ElementType::kInt32;
+        tensor.narrow = false;
+    }
+    return tensor;
+}
+
 // Counts of new tokens follow from query_start.
 bool counts_tokens(TensorSpec const& input)
 {
@@ -73,24 +87,29 @@ Op::Op(OpSpec const& spec, std::map<std::string, AttributeValue> const& attribut
     if (spec.inputs.size() < 64 && absent_inputs >> spec.inputs.size())
         fail(spec.name, ": absent_inputs=", absent_inputs, " names inputs beyond the ", spec.inputs.size(), " of the op.");
     auto tensors = std::make_shared<std::vector<TensorSpec>>();
+    auto const cache = mAttributes.find(kCache);
+    bool const codes = cache != mAttributes.end() && cache->second.text == kInCodes;
+    for (auto const* all : {&spec.inputs, &spec.outputs})
+        for (TensorSpec const& given : *all)
+        {
+            TensorSpec const tensor = codes ? in_codes(given) : given;
+            tensors->push_back(rows == Rows::kPacked ? packed(tensor) : tensor);
+        }
     if (rows == Rows::kPacked)
-    {
-        for (auto const* all : {&spec.inputs, &spec.outputs})
-            for (TensorSpec const& tensor : *all)
-                tensors->push_back(packed(tensor));
         for (TensorSpec const& own : packed_inputs())
             tensors->push_back(own);
-    }
-    mPacked = tensors;
-    auto const of = [&](TensorSpec const* first, size_t i) { return rows == Rows::kPacked ? &(*tensors)[i] : first; };
+    mOwn = tensors;
+    auto const of = [&](size_t i) { return &(*tensors)[i]; };
     std::vector<std::string> absent;
     for (size_t i = 0; i < spec.inputs.size(); ++i)
     {
         TensorSpec const& tensor = spec.inputs[i];
         if (rows == Rows::kPacked && counts_tokens(tensor))
             continue;
-        if (!(absent_inputs >> i & 1))
-            mInputs.push_back(of(&tensor, i));
+        if (tensor.of_codes && !codes)
+            mAbsent |= uint64_t{1} << i;
+        if (!(mAbsent >> i & 1))
+            mInputs.push_back(of(i));
         else if (tensor.optional)
             absent.push_back(tensor.name);
         else
@@ -102,7 +121,7 @@ Op::Op(OpSpec const& spec, std::map<std::string, AttributeValue> const& attribut
     {
         TensorSpec const& tensor = spec.outputs[i];
         if (!tensor.state || std::find(absent.begin(), absent.end(), partner(tensor.name)) == absent.end())
-            mOutputs.push_back(of(&tensor, spec.inputs.size() + i));
+            mOutputs.push_back(of(spec.inputs.size() + i));
     }
 }
 

@@ -13,10 +13,17 @@
 namespace still
 {
 
+// The attribute that says how rows of keys and values are kept. Graphs have it where they are in 8 bits alone.
+constexpr char kCache[] = "cache";
+// A dimension of rows in 8 bits: four codes are a word.
+constexpr char kWords[] = "/4";
+constexpr int64_t kCodesOfWord = 4;
+
 class Op
 {
 public:
-    // `attributes` may leave out any; `absent_inputs` has bit i set where the spec's input i is not passed.
+    // `attributes` may leave out any; `absent_inputs` has bit i set where the spec's input i is not passed. Of states that only rows in
+    // 8 bits have it need not say so.
     // Throws still::Error for an unknown name or value, or an absent input that is not optional.
     //
     // With packed rows activations are [tokens, ...], past_* and present_* [rows, ...], new_tokens is no input, and query_start,
@@ -68,7 +75,7 @@ private:
     std::map<std::string, AttributeValue> mAttributes;
     uint64_t mAbsent;
     Rows mRows;
-    std::shared_ptr<std::vector<TensorSpec> const> mPacked; // inputs, then outputs, as packed rows have them
+    std::shared_ptr<std::vector<TensorSpec> const> mOwn; // inputs, then outputs, as this op has them
     std::vector<TensorSpec const*> mInputs;
     std::vector<TensorSpec const*> mOutputs;
     std::vector<Tensor> mPrepared;

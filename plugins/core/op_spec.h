@@ -14,12 +14,13 @@ enum class AttributeKind { kInteger, kFloat, kString };
 struct TensorSpec
 {
     std::string name;
-    std::vector<std::string> shape; // symbols ("B"), multiples of one ("2*C"), numbers
+    std::vector<std::string> shape; // symbols ("B"), multiples or parts of one ("2*C", "D/4"), numbers
     ElementType type;
     bool weight; // a dimension of 1 stands for all heads
     bool state;
     bool optional;
     bool narrow = false; // a state that may be float16 beside float32 activations, where the kernel reads it so
+    bool of_codes = false; // a state that the op has where `cache` is int8 alone
 };
 
 struct AttributeSpec

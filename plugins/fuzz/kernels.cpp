@@ -34,8 +34,10 @@ struct Blob
             uint16_t const half = static_cast<uint16_t>(wild && random() % 16 == 0 ? random() : (bits >> 16 & 0x8000u) | 0x3800u | (bits >> 13 & 0x3ffu));
             if (element == 4)
                 std::memcpy(bytes.get() + 4 * i, &value, 4);
-            else
+            else if (element == 2)
                 std::memcpy(bytes.get() + 2 * i, &half, 2);
+            else // any byte is a code
+                bytes[static_cast<size_t>(i)] = static_cast<char>(random());
         }
     }
     float* floats() const { return reinterpret_cast<float*>(bytes.get()); }
@@ -64,7 +66,7 @@ extern "C" int LLVMFuzzerTestOneInput(uint8_t const* data, size_t size)
     l.features = l.rows * (l.map == FeatureMap::kNormPreserved || l.map == FeatureMap::kSoftmaxBothSigns ? 2 : 1);
     l.weight_heads = input.one_in(2) ? 1 : l.heads;
     l.half = input.one_in(2);
-    l.kept_half = !l.half && input.one_in(2);
+    l.cache = l.half ? still_cpu::Cache::kAlike : static_cast<still_cpu::Cache>(input.between(0, 2));
     int const batch = static_cast<int>(input.between(1, 3)), element = l.element_size(), kept = l.kept_size();
     int64_t const tokens = input.one_in(2) ? 1 : input.between(1, 3 * l.chunk + 2);
     std::vector<int64_t> past, brought;
@@ -97,8 +99,13 @@ extern "C" int LLVMFuzzerTestOneInput(uint8_t const* data, size_t size)
     x.feature_q_weight = feature_q.bytes.get(), x.feature_k_weight = feature_k.bytes.get();
     x.window_factor = input.one_in(2) ? factor.floats() : nullptr;
     x.output = output.bytes.get();
-    x.window_key = window_key.bytes.get(), x.window_value = window_value.bytes.get(), x.window_score = window_score.floats();
-    x.salient_key = salient_key.bytes.get(), x.salient_value = salient_value.bytes.get();
+    int64_t const ring_rows = b * l.kv_heads * 2 * l.chunk, cache_rows = b * select_heads * l.slots;
+    Blob const key_scale(ring_rows, 4, seed + 16, wild), value_scale(ring_rows, 4, seed + 17, wild);
+    Blob const salient_key_scale(cache_rows, 4, seed + 18, wild), salient_value_scale(cache_rows, 4, seed + 19, wild);
+    auto const rows = [&](Blob const& codes, Blob const& scales)
+    { return still_cpu::Kept{codes.bytes.get(), l.cache == still_cpu::Cache::kCodes ? scales.floats() : nullptr}; };
+    x.window_key = rows(window_key, key_scale), x.window_value = rows(window_value, value_scale), x.window_score = window_score.floats();
+    x.salient_key = rows(salient_key, salient_key_scale), x.salient_value = rows(salient_value, salient_value_scale);
     x.salient_score = l.overflow == Overflow::kFoldMinScore ? salient_score.floats() : nullptr;
     x.kv_state = kv_state.floats(), x.z_state = z_state.floats();
     x.tokens = tokens;

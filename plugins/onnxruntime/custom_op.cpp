@@ -19,6 +19,7 @@ ONNXTensorElementDataType element_of(Type type)
     {
     case Type::kFloat16: return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16;
     case Type::kBFloat16: return ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16;
+    case Type::kInt32: return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
     default: return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
     }
 }
@@ -120,6 +121,11 @@ bool states_of_both_types(still::OpSpec const& spec)
     return has(still::ElementType::kActivation) && has(still::ElementType::kFloat32);
 }
 
+bool has_narrow(still::OpSpec const& spec)
+{
+    return std::any_of(spec.inputs.begin(), spec.inputs.end(), [](auto const& tensor) { return tensor.narrow; });
+}
+
 using Domain = std::unique_ptr<OrtCustomOpDomain, void (*)(OrtCustomOpDomain*)>;
 
 // The domain with every op; they stay for the life of the process.
@@ -134,9 +140,10 @@ Domain make_domain()
         still::OpSpec const& spec = still::op_spec(entry.op);
         for (Type const type : {Type::kFloat32, Type::kFloat16})
             ops.emplace_back(spec, type, type, &entry);
-        bool const narrow = std::any_of(spec.inputs.begin(), spec.inputs.end(), [](auto const& tensor) { return tensor.narrow; });
+        bool const narrow = has_narrow(spec);
         if (narrow)
-            ops.emplace_back(spec, Type::kFloat32, Type::kFloat16, &entry);
+            for (Type const kept : {Type::kFloat16, Type::kInt32})
+                ops.emplace_back(spec, Type::kFloat32, kept, &entry);
         if (states_of_both_types(spec))
         {
             for (Type const type : {Type::kFloat32, Type::kFloat16})
@@ -149,7 +156,11 @@ Domain make_domain()
     for (still::OpSpec const& spec : still::op_specs())
         if (still::Archive::get().plan(spec.name, spec.version))
             for (Type const type : {Type::kFloat32, Type::kFloat16, Type::kBFloat16})
+            {
                 ops.emplace_back(spec, type, type, nullptr);
+                if (has_narrow(spec))
+                    ops.emplace_back(spec, type, Type::kInt32, nullptr);
+            }
     for (Op const& op : ops)
         check(g_api->CustomOpDomain_Add(made, &op));
     return owner;

@@ -26,7 +26,7 @@ class Logger final : public nvinfer1::ILogger
     }
 } sLogger;
 
-size_t item_bytes(std::string const& type) { return type == "float32" ? 4 : 2; }
+size_t item_bytes(std::string const& type) { return type == "float32" || type == "int32" ? 4 : 2; }
 
 size_t item_bytes(nvinfer1::DataType type) { return type == nvinfer1::DataType::kFLOAT || type == nvinfer1::DataType::kINT32 ? 4 : 2; }
 

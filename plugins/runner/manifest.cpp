@@ -94,8 +94,8 @@ void check_state(Field const& state)
 {
     state.at("name").string();
     std::string const& dtype = state.at("dtype").string();
-    if (dtype != "float32" && dtype != "float16" && dtype != "bfloat16")
-        state.at("dtype").wrong("float32, float16 or bfloat16");
+    if (dtype != "float32" && dtype != "float16" && dtype != "bfloat16" && dtype != "int32")
+        state.at("dtype").wrong("float32, float16, bfloat16 or int32");
     auto const shape = state.at("shape").items();
     if (shape.size() < 2 || shape.size() > 8)
         state.at("shape").wrong("of 2 to 8 dimensions");

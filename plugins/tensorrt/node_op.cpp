@@ -90,8 +90,10 @@ std::vector<Tensor> NodeOp::tensors(std::vector<Tensor> given) const
         TensorSpec const& spec = *mOp.inputs()[i];
         if (!joined(spec, ranks[i]))
             continue;
-        auto const place = locate(spec.shape.back(), ranks);
-        int64_t const last = place ? given[place->first].dims[place->second] : 0;
+        auto place = locate(spec.shape.back(), ranks);
+        int64_t last = place ? given[place->first].dims[place->second] : 0;
+        if (!place && (place = locate(spec.shape.back() + kWords, ranks)))
+            last = given[place->first].dims[place->second] * kCodesOfWord;
         int64_t& heads = result[i].dims[ranks[i] - 1];
         if (last <= 0 || heads % last)
             continue;

@@ -75,7 +75,9 @@ def export(
     ] = None,
     cache: Annotated[
         str | None,
-        typer.Option(help="onnx, float32: keep keys and values in float16.", show_default="as the activations"),
+        typer.Option(
+            help="Keep keys and values in float16 (onnx, float32) or int8.", show_default="as the activations"
+        ),
     ] = None,
     quantize: Annotated[
         str | None,

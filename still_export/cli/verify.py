@@ -211,12 +211,15 @@ def _torch_cases(
     pairs: Mapping[str, tuple[Pair, ...]],
 ) -> CaseSource:
     """Cases answered by PyTorch in float32 with the package's weights, and an adapter's `pairs`. A package that computes in less, half
-    precision or activations of 8 bits, is held to it beside PyTorch's own run of that kind."""
+    precision or activations of 8 bits, is held to it beside PyTorch's own run of that kind. So is one in float32 with caches in 8 bits
+    beside half precision: where a number lies between two codes the last bit decides, and what follows differs by a step."""
     from still_export.proof.torch_cases import LENGTHS, TorchCases
     from still_export.quantization.policy import rounds_activations
     from still_export.quantization.read import held_model, rounded_copy
 
     dtype, rounded = package.manifest["model"]["dtype"], rounds_activations(package.manifest)
+    if dtype == "float32" and any(state["dtype"] == "int32" for state in package.manifest["states"]):
+        dtype = "float16"
     given = (package.path, package.manifest)
     try:
         half = None if dtype == "float32" else held_model(_options(package, model, dtype), *given, rounded, pairs)

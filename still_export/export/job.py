@@ -20,6 +20,8 @@ from still_graphs.ops import OPSET
 OF_ONNXRUNTIME = ("onnx", "genai")
 OF_TENSORRT = ("trt", "trt-rtx")
 TARGETS = (*OF_ONNXRUNTIME, *OF_TENSORRT)
+CACHE_TARGETS = ("onnx", "trt")
+"""With keys and values in 8 bits."""
 ONNX_ONLY = ("native", "onnxruntime_include", "opset")
 TRT_ONLY = ("batch", "workspace_mib", "version_compatible", "strip_weights", "tensorrt_include", "dump_dir")
 OF_THE_TARGET = ("archs", "prefill_tokens")
@@ -106,7 +108,10 @@ def plan_job(to: str | None, asked: Mapping[str, Any], manifest: dict[str, Any] 
     before = recorded if recorded.get("target") == target else {}
     engines = None if target in OF_ONNXRUNTIME else TrtOptions.from_manifest(before, target=target, **trt)
     options.quantization(weight_layout(engines) if engines else target)  # a refusal comes before anything is read
-    if cache := options.still.get("cache"):
+    if (cache := options.still.get("cache")) == "int8":
+        if target not in CACHE_TARGETS:
+            raise ConfigError(f"--cache int8 is for --to {' and '.join(CACHE_TARGETS)}, not for --to {target}.")
+    elif cache:
         if target in OF_TENSORRT:
             raise ConfigError(
                 f"--cache {cache} is for --to onnx, not for --to {target}; states there are as --dtype says."

@@ -18,6 +18,7 @@ from still_export.export.graph_edits import store
 from still_export.export.trace import TracedModel
 from still_export.models.weights import Weight, Weights, value_of
 from still_graphs.ops import DOMAIN, OPS, OPSET, OpSpec
+from still_graphs.ops.spec import CACHE
 from still_graphs.states import StateTable
 
 IR_VERSION = 10
@@ -47,7 +48,9 @@ def _schema(spec: OpSpec) -> Any:
     optional, single = defs.OpSchema.FormalParameterOption.Optional, defs.OpSchema.FormalParameterOption.Single
     types = {"float32": "tensor(float)", "int64": "tensor(int64)", "kept": "S"}
     floats = ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"]
-    narrow = [("S", floats, "states that may be narrower")] if any(s.narrow for s in spec.states) else []
+    narrow = (
+        [("S", [*floats, "tensor(int32)"], "states that may be narrower")] if any(s.narrow for s in spec.states) else []
+    )
     options = {t.name: t.optional for t in (*spec.inputs, *spec.outputs)}
     dtypes: dict[str, str] = {t.name: t.dtype for t in (*spec.inputs, *spec.outputs)}
     for state in spec.states:
@@ -106,7 +109,7 @@ def lower_program(traced: TracedModel, weights: Weights | None = None) -> ir.Mod
         }
     model.ir_version = IR_VERSION
     model.producer_name, model.producer_version = "still-export", still_export.__version__
-    _drop_absent_outputs(model)
+    _drop_absent(model)
     _widen_norms(model)
     _name_dimensions(model, traced.states)
     _give_weights(model, traced.weight_names, weights, _store_transposed(model, traced.weight_names))
@@ -132,8 +135,9 @@ def _without_exporter_noise() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _drop_absent_outputs(model: ir.Model) -> None:
-    """Unname the outputs that stand for states which the configuration does not have: ONNX's way to say absent."""
+def _drop_absent(model: ir.Model) -> None:
+    """Unname the outputs that stand for states which the configuration does not have, ONNX's way to say absent. What only caches in 8 bits
+    need is not there without them."""
     for node in model.graph:
         spec = OPS.get(node.op_type) if node.domain == DOMAIN else None
         if spec is None:
@@ -143,6 +147,10 @@ def _drop_absent_outputs(model: ir.Model) -> None:
             past = name.replace("present_", "past_", 1)
             if past != name and given.get(past) is None:
                 output.name = ""
+        if (cache := node.attributes.get(CACHE.name)) is not None and cache.value == CACHE.default:
+            del node.attributes[CACHE.name]
+            # Absent inputs at the end are gone already.
+            node.resize_outputs(len(node.outputs) - sum(state.of_codes for state in spec.states))
 
 
 def _widen_norms(model: ir.Model) -> None:

@@ -204,10 +204,13 @@ def export_onnx(
                 f"--native computes {' and '.join(NATIVE_DTYPES)}, not {describe['model']['dtype']}. Export with --dtype float32, "
                 "without --native, or with --arch for GPUs."
             )
-        if (cache := model.config.still.cache) and describe["model"]["dtype"] != "float32":
+        cache, dtype = model.config.still.cache, describe["model"]["dtype"]
+        if cache == "float16" and dtype != "float32":
             raise ConfigError(
-                f"--cache {cache} is for --dtype float32; keys and values of a {describe['model']['dtype']} package have 16 bits."
+                f"--cache {cache} is for --dtype float32; keys and values of a {dtype} package have 16 bits."
             )
+        if cache == "int8" and options.native and not options.archs and dtype != "float32":
+            raise ConfigError(f"--cache int8 with --native is for --dtype float32, not for {dtype}.")
         model.generation_config.save_pretrained(folder)
         say("tracing")
         if options.archs and final == "onnx" and describe["model"]["dtype"] == GPU_PRODUCTS:

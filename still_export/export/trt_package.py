@@ -234,8 +234,8 @@ def _plugin_calls(graph: Any) -> Iterator[tuple[Any, Any]]:
         if node.domain != DOMAIN or node.op_type not in OPS:
             continue
         spec, absent = OPS[node.op_type], attribute(node, ABSENT_INPUTS)
-        names = [name for i, name in enumerate(spec.input_names()) if not absent >> i & 1]
-        shapes = {name: tuple(known[value]) for name, value in zip(names, node.input, strict=True)}
         given = {a.name: attribute(node, a.name) for a in spec.attributes}
         attributes = {a.name: a.default if given[a.name] is None else given[a.name] for a in spec.attributes}
+        names = [name for i, name in enumerate(spec.resolve(attributes).input_names()) if not absent >> i & 1]
+        shapes = {name: tuple(known[value]) for name, value in zip(names, node.input, strict=True)}
         yield node, Call.of(spec, shapes, attributes, attribute(node, ACTIVATION_TYPE), "int32")

@@ -22,8 +22,6 @@ MOST_ROWS, MOST_TOKENS = 1 << 16, 1 << 40
 DEPLOYMENT = ("capacity_tokens", "overflow", "cache")
 """Fields of StillConfig that no training fixes."""
 
-CACHES = ("float16",)
-"""Types that keys and values may be kept in."""
 MIX_EPSILON = 1e-9
 """Default of a model's layers. The specification's 1e-6 (the released code's) shifts SmolLM2-135M's logits within two chunks by 1.6e-4
 over its 30 layers, 1e-9 by 6e-5, which is the noise of float32. Nothing needs more: a row's own logit keeps the denominator above 1."""
@@ -37,7 +35,6 @@ class StillConfig(HybridAttentionSettings):
         layer_types: Per layer "hybrid_attention", "full_attention" or another mixer; None = all hybrid. It lives here and not in the
             family's own `layer_types`, whose names transformers checks and whose masks it derives.
         capacity_tokens: T_max of the salient cache; None = the family's max_position_embeddings.
-        cache: Type that keys and values are kept in beside float32 activations, "float16"; None = the activations'.
         gate_bias: The gate projection has a bias (fresh gates are opened by it; released checkpoints have none).
         shared_feature_map: One feature projection for all heads instead of one per query head.
         window_factors: Per layer, one scalar per query head on the softmax terms (LoLCATs), or None.
@@ -53,12 +50,9 @@ class StillConfig(HybridAttentionSettings):
     window_factors: tuple[tuple[float, ...], ...] | None = None
     mix_epsilon: float = MIX_EPSILON
     capacity_tokens: int | None = None
-    cache: str | None = None
     layer_types: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.cache not in (None, *CACHES):
-            raise ConfigError(f"cache={self.cache!r} is unknown; known: {', '.join(CACHES)}.")
         for name, most in (("chunk_size", MOST_ROWS), ("feature_dim", MOST_ROWS), ("capacity_tokens", MOST_TOKENS)):
             value = getattr(self, name)
             if value is not None and value > most:
@@ -79,7 +73,7 @@ class StillConfig(HybridAttentionSettings):
         # The layer's own class holds the rules; the geometry does not matter to them.
         heads = 1 if self.window_factors is None else max((len(row) for row in self.window_factors), default=1)
         self._layer(
-            num_heads=heads, num_kv_heads=1, head_dim=2, capacity_tokens=self.capacity_tokens or 1, factors=None
+            num_heads=heads, num_kv_heads=1, head_dim=4, capacity_tokens=self.capacity_tokens or 1, factors=None
         )
 
     def _layer(

@@ -47,8 +47,9 @@ def register(spec: OpSpec, compute: Compute) -> None:
     def eager(*arguments: Any) -> tuple[Tensor, ...]:
         given, attributes = split(arguments)
         found = compute(given, attributes, False)
-        missing = given[names[0]].new_empty(0, dtype=torch.float32)
-        return tuple(found.get(name, missing).contiguous() for name in outputs)
+        like: Tensor = given[names[0]]
+        missing = (like.new_empty(0, dtype=torch.float32) for _ in outputs)  # outputs must not share memory
+        return tuple(found.get(name, nothing).contiguous() for name, nothing in zip(outputs, missing, strict=True))
 
     def fake(*arguments: Any) -> tuple[Tensor, ...]:
         """Shapes and dtypes of the results, all contiguous; states have the sizes that came in."""

@@ -113,7 +113,7 @@ class _Check:
         for name in ("name", "op"):
             self.text(state, f"{field}.{name}")
         self.integer(state, f"{field}.layer", 0, MOST_ROWS)
-        self.text(state, f"{field}.dtype", (*DTYPES, "int64"))
+        self.text(state, f"{field}.dtype", (*DTYPES, "int32", "int64"))
         self.boolean(state, f"{field}.in_place")
         shape, growth = self.items(state, f"{field}.shape"), state["growth"]
         if not 2 <= len(shape) <= 8 or shape[0] != "batch":

@@ -76,7 +76,7 @@ class State(Record):
     layer: Whole
     op: str
     shape: Annotated[list[Annotated[int, Field(ge=1, le=MOST_ROWS)] | str], Field(min_length=2, max_length=8)]
-    dtype: Dtype | Literal["int64"]
+    dtype: Dtype | Literal["int32", "int64"]
     in_place: bool
     growth: Growth | None
 

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from still_export.package.calls import Arrays, next_feed, without_padding
+from still_export.proof.codes import as_numbers
 from still_export.proof.excuses import Excuses, Leads, Pairs
 
 RARE = 0.99
@@ -67,7 +68,8 @@ class Case:
         return self.find_leads()
 
     def pairs(self, run: Steps, excuses: Excuses) -> tuple[Pairs, Pairs]:
-        """PyTorch's and the target's outputs: of each call, or along the steps; and those of steps in which it chose otherwise.
+        """PyTorch's and the target's outputs: of each call, or along the steps; and those of steps in which it chose otherwise. Rows in
+        8 bits are numbers.
 
         Everything behind another choice differs, though either may be right. So the steps go on from PyTorch's state there: the call
         is repeated with PyTorch's scores, which leave no choice, and compared like every other. What was chosen first is judged by
@@ -82,13 +84,13 @@ class Case:
         for place, feed, expected in zip(self.places, self.feeds[1:], self.expected[1:], strict=True):
             if place > done:
                 assert self.step_logits is not None
-                found = run.step(self.steps[done:place])
+                found = as_numbers(run.step(self.steps[done:place]))
                 held = {name.replace("past_", "present_", 1): x for name, x in feed.items() if name.startswith("past_")}
-                pairs.append(({**held, "logits": self.step_logits[:, done:place]}, found))
-            found = run.step(self.steps[place : place + 1])
+                pairs.append((as_numbers({**held, "logits": self.step_logits[:, done:place]}), found))
+            found, expected = as_numbers(run.step(self.steps[place : place + 1])), as_numbers(expected)
             if not excuses.alike(expected, found):
                 turned.append((expected, found))
-                found = run.infer(feed)
+                found = as_numbers(run.infer(feed))
             pairs.append((expected, found))
             done = place + 1
         return pairs, turned
@@ -97,7 +99,7 @@ class Case:
         """PyTorch's outputs of a feed and the target's, without what stands behind padding."""
         counts = self.feeds[number]["new_tokens"]
         expected, actual = (
-            {**o, "logits": without_padding(o["logits"], counts)} for o in (self.expected[number], outputs)
+            as_numbers({**o, "logits": without_padding(o["logits"], counts)}) for o in (self.expected[number], outputs)
         )
         return expected, actual
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from still_export.package.calls import Arrays, last_logits, typed_states
 from still_export.package.folder import Package
-from still_export.runners.base import Runner
+from still_export.runners.base import NUMPY_TYPES, Runner
 from still_export.runners.opening import open_runner
 
 
@@ -37,8 +37,7 @@ class Session:
 
     def load(self, feed: Arrays) -> None:
         """Take the state that `feed` gives, in whatever float type, with room for its tokens."""
-        typed = typed_states(feed, self.model.manifest)
-        states = {s.name: typed[s.past] for s in self.model.table}
+        states = {s.name: feed[s.past].astype(NUMPY_TYPES[s.dtype], copy=False) for s in self.model.table}
         self.model.load(states, feed["past_length"], int(np.max(feed["new_tokens"])))
         self._shapes = {s.name: feed[s.past].shape for s in self.model.table}
 

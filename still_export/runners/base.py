@@ -17,7 +17,13 @@ from still_export.package.checked import read_manifest
 from still_export.runners.sampling import RunError, Sampling, likeliest
 from still_graphs.states import StateTable
 
-NUMPY_TYPES = {"float32": np.float32, "int64": np.int64, "float16": np.float16, "bfloat16": np.uint16}
+NUMPY_TYPES = {
+    "float32": np.float32,
+    "int32": np.int32,
+    "int64": np.int64,
+    "float16": np.float16,
+    "bfloat16": np.uint16,
+}
 """NumPy's type of a state's elements; bfloat16, which it has not, as bits."""
 
 Progress = Callable[[int, int], None]

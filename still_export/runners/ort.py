@@ -31,7 +31,7 @@ from still_graphs.states import State, rows_after
 CUDA = "CUDAExecutionProvider"
 RECORDED = {"still.capacity": "capacity", "still.quantization": "quantization"}
 """Entries of the graph's metadata: fields of the manifest, as JSON."""
-ONNX_TYPES = {"float32": 1, "int64": 7, "float16": 10, "bfloat16": 16}
+ONNX_TYPES = {"float32": 1, "int32": 6, "int64": 7, "float16": 10, "bfloat16": 16}
 
 SPARE_TOKENS = 256
 """Least room that is added when a sequence outgrows its state; an eighth more of a long one. Function bodies read every row of some
@@ -164,6 +164,7 @@ def check_graph(session: Any, manifest: dict[str, Any], source: Path) -> None:
         "tensor(float)": "float32",
         "tensor(float16)": "float16",
         "tensor(bfloat16)": "bfloat16",
+        "tensor(int32)": "int32",
         "tensor(int64)": "int64",
     }
 

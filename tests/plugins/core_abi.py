@@ -11,6 +11,7 @@ from typing import Any
 
 from still_export.export.plugins import pack_archive
 from still_graphs.ops import OpSpec
+from still_graphs.ops.spec import dimension
 from still_kernels.hybrid_attention.plan import PLAN
 
 TYPES = {"float32": 1, "float16": 2, "bfloat16": 3, "int32": 4, "int64": 5}
@@ -170,12 +171,19 @@ def write_archive(folder: Path, variants: list[dict[str, Any]], **changes: Any) 
     return pack_archive([folder], folder / "kernels.bin")
 
 
+def absent_inputs(spec: OpSpec, attributes: dict[str, Any], *others: str) -> set[str]:
+    """Inputs that a call lacks: states that the op does not have with these attributes, and `others`. Scales go without saying."""
+    return {f"past_{s.name}" for s in spec.resolve(attributes).states if not s.exists(attributes)} | set(others)
+
+
 def shapes_of(spec: OpSpec, sizes: dict[str, int], dtype: str, count: str, absent: set[str]) -> list[Tensor]:
-    """Types and shapes of the inputs of a call, in order, without those in `absent`."""
+    """Types and shapes of the inputs of a call, in order, without those in `absent`; `spec` is resolved where states are in codes."""
 
     def size(dim: str | int) -> int:
-        factor, _, symbol = str(dim).rpartition("*")
-        return int(factor or 1) * sizes[symbol] if symbol in sizes else int(dim)
+        if isinstance(dim, int) or dim.isdigit():
+            return int(dim)
+        factor, symbol, divisor = dimension(dim)
+        return factor * sizes[symbol] // divisor
 
     types = {"T": dtype, "float32": "float32", "int64": count, "int32": "int32"}
     specs = [(t.name, t) for t in spec.inputs] + [(f"past_{s.name}", s) for s in spec.states]

@@ -143,6 +143,18 @@ OrtApi make_api()
 OrtApi const gApi = make_api();
 OrtApiBase const gBase{[](uint32_t) noexcept { return &gApi; }, []() noexcept { return "stand-in"; }};
 
+// Whether an op has words where the call has them: there is one of its name for states in 8 bits, too.
+bool takes(OrtCustomOp const& op)
+{
+    auto const given = gCall.inputs_of(1);
+    size_t next = 0;
+    for (size_t place = 0; place < count_of_inputs(); ++place)
+        if (!(gAbsent >> place & 1)
+            && (given[next++].type == 'w') != (op.GetInputType(&op, place) == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32))
+            return false;
+    return true;
+}
+
 void report(char const* what, OrtStatus* status)
 {
     std::printf("%s %s\n", what, status ? status->message.c_str() : "0");
@@ -193,7 +205,7 @@ int main(int argc, char** argv)
     for (OrtCustomOp const* const known : gDomain.ops)
     {
         bool const cuda = std::string(known->GetExecutionProviderType(known)) == "CUDAExecutionProvider";
-        if (cuda && gCall.op == known->GetName(known) && known->GetOutputType(known, 0) == wanted)
+        if (cuda && gCall.op == known->GetName(known) && known->GetOutputType(known, 0) == wanted && takes(*known))
             op = known;
         for (size_t i = 0; cuda && i < known->GetInputTypeCount(known); ++i)
             require(known->GetInputMemoryType(known, i) == OrtMemTypeDefault, "inputs on the device");

@@ -21,9 +21,10 @@ from still_graphs.ops.causal_conv import CAUSAL_CONV
 from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 from still_graphs.ops.linear_attention import LINEAR_ATTENTION
 from still_graphs.ops.matmul_nbits import MATMUL_NBITS
+from still_graphs.ops.spec import CACHE
 from still_kernels.op_kernels import kernels_of
 from tests.plugins.builds import FOLDERS, ROOT, TOY
-from tests.plugins.core_abi import Recorder, shapes_of, write_archive
+from tests.plugins.core_abi import Recorder, absent_inputs, shapes_of, write_archive
 from tests.plugins.test_core import ABSENT, ATTRIBUTES, SIZES, variant
 from tests.toy.plan import PLAN as TOY_PLAN
 from tests.toy.spec import DECAY
@@ -64,18 +65,19 @@ def both_counts(key: dict[str, Any], constants: dict[str, int], kernels: dict[st
     ]
 
 
-def op_archive(folder: Path, op: str, fields: dict[str, Any], **kernels: list[tuple[str, str]]) -> Path:
+def op_archive(folder: Path, op: str, *fields: dict[str, Any], **kernels: list[tuple[str, str]]) -> Path:
     """An archive of an op with variants whose cubins are text.
 
     Args:
-        fields: Of the variant that serves the call.
+        fields: Of each variant that serves a call.
         kernels: What each takes.
     """
     known = kernels_of(op)
-    variant = known.variant(dtype="float16", **fields)
-    key = {name: getattr(variant, name) for name in known.plan.key}
-    build = known.build(variant, 90)
-    variants = both_counts(key, build.plan_constants, entries(**kernels))
+    variants = []
+    for own in fields:
+        served = known.variant(dtype="float16", **own)
+        key = {name: getattr(served, name) for name in known.plan.key}
+        variants += both_counts(key, known.build(served, 90).plan_constants, entries(**kernels))
     write_archive(folder, variants, op=f"still::{op}", plan=known.plan.data)
     return folder
 
@@ -85,9 +87,23 @@ def attention_archive(folder: Path) -> Path:
     return op_archive(
         folder,
         "Attention",
-        {"head_dim": 64},
-        attend=[("query", "ptr"), ("present_key", "ptr"), ("output", "ptr"), ("T", "i32"), ("scale", "f32")],
-        decode=[("present_value", "ptr"), ("part_acc", "ptr"), ("counters", "ptr"), ("NS", "i32"), ("N", "i32")],
+        *({"head_dim": 64, "cache": cache} for cache in CACHE.choices),
+        attend=[
+            ("query", "ptr"),
+            ("present_key", "ptr"),
+            ("key_scale", "ptr"),
+            ("output", "ptr"),
+            ("T", "i32"),
+            ("scale", "f32"),
+        ],
+        decode=[
+            ("present_value", "ptr"),
+            ("value_scale", "ptr"),
+            ("part_acc", "ptr"),
+            ("counters", "ptr"),
+            ("NS", "i32"),
+            ("N", "i32"),
+        ],
     )
 
 
@@ -145,7 +161,8 @@ def toy_archive(folder: Path) -> Path:
 
 def all_archives(folder: Path) -> list[Path]:
     """Archives of every op for sm_90, float16 and both types of counts."""
-    write_archive(folder / "hybrid", [variant(), variant(count_dtype="int64")])
+    both = [variant(count_dtype=count, cache=cache) for count in ("int32", "int64") for cache in CACHE.choices]
+    write_archive(folder / "hybrid", both)
     softmax, linear, conv, matmul = (folder / name for name in ("softmax", "linear", "conv", "matmul"))
     own = [attention_archive(softmax), linear_archive(linear), conv_archive(conv), matmul_archive(matmul)]
     return [folder / "hybrid", *own, toy_archive(folder / "toy")]
@@ -212,11 +229,20 @@ def test_adapter(include: str, recorder: Recorder, tmp_path: Path) -> None:
         check_op([host, libraries[0]], drivers, spec, *call, shapes, taken)
 
 
+INT8 = {CACHE.name: "int8"}
 PREFILL = ("score", "select", *("features", "scan", "linear", "attend") * 2, "commit")
 CALLS: list[tuple[OpSpec, dict[str, Any], set[str], dict[str, int], tuple[str, ...]]] = [
     # op, attributes, absent inputs, sizes, kernels of a call of 150 tokens and of one of a single token
     (HYBRID_ATTENTION, ATTRIBUTES, ABSENT, SIZES, (*PREFILL, "decode")),
+    (
+        HYBRID_ATTENTION,
+        ATTRIBUTES | INT8,
+        absent_inputs(HYBRID_ATTENTION, ATTRIBUTES | INT8, "window_factor"),
+        SIZES,
+        (*PREFILL, "decode"),
+    ),
     (ATTENTION, {}, set(), SIZES | {"N": 400}, ("attend", "decode")),
+    (ATTENTION, INT8, set(), SIZES | {"N": 400}, ("attend", "decode")),
     (
         LINEAR_ATTENTION,
         {"update_rule": "gated_delta", "scale": 0.5},
@@ -239,7 +265,9 @@ HEADS, FLAT = "0.0 0.1 0.2 0.3", "0.0 0.1 0.2"
 SHAPES: list[list[tuple[str, str]]] = [
     # of output and first state ("": none), by input and place; the second with heads side by side
     [(HEADS, "0.0 1.2 8.2 0.3"), (FLAT, "0.0 8.1 8.2 8.3")],
+    [(HEADS, "0.0 1.2 8.2 8.3"), (FLAT, "0.0 8.1 8.2 8.3")],
     [(HEADS, "0.0 1.2 5.2 0.3"), (FLAT, "0.0 5.1 5.2 5.3")],
+    [(HEADS, "0.0 1.2 5.2 5.3"), (FLAT, "0.0 5.1 5.2 5.3")],
     [("0.0 0.1 2.2 0.3 2.3", "0.0 2.2 0.4 2.3"), ("0.0 0.1 3.2 0.3 6.3", "0.0 3.2 0.4 6.3")],
     [(FLAT, "0.0 0.2 3.2"), (FLAT, "0.0 0.2 3.2")],
     [("0.0 0.1 1.0", ""), ("0.0 0.1 1.0", "")],
@@ -249,18 +277,29 @@ SHAPES: list[list[tuple[str, str]]] = [
 
 def node_values(spec: OpSpec, attributes: dict[str, Any], absent: set[str]) -> dict[str, Any]:
     """Attributes of a node with what stand-ins are told beside them."""
-    mask = sum(1 << i for i, name in enumerate(spec.input_names()) if name in absent)
-    return {**attributes, "absent_inputs": mask, "activation_type": "float16"}
+    given = {name for name in spec.resolve(attributes).input_names() if name not in absent}
+    mask = sum(1 << i for i, name in enumerate(spec.input_names()) if name not in given)
+    cache = {
+        name: value for name, value in attributes.items() if name == CACHE.name
+    }  # last: only the others must be there
+    return {
+        **{n: v for n, v in attributes.items() if n not in cache},
+        "absent_inputs": mask,
+        "activation_type": "float16",
+        **cache,
+    }
 
 
 def host_arguments(
     spec: OpSpec, attributes: dict[str, Any], absent: set[str], sizes: dict[str, int], flat: bool = False
 ) -> list[str]:
     """The call for a stand-in of a host, but for the library; with `flat` activations are [B, T, heads * D]."""
-    tensors = shapes_of(spec, sizes | {"T": -1}, "float16", "int32", absent)
-    names = [name for name in spec.input_names() if name not in absent]
+    own = spec.resolve(attributes)
+    tensors = shapes_of(own, sizes | {"T": -1}, "float16", "int32", absent)
+    names = [name for name in own.input_names() if name not in absent]
     roles = {t.name: t.role for t in spec.inputs}
-    words = {t.name for t in spec.inputs if t.dtype == "int32"}
+    words = {t.name for t in own.inputs if t.dtype == "int32"}
+    words |= {f"past_{s.name}" for s in own.states if s.dtype == "int32"}
     given = []
     for name, (dtype, shape) in zip(names, tensors, strict=True):
         if flat and roles.get(name) == "activation" and dtype == "float16" and len(shape) == 4:

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from still_export.export.plugins import PluginBuildError, pack_archive
-from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 from tests.plugins.core_abi import Core, CoreError, Recorder, shapes_of
-from tests.plugins.test_core import ABSENT, absent_mask
+from tests.plugins.test_core import ABSENT, HYBRID, absent_mask
 
 aot = pytest.importorskip("still_kernels.aot")
 variants = pytest.importorskip("still_kernels.hybrid_attention.variants")
@@ -22,18 +21,18 @@ def test_the_core_loads_what_was_compiled(core: Core, recorder: Recorder, tmp_pa
     index = aot.write_archive(tmp_path / "aot", [87, 90], "HybridAttention", [variant])
     core.call("still_add_archive", str(pack_archive([tmp_path / "aot"], tmp_path / "kernels.bin")).encode())
     assert core.library.still_variant_count() == 2
-    op = core.op("HybridAttention", {a.name: a.default for a in HYBRID_ATTENTION.attributes}, absent_mask(ABSENT))
+    op = core.op("HybridAttention", {}, absent_mask(ABSENT))
     for entry, architecture in zip(index["variants"], (87, 90), strict=True):
         recorder.reset(architecture)
         for tokens in (300, 1):
-            op.prepare(shapes_of(HYBRID_ATTENTION, {**SIZES, "T": tokens}, "float16", "int32", ABSENT))
+            op.prepare(shapes_of(HYBRID, {**SIZES, "T": tokens}, "float16", "int32", ABSENT))
         loaded = [line.split()[1] for line in recorder.log("cuModuleGetFunction")]
         assert sorted(loaded) == sorted(k["symbol"] for k in entry["kernels"].values())
         large = {k["symbol"] for k in entry["kernels"].values() if k["shared_bytes"] > 48 << 10}
         assert {line.split()[1] for line in recorder.log("cuFuncSetAttribute")} == large
     recorder.reset(80)
     with pytest.raises(CoreError, match="the archive has sm_87, sm_90, the GPU is sm_80"):
-        op.prepare(shapes_of(HYBRID_ATTENTION, SIZES, "float16", "int32", ABSENT))
+        op.prepare(shapes_of(HYBRID, SIZES, "float16", "int32", ABSENT))
 
 
 def test_packing_names_what_is_missing(tmp_path: Path) -> None:

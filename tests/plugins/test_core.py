@@ -12,15 +12,28 @@ from typing import Any
 import pytest
 
 from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
+from still_graphs.ops.spec import CACHE
 from still_kernels.hybrid_attention.plan import PLAN
 from still_kernels.plan import ELEMENTS, Call
 from tests.plugins.builds import ROOT
-from tests.plugins.core_abi import Core, CoreError, CoreOp, Recorder, Tensor, shapes_of, tensor_array, write_archive
+from tests.plugins.core_abi import (
+    Core,
+    CoreError,
+    CoreOp,
+    Recorder,
+    Tensor,
+    absent_inputs,
+    shapes_of,
+    tensor_array,
+    write_archive,
+)
 
 SIZES = {"B": 2, "T": 150, "H": 6, "HK": 3, "HS": 6, "D": 64, "P": 48, "F": 96, "C": 32, "N": 80}
-ATTRIBUTES: dict[str, int | float | str] = {a.name: a.default for a in HYBRID_ATTENTION.attributes}
+HYBRID = HYBRID_ATTENTION.resolve({})
+"""The op as graphs without caches in 8 bits have it."""
+ATTRIBUTES: dict[str, int | float | str] = {a.name: a.default for a in HYBRID.attributes if a != CACHE}
 ATTRIBUTES.update(chunk_size=32, salient_per_chunk=5, mix_epsilon=1e-5)
-ABSENT = {"window_factor", "past_salient_score"}
+ABSENT = absent_inputs(HYBRID, ATTRIBUTES, "window_factor")
 TYPES = {"ptr": "p", "i32": "i", "f32": "f"}
 ARGUMENTS = {  # orders differ on purpose: the core goes by name
     "score": ["T:i32", "query:ptr", "key:ptr", "score:ptr", "past_length:ptr", "scale:f32", "R:i32"],
@@ -59,6 +72,7 @@ KEY = {
     "saliency": "margin",
     "overflow": "error",
     "window_factor": 0,
+    "cache": "float",
     "count_dtype": "int32",
     "packed": 0,
 }
@@ -80,11 +94,11 @@ def variant(arch: str = "sm_90", shared_bytes: int = 1000, **key: Any) -> dict[s
 
 
 def inputs(dtype: str = "float16", absent: set[str] = ABSENT, **sizes: int) -> list[Tensor]:
-    return shapes_of(HYBRID_ATTENTION, SIZES | sizes, dtype, "int32", absent)
+    return shapes_of(HYBRID, SIZES | sizes, dtype, "int32", absent)
 
 
 def absent_mask(absent: set[str]) -> int:
-    return sum(1 << i for i, name in enumerate(HYBRID_ATTENTION.input_names()) if name in absent)
+    return sum(1 << i for i, name in enumerate(HYBRID.input_names()) if name in absent)
 
 
 @pytest.fixture
@@ -112,8 +126,8 @@ def test_generated_header_is_in_sync() -> None:
 
 
 def test_names_and_shapes_follow_the_op_spec(op: CoreOp) -> None:
-    assert op.names("input") == [n for n in HYBRID_ATTENTION.input_names() if n not in ABSENT]
-    assert op.names("output") == [n for n in HYBRID_ATTENTION.output_names() if n != "present_salient_score"]
+    assert op.names("input") == [n for n in HYBRID.input_names() if n not in ABSENT]
+    assert op.names("output") == [n for n in HYBRID.output_names() if n != "present_salient_score"]
     outputs = dict(zip(op.names("output"), op.infer(inputs()), strict=True))
     assert outputs["output"] == ("float16", (2, 150, 6, 64))
     assert outputs["present_window_key"] == ("float16", (2, 3, 64, 64))
@@ -275,7 +289,7 @@ def test_workspace_covers_every_smaller_call(op: CoreOp) -> None:
             call = Call.of(
                 HYBRID_ATTENTION,
                 dict(zip(op.names("input"), (t[1] for t in given), strict=True)),
-                ATTRIBUTES,
+                {CACHE.name: CACHE.default, **ATTRIBUTES},
                 "float16",
                 "int32",
             )
@@ -356,7 +370,7 @@ def test_packed_rows(core: Core, op: CoreOp, recorder: Recorder, tmp_path: Path)
     """Three rows of at most 40 tokens, 90 together, in a state of 7 rows."""
     core.call("still_add_archive", str(write_archive(tmp_path / "packed", [variant(packed=1)])).encode())
     packed = core.op("HybridAttention", ATTRIBUTES, absent_mask(ABSENT), packed=True)
-    names = [n for n in HYBRID_ATTENTION.input_names() if n not in ABSENT | {"new_tokens"}]
+    names = [n for n in HYBRID.input_names() if n not in ABSENT | {"new_tokens"}]
     assert packed.names("input") == [*names, "query_start", "state_row", "max_tokens"]
     assert packed.names("output") == op.names("output")
 

@@ -93,7 +93,7 @@ def test_launches_are_those_of_the_core(hosts: Hosts, core: Core, recorder: Reco
     at = {name: 0x1000 * (i + 1) for i, name in enumerate(op.names("input"))} | {"output": 0x900000}
     scratch = [int(line.split()[1]) for line in lines if line.startswith("scratch")]
     for tokens, size in zip((150, 1), scratch[:2], strict=True):
-        inputs = shapes_of(spec, sizes | {"T": tokens}, "float16", "int64", absent)
+        inputs = shapes_of(spec.resolve(attributes), sizes | {"T": tokens}, "float16", "int64", absent)
         op.prepare(inputs)
         outputs = [at[name.replace("present_", "past_")] for name in op.names("output")]
         op.launch([at[name] for name in op.names("input")], outputs, 0x7000000 if size else 0, 0)

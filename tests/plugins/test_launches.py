@@ -17,6 +17,7 @@ import torch
 
 from still_export.export.plugins import pack_archive
 from still_graphs.ops import HYBRID_ATTENTION, OpSpec
+from still_graphs.ops.spec import CACHE
 from still_kernels import aot, launcher
 from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs
 from still_kernels.hybrid_attention.variants import Variant
@@ -30,21 +31,25 @@ TYPES = {"ptr": "p", "i32": "i", "f32": "f", "descriptor": "diill"}
 ELEMENT_CODES = {"fp16": 6, "bf16": 9}  # of the driver
 NAMES = {torch.float16: "float16", torch.float32: "float32", torch.int32: "int32", torch.bfloat16: "bfloat16"}
 CASES = [
-    # batch, tokens, capacity tokens, select_scope, overflow, gate, dtype, tokens of packed rows together
-    (1, 1, 4096, "q_head", "error", "channel", torch.float16, 0),
-    (3, 1, 65536, "kv_group_max", "error", "none", torch.bfloat16, 0),
-    (8, 1, 65536, "q_head", "error", "channel", torch.float16, 0),
-    (2, 1, 640, "q_head", "fold_min_score", "channel", torch.float16, 0),
-    (2, 2, 4096, "q_head", "error", "channel", torch.float16, 0),
-    (2, 300, 4096, "kv_group_mean", "error", "channel", torch.float16, 0),
-    (1, 2048, 65536, "q_head", "error", "none", torch.float16, 0),
-    (1, 300, 640, "q_head", "fold_oldest", "channel", torch.float32, 0),
-    (1, 300, 640, "q_head", "fold_min_score", "channel", torch.float16, 0),
-    (1, 20000, 65536, "q_head", "error", "channel", torch.float16, 0),
-    (2, 100, 128, "q_head", "error", "channel", torch.bfloat16, 0),  # no slot
-    (3, 200, 4096, "q_head", "error", "channel", torch.bfloat16, 333),
-    (3, 70, 640, "kv_group_max", "fold_oldest", "none", torch.float16, 150),
-    (3, 1, 4096, "q_head", "error", "channel", torch.float16, 2),
+    # batch, tokens, capacity tokens, select_scope, overflow, gate, dtype, tokens of packed rows together, cache
+    (1, 1, 4096, "q_head", "error", "channel", torch.float16, 0, "float"),
+    (3, 1, 65536, "kv_group_max", "error", "none", torch.bfloat16, 0, "float"),
+    (8, 1, 65536, "q_head", "error", "channel", torch.float16, 0, "float"),
+    (2, 1, 640, "q_head", "fold_min_score", "channel", torch.float16, 0, "float"),
+    (2, 2, 4096, "q_head", "error", "channel", torch.float16, 0, "float"),
+    (2, 300, 4096, "kv_group_mean", "error", "channel", torch.float16, 0, "float"),
+    (1, 2048, 65536, "q_head", "error", "none", torch.float16, 0, "float"),
+    (1, 300, 640, "q_head", "fold_oldest", "channel", torch.float32, 0, "float"),
+    (1, 300, 640, "q_head", "fold_min_score", "channel", torch.float16, 0, "float"),
+    (1, 20000, 65536, "q_head", "error", "channel", torch.float16, 0, "float"),
+    (2, 100, 128, "q_head", "error", "channel", torch.bfloat16, 0, "float"),  # no slot
+    (3, 200, 4096, "q_head", "error", "channel", torch.bfloat16, 333, "float"),
+    (3, 70, 640, "kv_group_max", "fold_oldest", "none", torch.float16, 150, "float"),
+    (3, 1, 4096, "q_head", "error", "channel", torch.float16, 2, "float"),
+    (1, 1, 65536, "q_head", "error", "channel", torch.float16, 0, "int8"),
+    (2, 300, 4096, "kv_group_max", "error", "none", torch.bfloat16, 0, "int8"),
+    (1, 300, 640, "q_head", "fold_min_score", "channel", torch.float16, 0, "int8"),
+    (3, 200, 4096, "q_head", "error", "channel", torch.float32, 333, "int8"),
 ]
 
 
@@ -75,7 +80,7 @@ def fake_compiler() -> Any:
         yield
 
 
-def config_of(scope: str, overflow: str, gate: str, capacity: int) -> HybridAttentionConfig:
+def config_of(scope: str, overflow: str, gate: str, capacity: int, cache: str) -> HybridAttentionConfig:
     return HybridAttentionConfig(
         num_heads=6,
         num_kv_heads=2,
@@ -89,12 +94,13 @@ def config_of(scope: str, overflow: str, gate: str, capacity: int) -> HybridAtte
         capacity_tokens=capacity,
         overflow=overflow,
         mix_epsilon=1e-5,
+        cache=None if cache == CACHE.default else cache,
     )
 
 
 def call_tensors(case: Any, config: HybridAttentionConfig) -> dict[str, torch.Tensor]:
     """Inputs of a call by the op's names, without data."""
-    batch, tokens, _, _, _, gate, dtype, packed = case
+    batch, tokens, _, _, _, gate, dtype, packed, _ = case
     lead, count = ((packed,) if packed else (batch, tokens)), torch.int32
     state = HybridAttentionState.empty(config, batch + 2 if packed else batch, dtype, "meta")
     tensors = {f"past_{name}": tensor for name, tensor in state.tensors().items()}
@@ -134,6 +140,11 @@ def check_descriptor(got: list[str], argument: dict[str, Any], wanted: Any, know
     assert swizzle == 3 and NAMES[wanted.base.dtype] == {"fp16": "float16", "bf16": "bfloat16"}[argument["element"]]
 
 
+def storage(tensor: torch.Tensor) -> int:
+    """What a tensor and its views in other types share."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 @pytest.fixture
 def mirror(
     core: Core, recorder: Recorder, fake_compiler: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -170,6 +181,7 @@ def compare(
 
     # Python: addresses of tensors that are no tensors of this machine, workspace one buffer behind the other
     known = {id(tensor): at[name] for name, tensor in tensors.items()}
+    words = {storage(tensor): at[name] for name, tensor in tensors.items()}  # of which codes are views
     workspace, used = 0x70000000, [0]
     expected: list[tuple[str, tuple[int, ...], dict[str, Any]]] = []
 
@@ -228,7 +240,10 @@ def compare(
             elif wanted is counters:
                 assert int(got[key]) not in (0, *at.values()) and int(got[key]) < workspace
             else:
-                assert int(got[key]) == (0 if wanted is None else known[id(wanted)]), (name, key)
+                assert int(got[key]) == (0 if wanted is None else known.get(id(wanted)) or words[storage(wanted)]), (
+                    name,
+                    key,
+                )
         missing = {n for n, value in values.items() if isinstance(value, torch.Tensor)} - got.keys()
         assert not missing, f"{name} has pointers that the compiled kernel does not take: {missing}"
     assert used[0] <= op.workspace(inputs)
@@ -236,8 +251,8 @@ def compare(
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_the_core_mirrors_the_python_launcher(case: Any, mirror: Callable[..., None]) -> None:
-    _, tokens, capacity, scope, overflow, gate, dtype, packed = case
-    config = config_of(scope, overflow, gate, capacity)
+    _, tokens, capacity, scope, overflow, gate, dtype, packed, cache = case
+    config = config_of(scope, overflow, gate, capacity, cache)
     tensors = call_tensors(case, config)
     states = {n.removeprefix("past_"): t for n, t in tensors.items() if n.startswith("past_")}
     inputs = Inputs(**{field.name: tensors.get(field.name) for field in dataclasses.fields(Inputs)})
@@ -254,6 +269,7 @@ def test_the_core_mirrors_the_python_launcher(case: Any, mirror: Callable[..., N
         gate=int(gate == "channel"),
         select_scope=scope,
         overflow=overflow,
+        cache=cache,
         count_dtype="int32",
         packed=int(packed > 0),
     )

@@ -15,7 +15,7 @@ from still_kernels.hybrid_attention.plan import PLAN
 from still_kernels.plan import Branch, Call, Launch, Let, Loop, Plan, Region
 from still_kernels.plan.expressions import Scope, compile_expression
 from tests.plugins.core_abi import Core, CoreError, CoreOp, Recorder, write_archive
-from tests.plugins.test_core import ABSENT, ATTRIBUTES, CONSTANTS, absent_mask, addresses, inputs, variant
+from tests.plugins.test_core import ABSENT, ATTRIBUTES, CONSTANTS, HYBRID, absent_mask, addresses, inputs, variant
 
 NAMES = (
     "T",
@@ -155,7 +155,7 @@ def test_expressions_are_worth_what_they_are_in_python(core: Core, recorder: Rec
 
 
 def names_of() -> list[str]:
-    return [name for name in HYBRID_ATTENTION.input_names() if name not in ABSENT]
+    return [name for name in HYBRID.input_names() if name not in ABSENT]
 
 
 def test_loops_branches_and_names(core: Core, recorder: Recorder, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from still_graphs.ops import DOMAIN, OPS
+from still_graphs.ops.spec import CACHE
 from still_graphs.passes.attach_functions import attach_functions
 from still_graphs.passes.walk import Rewriter, attribute, dimensions, drop_attribute, set_opset, value_names
 from tests.still_export.fake_cuda import HostDriver
@@ -42,7 +43,7 @@ def restore_bodies(model: onnx.ModelProto) -> None:
 
 def _restore(node: onnx.NodeProto, rewriter: Rewriter, dims: dict[str, list[int | str | None]]) -> list[onnx.NodeProto]:
     """Undo it for one node; what belongs behind it."""
-    spec = OPS[node.op_type]
+    spec = OPS[node.op_type].resolve({CACHE.name: attribute(node, CACHE.name, CACHE.default)})
     absent, given, results = attribute(node, "absent_inputs"), iter(list(node.input)), iter(list(node.output))
     kinds = [t.dtype for t in spec.inputs] + [s.dtype for s in spec.states]
     missing = {name for i, name in enumerate(spec.input_names()) if absent >> i & 1}

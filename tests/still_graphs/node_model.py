@@ -29,7 +29,12 @@ def node_model(
     onnxruntime: bool = False,
     **attributes: Any,
 ) -> onnx.ModelProto:
-    """A model of one node with its body; inputs and outputs have the op's own names."""
+    """A model of one node with its body; inputs and outputs have the op's own names, states those that the attributes ask for."""
+    set_ = {a.name: a.default for a in spec.attributes} | attributes
+    there = {state.name for state in spec.states_with(set_)}
+    sides = ("past", "present")
+    absent = (*absent, *(f"{side}_{s.name}" for s in spec.states if s.name not in there for side in sides))
+    spec = spec.resolve(set_)
     kinds = {
         "T": ELEMENT[dtype],
         "float32": TensorProto.FLOAT,
@@ -45,10 +50,11 @@ def node_model(
         ]
 
     names = ["" if name in absent else name for name in spec.input_names()]
-    node = helper.make_node(spec.name, names, spec.output_names(), domain=DOMAIN, **attributes)
-    inputs, outputs = infos(spec.input_names(), spec.all_inputs()), infos(spec.output_names(), spec.all_outputs())
+    outputs = ["" if name in absent else name for name in spec.output_names()]
+    node = helper.make_node(spec.name, names, outputs, domain=DOMAIN, **attributes)
+    given, made = infos(spec.input_names(), spec.all_inputs()), infos(spec.output_names(), spec.all_outputs())
     imports = [helper.make_opsetid("", opset), helper.make_opsetid(DOMAIN, 1)]
-    model = helper.make_model(helper.make_graph([node], "still", inputs, outputs), opset_imports=imports, ir_version=10)
+    model = helper.make_model(helper.make_graph([node], "still", given, made), opset_imports=imports, ir_version=10)
     assert attach_functions(model, onnxruntime) == 1
     return model
 

@@ -8,6 +8,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from still_graphs.ops import DOMAIN, OPS
 from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
+from still_graphs.ops.spec import CACHE
 from still_graphs.passes.attach_functions import attach_functions
 from still_graphs.passes.walk import Rewriter
 
@@ -16,6 +17,8 @@ SIZES = {"H": 6, "HK": 3, "HS": 6, "D": 4, "P": 5, "F": 10, "C": 8}
 SALIENT = 2
 DTYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}
 SKIPPED = ("salient_score",)
+HYBRID = HYBRID_ATTENTION.resolve({})
+"""The op as graphs without caches in 8 bits have it."""
 
 
 def state_shape(name: str) -> list[str | int]:
@@ -33,7 +36,7 @@ def growth_of(name: str) -> dict[str, int | str | bool] | None:
 
 def states() -> list[str]:
     """Names of the states that the graph has."""
-    return [s.name for s in HYBRID_ATTENTION.states if s.name not in SKIPPED]
+    return [s.name for s in HYBRID.states if s.name not in SKIPPED]
 
 
 def state_type(name: str, dtype: str) -> int:
@@ -77,12 +80,12 @@ def small_graph(dtype: str = "float32", seed: int = 0, functions: bool = True) -
             HYBRID_ATTENTION.name,
             [
                 *("query", "key", "value", "gate", "feature_q", "feature_k", "", "new_tokens", "past_length"),
-                *("" if s.name in SKIPPED else f"past_{s.name}.0" for s in HYBRID_ATTENTION.states),
+                *("" if s.name in SKIPPED else f"past_{s.name}.0" for s in HYBRID.states),
             ],
-            ["mixed", *("" if s.name in SKIPPED else f"present_{s.name}.0" for s in HYBRID_ATTENTION.states)],
+            ["mixed", *("" if s.name in SKIPPED else f"present_{s.name}.0" for s in HYBRID.states)],
             name="attention",
             domain=DOMAIN,
-            **{a.name: a.default for a in HYBRID_ATTENTION.attributes}
+            **{a.name: a.default for a in HYBRID.attributes if a != CACHE}
             | {"chunk_size": SIZES["C"], "salient_per_chunk": SALIENT},
         ),
         node("Reshape", ["mixed", "shape_flat"], ["mixed_flat"]),

@@ -17,6 +17,10 @@ from tests.attention_cases import SPLITS, Layer, Split, calls
 from tests.still_graphs.test_functions import ELEMENT, WRONG_COUNTS, close, ort, session, value
 from tests.tolerances import REFERENCE
 
+STATES = ("key", "value")
+NAMES = tuple(t.name for t in ATTENTION.inputs) + tuple(f"past_{name}" for name in STATES)
+"""Inputs of a node that keeps rows as numbers."""
+
 
 def node_model(layer: Layer, dtype: torch.dtype, layers: int = 1, opset: int = 23) -> onnx.ModelProto:
     """A model of `layers` nodes in a row (each feeds the next one's query), bodies attached."""
@@ -26,17 +30,17 @@ def node_model(layer: Layer, dtype: torch.dtype, layers: int = 1, opset: int = 2
     for number in range(layers):
         sides: list[list[str]] = []
         for names, tensors in (
-            (ATTENTION.input_names(), ATTENTION.all_inputs()),
-            (ATTENTION.output_names(), ATTENTION.all_outputs()),
+            (NAMES, ATTENTION.all_inputs()),
+            (ATTENTION.output_names()[: 1 + len(STATES)], ATTENTION.all_outputs()),
         ):
             sides.append([])
-            for name, tensor in zip(names, tensors, strict=True):
+            for name, tensor in zip(names, tensors, strict=False):
                 full = name if tensor.role == "count" else f"{name}.{number}"
                 if name == "query" and number:
                     full = f"output.{number - 1}"
                 sides[-1].append(full)
                 info = helper.make_tensor_value_info(full, kinds[tensor.dtype], [sizes.get(d, d) for d in tensor.shape])
-                if names is not ATTENTION.input_names() and name in ATTENTION.output_names():
+                if names is not NAMES:
                     outputs.append(info)
                 elif not full.startswith("output"):
                     inputs[full] = info

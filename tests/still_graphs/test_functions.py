@@ -15,6 +15,7 @@ from still_graphs.functions import function_body
 from still_graphs.ops import DOMAIN
 from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 from still_graphs.passes.attach_functions import attach_functions
+from still_kernels.codes import rounded
 from still_kernels.hybrid_attention.chunked import chunked_hybrid_attention
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from still_kernels.hybrid_attention.inputs import Inputs
@@ -39,11 +40,12 @@ def node_model(c: HybridAttentionConfig, dtype: torch.dtype, layers: int = 1, op
     """A model of `layers` still nodes in a row (each feeds the next one's query), bodies attached."""
     sizes = {
         "C": c.chunk_size, "2*C": 2 * c.chunk_size, "H": c.num_heads, "HK": c.num_kv_heads, "HS": c.select_heads,
-        "D": c.head_dim, "P": c.projection_dim, "F": c.state_features,
+        "D": c.head_dim, "D/4": c.head_dim // 4, "P": c.projection_dim, "F": c.state_features,
     }  # fmt: skip
-    kinds = {"T": ELEMENT[dtype], "float32": TensorProto.FLOAT, "int64": TensorProto.INT64}
+    kinds = {"T": ELEMENT[dtype], "float32": TensorProto.FLOAT, "int64": TensorProto.INT64, "int32": TensorProto.INT32}
     absent = {"gate": c.gate == "none", "window_factor": c.window_factor is None}
-    absent["salient_score"] = c.overflow != "fold_min_score"
+    there = {s.name: s for s in HYBRID_ATTENTION.states_with(c.attributes())}
+    absent |= {s.name: s.name not in there for s in HYBRID_ATTENTION.states}
     shared = {"new_tokens", "past_length"}
     inputs, outputs, nodes = {}, [], []
     for layer in range(layers):
@@ -60,6 +62,7 @@ def node_model(c: HybridAttentionConfig, dtype: torch.dtype, layers: int = 1, op
                 if absent.get(tensor.name):
                     names[side].append("")
                     continue
+                tensor = there.get(tensor.name, tensor)
                 full = name if name in shared else f"{name}.{layer}"
                 if side == 0 and name == "query" and layer:
                     full = f"output.{layer - 1}"
@@ -134,7 +137,7 @@ class Runner:
                     if name == "output.0"
                     else self._tensor(self.state[name[8:-2]], self.kinds[name[8:-2]])
                 )
-                held[name] = value(torch.full_like(like, torch.nan))
+                held[name] = value(torch.full_like(like, torch.nan if like.is_floating_point() else 77))
                 binding.bind_ortvalue_output(name, held[name])
         self.session.run_with_iobinding(binding)
         if not self.in_place:
@@ -170,6 +173,8 @@ def steps(
             "key": normal(batch, tokens, c.num_kv_heads, c.head_dim),
             "value": normal(batch, tokens, c.num_kv_heads, c.head_dim),
         }
+        if c.cache == "int8":
+            feeds |= {name: rounded(feeds[name]) for name in ("key", "value")}
         if c.gate == "channel":
             feeds["gate"] = torch.sigmoid(normal(batch, tokens, c.num_heads, c.head_dim))
         inputs = Inputs(**{"gate": None, **feeds, **weights}, new_tokens=new)
@@ -186,6 +191,9 @@ def steps(
 
 def close(found: torch.Tensor, expected: torch.Tensor, bound: float, what: str) -> None:
     assert found.shape == expected.shape, what
+    if found.dtype == torch.int32:  # words of codes
+        assert torch.equal(found.view(torch.int8), expected.view(torch.int8)), what
+        return
     found, expected = found.float(), expected.float()
     assert torch.equal(found.isinf(), expected.isinf()), what
     finite = ~expected.isinf()
@@ -227,6 +235,8 @@ KNOBS: list[dict[str, Any]] = [
     {"local": "sliding"},
     {"local": "sliding", "select_scope": "kv_group_max"},
     {"local": "sliding", "window_size": 3, "salient_per_chunk": 0},
+    {"cache": "int8"},
+    {"cache": "int8", "select_scope": "kv_group_mean", "local": "sliding"},
 ]
 
 
@@ -248,6 +258,7 @@ def test_identity_features() -> None:
         {"capacity_tokens": 20, "select_scope": "kv_group_mean"},
         {"capacity_tokens": 20, "local": "sliding"},
         {"capacity_tokens": 8},
+        {"capacity_tokens": 20, "cache": "int8"},
     ],
     ids=str,
 )
@@ -360,3 +371,14 @@ def test_unknown_op_type_and_opset_are_refused() -> None:
         function_body(node, TensorProto.FLOAT, 17, dims={})
     with pytest.raises(UnsupportedError, match="dimension HK"):
         function_body(node, TensorProto.FLOAT, 23, dims={"H": 4})
+
+
+def test_scales_go_with_codes_alone() -> None:
+    model = node_model(config(), torch.float32)
+    (node,) = model.graph.node
+    assert node.input[-1] == "past_z_state.0" and node.output[-1] == "present_z_state.0", "absent ones are not named"
+    assert len(model.functions[0].input) == len(node.input)
+    del model.functions[:]
+    node.input.append("past_z_state.0")
+    with pytest.raises(UnsupportedError, match=r"past_z_state.0 are beyond the 17 tensors of the op"):
+        attach_functions(model)

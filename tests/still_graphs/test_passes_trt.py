@@ -10,6 +10,7 @@ from onnx import TensorProto, helper
 from still_graphs.errors import UnsupportedError
 from still_graphs.ops import DOMAIN
 from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
+from still_graphs.ops.spec import CACHE
 from still_graphs.passes.add_greedy_token import add_greedy_token
 from still_graphs.passes.inline_functions import inline_functions
 from still_graphs.passes.lower_integers import lower_integers
@@ -20,7 +21,7 @@ from still_graphs.passes.strip_functions import strip_functions
 from still_graphs.passes.take_general_branches import take_general_branches
 from still_graphs.passes.walk import attribute, opset_version, walk_nodes
 from still_graphs.passes.widen_sigmoids import widen_sigmoids
-from tests.still_graphs.small_graph import VOCABULARY, empty_state, small_graph
+from tests.still_graphs.small_graph import HYBRID, VOCABULARY, empty_state, small_graph
 
 SLOTS = 20
 SPLITS = (13, 1, 1, 1, 8, 1, 17, 1, 1)
@@ -270,12 +271,12 @@ def test_plugin_nodes_say_all_that_the_plugin_needs() -> None:
     assert "" not in [*node.input, *node.output]
     assert attribute(node, "plugin_namespace") == "still" and attribute(node, "plugin_version") == "1"
     assert attribute(node, "activation_type") == "float16"
-    names = HYBRID_ATTENTION.input_names()
+    names = HYBRID.input_names()
     absent = {n for i, n in enumerate(names) if attribute(node, "absent_inputs") >> i & 1}
     assert absent == {"window_factor", "past_salient_score"}
-    assert len(node.input) == len(names) - 2 and len(node.output) == len(HYBRID_ATTENTION.output_names()) - 1
-    for declared in HYBRID_ATTENTION.attributes:
-        assert attribute(node, declared.name) is not None
+    assert len(node.input) == len(names) - 2 and len(node.output) == len(HYBRID.output_names()) - 1
+    unsaid = [declared for declared in HYBRID.attributes if attribute(node, declared.name) is None]
+    assert unsaid == [CACHE], "what only caches in 8 bits need is not there without them"
     position = [n for n in names if n not in absent].index("new_tokens")
     assert list(node.input[position : position + 2]) == ["new_tokens", "past_length"], "the graph's own inputs, int32"
     assert lower_plugin_nodes(model) == 1

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 from still_kernels.hybrid_attention import HybridAttentionConfig
 from still_kernels.hybrid_attention.paged import _scatter
 from still_kernels.hybrid_attention.pages import Pages
@@ -298,8 +299,10 @@ def prepare(data: Data, kernel: str, output: Tensor) -> list[Any]:
             "FACTOR": int(case.factor),
             "RAGGED": int(case.packed),
             "PAGES": 0 if data.pages is None else data.pages.kernel,
+            "CODES": 0,
         }
-        every = {**data.tensors, **data.paged, **part, "output": output}
+        scales = dict.fromkeys(f"{s.name}_scale" for s in HYBRID_ATTENTION.states if s.narrow)
+        every = {**data.tensors, **data.paged, **scales, **part, "output": output}
         launches.append(_launch(kernel, case, every, numbers, constants))
     return launches
 

@@ -40,6 +40,7 @@ FAST = ("crossing", "group max")
 """Cases of the fast run: every kernel, both kinds of heads."""
 EVERY_KIND = (
     "promoting",
+    "codes, group max",
     "fold min",
     "packed, folding",
     "paged from the first token",
@@ -75,7 +76,8 @@ def interpreted(names: tuple[str, ...], dtype: str = "float32") -> dict[str, dic
 SIZES = tuple(name for name in triton_cases.CASES if name.startswith("head size"))
 """Head sizes that the kernels name; other cases have sizes between them."""
 
-EXACT = ("window_key", "window_value", "salient_key", "salient_value", "length")
+ROWS = ("window_key", "window_value", "salient_key", "salient_value")
+EXACT = (*ROWS, *(f"{name}_scale" for name in ROWS), "length")
 
 
 def check(errors: dict[str, float], dtype: torch.dtype) -> None:
@@ -107,7 +109,7 @@ def test_programs_may_run_in_any_order(name: str) -> None:
 
 
 NARROW = {
-    "bfloat16": ("promoting", "many parts, group", "packed", "released", "wide heads"),
+    "bfloat16": ("promoting", "many parts, group", "packed", "released", "wide heads", "codes, fold oldest"),
     "float16": ("promoting", "no salient", "softmax decode", "fold everything"),
 }
 """In 16 bits first: both forms of decode, a promotion, packed rows, every kernel."""

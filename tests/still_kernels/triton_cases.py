@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from still_kernels.codes import rounded
 from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs
 from still_kernels.hybrid_attention.chunked import chunked_hybrid_attention
 from still_kernels.hybrid_attention.pages import Pages
@@ -182,6 +183,22 @@ CASES = {
         f"head size {size}": Case({"head_dim": size, "feature_dim": size}, ((66, [66, 35]), *[STEP] * 2, (30, [0, 30])))
         for size in HEAD_DIMS
     },
+    "codes": Case({"cache": "int8"}, (*CROSSING, *PROMOTING)),
+    "codes, group max": Case(
+        {"cache": "int8", "select_scope": "kv_group_max", "num_heads": 6, "capacity_tokens": 448}, tuple(PROMOTING)
+    ),
+    "codes, fold min": Case(
+        {"cache": "int8", "overflow": "fold_min_score", "capacity_tokens": 128},
+        ((100, [100, 40]), (90, [64, 90]), (1, [0, 1]), (33, [33, 32])),
+    ),
+    "codes, fold oldest": Case(
+        {"cache": "int8", "overflow": "fold_oldest", "capacity_tokens": 96}, ((126, [126, 125]), *[STEP] * 4)
+    ),
+    "codes, packed": Case({"cache": "int8"}, ((66, [66, 35]), (30, [0, 30]), STEP, (2, [2, 1])), packed=True),
+    "codes, released": Case({"cache": "int8", "profile": "released"}, (STEP, (58, [58, 29]), *[STEP] * 6)),
+    "codes, wide heads": Case(
+        {"cache": "int8", "head_dim": 72, "num_heads": 2, "num_kv_heads": 1}, ((66, [66, 35]), STEP), wide=True
+    ),
     "many chunks": Case({"capacity_tokens": 512}, ((30, [30, 5]), (390, [390, 161]), STEP)),
 }
 
@@ -272,14 +289,19 @@ def _errors_of(guarded: Guarded, name: str, device: str, dtype: torch.dtype) -> 
     if case.inputs == "positive":
         weights = [weight.abs() for weight in weights]
     exact = torch.float64 if device == "cpu" or dtype == torch.float32 else dtype
-    expected_state = HybridAttentionState.empty(config, batch, exact, device)
+    codes = config.cache == "int8"
+    # What enters is rounded to what codes hold, so the definition is that of numbers: the chunked form keeps them as they are read.
+    plain = replace(config, cache=None)
+    expected_state = HybridAttentionState.empty(plain, batch, exact, device)
     state = HybridAttentionState.empty(config, batch, dtype, device)
     errors: dict[str, float] = {}
     for number, (tokens, counts) in enumerate(case.calls):
         tensors = [None if x is None else x.to(device, dtype) for x in case_inputs(case, batch, tokens, generator)]
+        if codes:
+            tensors[1:3] = [rounded(x) for x in tensors[1:3] if x is not None]
         new = torch.tensor(counts, dtype=torch.int32 if number % 3 else torch.int64, device=device)
         arguments = Inputs(*(None if x is None else x.to(exact) for x in (*tensors, *weights)), new)
-        expected, expected_state = chunked_hybrid_attention(arguments, config, expected_state)
+        expected, expected_state = chunked_hybrid_attention(arguments, plain, expected_state)
         state = HybridAttentionState(**{n: guarded.copy(t) for n, t in state.tensors().items()})
         inputs = Inputs(*tensors, *weights, new)
         if case.packed or case.paged:
@@ -296,8 +318,11 @@ def _errors_of(guarded: Guarded, name: str, device: str, dtype: torch.dtype) -> 
             distance = (output.double() - expected).norm() / expected.norm()
             errors["output norm"] = max(errors.get("output norm", 0.0), distance.item())
         pairs = {"output": (output, expected)}
-        pairs |= {n: (t, expected_state.tensors()[n]) for n, t in state.tensors().items() if t.numel()}
+        wanted_states = (expected_state.quantized() if codes else expected_state).tensors()
+        pairs |= {n: (t, wanted_states[n]) for n, t in state.tensors().items() if t.numel()}
         for what, (got, wanted) in pairs.items():
+            if got.dtype == torch.int32:  # words of codes
+                got, wanted = got.view(torch.int8), wanted.view(torch.int8)
             scale = wanted.double().abs()
             if what in ("kv_state", "z_state"):
                 scale = scale.max()  # sums of rounded terms of either sign

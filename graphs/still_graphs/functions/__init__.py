@@ -6,7 +6,7 @@ the op's name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 import onnx
 from onnx import helper
@@ -14,6 +14,7 @@ from onnx import helper
 from still_graphs.errors import UnsupportedError
 from still_graphs.functions import attention, causal_conv, hybrid_attention, linear_attention, matmul_nbits
 from still_graphs.functions.causal_conv import fused as fused_causal_conv
+from still_graphs.functions.codes import has_codes, keep_codes, rename, without_scales
 from still_graphs.functions.linear_attention import fused as fused_linear_attention
 from still_graphs.ops import FUSED_OPSET, OPS
 
@@ -90,8 +91,10 @@ def function_body(
         imports = {"": opset, **({domain: 1} if domain else {})}
         function = FUSED_BODIES[node.op_type](node, dtype, dims, imports, domain)
     else:
-        function = write(node, dtype, opset, dims)
-    if kept not in (0, dtype):
+        function = write(without_scales(node), dtype, opset, dims)
+    if has_codes(node):
+        keep_codes(function, node, dtype, dims["D"])
+    elif kept not in (0, dtype):
         _keep(function, node, dtype, kept)
     return function
 
@@ -103,21 +106,9 @@ def _keep(function: onnx.FunctionProto, node: onnx.NodeProto, dtype: int, kept: 
     names = [state.name for state in spec.states if state.narrow]
     given = {f"past_{name}" for name in names} & set(function.input)
     made = {f"present_{name}" for name in names} & set(function.output)
-    _rename(function.node, {name: f"{name}_wide" for name in given | made})
+    rename(function.node, {name: f"{name}_wide" for name in given | made})
     before = [helper.make_node("Cast", [name], [f"{name}_wide"], to=dtype) for name in sorted(given)]
     after = [helper.make_node("Cast", [f"{name}_wide"], [name], to=kept) for name in sorted(made)]
     nodes = [*before, *function.node, *after]
     del function.node[:]
     function.node.extend(nodes)
-
-
-def _rename(nodes: Iterable[onnx.NodeProto], names: Mapping[str, str]) -> None:
-    """Give values other names, in the graphs inside nodes too."""
-    for node in nodes:
-        node.input[:] = [names.get(name, name) for name in node.input]
-        node.output[:] = [names.get(name, name) for name in node.output]
-        for attribute in node.attribute:
-            if attribute.type == onnx.AttributeProto.GRAPH:
-                _rename(attribute.g.node, names)
-                for output in attribute.g.output:
-                    output.name = names.get(output.name, output.name)

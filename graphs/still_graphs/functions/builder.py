@@ -18,8 +18,8 @@ Value: TypeAlias = "str | int | float | Sequence[int] | Sequence[str | int] | No
 class Scope:
     """Nodes of a function body or of one branch inside it; branches see the values of the scopes around them."""
 
-    def __init__(self, parent: Scope | None = None) -> None:
-        self.parent = parent
+    def __init__(self, parent: Scope | None = None, prefix: str = "") -> None:
+        self.parent, self.prefix = parent, prefix
         self.root: Scope = self if parent is None else parent.root
         self.nodes: list[onnx.NodeProto] = []
         self._constants: dict[tuple[Any, ...], str] = {}
@@ -29,7 +29,7 @@ class Scope:
     def fresh(self, hint: str) -> str:
         """A name that no other value of the function has."""
         self.root._count += 1
-        return f"{hint}_{self.root._count}"
+        return f"{self.root.prefix}{hint}_{self.root._count}"
 
     def constant(self, value: Any, dtype: str = "int64") -> str:
         """A constant of the scope, shared by equal value.

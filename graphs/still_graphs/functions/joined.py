@@ -13,6 +13,7 @@ import onnx
 from onnx import helper
 
 from still_graphs.functions.builder import Scope
+from still_graphs.functions.codes import has_codes
 from still_graphs.ops import OpSpec
 
 PREFIX = "Joined"
@@ -58,10 +59,11 @@ def joined_body(
         inner[name] = b("Reshape", piece, b("Concat", batch, list(shape), axis=0), allowzero=1)
         offsets[which] += size
     given = [name if value else "" for name, value in zip(plain, node.input, strict=False)]
+    states = [s for s in spec.states if has_codes(node) or not s.of_codes]
     call = helper.make_node(
         node.op_type,
-        [*given, *(inner.get(s.name, "") for s in spec.states)],
-        [*results, *(f"new_{s.name}" if s.name in inner else "" for s in spec.states)],
+        [*given, *(inner.get(s.name, "") for s in states)],
+        [*results, *(f"new_{s.name}" if s.name in inner else "" for s in states)],
         domain=node.domain,
         overload=node.overload,
     )

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from still_graphs.ops.spec import AttributeSpec, Growth, OpSpec, StateSpec, TensorSpec
+from still_graphs.ops.spec import CACHE, AttributeSpec, Growth, OpSpec, StateSpec, TensorSpec, scales_of
 
 SLOTS = Growth("slots", 2, "salient_per_chunk", "chunk_size", lag=2, only=("overflow", "error"))
 """The salient tokens of a chunk are copied into the cache when the chunk after the next begins."""
+
+_WINDOW_KEY = StateSpec("window_key", ("B", "HK", "2*C", "D"), "T", narrow=True)
+_WINDOW_VALUE = StateSpec("window_value", ("B", "HK", "2*C", "D"), "T", narrow=True)
+_SALIENT_KEY = StateSpec("salient_key", ("B", "HS", "N", "D"), "T", SLOTS, narrow=True)
+_SALIENT_VALUE = StateSpec("salient_value", ("B", "HS", "N", "D"), "T", SLOTS, narrow=True)
 
 HYBRID_ATTENTION = OpSpec(
     # Symbols: HS heads of the salient cache (H, or HK with select_scope kv_group_*), P rows of a feature projection, F feature dim,
@@ -29,14 +34,15 @@ HYBRID_ATTENTION = OpSpec(
     # computed from these copies; cached rows are written by ScatterND with rows taken from the concatenation that read the cache.
     # Without a promotion it writes no row.
     states=(
-        StateSpec("window_key", ("B", "HK", "2*C", "D"), "T", narrow=True),
-        StateSpec("window_value", ("B", "HK", "2*C", "D"), "T", narrow=True),
+        _WINDOW_KEY,
+        _WINDOW_VALUE,
         StateSpec("window_score", ("B", "H", "2*C"), "float32"),
-        StateSpec("salient_key", ("B", "HS", "N", "D"), "T", SLOTS, narrow=True),
-        StateSpec("salient_value", ("B", "HS", "N", "D"), "T", SLOTS, narrow=True),
+        _SALIENT_KEY,
+        _SALIENT_VALUE,
         StateSpec("salient_score", ("B", "HS", "N"), "float32", SLOTS, only=("overflow", "fold_min_score")),
         StateSpec("kv_state", ("B", "H", "F", "D"), "float32"),
         StateSpec("z_state", ("B", "H", "F"), "float32"),
+        *map(scales_of, (_WINDOW_KEY, _WINDOW_VALUE, _SALIENT_KEY, _SALIENT_VALUE)),
     ),
     outputs=(TensorSpec("output", ("B", "T", "H", "D"), "T", "activation"),),
     attributes=(
@@ -54,5 +60,6 @@ HYBRID_ATTENTION = OpSpec(
         AttributeSpec("mix_epsilon", 1e-6),
         AttributeSpec("phantom_first_chunk", 0),
         AttributeSpec("overflow", "error", ("error", "fold_min_score", "fold_oldest")),
+        CACHE,
     ),
 )

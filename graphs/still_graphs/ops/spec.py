@@ -7,7 +7,7 @@ are generated from these specs or checked against them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 DOMAIN = "still"
@@ -23,7 +23,7 @@ AttributeValue = int | float | str
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One input or output. Shapes are numbers, symbols, or multiples of a symbol ("2*C").
+    """One input or output. Shapes are numbers, symbols, or multiples or parts of a symbol ("2*C", "D/4").
 
     Symbols of all ops: B batch, T tokens, H query heads, HK key/value heads, D head dim, N rows of a state that grows; the others are
     explained by the op that has them.
@@ -79,8 +79,8 @@ class StateSpec:
         growth: How it grows with the context; None: its size is fixed.
         only: Attribute and value with which the op has this state; None: always.
         in_place: Past and present may be one buffer when a runtime runs the function body; kernels always take one or two.
-        narrow: Of type "T", but may be kept in float16 beside float32 activations (`--cache float16`). What enters it is rounded before
-            the op, so that a call computes with the numbers that later calls read.
+        narrow: Of type "T", but may be kept in float16 beside float32 activations (`--cache float16`), or where `CACHE` says so in
+            8 bits. What enters it is rounded before the op, so that a call computes with the numbers that later calls read.
     """
 
     name: str
@@ -101,6 +101,11 @@ class StateSpec:
         """Some configurations of the op do not have it."""
         return self.only is not None
 
+    @property
+    def of_codes(self) -> bool:
+        """The op has it where rows are in 8 bits alone."""
+        return self.only == (CACHE.name, "int8")
+
     def exists(self, attributes: Mapping[str, AttributeValue]) -> bool:
         """Whether the op has this state with these attributes."""
         return self.only is None or attributes[self.only[0]] == self.only[1]
@@ -111,10 +116,16 @@ class StateSpec:
         def size(dim: str | int) -> int:
             if isinstance(dim, int):
                 return dim
-            factor, _, symbol = dim.rpartition("*")
-            return int(factor or 1) * symbols[symbol]
+            factor, symbol, divisor = dimension(dim)
+            return factor * symbols[symbol] // divisor
 
         return tuple(size(d) for d in self.shape)
+
+    def resolve(self, attributes: Mapping[str, AttributeValue]) -> StateSpec:
+        """The state as the op keeps it with these attributes: rows in 8 bits are words of four codes, the first one lowest."""
+        if not (self.narrow and in_codes(attributes)):
+            return self
+        return replace(self, shape=(*self.shape[:-1], f"{self.shape[-1]}/{CODES}"), dtype="int32", narrow=False)
 
 
 @dataclass(frozen=True)
@@ -124,6 +135,34 @@ class AttributeSpec:
     name: str
     default: AttributeValue
     choices: tuple[str, ...] = ()
+
+
+CACHE = AttributeSpec("cache", "float", ("float", "int8"))
+"""How an op keeps the states that are `narrow`: as numbers, or each row as one byte a number and a scale, `<state>_scale`.
+
+With a the largest magnitude of a row: scale = a / 127, code = x / scale, both divided in float32, codes to the nearest integer, halves to
+the even one; a row of zeros has the scale 0. A row that is read is code * scale in float32, then in the activations' type; sums of
+codes alone, scaled behind, round nothing again. Rows that were read are written as they were, bit for bit.
+"""
+CODES = 4
+"""Codes of a word: not every runtime lets an op have bytes."""
+
+
+def in_codes(attributes: Mapping[str, AttributeValue]) -> bool:
+    """Whether an op with these attributes keeps rows in 8 bits."""
+    return attributes.get(CACHE.name) == "int8"
+
+
+def scales_of(state: StateSpec) -> StateSpec:
+    """The scales of the rows of a state that is kept in 8 bits."""
+    return StateSpec(f"{state.name}_scale", state.shape[:-1], "float32", state.growth, (CACHE.name, "int8"))
+
+
+def dimension(text: str) -> tuple[int, str, int]:
+    """Factor, symbol and divisor of a dimension: "2*C", "D/4"."""
+    rest, _, divisor = text.partition("/")
+    factor, _, symbol = rest.rpartition("*")
+    return int(factor or 1), symbol, int(divisor or 1)
 
 
 @dataclass(frozen=True)
@@ -167,6 +206,12 @@ class OpSpec:
         """The state called `name`; KeyError for an unknown one (a bug of the caller)."""
         return {s.name: s for s in self.states}[name]
 
+    def resolve(self, attributes: Mapping[str, AttributeValue]) -> OpSpec:
+        """The op with its states as they are kept with these attributes. Scales are there with codes alone, being last; other states
+        that it does not have then still are."""
+        own = (s for s in self.states if in_codes(attributes) or not s.of_codes)
+        return replace(self, states=tuple(s.resolve(attributes) for s in own))
+
     def states_with(self, attributes: Mapping[str, AttributeValue]) -> tuple[StateSpec, ...]:
-        """The states that the op has with these attributes, in order."""
-        return tuple(s for s in self.states if s.exists(attributes))
+        """The states that the op has with these attributes, in order, each as it is kept with them."""
+        return tuple(s.resolve(attributes) for s in self.states if s.exists(attributes))

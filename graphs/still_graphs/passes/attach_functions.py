@@ -13,7 +13,8 @@ import onnx
 from still_graphs.errors import UnsupportedError
 from still_graphs.functions import function_body
 from still_graphs.ops import DOMAIN, OPS, OpSpec
-from still_graphs.ops.spec import StateSpec, TensorSpec
+from still_graphs.ops.spec import CACHE, StateSpec, TensorSpec, dimension
+from still_graphs.passes.walk import attribute
 
 _Key = tuple[str, bytes, tuple[bool, ...], tuple[bool, ...], int, int, tuple[tuple[str, int], ...]]
 _Types = dict[str, tuple[int, tuple[int | None, ...]]]
@@ -40,6 +41,7 @@ def attach_functions(model: onnx.ModelProto, onnxruntime: bool = False) -> int:
         return 0
     types = _element_types(model.graph)
     for node in nodes:
+        _drop_scales(node)
         dtype, dims = _activation_type(node, types), _dimensions(node, types)
         kept = _kept_type(node, types) or dtype
         key = _key(node, dtype, kept, dims)
@@ -91,7 +93,19 @@ def _element_types(graph: onnx.GraphProto) -> _Types:
 def _spec(node: onnx.NodeProto) -> OpSpec:
     if node.op_type not in OPS:
         raise UnsupportedError(f"{DOMAIN}::{node.op_type} is no op of this version; known: {', '.join(sorted(OPS))}.")
-    return OPS[node.op_type]
+    return OPS[node.op_type].resolve({CACHE.name: attribute(node, CACHE.name, CACHE.default)})
+
+
+def _drop_scales(node: onnx.NodeProto) -> None:
+    """Take the scales of caches in 8 bits, which come last, from a node that names them as absent: its function does not have them."""
+    spec = _spec(node)
+    for names, tensors in ((node.input, spec.all_inputs()), (node.output, spec.all_outputs())):
+        if any(names[len(tensors) :]):
+            raise UnsupportedError(
+                f"{node.name or node.op_type}: {', '.join(names[len(tensors) :])} are beyond the {len(tensors)} tensors of the op, "
+                f"which has scales with {CACHE.name}=int8 alone."
+            )
+        del names[len(tensors) :]
 
 
 def _dimensions(node: onnx.NodeProto, types: _Types) -> dict[str, int]:
@@ -100,10 +114,15 @@ def _dimensions(node: onnx.NodeProto, types: _Types) -> dict[str, int]:
     dims: dict[str, int] = {}
     for name, tensor in zip(node.input, spec.all_inputs(), strict=False):
         _, shape = types.get(name, (0, ()))
-        for symbol, size in zip(tensor.shape, shape, strict=False):
-            if isinstance(symbol, str) and size is not None:
-                dims["WH" if tensor.role == "weight" and symbol == "H" and tensor.dtype == "T" else symbol] = size
-    return {symbol: size for symbol, size in dims.items() if symbol not in ("B", "T", "N", "2*C")}
+        for dim, size in zip(tensor.shape, shape, strict=False):
+            if isinstance(dim, str) and size is not None:
+                factor, symbol, divisor = dimension(dim)
+                if factor > 1:
+                    continue
+                dims["WH" if tensor.role == "weight" and symbol == "H" and tensor.dtype == "T" else symbol] = (
+                    size * divisor
+                )
+    return {symbol: size for symbol, size in dims.items() if symbol not in ("B", "T", "N")}
 
 
 def _narrow(tensor: TensorSpec | StateSpec) -> bool:

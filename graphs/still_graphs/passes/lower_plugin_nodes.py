@@ -4,8 +4,9 @@ The parser hands a plugin only declared attributes, cannot pass an absent input,
 namespace. Counts are int32, the plugin's integer type.
 
 requires: nodes in the order of their OpSpec; no functions of the domain; activation types inferable from the graph.
-ensures: every attribute of the OpSpec is set; plugin_namespace and plugin_version are; absent inputs and outputs are gone from the
-lists, `absent_inputs` has their bits; `activation_type` names the activations' type; counts are int32.
+ensures: every attribute of the OpSpec is set, `cache` and what goes with it where rows are in 8 bits alone; plugin_namespace and
+plugin_version are; absent inputs and outputs are gone from the lists, `absent_inputs` has their bits; `activation_type` names the
+activations' type; counts are int32.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from onnx import TensorProto, helper
 
 from still_graphs.errors import UnsupportedError
 from still_graphs.ops import DOMAIN, OPS, OpSpec
+from still_graphs.ops.spec import CACHE
 from still_graphs.passes.walk import Rewriter, attribute, drop_attribute, element_types, value_names
 
 ABSENT_INPUTS = "absent_inputs"
@@ -68,6 +70,7 @@ def _int32_origins(graph: onnx.GraphProto, types: dict[str, int]) -> dict[str, s
 def _rewrite(
     node: onnx.NodeProto, spec: OpSpec, types: dict[str, int], rewriter: Rewriter, narrowed: dict[str, str]
 ) -> None:
+    spec = spec.resolve({CACHE.name: attribute(node, CACHE.name, CACHE.default)})
     inputs = list(node.input) + [""] * (len(spec.input_names()) - len(node.input))
     kinds = [t.dtype for t in spec.inputs] + [s.dtype for s in spec.states]
     activation = next((types[n] for n, kind in zip(inputs, kinds, strict=True) if kind == "T" and n in types), None)
@@ -90,7 +93,7 @@ def _rewrite(
     node.input[:] = [name for name in inputs if name]
     node.output[:] = outputs
     for declared in spec.attributes:
-        if attribute(node, declared.name) is None:
+        if attribute(node, declared.name) is None and declared != CACHE:
             node.attribute.append(helper.make_attribute(declared.name, declared.default))
     values = {
         "plugin_namespace": spec.domain,

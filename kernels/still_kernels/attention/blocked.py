@@ -9,6 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from still_graphs.errors import CapacityError, ShapeError
 from still_kernels.attention.inputs import Inputs
 from still_kernels.attention.state import AttentionState
+from still_kernels.codes import dequantized, quantized
 
 BLOCK = 256
 """Query tokens of one product: a mask beside 8,192 keys is then 24 MB for three heads a group, whatever the prompt's length."""
@@ -42,22 +43,33 @@ def blocked_attention(inputs: Inputs, state: AttentionState, in_place: bool = Fa
             raise CapacityError(
                 f"row {row} grows to {length + count} tokens; the state has room for {state.rows}. Give a larger state."
             )
-    keys, values = (state.key, state.value) if in_place else (state.key.clone(), state.value.clone())
+    present = {name: x if in_place else x.clone() for name, x in state.tensors().items() if name != "length"}
     alike = len(set(past)) == 1 and len(set(new)) == 1
     outputs = []
     for rows in [slice(None)] if alike else [slice(row, row + 1) for row in range(batch)]:
         length, count = past[rows][0], new[rows][0]
-        for cache, fresh in ((keys, inputs.key), (values, inputs.value)):
-            cache[rows, :, length : length + count] = fresh[rows, :count].transpose(1, 2)
-        output = _attend(query[rows, :count], keys[rows], values[rows], length)
+        place = (rows, slice(None), slice(length, length + count))
+        for name, tensor in (("key", inputs.key), ("value", inputs.value)):
+            fresh, scale = tensor[rows, :count].transpose(1, 2), f"{name}_scale"
+            if scale in present:
+                fresh, present[scale][place] = quantized(fresh)
+            present[name][place] = fresh
+        keys, values = (_rows(present, name, rows, length + count, query.dtype) for name in ("key", "value"))
+        output = _attend(query[rows, :count], keys, values, length)
         outputs.append(torch.nn.functional.pad(output, (0, 0, 0, 0, 0, tokens - count)))
-    present = torch.tensor([sum(x) for x in zip(past, new, strict=True)], dtype=state.length.dtype, device=query.device)
+    after = torch.tensor([sum(x) for x in zip(past, new, strict=True)], dtype=state.length.dtype, device=query.device)
     output = torch.cat(outputs) if outputs else torch.zeros_like(query)
-    return output, AttentionState(keys, values, present)
+    return output, AttentionState(**present, length=after)
+
+
+def _rows(state: dict[str, Tensor], name: str, rows: slice, end: int, dtype: torch.dtype) -> Tensor:
+    """Keys or values [B, HK, end, D] of these rows of the batch, in the type of the activations."""
+    held, scale = state[name][rows, :, :end], state.get(f"{name}_scale")
+    return held.to(dtype) if scale is None else dequantized(held, scale[rows, :, :end], dtype)
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, length: int) -> Tensor:
-    """Output [B, T, H, D] of query [B, T, H, D] at positions from `length` on; keys and values [B, HK, N, D] have them already."""
+    """Output [B, T, H, D] of query [B, T, H, D] at positions from `length` on; keys and values [B, HK, .., D] have them already."""
     batch, tokens, heads, dim = query.shape
     group = heads // keys.shape[1]
     outputs = []
@@ -69,7 +81,6 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, length: int) -> Tensor:
         if count > 1:
             last = torch.arange(end - count, end, device=query.device).repeat(group)
             mask = torch.arange(end, device=query.device) <= last[:, None]
-        key, value = (x[:, :, :end].to(query.dtype) for x in (keys, values))
-        mixed = scaled_dot_product_attention(rows, key, value, attn_mask=mask)
+        mixed = scaled_dot_product_attention(rows, keys[:, :, :end], values[:, :, :end], attn_mask=mask)
         outputs.append(mixed.reshape(batch, heads, count, dim).transpose(1, 2))
     return torch.cat(outputs, dim=1) if outputs else torch.zeros_like(query)

@@ -39,8 +39,7 @@ def bind_decode(inputs: Inputs, state: AttentionState) -> Bound | None:
     if not (
         inputs.query.is_cuda
         and inputs.query.shape[1] == 1
-        and state.key.is_contiguous()
-        and state.value.is_contiguous()
+        and all(x.is_contiguous() for name, x in state.tensors().items() if name != "length")
     ):
         return None
     from still_kernels.attention import launch

@@ -10,7 +10,7 @@ DECODE = "T == 1 or T * (H // HK) <= 32"
 
 PLAN = Plan(
     ATTENTION,
-    key={"dtype": "dtype", "head_dim": "D", "count_dtype": "count_dtype", "packed": "packed"},
+    key={"dtype": "dtype", "head_dim": "D", "cache": "cache", "count_dtype": "count_dtype", "packed": "packed"},
     constants=(
         "attend_rows",  # tokens of one program of prefill
         "decode_rows",  # tokens times heads of a group, of one program of decode
@@ -19,6 +19,7 @@ PLAN = Plan(
     ),
     checks=(
         Check("HK > 0 and H % max(HK, 1) == 0", "query has H={H} heads, which is no multiple of HK={HK} of key."),
+        Check("has(key_scale) == (cache == 'int8')", "past_key_scale goes with cache=int8 alone; cache={cache}."),
         Check("N * D < 2147483648", "the state has N={N} rows of D={D}; offsets in one head of it have 32 bits."),
         Check("T * HK * D < 2147483648", "T={T} tokens in one call; offsets among their keys have 32 bits."),
     ),

@@ -9,25 +9,28 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from still_kernels.triton_shared import LOG2E, absorb, row_of
+from still_kernels.triton_shared import LOG2E, absorb, as_numbers, row_of, scales_at, store_rows
 
 
 @triton.jit
-def append_tokens(p_new, p_cache, o_token, m_token, length, N, stride, o_dim, D: tl.constexpr):
+def append_tokens(
+    p_new, p_cache, p_scale, o_token, m_token, length, N, stride, o_dim, D: tl.constexpr, CODES: tl.constexpr
+):
     """Write tokens of the call into their rows of one head's cache; what lies beyond its N rows is written nowhere.
 
     p_new: The head's row of the call's first token, `stride` elements between tokens.
     """
     o_row = (length + o_token).to(tl.int64)
-    mask = (m_token & (o_row < N))[:, None] & (o_dim < D)[None, :]
+    m_row = m_token & (o_row < N)
+    mask = m_row[:, None] & (o_dim < D)[None, :]
     b_new = tl.load(p_new + o_token[:, None] * stride + o_dim[None, :], mask=mask, other=0.0)
-    tl.store(p_cache + o_row[:, None] * D + o_dim[None, :], b_new, mask=mask)
+    store_rows(p_cache, p_scale, o_row, b_new, m_row, o_dim, D, CODES)
 
 
 @triton.jit
 def absorb_cached(
-    b_acc, b_max, b_sum, b_q, p_key, p_value, begin, end, scale2, o_dim, D: tl.constexpr, BN: tl.constexpr,
-    STAGES: tl.constexpr, SETTLE: tl.constexpr, DOT: tl.constexpr,
+    b_acc, b_max, b_sum, b_q, p_key, p_value, p_key_scale, p_value_scale, begin, end, scale2, o_dim, D: tl.constexpr,
+    BN: tl.constexpr, STAGES: tl.constexpr, SETTLE: tl.constexpr, CODES: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Rows begin .. end - 1 of one head's cache into the running softmax; every query sees them all."""
     o_key = tl.arange(0, BN)
@@ -36,13 +39,17 @@ def absorb_cached(
     whole = begin + (end - begin) // BN * BN
     for s in tl.range(begin, whole, BN, num_stages=STAGES):
         b_key = tl.load(p_key + s * D + o_tile, mask=m_dim, other=0.0)
+        b_key = as_numbers(b_key, p_key_scale, s + o_key, o_key >= 0, b_q.dtype, CODES)
         b_dot = tl.dot(b_q, tl.trans(b_key), input_precision=DOT)
         b_value = tl.load(p_value + s * D + o_tile, mask=m_dim, other=0.0)
+        b_value = as_numbers(b_value, p_value_scale, s + o_key, o_key >= 0, b_q.dtype, CODES)
         b_acc, b_max, b_sum = absorb(b_acc, b_max, b_sum, b_dot, b_value, scale2, SETTLE, DOT)
     for s in tl.range(whole, end, BN, num_stages=1):
         m_key = ((s + o_key) < end)[:, None] & m_dim
         b_key = tl.load(p_key + s * D + o_tile, mask=m_key, other=0.0)
         b_value = tl.load(p_value + s * D + o_tile, mask=m_key, other=0.0)
+        b_key = as_numbers(b_key, p_key_scale, s + o_key, (s + o_key) < end, b_q.dtype, CODES)
+        b_value = as_numbers(b_value, p_value_scale, s + o_key, (s + o_key) < end, b_q.dtype, CODES)
         b_dot = tl.dot(b_q, tl.trans(b_key), input_precision=DOT)
         b_dot = tl.where(((s + o_key) < end)[None, :], b_dot, float("-inf"))
         b_acc, b_max, b_sum = absorb(b_acc, b_max, b_sum, b_dot, b_value, scale2, SETTLE, DOT)
@@ -75,6 +82,8 @@ def attend_kernel(
     p_value,
     p_present_key,
     p_present_value,
+    p_key_scale,
+    p_value_scale,
     p_new_tokens,
     p_past_length,
     p_query_start,
@@ -92,6 +101,7 @@ def attend_kernel(
     STAGES: tl.constexpr,
     SETTLE: tl.constexpr,
     RAGGED: tl.constexpr,
+    CODES: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """Output of BM tokens of one query head; the first head of a group appends their keys and values. Grid (ceil(T / BM), H, B).
@@ -119,19 +129,25 @@ def attend_kernel(
     i_kv = i_head // G
     stride = HK * D
     base = (row * HK + i_kv) * N * D
+    p_key_scale = scales_at(p_key_scale, (row * HK + i_kv) * N, CODES)
+    p_value_scale = scales_at(p_value_scale, (row * HK + i_kv) * N, CODES)
     p_new_key = p_key + (start * HK + i_kv) * D
     p_new_value = p_value + (start * HK + i_kv) * D
     if i_head % G == 0:
-        append_tokens(p_new_key, p_present_key + base, o_query, m_query, length, N, stride, o_dim, D)
-        append_tokens(p_new_value, p_present_value + base, o_query, m_query, length, N, stride, o_dim, D)
+        append_tokens(
+            p_new_key, p_present_key + base, p_key_scale, o_query, m_query, length, N, stride, o_dim, D, CODES
+        )
+        append_tokens(
+            p_new_value, p_present_value + base, p_value_scale, o_query, m_query, length, N, stride, o_dim, D, CODES
+        )
 
     scale2 = scale * LOG2E
     b_max = tl.full([BM], -1.0e30, tl.float32)
     b_sum = tl.zeros([BM], tl.float32)
     b_acc = tl.zeros([BM, DP], tl.float32)
     b_acc, b_max, b_sum = absorb_cached(
-        b_acc, b_max, b_sum, b_q, p_present_key + base, p_present_value + base, 0, tl.minimum(length, N), scale2, o_dim,
-        D, BN, STAGES, SETTLE, DOT,
+        b_acc, b_max, b_sum, b_q, p_present_key + base, p_present_value + base, p_key_scale, p_value_scale, 0,
+        tl.minimum(length, N), scale2, o_dim, D, BN, STAGES, SETTLE, CODES, DOT,
     )  # fmt: skip
     # Tokens of earlier blocks, which all queries see.
     o_tile = tl.arange(0, BN)[:, None] * stride + o_dim[None, :]

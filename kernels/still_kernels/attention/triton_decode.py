@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from still_kernels.attention.triton_attend import absorb_cached, absorb_fresh, append_tokens
-from still_kernels.triton_shared import LOG2E, rounded, row_of
+from still_kernels.triton_shared import LOG2E, rounded, row_of, scales_at
 
 
 @triton.jit
@@ -37,6 +37,8 @@ def decode_kernel(
     p_value,
     p_present_key,
     p_present_value,
+    p_key_scale,
+    p_value_scale,
     p_new_tokens,
     p_past_length,
     p_query_start,
@@ -59,6 +61,7 @@ def decode_kernel(
     STAGES: tl.constexpr,
     SETTLE: tl.constexpr,
     RAGGED: tl.constexpr,
+    CODES: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """Output of all new tokens of the rows. Grid (NS, HK * blocks, B), `blocks` of BR rows for T tokens of a group's heads; NS <= BS.
@@ -93,6 +96,8 @@ def decode_kernel(
     m_row = o_token < count
     b_q = tl.load(p_query + p_tile, mask=m_row[:, None] & m_dim, other=0.0)
     base = (row * HK + i_kv) * N * D
+    p_key_scale = scales_at(p_key_scale, (row * HK + i_kv) * N, CODES)
+    p_value_scale = scales_at(p_value_scale, (row * HK + i_kv) * N, CODES)
     p_new_key = p_key + (start * HK + i_kv) * D
     p_new_value = p_value + (start * HK + i_kv) * D
     scale2 = scale * LOG2E
@@ -101,8 +106,8 @@ def decode_kernel(
     b_acc = tl.zeros([BR, DP], tl.float32)
     begin = i_split * size
     b_acc, b_max, b_sum = absorb_cached(
-        b_acc, b_max, b_sum, b_q, p_present_key + base, p_present_value + base, begin, tl.minimum(begin + size, cached),
-        scale2, o_dim, D, BN, STAGES, SETTLE, DOT,
+        b_acc, b_max, b_sum, b_q, p_present_key + base, p_present_value + base, p_key_scale, p_value_scale, begin,
+        tl.minimum(begin + size, cached), scale2, o_dim, D, BN, STAGES, SETTLE, CODES, DOT,
     )  # fmt: skip
     if i_split == splits - 1:
         b_acc, b_max, b_sum = absorb_fresh(
@@ -111,8 +116,13 @@ def decode_kernel(
         if first == 0:
             for s in range(0, count, BR):
                 o_new = s + tl.arange(0, BR)
-                append_tokens(p_new_key, p_present_key + base, o_new, o_new < count, length, N, HK * D, o_dim, D)
-                append_tokens(p_new_value, p_present_value + base, o_new, o_new < count, length, N, HK * D, o_dim, D)
+                m_new = o_new < count
+                append_tokens(
+                    p_new_key, p_present_key + base, p_key_scale, o_new, m_new, length, N, HK * D, o_dim, D, CODES
+                )
+                append_tokens(
+                    p_new_value, p_present_value + base, p_value_scale, o_new, m_new, length, N, HK * D, o_dim, D, CODES
+                )
     if splits == 1:
         b_out = b_acc / b_sum[:, None]
         b_out = tl.where((length + o_token >= N)[:, None], float("nan"), b_out)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from still_graphs.errors import ConfigError
+from still_graphs.ops.spec import CACHE
 from still_kernels.attention.plan import PLAN
 from still_kernels.attention.tiles import MAX_HEAD_DIM, tile_table
 from still_kernels.op_kernels import COUNT_DTYPES, DTYPES, Build, OpKernels, imported
@@ -22,11 +23,12 @@ class Variant:
 
     dtype: str = "bfloat16"
     head_dim: int = 128
+    cache: str = "float"
     count_dtype: str = "int64"
     packed: int = 0
 
     def __post_init__(self) -> None:
-        for name, known in (("dtype", DTYPES), ("count_dtype", COUNT_DTYPES)):
+        for name, known in (("dtype", DTYPES), ("count_dtype", COUNT_DTYPES), ("cache", CACHE.choices)):
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is unknown; known: {', '.join(known)}.")
 
@@ -40,7 +42,7 @@ def default_variants() -> list[Variant]:
 
 
 @lru_cache
-def constants_of(head_dim: int, wide: bool, packed: bool) -> dict[str, Any]:
+def constants_of(head_dim: int, wide: bool, packed: bool, cache: str = "float") -> dict[str, Any]:
     """Compile-time constants by name; each kernel takes those that it declares."""
     import triton
 
@@ -48,6 +50,7 @@ def constants_of(head_dim: int, wide: bool, packed: bool) -> dict[str, Any]:
         "D": head_dim,
         "DP": pow2(head_dim),
         "RAGGED": int(packed),
+        "CODES": int(cache == "int8"),
         "SETTLE": int(not triton.knobs.runtime.interpret),
         "DOT": "tf32x3" if wide else "tf32",
     }
@@ -65,9 +68,12 @@ def build(variant: Variant, arch: int) -> Build:
     table = tile_table(arch, variant.head_dim, wide)
     return Build(
         table.kernels(),
-        constants_of(variant.head_dim, wide, bool(variant.packed)),
+        constants_of(variant.head_dim, wide, bool(variant.packed), variant.cache),
         plan_constants(table),
-        frozenset({"new_tokens"} if variant.packed else {"query_start", "state_row"}),
+        frozenset(
+            ({"new_tokens"} if variant.packed else {"query_start", "state_row"})
+            | ({"key_scale", "value_scale"} if variant.cache == "float" else set())
+        ),
     )
 
 

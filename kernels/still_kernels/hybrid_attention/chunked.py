@@ -48,6 +48,8 @@ def chunked_hybrid_attention(
     if int(new_tokens.min()) < 0 or int(new_tokens.max()) > tokens:
         raise ShapeError(f"new_tokens: expected values in 0..{tokens}, got {new_tokens.tolist()}.")
     _check_capacity(state, new_tokens, config)
+    if config.cache == "int8":
+        state = state.dequantized(inputs.query.dtype)
     inputs = replace(inputs, window_factor=inputs.factor(config, state.kv_state.dtype))
     outputs = []
     for start in range(0, tokens, SEGMENT_TOKENS):
@@ -55,7 +57,7 @@ def chunked_hybrid_attention(
         present = (new_tokens - start).clamp(0, part.query.shape[1])
         output, state = _segment(replace(part, new_tokens=present), config, state)
         outputs.append(output)
-    return torch.cat(outputs, dim=1), state
+    return torch.cat(outputs, dim=1), state.quantized() if config.cache == "int8" else state
 
 
 def _check_capacity(state: HybridAttentionState, new_tokens: Tensor, config: HybridAttentionConfig) -> None:

@@ -10,14 +10,23 @@ from typing import Any
 
 from still_graphs.errors import ConfigError
 from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION, SLOTS
-from still_graphs.ops.spec import AttributeValue
+from still_graphs.ops.spec import CACHE, CODES, AttributeValue
 from still_graphs.states import rows_after
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    **{a.name: a.choices for a in HYBRID_ATTENTION.attributes if a.choices},
+    **{a.name: a.choices for a in HYBRID_ATTENTION.attributes if a.choices and a != CACHE},
     "gate": ("channel", "none"),
     "profile": ("still", "released"),
 }
+
+
+CACHES = ("float16", "int8")
+"""Types that keys and values may be kept in."""
+
+
+def cache_attribute(cache: str | None) -> str:
+    """The op's attribute for keys and values that are kept in the type `cache`; float16 shows in the states themselves."""
+    return cache if cache == "int8" else str(CACHE.default)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +47,8 @@ class HybridAttentionSettings:
         phantom_first_chunk: Chunk 0 sees C zero keys with zero values (released training code).
         overflow: What happens beyond T_max.
         profile: "released" sets saliency, phantom_first_chunk and mix_epsilon as released checkpoints need them.
+        cache: Type that keys and values are kept in, where it has fewer bits than that of the activations: "float16", "int8" (a byte a
+            number, a scale a row) or None.
     """
 
     chunk_size: int = 64
@@ -53,6 +64,7 @@ class HybridAttentionSettings:
     phantom_first_chunk: bool = False
     overflow: str = "error"
     profile: str = "still"
+    cache: str | None = None
 
 
 @dataclass(frozen=True)
@@ -95,6 +107,10 @@ class HybridAttentionConfig(HybridAttentionSettings):
         for name in ("num_heads", "num_kv_heads", "head_dim", "chunk_size", "capacity_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}; it must be at least 1.")
+        if self.cache not in (None, *CACHES):
+            raise ConfigError(f"cache={self.cache!r} is unknown; known: {', '.join(CACHES)}.")
+        if self.cache == "int8" and self.head_dim % CODES:
+            raise ConfigError(f"cache='int8' with head_dim={self.head_dim}: rows of 8 bits have multiples of {CODES}.")
         if self.feature_dim is not None and self.feature_dim < 1:
             raise ConfigError(f"feature_dim={self.feature_dim}; it must be at least 1.")
         if self.num_heads % self.num_kv_heads:
@@ -184,6 +200,7 @@ class HybridAttentionConfig(HybridAttentionSettings):
         values: dict[str, Any] = {a.name: getattr(self, a.name) for a in HYBRID_ATTENTION.attributes}
         values["window_size"] = self.window_size or 0
         values["phantom_first_chunk"] = int(self.phantom_first_chunk)
+        values[CACHE.name] = cache_attribute(self.cache)
         return values
 
     @classmethod
@@ -203,6 +220,7 @@ class HybridAttentionConfig(HybridAttentionSettings):
         values: dict[str, Any] = dict(attributes)
         values["phantom_first_chunk"] = bool(values["phantom_first_chunk"])
         values["window_size"] = values["window_size"] or None
+        values[CACHE.name] = None if values[CACHE.name] == CACHE.default else values[CACHE.name]
         return cls(
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,

@@ -18,7 +18,7 @@ from still_kernels.hybrid_attention.gluon_scan import scan_tma_kernel
 from still_kernels.hybrid_attention.inputs import Inputs
 from still_kernels.hybrid_attention.pages import Pages
 from still_kernels.hybrid_attention.plan import PLAN
-from still_kernels.hybrid_attention.state import HybridAttentionState
+from still_kernels.hybrid_attention.state import HybridAttentionState, state_names
 from still_kernels.hybrid_attention.tiles import for_many_rows
 from still_kernels.hybrid_attention.triton_attend import attend_kernel, commit_kernel
 from still_kernels.hybrid_attention.triton_decode import decode_kernel
@@ -84,6 +84,7 @@ def call_of(
         config.attributes(),
         plan_constants(config, table),
         dtype=str(dtype).removeprefix("torch."),
+        present=frozenset(name for name in state_names(config) if name.endswith("_scale")),
         shapes={"feature_q_weight": (weight_heads,)},
         tokens=None if packed is None else packed[0],
         rows=None if packed is None else packed[1],
@@ -167,7 +168,7 @@ def launch_hybrid_attention(
     else:
         prepared = _prepare(config, query.dtype, table, None, factor is not None, pages, *call)
     tensors = {
-        **state.tensors(),
+        **_states(state),
         **vars(inputs),
         "window_factor": factor,
         "output": output,
@@ -177,6 +178,11 @@ def launch_hybrid_attention(
         **({} if flags is None else {"flags": flags}),
     }
     launcher.Launcher().run(prepared, tensors, query)
+
+
+def _states(state: HybridAttentionState) -> dict[str, Tensor]:
+    """The state's tensors; words as the codes that they hold."""
+    return {name: x.view(torch.int8) if x.dtype == torch.int32 else x for name, x in state.tensors().items()}
 
 
 def bind_decode(
@@ -191,7 +197,7 @@ def bind_decode(
     query = inputs.query
     call = (query.shape[0], 1, state.slots, inputs.feature_q_weight.shape[0], None)
     prepared = _prepared(config, query.device, query.dtype, factor is not None, False, None, *call)
-    fixed = {name: tensor for name, tensor in state.tensors().items() if name != "length"}
+    fixed = {name: tensor for name, tensor in _states(state).items() if name != "length"}
     gate = () if inputs.gate is None else ("gate",)
     names = (
         "output",

@@ -24,6 +24,7 @@ PLAN = Plan(
         "saliency": "saliency",
         "overflow": "overflow",
         "window_factor": "has(window_factor)",
+        "cache": "cache",
         "count_dtype": "count_dtype",
         "packed": "packed",
     },
@@ -58,6 +59,10 @@ PLAN = Plan(
         Check(
             "has(salient_score) == (overflow == 'fold_min_score')",
             "past_salient_score goes with overflow=fold_min_score and with nothing else; overflow={overflow}.",
+        ),
+        Check(
+            "has(salient_key_scale) == (cache == 'int8')",
+            "past_salient_key_scale goes with cache=int8 alone; cache={cache}.",
         ),
         Check(
             "local == 'chunked'",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -10,22 +10,32 @@ from torch import Tensor
 
 from still_graphs.errors import ShapeError
 from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
+from still_graphs.ops.spec import StateSpec
+from still_kernels.codes import dequantized, quantized
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
 
 
 def state_shape(config: HybridAttentionConfig, name: str, batch: int, slots: int) -> tuple[int, ...]:
     """Shape of the state tensor `name` for `batch` rows and `slots` salient slots, from the OpSpec."""
-    return HYBRID_ATTENTION.state(name).sizes({**config.symbols(), "B": batch, "N": slots})
+    return _specs(config)[name].sizes({**config.symbols(), "B": batch, "N": slots})
+
+
+@lru_cache
+def _specs(config: HybridAttentionConfig) -> dict[str, StateSpec]:
+    return {s.name: s for s in HYBRID_ATTENTION.states_with(config.attributes())}
 
 
 def state_names(config: HybridAttentionConfig) -> tuple[str, ...]:
     """Names of the state tensors that `config` has, in the order of the OpSpec."""
-    return tuple(s.name for s in HYBRID_ATTENTION.states_with(config.attributes()))
+    return tuple(_specs(config))
 
 
 @lru_cache  # asked at every call
 def _state_shapes(config: HybridAttentionConfig, batch: int, slots: int) -> dict[str, tuple[int, ...]]:
     return {name: state_shape(config, name, batch, slots) for name in state_names(config)}
+
+
+_IN_CODES = tuple(s.name for s in HYBRID_ATTENTION.states if s.narrow)
 
 
 @dataclass(frozen=True)
@@ -35,6 +45,7 @@ class HybridAttentionState:
     Shapes are those of the OpSpec: window_* are rings (position p in slot p mod 2C), rank r of chunk c lies in salient slot
     k*c + r (modulo N with fold_oldest). `salient_score` [B, HS, N] exists with overflow="fold_min_score" only: that policy
     compares a newcomer's score with those in the cache. kv_state, z_state and scores are float32, or float64 for float64 inputs.
+    With cache="int8" keys and values are words, [..., D / 4] int32, and have scales, [...] float32 (`still_kernels.codes`).
     """
 
     window_key: Tensor
@@ -46,6 +57,10 @@ class HybridAttentionState:
     z_state: Tensor
     length: Tensor
     salient_score: Tensor | None = None
+    window_key_scale: Tensor | None = None
+    window_value_scale: Tensor | None = None
+    salient_key_scale: Tensor | None = None
+    salient_value_scale: Tensor | None = None
 
     @classmethod
     def empty(
@@ -61,13 +76,10 @@ class HybridAttentionState:
         cache, to `dtype`."""
         count = config.capacity_slots if slots is None else slots
         wide = torch.promote_types(dtype, torch.float32)
+        kinds = {"T": kept or dtype, "float32": wide, "int32": torch.int32}
         tensors = {
-            name: torch.zeros(
-                state_shape(config, name, batch, count),
-                dtype=(kept or dtype) if HYBRID_ATTENTION.state(name).dtype == "T" else wide,
-                device=device,
-            )
-            for name in state_names(config)
+            name: torch.zeros(state_shape(config, name, batch, count), dtype=kinds[spec.dtype], device=device)
+            for name, spec in _specs(config).items()
         }
         return cls(length=torch.zeros(batch, dtype=torch.int64, device=device), **tensors)
 
@@ -81,6 +93,20 @@ class HybridAttentionState:
         found = {name: tensor for name, tensor in vars(self).items() if tensor is not None}
         found["length"] = found.pop("length")
         return found
+
+    def dequantized(self, dtype: torch.dtype) -> HybridAttentionState:
+        """The same with keys and values as numbers."""
+        changed: dict[str, Tensor | None] = dict.fromkeys(f"{name}_scale" for name in _IN_CODES)
+        for name in _IN_CODES:
+            changed[name] = dequantized(getattr(self, name), getattr(self, f"{name}_scale"), dtype)
+        return replace(self, **changed)  # type: ignore[arg-type]
+
+    def quantized(self) -> HybridAttentionState:
+        """The same with keys and values in 8 bits; what was read from there becomes what it was."""
+        changed = {}
+        for name in _IN_CODES:
+            changed[name], changed[f"{name}_scale"] = quantized(getattr(self, name))
+        return replace(self, **changed)
 
     def check(self, config: HybridAttentionConfig, batch: int) -> None:
         """Raise ShapeError unless every tensor has the shape that `config` and `batch` demand."""

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from still_kernels.hybrid_attention.triton_common import load_tokens
 from still_kernels.hybrid_attention.triton_pages import cache_of, in_page, slots_of
-from still_kernels.triton_shared import LOG2E, ROWS, absorb, row_of
+from still_kernels.triton_shared import LOG2E, ROWS, absorb, as_numbers, row_of, scales_at, store_rows
 
 
 @triton.jit
@@ -34,6 +34,10 @@ def attend_kernel(
     p_window_value,
     p_salient_key,
     p_salient_value,
+    p_window_key_scale,
+    p_window_value_scale,
+    p_salient_key_scale,
+    p_salient_value_scale,
     p_new_tokens,
     p_past_length,
     p_query_start,
@@ -64,6 +68,7 @@ def attend_kernel(
     OVERFLOW: tl.constexpr,
     RAGGED: tl.constexpr,
     PAGES: tl.constexpr,
+    CODES: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """Output of the queries of chunks c0 + first_tile .. + n_tiles - 1. Grid (ceil(n_tiles * C / BM), H, B).
@@ -109,6 +114,8 @@ def attend_kernel(
     p_key_ring = p_window_key + (row * HK + i_kv) * (2 * C) * D
     p_value_new = p_value + (start * HK + i_kv) * D
     p_value_ring = p_window_value + (row * HK + i_kv) * (2 * C) * D
+    p_key_scale = scales_at(p_window_key_scale, (row * HK + i_kv) * (2 * C), CODES)
+    p_value_scale = scales_at(p_window_value_scale, (row * HK + i_kv) * (2 * C), CODES)
     b_max = tl.full([BM], -1.0e30, tl.float32)
     b_sum = tl.zeros([BM], tl.float32)
     b_acc = tl.zeros([BM, DP], tl.float32)
@@ -119,8 +126,8 @@ def attend_kernel(
     fresh = begin + (tl.maximum(length - begin, 0) + BN - 1) // BN * BN
     for o_first in tl.range(begin, tl.minimum(fresh, stop), BN, num_stages=1):
         o_key = o_first + o_slot
-        b_key = load_tokens(p_key_new, p_key_ring, o_key, length, end, HK * D, o_dim, D, C)
-        b_value = load_tokens(p_value_new, p_value_ring, o_key, length, end, HK * D, o_dim, D, C)
+        b_key = load_tokens(p_key_new, p_key_ring, p_key_scale, o_key, length, end, HK * D, o_dim, D, C, CODES)
+        b_value = load_tokens(p_value_new, p_value_ring, p_value_scale, o_key, length, end, HK * D, o_dim, D, C, CODES)
         b_dot = tl.dot(b_q, tl.trans(b_key), input_precision=DOT)
         b_dot = _hide_far_keys(b_dot, o_key, o_query, o_start, C, BM)
         b_acc, b_max, b_sum = absorb(b_acc, b_max, b_sum, b_dot, b_value, scale2, SETTLE, DOT)
@@ -150,12 +157,16 @@ def attend_kernel(
     i_select = i_head // (H // HS)
     p_cached_key = cache_of(p_salient_key, row, i_select, HS, N, D, PAGES)
     p_cached_value = cache_of(p_salient_value, row, i_select, HS, N, D, PAGES)
+    p_key_scale = scales_at(p_salient_key_scale, (row * HS + i_select) * N, CODES)
+    p_value_scale = scales_at(p_salient_value_scale, (row * HS + i_select) * N, CODES)
     for s in tl.range(0, whole, BN, num_stages=STAGES):
         o_keys = slots_of(p_cached_key, p_state_row, i_batch, s, 0, D, PAGES)
         o_values = slots_of(p_cached_value, p_state_row, i_batch, s, 1, D, PAGES)
         b_key = tl.load(p_cached_key + o_keys + o_tile, mask=m_dim[None, :], other=0.0)
+        b_key = as_numbers(b_key, p_key_scale, s + o_slot, o_slot >= 0, b_q.dtype, CODES)
         b_dot = tl.dot(b_q, tl.trans(b_key), input_precision=DOT)
         b_value = tl.load(p_cached_value + o_values + o_tile, mask=m_dim[None, :], other=0.0)
+        b_value = as_numbers(b_value, p_value_scale, s + o_slot, o_slot >= 0, b_q.dtype, CODES)
         b_acc, b_max, b_sum = absorb(b_acc, b_max, b_sum, b_dot, b_value, scale2, SETTLE, DOT)
     for s in tl.range(whole, seen, BN, num_stages=1):
         m_slot = ((s + o_slot) < seen)[:, None] & m_dim[None, :]
@@ -163,6 +174,8 @@ def attend_kernel(
         o_values = slots_of(p_cached_value, p_state_row, i_batch, s, 1, D, PAGES)
         b_key = tl.load(p_cached_key + o_keys + o_tile, mask=m_slot, other=0.0)
         b_value = tl.load(p_cached_value + o_values + o_tile, mask=m_slot, other=0.0)
+        b_key = as_numbers(b_key, p_key_scale, s + o_slot, s + o_slot < seen, b_q.dtype, CODES)
+        b_value = as_numbers(b_value, p_value_scale, s + o_slot, s + o_slot < seen, b_q.dtype, CODES)
         b_dot = tl.dot(b_q, tl.trans(b_key), input_precision=DOT)
         b_dot = tl.where((s + o_slot)[None, :] < b_seen[:, None], b_dot, float("-inf"))
         b_acc, b_max, b_sum = absorb(b_acc, b_max, b_sum, b_dot, b_value, scale2, SETTLE, DOT)
@@ -196,6 +209,8 @@ def commit_kernel(
     p_window_key,
     p_window_value,
     p_window_score,
+    p_window_key_scale,
+    p_window_value_scale,
     p_new_tokens,
     p_past_length,
     p_query_start,
@@ -209,6 +224,7 @@ def commit_kernel(
     DP: tl.constexpr,
     RAGGED: tl.constexpr,
     PAGES: tl.constexpr,
+    CODES: tl.constexpr,
 ):
     """Write the latest tokens into the window ring, after every other kernel has read it. Grid (H, B)."""
     BR: tl.constexpr = 32
@@ -237,6 +253,13 @@ def commit_kernel(
             i_kv = i_head // G
             mask = m_row[:, None] & (o_dim < D)[None, :]
             o_from = (o_token * HK + i_kv)[:, None] * D + o_dim[None, :]
-            o_to = ((row * HK + i_kv) * (2 * C) + o_slot)[:, None] * D + o_dim[None, :]
-            tl.store(p_window_key + o_to, tl.load(p_key + o_from, mask=mask, other=0.0), mask=mask)
-            tl.store(p_window_value + o_to, tl.load(p_value + o_from, mask=mask, other=0.0), mask=mask)
+            if CODES:
+                o_to = (row * HK + i_kv) * (2 * C) + o_slot
+                b_key = tl.load(p_key + o_from, mask=mask, other=0.0)
+                store_rows(p_window_key, p_window_key_scale, o_to, b_key, m_row, o_dim, D, CODES)
+                b_value = tl.load(p_value + o_from, mask=mask, other=0.0)
+                store_rows(p_window_value, p_window_value_scale, o_to, b_value, m_row, o_dim, D, CODES)
+            else:
+                o_to = ((row * HK + i_kv) * (2 * C) + o_slot)[:, None] * D + o_dim[None, :]
+                tl.store(p_window_key + o_to, tl.load(p_key + o_from, mask=mask, other=0.0), mask=mask)
+                tl.store(p_window_value + o_to, tl.load(p_value + o_from, mask=mask, other=0.0), mask=mask)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from still_kernels.triton_shared import LOG2E
+from still_kernels.triton_shared import LOG2E, as_numbers
 
 FEATURE_CODES = {"np_softmax_pm": 0, "softmax_pm": 1, "softmax": 2, "relu": 3, "elu_plus_one": 4, "identity": 5}
 SCOPE_CODES = {"q_head": 0, "kv_group_max": 1, "kv_group_mean": 2}
@@ -31,17 +31,27 @@ def prefetch(p_row, o_byte, SETTLE: tl.constexpr):
 
 
 @triton.jit
-def load_tokens(p_new, p_ring, o_position, length, end, stride, o_dim, D: tl.constexpr, C: tl.constexpr):
+def load_tokens(
+    p_new, p_ring, p_ring_scale, o_position, length, end, stride, o_dim, D: tl.constexpr, C: tl.constexpr, CODES: tl.constexpr
+):  # fmt: skip
     """Columns `o_dim` of a key or value head at absolute positions, from the call's tokens or the ring; zeros elsewhere.
 
-    p_new: the head's row of the call's first token, `stride` elements between tokens. p_ring: the head's ring.
+    p_new: the head's row of the call's first token, `stride` elements between tokens. p_ring, p_ring_scale: the head's ring.
     """
     m_new = (o_position >= length) & (o_position < end)
     m_old = (o_position >= 0) & (o_position < length) & (o_position >= length - 2 * C)
     o_new = (o_position - length).to(tl.int64) * stride
-    o_old = (o_position & (2 * C - 1)).to(tl.int64) * D
-    p_row = tl.where(m_new, p_new + o_new, p_ring + o_old)
-    return tl.load(p_row[:, None] + o_dim[None, :], mask=(m_new | m_old)[:, None] & (o_dim < D)[None, :], other=0.0)
+    o_slot = o_position & (2 * C - 1)
+    o_old = o_slot.to(tl.int64) * D
+    m_dim = (o_dim < D)[None, :]
+    if CODES:
+        b_new = tl.load((p_new + o_new)[:, None] + o_dim[None, :], mask=m_new[:, None] & m_dim, other=0.0)
+        b_old = tl.load((p_ring + o_old)[:, None] + o_dim[None, :], mask=m_old[:, None] & m_dim, other=0)
+        b_rows = tl.where(m_new[:, None], b_new, as_numbers(b_old, p_ring_scale, o_slot, m_old, b_new.dtype, CODES))
+    else:
+        p_row = tl.where(m_new, p_new + o_new, p_ring + o_old)
+        b_rows = tl.load(p_row[:, None] + o_dim[None, :], mask=(m_new | m_old)[:, None] & m_dim, other=0.0)
+    return b_rows
 
 
 @triton.jit

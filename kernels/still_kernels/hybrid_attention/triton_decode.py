@@ -25,7 +25,7 @@ from still_kernels.hybrid_attention.triton_decode_roles import (
 )
 from still_kernels.hybrid_attention.triton_decode_types import Constants, Heads, Parts, Room, Row, States
 from still_kernels.hybrid_attention.triton_pages import cache_of, in_page
-from still_kernels.triton_shared import LOG2E, rounded
+from still_kernels.triton_shared import LOG2E, rounded, scales_at, store_rows
 
 
 @triton.jit
@@ -126,7 +126,17 @@ def _commit_token(p_key, p_value, states, p_score, row, start, length, heads, c:
             o_head = s + tl.arange(0, BW)
             b_score = tl.load(p_score + o_head * (4 * c.WP), mask=o_head < heads.H, other=0.0)
             tl.store(states.window_score + (row * heads.H + o_head) * (2 * c.C) + slot, b_score, mask=o_head < heads.H)
-    for s in range(0, heads.HK * c.D, BW):
+    if c.CODES:
+        o_dim = tl.arange(0, c.DP)
+        o_one = tl.arange(0, 1)
+        for i_kv in range(0, heads.HK):
+            o_row = (row * heads.HK + i_kv) * (2 * c.C) + slot + o_one
+            o_from = (start * heads.HK + i_kv) * c.D + o_dim
+            b_key = tl.load(p_key + o_from, mask=o_dim < c.D, other=0.0)[None, :]
+            store_rows(states.window_key, states.window_key_scale, o_row, b_key, o_one == 0, o_dim, c.D, c.CODES)
+            b_value = tl.load(p_value + o_from, mask=o_dim < c.D, other=0.0)[None, :]
+            store_rows(states.window_value, states.window_value_scale, o_row, b_value, o_one == 0, o_dim, c.D, c.CODES)
+    for s in range(0, 0 if c.CODES else heads.HK * c.D, BW):
         o_flat = s + tl.arange(0, BW)
         m_flat = o_flat < heads.HK * c.D
         o_to = ((row * heads.HK + o_flat // c.D) * (2 * c.C) + slot) * c.D + o_flat % c.D
@@ -147,7 +157,9 @@ def _bring(
     JOBS: tl.constexpr = ND + WP + 1
     LINE: tl.constexpr = 128
     SIZE: tl.constexpr = p_weight.dtype.element_ty.primitive_bitwidth // 8
+    KEPT: tl.constexpr = 1 if c.CODES else SIZE
     o_line = LINE * tl.arange(0, max(c.DP * SIZE // LINE, 1))
+    o_kept = LINE * tl.arange(0, max(c.DP * KEPT // LINE, 1))
     row = i_batch.to(tl.int64)
     if i_role < heads.GR * JOBS:
         i_head = i_select * heads.GR + i_role // JOBS
@@ -165,8 +177,8 @@ def _bring(
                 prefetch(p_slice + c.P * c.D, o_part, c.SETTLE)
         elif i_job < ND + WP:
             o_slot = (row * heads.HK + i_head // heads.G) * (2 * c.C) + (i_job - ND) * c.BL + tl.arange(0, c.BL)
-            prefetch(states.window_key + o_slot * c.D, o_line, c.SETTLE)
-            prefetch(states.window_value + o_slot * c.D, o_line, c.SETTLE)
+            prefetch(states.window_key + o_slot * c.D, o_kept, c.SETTLE)
+            prefetch(states.window_value + o_slot * c.D, o_kept, c.SETTLE)
 
 
 @triton.jit
@@ -199,6 +211,10 @@ def decode_kernel(
     p_salient_value,
     p_kv_state,
     p_z_state,
+    p_window_key_scale,
+    p_window_value_scale,
+    p_salient_key_scale,
+    p_salient_value_scale,
     p_new_tokens,
     p_past_length,
     p_query_start,
@@ -250,6 +266,7 @@ def decode_kernel(
     FACTOR: tl.constexpr,
     RAGGED: tl.constexpr,
     PAGES: tl.constexpr,
+    CODES: tl.constexpr,
     SETTLE: tl.constexpr,
     PDL: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -270,7 +287,7 @@ def decode_kernel(
     SHARED: tl.constexpr = (WG != 0) & (SCOPE == 0) & (RELEASED == 0)
     c: tl.constexpr = Constants(
         C, D, DP, DK, P, PP, KP, GP, DS, LF, LS, WG, DW, BN, SN, BG, SG, BL, BS, RB, WP, FEATURE, SCOPE, RELEASED, OVERFLOW, FUSED, GATE,
-        FACTOR, RAGGED, PAGES, SETTLE, DOT,
+        FACTOR, RAGGED, PAGES, CODES, SETTLE, DOT,
     )  # fmt: skip
     i_role = tl.program_id(0)
     i_select = tl.program_id(1)
@@ -281,8 +298,9 @@ def decode_kernel(
     room = Room(K, N, NS)
     if AHEAD and PDL and not RAGGED:
         states = States(
-            p_window_key, p_window_value, p_window_score, p_salient_key, p_salient_value, p_kv_state, p_z_state
-        )
+            p_window_key, p_window_value, p_window_score, p_salient_key, p_salient_value, p_kv_state, p_z_state,
+            p_window_key_scale, p_window_value_scale, p_salient_key_scale, p_salient_value_scale,
+        )  # fmt: skip
         _bring(i_role, i_select, i_batch, heads, states, p_feature_q_weight, W_HEADS, ND, WP, c)
     if PDL and SETTLE:  # not in the interpreter
         # The kernel ahead may still run: wait for it before touching memory. The next kernel may be launched meanwhile.
@@ -306,7 +324,10 @@ def decode_kernel(
         p_z_state = in_page(p_z_state, p_state_row, i_batch, 0, PAGES)
         p_past_length += i_batch  # lengths are those of the call's rows
     at = Row(i_batch, row, p_new_tokens, p_past_length, p_state_row)
-    states = States(p_window_key, p_window_value, p_window_score, p_salient_key, p_salient_value, p_kv_state, p_z_state)
+    states = States(
+        p_window_key, p_window_value, p_window_score, p_salient_key, p_salient_value, p_kv_state, p_z_state,
+        p_window_key_scale, p_window_value_scale, p_salient_key_scale, p_salient_value_scale,
+    )  # fmt: skip
     parts = Parts(p_part_acc, p_part_ml, p_part_lin, p_part_den, p_part_window)
     i_group = i_batch.to(tl.int64) * H + i_select * GR  # first query head of the group in [B, H]
     i_out = start * H + i_select * GR  # the same in the packed activations
@@ -374,13 +395,15 @@ def decode_kernel(
         i_part = (i_first + i_split) * GR
         p_k = cache_of(p_salient_key, row, i_select, HS, N, D, PAGES)
         p_v = cache_of(p_salient_value, row, i_select, HS, N, D, PAGES)
+        p_ks = scales_at(p_salient_key_scale, (row * HS + i_select) * N, CODES)
+        p_vs = scales_at(p_salient_value_scale, (row * HS + i_select) * N, CODES)
         p_q = p_query + i_out * D
         p_acc = parts.acc + i_part * D
         p_ml = parts.ml + i_part * 2
         if SCOPE == 0:
-            salient_one(at, p_k, p_v, p_q, i_split, room, scale2, p_acc, p_ml, c)
+            salient_one(at, p_k, p_v, p_ks, p_vs, p_q, i_split, room, scale2, p_acc, p_ml, c)
         else:
-            salient_group(at, p_k, p_v, p_q, GR, i_split, room, scale2, p_acc, p_ml, c)
+            salient_group(at, p_k, p_v, p_ks, p_vs, p_q, GR, i_split, room, scale2, p_acc, p_ml, c)
         if LF:
             if i_split == 0:
                 i_part = (i_first + NS + WP) * GR

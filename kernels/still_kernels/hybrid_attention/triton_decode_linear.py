@@ -18,7 +18,7 @@ from still_kernels.hybrid_attention.triton_common import (
 )
 from still_kernels.hybrid_attention.triton_decode_roles import pair_sum, step_of
 from still_kernels.hybrid_attention.triton_pages import head_in_page
-from still_kernels.triton_shared import LOG2E, rounded
+from still_kernels.triton_shared import LOG2E, as_numbers, rounded
 
 
 @triton.jit
@@ -26,10 +26,12 @@ def _selected_of(at, states, heads, i_kv, old, length, o_feature, p_weight, K, c
     """Which tokens of chunk `old`, which lies in the ring, are selected, [C]."""
     # All lines that a round needs are on their way while the selection is made.
     BYTES: tl.constexpr = p_weight.dtype.element_ty.primitive_bitwidth // 8
+    KEPT: tl.constexpr = states.window_key.dtype.element_ty.primitive_bitwidth // 8
     o_token = ((at.row * heads.HK + i_kv) * (2 * c.C) + ((old & 1) * c.C + tl.arange(0, c.C))).to(tl.int64) * c.D
+    o_kept = tl.arange(0, 4) * (c.D * KEPT // 4)
     o_line = tl.arange(0, 4) * (c.D * BYTES // 4)
-    prefetch(states.window_key + o_token, o_line, c.SETTLE)
-    prefetch(states.window_value + o_token, o_line, c.SETTLE)
+    prefetch(states.window_key + o_token, o_kept, c.SETTLE)
+    prefetch(states.window_value + o_token, o_kept, c.SETTLE)
     prefetch(p_weight + tl.minimum(o_feature, c.P - 1) * c.D, o_line, c.SETTLE)
     b_selected, _ = select_chunk(
         states.window_score,
@@ -51,7 +53,7 @@ def _selected_of(at, states, heads, i_kv, old, length, o_feature, p_weight, K, c
 
 
 @triton.jit
-def _old_rows(states, b_selected, o_row, o_ring, o_feature, o_dim, p_weight, c: tl.constexpr):
+def _old_rows(states, b_selected, o_row, o_slot, o_ring, o_feature, o_dim, p_weight, c: tl.constexpr):
     """Of RB rows of a promoted chunk: projections [RB, PP], squared norms, 1 or 0 where selected, what multiplies the projection."""
     if c.RB == c.C:
         m_row = b_selected == 0
@@ -63,6 +65,7 @@ def _old_rows(states, b_selected, o_row, o_ring, o_feature, o_dim, p_weight, c: 
     for d in range(0, c.DP, c.DK):
         o_part = d + o_dim
         b_k = tl.load(states.window_key + o_ring[:, None] + o_part[None, :], mask=(o_part < c.D)[None, :], other=0.0)
+        b_k = as_numbers(b_k, states.window_key_scale, o_slot, o_row >= 0, p_weight.dtype.element_ty, c.CODES)
         b_weight = load_weight(p_weight, o_feature, o_part, c.P, c.D)
         b_direction = tl.dot(b_k, tl.trans(b_weight), b_direction, input_precision=c.DOT)
         b_square += tl.sum(b_k.to(tl.float32) * b_k.to(tl.float32), 1)
@@ -98,12 +101,14 @@ def _fold_chunk(
     b_more_mass = tl.zeros([c.PP], tl.float32)
     for r in range(0, c.C, c.RB):
         o_row = r + tl.arange(0, c.RB)
-        o_ring = ((at.row * heads.HK + i_kv) * (2 * c.C) + ((old & 1) * c.C + o_row)).to(tl.int64) * c.D
+        o_slot = ((at.row * heads.HK + i_kv) * (2 * c.C) + ((old & 1) * c.C + o_row)).to(tl.int64)
+        o_ring = o_slot * c.D
         b_v = tl.load(
             states.window_value + o_ring[:, None] + o_column[None, :], mask=(o_column < c.D)[None, :], other=0.0
         )
+        b_v = as_numbers(b_v, states.window_value_scale, o_slot, o_row >= 0, p_weight.dtype.element_ty, c.CODES)
         b_direction, b_square, b_keep, b_scale = _old_rows(
-            states, b_selected, o_row, o_ring, o_feature, o_dim, p_weight, c
+            states, b_selected, o_row, o_slot, o_ring, o_feature, o_dim, p_weight, c
         )
         for half in tl.static_range(0, 2 if c.FEATURE <= 1 else 1):
             b_rows = _half_of(b_direction, b_square, b_keep, b_scale, o_feature, half, c)
@@ -319,9 +324,10 @@ def _fold_whole(
     b_more_mass = tl.zeros([c.PP], tl.float32)
     for r in range(0, c.C, c.RB):
         o_row = r + tl.arange(0, c.RB)
-        o_ring = ((at.row * heads.HK + i_kv) * (2 * c.C) + ((old & 1) * c.C + o_row)).to(tl.int64) * c.D
+        o_slot = ((at.row * heads.HK + i_kv) * (2 * c.C) + ((old & 1) * c.C + o_row)).to(tl.int64)
+        o_ring = o_slot * c.D
         b_direction, b_square, b_keep, b_scale = _old_rows(
-            states, b_selected, o_row, o_ring, o_feature, o_dim, p_weight, c
+            states, b_selected, o_row, o_slot, o_ring, o_feature, o_dim, p_weight, c
         )
         for half in tl.static_range(0, 2 if c.FEATURE <= 1 else 1):
             b_rows = _half_of(b_direction, b_square, b_keep, b_scale, o_feature, half, c)
@@ -332,6 +338,7 @@ def _fold_whole(
                 b_v = tl.load(
                     states.window_value + o_ring[:, None] + o_column[None, :], mask=m_column[None, :], other=0.0
                 )
+                b_v = as_numbers(b_v, states.window_value_scale, o_slot, o_row >= 0, p_weight.dtype.element_ty, c.CODES)
                 b_more, b_mass = _add_rows(
                     b_rows, b_query, b_v, old + r > 0, p_state + half * (c.P * c.D), p_mass + half * c.P, o_feature, o_column,
                     (o_feature < c.P) & (i == 0), c,

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from still_kernels.hybrid_attention.triton_common import RELEASED_EPSILON, prefetch, select_chunk, selected_offsets
 from still_kernels.hybrid_attention.triton_pages import rows_of, slots_of
-from still_kernels.triton_shared import rounded
+from still_kernels.triton_shared import as_numbers, rounded, store_rows, wide
 
 FAR = tl.constexpr(-1.0e30)  # below every logit, and finite: differences stay numbers
 
@@ -32,7 +32,7 @@ def step_of(at, c: tl.constexpr):
 
 @triton.jit
 def _load_rows(at, p_key, p_value, low, high, o_row, o_dim, c: tl.constexpr):
-    """Keys and values of slots low + o_row below `high`; zeros elsewhere."""
+    """Keys and values of slots low + o_row below `high`, as they are kept; zeros elsewhere."""
     mask = (low + o_row < high)[:, None] & (o_dim < c.D)[None, :]
     o_tile = o_row[:, None] * c.D + o_dim[None, :]
     o_key = slots_of(p_key, at.p_state_row, at.i_batch, low, 0, c.D, c.PAGES) + o_tile
@@ -41,14 +41,34 @@ def _load_rows(at, p_key, p_value, low, high, o_row, o_dim, c: tl.constexpr):
 
 
 @triton.jit
-def _absorb(b_k, b_v, low, seen, o_row, b_q, b_max, b_sum, b_acc):
-    """Add a block of rows to a running softmax that every row of the block keeps for itself."""
+def _load_scales(p_key_scale, p_value_scale, low, high, o_row, c: tl.constexpr):
+    """Those of such rows; zeros where rows are numbers, which nothing reads."""
+    b_key = tl.zeros([o_row.shape[0]], tl.float32)
+    b_value = b_key
+    if c.CODES:
+        b_key = tl.load(p_key_scale + low + o_row, mask=low + o_row < high, other=0.0)
+        b_value = tl.load(p_value_scale + low + o_row, mask=low + o_row < high, other=0.0)
+    return b_key, b_value
+
+
+@triton.jit
+def _absorb(b_k, b_v, b_ks, b_vs, low, seen, o_row, b_q, b_max, b_sum, b_acc, c: tl.constexpr):
+    """Add a block of rows to a running softmax that every row of the block keeps for itself.
+
+    Scales of rows in 8 bits stay outside of the sums, which are of codes: a number costs half the instructions so.
+    """
     m_row = low + o_row < seen
-    b_logit = tl.where(m_row, tl.sum(b_k.to(tl.float32) * b_q[None, :], 1), FAR)
+    b_logit = tl.sum(wide(b_k, c.CODES, c.SETTLE) * b_q[None, :], 1)
+    if c.CODES:
+        b_logit *= b_ks
+    b_logit = tl.where(m_row, b_logit, FAR)
     b_new = tl.maximum(b_max, b_logit)
     b_p = tl.where(m_row, tl.exp2(b_logit - b_new), 0.0)
     b_decay = tl.exp2(b_max - b_new)
-    b_acc = b_acc * b_decay[:, None] + b_p[:, None] * b_v.to(tl.float32)
+    b_share = b_p
+    if c.CODES:
+        b_share = b_p * b_vs
+    b_acc = b_acc * b_decay[:, None] + b_share[:, None] * wide(b_v, c.CODES, c.SETTLE)
     return b_new, b_sum * b_decay + b_p, b_acc
 
 
@@ -61,7 +81,7 @@ def slots_in_use(at, room, c: tl.constexpr):
 
 
 @triton.jit
-def salient_one(at, p_key, p_value, p_q, i_split, room, scale2, p_acc, p_ml, c: tl.constexpr):
+def salient_one(at, p_key, p_value, p_ks, p_vs, p_q, i_split, room, scale2, p_acc, p_ml, c: tl.constexpr):
     """Partial softmax of one query head over blocks i_split, i_split + NS, ... of BN slots in use.
 
     SN - 1 blocks are on their way through shared memory: with one, the latency of the memory bounds the speed, and blocks that
@@ -73,6 +93,7 @@ def salient_one(at, p_key, p_value, p_q, i_split, room, scale2, p_acc, p_ml, c: 
     step = room.NS * c.BN
     first = i_split * c.BN
     b_first_k, b_first_v = _load_rows(at, p_key, p_value, first, room.N, o_row, o_dim, c)
+    b_first_ks, b_first_vs = _load_scales(p_ks, p_vs, first, room.N, o_row, c)
     seen = slots_in_use(at, room, c)
     b_q = tl.load(p_q + o_dim, mask=o_dim < c.D, other=0.0).to(tl.float32) * scale2
     b_max = tl.full([c.BN], FAR, tl.float32)
@@ -80,9 +101,14 @@ def salient_one(at, p_key, p_value, p_q, i_split, room, scale2, p_acc, p_ml, c: 
     b_acc = tl.zeros([c.BN, c.DP], tl.float32)
     for s in tl.range(first + step, seen, step, num_stages=c.SN):
         b_k, b_v = _load_rows(at, p_key, p_value, s, seen, o_row, o_dim, c)
-        b_max, b_sum, b_acc = _absorb(b_k, b_v, s, seen, o_row, b_q, b_max, b_sum, b_acc)
-    b_first_v = tl.where((first + o_row < seen)[:, None], b_first_v, 0.0)
-    b_max, b_sum, b_acc = _absorb(b_first_k, b_first_v, first, seen, o_row, b_q, b_max, b_sum, b_acc)
+        b_ks, b_vs = _load_scales(p_ks, p_vs, s, seen, o_row, c)
+        b_max, b_sum, b_acc = _absorb(b_k, b_v, b_ks, b_vs, s, seen, o_row, b_q, b_max, b_sum, b_acc, c)
+    m_first = first + o_row < seen
+    b_first_v = tl.where(m_first[:, None], b_first_v, tl.zeros_like(b_first_v))
+    b_first_vs = tl.where(m_first, b_first_vs, 0.0)
+    b_max, b_sum, b_acc = _absorb(
+        b_first_k, b_first_v, b_first_ks, b_first_vs, first, seen, o_row, b_q, b_max, b_sum, b_acc, c
+    )
     top = tl.max(b_max, 0)
     b_weight = tl.exp2(b_max - top)
     tl.store(p_acc + o_dim, tl.sum(rounded(b_acc, b_weight[:, None]), 0), mask=o_dim < c.D)
@@ -91,7 +117,7 @@ def salient_one(at, p_key, p_value, p_q, i_split, room, scale2, p_acc, p_ml, c: 
 
 
 @triton.jit
-def salient_group(at, p_key, p_value, p_q, GR, i_split, room, scale2, p_acc, p_ml, c: tl.constexpr):
+def salient_group(at, p_key, p_value, p_ks, p_vs, p_q, GR, i_split, room, scale2, p_acc, p_ml, c: tl.constexpr):
     """The same for the GR query heads of a key/value head, which read blocks of BG rows once; p_acc, p_ml: GR rows."""
     o_dim = tl.arange(0, c.DP)
     o_head = tl.arange(0, c.GP)
@@ -113,6 +139,8 @@ def salient_group(at, p_key, p_value, p_q, GR, i_split, room, scale2, p_acc, p_m
     b_acc = tl.zeros([c.GP, c.DP], tl.float32)
     for s in tl.range(i_split * c.BG, seen, room.NS * c.BG, num_stages=c.SG):
         b_k, b_v = _load_rows(at, p_key, p_value, s, seen, o_row, o_dim, c)
+        b_k = as_numbers(b_k, p_ks, s + o_row, s + o_row < seen, p_q.dtype.element_ty, c.CODES)
+        b_v = as_numbers(b_v, p_vs, s + o_row, s + o_row < seen, p_q.dtype.element_ty, c.CODES)
         m_row = s + o_row < seen
         b_logit = tl.dot(b_q, tl.trans(b_k), input_precision=c.DOT) * scale2
         b_logit = tl.where(m_row[None, :], b_logit, FAR)
@@ -153,6 +181,8 @@ def window_part(
     o_row = (ring + o_slot)[:, None] * c.D + o_dim[None, :]
     b_k = tl.load(states.window_key + o_row, mask=m_dim[None, :], other=0.0)
     b_v = tl.load(states.window_value + o_row, mask=m_dim[None, :], other=0.0)
+    b_k = as_numbers(b_k, states.window_key_scale, ring + o_slot, o_slot >= 0, p_k.dtype.element_ty, c.CODES)
+    b_v = as_numbers(b_v, states.window_value_scale, ring + o_slot, o_slot >= 0, p_k.dtype.element_ty, c.CODES)
     b_q = tl.load(p_q + o_dim, mask=m_dim, other=0.0).to(tl.float32) * scale2
     b_own_k = tl.load(p_k + o_dim, mask=m_dim, other=0.0)
     b_own_v = tl.load(p_v + o_dim, mask=m_dim, other=0.0)
@@ -187,12 +217,20 @@ def window_part(
     tl.store(p_window + 2, own)
     if c.RELEASED:
         if i_part == 0:
-            tl.store(p_window + 3, _released_score(b_q, own, length, ring, states.window_key, c.C, c.D, c.DP))
+            tl.store(p_window + 3, _released_score(b_q, own, length, ring, states, p_k.dtype.element_ty, c))
     if live & (promoting == 0) & (i_part == 0) & (i_head % heads.G == 0):
         # Nothing reads the token's slot, unless its old chunk is being promoted: then the last program writes it.
-        o_to = (ring + (length & (2 * c.C - 1))) * c.D + o_dim
-        tl.store(states.window_key + o_to, b_own_k, mask=m_dim)
-        tl.store(states.window_value + o_to, b_own_v, mask=m_dim)
+        if c.CODES:
+            o_one = tl.arange(0, 1)
+            o_own = ring + (length & (2 * c.C - 1)) + o_one
+            b_one = b_own_k[None, :]
+            store_rows(states.window_key, states.window_key_scale, o_own, b_one, o_one == 0, o_dim, c.D, c.CODES)
+            b_one = b_own_v[None, :]
+            store_rows(states.window_value, states.window_value_scale, o_own, b_one, o_one == 0, o_dim, c.D, c.CODES)
+        else:
+            o_to = (ring + (length & (2 * c.C - 1))) * c.D + o_dim
+            tl.store(states.window_key + o_to, b_own_k, mask=m_dim)
+            tl.store(states.window_value + o_to, b_own_v, mask=m_dim)
 
 
 @triton.jit
@@ -203,6 +241,7 @@ def window_group(
 
     p_q: The first of these heads; their partial results lie PARTS apart, what the score needs 4 WP.
     """
+    tl.static_assert(c.CODES == 0, "chosen where states are in pages, which hold numbers")
     o_dim = tl.arange(0, c.DP)
     m_dim = o_dim < c.D
     o_head = tl.arange(0, c.GP)
@@ -257,16 +296,17 @@ def window_group(
 
 
 @triton.jit
-def _released_score(b_q, own, length, ring, p_window_key, C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+def _released_score(b_q, own, length, ring, states, KIND: tl.constexpr, c: tl.constexpr):
     """Score of the released training code for the new token; the window covers every slot modulo C once."""
     BN: tl.constexpr = 32
-    o_dim = tl.arange(0, DP)
+    C: tl.constexpr = c.C
+    o_dim = tl.arange(0, c.DP)
     b_max = tl.full([BN], FAR, tl.float32)
     b_sum = tl.zeros([BN], tl.float32)
     for s in range(0, C, BN):
         o_back = s + tl.arange(0, BN)
         m_old = (o_back > 0) & (length - o_back >= 0)
-        b_logit = _ring_logits(b_q, length - o_back, m_old, ring, p_window_key, o_dim, C, D)
+        b_logit = _ring_logits(b_q, length - o_back, m_old, ring, states, o_dim, KIND, c)
         b_new = tl.maximum(b_max, tl.where(m_old, b_logit, FAR))
         b_sum = b_sum * tl.exp2(b_max - b_new) + tl.where(m_old, tl.exp2(b_logit - b_new), 0.0)
         b_max = b_new
@@ -280,7 +320,7 @@ def _released_score(b_q, own, length, ring, p_window_key, C: tl.constexpr, D: tl
         o_position = length - o_back
         m_in = o_position >= 0
         m_old = m_in & (o_back > 0)
-        b_logit = _ring_logits(b_q, o_position, m_old, ring, p_window_key, o_dim, C, D)
+        b_logit = _ring_logits(b_q, o_position, m_old, ring, states, o_dim, KIND, c)
         b_logit = tl.where(o_back == 0, own, b_logit)
         b_p = tl.where(m_in, tl.exp2(b_logit - top) / total, 0.0)
         b_without = tl.where(m_old, tl.exp2(b_logit - others) / others_sum, 0.0)
@@ -292,10 +332,12 @@ def _released_score(b_q, own, length, ring, p_window_key, C: tl.constexpr, D: tl
 
 
 @triton.jit
-def _ring_logits(b_q, o_position, m_row, ring, p_window_key, o_dim, C: tl.constexpr, D: tl.constexpr):
+def _ring_logits(b_q, o_position, m_row, ring, states, o_dim, KIND: tl.constexpr, c: tl.constexpr):
     """Logits (log2 units) of the scaled query to ring rows at absolute positions; 0 outside m_row."""
-    o_row = (ring + (o_position & (2 * C - 1)))[:, None] * D + o_dim[None, :]
-    b_k = tl.load(p_window_key + o_row, mask=m_row[:, None] & (o_dim < D)[None, :], other=0.0)
+    o_slot = ring + (o_position & (2 * c.C - 1))
+    o_row = o_slot[:, None] * c.D + o_dim[None, :]
+    b_k = tl.load(states.window_key + o_row, mask=m_row[:, None] & (o_dim < c.D)[None, :], other=0.0)
+    b_k = as_numbers(b_k, states.window_key_scale, o_slot, m_row, KIND, c.CODES)
     return tl.sum(b_k.to(tl.float32) * b_q[None, :], 1)
 
 
@@ -361,6 +403,13 @@ def fresh_part(at, states, heads, i_kv, g, p_q, room, scale2, p_acc, p_ml, c: tl
             )
             tl.store(states.salient_key + (b_key[:, None] * c.D + o_dim[None, :]), b_k, mask=mask)
             tl.store(states.salient_value + (b_value[:, None] * c.D + o_dim[None, :]), b_v, mask=mask)
+            if c.CODES:
+                b_scale = tl.load(states.window_key_scale + o_from, mask=m_rank, other=0.0)
+                tl.store(states.salient_key_scale + b_key, b_scale, mask=m_rank)
+                b_scale = tl.load(states.window_value_scale + o_from, mask=m_rank, other=0.0)
+                tl.store(states.salient_value_scale + b_value, b_scale, mask=m_rank)
+        b_k = as_numbers(b_k, states.window_key_scale, o_from, m_rank, p_q.dtype.element_ty, c.CODES)
+        b_v = as_numbers(b_v, states.window_value_scale, o_from, m_rank, p_q.dtype.element_ty, c.CODES)
         b_logit = tl.where(m_rank, tl.sum(b_k.to(tl.float32) * b_q[None, :], 1), FAR)
         top = tl.max(b_logit, 0)
         b_p = tl.where(m_rank, tl.exp2(b_logit - top), 0.0)

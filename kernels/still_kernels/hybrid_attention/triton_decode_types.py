@@ -45,6 +45,10 @@ class States(NamedTuple):
     salient_value: Any
     kv: Any
     z: Any
+    window_key_scale: Any
+    window_value_scale: Any
+    salient_key_scale: Any
+    salient_value_scale: Any
 
 
 class Parts(NamedTuple):
@@ -90,5 +94,6 @@ class Constants(NamedTuple):
     FACTOR: Any
     RAGGED: Any
     PAGES: Any
+    CODES: Any
     SETTLE: Any
     DOT: Any

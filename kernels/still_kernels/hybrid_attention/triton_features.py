@@ -8,7 +8,7 @@ import triton.language as tl
 
 from still_kernels.hybrid_attention.triton_common import kept_features, load_tokens, load_weight
 from still_kernels.hybrid_attention.triton_pages import in_page
-from still_kernels.triton_shared import ROWS, row_of
+from still_kernels.triton_shared import ROWS, row_of, scales_at
 
 
 @triton.jit
@@ -41,6 +41,7 @@ def features_kernel(
     p_key,
     p_feature_k_weight,
     p_window_key,
+    p_window_key_scale,
     p_new_tokens,
     p_past_length,
     p_query_start,
@@ -70,6 +71,7 @@ def features_kernel(
     EVICT: tl.constexpr,
     RAGGED: tl.constexpr,
     PAGES: tl.constexpr,
+    CODES: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """Features of what chunks c0 + first_tile .. + n_tiles - 1 promote, TB chunks per program.
@@ -100,6 +102,7 @@ def features_kernel(
     last = tl.minimum(tl.minimum(first + TB, n_tiles), (end + C - 1) // C - c0 - first_tile)
     p_new = p_key + (start * HK + i_kv) * D
     p_ring = p_window_key + (row * HK + i_kv) * (2 * C) * D
+    p_ring_scale = scales_at(p_window_key_scale, (row * HK + i_kv) * (2 * C), CODES)
     i_select = i_head // (H // HS)
     p_weight = p_feature_k_weight + w_head
     b_weight = load_weight(p_weight, o_feature, o_dim, P, D)
@@ -113,7 +116,9 @@ def features_kernel(
                 b_direction = tl.zeros([RB, PP], tl.float32)
                 b_square = tl.zeros([RB], tl.float32)
                 for d in range(0, DP, DK):
-                    b_key = load_tokens(p_new, p_ring, o_position, length, end, HK * D, d + o_dim, D, C)
+                    b_key = load_tokens(
+                        p_new, p_ring, p_ring_scale, o_position, length, end, HK * D, d + o_dim, D, C, CODES
+                    )
                     if DK < DP:
                         b_weight = load_weight(p_weight, o_feature, d + o_dim, P, D)
                     b_direction, b_square = _project(b_key, b_weight, b_direction, b_square, DOT)

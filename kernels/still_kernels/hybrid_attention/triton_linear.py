@@ -8,7 +8,7 @@ import triton.language as tl
 
 from still_kernels.hybrid_attention.triton_common import feature_pair, load_tokens, load_weight
 from still_kernels.hybrid_attention.triton_pages import in_page
-from still_kernels.triton_shared import ROWS, row_of
+from still_kernels.triton_shared import ROWS, row_of, scales_at
 
 
 @triton.jit
@@ -31,6 +31,7 @@ def linear_kernel(
     p_value,
     p_feature_q_weight,
     p_window_value,
+    p_window_value_scale,
     p_new_tokens,
     p_past_length,
     p_query_start,
@@ -62,6 +63,7 @@ def linear_kernel(
     EVICT: tl.constexpr,
     RAGGED: tl.constexpr,
     PAGES: tl.constexpr,
+    CODES: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """phi(q)^T S and phi(q)^T z of chunks c0 + first_tile .. + n_tiles - 1. Grid (ceil(n_tiles * C / (BM * TB)), H, B).
@@ -138,6 +140,7 @@ def linear_kernel(
             tl.store(p_linear_sum + o_out, b_sum, mask=m_out)
             p_new = p_value + (start * HK + i_kv) * D
             p_ring = p_window_value + (row * HK + i_kv) * (2 * C) * D
+            p_ring_scale = scales_at(p_window_value_scale, (row * HK + i_kv) * (2 * C), CODES)
             p_kv = p_prefix_kv + i_state * (F * D) + o_feature[:, None] * D
             for d in tl.range(0, DP, DS, num_stages=STAGES):
                 o_dim = d + tl.arange(0, DS)
@@ -149,7 +152,9 @@ def linear_kernel(
                     b_out = tl.dot(b_minus, b_kv, b_out, input_precision=DOT)
                 if EVERY == 2:
                     o_position = tl.where(behind, (between - 2) * C + o_key, -1)
-                    b_value = load_tokens(p_new, p_ring, o_position, length, end, HK * D, o_dim, D, C)
+                    b_value = load_tokens(
+                        p_new, p_ring, p_ring_scale, o_position, length, end, HK * D, o_dim, D, C, CODES
+                    )
                     b_out = tl.dot(b_pair, b_value.to(kind), b_out, input_precision=DOT)
                 p_out = p_linear + o_out[:, None] * D + o_dim[None, :]
                 tl.store(p_out, b_out.to(kind), mask=m_out[:, None] & (o_dim < D)[None, :])

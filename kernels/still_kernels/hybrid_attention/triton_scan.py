@@ -8,7 +8,7 @@ import triton.language as tl
 
 from still_kernels.hybrid_attention.triton_common import load_tokens
 from still_kernels.hybrid_attention.triton_pages import head_in_page, in_page
-from still_kernels.triton_shared import ROWS, row_of
+from still_kernels.triton_shared import ROWS, row_of, scales_at
 
 
 @triton.jit(
@@ -18,6 +18,7 @@ from still_kernels.triton_shared import ROWS, row_of
 def scan_kernel(
     p_value,
     p_window_value,
+    p_window_value_scale,
     p_kv_state,
     p_z_state,
     p_new_tokens,
@@ -47,6 +48,7 @@ def scan_kernel(
     EVICT: tl.constexpr,
     RAGGED: tl.constexpr,
     PAGES: tl.constexpr,
+    CODES: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """Fold promoted chunks into S and z in chunk order; leave what each chunk c0 + first_tile + EVERY * i sees.
@@ -99,6 +101,7 @@ def scan_kernel(
     b_ones = tl.full([RB, 16], 1.0, p_phi_k.dtype.element_ty)
     p_new = p_value + (start * HK + i_kv) * D
     p_ring = p_window_value + (row * HK + i_kv) * (2 * C) * D
+    p_ring_scale = scales_at(p_window_value_scale, (row * HK + i_kv) * (2 * C), CODES)
     i_first = i_batch.to(tl.int64) * n_tiles * H + i_head
     i_stored = i_batch.to(tl.int64) * ((n_tiles + EVERY - 1) // EVERY) * H + i_head
     for j in tl.range(0, number * NB, num_stages=STAGES):
@@ -109,7 +112,7 @@ def scan_kernel(
         p_phi = p_phi_k + (i_out * CR + o_inner)[:, None] * F + o_feature[None, :]
         b_phi = tl.load(p_phi, mask=(promoted & (o_inner < C))[:, None] & m_feature[None, :], other=0.0)
         o_position = tl.where(promoted, (chunk - 2) * C + o_inner, -1)
-        b_value = load_tokens(p_new, p_ring, o_position, length, end, HK * D, o_dim, D, C)
+        b_value = load_tokens(p_new, p_ring, p_ring_scale, o_position, length, end, HK * D, o_dim, D, C, CODES)
         b_state = tl.dot(tl.trans(b_phi), b_value.to(b_phi.dtype), b_state, input_precision=DOT)
         b_mass += tl.dot(tl.trans(b_phi), b_ones, input_precision=DOT)
         if not EVICT:

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from still_kernels.hybrid_attention.triton_common import RELEASED_EPSILON, load_tokens
 from still_kernels.hybrid_attention.triton_pages import in_page
-from still_kernels.triton_shared import LOG2E, ROWS, row_of
+from still_kernels.triton_shared import LOG2E, ROWS, row_of, scales_at
 
 
 @triton.jit
@@ -21,14 +21,17 @@ def _own_window_logits(b_q, b_k, o_query, o_key, scale, C: tl.constexpr, DOT: tl
 
 
 @triton.jit
-def _keys(p_new, p_ring, first, length, end, stride, o_dim, D: tl.constexpr, C: tl.constexpr, BM: tl.constexpr):
+def _keys(
+    p_new, p_ring, p_ring_scale, first, length, end, stride, o_dim, D: tl.constexpr, C: tl.constexpr, BM: tl.constexpr,
+    CODES: tl.constexpr,
+):  # fmt: skip
     """BM keys from position `first` on, as `load_tokens`; addresses are simple where all of them are the call's."""
     o_row = tl.arange(0, BM)
     if (first >= length) & (first + BM <= end):
         p_block = p_new + (first - length).to(tl.int64) * stride
         b_keys = tl.load(p_block + (o_row[:, None] * stride + o_dim[None, :]), mask=(o_dim < D)[None, :], other=0.0)
     else:
-        b_keys = load_tokens(p_new, p_ring, first + o_row, length, end, stride, o_dim, D, C)
+        b_keys = load_tokens(p_new, p_ring, p_ring_scale, first + o_row, length, end, stride, o_dim, D, C, CODES)
     return b_keys
 
 
@@ -37,6 +40,7 @@ def score_kernel(
     p_query,
     p_key,
     p_window_key,
+    p_window_key_scale,
     p_new_tokens,
     p_past_length,
     p_query_start,
@@ -54,6 +58,7 @@ def score_kernel(
     RELEASED: tl.constexpr,
     RAGGED: tl.constexpr,
     PAGES: tl.constexpr,
+    CODES: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """Scores of the call's tokens, score [tokens, H]. Grid (tiles * C / BM, HK, B): chunk length // C + i, rows in blocks of BM.
@@ -75,13 +80,14 @@ def score_kernel(
         return
     p_new = p_key + (start * HK + i_kv) * D
     p_ring = p_window_key + (row * HK + i_kv) * (2 * C) * D
+    p_ring_scale = scales_at(p_window_key_scale, (row * HK + i_kv) * (2 * C), CODES)
     o_row = tl.arange(0, BM)
     o_dim = tl.arange(0, DP)
     o_query = first + o_row
-    b_own_key = _keys(p_new, p_ring, first, length, end, HK * D, o_dim, D, C, BM)
+    b_own_key = _keys(p_new, p_ring, p_ring_scale, first, length, end, HK * D, o_dim, D, C, BM, CODES)
     b_last_key = b_own_key
     if SUB == 1:
-        b_last_key = _keys(p_new, p_ring, first - BM, length, end, HK * D, o_dim, D, C, BM)
+        b_last_key = _keys(p_new, p_ring, p_ring_scale, first - BM, length, end, HK * D, o_dim, D, C, BM, CODES)
 
     o_token = start + o_query - length
     m_query = (o_query >= length) & (o_query < end)
@@ -100,7 +106,7 @@ def score_kernel(
                 b_k = (
                     b_last_key
                     if SUB == 1
-                    else _keys(p_new, p_ring, first - j * BM, length, end, HK * D, o_dim, D, C, BM)
+                    else _keys(p_new, p_ring, p_ring_scale, first - j * BM, length, end, HK * D, o_dim, D, C, BM, CODES)
                 )
             b_dot = tl.dot(b_q, tl.trans(b_k), input_precision=DOT)
             if j == 0:
@@ -127,7 +133,9 @@ def score_kernel(
                     b_k = (
                         b_last_key
                         if SUB == 1
-                        else _keys(p_new, p_ring, first - j * BM, length, end, HK * D, o_dim, D, C, BM)
+                        else _keys(
+                            p_new, p_ring, p_ring_scale, first - j * BM, length, end, HK * D, o_dim, D, C, BM, CODES
+                        )
                     )
                 b_logit, m_others, m_own = _own_window_logits(b_q, b_k, o_query, o_key, scale, C, DOT)
                 m_seen = m_others | m_own

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from still_kernels.hybrid_attention.triton_common import load_tokens, select_chunk, selected_offsets
 from still_kernels.hybrid_attention.triton_pages import in_page, rows_of
-from still_kernels.triton_shared import ROWS, row_of
+from still_kernels.triton_shared import ROWS, as_numbers, row_of, scales_at, store_rows
 
 
 @triton.jit
@@ -28,7 +28,9 @@ def _worst(b_score, b_order, m_alive, worst_score, worst_order, last_score, last
 def _copy_row(
     p_new,
     p_ring,
+    p_ring_scale,
     p_cache,
+    p_cache_scale,
     p_state_row,
     i_batch,
     position,
@@ -46,14 +48,29 @@ def _copy_row(
     D: tl.constexpr,
     VALUE: tl.constexpr,
     PAGES: tl.constexpr,
+    CODES: tl.constexpr,
 ):
     """A token's key or value into the cache; nowhere beyond the capacity: the output is NaN, memory stays intact."""
-    p_from = p_ring + ((row * HK + i_kv) * (2 * C) + (position & (2 * C - 1))) * D
-    if position >= length:
-        p_from = p_new + ((start + position - length) * HK + i_kv) * D
-    b_row = tl.load(p_from + o_dim, mask=o_dim < D, other=0.0)
-    to = rows_of(p_cache, p_state_row, i_batch, (row * HS + i_select) * N, i_select, 0, slot, slot < N, VALUE, D, PAGES)
-    tl.store(p_cache + to * D + o_dim, b_row, mask=(o_dim < D) & (slot < N))
+    if CODES:
+        to = rows_of(
+            p_cache, p_state_row, i_batch, (row * HS + i_select) * N, i_select, 0, slot, slot < N, VALUE, D, PAGES
+        )
+        o_one = tl.arange(0, 1)
+        ring = (row * HK + i_kv) * (2 * C)
+        b_rows = load_tokens(
+            p_new + (start * HK + i_kv) * D, p_ring + ring * D, p_ring_scale + ring, position + o_one, length, position + 1, HK * D,
+            o_dim, D, C, CODES,
+        )  # fmt: skip
+        store_rows(p_cache, p_cache_scale, to + o_one, b_rows, slot + o_one < N, o_dim, D, CODES)
+    else:
+        p_from = p_ring + ((row * HK + i_kv) * (2 * C) + (position & (2 * C - 1))) * D
+        if position >= length:
+            p_from = p_new + ((start + position - length) * HK + i_kv) * D
+        b_row = tl.load(p_from + o_dim, mask=o_dim < D, other=0.0)
+        to = rows_of(
+            p_cache, p_state_row, i_batch, (row * HS + i_select) * N, i_select, 0, slot, slot < N, VALUE, D, PAGES
+        )
+        tl.store(p_cache + to * D + o_dim, b_row, mask=(o_dim < D) & (slot < N))
 
 
 @triton.jit(do_not_specialize=["T", "H", "HK", "K", "N", "R", "first_tile"], do_not_specialize_on_alignment=ROWS)
@@ -66,6 +83,10 @@ def select_kernel(
     p_salient_key,
     p_salient_value,
     p_salient_score,
+    p_window_key_scale,
+    p_window_value_scale,
+    p_salient_key_scale,
+    p_salient_value_scale,
     p_new_tokens,
     p_past_length,
     p_query_start,
@@ -91,6 +112,7 @@ def select_kernel(
     OVERFLOW: tl.constexpr,
     RAGGED: tl.constexpr,
     PAGES: tl.constexpr,
+    CODES: tl.constexpr,
 ):
     """Selection of chunk c-2 for every chunk c that begins within the call.
 
@@ -134,7 +156,9 @@ def select_kernel(
             _copy_row(
                 p_key,
                 p_window_key,
+                p_window_key_scale,
                 p_salient_key,
+                p_salient_key_scale,
                 p_state_row,
                 i_batch,
                 old * C + token,
@@ -152,11 +176,14 @@ def select_kernel(
                 D,
                 0,
                 PAGES,
+                CODES,
             )
             _copy_row(
                 p_value,
                 p_window_value,
+                p_window_value_scale,
                 p_salient_value,
+                p_salient_value_scale,
                 p_state_row,
                 i_batch,
                 old * C + token,
@@ -174,6 +201,7 @@ def select_kernel(
                 D,
                 1,
                 PAGES,
+                CODES,
             )
         tl.store(p_flag + o_row, tl.where(b_selected, 0, 1).to(tl.int8))
     else:
@@ -242,8 +270,14 @@ def select_kernel(
         o_value = b_value[:, None] * D + o_dim[None, :]
         m_old = m_evicted[:, None] & (o_dim < D)[None, :]
         p_to = (i_group * KP + o_rank)[:, None] * D + o_dim[None, :]
-        tl.store(p_evicted_key + p_to, tl.load(p_salient_key + o_key, mask=m_old, other=0.0), mask=m_dim)
-        tl.store(p_evicted_value + p_to, tl.load(p_salient_value + o_value, mask=m_old, other=0.0), mask=m_dim)
+        p_out = p_evicted_key + p_to
+        b_old = tl.load(p_salient_key + o_key, mask=m_old, other=0.0)
+        b_old = as_numbers(b_old, p_salient_key_scale, b_key, m_evicted, p_key.dtype.element_ty, CODES)
+        tl.store(p_out, b_old, mask=m_dim)
+        p_out = p_evicted_value + p_to
+        b_old = tl.load(p_salient_value + o_value, mask=m_old, other=0.0)
+        b_old = as_numbers(b_old, p_salient_value_scale, b_value, m_evicted, p_key.dtype.element_ty, CODES)
+        tl.store(p_out, b_old, mask=m_dim)
         tl.debug_barrier()  # every row has left before its slot is written again
         b_key = rows_of(p_salient_key, p_state_row, i_batch, base, i_select, 0, b_slot, b_kept, 0, D, PAGES)
         p_to = p_salient_key + b_key[:, None] * D + o_dim[None, :]
@@ -251,12 +285,22 @@ def select_kernel(
         o_token = old * C + b_offset
         p_new = p_key + (start * HK + i_kv) * D
         p_ring = p_window_key + (row * HK + i_kv) * (2 * C) * D
-        tl.store(p_to, load_tokens(p_new, p_ring, o_token, length, end, HK * D, o_dim, D, C), mask=m_to)
+        p_scale = scales_at(p_window_key_scale, (row * HK + i_kv) * (2 * C), CODES)
+        b_new = load_tokens(p_new, p_ring, p_scale, o_token, length, end, HK * D, o_dim, D, C, CODES)
+        if CODES:
+            store_rows(p_salient_key, p_salient_key_scale, b_key, b_new, b_kept, o_dim, D, CODES)
+        else:
+            tl.store(p_to, b_new, mask=m_to)
         b_value = rows_of(p_salient_value, p_state_row, i_batch, base, i_select, 0, b_slot, b_kept, 1, D, PAGES)
         p_to = p_salient_value + b_value[:, None] * D + o_dim[None, :]
         p_new = p_value + (start * HK + i_kv) * D
         p_ring = p_window_value + (row * HK + i_kv) * (2 * C) * D
-        tl.store(p_to, load_tokens(p_new, p_ring, o_token, length, end, HK * D, o_dim, D, C), mask=m_to)
+        p_scale = scales_at(p_window_value_scale, (row * HK + i_kv) * (2 * C), CODES)
+        b_new = load_tokens(p_new, p_ring, p_scale, o_token, length, end, HK * D, o_dim, D, C, CODES)
+        if CODES:
+            store_rows(p_salient_value, p_salient_value_scale, b_value, b_new, b_kept, o_dim, D, CODES)
+        else:
+            tl.store(p_to, b_new, mask=m_to)
         if OVERFLOW == 1:
             tl.store(p_salient_score + base + b_slot, b_new_score, mask=b_kept)
 

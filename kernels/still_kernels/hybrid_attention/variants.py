@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from still_graphs.errors import ConfigError
+from still_graphs.ops.spec import CACHE
 from still_kernels.hybrid_attention.config import CHOICES, HybridAttentionConfig
 from still_kernels.hybrid_attention.plan import PLAN
 from still_kernels.hybrid_attention.tiles import (
@@ -38,11 +39,12 @@ class Variant:
     saliency: str = "margin"
     overflow: str = "error"
     window_factor: int = 0
+    cache: str = "float"
     count_dtype: str = "int64"
     packed: int = 0
 
     def __post_init__(self) -> None:
-        known = {"dtype": DTYPES, "count_dtype": ("int32", "int64"), **CHOICES}
+        known = {"dtype": DTYPES, "count_dtype": ("int32", "int64"), **CHOICES, CACHE.name: CACHE.choices}
         for name, value in asdict(self).items():
             if name in known and name != "gate" and value not in known[name]:
                 raise ConfigError(f"{name}={value!r} is unknown; known: {', '.join(known[name])}.")
@@ -61,6 +63,7 @@ class Variant:
             select_scope=self.select_scope,
             saliency=self.saliency,
             overflow=self.overflow,
+            cache=None if self.cache == CACHE.default else self.cache,
         )
 
 
@@ -105,6 +108,7 @@ def constants_of(config: HybridAttentionConfig, wide: bool, packed: bool, window
         "GATE": int(config.gate == "channel"),
         "FACTOR": int(window_factor),
         "RAGGED": int(packed),
+        "CODES": int(config.cache == "int8"),
         "PAGES": 0,
         "SETTLE": int(not triton.knobs.runtime.interpret),
         "DOT": "tf32x3" if wide else "tf32",
@@ -148,11 +152,11 @@ BY_TMA = {
 
 
 def taken_by_tma(config: HybridAttentionConfig, table: TileTable) -> set[str]:
-    """Those in whose place it does: none where a folding policy has them run chunk by chunk.
+    """Those in whose place it does: none where a folding policy has them run chunk by chunk, nor where rows are in 8 bits.
 
     scan_tma and linear_tma want features of two halves and S of every second chunk.
     """
-    if config.overflow != "error":
+    if config.overflow != "error" or config.cache == "int8":
         return set()
     halves = config.state_features == 2 * config.projection_dim
     second = table.tiles["scan"].constants["EVERY"] == 2
@@ -169,6 +173,7 @@ def build(variant: Variant, arch: int) -> Build:
     absent |= {"window_factor"} if not variant.window_factor else set()
     absent |= {"evicted_key", "evicted_value", "evicted_count"} if variant.overflow == "error" else set()
     absent |= {"salient_score"} if variant.overflow != "fold_min_score" else set()
+    absent |= {s.name for s in PLAN.spec.states if s.only and s.only[0] == CACHE.name and s.only[1] != variant.cache}
     instead = taken_by_tma(config, table)
     others = {name if name in instead else f"{name}_tma" for name in BY_TMA}
     return Build(

@@ -155,8 +155,13 @@ class Plan:
         """Element type of every pointer that the plan can pass, by name; `call` has what `types` follow from."""
         env = call.environment()
         kinds = {"T": call.dtype or "", "int64": call.count_dtype or "", "float32": "float32", "int32": "int32"}
-        found = {f"present_{state.name}": kinds[state.dtype] for state in self.spec.states}
-        found |= {t.name: kinds[t.dtype] for t in (*self.spec.all_inputs(), *self.spec.outputs)}
+        inputs = {t.name: kinds[t.dtype] for t in (*self.spec.inputs, *self.spec.outputs)}
+        # Kernels see the codes of words.
+        states = {
+            state.name: "int8" if state.resolve(call.attributes) != state else kinds[state.dtype]
+            for state in self.spec.states
+        }
+        found = {f"present_{name}": kind for name, kind in states.items()} | states | inputs
         found |= {name: kinds["int64"] for name in ("query_start", "state_row")}
         for region in (*self.compiled.workspace, *self.compiled.persistent):
             found[region.name] = region.element(env)

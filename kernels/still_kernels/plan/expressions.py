@@ -21,6 +21,7 @@ from typing import Any
 
 from still_graphs.errors import ConfigError
 from still_graphs.ops import OpSpec
+from still_graphs.ops.spec import dimension
 
 CALL = {"tokens": "integer", "rows": "integer", "packed": "integer", "dtype": "text", "count_dtype": "text"}
 """Of any call: its tokens of all rows, rows of its state, whether rows are packed, types of its activations and of its counts."""
@@ -59,7 +60,7 @@ def _rsqrt(n: int) -> float:
 def symbols(spec: OpSpec) -> list[str]:
     """Dimension symbols of an op, in the order of their first use: "C" for a dimension "2*C"."""
     shapes = (tensor.shape for tensor in (*spec.all_inputs(), *spec.outputs))
-    return list(dict.fromkeys(str(dim).rpartition("*")[2] for shape in shapes for dim in shape if isinstance(dim, str)))
+    return list(dict.fromkeys(dimension(dim)[1] for shape in shapes for dim in shape if isinstance(dim, str)))
 
 
 @dataclass

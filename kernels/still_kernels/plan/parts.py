@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from still_graphs.ops import OpSpec
+from still_graphs.ops.spec import dimension
 from still_kernels.plan.expressions import Environment, environment
 
 ELEMENTS = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "int32": 4, "int64": 8}
@@ -171,6 +172,7 @@ class Call:
             shapes: Of the inputs that are there, by their names in the op (`past_<state>`); 0 or less is a dimension that is not known.
                 The last two dimensions of an activation may be joined.
         """
+        spec = spec.resolve(attributes)
         known = {
             name: tensor for name, tensor in zip(spec.input_names(), spec.all_inputs(), strict=True) if name in shapes
         }
@@ -181,9 +183,9 @@ class Call:
             ]
             for got, dims in found:
                 for dim, size in zip(dims, got, strict=False) if len(got) == len(dims) else ():
-                    factor, _, symbol = str(dim).rpartition("*")
                     if size > 0 and isinstance(dim, str):
-                        sizes.setdefault(symbol, size // int(factor or 1))
+                        factor, symbol, divisor = dimension(dim)
+                        sizes.setdefault(symbol, size * divisor // factor)
             for got, dims in found:
                 if len(got) == len(dims) - 1 and got[-1] > 0 and sizes.get(str(dims[-1])):
                     sizes.setdefault(str(dims[-2]), got[-1] // sizes[str(dims[-1])])

@@ -73,22 +73,20 @@ struct Call
 void append(Layer const& l, Tensors const& x, Kernels const& kernels, int row, int head, int64_t past, int64_t brought)
 {
     size_t const dim = static_cast<size_t>(l.dim), bytes = dim * static_cast<size_t>(l.element_size());
-    size_t const kept = dim * static_cast<size_t>(l.kept_size());
-    auto const write = [&](void* cache, void const* fresh, size_t target, size_t source)
+    auto const write = [&](Kept const& cache, void const* fresh, int64_t target, size_t source)
     {
-        char* const to_row = static_cast<char*>(cache) + target;
         char const* const from_row = static_cast<char const*>(fresh) + source;
-        if (kernels.narrow)
-            kernels.narrow(from_row, l.dim, to_row);
+        if (kernels.keep)
+            kernels.keep(from_row, l.dim, cache, target);
         else
-            std::memcpy(to_row, from_row, bytes);
+            std::memcpy(static_cast<char*>(cache.rows) + static_cast<size_t>(target) * bytes, from_row, bytes);
     };
     int64_t const to = (static_cast<int64_t>(row) * l.kv_heads + head) * l.rows + past, from = row * x.tokens * l.kv_heads + head;
     for (int64_t i = 0; i < brought; ++i)
     {
-        size_t const target = static_cast<size_t>(to + i) * kept, source = static_cast<size_t>(from + i * l.kv_heads) * bytes;
-        write(x.key_cache, x.key, target, source);
-        write(x.value_cache, x.value, target, source);
+        size_t const source = static_cast<size_t>(from + i * l.kv_heads) * bytes;
+        write(x.key_cache, x.key, to + i, source);
+        write(x.value_cache, x.value, to + i, source);
     }
 }
 
@@ -126,14 +124,14 @@ void attend(Call& call, int64_t const* past, int64_t const* brought, size_t inde
 size_t scratch_size(Layer const& layer, int batch, int64_t const* past, int64_t const* brought)
 {
     Tensors const none{};
-    Call call{layer, none, kernels_of(0, numbers(layer.half, layer.kept_half)), Cut(layer, batch, past, brought)};
+    Call call{layer, none, kernels_of(0, numbers(layer.half, layer.cache)), Cut(layer, batch, past, brought)};
     return call.lay_out(nullptr) + 64;
 }
 
 void attention(Layer const& layer, Tensors const& tensors, int batch, int64_t const* past, int64_t const* brought, void* scratch,
     Host const& host, int instruction_set)
 {
-    Call call{layer, tensors, kernels_of(instruction_set, numbers(layer.half, layer.kept_half)), Cut(layer, batch, past, brought)};
+    Call call{layer, tensors, kernels_of(instruction_set, numbers(layer.half, layer.cache)), Cut(layer, batch, past, brought)};
     size_t const size = call.lay_out(scratch);
     if (call.cut.parts > 1)
         for (int64_t unit = 0; unit < call.cut.units; ++unit)

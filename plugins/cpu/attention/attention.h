@@ -21,12 +21,11 @@ struct Layer
     int kv_heads; // HK
     int dim;      // D
     int64_t rows; // N
-    bool half;      // everything is float16
-    bool kept_half; // the cache is, beside float
+    bool half;    // everything is float16
+    Cache cache;
 
     STILL_INLINE int group() const { return heads / kv_heads; }
     STILL_INLINE int element_size() const { return half ? 2 : 4; }
-    STILL_INLINE int kept_size() const { return half || kept_half ? 2 : 4; }
 };
 
 // Data of a call; shapes as in the OpSpec, `void` points to float or to float16. The cache is read and written.
@@ -36,8 +35,8 @@ struct Tensors
     void const* key;
     void const* value;
     void* output;
-    void* key_cache;
-    void* value_cache;
+    Kept key_cache;
+    Kept value_cache;
     int64_t tokens; // T
 };
 

@@ -42,7 +42,7 @@ struct Columns
 
     // Queries and outputs of a token lie side by side for the heads of a group.
     int64_t token(int i) const { return ((b.row * x.tokens + b.token + i) * l.heads + b.head * l.group()) * l.dim; }
-    int64_t cache(int64_t key) const { return ((static_cast<int64_t>(b.row) * l.kv_heads + b.head) * l.rows + key) * l.dim; }
+    int64_t cache(int64_t key) const { return (static_cast<int64_t>(b.row) * l.kv_heads + b.head) * l.rows + key; }
 
     // The scaled queries, [D, columns].
     float* queries(float* dense, float* turned) const
@@ -148,12 +148,12 @@ void attend(Task const& task, int64_t from, int64_t to, float* partial)
     {
         int const count = static_cast<int>(to - key < kTileKeys ? to - key : kTileKeys);
         int64_t stride;
-        float const* const k = floats(at<S>(block.x.key_cache, block.cache(key)), count, l.dim, l.dim, copy, stride);
+        float const* const k = kept_floats<S>(block.x.key_cache, block.cache(key), count, l.dim, copy, stride);
         gemm(count, block.wide, l.dim, k, stride, 1, queries, wide, logits, wide, false);
         if (key + count - 1 > block.b.position)
             block.hide(logits, key, count);
         block.exponentiate(logits, count, top, total, values);
-        float const* const v = floats(at<S>(block.x.value_cache, block.cache(key)), count, l.dim, l.dim, copy, stride);
+        float const* const v = kept_floats<S>(block.x.value_cache, block.cache(key), count, l.dim, copy, stride);
         gemm(l.dim, block.wide, count, v, 1, stride, logits, wide, values, wide, true);
     }
     if (!partial)
@@ -188,13 +188,12 @@ void combine(Task const& task, int parts, float* partials)
     block.finish(partials + wide, partials + 2 * wide, task.room);
 }
 
-void narrow(void const* from, int count, void* to)
-{
-    halves(static_cast<float const*>(from), count, static_cast<Half*>(to));
-}
+template <typename T>
+constexpr Kernels kTable{room, attend<T, T>, nullptr, combine<T>};
 
-template <typename T, typename S>
-constexpr Kernels kTable{room, attend<T, S>, std::is_same<T, S>::value ? nullptr : narrow, combine<T>};
+// Beside float.
+template <typename S>
+constexpr Kernels kKept{room, attend<float, S>, keep<S>, combine<float>};
 
 } // namespace
 
@@ -202,8 +201,9 @@ still_cpu::softmax::Kernels const& still_cpu::softmax::STILL_KERNELS(Numbers kin
 {
     switch (kind)
     {
-    case Numbers::kHalf: return kTable<Half, Half>;
-    case Numbers::kFloatKeptHalf: return kTable<float, Half>;
-    default: return kTable<float, float>;
+    case Numbers::kHalf: return kTable<Half>;
+    case Numbers::kFloatKeptHalf: return kKept<Half>;
+    case Numbers::kFloatKeptCodes: return kKept<Code>;
+    default: return kTable<float>;
     }
 }

@@ -34,8 +34,8 @@ struct Kernels
     size_t (*room)(Layer const& layer);
     // Attention of the block to keys from .. to - 1: maximum, sum and weighted values go to `partial`; null: the output is written.
     void (*attend)(Task const& task, int64_t from, int64_t to, float* partial);
-    // `count` floats as float16; null where the cache is of the activations' type.
-    void (*narrow)(void const* from, int count, void* to);
+    // Writes a row of `count` floats; null where the cache is of the activations' type.
+    void (*keep)(void const* from, int count, Kept const& to, int64_t row);
     // Writes the output from the `parts` partial results that lie one behind the other; overwrites the first.
     void (*combine)(Task const& task, int parts, float* partials);
 };

@@ -21,7 +21,9 @@ enum Input
     kNewTokens,
     kPastLength,
     kPastKey,
-    kPastValue
+    kPastValue,
+    kPastKeyScale,
+    kPastValueScale
 };
 
 struct Sizes
@@ -36,8 +38,8 @@ Sizes read_sizes(still::Call const& call, bool half)
 {
     constexpr int64_t most = std::numeric_limits<int32_t>::max();
     check_heads(call);
-    Layer const layer{dimension(call, "H"), dimension(call, "HK"), dimension(call, "D"), dimension(call, "N", 0, most), half,
-        !half && call.kept == still::Type::kFloat16};
+    Layer const layer{
+        dimension(call, "H"), dimension(call, "HK"), dimension(call, "D"), dimension(call, "N", 0, most), half, cache_of(call, half)};
     return {layer, dimension(call, "B", 0, most), call.size("T"), call.tensor("output")};
 }
 
@@ -46,7 +48,8 @@ class Node : public Kernel
 public:
     Node(still::Op const& op, bool half) : op_(op), half_(half)
     {
-        expect_inputs(op.spec(), {"query", "key", "value", "new_tokens", "past_length", "past_key", "past_value"});
+        expect_inputs(op.spec(), {"query", "key", "value", "new_tokens", "past_length", "past_key", "past_value", "past_key_scale",
+                                     "past_value_scale"});
     }
 
     void compute(HostCall& call) override
@@ -63,7 +66,7 @@ public:
         softmax::Tensors x{};
         x.query = call.input(kQuery), x.key = call.input(kKey), x.value = call.input(kValue);
         x.output = call.output(0, sizes.output);
-        x.key_cache = call.state(kPastKey), x.value_cache = call.state(kPastValue);
+        x.key_cache = call.kept(kPastKey, kPastKeyScale), x.value_cache = call.kept(kPastValue, kPastValueScale);
         x.tokens = sizes.tokens;
         if (sizes.batch == 0)
             return;

@@ -4,6 +4,9 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
+
+#include "kept.h"
 #if defined(__F16C__)
 #include <immintrin.h>
 #elif defined(__ARM_NEON)
@@ -16,6 +19,11 @@ namespace
 struct Half
 {
     uint16_t bits;
+};
+
+struct Code
+{
+    int8_t value; // times its row's scale
 };
 
 inline float to_float(float x)
@@ -129,6 +137,60 @@ inline void halves(float const* x, int n, Half* out)
 #endif
     for (; i < n; ++i)
         from_float(x[i], out + i);
+}
+
+// A row of n numbers in 8 bits, by the rule of CACHE (graphs/still_graphs/ops/spec.py); with infinity or NaN all of it reads as NaN.
+inline void codes(float const* x, int n, Code* out, float* scale)
+{
+    constexpr float steps = 127, round = 12582912; // 1.5 * 2^23: numbers beside it are whole, halves go to the even one
+    float most = 0, poison = 0;
+    for (int i = 0; i < n; ++i)
+    {
+        most = __builtin_fabsf(x[i]) > most ? __builtin_fabsf(x[i]) : most;
+        poison += x[i] * 0.0f;
+    }
+    float const unit = most / steps, divisor = unit > 0 ? unit : 1;
+    *scale = unit + poison;
+    for (int i = 0; i < n; ++i)
+    {
+        float code = (x[i] / divisor + round) - round;
+        code = code > -steps ? code : -steps; // NaN too
+        out[i].value = static_cast<int8_t>(code < steps ? code : steps);
+    }
+}
+
+// `count` rows of n numbers of a state from row `row` on as floats: the rows themselves, or a copy in `room`.
+template <typename S>
+inline float const* kept_floats(still_cpu::Kept const& x, int64_t row, int count, int n, float* room, int64_t& stride)
+{
+    S const* const rows = static_cast<S const*>(x.rows) + row * n;
+    if constexpr (std::is_same<S, Code>::value)
+    {
+        stride = n;
+        for (int r = 0; r < count; ++r)
+        {
+            float const scale = x.scales[row + r];
+            Code const* const from = rows + static_cast<int64_t>(r) * n;
+            float* const to = room + static_cast<int64_t>(r) * n;
+            for (int i = 0; i < n; ++i)
+                to[i] = scale * static_cast<float>(from[i].value);
+        }
+        return room;
+    }
+    else
+        return floats(rows, count, n, n, room, stride);
+}
+
+// A row of a state from activations, which are floats.
+template <typename S>
+inline void keep(void const* from, int n, still_cpu::Kept const& to, int64_t row)
+{
+    float const* const x = static_cast<float const*>(from);
+    S* const out = static_cast<S*>(to.rows) + row * n;
+    if constexpr (std::is_same<S, Code>::value)
+        codes(x, n, out, to.scales + row);
+    else
+        halves(x, n, out);
 }
 
 } // namespace

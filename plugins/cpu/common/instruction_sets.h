@@ -1,6 +1,8 @@
 // Every source of kernels is compiled once per instruction set; what a call uses is chosen here.
 #pragma once
 
+#include "kept.h"
+
 // Inlined by force: sources for different instruction sets include it, and the linker keeps one copy of what is not.
 #define STILL_INLINE __attribute__((always_inline)) inline
 
@@ -25,12 +27,16 @@ enum class Numbers
 {
     kFloat,
     kHalf,
-    kFloatKeptHalf // float, with states of float16 where the op may have them
+    kFloatKeptHalf, // float, with states of float16 where the op may have them
+    kFloatKeptCodes // float, with such states in 8 bits
 };
 
-STILL_INLINE Numbers numbers(bool half, bool kept_half = false)
+STILL_INLINE Numbers numbers(bool half, Cache cache = Cache::kAlike)
 {
-    return half ? Numbers::kHalf : kept_half ? Numbers::kFloatKeptHalf : Numbers::kFloat;
+    return half                     ? Numbers::kHalf
+           : cache == Cache::kHalf  ? Numbers::kFloatKeptHalf
+           : cache == Cache::kCodes ? Numbers::kFloatKeptCodes
+                                    : Numbers::kFloat;
 }
 
 // Declares an op's tables of `Kernels`, which its kernels.cpp defines, one per instruction set and kind of numbers, and `kernels_of`: those

@@ -53,6 +53,17 @@ int dimension(still::Call const& call, char const* symbol, int64_t least, int64_
     return static_cast<int>(size);
 }
 
+Cache cache_of(still::Call const& call, bool half)
+{
+    bool const codes = call.text("cache") == "int8";
+    for (still::TensorSpec const& tensor : call.spec->inputs)
+        if (tensor.narrow && call.has(tensor.name) && call.has(tensor.name + "_scale") != codes)
+            fail(call.spec->name, ": ", tensor.name, "_scale goes with cache=\"int8\", and only with it.");
+    if (codes && half)
+        fail(call.spec->name, ": states in 8 bits beside float16 activations have no kernel on the CPU; export with --dtype float32.");
+    return codes ? Cache::kCodes : !half && call.kept == still::Type::kFloat16 ? Cache::kHalf : Cache::kAlike;
+}
+
 void check_heads(still::Call const& call)
 {
     if (call.size("H") % call.size("HK"))

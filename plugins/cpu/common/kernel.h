@@ -9,6 +9,7 @@
 
 #include "../../core/op.h"
 #include "host.h"
+#include "kept.h"
 
 namespace still_cpu
 {
@@ -25,6 +26,8 @@ struct HostCall
     virtual void* output(size_t place, still::Tensor const& tensor) = 0;
     // The present buffer of the state whose past is this input, holding the past: kernels work in place. Null where it is absent.
     virtual void* state(size_t past) = 0;
+    // Of rows that may be kept in 8 bits, with the scales that they have then.
+    Kept kept(size_t rows, size_t scales) { return {state(rows), static_cast<float*>(state(scales))}; }
     // Valid until the next request, and as long as the call.
     virtual void* scratch(size_t size_bytes) = 0;
 
@@ -88,6 +91,8 @@ int integer(still::Op const& op, char const* name, int least);
 
 // The size of a symbol, for those who count in 32 bits; throws still::Error where it is outside least..most.
 int dimension(still::Call const& call, char const* symbol, int64_t least = 1, int64_t most = 65536);
+// How the call keeps keys and values. Throws still::Error where no kernel reads them so, or scales are missing or too many.
+Cache cache_of(still::Call const& call, bool half);
 // Throws still::Error unless the query heads H are a multiple of the key/value heads HK.
 void check_heads(still::Call const& call);
 

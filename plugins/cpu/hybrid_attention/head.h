@@ -8,6 +8,7 @@
 namespace
 {
 
+using still_cpu::Kept;
 using still_cpu::hybrid::Step;
 using still_cpu::hybrid::Task;
 using still_cpu::hybrid::Tensors;
@@ -31,11 +32,11 @@ struct Head
 
     int64_t token(int i) const { return ((s.row * x.tokens + s.token + i) * l.heads + head) * l.dim; }
     int64_t of_head() const { return static_cast<int64_t>(s.row) * l.heads + head; }
-    int64_t ring(int slot) const { return ((static_cast<int64_t>(s.row) * l.kv_heads + kv_head) * 2 * l.chunk + slot) * l.dim; }
+    int64_t ring(int slot) const { return (static_cast<int64_t>(s.row) * l.kv_heads + kv_head) * 2 * l.chunk + slot; }
     int64_t cache(int64_t slot) const
     {
         int const own = l.scope == still_cpu::hybrid::Scope::kHead ? head : kv_head;
-        return ((static_cast<int64_t>(s.row) * l.select_heads() + own) * l.slots + slot) * l.dim;
+        return (static_cast<int64_t>(s.row) * l.select_heads() + own) * l.slots + slot;
     }
     T const* weight(void const* base) const { return at<T>(base, l.weight_heads == 1 ? 0 : static_cast<int64_t>(head) * l.rows * l.dim); }
     float* state() const { return x.kv_state + of_head() * l.features * l.dim; }
@@ -84,11 +85,11 @@ struct Head
     }
 
     // Adds `count` keys and values to the linear state, but those marked.
-    void add_linear(S const* keys, S const* values, int count, uint8_t const* except, Room room) const
+    void add_linear(Kept const& keys, Kept const& values, int64_t first, int count, uint8_t const* except, Room room) const
     {
         int64_t k_stride, v_stride;
-        float const* const v = floats(values, count, l.dim, l.dim, room.take(static_cast<int64_t>(count) * l.dim), v_stride);
-        float const* const k = floats(keys, count, l.dim, l.dim, room.take(static_cast<int64_t>(count) * l.dim), k_stride);
+        float const* const v = kept_floats<S>(values, first, count, l.dim, room.take(static_cast<int64_t>(count) * l.dim), v_stride);
+        float const* const k = kept_floats<S>(keys, first, count, l.dim, room.take(static_cast<int64_t>(count) * l.dim), k_stride);
         float* const phi = features(k, count, k_stride, x.feature_k_weight, room);
         float* const z = mass();
         for (int i = 0; i < count; ++i)

@@ -35,6 +35,7 @@ struct Call
     int* folded = nullptr;       // [B, HS]
     char* folded_keys = nullptr; // [B, HS, k, D]
     char* folded_values = nullptr;
+    float* folded_scales = nullptr; // of both
     float* ranked = nullptr; // per selection head
     uint8_t* flags = nullptr;
 
@@ -47,14 +48,19 @@ struct Call
     {
         return static_cast<size_t>(layer.salient) * static_cast<size_t>(layer.dim) * static_cast<size_t>(layer.kept_size());
     }
+    // Where folded keys and values of one selection head go.
+    Kept folded_rows(char* rows, size_t own, bool values) const
+    {
+        size_t const scales = (own * 2 + (values ? 1 : 0)) * static_cast<size_t>(layer.salient);
+        return {rows + own * block_bytes(), folded_scales + scales};
+    }
     size_t ranked_size() const { return static_cast<size_t>(layer.chunk + layer.slots + layer.salient); }
 
     Task task(Step const& s, int head, size_t lane) const
     {
         size_t const own = selection(s, head / (layer.heads / layer.select_heads())), chunk = static_cast<size_t>(layer.chunk);
-        size_t const block = block_bytes();
         return {&layer, &tensors, &s, head, leaving + own * chunk, layer.sliding && layer.salient ? previous + own * chunk : nullptr,
-            {folded_keys + own * block, folded_values + own * block, folded[own]}, rooms + lane * room_size};
+            {folded_rows(folded_keys, own, false), folded_rows(folded_values, own, true), folded[own]}, rooms + lane * room_size};
     }
 };
 
@@ -88,10 +94,9 @@ void select(Call& call, size_t index, size_t)
     call.folded[own] = 0;
     if (s.promotes)
     {
-        size_t const block = call.block_bytes();
         select_tokens(selection, s.chunk - 2, call.leaving + own * chunk);
-        call.folded[own] = fill_cache(
-            selection, s.chunk - 2, call.leaving + own * chunk, call.folded_keys + own * block, call.folded_values + own * block);
+        call.folded[own] = fill_cache(selection, s.chunk - 2, call.leaving + own * chunk, call.folded_rows(call.folded_keys, own, false),
+            call.folded_rows(call.folded_values, own, true));
     }
     if (l.sliding && l.salient && s.chunk > 0)
         select_tokens(selection, s.chunk - 1, call.previous + own * chunk);
@@ -109,7 +114,6 @@ void write_ring(Call& call, size_t index, size_t)
 {
     Layer const& l = call.layer;
     size_t const heads = static_cast<size_t>(l.kv_heads), bytes = static_cast<size_t>(l.dim * l.element_size());
-    size_t const kept = static_cast<size_t>(l.dim * l.kept_size());
     Step const& s = call.steps[index / heads];
     size_t const head = index % heads;
     size_t const slot = (static_cast<size_t>(s.row) * heads + head) * static_cast<size_t>(2 * l.chunk)
@@ -119,12 +123,11 @@ void write_ring(Call& call, size_t index, size_t)
         {std::pair(call.tensors.window_key, call.tensors.key), std::pair(call.tensors.window_value, call.tensors.value)})
         for (size_t i = 0; i < static_cast<size_t>(s.count); ++i)
         {
-            char* const to = static_cast<char*>(ring) + (slot + i) * kept;
             char const* const from = static_cast<char const*>(fresh) + (token + i * heads) * bytes;
-            if (call.kernels.narrow)
-                call.kernels.narrow(from, l.dim, to);
+            if (call.kernels.keep)
+                call.kernels.keep(from, l.dim, ring, static_cast<int64_t>(slot + i));
             else
-                std::memcpy(to, from, bytes);
+                std::memcpy(static_cast<char*>(ring.rows) + (slot + i) * bytes, from, bytes);
         }
 }
 
@@ -230,6 +233,7 @@ size_t lay_out(Call& call, void* base, int64_t tokens, int64_t** done)
     call.folded = scratch.take<int>(selections);
     call.folded_keys = scratch.take<char>(selections * call.block_bytes());
     call.folded_values = scratch.take<char>(selections * call.block_bytes());
+    call.folded_scales = scratch.take<float>(l.cache == Cache::kCodes ? selections * 2 * static_cast<size_t>(l.salient) : 0);
     call.ranked = scratch.take<float>(selections * call.ranked_size());
     call.flags = scratch.take<uint8_t>(selections * call.ranked_size());
     return scratch.used();
@@ -242,7 +246,7 @@ Tensors const kNoTensors{};
 
 size_t scratch_size(Layer const& layer, int batch, int64_t tokens)
 {
-    Call call{layer, kNoTensors, kernels_of(0, numbers(layer.half, layer.kept_half)), kNoHost, batch};
+    Call call{layer, kNoTensors, kernels_of(0, numbers(layer.half, layer.cache)), kNoHost, batch};
     int64_t* done;
     return lay_out(call, nullptr, tokens, &done) + 64;
 }
@@ -250,7 +254,7 @@ size_t scratch_size(Layer const& layer, int batch, int64_t tokens)
 void hybrid_attention(Layer const& layer, Tensors const& tensors, int batch, int64_t const* past, int64_t const* brought, void* scratch,
     Host const& host, int instruction_set)
 {
-    Call call{layer, tensors, kernels_of(instruction_set, numbers(layer.half, layer.kept_half)), host, batch};
+    Call call{layer, tensors, kernels_of(instruction_set, numbers(layer.half, layer.cache)), host, batch};
     int64_t* done;
     size_t const size = lay_out(call, scratch, *std::max_element(brought, brought + batch), &done);
     std::fill(done, done + batch, 0);

@@ -63,12 +63,12 @@ struct Layer
     int weight_heads; // H, or 1 for shared projections
     int64_t slots;    // N
     bool half;        // activations, window and cache are float16
-    bool kept_half;   // window and cache are, beside float
+    Cache cache;
 
     STILL_INLINE int group() const { return heads / kv_heads; }
     STILL_INLINE int select_heads() const { return scope == Scope::kHead ? heads : kv_heads; }
     STILL_INLINE int element_size() const { return half ? 2 : 4; }
-    STILL_INLINE int kept_size() const { return half || kept_half ? 2 : 4; }
+    STILL_INLINE int kept_size() const { return half || cache == Cache::kHalf ? 2 : cache == Cache::kCodes ? 1 : 4; }
 };
 
 // Data of a call; shapes as in the OpSpec, `void` points to float or to float16. State is read and written.
@@ -82,11 +82,11 @@ struct Tensors
     void const* feature_k_weight;
     float const* window_factor; // or null
     void* output;
-    void* window_key;
-    void* window_value;
+    Kept window_key;
+    Kept window_value;
     float* window_score;
-    void* salient_key;
-    void* salient_value;
+    Kept salient_key;
+    Kept salient_value;
     float* salient_score; // null unless the policy is kFoldMinScore
     float* kv_state;
     float* z_state;

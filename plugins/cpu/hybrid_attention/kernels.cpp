@@ -26,10 +26,9 @@ void promote(Task const& task)
 {
     Head<T, S> const h(task);
     // The leaving chunk lies where the new one will.
-    h.add_linear(at<S>(h.x.window_key, h.ring(h.current)), at<S>(h.x.window_value, h.ring(h.current)), h.l.chunk, task.leaving_salient,
-        Room{task.room});
+    h.add_linear(h.x.window_key, h.x.window_value, h.ring(h.current), h.l.chunk, task.leaving_salient, Room{task.room});
     if (task.folded.count)
-        h.add_linear(at<S>(task.folded.keys, 0), at<S>(task.folded.values, 0), task.folded.count, nullptr, Room{task.room});
+        h.add_linear(task.folded.keys, task.folded.values, 0, task.folded.count, nullptr, Room{task.room});
 }
 
 // A block of rows on its way: maximum and sum of each row's softmax terms, and their weighted values.
@@ -77,7 +76,7 @@ void attend_window(
     for (int side = h.s.chunk > 0 ? 0 : 1; side < 2; ++side)
     {
         int const count = side ? seen : l.chunk;
-        float const* const k = floats(at<S>(h.x.window_key, h.ring(side ? h.current : h.previous)), count, l.dim, l.dim, copy, stride);
+        float const* const k = kept_floats<S>(h.x.window_key, h.ring(side ? h.current : h.previous), count, l.dim, copy, stride);
         int const padded = round_up(count, kLanes);
         transpose(k, count, l.dim, stride, h.factor, turned, padded);
         gemm(rows, whole ? padded : count, l.dim, q, q_stride, 1, turned, padded, logits + side * l.chunk, wide, false);
@@ -88,7 +87,7 @@ void attend_window(
     for (int side = h.s.chunk > 0 ? 0 : 1; side < 2; ++side)
     {
         int const count = side ? seen : l.chunk;
-        float const* const v = floats(at<S>(h.x.window_value, h.ring(side ? h.current : h.previous)), count, l.dim, l.dim, copy, stride);
+        float const* const v = kept_floats<S>(h.x.window_value, h.ring(side ? h.current : h.previous), count, l.dim, copy, stride);
         gemm(rows, l.dim, count, logits + side * l.chunk, wide, 1, v, stride, softmax.values, l.dim, side == 1 && h.s.chunk > 0);
     }
 }
@@ -105,7 +104,7 @@ void attend_cache(Head<T, S> const& h, float const* q, int64_t q_stride, int row
     {
         int const count = static_cast<int>(h.s.held - slot < kTileKeys ? h.s.held - slot : kTileKeys), padded = round_up(count, kLanes);
         int64_t stride;
-        float const* const k = floats(at<S>(h.x.salient_key, h.cache(slot)), count, l.dim, l.dim, copy, stride);
+        float const* const k = kept_floats<S>(h.x.salient_key, h.cache(slot), count, l.dim, copy, stride);
         transpose(k, count, l.dim, stride, h.factor, turned, padded);
         gemm(rows, padded, l.dim, q, q_stride, 1, turned, padded, logits, padded, false);
         for (int i = 0; i < rows; ++i)
@@ -121,7 +120,7 @@ void attend_cache(Head<T, S> const& h, float const* q, int64_t q_stride, int row
             }
             softmax.total[i] += exponentiate(row, count, softmax.top[i]);
         }
-        float const* const v = floats(at<S>(h.x.salient_value, h.cache(slot)), count, l.dim, l.dim, copy, stride);
+        float const* const v = kept_floats<S>(h.x.salient_value, h.cache(slot), count, l.dim, copy, stride);
         gemm(rows, l.dim, count, logits, padded, 1, v, stride, softmax.values, l.dim, true);
     }
 }
@@ -138,9 +137,9 @@ void add_window_linear(
         int const count = side ? h.s.offset + first + rows : l.chunk, slot = side ? h.current : h.previous;
         int64_t k_stride, v_stride;
         float const* const v =
-            floats(at<S>(h.x.window_value, h.ring(slot)), count, l.dim, l.dim, rest.take(static_cast<int64_t>(count) * l.dim), v_stride);
+            kept_floats<S>(h.x.window_value, h.ring(slot), count, l.dim, rest.take(static_cast<int64_t>(count) * l.dim), v_stride);
         float const* const k =
-            floats(at<S>(h.x.window_key, h.ring(slot)), count, l.dim, l.dim, rest.take(static_cast<int64_t>(count) * l.dim), k_stride);
+            kept_floats<S>(h.x.window_key, h.ring(slot), count, l.dim, rest.take(static_cast<int64_t>(count) * l.dim), k_stride);
         float const* const phi_k = h.features(k, count, k_stride, h.x.feature_k_weight, rest);
         for (int i = 0; i < rows; ++i)
             for (int j = 0; j < count && side * l.chunk + j <= l.chunk + h.s.offset + first + i - l.window; ++j)
@@ -198,9 +197,9 @@ void attend_part(Task const& task, int part, int parts, float* partial)
     float* const far_logits = room.take(far);
     float* const values = room.take(l.dim);
     std::memset(values, 0, sizeof(float) * static_cast<unsigned>(l.dim));
-    auto ring = [&](void const* base, int start, int count)
-    { return floats(at<S>(base, h.ring(start)), count, l.dim, l.dim, copy, stride); };
-    auto cache = [&](void const* base) { return floats(at<S>(base, h.cache(slot)), far, l.dim, l.dim, copy, stride); };
+    auto ring = [&](Kept const& base, int start, int count)
+    { return kept_floats<S>(base, h.ring(start), count, l.dim, copy, stride); };
+    auto cache = [&](Kept const& base) { return kept_floats<S>(base, h.cache(slot), far, l.dim, copy, stride); };
     float top = kMinusInfinity, total = 0;
     if (far)
     {
@@ -273,14 +272,12 @@ void combine(Task const& task, int parts, float const* partial)
     h.mix(0, values, total, partial + 3 + dim, partial[2]);
 }
 
-void narrow(void const* from, int count, void* to)
-{
-    halves(static_cast<float const*>(from), count, static_cast<Half*>(to));
-}
+template <typename T>
+constexpr Kernels kTable{room, promote<T, T>, attend<T, T>, attend_part<T, T>, combine<T, T>, nullptr};
 
-template <typename T, typename S>
-constexpr Kernels kTable{room, promote<T, S>, attend<T, S>, attend_part<T, S>, combine<T, S>,
-    std::is_same<T, S>::value ? nullptr : narrow};
+// Beside float.
+template <typename S>
+constexpr Kernels kKept{room, promote<float, S>, attend<float, S>, attend_part<float, S>, combine<float, S>, keep<S>};
 
 } // namespace
 
@@ -288,8 +285,9 @@ still_cpu::hybrid::Kernels const& still_cpu::hybrid::STILL_KERNELS(Numbers kind)
 {
     switch (kind)
     {
-    case Numbers::kHalf: return kTable<Half, Half>;
-    case Numbers::kFloatKeptHalf: return kTable<float, Half>;
-    default: return kTable<float, float>;
+    case Numbers::kHalf: return kTable<Half>;
+    case Numbers::kFloatKeptHalf: return kKept<Half>;
+    case Numbers::kFloatKeptCodes: return kKept<Code>;
+    default: return kTable<float>;
     }
 }

@@ -13,8 +13,8 @@ constexpr int kPartSlots = 256; // cached slots of one task in a step of one tok
 // Tokens that leave a full cache and go to the linear state; one per selection head.
 struct Folded
 {
-    void const* keys; // [count, D]
-    void const* values;
+    Kept keys; // [count, D]
+    Kept values;
     int count;
 };
 
@@ -43,8 +43,8 @@ struct Kernels
     // Writes the output where there is one part, else what `combine` needs into partial[part].
     void (*attend_part)(Task const& task, int part, int parts, float* partial);
     void (*combine)(Task const& task, int parts, float const* partial);
-    // `count` floats as float16; null where window and cache are of the activations' type.
-    void (*narrow)(void const* from, int count, void* to);
+    // Writes a row of `count` floats; null where window and cache are of the activations' type.
+    void (*keep)(void const* from, int count, Kept const& to, int64_t row);
 };
 
 // Floats of one partial result: maximum, sum, linear mass, then softmax and linear numerators.

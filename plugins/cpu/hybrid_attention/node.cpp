@@ -34,6 +34,10 @@ enum Input
     kPastSalientScore,
     kPastKvState,
     kPastZState,
+    kPastWindowKeyScale,
+    kPastWindowValueScale,
+    kPastSalientKeyScale,
+    kPastSalientValueScale,
 };
 
 Layer read_attributes(still::Op const& op, bool half)
@@ -75,7 +79,7 @@ Sizes read_sizes(Layer layer, still::Call const& call)
     layer.rows = dimension(call, "P");
     layer.weight_heads = static_cast<int>(call.weights.at("H"));
     layer.slots = dimension(call, "N", 0, most);
-    layer.kept_half = !layer.half && call.kept == still::Type::kFloat16;
+    layer.cache = cache_of(call, layer.half);
     bool const both = layer.map == FeatureMap::kNormPreserved || layer.map == FeatureMap::kSoftmaxBothSigns;
     layer.features = layer.rows * (both ? 2 : 1);
     auto const demand = [&](char const* tensor, char const* symbol, int64_t wanted) {
@@ -114,7 +118,8 @@ public:
         expect_inputs(op.spec(),
             {"query", "key", "value", "gate", "feature_q_weight", "feature_k_weight", "window_factor", "new_tokens", "past_length",
                 "past_window_key", "past_window_value", "past_window_score", "past_salient_key", "past_salient_value",
-                "past_salient_score", "past_kv_state", "past_z_state"});
+                "past_salient_score", "past_kv_state", "past_z_state", "past_window_key_scale", "past_window_value_scale",
+                "past_salient_key_scale", "past_salient_value_scale"});
     }
 
     void compute(HostCall& call) override
@@ -127,9 +132,11 @@ public:
         x.feature_q_weight = call.input(kFeatureQWeight), x.feature_k_weight = call.input(kFeatureKWeight);
         x.window_factor = static_cast<float const*>(call.input(kWindowFactor));
         x.output = call.output(0, sizes.output);
-        x.window_key = call.state(kPastWindowKey), x.window_value = call.state(kPastWindowValue);
+        x.window_key = call.kept(kPastWindowKey, kPastWindowKeyScale);
+        x.window_value = call.kept(kPastWindowValue, kPastWindowValueScale);
         x.window_score = static_cast<float*>(call.state(kPastWindowScore));
-        x.salient_key = call.state(kPastSalientKey), x.salient_value = call.state(kPastSalientValue);
+        x.salient_key = call.kept(kPastSalientKey, kPastSalientKeyScale);
+        x.salient_value = call.kept(kPastSalientValue, kPastSalientValueScale);
         x.salient_score = static_cast<float*>(call.state(kPastSalientScore));
         x.kv_state = static_cast<float*>(call.state(kPastKvState)), x.z_state = static_cast<float*>(call.state(kPastZState));
         x.tokens = sizes.tokens;

@@ -46,15 +46,27 @@ void select_tokens(Selection const& selection, int64_t chunk, uint8_t* salient)
     }
 }
 
-int fill_cache(Selection const& selection, int64_t chunk, uint8_t* salient, void* folded_keys, void* folded_values)
+namespace
+{
+
+// Row `from` of one state as row `to` of another, as it is.
+void copy_row(Kept const& source, int64_t from, Kept const& target, int64_t to, size_t bytes)
+{
+    std::memcpy(static_cast<char*>(target.rows) + static_cast<size_t>(to) * bytes,
+        static_cast<char const*>(source.rows) + static_cast<size_t>(from) * bytes, bytes);
+    if (source.scales)
+        target.scales[to] = source.scales[from];
+}
+
+} // namespace
+
+int fill_cache(Selection const& selection, int64_t chunk, uint8_t* salient, Kept const& folded_keys, Kept const& folded_values)
 {
     Layer const& l = *selection.layer;
     Tensors const& x = *selection.tensors;
     int64_t const slots = l.slots, before = std::min<int64_t>(slots, chunk * l.salient); // chunk 0 is the first to be promoted
     int64_t const head = static_cast<int64_t>(selection.row) * l.select_heads() + selection.head;
     size_t const bytes = static_cast<size_t>(l.dim) * static_cast<size_t>(l.kept_size());
-    char* const keys = static_cast<char*>(x.salient_key) + static_cast<size_t>(head * slots) * bytes;
-    char* const values = static_cast<char*>(x.salient_value) + static_cast<size_t>(head * slots) * bytes;
     float* const scores = x.salient_score ? x.salient_score + head * slots : nullptr;
     float* const order = selection.ranked + l.chunk; // of cached tokens, then of newcomers; the lowest leaves
     uint8_t* const alive = selection.flags;
@@ -84,17 +96,14 @@ int fill_cache(Selection const& selection, int64_t chunk, uint8_t* salient, void
         alive[lowest] = 0;
         if (lowest < slots)
         {
-            std::memcpy(
-                static_cast<char*>(folded_keys) + static_cast<size_t>(folded) * bytes, keys + static_cast<size_t>(lowest) * bytes, bytes);
-            std::memcpy(static_cast<char*>(folded_values) + static_cast<size_t>(folded) * bytes,
-                values + static_cast<size_t>(lowest) * bytes, bytes);
+            copy_row(x.salient_key, head * slots + lowest, folded_keys, folded, bytes);
+            copy_row(x.salient_value, head * slots + lowest, folded_values, folded, bytes);
             ++folded;
         }
     }
     // The others take free slots, both in ascending order.
     int64_t const head_of_group = selection.head / (l.select_heads() / l.kv_heads);
-    size_t const ring_slot =
-        static_cast<size_t>(((static_cast<int64_t>(selection.row) * l.kv_heads + head_of_group) * 2 + chunk % 2) * l.chunk);
+    int64_t const ring_slot = ((static_cast<int64_t>(selection.row) * l.kv_heads + head_of_group) * 2 + chunk % 2) * l.chunk;
     int64_t slot = 0;
     int newcomer = 0;
     for (int i = 0; i < l.chunk; ++i)
@@ -106,9 +115,8 @@ int fill_cache(Selection const& selection, int64_t chunk, uint8_t* salient, void
             continue;
         while (alive[slot])
             ++slot;
-        size_t const from = (ring_slot + static_cast<size_t>(i)) * bytes, to = static_cast<size_t>(slot) * bytes;
-        std::memcpy(keys + to, static_cast<char*>(x.window_key) + from, bytes);
-        std::memcpy(values + to, static_cast<char*>(x.window_value) + from, bytes);
+        copy_row(x.window_key, ring_slot + i, x.salient_key, head * slots + slot, bytes);
+        copy_row(x.window_value, ring_slot + i, x.salient_value, head * slots + slot, bytes);
         if (scores)
             scores[slot] = selection.ranked[i];
         alive[slot] = 1;

@@ -22,6 +22,6 @@ void select_tokens(Selection const& selection, int64_t chunk, uint8_t* salient);
 
 // Puts the marked tokens of `chunk`, which must lie in the ring, into the cache. Where it is full the policy decides who goes:
 // cached tokens are copied to folded_keys and folded_values [k, D], newcomers lose their mark. Returns the number of the former.
-int fill_cache(Selection const& selection, int64_t chunk, uint8_t* salient, void* folded_keys, void* folded_values);
+int fill_cache(Selection const& selection, int64_t chunk, uint8_t* salient, Kept const& folded_keys, Kept const& folded_values);
 
 } // namespace still_cpu::hybrid

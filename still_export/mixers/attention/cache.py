@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from still_export.mixers.kept import narrower
 from still_export.mixers.kernel_state import KernelStateLayer
 from still_kernels.attention import AttentionState, Inputs
 from still_kernels.attention.dispatch import bind_decode
+from still_kernels.hybrid_attention.config import cache_attribute
 from still_kernels.launcher import Bound
 
 
@@ -22,17 +25,21 @@ class AttentionLayer(KernelStateLayer[AttentionState]):
 
     def empty(self, batch: int, columns: int, dtype: torch.dtype, device: torch.device) -> AttentionState:
         kept = narrower(self.cache, dtype)
-        return AttentionState.empty(batch, self.heads, self.dim, columns, kept, device)
+        return AttentionState.empty(batch, self.heads, self.dim, columns, kept, device, cache_attribute(self.cache))
 
     def grown(self, state: AttentionState, columns: int) -> AttentionState:
         missing = columns - state.rows
         if missing <= 0:
             return state
         # An eighth more keeps the copies of a long decode rare.
-        room = (0, 0, 0, max(missing, state.rows // 8))
+        room = max(missing, state.rows // 8)
         self.owned = True
-        key, value = (torch.nn.functional.pad(x, room) for x in (state.key, state.value))
-        return AttentionState(key, value, state.length)
+        padded = {
+            name: torch.nn.functional.pad(tensor, (*(0, 0) * (tensor.dim() - 3), 0, room))
+            for name, tensor in state.tensors().items()
+            if name != "length"
+        }
+        return replace(state, **padded)
 
     def bind(self, inputs: Inputs, state: AttentionState) -> Bound | None:
         return bind_decode(inputs, state)

@@ -11,6 +11,13 @@ from still_export.mixers.attention.variants import module_for
 from still_export.mixers.base import LayerOp, Mixer
 from still_export.mixers.config import FULL, head_size
 from still_graphs.ops.attention import ATTENTION
+from still_graphs.ops.spec import CACHE, AttributeValue
+from still_kernels.hybrid_attention.config import cache_attribute
+
+
+def attributes(config: Any) -> dict[str, AttributeValue]:
+    """The op's, in a model with the STILL family configuration `config`."""
+    return {CACHE.name: cache_attribute(config.still.cache)}
 
 
 class AttentionMixer(Mixer):
@@ -20,7 +27,7 @@ class AttentionMixer(Mixer):
 
     def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:
         sizes = {"H": config.num_attention_heads, "HK": config.num_key_value_heads, "D": head_size(config)}
-        return (LayerOp(ATTENTION, {}, sizes),)
+        return (LayerOp(ATTENTION, attributes(config), sizes),)
 
     def cache_layer(self, config: Any, index: int) -> AttentionLayer:
         return AttentionLayer(config.num_key_value_heads, head_size(config), config.still.cache)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from still_export.mixers.torch_ops import Given, call, register
 from still_graphs.ops.attention import ATTENTION
-from still_graphs.ops.spec import AttributeValue
+from still_graphs.ops.spec import CACHE, AttributeValue
 from still_kernels.attention import AttentionState, Inputs
 from still_kernels.attention.dispatch import attention as kernel
 
@@ -17,9 +17,10 @@ from still_kernels.attention.dispatch import attention as kernel
 def _compute(given: Given, attributes: Mapping[str, AttributeValue], in_place: bool) -> dict[str, Tensor]:
     tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
     inputs = Inputs(*(tensors[name] for name in ("query", "key", "value", "new_tokens")))
-    state = AttentionState(tensors["past_key"], tensors["past_value"], tensors["past_length"])
-    output, present = kernel(inputs, state, in_place)
-    return {"output": output, "present_key": present.key, "present_value": present.value}
+    states = {s.name: tensors[f"past_{s.name}"] for s in ATTENTION.states_with(attributes)}
+    output, present = kernel(inputs, AttentionState(**states, length=tensors["past_length"]), in_place)
+    found = present.tensors()
+    return {"output": output, **{f"present_{name}": found[name] for name in states}}
 
 
 register(ATTENTION, _compute)
@@ -36,9 +37,9 @@ def attention(inputs: Inputs, state: AttentionState) -> tuple[Tensor, AttentionS
     """
     assert inputs.new_tokens is not None
     past = {f"past_{name}": tensor for name, tensor in state.tensors().items()}
-    results = call(ATTENTION, {**vars(inputs), **past}, {})
-    length = state.length + inputs.new_tokens
-    return results["output"], AttentionState(results["present_key"], results["present_value"], length)
+    results = call(ATTENTION, {**vars(inputs), **past}, {CACHE.name: state.cache})
+    present = {name.removeprefix("present_"): tensor for name, tensor in results.items() if name != "output"}
+    return results["output"], AttentionState(**present, length=state.length + inputs.new_tokens)
 
 
 def attention_(
@@ -46,5 +47,6 @@ def attention_(
 ) -> Tensor:
     """The same with the new keys and values written into `state`, after `length` [B] tokens, and the output alone."""
     assert length is not None and state is not None
-    output: Tensor = torch.ops.still.attention_(query, key, value, new_tokens, length, state.key, state.value)
+    states = [getattr(state, s.name) for s in ATTENTION.states]
+    output: Tensor = torch.ops.still.attention_(query, key, value, new_tokens, length, *states, state.cache)
     return output

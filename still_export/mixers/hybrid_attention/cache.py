@@ -11,6 +11,7 @@ from still_export.errors import CapacityError
 from still_export.mixers.base import stay
 from still_export.mixers.kept import narrower
 from still_export.mixers.kernel_state import KernelStateLayer
+from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs
 from still_kernels.hybrid_attention.dispatch import bind_decode
 from still_kernels.launcher import Bound
@@ -21,15 +22,15 @@ class HybridLayer(KernelStateLayer[HybridAttentionState]):
 
     of = HybridAttentionState
 
-    def __init__(self, config: HybridAttentionConfig, cache: str | None = None) -> None:
+    def __init__(self, config: HybridAttentionConfig) -> None:
         super().__init__()
-        self.config, self.cache = config, cache
+        self.config = config
         self.bounded = config.overflow == "error"
         self.factor: Tensor | None = None
 
     def empty(self, batch: int, columns: int, dtype: torch.dtype, device: torch.device) -> HybridAttentionState:
         slots = 0 if self.bounded else self.config.capacity_slots
-        kept = narrower(self.cache, dtype)
+        kept = narrower(self.config.cache, dtype)
         return HybridAttentionState.empty(self.config, batch, dtype, device, slots=slots, kept=kept)
 
     def grown(self, state: HybridAttentionState, columns: int) -> HybridAttentionState:
@@ -62,10 +63,12 @@ class HybridLayer(KernelStateLayer[HybridAttentionState]):
 def with_slots(state: HybridAttentionState, slots: int) -> HybridAttentionState:
     """`state` with its salient cache padded with empty slots to `slots`."""
     more = slots - state.slots
-    pad = torch.nn.functional.pad
+    grown = {s.name: s.growth.axis for s in HYBRID_ATTENTION.states if s.growth is not None}
     return replace(
         state,
-        salient_key=pad(state.salient_key, (0, 0, 0, more)),
-        salient_value=pad(state.salient_value, (0, 0, 0, more)),
-        salient_score=None if state.salient_score is None else pad(state.salient_score, (0, more)),
+        **{
+            name: torch.nn.functional.pad(tensor, (*(0, 0) * (tensor.dim() - 1 - grown[name]), 0, more))
+            for name, tensor in state.tensors().items()
+            if name in grown
+        },
     )

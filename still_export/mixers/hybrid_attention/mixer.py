@@ -30,7 +30,7 @@ class HybridAttentionMixer(Mixer):
         return (LayerOp(HYBRID_ATTENTION, layer.attributes(), layer.symbols()),)
 
     def cache_layer(self, config: Any, index: int) -> HybridLayer:
-        return HybridLayer(self._layer(config, index), config.still.cache)
+        return HybridLayer(self._layer(config, index))
 
     def module(self, base: nn.Module, config: Any, index: int) -> StillAttention:
         still = config.still

@@ -10,6 +10,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from still_export.mixers.config import head_size
 from still_export.mixers.hybrid_attention.module import HybridOpModule
+from still_export.mixers.kept import rounded
 from still_kernels.hybrid_attention import HybridAttentionConfig
 
 
@@ -29,6 +30,7 @@ def window_of(config: Any, tokens: int) -> HybridAttentionConfig:
         mix_epsilon=1e-12,  # keeps padding finite
         capacity_tokens=config.still.capacity(config),
         overflow=config.still.overflow,
+        cache=config.still.cache,
     )
 
 
@@ -37,6 +39,7 @@ class WindowModule(HybridOpModule):
 
     def windowed(self, query: Tensor, key: Tensor, value: Tensor, past_key_values: Any) -> Tensor:
         """Attention [B, T, H, D] of new tokens, after norm and RoPE, to the window before each."""
+        key, value = rounded(key, self.still.cache), rounded(value, self.still.cache)
         if past_key_values is None:
             return windowed_attention(query, key, value, self.still.window)
         # features of the linear terms, of which there are none

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from still_export.mixers.attention.cache import AttentionLayer
+from still_export.mixers.attention.mixer import attributes
 from still_export.mixers.base import LayerOp, Mixer
 from still_export.mixers.latent_attention.module import LatentAttention
 from still_graphs.ops.attention import ATTENTION
@@ -19,7 +20,8 @@ class LatentAttentionMixer(Mixer):
     of_families = True
 
     def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:
-        return (LayerOp(ATTENTION, {}, {"H": config.num_attention_heads, "HK": 1, "D": _width(config)}),)
+        sizes = {"H": config.num_attention_heads, "HK": 1, "D": _width(config)}
+        return (LayerOp(ATTENTION, attributes(config), sizes),)
 
     def cache_layer(self, config: Any, index: int) -> AttentionLayer:
         return AttentionLayer(1, _width(config), config.still.cache)

@@ -25,9 +25,7 @@ class WindowedAttentionMixer(Mixer):
         return (LayerOp(HYBRID_ATTENTION, window.attributes(), window.symbols()),)
 
     def cache_layer(self, config: Any, index: int) -> HybridLayer:
-        return HybridLayer(window_of(config, config.sliding_window), config.still.cache)
+        return HybridLayer(window_of(config, config.sliding_window))
 
     def module(self, base: nn.Module, config: Any, index: int) -> WindowedAttention:
-        module = WindowedAttention(base, window_of(config, config.sliding_window))
-        module.cache = config.still.cache
-        return module
+        return WindowedAttention(base, window_of(config, config.sliding_window))

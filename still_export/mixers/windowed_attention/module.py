@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor
 
 from still_export.mixers.hybrid_attention.window import WindowModule
-from still_export.mixers.kept import rounded
 
 
 class WindowedAttention(WindowModule):
@@ -15,5 +14,4 @@ class WindowedAttention(WindowModule):
 
     def mix(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, past_key_values: Any) -> Tensor:
         query, key, value = self.project_heads(hidden, position_embeddings)
-        key, value = rounded(key, self.cache), rounded(value, self.cache)
         return self.o_proj(self.windowed(query, key, value, past_key_values).flatten(2))

@@ -15,8 +15,13 @@ def paged_layers(config: Any, ranks: int = 1, rank: int = 0) -> list[PagedLayer 
     """Each layer of a model with the STILL family configuration `config` on one of `ranks`; None where vLLM's own attention computes it.
 
     Raises:
-        UnsupportedModelError: All are softmax, or one is not served so.
+        UnsupportedModelError: All are softmax, one is not served so, or keys and values are to be kept in 8 bits.
     """
+    if config.still.cache == "int8":
+        raise UnsupportedModelError(
+            "cache='int8' in config.json is not for vLLM, whose pages hold numbers here. Leave it out, or serve the exported package with "
+            "still-export serve."
+        )
     layers = [mixer_of(config, i).paged(config, i, ranks, rank) for i in range(config.num_hidden_layers)]
     if not any(layers):
         raise UnsupportedModelError(

@@ -14,17 +14,27 @@ CONTEXT = 200
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}<assistant>"
 
 
-@pytest.fixture(scope="session")
-def byte_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Hybrid and softmax layers, chunks of 8 tokens, a capacity of CONTEXT tokens."""
+def exported(folder: Path, family: str, **still: str) -> Path:
+    """A package of hybrid and softmax layers, chunks of 8 tokens, a capacity of CONTEXT tokens."""
     import torch
 
-    folder = tmp_path_factory.mktemp("served")
     sizes = dict(vocab_size=257, eos_token_id=256, bos_token_id=None, pad_token_id=None)
-    model = still_model("llama", torch.float32, sizes=sizes, layer_types=MIXED, capacity_tokens=CONTEXT)
+    model = still_model(family, torch.float32, sizes=sizes, layer_types=MIXED, capacity_tokens=CONTEXT, **still)
     model.save_pretrained(folder / "model")
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder / "model")
     request = ExportOptions(str(folder / "model"))
     return export_onnx(request, folder / "tiny", command="still-export tiny").path
+
+
+@pytest.fixture(scope="session")
+def byte_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A package as it is without options."""
+    return exported(tmp_path_factory.mktemp("served"), "llama")
+
+
+@pytest.fixture(scope="session")
+def codes_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Keys and values in 8 bits."""
+    return exported(tmp_path_factory.mktemp("codes"), "qwen2", cache="int8")

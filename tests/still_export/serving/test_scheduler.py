@@ -72,10 +72,9 @@ class Client:
         return self.request.tokens, "".join(e.text for e in self.events), self.events[-1].ended if self.events else None
 
 
-@pytest.fixture(scope="module")
-def alone(byte_package: Path, text: Text) -> Any:
+def answers(package: Path, text: Text) -> Any:
     """What `run` answers to a case: tokens, text, how it ended."""
-    model = OrtModel(byte_package, threads=1)
+    model = OrtModel(package, threads=1)
 
     @functools.cache
     def answer(begin: int, length: int, tokens: int, seed: int | None, stop: str) -> tuple[list[int], str, str]:
@@ -86,6 +85,12 @@ def alone(byte_package: Path, text: Text) -> Any:
         return given.tokens, said, given.ended
 
     return lambda case: answer(case.begin, case.length, case.tokens, case.seed, case.stop)
+
+
+@pytest.fixture(scope="module")
+def alone(byte_package: Path, text: Text) -> Any:
+    """The answers of the package without options."""
+    return answers(byte_package, text)
 
 
 def rounds(scheduler: Scheduler, clients: list[Client]) -> Iterator[int]:
@@ -150,6 +155,18 @@ def test_rows_are_shared_and_cleared(shared: OrtModel, text: Text, alone: Any) -
             assert client.told == alone(client.case)
     assert clients[1].told[2] is None and len(clients[1].told[0]) < 12
     assert all(r.done >= r.first >= r.arrived > 0 for r in (c.request for c in clients) if r.tokens)
+
+
+def test_rows_in_8_bits_are_shared_and_cleared(codes_package: Path) -> None:
+    """Codes and scales of a row that a request left are no other's."""
+    model = OrtModel(codes_package, threads=1)
+    text = Text(model)
+    scheduler = Scheduler(model, text, rows=2, waiting=8, piece=7)
+    clients = [Client(case) for case in (Case(0, 50, 40), Case(3, 9, 12, stays=6), Case(20, 70, 3, arrives=2))]
+    for _ in rounds(scheduler, clients):
+        pass
+    alone = answers(codes_package, text)
+    assert all(client.told == alone(client.case) for client in clients if client.case.stays is None)
 
 
 def test_the_reference_serves_too(byte_package: Path, alone: Any) -> None:

@@ -94,6 +94,10 @@ def test_what_is_no_still_model_is_refused() -> None:
         paged_layers(softmax.config)
     with pytest.raises(UnsupportedModelError, match="vLLM has the family itself"):
         paged_layers(still_family_config(LINEAR_FAMILIES["lfm2"], linear_config("lfm2").to_dict(), StillConfig()))
+    for types in (MIXED, (FULL, "linearized_gdn", "linearized_gdn")):
+        codes = still_model("qwen2", torch.float32, layer_types=types, cache="int8")
+        with pytest.raises(UnsupportedModelError, match="cache='int8' in "):
+            paged_layers(codes.config)
 
 
 LAYER = HybridAttentionConfig(8, 4, 16, window_factor=tuple(range(8)), chunk_size=8)

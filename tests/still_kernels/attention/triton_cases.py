@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from still_kernels.attention import AttentionState, Inputs
+from still_kernels.codes import dequantized, quantized
 from still_kernels.packing import Packing
 from tests.attention_cases import Call, Layer, Split, calls
 from tests.still_kernels.triton_cases import Guarded, guarded_workspaces, shuffle_programs
@@ -30,6 +31,7 @@ class Case:
     splits: tuple[Split, ...] = (33, [70, 7], [0, 40], [129, 2], 1, [1, 0])
     packed: bool = False  # through query_start and state_row, the rows in another order and among others
     sharpness: float = 2.0
+    cache: str = "float"
 
 
 CASES = {
@@ -43,6 +45,9 @@ CASES = {
     "wide heads": Case(Layer(2, 1, 72, 200), (66, 1, 20, 1)),
     "widest heads": Case(Layer(2, 1, 256, 64), (30, 1)),
     "packed": Case(splits=(66, [0, 30], 1, [2, 1], [1, 0]), packed=True),
+    "codes": Case(splits=(33, [70, 7], 1, [0, 40], [129, 2], 1, [1, 0], [3, 9]), cache="int8"),
+    "codes, splits": Case(Layer(6, 2, 24, 700), ([600, 1], 1, [1, 0], [4, 1], 1), cache="int8"),
+    "codes, packed": Case(splits=(66, [0, 30], 1, [2, 1], [1, 0]), packed=True, cache="int8"),
     "far apart": Case(splits=(66, 1, 1), sharpness=30.0),
 }
 
@@ -61,26 +66,28 @@ def launch_packed(guarded: Guarded, call: Call, state: AttentionState, tokens: i
 
     inputs = [pack(call.feeds[n]) for n in ("query", "key", "value")]
     start = torch.tensor([0, *(counts[row] for row in order)]).cumsum(0).to(device)
-    others = AttentionState(
-        *(guarded.empty(x, (2 * len(counts) + 1, *x.shape[1:]), x.dtype) for x in (state.key, state.value)),
-        length=torch.full((2 * len(counts) + 1,), 3, device=device),
-    )
-    for row, place in zip(order, places, strict=True):
-        others.key[place], others.value[place], others.length[place] = (
-            state.key[row],
-            state.value[row],
-            state.length[row],
-        )
+    count = 2 * len(counts) + 1
+    made = {n: guarded.empty(x, (count, *x.shape[1:]), x.dtype) for n, x in state.tensors().items() if n != "length"}
+    others = AttentionState(**made, length=torch.full((count,), 3, device=device))
+    for name, tensor in state.tensors().items():
+        for row, place in zip(order, places, strict=True):
+            others.tensors()[name][place] = tensor[row]
     output = guarded.empty(inputs[0], tuple(inputs[0].shape), inputs[0].dtype)
     packing = Packing(start, torch.tensor(places, device=device), tokens)
     launch.launch_attention(Inputs(*inputs), others, output, packing)
     padded = torch.zeros_like(call.output, device=device)
     for i, (row, place) in enumerate(zip(order, places, strict=True)):
         padded[row, : counts[row]] = output[int(start[i]) : int(start[i + 1])]
-        state.key[row], state.value[row] = others.key[place], others.value[place]
-    unused = [place for place in range(2 * len(counts) + 1) if place not in places]
-    assert bool(others.key[unused].isnan().all() and others.value[unused].isnan().all())
+        for name in made:
+            state.tensors()[name][row] = made[name][place]
+    unused = [place for place in range(count) if place not in places]
+    assert all(bool(untouched(x[unused]).all()) for x in made.values())
     return padded
+
+
+def untouched(x: Tensor) -> Tensor:
+    """Where a tensor still has what `Guarded` filled it with."""
+    return x.isnan() if x.dtype.is_floating_point else x == 113
 
 
 def run_case(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> dict[str, float]:
@@ -94,11 +101,10 @@ def run_case(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32)
     layer = case.layer
     errors = {"output": 0.0, "key": 0.0, "value": 0.0}
     with guarded_workspaces() as guarded:
-        shape = (2, layer.kv_heads, layer.rows, layer.dim)
-        like = torch.empty(0, device=device)
-        made = [guarded.empty(like, shape, dtype) for _ in "kv"]
-        state = AttentionState(*made, length=torch.zeros(2, dtype=torch.int64, device=device))
-        for number, call in enumerate(calls(layer, case.splits, dtype, sharpness=case.sharpness)):
+        empty = AttentionState.empty(2, layer.kv_heads, layer.dim, layer.rows, dtype, device, case.cache)
+        made = {n: guarded.empty(x, tuple(x.shape), x.dtype) for n, x in empty.tensors().items() if n != "length"}
+        state = AttentionState(**made, length=torch.zeros(2, dtype=torch.int64, device=device))
+        for number, call in enumerate(calls(layer, case.splits, dtype, sharpness=case.sharpness, cache=case.cache)):
             tokens = call.feeds["query"].shape[1]
             if case.packed:
                 output = launch_packed(guarded, call, state, tokens)
@@ -112,9 +118,14 @@ def run_case(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32)
             filled = torch.arange(layer.rows) < call.state.length[:, None]  # [B, N]
             for what in ("key", "value"):
                 found, wanted = getattr(state, what).cpu(), getattr(call.state, what)
-                assert bool(found.transpose(1, 2)[~filled].isnan().all()), (
-                    f"{name}: {what} written behind what is filled"
-                )
+                behind = untouched(found.transpose(1, 2)[~filled])
+                if case.cache == "int8":
+                    scale = made[f"{what}_scale"].cpu()
+                    behind = behind.all() & untouched(scale.transpose(1, 2)[~filled]).all()
+                    own = quantized(wanted)
+                    assert torch.equal(found.transpose(1, 2)[filled], own[0].transpose(1, 2)[filled]), f"{name}: {what}"
+                    found = dequantized(found, scale, dtype)
+                assert bool(behind.all()), f"{name}: {what} written behind what is filled"
                 pairs[what] = found.transpose(1, 2)[filled], wanted.transpose(1, 2)[filled]
             for what, (got, wanted) in pairs.items():
                 difference = (got.double() - wanted.double()).abs() / wanted.double().abs().clamp_min(1)

@@ -1,0 +1,27 @@
+"""Keys and values in 8 bits as what they stand for: numbers are compared, not words. No torch."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from still_export.package.calls import Arrays
+
+
+def scale_name(output: str) -> str:
+    """Of the scales that go with a state's output: "present_key_scale.3" of "present_key.3"."""
+    state, _, layer = output.rpartition(".")
+    return f"{state}_scale.{layer}"
+
+
+def in_codes(outputs: Arrays) -> list[str]:
+    """Names of the states that are words of four codes."""
+    return [name for name in outputs if scale_name(name) in outputs]
+
+
+def as_numbers(outputs: Arrays) -> Arrays:
+    """`outputs` with every row in 8 bits, words [.., D / 4], as the numbers [.., D] that it stands for (`still_graphs.ops.spec.CACHE`)."""
+    numbers = {
+        name: np.ascontiguousarray(outputs[name]).view(np.int8) * outputs[scale_name(name)][..., None]
+        for name in in_codes(outputs)
+    }
+    return {**outputs, **numbers}
