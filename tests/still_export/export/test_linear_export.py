@@ -17,6 +17,7 @@ from still_export.models.load import load_model
 from still_export.runners.ort import OrtModel
 from still_export.runners.sampling import Sampling
 from tests.still_export.export.test_native import built
+from tests.still_export.fla_models import SOFTMAX
 from tests.still_export.linear_models import FAMILIES, VOCAB, linear_model
 from tests.still_export.packages import needs_rtx
 
@@ -141,18 +142,25 @@ def check_shapes(model: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["trt", "onnx"])
+@pytest.mark.parametrize(
+    "family, changes, why",
+    [
+        ("lfm2", dict(conv_L_cache=20, layer_types=["conv", "full_attention"]), "20 taps; the kernels have at most 16"),
+        ("gla", dict(attn={**SOFTMAX, "window_size": 37}), "local='sliding'; the kernels have 'chunked'"),
+    ],
+    ids=["taps", "window"],
+)
 def test_gpu_kernels_that_are_not_there_are_refused(
-    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    family: str, changes: dict[str, Any], why: str, target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In one sentence, before anything is left behind."""
-    few = dict(num_hidden_layers=2, layer_types=["conv", "full_attention"])
-    linear_model("lfm2", conv_L_cache=20, **few).save_pretrained(tmp_path / "model")
+    linear_model(family, num_hidden_layers=2, **changes).save_pretrained(tmp_path / "model")
     output = tmp_path / "package"
     arguments = (
         ["--to", "trt"] if target == "trt" else ["--to", "onnx", "--native", "--arch", "sm_90", "--dtype", "float16"]
     )
     assert call(tmp_path / "model", *arguments, "-o", output, "--quiet") == 2
-    assert "20 taps; the kernels have at most 16" in capsys.readouterr().err
+    assert why in capsys.readouterr().err
     assert not output.exists()
 
 
