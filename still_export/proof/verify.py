@@ -253,15 +253,16 @@ def _without_log() -> Iterator[None]:
     from polygraphy.comparator import util as statistics
     from polygraphy.logger import G_LOGGER
 
-    writers: list[tuple[Any, str]] = [(util, "indent_block"), (statistics, "log_output_stats")]
-    kept = [getattr(module, name) for module, name in writers]
+    # Names of its inside: where one is gone, comparing takes longer and says the same.
+    writers = ((util, "indent_block"), (statistics, "log_output_stats"))
+    kept: list[tuple[Any, str, Any]] = [(m, name, getattr(m, name)) for m, name in writers if hasattr(m, name)]
     try:
-        for module, name in writers:
+        for module, name, _ in kept:
             setattr(module, name, lambda *_, **__: "")
         with G_LOGGER.verbosity(G_LOGGER.CRITICAL):
             yield
     finally:
-        for (module, name), writer in zip(writers, kept, strict=True):
+        for module, name, writer in kept:
             setattr(module, name, writer)
 
 

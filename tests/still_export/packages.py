@@ -1,8 +1,11 @@
-"""Packages of the small graph, made without a model: for TensorRT, TensorRT-RTX and ONNX Runtime."""
+"""Packages of the small graph, made without a model, for TensorRT, TensorRT-RTX and ONNX Runtime; any package with kernels for CPUs."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
+import platform
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +13,12 @@ import onnx
 import pytest
 
 from still_export.engines.options import TrtOptions
+from still_export.export.native import LIBRARY
 from still_export.export.trt_package import lower_package
 from still_export.package.folder import Package, open_package, write_manifest
+from still_export.package.refusals import RunError
 from still_export.package.trust import trust_package
+from still_export.runners.ort import OrtModel
 from still_graphs.states import State
 from tests.still_export import fake_tensorrt
 from tests.still_graphs.small_graph import SALIENT, SIZES, growth_of, small_graph, state_shape, state_type, states
@@ -86,3 +92,21 @@ def trt_package(folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: str = "flo
     )
     trust_package(folder)  # as an export does that compiles its plugins here
     return package
+
+
+def with_library(package: Package, library: str, folder: Path) -> OrtModel:
+    """A copy of `package` in `folder` with the kernels for CPUs of `library`, run; skips what this processor has no instructions for."""
+    shutil.copytree(package.path, folder)
+    shutil.copyfile(library, folder / LIBRARY)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["native"] = {"library": LIBRARY, "system": platform.system(), "machine": platform.machine()}
+    write_manifest(folder, {k: v for k, v in manifest.items() if k != "files"})
+    trust_package(folder)
+    try:
+        model = OrtModel(folder)
+    except RunError as error:
+        if "this processor cannot run it" in str(error):
+            pytest.skip(str(error))
+        raise
+    assert model.native is not None
+    return model

@@ -183,9 +183,8 @@ class LinearizedGLA(LinearizedAttention):
         cls, query: Tensor, key: Tensor, projected: Mapping[str, Tensor], weights: Mapping[str, Tensor], turn: Turn
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         shape, forget = query.shape[-2:], projected["gk_proj"]
-        forget = forget.unflatten(
-            -1, shape
-        )  # before it is float32, as TensorRT 8.6 loses track of the type of a float32 reshape
+        # Before it is float32: TensorRT 8.6 loses track of the type of a float32 reshape.
+        forget = forget.unflatten(-1, shape)
         decay = -softplus(-forget.to(torch.promote_types(forget.dtype, torch.float32))) / LOGIT_NORMALIZER
         return *turn(query, key), decay, None
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import platform
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -15,15 +12,13 @@ import torch
 from still_export.cli.main import main
 from still_export.errors import ConfigError
 from still_export.export.job import plan_job
-from still_export.export.native import LIBRARY
 from still_export.export.onnx_package import ExportOptions, export_onnx, load_source
 from still_export.package.calls import next_feed
-from still_export.package.folder import Package, write_manifest
-from still_export.package.refusals import RunError
-from still_export.package.trust import trust_package
+from still_export.package.folder import Package
 from still_export.runners.ort import OrtModel
 from still_export.runners.torch import TorchModel
 from tests.still_export.conftest import Exporter
+from tests.still_export.packages import with_library
 from tests.still_export.tiny import CHUNK, MIXED, VOCAB, still_model
 
 KEPT = ("window_key", "window_value", "salient_key", "salient_value", "key", "value")
@@ -117,19 +112,7 @@ def test_kernels_read_what_is_kept(
 ) -> None:
     """The kernels' outputs and states are those of the bodies, prompts, pieces and steps, in place."""
     monkeypatch.setenv("STILL_CPU", instructions)
-    shutil.copytree(package.path, tmp_path / "native")
-    shutil.copyfile(library, tmp_path / "native" / LIBRARY)
-    manifest = json.loads((tmp_path / "native/manifest.json").read_text())
-    manifest["native"] = {"library": LIBRARY, "system": platform.system(), "machine": platform.machine()}
-    write_manifest(tmp_path / "native", {k: v for k, v in manifest.items() if k != "files"})
-    trust_package(tmp_path / "native")
-    try:
-        model = OrtModel(tmp_path / "native")
-    except RunError as error:
-        if "this processor cannot run it" in str(error):
-            pytest.skip(str(error))
-        raise
-    assert model.native is not None
+    model = with_library(package, library, tmp_path / "native")
     for split in ((6 * CHUNK + 3,), (CHUNK - 1, 2, 4 * CHUNK, CHUNK + 2), (5 * CHUNK, *[1] * (2 * CHUNK + 3))):
         logits, states = feed(package, split)
         ours, kept = feed(package, split, model)
