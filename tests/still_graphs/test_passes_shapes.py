@@ -111,6 +111,30 @@ def test_views_are_made_where_they_are_used() -> None:
     onnx.checker.check_model(model, full_check=True)
 
 
+def test_what_is_key_and_value_for_all_heads_is_handed_over_as_it_is() -> None:
+    """Keys of latents: two reshapes of one tensor to its own shape are two outputs of a part, which TensorRT 8.6 cannot compile."""
+    info, kind, integer = helper.make_tensor_value_info, TensorProto.FLOAT, TensorProto.INT32
+    shapes: dict[str, list[int | str]] = {"query": ["n", "m", 2, 6], "latent": ["n", "m", 6], "view": ["n", "m", 1, 6]}
+    states = {name: info(name, kind, ["n", 1, "capacity", 6]) for name in ("past_k", "past_v", "next_k", "next_v")}
+    lengths = [info(name, integer, ["n"]) for name in ("new_tokens", "past_length")]
+    values = ["query", "view", "view", "new_tokens", "past_length", "past_k", "past_v"]
+    nodes = [
+        helper.make_node("Unsqueeze", ["latent", "axis"], ["view"]),
+        helper.make_node("Attention", values, ["mixed", "next_k", "next_v"], domain=DOMAIN),
+    ]
+    given = [info(name, kind, shapes[name]) for name in ("query", "latent")]
+    graph = helper.make_graph(
+        nodes, "g", [*given, *lengths, states["past_k"], states["past_v"]],
+        [info("mixed", kind, shapes["query"]), states["next_k"], states["next_v"]],
+        [onnx.numpy_helper.from_array(np.array([2]), "axis")], value_info=[info("view", kind, shapes["view"])],
+    )  # fmt: skip
+    model = helper.make_model(graph)
+    assert join_heads(model) == 2, "in front for query; behind it"
+    (node,) = [n for n in model.graph.node if n.domain == DOMAIN]
+    assert list(node.input[1:3]) == ["latent", "latent"]
+    assert [n.op_type for n in model.graph.node if n.op_type != "Constant"] == ["Reshape", "Attention", "Reshape"]
+
+
 @pytest.mark.parametrize(
     ("given", "axes", "view"),
     [

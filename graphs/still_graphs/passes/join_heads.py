@@ -60,11 +60,16 @@ class _Joiner:
     def visit(self, node: onnx.NodeProto) -> None:
         """Append `node` with what belongs before and behind it."""
         for index, name in enumerate(node.input):
-            name = node.input[index] = self.renamed.get(name, name)
+            node.input[index] = self.renamed.get(name, name)
+        still = node.domain == DOMAIN and node.op_type in OPS
+        if still:
+            self.join_inputs(node, OPS[node.op_type])
+        for index, name in enumerate(node.input):
             if name in self.views:
                 node.input[index] = self.reshape(self.views[name], self.dims[name], name)
-        if node.domain == DOMAIN and node.op_type in OPS:
-            self.join(node, OPS[node.op_type])
+        if still:
+            self.rewriter.nodes.append(node)
+            self.part_outputs(node, OPS[node.op_type])
             return
         if node.domain == "" and node.op_type == "Unsqueeze" and self.spread(node):
             self.views[node.output[0]] = node.input[0]
@@ -86,19 +91,21 @@ class _Joiner:
         given, dims = self.dims.get(node.input[0], [None]), self.dims.get(node.output[0], [])
         return len(dims) == 4 and isinstance(dims[3], int) and None not in given and dims == [*given[:2], 1, *given[2:]]
 
-    def join(self, node: onnx.NodeProto, spec: OpSpec) -> None:
-        """Append a still node with its heads side by side."""
+    def join_inputs(self, node: onnx.NodeProto, spec: OpSpec) -> None:
+        """Give a still node its activations with their heads side by side."""
         for index, tensor in enumerate(spec.inputs):
             name = node.input[index]
             if name and _has_heads(tensor):
-                source = self.sources.get(name)
+                source = self.sources.get(name, self.views.get(name))
                 joined = self.joined(name, node)
                 node.input[index] = (
                     source
                     if source and None not in joined and self.dims.get(source) == joined
                     else self.reshape(name, joined, f"{name}.joined")
                 )
-        self.rewriter.nodes.append(node)
+
+    def part_outputs(self, node: onnx.NodeProto, spec: OpSpec) -> None:
+        """Let a still node leave its heads side by side, and append what parts them."""
         for index, tensor in enumerate(spec.outputs):
             name = node.output[index]
             if name and _has_heads(tensor):
