@@ -59,6 +59,11 @@ class LatentAttention(SoftmaxAttention):
         key = torch.cat([self.kv_a_layernorm(latent), shared], dim=-1)[:, :, None]
         up = self.kv_b_proj.weight.unflatten(0, (-1, self.key_size + self.value_size))  # [H, key and value, rank]
         of_key, of_value = up.split((self.key_size, self.value_size), dim=1)
-        query = torch.cat([torch.einsum("bthk,hkr->bthr", query, of_key), own], dim=-1)
+        query = torch.cat([_by_head(query, of_key), own], dim=-1)
         found = self.attend(self.factor * query, key, key, past_key_values)[..., : self.rank]
-        return self.o_proj(torch.einsum("bthr,hvr->bthv", found, of_value).flatten(2))
+        return self.o_proj(_by_head(found, of_value.transpose(1, 2)).flatten(2))
+
+
+def _by_head(values: Tensor, weight: Tensor) -> Tensor:
+    """Values [B, T, H, K] times a matrix per head [H, K, N]: [B, T, H, N]."""
+    return (values.transpose(1, 2) @ weight).transpose(1, 2)
