@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import random
 import subprocess
@@ -18,6 +19,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,11 +27,18 @@ import openai
 import psutil
 
 import still_export
+from still_export.runners.sampling import Sampling
 from still_export.runners.text import Text, TextPieces
 
 TIES = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 2.5e-1}
 """Two likeliest logits that lie nearer than this may change places by rounding, by the package's type: a batch is rounded in another way
 than one row."""
+
+TRIALS = 64
+"""Logits within the tie, at random, that a sampled token is chosen from again."""
+
+SHOWN = 5
+"""Wrong answers in the report."""
 
 GROWTH = 1.15
 """Most that memory may grow from the end of the first third to the end."""
@@ -54,7 +63,8 @@ class Case:
 
     Attributes:
         pieces: The text as it became certain, and how many tokens had been given by then.
-        gaps: Between the two likeliest logits before each token; none where it was sampled.
+        gaps: By how much logits would have to move for another token, for each and where the answer ended: between the two likeliest;
+            of a sampled one 0 where some within the tie give another.
         tie: Of TIES.
     """
 
@@ -77,7 +87,7 @@ def make_cases(package: Path, count: int, context: int, threads: int, provider: 
         prompt = [random_.randrange(vocabulary) for _ in range(max(1, length))]
         sampled = {"temperature": 0.8, "top_p": 0.9, "seed": number} if number % 4 == 0 else {"temperature": 0}
         given = model.generate(prompt, max_tokens=answer, **sampled)
-        gaps = [] if "seed" in sampled else gaps_of(model, prompt, given.tokens)
+        gaps = gaps_of(model, prompt, given.tokens, Sampling(**sampled), tie)
         request = {"prompt": prompt, "max_tokens": answer, **sampled}
         cases.append(Case(request, given.text, pieces_of(model.text, given.tokens), tuple(gaps), tie))
         print(f"\r{number + 1} of {count} answers", end="", file=sys.stderr)
@@ -92,30 +102,44 @@ def pieces_of(text: Text, tokens: list[int]) -> tuple[tuple[str, int], ...]:
     return (*found, (pieces.end(), len(tokens)))
 
 
-def gaps_of(model: still_export.LanguageModel, prompt: list[int], tokens: list[int]) -> list[float]:
-    """Between the two likeliest logits before each token."""
+def gaps_of(
+    model: still_export.LanguageModel, prompt: list[int], tokens: list[int], sampling: Sampling, tie: float
+) -> list[float]:
+    """By how much logits would have to move for another token, for each of `tokens` and where the answer ended."""
     model.runner.start()
     logits, gaps = model.runner.prefill(prompt), []
-    for token in tokens:
-        likeliest = np.partition(logits, -2)[-2:]
-        gaps.append(float(likeliest[1] - likeliest[0]))
-        logits = model.runner.feed(np.array([[token]]))[0, -1]
+    draws, noise = np.random.default_rng(sampling.seed), np.random.default_rng(0)
+    for token in [*tokens, None]:
+        if sampling.temperature == 0:
+            likeliest = np.partition(logits, -2)[-2:]
+            gaps.append(float(likeliest[1] - likeliest[0]))
+        else:
+            number = draws.random()
+            sampling.random = SimpleNamespace(random=lambda number=number: number)  # type: ignore[assignment]
+            others = logits + noise.uniform(-tie / 2, tie / 2, (TRIALS, len(logits)))
+            gaps.append(0.0 if len({sampling.choose(x) for x in (logits, *others)}) > 1 else math.inf)
+        if token is not None:
+            logits = model.runner.feed(np.array([[token]]))[0, -1]
     return gaps
+
+
+def parted(case: Case, text: str) -> tuple[int, int]:
+    """The tokens of the answer, from the first to behind the last, of which one came otherwise where the texts part."""
+    said, begin, end = "", 0, 0
+    for piece, end in case.pieces:
+        if not text.startswith(said + piece):
+            return max(0, min(begin, end - 1)), end
+        if piece:
+            said, begin = said + piece, end
+    return max(0, min(begin, end - 1)), end + 1  # the other goes on, where this one may have ended itself
 
 
 def verdict(case: Case, text: str) -> str:
     """ "right", "near tie" or "wrong"."""
     if text == case.text:
         return "right"
-    if not case.gaps:
-        return "wrong"
-    said, begin, end = "", 0, 0
-    for piece, end in case.pieces:
-        if not text.startswith(said + piece):
-            break
-        said, begin = said + piece, end
-    # Where the texts part, and nowhere before: the tokens of that piece, or of the last where the other text goes on.
-    return "near tie" if min(case.gaps[min(begin, end - 1) : end]) < case.tie else "wrong"
+    begin, end = parted(case, text)
+    return "near tie" if min(case.gaps[begin:end], default=math.inf) < case.tie else "wrong"
 
 
 class Client(threading.Thread):
@@ -126,6 +150,7 @@ class Client(threading.Thread):
         self.api = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=600)
         self.model, self.cases, self.random, self.until = model, cases, random.Random(seed), end
         self.counts: Counter[str] = Counter()
+        self.wrong: list[dict[str, Any]] = []
         self.tokens = 0
 
     def run(self) -> None:
@@ -160,7 +185,12 @@ class Client(threading.Thread):
             text = "".join(chunk.choices[0].text for chunk in chunks)
         else:
             text = self.api.completions.create(model=self.model, **case.request).choices[0].text
-        self.counts[verdict(case, text)] += 1
+        found = verdict(case, text)
+        self.counts[found] += 1
+        if found == "wrong":
+            begin, end = parted(case, text)
+            gaps = [round(gap, 4) for gap in case.gaps[begin:end]]
+            self.wrong.append({"case": self.cases.index(case), "tokens": [begin, end], "gaps": gaps, "came": text})
         self.tokens += len(case.pieces)
 
 
@@ -230,6 +260,7 @@ def main() -> int:
             "most": round(max(memory)),
         },
         "exit_code": server.returncode,
+        "wrong_answers": [answer for client in clients for answer in client.wrong][:SHOWN],
     }
     print(json.dumps(report, indent=1))
     return int(bool(failures) or counts["right"] == 0 or memory[-1] > GROWTH * third or server.returncode != 0)
