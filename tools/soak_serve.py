@@ -79,7 +79,7 @@ def make_cases(package: Path, count: int, context: int, threads: int, provider: 
     """Random requests of up to `context` tokens, answered by the package alone."""
     model = still_export.load(package, threads=threads, provider=provider)
     manifest = model.runner.manifest
-    vocabulary, tie = manifest["model"]["vocab_size"], TIES[manifest["config"]["dtype"]]
+    vocabulary, tie = manifest["model"]["vocab_size"], TIES[manifest["model"]["dtype"]]
     random_, cases = random.Random(seed), []
     for number in range(count):
         answer = random_.choice((8, 30, 100))
