@@ -33,6 +33,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from quantized_folders import FORMS, quantized_folders
+
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = ROOT / "assets" / "small"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
@@ -112,18 +114,29 @@ def random_model(folder: Path, family: str, **still: Any) -> Path:
 # Checks of answers.
 
 
-def proven(options: argparse.Namespace, folder: Path, dtype: str, loads: list[Any], ranks: str) -> str:
-    """vLLM's answers beside PyTorch's."""
+def proven(
+    options: argparse.Namespace,
+    folder: Path,
+    dtype: str,
+    loads: list[Any],
+    ranks: str,
+    meant: Path | None = None,
+    change: Callable[[Any], Any] = lambda model: None,
+    **settings: Any,
+) -> str:
+    """vLLM's answers, with more `settings`, beside PyTorch's, which has the weights of the folder `meant`; its model in `dtype` is changed
+    before."""
     from still_export.models.description import describe_model
     from still_export.models.load import load_model
     from still_export.proof.served import ANSWER_TOKENS, ServedVerifier
     from still_export.serving.vllm.engine import VllmEngine
 
-    model = load_model(folder, dtype="float32")
-    half = None if dtype == "float32" else load_model(folder, dtype=dtype)
+    model = load_model(meant or folder, dtype="float32")
+    half = None if dtype == "float32" else load_model(meant or folder, dtype=dtype)
+    change(half)
     log = Path(os.environ.get("OUT", tempfile.gettempdir())) / f"vllm-{folder.name}-{dtype}.log"
     log.write_text("")
-    engine = VllmEngine(folder, dtype, int(ranks), log, MEMORY)
+    engine = VllmEngine(folder, dtype, int(ranks), log, {**MEMORY, **settings})
     verifier = ServedVerifier(describe_model(model), model, half, engine, options.seed)
     found = []
     for report in verifier.run(loads, options.requests, ANSWER_TOKENS):
@@ -174,6 +187,16 @@ def prefixes(options: argparse.Namespace, folder: str, dtype: str, ranks: str = 
         Load("thrown out", 100, 6, CONTEXT, preempt_every=25, prefix_tokens=128, eager=True),
     ]
     return proven(options, place, dtype, loads, ranks)
+
+
+def quantized(options: argparse.Namespace, form: str, dtype: str) -> str:
+    """A checkpoint in a form of vLLM's quantization methods, beside PyTorch with the weights that it means."""
+    from still_export.proof.served import Load
+
+    folder, meant = quantized_folders(SMALL, form, Path(tempfile.mkdtemp()))
+    loads = [Load("pieces", 64, 4, CONTEXT, preempt_every=50, eager=True)]
+    _, said, change = FORMS[form]
+    return proven(options, folder, dtype, loads, "1", meant, change, **({} if said else {"quantization": "fp8"}))
 
 
 def refusals(options: argparse.Namespace) -> str:
@@ -241,7 +264,7 @@ def refusals(options: argparse.Namespace) -> str:
         return list(given[0].outputs[0].token_ids)
 
     before = tokens(100, 16)
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(Exception):  # another one in each version
         missing.append(f"a prompt beyond the capacity: {len(tokens(1025, 8))} tokens")
     held = len(tokens(1000, 100))
     missing += [] if held == 24 else [f"an answer beyond the capacity: {held} tokens"]
@@ -350,6 +373,7 @@ CHECKS: dict[str, Callable[..., str]] = {
     "verify": verify,
     "family": family,
     "prefixes": prefixes,
+    "quantized": quantized,
     "refusals": refusals,
     "serve": serve,
 }
@@ -366,6 +390,8 @@ def wanted(options: argparse.Namespace) -> list[tuple[str, ...]]:
     rows += [("verify", model, types[0]) for model in options.model]
     rows += [("family", name, types[0]) for name in (*FAMILIES, *VARIANTS)]
     rows += [("prefixes", model, types[0]) for model in (str(SMALL), "llama")]
+    # A CPU has no fp8.
+    rows += [("quantized", form, "float16" if gpu else "bfloat16") for form in FORMS if gpu or "fp8" not in form]
     rows += [("refusals",), ("serve",)]
     rows += [("verify", str(SMALL), kind) for kind in types[1:]]
     if torch.cuda.device_count() > 1 or options.two:

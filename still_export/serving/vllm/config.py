@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -91,9 +93,9 @@ def bound_requests(vllm_config: Any, device_bytes: int) -> None:
     layers = sum(layer is not None for layer in paged_layers(config, ranks))
     pages = common_pages(config, tokens, dtype, ranks)
     request_bytes = layers * pages.size_bytes * pages.after(1)
-    with torch.device("meta"):
-        weights = sum(x.numel() for x in family_of(config.model_type).still_model(config).parameters())
-    usable = device_bytes * vllm_config.cache_config.gpu_memory_utilization - weights * dtype.itemsize / ranks
+    usable = (
+        device_bytes * vllm_config.cache_config.gpu_memory_utilization - weight_bytes(vllm_config.model_config) / ranks
+    )
     fit = int(usable * PAGES_SHARE / request_bytes)
     if fit < 1:
         raise ConfigError(
@@ -107,6 +109,18 @@ def bound_requests(vllm_config: Any, device_bytes: int) -> None:
             "of states from its first token on."
         )
         scheduler.max_num_seqs = fit
+
+
+def weight_bytes(model_config: Any) -> int:
+    """What a model's weights take: of a quantized checkpoint its files, of one that vLLM quantizes a byte each, at most."""
+    config = model_config.hf_config
+    with torch.device("meta"):
+        count = sum(x.numel() for x in family_of(config.model_type).still_model(config).parameters())
+    whole: int = count * model_config.dtype.itemsize
+    if model_config.quantization is None:
+        return whole
+    files = sum(file.stat().st_size for file in Path(model_config.model).glob("*.safetensors"))
+    return min(whole, files if files and getattr(config, "quantization_config", None) else count)
 
 
 def context_length(config: Any, tokens: int, asked: bool) -> int:
@@ -148,6 +162,21 @@ def check_device(config: Any, dtype: torch.dtype, device: str, capability: int |
             raise UnsupportedModelError(
                 f"no GPU kernel covers this model: {' '.join(reasons)} Serve it on the CPU, or linearize with sizes that are covered."
             )
+
+
+def find_quantized(quantization: Any, said: Mapping[str, Any] | None) -> None:
+    """Let projections of attention be quantized where vLLM had to find out by itself what is.
+
+    Of an AWQ checkpoint that does not say what it left alone, vLLM takes each module with a plain weight for such a one, and whatever has
+    its name in its own. Attention has weights by head beside its projections.
+
+    Args:
+        quantization: vLLM's, of which its list is changed.
+        said: By config.json.
+    """
+    found = getattr(quantization, "modules_to_not_convert", None)
+    if found and not (said or {}).get("modules_to_not_convert"):
+        quantization.modules_to_not_convert = [name for name in found if not name.endswith(".self_attn")]
 
 
 def _log() -> logging.Logger:

@@ -11,6 +11,7 @@ from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 
 from still_export.models.build import family_of
 from still_export.serving.vllm.attention import ServedAttention
+from still_export.serving.vllm.config import find_quantized
 from still_export.serving.vllm.pages import common_pages
 
 
@@ -19,6 +20,7 @@ class StillForCausalLM(LlamaForCausalLM, HasInnerState, IsHybrid):  # type: igno
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         config = vllm_config.model_config.hf_config
+        find_quantized(vllm_config.quant_config, getattr(config, "quantization_config", None))
         with torch.device("meta"):
             like = family_of(config.model_type).still_model(config).model.layers
         attention = partial(ServedAttention, like)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +21,15 @@ from still_export.models.build import still_family_config
 from still_export.models.description import describe_model
 from still_export.models.linear_families import LINEAR_FAMILIES
 from still_export.proof.served import Answer, Load, Request, Served, ServedVerifier, loads_of
-from still_export.serving.vllm.config import PAGES_SHARE, ServedConfig, bound_requests, check_device, context_length
+from still_export.serving.vllm.config import (
+    PAGES_SHARE,
+    ServedConfig,
+    bound_requests,
+    check_device,
+    context_length,
+    find_quantized,
+    weight_bytes,
+)
 from still_export.serving.vllm.pages import common_pages, paged_layers
 from still_export.serving.vllm.parts import LEAST_TOKENS, ROOM_TOKENS, ranges_of, rounded_up
 from still_export.serving.vllm.prefixes import Prefixes
@@ -51,6 +61,34 @@ def test_pages_hold_what_a_cache_of_one_row_does(model: Any) -> None:
             n for i, n in enumerate(shape) if i != changing
         ]
     assert pages.slots == wanted["salient_key"][0][1] and pages.columns == pages.after(TOKENS)
+
+
+def test_attention_is_quantized_though_it_has_weights_of_its_own() -> None:
+    attention, norm = "model.layers.0.self_attn", "model.norm"
+    awq = SimpleNamespace(modules_to_not_convert=[attention, norm])
+    find_quantized(awq, {"quant_method": "awq", "modules_to_not_convert": None})
+    assert awq.modules_to_not_convert == [norm]
+    awq = SimpleNamespace(modules_to_not_convert=[attention])
+    find_quantized(awq, {"quant_method": "awq", "modules_to_not_convert": [attention]})
+    assert awq.modules_to_not_convert == [attention]
+    find_quantized(None, None)
+    find_quantized(SimpleNamespace(), {})
+
+
+def test_quantized_weights_take_less(model: Any, tmp_path: Path) -> None:
+    count = sum(x.numel() for x in model.parameters())
+    (tmp_path / "model-1.safetensors").write_bytes(bytes(count // 2))
+    (tmp_path / "model-2.safetensors").write_bytes(bytes(7))
+
+    def taken(quantization: str | None, said: dict[str, Any] | None, place: str = str(tmp_path)) -> int:
+        config = copy(model.config)
+        config.quantization_config = said
+        given = {"hf_config": config, "dtype": torch.bfloat16, "model": place, "quantization": quantization}
+        return weight_bytes(SimpleNamespace(**given))
+
+    assert taken(None, None) == 2 * count
+    assert taken("awq", {"quant_method": "awq"}) == count // 2 + 7
+    assert taken("awq", {"quant_method": "awq"}, "a/hub-id") == taken("fp8", None) == count
 
 
 def test_requests_are_bounded_by_the_pages_that_fit(model: Any, platform: Any, caplog: Any) -> None:
@@ -153,7 +191,9 @@ def vllm_config(model: Any, **changes: Any) -> Any:
     given = {
         "speculative_config": None,
         "cache_config": SimpleNamespace(enable_prefix_caching=False, mamba_block_size=None),
-        "model_config": SimpleNamespace(hf_config=model.config, dtype=torch.bfloat16, max_model_len=TOKENS),
+        "model_config": SimpleNamespace(
+            hf_config=model.config, dtype=torch.bfloat16, max_model_len=TOKENS, model="", quantization=None
+        ),
         "parallel_config": SimpleNamespace(tensor_parallel_size=1),
     }
     return SimpleNamespace(**{**given, **changes})
