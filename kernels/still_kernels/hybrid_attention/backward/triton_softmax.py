@@ -230,6 +230,10 @@ def backward_query_kernel(
             b_dq *= tl.load(p_window_factor + i_head)
         store_rows(p_grad_query, b_dq, i_batch, T, H, i_head, o_query, o_dim, D)
         if FACTOR:
+            if (
+                chunk < 2
+            ):  # no linear terms to weigh against: the sum is that of epsilon, and else what rounding left of delta
+                b_row = b_delta * (epsilon / b_denominator) / tl.load(p_window_factor + i_head)
             tl.store(p_grad_factor + o_number, b_row, mask=m_query)
 
 
