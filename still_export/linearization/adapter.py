@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -163,6 +164,19 @@ class Start:
             for name, tensor in iterate_tensors(folder / WEIGHTS)
             if not any(f".layers.{i}." in name for i in softmax)
         }
+
+    def new_layers(self, still: StillConfig, layers: int) -> list[int]:
+        """Layers of a model of so many that `still` linearizes and the adapter left softmax."""
+        return [i for i in range(layers) if still.layer_type(i) != FULL and self.still.layer_type(i) == FULL]
+
+    def window_factors(self, still: StillConfig, layers: int) -> tuple[tuple[float, ...], ...] | None:
+        """The adapter's, per layer and query head; those of new layers are the median of the others, where an adapter has trained them."""
+        rows, new = self.still.window_factors, self.new_layers(still, layers)
+        trained = [f for i, row in enumerate(rows or ()) if self.still.layer_type(i) != FULL for f in row]
+        if rows is None or not trained:
+            return rows
+        middle = median(trained)
+        return tuple((middle,) * len(row) if i in new else row for i, row in enumerate(rows))
 
     def still_tensors(self) -> dict[str, Tensor]:
         """What a base does not have, under the names of a STILL model."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,13 +35,14 @@ class TransferObjective(nn.Module):
 
     Args:
         model: A STILL model.
-        attentions: Its linearized layers.
+        attentions: Its linearized layers, those that are compared.
+        known: The others, which only pass their softmax output on.
     """
 
-    def __init__(self, model: Any, attentions: list[Trainable]) -> None:
+    def __init__(self, model: Any, attentions: list[Trainable], known: Sequence[Trainable] = ()) -> None:
         super().__init__()
         self.model = model
-        self.attentions = attentions
+        self.attentions, self.known = attentions, known
 
     @torch.no_grad()
     def fit(self, ids: Tensor) -> None:
@@ -55,7 +56,7 @@ class TransferObjective(nn.Module):
         if not hooks:
             return
         try:
-            with attention_mode(self.attentions, SOFTMAX):
+            with attention_mode([*self.attentions, *self.known], SOFTMAX):
                 self.model(ids, use_cache=False, logits_to_keep=1)
         finally:
             for hook in hooks:
@@ -63,7 +64,7 @@ class TransferObjective(nn.Module):
 
     def forward(self, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Mean relative error over layers, and heads of hybrid attention, and per layer [L]; ids [B, T]."""
-        with attention_mode(self.attentions, TRANSFER):
+        with attention_mode(self.known, SOFTMAX), attention_mode(self.attentions, TRANSFER):
             self.model(ids, use_cache=False, logits_to_keep=1)
         layers = torch.stack([a.difference.mean() for a in self.attentions if a.difference is not None])
         return layers.mean(), layers.detach()

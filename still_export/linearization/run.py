@@ -27,6 +27,7 @@ from still_export.linearization.recipe import Recipe
 from still_export.linearization.tasks import TaskWriter, Weighing
 from still_export.linearization.texts import Batches, Corpus, held_out_rows, read_chats, read_corpus
 from still_export.linearization.trainer import Progress, StageReport, Trainer
+from still_export.mixers.config import FULL
 from still_export.mixers.trainable import SOFTMAX, STUDENT, Trainable, attention_mode, fuse_layers
 from still_export.models.load import load_model, load_tokenizer
 from still_export.package.staging import staged_folder
@@ -72,7 +73,7 @@ class LinearizationRun:
         self.still = recipe.still_config(self.layers, self.heads)
         self.start = adapter.Start(recipe) if recipe.start else None
         if self.start and recipe.window_factors is None:
-            self.still = replace(self.still, window_factors=self.start.still.window_factors)
+            self.still = replace(self.still, window_factors=self.start.window_factors(self.still, self.layers))
         if recipe.window_factor_scale != 1:
             rows = self.still.window_factors or ((1.0,) * self.heads,) * self.layers
             scaled = tuple(tuple(factor * recipe.window_factor_scale for factor in row) for row in rows)
@@ -171,8 +172,15 @@ class LinearizationRun:
         model = self.attach_lora(model) if recipe.lora_in_transfer else model
         for _, parameter in adapter.still_parameters(model, gate_weights=not recipe.low_rank_gates):
             parameter.requires_grad_(True)
+        linearized = [i for i in range(self.layers) if self.still.layer_type(i) != FULL]
+        new = self.start.new_layers(self.still, self.layers) if self.start else []
+        if new:  # the others were trained to what the adapter's LoRA makes of their inputs, and stay
+            for name, parameter in model.named_parameters():
+                if not any(f".layers.{i}." in name for i in new):
+                    parameter.requires_grad_(False)
         fuse_layers(model, self.accelerator.device)
-        return TransferObjective(model, attentions)
+        known = [a for i, a in zip(linearized, attentions, strict=True) if new and i not in new]
+        return TransferObjective(model, [a for a in attentions if a not in known], known)
 
     def transfer(self) -> StageReport:
         """Stage 1; writes training/transfer.safetensors."""

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import mse_loss
 
 from still_export.errors import CheckpointError, ConfigError, DataError, TrainingError, UnsupportedModelError
-from still_export.linearization.adapter import attach_lora, read_adapter, save_adapter, still_parameters
+from still_export.linearization.adapter import Start, attach_lora, read_adapter, save_adapter, still_parameters
 from still_export.linearization.folder import apply
 from still_export.linearization.linearize import linearize
 from still_export.linearization.objectives import FinetuneObjective, TransferObjective
@@ -231,6 +231,19 @@ def test_adapter_is_a_start(base: Path, text: Path, tmp_path: Path) -> None:
         load_model(base, attach_untrained=True).model.layers[1],
     )
     assert torch.equal(softmax.self_attn.q_proj.weight, plain.self_attn.q_proj.weight)
+    # The softmax layer becomes hybrid: stage 1 trains it alone, from the median of the others' factors on.
+    new = replace(recipe, start=str(tmp_path / "mixed" / "adapter"), transfer_steps=2, finetune_steps=0)
+    factors = torch.tensor(Start(new).window_factors(new.still_config(3, 2), 3))
+    assert torch.equal(factors[[0, 2]], torch.tensor(Start(new).still.window_factors)[[0, 2]])
+    torch.testing.assert_close(factors[1], factors[[0, 2]].quantile(0.5).expand_as(factors[1]))
+    linearize(new, tmp_path / "new")
+    new_tensors = load_file(tmp_path / "new" / "adapter" / "adapter_model.safetensors")
+    assert all(torch.equal(new_tensors[name], tensor) for name, tensor in kept_tensors.items())
+    name = "model.layers.1.self_attn.feature_q_weight"
+    assert not torch.equal(new_tensors[name], load_model(base, attach_untrained=True).state_dict()[name].half())
+    made = torch.tensor(load_model(tmp_path / "new").config.still_config["window_factors"])
+    torch.testing.assert_close(made[[0, 2]], factors[[0, 2]], rtol=1e-5, atol=0)
+    assert (made[1] / factors[1] - 1).abs().min() > 1e-4
     other = make_base(tmp_path / "base", hidden_size=96)
     with pytest.raises(CheckpointError, match="another base"):
         linearize(replace(recipe, base=str(other)), tmp_path / "other")
