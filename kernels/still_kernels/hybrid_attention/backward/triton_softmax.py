@@ -184,6 +184,7 @@ def backward_query_kernel(
     b_denominator = b_sum
     if FACTOR:
         b_denominator *= tl.load(p_window_factor + i_head)
+    b_linear = tl.zeros([BM], tl.float32)
     if chunk >= 2:
         o_feature = tl.arange(0, FP)
         i_row = (i_batch.to(tl.int64) * H + i_head) * T + o_query
@@ -192,8 +193,8 @@ def backward_query_kernel(
         late = (T + C - 1) // C - 2
         p_z = p_prefix_z + ((i_batch.to(tl.int64) * H + i_head) * late + chunk - 2) * F
         b_z = tl.load(p_z + o_feature, mask=o_feature < F, other=0.0)
-        b_denominator += tl.sum(b_phi * b_z[None, :], 1)
-    b_denominator += epsilon
+        b_linear = tl.sum(b_phi * b_z[None, :], 1)
+    b_denominator += b_linear + epsilon
     b_lse = b_max + tl.log2(b_denominator)
 
     o_number = (i_batch.to(tl.int64) * H + i_head) * T + o_query
@@ -230,11 +231,9 @@ def backward_query_kernel(
             b_dq *= tl.load(p_window_factor + i_head)
         store_rows(p_grad_query, b_dq, i_batch, T, H, i_head, o_query, o_dim, D)
         if FACTOR:
-            if (
-                chunk < 2
-            ):  # no linear terms to weigh against: the sum is that of epsilon, and else what rounding left of delta
-                b_row = b_delta * (epsilon / b_denominator) / tl.load(p_window_factor + i_head)
-            tl.store(p_grad_factor + o_number, b_row, mask=m_query)
+            # No linear terms to weigh against: the sum is that of epsilon, and else what rounding left of delta.
+            b_alone = b_delta * (epsilon / b_denominator) / tl.load(p_window_factor + i_head)
+            tl.store(p_grad_factor + o_number, tl.where(b_linear > 0, b_row, b_alone), mask=m_query)
 
 
 @triton.jit
