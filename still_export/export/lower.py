@@ -249,11 +249,11 @@ def _give_weights(model: ir.Model, names: dict[str, str], weights: Weights, turn
 
 
 def lazy_tensor(name: str, weight: Weight, turned: bool = False) -> ir.LazyTensor:
-    """`weight`, transposed where it is `turned`, as an ONNX tensor that is read when it is asked for."""
+    """`weight`, transposed where it is `turned`, as an ONNX tensor that is read when it is asked for; not laid out anew."""
 
     def read() -> TorchTensor:
         value = value_of(weight).detach()
-        return TorchTensor((value.t() if turned else value).contiguous(), name=name)
+        return TorchTensor(value.t() if turned else value, name=name)
 
     shape = list(reversed(weight.shape)) if turned else list(weight.shape)
     return ir.LazyTensor(read, from_torch_dtype(weight.dtype), ir.Shape(shape), name=name)

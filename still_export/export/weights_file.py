@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
+import torch
 
 INSIDE_BYTES = 256
 """Tensors below this size stay in the graph."""
@@ -17,6 +18,9 @@ PAGE_BYTES = 4096
 
 VIEW = "still.view_of"
 """Metadata of a weight that is another weight's bytes in another shape or type: the name of that one, which comes first."""
+
+TURNED_BYTES = 1 << 27
+"""Of a transposed matrix that are laid out at once: the head of an 8B model, 1 GB, is not held twice."""
 
 Bytes = Callable[[int, int], None]
 """Told the bytes that were written and those that will be."""
@@ -48,7 +52,8 @@ def save_streaming(model: ir.Model, path: Path, location: str, progress: Bytes =
             offset = file.tell()
             # Two numbers of 4 bits share a byte, which NumPy does not know.
             packed = tensor.dtype.bitwidth < 8
-            file.write(tensor.tobytes() if packed else np.ascontiguousarray(tensor.numpy()).view(np.uint8).data)
+            for part in [tensor.tobytes()] if packed else _laid_out(tensor.numpy()):
+                file.write(part)
             length = file.tell() - offset
             assert length == tensor.nbytes, f"{value.name} has {length} bytes, its shape says {tensor.nbytes}"
             value.const_value = written[value.name] = ir.ExternalTensor(
@@ -69,3 +74,17 @@ def save_streaming(model: ir.Model, path: Path, location: str, progress: Bytes =
             base_dir=path.parent,
         )
     ir.save(model, path)
+
+
+def _laid_out(array: np.ndarray) -> Iterator[memoryview]:
+    """The bytes of `array`, row by row; a transposed matrix in parts."""
+    words = {2: np.int16, 4: np.int32}.get(array.itemsize)
+    if array.ndim != 2 or array.flags.c_contiguous or not array.flags.f_contiguous or words is None:
+        yield np.ascontiguousarray(array).view(np.uint8).data
+        return
+    stored = array.T.view(words)
+    step = max(1, TURNED_BYTES // (len(stored) * array.itemsize))
+    for start in range(0, len(array), step):
+        # PyTorch turns whole matrices 6 times as fast as NumPy does, parts of them no faster.
+        part = torch.from_numpy(np.ascontiguousarray(stored[:, start : start + step]))
+        yield part.t().contiguous().numpy().view(np.uint8).data
