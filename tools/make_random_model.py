@@ -2,14 +2,17 @@
 """Write a plain model of random bfloat16 weights in shards, tensor by tensor: what the memory of an export is measured with.
 
   python tools/make_random_model.py llama-1b FOLDER
+  python tools/make_random_model.py llama-8b FOLDER --sparse
 
-Needs the disk, not the memory, of the model. There is no tokenizer: packages of it run on token ids.
+Needs the disk, not the memory, of the model; with --sparse (Linux, fallocate) a 32nd of the disk. There is no tokenizer: packages of it
+run on token ids.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,6 +43,8 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
     ),
 }  # fmt: skip
 SHARD_BYTES = 1 << 30
+SPARSE = 32
+"""With --sparse one in so many of a matrix's numbers is random, the first ones; the others are zeros that the disk does not store."""
 
 
 def shapes(config: PreTrainedConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -50,12 +55,23 @@ def shapes(config: PreTrainedConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield name, tuple(parameter.shape)
 
 
+def values(shape: tuple[int, ...], generator: torch.Generator, part: int) -> torch.Tensor:
+    """Ones for a vector, else random numbers, of which one in `part` is not zero."""
+    if len(shape) == 1:
+        return torch.ones(shape, dtype=torch.bfloat16)
+    weight = torch.zeros(shape, dtype=torch.bfloat16)
+    flat = weight.view(-1)[: weight.numel() // part]
+    flat.copy_(torch.randn(len(flat), generator=generator) * 0.02)
+    return weight
+
+
 def main(arguments: list[str]) -> int:
     """Command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("geometry", choices=GEOMETRIES)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", type=int, help="Layers, for a first try; the geometry's own otherwise.")
+    parser.add_argument("--sparse", action="store_true", help="Mostly zeros, in files with holes.")
     given = parser.parse_args(arguments)
     geometry = {"dtype": "bfloat16", "tie_word_embeddings": False, **GEOMETRIES[given.geometry]}
     if given.layers:
@@ -70,11 +86,12 @@ def main(arguments: list[str]) -> int:
         name = f"model-{len(set(places.values())) + 1:05d}.safetensors"
         places.update(dict.fromkeys(shards[0], name))
         save_file(shards[0], given.folder / name, metadata={"format": "pt"})
+        if given.sparse:
+            subprocess.run(["fallocate", "--dig-holes", str(given.folder / name)], check=True)
         shards[0] = {}
 
     for name, shape in shapes(config):
-        weight = torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) * 0.02
-        shards[0][name] = weight.to(torch.bfloat16)
+        shards[0][name] = values(shape, generator, SPARSE if given.sparse else 1)
         if sum(t.numel() * 2 for t in shards[0].values()) >= SHARD_BYTES:
             write()
     if shards[0]:
