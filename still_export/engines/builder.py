@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -12,8 +13,10 @@ from typing import Any
 from still_export.engines.builder_log import Progress, file_logger, progress_monitor
 from still_export.engines.options import QUANTIZED_MAJOR, TrtOptions
 from still_export.errors import StillExportError
+from still_export.package.archive import kernels_in
 from still_export.package.folder import MODEL, Package
 from still_export.quantization.policy import PLUGIN
+from still_export.runners.trt_engine import TrtError, find_plugin_library, load_plugin_library
 from still_graphs.states import StateTable
 
 LOG, TIMING_CACHE = "build.log", "timing.cache"
@@ -27,16 +30,11 @@ class NoBuilderError(BuildError):
     """This machine cannot build the engines; the package is complete and another machine can."""
 
 
-def load_plugin(module: Any, package: Package, plugin: Path | None) -> Path:
-    """Load the plugin library for this TensorRT.
-
-    Raises:
-        BuildError: The package has none for this version, or the file is missing.
-    """
-    from still_export.runners.trt_engine import TrtError, load_plugin_library
-
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """A library that the runner refuses is an error of the build."""
     try:
-        return load_plugin_library(module, package.path, package.manifest, plugin)
+        yield
     except TrtError as error:
         raise BuildError(str(error)) from error
 
@@ -96,7 +94,8 @@ class EngineBuilder:
             self.driver = Driver()
             self._check_kernels(plugin)
             self.say("loading the plugin library")
-            self.plugin = load_plugin(module, self.package, plugin)
+            with _refusals():
+                self.plugin = load_plugin_library(module, self.package.path, self.package.manifest, plugin)
         start = time.monotonic()
         plan = self._plan()
         seconds = time.monotonic() - start
@@ -118,13 +117,17 @@ class EngineBuilder:
         return [entry]
 
     def _check_kernels(self, plugin: Path | None) -> None:
-        """Raise where no kernel of the package's own library runs on this GPU: TensorRT would say so after minutes."""
-        names, device = self.trt.architectures, self.driver.architecture
-        if plugin is None and self.package.manifest["plugin_layers"] and not any(runs_on(n, device) for n in names):
-            raise BuildError(
-                f"the kernels of {self.package.path} are for {', '.join(names)}, this GPU is {self.driver.name}, sm_{device}. "
-                f"Export again with --arch {','.join((*names, f'sm_{device}'))}."
-            )
+        """Raise where the library has no kernels of an op that run on this GPU: TensorRT would say so after minutes, in its words."""
+        with _refusals():
+            library = find_plugin_library(self.module, self.package.path, self.package.manifest, plugin)
+        kernels, device = kernels_in(library) or {}, self.driver.architecture
+        for op in self.package.manifest["plugin_layers"]:
+            names = sorted(kernels.get(op, ()))
+            if not any(runs_on(name, device) for name in names):
+                raise BuildError(
+                    f"the kernels of {library} for {op} are for {', '.join(names) or 'no GPU'}, this GPU is {self.driver.name}, "
+                    f"sm_{device}. Export again with --arch {','.join((*names, f'sm_{device}'))}."
+                )
 
     def _plan(self) -> Any:
         """The serialized engine; the network and its weights are gone when this returns."""

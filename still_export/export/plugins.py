@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from still_export.package.archive import MAGIC
 from still_graphs.errors import StillExportError
 
-MAGIC = b"STILLAR1"
 INCLUDE_VARIABLE = "STILL_TENSORRT_INCLUDE"
 USUAL_INCLUDES = ("/usr/include/x86_64-linux-gnu", "/usr/include/aarch64-linux-gnu", "/usr/local/tensorrt/include")
 ROOT = Path(__file__).resolve().parents[2]

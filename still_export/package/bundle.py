@@ -14,7 +14,7 @@ import still_graphs
 
 RUNTIME = "runtime"
 SHARED = ("base", "sampling", "text", "conversation", "program")
-CHECKS = ("refusals", "files", "checked", "external", "trust")
+CHECKS = ("refusals", "files", "checked", "external", "trust", "archive")
 RUNNERS = {"ort": (), "tensorrt": ("trt_engine", "cuda_driver")}
 """Runners by module, with the modules that they alone need."""
 PROGRAMS = {"ort": "run_ort.py", "tensorrt": "run_trt.py"}

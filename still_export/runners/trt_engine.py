@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from still_export.package.archive import kernels_in
 from still_export.package.checked import read_manifest
 from still_export.package.external import listed_weights
 from still_export.package.files import check_hash
@@ -26,8 +27,8 @@ class TrtError(RunError):
     """The engine cannot run here, or not this request; the message says why and what to do."""
 
 
-def load_plugin_library(module: Any, folder: Path, manifest: dict[str, Any], plugin: Path | None = None) -> Path:
-    """Register the package's plugins with TensorRT.
+def find_plugin_library(module: Any, folder: Path, manifest: dict[str, Any], plugin: Path | None = None) -> Path:
+    """The library whose plugins the package's engines have.
 
     Args:
         module: TensorRT's Python module.
@@ -39,10 +40,10 @@ def load_plugin_library(module: Any, folder: Path, manifest: dict[str, Any], plu
         The library; before TensorRT 10 the variant that registers itself.
 
     Raises:
-        TrtError: No library for this TensorRT, the file is missing, TensorRT refuses it, or it has other plugins.
+        TrtError: No library for this TensorRT, the file is missing, or none of still-export's.
     """
     major = module.__version__.split(".")[0]
-    named = plugin is not None  # by the user, who answers for it
+    named = plugin  # by the user, who answers for it
     if plugin is None:
         libraries = manifest.get("plugins", {})
         if major not in libraries:
@@ -51,13 +52,28 @@ def load_plugin_library(module: Any, folder: Path, manifest: dict[str, Any], plu
                 "Export again with --tensorrt-include FOLDER of that version, or name a library with --plugin."
             )
         plugin = folder / libraries[major]
+    elif plugin.is_file() and kernels_in(plugin) is None:
+        raise TrtError(
+            f"{plugin} is no plugin library of still-export. Leave --plugin away, or name the libstill_tensorrt{major}.so of an export."
+        )
     if int(major) < 10:
         # 8.6.0's registry does not load libraries (8.6.1's does): the variant that registers itself serves both.
         plugin = plugin.with_name(f"{plugin.stem.removesuffix('_static')}_static.so")
     if not plugin.is_file():
         raise TrtError(f"the plugin library {plugin} is missing (searched there only). Name it with --plugin FILE.")
-    if not named and native_file(folder, manifest, plugin.name) is None:
+    if named is None and native_file(folder, manifest, plugin.name) is None:
         raise TrtError(f"the plugin library {plugin} {UNTRUSTED}.")
+    return plugin
+
+
+def load_plugin_library(module: Any, folder: Path, manifest: dict[str, Any], plugin: Path | None = None) -> Path:
+    """Register the package's plugins with TensorRT; arguments and result as of `find_plugin_library`.
+
+    Raises:
+        TrtError: As there; TensorRT refuses the library, or it has other plugins.
+    """
+    major = module.__version__.split(".")[0]
+    plugin = find_plugin_library(module, folder, manifest, plugin)
     registry, refused = module.get_plugin_registry(), f"TensorRT {module.__version__} cannot load {plugin}"
     ops = manifest.get("plugin_layers", {})
     if not set(ops) <= set(_versions(registry)):  # TensorRT refuses to load what is registered

@@ -10,19 +10,27 @@ import ctypes
 import json
 import struct
 import types
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import onnx
 import pytest
 
+from still_export.package.archive import MAGIC as ARCHIVE
 from still_graphs.ops import DOMAIN, OPS
 from still_graphs.passes.walk import attribute
 from tests.still_export.fake_cuda import HostDriver
 from tests.still_export.fake_engine import Engine, restore_bodies
 
-LIBRARY = "still plugins 1"
-"""Content of a plugin library, with the version of its plugins."""
+
+def library_text(version: str = "1", archs: Iterable[str] = ("sm_90",)) -> str:
+    """Content of a plugin library, with its archive's index and, last, the version of its plugins."""
+    index = [{"op": f"{DOMAIN}::{name}", "variants": [{"arch": arch} for arch in archs]} for name in OPS]
+    text = json.dumps({"indexes": index})
+    text += " " * (-len(text) % 256)  # so that its length is text too
+    return f"still plugins {ARCHIVE.decode()}{struct.pack('<Q', len(text)).decode()}{text} {version}"
+
 
 MAGIC = b"FAKEPLAN"
 
@@ -311,10 +319,10 @@ def install(patch: pytest.MonkeyPatch, version: str = "10.3.0") -> FakeTensorRT:
     return module
 
 
-def write_libraries(folder: Path) -> dict[str, str]:
+def write_libraries(folder: Path, archs: Iterable[str] = ("sm_90",)) -> dict[str, str]:
     """Stand-ins for the plugin libraries of every generation; their names by generation."""
     names = {major: f"libstill_tensorrt{major}.so" for major in ("8", "10", "11")}
     for name in names.values():
         for file in (folder / name, folder / name.replace(".so", "_static.so")):
-            file.write_text(LIBRARY)
+            file.write_text(library_text(archs=archs))
     return names

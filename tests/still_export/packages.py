@@ -84,7 +84,7 @@ def trt_package(folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: str = "flo
     """A lowered package for TensorRT whose kernels were not compiled."""
     monkeypatch.setattr(
         "still_export.export.trt_package._write_plugins",
-        lambda graph, target, *a: fake_tensorrt.write_libraries(target),
+        lambda graph, target, trt, say: fake_tensorrt.write_libraries(target, trt.architectures),
     )
     folder.mkdir(parents=True)
     package = lower_package(

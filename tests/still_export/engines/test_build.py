@@ -114,10 +114,19 @@ def test_kernels_for_other_gpus_are_named_before_the_build(tmp_path: Path, monke
     package = trt_package(tmp_path / "trt", monkeypatch, archs=("sm_70", "sm_80"))
     module = fake_tensorrt.install(monkeypatch, "8.6.1")
     with pytest.raises(
-        BuildError, match=r"kernels of .* are for sm_70, sm_80, this GPU is .*--arch sm_70,sm_80,sm_90\."
+        BuildError,
+        match=r"kernels of .* for HybridAttention are for sm_70, sm_80, this GPU is .*--arch sm_70,sm_80,sm_90\.",
     ):
         build_engines(package)
-    assert not module.networks, "before TensorRT starts"
+    named = tmp_path / "libstill_tensorrt8_static.so"
+    named.write_text(fake_tensorrt.library_text(archs=("sm_90",)))
+    other = tmp_path / "libz.so"
+    other.write_text("ELF")
+    with pytest.raises(BuildError, match=r"libz\.so is no plugin library of still-export\."):
+        build_engines(package, BuildOptions(plugin=other))
+    assert not module.networks and not module.loaded, "before TensorRT starts, and before a library is loaded"
+    build_engines(package, BuildOptions(plugin=named))
+    assert module.loaded == [named.name], "the archive that counts is that of the library"
 
 
 @pytest.mark.parametrize("version", VERSIONS)
