@@ -13,6 +13,10 @@ namespace
 
 constexpr unsigned kDefaultSharedBytes = 48 * 1024;
 constexpr int kMaxDynamicSharedBytes = 8; // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+// CUDA_ERROR_INVALID_IMAGE, _NO_BINARY_FOR_GPU, _UNSUPPORTED_PTX_VERSION: what drivers say of code that is newer than they are.
+constexpr int kInvalidImage = 200;
+constexpr int kNoBinary = 209;
+constexpr int kNewerCompiler = 222;
 constexpr int64_t kMaxGridX = 2147483647;
 constexpr int64_t kMaxGrid = 65535; // of y and z
 constexpr int kTensorMapFloat16 = 6; // CUtensorMapDataType
@@ -173,7 +177,17 @@ CuFunction load_function(Kernel const& kernel)
         return function;
     CuModule module = nullptr;
     CuFunction found = nullptr;
-    driver.check(driver.moduleLoadData(&module, kernel.cubin.data()), "cuModuleLoadData");
+    int const status = driver.moduleLoadData(&module, kernel.cubin.data());
+    if (status == kInvalidImage || status == kNoBinary || status == kNewerCompiler)
+    {
+        int version = 0;
+        if (driver.driverGetVersion)
+            driver.driverGetVersion(&version);
+        fail("the CUDA driver", version ? " (CUDA " + std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10) + ")" : "",
+            " does not take the kernel ", kernel.name, " (error ", status, "): it is older than what compiled it, or the GPU is another one. ",
+            "Update the driver, or export again here.");
+    }
+    driver.check(status, "cuModuleLoadData");
     driver.check(driver.moduleGetFunction(&found, module, kernel.symbol.c_str()), "cuModuleGetFunction");
     if (kernel.shared_bytes > kDefaultSharedBytes)
     {

@@ -342,6 +342,12 @@ def test_driver_failures_are_named(core: Core, op: CoreOp, recorder: Recorder) -
     with pytest.raises(CoreError, match="cuMemAlloc failed with 2 \\(CUDA_ERROR_OUT_OF_MEMORY: stand-in\\)"):
         op.prepare(inputs(T=1))
     recorder.reset()
+    recorder.fail("cuModuleLoadData", 200)
+    with pytest.raises(
+        CoreError, match=r"the CUDA driver does not take the kernel decode \(error 200\): .* Update the driver"
+    ):
+        op.prepare(inputs(T=1))
+    recorder.reset()
     op.prepare(inputs(T=1))
     recorder.fail("cuLaunchKernel", 700)
     with pytest.raises(CoreError, match="cuLaunchKernel of decode failed with 700"):
