@@ -71,6 +71,8 @@ OWN = (
     "kernels/still_kernels/linear_attention/",
     "kernels/still_kernels/causal_conv/",
     "kernels/still_kernels/matmul_nbits/",
+    "kernels/still_kernels/dense_matmul/",
+    "kernels/still_kernels/gated_mlp/",
     "still_export/quantization/",
     "still_export/mixers/",
     "still_export/models/",
@@ -84,10 +86,14 @@ REGISTRATIONS = {
         "linear_attention",
         "causal_conv",
         "matmul_nbits",
+        "dense_matmul",
+        "gated_mlp",
     },
     "still_export/proof/excuses.py": {"HybridAttention", "hybrid_attention"},
+    "graphs/still_graphs/passes/sum_in_float32.py": {"DenseMatMul", "dense_matmul"},
+    "graphs/still_graphs/passes/join_products.py": {"dense_matmul", "gated_mlp"},
 }
-"""One line an op, and what stands in it."""
+"""One line an op, and what stands in it; passes that put an op into graphs."""
 GENAIS = {
     "graphs/still_graphs/passes/join_states.py": {"conv_state", "recurrent_state"},
     "still_export/proof/genai.py": {"chunk_size"},

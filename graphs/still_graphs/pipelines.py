@@ -21,12 +21,14 @@ from still_graphs.passes.add_greedy_token import add_greedy_token
 from still_graphs.passes.fix_shapes import fix_shapes
 from still_graphs.passes.inline_functions import inline_functions
 from still_graphs.passes.join_heads import join_heads
+from still_graphs.passes.join_products import join_products
 from still_graphs.passes.join_states import join_states
 from still_graphs.passes.lower_integers import lower_integers
 from still_graphs.passes.lower_opset import lower_opset, lowered
 from still_graphs.passes.lower_plugin_nodes import lower_plugin_nodes
 from still_graphs.passes.replace_nonzero import replace_nonzero
 from still_graphs.passes.strip_functions import strip_functions
+from still_graphs.passes.sum_in_float32 import sum_in_float32
 from still_graphs.passes.take_general_branches import take_general_branches
 from still_graphs.passes.take_lengths_from_mask import take_lengths_from_mask
 from still_graphs.passes.widen_sigmoids import widen_sigmoids
@@ -85,6 +87,8 @@ TARGETS: dict[str, Target] = {
                 Step(fix_shapes, "8.6 reserves memory for dimensions that are left to be computed"),
                 Step(join_heads, "8.6 tries each part of a model in one layout instead of two", one_row=True),
                 Step(add_greedy_token, "greedy decoding stays on the device"),
+                Step(sum_in_float32, "8.6 sums products of prompts in half precision"),
+                Step(join_products, "8.6 compiles and launches what lies between two plugins apart"),
                 Step(
                     lower_opset,
                     "TensorRT 8.6 reads opset 17, and so do all later versions; quantized weights, for 10 and later, need 21",

@@ -156,6 +156,8 @@ _PLACES = {
     "LinearAttention": "still_kernels.linear_attention.variants",
     "CausalConv": "still_kernels.causal_conv.variants",
     "MatMulNBits": "still_kernels.matmul_nbits.variants",
+    "DenseMatMul": "still_kernels.dense_matmul.variants",
+    "GatedMlp": "still_kernels.gated_mlp.variants",
 }
 """Where the `KERNELS` of each op are."""
 

@@ -12,7 +12,15 @@ import onnx
 from onnx import helper
 
 from still_graphs.errors import UnsupportedError
-from still_graphs.functions import attention, causal_conv, hybrid_attention, linear_attention, matmul_nbits
+from still_graphs.functions import (
+    attention,
+    causal_conv,
+    dense_matmul,
+    gated_mlp,
+    hybrid_attention,
+    linear_attention,
+    matmul_nbits,
+)
 from still_graphs.functions.causal_conv import fused as fused_causal_conv
 from still_graphs.functions.codes import has_codes, keep_codes, rename, without_scales
 from still_graphs.functions.linear_attention import fused as fused_linear_attention
@@ -30,6 +38,8 @@ BODIES: dict[str, tuple[Writer, tuple[str, ...]]] = {
     "LinearAttention": (linear_attention.function_body, linear_attention.SYMBOLS),
     "CausalConv": (causal_conv.function_body, causal_conv.SYMBOLS),
     "MatMulNBits": (matmul_nbits.function_body, matmul_nbits.SYMBOLS),
+    "DenseMatMul": (dense_matmul.function_body, dense_matmul.SYMBOLS),
+    "GatedMlp": (gated_mlp.function_body, gated_mlp.SYMBOLS),
 }
 """Per op, the writer of its body and the symbols of `dims` that it needs."""
 

@@ -1,0 +1,36 @@
+"""Block sizes and warps of the kernels. Integers only: no torch, no Triton."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from still_kernels.dense_matmul.plan import INNER
+from still_kernels.dense_matmul.tiles import NORM_COLUMNS, WIDE_SHARED, few_tile, many_tile
+from still_kernels.tile import SHARED_BYTES, KernelTile, TileTable
+
+FEW = ((16, 128, 4, 4), (16, 128, 4, 4), (32, 128, 8, 4), (64, 64, 8, 4))
+MANY = ((64, 32, 4, 4), (128, 64, 4, 3), (128, 128, 8, 3), (128, 128, 8, 3))
+"""As those of still::DenseMatMul, with half the outputs: a program computes a gate and a number beside it."""
+
+
+@lru_cache
+def tile_table(aligned: int, span: int, gated_span: int, arch: int) -> TileTable:
+    """The table of spans of both products, for sizes that are multiples of 8 or not, on an architecture (90 for sm_90)."""
+    roomy = SHARED_BYTES[arch] >= WIDE_SHARED
+    outputs, inner, warps, stages = FEW[gated_span]
+    inner, stages = (inner, stages) if roomy else (64, 3)
+    few = KernelTile({"BN": outputs, "BK": inner, "STAGES": stages}, warps, stages)
+    rows, outputs, warps, stages = MANY[gated_span]
+    if gated_span and not (roomy and aligned and arch >= 90):  # whose sums would not fit into fewer registers
+        rows, outputs, warps, stages = 128, 64, 8, 3
+    inner = INNER if roomy else INNER // 2
+    many = KernelTile({"BM": rows, "BN": outputs, "BK": inner, "GROUP": 8, "STAGES": stages}, warps, stages)
+    return TileTable(
+        {
+            "norm": KernelTile({"BC": NORM_COLUMNS}, 4),
+            "few_gated": few,
+            "few_down": few_tile(span, roomy),
+            "many_gated": many,
+            "many_down": many_tile(span, roomy, aligned, arch),
+        }
+    )

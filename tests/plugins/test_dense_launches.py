@@ -1,0 +1,78 @@
+"""The core launches of still::DenseMatMul and still::GatedMlp what the Python launcher launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from still_graphs.ops.dense_matmul import DENSE_MATMUL
+from still_graphs.ops.gated_mlp import GATED_MLP
+from still_kernels import dense_matmul, gated_mlp
+from still_kernels.dense_matmul.variants import Variant
+from still_kernels.gated_mlp.variants import Variant as GatedVariant
+from tests.plugins.test_launches import fake_compiler, mirror  # noqa: F401  # fixtures
+
+launch = pytest.importorskip("still_kernels.dense_matmul.launch")
+launch_gated = pytest.importorskip("still_kernels.gated_mlp.launch")
+
+
+def made(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.float16, device="meta")
+
+
+@pytest.mark.parametrize(
+    "batch, count, outputs, inputs, span, beside",
+    [
+        (1, 1, 576, 1536, 0, ("weight", "residual")),
+        (8, 1, 77, 83, 0, ("turned_weight",)),
+        (3, 21, 4096, 72, 2, ("weight", "norm_weight")),
+        (1, 65, 1544, 288, 1, ("turned_weight", "norm_weight", "residual")),
+        (2, 300, 12288, 4096, 3, ("weight",)),
+    ],
+    ids=str,
+)
+def test_dense_matmul(
+    batch: int, count: int, outputs: int, inputs: int, span: int, beside: tuple[str, ...], mirror: Callable[..., None]  # noqa: F811
+) -> None:  # fmt: skip
+    given = {
+        "weight": made(inputs, outputs),
+        "turned_weight": made(outputs, inputs),
+        "norm_weight": made(inputs),
+        "residual": made(batch, count, outputs),
+    }
+    tensors = {"input": made(batch, count, inputs), **{name: given[name] for name in beside}}
+    call = dense_matmul.Inputs(**tensors, epsilon=2e-6)
+    variant = Variant(
+        "float16",
+        *(int(name in beside) for name in ("turned_weight", "norm_weight", "residual")),
+        aligned=int(outputs % 8 == 0 and inputs % 8 == 0),
+        whole=int(inputs % 64 == 0),
+        span=span,
+    )
+    mirror(
+        DENSE_MATMUL, tensors, lambda output: launch.launch_dense_matmul(call, output), variant, {"norm_epsilon": 2e-6}
+    )
+
+
+@pytest.mark.parametrize(
+    "batch, count, width, middle, spans",
+    [(1, 1, 576, 1536, (0, 1)), (3, 22, 4096, 14336, (2, 3)), (1, 65, 37, 83, (0, 0))],
+)
+def test_gated_mlp(
+    batch: int, count: int, width: int, middle: int, spans: tuple[int, int], mirror: Callable[..., None]  # noqa: F811
+) -> None:  # fmt: skip
+    tensors = {
+        "input": made(batch, count, width),
+        "norm_weight": made(width),
+        "down": made(middle, width),
+        "gate_up": made(width, 2 * middle),
+    }
+    call = gated_mlp.Inputs(**tensors, epsilon=2e-6)
+    variant = GatedVariant(
+        "float16", int(width % 8 == 0 and middle % 8 == 0), int(width % 64 == 0 and middle % 64 == 0), *spans
+    )
+    mirror(
+        GATED_MLP, tensors, lambda output: launch_gated.launch_gated_mlp(call, output), variant, {"norm_epsilon": 2e-6}
+    )

@@ -1,0 +1,127 @@
+"""Passes that let products sum in float32, and join them with what is around them: the same results by fewer nodes."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from still_graphs.ops import DOMAIN
+from still_graphs.passes.attach_functions import attach_functions
+from still_graphs.passes.join_products import join_products
+from still_graphs.passes.sum_in_float32 import sum_in_float32
+
+WIDTH, MIDDLE, EPSILON = 24, 40, 3e-4
+RANDOM = np.random.default_rng(0)
+WEIGHTS = {
+    "norm": RANDOM.standard_normal(WIDTH) + 1,
+    "gate_up": RANDOM.standard_normal((WIDTH, 2 * MIDDLE)) / 5,
+    "down": RANDOM.standard_normal((MIDDLE, WIDTH)) / 6,
+    "head": RANDOM.standard_normal((17, WIDTH)),
+    "sizes": np.array([MIDDLE, MIDDLE]),
+}
+SHAPES: dict[str, list[str | int]] = {
+    **{name: ["b", "t", WIDTH] for name in ("x", "normed", "fed", "y")},
+    **{name: ["b", "t", MIDDLE] for name in ("gate", "up", "bent", "silu", "middle")},
+    "both": ["b", "t", 2 * MIDDLE],
+    "z": ["b", "t", 17],
+}
+
+
+def layer(norm: str = "x", total: str = "x", halves: tuple[str, str] = ("gate", "up")) -> list[onnx.NodeProto]:
+    """A feed-forward layer and a head as exports write them."""
+    make = helper.make_node
+    return [
+        make("RMSNormalization", [norm, "norm"], ["normed"], axis=-1, epsilon=EPSILON),
+        make("MatMul", ["normed", "gate_up"], ["both"]),
+        make("Split", ["both", "sizes"], list(halves), axis=-1),
+        make("Sigmoid", ["gate"], ["bent"]),
+        make("Mul", ["gate", "bent"], ["silu"]),
+        make("Mul", ["silu", "up"], ["middle"]),
+        make("MatMul", ["middle", "down"], ["fed"]),
+        make("Add", [total, "fed"], ["y"]),
+        make("Transpose", ["head"], ["turned"], perm=[1, 0]),
+        make("MatMul", ["y", "turned"], ["z"]),
+    ]
+
+
+def model_of(nodes: list[onnx.NodeProto], outputs: tuple[str, ...] = ("z",), dtype: str = "float16") -> onnx.ModelProto:
+    kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+
+    def info(name: str) -> onnx.ValueInfoProto:
+        return helper.make_tensor_value_info(name, kind, SHAPES[name])
+
+    weights = [
+        numpy_helper.from_array(value if name == "sizes" else value.astype(dtype), name)
+        for name, value in WEIGHTS.items()
+    ]
+    made = [name for node in nodes for name in node.output if name in SHAPES and name not in outputs]
+    graph = helper.make_graph(
+        nodes, "g", [info("x")], [info(name) for name in outputs], weights, value_info=[info(name) for name in made]
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
+
+
+def run(model: onnx.ModelProto) -> np.ndarray:
+    """The outputs side by side, for five tokens of two rows."""
+    x = (0.02 * np.random.default_rng(1).standard_normal((2, 5, WIDTH))).astype(np.float16)
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    return np.concatenate([y.astype(np.float64) for y in session.run(None, {"x": x})], axis=-1)
+
+
+def kinds(model: onnx.ModelProto) -> list[str]:
+    return [node.op_type for node in model.graph.node]
+
+
+def test_a_layer_and_a_head_become_two_nodes_of_the_same_numbers() -> None:
+    model = model_of(layer())
+    expected = run(model)
+    assert sum_in_float32(model) == 3
+    assert kinds(model).count("DenseMatMul") == 3 and "MatMul" not in kinds(model)
+    assert join_products(model) == 3, "a norm, a residual, a layer"
+    assert kinds(model) == ["GatedMlp", "DenseMatMul"]
+    first, head = model.graph.node
+    assert list(first.input) == ["x", "norm", "down", "gate_up"] and first.domain == head.domain == DOMAIN
+    assert first.attribute[0].f == pytest.approx(EPSILON) and list(head.input) == ["y", "", "head"]
+    attach_functions(model)
+    np.testing.assert_allclose(run(model), expected, rtol=4e-3, atol=4e-3)
+    assert sum_in_float32(model) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "outputs", "left"),
+    [
+        ({"halves": ("up", "gate")}, ("z",), ["DenseMatMul", "Split", "Sigmoid", "Mul", "Mul", "DenseMatMul", "DenseMatMul"]),
+        ({}, ("z", "middle"), ["DenseMatMul", "Split", "Sigmoid", "Mul", "Mul", "DenseMatMul", "DenseMatMul"]),
+        ({}, ("z", "bent"), ["DenseMatMul", "Split", "Sigmoid", "Mul", "Mul", "DenseMatMul", "DenseMatMul"]),
+        ({}, ("z", "fed"), ["DenseMatMul", "Split", "Sigmoid", "Mul", "Mul", "DenseMatMul", "Add", "DenseMatMul"]),
+        ({}, ("z", "normed"), ["RMSNormalization", "DenseMatMul", "Split", "Sigmoid", "Mul", "Mul", "DenseMatMul", "DenseMatMul"]),
+        ({"total": "normed"}, ("z",), ["RMSNormalization", "DenseMatMul", "Split", "Sigmoid", "Mul", "Mul", "DenseMatMul", "DenseMatMul"]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_others_read_stays(change: dict[str, str], outputs: tuple[str, ...], left: list[str]) -> None:
+    """A layer whose up gates, and values that something else uses: joined as far as numbers stay those of the graph."""
+    model = model_of(layer(**change), outputs)  # type: ignore[arg-type]
+    expected = run(model)
+    sum_in_float32(model)
+    join_products(model)
+    assert kinds(model) == left
+    attach_functions(model)
+    np.testing.assert_allclose(run(model), expected, rtol=4e-3, atol=4e-3)
+
+
+def test_other_types_are_left_to_the_runtime() -> None:
+    model = model_of(layer(), dtype="float32")
+    before = kinds(model)
+    assert sum_in_float32(model) == 0 == join_products(model) and kinds(model) == before
+
+
+def test_results_have_types() -> None:
+    model = model_of(layer())
+    del model.graph.value_info[:]
+    model.graph.value_info.append(helper.make_tensor_value_info("normed", TensorProto.FLOAT16, ["b", "t", WIDTH]))
+    assert sum_in_float32(model) == 1, "no more is known to be float16"
+    assert model.graph.value_info[-1].name == "both"

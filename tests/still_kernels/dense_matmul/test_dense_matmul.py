@@ -1,0 +1,127 @@
+"""The kernels of still::DenseMatMul against products in float64: in Triton's interpreter, compiled on a GPU; and their machine code."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from still_graphs.errors import ShapeError, UnsupportedError
+from still_kernels.dense_matmul import Inputs, naive_dense_matmul
+from still_kernels.op_kernels import kernels_of
+from still_kernels.plan import Call
+from tests.dense_matmul_cases import FEW, call, exact
+
+pytest.importorskip("triton")
+cases = pytest.importorskip("tests.still_kernels.dense_matmul.cases")
+from still_kernels.aot import compile_variant  # noqa: E402
+from still_kernels.dense_matmul.variants import Variant  # noqa: E402
+from tests.machine_code import disassembly, lines  # noqa: E402
+
+BOUND = 4e-4
+"""Outputs are rounded to float16: 2.1e-4 by Frobenius norm. Sums in half precision of these inputs are off by more than twice that."""
+
+
+@functools.cache
+def interpreted() -> dict[str, float]:
+    """Errors of all cases, from a process that runs the kernels in the interpreter."""
+    root = Path(__file__).parents[3]
+    roots = os.pathsep.join(str(root / name) for name in (".", "kernels", "graphs"))  # this tree, whatever is installed
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": roots}
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("cases.py"))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    results: dict[str, float] = json.loads(done.stdout)
+    return results
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(cases.CASES))
+def test_interpreter(name: str) -> None:
+    assert interpreted()[name] <= BOUND
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", list(cases.CASES))
+def test_gpu(name: str) -> None:
+    assert cases.run_case(name, "cuda") <= BOUND
+
+
+@pytest.mark.parametrize("name", list(FEW))
+def test_definition(name: str) -> None:
+    """In float32 and in float16, which is rounded once."""
+    for dtype, bound in ((torch.float32, 1e-6), (torch.float16, BOUND)):
+        given = call(FEW[name], 2, 3, dtype)
+        expected = exact(given)
+        assert (naive_dense_matmul(given).double() - expected).norm() <= bound * expected.norm()
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"weight": None}, "one of them is wanted"),
+        ({"turned_weight": torch.zeros(72, 200)}, "one of them is wanted"),
+        ({"weight": torch.zeros(199, 72).half()}, r"weight: expected \[200, 72\] of torch.float16, got \[199, 72\]"),
+        ({"weight": torch.zeros(200, 72)}, "weight: expected .* got .* of torch.float32"),
+        ({"norm_weight": torch.zeros(72).half()}, r"norm_weight: expected \[200\]"),
+        ({"residual": torch.zeros(1, 1, 200).half()}, r"residual: expected \[1, 1, 72\]"),
+        ({"input": torch.zeros(2, 200).half()}, r"expected \[B, T, I\]"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_named(change: dict[str, torch.Tensor | None], message: str) -> None:
+    given = Inputs(**{**vars(call(FEW["few"], 1, 1)), **change})  # type: ignore[arg-type]
+    with pytest.raises(ShapeError, match=message):
+        naive_dense_matmul(given)
+
+
+def test_refusals() -> None:
+    """What no kernel covers, with what is covered."""
+    kernels, sizes = kernels_of("DenseMatMul"), {"B": 1, "T": 1, "I": 64, "O": 8}
+    seen = Call(sizes, {"norm_epsilon": 1e-5}, dtype="float32", present=frozenset({"weight"}))
+    assert kernels.refusals(seen) == [
+        "activations are float32; products with dense weights have kernels for float16, bfloat16."
+    ]
+    with pytest.raises(UnsupportedError, match="one of weight and turned_weight is wanted"):
+        kernels.plan.check(Call(sizes, {"norm_epsilon": 1e-5}, dtype="float16", present=frozenset()))
+
+
+def test_unknown_device_is_refused() -> None:
+    from still_kernels.dense_matmul.launch import triton_dense_matmul
+
+    with pytest.raises(UnsupportedError, match="device 'cpu'"):
+        triton_dense_matmul(call(FEW["few"], 1, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arch, variant",
+    [
+        (90, Variant()),
+        *[
+            pytest.param(90, v, marks=pytest.mark.long)
+            for v in (Variant(span=3), Variant(turned=1, normed=1, span=3), Variant(residual=1), Variant(aligned=0))
+        ],
+        *[
+            pytest.param(arch, v, marks=pytest.mark.long)
+            for arch in (80, 89)
+            for v in (Variant(span=3), Variant(span=1))
+        ],
+    ],
+    ids=str,
+)
+def test_machine_code(arch: int, variant: Variant, tmp_path: Path) -> None:
+    """No kernel spills, and no matrix instruction sums in half precision."""
+    entry, cubins = compile_variant("DenseMatMul", variant, arch)
+    for name, kernel in entry["kernels"].items():
+        code = lines(disassembly(cubins[kernel["cubin"]], tmp_path))
+        found = [line.name for line in code]
+        assert not {"STL", "LDL"} & {n.split(".")[0] for n in found}, f"{name} spills"
+        products = {n for n in found if n.startswith(("HMMA", "HGMMA"))}
+        assert bool(products) == (name != "norm") and all(".F32" in n for n in products), products
