@@ -251,6 +251,7 @@ def _write_model(
     from still_export.export.fuse import fuse_nodes
     from still_export.export.lower import lower_program, part_scales
     from still_export.export.merge import MERGES_NONE, THREE, merge_products
+    from still_export.export.part_norms import norm_in_place
     from still_export.export.trace import trace_model
     from still_export.export.weights_file import save_streaming
     from still_graphs.passes.attach_functions import attach_functions
@@ -261,6 +262,8 @@ def _write_model(
     if final == "onnx":
         part_scales(lowered)
     own = final == "onnx" and options.opset == OPSET
+    if final in MERGES_NONE:
+        norm_in_place(lowered)
     if own:
         fuse_nodes(lowered)
     if not asked:  # quantized weights of one value are one already
