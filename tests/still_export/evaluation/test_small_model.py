@@ -64,6 +64,7 @@ def test_fits_the_repository() -> None:
         ("smollm2-135m-instruct", 30, 9, (), 8_000_000),
         ("smollm2-135m-instruct-mixed", 30, 9, (17, 18, 20, 23), 8_000_000),
         ("smollm2-135m-instruct-mixed-2", 30, 9, (17, 18), 8_000_000),
+        ("smollm2-135m-instruct-hybrid", 30, 9, (), 8_000_000),
         ("qwen2.5-coder-1.5b-instruct-mixed", 28, 12, (14, 16, 19, 23), 12 << 20),
     ],
 )
@@ -80,9 +81,12 @@ def test_adapters_are_complete(name: str, layers: int, heads: int, softmax: tupl
     hybrid = [layer for layer in range(layers) if layer not in softmax]
     assert still.layer_types == (tuple(HYBRID if i in hybrid else FULL for i in range(layers)) if softmax else None)
     scaled = {name for name, tensor in tensors.items() if tensor.dtype == torch.int8}
-    assert set(tensors) == {f"model.layers.{i}.self_attn.{name}" for i in hybrid for name in names} | {
-        name + SCALE for name in scaled
-    }
+    # Where the base's own projections stay, in layers that were softmax while the others were trained, gates alone have LoRA.
+    bare = (
+        {f"model.layers.{i}.self_attn.{p}_proj." for i in (17, 18) for p in "qkvo"} if name.endswith("-hybrid") else ()
+    )
+    expected = {f"model.layers.{i}.self_attn.{part}" for i in hybrid for part in names}
+    assert set(tensors) == {n for n in expected if not n.startswith(tuple(bare))} | {name + SCALE for name in scaled}
 
 
 @pytest.fixture(scope="module")
