@@ -89,4 +89,5 @@ KERNELS = OpKernels(
     folder=Path(__file__).parent,
     covered=COVERED,
     covered_ahead=COVERED,
+    work=imported("still_kernels.dense_matmul.work", "WORK"),
 )

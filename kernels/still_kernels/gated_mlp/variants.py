@@ -65,4 +65,5 @@ KERNELS = OpKernels(
     folder=Path(__file__).parent,
     covered=COVERED,
     covered_ahead=COVERED,
+    work=imported("still_kernels.gated_mlp.work", "WORK"),
 )
