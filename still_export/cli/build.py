@@ -42,14 +42,15 @@ def build(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
     """Build the engines of a package with the TensorRT and the GPU of this machine; build.log keeps TensorRT's words."""
-    from still_export.engines.build import BuildOptions, build_engines, reopen
+    from still_export.cli.main import ended_at_once
+    from still_export.engines.build import BuildOptions, build_engines, discard_staged, reopen
     from still_export.package.trust import trust_package
 
     out, opened = Output(as_json, quiet), reopen(package)
     options = BuildOptions(plugin, batch, prefill_tokens, workspace, optimization_level)
     if trust_native:
         trust_package(package, engines=False)
-    with out.steps() as progress:
+    with out.steps() as progress, ended_at_once(lambda: discard_staged(package)):
         engines = build_engines(opened, options, progress)
     out.result(
         {"package": str(package), "engines": [str(e) for e in engines]},

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
+import os
 import signal
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -84,6 +87,9 @@ ROOT_OPTIONS = ("-h", "--help", "--version")
 """What stands in the place of a verb; anything else is the model of an export."""
 
 
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
+
+
 class _Interrupted(BaseException):
     """Ctrl-C or SIGTERM; not KeyboardInterrupt, which typer would turn into exit code 130."""
 
@@ -109,7 +115,7 @@ def main(arguments: list[str] | None = None) -> None:
             sys.exit(2)
         given.insert(0, "export")
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in INTERRUPTS:
             signal.signal(number, _interrupt)
     try:
         app(given, standalone_mode=True)
@@ -125,7 +131,7 @@ def main(arguments: list[str] | None = None) -> None:
         _complain("MissingPackage", f"this needs the package {str(error.name).split('.')[0]}. Run: {command}")
         sys.exit(2)
     except _Interrupted:
-        _complain("Interrupted", "nothing half-written was left behind.")
+        _complain_interrupted()
         sys.exit(2)
     except MemoryError:
         if debug:
@@ -144,6 +150,33 @@ def main(arguments: list[str] | None = None) -> None:
             sys.exit(2)
         _complain("Unexpected", f"{type(error).__name__}: {said[:300]} (--debug shows where; please report it)")
         sys.exit(2)
+
+
+@contextlib.contextmanager
+def ended_at_once(undo: Callable[[], None]) -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM end the process where it is, after `undo`.
+
+    For TensorRT: what signal handlers raise in its callbacks is lost, and it works on for minutes.
+    """
+
+    def end(*_: object) -> None:
+        undo()
+        _complain_interrupted()
+        sys.stderr.flush()
+        os._exit(2)
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.signal(number, end) for number in INTERRUPTS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _complain_interrupted() -> None:
+    _complain("Interrupted", "nothing half-written was left behind.")
 
 
 def _complain(name: str, message: str) -> None:

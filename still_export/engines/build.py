@@ -122,6 +122,13 @@ def _kept(package: Package) -> Iterator[None]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def discard_staged(package: Path) -> None:
+    """Remove what a build that is ended in its midst leaves beside the package's files."""
+    shutil.rmtree(package / BEFORE, ignore_errors=True)
+    for part in package.glob(".*.part"):
+        part.unlink(missing_ok=True)
+
+
 def _check_rows(path: Path, plugin: Path | None, batch: int) -> None:
     """Raise unless the engine runs here, where it was built, and every row is what it is alone."""
     try:

@@ -366,3 +366,40 @@ def test_chat_format_of_a_template() -> None:
     }
     Tokenizer.apply_chat_template = lambda self, turns, **_: "\n".join(t["content"].upper() for t in turns)  # type: ignore
     assert chat_format(Tokenizer()) is None
+
+
+SWALLOWED = """
+import sys, time
+from pathlib import Path
+import still_export.engines.build as engines
+from still_export.cli.main import main
+def build(package, options, progress):
+    folder = Path(sys.argv[1])
+    (folder / engines.BEFORE).mkdir()
+    (folder / ".engine.plan.part").touch()
+    print("building", flush=True)
+    while True:
+        try:
+            time.sleep(0.02)
+        except BaseException:
+            pass
+engines.build_engines, engines.reopen = build, lambda folder: None
+main(["build", sys.argv[1], "--quiet"])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_build_ends_at_a_signal_though_tensorrt_swallows_what_is_raised(number: int, tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").touch()
+    with subprocess.Popen(
+        [sys.executable, "-c", SWALLOWED, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "building\n"
+            process.send_signal(number)
+            _, said = process.communicate(timeout=20)
+        finally:
+            process.kill()
+    assert process.returncode == 2
+    assert said == "Interrupted: nothing half-written was left behind.\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
