@@ -262,7 +262,7 @@ def _write_model(
     if final == "onnx":
         part_scales(lowered)
     own = final == "onnx" and options.opset == OPSET
-    if final in MERGES_NONE:
+    if final == "trt-8":
         norm_in_place(lowered)
     if own:
         fuse_nodes(lowered)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -9,7 +11,9 @@ import onnxruntime as ort
 import pytest
 from onnx import helper
 
+from still_export.export.onnx_package import ExportOptions, export_onnx
 from still_export.export.part_norms import norm_in_place
+from tests.still_export.linear_models import linear_model
 
 
 def part_norm(kind: int, *, behind: str = "b") -> onnx.ModelProto:
@@ -48,3 +52,11 @@ def test_the_numbers_are_those_of_the_norm_of_the_part(kind: int) -> None:
 @pytest.mark.parametrize("behind", ["normed", "turned"])
 def test_other_neighbours_stay(behind: str) -> None:
     assert norm_in_place(ir.from_proto(part_norm(onnx.TensorProto.FLOAT, behind=behind))) == 0
+
+
+@pytest.mark.slow
+def test_latents_are_normalized_in_place_for_tensorrt_8(tmp_path: Path) -> None:
+    linear_model("kimi_linear").save_pretrained(tmp_path / "model")
+    export_onnx(ExportOptions(str(tmp_path / "model")), tmp_path / "package", final="trt-8")
+    graph = onnx.load(tmp_path / "package/model.onnx", load_external_data=False).graph
+    assert any(t.name.endswith("kv_a_layernorm.weight+ones") for t in graph.initializer)
