@@ -86,7 +86,10 @@ std::vector<TensorSpec> packed_inputs()
 int64_t Call::size(std::string const& symbol) const
 {
     Dimension const dim = parse_dimension(symbol);
-    return dim.of(sizes.at(dim.symbol));
+    auto const known = sizes.find(dim.symbol);
+    if (known == sizes.end())
+        refuse("no input that is given has the size " + dim.symbol + "; one that has it was left out.");
+    return dim.of(known->second);
 }
 
 int64_t Call::integer(std::string const& attribute) const { return attributes->at(attribute).integer; }

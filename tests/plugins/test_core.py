@@ -197,6 +197,12 @@ def test_refuses_what_contradicts_the_attributes(core: Core, op: CoreOp) -> None
         core.op("HybridAttention", ATTRIBUTES | {"local": "sliding"}, absent_mask(ABSENT)).infer(inputs())
 
 
+def test_refuses_a_size_that_nothing_tells(core: Core) -> None:
+    op = core.op("DenseMatMul", {}, absent=0b11110)
+    with pytest.raises(CoreError, match="DenseMatMul: no input that is given has the size O"):
+        op.infer([("float16", (1, 3, 8))])
+
+
 def test_prefill_launches(op: CoreOp, recorder: Recorder) -> None:
     given, (ins, outs) = inputs(), addresses(op)
     op.prepare(given)

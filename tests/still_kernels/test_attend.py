@@ -108,7 +108,7 @@ def test_the_threads_find_what_is_wrong(
     found = interpreter.interpreted(changed)
     monkeypatch.setattr(interpreter, "interpreted", lambda path: found)
     with pytest.raises((AssertionError, interpreter.Stuck), match=why):
-        for _ in range(3):  # a wait that is missing shows where a copy comes late
+        for _ in range(10):  # a wait that is missing shows where a copy comes late
             check(attend_cases.run_case("ragged, three programs", "tma", "cpu", repeats=1), torch.bfloat16)
 
 

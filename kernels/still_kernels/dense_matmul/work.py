@@ -73,10 +73,9 @@ def work(layer: Layer, kind: Kind, dtype: torch.dtype, device: str) -> Work:
     def state() -> Held:
         generator = torch.Generator(device).manual_seed(0)
         weight = drawn((layer.inputs, layer.outputs), tokens, generator)
-        given = {"turned_weight": weight.T.contiguous()} if layer.turned else {"weight": weight}
-        if layer.normed:
-            given["norm_weight"] = torch.rand(layer.inputs, device=device, generator=generator).to(dtype) + 0.5
-        return Held(Inputs(tokens, **given, residual=residual))
+        norm = torch.rand(layer.inputs, device=device, generator=generator).to(dtype) + 0.5 if layer.normed else None
+        kept, turned = (None, weight.T.contiguous()) if layer.turned else (weight, None)
+        return Held(Inputs(tokens, kept, turned, norm, residual))
 
     def plain(state: Held) -> Tensor:
         given = state.inputs
