@@ -48,13 +48,13 @@ def call(case: Case, batch: int, count: int, dtype: torch.dtype = torch.float16)
         tokens *= 0.01  # so that epsilon counts
     if case.residual:
         given["residual"] = 50 * torch.randn(batch, count, case.outputs, generator=generator).to(dtype)
-    return Inputs(tokens, **given, epsilon=3e-5)
+    return Inputs(tokens, **given, norm_epsilon=3e-5)
 
 
 def exact(given: Inputs) -> Tensor:
     """The result, float64, of rounded norms."""
     weight = given.turned_weight.T if given.weight is None else given.weight  # type: ignore[union-attr]
-    x = given.input if given.norm_weight is None else normed(given.input, given.norm_weight, given.epsilon)
+    x = given.input if given.norm_weight is None else normed(given.input, given.norm_weight, given.norm_epsilon)
     product = x.double() @ weight.double()
     return product if given.residual is None else product + given.residual.double()
 

@@ -44,7 +44,7 @@ def call(case: Case, batch: int, count: int, dtype: torch.dtype = torch.float16)
 
 def exact(given: Inputs) -> Tensor:
     """The result, float64; norms and what lies between the products are rounded."""
-    rows = normed(given.input, given.norm_weight, given.epsilon)
+    rows = normed(given.input, given.norm_weight, given.norm_epsilon)
     gate, up = (rows.double() @ given.gate_up.double()).chunk(2, -1)
     middle = (gate * gate.sigmoid() * up).to(given.input.dtype)
     return given.input.double() + middle.double() @ given.down.double()

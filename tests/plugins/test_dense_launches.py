@@ -43,7 +43,7 @@ def test_dense_matmul(
         "residual": made(batch, count, outputs),
     }
     tensors = {"input": made(batch, count, inputs), **{name: given[name] for name in beside}}
-    call = dense_matmul.Inputs(**tensors, epsilon=2e-6)
+    call = dense_matmul.Inputs(**tensors, norm_epsilon=2e-6)
     variant = Variant(
         "float16",
         *(int(name in beside) for name in ("turned_weight", "norm_weight", "residual")),
@@ -69,7 +69,7 @@ def test_gated_mlp(
         "down": made(middle, width),
         "gate_up": made(width, 2 * middle),
     }
-    call = gated_mlp.Inputs(**tensors, epsilon=2e-6)
+    call = gated_mlp.Inputs(**tensors, norm_epsilon=2e-6)
     variant = GatedVariant(
         "float16", int(width % 8 == 0 and middle % 8 == 0), int(width % 64 == 0 and middle % 64 == 0), *spans
     )

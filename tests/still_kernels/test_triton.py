@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
-import json
 import os
 import subprocess
 import sys
@@ -16,10 +15,12 @@ import pytest
 import torch
 
 from still_kernels.hybrid_attention import Inputs
+from tests.still_kernels.interpreted import run_cases
 from tests.tolerances import NARROW_NORM, REFERENCE
 
 pytest.importorskip("triton")
 SCRIPT = Path(__file__).with_name("triton_cases.py")
+interpreted = functools.partial(run_cases, SCRIPT, kind="float32", processes=2)
 
 
 def load(path: Path) -> ModuleType:
@@ -49,28 +50,6 @@ EVERY_KIND = (
     "tied keys",
 )
 """With them every kind of promotion, every way into the state."""
-
-
-@functools.cache
-def interpreted(names: tuple[str, ...], dtype: str = "float32") -> dict[str, dict[str, float]]:
-    """Errors of cases, from two processes that run the kernels in Triton's interpreter."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(SCRIPT), dtype, *names[part::2]],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for part in range(2)
-    ]
-    results: dict[str, dict[str, float]] = {}
-    for process in processes:
-        out, err = process.communicate(timeout=1200)
-        assert process.returncode == 0, err[-3000:]
-        results |= json.loads(out)
-    return results
 
 
 SIZES = tuple(name for name in triton_cases.CASES if name.startswith("head size"))
@@ -105,7 +84,7 @@ ANY_ORDER = ("promoting", "half of a group", "paged, many rows")
 @pytest.mark.parametrize("name", ANY_ORDER)
 def test_programs_may_run_in_any_order(name: str) -> None:
     """What one program replaces, as the score that a promotion ranks, none that runs later may still need."""
-    check(interpreted(ANY_ORDER, "shuffled")[name], torch.float32)
+    check(interpreted(ANY_ORDER, kind="shuffled")[name], torch.float32)
 
 
 NARROW = {
@@ -118,7 +97,7 @@ NARROW = {
 def check_narrow(name: str, dtype: str) -> None:
     """Closer than on hardware, whose sums and exponentials differ: a coarse limit would hide a sum in 16 bits."""
     together = next(names for names in (NARROW[dtype], rest_in_16_bits(dtype), LONG) if name in names)
-    errors = interpreted(together, dtype)[name]
+    errors = interpreted(together, kind=dtype)[name]
     limits = dict.fromkeys(EXACT, 0.0)
     limits["output"], limits["output norm"] = REFERENCE[getattr(torch, dtype)] / 2, NARROW_NORM
     limits |= dict.fromkeys(("window_score", "salient_score"), REFERENCE[torch.float32])  # fp32, from exact products

@@ -112,14 +112,7 @@ class StateSpec:
 
     def sizes(self, symbols: Mapping[str, int]) -> tuple[int, ...]:
         """The shape in numbers; `symbols` holds those that the shape names ("2*C" needs C)."""
-
-        def size(dim: str | int) -> int:
-            if isinstance(dim, int):
-                return dim
-            factor, symbol, divisor = dimension(dim)
-            return factor * symbols[symbol] // divisor
-
-        return tuple(size(d) for d in self.shape)
+        return in_numbers(self.shape, symbols)
 
     def resolve(self, attributes: Mapping[str, AttributeValue]) -> StateSpec:
         """The state as the op keeps it with these attributes: rows in 8 bits are words of four codes, the first one lowest."""
@@ -163,6 +156,18 @@ def dimension(text: str) -> tuple[int, str, int]:
     rest, _, divisor = text.partition("/")
     factor, _, symbol = rest.rpartition("*")
     return int(factor or 1), symbol, int(divisor or 1)
+
+
+def in_numbers(shape: tuple[str | int, ...], symbols: Mapping[str, int]) -> tuple[int, ...]:
+    """A shape in numbers; `symbols` holds those that it names ("2*C" needs C)."""
+
+    def size(dim: str | int) -> int:
+        if isinstance(dim, int):
+            return dim
+        factor, symbol, divisor = dimension(dim)
+        return factor * symbols[symbol] // divisor
+
+    return tuple(size(dim) for dim in shape)
 
 
 @dataclass(frozen=True)

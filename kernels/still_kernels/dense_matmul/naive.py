@@ -27,7 +27,7 @@ def naive_dense_matmul(inputs: Inputs) -> Tensor:
     inputs.check()
     x = inputs.input
     if inputs.norm_weight is not None:
-        x = naive_norm(x, inputs.norm_weight, inputs.epsilon)
+        x = naive_norm(x, inputs.norm_weight, inputs.norm_epsilon)
     wide = torch.promote_types(x.dtype, torch.float32)
     weight = inputs.turned_weight.T if inputs.weight is None else inputs.weight  # type: ignore[union-attr]
     product = x.to(wide) @ weight.to(wide)

@@ -81,7 +81,7 @@ def work(layer: Layer, kind: Kind, dtype: torch.dtype, device: str) -> Work:
         given = state.inputs
         x = tokens
         if given.norm_weight is not None:
-            x = torch.nn.functional.rms_norm(tokens, (layer.inputs,), given.norm_weight, given.epsilon)
+            x = torch.nn.functional.rms_norm(tokens, (layer.inputs,), given.norm_weight, given.norm_epsilon)
         product = x @ (given.turned_weight.T if given.weight is None else given.weight)  # type: ignore[union-attr]
         return product if residual is None else product + residual
 

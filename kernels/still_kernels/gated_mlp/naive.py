@@ -22,7 +22,7 @@ def naive_gated_mlp(inputs: Inputs) -> Tensor:
     inputs.check()
     x = inputs.input
     wide = torch.promote_types(x.dtype, torch.float32)
-    rows = naive_norm(x, inputs.norm_weight, inputs.epsilon)
+    rows = naive_norm(x, inputs.norm_weight, inputs.norm_epsilon)
     gate, up = (rows.to(wide) @ inputs.gate_up.to(wide)).chunk(2, -1)
     middle = (silu(gate) * up).to(x.dtype)
     return (x.to(wide) + middle.to(wide) @ inputs.down.to(wide)).to(x.dtype)

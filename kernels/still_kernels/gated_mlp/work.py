@@ -54,7 +54,9 @@ def work(layer: Layer, kind: Kind, dtype: torch.dtype, device: str) -> Work:
 
     def plain(state: Held) -> Tensor:
         given = state.inputs
-        gate, up = (rms_norm(tokens, (layer.width,), given.norm_weight, given.epsilon) @ given.gate_up).chunk(2, -1)
+        gate, up = (rms_norm(tokens, (layer.width,), given.norm_weight, given.norm_epsilon) @ given.gate_up).chunk(
+            2, -1
+        )
         return tokens + (silu(gate) * up) @ given.down
 
     def launch(state: Held, output: Tensor, table: TileTable) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from still_graphs.errors import ShapeError
+from still_graphs.ops.matmul_nbits import MATMUL_NBITS
+from still_kernels.sizes import check
 
 WORD_BITS = 32
 
@@ -38,20 +39,9 @@ class Inputs:
         """Raise ShapeError naming the tensor or attribute that does not fit."""
         if self.bits not in (4, 8) or self.block_size < 1:
             raise ShapeError(f"bits={self.bits}, block_size={self.block_size}: expected 4 or 8 bits, and blocks.")
-        if self.input.dim() != 3 or self.blocks.dim() != 2 or self.input.shape[2] % self.block_size:
-            raise ShapeError(
-                f"input, blocks: expected [B, T, a multiple of {self.block_size}], [O, words], got {list(self.input.shape)}, "
-                f"{list(self.blocks.shape)}."
-            )
-        inputs, outputs = self.input.shape[2], self.blocks.shape[0]
-        scales = inputs // self.block_size
-        expected = {
-            "blocks": ([outputs, inputs * self.bits // WORD_BITS], torch.int32),
-            "scales": ([outputs, scales], self.input.dtype),
-            "zero_points": ([outputs, -(-scales * self.bits // WORD_BITS)], torch.int32),
-            "offsets": ([outputs, scales], self.input.dtype),
-        }
-        for name, (shape, dtype) in expected.items():
-            tensor = getattr(self, name)
-            if tensor is not None and (list(tensor.shape) != shape or tensor.dtype != dtype):
-                raise ShapeError(f"{name}: expected {shape} of {dtype}, got {list(tensor.shape)} of {tensor.dtype}.")
+        if self.input.dim() != 3 or self.input.shape[2] % self.block_size:
+            raise ShapeError(f"input: expected [B, T, a multiple of {self.block_size}], got {list(self.input.shape)}.")
+        inputs = self.input.shape[2]
+        blocks = inputs // self.block_size
+        words, zeros = inputs * self.bits // WORD_BITS, -(-blocks * self.bits // WORD_BITS)
+        check(MATMUL_NBITS, self, IW=words, IS=blocks, IZ=zeros)

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,37 +11,15 @@ import torch
 from still_graphs.errors import UnsupportedError
 from still_kernels.op_kernels import kernels_of
 from still_kernels.plan import Call
+from tests.still_kernels.interpreted import run_cases
 from tests.tolerances import REFERENCE
 
 pytest.importorskip("triton")
 triton_cases = pytest.importorskip("tests.still_kernels.attention.triton_cases")
 SCRIPT = Path(__file__).with_name("triton_cases.py")
+interpreted = functools.partial(run_cases, SCRIPT, kind="float32", processes=2)
 FAST = ("decode", "some tokens", "packed")
 """Cases of the fast run: both kernels, every way into the cache."""
-
-
-@functools.cache
-def interpreted(names: tuple[str, ...], kind: str = "float32") -> dict[str, dict[str, float]]:
-    """Errors of cases, from two processes that run the kernels in Triton's interpreter."""
-    root = SCRIPT.parents[3]
-    roots = os.pathsep.join(str(root / name) for name in (".", "kernels", "graphs"))  # this tree, whatever is installed
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": roots}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(SCRIPT), kind, *names[part::2]],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for part in range(2 if len(names) > 1 else 1)
-    ]
-    results: dict[str, dict[str, float]] = {}
-    for process in processes:
-        out, err = process.communicate(timeout=1200)
-        assert process.returncode == 0, err[-3000:]
-        results |= json.loads(out)
-    return results
 
 
 def check(errors: dict[str, float], dtype: torch.dtype) -> None:
@@ -62,20 +36,20 @@ def test_interpreter(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ("decode", "packed"))
 def test_programs_may_run_in_any_order(name: str) -> None:
-    check(interpreted(("decode", "packed"), "shuffled")[name], torch.float32)
+    check(interpreted(("decode", "packed"), kind="shuffled")[name], torch.float32)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", ("some tokens", "ragged splits"))
 def test_interpreter_in_16_bits(name: str, dtype: str) -> None:
-    check(interpreted(("some tokens", "ragged splits"), dtype)[name], getattr(torch, dtype))
+    check(interpreted(("some tokens", "ragged splits"), kind=dtype)[name], getattr(torch, dtype))
 
 
 @pytest.mark.slow
 def test_what_has_no_place() -> None:
     """A row that outgrows the state gets NaN for the tokens without a place; garbage writes nowhere."""
-    interpreted((), "beyond")
+    interpreted((), kind="beyond")
 
 
 @pytest.mark.slow

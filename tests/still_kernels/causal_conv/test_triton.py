@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,25 +11,14 @@ import torch
 from still_graphs.errors import UnsupportedError
 from still_kernels.op_kernels import kernels_of
 from still_kernels.plan import Call
+from tests.still_kernels.interpreted import run_cases
 from tests.tolerances import REFERENCE
 
 pytest.importorskip("triton")
 triton_cases = pytest.importorskip("tests.still_kernels.causal_conv.triton_cases")
 SCRIPT = Path(__file__).with_name("triton_cases.py")
+interpreted = functools.partial(run_cases, SCRIPT, kind="float32")
 FAST = ("layer 0", "prompt", "packed")
-
-
-@functools.cache
-def interpreted(names: tuple[str, ...], kind: str = "float32") -> dict[str, float]:
-    """Errors of cases, from a process that runs the kernels in Triton's interpreter."""
-    root = SCRIPT.parents[3]
-    roots = os.pathsep.join(str(root / name) for name in (".", "kernels", "graphs"))  # this tree, whatever is installed
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": roots}
-    command = [sys.executable, "-W", "ignore", str(SCRIPT), kind, *names]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
-    assert done.returncode == 0, done.stderr[-3000:]
-    results: dict[str, float] = json.loads(done.stdout)
-    return results
 
 
 @pytest.mark.parametrize("name", FAST)
@@ -46,7 +31,7 @@ def test_interpreter(name: str) -> None:
 @pytest.mark.parametrize("name", list(triton_cases.CASES))
 def test_interpreter_rest(name: str, kind: str) -> None:
     dtype = torch.float32 if kind == "shuffled" else getattr(torch, kind)
-    assert interpreted(tuple(triton_cases.CASES), kind)[name] <= REFERENCE[dtype]
+    assert interpreted(tuple(triton_cases.CASES), kind=kind)[name] <= REFERENCE[dtype]
 
 
 @pytest.mark.gpu

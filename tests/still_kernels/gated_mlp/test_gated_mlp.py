@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +12,7 @@ import torch
 from still_graphs.errors import ShapeError, UnsupportedError
 from still_kernels.gated_mlp import naive_gated_mlp
 from tests.gated_mlp_cases import call, exact
+from tests.still_kernels.interpreted import run_cases
 
 pytest.importorskip("triton")
 cases = pytest.importorskip("tests.still_kernels.gated_mlp.cases")
@@ -23,21 +20,9 @@ from still_kernels.aot import compile_variant  # noqa: E402
 from still_kernels.gated_mlp.variants import Variant  # noqa: E402
 from tests.machine_code import disassembly, lines  # noqa: E402
 
+interpreted = functools.partial(run_cases, Path(__file__).with_name("cases.py"))
 BOUND = 4e-4
 """Outputs are rounded to float16: 2.1e-4 by Frobenius norm."""
-
-
-@functools.cache
-def interpreted() -> dict[str, float]:
-    """Errors of all cases, from a process that runs the kernels in the interpreter."""
-    root = Path(__file__).parents[3]
-    roots = os.pathsep.join(str(root / name) for name in (".", "kernels", "graphs"))  # this tree, whatever is installed
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": roots}
-    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("cases.py"))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
-    assert done.returncode == 0, done.stderr[-3000:]
-    results: dict[str, float] = json.loads(done.stdout)
-    return results
 
 
 @pytest.mark.slow
@@ -64,7 +49,7 @@ def test_definition_of_one_number() -> None:
     """By hand: the gate is the first half, and the layer is added to what it reads."""
     one = torch.ones(1, 1, 1)
     given = replace(
-        call(cases.CASES["few"], 1, 1, torch.float32), epsilon=0.0, input=2 * one, norm_weight=3 * one[0, 0]
+        call(cases.CASES["few"], 1, 1, torch.float32), norm_epsilon=0.0, input=2 * one, norm_weight=3 * one[0, 0]
     )
     given = replace(given, gate_up=torch.tensor([[1.0, 5.0]]), down=7 * one[0])
     assert naive_gated_mlp(given).item() == pytest.approx(2 + 3 / (1 + 2.718281828**-3) * 15 * 7)
@@ -77,7 +62,7 @@ def test_definition_of_one_number() -> None:
         ({"norm_weight": torch.zeros(1).half()}, r"norm_weight: expected \[72\]"),
         ({"down": torch.zeros(104, 8).half()}, r"down: expected \[104, 72\]"),
         ({"gate_up": torch.zeros(72, 104).half()}, r"gate_up: expected \[72, 208\]"),
-        ({"gate_up": torch.zeros(72, 208)}, "of torch.float32"),
+        ({"gate_up": torch.zeros(72, 208)}, "gate_up: expected torch.float16, got torch.float32"),
     ],
     ids=str,
 )

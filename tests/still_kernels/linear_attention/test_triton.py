@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,10 +12,12 @@ from still_graphs.errors import UnsupportedError
 from still_kernels.op_kernels import kernels_of
 from still_kernels.plan import Call
 from tests.linear_attention_cases import BOUND
+from tests.still_kernels.interpreted import run_cases
 
 pytest.importorskip("triton")
 triton_cases = pytest.importorskip("tests.still_kernels.linear_attention.triton_cases")
 SCRIPT = Path(__file__).with_name("triton_cases.py")
+interpreted = functools.partial(run_cases, SCRIPT, kind="float32")
 FAST = ("head", "key", "decode", "packed", "pages")
 """Cases of every run: all kernels, both kinds of decay."""
 NARROW = {torch.bfloat16: 4e-3, torch.float16: 6e-4}
@@ -27,19 +25,6 @@ NARROW = {torch.bfloat16: 4e-3, torch.float16: 6e-4}
 HARD = 3.0
 """Times as much where the inverse has large entries of either sign: keys that are nearly parallel (1.0e-2 seen in bfloat16), keys of
 one dimension, and 10 dimensions, in which no keys are far apart, with beta up to 2 and nothing that decays."""
-
-
-@functools.cache
-def interpreted(names: tuple[str, ...], kind: str = "float32") -> dict[str, dict[str, float]]:
-    """Errors of cases, from a process that runs the kernels in Triton's interpreter."""
-    root = SCRIPT.parents[3]
-    roots = os.pathsep.join(str(root / name) for name in (".", "kernels", "graphs"))  # this tree, whatever is installed
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": roots}
-    command = [sys.executable, "-W", "ignore", str(SCRIPT), kind, *names]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
-    assert done.returncode == 0, done.stderr[-3000:]
-    results: dict[str, dict[str, float]] = json.loads(done.stdout)
-    return results
 
 
 def check(name: str, errors: dict[str, float], dtype: torch.dtype) -> None:
@@ -63,12 +48,12 @@ def test_interpreter_rest(name: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("name", FAST)
 def test_programs_may_run_in_any_order(name: str) -> None:
-    check(name, interpreted(FAST, "shuffled")[name], torch.float32)
+    check(name, interpreted(FAST, kind="shuffled")[name], torch.float32)
 
 
 @pytest.mark.parametrize("name", ("head",))
 def test_interpreter_in_bfloat16(name: str) -> None:
-    check(name, interpreted(("head",), "bfloat16")[name], torch.bfloat16)
+    check(name, interpreted(("head",), kind="bfloat16")[name], torch.bfloat16)
 
 
 @pytest.mark.long
@@ -76,17 +61,17 @@ def test_interpreter_in_bfloat16(name: str) -> None:
 @pytest.mark.parametrize("name", list(triton_cases.CASES))
 def test_interpreter_in_16_bits(name: str, dtype: torch.dtype) -> None:
     kind = str(dtype).removeprefix("torch.")
-    check(name, interpreted(tuple(triton_cases.CASES), kind)[name], dtype)
+    check(name, interpreted(tuple(triton_cases.CASES), kind=kind)[name], dtype)
 
 
 @pytest.mark.slow
 def test_a_decay_that_forgets_all_is_no_nan() -> None:
-    assert max(interpreted((), "resets")["resets"].values()) <= BOUND
+    assert max(interpreted((), kind="resets")["resets"].values()) <= BOUND
 
 
 @pytest.mark.long
 def test_a_state_beyond_float16() -> None:
-    assert max(interpreted((), "large")["large"].values()) <= NARROW[torch.float16]
+    assert max(interpreted((), kind="large")["large"].values()) <= NARROW[torch.float16]
 
 
 @pytest.mark.gpu
@@ -101,14 +86,14 @@ def test_gpu_forgets_all_and_sees_each_fault() -> None:
 @pytest.mark.long
 def test_each_fault_is_seen() -> None:
     """The negative controls of the design, through the kernels."""
-    errors = interpreted((), "controls")["controls"]
+    errors = interpreted((), kind="controls")["controls"]
     assert errors.pop("right") <= BOUND and len(errors) == 11
     assert all(wrong > 50 * BOUND for wrong in errors.values()), errors
 
 
 @pytest.mark.long
 def test_counts_of_garbage_write_nowhere() -> None:
-    interpreted((), "garbage")
+    interpreted((), kind="garbage")
 
 
 @pytest.mark.gpu

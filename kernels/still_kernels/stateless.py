@@ -1,0 +1,71 @@
+"""Runs the plan of an op that has no state, and one output, with Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from still_graphs.errors import UnsupportedError
+from still_graphs.ops.spec import in_numbers
+from still_kernels import launcher
+from still_kernels.op_kernels import Build, OpKernels
+from still_kernels.plan import Call
+from still_kernels.sizes import sizes_of, tensors_of
+from still_kernels.tile import TileTable
+
+_Kind = tuple[torch.dtype, tuple[tuple[str, torch.Size], ...], tuple[Any, ...]]
+"""What the launches of a call follow from: type of the activations, shapes of the inputs by name, attributes in the spec's order."""
+
+
+class Stateless:
+    """Launches of one op.
+
+    Args:
+        kernels: The op's.
+        build: Those of a variant on an architecture, with the given block sizes or, for None, the architecture's own.
+    """
+
+    def __init__(self, kernels: OpKernels, build: Callable[[Any, int, TileTable | None], Build]) -> None:
+        self.kernels, self.build, self.spec = kernels, build, kernels.spec
+        self._prepared = lru_cache(1024)(self._prepare)  # a layer is called once per token
+
+    def launch(self, inputs: Any, output: Tensor, table: TileTable | None = None) -> None:
+        """Run the kernels.
+
+        Args:
+            inputs: The op's `Inputs`, contiguous.
+            output: Of the spec's shape, of the activations' type.
+            table: Block sizes; by default those of the device. With others Triton looks for the compiled kernels at each launch.
+
+        Raises:
+            UnsupportedError: No kernel covers the call; the message lists what is covered.
+        """
+        given, first = tensors_of(inputs), getattr(inputs, self.spec.inputs[0].name)
+        shapes = tuple((name, x.shape) for name, x in given.items())
+        kind = (first.dtype, shapes, tuple(getattr(inputs, a.name) for a in self.spec.attributes))
+        arch = launcher.arch_of(first.device)
+        prepared = self._prepared(kind, arch) if table is None else self._prepare(kind, arch, table)
+        launcher.Launcher().run(prepared, {**given, self.spec.outputs[0].name: output}, first)
+
+    def run(self, inputs: Any) -> Tensor:
+        """The output for any inputs, on CUDA: they are checked first, and made contiguous. Errors as of `check` and `launch`."""
+        inputs.check()
+        given, first = tensors_of(inputs), getattr(inputs, self.spec.inputs[0].name)
+        if first.device.type != "cuda":
+            raise UnsupportedError(f"device {first.device.type!r} has no kernel; known: cuda.")
+        sizes = sizes_of(self.spec, {name: x.shape for name, x in given.items()})
+        output: Tensor = first.new_empty(in_numbers(self.spec.outputs[0].shape, sizes))
+        self.launch(replace(inputs, **{name: x.contiguous() for name, x in given.items()}), output)
+        return output
+
+    def _prepare(self, kind: _Kind, arch: int, table: TileTable | None = None) -> launcher.Prepared:
+        dtype, shapes, values = kind
+        attributes = {a.name: value for a, value in zip(self.spec.attributes, values, strict=True)}
+        call = Call.of(self.spec, dict(shapes), attributes, str(dtype).removeprefix("torch."), None)
+        own = arch if table is None else None
+        return launcher.prepare_call(self.kernels, call, lambda variant: self.build(variant, arch, table), own)
