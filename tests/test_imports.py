@@ -73,6 +73,7 @@ OWN = (
     "kernels/still_kernels/matmul_nbits/",
     "kernels/still_kernels/dense_matmul/",
     "kernels/still_kernels/gated_mlp/",
+    "kernels/still_kernels/rotary_qkv/",
     "still_export/quantization/",
     "still_export/mixers/",
     "still_export/models/",
@@ -88,10 +89,12 @@ REGISTRATIONS = {
         "matmul_nbits",
         "dense_matmul",
         "gated_mlp",
+        "rotary_qkv",
     },
     "still_export/proof/excuses.py": {"HybridAttention", "hybrid_attention"},
     "graphs/still_graphs/passes/sum_in_float32.py": {"DenseMatMul", "dense_matmul"},
     "graphs/still_graphs/passes/join_products.py": {"dense_matmul", "gated_mlp"},
+    "graphs/still_graphs/passes/join_rotary.py": {"rotary_qkv"},
 }
 """One line an op, and what stands in it; passes that put an op into graphs."""
 GENAIS = {

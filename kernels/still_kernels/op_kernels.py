@@ -158,6 +158,7 @@ _PLACES = {
     "MatMulNBits": "still_kernels.matmul_nbits.variants",
     "DenseMatMul": "still_kernels.dense_matmul.variants",
     "GatedMlp": "still_kernels.gated_mlp.variants",
+    "RotaryQkv": "still_kernels.rotary_qkv.variants",
 }
 """Where the `KERNELS` of each op are."""
 

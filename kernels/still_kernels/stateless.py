@@ -1,4 +1,4 @@
-"""Runs the plan of an op that has no state, and one output, with Triton."""
+"""Runs the plan of an op that has no state with Triton."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Stateless:
         self.kernels, self.build, self.spec = kernels, build, kernels.spec
         self._prepared = lru_cache(1024)(self._prepare)  # a layer is called once per token
 
-    def launch(self, inputs: Any, output: Tensor, table: TileTable | None = None) -> None:
+    def launch(self, inputs: Any, *outputs: Tensor, table: TileTable | None = None) -> None:
         """Run the kernels.
 
         Args:
             inputs: The op's `Inputs`, contiguous.
-            output: Of the spec's shape, of the activations' type.
+            outputs: Those that the call has, in the spec's order, of its shapes, of the activations' type.
             table: Block sizes; by default those of the device. With others Triton looks for the compiled kernels at each launch.
 
         Raises:
@@ -50,17 +50,25 @@ class Stateless:
         kind = (first.dtype, shapes, tuple(getattr(inputs, a.name) for a in self.spec.attributes))
         arch = launcher.arch_of(first.device)
         prepared = self._prepared(kind, arch) if table is None else self._prepare(kind, arch, table)
-        launcher.Launcher().run(prepared, {**given, self.spec.outputs[0].name: output}, first)
+        made = dict(zip((t.name for t in self.spec.outputs), outputs, strict=False))  # what a call may lack is last
+        launcher.Launcher().run(prepared, {**given, **made}, first)
 
-    def run(self, inputs: Any) -> Tensor:
-        """The output for any inputs, on CUDA: they are checked first, and made contiguous. Errors as of `check` and `launch`."""
+    def run(self, inputs: Any) -> tuple[Tensor, ...]:
+        """The outputs for any inputs, on CUDA: they are checked first, and made contiguous. Errors as of `check` and `launch`."""
         inputs.check()
         given, first = tensors_of(inputs), getattr(inputs, self.spec.inputs[0].name)
         if first.device.type != "cuda":
             raise UnsupportedError(f"device {first.device.type!r} has no kernel; known: cuda.")
-        sizes = sizes_of(self.spec, {name: x.shape for name, x in given.items()})
-        output: Tensor = first.new_empty(in_numbers(self.spec.outputs[0].shape, sizes))
-        self.launch(replace(inputs, **{name: x.contiguous() for name, x in given.items()}), output)
+        sizes = {a.name: getattr(inputs, a.name) for a in self.spec.attributes}
+        sizes |= sizes_of(self.spec, {name: x.shape for name, x in given.items()})
+        shapes = [in_numbers(tensor.shape, sizes) for tensor in self.spec.outputs]
+        outputs = tuple(first.new_empty(shape) for shape in shapes if shape[-1])
+        self.launch(replace(inputs, **{name: x.contiguous() for name, x in given.items()}), *outputs)
+        return outputs
+
+    def run_one(self, inputs: Any) -> Tensor:
+        """The same of an op with one output."""
+        (output,) = self.run(inputs)
         return output
 
     def _prepare(self, kind: _Kind, arch: int, table: TileTable | None = None) -> launcher.Prepared:

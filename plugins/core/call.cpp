@@ -133,10 +133,18 @@ void Call::bind_shape(TensorSpec const& given, Tensor const& tensor)
     tensor.bytes(); // must be a number
 }
 
+void Call::take_attributes()
+{
+    for (auto const& [name, value] : *attributes)
+        if (value.kind == AttributeKind::kInteger)
+            sizes[name] = value.integer;
+}
+
 void Call::bind(std::vector<Tensor> const& given)
 {
     if (given.size() != inputs->size())
         fail(spec->name, ": expected ", inputs->size(), " inputs, got ", given.size(), ".");
+    take_attributes();
     // Weights last: their dimension of 1 must not become the size of a symbol.
     for (bool const last : {false, true})
     {

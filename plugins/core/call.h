@@ -44,6 +44,9 @@ public:
     // Throws still::Error naming op, tensor, what was expected and what came.
     void bind(std::vector<Tensor> const& tensors);
 
+    // Sizes that are integer attributes.
+    void take_attributes();
+
     int64_t size(std::string const& symbol) const; // "H", "2*C"; throws for an unknown symbol (a bug of the caller)
     int64_t integer(std::string const& attribute) const;
     double real(std::string const& attribute) const;

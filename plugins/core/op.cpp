@@ -117,9 +117,15 @@ Op::Op(OpSpec const& spec, std::map<std::string, AttributeValue> const& attribut
     }
     for (size_t i = spec.inputs.size() + spec.outputs.size(); i < tensors->size(); ++i)
         mInputs.push_back(&(*tensors)[i]);
+    auto const none = [&](std::string const& dim) { // a size that an attribute says is 0
+        auto const known = mAttributes.find(dim);
+        return known != mAttributes.end() && known->second.integer == 0;
+    };
     for (size_t i = 0; i < spec.outputs.size(); ++i)
     {
         TensorSpec const& tensor = spec.outputs[i];
+        if (!tensor.state && tensor.optional && std::any_of(tensor.shape.begin(), tensor.shape.end(), none))
+            continue;
         if (!tensor.state || std::find(absent.begin(), absent.end(), partner(tensor.name)) == absent.end())
             mOutputs.push_back(of(spec.inputs.size() + i));
     }
@@ -181,6 +187,7 @@ void Op::preload(Type activation) const
     call.activation = activation;
     for (TensorSpec const* spec : mInputs)
         call.tensors[spec->name] = {};
+    call.take_attributes();
     call.packed = mRows == Rows::kPacked;
     Key const part = plan_of(*mSpec).key(call);
     int const architecture = current_architecture();

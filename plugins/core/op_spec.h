@@ -14,7 +14,7 @@ enum class AttributeKind { kInteger, kFloat, kString };
 struct TensorSpec
 {
     std::string name;
-    std::vector<std::string> shape; // symbols ("B"), multiples or parts of one ("2*C", "D/4"), numbers
+    std::vector<std::string> shape; // symbols ("B") or integer attributes, multiples or parts of one ("2*C", "D/4"), numbers
     ElementType type;
     bool weight; // a dimension of 1 stands for all heads
     bool state;

@@ -56,7 +56,7 @@ nvinfer1::DataType NodeOp::output_type(int32_t index, nvinfer1::DataType const* 
     return nvinfer1::DataType::kFLOAT;
 }
 
-nvinfer1::DimsExprs NodeOp::output_shape(int32_t index, nvinfer1::DimsExprs const* inputs) const
+nvinfer1::DimsExprs NodeOp::output_shape(int32_t index, nvinfer1::DimsExprs const* inputs, nvinfer1::IExprBuilder& builder) const
 {
     TensorSpec const& spec = *mOp.outputs()[static_cast<size_t>(index)];
     auto const first = static_cast<size_t>(first_activation());
@@ -70,9 +70,10 @@ nvinfer1::DimsExprs NodeOp::output_shape(int32_t index, nvinfer1::DimsExprs cons
     for (size_t axis = 0; axis < spec.shape.size(); ++axis)
     {
         auto const place = locate(spec.shape[axis], ranks);
-        if (!place)
+        auto const stated = mOp.attributes().find(spec.shape[axis]);
+        if (!place && stated == mOp.attributes().end())
             fail(mOp.spec().name, ": no input tells the dimension ", spec.shape[axis], " of ", spec.name, ".");
-        shape.d[axis] = inputs[place->first].d[place->second];
+        shape.d[axis] = place ? inputs[place->first].d[place->second] : builder.constant(static_cast<int32_t>(stated->second.integer));
     }
     return shape;
 }

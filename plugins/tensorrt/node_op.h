@@ -35,8 +35,8 @@ public:
 
     nvinfer1::DataType output_type(int32_t index, nvinfer1::DataType const* inputs) const;
 
-    // Every output dimension is a dimension of some input: the OpSpec's symbols say which.
-    nvinfer1::DimsExprs output_shape(int32_t index, nvinfer1::DimsExprs const* inputs) const;
+    // Every output dimension is a dimension of some input, as the OpSpec's symbols say, or an attribute.
+    nvinfer1::DimsExprs output_shape(int32_t index, nvinfer1::DimsExprs const* inputs, nvinfer1::IExprBuilder& builder) const;
 
     // The inputs as the op knows them: heads that lie side by side are told apart.
     std::vector<Tensor> tensors(std::vector<Tensor> given) const;

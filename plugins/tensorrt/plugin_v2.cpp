@@ -40,12 +40,12 @@ public:
         return mNode.output_type(index, inputs);
     }
 
-    DimsExprs getOutputDimensions(int32_t index, DimsExprs const* inputs, int32_t count, IExprBuilder&) noexcept override
+    DimsExprs getOutputDimensions(int32_t index, DimsExprs const* inputs, int32_t count, IExprBuilder& builder) noexcept override
     {
         return logged(DimsExprs{-1, {}}, [&] {
             if (static_cast<size_t>(count) != mNode.op().inputs().size())
                 fail(getPluginType(), ": expected ", mNode.op().inputs().size(), " inputs, got ", count, ".");
-            return mNode.output_shape(index, inputs);
+            return mNode.output_shape(index, inputs, builder);
         });
     }
 

@@ -56,13 +56,13 @@ public:
     }
 
     int32_t getOutputShapes(DimsExprs const* inputs, int32_t given, DimsExprs const*, int32_t, DimsExprs* outputs, int32_t count,
-        IExprBuilder&) noexcept override
+        IExprBuilder& builder) noexcept override
     {
         return logged(1, [&] {
             if (static_cast<size_t>(given) != mNode.op().inputs().size())
                 fail(getPluginName(), ": expected ", mNode.op().inputs().size(), " inputs, got ", given, ".");
             for (int32_t i = 0; i < count; ++i)
-                outputs[i] = mNode.output_shape(i, inputs);
+                outputs[i] = mNode.output_shape(i, inputs, builder);
             return 0;
         });
     }

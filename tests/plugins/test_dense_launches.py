@@ -1,4 +1,4 @@
-"""The core launches of still::DenseMatMul and still::GatedMlp what the Python launcher launches."""
+"""The core launches of still::DenseMatMul, still::GatedMlp and still::RotaryQkv what the Python launcher launches."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ import torch
 
 from still_graphs.ops.dense_matmul import DENSE_MATMUL
 from still_graphs.ops.gated_mlp import GATED_MLP
-from still_kernels import dense_matmul, gated_mlp
+from still_graphs.ops.rotary_qkv import ROTARY_QKV
+from still_kernels import dense_matmul, gated_mlp, rotary_qkv
 from still_kernels.dense_matmul.variants import Variant
 from still_kernels.gated_mlp.variants import Variant as GatedVariant
+from still_kernels.rotary_qkv.variants import Variant as RotaryVariant
 from tests.plugins.test_launches import fake_compiler, mirror  # noqa: F401  # fixtures
 
 launch = pytest.importorskip("still_kernels.dense_matmul.launch")
 launch_gated = pytest.importorskip("still_kernels.gated_mlp.launch")
+launch_rotary = pytest.importorskip("still_kernels.rotary_qkv.launch")
 
 
 def made(*shape: int) -> torch.Tensor:
@@ -75,4 +78,32 @@ def test_gated_mlp(
     )
     mirror(
         GATED_MLP, tensors, lambda output: launch_gated.launch_gated_mlp(call, output), variant, {"norm_epsilon": 2e-6}
+    )
+
+
+@pytest.mark.parametrize(
+    "batch, count, size, widths, biased",
+    [(1, 1, 64, (576, 192, 192, 576), True), (3, 22, 128, (4096, 1024, 1024, 0), False), (2, 5, 6, (30, 18, 11, 7), False)],
+)  # fmt: skip
+def test_rotary_qkv(
+    batch: int, count: int, size: int, widths: tuple[int, int, int, int], biased: bool, mirror: Callable[..., None]  # noqa: F811
+) -> None:  # fmt: skip
+    """Sizes of outputs are attributes; a gate of size 0 is none."""
+    tensors = {
+        "input": made(batch, count, sum(widths)),
+        "cos": made(batch, count, size),
+        "sin": made(batch, count, size),
+    }
+    tensors |= {"gate_bias": made(widths[3])} if biased else {}
+    attributes = dict(zip(("query_width", "key_width", "value_width", "gate_width"), widths, strict=True))
+    call = rotary_qkv.Inputs(**tensors, **attributes)  # type: ignore[arg-type]
+    outputs = {n: made(batch, count, w) for n, w in zip(("query", "key", "value", "gate"), widths, strict=True) if w}
+    variant = RotaryVariant("float16", int(widths[3] > 0), int(biased), int(not any(w % 8 for w in widths)))
+    mirror(
+        ROTARY_QKV,
+        tensors,
+        lambda *results: launch_rotary.launch_rotary_qkv(call, *results),
+        variant,
+        attributes,
+        outputs=outputs,
     )

@@ -160,24 +160,28 @@ def compare(
     monkeypatch: pytest.MonkeyPatch,
     spec: OpSpec,
     tensors: dict[str, torch.Tensor],
-    run: Callable[[torch.Tensor], None],
+    run: Callable[..., None],
     variant: Any,
     attributes: dict[str, Any],
     packed_tokens: int = 0,
+    outputs: dict[str, torch.Tensor] | None = None,
 ) -> None:
     """Record what `run` launches from Python and what the core launches for the same tensors, and compare.
 
     Args:
-        tensors: Inputs of the call by the op's names, without data. `run` gets the output and makes the call.
+        tensors: Inputs of the call by the op's names, without data. `run` gets the outputs and makes the call.
         variant: Of the kernels that serve it.
         packed_tokens: The most tokens of a packed row, 0 where rows are padded.
+        outputs: Those that are no states, by name; None: "output", as the op's first input.
     """
+    made = {"output": torch.empty_like(next(iter(tensors.values())))} if outputs is None else outputs
     names = [n for n in spec.input_names() if n in tensors] + [
         "query_start",
         "state_row",
         "max_tokens",
     ] * bool(packed_tokens)
-    at = {n: 0x100000 * (i + 1) for i, n in enumerate(names)} | {"output": 0x9000000}
+    at = {n: 0x100000 * (i + 1) for i, n in enumerate(names)}
+    at |= {n: 0x9000000 + 0x100000 * i for i, n in enumerate(made)}
 
     # Python: addresses of tensors that are no tensors of this machine, workspace one buffer behind the other
     known = {id(tensor): at[name] for name, tensor in tensors.items()}
@@ -186,24 +190,23 @@ def compare(
     expected: list[tuple[str, tuple[int, ...], dict[str, Any]]] = []
 
     def allocate(like: torch.Tensor, shape: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
-        made = torch.empty(shape, dtype=kind, device="meta")
-        known[id(made)] = workspace + used[0]
-        kept.append(made)
+        buffer = torch.empty(shape, dtype=kind, device="meta")
+        known[id(buffer)] = workspace + used[0]
+        kept.append(buffer)
         used[0] += -(-math.prod(shape) * ELEMENTS[str(kind).removeprefix("torch.")] // 256) * 256
-        return made
+        return buffer
 
-    def record(self: Any, made: launcher.PreparedLaunch, values: list[Any], variant: object) -> None:
-        expected.append((made.name, made.grid, dict(zip(made.function.arg_names, values, strict=True))))
+    def record(self: Any, one: launcher.PreparedLaunch, values: list[Any], variant: object) -> None:
+        expected.append((one.name, one.grid, dict(zip(one.function.arg_names, values, strict=True))))
 
-    output = torch.empty_like(next(iter(tensors.values())))  # as the op's first input
     counters = torch.empty(4096, dtype=torch.int32, device="meta")
-    known |= {id(output): at["output"], id(counters): -1}
-    kept = [output, counters]
+    known |= {id(tensor): at[name] for name, tensor in made.items()} | {id(counters): -1}
+    kept = [counters]
     monkeypatch.setattr(launcher, "allocate", allocate)
     monkeypatch.setattr(launcher.Launcher, "launch", record)
     monkeypatch.setattr(launcher, "persistent_counters", lambda device, size: counters)
     monkeypatch.setattr(launcher, "arch_of", lambda device: 90)
-    run(output)
+    run(*made.values())
 
     # C++: an archive whose index is real
     index = aot.write_archive(folder / "aot", [90], spec.name, [variant])
@@ -220,8 +223,9 @@ def compare(
         for n in names
     ]
     op.prepare(inputs)
-    outputs = [at[n.replace("present_", "past_")] for n in op.names("output")]
-    op.launch([at[n] for n in names], outputs, workspace, 0)
+    assert outputs is None or op.names("output") == list(outputs)
+    results = [at[n.replace("present_", "past_")] for n in op.names("output")]
+    op.launch([at[n] for n in names], results, workspace, 0)
 
     launches = recorder.launches()
     assert expected

@@ -20,6 +20,7 @@ from still_graphs.functions import (
     hybrid_attention,
     linear_attention,
     matmul_nbits,
+    rotary_qkv,
 )
 from still_graphs.functions.causal_conv import fused as fused_causal_conv
 from still_graphs.functions.codes import has_codes, keep_codes, rename, without_scales
@@ -40,6 +41,7 @@ BODIES: dict[str, tuple[Writer, tuple[str, ...]]] = {
     "MatMulNBits": (matmul_nbits.function_body, matmul_nbits.SYMBOLS),
     "DenseMatMul": (dense_matmul.function_body, dense_matmul.SYMBOLS),
     "GatedMlp": (gated_mlp.function_body, gated_mlp.SYMBOLS),
+    "RotaryQkv": (rotary_qkv.function_body, rotary_qkv.SYMBOLS),
 }
 """Per op, the writer of its body and the symbols of `dims` that it needs."""
 

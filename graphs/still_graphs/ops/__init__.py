@@ -9,11 +9,21 @@ from still_graphs.ops.gated_mlp import GATED_MLP
 from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 from still_graphs.ops.linear_attention import LINEAR_ATTENTION
 from still_graphs.ops.matmul_nbits import MATMUL_NBITS
+from still_graphs.ops.rotary_qkv import ROTARY_QKV
 from still_graphs.ops.spec import DOMAIN, OpSpec
 
 OPS: dict[str, OpSpec] = {
     op.name: op
-    for op in (HYBRID_ATTENTION, ATTENTION, LINEAR_ATTENTION, CAUSAL_CONV, MATMUL_NBITS, DENSE_MATMUL, GATED_MLP)
+    for op in (
+        HYBRID_ATTENTION,
+        ATTENTION,
+        LINEAR_ATTENTION,
+        CAUSAL_CONV,
+        MATMUL_NBITS,
+        DENSE_MATMUL,
+        GATED_MLP,
+        ROTARY_QKV,
+    )
 }
 """Every op of the domain by its ONNX name."""
 OPSET, FUSED_OPSET = 23, 27

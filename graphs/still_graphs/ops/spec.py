@@ -25,6 +25,8 @@ AttributeValue = int | float | str
 class TensorSpec:
     """One input or output. Shapes are numbers, symbols, or multiples or parts of a symbol ("2*C", "D/4").
 
+    A symbol with the name of an integer attribute has its value; an output of which that is 0 does not exist.
+
     Symbols of all ops: B batch, T tokens, H query heads, HK key/value heads, D head dim, N rows of a state that grows; the others are
     explained by the op that has them.
     """

@@ -10,5 +10,5 @@ FUNCTIONS = {"norm": norm_kernel, "few": few_kernel, "many": many_kernel}
 
 _OP = Stateless(KERNELS, build)
 launch_dense_matmul = _OP.launch
-triton_dense_matmul = _OP.run
+triton_dense_matmul = _OP.run_one
 """`naive_dense_matmul` by the kernels; results and errors alike."""

@@ -88,7 +88,7 @@ def work(layer: Layer, kind: Kind, dtype: torch.dtype, device: str) -> Work:
     def launch(state: Held, output: Tensor, table: TileTable) -> None:
         from still_kernels.dense_matmul.launch import launch_dense_matmul
 
-        launch_dense_matmul(state.inputs, output, table)
+        launch_dense_matmul(state.inputs, output, table=table)
 
     rows = kind.batch * kind.tokens
     moved = layer.inputs * layer.outputs + rows * (layer.inputs + layer.outputs * (2 if layer.residual else 1))

@@ -17,5 +17,5 @@ FUNCTIONS = {
 
 _OP = Stateless(KERNELS, build)
 launch_gated_mlp = _OP.launch
-triton_gated_mlp = _OP.run
+triton_gated_mlp = _OP.run_one
 """`naive_gated_mlp` by the kernels; results and errors alike."""

@@ -62,7 +62,7 @@ def work(layer: Layer, kind: Kind, dtype: torch.dtype, device: str) -> Work:
     def launch(state: Held, output: Tensor, table: TileTable) -> None:
         from still_kernels.gated_mlp.launch import launch_gated_mlp
 
-        launch_gated_mlp(state.inputs, output, table)
+        launch_gated_mlp(state.inputs, output, table=table)
 
     rows, weights = kind.batch * kind.tokens, 3 * layer.width * layer.middle
     return Work(

@@ -11,5 +11,5 @@ FUNCTIONS = {"few": few_kernel, "unpack": unpack_kernel, "multiply": multiply_ke
 
 _OP = Stateless(KERNELS, build)
 launch_matmul_nbits = _OP.launch
-triton_matmul_nbits = _OP.run
+triton_matmul_nbits = _OP.run_one
 """`naive_matmul_nbits` by the kernels; results and errors alike."""

@@ -87,7 +87,7 @@ def work(layer: Layer, kind: Kind, dtype: torch.dtype, device: str) -> Work:
     def launch(state: Held, output: Tensor, table: TileTable) -> None:
         from still_kernels.matmul_nbits.launch import launch_matmul_nbits
 
-        launch_matmul_nbits(state.inputs, output, table)
+        launch_matmul_nbits(state.inputs, output, table=table)
 
     def dense(state: Held) -> Tensor:
         return tokens @ state.dense.T

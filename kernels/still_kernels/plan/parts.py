@@ -8,7 +8,7 @@ from typing import Any
 
 from still_graphs.ops import OpSpec
 from still_graphs.ops.spec import dimension
-from still_kernels.plan.expressions import Environment, environment
+from still_kernels.plan.expressions import Environment, environment, symbols
 
 ELEMENTS = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "int32": 4, "int64": 8}
 """Bytes of an element of a region."""
@@ -176,7 +176,7 @@ class Call:
         known = {
             name: tensor for name, tensor in zip(spec.input_names(), spec.all_inputs(), strict=True) if name in shapes
         }
-        sizes: dict[str, int] = {}
+        sizes = {name: attributes[name] for name in symbols(spec) if name in attributes}
         for weights in (False, True):  # their 1 stands for all heads
             found = [
                 (shapes[name], tensor.shape) for name, tensor in known.items() if (tensor.role == "weight") == weights

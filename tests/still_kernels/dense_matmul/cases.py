@@ -38,7 +38,7 @@ def run_case(name: str, device: str = "cpu") -> float:
                 n: guarded.copy(x.to(device)) if isinstance(x, torch.Tensor) else x for n, x in vars(given).items()
             }
             output = guarded.empty(named["input"], tuple(expected.shape), torch.float16)
-            launch.launch_dense_matmul(Inputs(**named), output, table)  # type: ignore[arg-type]
+            launch.launch_dense_matmul(Inputs(**named), output, table=table)  # type: ignore[arg-type]
             guarded.check()
             error = (output.cpu().double() - expected).norm() / expected.norm()
         worst = max(worst, error.nan_to_num(float("inf")).item())

@@ -48,7 +48,7 @@ def run_case(name: str, device: str = "cpu") -> float:
         with guarded_workspaces() as guarded:
             named = {n: guarded.copy(x.to(device)) for n, x in vars(given).items() if isinstance(x, torch.Tensor)}
             output = guarded.empty(named["input"], tuple(expected.shape), torch.float16)
-            launch.launch_matmul_nbits(replace(given, **named), output, table)
+            launch.launch_matmul_nbits(replace(given, **named), output, table=table)
             guarded.check()
             error = (output.cpu().double() - expected).norm() / expected.norm()
         worst = max(worst, error.nan_to_num(float("inf")).item())

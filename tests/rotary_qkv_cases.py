@@ -1,0 +1,62 @@
+"""Calls of still::RotaryQkv: random numbers and angles, and what must come out, in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from still_kernels.rotary_qkv import Inputs
+
+
+@dataclass(frozen=True)
+class Case:
+    """Widths that all differ; a program's columns end inside of each."""
+
+    head: int = 16
+    heads: int = 9
+    kv_heads: int = 3
+    value: int = 40
+    gate: int = 0
+    bias: bool = False
+    rows: tuple[tuple[int, int], ...] = ((1, 1), (8, 1), (3, 7))  # batch, tokens
+
+
+CASES = {
+    "no gate": Case(),
+    "gate": Case(gate=104, bias=True),
+    "gate without a bias": Case(gate=56),
+    "odd sizes": Case(6, 5, 7, 13, 11, True, ((1, 1), (2, 5))),
+    "odd heads, no gate": Case(2, 3, 1, 5, rows=((1, 9),)),
+}
+
+
+def call(case: Case, batch: int, count: int, dtype: torch.dtype = torch.float16) -> Inputs:
+    """Random numbers [batch, count, F], angles whose halves differ, and a bias."""
+    generator = torch.Generator().manual_seed(batch + 17 * count)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    widths = case.heads * case.head, case.kv_heads * case.head, case.value, case.gate
+    angles = 9 * torch.rand(batch, count, case.head, generator=generator)
+    bias = drawn(case.gate) if case.bias else None
+    return Inputs(3 * drawn(batch, count, sum(widths)), angles.cos().to(dtype), angles.sin().to(dtype), *widths, bias)
+
+
+def exact(given: Inputs) -> list[Tensor]:
+    """The results, float64, element by element of a head."""
+    query, key, value, gate = given.input.double().split(given.widths, -1)
+    size, results = given.cos.shape[2], []
+    for part in (query, key):
+        result = torch.empty_like(part)
+        for column in range(part.shape[2]):
+            place = column % size
+            far = -part[..., column + size // 2] if place < size // 2 else part[..., column - size // 2]
+            result[..., column] = part[..., column] * given.cos[..., place] + far * given.sin[..., place]
+        results.append(result)
+    results.append(value)
+    if given.gate_width:
+        results.append(1 / (1 + (-(gate if given.gate_bias is None else gate + given.gate_bias.double())).exp()))
+    return results
