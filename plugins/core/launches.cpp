@@ -177,17 +177,17 @@ CuFunction load_function(Kernel const& kernel)
         return function;
     CuModule module = nullptr;
     CuFunction found = nullptr;
-    int const status = driver.moduleLoadData(&module, kernel.cubin.data());
-    if (status == kInvalidImage || status == kNoBinary || status == kNewerCompiler)
+    int const loaded = driver.moduleLoadData(&module, kernel.cubin.data());
+    if (loaded == kInvalidImage || loaded == kNoBinary || loaded == kNewerCompiler)
     {
         int version = 0;
         if (driver.driverGetVersion)
             driver.driverGetVersion(&version);
         fail("the CUDA driver", version ? " (CUDA " + std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10) + ")" : "",
-            " does not take the kernel ", kernel.name, " (error ", status, "): it is older than what compiled it, or the GPU is another one. ",
+            " does not take the kernel ", kernel.name, " (error ", loaded, "): it is older than what compiled it, or the GPU is another one. ",
             "Update the driver, or export again here.");
     }
-    driver.check(status, "cuModuleLoadData");
+    driver.check(loaded, "cuModuleLoadData");
     driver.check(driver.moduleGetFunction(&found, module, kernel.symbol.c_str()), "cuModuleGetFunction");
     if (kernel.shared_bytes > kDefaultSharedBytes)
     {

@@ -88,7 +88,9 @@ std::vector<DynamicPluginTensorDesc> dynamic(std::vector<Shape> const& shapes, b
     return result;
 }
 
-// Dimension expressions are only passed on, so numbers dressed as pointers will do.
+// Dimension expressions are only passed on, so numbers dressed as pointers will do: places, and constants behind them.
+constexpr size_t kConstants = size_t{1} << 20;
+
 IDimensionExpr const* expression(size_t tensor, size_t axis) { return reinterpret_cast<IDimensionExpr const*>(16 * (tensor + 1) + axis); }
 
 std::vector<DimsExprs> expressions(std::vector<Shape> const& shapes)
@@ -111,7 +113,10 @@ void print_shape(size_t output, DimsExprs const& shape)
     for (int a = 0; a < shape.nbDims; ++a)
     {
         auto const place = reinterpret_cast<size_t>(shape.d[a]);
-        std::printf(" %zu.%zu", place / 16 - 1, place % 16);
+        if (place >= kConstants)
+            std::printf(" =%zu", place - kConstants);
+        else
+            std::printf(" %zu.%zu", place / 16 - 1, place % 16);
     }
     std::printf("\n");
 }
@@ -129,8 +134,33 @@ struct Pointers
     }
 };
 
-alignas(16) std::array<char, 64> gBuilder{};
-IExprBuilder& builder() { return *reinterpret_cast<IExprBuilder*>(gBuilder.data()); }
+struct Expressions final : apiv::VExprBuilder
+{
+#if NV_TENSORRT_MAJOR >= 10
+    IDimensionExpr const* constant(int64_t value) override
+#else
+    IDimensionExpr const* constant(int32_t value) override
+#endif
+    {
+        return reinterpret_cast<IDimensionExpr const*>(kConstants + static_cast<size_t>(value));
+    }
+    IDimensionExpr const* operation(DimensionOperation, IDimensionExpr const&, IDimensionExpr const&) override { return nullptr; }
+#if NV_TENSORRT_MAJOR >= 10
+    IDimensionExpr const* declareSizeTensor(int32_t, IDimensionExpr const&, IDimensionExpr const&) override { return nullptr; }
+#endif
+};
+
+struct Builder final : IExprBuilder
+{
+    Builder() { mImpl = &expressions; }
+    Expressions expressions;
+};
+
+IExprBuilder& builder()
+{
+    static Builder made;
+    return made;
+}
 
 // The creator of the op that was asked for.
 template <typename Creator, typename Interface>

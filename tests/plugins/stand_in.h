@@ -44,6 +44,7 @@ struct StandIn
     std::string op;
     size_t first_state = 0; // its place among the inputs
     std::vector<Shape> inputs;
+    std::vector<Shape> outputs; // none: one like the first input, and one for each state
     std::vector<Attribute> attributes;
 
     void read(int argc, char** argv)
@@ -58,6 +59,8 @@ struct StandIn
             std::string const value = argument.substr(name.size() + 1), tail = value.substr(value.find(':') + 1);
             if (name == "input")
                 inputs.push_back(read_shape(value[0], tail));
+            else if (name == "output")
+                outputs.push_back(read_shape(value[0], tail));
             else if (name == "kernel")
                 reinterpret_cast<void (*)(char const*, char const*)>(dlsym(driver, "recording_arguments"))(
                     value.substr(0, value.find(':')).c_str(), tail.c_str());
@@ -66,16 +69,12 @@ struct StandIn
         }
     }
 
-    std::vector<Shape> inputs_of(int tokens) const
-    {
-        auto shapes = inputs;
-        for (auto& shape : shapes)
-            std::replace(shape.dims.begin(), shape.dims.end(), kTokens, tokens);
-        return shapes;
-    }
+    std::vector<Shape> inputs_of(int tokens) const { return with_tokens(inputs, tokens); }
 
     std::vector<Shape> outputs_of(int tokens) const
     {
+        if (!outputs.empty())
+            return with_tokens(outputs, tokens);
         auto const shapes = inputs_of(tokens);
         std::vector<Shape> result{shapes[0]};
         result.insert(result.end(), shapes.begin() + static_cast<std::ptrdiff_t>(first_state), shapes.end());
@@ -92,6 +91,13 @@ struct StandIn
 
 private:
     static constexpr int kTokens = -1; // in the place of a dimension that is the call's tokens
+
+    static std::vector<Shape> with_tokens(std::vector<Shape> shapes, int tokens)
+    {
+        for (auto& shape : shapes)
+            std::replace(shape.dims.begin(), shape.dims.end(), kTokens, tokens);
+        return shapes;
+    }
 
     static Shape read_shape(char type, std::string const& text)
     {

@@ -21,7 +21,8 @@ from still_graphs.ops.causal_conv import CAUSAL_CONV
 from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 from still_graphs.ops.linear_attention import LINEAR_ATTENTION
 from still_graphs.ops.matmul_nbits import MATMUL_NBITS
-from still_graphs.ops.spec import CACHE
+from still_graphs.ops.rotary_qkv import ROTARY_QKV
+from still_graphs.ops.spec import CACHE, in_numbers
 from still_kernels.op_kernels import kernels_of
 from tests.plugins.builds import FOLDERS, ROOT, TOY
 from tests.plugins.core_abi import Recorder, absent_inputs, shapes_of, write_archive
@@ -152,6 +153,12 @@ def matmul_archive(folder: Path) -> Path:
     )
 
 
+def rotary_archive(folder: Path) -> Path:
+    """An archive of still::RotaryQkv."""
+    pointers = [(name, "ptr") for name in ("input", "cos", "gate_bias", "query", "value", "gate")]
+    return op_archive(folder, "RotaryQkv", {"gated": 1, "biased": 1}, rotary=[*pointers, ("G", "i32")])
+
+
 def toy_archive(folder: Path) -> Path:
     """The same of the toy op."""
     kernels = entries(decay=[("value", "ptr"), ("total", "ptr"), ("output", "ptr"), ("H", "i32"), ("decay", "f32")])
@@ -163,8 +170,8 @@ def all_archives(folder: Path) -> list[Path]:
     """Archives of every op for sm_90, float16 and both types of counts."""
     both = [variant(count_dtype=count, cache=cache) for count in ("int32", "int64") for cache in CACHE.choices]
     write_archive(folder / "hybrid", both)
-    softmax, linear, conv, matmul = (folder / name for name in ("softmax", "linear", "conv", "matmul"))
-    own = [attention_archive(softmax), linear_archive(linear), conv_archive(conv), matmul_archive(matmul)]
+    writers = (attention_archive, linear_archive, conv_archive, matmul_archive, rotary_archive)
+    own = [write(folder / write.__name__) for write in writers]
     return [folder / "hybrid", *own, toy_archive(folder / "toy")]
 
 
@@ -258,6 +265,13 @@ CALLS: list[tuple[OpSpec, dict[str, Any], set[str], dict[str, int], tuple[str, .
         SIZES | {"I": 288, "O": 77, "IW": 36, "IS": 9, "IZ": 2},
         ("unpack", "multiply", "few"),
     ),
+    (
+        ROTARY_QKV,
+        {"query_width": 192, "key_width": 64, "value_width": 48, "gate_width": 96},
+        set(),
+        SIZES | {"F": 400, "D": 64, "gate_width": 96},
+        ("rotary", "rotary"),
+    ),
     (DECAY, {"decay": 0.25}, set(), SIZES, ("decay", "decay")),
 ]
 
@@ -271,6 +285,7 @@ SHAPES: list[list[tuple[str, str]]] = [
     [("0.0 0.1 2.2 0.3 2.3", "0.0 2.2 0.4 2.3"), ("0.0 0.1 3.2 0.3 6.3", "0.0 3.2 0.4 6.3")],
     [(FLAT, "0.0 0.2 3.2"), (FLAT, "0.0 0.2 3.2")],
     [("0.0 0.1 1.0", ""), ("0.0 0.1 1.0", "")],
+    [("0.0 0.1 =192", "0.0 0.1 =64"), ("0.0 0.1 =192", "0.0 0.1 =64")],
     [(HEADS, "0.0 0.2 0.3"), (FLAT, "0.0 3.1 3.2")],
 ]
 
@@ -308,6 +323,9 @@ def host_arguments(
             f"input={'w' if name in words else ELEMENTS[dtype]}:"
             + ".".join("T" if size < 0 else str(size) for size in shape)
         )
+    for made in own.outputs if len(own.outputs) > 1 else ():
+        shape = in_numbers(made.shape, {**sizes, **attributes, "T": -1})
+        given.append("output=h:" + ".".join("T" if size < 0 else str(size) for size in shape))
     states = (i for i, name in enumerate(names) if name.startswith("past_") and name != "past_length")
     first = next(states, len(names))
     values = [f"{name}={KINDS[type(value)]}:{value}" for name, value in attributes.items()]
