@@ -94,7 +94,7 @@ REGISTRATIONS = {
     "still_export/proof/excuses.py": {"HybridAttention", "hybrid_attention"},
     "graphs/still_graphs/passes/sum_in_float32.py": {"DenseMatMul", "dense_matmul"},
     "graphs/still_graphs/passes/join_products.py": {"dense_matmul", "gated_mlp"},
-    "graphs/still_graphs/passes/join_rotary.py": {"rotary_qkv"},
+    "graphs/still_graphs/passes/join_rotary.py": {"RotaryQkv", "rotary_qkv"},
 }
 """One line an op, and what stands in it; passes that put an op into graphs."""
 GENAIS = {
