@@ -12,7 +12,7 @@
 `prepare` writes OUT/more00, more01, ...: folders of at most 40 MB that hold packages of MODEL for batches of four and for single rows, of
 assets/small in float16 and with 4 bits and of the demo (mixed SmolLM2, 300 MB; `--demo` is a GGUF file of its base) with PyTorch's
 answers, and packages of SmolLM2-135M's and Llama-3.1-8B's geometry without weights, of the latter also for calls of 16,384 tokens and with
-4 bits; of linear families a small random model each, for two rows. PLACE on the GPU machine holds
+4 bits; of linear families a random model of two layers each, for single rows. PLACE on the GPU machine holds
 TensorRT with Python (env.sh with trt-python) and what `cat more*/more.tar.* | tar x` gives. Every step has a time limit and a log; the
 table is written after each step to $OUT and printed last, so that what was measured comes back even when a later step fails.
 """
@@ -85,7 +85,7 @@ EXPORTS = {
     "large": ["--capacity-tokens", str(CONTEXT + 256), "--batch", "8"],
     "large_calls": ["--capacity-tokens", str(CONTEXT + 256), "--batch", "1", "--prefill-tokens", "16384"],
     "large_int4": ["--capacity-tokens", str(CONTEXT + 256), "--batch", "8", "--quantize", "int4"],
-    **{name: ["--capacity-tokens", "1024", "--batch", "2", "--prefill-tokens", "512"] for name in LINEAR},
+    **{name: ["--capacity-tokens", "1024", "--batch", "1", "--prefill-tokens", "512"] for name in LINEAR},
 }
 
 
@@ -103,10 +103,10 @@ def prepare(options: argparse.Namespace) -> int:
     content.mkdir(parents=True)
     for name in names:
         if name in LINEAR:
-            from tests.still_export.linear_models import PUBLISHED, linear_model
+            from tests.still_export.linear_models import linear_model, published_pair
 
             model: Any = work / f"{name}.model"
-            linear_model(name, **PUBLISHED[name]).save_pretrained(model)
+            linear_model(name, **published_pair(name)).save_pretrained(model)
         else:
             model = _blank_model(work / f"{name}.model", name) if name in GEOMETRIES else sources[name]
         untrained = [] if name in ("demo", "small_model", "small_int4", *LINEAR) else ["--attach-untrained"]

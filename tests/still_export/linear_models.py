@@ -117,6 +117,16 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 """Changes that make sizes the multiples of 16 that published models have, for runtimes that demand them."""
 
 
+def published_pair(family: str) -> dict[str, Any]:
+    """`PUBLISHED` with two layers: of a family with softmax layers one of each kind."""
+    changes = dict(PUBLISHED[family], num_hidden_layers=2)
+    if kinds := SIZES.get(family, {}).get("layer_types"):
+        changes["layer_types"] = kinds[:2]
+    if family == "kimi_linear":
+        changes["mlp_layer_types"] = ["dense"] * 2
+    return changes
+
+
 def linear_config(family: str, **changes: Any) -> Any:
     """A plain configuration of transformers."""
     given = {**COMMON, **SIZES[family], **changes}
