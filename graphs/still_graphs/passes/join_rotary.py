@@ -9,7 +9,7 @@ ensures: no split of float16 or bfloat16 numbers is left whose parts are rotated
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import onnx
 from onnx import TensorProto, helper
@@ -172,7 +172,7 @@ class _Joiner:
                 )
         names += [split.output[2], *([found.gate] if found.gate else [])]
         inputs = [split.input[0], found.query.cos, found.query.sin, *([found.bias] if found.bias else [])]
-        values = dict(zip((a.name for a in ROTARY_QKV.attributes), [*widths, 0], strict=False))
+        values: dict[str, Any] = dict(zip((a.name for a in ROTARY_QKV.attributes), [*widths, 0], strict=False))
         self.rewriter.nodes.append(
             helper.make_node(
                 ROTARY_QKV.name, inputs, names, name=f"{split.name or names[0]}.rotary", domain=DOMAIN, **values

@@ -61,4 +61,5 @@ KERNELS = OpKernels(
     folder=Path(__file__).parent,
     covered=COVERED,
     covered_ahead=COVERED,
+    work=imported("still_kernels.rotary_qkv.work", "WORK"),
 )
