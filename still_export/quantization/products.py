@@ -83,16 +83,24 @@ class Product(ABC):
         if self.form.base is not None:
             terms.append(self._multiplied(node, read))
         if "inner" in self.values:
-            inner = add_node(self.model.graph, node, "MatMul", [read, self.values["inner"]], "inner")
-            terms.append(add_node(self.model.graph, node, "MatMul", [inner, self.values["outer"]], "outer"))
+            terms.append(self._product_of_two(node, read, self.values["inner"], self.values["outer"], ("inner", "outer")))
         if self.place is not None:
-            a, b = self.adapter
-            inner = add_node(self.model.graph, node, "MatMul", [read, a], LORA_A)
-            terms.append(add_node(self.model.graph, node, "MatMul", [inner, b], LORA_B))
+            terms.append(self._product_of_two(node, read, *self.adapter, (LORA_A, LORA_B)))
         total = terms[0]
         for i, term in enumerate(terms[1:]):
-            total = add_node(self.model.graph, node, "Add", [total, term], f"sum{i}" if i else "sum")
+            added = add_node(self.model.graph, node, "Add", [total, term], f"sum{i}" if i else "sum")
+            total = self._typed(added, read, self.outputs)
         return total
+
+    def _product_of_two(self, node: ir.Node, read: ir.Value, a: ir.Value, b: ir.Value, parts: tuple[str, str]) -> ir.Value:
+        """The product of `read` and both matrices, before `node`."""
+        assert a.shape is not None
+        inner = self._typed(add_node(self.model.graph, node, "MatMul", [read, a], parts[0]), read, a.shape[-1])
+        return self._typed(add_node(self.model.graph, node, "MatMul", [inner, b], parts[1]), read, self.outputs)
+
+    def _typed(self, value: ir.Value, read: ir.Value, size: int | ir.SymbolicDim) -> ir.Value:
+        """`value`, which says that it has `size` numbers for each token that is read: behind a node of ours nothing infers it."""
+        return value if read.shape is None else typed(value, [*read.shape[:-1], size], self.dtype)
 
     @property
     def place(self) -> dict[str, Any] | None:
