@@ -74,6 +74,7 @@ OWN = (
     "kernels/still_kernels/dense_matmul/",
     "kernels/still_kernels/gated_mlp/",
     "kernels/still_kernels/rotary_qkv/",
+    "kernels/still_kernels/add_rms_norm/",
     "still_export/quantization/",
     "still_export/mixers/",
     "still_export/models/",
@@ -90,11 +91,13 @@ REGISTRATIONS = {
         "dense_matmul",
         "gated_mlp",
         "rotary_qkv",
+        "add_rms_norm",
     },
     "still_export/proof/excuses.py": {"HybridAttention", "hybrid_attention"},
     "graphs/still_graphs/passes/sum_in_float32.py": {"DenseMatMul", "dense_matmul"},
     "graphs/still_graphs/passes/join_products.py": {"dense_matmul", "gated_mlp"},
     "graphs/still_graphs/passes/join_rotary.py": {"RotaryQkv", "rotary_qkv"},
+    "graphs/still_graphs/passes/join_norms.py": {"AddRmsNorm", "add_rms_norm", "dense_matmul", "matmul_nbits"},
 }
 """One line an op, and what stands in it; passes that put an op into graphs."""
 GENAIS = {

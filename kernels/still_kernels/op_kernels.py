@@ -159,6 +159,7 @@ _PLACES = {
     "DenseMatMul": "still_kernels.dense_matmul.variants",
     "GatedMlp": "still_kernels.gated_mlp.variants",
     "RotaryQkv": "still_kernels.rotary_qkv.variants",
+    "AddRmsNorm": "still_kernels.add_rms_norm.variants",
 }
 """Where the `KERNELS` of each op are."""
 

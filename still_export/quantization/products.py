@@ -83,7 +83,9 @@ class Product(ABC):
         if self.form.base is not None:
             terms.append(self._multiplied(node, read))
         if "inner" in self.values:
-            terms.append(self._product_of_two(node, read, self.values["inner"], self.values["outer"], ("inner", "outer")))
+            terms.append(
+                self._product_of_two(node, read, self.values["inner"], self.values["outer"], ("inner", "outer"))
+            )
         if self.place is not None:
             terms.append(self._product_of_two(node, read, *self.adapter, (LORA_A, LORA_B)))
         total = terms[0]
@@ -92,7 +94,9 @@ class Product(ABC):
             total = self._typed(added, read, self.outputs)
         return total
 
-    def _product_of_two(self, node: ir.Node, read: ir.Value, a: ir.Value, b: ir.Value, parts: tuple[str, str]) -> ir.Value:
+    def _product_of_two(
+        self, node: ir.Node, read: ir.Value, a: ir.Value, b: ir.Value, parts: tuple[str, str]
+    ) -> ir.Value:
         """The product of `read` and both matrices, before `node`."""
         assert a.shape is not None
         inner = self._typed(add_node(self.model.graph, node, "MatMul", [read, a], parts[0]), read, a.shape[-1])

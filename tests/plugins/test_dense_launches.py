@@ -1,4 +1,4 @@
-"""The core launches of still::DenseMatMul, still::GatedMlp and still::RotaryQkv what the Python launcher launches."""
+"""The core launches of still::DenseMatMul, still::GatedMlp, still::RotaryQkv and still::AddRmsNorm what the Python launcher launches."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from still_graphs.ops.add_rms_norm import ADD_RMS_NORM
 from still_graphs.ops.dense_matmul import DENSE_MATMUL
 from still_graphs.ops.gated_mlp import GATED_MLP
 from still_graphs.ops.rotary_qkv import ROTARY_QKV
-from still_kernels import dense_matmul, gated_mlp, rotary_qkv
+from still_kernels import add_rms_norm, dense_matmul, gated_mlp, rotary_qkv
+from still_kernels.add_rms_norm.variants import Variant as NormVariant
 from still_kernels.dense_matmul.variants import Variant
 from still_kernels.gated_mlp.variants import Variant as GatedVariant
 from still_kernels.rotary_qkv.variants import Variant as RotaryVariant
@@ -19,6 +21,7 @@ from tests.plugins.test_launches import fake_compiler, mirror  # noqa: F401  # f
 launch = pytest.importorskip("still_kernels.dense_matmul.launch")
 launch_gated = pytest.importorskip("still_kernels.gated_mlp.launch")
 launch_rotary = pytest.importorskip("still_kernels.rotary_qkv.launch")
+launch_norm = pytest.importorskip("still_kernels.add_rms_norm.launch")
 
 
 def made(*shape: int) -> torch.Tensor:
@@ -105,5 +108,20 @@ def test_rotary_qkv(
         lambda *results: launch_rotary.launch_rotary_qkv(call, *results),
         variant,
         attributes,
+        outputs=outputs,
+    )
+
+
+@pytest.mark.parametrize("batch, count, width", [(1, 1, 576), (3, 22, 4096), (2, 5, 77)])
+def test_add_rms_norm(batch: int, count: int, width: int, mirror: Callable[..., None]) -> None:  # noqa: F811
+    tensors = {"input": made(batch, count, width), "residual": made(batch, count, width), "norm_weight": made(width)}
+    call = add_rms_norm.Inputs(**tensors, norm_epsilon=2e-6)
+    outputs = {name: made(batch, count, width) for name in ("sum", "output")}
+    mirror(
+        ADD_RMS_NORM,
+        tensors,
+        lambda *results: launch_norm.launch_add_rms_norm(call, *results),
+        NormVariant("float16", int(width > 1024), int(not width % 8)),
+        {"norm_epsilon": 2e-6},
         outputs=outputs,
     )

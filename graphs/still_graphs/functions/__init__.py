@@ -13,6 +13,7 @@ from onnx import helper
 
 from still_graphs.errors import UnsupportedError
 from still_graphs.functions import (
+    add_rms_norm,
     attention,
     causal_conv,
     dense_matmul,
@@ -42,6 +43,7 @@ BODIES: dict[str, tuple[Writer, tuple[str, ...]]] = {
     "DenseMatMul": (dense_matmul.function_body, dense_matmul.SYMBOLS),
     "GatedMlp": (gated_mlp.function_body, gated_mlp.SYMBOLS),
     "RotaryQkv": (rotary_qkv.function_body, rotary_qkv.SYMBOLS),
+    "AddRmsNorm": (add_rms_norm.function_body, add_rms_norm.SYMBOLS),
 }
 """Per op, the writer of its body and the symbols of `dims` that it needs."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from still_graphs.ops.add_rms_norm import ADD_RMS_NORM
 from still_graphs.ops.attention import ATTENTION
 from still_graphs.ops.causal_conv import CAUSAL_CONV
 from still_graphs.ops.dense_matmul import DENSE_MATMUL
@@ -23,6 +24,7 @@ OPS: dict[str, OpSpec] = {
         DENSE_MATMUL,
         GATED_MLP,
         ROTARY_QKV,
+        ADD_RMS_NORM,
     )
 }
 """Every op of the domain by its ONNX name."""

@@ -1,0 +1,22 @@
+"""Function body of still::AddRmsNorm: a sum and a norm in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import onnx
+from onnx import TensorProto
+
+from still_graphs.functions.builder import Scope
+from still_graphs.functions.dense_matmul import normed
+from still_graphs.ops.add_rms_norm import ADD_RMS_NORM
+
+SYMBOLS: tuple[str, ...] = ()
+
+
+def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
+    """The function of `node`; arguments as of `still_graphs.functions.function_body`."""
+    b, wide = Scope(), TensorProto.FLOAT
+    total = b.cast(b("Add", b.cast("input", wide), b.cast("residual", wide)), dtype, out="sum")
+    b.cast(normed(b, b.cast(total, wide), node, dtype), dtype, out="output")
+    return b.function(ADD_RMS_NORM, node, {"": opset}, "input")

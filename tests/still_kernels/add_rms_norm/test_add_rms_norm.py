@@ -1,0 +1,88 @@
+"""The kernel of still::AddRmsNorm against float64: in Triton's interpreter, compiled on a GPU; and its machine code."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from still_graphs.errors import ShapeError, UnsupportedError
+from still_kernels.add_rms_norm import naive_add_rms_norm
+from still_kernels.op_kernels import kernels_of
+from still_kernels.plan import Call
+from tests.add_rms_norm_cases import CASES, call, exact
+from tests.still_kernels.interpreted import run_cases
+
+pytest.importorskip("triton")
+cases = pytest.importorskip("tests.still_kernels.add_rms_norm.cases")
+from still_kernels.add_rms_norm.variants import Variant  # noqa: E402
+from still_kernels.aot import compile_variant  # noqa: E402
+from tests.machine_code import disassembly, lines  # noqa: E402
+
+interpreted = functools.partial(run_cases, Path(__file__).with_name("cases.py"))
+BOUND = 4e-4
+"""Outputs are rounded to float16: 2.1e-4 by Frobenius norm."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(CASES))
+def test_interpreter(name: str) -> None:
+    assert interpreted()[name] <= BOUND
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", list(CASES))
+def test_gpu(name: str) -> None:
+    assert cases.run_case(name, "cuda") <= BOUND
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_definition(name: str) -> None:
+    """In float32 and in float16, which is rounded twice."""
+    for dtype, bound in ((torch.float32, 1e-6), (torch.float16, BOUND)):
+        given = call(CASES[name], 2, 3, dtype)
+        for result, expected in zip(naive_add_rms_norm(given), exact(given), strict=True):
+            assert (result.double() - expected).norm() <= bound * expected.norm()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"residual": torch.zeros(1, 1, 57).half()}, r"residual: expected \[1, 1, 56\]"),
+        ({"residual": torch.zeros(1, 1, 56)}, "residual: expected torch.float16, got torch.float32"),
+        ({"norm_weight": torch.zeros(55).half()}, r"norm_weight: expected \[56\]"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ShapeError, match=message):
+        naive_add_rms_norm(replace(call(CASES["one block"], 1, 1), **change))
+
+
+def test_refusals() -> None:
+    """What no kernel covers, with what is covered."""
+    seen = Call({"B": 1, "T": 1, "I": 64}, {"norm_epsilon": 1e-5}, dtype="float32")
+    assert kernels_of("AddRmsNorm").refusals(seen) == [
+        "activations are float32; sums with their norms have kernels for float16, bfloat16."
+    ]
+
+
+def test_unknown_device_is_refused() -> None:
+    from still_kernels.add_rms_norm.launch import triton_add_rms_norm
+
+    with pytest.raises(UnsupportedError, match="device 'cpu'"):
+        triton_add_rms_norm(call(CASES["one block"], 1, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", [Variant(), Variant(wide=1), Variant(aligned=0)], ids=str)
+def test_machine_code(variant: Variant, tmp_path: Path) -> None:
+    """Nothing spills."""
+    entry, cubins = compile_variant("AddRmsNorm", variant, 90)
+    for name, kernel in entry["kernels"].items():
+        found = {line.name.split(".")[0] for line in lines(disassembly(cubins[kernel["cubin"]], tmp_path))}
+        assert not {"STL", "LDL"} & found, f"{name} spills"
