@@ -20,16 +20,20 @@ WIDTH, EPSILON = 24, 3e-2
 
 
 def model_of(
-    dtype: str = "float16", terms: tuple[str, str] = ("x", "product"), scale: str = "weight", axis: int = -1
+    dtype: str = "float16",
+    terms: tuple[str, str] = ("x", "product"),
+    scale: str = "weight",
+    axis: int = -1,
+    read: str = "total",
 ) -> onnx.ModelProto:
-    """A product, a sum and its norm; the sum is read on."""
+    """A product, a sum and its norm; `read` is read on."""
     make, kind = helper.make_node, helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
     random = np.random.default_rng(0)
     nodes = [
         make("MatMul", ["x", "matrix"], ["product"]),
         make("Add", list(terms), ["total"]),
         make("RMSNormalization", ["total", scale], ["normed"], axis=axis, epsilon=EPSILON),
-        make("Add", ["total", "normed"], ["y"]),
+        make("Add", [read, "normed"], ["y"]),
     ]
     given = {
         "matrix": random.standard_normal((WIDTH, WIDTH)) / 9,
@@ -87,6 +91,7 @@ def test_one_node_of_the_same_numbers(terms: tuple[str, str]) -> None:
         {"terms": ("bias", "product")},
         {"scale": "scale"},
         {"axis": 1},
+        {"read": "x"},
     ],
     ids=str,
 )

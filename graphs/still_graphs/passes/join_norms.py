@@ -4,10 +4,12 @@ Products in few bits take neither, other than those of join_products. TensorRT 8
 the build of a small model (docs/notebook/quantization.md).
 
 requires: products of join_products; RMSNormalization as ai.onnx has it since opset 23.
-ensures: no norm of the sum of a product and activations [B, T, I], both float16 or bfloat16, is left.
+ensures: no norm of the sum of a product and activations [B, T, I], both float16 or bfloat16, is left where something else reads the sum.
 """
 
 from __future__ import annotations
+
+from collections import Counter
 
 import onnx
 from onnx import TensorProto, helper
@@ -16,7 +18,7 @@ from still_graphs.ops import DOMAIN
 from still_graphs.ops.add_rms_norm import ADD_RMS_NORM
 from still_graphs.ops.dense_matmul import DENSE_MATMUL
 from still_graphs.ops.matmul_nbits import MATMUL_NBITS
-from still_graphs.passes.walk import attribute, dimensions, element_types, initializers, set_opset
+from still_graphs.passes.walk import attribute, dimensions, element_types, initializers, inner_names, set_opset
 
 PRODUCTS = (MATMUL_NBITS.name, DENSE_MATMUL.name)
 EPSILON = ADD_RMS_NORM.attributes[0].name
@@ -31,10 +33,12 @@ def join_norms(model: onnx.ModelProto) -> int:
     graph = model.graph
     weights, types, dims = initializers(graph), element_types(graph), dimensions(graph)
     makers = {name: node for node in graph.node for name in node.output}
+    reads = Counter(name for node in graph.node for name in (*node.input, *inner_names(node)))
+    reads.update(output.name for output in graph.output)
     joined = []
     for norm in graph.node:
         total = makers.get(norm.input[0]) if norm.op_type == "RMSNormalization" else None
-        if total is None or total.op_type != "Add" or norm.input[1] not in weights:
+        if total is None or total.op_type != "Add" or norm.input[1] not in weights or reads[norm.input[0]] < 2:
             continue
         names = [*total.input, *total.output, *norm.output]
         kinds = {types.get(name) for name in (*names, norm.input[1])}
