@@ -125,6 +125,8 @@ def test_pairs_stay_apart(adapted: ExportOptions, tmp_path: Path) -> None:
         any(n.startswith("model.layers.0.self_attn.q_proj.weight") and n.endswith(".inner") for n in names)
         and package.manifest["quantization"]["lora"] == "apart"
     )
+    thin = {o for n in graph.node for o in n.output if o.endswith((".inner", ".outer", ".sum"))}
+    assert thin and thin <= {info.name for info in graph.value_info}, "passes ask for types"
     source = find_source(adapted)
     held = with_held_weights(source, package.path, package.manifest)
     for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight"):
