@@ -15,7 +15,7 @@ NOISE = {"logits": Noise(1e-2, 1e-3, 2e-2, 4e-3)}
 
 
 class Chooser:
-    """An op whose choices are told by what the target's logits begin with: 1 a near tie, 2 a wrong choice."""
+    """An op whose choices are told by what the target's logits begin with: 1 a near tie, 2 a wrong choice, 3 both."""
 
     score = "score"
 
@@ -23,7 +23,7 @@ class Chooser:
         if not pairs:
             return Choices()
         kind = pairs[0][1]["logits"][0, 0]
-        return Choices(1, int(kind == 1), int(kind == 2))
+        return Choices(1, int(kind in (1, 3)), int(kind in (2, 3)))
 
     def settle(self, pairs: Any, leads: Any, ties: Any) -> Any:
         return pairs
@@ -63,7 +63,10 @@ def drawn(draws: list[tuple[int, float]], noise: dict[str, Noise]) -> int:
         ([(0, 0.5), (0, 0.0)], NOISE, 0),
         ([(2, 0.5), (0, 0.0)], NOISE, 0),  # a wrong choice is judged
         ([(1, 0.5)] * 4 + [(1, 0.7), (0, 0.0)], NOISE, 4),  # there is an end
+        ([(3, 0.005), (0, 0.0)], NOISE, 1),  # a tie that others may follow from
+        ([(3, 0.005)] * 4 + [(3, 0.0), (0, 0.0)], NOISE, 4),
         ([(1, 0.0), (0, 0.0)], {}, 1),  # float32: any tie
+        ([(3, 0.0), (0, 0.0)], {}, 0),  # where a tie is too small for others to follow
     ],
     ids=str,
 )
