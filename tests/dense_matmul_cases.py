@@ -26,10 +26,12 @@ FEW = {
     "few": Case(),
     "few, turned": Case(turned=True),
     "few, odd sizes, residual": Case(outputs=37, inputs=83, rows=((1, 1), (1, 17)), residual=True),
+    "few, as LoRA's second product": Case(inputs=8, rows=((1, 1), (3, 7)), residual=True),
     "few, odd sizes, turned, norm": Case(True, 37, 83, ((2, 1), (1, 64)), normed=True),
 }
 MANY = {
     "many, whole": Case(inputs=192, rows=((1, 66),)),
+    "many, as LoRA's second product": Case(inputs=24, rows=((1, 70),), residual=True),
     "many": Case(rows=((1, 65), (2, 43), (3, 43))),
     "many, turned, residual": Case(turned=True, rows=((1, 129),), residual=True),
     "many, odd sizes, norm": Case(outputs=37, inputs=83, rows=((1, 70),), normed=True),
