@@ -55,9 +55,8 @@ def _restore(node: onnx.NodeProto, rewriter: Rewriter, dims: dict[str, list[int 
         else rewriter.node("Cast", [next(given)], hint=f"{node.name}.{name}", to=TensorProto.INT64)
         for name, kind in zip(spec.input_names(), kinds, strict=True)
     ]
-    node.output[:] = [
-        "" if n.replace("present_", "past_", 1) in missing else next(results) for n in spec.output_names()
-    ]
+    made = ["" if n.replace("present_", "past_", 1) in missing else next(results, None) for n in spec.output_names()]
+    node.output[:] = [name for name in made if name is not None]  # what a call may lack is last
     for name in ("plugin_namespace", "plugin_version", "absent_inputs", "activation_type"):
         drop_attribute(node, name)
     if len(dims[node.input[0]]) == len(spec.inputs[0].shape):
