@@ -308,7 +308,8 @@ def test_plugin_nodes_need_a_known_type_and_op() -> None:
     model = small_graph(functions=False)
     next(n for n in model.graph.node if n.domain == DOMAIN).op_type = "HybridMixer"
     with pytest.raises(
-        UnsupportedError, match=r"still::HybridMixer is no op of this version; known: AddRmsNorm, Attention, .*HybridAttention"
+        UnsupportedError,
+        match=r"still::HybridMixer is no op of this version; known: AddRmsNorm, Attention, .*HybridAttention",
     ):
         lower_plugin_nodes(model)
 

@@ -58,4 +58,5 @@ KERNELS = OpKernels(
     folder=Path(__file__).parent,
     covered=COVERED,
     covered_ahead=COVERED,
+    work=imported("still_kernels.add_rms_norm.work", "WORK"),
 )
