@@ -175,11 +175,13 @@ void compute(OrtCustomOp const& op, void* kernel, int tokens, void* stream, bool
         context.inputs.push_back(gAbsent >> place & 1 ? nullptr : &values[next++]);
     context.outputs.resize(op.GetOutputTypeCount(&op));
     context.addresses.resize(context.outputs.size());
-    context.addresses[0] = reinterpret_cast<void*>(0x900000);
-    size_t const states = context.outputs.size() - 1; // last among inputs and outputs, in the same order
+    size_t const plain = std::max<size_t>(gCall.outputs.size(), 1);
+    for (size_t i = 0; i < plain; ++i)
+        context.addresses[i] = reinterpret_cast<void*>(0x900000 + 0x10000 * i);
+    size_t const states = context.outputs.size() - plain; // last among inputs and outputs, in the same order
     for (size_t i = 0; i < states; ++i)
         if (auto const* const past = context.inputs[context.inputs.size() - states + i])
-            context.addresses[1 + i] = static_cast<char*>(past->address) + (apart ? 0x100000 : 0);
+            context.addresses[plain + i] = static_cast<char*>(past->address) + (apart ? 0x100000 : 0);
     report("compute", op.KernelComputeV2(kernel, &context));
 }
 

@@ -129,8 +129,9 @@ struct Pointers
     {
         for (size_t i = 0; i < inputs(1).size(); ++i)
             in.push_back(reinterpret_cast<void const*>(0x1000 * (i + 1)));
+        size_t const plain = std::max<size_t>(gCall.outputs.size(), 1);
         for (size_t i = 0; i < outputs(1).size(); ++i)
-            out.push_back(reinterpret_cast<void*>(i ? 0x1000 * (i + gCall.first_state) : 0x900000));
+            out.push_back(reinterpret_cast<void*>(i >= plain ? 0x1000 * (i - plain + 1 + gCall.first_state) : 0x900000 + 0x10000 * i));
     }
 };
 

@@ -90,7 +90,8 @@ def test_launches_are_those_of_the_core(hosts: Hosts, core: Core, recorder: Reco
     for taken in kernels_taken(hosts.archives):
         recorder.arguments(*taken.removeprefix("kernel=").split(":"))
     op = core.op(spec.name, attributes, node_values(spec, attributes, absent)["absent_inputs"])
-    at = {name: 0x1000 * (i + 1) for i, name in enumerate(op.names("input"))} | {"output": 0x900000}
+    at = {name: 0x1000 * (i + 1) for i, name in enumerate(op.names("input"))}
+    at |= {tensor.name: 0x900000 + 0x10000 * i for i, tensor in enumerate(spec.outputs)}
     scratch = [int(line.split()[1]) for line in lines if line.startswith("scratch")]
     for tokens, size in zip((150, 1), scratch[:2], strict=True):
         inputs = shapes_of(spec.resolve(attributes), sizes | {"T": tokens}, "float16", "int64", absent)
