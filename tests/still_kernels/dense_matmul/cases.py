@@ -5,13 +5,10 @@ The interpreter must be chosen before Triton is imported, so the tests start thi
 
 from __future__ import annotations
 
-import json
-import sys
-
 import torch
 
 from tests.dense_matmul_cases import FEW, MANY, call, exact
-from tests.still_kernels.triton_cases import guarded_workspaces
+from tests.still_kernels.stateless_cases import launched, main, worst_error
 
 CASES = {**FEW, **MANY}
 SMALL = {"few": {"BN": 16, "BK": 32}, "many": {"BM": 32, "BN": 16, "BK": 32, "GROUP": 2}, "norm": {"BC": 64}}
@@ -20,7 +17,7 @@ SMALL = {"few": {"BN": 16, "BK": 32}, "many": {"BM": 32, "BN": 16, "BK": 32, "GR
 
 def run_case(name: str, device: str = "cpu") -> float:
     """Greatest relative error of the outputs of all calls, by Frobenius norm. Outputs start as NaN, a write outside is an error."""
-    from still_kernels.dense_matmul import Inputs, launch
+    from still_kernels.dense_matmul import launch
     from still_kernels.dense_matmul.tiles import tile_table
     from still_kernels.launcher import arch_of
     from still_kernels.tile import changed
@@ -33,22 +30,10 @@ def run_case(name: str, device: str = "cpu") -> float:
     for batch, count in case.rows:
         given = call(case, batch, count)
         expected = exact(given)
-        with guarded_workspaces() as guarded:
-            named = {
-                n: guarded.copy(x.to(device)) if isinstance(x, torch.Tensor) else x for n, x in vars(given).items()
-            }
-            output = guarded.empty(named["input"], tuple(expected.shape), torch.float16)
-            launch.launch_dense_matmul(Inputs(**named), output, table=table)  # type: ignore[arg-type]
-            guarded.check()
-            error = (output.cpu().double() - expected).norm() / expected.norm()
-        worst = max(worst, error.nan_to_num(float("inf")).item())
+        outputs = launched(launch.launch_dense_matmul, given, [expected], table, device)
+        worst = max(worst, worst_error(outputs, [expected]))
     return worst
 
 
 if __name__ == "__main__":
-    from tests.still_kernels import interpreter16, quick_interpreter
-
-    torch.set_num_threads(1)
-    quick_interpreter.install()
-    interpreter16.install()
-    print(json.dumps({name: run_case(name) for name in sys.argv[1:] or CASES}))
+    main(run_case, CASES)

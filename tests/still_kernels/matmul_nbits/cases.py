@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tests.matmul_nbits_cases import FEW, MANY, exact, tokens, weight
-from tests.still_kernels.triton_cases import guarded_workspaces
+from tests.still_kernels.stateless_cases import launched, worst_error
 
 CASES = {
     **{f"few: {name}": case for name, case in FEW.items()},
@@ -45,13 +45,8 @@ def run_case(name: str, device: str = "cpu") -> float:
     for batch, count in case.rows:
         given = replace(held, input=tokens(case, batch, count))
         expected = exact(given)
-        with guarded_workspaces() as guarded:
-            named = {n: guarded.copy(x.to(device)) for n, x in vars(given).items() if isinstance(x, torch.Tensor)}
-            output = guarded.empty(named["input"], tuple(expected.shape), torch.float16)
-            launch.launch_matmul_nbits(replace(given, **named), output, table=table)
-            guarded.check()
-            error = (output.cpu().double() - expected).norm() / expected.norm()
-        worst = max(worst, error.nan_to_num(float("inf")).item())
+        outputs = launched(launch.launch_matmul_nbits, given, [expected], table, device)
+        worst = max(worst, worst_error(outputs, [expected]))
     return worst
 
 
