@@ -176,7 +176,7 @@ def in_numbers(shape: tuple[str | int, ...], symbols: Mapping[str, int]) -> tupl
 class OpSpec:
     """One op: `name` in ONNX and TensorRT, `torch_name` in torch, inputs and outputs in order.
 
-    traced: Programs of PyTorch have it; else it enters graphs when their weights are quantized.
+    traced: Programs of PyTorch have it; else passes put it into graphs, or quantization does.
     """
 
     name: str
