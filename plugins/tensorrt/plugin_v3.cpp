@@ -166,13 +166,7 @@ private:
 
 std::vector<IPluginCreatorInterface*> const& creators()
 {
-    static auto const* const made = [] {
-        auto* const list = new std::vector<IPluginCreatorInterface*>;
-        for (OpSpec const& spec : op_specs())
-            list->push_back(new Creator(spec));
-        return list;
-    }();
-    return *made;
+    return creators_of_ops<IPluginCreatorInterface, Creator>();
 }
 
 } // namespace
@@ -189,12 +183,4 @@ extern "C" STILL_EXPORT nvinfer1::IPluginCreatorInterface* const* getCreators(in
     return still::creators().data();
 }
 
-#ifdef STILL_STATIC_REGISTRATION
-STILL_REGISTER_AT_LOAD
-{
-    auto* const registry = still::plugin_registry();
-    for (auto* const creator : still::creators())
-        if (registry)
-            registry->registerCreator(*creator, "still");
-}
-#endif
+STILL_REGISTER_AT_LOAD(still::creators)
