@@ -19,7 +19,7 @@ LAYERS = {"still": "hybrid_attention", "liger-gla": "liger_gla", "gla": "lineari
 """By the recipe's mixer: what a layer is called that it made, in `layer_types`."""
 OF_STILL = (
     *(name for name in STILL_FIELDS if name not in ("capacity_tokens", "layer_types")),
-    *("window_factors", "window_factor_scale", "learn_window_factors", "low_rank_gates"),
+    *("window_factors", "window_factor_scale", "learn_window_factors", "low_rank_gates", "finetune_maps"),
     *("selection_weight", "selection_target"),
 )
 """Options that no other mixer has."""
@@ -76,6 +76,9 @@ class Recipe:
     learn_window_factors: bool = option(False, "Both stages train them, one per query head, at stage 1's rate.")
     low_rank_gates: bool = option(
         False, "Stage 1 trains the gates' biases only, stage 2 weights of LoRA's rank: a small adapter."
+    )
+    finetune_maps: bool = option(
+        False, "Stage 2 trains feature maps and gates' biases too, which few steps of stage 1 leave half trained."
     )
     layer_types: tuple[str, ...] | None = option(
         None,
@@ -213,6 +216,11 @@ class Recipe:
     def lora_in_transfer(self) -> bool:
         """Stage 1 trains LoRA too: what the rule makes of queries and keys is no exponential, for which the base's were made."""
         return self.mixer in ("gla", "gdn")
+
+    @property
+    def maps_in_finetune(self) -> bool:
+        """Stage 2 trains what stage 1 does."""
+        return self.lora_in_transfer or self.finetune_maps
 
     @property
     def row_tokens(self) -> int:

@@ -216,11 +216,13 @@ class LinearizationRun:
             model.gradient_checkpointing_enable({"use_reentrant": False})
             model.enable_input_require_grads()
             model.train()
+        own = adapter.still_parameters(
+            model, gate_weights=not recipe.low_rank_gates
+        )  # PEFT renames some, and freezes all
         model = self.attach_lora(model)
         adapter.load_lora(model, trained)
-        if recipe.lora_in_transfer:
-            for _, parameter in adapter.still_parameters(model):
-                parameter.requires_grad_(True)
+        for _, parameter in own if recipe.maps_in_finetune else ():
+            parameter.requires_grad_(True)
         return model, attentions
 
     def finetune_objective(self, maps: Path | None) -> FinetuneObjective:
@@ -301,7 +303,7 @@ class LinearizationRun:
                 return bits(mode)
 
         result = {"teacher": without_lora(SOFTMAX)}
-        if not self.recipe.lora_in_transfer:  # what stage 1 gave is there as long as LoRA alone was trained after it
+        if not self.recipe.maps_in_finetune:  # what stage 1 gave is there as long as LoRA alone was trained after it
             result["after attention transfer"] = without_lora(STUDENT)
         if finetuned:
             result["after LoRA"] = bits(STUDENT)

@@ -170,6 +170,19 @@ def test_learned_factors_and_low_rank_gates(base: Path, text: Path, tmp_path: Pa
     assert [name for name in adapter if "g_proj.lora_B" in name]
 
 
+def test_stage_2_trains_maps_where_asked(base: Path, text: Path, tmp_path: Path) -> None:
+    """Maps and biases of gates move after stage 1 too, and the adapter holds what they became."""
+    changes = {"low_rank_gates": True, "finetune_maps": True, "finetune_rate": 0.01}
+    recipe = small_recipe(base, text, **changes, transfer_steps=1, finetune_steps=2)
+    result = linearize(recipe, tmp_path / "model")
+    assert quality(tmp_path / "model") == pytest.approx(result.bits_per_byte["after LoRA"], rel=1e-3)
+    assert "after attention transfer" not in result.bits_per_byte
+    before = load_file(tmp_path / "model" / "training" / "transfer.safetensors")
+    after = load_file(tmp_path / "model" / "adapter" / "adapter_model.safetensors")
+    own = [name for name in before if "feature_" in name or name.endswith("g_proj.bias")]
+    assert len(own) == 3 * 3 and not any(torch.equal(before[name].half(), after[name]) for name in own)
+
+
 def test_adapter_of_int8_rows(base: Path, finished: tuple[Path, Linearization], tmp_path: Path) -> None:
     """Half of the size, the quality of the other; scales that are not those of the rows are refused."""
     output, result = finished
