@@ -20,10 +20,11 @@ from still_export.linearization.recipe import Recipe
 from still_export.mixers.config import FULL, HYBRID, StillConfig
 from still_export.mixers.hybrid_attention.modes import window_factor
 from still_export.mixers.projections import ProjectedAttention
-from still_export.models.checkpoint import SCALE, in_range, int8_rows, iterate_tensors
+from still_export.models.checkpoint import in_range, iterate_tensors
 from still_export.models.convert import plain_names
 from still_export.models.files import Adapter, read_checked
 from still_export.models.load import load_model
+from still_export.models.rows import DIAGONAL, SCALE, int6_rows, int8_rows
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "g_proj")
@@ -86,15 +87,18 @@ def take_window_factors(tensors: dict[str, Tensor], still: StillConfig, layers: 
 
 
 def save_adapter(folder: Path, tensors: Mapping[str, Tensor], still: StillConfig, recipe: Recipe) -> None:
-    """Write the adapter's weights, float16 or int8 rows, and its configuration: PEFT's fields and the STILL configuration."""
+    """Write the adapter's weights, float16 or rows of few bits, and its configuration: PEFT's fields and the STILL configuration."""
     folder.mkdir(parents=True, exist_ok=True)
     stored = {}
-    for name, tensor in tensors.items():
-        if recipe.adapter_dtype == "int8" and tensor.dim() > 1:
-            stored[name], stored[name + SCALE] = (part.contiguous() for part in int8_rows(tensor.detach()))
+    for name, given in tensors.items():
+        tensor, few = given.detach(), recipe.adapter_dtype != "float16" and given.dim() > 1
+        if few and recipe.adapter_dtype == "int6" and tensor.shape[-1] == tensor.shape[-2]:
+            stored[name], stored[name + SCALE], stored[name + DIAGONAL] = int6_rows(tensor)
+        elif few:
+            stored[name], stored[name + SCALE] = int8_rows(tensor)
         else:
-            stored[name] = in_range(name, tensor.detach(), torch.float16, " of the adapter").contiguous()
-    save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
+            stored[name] = in_range(name, tensor, torch.float16, " of the adapter")
+    save_file({n: t.contiguous() for n, t in stored.items()}, folder / WEIGHTS, metadata={"format": "pt"})
     values = {
         "peft_type": "LORA",
         "base_model_name_or_path": Path(recipe.base).name if Path(recipe.base).exists() else recipe.base,

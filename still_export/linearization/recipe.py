@@ -29,7 +29,7 @@ CHOICES = {
     "answer_loss": ("same", "ce"),
     "selection_target": ("student", "base"),
     "precision": ("fp32", "bf16"),
-    "adapter_dtype": ("float16", "int8"),
+    "adapter_dtype": ("float16", "int8", "int6"),
     "device": ("auto", "cpu"),
 }
 
@@ -122,7 +122,10 @@ class Recipe:
     weight_decay: float = option(0.0, "Of AdamW.")
     clip_norm: float = option(1.0, "Greatest norm of the gradient; 0 = any.")
     precision: str = option("fp32", "Of the products around the attention: fp32 or bf16.")
-    adapter_dtype: str = option("float16", "Of the adapter's file: float16, or int8 rows, half of the size.")
+    adapter_dtype: str = option(
+        "float16",
+        "Of the adapter's file: float16, int8 rows, half of the size, or int6: these, and square maps in 6 bits.",
+    )
     gradient_checkpointing: bool = option(False, "Recompute activations: less memory, more time.")
     seed: int = option(0, "Of data and LoRA.")
     held_out: float = option(0.02, "Share of each text that is held out.")

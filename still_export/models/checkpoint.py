@@ -13,12 +13,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from still_export.errors import CheckpointError, ConfigError, ModelNotFoundError
+from still_export.models.rows import FLOAT_TYPES, PARTS, from_rows, is_part
 from still_export.models.weights import Deferred
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-SCALE = ".scale"
-"""After the name of an int8 tensor: that of its rows' scales."""
-FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -123,7 +121,7 @@ def refuse_pickle(path: Path) -> CheckpointError:
 
 
 def iterate_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of one safetensors file; int8 rows with scales as float32.
+    """Names and tensors of one safetensors file; rows of few bits as float32.
 
     Raises:
         CheckpointError: The file is damaged, truncated, or a pickle.
@@ -134,45 +132,14 @@ def iterate_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
         with safe_open(path, framework="pt") as file:
             names = set(file.keys())
             for name in file.keys():
-                if name.removesuffix(SCALE) in names and name.endswith(SCALE):
-                    continue
-                tensor = file.get_tensor(name)
-                if tensor.dtype == torch.int8 and name + SCALE in names:
-                    tensor = from_int8_rows(tensor, file.get_tensor(name + SCALE))
-                yield name, tensor
+                if not is_part(name, names):
+                    parts = {end: file.get_tensor(name + end) for end in PARTS if name + end in names}
+                    yield name, from_rows(file.get_tensor(name), parts)
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(
             f"{path} ({path.stat().st_size:,} bytes) is no intact safetensors file: {error}. "
             "It is truncated or damaged; fetch it again."
         ) from error
-
-
-def int8_rows(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """`tensor` [..., N] as int8 and its scales, float16 [...]: a row's greatest magnitude is 127 of them.
-
-    Raises:
-        CheckpointError: A scale leaves float16's range.
-    """
-    # Divided by the scale as it is stored; where that was rounded down, the greatest value is cut by less than a step.
-    wide = tensor.float()
-    scale = (wide.abs().amax(-1) / 127).half().clamp_min(torch.finfo(torch.float16).tiny)
-    if not is_finite(scale):
-        raise CheckpointError("a row is beyond what int8 with a float16 scale holds. Store the adapter as float16.")
-    return (wide / scale.float()[..., None]).round().clamp(-127, 127).to(torch.int8), scale
-
-
-def from_int8_rows(rows: Tensor, scale: Tensor) -> Tensor:
-    """The float32 tensor [..., N] of `int8_rows`.
-
-    Raises:
-        CheckpointError: The scales are not those of the rows.
-    """
-    if scale.dtype not in FLOAT_TYPES or scale.shape != rows.shape[:-1]:
-        raise CheckpointError(
-            f"scales of int8 rows have shape {list(scale.shape)} and type {scale.dtype}, the rows {list(rows.shape)}. The file is damaged; "
-            "fetch it again."
-        )
-    return rows.float() * scale.float()[..., None]
 
 
 def open_tensors(files: list[Path], dtype: torch.dtype | None = None) -> dict[str, Deferred]:

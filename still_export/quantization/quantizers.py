@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from still_export.models.blocks import BlockWeight, joined, pack
-from still_export.models.checkpoint import int8_rows
+from still_export.models.rows import int8_rows
 
 SLAB_WEIGHTS = 1 << 22
 """Weights that are rounded at once: the searches take some twenty temporaries of that size."""

@@ -25,8 +25,8 @@ from still_export.export.onnx_package import ExportOptions, export_onnx
 from still_export.linearization.tasks import TASKS, TaskWriter
 from still_export.linearization.texts import tokenize
 from still_export.mixers.config import FULL, HYBRID, StillConfig
-from still_export.models.checkpoint import SCALE
 from still_export.models.load import load_model, load_tokenizer
+from still_export.models.rows import SCALE
 from still_export.package.folder import open_package
 from still_export.runners.ort import OrtModel
 from still_export.runners.sampling import Sampling

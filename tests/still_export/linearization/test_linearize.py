@@ -183,10 +183,11 @@ def test_stage_2_trains_maps_where_asked(base: Path, text: Path, tmp_path: Path)
     assert len(own) == 3 * 3 and not any(torch.equal(before[name].half(), after[name]) for name in own)
 
 
-def test_adapter_of_int8_rows(base: Path, finished: tuple[Path, Linearization], tmp_path: Path) -> None:
-    """Half of the size, the quality of the other; scales that are not those of the rows are refused."""
+@pytest.mark.parametrize("dtype", ["int8", "int6"])
+def test_adapter_of_few_bits(dtype: str, base: Path, finished: tuple[Path, Linearization], tmp_path: Path) -> None:
+    """Smaller than the float16 one, of its quality; parts that are not those of the rows are refused."""
     output, result = finished
-    recipe = read_recipe(None, {"base": str(base), "adapter_dtype": "int8", "lora_rank": 2})
+    recipe = read_recipe(None, {"base": str(base), "adapter_dtype": dtype, "lora_rank": 2})
     values = json.loads((output / "adapter" / "adapter_config.json").read_text())
     recipe = replace(recipe, lora_rank=values["r"], lora_alpha=values["lora_alpha"])
     tensors = dict(iterate_tensors(output / "adapter" / "adapter_model.safetensors"))
@@ -199,13 +200,20 @@ def test_adapter_of_int8_rows(base: Path, finished: tuple[Path, Linearization], 
     assert quality(tmp_path / "model") == pytest.approx(result.bits_per_byte["after LoRA"], rel=3e-3)
     for name, parameter in still_parameters(model):
         if "feature_" in name:
-            step = tensors[name].float().abs().amax(-1, keepdim=True) / 127
+            exact = tensors[name].float()
+            if dtype == "int6":
+                exact = exact - torch.diag_embed(exact.diagonal(dim1=-2, dim2=-1))
+            step = exact.abs().amax(-1, keepdim=True) / {"int8": 127, "int6": 31}[dtype]
             assert ((parameter.detach() - tensors[name].float()).abs() <= 0.51 * step).all()
     stored = load_file(path)
-    name = next(n for n in stored if n.endswith(".scale"))
-    save_file({**stored, name: stored[name][..., :1].contiguous()}, path)
-    with pytest.raises(CheckpointError, match="scales of int8 rows"):
-        apply(str(base), tmp_path / "adapter", tmp_path / "again")
+    maps = [name for name in tensors if "feature_" in name]
+    widths = {stored[name].shape[-1] for name in maps}  # rows of 10
+    assert maps and widths == {{"int8": 10, "int6": 9}[dtype]}
+    for end in {".scale", ".diagonal"} & {Path(name).suffix for name in stored}:
+        name = next(n for n in stored if n.endswith(end))
+        save_file({**stored, name: stored[name][..., :1].contiguous()}, path)
+        with pytest.raises(CheckpointError, match="rows of few bits"):
+            apply(str(base), tmp_path / "adapter", tmp_path / "again")
 
 
 @pytest.mark.slow
