@@ -16,6 +16,7 @@ class Case:
     width: int = 56
     scale: float = 1.0
     epsilon: float = 1e-5
+    summed: bool = True
     rows: tuple[tuple[int, int], ...] = ((1, 1), (3, 7))  # batch, tokens
 
 
@@ -25,6 +26,7 @@ CASES = {
     "odd size": Case(77, rows=((2, 5),)),
     "small numbers": Case(104, 0.01, 3e-4),
     "wide": Case(1032, rows=((1, 2),)),
+    "no residual": Case(200, summed=False),
 }
 
 
@@ -33,11 +35,12 @@ def call(case: Case, batch: int, count: int, dtype: torch.dtype = torch.float16)
     generator = torch.Generator().manual_seed(batch + 17 * count)
     x, residual = case.scale * torch.randn(2, batch, count, case.width, generator=generator)
     weight = 1 + 0.3 * torch.randn(case.width, generator=generator)
-    return Inputs(x.to(dtype), (3 * residual).to(dtype), weight.to(dtype), case.epsilon)
+    return Inputs(x.to(dtype), (3 * residual).to(dtype) if case.summed else None, weight.to(dtype), case.epsilon)
 
 
 def exact(given: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rounded sum, and its norm in float64."""
-    total = (given.input.double() + given.residual.double()).to(given.input.dtype).double()
+    """The rounded sum, or the input, and its norm in float64."""
+    total = given.input.double() + (0 if given.residual is None else given.residual.double())
+    total = total.to(given.input.dtype).double()
     root = ((total**2).sum(-1, keepdim=True) / total.shape[-1] + given.norm_epsilon).sqrt()
     return total, total / root * given.norm_weight.double()

@@ -75,6 +75,7 @@ OWN = (
     "kernels/still_kernels/gated_mlp/",
     "kernels/still_kernels/rotary_qkv/",
     "kernels/still_kernels/add_rms_norm/",
+    "kernels/still_kernels/swi_glu/",
     "still_export/quantization/",
     "still_export/mixers/",
     "still_export/models/",
@@ -92,12 +93,14 @@ REGISTRATIONS = {
         "gated_mlp",
         "rotary_qkv",
         "add_rms_norm",
+        "swi_glu",
     },
     "still_export/proof/excuses.py": {"HybridAttention", "hybrid_attention"},
     "graphs/still_graphs/passes/sum_in_float32.py": {"DenseMatMul", "dense_matmul"},
     "graphs/still_graphs/passes/join_products.py": {"dense_matmul", "gated_mlp"},
     "graphs/still_graphs/passes/join_rotary.py": {"RotaryQkv", "rotary_qkv"},
     "graphs/still_graphs/passes/join_norms.py": {"AddRmsNorm", "add_rms_norm", "dense_matmul", "matmul_nbits"},
+    "graphs/still_graphs/passes/join_gates.py": {"SwiGlu", "swi_glu", "dense_matmul", "matmul_nbits"},
 }
 """One line an op, and what stands in it; passes that put an op into graphs."""
 GENAIS = {
@@ -123,6 +126,7 @@ def words_of_ops() -> set[str]:
         "activation",
         "bits",
         "block_size",
+        "width",
         "cache",
     }  # other things, too
 

@@ -20,6 +20,7 @@ from still_graphs.errors import UnsupportedError
 from still_graphs.passes.add_greedy_token import add_greedy_token
 from still_graphs.passes.fix_shapes import fix_shapes
 from still_graphs.passes.inline_functions import inline_functions
+from still_graphs.passes.join_gates import join_gates
 from still_graphs.passes.join_heads import join_heads
 from still_graphs.passes.join_norms import join_norms
 from still_graphs.passes.join_products import join_products
@@ -92,6 +93,7 @@ TARGETS: dict[str, Target] = {
                 Step(sum_in_float32, "8.6 sums products of prompts in half precision"),
                 Step(join_products, "8.6 compiles and launches what lies between two plugins apart"),
                 Step(join_norms, "the same between products that do not take norms"),
+                Step(join_gates, "the same between the products of a feed-forward layer in few bits"),
                 Step(join_rotary, "the same between a product and its attention"),
                 Step(
                     lower_opset,

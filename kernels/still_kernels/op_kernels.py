@@ -160,6 +160,7 @@ _PLACES = {
     "GatedMlp": "still_kernels.gated_mlp.variants",
     "RotaryQkv": "still_kernels.rotary_qkv.variants",
     "AddRmsNorm": "still_kernels.add_rms_norm.variants",
+    "SwiGlu": "still_kernels.swi_glu.variants",
 }
 """Where the `KERNELS` of each op are."""
 

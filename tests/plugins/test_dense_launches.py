@@ -1,4 +1,4 @@
-"""The core launches of still::DenseMatMul, still::GatedMlp, still::RotaryQkv and still::AddRmsNorm what the Python launcher launches."""
+"""The core launches of the ops of products and what is around them what the Python launcher launches."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ from still_graphs.ops.add_rms_norm import ADD_RMS_NORM
 from still_graphs.ops.dense_matmul import DENSE_MATMUL
 from still_graphs.ops.gated_mlp import GATED_MLP
 from still_graphs.ops.rotary_qkv import ROTARY_QKV
-from still_kernels import add_rms_norm, dense_matmul, gated_mlp, rotary_qkv
+from still_graphs.ops.swi_glu import SWI_GLU
+from still_kernels import add_rms_norm, dense_matmul, gated_mlp, rotary_qkv, swi_glu
 from still_kernels.add_rms_norm.variants import Variant as NormVariant
 from still_kernels.dense_matmul.variants import Variant
 from still_kernels.gated_mlp.variants import Variant as GatedVariant
 from still_kernels.rotary_qkv.variants import Variant as RotaryVariant
+from still_kernels.swi_glu.variants import Variant as GateVariant
 from tests.plugins.test_launches import fake_compiler, mirror  # noqa: F401  # fixtures
 
 launch = pytest.importorskip("still_kernels.dense_matmul.launch")
 launch_gated = pytest.importorskip("still_kernels.gated_mlp.launch")
 launch_rotary = pytest.importorskip("still_kernels.rotary_qkv.launch")
 launch_norm = pytest.importorskip("still_kernels.add_rms_norm.launch")
+launch_gate = pytest.importorskip("still_kernels.swi_glu.launch")
 
 
 def made(*shape: int) -> torch.Tensor:
@@ -112,16 +115,32 @@ def test_rotary_qkv(
     )
 
 
-@pytest.mark.parametrize("batch, count, width", [(1, 1, 576), (3, 22, 4096), (2, 5, 77)])
-def test_add_rms_norm(batch: int, count: int, width: int, mirror: Callable[..., None]) -> None:  # noqa: F811
-    tensors = {"input": made(batch, count, width), "residual": made(batch, count, width), "norm_weight": made(width)}
-    call = add_rms_norm.Inputs(**tensors, norm_epsilon=2e-6)
+@pytest.mark.parametrize(
+    "batch, count, width, summed", [(1, 1, 576, True), (3, 22, 4096, True), (2, 5, 77, True), (3, 5, 4096, False)]
+)
+def test_add_rms_norm(batch: int, count: int, width: int, summed: bool, mirror: Callable[..., None]) -> None:  # noqa: F811
+    tensors = {"input": made(batch, count, width), "norm_weight": made(width)}
+    tensors |= {"residual": made(batch, count, width)} if summed else {}
+    call = add_rms_norm.Inputs(**({"residual": None} | tensors), norm_epsilon=2e-6)
     outputs = {name: made(batch, count, width) for name in ("sum", "output")}
     mirror(
         ADD_RMS_NORM,
         tensors,
         lambda *results: launch_norm.launch_add_rms_norm(call, *results),
-        NormVariant("float16", int(width > 1024), int(not width % 8)),
+        NormVariant("float16", int(width > 1024), int(summed), int(not width % 8)),
         {"norm_epsilon": 2e-6},
         outputs=outputs,
+    )
+
+
+@pytest.mark.parametrize("batch, count, width", [(1, 1, 1536), (3, 22, 14336), (2, 5, 77)])
+def test_swi_glu(batch: int, count: int, width: int, mirror: Callable[..., None]) -> None:  # noqa: F811
+    tensors = {"input": made(batch, count, 2 * width)}
+    mirror(
+        SWI_GLU,
+        tensors,
+        lambda *results: launch_gate.launch_swi_glu(swi_glu.Inputs(**tensors, width=width), *results),
+        GateVariant("float16", int(not width % 8)),
+        {"width": width},
+        outputs={"output": made(batch, count, width)},
     )

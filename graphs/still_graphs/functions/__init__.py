@@ -22,6 +22,7 @@ from still_graphs.functions import (
     linear_attention,
     matmul_nbits,
     rotary_qkv,
+    swi_glu,
 )
 from still_graphs.functions.causal_conv import fused as fused_causal_conv
 from still_graphs.functions.codes import has_codes, keep_codes, rename, without_scales
@@ -44,6 +45,7 @@ BODIES: dict[str, tuple[Writer, tuple[str, ...]]] = {
     "GatedMlp": (gated_mlp.function_body, gated_mlp.SYMBOLS),
     "RotaryQkv": (rotary_qkv.function_body, rotary_qkv.SYMBOLS),
     "AddRmsNorm": (add_rms_norm.function_body, add_rms_norm.SYMBOLS),
+    "SwiGlu": (swi_glu.function_body, swi_glu.SYMBOLS),
 }
 """Per op, the writer of its body and the symbols of `dims` that it needs."""
 

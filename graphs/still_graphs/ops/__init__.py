@@ -12,6 +12,7 @@ from still_graphs.ops.linear_attention import LINEAR_ATTENTION
 from still_graphs.ops.matmul_nbits import MATMUL_NBITS
 from still_graphs.ops.rotary_qkv import ROTARY_QKV
 from still_graphs.ops.spec import DOMAIN, OpSpec
+from still_graphs.ops.swi_glu import SWI_GLU
 
 OPS: dict[str, OpSpec] = {
     op.name: op
@@ -25,6 +26,7 @@ OPS: dict[str, OpSpec] = {
         GATED_MLP,
         ROTARY_QKV,
         ADD_RMS_NORM,
+        SWI_GLU,
     )
 }
 """Every op of the domain by its ONNX name."""

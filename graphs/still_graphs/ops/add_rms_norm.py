@@ -5,12 +5,13 @@ from __future__ import annotations
 from still_graphs.ops.spec import AttributeSpec, OpSpec, TensorSpec
 
 ADD_RMS_NORM = OpSpec(
-    # Symbols: I numbers of a token. sum = input + residual, rounded; output = sum / sqrt(mean(sum^2) + epsilon) * weight.
+    # Symbols: I numbers of a token. sum = input + residual, rounded, or the input where there is no residual;
+    # output = sum / sqrt(mean(sum^2) + epsilon) * weight.
     name="AddRmsNorm",
     torch_name="add_rms_norm",
     inputs=(
         TensorSpec("input", ("B", "T", "I"), "T", "activation"),
-        TensorSpec("residual", ("B", "T", "I"), "T", "activation"),
+        TensorSpec("residual", ("B", "T", "I"), "T", "activation", optional=True),
         TensorSpec("norm_weight", ("I",), "T", "weight"),
     ),
     states=(),

@@ -15,7 +15,16 @@ from onnx import helper
 from still_graphs.ops import DOMAIN
 from still_graphs.ops.dense_matmul import DENSE_MATMUL
 from still_graphs.ops.gated_mlp import GATED_MLP
-from still_graphs.passes.walk import attribute, dimensions, drop_unused, element_types, initializers, inner_names
+from still_graphs.passes.gates import gated_halves
+from still_graphs.passes.walk import (
+    attribute,
+    dimensions,
+    drop_unused,
+    element_types,
+    initializers,
+    only_reader,
+    readers,
+)
 
 NAMES = DENSE_MATMUL.input_names()
 EPSILON = DENSE_MATMUL.attributes[0].name
@@ -45,18 +54,14 @@ class _Joiner:
         self.weights, self.types, self.dims = initializers(graph), element_types(graph), dimensions(graph)
         self.order = {id(node): place for place, node in enumerate(graph.node)}
         self.makers = {name: node for node in graph.node for name in node.output}
-        self.users: dict[str, list[onnx.NodeProto | None]] = {output.name: [None] for output in graph.output}
-        for node in graph.node:
-            for name in (*node.input, *inner_names(node)):
-                self.users.setdefault(name, []).append(node)
+        self.users = readers(graph)
 
     def products(self) -> list[onnx.NodeProto]:
         return [n for n in self.graph.node if n.domain == DOMAIN and n.op_type == DENSE_MATMUL.name]
 
     def only_user(self, name: str, *kinds: str) -> onnx.NodeProto | None:
         """The node that alone uses `name`, where it is one of `kinds`."""
-        users = self.users.get(name, [])
-        return users[0] if len(users) == 1 and users[0] is not None and users[0].op_type in kinds else None
+        return only_reader(self.users, name, *kinds)
 
     def norm(self, node: onnx.NodeProto) -> bool:
         """Take the norm that makes what a product reads."""
@@ -108,31 +113,13 @@ class _Joiner:
 
     def _gated(self, product: onnx.NodeProto, node: onnx.NodeProto) -> onnx.NodeProto | None:
         """The product whose halves make silu(gate) * up, which `product` is and `node` alone reads."""
-        if product.op_type != "Mul" or self.only_user(product.output[0], node.op_type) is None:
+        if self.only_user(product.output[0], node.op_type) is None:
             return None
-        for silu, up in (product.input, tuple(reversed(product.input))):
-            bent = self.makers.get(silu)
-            if bent is None or bent.op_type != "Mul" or self.only_user(silu, "Mul") is None:
-                continue
-            for gate, sigmoid in (bent.input, tuple(reversed(bent.input))):
-                split = self.makers.get(gate)
-                made = self.makers.get(sigmoid)
-                if made is None or made.op_type != "Sigmoid" or self.only_user(sigmoid, "Mul") is None:
-                    continue
-                if list(made.input) != [gate] or len(self.users[gate]) != 2:
-                    continue
-                if (
-                    split is None
-                    or split.op_type != "Split"
-                    or list(split.output) != [gate, up]
-                    or len(self.users[up]) != 1
-                ):
-                    continue
-                halves = [self.dims.get(name, [None])[-1] for name in split.output]
-                whole = self.makers.get(split.input[0])
-                if len(set(halves)) == 1 and isinstance(halves[0], int) and whole in self.products():
-                    return whole if self.only_user(split.input[0], "Split") is not None else None
-        return None
+        split = gated_halves(product, self.makers, self.users, self.dims)
+        whole = None if split is None else self.makers.get(split.input[0])
+        if split is None or whole not in self.products():
+            return None
+        return whole if self.only_user(split.input[0], "Split") is not None else None
 
     def _put(self, node: onnx.NodeProto, place: int, name: str) -> None:
         node.input.extend([""] * (place + 1 - len(node.input)))

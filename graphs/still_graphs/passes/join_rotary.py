@@ -23,7 +23,8 @@ from still_graphs.passes.walk import (
     drop_unused,
     element_types,
     initializers,
-    inner_names,
+    only_reader,
+    readers,
     set_opset,
     value_names,
 )
@@ -76,10 +77,7 @@ class _Joiner:
         self.graph, self.rewriter = graph, Rewriter(graph, value_names(graph))
         self.makers = {name: node for node in graph.node for name in node.output}
         self.order = {name: place for place, node in enumerate(graph.node) for name in node.output}
-        self.users: dict[str, list[onnx.NodeProto | None]] = {output.name: [None] for output in graph.output}
-        for node in graph.node:
-            for name in (*node.input, *inner_names(node)):
-                self.users.setdefault(name, []).append(node)
+        self.users = readers(graph)
         self.replaced: set[str] = set()
 
     def match(self, split: onnx.NodeProto) -> _Found | None:
@@ -151,8 +149,7 @@ class _Joiner:
 
     def only_user(self, name: str, kind: str) -> onnx.NodeProto | None:
         """The node that alone uses `name`, where it is a `kind`."""
-        users = self.users.get(name, [])
-        return users[0] if len(users) == 1 and users[0] is not None and users[0].op_type == kind else None
+        return only_reader(self.users, name, kind)
 
     def join(self, found: _Found) -> None:
         """Append the node in the place of the split, and what tells heads apart for those that want them so."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -103,6 +103,25 @@ def inner_names(node: onnx.NodeProto) -> set[str]:
     graphs = [each for inner in subgraphs(node) for each in walk_graphs(inner)]
     used = {name for graph in graphs for each in graph.node for name in each.input}
     return used | {output.name for graph in graphs for output in graph.output}
+
+
+Readers = Mapping[str, Sequence[onnx.NodeProto | None]]
+"""Nodes that read a value, by its name; None: it is an output of the graph."""
+
+
+def readers(graph: onnx.GraphProto) -> dict[str, list[onnx.NodeProto | None]]:
+    """Who reads each value of `graph`, by name, as often as it does; a node also for the graphs inside of it."""
+    found: dict[str, list[onnx.NodeProto | None]] = {output.name: [None] for output in graph.output}
+    for node in graph.node:
+        for name in (*node.input, *inner_names(node)):
+            found.setdefault(name, []).append(node)
+    return found
+
+
+def only_reader(found: Readers, name: str, *kinds: str) -> onnx.NodeProto | None:
+    """The node that alone reads `name`, where it is one of `kinds`."""
+    nodes = found.get(name, [])
+    return nodes[0] if len(nodes) == 1 and nodes[0] is not None and nodes[0].op_type in kinds else None
 
 
 def drop_unused(graph: onnx.GraphProto) -> int:

@@ -14,13 +14,13 @@ from still_kernels.sizes import check
 class Inputs:
     """Tokens of one call, of one type.
 
-    input, residual: [B, T, I], added.
+    input, residual: [B, T, I], added; a residual of None: 0.
     norm_weight: [I].
     norm_epsilon: Added to the mean square of a token before its root divides the token.
     """
 
     input: Tensor
-    residual: Tensor
+    residual: Tensor | None
     norm_weight: Tensor
     norm_epsilon: float = 1e-5
 

@@ -18,5 +18,5 @@ def naive_add_rms_norm(inputs: Inputs) -> tuple[Tensor, Tensor]:
         ShapeError: A tensor does not fit.
     """
     inputs.check()
-    total = inputs.input + inputs.residual
+    total = inputs.input if inputs.residual is None else inputs.input + inputs.residual
     return total, naive_norm(total, inputs.norm_weight, inputs.norm_epsilon)

@@ -13,6 +13,7 @@ PLAN = Plan(
     key={
         "dtype": "dtype",
         "wide": f"I > {COLUMNS}",
+        "summed": "has(residual)",
         "aligned": "I % 8 == 0",  # loads and stores of 16 bytes
         "count_dtype": "'int32'",  # there are no counts
     },

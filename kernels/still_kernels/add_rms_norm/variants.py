@@ -19,11 +19,13 @@ class Variant:
     """What the kernel is compiled for; everything else is a run-time argument.
 
     wide: Whether a token has more numbers than `plan.COLUMNS`.
+    summed: Whether there is a residual.
     aligned: Whether it has a multiple of 8, which may be read and stored at once.
     """
 
     dtype: str = "float16"
     wide: int = 0
+    summed: int = 1
     aligned: int = 1
     count_dtype: str = "int32"
 
@@ -32,14 +34,15 @@ class Variant:
 
 
 def default_variants() -> list[Variant]:
-    """Both types and widths."""
-    return [Variant(dtype, wide) for dtype, wide in product(DTYPES, (0, 1))]
+    """Both types and widths, with a residual and without one."""
+    return [Variant(dtype, wide, summed) for dtype, wide, summed in product(DTYPES, (0, 1), (1, 0))]
 
 
 def build(variant: Variant, arch: int, table: TileTable | None = None) -> Build:
     """What a variant is on an architecture, or with another number of columns."""
     table = tile_table(variant.wide) if table is None else table
-    return Build(table.kernels(), {"ALIGNED": variant.aligned}, {})
+    absent = frozenset(() if variant.summed else ("residual",))
+    return Build(table.kernels(), {"ALIGNED": variant.aligned}, {}, absent)
 
 
 COVERED = (

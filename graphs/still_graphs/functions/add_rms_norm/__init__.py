@@ -17,6 +17,7 @@ SYMBOLS: tuple[str, ...] = ()
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
     """The function of `node`; arguments as of `still_graphs.functions.function_body`."""
     b, wide = Scope(), TensorProto.FLOAT
-    total = b.cast(b("Add", b.cast("input", wide), b.cast("residual", wide)), dtype, out="sum")
+    x = b.cast("input", wide)
+    total = b.cast(b("Add", x, b.cast("residual", wide)) if node.input[1] else x, dtype, out="sum")
     b.cast(normed(b, b.cast(total, wide), node, dtype), dtype, out="output")
     return b.function(ADD_RMS_NORM, node, {"": opset}, "input")

@@ -1,0 +1,169 @@
+"""Passes around products in few bits: the gate between two of them, and the first norm of a model; the same numbers by one node each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from still_graphs.ops import DOMAIN
+from still_graphs.passes.attach_functions import attach_functions
+from still_graphs.passes.join_gates import join_gates
+from still_graphs.passes.join_norms import join_norms
+from still_graphs.passes.sum_in_float32 import sum_in_float32
+from still_graphs.passes.walk import attribute
+
+WIDTH, MIDDLE, THIN, EPSILON = 32, 64, 8, 3e-4
+SHAPES: dict[str, list[str | int]] = {
+    **{name: ["b", "t", WIDTH] for name in ("tokens", "x", "normed", "fed", "y")},
+    **{name: ["b", "t", MIDDLE] for name in ("gate", "up", "bent", "silu", "middle")},
+    **{name: ["b", "t", 2 * MIDDLE] for name in ("coded", "adapted", "both")},
+    "thin": ["b", "t", THIN],
+}
+
+
+def coded(name: str, inputs: int, outputs: int) -> dict[str, np.ndarray]:
+    """A weight in 4 bits."""
+    random = np.random.default_rng(len(name))
+    blocks = random.integers(-(1 << 31), 1 << 31, (outputs, inputs // 8)).astype(np.int32)
+    return {f"{name}.blocks": blocks, f"{name}.scales": 0.1 * random.standard_normal((outputs, inputs // 32))}
+
+
+def model_of(
+    norm: str = "x",
+    halves: tuple[str, str] = ("gate", "up"),
+    product: str = "MatMulNBits",
+    adapter: bool = False,
+    dtype: str = "float16",
+    outputs: tuple[str, ...] = ("y",),
+    late: bool = False,
+) -> onnx.ModelProto:
+    """Tokens, a norm and a feed-forward layer as exports in few bits write them; `late`: something reads the tokens before the norm."""
+    make, kind = helper.make_node, helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    random = np.random.default_rng(0)
+    given = {
+        "norm": 1 + 0.3 * random.standard_normal(WIDTH),
+        "first": random.standard_normal((WIDTH, THIN)) / 6,
+        "second": random.standard_normal((THIN, 2 * MIDDLE)) / 3,
+        "dense": random.standard_normal((WIDTH, 2 * MIDDLE)) / 6,
+        **coded("gate_up", WIDTH, 2 * MIDDLE),
+        **coded("down", MIDDLE, WIDTH),
+    }
+    bits: dict[str, Any] = {"domain": DOMAIN, "bits": 4, "block_size": 32}
+    nodes = [make("Mul", ["tokens", "half"], ["x"])]
+    nodes += [make("Neg", ["x"], ["before"])] if late else []
+    nodes += [make("RMSNormalization", [norm, "norm"], ["normed"], axis=-1, epsilon=EPSILON)]
+    whole = "coded" if adapter else "both"
+    if product == "MatMulNBits":
+        nodes += [make("MatMulNBits", ["normed", "gate_up.blocks", "gate_up.scales"], [whole], **bits)]
+    else:
+        nodes += [make("MatMul", ["normed", "dense"], [whole])]
+    if adapter:
+        nodes += [
+            make("MatMul", ["normed", "first"], ["thin"]),
+            make("DenseMatMul", ["thin", "second", "", "", "coded"], ["both"], domain=DOMAIN),
+        ]
+    nodes += [
+        make("Split", ["both", "sizes"], ["gate", "up"], axis=-1),
+        make("Sigmoid", ["gate"], ["bent"]),
+        make("Mul", [halves[0], "bent"], ["silu"]),
+        make("Mul", ["silu", halves[1]], ["middle"]),
+        make("MatMulNBits", ["middle", "down.blocks", "down.scales"], ["fed"], **bits),
+        make("Add", ["x", "fed"], ["y"]),
+    ]
+
+    def info(name: str) -> onnx.ValueInfoProto:
+        return helper.make_tensor_value_info(name, kind, SHAPES.get(name, SHAPES["x"]))
+
+    weights = [
+        numpy_helper.from_array(value if value.dtype == np.int32 else value.astype(dtype), name)
+        for name, value in given.items()
+    ]
+    weights += [numpy_helper.from_array(np.array([MIDDLE] * 2), "sizes")]
+    weights += [numpy_helper.from_array(np.array(0.5, dtype), "half")]
+    made = [name for node in nodes for name in node.output if name not in outputs]
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [info("tokens")],
+        [info(name) for name in outputs],
+        weights,
+        value_info=[info(name) for name in made],
+    )
+    opsets = [helper.make_opsetid("", 23), helper.make_opsetid(DOMAIN, 1)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=10)
+
+
+def run(model: onnx.ModelProto) -> np.ndarray:
+    """The output for five tokens of two rows, small enough that the epsilon counts."""
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    attach_functions(copy)
+    tokens = (0.05 * np.random.default_rng(1).standard_normal((2, 5, WIDTH))).astype(np.float16)
+    session = onnxruntime.InferenceSession(copy.SerializeToString(), providers=["CPUExecutionProvider"])
+    return np.asarray(session.run(None, {"tokens": tokens})[0]).astype(np.float64)
+
+
+def kinds(model: onnx.ModelProto) -> list[str]:
+    return [node.op_type for node in model.graph.node]
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_layer_of_the_same_numbers(adapter: bool) -> None:
+    model = model_of(adapter=adapter)
+    expected = run(model)
+    sum_in_float32(model)
+    assert join_norms(model) == join_gates(model) == 1
+    thin = ["DenseMatMul", "DenseMatMul"] if adapter else []
+    assert kinds(model) == ["Mul", "AddRmsNorm", "MatMulNBits", *thin, "SwiGlu", "MatMulNBits", "Add"]
+    nodes = {node.op_type: node for node in model.graph.node}
+    norm, gate = nodes["AddRmsNorm"], nodes["SwiGlu"]
+    assert list(norm.input) == ["x", "", "norm"] and list(norm.output) == ["x.read", "normed"]
+    assert attribute(norm, "norm_epsilon") == pytest.approx(EPSILON) and norm.domain == gate.domain == DOMAIN
+    assert list(nodes["Add"].input) == ["x.read", "fed"], "the norm's node alone reads the tokens"
+    assert list(gate.input) == ["both"] and list(gate.output) == ["middle"] and attribute(gate, "width") == MIDDLE
+    onnx.checker.check_model(model)
+    assert np.linalg.norm(run(model) - expected) <= 2e-3 * np.linalg.norm(expected)
+    assert join_norms(model) == join_gates(model) == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"halves": ("up", "gate")},
+        {"halves": ("gate", "gate")},
+        {"product": "MatMul"},
+        {"dtype": "float32"},
+        {"outputs": ("y", "silu")},
+        {"outputs": ("y", "up")},
+    ],
+    ids=str,
+)
+def test_other_gates_stay(change: dict[str, Any]) -> None:
+    model = model_of(**change)
+    sum_in_float32(model)
+    before = kinds(model)
+    assert join_gates(model) == 0 and kinds(model) == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"norm": "tokens"}, {"product": "MatMul"}, {"dtype": "float32"}, {"outputs": ("y", "x")}, {"late": True}],
+    ids=str,
+)
+def test_other_first_norms_stay(change: dict[str, Any]) -> None:
+    model = model_of(**change)
+    sum_in_float32(model)
+    before = kinds(model)
+    assert join_norms(model) == 0 and kinds(model) == before
+
+
+def test_results_have_types() -> None:
+    model = model_of()
+    join_norms(model)
+    types = {info.name: info.type.tensor_type.elem_type for info in model.graph.value_info}
+    assert types["x.read"] == TensorProto.FLOAT16
