@@ -9,6 +9,7 @@ ensures: no silu(gate) * up of the halves of a product in few bits is left, floa
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import onnx
 from onnx import TensorProto, helper
@@ -43,7 +44,7 @@ def join_gates(model: onnx.ModelProto) -> int:
             continue
         if len(dims.get(given, [])) != 3 or attribute(split, "axis", 0) not in (-1, 2):
             continue
-        width = {WIDTH: dims[split.output[0]][-1]}
+        width: dict[str, Any] = {WIDTH: dims[split.output[0]][-1]}
         node.CopyFrom(helper.make_node(SWI_GLU.name, [given], [made], name=f"{node.name}.gate", domain=DOMAIN, **width))
         joined += 1
     if joined:
