@@ -41,6 +41,7 @@ def model_of(
     dtype: str = "float16",
     outputs: tuple[str, ...] = ("y",),
     late: bool = False,
+    axis: int = -1,
 ) -> onnx.ModelProto:
     """Tokens, a norm and a feed-forward layer as exports in few bits write them; `late`: something reads the tokens before the norm."""
     make, kind = helper.make_node, helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
@@ -68,7 +69,7 @@ def model_of(
             make("DenseMatMul", ["thin", "second", "", "", "coded"], ["both"], domain=DOMAIN),
         ]
     nodes += [
-        make("Split", ["both", "sizes"], ["gate", "up"], axis=-1),
+        make("Split", ["both", "sizes"], ["gate", "up"], axis=axis),
         make("Sigmoid", ["gate"], ["bent"]),
         make("Mul", [halves[0], "bent"], ["silu"]),
         make("Mul", ["silu", halves[1]], ["middle"]),
@@ -138,6 +139,7 @@ def test_a_layer_of_the_same_numbers(adapter: bool) -> None:
         {"halves": ("gate", "gate")},
         {"product": "MatMul"},
         {"dtype": "float32"},
+        {"axis": 1},
         {"outputs": ("y", "silu")},
         {"outputs": ("y", "up")},
     ],
