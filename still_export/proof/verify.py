@@ -152,10 +152,10 @@ class Verifier:
         """A case on which both runtimes select the same tokens, as far as single numbers are compared, and its outputs.
 
         Where two scores differ by less than rounding, either selection is right and everything after it differs. Steps go on from
-        PyTorch's state there (`Case.pairs`); where it happened within a call, another prompt is drawn, in half precision only where
-        what differs exceeds the bounds of the case itself, or other selections differ by more than a tie: those of later layers and chunks
-        read what the tie turned (PyTorch's own float16 run does so, too). A selection that differs by more than a tie where nothing ties is
-        kept: it is a mismatch, as is what is left in the last prompt.
+        PyTorch's state there (`Case.pairs`); where it happened within a call, the prompt's of steps among them, another prompt is drawn, in
+        half precision only where what differs exceeds the bounds of the case itself, or other selections differ by more than a tie: those
+        of later layers and chunks read what the tie turned (PyTorch's own float16 run does so, too). A selection that differs by more than
+        a tie where nothing ties, or in a step, is kept: it is a mismatch, as is what is left in the last prompt.
         """
         for _ in range(ATTEMPTS):
             case = make()
@@ -166,7 +166,9 @@ class Verifier:
             if not case.noise:
                 total.add(found)
                 total.add(first)
-            if not found.near_ties or first.wrong or (found.wrong and (case.steps or not case.noise)):
+            call = self.excuses.compare(pairs[:1], *given) if case.steps else found
+            behind_ties = call.wrong if case.noise and call.near_ties else 0
+            if not found.near_ties or first.wrong or found.wrong > behind_ties:
                 break
             if case.noise and not found.wrong and _within(self.excuses.settle(pairs, *given), own):
                 break

@@ -20,10 +20,8 @@ class Chooser:
     score = "score"
 
     def compare(self, pairs: Any, leads: Any, ties: Any) -> Choices:
-        if not pairs:
-            return Choices()
-        kind = pairs[0][1]["logits"][0, 0]
-        return Choices(1, int(kind in (1, 3)), int(kind in (2, 3)))
+        kinds = [actual["logits"][0, 0] for _, actual in pairs]
+        return Choices(len(kinds), sum(kind in (1, 3) for kind in kinds), sum(kind in (2, 3) for kind in kinds))
 
     def settle(self, pairs: Any, leads: Any, ties: Any) -> Any:
         return pairs
@@ -32,20 +30,23 @@ class Chooser:
         return {}
 
 
-def drawn(draws: list[tuple[int, float]], noise: dict[str, Noise]) -> int:
-    """Number of the draw that is judged, of (kind of choice, error of the target)."""
+def drawn(draws: list[tuple[int, float]] | list[tuple[int, int, float]], noise: dict[str, Noise]) -> int:
+    """Number of the draw that is judged, of (kind of choice of each call, error of the target); with two calls the second is a step."""
     left = iter(enumerate(draws))
 
     class Draw(Case):
         def pairs(self, run: Any, excuses: Any) -> Any:
-            expected = np.ones((1, 50))
-            actual = expected + self.error
-            actual[0, 0] = self.kind
-            return [({"logits": expected}, {"logits": actual})], []
+            expected, pairs = np.ones((1, 50)), []
+            for kind in self.kinds:
+                actual = expected + self.error
+                actual[0, 0] = kind
+                pairs.append(({"logits": expected}, {"logits": actual}))
+            return pairs, []
 
     def make() -> Case:
-        case = Draw("case", [], [], dict, noise=noise)
-        case.number, (case.kind, case.error) = next(left)  # type: ignore[attr-defined]
+        number, (*kinds, error) = next(left)
+        case = Draw("case", [], [], dict, steps=(np.ones((1, 1)),) * (len(kinds) - 1), noise=noise)
+        case.number, case.kinds, case.error = number, kinds, error  # type: ignore[attr-defined]
         return case
 
     verifier = Verifier.__new__(Verifier)
@@ -71,4 +72,22 @@ def drawn(draws: list[tuple[int, float]], noise: dict[str, Noise]) -> int:
     ids=str,
 )
 def test_which_draw_is_judged(draws: list[tuple[int, float]], noise: dict[str, Noise], judged: int) -> None:
+    assert drawn(draws, noise) == judged
+
+
+@pytest.mark.parametrize(
+    "draws, noise, judged",
+    [
+        ([(3, 0, 0.005), (0, 0, 0.0)], NOISE, 1),  # a tie in the prompt, that others in the prompt may follow from
+        ([(3, 1, 0.005), (1, 1, 0.0)], NOISE, 1),
+        ([(1, 2, 0.005), (0, 0, 0.0)], NOISE, 0),  # steps begin at PyTorch's state: what is wrong in one is judged
+        ([(3, 2, 0.005), (0, 0, 0.0)], NOISE, 0),
+        ([(2, 1, 0.005), (0, 0, 0.0)], NOISE, 0),  # nothing ties in the prompt
+        ([(3, 0, 0.0), (0, 0, 0.0)], {}, 0),
+    ],
+    ids=str,
+)
+def test_which_draw_of_steps_is_judged(
+    draws: list[tuple[int, int, float]], noise: dict[str, Noise], judged: int
+) -> None:
     assert drawn(draws, noise) == judged
