@@ -21,9 +21,6 @@ from still_export.proof.tolerance import half_tolerance
 
 ATTEMPTS = 3
 """Prompts kept of a case, where a near tie may call for another."""
-FEW_TIES, FEW_ATTEMPTS = 8, 2
-"""Near ties along half precision steps up to which another prompt may have none; with more, prompts are all alike, and so many are kept:
-behind a tie steps go on from PyTorch's states, and they are large, but one in the prompt may have turned what later layers select."""
 
 FORMAT = 2
 
@@ -61,8 +58,7 @@ def record_cases(
                     "own_top1": case.own_top1,
                 }
             )
-            ties = _near_ties(case, excuses)
-            if case.noise and (not ties or (case.steps and ties > FEW_TIES and len(tries) == FEW_ATTEMPTS)):
+            if case.noise and not _near_ties(case, excuses):
                 break
         entries.append(tries)
         progress(tries[0]["name"])
