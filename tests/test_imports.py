@@ -76,6 +76,7 @@ OWN = (
     "kernels/still_kernels/rotary_qkv/",
     "kernels/still_kernels/add_rms_norm/",
     "kernels/still_kernels/swi_glu/",
+    "kernels/still_kernels/round_key_value/",
     "still_export/quantization/",
     "still_export/mixers/",
     "still_export/models/",
@@ -94,12 +95,14 @@ REGISTRATIONS = {
         "rotary_qkv",
         "add_rms_norm",
         "swi_glu",
+        "round_key_value",
     },
     "still_export/proof/excuses.py": {"HybridAttention", "hybrid_attention"},
     "graphs/still_graphs/passes/sum_in_float32.py": {"DenseMatMul", "dense_matmul"},
     "graphs/still_graphs/passes/join_products.py": {"dense_matmul", "gated_mlp"},
     "graphs/still_graphs/passes/join_rotary.py": {"RotaryQkv", "rotary_qkv"},
     "graphs/still_graphs/passes/join_norms.py": {"AddRmsNorm", "add_rms_norm", "dense_matmul", "matmul_nbits"},
+    "graphs/still_graphs/passes/join_rounding.py": {"RoundKeyValue", "round_key_value"},
     "graphs/still_graphs/passes/join_gates.py": {"SwiGlu", "swi_glu", "dense_matmul", "matmul_nbits"},
 }
 """One line an op, and what stands in it; passes that put an op into graphs."""

@@ -25,6 +25,7 @@ from still_graphs.passes.join_heads import join_heads
 from still_graphs.passes.join_norms import join_norms
 from still_graphs.passes.join_products import join_products
 from still_graphs.passes.join_rotary import join_rotary
+from still_graphs.passes.join_rounding import join_rounding
 from still_graphs.passes.join_states import join_states
 from still_graphs.passes.lower_integers import lower_integers
 from still_graphs.passes.lower_opset import lower_opset, lowered
@@ -95,6 +96,7 @@ TARGETS: dict[str, Target] = {
                 Step(join_norms, "the same between products that do not take norms"),
                 Step(join_gates, "the same between the products of a feed-forward layer in few bits"),
                 Step(join_rotary, "the same between a product and its attention"),
+                Step(join_rounding, "the same of caches in 8 bits"),
                 Step(
                     lower_opset,
                     "TensorRT 8.6 reads opset 17, and so do all later versions; quantized weights, for 10 and later, need 21",

@@ -161,6 +161,7 @@ _PLACES = {
     "RotaryQkv": "still_kernels.rotary_qkv.variants",
     "AddRmsNorm": "still_kernels.add_rms_norm.variants",
     "SwiGlu": "still_kernels.swi_glu.variants",
+    "RoundKeyValue": "still_kernels.round_key_value.variants",
 }
 """Where the `KERNELS` of each op are."""
 

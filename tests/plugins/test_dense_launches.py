@@ -11,12 +11,14 @@ from still_graphs.ops.add_rms_norm import ADD_RMS_NORM
 from still_graphs.ops.dense_matmul import DENSE_MATMUL
 from still_graphs.ops.gated_mlp import GATED_MLP
 from still_graphs.ops.rotary_qkv import ROTARY_QKV
+from still_graphs.ops.round_key_value import ROUND_KEY_VALUE
 from still_graphs.ops.swi_glu import SWI_GLU
-from still_kernels import add_rms_norm, dense_matmul, gated_mlp, rotary_qkv, swi_glu
+from still_kernels import add_rms_norm, dense_matmul, gated_mlp, rotary_qkv, round_key_value, swi_glu
 from still_kernels.add_rms_norm.variants import Variant as NormVariant
 from still_kernels.dense_matmul.variants import Variant
 from still_kernels.gated_mlp.variants import Variant as GatedVariant
 from still_kernels.rotary_qkv.variants import Variant as RotaryVariant
+from still_kernels.round_key_value.variants import Variant as RoundVariant
 from still_kernels.swi_glu.variants import Variant as GateVariant
 from tests.plugins.test_launches import fake_compiler, mirror  # noqa: F401  # fixtures
 
@@ -25,6 +27,7 @@ launch_gated = pytest.importorskip("still_kernels.gated_mlp.launch")
 launch_rotary = pytest.importorskip("still_kernels.rotary_qkv.launch")
 launch_norm = pytest.importorskip("still_kernels.add_rms_norm.launch")
 launch_gate = pytest.importorskip("still_kernels.swi_glu.launch")
+launch_round = pytest.importorskip("still_kernels.round_key_value.launch")
 
 
 def made(*shape: int) -> torch.Tensor:
@@ -143,4 +146,17 @@ def test_swi_glu(batch: int, count: int, width: int, mirror: Callable[..., None]
         GateVariant("float16", int(not width % 8)),
         {"width": width},
         outputs={"output": made(batch, count, width)},
+    )
+
+
+@pytest.mark.parametrize("batch, count, heads, size", [(1, 1, 8, 128), (3, 22, 3, 64), (2, 5, 1, 48)])
+def test_round_key_value(batch: int, count: int, heads: int, size: int, mirror: Callable[..., None]) -> None:  # noqa: F811
+    tensors = {name: made(batch, count, heads, size) for name in ("key", "value")}
+    mirror(
+        ROUND_KEY_VALUE,
+        tensors,
+        lambda *results: launch_round.launch_round_key_value(round_key_value.Inputs(**tensors), *results),
+        RoundVariant("float16", size),
+        {},
+        outputs={f"rounded_{name}": made(batch, count, heads, size) for name in ("key", "value")},
     )

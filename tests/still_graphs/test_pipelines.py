@@ -23,9 +23,15 @@ def test_trt_graph_is_valid_and_typed(dtype: str, one_row: bool) -> None:
     assert list(counts) == [s.name for s in TARGETS["trt"].steps if one_row or not s.one_row]
     assert counts["sum_in_float32"] == (4 if dtype == "float16" else 0)
     without = [name for name, count in counts.items() if not count and name != "sum_in_float32"]
-    assert without == ["fix_shapes", "join_products", "join_norms", "join_gates", "join_rotary", "widen_sigmoids"], (
-        "it has none"
-    )
+    assert without == [
+        "fix_shapes",
+        "join_products",
+        "join_norms",
+        "join_gates",
+        "join_rotary",
+        "join_rounding",
+        "widen_sigmoids",
+    ], "it has none"
     assert opset_version(model) == 17 and not model.functions
     onnx.checker.check_model(model)
     inferred = onnx.shape_inference.infer_shapes(model, check_type=True)  # every value but the plugin's outputs

@@ -22,7 +22,8 @@ def launched(
     """The float16 outputs of a launch, shaped as what is expected. They start as NaN, a write outside of them is an error."""
     with guarded_workspaces() as guarded:
         inputs = replace(given, **{name: guarded.copy(x.to(device)) for name, x in tensors_of(given).items()})
-        outputs = [guarded.empty(inputs.input, tuple(x.shape), torch.float16) for x in expected]
+        like = next(iter(tensors_of(inputs).values()))
+        outputs = [guarded.empty(like, tuple(x.shape), torch.float16) for x in expected]
         launch(inputs, *outputs, table=table)
         guarded.check()
     return outputs

@@ -22,6 +22,7 @@ from still_graphs.functions import (
     linear_attention,
     matmul_nbits,
     rotary_qkv,
+    round_key_value,
     swi_glu,
 )
 from still_graphs.functions.causal_conv import fused as fused_causal_conv
@@ -46,6 +47,7 @@ BODIES: dict[str, tuple[Writer, tuple[str, ...]]] = {
     "RotaryQkv": (rotary_qkv.function_body, rotary_qkv.SYMBOLS),
     "AddRmsNorm": (add_rms_norm.function_body, add_rms_norm.SYMBOLS),
     "SwiGlu": (swi_glu.function_body, swi_glu.SYMBOLS),
+    "RoundKeyValue": (round_key_value.function_body, round_key_value.SYMBOLS),
 }
 """Per op, the writer of its body and the symbols of `dims` that it needs."""
 

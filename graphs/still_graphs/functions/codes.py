@@ -51,12 +51,16 @@ def unpack(b: Scope, words: str, scale: str, dim: int, dtype: int, out: str) -> 
         b.cast(numbers, dtype, out=out)
 
 
+def codes_of(b: Scope, wide: str) -> tuple[str, str]:
+    """Codes [..., D] and scales [..., 1] of rows, all float32."""
+    scales = b("Div", b("ReduceMax", b("Abs", wide), [-1], keepdims=1), float(STEPS))
+    return b("Round", b("Div", wide, b("Where", b("Greater", scales, 0.0), scales, 1.0))), scales
+
+
 def pack(b: Scope, numbers: str, dim: int, dtype: int, words: str, scale: str) -> None:
     """The inverse, by the rule of `CACHE`. Shapes are said, as ONNX Runtime 1.31 reduces no dimension where there are no rows."""
     rows = b("Shape", numbers, start=0, end=-1)
-    wide = numbers if dtype == FLOAT else b.cast(numbers, FLOAT)
-    scales = b("Div", b("ReduceMax", b("Abs", wide), [-1], keepdims=1), float(STEPS))
-    codes = b("Round", b("Div", wide, b("Where", b("Greater", scales, 0.0), scales, 1.0)))
+    codes, scales = codes_of(b, numbers if dtype == FLOAT else b.cast(numbers, FLOAT))
     # The last byte of a word has its sign.
     codes = b.reshape(codes, 0, 0, 0, dim // CODES, CODES)
     unsigned = b(

@@ -11,6 +11,7 @@ from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 from still_graphs.ops.linear_attention import LINEAR_ATTENTION
 from still_graphs.ops.matmul_nbits import MATMUL_NBITS
 from still_graphs.ops.rotary_qkv import ROTARY_QKV
+from still_graphs.ops.round_key_value import ROUND_KEY_VALUE
 from still_graphs.ops.spec import DOMAIN, OpSpec
 from still_graphs.ops.swi_glu import SWI_GLU
 
@@ -27,6 +28,7 @@ OPS: dict[str, OpSpec] = {
         ROTARY_QKV,
         ADD_RMS_NORM,
         SWI_GLU,
+        ROUND_KEY_VALUE,
     )
 }
 """Every op of the domain by its ONNX name."""
