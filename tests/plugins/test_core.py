@@ -364,7 +364,8 @@ def test_driver_failures_are_named(core: Core, op: CoreOp, recorder: Recorder) -
     recorder.reset()
     recorder.fail("cuModuleLoadData", 200)
     with pytest.raises(
-        CoreError, match=r"the CUDA driver \(CUDA 12.3\) does not take the kernel decode \(error 200\): .* Update the driver"
+        CoreError,
+        match=r"the CUDA driver \(CUDA 12.3\) does not take the kernel decode \(error 200\): .* Update the driver",
     ):
         op.prepare(inputs(T=1))
     recorder.reset()
