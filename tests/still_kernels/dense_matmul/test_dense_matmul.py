@@ -24,7 +24,6 @@ from still_kernels.dense_matmul.launch import triton_dense_matmul  # noqa: E402
 from still_kernels.dense_matmul.variants import Variant  # noqa: E402
 from tests.machine_code import disassembly, lines  # noqa: E402
 
-
 interpreted = functools.partial(run_cases, Path(__file__).with_name("cases.py"))
 BOUND = 4e-4
 """Outputs are rounded to float16: 2.1e-4 by Frobenius norm. Sums in half precision of these inputs are off by more than twice that."""
