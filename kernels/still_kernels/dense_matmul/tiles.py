@@ -23,7 +23,8 @@ NORM_COLUMNS = 1024
 def few_tile(span: int, roomy: bool, arch: int) -> KernelTile:
     """Of a few rows."""
     outputs, inner, warps, stages = FEW[span]
-    stages = stages if roomy else 3
+    if not roomy:  # with 4 warps 128 outputs spill on sm_89
+        warps, stages = max(warps, outputs // 16), 3
     return KernelTile({"BN": outputs, "BK": inner, "STAGES": stages}, warps, stages, dependent=arch >= 90)
 
 

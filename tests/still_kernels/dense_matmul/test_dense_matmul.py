@@ -113,7 +113,7 @@ def test_unknown_device_is_refused() -> None:
         *[
             pytest.param(arch, v, marks=pytest.mark.long)
             for arch in (80, 89)
-            for v in (Variant(span=3), Variant(span=1))
+            for v in (Variant(span=3), Variant(span=2, normed=1), Variant(span=1))
         ],
     ],
     ids=str,
