@@ -27,8 +27,6 @@ FEW = {
     "few, turned": Case(turned=True),
     "few, odd sizes, residual": Case(outputs=37, inputs=83, rows=((1, 1), (1, 17)), residual=True),
     "few, as LoRA's second product": Case(inputs=8, rows=((1, 1), (3, 7)), residual=True),
-    "few, inputs shared": Case(inputs=3100, rows=((1, 1), (3, 7)), residual=True),
-    "few, inputs shared, turned, norm": Case(True, inputs=2048, rows=((1, 17),), normed=True),
     "few, odd sizes, turned, norm": Case(True, 37, 83, ((2, 1), (1, 64)), normed=True),
 }
 MANY = {

@@ -140,7 +140,6 @@ def compile_variant(op: str, variant: Any, arch: int) -> tuple[dict[str, Any], d
             "num_warps": meta.num_warps,
             "threads": 32 * meta.num_warps,
             "shared_bytes": meta.shared,
-            "dependent": int(tile.dependent),
             "trailing_null_pointers": 2,
             "args": [
                 described(argument, kind, descriptors) for argument, kind in signature.items() if kind != "constexpr"

@@ -145,13 +145,6 @@ class OpKernels:
         return name in self.plan.arguments and self.plan.compiled.arguments[name].kind == "real"
 
 
-def waits(arch: int) -> int:
-    """PDL of kernels that are dependent (`KernelTile.dependent`): whether they wait themselves, which the interpreter cannot do."""
-    import triton
-
-    return int(arch >= 90 and not triton.knobs.runtime.interpret)
-
-
 def imported(module: str, name: str) -> Callable[[], Any]:
     """What gives an attribute of a module, which it imports when it is asked: Triton and torch are slow to load, and not everywhere."""
     return lambda: getattr(import_module(module), name)

@@ -14,15 +14,6 @@ specializes on would be compiled in the middle of its work."""
 
 
 @triton.jit
-def wait_for_the_one_ahead(PDL: tl.constexpr):
-    """Of a kernel that is launched as a dependent: waits for the kernel ahead of it, whose results are then in memory, and lets the next
-    one be launched. Nothing without PDL."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
 def row_of(
     i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, T, RAGGED: tl.constexpr, PAGED: tl.constexpr = False
 ):  # fmt: skip

@@ -118,7 +118,6 @@ Kernel read_kernel(std::string const& name, Json const& json, std::map<std::stri
     kernel.symbol = json.at("symbol").string();
     kernel.threads = static_cast<unsigned>(integer(json, "threads", 1, 1024, source));
     kernel.shared_bytes = static_cast<unsigned>(integer(json, "shared_bytes", 0, 1 << 20, source));
-    kernel.dependent = json.has("dependent") && integer(json, "dependent", 0, 1, source) == 1;
     kernel.trailing_nulls = static_cast<size_t>(integer(json, "trailing_null_pointers", 0, 64, source));
     for (Json const& argument : json.at("args").items())
         kernel.arguments.push_back(read_argument(argument, source));

@@ -38,7 +38,6 @@ struct Kernel
     std::string symbol; // entry point in the cubin
     unsigned threads{}; // of a block
     unsigned shared_bytes{};
-    bool dependent{}; // waits itself for the kernel ahead of it, beside whose end it may be launched
     size_t trailing_nulls{}; // pointers to scratch memory of size 0
     std::vector<KernelArgument> arguments;
     std::string_view cubin;

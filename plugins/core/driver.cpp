@@ -15,7 +15,6 @@ namespace
 constexpr char kLibrary[] = "libcuda.so.1";
 constexpr int kCapabilityMajor = 75; // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
 constexpr int kCapabilityMinor = 76;
-constexpr int kDependentLaunchesInGraphs = 12030; // the driver's version
 
 std::mutex sMutex;
 std::string sPath = kLibrary;
@@ -67,7 +66,6 @@ Driver::Driver(std::string const& path) : mPath(path)
     find(funcSetAttribute, "cuFuncSetAttribute", true);
     find(funcLoad, "cuFuncLoad", false);
     find(launchKernel, "cuLaunchKernel", true);
-    find(launchKernelEx, "cuLaunchKernelEx", false);
     find(tensorMapEncodeTiled, "cuTensorMapEncodeTiled", false);
     find(memsetD8Async, "cuMemsetD8Async", true);
     find(memcpyDtoDAsync, "cuMemcpyDtoDAsync_v2", true);
@@ -87,9 +85,6 @@ Driver::Driver(std::string const& path) : mPath(path)
     find(mErrorName, "cuGetErrorName", false);
     find(mErrorString, "cuGetErrorString", false);
     check(init(0), "cuInit");
-    int version = 0;
-    if (!driverGetVersion || driverGetVersion(&version) != 0 || version < kDependentLaunchesInGraphs)
-        launchKernelEx = nullptr;
 }
 
 void Driver::check(int status, char const* call) const

@@ -18,22 +18,6 @@ using CuGraphExec = void*;
 using CuEvent = void*;
 using CuDevicePtr = uint64_t;
 
-// CUlaunchAttribute and CUlaunchConfig.
-struct CuLaunchAttribute
-{
-    int kind{};
-    alignas(8) int value[16]{};
-};
-struct CuLaunchConfig
-{
-    unsigned grid[3]{};
-    unsigned block[3]{};
-    unsigned shared_bytes{};
-    CuStream stream{};
-    CuLaunchAttribute* attributes{};
-    unsigned attribute_count{};
-};
-
 class Driver
 {
 public:
@@ -63,7 +47,6 @@ public:
     int (*funcLoad)(CuFunction){}; // since 12.4, else null
     int (*launchKernel)(CuFunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, CuStream, void**,
         void**){};
-    int (*launchKernelEx)(CuLaunchConfig const*, CuFunction, void**, void**){}; // null where graphs cannot hold dependent launches
     int (*tensorMapEncodeTiled)(void*, int, uint32_t, void*, uint64_t const*, uint64_t const*, uint32_t const*, uint32_t const*, int, int, int,
         int){}; // since 12.0, else null
     int (*memAlloc)(CuDevicePtr*, size_t){};

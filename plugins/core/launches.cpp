@@ -21,7 +21,6 @@ constexpr int64_t kMaxGridX = 2147483647;
 constexpr int64_t kMaxGrid = 65535; // of y and z
 constexpr int kTensorMapFloat16 = 6; // CUtensorMapDataType
 constexpr int kTensorMapBFloat16 = 9;
-constexpr int kProgrammaticSerialization = 6; // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 constexpr int kPromoteTo128Bytes = 2; // CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 
 // Modules stay loaded: 32 layers share them, and unloading at exit would race with the host's own teardown.
@@ -97,15 +96,6 @@ TensorMap encode(Descriptor const& descriptor, uint64_t address, std::string con
     return map;
 }
 
-int launch_dependent(Driver const& driver, Step const& step, CuStream stream, void** arguments)
-{
-    CuLaunchAttribute attribute;
-    attribute.kind = kProgrammaticSerialization;
-    attribute.value[0] = 1;
-    CuLaunchConfig const config{{step.grid[0], step.grid[1], step.grid[2]}, {step.threads, 1, 1}, step.shared_bytes, stream, &attribute, 1};
-    return driver.launchKernelEx(&config, step.function, arguments, nullptr);
-}
-
 } // namespace
 
 void add_launch(Launches& launches, std::string const& op, Kernel const& kernel, Grid const& grid,
@@ -124,7 +114,6 @@ void add_launch(Launches& launches, std::string const& op, Kernel const& kernel,
         step.grid[i] = static_cast<unsigned>(grid[i]);
     step.threads = kernel.threads;
     step.shared_bytes = kernel.shared_bytes;
-    step.dependent = kernel.dependent;
     for (KernelArgument const& argument : kernel.arguments)
     {
         std::string const& name = argument.name;
@@ -268,10 +257,8 @@ void run(Launches const& launches, void const* const* inputs, void* const* outpu
             maps.push_back(encode(descriptor, values[descriptor.argument], step.name));
         for (size_t i = 0; i < maps.size(); ++i)
             pointers[step.descriptors[i].argument] = &maps[i];
-        int const status = step.dependent && driver.launchKernelEx
-            ? launch_dependent(driver, step, stream, pointers.data())
-            : driver.launchKernel(step.function, step.grid[0], step.grid[1], step.grid[2], step.threads, 1, 1, step.shared_bytes,
-                  stream, pointers.data(), nullptr);
+        int const status = driver.launchKernel(step.function, step.grid[0], step.grid[1], step.grid[2], step.threads, 1, 1,
+            step.shared_bytes, stream, pointers.data(), nullptr);
         driver.check(status, ("cuLaunchKernel of " + step.name).c_str());
     }
 }

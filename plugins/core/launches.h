@@ -50,7 +50,6 @@ struct Step
     unsigned grid[3]{1, 1, 1};
     unsigned threads{};
     unsigned shared_bytes{};
-    bool dependent{}; // as the kernel's
     std::vector<Argument> arguments; // kernel: in its order; copy: target, source
     std::vector<uint64_t> values;    // of the arguments known now, already in the kernel's width
     std::vector<Descriptor> descriptors;

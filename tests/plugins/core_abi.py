@@ -121,7 +121,6 @@ class Recorder:
 
     def reset(self, architecture: int = 90) -> None:
         self.library.recording_reset()
-        self.library.recording_version(12030)
         self.library.recording_architecture(architecture)
 
     def log(self, call: str = "") -> list[str]:

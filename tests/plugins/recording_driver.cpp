@@ -15,7 +15,6 @@ std::map<std::string, int> gFailures;          // call -> status
 std::map<void*, std::string> gFunctions;
 std::map<std::string, char> gHandles; // the address stands for a function
 int gArchitecture = 90;
-int gVersion = 12030;
 uint64_t gNextAddress = 0x10000000;
 unsigned long long gContext = 1;
 
@@ -33,7 +32,6 @@ extern "C" {
 char const* recording_log() { return gLog.c_str(); }
 void recording_reset() { gLog.clear(), gFailures.clear(), gContext += 1; }
 void recording_architecture(int value) { gArchitecture = value; }
-void recording_version(int value) { gVersion = value; }
 void recording_arguments(char const* symbol, char const* types) { gArguments[symbol] = types; }
 void recording_fail(char const* call, int status) { gFailures[call] = status; }
 
@@ -116,18 +114,13 @@ int cuTensorMapEncodeTiled(void* map, int element, uint32_t rank, void* address,
     std::memcpy(map, words, sizeof(words));
     return record("cuTensorMapEncodeTiled", known && reinterpret_cast<uintptr_t>(map) % 64 == 0 ? "" : "unknown");
 }
-int cuDriverGetVersion(int* version)
-{
-    *version = gVersion;
-    return 0;
-}
-static int launch(void* function, unsigned x, unsigned y, unsigned z, unsigned bx, unsigned by, unsigned bz, unsigned shared, void* stream,
-    int dependent, void** arguments)
+int cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsigned bx, unsigned by, unsigned bz, unsigned shared,
+    void* stream, void** arguments, void**)
 {
     std::string const& symbol = gFunctions[function];
     char text[192];
-    std::snprintf(text, sizeof(text), "%s grid=%u,%u,%u block=%u,%u,%u shared=%u stream=%lu dependent=%d args=", symbol.c_str(), x, y, z, bx, by, bz,
-        shared, static_cast<unsigned long>(reinterpret_cast<uintptr_t>(stream)), dependent);
+    std::snprintf(text, sizeof(text), "%s grid=%u,%u,%u block=%u,%u,%u shared=%u stream=%lu args=", symbol.c_str(), x, y, z, bx, by, bz,
+        shared, static_cast<unsigned long>(reinterpret_cast<uintptr_t>(stream)));
     std::string line = text;
     std::string const& types = gArguments[symbol];
     for (size_t i = 0; i < types.size(); ++i)
@@ -161,29 +154,5 @@ static int launch(void* function, unsigned x, unsigned y, unsigned z, unsigned b
         line += i + 1 < types.size() ? "," : "";
     }
     return record("cuLaunchKernel", line);
-}
-int cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsigned bx, unsigned by, unsigned bz, unsigned shared,
-    void* stream, void** arguments, void**)
-{
-    return launch(function, x, y, z, bx, by, bz, shared, stream, 0, arguments);
-}
-// CUlaunchConfig as CUDA's header lays it out.
-int cuLaunchKernelEx(void const* config, void* function, void** arguments, void**)
-{
-    unsigned sizes[7];
-    void* stream = nullptr;
-    char const* attribute = nullptr;
-    unsigned count = 0;
-    auto const* const bytes = static_cast<char const*>(config);
-    std::memcpy(sizes, bytes, sizeof(sizes));
-    std::memcpy(&stream, bytes + 32, sizeof(stream));
-    std::memcpy(&attribute, bytes + 40, sizeof(attribute));
-    std::memcpy(&count, bytes + 48, sizeof(count));
-    int kind = 0;
-    int allowed = 0;
-    std::memcpy(&kind, attribute, sizeof(kind));
-    std::memcpy(&allowed, attribute + 8, sizeof(allowed));
-    bool const known = count == 1 && kind == 6 && allowed == 1;
-    return launch(function, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], stream, known ? 1 : 2, arguments);
 }
 }

@@ -78,14 +78,13 @@ KEY = {
 }
 
 
-def variant(arch: str = "sm_90", shared_bytes: int = 1000, dependent: int = 0, **key: Any) -> dict[str, Any]:
+def variant(arch: str = "sm_90", shared_bytes: int = 1000, **key: Any) -> dict[str, Any]:
     kernels = {
         name: {
             "symbol": f"{name}_kernel",
             "threads": 128,
             "num_warps": 4,
             "shared_bytes": shared_bytes,
-            "dependent": dependent,
             "trailing_null_pointers": 2,
             "args": [dict(zip(("name", "type"), argument.split(":"), strict=True)) for argument in arguments],
         }
@@ -344,19 +343,6 @@ def test_large_shared_memory_is_asked_for(core: Core, recorder: Recorder, tmp_pa
         op.prepare(inputs(T=1))
 
 
-@pytest.mark.parametrize("version, dependent", [(12020, "0"), (12030, "1")])
-def test_dependent_launches_need_a_driver_whose_graphs_hold_them(
-    core: Core, recorder: Recorder, tmp_path: Path, version: int, dependent: str
-) -> None:
-    recorder.library.recording_version(version)
-    core.call("still_set_driver", str(recorder.path).encode())
-    core.call("still_add_archive", str(write_archive(tmp_path, [variant(dependent=1)])).encode())
-    op = core.op("HybridAttention", ATTRIBUTES, absent_mask(ABSENT))
-    op.prepare(inputs(T=1))
-    op.launch(*addresses(op), 0x7000000, 0)
-    assert [fields["dependent"] for _, fields in recorder.launches()] == [dependent]
-
-
 def test_driver_failures_are_named(core: Core, op: CoreOp, recorder: Recorder) -> None:
     recorder.fail("cuMemAlloc", 2)
     with pytest.raises(CoreError, match="cuMemAlloc failed with 2 \\(CUDA_ERROR_OUT_OF_MEMORY: stand-in\\)"):
@@ -364,8 +350,7 @@ def test_driver_failures_are_named(core: Core, op: CoreOp, recorder: Recorder) -
     recorder.reset()
     recorder.fail("cuModuleLoadData", 200)
     with pytest.raises(
-        CoreError,
-        match=r"the CUDA driver \(CUDA 12.3\) does not take the kernel decode \(error 200\): .* Update the driver",
+        CoreError, match=r"the CUDA driver does not take the kernel decode \(error 200\): .* Update the driver"
     ):
         op.prepare(inputs(T=1))
     recorder.reset()

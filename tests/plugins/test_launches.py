@@ -23,7 +23,6 @@ from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentio
 from still_kernels.hybrid_attention.variants import Variant
 from still_kernels.packing import Packing
 from still_kernels.plan import ELEMENTS
-from still_kernels.tile import KernelTile
 from tests.plugins.core_abi import Core, Recorder, Tensor
 
 launch = pytest.importorskip("still_kernels.hybrid_attention.launch")
@@ -188,7 +187,7 @@ def compare(
     known = {id(tensor): at[name] for name, tensor in tensors.items()}
     words = {storage(tensor): at[name] for name, tensor in tensors.items()}  # of which codes are views
     workspace, used = 0x70000000, [0]
-    expected: list[tuple[str, tuple[int, ...], KernelTile, dict[str, Any]]] = []
+    expected: list[tuple[str, tuple[int, ...], dict[str, Any]]] = []
 
     def allocate(like: torch.Tensor, shape: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
         buffer = torch.empty(shape, dtype=kind, device="meta")
@@ -198,7 +197,7 @@ def compare(
         return buffer
 
     def record(self: Any, one: launcher.PreparedLaunch, values: list[Any], variant: object) -> None:
-        expected.append((one.name, one.grid, one.tile, dict(zip(one.function.arg_names, values, strict=True))))
+        expected.append((one.name, one.grid, dict(zip(one.function.arg_names, values, strict=True))))
 
     counters = torch.empty(4096, dtype=torch.int32, device="meta")
     known |= {id(tensor): at[name] for name, tensor in made.items()} | {id(counters): -1}
@@ -230,10 +229,9 @@ def compare(
 
     launches = recorder.launches()
     assert expected
-    assert [name for name, _ in launches] == [kernels[name]["symbol"] for name, *_ in expected]
-    for (name, grid, tile, values), (_, fields) in zip(expected, launches, strict=True):
+    assert [name for name, _ in launches] == [kernels[name]["symbol"] for name, _, _ in expected]
+    for (name, grid, values), (_, fields) in zip(expected, launches, strict=True):
         assert fields["grid"] == ",".join(map(str, grid)), name
-        assert fields["dependent"] == str(int(tile.dependent)), name
         labels = [label for argument in kernels[name]["args"] for label in labels_of(argument)]
         got = dict(zip(labels, fields["args"].split(","), strict=False))
         for argument in kernels[name]["args"]:

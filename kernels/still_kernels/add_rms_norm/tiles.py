@@ -9,7 +9,6 @@ from still_kernels.tile import KernelTile, TileTable
 
 
 @lru_cache
-def tile_table(wide: int, arch: int) -> TileTable:
+def tile_table(wide: int) -> TileTable:
     """A token of a step in one block: SmolLM2's 576 numbers, Llama-3.1-8B's 4,096, which are 16 a thread."""
-    columns, warps = (4 * COLUMNS, 8) if wide else (COLUMNS, 4)
-    return TileTable({"add_norm": KernelTile({"BC": columns}, warps, dependent=arch >= 90)})
+    return TileTable({"add_norm": KernelTile({"BC": 4 * COLUMNS}, 8) if wide else KernelTile({"BC": COLUMNS}, 4)})

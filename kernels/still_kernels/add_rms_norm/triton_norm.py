@@ -6,8 +6,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from still_kernels.triton_shared import wait_for_the_one_ahead
-
 
 @triton.jit
 def sums_of(p_input, p_residual, o_column, m_column):
@@ -19,12 +17,10 @@ def sums_of(p_input, p_residual, o_column, m_column):
 
 
 @triton.jit(do_not_specialize=["K"])
-def add_norm_kernel(p_input, p_residual, p_norm_weight, p_sum, p_output, K, epsilon, BC: tl.constexpr, ALIGNED: tl.constexpr,
-                    PDL: tl.constexpr):  # fmt: skip
+def add_norm_kernel(p_input, p_residual, p_norm_weight, p_sum, p_output, K, epsilon, BC: tl.constexpr, ALIGNED: tl.constexpr):  # fmt: skip
     """p_sum [M, K] of p_input and p_residual [M, K], and p_output [M, K], its norm times p_norm_weight [K]. Grid (M)."""
     if ALIGNED:
         K = K // 8 * 8  # which tells the compiler
-    wait_for_the_one_ahead(PDL)
     first = tl.program_id(0).to(tl.int64) * K
     o_column = tl.arange(0, BC)
     b_squares = tl.zeros([BC], tl.float32)

@@ -9,7 +9,7 @@ from pathlib import Path
 from still_kernels.add_rms_norm.plan import PLAN
 from still_kernels.add_rms_norm.tiles import tile_table
 from still_kernels.dense_matmul.variants import DTYPES, check_types
-from still_kernels.op_kernels import Build, OpKernels, imported, waits
+from still_kernels.op_kernels import Build, OpKernels, imported
 from still_kernels.plan import Check
 from still_kernels.tile import TileTable
 
@@ -40,9 +40,9 @@ def default_variants() -> list[Variant]:
 
 def build(variant: Variant, arch: int, table: TileTable | None = None) -> Build:
     """What a variant is on an architecture, or with another number of columns."""
-    table = tile_table(variant.wide, arch) if table is None else table
+    table = tile_table(variant.wide) if table is None else table
     absent = frozenset(() if variant.summed else ("residual",))
-    return Build(table.kernels(), {"ALIGNED": variant.aligned, "PDL": waits(arch)}, {}, absent)
+    return Build(table.kernels(), {"ALIGNED": variant.aligned}, {}, absent)
 
 
 COVERED = (

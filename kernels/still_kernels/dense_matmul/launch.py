@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from still_kernels.dense_matmul.triton_few import few_kernel
-from still_kernels.dense_matmul.triton_products import many_kernel, norm_kernel
+from still_kernels.dense_matmul.triton_products import few_kernel, many_kernel, norm_kernel
 from still_kernels.dense_matmul.variants import KERNELS, build
 from still_kernels.stateless import Stateless
 

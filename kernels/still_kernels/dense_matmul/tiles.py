@@ -10,22 +10,19 @@ from still_kernels.tile import SHARED_BYTES, KernelTile, TileTable
 WIDE_SHARED = 150 << 10
 """Shared memory that blocks of 128 x 256 take."""
 
-FEW = ((16, 128, 4, 4), (32, 128, 4, 6), (128, 64, 4, 4), (128, 64, 8, 4))
+FEW = ((16, 128, 4, 4), (32, 128, 4, 6), (64, 128, 8, 4), (128, 64, 8, 4))
 """By span: outputs, inputs at a time, warps and stages of a few rows. Best of 13 on an H200 over the products of SmolLM2-135M (spans 0
 and 1) and Llama-3.1-8B (docs/notebook/tensorrt.md)."""
-FEW_PROGRAMS = 128
-"""That fill the chip, where outputs are shared among programs."""
 MANY = ((64, 64, 4, 4), (128, 128, 4, 3), (128, 256, 8, 3), (256, 128, 8, 3))
 """By span: rows, outputs, warps and stages of many rows, 64 inputs at a time. Best of 11 there."""
 NORM_COLUMNS = 1024
 
 
-def few_tile(span: int, roomy: bool, arch: int) -> KernelTile:
+def few_tile(span: int, roomy: bool) -> KernelTile:
     """Of a few rows."""
     outputs, inner, warps, stages = FEW[span]
-    if not roomy:  # with 4 warps 128 outputs spill on sm_89
-        warps, stages = max(warps, outputs // 16), 3
-    return KernelTile({"BN": outputs, "BK": inner, "STAGES": stages}, warps, stages, dependent=arch >= 90)
+    stages = stages if roomy else 3
+    return KernelTile({"BN": outputs, "BK": inner, "STAGES": stages}, warps, stages)
 
 
 def many_tile(span: int, roomy: bool, aligned: int, arch: int) -> KernelTile:
@@ -41,7 +38,5 @@ def many_tile(span: int, roomy: bool, aligned: int, arch: int) -> KernelTile:
 def tile_table(aligned: int, span: int, arch: int, normed: int = 0) -> TileTable:
     """The table of a span, for sizes that are multiples of 8 or not, on an architecture (90 for sm_90)."""
     roomy = SHARED_BYTES[arch] >= WIDE_SHARED
-    tiles = {"few": few_tile(span, roomy, arch), "many": many_tile(span, roomy, aligned, arch)}
-    return TileTable(
-        {**tiles, "norm": KernelTile({"BC": NORM_COLUMNS}, 4)} if normed else tiles, {"few_programs": FEW_PROGRAMS}
-    )
+    tiles = {"few": few_tile(span, roomy), "many": many_tile(span, roomy, aligned, arch)}
+    return TileTable({**tiles, "norm": KernelTile({"BC": NORM_COLUMNS}, 4)} if normed else tiles)

@@ -58,7 +58,7 @@ def block_of(at, M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def product_block(p_rows, p_weight, p_turned_weight, p_residual, p_output, o_row, o_output, M, N, K, BM: tl.constexpr, BN: tl.constexpr,
-                  BK: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
+                  BK: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr, p_norm_weight=None, epsilon=0.0):  # fmt: skip
     """Outputs `o_output` [BN] of the rows `o_row` [BM]. WHOLE: K is a multiple of BK, so that no inputs are masked."""
     p_left = left_of(p_rows, o_row, M, K, BK)
     o_inner = tl.arange(0, BK)
@@ -67,10 +67,14 @@ def product_block(p_rows, p_weight, p_turned_weight, p_residual, p_output, o_row
         p_right = right_of(p_weight, o_output, N, BK)
     else:
         p_right = p_turned_weight + tl.minimum(o_output, N - 1).to(tl.int64)[:, None] * K + o_inner[None, :]
+    if p_norm_weight is not None:
+        b_scale = scales_of(p_left, o_row < M, K, epsilon, BM, BK)
     b_sum = tl.zeros([BM, BN], tl.float32)
     for begin in tl.range(0, K, BK, num_stages=STAGES):
         m_inner = o_inner < (BK if WHOLE else K - begin)
         b_left = tl.load(p_left + begin, mask=m_inner[None, :], other=0.0)
+        if p_norm_weight is not None:
+            b_left = normed_block(b_left, p_norm_weight, b_scale, begin + o_inner, m_inner)
         if p_turned_weight is None:
             b_right = tl.load(p_right, mask=m_inner[:, None] & m_output, other=0.0)
             p_right += BK * N
@@ -85,10 +89,43 @@ def product_block(p_rows, p_weight, p_turned_weight, p_residual, p_output, o_row
     store_block(p_output, b_sum, o_row, o_output, M, N)
 
 
+@triton.jit
+def scales_of(p_left, m_row, K, epsilon, BM: tl.constexpr, BK: tl.constexpr):
+    """One over the root mean square of rows, float32 [BM]; p_left: their first BK numbers."""
+    o_inner = tl.arange(0, BK)
+    b_squares = tl.zeros([BM, BK], tl.float32)
+    for begin in range(0, K, BK):
+        b_x = tl.load(p_left + begin, mask=m_row[:, None] & (o_inner < K - begin)[None, :], other=0.0).to(tl.float32)
+        b_squares += b_x * b_x
+    return 1 / tl.sqrt(tl.sum(b_squares, 1) / K + epsilon)
+
+
+@triton.jit
+def normed_block(b_x, p_norm_weight, b_scale, o_inner, m_inner):
+    """Numbers o_inner [BK] of rows behind the norm, in the type of the rows."""
+    b_weight = tl.load(p_norm_weight + o_inner, mask=m_inner, other=0.0).to(tl.float32)
+    return (b_x.to(tl.float32) * b_scale[:, None] * b_weight[None, :]).to(b_x.dtype)
+
+
+@triton.jit(do_not_specialize=["M", "N", "K"])
+def few_kernel(p_input, p_norm_weight, p_weight, p_turned_weight, p_residual, p_output, M, N, K, epsilon, BN: tl.constexpr,
+               BK: tl.constexpr, STAGES: tl.constexpr, ALIGNED: tl.constexpr):  # fmt: skip
+    """p_input [M, K], normed where there is p_norm_weight [K], times p_weight [K, N] (p_turned_weight [N, K]), plus p_residual [M, N].
+    Grid (ceil(M / 16), ceil(N / BN))."""
+    if ALIGNED:
+        N, K = N // 8 * 8, K // 8 * 8  # which tells the compiler
+    o_row = tl.program_id(0) * 16 + tl.arange(0, 16)
+    o_output = tl.program_id(1) * BN + tl.arange(0, BN)
+    product_block(
+        p_input, p_weight, p_turned_weight, p_residual, p_output, o_row, o_output, M, N, K, 16, BN, BK, STAGES, False,
+        p_norm_weight, epsilon,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["M", "N", "K"])
 def many_kernel(p_rows, p_weight, p_turned_weight, p_residual, p_output, M, N, K, BM: tl.constexpr, BN: tl.constexpr,
                 BK: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
-    """p_rows [M, K] times p_weight [K, N] (p_turned_weight [N, K]), plus p_residual [M, N]. Grid (ceil(M / BM) * ceil(N / BN))."""
+    """The same for many rows. Grid (ceil(M / BM) * ceil(N / BN))."""
     if ALIGNED:
         N, K = N // 8 * 8, K // 8 * 8  # which tells the compiler
     o_row, o_output = block_of(tl.program_id(0), M, N, BM, BN, GROUP)

@@ -8,7 +8,7 @@ from pathlib import Path
 from still_graphs.errors import ConfigError
 from still_kernels.dense_matmul.plan import PLAN
 from still_kernels.dense_matmul.tiles import tile_table
-from still_kernels.op_kernels import COUNT_DTYPES, Build, OpKernels, imported, waits
+from still_kernels.op_kernels import COUNT_DTYPES, Build, OpKernels, imported
 from still_kernels.plan import Check
 from still_kernels.tile import TileTable
 
@@ -60,7 +60,7 @@ def default_variants() -> list[Variant]:
 def plan_constants(table: TileTable) -> dict[str, int]:
     """Values of the plan's constants for kernels with these block sizes."""
     few, many = (table.tiles[name].constants for name in ("few", "many"))
-    return {"few_outputs": few["BN"], "row_block": many["BM"], "output_block": many["BN"], **table.host}
+    return {"few_outputs": few["BN"], "row_block": many["BM"], "output_block": many["BN"]}
 
 
 def build(variant: Variant, arch: int, table: TileTable | None = None) -> Build:
@@ -69,10 +69,7 @@ def build(variant: Variant, arch: int, table: TileTable | None = None) -> Build:
     absent = {"weight" if variant.turned else "turned_weight"}
     absent |= {name for name, given in (("norm_weight", variant.normed), ("residual", variant.residual)) if not given}
     return Build(
-        table.kernels(),
-        {"ALIGNED": variant.aligned, "WHOLE": variant.whole, "PDL": waits(arch)},
-        plan_constants(table),
-        frozenset(absent),
+        table.kernels(), {"ALIGNED": variant.aligned, "WHOLE": variant.whole}, plan_constants(table), frozenset(absent)
     )
 
 

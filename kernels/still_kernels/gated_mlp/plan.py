@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from still_graphs.ops.gated_mlp import GATED_MLP
-from still_kernels.dense_matmul.plan import FEW, GROUP_ROWS, INNER, few_regions, span, splits
+from still_kernels.dense_matmul.plan import FEW, GROUP_ROWS, INNER, span
 from still_kernels.plan import Branch, Launch, Plan, Region
-
-PARTS, ARRIVALS = few_regions("I")
 
 PLAN = Plan(
     GATED_MLP,
@@ -18,25 +16,15 @@ PLAN = Plan(
         "gated_span": span("2 * M"),
         "count_dtype": "'int32'",  # there are no counts
     },
-    constants=(
-        "gated_outputs",
-        "gated_rows",
-        "gated_block",
-        "few_outputs",
-        "few_programs",
-        "row_block",
-        "output_block",
-    ),
-    define={"splits": splits("I", "M")},
-    workspace=(Region("rows", "T", ("tokens", "I"), f"not ({FEW})"), Region("middle", "T", ("tokens", "M")), *PARTS),
-    persistent=ARRIVALS,
+    constants=("gated_outputs", "gated_rows", "gated_block", "few_outputs", "row_block", "output_block"),
+    workspace=(Region("rows", "T", ("tokens", "I"), f"not ({FEW})"), Region("middle", "T", ("tokens", "M"))),
     arguments={"M": "tokens", "N": "M", "K": "I", "epsilon": "norm_epsilon"},
     steps=(
         Branch(
             FEW,
             (
                 Launch("few_gated", (f"ceil_div(tokens, {GROUP_ROWS})", "ceil_div(M, gated_outputs)", "1")),
-                Launch("few_down", (f"ceil_div(tokens, {GROUP_ROWS})", "ceil_div(I, few_outputs)", "splits")),
+                Launch("few_down", (f"ceil_div(tokens, {GROUP_ROWS})", "ceil_div(I, few_outputs)", "1")),
             ),
             (
                 Launch("norm", ("tokens", "1", "1")),

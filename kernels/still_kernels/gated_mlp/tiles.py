@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from still_kernels.dense_matmul.plan import INNER
-from still_kernels.dense_matmul.tiles import FEW_PROGRAMS, NORM_COLUMNS, WIDE_SHARED, few_tile, many_tile
+from still_kernels.dense_matmul.tiles import NORM_COLUMNS, WIDE_SHARED, few_tile, many_tile
 from still_kernels.tile import SHARED_BYTES, KernelTile, TileTable
 
 FEW = ((16, 128, 4, 4), (16, 128, 4, 4), (32, 128, 8, 4), (64, 64, 8, 4))
@@ -19,7 +19,7 @@ def tile_table(aligned: int, span: int, gated_span: int, arch: int) -> TileTable
     roomy = SHARED_BYTES[arch] >= WIDE_SHARED
     outputs, inner, warps, stages = FEW[gated_span]
     inner, stages = (inner, stages) if roomy else (64, 3)
-    few = KernelTile({"BN": outputs, "BK": inner, "STAGES": stages}, warps, stages, dependent=arch >= 90)
+    few = KernelTile({"BN": outputs, "BK": inner, "STAGES": stages}, warps, stages)
     rows, outputs, warps, stages = MANY[gated_span]
     if gated_span and not (roomy and aligned and arch >= 90):  # whose sums would not fit into fewer registers
         rows, outputs, warps, stages = 128, 64, 8, 3
@@ -29,9 +29,8 @@ def tile_table(aligned: int, span: int, gated_span: int, arch: int) -> TileTable
         {
             "norm": KernelTile({"BC": NORM_COLUMNS}, 4),
             "few_gated": few,
-            "few_down": few_tile(span, roomy, arch),
+            "few_down": few_tile(span, roomy),
             "many_gated": many,
             "many_down": many_tile(span, roomy, aligned, arch),
-        },
-        {"few_programs": FEW_PROGRAMS},
+        }
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 from still_kernels.dense_matmul.variants import COVERED, DTYPES, check_types
 from still_kernels.gated_mlp.plan import PLAN
 from still_kernels.gated_mlp.tiles import tile_table
-from still_kernels.op_kernels import Build, OpKernels, imported, waits
+from still_kernels.op_kernels import Build, OpKernels, imported
 from still_kernels.tile import TileTable
 
 
@@ -47,16 +47,13 @@ def plan_constants(table: TileTable) -> dict[str, int]:
         "few_outputs": tiles["few_down"]["BN"],
         "row_block": tiles["many_down"]["BM"],
         "output_block": tiles["many_down"]["BN"],
-        **table.host,
     }
 
 
 def build(variant: Variant, arch: int, table: TileTable | None = None) -> Build:
     """What a variant is on an architecture, or with other block sizes."""
     table = tile_table(variant.aligned, variant.span, variant.gated_span, arch) if table is None else table
-    return Build(
-        table.kernels(), {"ALIGNED": variant.aligned, "WHOLE": variant.whole, "PDL": waits(arch)}, plan_constants(table)
-    )
+    return Build(table.kernels(), {"ALIGNED": variant.aligned, "WHOLE": variant.whole}, plan_constants(table))
 
 
 KERNELS = OpKernels(

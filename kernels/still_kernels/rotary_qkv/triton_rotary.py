@@ -6,16 +6,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from still_kernels.triton_shared import wait_for_the_one_ahead
-
 
 @triton.jit(do_not_specialize=["Q", "K", "V", "G", "D"])
 def rotary_kernel(p_input, p_cos, p_sin, p_gate_bias, p_query, p_key, p_value, p_gate, Q, K, V, G, D, BC: tl.constexpr,
-                  ALIGNED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                  ALIGNED: tl.constexpr):  # fmt: skip
     """p_query [M, Q], p_key [M, K], p_value [M, V] and p_gate [M, G] of p_input [M, Q + K + V + G]. Grid (M, ceil(columns / BC))."""
     if ALIGNED:
         Q, K, V, G, D = Q // 8 * 8, K // 8 * 8, V // 8 * 8, G // 8 * 8, D // 16 * 16  # which tells the compiler
-    wait_for_the_one_ahead(PDL)
     i_row = tl.program_id(0).to(tl.int64)
     o_column = tl.program_id(1) * BC + tl.arange(0, BC)
     p_row = p_input + i_row * (Q + K + V + G)

@@ -7,7 +7,7 @@ from itertools import product
 from pathlib import Path
 
 from still_kernels.dense_matmul.variants import DTYPES, check_types
-from still_kernels.op_kernels import Build, OpKernels, imported, waits
+from still_kernels.op_kernels import Build, OpKernels, imported
 from still_kernels.plan import Check
 from still_kernels.rotary_qkv.plan import PLAN
 from still_kernels.rotary_qkv.tiles import tile_table
@@ -39,10 +39,10 @@ def default_variants() -> list[Variant]:
 
 def build(variant: Variant, arch: int, table: TileTable | None = None) -> Build:
     """What a variant is on an architecture, or with another number of columns."""
-    table = tile_table(arch) if table is None else table
+    table = tile_table() if table is None else table
     absent = ({"gate_bias"} if not variant.biased else set()) | ({"gate"} if not variant.gated else set())
     constants = {"column_block": table.tiles["rotary"].constants["BC"]}
-    return Build(table.kernels(), {"ALIGNED": variant.aligned, "PDL": waits(arch)}, constants, frozenset(absent))
+    return Build(table.kernels(), {"ALIGNED": variant.aligned}, constants, frozenset(absent))
 
 
 COVERED = (

@@ -16,7 +16,7 @@ def run_case(name: str, device: str = "cpu") -> float:
     from still_kernels.tile import changed
 
     case, worst = CASES[name], 0.0
-    table = changed(tile_table(90), "rotary", {"BC": 32}) if device == "cpu" else None
+    table = changed(tile_table(), "rotary", {"BC": 32}) if device == "cpu" else None
     for batch, count in case.rows:
         given = call(case, batch, count)
         expected = exact(given)
