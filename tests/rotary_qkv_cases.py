@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ class Case:
     value: int = 40
     gate: int = 0
     bias: bool = False
+    apart: bool = False  # the gate's numbers are of another product
     rows: tuple[tuple[int, int], ...] = ((1, 1), (8, 1), (3, 7))  # batch, tokens
 
 
@@ -27,7 +28,9 @@ CASES = {
     "no gate": Case(),
     "gate": Case(gate=104, bias=True),
     "gate without a bias": Case(gate=56),
-    "odd sizes": Case(6, 5, 7, 13, 11, True, ((1, 1), (2, 5))),
+    "gate of another product": Case(gate=104, bias=True, apart=True),
+    "odd sizes": Case(6, 5, 7, 13, 11, True, rows=((1, 1), (2, 5))),
+    "odd sizes, gate of another product": Case(6, 5, 7, 13, 11, False, True, ((1, 1), (2, 5))),
     "odd heads, no gate": Case(2, 3, 1, 5, rows=((1, 9),)),
 }
 
@@ -42,12 +45,17 @@ def call(case: Case, batch: int, count: int, dtype: torch.dtype = torch.float16)
     widths = case.heads * case.head, case.kv_heads * case.head, case.value, case.gate
     angles = 9 * torch.rand(batch, count, case.head, generator=generator)
     bias = drawn(case.gate) if case.bias else None
-    return Inputs(3 * drawn(batch, count, sum(widths)), angles.cos().to(dtype), angles.sin().to(dtype), *widths, bias)
+    given = Inputs(3 * drawn(batch, count, sum(widths)), angles.cos().to(dtype), angles.sin().to(dtype), *widths, bias)
+    if not case.apart:
+        return given
+    own, gate = given.input.split((sum(widths[:3]), widths[3]), -1)
+    return replace(given, input=own.contiguous(), gate_input=gate.contiguous())
 
 
 def exact(given: Inputs) -> list[Tensor]:
     """The results, float64, element by element of a head."""
-    query, key, value, gate = given.input.double().split(given.widths, -1)
+    whole = given.input if given.gate_input is None else torch.cat((given.input, given.gate_input), -1)
+    query, key, value, gate = whole.double().split(given.widths, -1)
     size, results = given.cos.shape[2], []
     for part in (query, key):
         result = torch.empty_like(part)

@@ -25,6 +25,13 @@ COUNT_DTYPES = ("int32", "int64")
 """Types of activations, and of lengths and counts, that every op's kernels have."""
 
 
+def check_types(dtype: str, count_dtype: str, dtypes: Sequence[str] = DTYPES) -> None:
+    """Raise ConfigError for a type that there are no kernels for."""
+    for name, value, known in (("dtype", dtype, dtypes), ("count_dtype", count_dtype, COUNT_DTYPES)):
+        if value not in known:
+            raise ConfigError(f"{name}={value!r} is unknown; known: {', '.join(known)}.")
+
+
 @dataclass(frozen=True)
 class Build:
     """What one variant is on one architecture.
@@ -162,6 +169,8 @@ _PLACES = {
     "AddRmsNorm": "still_kernels.add_rms_norm.variants",
     "SwiGlu": "still_kernels.swi_glu.variants",
     "RoundKeyValue": "still_kernels.round_key_value.variants",
+    "LowRankMatMul": "still_kernels.low_rank_matmul.variants",
+    "GreedyToken": "still_kernels.greedy_token.variants",
 }
 """Where the `KERNELS` of each op are."""
 

@@ -39,7 +39,7 @@ class Stateless:
 
         Args:
             inputs: The op's `Inputs`, contiguous.
-            outputs: Those that the call has, in the spec's order, of its shapes, of the activations' type.
+            outputs: Those that the call has, in the spec's order, of its shapes and types.
             table: Block sizes; by default those of the device. With others Triton looks for the compiled kernels at each launch.
 
         Raises:
@@ -61,8 +61,12 @@ class Stateless:
             raise UnsupportedError(f"device {first.device.type!r} has no kernel; known: cuda.")
         sizes = {a.name: getattr(inputs, a.name) for a in self.spec.attributes}
         sizes |= sizes_of(self.spec, {name: x.shape for name, x in given.items()})
-        shapes = [in_numbers(tensor.shape, sizes) for tensor in self.spec.outputs]
-        outputs = tuple(first.new_empty(shape) for shape in shapes if shape[-1])
+        shapes = [(in_numbers(tensor.shape, sizes), tensor.dtype) for tensor in self.spec.outputs]
+        outputs = tuple(
+            first.new_empty(shape, dtype=None if kind == "T" else getattr(torch, kind))
+            for shape, kind in shapes
+            if shape[-1]
+        )
         self.launch(replace(inputs, **{name: x.contiguous() for name, x in given.items()}), *outputs)
         return outputs
 

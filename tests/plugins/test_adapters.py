@@ -18,11 +18,14 @@ from still_export.export.plugins import INCLUDE_VARIABLE, pack_archive
 from still_graphs.ops import OPS, OpSpec
 from still_graphs.ops.attention import ATTENTION
 from still_graphs.ops.causal_conv import CAUSAL_CONV
+from still_graphs.ops.greedy_token import GREEDY_TOKEN
 from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 from still_graphs.ops.linear_attention import LINEAR_ATTENTION
+from still_graphs.ops.low_rank_matmul import LOW_RANK_MATMUL
 from still_graphs.ops.matmul_nbits import MATMUL_NBITS
 from still_graphs.ops.rotary_qkv import ROTARY_QKV
 from still_graphs.ops.spec import CACHE, in_numbers
+from still_graphs.ops.swi_glu import SWI_GLU
 from still_kernels.op_kernels import kernels_of
 from tests.plugins.builds import FOLDERS, ROOT, TOY
 from tests.plugins.core_abi import Recorder, absent_inputs, shapes_of, write_archive
@@ -159,6 +162,29 @@ def rotary_archive(folder: Path) -> Path:
     return op_archive(folder, "RotaryQkv", {"gated": 1, "biased": 1}, rotary=[*pointers, ("G", "i32")])
 
 
+def low_rank_archive(folder: Path) -> Path:
+    """An archive of still::LowRankMatMul."""
+    between = [("input", "ptr"), ("inner", "ptr"), ("low", "ptr"), ("R", "i32")]
+    return op_archive(
+        folder,
+        "LowRankMatMul",
+        {"base": 1},
+        lower=between,
+        **{"raise": [("low", "ptr"), ("outer", "ptr"), ("base", "ptr"), ("output", "ptr"), ("N", "i32")]},
+        low_rank=[("input", "ptr"), ("outer", "ptr"), ("base", "ptr"), ("output", "ptr"), ("K", "i32")],
+    )
+
+
+def gate_archive(folder: Path) -> Path:
+    """An archive of still::SwiGlu."""
+    return op_archive(folder, "SwiGlu", {}, swi_glu=[("input", "ptr"), ("output", "ptr"), ("N", "i32")])
+
+
+def greedy_archive(folder: Path) -> Path:
+    """An archive of still::GreedyToken."""
+    return op_archive(folder, "GreedyToken", {"aligned": 0}, greedy=[("logits", "ptr"), ("token", "ptr"), ("V", "i32")])
+
+
 def toy_archive(folder: Path) -> Path:
     """The same of the toy op."""
     kernels = entries(decay=[("value", "ptr"), ("total", "ptr"), ("output", "ptr"), ("H", "i32"), ("decay", "f32")])
@@ -171,6 +197,7 @@ def all_archives(folder: Path) -> list[Path]:
     both = [variant(count_dtype=count, cache=cache) for count in ("int32", "int64") for cache in CACHE.choices]
     write_archive(folder / "hybrid", both)
     writers = (attention_archive, linear_archive, conv_archive, matmul_archive, rotary_archive)
+    writers += (low_rank_archive, gate_archive, greedy_archive)
     own = [write(folder / write.__name__) for write in writers]
     return [folder / "hybrid", *own, toy_archive(folder / "toy")]
 
@@ -268,10 +295,13 @@ CALLS: list[tuple[OpSpec, dict[str, Any], set[str], dict[str, int], tuple[str, .
     (
         ROTARY_QKV,
         {"query_width": 192, "key_width": 64, "value_width": 48, "gate_width": 96},
-        set(),
+        {"gate_input"},
         SIZES | {"F": 400, "D": 64, "gate_width": 96},
         ("rotary", "rotary"),
     ),
+    (LOW_RANK_MATMUL, {}, set(), SIZES | {"I": 96, "R": 16, "O": 40}, ("lower", "raise", "low_rank")),
+    (SWI_GLU, {"width": 48}, set(), SIZES | {"width": 48}, ("swi_glu", "swi_glu")),
+    (GREEDY_TOKEN, {}, set(), SIZES | {"V": 77}, ("greedy", "greedy")),
     (DECAY, {"decay": 0.25}, set(), SIZES, ("decay", "decay")),
 ]
 
@@ -286,6 +316,9 @@ SHAPES: list[list[tuple[str, str]]] = [
     [(FLAT, "0.0 0.2 3.2"), (FLAT, "0.0 0.2 3.2")],
     [("0.0 0.1 1.0", ""), ("0.0 0.1 1.0", "")],
     [("0.0 0.1 =192", "0.0 0.1 =64"), ("0.0 0.1 =192", "0.0 0.1 =64")],
+    [("0.0 0.1 2.1", ""), ("0.0 0.1 2.1", "")],
+    [("0.0 0.1 =48", ""), ("0.0 0.1 =48", "")],
+    [("0.0 0.1", ""), ("0.0 0.1", "")],
     [(HEADS, "0.0 0.2 0.3"), (FLAT, "0.0 3.1 3.2")],
 ]
 

@@ -1,4 +1,4 @@
-"""The core launches of the ops of products and what is around them what the Python launcher launches."""
+"""The core launches of the products and of what lies between them what the Python launcher launches."""
 
 from __future__ import annotations
 
@@ -10,13 +10,26 @@ import torch
 from still_graphs.ops.add_rms_norm import ADD_RMS_NORM
 from still_graphs.ops.dense_matmul import DENSE_MATMUL
 from still_graphs.ops.gated_mlp import GATED_MLP
+from still_graphs.ops.greedy_token import GREEDY_TOKEN
+from still_graphs.ops.low_rank_matmul import LOW_RANK_MATMUL
 from still_graphs.ops.rotary_qkv import ROTARY_QKV
 from still_graphs.ops.round_key_value import ROUND_KEY_VALUE
 from still_graphs.ops.swi_glu import SWI_GLU
-from still_kernels import add_rms_norm, dense_matmul, gated_mlp, rotary_qkv, round_key_value, swi_glu
+from still_kernels import (
+    add_rms_norm,
+    dense_matmul,
+    gated_mlp,
+    greedy_token,
+    low_rank_matmul,
+    rotary_qkv,
+    round_key_value,
+    swi_glu,
+)
 from still_kernels.add_rms_norm.variants import Variant as NormVariant
 from still_kernels.dense_matmul.variants import Variant
 from still_kernels.gated_mlp.variants import Variant as GatedVariant
+from still_kernels.greedy_token.variants import Variant as TokenVariant
+from still_kernels.low_rank_matmul.variants import Variant as LowRankVariant
 from still_kernels.rotary_qkv.variants import Variant as RotaryVariant
 from still_kernels.round_key_value.variants import Variant as RoundVariant
 from still_kernels.swi_glu.variants import Variant as GateVariant
@@ -28,6 +41,8 @@ launch_rotary = pytest.importorskip("still_kernels.rotary_qkv.launch")
 launch_norm = pytest.importorskip("still_kernels.add_rms_norm.launch")
 launch_gate = pytest.importorskip("still_kernels.swi_glu.launch")
 launch_round = pytest.importorskip("still_kernels.round_key_value.launch")
+launch_low_rank = pytest.importorskip("still_kernels.low_rank_matmul.launch")
+launch_token = pytest.importorskip("still_kernels.greedy_token.launch")
 
 
 def made(*shape: int) -> torch.Tensor:
@@ -91,23 +106,32 @@ def test_gated_mlp(
 
 
 @pytest.mark.parametrize(
-    "batch, count, size, widths, biased",
-    [(1, 1, 64, (576, 192, 192, 576), True), (3, 22, 128, (4096, 1024, 1024, 0), False), (2, 5, 6, (30, 18, 11, 7), False)],
-)  # fmt: skip
+    "batch, count, size, widths, biased, apart",
+    [
+        (1, 1, 64, (576, 192, 192, 576), True, False),
+        (8, 1, 64, (576, 192, 192, 576), True, True),
+        (3, 22, 128, (4096, 1024, 1024, 0), False, False),
+        (2, 5, 6, (30, 18, 11, 7), False, False),
+    ],
+)
 def test_rotary_qkv(
-    batch: int, count: int, size: int, widths: tuple[int, int, int, int], biased: bool, mirror: Callable[..., None]  # noqa: F811
+    batch: int, count: int, size: int, widths: tuple[int, int, int, int], biased: bool, apart: bool,
+    mirror: Callable[..., None]  # noqa: F811
 ) -> None:  # fmt: skip
     """Sizes of outputs are attributes; a gate of size 0 is none."""
     tensors = {
-        "input": made(batch, count, sum(widths)),
+        "input": made(batch, count, sum(widths[: 3 if apart else 4])),
         "cos": made(batch, count, size),
         "sin": made(batch, count, size),
     }
     tensors |= {"gate_bias": made(widths[3])} if biased else {}
+    tensors |= {"gate_input": made(batch, count, widths[3])} if apart else {}
     attributes = dict(zip(("query_width", "key_width", "value_width", "gate_width"), widths, strict=True))
     call = rotary_qkv.Inputs(**tensors, **attributes)  # type: ignore[arg-type]
     outputs = {n: made(batch, count, w) for n, w in zip(("query", "key", "value", "gate"), widths, strict=True) if w}
-    variant = RotaryVariant("float16", int(widths[3] > 0), int(biased), int(not any(w % 8 for w in widths)))
+    variant = RotaryVariant(
+        "float16", int(widths[3] > 0), int(biased), int(not any(w % 8 for w in widths)), apart=int(apart)
+    )
     mirror(
         ROTARY_QKV,
         tensors,
@@ -149,6 +173,27 @@ def test_swi_glu(batch: int, count: int, width: int, mirror: Callable[..., None]
     )
 
 
+@pytest.mark.parametrize(
+    "batch, count, sizes, added",
+    [(1, 1, (576, 48, 960), True), (8, 1, (83, 11, 77), False), (3, 22, (576, 16, 576), True), (2, 300, (96, 70, 40), False)],
+)  # fmt: skip
+def test_low_rank_matmul(
+    batch: int, count: int, sizes: tuple[int, int, int], added: bool, mirror: Callable[..., None]  # noqa: F811
+) -> None:  # fmt: skip
+    inputs, rank, outputs = sizes
+    tensors = {"input": made(batch, count, inputs), "inner": made(inputs, rank), "outer": made(rank, outputs)}
+    tensors |= {"base": made(batch, count, outputs)} if added else {}
+    call = low_rank_matmul.Inputs(**tensors)
+    mirror(
+        LOW_RANK_MATMUL,
+        tensors,
+        lambda output: launch_low_rank.launch_low_rank_matmul(call, output),
+        LowRankVariant("float16", int(added), int(not any(size % 8 for size in sizes))),
+        {},
+        outputs={"output": made(batch, count, outputs)},
+    )
+
+
 @pytest.mark.parametrize("batch, count, heads, size", [(1, 1, 8, 128), (3, 22, 3, 64), (2, 5, 1, 48)])
 def test_round_key_value(batch: int, count: int, heads: int, size: int, mirror: Callable[..., None]) -> None:  # noqa: F811
     tensors = {name: made(batch, count, heads, size) for name in ("key", "value")}
@@ -159,4 +204,18 @@ def test_round_key_value(batch: int, count: int, heads: int, size: int, mirror: 
         RoundVariant("float16", size),
         {},
         outputs={f"rounded_{name}": made(batch, count, heads, size) for name in ("key", "value")},
+    )
+
+
+@pytest.mark.parametrize("batch, count, vocabulary", [(1, 1, 49152), (3, 22, 77)])
+def test_greedy_token(batch: int, count: int, vocabulary: int, mirror: Callable[..., None]) -> None:  # noqa: F811
+    tensors = {"logits": made(batch, count, vocabulary)}
+    call = greedy_token.Inputs(**tensors)
+    mirror(
+        GREEDY_TOKEN,
+        tensors,
+        lambda token: launch_token.launch_greedy_token(call, token),
+        TokenVariant("float16", int(not vocabulary % 8)),
+        {},
+        outputs={"token": torch.empty(batch, count, dtype=torch.int32, device="meta")},
     )

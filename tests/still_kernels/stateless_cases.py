@@ -19,11 +19,13 @@ from tests.still_kernels.triton_cases import guarded_workspaces
 def launched(
     launch: Callable[..., None], given: Any, expected: Sequence[Tensor], table: TileTable | None, device: str
 ) -> list[Tensor]:
-    """The float16 outputs of a launch, shaped as what is expected. They start as NaN, a write outside of them is an error."""
+    """The outputs of a launch, shaped as what is expected: float16, or integers where those are. They start as NaN or a sentinel, a write
+    outside of them is an error."""
     with guarded_workspaces() as guarded:
         inputs = replace(given, **{name: guarded.copy(x.to(device)) for name, x in tensors_of(given).items()})
         like = next(iter(tensors_of(inputs).values()))
-        outputs = [guarded.empty(like, tuple(x.shape), torch.float16) for x in expected]
+        kinds = (torch.float16 if x.is_floating_point() else x.dtype for x in expected)
+        outputs = [guarded.empty(like, tuple(x.shape), kind) for x, kind in zip(expected, kinds, strict=True)]
         launch(inputs, *outputs, table=table)
         guarded.check()
     return outputs

@@ -18,8 +18,10 @@ from still_graphs.functions import (
     causal_conv,
     dense_matmul,
     gated_mlp,
+    greedy_token,
     hybrid_attention,
     linear_attention,
+    low_rank_matmul,
     matmul_nbits,
     rotary_qkv,
     round_key_value,
@@ -48,6 +50,8 @@ BODIES: dict[str, tuple[Writer, tuple[str, ...]]] = {
     "AddRmsNorm": (add_rms_norm.function_body, add_rms_norm.SYMBOLS),
     "SwiGlu": (swi_glu.function_body, swi_glu.SYMBOLS),
     "RoundKeyValue": (round_key_value.function_body, round_key_value.SYMBOLS),
+    "LowRankMatMul": (low_rank_matmul.function_body, low_rank_matmul.SYMBOLS),
+    "GreedyToken": (greedy_token.function_body, greedy_token.SYMBOLS),
 }
 """Per op, the writer of its body and the symbols of `dims` that it needs."""
 
@@ -56,8 +60,11 @@ FUSED_BODIES: dict[str, Callable[..., onnx.FunctionProto]] = {
     "CausalConv": fused_causal_conv.fused_body,
 }
 """Per op that others have too, the writer of a body around theirs."""
-RUNTIME_BODIES: dict[str, Callable[..., onnx.FunctionProto]] = {"MatMulNBits": matmul_nbits.runtime_body}
-"""Per op that ONNX Runtime alone has too, the same."""
+RUNTIME_BODIES: dict[str, Callable[..., onnx.FunctionProto]] = {
+    "MatMulNBits": matmul_nbits.runtime_body,
+    "RotaryQkv": rotary_qkv.runtime_body,
+}
+"""Per op that ONNX Runtime alone has too, or kernels of its own for parts of it, the same."""
 
 
 def function_body(

@@ -7,8 +7,10 @@ from still_graphs.ops.attention import ATTENTION
 from still_graphs.ops.causal_conv import CAUSAL_CONV
 from still_graphs.ops.dense_matmul import DENSE_MATMUL
 from still_graphs.ops.gated_mlp import GATED_MLP
+from still_graphs.ops.greedy_token import GREEDY_TOKEN
 from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 from still_graphs.ops.linear_attention import LINEAR_ATTENTION
+from still_graphs.ops.low_rank_matmul import LOW_RANK_MATMUL
 from still_graphs.ops.matmul_nbits import MATMUL_NBITS
 from still_graphs.ops.rotary_qkv import ROTARY_QKV
 from still_graphs.ops.round_key_value import ROUND_KEY_VALUE
@@ -29,6 +31,8 @@ OPS: dict[str, OpSpec] = {
         ADD_RMS_NORM,
         SWI_GLU,
         ROUND_KEY_VALUE,
+        LOW_RANK_MATMUL,
+        GREEDY_TOKEN,
     )
 }
 """Every op of the domain by its ONNX name."""

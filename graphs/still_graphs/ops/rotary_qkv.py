@@ -6,7 +6,8 @@ from still_graphs.ops.spec import AttributeSpec, OpSpec, TensorSpec
 
 ROTARY_QKV = OpSpec(
     # Symbols: F numbers of a token, those of query, key, value and gate side by side; D head dim. Heads of query and key are rotated:
-    # x * cos + (-x[D/2:], x[:D/2]) * sin; the gate is sigmoid(x + gate_bias). A layer without a gate has gate_width 0.
+    # x * cos + (-x[D/2:], x[:D/2]) * sin; the gate is sigmoid(x + gate_bias). A layer without a gate has gate_width 0. Where the gate's
+    # numbers are of another product they are gate_input, and not among the F.
     name="RotaryQkv",
     torch_name="rotary_qkv",
     inputs=(
@@ -14,6 +15,7 @@ ROTARY_QKV = OpSpec(
         TensorSpec("cos", ("B", "T", "D"), "T", "activation"),
         TensorSpec("sin", ("B", "T", "D"), "T", "activation"),
         TensorSpec("gate_bias", ("gate_width",), "T", "weight", optional=True),
+        TensorSpec("gate_input", ("B", "T", "gate_width"), "T", "activation", optional=True),
     ),
     states=(),
     outputs=(

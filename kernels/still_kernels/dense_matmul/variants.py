@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from still_graphs.errors import ConfigError
+from still_kernels import op_kernels
 from still_kernels.dense_matmul.plan import PLAN
 from still_kernels.dense_matmul.tiles import tile_table
-from still_kernels.op_kernels import COUNT_DTYPES, Build, OpKernels, imported
+from still_kernels.op_kernels import Build, OpKernels, imported
 from still_kernels.plan import Check
 from still_kernels.tile import TileTable
 
@@ -41,9 +41,7 @@ class Variant:
 
 def check_types(dtype: str, count_dtype: str) -> None:
     """Raise ConfigError for a type that products have no kernels for."""
-    for name, value, known in (("dtype", dtype, DTYPES), ("count_dtype", count_dtype, COUNT_DTYPES)):
-        if value not in known:
-            raise ConfigError(f"{name}={value!r} is unknown; known: {', '.join(known)}.")
+    op_kernels.check_types(dtype, count_dtype, DTYPES)
 
 
 def default_variants() -> list[Variant]:

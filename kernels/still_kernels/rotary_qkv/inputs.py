@@ -20,6 +20,7 @@ class Inputs:
     query_width, key_width: Multiples of D.
     value_width, gate_width: What is left of F; a gate_width of 0: there is no gate.
     gate_bias: [gate_width]; None: 0.
+    gate_input: [B, T, gate_width], which are not among the F then; None: they are.
     """
 
     input: Tensor
@@ -30,6 +31,7 @@ class Inputs:
     value_width: int
     gate_width: int = 0
     gate_bias: Tensor | None = None
+    gate_input: Tensor | None = None
 
     @property
     def widths(self) -> tuple[int, int, int, int]:
@@ -38,11 +40,15 @@ class Inputs:
 
     def check(self) -> None:
         """Raise ShapeError naming what does not fit."""
-        check(ROTARY_QKV, self, F=sum(self.widths), gate_width=self.gate_width)
+        own = sum(self.widths if self.gate_input is None else self.widths[:3])
+        check(ROTARY_QKV, self, F=own, gate_width=self.gate_width)
         size = self.cos.shape[2]
         if size % 2 or self.query_width % size or self.key_width % size:
             raise ShapeError(
                 f"query_width={self.query_width}, key_width={self.key_width}: expected heads of an even size, cos has {size}."
             )
-        if min(self.widths[:3]) < 1 or self.gate_width < 0 or (self.gate_bias is not None and not self.gate_width):
-            raise ShapeError(f"widths {list(self.widths)}: expected query, key and value, and a gate for a gate_bias.")
+        beside = self.gate_bias is not None or self.gate_input is not None
+        if min(self.widths[:3]) < 1 or self.gate_width < 0 or (beside and not self.gate_width):
+            raise ShapeError(
+                f"widths {list(self.widths)}: expected query, key and value, and a gate for a gate_bias or gate_input."
+            )

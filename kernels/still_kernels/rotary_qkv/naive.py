@@ -28,7 +28,8 @@ def naive_rotary_qkv(inputs: Inputs) -> tuple[Tensor, ...]:
     inputs.check()
     dtype = inputs.input.dtype
     wide = torch.promote_types(dtype, torch.float32)
-    query, key, value, gate = inputs.input.to(wide).split(inputs.widths, -1)
+    whole = inputs.input if inputs.gate_input is None else torch.cat((inputs.input, inputs.gate_input), -1)
+    query, key, value, gate = whole.to(wide).split(inputs.widths, -1)
     cos, sin = inputs.cos.to(wide), inputs.sin.to(wide)
     results = [rotated(query, cos, sin), rotated(key, cos, sin), value]
     if inputs.gate_width:

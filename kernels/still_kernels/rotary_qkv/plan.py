@@ -11,13 +11,14 @@ PLAN = Plan(
         "dtype": "dtype",
         "gated": "gate_width > 0",
         "biased": "has(gate_bias)",
+        "apart": "has(gate_input)",
         "aligned": "query_width % 8 == 0 and key_width % 8 == 0 and value_width % 8 == 0 and gate_width % 8 == 0 and D % 16 == 0",
         "count_dtype": "'int32'",  # there are no counts
     },
     constants=("column_block",),
     checks=(
         Check(
-            "F == query_width + key_width + value_width + gate_width",
+            "F == query_width + key_width + value_width + (0 if has(gate_input) else gate_width)",
             "widths {query_width}, {key_width}, {value_width} and {gate_width} are not the input's {F} together.",
         ),
         Check(
@@ -25,10 +26,13 @@ PLAN = Plan(
             "query_width={query_width}, key_width={key_width} are no heads of an even D={D}.",
         ),
         Check(
-            "query_width > 0 and key_width > 0 and value_width > 0 and gate_width >= 0 and (gate_width > 0 or not has(gate_bias))",
-            "query, key and value must have numbers, and a gate_bias a gate.",
+            "query_width > 0 and key_width > 0 and value_width > 0 and gate_width >= 0 "
+            "and (gate_width > 0 or not (has(gate_bias) or has(gate_input)))",
+            "query, key and value must have numbers, and a gate_bias or gate_input a gate.",
         ),
     ),
     arguments={"Q": "query_width", "K": "key_width", "V": "value_width", "G": "gate_width", "D": "D"},
-    steps=(Launch("rotary", ("tokens", "ceil_div(F, column_block)", "1")),),
+    steps=(
+        Launch("rotary", ("tokens", "ceil_div(query_width + key_width + value_width + gate_width, column_block)", "1")),
+    ),
 )

@@ -18,7 +18,7 @@ from still_kernels.tile import TileTable
 class Variant:
     """What the kernel is compiled for; everything else is a run-time argument.
 
-    gated, biased: Whether there is a gate, and a bias of it.
+    gated, biased, apart: Whether there is a gate, a bias of it, and numbers of it beside the input.
     aligned: Whether widths and halves of heads are multiples of 8, which may be read and stored at once.
     """
 
@@ -26,6 +26,7 @@ class Variant:
     gated: int = 0
     biased: int = 0
     aligned: int = 1
+    apart: int = 0
     count_dtype: str = "int32"
 
     def __post_init__(self) -> None:
@@ -40,9 +41,14 @@ def default_variants() -> list[Variant]:
 def build(variant: Variant, arch: int, table: TileTable | None = None) -> Build:
     """What a variant is on an architecture, or with another number of columns."""
     table = tile_table() if table is None else table
-    absent = ({"gate_bias"} if not variant.biased else set()) | ({"gate"} if not variant.gated else set())
+    there = {"gate_bias": variant.biased, "gate": variant.gated, "gate_input": variant.apart}
     constants = {"column_block": table.tiles["rotary"].constants["BC"]}
-    return Build(table.kernels(), {"ALIGNED": variant.aligned}, constants, frozenset(absent))
+    return Build(
+        table.kernels(),
+        {"ALIGNED": variant.aligned},
+        constants,
+        frozenset(name for name, given in there.items() if not given),
+    )
 
 
 COVERED = (

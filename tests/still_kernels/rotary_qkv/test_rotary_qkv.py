@@ -76,7 +76,7 @@ WIDTHS = {"query_width": 32, "key_width": 16, "value_width": 16, "gate_width": 0
         ({"value_width": 8}, (), "32, 16, 8 and 0 are not the input's 64"),
         ({"query_width": 24, "key_width": 24}, (), "are no heads of an even D=16"),
         ({"value_width": 0, "gate_width": 16}, (), "must have numbers"),
-        ({}, ("gate_bias",), "a gate_bias a gate"),
+        ({}, ("gate_bias",), "a gate_bias or gate_input a gate"),
     ],
     ids=str,
 )
