@@ -17,14 +17,16 @@ from still_graphs.conditions import (
     without,
 )
 from still_graphs.errors import UnsupportedError
-from still_graphs.passes.add_greedy_token import add_greedy_token
+from still_graphs.passes.add_greedy_token import add_greedy_node, add_greedy_token
 from still_graphs.passes.fix_shapes import fix_shapes
 from still_graphs.passes.inline_functions import inline_functions
-from still_graphs.passes.join_gates import join_gates
+from still_graphs.passes.join_gates import join_all_gates, join_gates
 from still_graphs.passes.join_heads import join_heads
+from still_graphs.passes.join_low_rank import join_low_rank
 from still_graphs.passes.join_norms import join_norms
 from still_graphs.passes.join_products import join_products
 from still_graphs.passes.join_rotary import join_rotary
+from still_graphs.passes.join_rotary_embeddings import join_rotary_embeddings
 from still_graphs.passes.join_rounding import join_rounding
 from still_graphs.passes.join_states import join_states
 from still_graphs.passes.lower_integers import lower_integers
@@ -73,6 +75,9 @@ class Target:
     dtypes: tuple[str, ...]
     steps: tuple[Step, ...]
 
+
+ORT_CUDA = "onnx-cuda"
+"""ONNX Runtime where a package has kernels for its CUDA provider; its CPU provider runs the bodies of what is joined."""
 
 TARGETS: dict[str, Target] = {
     target.name: target
@@ -132,6 +137,17 @@ TARGETS: dict[str, Target] = {
                 ),
                 Step(add_greedy_token, "greedy decoding stays on the device"),
                 Step(lower_integers, "hosts bind int32 alike everywhere", ensures=no_int64_io),
+            ),
+        ),
+        Target(
+            ORT_CUDA,
+            plugins=True,
+            dtypes=("float16", "bfloat16", "float32"),
+            steps=(
+                Step(join_low_rank, "its CUDA provider launches what lies between two products node by node"),
+                Step(join_rotary_embeddings, "the same between a product and its attention"),
+                Step(join_all_gates, "the same of the gate of a feed-forward layer"),
+                Step(add_greedy_node, "greedy decoding stays on the device"),
             ),
         ),
         Target(

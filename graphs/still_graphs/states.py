@@ -13,6 +13,8 @@ from typing import Any
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "int64": 8}
 """Bytes of one element by dtype name."""
+NEXT_TOKEN = "next_token"
+"""Output of the graphs that say which token is the likeliest, int32, one for each row of logits."""
 
 
 def rows_after(rule: Mapping[str, Any], tokens: int, capacity_tokens: int) -> int:

@@ -128,10 +128,9 @@ bool has_narrow(still::OpSpec const& spec)
 
 using Domain = std::unique_ptr<OrtCustomOpDomain, void (*)(OrtCustomOpDomain*)>;
 
-// The domain with every op; they stay for the life of the process.
-Domain make_domain()
+// The domain with every op, or `cpu_alone` with those that have kernels of the CPU; `ops` must stay where they are while it is used.
+Domain make_domain(std::deque<Op>& ops, bool cpu_alone)
 {
-    static std::deque<Op> ops; // must stay where they are
     OrtCustomOpDomain* made;
     check(g_api->CreateCustomOpDomain(still::op_specs().front().domain.c_str(), &made));
     Domain owner(made, g_api->ReleaseCustomOpDomain);
@@ -154,7 +153,7 @@ Domain make_domain()
     }
     // Every type where there are kernels at all: one that has none is then refused by name, and does not go to the CPU unseen.
     for (still::OpSpec const& spec : still::op_specs())
-        if (still::Archive::get().plan(spec.name, spec.version))
+        if (!cpu_alone && still::Archive::get().plan(spec.name, spec.version))
             for (Type const type : {Type::kFloat32, Type::kFloat16, Type::kBFloat16})
             {
                 ops.emplace_back(spec, type, type, nullptr);
@@ -164,6 +163,22 @@ Domain make_domain()
     for (Op const& op : ops)
         check(g_api->CustomOpDomain_Add(made, &op));
     return owner;
+}
+
+// Whether a host says that it has the CPU provider alone. ONNX Runtime runs the body of a node where an op of that name is not registered
+// for any provider; one that is for the CUDA provider alone it does not load without that.
+bool for_cpu(OrtSessionOptions const* options)
+{
+    constexpr char kProvider[] = "still.provider";
+    int there = 0;
+    check(g_api->HasSessionConfigEntry(options, kProvider, &there));
+    if (!there)
+        return false;
+    size_t size = 0; // with the NUL at the end
+    check(g_api->GetSessionConfigEntry(options, kProvider, nullptr, &size));
+    std::string value(size, '\0');
+    check(g_api->GetSessionConfigEntry(options, kProvider, value.data(), &size));
+    return std::string(value.c_str()) == "cpu";
 }
 
 } // namespace
@@ -177,7 +192,8 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* ORT_API_CALL Regist
     return guarded(
         [&]
         {
-            static Domain const domain = make_domain();
-            check(g_api->AddCustomOpDomain(options, domain.get()));
+            static std::deque<Op> ops[2]; // they stay for the life of the process
+            static Domain const all = make_domain(ops[0], false), cpu = make_domain(ops[1], true);
+            check(g_api->AddCustomOpDomain(options, (for_cpu(options) ? cpu : all).get()));
         });
 }

@@ -6,7 +6,7 @@ it may rewrite; an engine whose weights can be replaced merges none, so all are 
 
 ONNX Runtime's CUDA provider splits the last axis into three parts of any sizes by one kernel of its own. Into two or four parts of
 different sizes it needs their sizes on the device, which are copied there in each call: so query, key and value are merged, and the gate is
-not. On the CPU the split costs more than it gains (docs/notebook/onnxruntime.md).
+not; and both products of a gated feed-forward layer are. On the CPU the split costs more than it gains (docs/notebook/onnxruntime.md).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def merge_products(model: ir.Model, parts: int | None = None) -> int:
 
     Args:
         model: The graph.
-        parts: Products that are merged, of those of one value the first; None: all that there are.
+        parts: Products that are merged, of those of one value the first, or both of two of the same size; None: all that there are.
 
     Returns:
         Number of products that are gone.
@@ -40,10 +40,16 @@ def merge_products(model: ir.Model, parts: int | None = None) -> int:
         # A weight that is used elsewhere stays; beside a merged copy it would be there twice.
         if len(weight.shape) == 2 and len(weight.uses()) == 1 and weight.name in model.graph.initializers:
             groups.setdefault((node.inputs[0], weight.dtype, weight.shape[0]), []).append(node)
-    found = [group[:parts] for group in groups.values() if len(group) >= (parts or 2)]
+    found = [group[:parts] for group in groups.values() if len(group) >= (parts or 2) or _alike(group)]
     for group in found:
         _merge(model.graph, group)
     return sum(len(group) - 1 for group in found)
+
+
+def _alike(group: list[ir.Node]) -> bool:
+    """Whether these are two products of the same size."""
+    shapes = [node.inputs[1].shape for node in group if node.inputs[1] is not None]
+    return len(shapes) == 2 and shapes[0] == shapes[1]
 
 
 def _merge(graph: ir.Graph, group: list[ir.Node]) -> None:

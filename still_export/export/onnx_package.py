@@ -245,7 +245,7 @@ def _write_model(
     final: str,
     asked: Quantization | None,
 ) -> dict[str, Any]:
-    """Write graph and weights; what the manifest says of their quantization, nothing without one."""
+    """Write graph and weights; what the manifest says of the graph's ops, and of the weights' quantization where there is one."""
     import onnx
 
     from still_export.export.fuse import fuse_nodes
@@ -255,6 +255,7 @@ def _write_model(
     from still_export.export.trace import trace_model
     from still_export.export.weights_file import save_streaming
     from still_graphs.passes.attach_functions import attach_functions
+    from still_graphs.pipelines import ORT_CUDA, run_pipeline
 
     traced = trace_model(model, all_logits=options.all_logits)
     say("lowering to ONNX")
@@ -277,12 +278,14 @@ def _write_model(
         from still_export.quantization.graph import quantize_graph
 
         said = {"quantization": quantize_graph(lowered, weights, weight_roles(model), asked)}
-        ours = {node.op_type for node in lowered.graph if node.domain == DOMAIN}
-        said["ops"] = {**describe["ops"], **{name: OPS[name].version for name in ours}}
     path = folder / MODEL
     save_streaming(lowered, path, f"{MODEL}.data", lambda done, total: say("writing the weights", done, total))
     graph = onnx.load(path, load_external_data=False)
     next(o for o in graph.opset_import if o.domain == "").version = options.opset
+    if own and options.archs:
+        run_pipeline(graph, ORT_CUDA)
+    ours = {node.op_type for node in graph.graph.node if node.domain == DOMAIN}
+    said["ops"] = {**describe["ops"], **{name: OPS[name].version for name in sorted(ours)}}
     attach_functions(graph, onnxruntime=own)
     # Beside the manifest, where an edit would go unnoticed.
     onnx.helper.set_model_props(

@@ -26,7 +26,7 @@ from still_export.package.trust import UNTRUSTED, native_file
 from still_export.runners.base import NUMPY_TYPES, Runner
 from still_export.runners.program import run_program
 from still_export.runners.sampling import RunError
-from still_graphs.states import State, rows_after
+from still_graphs.states import NEXT_TOKEN, State, rows_after
 
 CUDA = "CUDAExecutionProvider"
 RECORDED = {"still.capacity": "capacity", "still.quantization": "quantization"}
@@ -109,6 +109,7 @@ def open_session(
     import onnxruntime
 
     if native:
+        options.add_session_config_entry("still.provider", provider)  # which kernels the library registers
         try:
             options.register_custom_ops_library(str(native.resolve()))
         except Exception as error:  # onnxruntime's own types, which have no common base
@@ -261,6 +262,7 @@ class OrtModel(Runner):
         finally:
             hashing.finish()
         check_graph(self.session, self.manifest, self.folder / "manifest.json")
+        self.says_token = any(output.name == NEXT_TOKEN for output in self.session.get_outputs())
         self._value = onnxruntime.OrtValue
         self._run_options = onnxruntime.RunOptions
         self._graphs = 0  # captured so far
@@ -443,7 +445,11 @@ class OrtModel(Runner):
             shape, kind = (self.batch, 1, self.manifest["model"]["vocab_size"]), self._logit_type()
             values["logits"] = self._tensor(np.zeros(shape, NUMPY_TYPES[kind]), kind)
             values["present_length"] = self._value.ortvalue_from_numpy(np.zeros(self.batch, np.int64), self.device, 0)
-            for name in ("logits", "present_length"):
+            if self.says_token:
+                values[NEXT_TOKEN] = self._value.ortvalue_from_numpy(
+                    np.zeros((self.batch, 1), np.int32), self.device, 0
+                )
+            for name in values.keys() & {"logits", "present_length", NEXT_TOKEN}:
                 binding.bind_ortvalue_output(name, values[name])
             for state in self.table:
                 binding.bind_ortvalue_input(state.past, self._past[state.name])
@@ -462,21 +468,30 @@ class OrtModel(Runner):
 
     def step(self, token: np.ndarray) -> np.ndarray:
         """As of Runner; the replay of a captured step where the session replays."""
-        if not self.replays:
-            return super().step(token)
+        return self._floats(self._replay(token)["logits"])[:, -1] if self.replays else super().step(token)
+
+    def _replay(self, token: np.ndarray) -> dict[str, Any]:
+        """Replay the captured step over one token of every row, [B]; what it reads and gives, on the device."""
         self.reserve(1)
         binding, values, options = self._replayed_step()
         values["input_ids"].update_inplace(np.ascontiguousarray(token[:, None], np.int64))
         values["past_length"].update_inplace(np.ascontiguousarray(self.length))
         self.session.run_with_iobinding(binding, options)
         self.length = self.length + 1
-        return self._floats(values["logits"])[:, -1]
+        found: dict[str, Any] = values
+        return found
 
     def greedy(self, token: np.ndarray, count: int) -> Iterator[np.ndarray]:
-        """As of Runner; room for all first, for a state that grows is captured again."""
+        """As of Runner; room for all first, for a state that grows is captured again. Logits stay on the device where the graph says which
+        token is the likeliest."""
         if self.replays:
             self.reserve(count)
-        yield from super().greedy(token, count)
+        if not (self.replays and self.says_token):
+            yield from super().greedy(token, count)
+            return
+        for _ in range(count):
+            token = self._replay(token)[NEXT_TOKEN].numpy()[:, -1]
+            yield token
 
 
 def main() -> int:

@@ -20,7 +20,7 @@ from still_export.runners.cuda_driver import Buffer, CudaError
 from still_export.runners.program import run_program
 from still_export.runners.sampling import RunError
 from still_export.runners.trt_engine import DECODE, DECODE_ROWS, PREFILL, TrtEngine, TrtError
-from still_graphs.states import ITEM_BYTES, StateTable
+from still_graphs.states import ITEM_BYTES, NEXT_TOKEN, StateTable
 
 LOGIT_TYPES = {"float": np.float32, "half": np.float16, "bf16": np.uint16}
 """NumPy's types by TensorRT's names."""
@@ -79,7 +79,7 @@ class TrtModel(TrtEngine, Runner):
             "new_tokens": 4 * batch,
             "past_length": 4 * batch,
             "present_length": 4 * batch,
-            "next_token": 4 * batch * rows,
+            NEXT_TOKEN: 4 * batch * rows,
             "logits": np.dtype(self._logit_type).itemsize * batch * rows * vocabulary,
         }
         try:
@@ -215,7 +215,7 @@ class TrtModel(TrtEngine, Runner):
             def step() -> None:
                 self._run(self.decode_profile, 1)
                 self.driver.copy(self._io["past_length"].address, self._io["present_length"].address, 4 * self.batch)
-                self.driver.copy(self._io["input_ids"].address, self._io["next_token"].address, 4 * self.batch)
+                self.driver.copy(self._io["input_ids"].address, self._io[NEXT_TOKEN].address, 4 * self.batch)
 
             self._graph = self.driver.capture(step)
         return self._graph

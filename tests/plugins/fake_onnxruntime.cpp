@@ -76,6 +76,11 @@ OrtApi make_api()
 {
     OrtApi api{};
     api.CreateStatus = [](OrtErrorCode, char const* text) noexcept { return new OrtStatus{text}; };
+    api.HasSessionConfigEntry = [](OrtSessionOptions const*, char const*, int* there) noexcept
+    {
+        *there = 0;
+        return static_cast<OrtStatus*>(nullptr);
+    };
     api.GetErrorMessage = [](OrtStatus const* status) noexcept { return status->message.c_str(); };
     api.ReleaseStatus = [](OrtStatus* status) noexcept { delete status; };
     api.CreateCustomOpDomain = [](char const*, OrtCustomOpDomain** out) noexcept -> OrtStatus* { return *out = &gDomain, nullptr; };
@@ -207,7 +212,7 @@ int main(int argc, char** argv)
     for (OrtCustomOp const* const known : gDomain.ops)
     {
         bool const cuda = std::string(known->GetExecutionProviderType(known)) == "CUDAExecutionProvider";
-        if (cuda && gCall.op == known->GetName(known) && known->GetOutputType(known, 0) == wanted && takes(*known))
+        if (cuda && gCall.op == known->GetName(known) && known->GetInputType(known, 0) == wanted && takes(*known))
             op = known;
         for (size_t i = 0; cuda && i < known->GetInputTypeCount(known); ++i)
             require(known->GetInputMemoryType(known, i) == OrtMemTypeDefault, "inputs on the device");

@@ -10,10 +10,13 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 
 from still_export.export.plugins import pack_archive
 from still_graphs.ops import OpSpec
+from still_graphs.ops.swi_glu import SWI_GLU
+from still_graphs.passes.attach_functions import attach_functions
 from tests.plugins import builds
 from tests.plugins.builds import FOLDERS
 from tests.plugins.core_abi import Core, Recorder, shapes_of
@@ -145,3 +148,31 @@ def test_the_same_library_serves_the_cpu(hosts: Hosts) -> None:
 
     body.check(body.config(), [5, 1, [1, 3]], in_place=True, library=str(hosts.library))
     body.check(body.config(), [5, 1], torch.float16, library=str(hosts.library))
+
+
+@pytest.mark.slow
+def test_what_has_kernels_of_the_gpu_alone_runs_by_its_body_on_the_cpu(hosts: Hosts) -> None:
+    """Where the session says that it is for the CPU; ONNX Runtime loads no node otherwise whose op is for another provider."""
+    import numpy as np
+    import onnxruntime
+
+    info = onnx.helper.make_tensor_value_info
+    kind = onnx.TensorProto.FLOAT16
+    node = onnx.helper.make_node(SWI_GLU.name, ["x"], ["y"], domain=SWI_GLU.domain, width=4)
+    graph = onnx.helper.make_graph([node], "g", [info("x", kind, ["b", "t", 8])], [info("y", kind, ["b", "t", 4])])
+    opsets = [onnx.helper.make_opsetid("", 23), onnx.helper.make_opsetid(SWI_GLU.domain, SWI_GLU.version)]
+    model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    attach_functions(model)
+    x = np.linspace(-2, 2, 24, dtype=np.float16).reshape(1, 3, 8)
+    for entry in ("cpu", "cuda", ""):
+        options = onnxruntime.SessionOptions()
+        if entry:
+            options.add_session_config_entry("still.provider", entry)
+        options.register_custom_ops_library(str(hosts.library))
+        if entry != "cpu":
+            with pytest.raises(Exception, match=SWI_GLU.name):
+                onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+            continue
+        session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        gate, up = np.split(x.astype(np.float64), 2, axis=-1)
+        np.testing.assert_allclose(session.run(None, {"x": x})[0], gate / (1 + np.exp(-gate)) * up, atol=2e-3)

@@ -1,14 +1,15 @@
-"""Join what lies between both products of a feed-forward layer in few bits: still::SwiGlu.
+"""Join what lies between both products of a feed-forward layer: still::SwiGlu.
 
-TensorRT 8.6 splits the halves and gates in three launches a layer, and tries kernels for them over all rows and tokens.
+TensorRT 8.6 splits the halves and gates in three launches a layer, and tries kernels for them over all rows and tokens; where products are
+not in few bits join_products joins them, too. ONNX Runtime's CUDA provider has three launches.
 
-requires: merged products of gate and up (merge_projections); products of join_products.
-ensures: no silu(gate) * up of the halves of a product in few bits is left, float16 or bfloat16 [B, T, I].
+requires: merged products of gate and up (merge_projections); for join_gates those of join_products.
+ensures: no silu(gate) * up of the halves of a product, of one in few bits for join_gates, is left, float16 or bfloat16 [B, T, I].
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import onnx
@@ -31,13 +32,22 @@ def join_gates(model: onnx.ModelProto) -> int:
     Returns:
         Number of gates that were joined.
     """
+    return _join(model, in_few_bits)
+
+
+def join_all_gates(model: onnx.ModelProto) -> int:
+    """The same whatever the product is."""
+    return _join(model, lambda name, makers: True)
+
+
+def _join(model: onnx.ModelProto, wanted: Callable[[str, Mapping[str, onnx.NodeProto]], bool]) -> int:
     graph = model.graph
     types, dims, users = element_types(graph), dimensions(graph), readers(graph)
     makers = {name: node for node in graph.node for name in node.output}
     joined = 0
     for node in graph.node:
         split = gated_halves(node, makers, users, dims)
-        if split is None or not in_few_bits(split.input[0], makers):
+        if split is None or not wanted(split.input[0], makers):
             continue
         given, made = split.input[0], node.output[0]
         if {types.get(given), types.get(made)} not in ({TensorProto.FLOAT16}, {TensorProto.BFLOAT16}):

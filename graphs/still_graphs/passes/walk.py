@@ -143,6 +143,35 @@ def drop_unused(graph: onnx.GraphProto) -> int:
     return dropped
 
 
+def exchange(graph: onnx.GraphProto, instead: Mapping[str, onnx.NodeProto | None]) -> None:
+    """Put nodes in the place of those that make the values of these names, which must be the first that they make; None: it goes.
+
+    Nodes whose inputs are made later then come behind them, and what nobody reads goes too.
+    """
+    made = {name for node in graph.node if node.output[0] not in instead for name in node.output}
+    made |= {name for node in instead.values() if node is not None for name in node.output}
+    made.discard("")  # an output that is left out
+    ready: list[onnx.NodeProto] = []
+    waiting: list[onnx.NodeProto] = []
+    for old in graph.node:
+        node = instead.get(old.output[0], old)
+        waiting += [] if node is None else [node]
+        left = None
+        while left != len(waiting):  # nearly always one round over one node
+            left, held = len(waiting), waiting
+            waiting = []
+            for each in held:
+                if made.intersection((*each.input, *inner_names(each))):
+                    waiting.append(each)
+                else:
+                    ready.append(each)
+                    made.difference_update(each.output)
+    assert not waiting, f"nodes wait for each other: {[node.name for node in waiting[:3]]}"
+    del graph.node[:]
+    graph.node.extend(ready)
+    drop_unused(graph)
+
+
 def set_opset(model: onnx.ModelProto, domain: str, version: int) -> None:
     """Import `domain` at `version`, whatever was imported."""
     for item in model.opset_import:

@@ -17,6 +17,7 @@ from still_export.export.lower import lower_program, part_scales
 from still_export.export.merge import THREE, merge_products
 from still_export.export.trace import trace_model
 from still_graphs.passes.attach_functions import attach_functions
+from still_graphs.pipelines import ORT_CUDA, run_pipeline
 from tests.still_export.tiny import FAMILIES, MIXED, still_model
 
 CASES: list[Any] = [
@@ -67,12 +68,18 @@ def test_fused_nodes_compute_the_same(family: str, dtype: torch.dtype, layer_typ
     gone = merge_products(model, THREE)
     merged = ir.to_proto(model)
     products = sum(node.op_type == "MatMul" for node in merged.graph.node)
-    assert gone == before["MatMul"] - products == 2 * len(layer_types)  # query, key and value of each layer
+    # query, key and value of each layer, and both products of its feed-forward layer
+    assert gone == before["MatMul"] - products == 3 * len(layer_types)
     assert not any(i.name.endswith("0.self_attn.q_proj.weight") for i in merged.graph.initializer)
-    for graph in (plain, fused, merged):
+    joined = onnx.ModelProto()
+    joined.CopyFrom(merged)
+    counts = run_pipeline(joined, ORT_CUDA)
+    of_each = len(layer_types) if dtype == torch.float16 else 0
+    assert counts["join_all_gates"] == counts["join_rotary_embeddings"] == of_each
+    for graph in (plain, fused, merged, joined):
         attach_functions(graph)
     bound = {torch.float32: 2e-6, torch.float16: 4e-3}[dtype]
-    for other in (fused, merged):
+    for other in (fused, merged, joined):
         for expected, actual in zip(outputs(plain), outputs(other), strict=True):
             for name, value in expected.items():
                 worst = np.abs(value[np.isfinite(value)].astype(np.float64)).max(initial=1)

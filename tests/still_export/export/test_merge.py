@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import onnx
 import onnx_ir as ir
-from onnx import helper
+from onnx import helper, numpy_helper
 
 from still_export.export.merge import THREE, merge_products
 from tests.still_graphs.small_graph import HIDDEN, small_graph
@@ -24,12 +25,21 @@ def test_merged_products_are_the_same_numbers() -> None:
     assert merge_products(model) == 0
 
 
+def test_of_few_products_those_of_one_size_are_merged() -> None:
+    """Both of a feed-forward layer: their result is split into halves."""
+    graph = small_graph()
+    next(n for n in graph.graph.node if n.op_type == "MatMul" and n.input[1] == "g").input[0] = "x"  # another value
+    weights = {i.name: i for i in graph.graph.initializer}
+    alike = list(weights["q"].dims) == list(weights["kv"].dims)
+    assert alike and merge_products(ir.from_proto(graph), THREE) == 1
+    weights["kv"].CopyFrom(numpy_helper.from_array(np.zeros((HIDDEN, 8), np.float32), "kv"))
+    assert merge_products(ir.from_proto(graph), THREE) == 0
+
+
 def test_products_that_cannot_be_merged_stay() -> None:
     graph = small_graph()
     q = next(n for n in graph.graph.node if n.op_type == "MatMul" and n.input[1] == "q")
     q.input[0] = "x"  # another value
-    model = ir.from_proto(graph)
-    assert merge_products(model, THREE) == 0, "two are left"
     graph.graph.node.append(helper.make_node("Transpose", ["kv"], ["used_twice"]))
     assert merge_products(ir.from_proto(graph)) == 0
 

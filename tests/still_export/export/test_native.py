@@ -214,7 +214,7 @@ def test_kernels_of_the_gpu_are_compiled_in(
     monkeypatch.setattr("still_export.export.native.build_native", build_native)
     monkeypatch.setattr("still_export.export.native.find_onnxruntime_headers", lambda asked=None: tmp_path)
     package = export_tiny(options={"native": True, "archs": ("sm_90",)}, chunk_size=32)
-    assert built["archive"] == "['HybridAttention'] ('sm_90',)"
+    assert built["archive"] == "['GreedyToken', 'HybridAttention'] ('sm_90',)"
     assert package.manifest["native"]["archs"] == ["sm_90"] and LIBRARY in package.manifest["files"]
     assert ExportOptions.from_manifest(package.manifest).archs == ("sm_90",)
     assert package.manifest["prefill_tokens"] == 8192

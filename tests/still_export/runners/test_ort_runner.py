@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
+import onnxruntime
 import pytest
 import torch
 
@@ -17,6 +19,8 @@ from still_export.runners.conversation import Conversation
 from still_export.runners.ort import MOST_THREADS, OrtModel, default_threads
 from still_export.runners.program import talk
 from still_export.runners.sampling import RunError, Sampling
+from still_graphs.passes.add_greedy_token import add_greedy_node
+from still_graphs.passes.attach_functions import attach_functions
 from tests.still_export.conftest import Exporter
 from tests.still_export.tiny import CHUNK, MIXED, VOCAB
 from tests.tolerances import MODEL
@@ -266,6 +270,33 @@ def test_a_device_that_copies_inputs_when_they_are_bound(
     monkeypatch.setattr(model, "device", "cuda")
     model.start()
     assert greedy(model, 12) == expected
+
+
+def test_a_graph_that_says_the_token_keeps_logits_where_they_are(
+    export_tiny: Exporter, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Replayed steps read the token alone; a step that is asked for logits gives them."""
+    package = export_tiny()
+    model = OrtModel(package.path, threads=1)
+    model.start()
+    expected = greedy(model, 12)
+    graph = onnx.load(package.model_path)
+    add_greedy_node(graph)
+    attach_functions(graph)
+    onnx.save(graph, tmp_path / "model.onnx")
+    model.session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    monkeypatch.setattr(model, "_options", lambda graph: None)  # which the CPU provider has none of
+    model.replays = model.says_token = True
+    model.start()
+    first = int(model.prefill(PROMPT).argmax())
+    steps = model.greedy(np.array([first]), 9)
+    taken = [first, int(next(steps)[0])]
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "_floats", None)
+        taken += [int(token[0]) for token in steps]
+    assert taken == expected[:10]
+    logits = model.step(np.array(taken[-1:]))
+    assert logits.shape[-1] == model.manifest["model"]["vocab_size"] and int(logits.argmax()) == expected[10]
 
 
 @pytest.mark.slow

@@ -1,0 +1,189 @@
+"""Passes for packages with kernels of the GPU: the same numbers by fewer nodes, and what others read stays."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import helper, numpy_helper
+
+from still_graphs.passes.add_greedy_token import add_greedy_node
+from still_graphs.passes.attach_functions import attach_functions
+from still_graphs.passes.join_gates import join_all_gates
+from still_graphs.passes.join_low_rank import join_low_rank
+from still_graphs.passes.join_rotary_embeddings import join_rotary_embeddings
+from still_graphs.pipelines import ORT_CUDA, run_pipeline
+
+WIDTH, RANK, SIZE, HEADS, KV_HEADS, MIDDLE, VOCABULARY = 48, 5, 8, 4, 2, 20, 77
+PARTS = (HEADS * SIZE, KV_HEADS * SIZE, KV_HEADS * SIZE)
+SHAPES = {"qkv.weight": (WIDTH, sum(PARTS)), "a": (WIDTH, RANK), "b": (RANK, sum(PARTS)), "gate.a": (WIDTH, RANK)}
+SHAPES |= {
+    "gate.b": (RANK, PARTS[0]),
+    "gate.bias": (PARTS[0],),
+    "gate_up": (PARTS[0], 2 * MIDDLE),
+    "head": (MIDDLE, VOCABULARY),
+}
+DIMS: dict[str, int] = {
+    "x": WIDTH,
+    "qkv": sum(PARTS),
+    "low": RANK,
+    "thin": sum(PARTS),
+    "sum": sum(PARTS),
+    "both": 2 * MIDDLE,
+}
+DIMS |= dict(zip("qkv", PARTS, strict=True)) | dict.fromkeys(
+    ("q.turned", "gate.low.out", "gate.sum", "gate", "gated"), PARTS[0]
+)
+DIMS |= {"k.turned": PARTS[1], "gate.low": RANK, "cos": SIZE, "sin": SIZE, "logits": VOCABULARY}
+DIMS |= dict.fromkeys(("cos.half", "cos.other", "sin.half", "sin.other"), SIZE // 2)
+DIMS |= dict.fromkeys(("up", "first", "bent", "silu", "product"), MIDDLE)
+
+
+def model_of(dtype: str = "float16", more: tuple[str, ...] = (), **change: list[str]) -> onnx.ModelProto:
+    """A layer in which attention is left out; `more`: values that are outputs too; `change`: inputs of the node that makes a value."""
+    make, kind = helper.make_node, helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    nodes = [
+        make("MatMul", ["x", "qkv.weight"], ["qkv"]),
+        make("MatMul", ["x", "a"], ["low"]),
+        make("MatMul", ["low", "b"], ["thin"]),
+        make("Add", ["qkv", "thin"], ["sum"]),
+        make("Split", ["cos"], ["cos.half", "cos.other"], axis=-1, num_outputs=2),
+        make("Split", ["sin"], ["sin.half", "sin.other"], axis=-1, num_outputs=2),
+        make("Split", ["sum", "sizes"], ["q", "k", "v"], axis=-1),
+        make("Neg", ["v"], ["v.read"]),  # before the gate's product
+        make("RotaryEmbedding", ["q", "cos.half", "sin.half"], ["q.turned"], num_heads=HEADS),
+        make("RotaryEmbedding", ["k", "cos.half", "sin.half"], ["k.turned"], num_heads=KV_HEADS),
+        make("MatMul", ["x", "gate.a"], ["gate.low"]),
+        make("MatMul", ["gate.low", "gate.b"], ["gate.low.out"]),
+        make("Add", ["gate.low.out", "gate.bias"], ["gate.sum"]),
+        make("Sigmoid", ["gate.sum"], ["gate"]),
+        make("Mul", ["q.turned", "gate"], ["gated"]),
+        make("MatMul", ["gated", "gate_up"], ["both"]),
+        make("Split", ["both"], ["first", "up"], axis=-1, num_outputs=2),
+        make("Sigmoid", ["first"], ["bent"]),
+        make("Mul", ["first", "bent"], ["silu"]),
+        make("Mul", ["silu", "up"], ["product"]),
+        make("MatMul", ["product", "head"], ["logits"]),
+    ]
+    for node in nodes:
+        if node.output[0] in change:
+            node.input[:] = change[node.output[0]]
+    random = np.random.default_rng(0)
+    given = {name: random.standard_normal(shape).astype(dtype) / 7 for name, shape in SHAPES.items()}
+    weights = [numpy_helper.from_array(value, name) for name, value in given.items()]
+    weights.append(numpy_helper.from_array(np.array(PARTS), "sizes"))
+
+    def info(name: str) -> onnx.ValueInfoProto:
+        return helper.make_tensor_value_info(name, kind, ["b", "t", {**DIMS, "v.read": PARTS[2]}[name]])
+
+    outputs = ["logits", "k.turned", "v.read", *more]
+    made = {name for node in nodes for name in node.output} - set(outputs)
+    graph = helper.make_graph(
+        nodes, "g", [info(n) for n in ("x", "cos", "sin")], [info(n) for n in outputs], weights, value_info=[info(n) for n in sorted(made)]
+    )  # fmt: skip
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
+
+
+def run(model: onnx.ModelProto) -> dict[str, np.ndarray]:
+    """The outputs for five tokens of two rows, by name."""
+    random = np.random.default_rng(1)
+    dtype = helper.tensor_dtype_to_np_dtype(model.graph.input[0].type.tensor_type.elem_type)
+    half = 9 * random.random((2, 5, SIZE // 2))
+    angles = np.concatenate([half, half], axis=-1)
+    given = {"x": random.standard_normal((2, 5, WIDTH)), "cos": np.cos(angles), "sin": np.sin(angles)}
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    names = [output.name for output in session.get_outputs()]
+    found = session.run(None, {name: value.astype(dtype) for name, value in given.items()})
+    return {name: np.asarray(value) for name, value in zip(names, found, strict=True)}
+
+
+def kinds(model: onnx.ModelProto) -> Counter[str]:
+    return Counter(node.op_type for node in model.graph.node)
+
+
+def test_a_layer() -> None:
+    """The four passes behind each other: what is left of the layer, in an order that runs, with the same numbers."""
+    model = model_of()
+    expected = run(model)
+    assert set(run_pipeline(model, ORT_CUDA).values()) == {1, 2}
+    ours = {"LowRankMatMul": 2, "RotaryQkv": 1, "SwiGlu": 1, "GreedyToken": 1}
+    assert kinds(model) == {**ours, "MatMul": 3, "Neg": 1, "Mul": 1}
+    onnx.checker.check_model(model)  # sorted, among others
+    attach_functions(model, onnxruntime=True)
+    found = run(model)
+    token = found.pop("next_token")
+    assert token.dtype == np.int32 and np.array_equal(token, found["logits"].argmax(-1))
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name].astype(float), value.astype(float), rtol=4e-3, atol=4e-3, err_msg=name)
+    assert not any(count for count in run_pipeline(model, ORT_CUDA).values())
+
+
+def test_bodies_of_standard_ops() -> None:
+    """Those for other runtimes compute the same."""
+    first, second = model_of(), model_of()
+    for model, own in ((first, True), (second, False)):
+        run_pipeline(model, ORT_CUDA)
+        attach_functions(model, onnxruntime=own)
+    other = run(second)
+    for name, value in run(first).items():
+        np.testing.assert_allclose(other[name].astype(float), value.astype(float), rtol=4e-3, atol=4e-3, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("join", "change"),
+    [
+        (join_low_rank, {"dtype": "float32"}),
+        (join_low_rank, {"more": ("low", "gate.low")}),
+        (join_rotary_embeddings, {"dtype": "float32"}),
+        (join_rotary_embeddings, {"more": ("q",)}),
+        (join_rotary_embeddings, {"k.turned": ["k", "cos.half", "cos.half"]}),
+        (join_rotary_embeddings, {"q.turned": ["q", "cos.other", "sin.half"], "k.turned": ["k", "cos.other", "sin.half"]}),
+        (join_all_gates, {"more": ("silu",)}),
+        (join_all_gates, {"more": ("first",)}),
+        (join_all_gates, {"silu": ["up", "bent"], "product": ["silu", "up"]}),
+        (join_all_gates, {"product": ["silu", "bent"]}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_something_else_reads_stays(join: Callable[[onnx.ModelProto], int], change: dict[str, Any]) -> None:
+    model = model_of(**change)
+    before = kinds(model)
+    assert join(model) == 0 and kinds(model) == before
+
+
+def test_parts_of_a_layer() -> None:
+    """A pair whose sum is read on, and one without a sum; a gate without a bias, and one that something else reads."""
+    model = model_of(more=("thin",))
+    assert join_low_rank(model) == 2 and kinds(model)["Add"] == 2
+    model = model_of(gate=["gate.low.out"])
+    model.graph.node.remove(next(node for node in model.graph.node if node.output[0] == "gate.sum"))
+    assert rotary_of(model).input[2:] == ["sin", "", "gate.low.out"] and rotary_of(model).output[3] == "gate"
+    model = model_of(more=("gate.sum",))
+    assert len(rotary_of(model).input) == len(rotary_of(model).output) == 3 and kinds(model)["Sigmoid"] == 2
+
+
+def rotary_of(model: onnx.ModelProto) -> onnx.NodeProto:
+    """The node of the rotation, joined where it is not yet."""
+    join_low_rank(model)
+    join_rotary_embeddings(model)
+    (found,) = (node for node in model.graph.node if node.op_type == "RotaryQkv")
+    return found
+
+
+def test_a_large_matrix_between_is_no_thin_one() -> None:
+    """Few inputs, or many numbers between, are products like others."""
+    model = model_of()
+    model.graph.initializer[1].CopyFrom(numpy_helper.from_array(np.zeros((5, 5), np.float16), "a"))
+    assert join_low_rank(model) == 1
+    model.graph.initializer[3].CopyFrom(numpy_helper.from_array(np.zeros((999, 300), np.float16), "gate.a"))
+    assert join_low_rank(model_of()) == 2 and join_low_rank(model) == 0
+
+
+def test_the_token_is_said_once() -> None:
+    model = model_of(dtype="float32")
+    assert add_greedy_node(model) == 1 and add_greedy_node(model) == 0
