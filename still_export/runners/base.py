@@ -152,6 +152,14 @@ class Runner(ABC):
             Logits float32, [R, 1, V] of each row's last new token, or [R, T, V] if the package was exported so.
         """
 
+    def feed_greedy(self, input_ids: np.ndarray, new_tokens: np.ndarray | None = None, first: int = 0) -> np.ndarray:
+        """Run one call as `feed` does, for the likeliest tokens alone.
+
+        Returns:
+            Integers [R, 1], or [R, T] where `feed` returns logits of every token.
+        """
+        return likeliest(self.feed(input_ids, new_tokens, first))
+
     def forget(self, row: int) -> None:
         """Make one row empty, for another sequence; room and the other rows stay as they are."""
         self._zero(row)

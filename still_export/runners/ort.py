@@ -308,7 +308,7 @@ class OrtModel(Runner):
             if not self._in_place(state):
                 self._spare[state.name] = self._tensor(np.zeros(shape, NUMPY_TYPES[state.dtype]), state.dtype)
         self._past = past
-        self._bindings: dict[tuple[int, int, int, int], Any] = {}
+        self._bindings: dict[tuple[int, int, int, int, str], Any] = {}
         self._step: Any = None
         self._turn = 0
 
@@ -334,16 +334,16 @@ class OrtModel(Runner):
         return array
 
     def _floats(self, value: Any) -> np.ndarray:
-        """Logits as numbers that can be compared; a copy."""
+        """Logits, or tokens, as numbers that can be compared; a copy."""
         array = self._array(value)
         if array.dtype == np.uint16:  # bfloat16: the upper half of a float32
             return (array.astype(np.uint32) << 16).view(np.float32)
         return array.copy()
 
-    def _binding(self, first: int, rows: int, tokens: int) -> tuple[Any, dict[str, Any]]:
-        """I/O binding for calls of `tokens` tokens of `rows` rows from `first` on in the current turn, with the values that it reads its
-        inputs from."""
-        key = (first, rows, tokens, self._turn)
+    def _binding(self, first: int, rows: int, tokens: int, wanted: str) -> tuple[Any, dict[str, Any]]:
+        """I/O binding for calls of `tokens` tokens of `rows` rows from `first` on in the current turn that give `wanted`, with the values
+        that it reads its inputs from."""
+        key = (first, rows, tokens, self._turn, wanted)
         if key not in self._bindings:
             for other in [k for k in self._bindings if k[2] not in (tokens, 1)]:
                 del self._bindings[other]
@@ -355,7 +355,7 @@ class OrtModel(Runner):
             }
             for name, value in (*inputs.items(), *self._adapter.items()):
                 binding.bind_ortvalue_input(name, value)
-            binding.bind_output("logits", "cpu")
+            binding.bind_output(wanted, "cpu")
             binding.bind_output("present_length", "cpu")
             for state in self.table:
                 past = self._past[state.name]
@@ -374,6 +374,16 @@ class OrtModel(Runner):
         return self._bindings[key]
 
     def feed(self, input_ids: np.ndarray, new_tokens: np.ndarray | None = None, first: int = 0) -> np.ndarray:
+        return self._call(input_ids, new_tokens, first, "logits")
+
+    def feed_greedy(self, input_ids: np.ndarray, new_tokens: np.ndarray | None = None, first: int = 0) -> np.ndarray:
+        """As of Runner; logits stay on the device where the graph says which token is the likeliest."""
+        if not self.says_token:
+            return super().feed_greedy(input_ids, new_tokens, first)
+        return self._call(input_ids, new_tokens, first, NEXT_TOKEN)
+
+    def _call(self, input_ids: np.ndarray, new_tokens: np.ndarray | None, first: int, wanted: str) -> np.ndarray:
+        """Run one call; its output `wanted`."""
         count, tokens = input_ids.shape
         counts = np.full(count, tokens, np.int64) if new_tokens is None else np.asarray(new_tokens, np.int64)
         self.reserve(counts, first)
@@ -384,20 +394,20 @@ class OrtModel(Runner):
         rows = slice(begin, begin + len(counts))
         given = {"input_ids": input_ids, "new_tokens": counts, "past_length": self.length[rows]}
         try:
-            binding, inputs = self._binding(begin, len(counts), tokens)
+            binding, inputs = self._binding(begin, len(counts), tokens, wanted)
             for name, array in given.items():
                 inputs[name].update_inplace(np.ascontiguousarray(array, np.int64))
             self.session.run_with_iobinding(binding, self._options(NO_GRAPH))
         except Exception as error:  # onnxruntime's own types, which have no common base
             raise RunError(f"ONNX Runtime cannot run {self.folder / MODEL}: {' '.join(str(error).split())}") from error
-        logits = self._floats(binding.get_outputs()[0])  # a copy: the next run writes into the same memory
+        found = self._floats(binding.get_outputs()[0])  # a copy: the next run writes into the same memory
         self.length = self.length.copy()  # callers may hold it
         self.length[rows] += counts
         for name, spare in self._spare.items():
             self._past[name], self._spare[name] = spare, self._past[name]
         if self._spare:
             self._turn ^= 1
-        return logits[first - begin : first - begin + count]
+        return found[first - begin : first - begin + count]
 
     def _zero(self, row: int) -> None:
         for state in self.table:

@@ -239,7 +239,7 @@ class Scheduler:
             return
         row = self._readers[0]
         piece = row.request.prompt[row.read : row.read + self.piece]
-        logits = self._call([row], np.asarray(piece, np.int64)[None])
+        logits = self._call([row], np.asarray(piece, np.int64)[None], self.model.feed)
         if logits is None:
             return
         self._readers.popleft()
@@ -247,7 +247,7 @@ class Scheduler:
         if row.read < len(row.request.prompt):
             self._readers.append(row)
         else:
-            self._choose(row, logits[0])
+            self._say(row, row.request.sampling.choose(logits[0]))
 
     def _speak(self) -> None:
         """One more token of every answer that has begun."""
@@ -258,13 +258,16 @@ class Scheduler:
         ids = np.zeros((rows[-1].number + 1 - first, 1), np.int64)
         for row in rows:
             ids[row.number - first] = row.request.tokens[-1]
-        logits = self._call(rows, ids)
-        if logits is not None:
+        greedy = all(row.request.sampling.temperature == 0 for row in rows)
+        found = self._call(rows, ids, self.model.feed_greedy if greedy else self.model.feed)
+        if found is not None:
             for row in rows:
-                self._choose(row, logits[row.number - first])
+                said = found[row.number - first]
+                self._say(row, int(said) if greedy else row.request.sampling.choose(said))
 
-    def _call(self, rows: list[_Row], ids: np.ndarray) -> np.ndarray | None:
-        """Logits of the last token of every row from the first to the last of `rows`, [R, V]; None where the call failed and they ended.
+    def _call(self, rows: list[_Row], ids: np.ndarray, feed: Callable[..., np.ndarray]) -> np.ndarray | None:
+        """What `feed` says behind the last token of every row from the first to the last of `rows`: logits [R, V], or tokens [R]; None
+        where the call failed and they ended.
 
         A call that fails may leave their states half written; other rows it does not touch.
         """
@@ -275,12 +278,12 @@ class Scheduler:
             for row in rows:
                 if row.read == 0:  # the row has what another request left
                     self.model.forget(row.number)
-            logits = self.model.feed(ids, counts, first)[:, -1]
+            found = feed(ids, counts, first)[:, -1]
         except Exception as error:  # of any runtime; other requests go on
             self._fail(rows, error)
             return None
         self.broken = ""
-        return logits
+        return found
 
     def _fail(self, rows: list[_Row], error: BaseException) -> None:
         """End the requests of `rows` with an error."""
@@ -290,10 +293,10 @@ class Scheduler:
             self._free(row)
             self._finish(row.request, Event("", "failed", "the model failed on this request."))
 
-    def _choose(self, row: _Row, logits: np.ndarray) -> None:
+    def _say(self, row: _Row, token: int) -> None:
         """Say the next token of a row."""
         ends = () if row.request.ignore_eos else self._ends
-        event = row.say(row.request.sampling.choose(logits), ends)
+        event = row.say(token, ends)
         if event.ended:
             self._free(row)
             self._finish(row.request, event)

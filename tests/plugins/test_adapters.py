@@ -316,7 +316,7 @@ SHAPES: list[list[tuple[str, str]]] = [
     [(FLAT, "0.0 0.2 3.2"), (FLAT, "0.0 0.2 3.2")],
     [("0.0 0.1 1.0", ""), ("0.0 0.1 1.0", "")],
     [("0.0 0.1 =192", "0.0 0.1 =64"), ("0.0 0.1 =192", "0.0 0.1 =64")],
-    [("0.0 0.1 2.1", ""), ("0.0 0.1 2.1", "")],
+    [("0.0 0.1 3.2", ""), ("0.0 0.1 3.2", "")],
     [("0.0 0.1 =48", ""), ("0.0 0.1 =48", "")],
     [("0.0 0.1", ""), ("0.0 0.1", "")],
     [(HEADS, "0.0 0.2 0.3"), (FLAT, "0.0 3.1 3.2")],
@@ -356,9 +356,11 @@ def host_arguments(
             f"input={'w' if name in words else ELEMENTS[dtype]}:"
             + ".".join("T" if size < 0 else str(size) for size in shape)
         )
-    for made in own.outputs if len(own.outputs) > 1 else ():
+    for made in own.outputs if len(own.outputs) > 1 or own.outputs[0].dtype != "T" else ():
         shape = in_numbers(made.shape, {**sizes, **attributes, "T": -1})
-        given.append("output=h:" + ".".join("T" if size < 0 else str(size) for size in shape))
+        given.append(
+            f"output={'h' if made.dtype == 'T' else 'w'}:" + ".".join("T" if size < 0 else str(size) for size in shape)
+        )
     states = (i for i, name in enumerate(names) if name.startswith("past_") and name != "past_length")
     first = next(states, len(names))
     values = [f"{name}={KINDS[type(value)]}:{value}" for name, value in attributes.items()]

@@ -295,7 +295,12 @@ def test_a_graph_that_says_the_token_keeps_logits_where_they_are(
         patch.setattr(model, "_floats", None)
         taken += [int(token[0]) for token in steps]
     assert taken == expected[:10]
-    logits = model.step(np.array(taken[-1:]))
+    ids = np.array([taken[-1:]])
+    before, length = model.state_arrays(), model.length
+    (alone,) = model.feed_greedy(ids)
+    assert alone.dtype == np.int32 and alone.tolist() == [expected[10]]
+    model.load(before, length, 1)
+    logits = model.step(ids[0])
     assert logits.shape[-1] == model.manifest["model"]["vocab_size"] and int(logits.argmax()) == expected[10]
 
 
