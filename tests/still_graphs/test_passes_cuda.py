@@ -148,7 +148,7 @@ def test_bodies_of_standard_ops() -> None:
         (join_all_gates, {"silu": ["up", "bent"], "product": ["silu", "up"]}),
         (join_all_gates, {"product": ["silu", "bent"]}),
     ],
-    ids=str,
+    ids=lambda value: value.__name__ if callable(value) else str(value),
 )  # fmt: skip
 def test_what_something_else_reads_stays(join: Callable[[onnx.ModelProto], int], change: dict[str, Any]) -> None:
     model = model_of(**change)
