@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "../core/archive.h"
+#include "../core/driver.h"
 #include "node.h"
 
 namespace
@@ -165,15 +166,28 @@ Domain make_domain(std::deque<Op>& ops, bool cpu_alone)
     return owner;
 }
 
-// Whether a host says that it has the CPU provider alone. ONNX Runtime runs the body of a node where an op of that name is not registered
-// for any provider; one that is for the CUDA provider alone it does not load without that.
+bool has_driver()
+{
+    try
+    {
+        still::Driver::get();
+        return true;
+    }
+    catch (still::Error const&)
+    {
+        return false;
+    }
+}
+
+// Whether a session has the CPU provider alone: a host says so, or there is no driver for another one. ONNX Runtime runs the body of a node
+// where an op of that name is not registered for any provider; one that is for the CUDA provider alone it does not load without that.
 bool for_cpu(OrtSessionOptions const* options)
 {
     constexpr char kProvider[] = "still.provider";
     int there = 0;
     check(g_api->HasSessionConfigEntry(options, kProvider, &there));
     if (!there)
-        return false;
+        return !has_driver();
     size_t size = 0; // with the NUL at the end
     check(g_api->GetSessionConfigEntry(options, kProvider, nullptr, &size));
     std::string value(size, '\0');

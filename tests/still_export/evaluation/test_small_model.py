@@ -26,7 +26,7 @@ from still_export.linearization.tasks import TASKS, TaskWriter
 from still_export.linearization.texts import tokenize
 from still_export.mixers.config import FULL, HYBRID, StillConfig
 from still_export.models.load import load_model, load_tokenizer
-from still_export.models.rows import SCALE
+from still_export.models.rows import DIAGONAL, SCALE
 from still_export.package.folder import open_package
 from still_export.runners.ort import OrtModel
 from still_export.runners.sampling import Sampling
@@ -65,7 +65,7 @@ def test_fits_the_repository() -> None:
         ("smollm2-135m-instruct-mixed", 30, 9, (17, 18, 20, 23), 8_000_000),
         ("smollm2-135m-instruct-mixed-2", 30, 9, (17, 18), 8_000_000),
         ("smollm2-135m-instruct-hybrid", 30, 9, (), 8_000_000),
-        ("qwen2.5-coder-1.5b-instruct-mixed", 28, 12, (14, 16, 19, 23), 12 << 20),
+        ("qwen2.5-coder-1.5b-instruct-mixed", 28, 12, (14, 16, 19, 23), 12_000_000),
     ],
 )
 def test_adapters_are_complete(name: str, layers: int, heads: int, softmax: tuple[int, ...], most_bytes: int) -> None:
@@ -80,13 +80,15 @@ def test_adapters_are_complete(name: str, layers: int, heads: int, softmax: tupl
     names = ["feature_q_weight", "feature_k_weight", "g_proj.bias", *targets]
     hybrid = [layer for layer in range(layers) if layer not in softmax]
     assert still.layer_types == (tuple(HYBRID if i in hybrid else FULL for i in range(layers)) if softmax else None)
-    scaled = {name for name, tensor in tensors.items() if tensor.dtype == torch.int8}
+    few = {name for name, tensor in tensors.items() if tensor.dtype in (torch.int8, torch.uint8)}
+    near_one = {name for name in few if tensors[name].dtype == torch.uint8}
     # Where the base's own projections stay, in layers that were softmax while the others were trained, gates alone have LoRA.
     bare = (
         {f"model.layers.{i}.self_attn.{p}_proj." for i in (17, 18) for p in "qkvo"} if name.endswith("-hybrid") else ()
     )
     expected = {f"model.layers.{i}.self_attn.{part}" for i in hybrid for part in names}
-    assert set(tensors) == {n for n in expected if not n.startswith(tuple(bare))} | {name + SCALE for name in scaled}
+    own = {n for n in expected if not n.startswith(tuple(bare))}
+    assert set(tensors) == own | {name + SCALE for name in few} | {name + DIAGONAL for name in near_one}
 
 
 @pytest.fixture(scope="module")
