@@ -27,15 +27,23 @@ FEW = {
     "few, turned": Case(turned=True),
     "few, odd sizes, residual": Case(outputs=37, inputs=83, rows=((1, 1), (1, 17)), residual=True),
     "few, as LoRA's second product": Case(inputs=8, rows=((1, 1), (3, 7)), residual=True),
+    "few, inputs shared": Case(inputs=3100, rows=((1, 1), (3, 7)), residual=True),
+    "few, inputs shared, odd sizes": Case(outputs=37, inputs=2051, rows=((1, 17),)),
+    "few, inputs shared, whole": Case(inputs=2112, rows=((2, 1),)),
     "few, odd sizes, turned, norm": Case(True, 37, 83, ((2, 1), (1, 64)), normed=True),
 }
+SOME = {
+    "some, whole": Case(inputs=192, rows=((1, 66),)),
+    "some, as LoRA's second product": Case(inputs=24, rows=((1, 70),), residual=True),
+    "some": Case(rows=((1, 65), (2, 43), (3, 43))),
+    "some, turned, residual": Case(turned=True, rows=((1, 129),), residual=True),
+    "some, odd sizes, norm": Case(outputs=37, inputs=83, rows=((1, 70),), normed=True),
+    "some, odd sizes, turned": Case(True, 35, 41, ((1, 70),)),
+}
 MANY = {
-    "many, whole": Case(inputs=192, rows=((1, 66),)),
-    "many, as LoRA's second product": Case(inputs=24, rows=((1, 70),), residual=True),
-    "many": Case(rows=((1, 65), (2, 43), (3, 43))),
-    "many, turned, residual": Case(turned=True, rows=((1, 129),), residual=True),
-    "many, odd sizes, norm": Case(outputs=37, inputs=83, rows=((1, 70),), normed=True),
-    "many, odd sizes, turned": Case(True, 35, 41, ((1, 70),)),
+    "many": Case(outputs=40, inputs=72, rows=((1, 257), (2, 150)), residual=True),
+    "many, whole": Case(outputs=24, inputs=64, rows=((1, 270),)),
+    "many, odd sizes, turned, norm": Case(True, 35, 41, ((1, 258),), normed=True),
 }
 
 

@@ -23,9 +23,12 @@ class Case:
 CASES = {
     "few": Case(),
     "few, odd sizes": Case(37, 83, ((1, 1), (1, 17))),
-    "many, whole": Case(64, 128, ((1, 66),)),
-    "many": Case(rows=((1, 65), (2, 43))),
-    "many, odd sizes": Case(37, 41, ((1, 70),)),
+    "few, inputs shared": Case(middle=2112, rows=((3, 7),)),
+    "some, whole": Case(64, 128, ((1, 66),)),
+    "some": Case(rows=((1, 65), (2, 43))),
+    "some, odd sizes": Case(37, 41, ((1, 70),)),
+    "many, whole": Case(64, 64, ((1, 257),)),
+    "many, odd sizes": Case(37, 41, ((2, 135),)),
 }
 
 

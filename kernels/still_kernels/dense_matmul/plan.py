@@ -7,8 +7,11 @@ from still_kernels.plan import Alias, Branch, Check, Launch, Plan, Region
 
 GROUP_ROWS = 16
 """Rows that share what is read of the weight: those of a matrix instruction."""
-FEW = f"tokens <= {4 * GROUP_ROWS}"
+FEW_ROWS = 4 * GROUP_ROWS
+FEW = f"tokens <= {FEW_ROWS}"
 """So few rows that time is that of reading the weight."""
+SOME = "tokens <= 256"
+"""So many rows that blocks for thousands leave much of the chip idle."""
 SPANS = (1024, 3072, 8192)
 """Outputs up to which a product is of span 0, 1 and 2; beyond them of span 3. Large blocks leave a GPU idle where outputs are few."""
 
@@ -17,11 +20,34 @@ INNER = 64
 """Inputs that blocks of many rows have at a time, at most; where all have so many nothing is masked."""
 
 
+def splits(outputs: str, inputs: str) -> str:
+    """Programs that share the inputs of a block of outputs of a few rows: enough to fill the chip, of at least 1,024 inputs each. Rows do
+    not count, so that a row of several is summed as it is alone."""
+    return f"max(1, min(ceil_div(split_programs, ceil_div({outputs}, split_outputs)), {inputs} // 1024))"
+
+
+def split_grid(outputs: str) -> tuple[str, str, str]:
+    """Programs of the kernels whose programs share inputs."""
+    return f"ceil_div(tokens, {GROUP_ROWS})", f"ceil_div({outputs}, split_outputs)", "splits"
+
+
+def split_regions(outputs: str) -> tuple[Region, Region]:
+    """Workspace of parts of sums, and persistent arrivals of programs. All numbers of a few rows need the same: a builder measures one
+    token and the most (`Plan.measured_tokens`)."""
+    when = f"splits > 1 and {FEW}"
+    return (
+        Region("partial", "float32", ("splits", FEW_ROWS, outputs), when),
+        Region("arrivals", "int32", (FEW_ROWS // GROUP_ROWS, f"ceil_div({outputs}, split_outputs)"), when),
+    )
+
+
 def span(outputs: str) -> str:
     """The span of a number of outputs, as an expression."""
     first, second, third = SPANS
     return f"0 if {outputs} <= {first} else 1 if {outputs} <= {second} else 2 if {outputs} <= {third} else 3"
 
+
+PARTIAL, ARRIVALS = split_regions("O")
 
 PLAN = Plan(
     DENSE_MATMUL,
@@ -35,18 +61,38 @@ PLAN = Plan(
         "span": span("O"),
         "count_dtype": "'int32'",  # there are no counts
     },
-    constants=("few_outputs", "row_block", "output_block"),
+    constants=(
+        "few_outputs",
+        "split_outputs",
+        "split_programs",
+        "some_rows",
+        "some_outputs",
+        "row_block",
+        "output_block",
+    ),
     checks=(Check("has(weight) != has(turned_weight)", "one of weight and turned_weight is wanted."),),
-    workspace=(Region("rows", "T", ("tokens", "I"), f"has(norm_weight) and not ({FEW})"),),
+    define={"splits": f"1 if has(norm_weight) or has(turned_weight) else {splits('O', 'I')}"},
+    workspace=(Region("rows", "T", ("tokens", "I"), f"has(norm_weight) and not ({FEW})"), PARTIAL),
+    persistent=(ARRIVALS,),
     aliases=(Alias("rows", "input", f"not has(norm_weight) or {FEW}"),),
     arguments={"M": "tokens", "N": "O", "K": "I", "epsilon": "norm_epsilon"},
     steps=(
         Branch(
             FEW,
-            (Launch("few", (f"ceil_div(tokens, {GROUP_ROWS})", "ceil_div(O, few_outputs)", "1")),),
+            (
+                Branch(
+                    "splits > 1",
+                    (Launch("split", split_grid("O")),),
+                    (Launch("few", (f"ceil_div(tokens, {GROUP_ROWS})", "ceil_div(O, few_outputs)", "1")),),
+                ),
+            ),
             (
                 Branch("has(norm_weight)", (Launch("norm", ("tokens", "1", "1")),)),
-                Launch("many", ("ceil_div(tokens, row_block) * ceil_div(O, output_block)", "1", "1")),
+                Branch(
+                    SOME,
+                    (Launch("some", ("ceil_div(tokens, some_rows) * ceil_div(O, some_outputs)", "1", "1")),),
+                    (Launch("many", ("ceil_div(tokens, row_block) * ceil_div(O, output_block)", "1", "1")),),
+                ),
             ),
         ),
     ),

@@ -15,6 +15,10 @@ FEW = ((16, 128, 4, 4), (32, 128, 4, 6), (64, 128, 8, 4), (128, 64, 8, 4))
 and 1) and Llama-3.1-8B (docs/notebook/tensorrt.md)."""
 MANY = ((64, 64, 4, 4), (128, 128, 4, 3), (128, 256, 8, 3), (256, 128, 8, 3))
 """By span: rows, outputs, warps and stages of many rows, 64 inputs at a time. Best of 11 there."""
+SOME = ((64, 64, 4, 4), (64, 64, 4, 4), (64, 128, 4, 4), (64, 128, 4, 4))
+"""The same of some rows: 129 rows of Llama-3.1-8B's products."""
+SPLIT_OUTPUTS, SPLIT_PROGRAMS = 128, 128
+"""Outputs of programs that share inputs, and programs that fill the chip. Best of 44 and 30 for Llama-3.1-8B's output and down."""
 NORM_COLUMNS = 1024
 
 
@@ -25,18 +29,36 @@ def few_tile(span: int, roomy: bool) -> KernelTile:
     return KernelTile({"BN": outputs, "BK": inner, "STAGES": stages}, warps, stages)
 
 
-def many_tile(span: int, roomy: bool, aligned: int, arch: int) -> KernelTile:
-    """Of many rows."""
-    rows, outputs, warps, stages = MANY[span]
-    if span >= 2 and not (roomy and aligned and arch >= 90):
-        rows, outputs, warps, stages = 128, 128, 8, 3
+def split_tile(roomy: bool) -> KernelTile:
+    """Of a few rows whose programs share inputs."""
+    warps, stages = (4, 4) if roomy else (8, 3)  # with 4 warps 128 outputs spill on sm_89
+    return KernelTile({"BN": SPLIT_OUTPUTS, "BK": INNER, "STAGES": stages}, warps, stages)
+
+
+def block_tile(sizes: tuple[int, int, int, int], roomy: bool) -> KernelTile:
+    """Of blocks of rows and outputs, with so many warps and stages."""
+    rows, outputs, warps, stages = sizes
     inner = INNER if roomy else INNER // 2
     return KernelTile({"BM": rows, "BN": outputs, "BK": inner, "GROUP": 8, "STAGES": stages}, warps, stages)
 
 
+def many_tile(span: int, roomy: bool, aligned: int, arch: int) -> KernelTile:
+    """Of many rows."""
+    narrow = span >= 2 and not (roomy and aligned and arch >= 90)
+    return block_tile((128, 128, 8, 3) if narrow else MANY[span], roomy)
+
+
 @lru_cache
-def tile_table(aligned: int, span: int, arch: int, normed: int = 0) -> TileTable:
+def tile_table(aligned: int, span: int, arch: int, normed: int = 0, turned: int = 0) -> TileTable:
     """The table of a span, for sizes that are multiples of 8 or not, on an architecture (90 for sm_90)."""
     roomy = SHARED_BYTES[arch] >= WIDE_SHARED
-    tiles = {"few": few_tile(span, roomy), "many": many_tile(span, roomy, aligned, arch)}
-    return TileTable({**tiles, "norm": KernelTile({"BC": NORM_COLUMNS}, 4)} if normed else tiles)
+    tiles = {
+        "few": few_tile(span, roomy),
+        "some": block_tile(SOME[span], roomy),
+        "many": many_tile(span, roomy, aligned, arch),
+    }
+    if normed:
+        tiles["norm"] = KernelTile({"BC": NORM_COLUMNS}, 4)
+    elif not turned:
+        tiles["split"] = split_tile(roomy)
+    return TileTable(tiles, {"split_outputs": SPLIT_OUTPUTS, "split_programs": SPLIT_PROGRAMS})

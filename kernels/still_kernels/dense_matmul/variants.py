@@ -57,13 +57,21 @@ def default_variants() -> list[Variant]:
 
 def plan_constants(table: TileTable) -> dict[str, int]:
     """Values of the plan's constants for kernels with these block sizes."""
-    few, many = (table.tiles[name].constants for name in ("few", "many"))
-    return {"few_outputs": few["BN"], "row_block": many["BM"], "output_block": many["BN"]}
+    few, some, many = (table.tiles[name].constants for name in ("few", "some", "many"))
+    return {
+        "few_outputs": few["BN"],
+        "some_rows": some["BM"],
+        "some_outputs": some["BN"],
+        "row_block": many["BM"],
+        "output_block": many["BN"],
+        **table.host,
+    }
 
 
 def build(variant: Variant, arch: int, table: TileTable | None = None) -> Build:
     """What a variant is on an architecture, or with other block sizes."""
-    table = tile_table(variant.aligned, variant.span, arch, variant.normed) if table is None else table
+    if table is None:
+        table = tile_table(variant.aligned, variant.span, arch, variant.normed, variant.turned)
     absent = {"weight" if variant.turned else "turned_weight"}
     absent |= {name for name, given in (("norm_weight", variant.normed), ("residual", variant.residual)) if not given}
     return Build(

@@ -113,7 +113,7 @@ def _table(layer: Layer, device: torch.device, wide: bool) -> TileTable:
     from still_kernels.launcher import arch_of
 
     aligned = int(layer.outputs % 8 == 0 and layer.inputs % 8 == 0)
-    return tile_table(aligned, span_of(layer.outputs), arch_of(device), int(layer.normed))
+    return tile_table(aligned, span_of(layer.outputs), arch_of(device), int(layer.normed), int(layer.turned))
 
 
 WORK = OpWork(
@@ -124,6 +124,6 @@ WORK = OpWork(
     work=work,
     table=_table,
     moves=MOVES,
-    decode=frozenset({"few"}),
+    decode=frozenset({"few", "split"}),
     misfit=lambda table, layer, arch: "",
 )

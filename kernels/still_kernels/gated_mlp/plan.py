@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 from still_graphs.ops.gated_mlp import GATED_MLP
-from still_kernels.dense_matmul.plan import FEW, GROUP_ROWS, INNER, span
+from still_kernels.dense_matmul.plan import (
+    FEW,
+    FEW_ROWS,
+    GROUP_ROWS,
+    INNER,
+    SOME,
+    span,
+    split_grid,
+    split_regions,
+    splits,
+)
 from still_kernels.plan import Branch, Launch, Plan, Region
+
+PARTIAL, ARRIVALS = split_regions("I")
 
 PLAN = Plan(
     GATED_MLP,
@@ -16,20 +28,55 @@ PLAN = Plan(
         "gated_span": span("2 * M"),
         "count_dtype": "'int32'",  # there are no counts
     },
-    constants=("gated_outputs", "gated_rows", "gated_block", "few_outputs", "row_block", "output_block"),
-    workspace=(Region("rows", "T", ("tokens", "I"), f"not ({FEW})"), Region("middle", "T", ("tokens", "M"))),
+    constants=(
+        "gated_outputs",
+        "few_outputs",
+        "split_outputs",
+        "split_programs",
+        "some_gated_rows",
+        "some_gated_outputs",
+        "some_rows",
+        "some_outputs",
+        "gated_rows",
+        "gated_block",
+        "row_block",
+        "output_block",
+    ),
+    define={"splits": splits("I", "M")},
+    workspace=(
+        Region("rows", "T", ("tokens", "I"), f"not ({FEW})"),
+        Region("middle", "T", (f"max(tokens, {FEW_ROWS})", "M")),
+        PARTIAL,
+    ),
+    persistent=(ARRIVALS,),
     arguments={"M": "tokens", "N": "M", "K": "I", "epsilon": "norm_epsilon"},
     steps=(
         Branch(
             FEW,
             (
                 Launch("few_gated", (f"ceil_div(tokens, {GROUP_ROWS})", "ceil_div(M, gated_outputs)", "1")),
-                Launch("few_down", (f"ceil_div(tokens, {GROUP_ROWS})", "ceil_div(I, few_outputs)", "1")),
+                Branch(
+                    "splits > 1",
+                    (Launch("split_down", split_grid("I")),),
+                    (Launch("few_down", (f"ceil_div(tokens, {GROUP_ROWS})", "ceil_div(I, few_outputs)", "1")),),
+                ),
             ),
             (
                 Launch("norm", ("tokens", "1", "1")),
-                Launch("many_gated", ("ceil_div(tokens, gated_rows) * ceil_div(M, gated_block)", "1", "1")),
-                Launch("many_down", ("ceil_div(tokens, row_block) * ceil_div(I, output_block)", "1", "1")),
+                Branch(
+                    SOME,
+                    (
+                        Launch(
+                            "some_gated",
+                            ("ceil_div(tokens, some_gated_rows) * ceil_div(M, some_gated_outputs)", "1", "1"),
+                        ),
+                        Launch("some_down", ("ceil_div(tokens, some_rows) * ceil_div(I, some_outputs)", "1", "1")),
+                    ),
+                    (
+                        Launch("many_gated", ("ceil_div(tokens, gated_rows) * ceil_div(M, gated_block)", "1", "1")),
+                        Launch("many_down", ("ceil_div(tokens, row_block) * ceil_div(I, output_block)", "1", "1")),
+                    ),
+                ),
             ),
         ),
     ),

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from still_kernels.dense_matmul.plan import INNER
-from still_kernels.dense_matmul.tiles import NORM_COLUMNS, WIDE_SHARED, few_tile, many_tile
+from still_kernels.dense_matmul.tiles import (
+    NORM_COLUMNS,
+    SOME,
+    SPLIT_OUTPUTS,
+    SPLIT_PROGRAMS,
+    WIDE_SHARED,
+    block_tile,
+    few_tile,
+    many_tile,
+    split_tile,
+)
 from still_kernels.tile import SHARED_BYTES, KernelTile, TileTable
 
 FEW = ((16, 128, 4, 4), (16, 128, 4, 4), (32, 128, 8, 4), (64, 64, 8, 4))
 MANY = ((64, 32, 4, 4), (128, 64, 4, 3), (128, 128, 8, 3), (128, 128, 8, 3))
+SOME_GATED = ((64, 32, 4, 4), (64, 32, 4, 4), (64, 64, 4, 4), (64, 128, 4, 3))
 """As those of still::DenseMatMul, with half the outputs: a program computes a gate and a number beside it."""
 
 
@@ -20,17 +30,17 @@ def tile_table(aligned: int, span: int, gated_span: int, arch: int) -> TileTable
     outputs, inner, warps, stages = FEW[gated_span]
     inner, stages = (inner, stages) if roomy else (64, 3)
     few = KernelTile({"BN": outputs, "BK": inner, "STAGES": stages}, warps, stages)
-    rows, outputs, warps, stages = MANY[gated_span]
-    if gated_span and not (roomy and aligned and arch >= 90):  # whose sums would not fit into fewer registers
-        rows, outputs, warps, stages = 128, 64, 8, 3
-    inner = INNER if roomy else INNER // 2
-    many = KernelTile({"BM": rows, "BN": outputs, "BK": inner, "GROUP": 8, "STAGES": stages}, warps, stages)
+    narrow = gated_span and not (roomy and aligned and arch >= 90)  # sums would not fit into fewer registers
     return TileTable(
         {
             "norm": KernelTile({"BC": NORM_COLUMNS}, 4),
             "few_gated": few,
             "few_down": few_tile(span, roomy),
-            "many_gated": many,
+            "split_down": split_tile(roomy),
+            "some_gated": block_tile(SOME_GATED[gated_span], roomy),
+            "some_down": block_tile(SOME[span], roomy),
+            "many_gated": block_tile((128, 64, 8, 3) if narrow else MANY[gated_span], roomy),
             "many_down": many_tile(span, roomy, aligned, arch),
-        }
+        },
+        {"split_outputs": SPLIT_OUTPUTS, "split_programs": SPLIT_PROGRAMS},
     )

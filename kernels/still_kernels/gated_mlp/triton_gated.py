@@ -15,6 +15,7 @@ from still_kernels.dense_matmul.triton_products import (
     scales_of,
     store_block,
 )
+from still_kernels.dense_matmul.triton_split import split_block
 
 
 @triton.jit
@@ -77,9 +78,18 @@ def few_down_kernel(p_middle, p_down, p_input, p_output, M, N, K, BN: tl.constex
 
 
 @triton.jit(do_not_specialize=["M", "N", "K"])
+def split_down_kernel(p_middle, p_down, p_input, p_output, p_partial, p_arrivals, M, N, K, BN: tl.constexpr, BK: tl.constexpr,
+                      STAGES: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
+    """The same by programs that share the N. Grid, p_partial and p_arrivals as of split_block."""
+    if ALIGNED:
+        N, K = N // 8 * 8, K // 8 * 8  # which tells the compiler
+    split_block(p_middle, p_down, p_input, p_output, p_partial, p_arrivals, M, K, N, BN, BK, STAGES, WHOLE)
+
+
+@triton.jit(do_not_specialize=["M", "N", "K"])
 def many_down_kernel(p_middle, p_down, p_input, p_output, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
                      GROUP: tl.constexpr, STAGES: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
-    """The same for many rows. Grid (ceil(M / BM) * ceil(K / BN))."""
+    """The same as few_down_kernel for many rows. Grid (ceil(M / BM) * ceil(K / BN))."""
     if ALIGNED:
         N, K = N // 8 * 8, K // 8 * 8  # which tells the compiler
     o_row, o_output = block_of(tl.program_id(0), M, K, BM, BN, GROUP)

@@ -42,11 +42,16 @@ def plan_constants(table: TileTable) -> dict[str, int]:
     tiles = {name: tile.constants for name, tile in table.tiles.items()}
     return {
         "gated_outputs": tiles["few_gated"]["BN"],
+        "some_gated_rows": tiles["some_gated"]["BM"],
+        "some_gated_outputs": tiles["some_gated"]["BN"],
+        "some_rows": tiles["some_down"]["BM"],
+        "some_outputs": tiles["some_down"]["BN"],
         "gated_rows": tiles["many_gated"]["BM"],
         "gated_block": tiles["many_gated"]["BN"],
         "few_outputs": tiles["few_down"]["BN"],
         "row_block": tiles["many_down"]["BM"],
         "output_block": tiles["many_down"]["BN"],
+        **table.host,
     }
 
 

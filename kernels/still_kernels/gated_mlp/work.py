@@ -92,6 +92,6 @@ WORK = OpWork(
     work=work,
     table=_table,
     moves=MOVES,
-    decode=frozenset({"few_gated", "few_down"}),
+    decode=frozenset({"few_gated", "few_down", "split_down"}),
     misfit=lambda table, layer, arch: "",
 )

@@ -7,11 +7,18 @@ from __future__ import annotations
 
 import torch
 
-from tests.dense_matmul_cases import FEW, MANY, call, exact
+from still_kernels.tile import Setting
+from tests.dense_matmul_cases import FEW, MANY, SOME, call, exact
 from tests.still_kernels.stateless_cases import launched, main, worst_error
 
-CASES = {**FEW, **MANY}
-SMALL = {"few": {"BN": 16, "BK": 32}, "many": {"BM": 32, "BN": 16, "BK": 32, "GROUP": 2}, "norm": {"BC": 64}}
+CASES = {**FEW, **SOME, **MANY}
+SMALL: dict[str, Setting] = {
+    "few": {"BN": 16, "BK": 32},
+    "split": {"BN": 16, "BK": 32, "split_outputs": 16, "split_programs": 15},
+    "some": {"BM": 16, "BN": 32, "BK": 32, "GROUP": 2},
+    "many": {"BM": 32, "BN": 16, "BK": 32, "GROUP": 2},
+    "norm": {"BC": 64},
+}
 """Blocks so small that these calls have several of each."""
 
 
@@ -24,9 +31,9 @@ def run_case(name: str, device: str = "cpu") -> float:
 
     case, worst, table = CASES[name], 0.0, None
     if device == "cpu":
-        table = tile_table(0, 0, arch_of(torch.device("cpu")), int(case.normed))
+        table = tile_table(0, 0, arch_of(torch.device("cpu")), int(case.normed), int(case.turned))
         for kernel in table.tiles:
-            table = changed(table, kernel, SMALL[kernel])  # type: ignore[arg-type]
+            table = changed(table, kernel, SMALL[kernel])
     for batch, count in case.rows:
         given = call(case, batch, count)
         expected = exact(given)

@@ -12,6 +12,8 @@ from tests.still_kernels.stateless_cases import launched, main, worst_error
 
 SMALL = {
     **{name: {"BN": 16, "BK": 32} for name in ("few_gated", "few_down")},
+    "split_down": {"BN": 16, "BK": 32, "split_outputs": 16, "split_programs": 15},
+    **{name: {"BM": 16, "BN": 32, "BK": 32, "GROUP": 2} for name in ("some_gated", "some_down")},
     **{name: {"BM": 32, "BN": 16, "BK": 32, "GROUP": 2} for name in ("many_gated", "many_down")},
     "norm": {"BC": 64},
 }
