@@ -29,6 +29,7 @@ FEW = {
     "few, as LoRA's second product": Case(inputs=8, rows=((1, 1), (3, 7)), residual=True),
     "few, inputs shared": Case(inputs=3100, rows=((1, 1), (3, 7)), residual=True),
     "few, inputs shared, odd sizes": Case(outputs=37, inputs=2051, rows=((1, 17),)),
+    "few, inputs shared, norm": Case(inputs=2056, rows=((3, 7),), normed=True),
     "few, inputs shared, whole": Case(inputs=2112, rows=((2, 1),)),
     "few, odd sizes, turned, norm": Case(True, 37, 83, ((2, 1), (1, 64)), normed=True),
 }

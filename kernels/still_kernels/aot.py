@@ -49,7 +49,7 @@ def signature_of(
     for argument in function.arg_names:
         plain = argument.removeprefix("p_").removeprefix("d_")
         if argument.startswith("d_") and plain not in absent:
-            signature[argument] = descriptor_type(TRITON_TYPES[elements[plain]], tile.blocks[plain])
+            signature[argument] = descriptor_type(function, TRITON_TYPES[elements[plain]], tile.block(plain))
         elif plain != argument:
             if plain in absent or plain not in elements:
                 signature[argument], values[argument] = "constexpr", None
@@ -62,8 +62,10 @@ def signature_of(
     return signature, values
 
 
-def descriptor_type(element: str, block: tuple[int, int]) -> str:
-    """What a signature says of a descriptor whose blocks lie in shared memory as matrix instructions want them."""
+def descriptor_type(function: Any, element: str, block: tuple[int, int]) -> str:
+    """What a signature says of a descriptor; in Gluon, whose blocks lie in shared memory as matrix instructions want them."""
+    if not function.is_gluon():
+        return f"tensordesc<{element}[{block[0]}, {block[1]}]>"
     from triton.experimental.gluon.language import NVMMASharedLayout
 
     layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)

@@ -140,7 +140,7 @@ class Launcher:
                 for i, name in launch.pointers:
                     found[i] = every.get(name)
                 for i, name, shape in launch.descriptors:
-                    found[i] = descriptor(every.get(name), shape, launch.tile.blocks[name], like)
+                    found[i] = descriptor(launch.function, every.get(name), shape, launch.tile.block(name), like)
                 self.launch(launch, found, prepared.variant)
 
     def launch(self, launch: PreparedLaunch, values: list[Any], variant: object | None) -> Any:
@@ -249,19 +249,24 @@ class _Watching(Launcher):
         return compiled
 
 
-def descriptor(tensor: Tensor | None, shape: tuple[int, int], block: tuple[int, int], like: Tensor) -> Any:
+def descriptor(
+    function: Any, tensor: Tensor | None, shape: tuple[int, int], block: tuple[int, int], like: Tensor
+) -> Any:
     """A contiguous tensor as `shape` rows and columns, for a kernel that copies blocks of it; None where there is none.
 
     Of a tensor without elements nothing is copied, and its place is taken by `like`.
     """
-    from triton.experimental.gluon.language import NVMMASharedLayout
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     if tensor is None:
         return None
-    base = tensor if tensor.numel() else like
-    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    return TensorDescriptor(base, [max(shape[0], 1), shape[1]], [shape[1], 1], list(block), layout)
+    place = (tensor if tensor.numel() else like, [max(shape[0], 1), shape[1]], [shape[1], 1], list(block))
+    if not getattr(function, "is_gluon", bool)():  # what the interpreter runs does not say
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        return TensorDescriptor(*place)
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia import hopper
+
+    return hopper.TensorDescriptor(*place, NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 
 
 def allocate(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

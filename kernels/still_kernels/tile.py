@@ -19,7 +19,7 @@ def pow2(n: int) -> int:
 class KernelTile:
     """How one kernel is compiled: its block-size constants, warps and stages.
 
-    blocks: Rows and columns that a kernel copies at a time of each matrix that it takes by descriptor.
+    blocks: Rows and columns that a kernel copies at a time of each matrix that it takes by descriptor: numbers or names of constants.
     """
 
     constants: dict[str, int] = field(default_factory=dict)
@@ -27,7 +27,12 @@ class KernelTile:
     num_stages: int = 2
     max_registers: int | None = None  # per thread; None = the compiler's choice
     dependent: bool = False  # launched before the kernel ahead of it has ended, for which it then waits
-    blocks: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    blocks: Mapping[str, tuple[int | str, int | str]] = field(default_factory=dict)
+
+    def block(self, matrix: str) -> tuple[int, int]:
+        """Rows and columns that are copied of a matrix."""
+        rows, columns = (self.constants[n] if isinstance(n, str) else n for n in self.blocks[matrix])
+        return rows, columns
 
     def options(self) -> dict[str, int]:
         """Compile options in Triton's names."""

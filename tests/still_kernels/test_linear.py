@@ -190,7 +190,8 @@ def laid_out(kernel: Any, tensors: dict[str, Any], numbers: dict[str, int], bloc
         elif device == "cpu":
             arguments[name] = gluon_interpreter.Descriptor(tensors[plain], blocks[plain])
         else:
-            arguments[name] = descriptor(tensors[plain], tuple(tensors[plain].shape), blocks[plain], tensors[plain])
+            shape = tuple(tensors[plain].shape)
+            arguments[name] = descriptor(kernel, tensors[plain], shape, blocks[plain], tensors[plain])
     return arguments
 
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from still_graphs.ops.dense_matmul import DENSE_MATMUL
-from still_kernels.plan import Alias, Branch, Check, Launch, Plan, Region
+from still_kernels.plan import Alias, Branch, Check, Launch, Matrix, Plan, Region
 
 GROUP_ROWS = 16
 """Rows that share what is read of the weight: those of a matrix instruction."""
 FEW_ROWS = 4 * GROUP_ROWS
 FEW = f"tokens <= {FEW_ROWS}"
 """So few rows that time is that of reading the weight."""
-SOME = "tokens <= 256"
-"""So many rows that blocks for thousands leave much of the chip idle."""
 SPANS = (1024, 3072, 8192)
 """Outputs up to which a product is of span 0, 1 and 2; beyond them of span 3. Large blocks leave a GPU idle where outputs are few."""
 
@@ -41,6 +39,22 @@ def split_regions(outputs: str) -> tuple[Region, Region]:
     )
 
 
+def blocks(rows: str, outputs: str, of: str) -> str:
+    """Blocks of so many rows and outputs that a product with `of` outputs has."""
+    return f"ceil_div(tokens, {rows}) * ceil_div({of}, {outputs})"
+
+
+def by_blocks(kernel: str, rows: str, outputs: str, of: str) -> Branch:
+    """The launch of a kernel with blocks of rows and outputs, or where it copies by TMA of that one."""
+    grid = (blocks(rows, outputs, of), "1", "1")
+    return Branch("tma", (Launch(f"{kernel}_tma", grid),), (Launch(kernel, grid),))
+
+
+def is_some(rows: str, outputs: str, of: str) -> str:
+    """Whether there are so few rows that blocks of so many rows and outputs, made for thousands, leave much of the chip idle."""
+    return f"tokens <= 256 or {blocks(rows, outputs, of)} < split_programs"
+
+
 def span(outputs: str) -> str:
     """The span of a number of outputs, as an expression."""
     first, second, third = SPANS
@@ -65,16 +79,19 @@ PLAN = Plan(
         "few_outputs",
         "split_outputs",
         "split_programs",
+        "norm_apart",
         "some_rows",
         "some_outputs",
         "row_block",
         "output_block",
+        "tma",  # 1: kernels of blocks copy by TMA
     ),
     checks=(Check("has(weight) != has(turned_weight)", "one of weight and turned_weight is wanted."),),
-    define={"splits": f"1 if has(norm_weight) or has(turned_weight) else {splits('O', 'I')}"},
-    workspace=(Region("rows", "T", ("tokens", "I"), f"has(norm_weight) and not ({FEW})"), PARTIAL),
+    define={"splits": f"1 if has(turned_weight) or has(norm_weight) and O * I < norm_apart else {splits('O', 'I')}"},
+    workspace=(Region("rows", "T", ("tokens", "I"), f"has(norm_weight) and (splits > 1 or not ({FEW}))"), PARTIAL),
     persistent=(ARRIVALS,),
-    aliases=(Alias("rows", "input", f"not has(norm_weight) or {FEW}"),),
+    aliases=(Alias("rows", "input", "not has(norm_weight)"),),
+    matrices=(Matrix("rows", "tokens", "I"), Matrix("weight", "I", "O")),
     arguments={"M": "tokens", "N": "O", "K": "I", "epsilon": "norm_epsilon"},
     steps=(
         Branch(
@@ -82,16 +99,19 @@ PLAN = Plan(
             (
                 Branch(
                     "splits > 1",
-                    (Launch("split", split_grid("O")),),
+                    (
+                        Branch("has(norm_weight)", (Launch("norm", ("tokens", "1", "1")),)),
+                        Launch("split", split_grid("O")),
+                    ),
                     (Launch("few", (f"ceil_div(tokens, {GROUP_ROWS})", "ceil_div(O, few_outputs)", "1")),),
                 ),
             ),
             (
                 Branch("has(norm_weight)", (Launch("norm", ("tokens", "1", "1")),)),
                 Branch(
-                    SOME,
-                    (Launch("some", ("ceil_div(tokens, some_rows) * ceil_div(O, some_outputs)", "1", "1")),),
-                    (Launch("many", ("ceil_div(tokens, row_block) * ceil_div(O, output_block)", "1", "1")),),
+                    is_some("row_block", "output_block", "O"),
+                    (by_blocks("some", "some_rows", "some_outputs", "O"),),
+                    (by_blocks("many", "row_block", "output_block", "O"),),
                 ),
             ),
         ),

@@ -13,5 +13,12 @@ MANY: list[Setting] = [
     *stages(2, 3, 4),
     *one("num_warps", 4, 8),
 ]
-MOVES: dict[str, list[Setting]] = {"few": FEW, "split": SPLIT, "some": MANY, "many": MANY}
+MOVES: dict[str, list[Setting]] = {
+    "few": FEW,
+    "split": SPLIT,
+    "some": MANY,
+    "some_tma": MANY,
+    "many": MANY,
+    "many_tma": MANY,
+}
 """What is tried from the current setting and then from better ones, by kernel."""

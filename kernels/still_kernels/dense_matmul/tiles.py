@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 from still_kernels.dense_matmul.plan import INNER
@@ -17,9 +18,14 @@ MANY = ((64, 64, 4, 4), (128, 128, 4, 3), (128, 256, 8, 3), (256, 128, 8, 3))
 """By span: rows, outputs, warps and stages of many rows, 64 inputs at a time. Best of 11 there."""
 SOME = ((64, 64, 4, 4), (64, 64, 4, 4), (64, 128, 4, 4), (64, 128, 4, 4))
 """The same of some rows: 129 rows of Llama-3.1-8B's products."""
+SOME_TMA = ((64, 64, 4, 4), (64, 64, 4, 4), (64, 128, 4, 6), (64, 128, 4, 4))
+MANY_TMA = ((64, 64, 4, 4), (128, 128, 8, 4), (128, 256, 8, 4), (128, 256, 8, 4))
+"""The same of kernels that copy by TMA, best of 7 (docs/notebook/tensorrt.md); of spans 0 and 1 none was measured."""
 SPLIT_OUTPUTS, SPLIT_PROGRAMS = 128, 128
 """Outputs of programs that share inputs, and programs that fill the chip. Best of 44 and 30 for Llama-3.1-8B's output and down."""
 NORM_COLUMNS = 1024
+NORM_APART = 1 << 24
+"""Numbers of a weight behind a norm from which programs that share inputs are worth a launch for the norm."""
 
 
 def few_tile(span: int, roomy: bool) -> KernelTile:
@@ -29,9 +35,11 @@ def few_tile(span: int, roomy: bool) -> KernelTile:
     return KernelTile({"BN": outputs, "BK": inner, "STAGES": stages}, warps, stages)
 
 
-def split_tile(roomy: bool) -> KernelTile:
+def split_tile(roomy: bool, aligned: int) -> KernelTile:
     """Of a few rows whose programs share inputs."""
-    warps, stages = (4, 4) if roomy else (8, 3)  # with 4 warps 128 outputs spill on sm_89
+    warps, stages = (
+        (4, 4) if roomy and aligned else (8, 3)
+    )  # with 4 warps 128 outputs spill on sm_89 and where sizes are odd
     return KernelTile({"BN": SPLIT_OUTPUTS, "BK": INNER, "STAGES": stages}, warps, stages)
 
 
@@ -48,17 +56,35 @@ def many_tile(span: int, roomy: bool, aligned: int, arch: int) -> KernelTile:
     return block_tile((128, 128, 8, 3) if narrow else MANY[span], roomy)
 
 
+def by_tma(roomy: bool, aligned: int, arch: int) -> bool:
+    """Whether there are kernels that copy by TMA."""
+    return roomy and bool(aligned) and arch == 90
+
+
+def tma_tile(sizes: tuple[int, int, int, int], left: str, right: str) -> KernelTile:
+    """Of blocks of rows and outputs that are copied by TMA.
+
+    left, right: Names of the matrices.
+    """
+    return replace(block_tile(sizes, True), blocks={left: ("BM", "BK"), right: ("BK", "BN")})
+
+
 @lru_cache
 def tile_table(aligned: int, span: int, arch: int, normed: int = 0, turned: int = 0) -> TileTable:
     """The table of a span, for sizes that are multiples of 8 or not, on an architecture (90 for sm_90)."""
     roomy = SHARED_BYTES[arch] >= WIDE_SHARED
-    tiles = {
-        "few": few_tile(span, roomy),
-        "some": block_tile(SOME[span], roomy),
-        "many": many_tile(span, roomy, aligned, arch),
-    }
+    tma = by_tma(roomy, aligned, arch) and not turned
+    if tma:
+        tiles = {
+            "some_tma": tma_tile(SOME_TMA[span], "rows", "weight"),
+            "many_tma": tma_tile(MANY_TMA[span], "rows", "weight"),
+        }
+    else:
+        tiles = {"some": block_tile(SOME[span], roomy), "many": many_tile(span, roomy, aligned, arch)}
+    tiles["few"] = few_tile(span, roomy)
     if normed:
         tiles["norm"] = KernelTile({"BC": NORM_COLUMNS}, 4)
-    elif not turned:
-        tiles["split"] = split_tile(roomy)
-    return TileTable(tiles, {"split_outputs": SPLIT_OUTPUTS, "split_programs": SPLIT_PROGRAMS})
+    if not turned:
+        tiles["split"] = split_tile(roomy, aligned)
+    host = {"split_outputs": SPLIT_OUTPUTS, "split_programs": SPLIT_PROGRAMS, "norm_apart": NORM_APART}
+    return TileTable(tiles, {**host, "tma": int(tma)})

@@ -47,13 +47,30 @@ def store_block(p_output, b_value, o_row, o_output, M, N):
 
 
 @triton.jit
-def block_of(at, M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
-    """Rows and outputs of program `at`: GROUP blocks of rows beside each other share what they read of the weight."""
+def corner_of(at, M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
+    """First row and output of program `at`: GROUP blocks of rows beside each other share what they read of the weight."""
     row_blocks, output_blocks = tl.cdiv(M, BM), tl.cdiv(N, BN)
     group = at // (GROUP * output_blocks)
     members = min(row_blocks - group * GROUP, GROUP)
     at -= group * (GROUP * output_blocks)
-    return (group * GROUP + at % members) * BM + tl.arange(0, BM), at // members * BN + tl.arange(0, BN)
+    return (group * GROUP + at % members) * BM, at // members * BN
+
+
+@triton.jit
+def block_of(at, M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
+    """Rows and outputs of program `at`."""
+    row, output = corner_of(at, M, N, BM, BN, GROUP)
+    return row + tl.arange(0, BM), output + tl.arange(0, BN)
+
+
+@triton.jit
+def store_sum(p_residual, p_output, b_sum, o_row, o_output, M, N):
+    """Rows and outputs that exist, [M, N], plus those of p_residual where there is one."""
+    if p_residual is not None:
+        place = o_row.to(tl.int64)[:, None] * N + o_output[None, :]
+        m_tile = (o_row < M)[:, None] & (o_output < N)[None, :]
+        b_sum += tl.load(p_residual + place, mask=m_tile, other=0.0).to(tl.float32)
+    store_block(p_output, b_sum, o_row, o_output, M, N)
 
 
 @triton.jit
@@ -82,11 +99,7 @@ def product_block(p_rows, p_weight, p_turned_weight, p_residual, p_output, o_row
         else:
             b_right = tl.load(p_right + begin, mask=m_inner[None, :], other=0.0)
             b_sum = tl.dot(b_left, tl.trans(b_right), b_sum)
-    if p_residual is not None:
-        place = o_row.to(tl.int64)[:, None] * N + o_output[None, :]
-        m_tile = (o_row < M)[:, None] & (o_output < N)[None, :]
-        b_sum += tl.load(p_residual + place, mask=m_tile, other=0.0).to(tl.float32)
-    store_block(p_output, b_sum, o_row, o_output, M, N)
+    store_sum(p_residual, p_output, b_sum, o_row, o_output, M, N)
 
 
 @triton.jit

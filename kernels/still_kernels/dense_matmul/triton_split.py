@@ -57,9 +57,9 @@ def split_block(p_rows, p_weight, p_residual, p_output, p_partial, p_arrivals, M
 
 
 @triton.jit(do_not_specialize=["M", "N", "K"])
-def split_kernel(p_input, p_weight, p_residual, p_output, p_partial, p_arrivals, M, N, K, BN: tl.constexpr, BK: tl.constexpr,
+def split_kernel(p_rows, p_weight, p_residual, p_output, p_partial, p_arrivals, M, N, K, BN: tl.constexpr, BK: tl.constexpr,
                   STAGES: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
-    """p_input [M, K] times p_weight [K, N], plus p_residual [M, N]. Grid, p_partial and p_arrivals as of split_block."""
+    """p_rows [M, K] times p_weight [K, N], plus p_residual [M, N]. Grid, p_partial and p_arrivals as of split_block."""
     if ALIGNED:
         N, K = N // 8 * 8, K // 8 * 8  # which tells the compiler
-    split_block(p_input, p_weight, p_residual, p_output, p_partial, p_arrivals, M, N, K, BN, BK, STAGES, WHOLE)
+    split_block(p_rows, p_weight, p_residual, p_output, p_partial, p_arrivals, M, N, K, BN, BK, STAGES, WHOLE)

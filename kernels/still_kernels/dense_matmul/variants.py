@@ -57,13 +57,13 @@ def default_variants() -> list[Variant]:
 
 def plan_constants(table: TileTable) -> dict[str, int]:
     """Values of the plan's constants for kernels with these block sizes."""
-    few, some, many = (table.tiles[name].constants for name in ("few", "some", "many"))
+    tiles = {name.removesuffix("_tma"): tile.constants for name, tile in table.tiles.items()}
     return {
-        "few_outputs": few["BN"],
-        "some_rows": some["BM"],
-        "some_outputs": some["BN"],
-        "row_block": many["BM"],
-        "output_block": many["BN"],
+        "few_outputs": tiles["few"]["BN"],
+        "some_rows": tiles["some"]["BM"],
+        "some_outputs": tiles["some"]["BN"],
+        "row_block": tiles["many"]["BM"],
+        "output_block": tiles["many"]["BN"],
         **table.host,
     }
 

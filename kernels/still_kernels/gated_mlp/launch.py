@@ -7,7 +7,9 @@ from still_kernels.gated_mlp.triton_gated import (
     few_down_kernel,
     few_gated_kernel,
     many_down_kernel,
+    many_down_tma_kernel,
     many_gated_kernel,
+    many_gated_tma_kernel,
     split_down_kernel,
 )
 from still_kernels.gated_mlp.variants import KERNELS, build
@@ -19,9 +21,13 @@ FUNCTIONS = {
     "few_down": few_down_kernel,
     "split_down": split_down_kernel,
     "some_gated": many_gated_kernel,
+    "some_gated_tma": many_gated_tma_kernel,
     "some_down": many_down_kernel,
+    "some_down_tma": many_down_tma_kernel,
     "many_gated": many_gated_kernel,
+    "many_gated_tma": many_gated_tma_kernel,
     "many_down": many_down_kernel,
+    "many_down_tma": many_down_tma_kernel,
 }
 
 _OP = Stateless(KERNELS, build)

@@ -8,13 +8,14 @@ from still_kernels.dense_matmul.plan import (
     FEW_ROWS,
     GROUP_ROWS,
     INNER,
-    SOME,
+    by_blocks,
+    is_some,
     span,
     split_grid,
     split_regions,
     splits,
 )
-from still_kernels.plan import Branch, Launch, Plan, Region
+from still_kernels.plan import Branch, Launch, Matrix, Plan, Region
 
 PARTIAL, ARRIVALS = split_regions("I")
 
@@ -41,6 +42,7 @@ PLAN = Plan(
         "gated_block",
         "row_block",
         "output_block",
+        "tma",  # 1: kernels of blocks copy by TMA
     ),
     define={"splits": splits("I", "M")},
     workspace=(
@@ -49,6 +51,12 @@ PLAN = Plan(
         PARTIAL,
     ),
     persistent=(ARRIVALS,),
+    matrices=(
+        Matrix("rows", "tokens", "I"),
+        Matrix("gate_up", "I", "2 * M"),
+        Matrix("middle", "tokens", "M"),
+        Matrix("down", "M", "I"),
+    ),
     arguments={"M": "tokens", "N": "M", "K": "I", "epsilon": "norm_epsilon"},
     steps=(
         Branch(
@@ -64,18 +72,14 @@ PLAN = Plan(
             (
                 Launch("norm", ("tokens", "1", "1")),
                 Branch(
-                    SOME,
-                    (
-                        Launch(
-                            "some_gated",
-                            ("ceil_div(tokens, some_gated_rows) * ceil_div(M, some_gated_outputs)", "1", "1"),
-                        ),
-                        Launch("some_down", ("ceil_div(tokens, some_rows) * ceil_div(I, some_outputs)", "1", "1")),
-                    ),
-                    (
-                        Launch("many_gated", ("ceil_div(tokens, gated_rows) * ceil_div(M, gated_block)", "1", "1")),
-                        Launch("many_down", ("ceil_div(tokens, row_block) * ceil_div(I, output_block)", "1", "1")),
-                    ),
+                    is_some("gated_rows", "gated_block", "M"),
+                    (by_blocks("some_gated", "some_gated_rows", "some_gated_outputs", "M"),),
+                    (by_blocks("many_gated", "gated_rows", "gated_block", "M"),),
+                ),
+                Branch(
+                    is_some("row_block", "output_block", "I"),
+                    (by_blocks("some_down", "some_rows", "some_outputs", "I"),),
+                    (by_blocks("many_down", "row_block", "output_block", "I"),),
                 ),
             ),
         ),

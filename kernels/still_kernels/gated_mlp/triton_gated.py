@@ -8,6 +8,7 @@ import triton.language as tl
 
 from still_kernels.dense_matmul.triton_products import (
     block_of,
+    corner_of,
     left_of,
     normed_block,
     product_block,
@@ -16,6 +17,13 @@ from still_kernels.dense_matmul.triton_products import (
     store_block,
 )
 from still_kernels.dense_matmul.triton_split import split_block
+from still_kernels.dense_matmul.triton_tma import copied_block
+
+
+@triton.jit
+def _gated(b_gate, b_up):
+    """silu(gate) * up."""
+    return b_gate / (1 + tl.exp(-b_gate)) * b_up
 
 
 @triton.jit
@@ -40,7 +48,7 @@ def _gated_block(p_rows, p_gate_up, p_middle, o_row, o_output, M, N, K, BM: tl.c
         b_gate = tl.dot(b_left, tl.load(p_gate, mask=m_right, other=0.0), b_gate)
         b_up = tl.dot(b_left, tl.load(p_gate + N, mask=m_right, other=0.0), b_up)
         p_gate += 2 * BK * N
-    store_block(p_middle, b_gate / (1 + tl.exp(-b_gate)) * b_up, o_row, o_output, M, N)
+    store_block(p_middle, _gated(b_gate, b_up), o_row, o_output, M, N)
 
 
 @triton.jit(do_not_specialize=["M", "N", "K"])
@@ -64,6 +72,21 @@ def many_gated_kernel(p_rows, p_gate_up, p_middle, M, N, K, BM: tl.constexpr, BN
         N, K = N // 8 * 8, K // 8 * 8  # which tells the compiler
     o_row, o_output = block_of(tl.program_id(0), M, N, BM, BN, GROUP)
     _gated_block(p_rows, p_gate_up, p_middle, o_row, o_output, M, N, K, BM, BN, BK, STAGES, WHOLE)
+
+
+@triton.jit(do_not_specialize=["M", "N", "K"])
+def many_gated_tma_kernel(d_rows, d_gate_up, p_middle, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+                          GROUP: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """The same, blocks copied by TMA."""
+    N = N // 8 * 8  # which tells the compiler
+    row, output = corner_of(tl.program_id(0), M, N, BM, BN, GROUP)
+    b_gate = tl.zeros([BM, BN], tl.float32)
+    b_up = tl.zeros([BM, BN], tl.float32)
+    for begin in tl.range(0, K, BK, num_stages=STAGES):
+        b_left = d_rows.load([row, begin])
+        b_gate = tl.dot(b_left, d_gate_up.load([begin, output]), b_gate)
+        b_up = tl.dot(b_left, d_gate_up.load([begin, N + output]), b_up)
+    store_block(p_middle, _gated(b_gate, b_up), row + tl.arange(0, BM), output + tl.arange(0, BN), M, N)
 
 
 @triton.jit(do_not_specialize=["M", "N", "K"])
@@ -94,3 +117,11 @@ def many_down_kernel(p_middle, p_down, p_input, p_output, M, N, K, BM: tl.conste
         N, K = N // 8 * 8, K // 8 * 8  # which tells the compiler
     o_row, o_output = block_of(tl.program_id(0), M, K, BM, BN, GROUP)
     product_block(p_middle, p_down, None, p_input, p_output, o_row, o_output, M, K, N, BM, BN, BK, STAGES, WHOLE)
+
+
+@triton.jit(do_not_specialize=["M", "N", "K"])
+def many_down_tma_kernel(d_middle, d_down, p_input, p_output, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+                         GROUP: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """The same, blocks copied by TMA."""
+    K = K // 8 * 8  # which tells the compiler
+    copied_block(d_middle, d_down, p_input, p_output, M, K, N, BM, BN, BK, GROUP, STAGES)

@@ -39,7 +39,7 @@ def default_variants() -> list[Variant]:
 
 def plan_constants(table: TileTable) -> dict[str, int]:
     """Values of the plan's constants for kernels with these block sizes."""
-    tiles = {name: tile.constants for name, tile in table.tiles.items()}
+    tiles = {name.removesuffix("_tma"): tile.constants for name, tile in table.tiles.items()}
     return {
         "gated_outputs": tiles["few_gated"]["BN"],
         "some_gated_rows": tiles["some_gated"]["BM"],
