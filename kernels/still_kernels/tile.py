@@ -69,7 +69,7 @@ class TileTable:
 
 
 def changed(table: TileTable, kernel: str, setting: Setting) -> TileTable:
-    """`table` with another setting of one kernel.
+    """`table` with another setting of one kernel, or of `<kernel>_tma` where the table has that in its place.
 
     Args:
         setting: By name: constants and options of the kernel's tile, constants of the host, or "other_kernel.NAME".
@@ -83,12 +83,15 @@ def changed(table: TileTable, kernel: str, setting: Setting) -> TileTable:
             assert value is not None
             table = replace(table, host={**table.host, plain: value})
             continue
-        tile = table.tiles.get(owner or kernel, KernelTile())
+        owner = owner or kernel
+        if owner not in table.tiles and f"{owner}_tma" in table.tiles:
+            owner += "_tma"
+        tile = table.tiles.get(owner, KernelTile())
         if plain in tile.constants:
             tile = replace(tile, constants={**tile.constants, plain: value})  # type: ignore[dict-item]
         elif plain in ("num_warps", "num_stages", "max_registers", "dependent"):
             tile = replace(tile, **{plain: value})  # type: ignore[arg-type]
         else:
             raise KeyError(f"{kernel} has no setting {name}; it has {', '.join(tile.constants)}.")
-        table = replace(table, tiles={**table.tiles, owner or kernel: tile})
+        table = replace(table, tiles={**table.tiles, owner: tile})
     return table

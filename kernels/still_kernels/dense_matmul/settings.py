@@ -17,8 +17,6 @@ MOVES: dict[str, list[Setting]] = {
     "few": FEW,
     "split": SPLIT,
     "some": MANY,
-    "some_tma": MANY,
     "many": MANY,
-    "many_tma": MANY,
 }
 """What is tried from the current setting and then from better ones, by kernel."""

@@ -125,5 +125,6 @@ WORK = OpWork(
     table=_table,
     moves=MOVES,
     decode=frozenset({"few", "split"}),
+    instead={name: f"{name}_tma" for name in ("some", "many")},
     misfit=lambda table, layer, arch: "",
 )

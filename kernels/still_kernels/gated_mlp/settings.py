@@ -10,12 +10,8 @@ MOVES: dict[str, list[Setting]] = {
     "many_gated": [*MANY, *one("BN", 32)],
     "few_down": FEW,
     "split_down": SPLIT,
-    "many_gated_tma": MANY,
     "some_gated": [*MANY, *one("BN", 32)],
-    "some_gated_tma": MANY,
     "some_down": MANY,
-    "some_down_tma": MANY,
     "many_down": MANY,
-    "many_down_tma": MANY,
 }
 """What is tried from the current setting and then from better ones, by kernel."""

@@ -93,5 +93,6 @@ WORK = OpWork(
     table=_table,
     moves=MOVES,
     decode=frozenset({"few_gated", "few_down", "split_down"}),
+    instead={name: f"{name}_tma" for name in ("some_gated", "some_down", "many_gated", "many_down")},
     misfit=lambda table, layer, arch: "",
 )
