@@ -19,7 +19,7 @@ from still_kernels.op_kernels import Build, OpKernels
 from still_kernels.plan import Call, Launches
 from still_kernels.tile import KernelTile
 
-_compiled: dict[tuple[Any, ...], Any] = {}  # kernels that ran before, by function, variant and kinds of pointers
+_compiled: dict[tuple[Any, ...], Any] = {}  # kernels that ran before, by name, function, variant and kinds of pointers
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,12 @@ class Launcher:
         key = None
         if variant is not None:
             kinds = [x if (x := values[i]) is None else (x.dtype, x.data_ptr() % 16) for i, _ in launch.pointers]
-            key = (launch.function, variant, *kinds)
+            key = (
+                launch.name,
+                launch.function,
+                variant,
+                *kinds,
+            )  # a function of two names is compiled with the constants of each
             if key in _compiled:
                 self.start(launch.name, partial(_compiled[key][launch.grid], *values))
                 return _compiled[key]

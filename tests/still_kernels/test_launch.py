@@ -124,6 +124,29 @@ def test_a_launch_finds_the_kernel_that_its_like_ran(monkeypatch: pytest.MonkeyP
     assert [call(tokens=1), call(tokens=1)] == ["none", "all"]
 
 
+def test_a_function_of_two_names_is_compiled_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of some rows and of many are constants of one function: the grid of one with the blocks of the other leaves outputs out."""
+    from still_kernels.dense_matmul import Inputs as Product
+    from still_kernels.dense_matmul.launch import launch_dense_matmul
+
+    found: list[tuple[str, bool]] = []
+
+    class Compiled:
+        def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+            return lambda *_: None
+
+    def start(self: Any, name: str, run: Any) -> Compiled:
+        found.append((name.removesuffix("_tma"), not run.keywords))
+        return Compiled()
+
+    monkeypatch.setattr(launcher.Launcher, "start", start)
+    monkeypatch.setattr(launcher, "_compiled", {})
+    for rows in (65, 1030, 65, 1030):
+        given = Product(torch.zeros(1, rows, 8).half(), torch.zeros(8, 4096).half())
+        launch_dense_matmul(given, torch.zeros(1, rows, 4096).half())
+    assert found == [("some", False), ("many", False), ("some", True), ("many", True)]
+
+
 @pytest.mark.parametrize("overflow", ["error", "fold_min_score"])
 def test_a_bound_step_passes_what_a_launch_passes(overflow: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The addresses of the same tensors, in the same places; buffers of its own that do not overlap."""

@@ -19,9 +19,9 @@ INNER = 64
 
 
 def splits(outputs: str, inputs: str) -> str:
-    """Programs that share the inputs of a block of outputs of a few rows: enough to fill the chip, of at least 1,024 inputs each. Rows do
-    not count, so that a row of several is summed as it is alone."""
-    return f"max(1, min(ceil_div(split_programs, ceil_div({outputs}, split_outputs)), {inputs} // 1024))"
+    """Programs that share the inputs of a block of outputs of a few rows: enough to fill the chip, of at least `split_inputs` each. Rows
+    do not count, so that a row of several is summed as it is alone."""
+    return f"max(1, min(ceil_div(split_programs, ceil_div({outputs}, split_outputs)), {inputs} // split_inputs))"
 
 
 def split_grid(outputs: str) -> tuple[str, str, str]:
@@ -78,6 +78,7 @@ PLAN = Plan(
     constants=(
         "few_outputs",
         "split_outputs",
+        "split_inputs",
         "split_programs",
         "norm_apart",
         "some_rows",

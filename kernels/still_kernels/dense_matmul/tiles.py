@@ -18,12 +18,15 @@ MANY = ((64, 64, 4, 4), (128, 128, 4, 3), (128, 256, 8, 3), (256, 128, 8, 3))
 """By span: rows, outputs, warps and stages of many rows, 64 inputs at a time. Best of 11 there."""
 SOME = ((64, 64, 4, 4), (64, 64, 4, 4), (64, 128, 4, 4), (64, 128, 4, 4))
 """The same of some rows: 129 rows of Llama-3.1-8B's products."""
-SOME_TMA = ((64, 64, 4, 4), (64, 64, 4, 4), (64, 128, 4, 6), (64, 128, 4, 4))
+SOME_TMA = ((64, 64, 4, 6), (64, 64, 4, 6), (64, 128, 4, 6), (64, 256, 8, 4))
 MANY_TMA = ((64, 64, 4, 4), (128, 128, 8, 4), (128, 256, 8, 4), (128, 256, 8, 4))
 """The same of kernels that copy by TMA, best of 7 (docs/notebook/tensorrt.md); of spans 0 and 1 none was measured."""
-SPLIT_OUTPUTS, SPLIT_PROGRAMS = 128, 128
-"""Outputs of programs that share inputs, and programs that fill the chip. Best of 44 and 30 for Llama-3.1-8B's output and down."""
-NORM_COLUMNS = 1024
+SPLIT = ((32, 128, 4, 4, 512), (32, 128, 4, 4, 512), (128, 64, 4, 4, 1024), (128, 64, 4, 4, 1024))
+"""The same of a few rows whose programs share inputs, and the inputs that each has at least. Best of 44 and 30 for Llama-3.1-8B's output
+and down."""
+SPLIT_PROGRAMS = 128
+"""Programs that fill the chip."""
+NORM_COLUMNS = 4096
 NORM_APART = 1 << 24
 """Numbers of a weight behind a norm from which programs that share inputs are worth a launch for the norm."""
 
@@ -35,12 +38,18 @@ def few_tile(span: int, roomy: bool) -> KernelTile:
     return KernelTile({"BN": outputs, "BK": inner, "STAGES": stages}, warps, stages)
 
 
-def split_tile(roomy: bool, aligned: int) -> KernelTile:
+def split_tile(span: int, roomy: bool, aligned: int) -> KernelTile:
     """Of a few rows whose programs share inputs."""
-    warps, stages = (
-        (4, 4) if roomy and aligned else (8, 3)
-    )  # with 4 warps 128 outputs spill on sm_89 and where sizes are odd
-    return KernelTile({"BN": SPLIT_OUTPUTS, "BK": INNER, "STAGES": stages}, warps, stages)
+    outputs, inner, warps, stages, _ = SPLIT[span]
+    if outputs == 128 and not (roomy and aligned):
+        warps, stages = 8, 3  # with 4 warps they spill on sm_89 and where sizes are odd
+    return KernelTile({"BN": outputs, "BK": inner, "STAGES": stages}, warps, stages if roomy else 3)
+
+
+def host_constants(span: int, tma: bool) -> dict[str, int]:
+    """What the plans of dense products ask beside the kernels' blocks, for a span and kernels that copy by TMA or not."""
+    outputs, *_, inputs = SPLIT[span]
+    return {"split_outputs": outputs, "split_inputs": inputs, "split_programs": SPLIT_PROGRAMS, "tma": int(tma)}
 
 
 def block_tile(sizes: tuple[int, int, int, int], roomy: bool) -> KernelTile:
@@ -85,6 +94,5 @@ def tile_table(aligned: int, span: int, arch: int, normed: int = 0, turned: int 
     if normed:
         tiles["norm"] = KernelTile({"BC": NORM_COLUMNS}, 4)
     if not turned:
-        tiles["split"] = split_tile(roomy, aligned)
-    host = {"split_outputs": SPLIT_OUTPUTS, "split_programs": SPLIT_PROGRAMS, "norm_apart": NORM_APART}
-    return TileTable(tiles, {**host, "tma": int(tma)})
+        tiles["split"] = split_tile(span, roomy, aligned)
+    return TileTable(tiles, {**host_constants(span, tma), "norm_apart": NORM_APART})

@@ -33,6 +33,7 @@ PLAN = Plan(
         "gated_outputs",
         "few_outputs",
         "split_outputs",
+        "split_inputs",
         "split_programs",
         "some_gated_rows",
         "some_gated_outputs",

@@ -9,12 +9,11 @@ from still_kernels.dense_matmul.tiles import (
     NORM_COLUMNS,
     SOME,
     SOME_TMA,
-    SPLIT_OUTPUTS,
-    SPLIT_PROGRAMS,
     WIDE_SHARED,
     block_tile,
     by_tma,
     few_tile,
+    host_constants,
     many_tile,
     split_tile,
     tma_tile,
@@ -42,7 +41,7 @@ def tile_table(aligned: int, span: int, gated_span: int, arch: int) -> TileTable
         "norm": KernelTile({"BC": NORM_COLUMNS}, 4),
         "few_gated": KernelTile({"BN": outputs, "BK": inner, "STAGES": stages}, warps, stages),
         "few_down": few_tile(span, roomy),
-        "split_down": split_tile(roomy, aligned),
+        "split_down": split_tile(span, roomy, aligned),
     }
     if tma := by_tma(roomy, aligned, arch):
         tiles |= {
@@ -59,4 +58,4 @@ def tile_table(aligned: int, span: int, gated_span: int, arch: int) -> TileTable
             "many_gated": block_tile((128, 64, 8, 3) if narrow else MANY[gated_span], roomy),
             "many_down": many_tile(span, roomy, aligned, arch),
         }
-    return TileTable(tiles, {"split_outputs": SPLIT_OUTPUTS, "split_programs": SPLIT_PROGRAMS, "tma": int(tma)})
+    return TileTable(tiles, host_constants(span, tma))

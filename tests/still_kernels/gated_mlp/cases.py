@@ -13,7 +13,7 @@ from tests.still_kernels.stateless_cases import launched, main, worst_error
 
 SMALL: dict[str, Setting] = {
     **{name: {"BN": 16, "BK": 32} for name in ("few_gated", "few_down")},
-    "split_down": {"BN": 16, "BK": 32, "split_outputs": 16, "split_programs": 15},
+    "split_down": {"BN": 16, "BK": 32, "split_outputs": 16, "split_inputs": 1024, "split_programs": 15},
     **{f"some_{name}": {"BM": 16, "BN": 32, "BK": 32, "GROUP": 2} for name in ("gated", "down")},
     **{f"many_{name}": {"BM": 32, "BN": 16, "BK": 32, "GROUP": 2} for name in ("gated", "down")},
     "norm": {"BC": 64},
