@@ -11,7 +11,7 @@ from still_kernels.tile import SHARED_BYTES, KernelTile, TileTable
 WIDE_SHARED = 150 << 10
 """Shared memory that blocks of 128 x 256 take."""
 
-FEW = ((16, 128, 4, 4), (32, 128, 4, 6), (64, 128, 8, 4), (128, 64, 8, 4))
+FEW = ((16, 128, 4, 4), (32, 128, 8, 4), (64, 128, 8, 4), (128, 64, 8, 4))
 """By span: outputs, inputs at a time, warps and stages of a few rows. Best of 13 on an H200 over the products of SmolLM2-135M (spans 0
 and 1) and Llama-3.1-8B (docs/notebook/tensorrt.md)."""
 MANY = ((64, 64, 4, 4), (128, 128, 4, 3), (128, 256, 8, 3), (256, 128, 8, 3))
@@ -21,7 +21,7 @@ SOME = ((64, 64, 4, 4), (64, 64, 4, 4), (64, 128, 4, 4), (64, 128, 4, 4))
 SOME_TMA = ((64, 64, 4, 6), (64, 64, 4, 6), (64, 128, 4, 6), (64, 256, 8, 4))
 MANY_TMA = ((64, 64, 4, 4), (128, 128, 8, 4), (128, 256, 8, 4), (128, 256, 8, 4))
 """The same of kernels that copy by TMA, best of 7 (docs/notebook/tensorrt.md); of spans 0 and 1 none was measured."""
-SPLIT = ((32, 128, 4, 4, 512), (32, 128, 4, 4, 512), (128, 64, 4, 4, 1024), (128, 64, 4, 4, 1024))
+SPLIT = ((32, 64, 4, 6, 512), (64, 64, 4, 6, 512), (128, 64, 4, 4, 1024), (128, 64, 4, 4, 1024))
 """The same of a few rows whose programs share inputs, and the inputs that each has at least. Best of 44 and 30 for Llama-3.1-8B's output
 and down."""
 SPLIT_PROGRAMS = 128

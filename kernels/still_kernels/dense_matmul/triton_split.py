@@ -7,15 +7,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from still_kernels.dense_matmul.plan import GROUP_ROWS
+from still_kernels.dense_matmul.plan import GROUP_ROWS, INNER
 
 GROUP = tl.constexpr(GROUP_ROWS)
+WHOLE_INNER = tl.constexpr(INNER)
 
 
 @triton.jit
 def split_block(p_rows, p_weight, p_residual, p_output, p_partial, p_arrivals, M, N, K, BN: tl.constexpr, BK: tl.constexpr,
                  STAGES: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
-    """Outputs of up to 16 rows. WHOLE: K is a multiple of BK. Grid (ceil(M / 16), ceil(N / BN), S); p_partial float32 [S, M, N],
+    """Outputs of up to 16 rows. WHOLE: K is a multiple of WHOLE_INNER. Grid (ceil(M / 16), ceil(N / BN), S); p_partial float32 [S, M, N],
     p_arrivals zeros, one for each block."""
     i_split, splits = tl.program_id(2), tl.num_programs(2)
     o_row = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
@@ -32,7 +33,7 @@ def split_block(p_rows, p_weight, p_residual, p_output, p_partial, p_arrivals, M
     p_right = p_weight + o_inner.to(tl.int64)[:, None] * N + o_output[None, :]
     b_sum = tl.zeros([GROUP, BN], tl.float32)
     for begin in tl.range(0, last - first, BK, num_stages=STAGES):
-        m_inner = tl.arange(0, BK) < (BK if WHOLE else last - first - begin)
+        m_inner = tl.arange(0, BK) < (BK if WHOLE and BK <= WHOLE_INNER else last - first - begin)
         b_left = tl.load(p_left, mask=m_row & m_inner[None, :], other=0.0)
         b_right = tl.load(p_right, mask=m_inner[:, None] & m_output, other=0.0)
         b_sum = tl.dot(b_left, b_right, b_sum)

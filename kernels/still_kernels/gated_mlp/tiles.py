@@ -20,7 +20,7 @@ from still_kernels.dense_matmul.tiles import (
 )
 from still_kernels.tile import SHARED_BYTES, KernelTile, TileTable
 
-FEW = ((16, 128, 4, 4), (16, 128, 4, 4), (32, 128, 8, 4), (64, 64, 8, 4))
+FEW = ((16, 64, 4, 6), (16, 64, 4, 6), (32, 128, 8, 4), (64, 64, 8, 4))
 MANY = ((64, 32, 4, 4), (128, 64, 4, 3), (128, 128, 8, 3), (128, 128, 8, 3))
 SOME_GATED = ((64, 32, 4, 4), (64, 32, 4, 4), (64, 64, 4, 4), (64, 128, 4, 3))
 """As those of still::DenseMatMul, with half the outputs: a program computes a gate and a number beside it."""

@@ -14,7 +14,7 @@ from tests.still_kernels.stateless_cases import launched, main, worst_error
 CASES = {**FEW, **SOME, **MANY}
 SMALL: dict[str, Setting] = {
     "few": {"BN": 16, "BK": 32},
-    "split": {"BN": 16, "BK": 32, "split_outputs": 16, "split_inputs": 1024, "split_programs": 15, "norm_apart": 1},
+    "split": {"BN": 16, "BK": 128, "split_outputs": 16, "split_inputs": 1024, "split_programs": 15, "norm_apart": 1},
     "some": {"BM": 16, "BN": 32, "BK": 32, "GROUP": 2},
     "many": {"BM": 32, "BN": 16, "BK": 32, "GROUP": 2},
     "norm": {"BC": 64},
