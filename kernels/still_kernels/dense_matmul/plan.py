@@ -89,7 +89,10 @@ PLAN = Plan(
     ),
     checks=(Check("has(weight) != has(turned_weight)", "one of weight and turned_weight is wanted."),),
     define={"splits": f"1 if has(turned_weight) or has(norm_weight) and O * I < norm_apart else {splits('O', 'I')}"},
-    workspace=(Region("rows", "T", ("tokens", "I"), f"has(norm_weight) and (splits > 1 or not ({FEW}))"), PARTIAL),
+    workspace=(
+        Region("rows", "T", (f"max(tokens, {FEW_ROWS})", "I"), f"has(norm_weight) and (splits > 1 or not ({FEW}))"),
+        PARTIAL,
+    ),
     persistent=(ARRIVALS,),
     aliases=(Alias("rows", "input", "not has(norm_weight)"),),
     matrices=(Matrix("rows", "tokens", "I"), Matrix("weight", "I", "O")),

@@ -1,0 +1,53 @@
+"""What a builder measures of a call covers every smaller call: `Plan.measured_tokens`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from still_kernels.op_kernels import kernels_of
+from still_kernels.plan import Call
+from still_kernels.plan.parts import ELEMENTS
+
+SIZES: dict[str, list[tuple[dict[str, tuple[int, ...]], tuple[str, int]]]] = {
+    "DenseMatMul": [
+        ({"weight": (inputs, outputs), **more}, ("input", inputs))
+        for inputs, outputs in ((4096, 10240), (14336, 4096), (1536, 576), (2051, 37))
+        for more in ({}, {"norm_weight": (inputs,)})
+    ],
+    "GatedMlp": [
+        ({"norm_weight": (width,), "down": (middle, width), "gate_up": (width, 2 * middle)}, ("input", width))
+        for width, middle in ((4096, 14336), (576, 1536), (72, 2112))
+    ],
+}
+"""Shapes of the weights, and the activations with their width."""
+
+
+def call_of(op: str, shapes: Mapping[str, tuple[int, ...]], tokens: tuple[str, int], rows: int, length: int) -> Call:
+    """A call of `rows` rows of `length` tokens with the constants of its variant on sm_90."""
+    kernels = kernels_of(op)
+    attributes = {a.name: a.default for a in kernels.spec.attributes}
+    call = Call.of(kernels.spec, {tokens[0]: (rows, length, tokens[1]), **shapes}, attributes, "float16", None)
+    return replace(call, constants=kernels.build(kernels.variant_of(call), 90).plan_constants)
+
+
+def bytes_of(op: str, call: Call) -> int:
+    """Of all regions of workspace."""
+    buffers: Any = kernels_of(op).plan.evaluate(call).workspace
+    return sum(math.prod(buffer.shape) * ELEMENTS[buffer.element] for buffer in buffers)
+
+
+@pytest.mark.parametrize(("op", "given"), [(op, i) for op, cases in SIZES.items() for i in range(len(cases))])
+@pytest.mark.parametrize(("rows", "most"), [(1, 100), (8, 40), (70, 1)])
+def test_what_is_measured_covers_smaller_calls(op: str, given: int, rows: int, most: int) -> None:
+    """Of fewer rows and tokens; every batch is measured at one token and at the most."""
+    shapes, tokens = SIZES[op][given]
+    size = {
+        (r, t): bytes_of(op, call_of(op, shapes, tokens, r, t)) for r in range(1, rows + 1) for t in range(1, most + 1)
+    }
+    measured = max(size[r, t] for r in range(1, rows + 1) for t in (1, most))
+    assert max(size.values()) == measured
