@@ -205,69 +205,94 @@ def _eight_bits(words, zero, scale, offset):
 
 
 @gluon.jit
-def _read(
+def _read_weight(
     begin,
-    chunks,
+    end,
     p_blocks,
     p_scales,
     p_zero_points,
     p_offsets,
-    p_input,
     BITS: gl.constexpr,
     BLOCK: gl.constexpr,
     BN: gl.constexpr,
     SPLITS: gl.constexpr,
     UNITS: gl.constexpr,
-    LAST: gl.constexpr,
+    TURN: gl.constexpr,
 ):
-    """Chunks from `begin` on, 4 * UNITS for each of the SPLITS warps: words of codes, scales, words of zero points, offsets, activations.
+    """Chunks from `begin` on, 4 * UNITS for each of the SPLITS warps: words of codes, scales, words of zero points, offsets.
 
-    p_blocks, p_scales, p_zero_points, p_offsets: Of the outputs' rows, [1, BN, 1]. p_input: Of the rows of activations, [1, 8, 1].
-    LAST: Some of these chunks are not there; what is read in their place is multiplied by 0.
+    p_blocks, p_scales, p_zero_points, p_offsets: Of the outputs' rows, [1, BN, 1].
+    TURN: "whole": all these chunks are before `end`. "none": all or none, of which nothing is read. "last": some; what is read in the
+        place of others is multiplied by 0.
     """
     CHUNK: gl.constexpr = 128 // BITS
     CODES: gl.constexpr = 32 // BITS
     STEP: gl.constexpr = 4 * UNITS
     GROUP: gl.constexpr = BLOCK // 4  # chunks of a word of zero points
     words_in: gl.constexpr = words_layout(SPLITS, BN, UNITS)
-    inputs_in: gl.constexpr = inputs_layout(SPLITS, UNITS, CHUNK)
     blocks_in: gl.constexpr = gl.SliceLayout(3, words_in)
     o_split = gl.arange(0, SPLITS, layout=gl.SliceLayout(1, gl.SliceLayout(2, blocks_in)))
     o_step = gl.arange(0, STEP, layout=gl.SliceLayout(0, gl.SliceLayout(1, blocks_in)))
     chunk = begin + (o_split * STEP)[:, None, None] + o_step[None, None, :]
-    if LAST:
-        chunk = gl.minimum(chunk, chunks - 1)
+    if TURN == "last":
+        chunk = gl.minimum(chunk, end - 1)
     o_word = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, words_in))))
-    words = gl.load(gl.expand_dims(p_blocks + chunk * 4, 3) + o_word[None, None, None, :])
+    p_words = gl.expand_dims(p_blocks + chunk * 4, 3) + o_word[None, None, None, :]
     block = chunk * CHUNK // BLOCK
-    b_scale = gl.load(p_scales + block)
-    b_offset = b_scale if p_offsets is None else gl.load(p_offsets + block)
+    if TURN == "none":
+        m_chunk = chunk < end
+        words = gl.load(p_words, mask=gl.expand_dims(m_chunk, 3), other=0)
+        b_scale = gl.load(p_scales + block, mask=m_chunk, other=0.0)
+        b_offset = b_scale if p_offsets is None else gl.load(p_offsets + block, mask=m_chunk, other=0.0)
+    else:
+        words = gl.load(p_words)
+        b_scale = gl.load(p_scales + block)
+        b_offset = b_scale if p_offsets is None else gl.load(p_offsets + block)
     if p_zero_points is None:
         zeros = block
-    elif STEP % GROUP == 0 and not LAST:
+    elif STEP % GROUP == 0 and TURN != "last":
         groups_in: gl.constexpr = groups_layout(SPLITS, BN, UNITS, GROUP)
         o_split = gl.arange(0, SPLITS, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, groups_in))))
         o_group = gl.arange(0, STEP // GROUP, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, groups_in))))
         group = begin // GROUP + (o_split * (STEP // GROUP))[:, None, None] + o_group[None, None, :]
-        p_group = gl.convert_layout(p_zero_points, gl.SliceLayout(3, groups_in), assert_trivial=True)
-        zeros = gl.load(p_group + group)
+        p_group = gl.convert_layout(p_zero_points, gl.SliceLayout(3, groups_in), assert_trivial=True) + group
+        if TURN == "none":
+            zeros = gl.load(p_group, mask=group < end // GROUP, other=0)
+        else:
+            zeros = gl.load(p_group)
+    elif TURN == "none":
+        zeros = gl.load(p_zero_points + block // CODES, mask=m_chunk, other=0)
     else:
         zeros = gl.load(p_zero_points + block // CODES)
+    return words, b_scale, zeros, b_offset
 
+
+@gluon.jit
+def _read_input(
+    begin, end, p_input, BITS: gl.constexpr, SPLITS: gl.constexpr, UNITS: gl.constexpr, WHOLE: gl.constexpr
+):
+    """The activations of the same chunks. p_input: Of the rows of activations, [1, 8, 1]. Not WHOLE: 0 for chunks from `end` on."""
+    CHUNK: gl.constexpr = 128 // BITS
+    STEP: gl.constexpr = 4 * UNITS
+    inputs_in: gl.constexpr = inputs_layout(SPLITS, UNITS, CHUNK)
     o_in = gl.arange(0, SPLITS, layout=gl.SliceLayout(1, gl.SliceLayout(2, inputs_in))) * (STEP * CHUNK)
     o_column = gl.arange(0, STEP * CHUNK, layout=gl.SliceLayout(0, gl.SliceLayout(1, inputs_in)))
     column = begin * CHUNK + o_in[:, None, None] + o_column[None, None, :]
-    if LAST:
-        b_input = gl.load(p_input + column, mask=column < chunks * CHUNK, other=0.0)
-    else:
+    if WHOLE:
         b_input = gl.load(p_input + column)
-    return words, b_scale, zeros, b_offset, b_input
+    else:
+        b_input = gl.load(p_input + column, mask=column < end * CHUNK, other=0.0)
+    return b_input
 
 
 @gluon.jit
 def _add(
     b_sum,
-    read,
+    words,
+    b_scale,
+    zeros,
+    b_offset,
+    b_input,
     begin,
     chunks,
     ZERO_POINTS: gl.constexpr,
@@ -279,14 +304,13 @@ def _add(
     UNITS: gl.constexpr,
     LAST: gl.constexpr,
 ):
-    """b_sum and the products of what `_read` gave."""
+    """b_sum and the products of what `_read_weight` and `_read_input` gave."""
     CHUNK: gl.constexpr = 128 // BITS
     CODES: gl.constexpr = 32 // BITS
     STEP: gl.constexpr = 4 * UNITS
     GROUP: gl.constexpr = BLOCK // 4
     product_in: gl.constexpr = product_layout(SPLITS)
     blocks_in: gl.constexpr = gl.SliceLayout(3, words_layout(SPLITS, BN, UNITS))
-    words, b_scale, zeros, b_offset, b_input = read
     scale = _twice(b_scale)
     offset = _twice(b_offset) if OFFSETS else None
     if not ZERO_POINTS:
@@ -339,8 +363,11 @@ def few_kernel(
     BN: gl.constexpr,
     SPLITS: gl.constexpr,
     UNITS: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):
     """BN outputs of up to 8 rows. Grid (ceil(M / 8), ceil(N / BN)).
+
+    AHEAD: What is asked for a turn of the loop before it is multiplied: 0: nothing, 1: the weight, 2: activations, too.
 
     p_input: [M, K]. p_blocks: Codes of [N, K], 32 / BITS in a word, the first one lowest. p_scales, p_offsets: [N, K / BLOCK].
     p_zero_points: Those of a row in ZW words. p_output: [M, N]. Rows and outputs that are not there are read as the last one, and not
@@ -370,12 +397,38 @@ def few_kernel(
     ZERO_POINTS: gl.constexpr = p_zero_points is not None
     OFFSETS: gl.constexpr = p_offsets is not None
     full = chunks // TURN * TURN
+    if AHEAD > 0:
+        words, scales, zeros, offsets = _read_weight(
+            0, full, p_words, p_scale, p_zeros, p_offset, BITS, BLOCK, BN, SPLITS, UNITS, "none"
+        )
+    if AHEAD > 1:
+        b_input = _read_input(0, full, p_row, BITS, SPLITS, UNITS, False)
     for begin in range(0, full, TURN):
-        read = _read(begin, chunks, p_words, p_scale, p_zeros, p_offset, p_row, BITS, BLOCK, BN, SPLITS, UNITS, False)
-        b_sum = _add(b_sum, read, begin, chunks, ZERO_POINTS, OFFSETS, BITS, BLOCK, BN, SPLITS, UNITS, False)
+        if AHEAD > 1:
+            next_input = _read_input(begin + TURN, full, p_row, BITS, SPLITS, UNITS, False)
+        else:
+            b_input = _read_input(begin, full, p_row, BITS, SPLITS, UNITS, True)
+        if AHEAD > 0:
+            next_words, next_scales, next_zeros, next_offsets = _read_weight(
+                begin + TURN, full, p_words, p_scale, p_zeros, p_offset, BITS, BLOCK, BN, SPLITS, UNITS, "none"
+            )
+        else:
+            words, scales, zeros, offsets = _read_weight(
+                begin, full, p_words, p_scale, p_zeros, p_offset, BITS, BLOCK, BN, SPLITS, UNITS, "whole"
+            )
+        b_sum = _add(b_sum, words, scales, zeros, offsets, b_input, begin, chunks, ZERO_POINTS, OFFSETS, BITS, BLOCK, BN, SPLITS, UNITS,
+                     False)  # fmt: skip
+        if AHEAD > 0:
+            words, scales, zeros, offsets = next_words, next_scales, next_zeros, next_offsets
+        if AHEAD > 1:
+            b_input = next_input
     if full < chunks:
-        read = _read(full, chunks, p_words, p_scale, p_zeros, p_offset, p_row, BITS, BLOCK, BN, SPLITS, UNITS, True)
-        b_sum = _add(b_sum, read, full, chunks, ZERO_POINTS, OFFSETS, BITS, BLOCK, BN, SPLITS, UNITS, True)
+        last_input = _read_input(full, chunks, p_row, BITS, SPLITS, UNITS, False)
+        last_words, last_scales, last_zeros, last_offsets = _read_weight(
+            full, chunks, p_words, p_scale, p_zeros, p_offset, BITS, BLOCK, BN, SPLITS, UNITS, "last"
+        )
+        b_sum = _add(b_sum, last_words, last_scales, last_zeros, last_offsets, last_input, full, chunks, ZERO_POINTS, OFFSETS, BITS, BLOCK,
+                     BN, SPLITS, UNITS, True)  # fmt: skip
 
     b_total = gl.sum(b_sum, 0)
     o_output = first + gl.arange(0, BN, layout=gl.SliceLayout(1, total_in))[:, None]

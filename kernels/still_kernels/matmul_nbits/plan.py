@@ -9,8 +9,9 @@ GROUP_ROWS = 8
 """Rows that share what is read of the weight: columns of a matrix instruction."""
 FEW = f"tokens <= {8 * GROUP_ROWS}"
 """So few rows that reading the weight for each group of them costs less than writing it as half precision numbers and reading those."""
-NARROW = 8192
-"""Outputs up to which a product is narrow."""
+SPANS = (4224, 8192)
+"""Outputs up to which a product is of span 0 and 1; beyond them of span 2. Of span 0 an H200 holds 16 outputs in two programs of 8 warps a
+multiprocessor."""
 
 PLAN = Plan(
     MATMUL_NBITS,
@@ -21,7 +22,7 @@ PLAN = Plan(
         "zero_points": "has(zero_points)",
         "offsets": "has(offsets)",
         "aligned": "O % 8 == 0",  # stores of 16 bytes
-        "narrow": f"O <= {NARROW}",  # so few programs of a few rows that each has more warps
+        "span": f"0 if O <= {SPANS[0]} else 1 if O <= {SPANS[1]} else 2",  # of fewer programs each has more warps
         "count_dtype": "'int32'",  # there are no counts
     },
     constants=(

@@ -8,6 +8,7 @@ MOVES: dict[str, list[Setting]] = {
     "few": [
         *one("BN", 16, 32, 64),
         *one("UNITS", 1, 2, 4),
+        *one("AHEAD", 0, 1, 2),
         {"SPLITS": 2, "num_warps": 2},
         {"SPLITS": 4, "num_warps": 4},
         {"SPLITS": 8, "num_warps": 8},

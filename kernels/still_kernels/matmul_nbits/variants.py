@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from still_graphs.errors import ConfigError
-from still_kernels.matmul_nbits.plan import PLAN
+from still_kernels.matmul_nbits.plan import PLAN, SPANS
 from still_kernels.matmul_nbits.tiles import tile_table
 from still_kernels.op_kernels import COUNT_DTYPES, Build, OpKernels, imported
 from still_kernels.plan import Check
@@ -24,7 +24,7 @@ class Variant:
 
     zero_points, offsets: Whether there are any.
     aligned: Whether outputs are a multiple of 8, which may be stored at once.
-    narrow: Whether they are few.
+    span: How many there are (`plan.SPANS`).
     """
 
     dtype: str = "float16"
@@ -32,7 +32,7 @@ class Variant:
     block_size: int = 32
     zero_points: int = 1
     aligned: int = 1
-    narrow: int = 0
+    span: int = 2
     offsets: int = 0
     count_dtype: str = "int32"
 
@@ -45,8 +45,8 @@ class Variant:
 def default_variants() -> list[Variant]:
     """Blocks of 32, 4 bits with zero points and without, 8 without."""
     return [
-        Variant(bits=bits, zero_points=zero, narrow=narrow)
-        for (bits, zero), narrow in itertools.product(((4, 1), (4, 0), (8, 0)), (0, 1))
+        Variant(bits=bits, zero_points=zero, span=span)
+        for (bits, zero), span in itertools.product(((4, 1), (4, 0), (8, 0)), range(len(SPANS) + 1))
     ]
 
 
@@ -65,7 +65,7 @@ def plan_constants(table: TileTable) -> dict[str, int]:
 
 def build(variant: Variant, arch: int, table: TileTable | None = None) -> Build:
     """What a variant is on an architecture, or with other block sizes."""
-    table = tile_table(variant.bits, variant.aligned, variant.narrow, arch) if table is None else table
+    table = tile_table(variant.bits, variant.aligned, variant.span, arch) if table is None else table
     constants = {"BITS": variant.bits, "BLOCK": variant.block_size, "ALIGNED": variant.aligned}
     absent = frozenset(name for name in ("zero_points", "offsets") if not getattr(variant, name))
     return Build(table.kernels(), constants, plan_constants(table), absent)

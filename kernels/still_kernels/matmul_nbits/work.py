@@ -12,7 +12,7 @@ from still_kernels.matmul_nbits.cost import cost
 from still_kernels.matmul_nbits.dispatch import matmul_nbits
 from still_kernels.matmul_nbits.inputs import WORD_BITS, Inputs
 from still_kernels.matmul_nbits.naive import dequantized
-from still_kernels.matmul_nbits.plan import NARROW
+from still_kernels.matmul_nbits.plan import SPANS
 from still_kernels.matmul_nbits.settings import MOVES
 from still_kernels.matmul_nbits.tiles import tile_table
 from still_kernels.tile import TileTable
@@ -106,7 +106,9 @@ def work(layer: Layer, kind: Kind, dtype: torch.dtype, device: str) -> Work:
 def _table(layer: Layer, device: torch.device, wide: bool) -> TileTable:
     from still_kernels.launcher import arch_of
 
-    return tile_table(layer.bits, int(layer.outputs % 8 == 0), int(layer.outputs <= NARROW), arch_of(device))
+    return tile_table(
+        layer.bits, int(layer.outputs % 8 == 0), sum(layer.outputs > most for most in SPANS), arch_of(device)
+    )
 
 
 WORK = OpWork(

@@ -14,10 +14,15 @@ from still_kernels.matmul_nbits.variants import Variant
 from tests.machine_code import disassembly, lines
 
 VARIANTS = [
-    (90, Variant()),
+    (90, Variant(span=0)),
     *[
         pytest.param(90, v, marks=pytest.mark.long)
-        for v in (Variant(bits=8, zero_points=0), Variant(aligned=0), Variant(zero_points=0, offsets=1))
+        for v in (
+            *(Variant(span=span) for span in (1, 2)),
+            *(Variant(bits=8, zero_points=0, span=span) for span in range(3)),
+            Variant(aligned=0),
+            Variant(zero_points=0, offsets=1),
+        )
     ],
     *[
         pytest.param(arch, v, marks=pytest.mark.long)
@@ -37,10 +42,11 @@ def test_no_kernel_spills_and_codes_stay_in_registers(arch: int, variant: Varian
         found = [line.name.split(".")[0] for line in code]
         assert not {"STL", "LDL"} & set(found), f"{name} spills"
         if name == "few":
-            tile = tile_table(variant.bits, variant.aligned, variant.narrow, arch).tiles["few"].constants
+            tile = tile_table(variant.bits, variant.aligned, variant.span, arch).tiles["few"].constants
             of_weight = tile["BN"] // 8 * tile["UNITS"]
             of_tokens = tile["UNITS"] * 16 // variant.bits
             loads = [line for line in code if line.name.startswith("LDG") and ".128" in line.name]
-            assert len(loads) == 2 * (of_weight + of_tokens)  # for whole turns of the loop, and for the last
+            # For whole turns of the loop and for the last, and before the loop what is asked for ahead.
+            assert len(loads) == (2 + (tile["AHEAD"] > 0)) * of_weight + (2 + (tile["AHEAD"] > 1)) * of_tokens
             first = found.index("HMMA")
             assert not {"LDS", "STS", "LDSM"} & set(found[:first]), "what a thread reads stays with it"
