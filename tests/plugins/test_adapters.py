@@ -141,7 +141,7 @@ def matmul_archive(folder: Path) -> Path:
     return op_archive(
         folder,
         "MatMulNBits",
-        {"aligned": 0, "narrow": 1, "offsets": 1},
+        {"aligned": 0, "span": 0, "offsets": 1},
         few=[
             ("input", "ptr"),
             ("blocks", "ptr"),

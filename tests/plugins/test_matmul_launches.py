@@ -9,6 +9,7 @@ import torch
 
 from still_graphs.ops.matmul_nbits import MATMUL_NBITS
 from still_kernels.matmul_nbits import Inputs
+from still_kernels.matmul_nbits.plan import SPANS
 from still_kernels.matmul_nbits.variants import Variant
 from tests.plugins.test_launches import fake_compiler, mirror  # noqa: F401  # fixtures
 
@@ -45,7 +46,8 @@ def test_matmul_nbits(
     tensors |= {name: optional[name] for name in beside}
     given = Inputs(**tensors, bits=bits, block_size=block)  # type: ignore[arg-type]
     present = {name: int(name in beside) for name in optional}
-    variant = Variant("float16", bits, block, aligned=int(outputs % 8 == 0), narrow=int(outputs <= 4096), **present)
+    span = sum(outputs > most for most in SPANS)
+    variant = Variant("float16", bits, block, aligned=int(outputs % 8 == 0), span=span, **present)
     mirror(
         MATMUL_NBITS,
         tensors,
