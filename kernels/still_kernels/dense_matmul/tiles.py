@@ -20,10 +20,10 @@ SOME = ((64, 64, 4, 4), (64, 64, 4, 4), (64, 128, 4, 4), (64, 128, 4, 4))
 """The same of some rows: 129 rows of Llama-3.1-8B's products."""
 SOME_TMA = ((64, 64, 4, 6), (64, 64, 4, 6), (64, 128, 4, 6), (64, 256, 8, 4))
 MANY_TMA = ((64, 64, 4, 4), (128, 128, 8, 4), (128, 256, 8, 4), (128, 256, 8, 4))
-"""The same of kernels that copy by TMA, best of 7 (docs/notebook/tensorrt.md); of spans 0 and 1 none was measured."""
+"""The same of kernels that copy by TMA, best of 5 to 8 (docs/notebook/tensorrt.md)."""
 SPLIT = ((32, 64, 4, 6, 512), (64, 64, 4, 6, 512), (128, 64, 4, 4, 1024), (128, 64, 4, 4, 1024))
 """The same of a few rows whose programs share inputs, and the inputs that each has at least. Best of 44 and 30 for Llama-3.1-8B's output
-and down."""
+and down; of spans 0 and 1 of 36 for SmolLM2's and Qwen2.5-1.5B's."""
 SPLIT_PROGRAMS = 128
 """Programs that fill the chip."""
 NORM_COLUMNS = 4096

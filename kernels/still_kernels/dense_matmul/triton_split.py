@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from still_kernels.dense_matmul.plan import GROUP_ROWS, INNER
+from still_kernels.dense_matmul.triton_products import store_sum
 
 GROUP = tl.constexpr(GROUP_ROWS)
 WHOLE_INNER = tl.constexpr(INNER)
@@ -25,10 +26,7 @@ def split_block(p_rows, p_weight, p_residual, p_output, p_partial, p_arrivals, M
     first = i_split * share
     last = tl.minimum(first + share, K)
     o_inner = first + tl.arange(0, BK)
-    m_row, m_output = (
-        (o_row < M)[:, None],
-        (o_output < N)[None, :],
-    )  # rows that there are not are not read: they cost as much
+    m_row, m_output = (o_row < M)[:, None], (o_output < N)[None, :]  # a row that is not there would cost as much
     p_left = p_rows + o_row.to(tl.int64)[:, None] * K + o_inner[None, :]
     p_right = p_weight + o_inner.to(tl.int64)[:, None] * N + o_output[None, :]
     b_sum = tl.zeros([GROUP, BN], tl.float32)
@@ -52,9 +50,7 @@ def split_block(p_rows, p_weight, p_residual, p_output, p_partial, p_arrivals, M
                 p_part = p_partial + (begin + i) * part + place
                 b_sum += tl.load(p_part, mask=m_tile & (begin + i < splits), other=0.0, cache_modifier=".cg")
         tl.store(p_arrived, 0)
-        if p_residual is not None:
-            b_sum += tl.load(p_residual + place, mask=m_tile, other=0.0).to(tl.float32)
-        tl.store(p_output + place, b_sum.to(p_output.dtype.element_ty), mask=m_tile)
+        store_sum(p_residual, p_output, b_sum, o_row, o_output, M, N)
 
 
 @triton.jit(do_not_specialize=["M", "N", "K"])
