@@ -30,6 +30,18 @@ class State(Protocol):
 
 
 @dataclass(frozen=True)
+class Held:
+    """What takes the place of a state in an op without one: of its `inputs` those that a step must not find in the cache, by `names`."""
+
+    inputs: Any
+    names: tuple[str, ...] = ()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Those that are there, by name."""
+        return {name: x for name in self.names if (x := getattr(self.inputs, name)) is not None}
+
+
+@dataclass(frozen=True)
 class Work:
     """Calls of one kind, on inputs of their own.
 

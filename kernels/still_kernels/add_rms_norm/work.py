@@ -16,7 +16,7 @@ from still_kernels.add_rms_norm.settings import MOVES
 from still_kernels.add_rms_norm.tiles import tile_table
 from still_kernels.dense_matmul.work import SIZES, kinds
 from still_kernels.tile import TileTable
-from still_kernels.work import Kind, OpWork, Work
+from still_kernels.work import Held, Kind, OpWork, Work
 
 
 @dataclass(frozen=True)
@@ -24,17 +24,6 @@ class Layer:
     """Numbers of a token."""
 
     width: int
-
-
-@dataclass(frozen=True)
-class Held:
-    """The weight, all that stays from call to call."""
-
-    inputs: Inputs
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Its tensor, by name."""
-        return {"norm_weight": self.inputs.norm_weight}
 
 
 def layer(sizes: Mapping[str, int], name: str, context: int) -> Layer:
@@ -50,7 +39,7 @@ def work(layer: Layer, kind: Kind, dtype: torch.dtype, device: str) -> Work:
     def state() -> Held:
         generator = torch.Generator(device).manual_seed(0)
         weight = torch.rand(layer.width, device=device, generator=generator).to(dtype) + 0.5
-        return Held(Inputs(tokens, residual, weight))
+        return Held(Inputs(tokens, residual, weight), ("norm_weight",))
 
     def plain(state: Held) -> Tensor:
         total = tokens + residual

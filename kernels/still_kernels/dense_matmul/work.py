@@ -14,7 +14,7 @@ from still_kernels.dense_matmul.plan import SPANS
 from still_kernels.dense_matmul.settings import MOVES
 from still_kernels.dense_matmul.tiles import tile_table
 from still_kernels.tile import TileTable
-from still_kernels.work import Kind, OpWork, Work
+from still_kernels.work import Held, Kind, OpWork, Work
 
 SIZES = {"heads": 32, "kv_heads": 8, "head_dim": 128, "width": 14336, "vocabulary": 128256}
 
@@ -28,18 +28,6 @@ class Layer:
     normed: bool = False
     residual: bool = False
     turned: bool = False
-
-
-@dataclass(frozen=True)
-class Held:
-    """The weights, which take the place of a state: a step must not find its own in the cache."""
-
-    inputs: Inputs
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Its tensors, by name."""
-        names = ("weight", "turned_weight", "norm_weight")
-        return {name: x for name in names if (x := getattr(self.inputs, name)) is not None}
 
 
 LAYERS = {
@@ -75,7 +63,7 @@ def work(layer: Layer, kind: Kind, dtype: torch.dtype, device: str) -> Work:
         weight = drawn((layer.inputs, layer.outputs), tokens, generator)
         norm = torch.rand(layer.inputs, device=device, generator=generator).to(dtype) + 0.5 if layer.normed else None
         kept, turned = (None, weight.T.contiguous()) if layer.turned else (weight, None)
-        return Held(Inputs(tokens, kept, turned, norm, residual))
+        return Held(Inputs(tokens, kept, turned, norm, residual), ("weight", "turned_weight", "norm_weight"))
 
     def plain(state: Held) -> Tensor:
         given = state.inputs

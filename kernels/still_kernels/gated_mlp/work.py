@@ -15,7 +15,7 @@ from still_kernels.gated_mlp.inputs import Inputs
 from still_kernels.gated_mlp.settings import MOVES
 from still_kernels.gated_mlp.tiles import tile_table
 from still_kernels.tile import TileTable
-from still_kernels.work import Kind, OpWork, Work
+from still_kernels.work import Held, Kind, OpWork, Work
 
 
 @dataclass(frozen=True)
@@ -24,17 +24,6 @@ class Layer:
 
     width: int
     middle: int
-
-
-@dataclass(frozen=True)
-class Held:
-    """The weights, which take the place of a state: a step must not find its own in the cache."""
-
-    inputs: Inputs
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Its tensors, by name."""
-        return {name: getattr(self.inputs, name) for name in ("norm_weight", "down", "gate_up")}
 
 
 def layer(sizes: Mapping[str, int], name: str, context: int) -> Layer:
@@ -50,7 +39,8 @@ def work(layer: Layer, kind: Kind, dtype: torch.dtype, device: str) -> Work:
         generator = torch.Generator(device).manual_seed(0)
         norm = torch.rand(layer.width, device=device, generator=generator).to(dtype) + 0.5
         down = drawn((layer.middle, layer.width), tokens, generator)
-        return Held(Inputs(tokens, norm, down, drawn((layer.width, 2 * layer.middle), tokens, generator)))
+        gate_up = drawn((layer.width, 2 * layer.middle), tokens, generator)
+        return Held(Inputs(tokens, norm, down, gate_up), ("norm_weight", "down", "gate_up"))
 
     def plain(state: Held) -> Tensor:
         given = state.inputs

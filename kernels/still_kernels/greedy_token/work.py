@@ -14,7 +14,7 @@ from still_kernels.greedy_token.inputs import Inputs
 from still_kernels.greedy_token.settings import MOVES
 from still_kernels.greedy_token.tiles import tile_table
 from still_kernels.tile import TileTable
-from still_kernels.work import Kind, OpWork, Work
+from still_kernels.work import Held, Kind, OpWork, Work
 
 
 @dataclass(frozen=True)
@@ -22,17 +22,6 @@ class Layer:
     """Tokens of the vocabulary."""
 
     vocabulary: int
-
-
-@dataclass(frozen=True)
-class Held:
-    """The logits, of which a step has new ones."""
-
-    inputs: Inputs
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Its tensor, by name."""
-        return {"logits": self.inputs.logits}
 
 
 def layer(sizes: Mapping[str, int], name: str, context: int) -> Layer:
@@ -46,7 +35,7 @@ def work(layer: Layer, kind: Kind, dtype: torch.dtype, device: str) -> Work:
 
     def state() -> Held:
         generator = torch.Generator(device).manual_seed(0)
-        return Held(Inputs(torch.randn(shape, device=device, generator=generator).to(dtype)))
+        return Held(Inputs(torch.randn(shape, device=device, generator=generator).to(dtype)), ("logits",))
 
     def plain(state: Held) -> Tensor:
         return state.inputs.logits.argmax(-1).int()

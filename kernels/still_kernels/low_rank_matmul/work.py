@@ -14,7 +14,7 @@ from still_kernels.low_rank_matmul.inputs import Inputs
 from still_kernels.low_rank_matmul.settings import MOVES
 from still_kernels.low_rank_matmul.tiles import tile_table
 from still_kernels.tile import TileTable
-from still_kernels.work import Kind, OpWork, Work
+from still_kernels.work import Held, Kind, OpWork, Work
 
 RANK = 16
 """Of a LoRA pair; those of query, key and value lie side by side."""
@@ -27,17 +27,6 @@ class Layer:
     inputs: int
     rank: int
     outputs: int
-
-
-@dataclass(frozen=True)
-class Held:
-    """The matrices, which take the place of a state."""
-
-    inputs: Inputs
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Its tensors, by name."""
-        return {"inner": self.inputs.inner, "outer": self.inputs.outer}
 
 
 def layer(sizes: Mapping[str, int], name: str, context: int) -> Layer:
@@ -58,7 +47,7 @@ def work(layer: Layer, kind: Kind, dtype: torch.dtype, device: str) -> Work:
         generator = torch.Generator(device).manual_seed(0)
         shapes = (layer.inputs, layer.rank), (layer.rank, layer.outputs)
         inner, outer = (drawn(shape, tokens, generator) for shape in shapes)
-        return Held(Inputs(tokens, inner, outer, base))
+        return Held(Inputs(tokens, inner, outer, base), ("inner", "outer"))
 
     def plain(state: Held) -> Tensor:
         return base + (tokens @ state.inputs.inner) @ state.inputs.outer

@@ -15,7 +15,7 @@ from still_kernels.rotary_qkv.naive import rotated
 from still_kernels.rotary_qkv.settings import MOVES
 from still_kernels.rotary_qkv.tiles import tile_table
 from still_kernels.tile import TileTable
-from still_kernels.work import Kind, OpWork, Work
+from still_kernels.work import Held, Kind, OpWork, Work
 
 
 @dataclass(frozen=True)
@@ -24,18 +24,6 @@ class Layer:
 
     widths: tuple[int, int, int, int]
     head_dim: int
-
-
-@dataclass(frozen=True)
-class Held:
-    """The bias, all that stays from call to call."""
-
-    inputs: Inputs
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Its tensors, by name."""
-        bias = self.inputs.gate_bias
-        return {} if bias is None else {"gate_bias": bias}
 
 
 def layer(sizes: Mapping[str, int], name: str, context: int) -> Layer:
@@ -55,7 +43,7 @@ def work(layer: Layer, kind: Kind, dtype: torch.dtype, device: str) -> Work:
     def state() -> Held:
         generator = torch.Generator(device).manual_seed(0)
         bias = torch.randn(gate, device=device, generator=generator).to(dtype) if gate else None
-        return Held(Inputs(numbers, cos, sin, *layer.widths, gate_bias=bias))
+        return Held(Inputs(numbers, cos, sin, *layer.widths, gate_bias=bias), ("gate_bias",))
 
     def plain(state: Held) -> Tensor:
         query, key, value, last = numbers.split(layer.widths, -1)

@@ -15,7 +15,7 @@ from still_kernels.round_key_value.inputs import Inputs
 from still_kernels.round_key_value.settings import MOVES
 from still_kernels.round_key_value.tiles import tile_table
 from still_kernels.tile import TileTable
-from still_kernels.work import Kind, OpWork, Work
+from still_kernels.work import Held, Kind, OpWork, Work
 
 
 @dataclass(frozen=True)
@@ -24,17 +24,6 @@ class Layer:
 
     heads: int
     head_dim: int
-
-
-@dataclass(frozen=True)
-class Held:
-    """The inputs; nothing stays from call to call."""
-
-    inputs: Inputs
-
-    def tensors(self) -> dict[str, Tensor]:
-        """None."""
-        return {}
 
 
 def layer(sizes: Mapping[str, int], name: str, context: int) -> Layer:

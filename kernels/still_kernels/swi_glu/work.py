@@ -15,7 +15,7 @@ from still_kernels.swi_glu.inputs import Inputs
 from still_kernels.swi_glu.settings import MOVES
 from still_kernels.swi_glu.tiles import tile_table
 from still_kernels.tile import TileTable
-from still_kernels.work import Kind, OpWork, Work
+from still_kernels.work import Held, Kind, OpWork, Work
 
 
 @dataclass(frozen=True)
@@ -23,17 +23,6 @@ class Layer:
     """Numbers of a token in each half."""
 
     width: int
-
-
-@dataclass(frozen=True)
-class Held:
-    """The input; nothing stays from call to call."""
-
-    inputs: Inputs
-
-    def tensors(self) -> dict[str, Tensor]:
-        """None."""
-        return {}
 
 
 def layer(sizes: Mapping[str, int], name: str, context: int) -> Layer:
