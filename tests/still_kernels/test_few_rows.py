@@ -1,4 +1,4 @@
-"""What a builder measures of a call covers every smaller call: `Plan.measured_tokens`."""
+"""Plans of products for a few rows: what a builder measures covers every smaller call, and a row is summed as it is alone."""
 
 from __future__ import annotations
 
@@ -51,3 +51,13 @@ def test_what_is_measured_covers_smaller_calls(op: str, given: int, rows: int, m
     }
     measured = max(size[r, t] for r in range(1, rows + 1) for t in (1, most))
     assert max(size.values()) == measured
+
+
+@pytest.mark.parametrize(("op", "given"), [(op, i) for op, cases in SIZES.items() for i in range(len(cases))])
+def test_a_row_of_a_few_is_summed_as_it_is_alone(op: str, given: int) -> None:
+    """The same kernels, and as many programs for the inputs of an output."""
+    shapes, tokens = SIZES[op][given]
+    few = [
+        kernels_of(op).plan.evaluate(call_of(op, shapes, tokens, *at)).steps for at in ((1, 1), (2, 7), (8, 1), (1, 64))
+    ]
+    assert len({tuple((step.kernel, *step.grid[1:]) for step in steps) for steps in few}) == 1
