@@ -1,7 +1,7 @@
 """What pyproject.toml has no words for: the C++ sources travel as package data, in a folder of another name.
 
 `plugins` would be a generic name on the import path, so a wheel installs the folder as `still_plugins`, beside still_export, whose
-export room finds it there (`still_export/export/plugins.py`). Everything else about the project is in pyproject.toml.
+export room finds it there (`still_export/targets/trt/plugins.py`). Everything else about the project is in pyproject.toml.
 """
 
 from setuptools import find_packages, setup

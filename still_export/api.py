@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, overload
 
-from still_export.runners.base import Progress, Runner
-from still_export.runners.sampling import RunError, Sampling
-from still_export.runners.snapshot import Snapshot
-from still_export.runners.text import Answer, Text
+from still_export.runtime.base import Progress, Runner
+from still_export.runtime.sampling import RunError, Sampling
+from still_export.runtime.snapshot import Snapshot
+from still_export.runtime.text import Answer, Text
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """A text to continue, token ids, or the messages of a chat ("role", "content"), a user's last."""
@@ -49,7 +49,7 @@ def load(
     """
     from still_export.package.folder import open_package
     from still_export.package.trust import trust_package
-    from still_export.runners.opening import open_runner, runtime_of
+    from still_export.proof.reference import open_runner, runtime_of
 
     folder = Path(package)
     manifest = open_package(folder, check_hashes=False).manifest  # the runner compares them
@@ -97,7 +97,7 @@ class LanguageModel:
         if adapter is None:
             self.runner.use_adapter({}, "")
         else:
-            from still_export.models.run_adapter import adapter_digest, adapter_inputs
+            from still_export.runtime.adapters import adapter_digest, adapter_inputs
 
             inputs = adapter_inputs(Path(adapter), self.runner.manifest)
             self.runner.use_adapter(inputs, adapter_digest(inputs))

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from still_export.export.native import find_onnxruntime_headers
-from still_export.export.plugins import SOURCE, PluginBuildError, find_tensorrt_headers
 from still_export.package.trust import trusts
-from still_export.runners.cuda_driver import CudaError, Driver
-from still_export.runners.opening import OWN
+from still_export.proof.reference import OWN
+from still_export.runtime.cuda_driver import CudaError, Driver
+from still_export.targets.ort.kernels import find_onnxruntime_headers
+from still_export.targets.trt.plugins import SOURCE, PluginBuildError, find_tensorrt_headers
 from still_graphs.states import StateTable
 
 if TYPE_CHECKING:

@@ -38,7 +38,7 @@ def test_imports_point_one_way(package: str) -> None:
 
 
 def test_runners_know_no_model_and_no_sibling_runtime() -> None:
-    runners = ROOT / "still_export" / "runners"
+    runners = ROOT / "still_export" / "runtime"
     for name in ("ort.py", "tensorrt.py"):
         if (runners / name).exists():
             assert not imported(runners / name) & {"torch", "transformers"}, name
@@ -52,7 +52,7 @@ def test_runners_know_no_model_and_no_sibling_runtime() -> None:
         ("still_kernels.hybrid_attention", ["triton", "onnx", "transformers"]),
         pytest.param("still_export.models.load", ["onnx", "onnxruntime", "triton", "tensorrt"], marks=pytest.mark.slow),
         ("still_export.cli.main", ["torch", "transformers", "onnx", "onnxruntime"]),
-        ("still_export.runners.ort", ["torch", "transformers", "onnx"]),
+        ("still_export.runtime.ort", ["torch", "transformers", "onnx"]),
     ],
 )
 def test_loads_without(module: str, absent: list[str]) -> None:
@@ -79,7 +79,7 @@ OWN = (
     "kernels/still_kernels/round_key_value/",
     "kernels/still_kernels/low_rank_matmul/",
     "kernels/still_kernels/greedy_token/",
-    "still_export/quantization/",
+    "still_export/graph/quantization/",
     "still_export/mixers/",
     "still_export/models/",
     "still_export/linearization/",
@@ -101,7 +101,7 @@ REGISTRATIONS = {
         "low_rank_matmul",
         "greedy_token",
     },
-    "still_export/proof/excuses.py": {"HybridAttention", "hybrid_attention"},
+    "still_export/mixers/ties.py": {"HybridAttention", "hybrid_attention"},
     "graphs/still_graphs/passes/sum_in_float32.py": {"DenseMatMul", "dense_matmul"},
     "graphs/still_graphs/passes/join_products.py": {"dense_matmul", "gated_mlp"},
     "graphs/still_graphs/passes/join_rotary.py": {"RotaryQkv", "rotary_qkv"},

@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from still_export.engines.build import build_engines, reopen
-from still_export.engines.row_check import check_rows
 from still_export.package.trust import trust_package
-from still_export.runners.tensorrt import TrtModel
+from still_export.proof.row_check import check_rows
+from still_export.runtime.tensorrt import TrtModel
+from still_export.targets.trt.build import build_engines, reopen
 
 WEIGHTS = "model.onnx.data"
 BLOCK = 10

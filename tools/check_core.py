@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from still_export.export.plugins import pack_archive
+from still_export.targets.trt.plugins import pack_archive
 from still_graphs.ops import HYBRID_ATTENTION
 from still_kernels import aot, launcher
 from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs

@@ -27,7 +27,7 @@ CONTEXTS = (1024, 4096, 8000)
 def opened(package: Path, replay: bool = False, **options: Any) -> Any:
     """The package's runner on CUDA, started."""
     from still_export.package.trust import trust_package
-    from still_export.runners.ort import OrtModel
+    from still_export.runtime.ort import OrtModel
 
     trust_package(package)
     model = OrtModel(package, provider="cuda", check=False, replay=replay, **options)
@@ -39,7 +39,7 @@ def opened(package: Path, replay: bool = False, **options: Any) -> Any:
 
 def without_kernels(package: Path) -> Any:
     """The same with function bodies."""
-    from still_export.runners import ort
+    from still_export.runtime import ort
 
     ort.native_library = lambda *a: None
     model = ort.OrtModel(package, provider="cuda", check=False)  # no kernels, no replays

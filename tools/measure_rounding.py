@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 
 from still_export.cli.verify import _options
+from still_export.graph.quantization.read import held_model
 from still_export.package.calls import next_feed
 from still_export.package.folder import open_package
 from still_export.proof.cases import part_medians
-from still_export.quantization.read import held_model
-from still_export.runners.torch import TorchModel
+from still_export.runtime.torch import TorchModel
 
 HELD = ("logits", "present_window_key.", "present_window_value.")
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from still_export.package.folder import open_package
 from still_export.proof.genai import check_library
-from still_export.runners.ort import OrtModel
+from still_export.runtime.ort import OrtModel
 
 TURN = 20
 """Steps that one of the two takes before the other's turn: threads of the one that rests go on looking for work for a while."""

@@ -27,8 +27,8 @@ import openai
 import psutil
 
 import still_export
-from still_export.runners.sampling import Sampling
-from still_export.runners.text import Text, TextPieces
+from still_export.runtime.sampling import Sampling
+from still_export.runtime.text import Text, TextPieces
 
 TIES = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 2.5e-1}
 """Two likeliest logits that lie nearer than this may change places by rounding, by the package's type: a batch is rounded in another way

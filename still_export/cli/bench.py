@@ -55,9 +55,9 @@ def bench(
     from still_export.package.folder import open_package
     from still_export.package.staging import staged_files
     from still_export.package.trust import trust_package
+    from still_export.proof.reference import runtime_of
     from still_export.report import bench as looks
     from still_export.report.render import check_report, write_report
-    from still_export.runners.opening import runtime_of
 
     if report is not None:
         check_report(report)

@@ -43,8 +43,8 @@ def build(
 ) -> None:
     """Build the engines of a package with the TensorRT and the GPU of this machine; build.log keeps TensorRT's words."""
     from still_export.cli.main import ended_at_once
-    from still_export.engines.build import BuildOptions, build_engines, discard_staged, reopen
     from still_export.package.trust import trust_package
+    from still_export.targets.trt.build import BuildOptions, build_engines, discard_staged, reopen
 
     out, opened = Output(as_json, quiet), reopen(package)
     options = BuildOptions(plugin, batch, prefill_tokens, workspace, optimization_level)

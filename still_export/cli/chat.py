@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from still_export.cli.output import Output
-from still_export.runners.conversation import Conversation, FullError
-from still_export.runners.text import Answer
+from still_export.runtime.conversation import Conversation, FullError
+from still_export.runtime.text import Answer
 
 HELP = """\
 /help    these commands

@@ -13,7 +13,7 @@ from still_export.cli.next_commands import next_commands
 from still_export.cli.output import Output
 
 if TYPE_CHECKING:
-    from still_export.export.job import Job
+    from still_export.targets.lower import Job
 
 EXAMPLES = """
 Examples:
@@ -149,7 +149,7 @@ def export(
     """Export a model to a package: graph, weights, tokenizer, a runner, manifest.json; for trt also kernels, plugin and engine."""
     from dataclasses import asdict
 
-    from still_export.export.job import plan_job, read_manifest
+    from still_export.targets.lower import plan_job, read_manifest
 
     if output is None:
         raise typer.BadParameter("give the package folder to write: -o DIR", param_hint="-o")
@@ -213,8 +213,8 @@ def _export_trt(job: Job, output: Path, force: bool, command: str, out: Output) 
     """Write a package for TensorRT, and its engines where that is possible here."""
     from dataclasses import asdict
 
-    from still_export.engines.build import build_engines
-    from still_export.engines.builder import NoBuilderError
+    from still_export.targets.trt.build import build_engines
+    from still_export.targets.trt.builder import NoBuilderError
 
     with out.steps() as progress:
         package = job.run(output, force=force, command=command, progress=progress)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from still_export.runners.opening import OWN
+from still_export.proof.reference import OWN
 
 
 def next_commands(package: Path, target: str) -> str:

@@ -72,11 +72,11 @@ def run(
     """Continue a prompt, or chat, with ONNX Runtime or TensorRT; prompts of any length are fed in pieces."""
     from still_export.api import load
     from still_export.cli.chat import WHEN_FULL, talk
-    from still_export.runners.conversation import Conversation
-    from still_export.runners.cuda_driver import CudaError
-    from still_export.runners.sampling import RunError, Sampling
-    from still_export.runners.snapshot import Snapshot
-    from still_export.runners.text import write_answer
+    from still_export.runtime.conversation import Conversation
+    from still_export.runtime.cuda_driver import CudaError
+    from still_export.runtime.sampling import RunError, Sampling
+    from still_export.runtime.snapshot import Snapshot
+    from still_export.runtime.text import write_answer
 
     given = [x for x in (prompt, prompt_file, prompt_ids) if x is not None]
     if not given and not chat and not sys.stdin.isatty():
@@ -137,7 +137,7 @@ def run(
 def _ids(given: str | None) -> list[int] | None:
     if given is None:
         return None
-    from still_export.runners.text import token_ids
+    from still_export.runtime.text import token_ids
 
     try:
         return token_ids(given)

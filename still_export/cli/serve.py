@@ -59,8 +59,8 @@ def serve(
     """Serve a package by OpenAI's interface: chats and texts, many at a time, streamed or whole."""
     demand("starlette", "uvicorn")
     from still_export.api import load
-    from still_export.runners.cuda_driver import CudaError
-    from still_export.runners.sampling import RunError
+    from still_export.runtime.cuda_driver import CudaError
+    from still_export.runtime.sampling import RunError
     from still_export.serving.app import Settings
     from still_export.serving.scheduler import Scheduler
     from still_export.serving.server import LOOPBACK, Server, listen

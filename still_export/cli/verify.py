@@ -19,11 +19,11 @@ from still_export.errors import ConfigError, ModelNotFoundError, PackageError
 from still_export.extras import demand
 
 if TYPE_CHECKING:
-    from still_export.export.onnx_package import ExportOptions
     from still_export.models.weights import Pair
     from still_export.package.folder import Package
     from still_export.proof.cases import CaseSource
     from still_export.proof.verify import Report
+    from still_export.targets.portable.package import ExportOptions
 
 SHOWN = 5
 """Mismatches that are printed; the report has all."""
@@ -101,18 +101,18 @@ def verify(
         passed = verify_served(package, output, seed, requests or REQUESTS, dtype, ranks, Output(as_json, quiet))
         raise typer.Exit(0 if passed else 1)
     from still_export.doctor import machine
+    from still_export.graph.quantization.policy import rounds_activations
     from still_export.package.folder import open_package
     from still_export.package.staging import staged_files
     from still_export.package.trust import trust_package
     from still_export.proof.recorded import RecordedCases, record_cases
+    from still_export.proof.reference import runtime_of
     from still_export.proof.sessions import Target
     from still_export.proof.verify import DECODE_STEPS, Verifier, check_dtype
-    from still_export.quantization.policy import rounds_activations
     from still_export.report import verify as looks
     from still_export.report.render import check_report, write_report
-    from still_export.runners.cuda_driver import CudaError
-    from still_export.runners.opening import runtime_of
-    from still_export.runners.sampling import RunError
+    from still_export.runtime.cuda_driver import CudaError
+    from still_export.runtime.sampling import RunError
 
     if report is not None:
         if record is not None:
@@ -150,7 +150,7 @@ def verify(
     pairs: Mapping[str, tuple[Pair, ...]] = {}
     added: dict[str, Any] = {}
     if adapter is not None:
-        from still_export.models.run_adapter import adapter_inputs, read_pairs
+        from still_export.runtime.adapters import adapter_inputs, read_pairs
 
         pairs, added = read_pairs(adapter, opened.manifest), adapter_inputs(adapter, opened.manifest)
     cases = _torch_cases(opened, model, wanted, steps, seed, pairs) if calls is None else RecordedCases(calls, opened)
@@ -213,9 +213,9 @@ def _torch_cases(
     """Cases answered by PyTorch in float32 with the package's weights, and an adapter's `pairs`. A package that computes in less, half
     precision or activations of 8 bits, is held to it beside PyTorch's own run of that kind. So is one in float32 with caches in 8 bits
     beside half precision: where a number lies between two codes the last bit decides, and what follows differs by a step."""
+    from still_export.graph.quantization.policy import rounds_activations
+    from still_export.graph.quantization.read import held_model, rounded_copy
     from still_export.proof.torch_cases import LENGTHS, TorchCases
-    from still_export.quantization.policy import rounds_activations
-    from still_export.quantization.read import held_model, rounded_copy
 
     dtype, rounded = package.manifest["model"]["dtype"], rounds_activations(package.manifest)
     if dtype == "float32" and any(state["dtype"] == "int32" for state in package.manifest["states"]):
@@ -237,7 +237,7 @@ def _options(package: Package, model: str | None, dtype: str) -> ExportOptions:
     """What was exported, in `dtype`, read from where `model` lies now."""
     from dataclasses import replace
 
-    from still_export.export.onnx_package import ExportOptions
+    from still_export.targets.portable.package import ExportOptions
 
     options = ExportOptions.from_manifest(package.manifest)
     return replace(options, model=model or options.model, dtype=dtype)

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from still_export.package.checked import read_manifest
-from still_export.runners.opening import open_runner
-from still_export.runners.sampling import likeliest
+from still_export.proof.reference import open_runner
+from still_export.runtime.sampling import likeliest
 
 LENGTHS = (1024, 4096, 8000)
 DECODE_STEPS = 24

@@ -10,7 +10,7 @@ import torch
 
 from still_export.errors import ConfigError
 from still_export.evaluation.questions import holds, repeated, unseen_prompt
-from still_export.export.chat_format import chat_format
+from still_export.package.chat_format import chat_format
 
 REPLY_TOKENS, CHAT_TOKENS = 40, 200
 """Tokens of a reply at most, to a question about a text and in a chat."""

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from still_export.evaluation.bench import Setting, bench
 from still_export.package.folder import Package
-from still_export.runners.base import Runner
-from still_export.runners.opening import open_runner, runtime_of
-from still_export.runners.sampling import Sampling
+from still_export.proof.reference import open_runner, runtime_of
+from still_export.runtime.base import Runner
+from still_export.runtime.sampling import Sampling
 
 
 class PackageModel:

@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from still_export.export.chat_format import chat_format
 from still_export.linearization import adapter
 from still_export.linearization.folder import RunFolder, save_model
 from still_export.linearization.forms import NaturalWriter
@@ -30,6 +29,7 @@ from still_export.linearization.trainer import Progress, StageReport, Trainer
 from still_export.mixers.config import FULL
 from still_export.mixers.trainable import SOFTMAX, STUDENT, Trainable, attention_mode, fuse_layers
 from still_export.models.load import load_model, load_tokenizer
+from still_export.package.chat_format import chat_format
 from still_export.package.staging import staged_folder
 
 REPORT_FILE = "linearize.json"

@@ -10,9 +10,9 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from still_export.mixers.ties import Excuses, Leads, Pairs
 from still_export.package.calls import Arrays, next_feed, without_padding
 from still_export.proof.codes import as_numbers
-from still_export.proof.excuses import Excuses, Leads, Pairs
 
 RARE = 0.99
 """The part of PyTorch's own rounding errors that is called usual; the error at its end is what an engine is held to."""

@@ -12,8 +12,8 @@ from still_export.package.folder import Package
 from still_export.package.trust import UNTRUSTED, native_file
 from still_export.proof.sessions import Check
 from still_export.proof.tolerance import FLOAT32
-from still_export.runners.ort import OrtModel
-from still_export.runners.sampling import RunError
+from still_export.runtime.ort import OrtModel
+from still_export.runtime.sampling import RunError
 
 NAME = "onnxruntime-genai"
 CONFIG = "genai_config.json"

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from still_export.errors import ConfigError
-from still_export.export.onnx_package import ExportOptions, find_source
+from still_export.graph.quantization.policy import rounds_activations
+from still_export.graph.quantization.read import held_model
 from still_export.models.load import load_tokenizer
-from still_export.quantization.policy import rounds_activations
-from still_export.quantization.read import held_model
+from still_export.targets.portable.package import ExportOptions, find_source
 
 PRICE_TOKENS = 2048
 """Of a text, from its beginning."""

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from still_export.errors import PackageError
+from still_export.mixers.ties import Excuses, excuses_of
 from still_export.package.calls import Arrays
 from still_export.package.folder import Package
 from still_export.proof.cases import Case, CaseSource, Noise
-from still_export.proof.excuses import Excuses, excuses_of
 from still_export.proof.tolerance import half_tolerance
 
 ATTEMPTS = 3

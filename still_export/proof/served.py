@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from still_export.mixers.ties import Excuses, excuses_of
 from still_export.proof.cases import Case, noise_of
-from still_export.proof.excuses import Excuses, excuses_of
 from still_export.proof.tolerance import FLOAT32, half_tolerance
-from still_export.runners.torch import TorchModel
+from still_export.runtime.torch import TorchModel
 
 NAME = "logprobs"
 EXPLAINED = 0.01

@@ -11,8 +11,8 @@ import numpy as np
 
 from still_export.package.calls import Arrays, last_logits, typed_states
 from still_export.package.folder import Package
-from still_export.runners.base import NUMPY_TYPES, Runner
-from still_export.runners.opening import open_runner
+from still_export.proof.reference import open_runner
+from still_export.runtime.base import NUMPY_TYPES, Runner
 
 
 @dataclass(frozen=True)

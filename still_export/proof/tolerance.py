@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from still_export.mixers.ties import Excuses
 from still_export.proof.cases import Case
-from still_export.proof.excuses import Excuses
 
 DIGITS = 3
 SPREAD = 2.0

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from still_export.mixers.ties import Leads, excuses_of
 from still_export.package.calls import Arrays, next_feed
 from still_export.proof.cases import Case, noise_of, same_best
-from still_export.proof.excuses import Leads, excuses_of
 from still_export.proof.sessions import Session
-from still_export.runners.torch import TorchModel
+from still_export.runtime.torch import TorchModel
 from still_graphs.states import StateTable
 
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 1000, 4097)

@@ -19,7 +19,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from still_export.runners.sampling import RunError
+from still_export.runtime.sampling import RunError
 from still_export.serving.metrics import CONTENT_TYPE, Metrics
 from still_export.serving.scheduler import Event, QueueFullError, Request, StoppingError
 from still_export.serving.wire import ApiError, Asked, Chat, Completion, Reply, asked, line, understood

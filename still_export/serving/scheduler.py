@@ -12,9 +12,9 @@ from typing import Literal
 
 import numpy as np
 
-from still_export.runners.base import Runner, checked_prompt
-from still_export.runners.sampling import RunError, Sampling
-from still_export.runners.text import StopTexts, Text, TextPieces
+from still_export.runtime.base import Runner, checked_prompt
+from still_export.runtime.sampling import RunError, Sampling
+from still_export.runtime.text import StopTexts, Text, TextPieces
 
 Ended = Literal["end", "length", "stop", "failed", "refused"]
 """By the model, by max_tokens, by a stop text, by an error, by the server's own end."""

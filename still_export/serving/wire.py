@@ -12,8 +12,8 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from still_export.runners.sampling import RunError, Sampling
-from still_export.runners.text import Text
+from still_export.runtime.sampling import RunError, Sampling
+from still_export.runtime.text import Text
 
 MOST_STOPS = 4
 """Stop texts of a request, as of OpenAI."""

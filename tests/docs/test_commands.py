@@ -22,8 +22,8 @@ import pytest
 import typer.main
 
 from still_export.cli import main as cli
-from still_export.export.native import find_onnxruntime_headers
-from still_export.export.plugins import PluginBuildError
+from still_export.targets.ort.kernels import find_onnxruntime_headers
+from still_export.targets.trt.plugins import PluginBuildError
 from tests.docs.pages import GUIDE, ROOT, SESSIONS, USERS, commands, name
 from tests.docs.stand_ins import make_stand_ins
 
@@ -71,7 +71,7 @@ ELSEWHERE = {
     ),
     "still-export evaluate STILL --teacher BASE": Elsewhere("asks 360 prompts of five models"),
     "still-export MODEL --to onnx --dtype float16 --native --arch sm_90 --onnxruntime-include headers -o NATIVE": Elsewhere(
-        "compiles a GPU's kernels for minutes; tests/still_export/export/test_native.py compiles some"
+        "compiles a GPU's kernels for minutes; tests/still_export/targets/ort/test_native.py compiles some"
     ),
     'still-export run DIR --provider cuda --prompt "Once upon a time"': Elsewhere(GPU),
     "still-export MODEL --to trt --arch sm_87,sm_90 --tensorrt-include TENSORRT/include -o TRT": Elsewhere(HEADERS),

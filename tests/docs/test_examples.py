@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from still_export.engines.build import build_engines
-from still_export.export.native import find_onnxruntime_headers
-from still_export.export.plugins import PluginBuildError
-from still_export.runners.ort import OrtModel
-from still_export.runners.sampling import Sampling
-from still_export.runners.tensorrt import TrtModel
+from still_export.runtime.ort import OrtModel
+from still_export.runtime.sampling import Sampling
+from still_export.runtime.tensorrt import TrtModel
+from still_export.targets.ort.kernels import find_onnxruntime_headers
+from still_export.targets.trt.build import build_engines
+from still_export.targets.trt.plugins import PluginBuildError
 from tests.docs.pages import ROOT
 from tests.still_export import fake_tensorrt
 from tests.still_export.conftest import Exporter, export_tiny

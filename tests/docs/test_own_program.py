@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from still_export.cli.main import main
-from still_export.runners.ort import OrtModel
-from still_export.runners.sampling import Sampling
+from still_export.runtime.ort import OrtModel
+from still_export.runtime.sampling import Sampling
 from tests.docs.pages import ROOT, blocks
 from tests.docs.stand_ins import make_stand_ins
 from tests.still_export.conftest import Exporter, export_tiny

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from still_export.export.plugins import pack_archive
+from still_export.targets.trt.plugins import pack_archive
 from still_graphs.ops import OpSpec
 from still_graphs.ops.spec import dimension
 from still_kernels.hybrid_attention.plan import PLAN

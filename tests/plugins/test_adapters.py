@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from still_export.export.plugins import INCLUDE_VARIABLE, pack_archive
+from still_export.targets.trt.plugins import INCLUDE_VARIABLE, pack_archive
 from still_graphs.ops import OPS, OpSpec
 from still_graphs.ops.attention import ATTENTION
 from still_graphs.ops.causal_conv import CAUSAL_CONV

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from still_export.export.plugins import PluginBuildError, pack_archive
+from still_export.targets.trt.plugins import PluginBuildError, pack_archive
 from tests.plugins.core_abi import Core, CoreError, Recorder, shapes_of
 from tests.plugins.test_core import ABSENT, HYBRID, absent_mask
 

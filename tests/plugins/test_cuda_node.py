@@ -14,7 +14,7 @@ from typing import Any
 import onnx
 import pytest
 
-from still_export.export.plugins import pack_archive
+from still_export.targets.trt.plugins import pack_archive
 from still_graphs.ops import OpSpec
 from still_graphs.ops.swi_glu import SWI_GLU
 from still_graphs.passes.attach_functions import attach_functions

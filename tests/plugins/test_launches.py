@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from still_export.export.plugins import pack_archive
+from still_export.targets.trt.plugins import pack_archive
 from still_graphs.ops import HYBRID_ATTENTION, OpSpec
 from still_graphs.ops.spec import CACHE
 from still_kernels import aot, launcher

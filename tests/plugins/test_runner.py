@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from still_export.export.plugins import INCLUDE_VARIABLE, build_plugins
+from still_export.targets.trt.plugins import INCLUDE_VARIABLE, build_plugins
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = [p for p in os.environ.get(INCLUDE_VARIABLE, "").split(os.pathsep) if p]

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from still_export.export.onnx_package import ExportOptions, export_onnx
 from still_export.package.folder import Package
+from still_export.targets.portable.package import ExportOptions, export_onnx
 from tests.still_export.tiny import still_model
 
 Exporter = Callable[..., Package]

@@ -7,7 +7,7 @@ import types
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from still_export.runners import cuda_driver
+from still_export.runtime import cuda_driver
 
 
 class HostDriver:

@@ -307,7 +307,7 @@ def install(patch: pytest.MonkeyPatch, version: str = "10.3.0") -> FakeTensorRT:
     HostDriver.blocks.clear()
     patch.setitem(__import__("sys").modules, "tensorrt", module)
     for place in ("cuda_driver", "trt_engine"):
-        patch.setattr(f"still_export.runners.{place}.Driver", HostDriver)
+        patch.setattr(f"still_export.runtime.{place}.Driver", HostDriver)
     real = ctypes.CDLL
 
     def open_library(path: Any, *arguments: Any, **options: Any) -> Any:
@@ -315,7 +315,7 @@ def install(patch: pytest.MonkeyPatch, version: str = "10.3.0") -> FakeTensorRT:
         mine = path is not None and Path(path).name.startswith("libstill_")
         return module.open_library(path) if mine else real(path, *arguments, **options)
 
-    patch.setattr("still_export.runners.trt_engine.ctypes.CDLL", open_library)
+    patch.setattr("still_export.runtime.trt_engine.ctypes.CDLL", open_library)
     return module
 
 

@@ -12,13 +12,13 @@ from typing import Any
 import onnx
 import pytest
 
-from still_export.engines.options import TrtOptions
-from still_export.export.native import LIBRARY
-from still_export.export.trt_package import lower_package
 from still_export.package.folder import Package, open_package, write_manifest
 from still_export.package.refusals import RunError
 from still_export.package.trust import trust_package
-from still_export.runners.ort import OrtModel
+from still_export.runtime.ort import OrtModel
+from still_export.targets.ort.kernels import LIBRARY
+from still_export.targets.trt.options import TrtOptions
+from still_export.targets.trt.package import lower_package
 from still_graphs.states import State
 from tests.still_export import fake_tensorrt
 from tests.still_graphs.small_graph import SALIENT, SIZES, growth_of, small_graph, state_shape, state_type, states
@@ -83,7 +83,7 @@ def rtx_package(folder: Path, **options: Any) -> Package:
 def trt_package(folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: str = "float16", **options: Any) -> Package:
     """A lowered package for TensorRT whose kernels were not compiled."""
     monkeypatch.setattr(
-        "still_export.export.trt_package._write_plugins",
+        "still_export.targets.trt.package._write_plugins",
         lambda graph, target, trt, say: fake_tensorrt.write_libraries(target, trt.architectures),
     )
     folder.mkdir(parents=True)

@@ -16,10 +16,10 @@ from still_export.cli.chat import interruptible, statistics, talk
 from still_export.cli.main import main
 from still_export.cli.output import Output
 from still_export.errors import ConfigError
-from still_export.runners.conversation import Conversation, FullError
-from still_export.runners.sampling import RunError, Sampling
-from still_export.runners.snapshot import Snapshot
-from still_export.runners.text import StopTexts, until
+from still_export.runtime.conversation import Conversation, FullError
+from still_export.runtime.sampling import RunError, Sampling
+from still_export.runtime.snapshot import Snapshot
+from still_export.runtime.text import StopTexts, until
 
 pytest.importorskip("onnxruntime")
 SMALL = Path(__file__).resolve().parents[2] / "assets/small"

@@ -9,7 +9,7 @@ import pytest
 
 from still_export import doctor
 from still_export.cli.main import main
-from still_export.export.native import HEADER, INCLUDE_VARIABLE
+from still_export.targets.ort.kernels import HEADER, INCLUDE_VARIABLE
 
 HERE = {
     "onnx": "1.23",

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from still_export.export.native import find_onnxruntime_headers
-from still_export.export.plugins import PluginBuildError, find_tensorrt_headers
+from still_export.targets.ort.kernels import find_onnxruntime_headers
+from still_export.targets.trt.plugins import PluginBuildError, find_tensorrt_headers
 from tests.still_export.tiny import still_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,8 +113,6 @@ def test_tensorrt(installed: Installed) -> None:
     if find_tensorrt_headers():
         assert list((installed.folder / "trt").glob("libstill_tensorrt*.so"))
         return
-    code = (
-        "from still_export.export.plugins import build_plugins; from pathlib import Path; build_plugins(Path('core'))"
-    )
+    code = "from still_export.targets.trt.plugins import build_plugins; from pathlib import Path; build_plugins(Path('core'))"
     installed.check([installed.python, "-c", code])
     assert (installed.folder / "core/libstill_core.so").is_file()

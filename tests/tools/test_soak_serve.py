@@ -10,7 +10,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from still_export.runners.sampling import Sampling
+from still_export.runtime.sampling import Sampling
 
 pytest.importorskip("openai")
 pytest.importorskip("psutil")

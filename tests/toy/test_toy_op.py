@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from still_export.cli.main import main
-from still_export.engines.options import TrtOptions
-from still_export.export.onnx_package import ExportOptions, export_onnx
-from still_export.export.trt_package import lower_package
 from still_export.mixers.registry import MIXERS
 from still_export.models.load import load_model
 from still_export.package.folder import Package
 from still_export.package.trust import trust_package
-from still_export.runners.ort import OrtModel
-from still_export.runners.sampling import Sampling
+from still_export.runtime.ort import OrtModel
+from still_export.runtime.sampling import Sampling
+from still_export.targets.portable.package import ExportOptions, export_onnx
+from still_export.targets.trt.options import TrtOptions
+from still_export.targets.trt.package import lower_package
 from still_graphs.functions import BODIES
 from still_graphs.ops import OPS
 from tests.still_export import fake_tensorrt
@@ -111,7 +111,7 @@ def test_a_host_of_tensorrt_runs_it_as_a_plugin(
     portable: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(
-        "still_export.export.trt_package._write_plugins",
+        "still_export.targets.trt.package._write_plugins",
         lambda graph, target, *a: fake_tensorrt.write_libraries(target),
     )
     folder = tmp_path / "trt"
@@ -120,7 +120,7 @@ def test_a_host_of_tensorrt_runs_it_as_a_plugin(
     assert lowered.manifest["plugin_layers"] == {"HybridAttention": 1, "Decay": 1, "Attention": 1}
     trust_package(folder)
     fake_tensorrt.install(monkeypatch, "10.3.0")
-    monkeypatch.setattr("still_export.engines.build.has_gpu", lambda: True)
+    monkeypatch.setattr("still_export.targets.trt.build.has_gpu", lambda: True)
     assert call("build", folder, "--quiet") == 0
     assert call("verify", folder, *SIZES, "--quiet") == 0, capsys.readouterr().out
     assert call("run", folder, "--prompt-ids", "5,6,7", "--tokens", 3, "--quiet") == 0

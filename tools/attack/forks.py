@@ -145,7 +145,7 @@ def be_the_program(arguments: list[str], write: int) -> None:
         try:
             if arguments[0] == "run_ort.py":
                 sys.argv = arguments
-                from still_export.runners import ort
+                from still_export.runtime import ort
 
                 sys.exit(ort.main())
             else:

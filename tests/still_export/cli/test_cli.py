@@ -17,7 +17,7 @@ import torch
 
 from still_export.cli.main import app, main
 from still_export.errors import ConfigError
-from still_export.export.onnx_package import ExportOptions
+from still_export.targets.portable.package import ExportOptions
 from tests.still_export.conftest import Exporter
 from tests.still_export.tiny import plain_model, still_model
 
@@ -72,7 +72,7 @@ def test_export_run_verify_inspect_bench(model: Path, tmp_path: Path, capsys: Ca
     assert found["precision"]["weights"] == "float32" and "window_key" in found["precision"]["states in float32"]
     assert found["here"][0]["what"] == "ONNX Runtime, CPU" and found["here"][0]["able"]
     sizes = {row["tokens"]: row["state_bytes"] for row in found["state"]}
-    from still_export.runners.ort import OrtModel
+    from still_export.runtime.ort import OrtModel
 
     runner = OrtModel(package)
     runner.start(tokens=256)
@@ -130,7 +130,7 @@ def test_manifest_names_the_model_and_its_overlays_from_anywhere(
         seen.append(options)
         raise ConfigError("enough")
 
-    monkeypatch.setattr("still_export.export.job.export_onnx", export)
+    monkeypatch.setattr("still_export.targets.lower.export_onnx", export)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "base").mkdir()
     (tmp_path / "adapter").mkdir()
@@ -229,12 +229,12 @@ def test_prompt_beyond_the_capacity(export_tiny: Exporter, capsys: Capture) -> N
 def test_interrupt_leaves_nothing(
     number: int, model: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import still_export.export.lower
+    import still_export.graph.lower
 
     def interrupt(traced: object, weights: object) -> None:
         os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(still_export.export.lower, "lower_program", interrupt)
+    monkeypatch.setattr(still_export.graph.lower, "lower_program", interrupt)
     assert call(model, "--to", "onnx", "-o", tmp_path / "p") == 2
     assert "Interrupted" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
@@ -347,7 +347,7 @@ def test_running_needs_no_torch(export_tiny: Exporter) -> None:
 
 
 def test_chat_format_of_a_template() -> None:
-    from still_export.export.chat_format import chat_format
+    from still_export.package.chat_format import chat_format
 
     class Tokenizer:
         chat_template = "given"
@@ -371,7 +371,7 @@ def test_chat_format_of_a_template() -> None:
 SWALLOWED = """
 import sys, time
 from pathlib import Path
-import still_export.engines.build as engines
+import still_export.targets.trt.build as engines
 from still_export.cli.main import main
 def build(package, options, progress):
     folder = Path(sys.argv[1])

@@ -21,15 +21,15 @@ from still_export.evaluation.bench import Setting
 from still_export.evaluation.chat import greedy
 from still_export.evaluation.evaluate import DEFAULT_HAYSTACK, answered, bits_per_byte, load_any, without
 from still_export.evaluation.packages import open_model
-from still_export.export.onnx_package import ExportOptions, export_onnx
 from still_export.linearization.tasks import TASKS, TaskWriter
 from still_export.linearization.texts import tokenize
 from still_export.mixers.config import FULL, HYBRID, StillConfig
 from still_export.models.load import load_model, load_tokenizer
 from still_export.models.rows import DIAGONAL, SCALE
 from still_export.package.folder import open_package
-from still_export.runners.ort import OrtModel
-from still_export.runners.sampling import Sampling
+from still_export.runtime.ort import OrtModel
+from still_export.runtime.sampling import Sampling
+from still_export.targets.portable.package import ExportOptions, export_onnx
 from tests.still_export.test_api import call
 from tests.tolerances import MODEL
 

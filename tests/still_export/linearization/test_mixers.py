@@ -31,8 +31,8 @@ from still_export.mixers.registry import mixer_of
 from still_export.mixers.trainable import SOFTMAX, attention_mode
 from still_export.models import attach_untrained
 from still_export.models.load import load_model
-from still_export.runners.ort import OrtModel
-from still_export.runners.sampling import Sampling
+from still_export.runtime.ort import OrtModel
+from still_export.runtime.sampling import Sampling
 from still_kernels.packing import Packing
 from tests.still_export.tiny import FAMILIES, plain_model, random_ids
 from tests.still_export.training import make_base, make_text

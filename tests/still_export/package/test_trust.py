@@ -24,7 +24,7 @@ from still_export.package.files import check_name
 from still_export.package.folder import open_package
 from still_export.package.refusals import CheckError
 from still_export.package.trust import trust
-from still_export.runners.ort import OrtModel, RunError
+from still_export.runtime.ort import OrtModel, RunError
 from tests.still_export.conftest import Exporter
 
 PROMPT = ["--prompt-ids", "5,6,7", "--tokens", "3"]

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from still_export.mixers.ties import Excuses
 from still_export.package.calls import Arrays, next_feed
 from still_export.proof.cases import Case
-from still_export.proof.excuses import Excuses
 
 PERIOD, STEPS = 4, 11
 PLACES = (2, 6, 10)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from still_export.mixers.hybrid_attention.excuses import SelectionExcuse
+from still_export.mixers.hybrid_attention.ties import SelectionExcuse
 
 BATCH, HEADS, CHUNKS, SALIENT, DIM = 2, 3, 4, 2, 5
 EXCUSE = SelectionExcuse(

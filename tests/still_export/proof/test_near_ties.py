@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from still_export.mixers.ties import Choices, Excuses
 from still_export.proof.cases import Case, Noise
-from still_export.proof.excuses import Choices, Excuses
 from still_export.proof.verify import Verifier
 
 NOISE = {"logits": Noise(1e-2, 1e-3, 2e-2, 4e-3)}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from still_export.mixers.ties import Excuses
 from still_export.proof.cases import Case, noise_of, part_medians
-from still_export.proof.excuses import Excuses
 from still_export.proof.tolerance import half_tolerance
 
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from still_export.mixers.cache import state_table
+from still_export.mixers.ties import Excuses
 from still_export.proof.cases import part_medians
-from still_export.proof.excuses import Excuses
 from still_export.proof.sessions import Session
 from still_export.proof.tolerance import half_tolerance
 from still_export.proof.torch_cases import ROUNDED, TorchCases
-from still_export.runners.torch import TorchModel
+from still_export.runtime.torch import TorchModel
 from tests.still_export.tiny import CHUNK, VOCAB, still_model
 
 

@@ -17,12 +17,12 @@ import onnx
 import pytest
 
 from still_export.cli.main import main
-from still_export.engines.options import TrtOptions
 from still_export.evaluation.bench import Setting, measure
-from still_export.export.trt_package import lower_package
 from still_export.package.trust import trust_package
 from still_export.proof.sessions import Session
-from still_export.runners.tensorrt import TrtModel
+from still_export.runtime.tensorrt import TrtModel
+from still_export.targets.trt.options import TrtOptions
+from still_export.targets.trt.package import lower_package
 from tests.still_export import fake_tensorrt
 from tests.still_export.conftest import Exporter
 from tests.still_export.tiny import CHUNK
@@ -40,7 +40,7 @@ def package_of(tmp_path_factory: pytest.TempPathFactory, export_tiny: Exporter) 
         folder = tmp_path_factory.mktemp(dtype)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                "still_export.export.trt_package._write_plugins",
+                "still_export.targets.trt.package._write_plugins",
                 lambda graph, target, *a: fake_tensorrt.write_libraries(target),
             )
             lower_package(
@@ -70,7 +70,7 @@ def engine_of(package_of: Callable[..., Path], tmp_path_factory: pytest.TempPath
         shutil.copytree(package_of(dtype, *batch), folder)
         with pytest.MonkeyPatch.context() as patch:
             fake_tensorrt.install(patch, version)
-            patch.setattr("still_export.engines.build.has_gpu", lambda: True)
+            patch.setattr("still_export.targets.trt.build.has_gpu", lambda: True)
             assert call("build", folder, "--quiet") == 0
         return folder
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from still_export.export.onnx_package import ExportOptions, export_onnx
+from still_export.targets.portable.package import ExportOptions, export_onnx
 from tests.still_export.tiny import MIXED, still_model
 from tests.still_export.training import byte_tokenizer
 

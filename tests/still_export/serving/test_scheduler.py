@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import still_export
-from still_export.runners.ort import OrtModel
-from still_export.runners.sampling import RunError, Sampling
-from still_export.runners.text import Answer, Text
+from still_export.runtime.ort import OrtModel
+from still_export.runtime.sampling import RunError, Sampling
+from still_export.runtime.text import Answer, Text
 from still_export.serving.scheduler import Event, QueueFullError, Request, Scheduler, StoppingError
 from tests.still_export.serving.conftest import CONTEXT
 

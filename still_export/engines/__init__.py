@@ -1,1 +1,0 @@
-"""Building TensorRT engines, and the check of what was built."""

@@ -1,1 +1,0 @@
-"""From a model to a package: trace, lower, write."""

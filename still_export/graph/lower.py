@@ -1,0 +1,276 @@
+"""From ExportedProgram to portable ONNX: standard ops, and still::* nodes that carry their function bodies."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from onnx_ir.tensor_adapters import TorchTensor, from_torch_dtype
+
+import still_export
+from still_export.graph.edits import store
+from still_export.graph.trace import TracedModel
+from still_export.models.weights import Weight, Weights, value_of
+from still_graphs.ops import DOMAIN, OPS, OPSET, OpSpec
+from still_graphs.ops.spec import CACHE
+from still_graphs.states import StateTable
+
+IR_VERSION = 10
+
+
+def _translation(spec: OpSpec) -> Callable[..., Any]:
+    """A function for torch.onnx's translation table that emits one node of `spec`, absent outputs unnamed."""
+    from onnxscript import values
+
+    opset = values.Opset(spec.domain, spec.version)
+    tensors = len(spec.input_names())
+
+    def translate(*arguments: Any) -> tuple[Any, ...]:
+        inputs, attributes = arguments[:tensors], arguments[tensors:]
+        op = values.Op(opset, spec.name, _schema(spec))
+        results = op(*inputs, **dict(zip((a.name for a in spec.attributes), attributes, strict=True)))
+        return tuple(results)
+
+    return translate
+
+
+def _schema(spec: OpSpec) -> Any:
+    """The op's schema for onnxscript, made from its OpSpec."""
+    from onnx import defs
+
+    kinds = {int: defs.OpSchema.AttrType.INT, float: defs.OpSchema.AttrType.FLOAT, str: defs.OpSchema.AttrType.STRING}
+    optional, single = defs.OpSchema.FormalParameterOption.Optional, defs.OpSchema.FormalParameterOption.Single
+    types = {"float32": "tensor(float)", "int64": "tensor(int64)", "kept": "S"}
+    floats = ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"]
+    narrow = (
+        [("S", [*floats, "tensor(int32)"], "states that may be narrower")] if any(s.narrow for s in spec.states) else []
+    )
+    options = {t.name: t.optional for t in (*spec.inputs, *spec.outputs)}
+    dtypes: dict[str, str] = {t.name: t.dtype for t in (*spec.inputs, *spec.outputs)}
+    for state in spec.states:
+        for side in ("past", "present"):
+            options[f"{side}_{state.name}"] = state.optional
+            dtypes[f"{side}_{state.name}"] = "kept" if state.narrow else state.dtype
+
+    def parameter(name: str) -> Any:
+        return defs.OpSchema.FormalParameter(
+            name, types.get(dtypes[name], "T"), param_option=optional if options[name] else single
+        )
+
+    return defs.OpSchema(
+        spec.name,
+        spec.domain,
+        spec.version,
+        inputs=[parameter(n) for n in spec.input_names()],
+        outputs=[parameter(n) for n in spec.output_names()],
+        type_constraints=[("T", floats, "activations"), *narrow],
+        attributes=[defs.OpSchema.Attribute(a.name, kinds[type(a.default)], required=False) for a in spec.attributes],
+    )
+
+
+def lower_program(traced: TracedModel, weights: Weights | None = None) -> ir.Model:
+    """Lower a traced model to ONNX with bare still::* nodes; no weight is read before it is asked for.
+
+    Args:
+        traced: The model, or one with stand-ins for its weights.
+        weights: Values by the model's names; None: those that were traced.
+
+    Returns:
+        Opset 23, IR 10, without function bodies (`attach_functions` adds them last). Weights have the model's names; those of products
+        are stored as [in, out].
+    """
+    traced_ops = [s for s in OPS.values() if s.traced]
+    table = {getattr(getattr(torch.ops, s.domain), s.torch_name).default: _translation(s) for s in traced_ops}
+    with _without_exporter_noise():
+        program = torch.onnx.export(
+            traced.program,
+            input_names=traced.input_names,
+            output_names=traced.output_names,
+            opset_version=OPSET,
+            custom_translation_table=table,
+            dynamo=True,
+            optimize=False,
+            verbose=False,
+        )
+        assert program is not None  # only with a file name
+        model = program.model
+        held = _take_weights(model, traced.weight_names)
+        program.optimize()
+        model = program.model
+    if weights is None:
+        weights = {
+            traced.weight_names[name]: value for name, value in traced.program.state_dict.items() if name in held
+        }
+    model.ir_version = IR_VERSION
+    model.producer_name, model.producer_version = "still-export", still_export.__version__
+    _drop_absent(model)
+    _widen_norms(model)
+    _name_dimensions(model, traced.states)
+    _give_weights(model, traced.weight_names, weights, _store_transposed(model, traced.weight_names))
+    _drop_trace_metadata(model)
+    return model
+
+
+@contextlib.contextmanager
+def _without_exporter_noise() -> Iterator[None]:
+    """Silence what torch's exporter says about optional packages and its own deprecations; errors still raise."""
+    loggers = [
+        logging.getLogger(name) for name in ("torch.onnx", "onnx_ir")
+    ]  # onnx_ir: weights without values are no mistake
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _drop_absent(model: ir.Model) -> None:
+    """Unname the outputs that stand for states which the configuration does not have, ONNX's way to say absent. What only caches in 8 bits
+    need is not there without them."""
+    for node in model.graph:
+        spec = OPS.get(node.op_type) if node.domain == DOMAIN else None
+        if spec is None:
+            continue
+        given = dict(zip(spec.input_names(), node.inputs, strict=False))
+        for name, output in zip(spec.output_names(), node.outputs, strict=True):
+            past = name.replace("present_", "past_", 1)
+            if past != name and given.get(past) is None:
+                output.name = ""
+        if (cache := node.attributes.get(CACHE.name)) is not None and cache.value == CACHE.default:
+            del node.attributes[CACHE.name]
+            # Absent inputs at the end are gone already.
+            node.resize_outputs(len(node.outputs) - sum(state.of_codes for state in spec.states))
+
+
+def _widen_norms(model: ir.Model) -> None:
+    """Let norms whose scale is wider than what they read compute in the scale's type: no runtime has a kernel for two types.
+
+    Families that scale by 1 + weight have them in half precision.
+    """
+    for node in list(model.graph):
+        if node.op_type != "RMSNormalization" or node.domain != "":
+            continue
+        x, scale, output = node.inputs[0], node.inputs[1], node.outputs[0]
+        if x is None or scale is None or x.dtype is None or scale.dtype is None or x.dtype == scale.dtype:
+            continue
+        before = ir.node("Cast", [x], {"to": scale.dtype.value})
+        before.outputs[0].dtype, before.outputs[0].shape = scale.dtype, x.shape
+        node.replace_input_with(0, before.outputs[0])
+        model.graph.insert_before(node, before)
+        if output.dtype == scale.dtype:  # what follows computes in it
+            continue
+        after = ir.node("Cast", [output], {"to": x.dtype.value})
+        after.outputs[0].dtype, after.outputs[0].shape = x.dtype, output.shape
+        ir.convenience.replace_all_uses_with(output, after.outputs[0])
+        after.replace_input_with(0, output)
+        output.dtype = scale.dtype
+        model.graph.insert_after(node, after)
+
+
+def _drop_trace_metadata(model: ir.Model) -> None:
+    """Remove torch's stack traces and class names: they hold paths of this machine and outweigh the graph."""
+    model.metadata_props.clear()
+    model.graph.metadata_props.clear()
+    for node in model.graph:
+        node.metadata_props.clear()
+        for value in node.outputs:
+            value.metadata_props.clear()
+    for value in (*model.graph.inputs, *model.graph.initializers.values()):
+        value.metadata_props.clear()
+
+
+def _name_dimensions(model: ir.Model, states: StateTable) -> None:
+    """Give the free dimensions their names in the place of torch's symbols."""
+    names: dict[str, str] = {}
+    grown = {s.past: (int(s.growth["axis"]), str(s.growth["dimension"])) for s in states if s.growth is not None}
+
+    def learn(value: ir.Value, axis: int, name: str) -> None:
+        if value.shape is not None and isinstance(dim := value.shape[axis], ir.SymbolicDim):
+            names[str(dim.value)] = name
+
+    for value in model.graph.inputs:
+        if value.name == "input_ids":
+            learn(value, 0, "batch")
+            learn(value, 1, "tokens")
+        elif value.name in grown:
+            learn(value, *grown[value.name])
+    values = {id(v): v for node in model.graph for v in (*node.inputs, *node.outputs) if v is not None}
+    for value in (*values.values(), *model.graph.inputs, *model.graph.outputs):
+        if value.shape is None or value.shape.frozen:
+            continue
+        for axis, dim in enumerate(value.shape):
+            if isinstance(dim, ir.SymbolicDim) and str(dim.value) in names:
+                value.shape[axis] = names[str(dim.value)]
+
+
+def _take_weights(model: ir.Model, names: dict[str, str]) -> set[str]:
+    """Take the weights' values away, so that the optimizer neither reads nor folds them; their names."""
+    taken = {name for name in model.graph.initializers if name in names}
+    for name in taken:
+        model.graph.initializers[name].const_value = None
+    return taken
+
+
+def _store_transposed(model: ir.Model, names: dict[str, str]) -> set[str]:
+    """Let products read their weights as [in, out] in the place of a Transpose; the weights whose values must be turned.
+
+    A tied embedding stays as it is: the head reads it through its Transpose.
+    """
+    turned = set()
+    for node in list(model.graph):
+        weight = node.inputs[0] if node.op_type == "Transpose" and node.domain == "" else None
+        if weight is None or weight.name not in names or weight.shape is None or len(weight.shape) != 2:
+            continue
+        if len(weight.uses()) == 1:
+            weight.shape = ir.Shape(list(reversed(weight.shape)))
+            ir.convenience.replace_all_uses_with(node.outputs[0], weight)
+            model.graph.remove(node, safe=True)
+            turned.add(weight.name)
+    return turned
+
+
+def _give_weights(model: ir.Model, names: dict[str, str], weights: Weights, turned: set[str]) -> None:
+    """Name weights as the model does, and let each read its values when it is asked for them."""
+    for old in [name for name in model.graph.initializers if name in names]:
+        value, name = model.graph.initializers.pop(old), names[old]
+        value.name, value.const_value = name, lazy_tensor(name, weights[name], old in turned)
+        model.graph.initializers[name] = value
+
+
+def lazy_tensor(name: str, weight: Weight, turned: bool = False) -> ir.LazyTensor:
+    """`weight`, transposed where it is `turned`, as an ONNX tensor that is read when it is asked for; not laid out anew."""
+
+    def read() -> TorchTensor:
+        value = value_of(weight).detach()
+        return TorchTensor(value.t() if turned else value, name=name)
+
+    shape = list(reversed(weight.shape)) if turned else list(weight.shape)
+    return ir.LazyTensor(read, from_torch_dtype(weight.dtype), ir.Shape(shape), name=name)
+
+
+def part_scales(model: ir.Model) -> None:
+    """Let scales of several rows multiply behind their norms: ONNX Runtime's CUDA kernel takes the first row for all of them."""
+    for node in list(model.graph):
+        scale = node.inputs[1] if node.op_type == "RMSNormalization" and node.domain == "" else None
+        if scale is None or scale.shape is None or len(scale.shape) == 1:
+            continue
+        assert scale.dtype is not None
+        ones = np.ones(scale.shape.numpy()[-1:], scale.dtype.numpy())
+        node.replace_input_with(1, store(model.graph, ir.tensor(ones, name=f"{node.name}.ones")))
+        output = node.outputs[0]
+        apart = ir.node("Mul", [output, scale], name=f"{node.name}.scaled")
+        apart.outputs[0].dtype, apart.outputs[0].shape = scale.dtype, output.shape
+        ir.convenience.replace_all_uses_with(output, apart.outputs[0])
+        apart.replace_input_with(0, output)
+        model.graph.insert_after(node, apart)

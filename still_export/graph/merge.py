@@ -1,0 +1,85 @@
+"""Compute products of one value as one, for GPUs: their weights side by side, the result split.
+
+Query, key, value and gate projections read the same tokens, and so do the two of a gated feed-forward layer. One product of all columns
+reads memory in longer runs, and a step of a small model costs its launches. TensorRT merges such products where weights are constants that
+it may rewrite; an engine whose weights can be replaced merges none, so all are merged for it.
+
+ONNX Runtime's CUDA provider splits the last axis into three parts of any sizes by one kernel of its own. Into two or four parts of
+different sizes it needs their sizes on the device, which are copied there in each call: so query, key and value are merged, and the gate is
+not; and both products of a gated feed-forward layer are. On the CPU the split costs more than it gains (docs/notebook/onnxruntime.md).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from still_export.graph.edits import put_in_place, store
+
+THREE = 3
+"""Parts of a product that ONNX Runtime's CUDA provider splits well."""
+MERGES_NONE = ("trt", "trt-8")
+"""What a graph is lowered to (policy.LAYOUTS) whose compiler merges no products."""
+
+
+def merge_products(model: ir.Model, parts: int | None = None) -> int:
+    """Merge in place. Weights side by side are read when they are asked for; the products' own are gone.
+
+    Args:
+        model: The graph.
+        parts: Products that are merged, of those of one value the first, or both of two of the same size; None: all that there are.
+
+    Returns:
+        Number of products that are gone.
+    """
+    groups: dict[tuple[ir.Value, object, object], list[ir.Node]] = {}
+    for node in model.graph:
+        weight = node.inputs[1] if node.op_type == "MatMul" and node.domain == "" else None
+        if weight is None or node.inputs[0] is None or weight.const_value is None or weight.shape is None:
+            continue
+        # A weight that is used elsewhere stays; beside a merged copy it would be there twice.
+        if len(weight.shape) == 2 and len(weight.uses()) == 1 and weight.name in model.graph.initializers:
+            groups.setdefault((node.inputs[0], weight.dtype, weight.shape[0]), []).append(node)
+    found = [group[:parts] for group in groups.values() if len(group) >= (parts or 2) or _alike(group)]
+    for group in found:
+        _merge(model.graph, group)
+    return sum(len(group) - 1 for group in found)
+
+
+def _alike(group: list[ir.Node]) -> bool:
+    """Whether these are two products of the same size."""
+    shapes = [node.inputs[1].shape for node in group if node.inputs[1] is not None]
+    return len(shapes) == 2 and shapes[0] == shapes[1]
+
+
+def _merge(graph: ir.Graph, group: list[ir.Node]) -> None:
+    weights = [node.inputs[1] for node in group]
+    tensors, names, sizes = [], [], []
+    for weight in weights:
+        assert weight is not None and weight.const_value is not None and weight.name is not None
+        tensors.append(weight.const_value)
+        names.append(weight.name)
+        sizes.append(int(weight.const_value.shape.numpy()[1]))
+    dtype, height = tensors[0].dtype, int(tensors[0].shape.numpy()[0])
+
+    def read() -> ir.TensorProtocol:
+        return ir.tensor(np.concatenate([tensor.numpy() for tensor in tensors], axis=1), dtype=dtype)
+
+    merged = store(graph, ir.LazyTensor(read, dtype, ir.Shape([height, sum(sizes)]), name="+".join(names)))
+    first = group[0]
+    product = ir.node("MatMul", [first.inputs[0], merged], name=f"{first.name}.merged")
+    given = first.outputs[0].shape
+    if given is not None:
+        product.outputs[0].shape = ir.Shape([*given[:-1], sum(sizes)])
+    product.outputs[0].dtype = dtype
+    product.outputs[0].name = f"{first.outputs[0].name}.merged"
+    counts = store(graph, ir.tensor(np.array(sizes, np.int64), name=f"{first.outputs[0].name}.sizes"))
+    split = ir.node(
+        "Split", [product.outputs[0], counts], {"axis": -1}, num_outputs=len(group), name=f"{first.name}.split"
+    )
+    graph.insert_before(first, [product, split])
+    for node, part in zip(group, split.outputs, strict=True):
+        put_in_place(node.outputs[0], part)
+        graph.remove(node, safe=True)
+    for name in names:
+        del graph.initializers[name]

@@ -1,0 +1,84 @@
+"""How each weight is stored: the policy's bits, or the source's own blocks where those are no more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from still_export.graph.quantization.policy import DEQUANTIZED, HALF, Quantization
+from still_export.mixers.roles import EMBEDDING
+from still_export.models.weights import Deferred, Pair, Weight
+
+EXACT = "exact"
+"""The method of blocks that are taken over from the source as they are."""
+SOURCE_BLOCK = 32
+CODES = "codes"
+"""Suffix of a weight's codes [K, N] in the shape that DequantizeLinear reads."""
+LEAST = "least"
+"""Suffix of what codes of 0 stand for, [N, K / block]: an offset and MIDDLE scales below 0."""
+MIDDLE = 8
+"""Of codes of 4 bits, which products subtract where there are no zero points."""
+LORA_A, LORA_B = "lora_a", "lora_b"
+"""Suffixes of the inputs that take an adapter's matrices [K, R] and [R, N] while a package runs."""
+ROWS = "rows"
+"""Suffix of a weight's codes in the shape that GatherBlockQuantized reads."""
+TOGETHER = "|"
+"""Between the names of weights that lie in one, along the outputs."""
+SUMS = "block_sums"
+"""Prefix of the matrix [K, K / block] that sums over blocks: `inner` where no pairs are beside offsets."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a weight is stored: blocks of `base` (None: zero), beside which LoRA's `pairs` stay apart.
+
+    Args:
+        bits: Of the codes, or HALF.
+        method: Who rounds: of policy.METHODS, EXACT, or "half".
+        base: What the blocks hold.
+        zero_points, offsets: The blocks have them.
+        half_scales: The scales are half precision numbers.
+        pairs: LoRA.
+    """
+
+    bits: int
+    method: str
+    base: Weight | None
+    zero_points: bool = False
+    offsets: bool = False
+    half_scales: bool = False
+    pairs: tuple[Pair, ...] = ()
+
+
+def form_of(weight: Weight, role: str, asked: Quantization) -> Form | None:
+    """The form of a weight with `role`; None: as it is.
+
+    Blocks of a GGUF file are taken over where they have no more bits than the policy gives. Of 5 and 6 bits, which no form has, 8 are
+    kept: the file's maker gave those weights more.
+    """
+    bits = asked.bits(role)
+    if bits is None:
+        return None
+    if bits == HALF:
+        return Form(HALF, "half", weight)
+    base: Weight | None = weight
+    pairs: tuple[Pair, ...] = ()
+    if asked.lora == "apart" and isinstance(weight, Deferred) and weight.adapted is not None:
+        base, pairs = weight.adapted.base, weight.adapted.pairs
+    if base is None:
+        return Form(bits, "lora", None, pairs=pairs)
+    if isinstance(base, Deferred):
+        blocks = base.blocks
+        # Rows have a form of 8 bits without offsets only.
+        if (
+            blocks
+            and asked.block_of(blocks.bits, weight.shape[1]) == SOURCE_BLOCK
+            and blocks.bits <= bits
+            # TensorRT wants positive scales, which a file may not have.
+            and (blocks.bits < 8 or asked.layout.nodes != DEQUANTIZED)
+            and (role != EMBEDDING or blocks.bits == 8)
+        ):
+            return Form(blocks.bits, EXACT, base, False, blocks.offsets, blocks.half_scales, pairs)
+        if base.bits in (5, 6):
+            bits = 8
+    zero_points = bits < 8 and asked.layout.zero_points
+    return Form(bits, asked.method if bits < 8 else "rtn", base, zero_points=zero_points, pairs=pairs)

@@ -1,0 +1,376 @@
+"""Products with quantized weights: those that ONNX Runtime has a node for, those whose weight a standard node dequantizes, and those of
+kernels of ours.
+
+Weights that the same value is multiplied with, in blocks of one kind, are one product, whose result is split: at a step's sizes a node
+costs more than its numbers. What blocks have no place for, offsets and LoRA's pairs, is one more product of two thin matrices for all of
+them: `inner` [K, R] sums blocks and holds the first matrices of the pairs, `outer` [R, N] the rest.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+
+from still_export.errors import UnsupportedError
+from still_export.graph.edits import CONTRIB, add_node, store, typed
+from still_export.graph.quantization.forms import CODES, LEAST, LORA_A, LORA_B, MIDDLE, SUMS, TOGETHER
+from still_export.graph.quantization.policy import NODES
+from still_export.graph.quantization.stored import StoredWeight, at_start, cast_value, replace_nodes, store_values
+from still_export.mixers.roles import FEED_FORWARD, GATE, PROJECTION
+from still_export.models.blocks import BlockWeight, unpack
+from still_export.models.weights import value_of
+from still_graphs.ops.matmul_nbits import MATMUL_NBITS
+from still_graphs.ops.spec import DOMAIN
+
+ADAPTED = (PROJECTION, FEED_FORWARD, GATE)
+"""Roles of the weights that adapters are trained for."""
+ACCURACY_LEVEL = 4
+"""Activations are rounded to 8 bits, block by block. The only level with a kernel for 8-bit weights on CPUs (others dequantize the whole
+weight every call: 107 ms in the place of 1.2 for the head of SmolLM2-135M); at 4 bits a step is 3 times as fast as level 0 and a call
+of 512 tokens takes twice as long (576 x 1,536, one thread, AVX-512 VNNI, ONNX Runtime 1.31.1)."""
+
+
+class Product(ABC):
+    """One value times weights of one kind, side by side."""
+
+    domain = ""
+    """Of its nodes."""
+    takes_offsets = False
+    """Its nodes do."""
+
+    def __init__(self, model: ir.Model, weights: list[StoredWeight]) -> None:
+        self.model, self.weights = model, weights
+        self.name = TOGETHER.join(weight.name for weight in weights)
+        first = weights[0]
+        self.form, self.asked, self.dtype, self.inputs = first.form, first.asked, first.dtype, first.inputs
+        self.outputs = sum(weight.outputs for weight in weights)
+        self.blocks = first.blocks if first.form.base is not None else 0
+        self.offsets = any(weight.form.offsets for weight in weights)
+        self.sums = self.offsets and not self.takes_offsets  # offsets are a part of the thin product
+        self.left: set[str] = set()
+
+    def write(self, nodes: list[ir.Node]) -> None:
+        """Replace `nodes`, one of each weight, or all of the single one."""
+        if len(self.weights) == 1:
+            for node in nodes:
+                replace_nodes(self.model, [node], [self._result(node)])
+            return
+        total = self._result(nodes[0])
+        widths = [weight.outputs for weight in self.weights]
+        sizes = store(self.model.graph, ir.tensor(widths, dtype=ir.DataType.INT64, name=f"{total.name}.sizes"))
+        split = ir.node("Split", [total, sizes], {"axis": -1}, num_outputs=len(nodes), name=f"{total.name}.split")
+        self.model.graph.insert_before(nodes[0], split)
+        replace_nodes(self.model, nodes, list(split.outputs))
+
+    @abstractmethod
+    def _multiplied(self, node: ir.Node, read: ir.Value) -> ir.Value:
+        """The product of `read` and the blocks, before `node`."""
+
+    @abstractmethod
+    def _held(self) -> dict[str, ir.Value]:
+        """What is stored of the blocks, by part."""
+
+    def _result(self, node: ir.Node) -> ir.Value:
+        read = node.inputs[0]
+        assert read is not None
+        terms = []
+        if self.form.base is not None:
+            terms.append(self._multiplied(node, read))
+        if "inner" in self.values:
+            terms.append(
+                self._product_of_two(node, read, self.values["inner"], self.values["outer"], ("inner", "outer"))
+            )
+        if self.place is not None:
+            terms.append(self._product_of_two(node, read, *self.adapter, (LORA_A, LORA_B)))
+        total = terms[0]
+        for i, term in enumerate(terms[1:]):
+            added = add_node(self.model.graph, node, "Add", [total, term], f"sum{i}" if i else "sum")
+            total = self._typed(added, read, self.outputs)
+        return total
+
+    def _product_of_two(
+        self, node: ir.Node, read: ir.Value, a: ir.Value, b: ir.Value, parts: tuple[str, str]
+    ) -> ir.Value:
+        """The product of `read` and both matrices, before `node`."""
+        assert a.shape is not None
+        inner = self._typed(add_node(self.model.graph, node, "MatMul", [read, a], parts[0]), read, a.shape[-1])
+        return self._typed(add_node(self.model.graph, node, "MatMul", [inner, b], parts[1]), read, self.outputs)
+
+    def _typed(self, value: ir.Value, read: ir.Value, size: int | ir.SymbolicDim) -> ir.Value:
+        """`value`, which says that it has `size` numbers for each token that is read: behind a node of ours nothing infers it."""
+        return value if read.shape is None else typed(value, [*read.shape[:-1], size], self.dtype)
+
+    @property
+    def place(self) -> dict[str, Any] | None:
+        """What the manifest says of the LoRA pairs that this product takes while it runs; None: it takes none."""
+        first = self.weights[0]
+        if not first.asked.adapters or first.role not in ADAPTED:
+            return None
+        names, outputs = zip(*((weight.name, weight.outputs) for weight in self.weights), strict=True)
+        return {"weights": list(names), "inputs": self.inputs, "outputs": list(outputs)}
+
+    @cached_property
+    def adapter(self) -> tuple[ir.Value, ir.Value]:
+        """Inputs [K, R] and [R, N] of the graph, R the ranks of an adapter's pairs: with no rank, where none is given."""
+        rank, zero = f"rank.{self.name}", self.dtype.numpy()
+        a = self._input(LORA_A, ir.Shape([self.inputs, rank]), np.zeros((self.inputs, 0), zero))
+        return a, self._input(LORA_B, ir.Shape([rank, self.outputs]), np.zeros((0, self.outputs), zero))
+
+    def _input(self, part: str, shape: ir.Shape, default: np.ndarray) -> ir.Value:
+        value = store(self.model.graph, ir.tensor(default, dtype=self.dtype, name=f"{self.name}.{part}"))
+        value.shape = shape
+        self.model.graph.inputs.append(value)
+        return value
+
+    @cached_property
+    def values(self) -> dict[str, ir.Value]:
+        """What is stored, by part: of the blocks, `inner` and `outer`."""
+        found = self._held() if self.form.base is not None else {}
+        if self.sums or self.rank:
+            found |= self._thin(found)
+        return found
+
+    @property
+    def rank(self) -> int:
+        """Columns of `inner` that are of pairs."""
+        return sum(weight.rank for weight in self.weights)
+
+    def _thin(self, held: dict[str, ir.Value]) -> dict[str, ir.Value]:
+        """`inner` and `outer`; `held` is what is stored of the blocks."""
+        rank = self.rank + (self.blocks if self.sums else 0)
+        outer = self._stored("outer", [rank, self.outputs], self.dtype, self._outer)
+        if not self.rank:
+            return {"inner": self._stored_sums(), "outer": outer}
+        return {"inner": self._stored("inner", [self.inputs, rank], self.dtype, self._inner), "outer": outer}
+
+    def _stored_sums(self) -> ir.Value:
+        """The sums over blocks [K, K / block], one for all products of so many inputs."""
+        name, shape = f"{SUMS}.{self.inputs}", [self.inputs, self.blocks]
+        known = self.model.graph.initializers.get(name)
+        return known or store_values(self.model, name, shape, self.dtype, self._as_dtype(self._block_sums))
+
+    def _as_dtype(self, read: Callable[[], np.ndarray]) -> Callable[[], np.ndarray]:
+        return lambda: np.ascontiguousarray(read().astype(self.dtype.numpy()))
+
+    def _below_each_other(
+        self, part: Callable[[BlockWeight], np.ndarray | None], turned: bool = False
+    ) -> Callable[[], np.ndarray]:
+        """`part` of all weights along the outputs, which come last where it is `turned`."""
+
+        def read() -> np.ndarray:
+            parts = [part(weight.made) for weight in self.weights]
+            held = [values for values in parts if values is not None]
+            values = np.concatenate(held) if len(held) > 1 else held[0]  # a head is large
+            return values.T if turned else values
+
+        return read
+
+    def _inner(self) -> np.ndarray:
+        """Sums over blocks, and the first matrices of the pairs, [K, R]."""
+        return np.concatenate([*([self._block_sums()] if self.sums else []), self._pairs_inner()], axis=1)
+
+    def _outer(self) -> np.ndarray:
+        """Offsets, and the second matrices of the pairs, [R, N]."""
+        return np.concatenate([*([self._offset_rows().T] if self.sums else []), self._pairs_outer()])
+
+    def _block_sums(self) -> np.ndarray:
+        return np.kron(np.eye(self.blocks, dtype=np.float32), np.ones((self.asked.block_size, 1), np.float32))
+
+    def _offset_rows(self) -> np.ndarray:
+        """Offsets [N, K / block], 0 where a weight has none."""
+        rows = [weight.made.offsets if weight.form.offsets else None for weight in self.weights]
+        shapes = ((weight.outputs, self.blocks) for weight in self.weights)
+        found = [np.zeros(shape, np.float32) if x is None else x for x, shape in zip(rows, shapes, strict=True)]
+        return np.concatenate(found)
+
+    def _pairs_inner(self) -> np.ndarray:
+        """The first matrices of the pairs, [K, R]."""
+        pairs = [pair for weight in self.weights for pair in weight.form.pairs]
+        return np.concatenate(
+            [np.zeros((self.inputs, 0), np.float32), *(_float(value_of(p.a).t()) for p in pairs)], axis=1
+        )
+
+    def _pairs_outer(self) -> np.ndarray:
+        """The second matrices of the pairs with their scale, each at the columns of its weight, [R, N]."""
+        outer = np.zeros((self.rank, self.outputs), np.float32)
+        column = row = 0
+        for weight in self.weights:
+            for pair in weight.form.pairs:
+                size = int(pair.a.shape[0])
+                outer[row : row + size, column : column + weight.outputs] = _float(value_of(pair.b).t() * pair.scale)
+                row += size
+            column += weight.outputs
+        return outer
+
+    def _stored(self, part: str, shape: list[int], dtype: ir.DataType, read: Callable[[], np.ndarray]) -> ir.Value:
+        if part != "inner":
+            self.left.add(part)
+
+        def values() -> np.ndarray:
+            found = np.ascontiguousarray(read().astype(dtype.numpy(), copy=False))
+            self.left.discard(part)
+            if not self.left:  # the last that was made of the blocks
+                for weight in self.weights:
+                    weight.forget()
+            return found
+
+        return store_values(self.model, f"{self.name}.{part}", shape, dtype, values)
+
+
+class BlockProduct(Product):
+    """com.microsoft::MatMulNBits, which reads blocks, scales and zero points as BlockWeight has them."""
+
+    domain = CONTRIB
+
+    def _multiplied(self, node: ir.Node, read: ir.Value) -> ir.Value:
+        attributes = {
+            "K": self.inputs,
+            "N": self.outputs,
+            "bits": self.form.bits,
+            "block_size": self.asked.block_size,
+            "accuracy_level": ACCURACY_LEVEL,
+        }
+        parts = [self.values[part] for part in ("blocks", "scales", "zero_points") if part in self.values]
+        return add_node(self.model.graph, node, "MatMulNBits", [read, *parts], "blocks", attributes, CONTRIB)
+
+    def _held(self) -> dict[str, ir.Value]:
+        found: dict[str, ir.Value] = {}
+        codes = [self.outputs, self.blocks, self.asked.block_size * self.form.bits // 8]
+        found["blocks"] = self._stored("blocks", codes, ir.DataType.UINT8, self._below_each_other(lambda w: w.packed))
+        scale_type, shape = self.weights[0].scale_type, [self.outputs, self.blocks]
+        scales = self._stored("scales", shape, scale_type, self._below_each_other(lambda w: w.scales))
+        found["scales"] = scales if scale_type == self.dtype else cast_value(self.model, scales, self.dtype)
+        if self.form.zero_points:
+            shape, read = [self.outputs, -(-self.blocks * self.form.bits // 8)], lambda w: w.zero_points
+            found["zero_points"] = self._stored("zero_points", shape, ir.DataType.UINT8, self._below_each_other(read))
+        return found
+
+    def _thin(self, held: dict[str, ir.Value]) -> dict[str, ir.Value]:
+        """Of half precision scales the offsets are stored in as many bits: as what codes of 0 stand for, which is what files of such
+        scales hold. The sums over blocks are stored once. ONNX Runtime puts them together once, when it loads the graph."""
+        scale_type = self.weights[0].scale_type
+        if not self.offsets or scale_type == self.dtype:
+            return super()._thin(held)
+        shape = [self.outputs, self.blocks]
+        scales, least = held["scales"], self._stored(LEAST, shape, scale_type, self._below_each_other(_least))
+        middle = store(self.model.graph, ir.tensor(np.array(MIDDLE, self.dtype.numpy()), name=f"{self.name}.middle"))
+        middles = self._folded("Mul", [scales, middle], shape, "middles")
+        offsets = self._folded("Add", [middles, cast_value(self.model, least, self.dtype)], shape, "offsets")
+        shape.reverse()
+        thin = {
+            "inner": self._stored_sums(),
+            "outer": self._folded("Transpose", [offsets], shape, "offset_rows", perm=[1, 0]),
+        }
+        if self.rank:
+            inner = self._stored("inner", [self.inputs, self.rank], self.dtype, self._pairs_inner)
+            outer = self._stored("outer", [self.rank, self.outputs], self.dtype, self._pairs_outer)
+            rank = self.blocks + self.rank
+            thin["outer"] = self._folded("Concat", [thin["outer"], outer], [rank, self.outputs], "outers", axis=0)
+            thin["inner"] = self._folded("Concat", [thin["inner"], inner], [self.inputs, rank], "inners", axis=1)
+        return thin
+
+    def _folded(self, op: str, inputs: list[ir.Value], shape: list[int], part: str, **attributes: Any) -> ir.Value:
+        """The result of a node over constants, behind the casts of what is stored."""
+        node = ir.node(op, inputs, attributes, name=f"{self.name}.{part}")
+        node.outputs[0].name = node.name
+        made = inputs[0].producer()
+        if made is None:
+            self.model.graph.insert_before(self.model.graph[0], node)
+        else:
+            self.model.graph.insert_after(made, node)
+        return typed(node.outputs[0], shape, self.dtype)
+
+
+class DequantizedProduct(Product):
+    """DequantizeLinear over signed codes [K, N] and scales, [K / block, N] or one for each output, [N], before a MatMul.
+
+    Compilers such as TensorRT's keep the codes, and dequantize inside the product's kernel.
+    """
+
+    def _multiplied(self, node: ir.Node, read: ir.Value) -> ir.Value:
+        return add_node(self.model.graph, node, "MatMul", [read, self.values["weight"]], "blocks")
+
+    def _held(self) -> dict[str, ir.Value]:
+        kind = ir.DataType.INT4 if self.form.bits == 4 else ir.DataType.INT8
+        block = self.asked.block_of(self.form.bits, self.inputs)
+        blocked = self.form.bits == 4 or self.asked.layout.blocks_of_eight
+        codes = self._stored(
+            CODES, [self.inputs, self.outputs], kind, self._below_each_other(_signed_rows, turned=True)
+        )
+        shape = [self.blocks, self.outputs] if blocked else [self.outputs]
+        read = self._below_each_other(lambda w: w.scales, turned=True)
+        scales = self._stored("scales", shape, self.dtype, lambda: read().reshape(shape))
+        attributes = {"axis": 0, "block_size": block} if blocked else {"axis": 1}
+        node = ir.node("DequantizeLinear", [codes, scales], attributes, name=f"{codes.name}.dequantize")
+        return {CODES: codes, "scales": scales, "weight": at_start(self.model, node, codes, self.dtype)}
+
+
+class PluginProduct(Product):
+    """still::MatMulNBits, which reads what BlockWeight has, four bytes in a word."""
+
+    domain, takes_offsets = DOMAIN, True
+
+    def _multiplied(self, node: ir.Node, read: ir.Value) -> ir.Value:
+        graph, rows = self.model.graph, read.shape
+        if rows is None or len(rows) not in (2, 3):
+            raise UnsupportedError(f"{node.name} multiplies {rows}, not tokens; export without --quantize.")
+        single = len(rows) == 2  # values of one token each
+        axis = None
+        if single:
+            axis = store(graph, ir.tensor([1], dtype=ir.DataType.INT64, name=f"{node.name}.axis"))
+            read = typed(add_node(graph, node, "Unsqueeze", [read, axis], "row"), [rows[0], 1, rows[1]], self.dtype)
+        attributes = {"bits": self.form.bits, "block_size": self.asked.block_size}
+        parts = [self.values.get(part) for part in ("blocks", "scales", "zero_points", "offsets")]
+        shape = [rows[0], 1 if single else rows[1], self.outputs]
+        found = typed(
+            add_node(graph, node, MATMUL_NBITS.name, [read, *parts], "blocks", attributes, DOMAIN), shape, self.dtype
+        )
+        if axis is not None:
+            found = typed(add_node(graph, node, "Squeeze", [found, axis], "rows"), [rows[0], self.outputs], self.dtype)
+        return found
+
+    def _held(self) -> dict[str, ir.Value]:
+        words = self.inputs * self.form.bits // 32
+        packed = self._below_each_other(lambda w: w.packed)
+        found = {"blocks": self._stored("blocks", [self.outputs, words], ir.DataType.INT32, lambda: _words(packed()))}
+        scales = self._below_each_other(lambda w: w.scales)
+        found["scales"] = self._stored("scales", [self.outputs, self.blocks], self.dtype, scales)
+        if self.form.zero_points:
+            words, zero = -(-self.blocks * self.form.bits // 32), self._below_each_other(lambda w: w.zero_points)
+            shape = [self.outputs, words]
+            found["zero_points"] = self._stored("zero_points", shape, ir.DataType.INT32, lambda: _words(zero()))
+        if self.offsets:
+            found["offsets"] = self._stored("offsets", [self.outputs, self.blocks], self.dtype, self._offset_rows)
+        return found
+
+
+PRODUCTS: dict[str, type[Product]] = dict(zip(NODES, (BlockProduct, DequantizedProduct, PluginProduct), strict=True))
+"""By Layout.nodes."""
+
+
+def _words(rows: np.ndarray) -> np.ndarray:
+    """Bytes of each row, filled up with 0 to whole words, as int32 with the first byte lowest."""
+    rows = rows.reshape(len(rows), -1)
+    return np.pad(rows, ((0, 0), (0, -rows.shape[1] % 4))).view("<i4")
+
+
+def _least(weight: BlockWeight) -> np.ndarray:
+    """What codes of 0 stand for, [N, K / block]; where there are no offsets, what makes them 0."""
+    offsets = 0 if weight.offsets is None else weight.offsets
+    return np.asarray(offsets - MIDDLE * weight.scales)
+
+
+def _signed_rows(weight: BlockWeight) -> np.ndarray:
+    """Codes [N, K] around 0."""
+    codes = unpack(weight.packed, weight.bits).reshape(len(weight.packed), -1).astype(np.int16) - (1 << weight.bits - 1)
+    return codes.astype(ir.DataType.INT4.numpy() if weight.bits == 4 else np.int8)
+
+
+def _float(matrix: torch.Tensor) -> np.ndarray:
+    return matrix.detach().float().numpy()

@@ -1,0 +1,139 @@
+"""From products and rows of weights to those of quantized weights, which are rounded when they are written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+
+from still_export.errors import UnsupportedError
+from still_export.graph.edits import CONTRIB, add_node, store
+from still_export.graph.lower import lazy_tensor
+from still_export.graph.quantization.forms import ROWS, form_of
+from still_export.graph.quantization.gemm import PRODUCTS
+from still_export.graph.quantization.policy import HALF, Quantization, account
+from still_export.graph.quantization.stored import StoredWeight, cast_value, replace_nodes, store_values
+from still_export.graph.weights_file import VIEW
+from still_export.models.checkpoint import in_range
+from still_export.models.weights import Deferred, Weight, Weights, value_of
+
+
+def quantize_graph(model: ir.Model, weights: Weights, roles: Mapping[str, str], asked: Quantization) -> dict[str, Any]:
+    """Replace the nodes that read weights which the policy quantizes, in place.
+
+    Args:
+        model: From `lower_program`; its initializers have the model's names.
+        weights: Values by those names, [N, K].
+        roles: By those names.
+        asked: Scheme, method, block size, LoRA.
+
+    Returns:
+        What the manifest says of it.
+
+    Raises:
+        UnsupportedError: The block size does not divide a weight, or a weight is read in a way that has no quantized form.
+    """
+    forms = {
+        name: form for name, weight in weights.items() if (form := form_of(weight, roles[name], asked)) is not None
+    }
+    for name, form in forms.items():
+        inputs = weights[name].shape[1]
+        if form.bits != HALF and form.base is not None and inputs % asked.block_of(form.bits, inputs):
+            raise UnsupportedError(
+                f"{name} has {inputs} inputs, which blocks of {asked.block_size} do not divide. "
+                "Choose another --quantize-block, or export without --quantize."
+            )
+    groups: dict[tuple[object, ...], list[tuple[StoredWeight, ir.Node]]] = {}
+    gathers: list[tuple[StoredWeight, ir.Node]] = []
+    for name, form in forms.items():
+        if form.bits == HALF:
+            _halve(model, name, weights[name])
+            continue
+        weight = StoredWeight(name, weights[name], form, asked, roles[name])
+        products, rows = _readers(model, weight)
+        alone = name if form.base is None or len(products) + len(rows) > 1 else ""
+        for node in products:
+            kind = (id(node.inputs[0]), alone, form.bits, form.zero_points, form.half_scales, weight.dtype)
+            groups.setdefault(kind, []).append((weight, node))
+        gathers += [(weight, node) for node in rows]
+    places = []
+    for group in groups.values():
+        product = PRODUCTS[asked.layout.nodes](model, list(dict.fromkeys(weight for weight, _ in group)))
+        product.write([node for _, node in group])
+        places += [product.place] if product.place else []
+    for weight, node in gathers:  # after the products: rows of a tied embedding are the head's blocks
+        _write_rows(model, weight, node)
+    for domain in {PRODUCTS[asked.layout.nodes].domain, CONTRIB if gathers else ""} - {""}:
+        model.graph.opset_imports[domain] = 1
+    made = {name: (form.bits if form.base is not None else None, form.method) for name, form in forms.items()}
+    return account(asked, roles, made, places)
+
+
+def _readers(model: ir.Model, weight: StoredWeight) -> tuple[list[ir.Node], list[ir.Node]]:
+    """The products and the Gathers that read a weight, which is taken out of the graph."""
+    value = model.graph.initializers.pop(weight.name)
+    weight.dtype = value.dtype or ir.DataType.FLOAT
+    products: list[ir.Node] = []
+    rows: list[ir.Node] = []
+    for node, index in [(node, index) for node, index in value.uses()]:
+        if node.op_type == "MatMul" and index == 1:
+            products.append(node)
+        elif node.op_type == "Transpose":
+            products += [product for product, _ in node.outputs[0].uses()]
+        elif node.op_type == "Gather" and index == 0:
+            rows.append(node)
+        else:
+            raise UnsupportedError(
+                f"{weight.name} is read by {node.op_type}, which has no form with quantized weights."
+            )
+    return products, rows
+
+
+def _halve(model: ir.Model, name: str, weight: Weight) -> None:
+    """Store a weight in float16 and cast it."""
+    value = model.graph.initializers[name]
+    if value.dtype != ir.DataType.FLOAT:
+        return
+    half = Deferred(weight.shape, torch.float16, lambda: in_range(name, value_of(weight).detach(), torch.float16))
+    stored = store(model.graph, lazy_tensor(f"{name}.half", half))
+    ir.convenience.replace_all_uses_with(value, cast_value(model, stored, ir.DataType.FLOAT))
+    del model.graph.initializers[name]
+
+
+def _write_rows(model: ir.Model, weight: StoredWeight, node: ir.Node) -> None:
+    """Rows of a weight; the head's blocks, where they are tied, in the shape of rows: the same bytes of the file."""
+    name, initializers = weight.name, model.graph.initializers
+    if f"{name}.{ROWS}" not in initializers:
+        head = initializers.get(f"{name}.blocks")
+        shape = [weight.outputs, weight.inputs * weight.form.bits // 8]
+        if head is None:
+            blocks = [weight.outputs, weight.blocks]
+            store_values(model, f"{name}.{ROWS}", shape, ir.DataType.UINT8, lambda: weight.made.packed.reshape(shape))
+            scales = store_values(model, f"{name}.scales", blocks, weight.scale_type, partial(_last_scales, weight))
+            if weight.scale_type != weight.dtype:
+                cast_value(model, scales, weight.dtype)
+        else:
+            assert head.const_value is not None
+            values = head.const_value.numpy
+            rows = store_values(
+                model, f"{name}.{ROWS}", shape, ir.DataType.UINT8, lambda: values().view(np.uint8).reshape(shape)
+            )
+            rows.metadata_props[VIEW] = f"{name}.blocks"
+    scales = initializers[f"{name}.scales"]
+    casts = [use.outputs[0] for use, _ in scales.uses() if use.op_type == "Cast"]
+    attributes = {"gather_axis": 0, "quantize_axis": 1, "bits": weight.form.bits, "block_size": weight.asked.block_size}
+    inputs = [initializers[f"{name}.{ROWS}"], node.inputs[1], casts[0] if casts else scales]
+    replace_nodes(
+        model, [node], [add_node(model.graph, node, "GatherBlockQuantized", inputs, ROWS, attributes, CONTRIB)]
+    )
+
+
+def _last_scales(weight: StoredWeight) -> np.ndarray:
+    """The scales of a weight whose codes are written before them, so that it can go."""
+    scales = np.ascontiguousarray(weight.made.scales.astype(weight.scale_type.numpy()))
+    weight.forget()
+    return scales

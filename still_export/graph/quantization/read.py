@@ -1,0 +1,181 @@
+"""The weights that a quantized package computes with, read back from its graph."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from still_export.graph.quantization.forms import CODES, LEAST, MIDDLE, ROWS, SUMS, TOGETHER
+from still_export.models.blocks import BlockWeight
+from still_export.models.weights import Deferred, Pair, Weight, value_of
+from still_export.package.files import MODEL
+
+if TYPE_CHECKING:
+    from still_export.models.load import Source
+    from still_export.targets.portable.package import ExportOptions
+
+
+def held_model(
+    options: ExportOptions,
+    folder: Path,
+    manifest: dict[str, Any],
+    rounded: bool = False,
+    pairs: Mapping[str, tuple[Pair, ...]] = MappingProxyType({}),
+) -> Any:
+    """The PyTorch model with the weights of the package in `folder`, which is the original where that is not quantized.
+
+    Args:
+        options: What was exported; its `dtype` is the model's.
+        folder, manifest: The package.
+        rounded: Products round what they read to 8 bits, as the runtime's do on CPUs.
+        pairs: Of an adapter that is added while the package runs, by weight.
+    """
+    from still_export.targets.portable.package import find_source
+
+    source = with_held_weights(find_source(options), folder, manifest)
+    weights: dict[str, Weight] = dict(source.weights)
+    for name, own in pairs.items():
+        held = weights[name]
+        weights[name] = Deferred(held.shape, held.dtype, partial(_with_pairs, held, own))
+    model = replace(source, weights=weights).read()
+    if rounded:
+        round_activations(model, held_names(folder), manifest["quantization"]["block_size"])
+    return model
+
+
+def rounded_copy(model: Any, folder: Path, manifest: dict[str, Any]) -> Any:
+    """`held_model` with `rounded` of the same package, which shares the weights of the `model` that was read without."""
+    copied = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+    round_activations(copied, held_names(folder), manifest["quantization"]["block_size"])
+    return copied
+
+
+def with_held_weights(source: Source, folder: Path, manifest: dict[str, Any]) -> Source:
+    """The model `source` with the weights of the package in `folder`, where those are quantized: what its runtime computes with.
+
+    Args:
+        source: What was exported, in any type.
+        folder: A package of it.
+        manifest: Its manifest.
+    """
+    if manifest.get("quantization") is None:
+        return source
+    sizes = {name: int(weight.shape[0]) for name, weight in source.weights.items() if weight.shape}
+    held = _held_weights(folder / MODEL, manifest["quantization"]["block_size"], sizes)
+    weights: dict[str, Weight] = dict(source.weights)
+    for name, read in held.items():
+        known = weights[name]
+        weights[name] = Deferred(known.shape, known.dtype, partial(_as_type, read, known.dtype))
+    return replace(source, weights=weights)
+
+
+def held_names(folder: Path) -> set[str]:
+    """The weights in blocks of the package in `folder`, by the model's names."""
+    import onnx_ir as ir
+
+    joined = [n.removesuffix(".scales") for n in ir.load(folder / MODEL).graph.initializers if n.endswith(".scales")]
+    return {name for names in joined for name in names.split(TOGETHER)}
+
+
+def _with_pairs(held: Weight, pairs: tuple[Pair, ...]) -> Tensor:
+    value = value_of(held)
+    total = value.float() + sum(pair.scale * value_of(pair.b).float() @ value_of(pair.a).float() for pair in pairs)
+    return total.to(value.dtype)
+
+
+def _as_type(read: Callable[[], Tensor], dtype: torch.dtype) -> Tensor:
+    return read().to(dtype)
+
+
+def _held_weights(path: Path, block_size: int, sizes: Mapping[str, int]) -> dict[str, Callable[[], Tensor]]:
+    """Readers of the quantized weights of a graph by the model's names, float32; `sizes` are the outputs of each weight."""
+    import onnx_ir as ir
+
+    parts = {name: value.const_value for name, value in ir.load(path).graph.initializers.items()}
+
+    def values(names: str, part: str, axis: int, rows: slice) -> np.ndarray | None:
+        tensor = parts.get(f"{names}.{part}")
+        if tensor is None:
+            return None
+        found = tensor.numpy()[(slice(None),) * axis + (rows,)]
+        return np.ascontiguousarray(found).view(np.uint8) if found.dtype == np.int32 else found  # words of bytes
+
+    def whole(names: str, rows: slice) -> Tensor:
+        total: np.ndarray | int = 0
+        signed = values(names, CODES, 1, rows)
+        scales = values(names, "scales", 0, rows) if signed is None else None
+        if signed is not None:
+            steps = parts[f"{names}.scales"].numpy().astype(np.float32)  # type: ignore[union-attr]
+            steps = steps.reshape(-1, steps.shape[-1])[:, None, rows]  # [blocks, 1, N]
+            total = signed.astype(np.float32).reshape(len(steps), -1, steps.shape[-1]) * steps
+            total = total.reshape(signed.shape).T
+        if scales is not None:
+            codes = values(names, "blocks", 0, rows)
+            codes = values(names, ROWS, 0, rows) if codes is None else codes
+            assert codes is not None
+            packed = codes.reshape(*scales.shape, -1)
+            zero_points = values(names, "zero_points", 0, rows)
+            total = BlockWeight(packed, scales, zero_points, packed.shape[-1] * 8 // block_size).dequantized()
+        offsets, least = values(names, "offsets", 0, rows), values(names, LEAST, 0, rows)
+        if least is not None:
+            assert scales is not None
+            offsets = least.astype(np.float32) + MIDDLE * scales.astype(np.float32)
+        if offsets is not None:
+            assert isinstance(total, np.ndarray)
+            total = total + offsets.astype(np.float32).repeat(block_size, axis=1)
+        outer = values(names, "outer", 1, rows)
+        if outer is not None:
+            inner = values(names, "inner", 0, slice(None))
+            if inner is None:
+                assert isinstance(total, np.ndarray)
+                inner = values(SUMS, str(total.shape[1]), 0, slice(None))
+            assert inner is not None
+            total = total + (inner.astype(np.float32) @ outer.astype(np.float32)).T
+        assert isinstance(total, np.ndarray), names
+        return torch.from_numpy(np.ascontiguousarray(total))
+
+    def half(name: str) -> Tensor:
+        value = parts[f"{name}.half"]
+        assert value is not None
+        return torch.from_numpy(value.numpy().copy()).float()
+
+    readers: dict[str, Callable[[], Tensor]] = {}
+    for part in parts:
+        names, _, kind = part.rpartition(".")
+        if kind == "half":
+            readers[names] = partial(half, names)
+        if kind in ("scales", "outer"):
+            start = 0
+            for name in names.split(TOGETHER):
+                readers[name] = partial(whole, names, slice(start, start + sizes[name]))
+                start += sizes[name]
+    return readers
+
+
+def round_activations(model: nn.Module, names: Iterable[str], block_size: int) -> None:
+    """Let the products with the weights `names` round what they read to 8 bits, block by block, as MatMulNBits does on CPUs."""
+    weights = dict(model.named_parameters())
+    rounded = {id(weights[name]) for name in names}
+
+    def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
+        return eight_bits(inputs[0], block_size)
+
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and id(module.weight) in rounded:
+            module.register_forward_pre_hook(hook)
+
+
+def eight_bits(x: Tensor, block_size: int) -> Tensor:
+    """x [..., K] with each block of K rounded to the 255 steps between minus and plus its largest value."""
+    blocks = x.unflatten(-1, (-1, block_size))
+    step = (blocks.abs().amax(-1, keepdim=True) / 127).clamp_min(torch.finfo(x.dtype).tiny)
+    return ((blocks / step).round() * step).flatten(-2)

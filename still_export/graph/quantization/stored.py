@@ -1,0 +1,94 @@
+"""What a graph stores of a quantized weight: initializers whose values are made when they are written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import onnx_ir as ir
+
+from still_export.graph.edits import put_in_place, store
+from still_export.graph.quantization.forms import EXACT, Form
+from still_export.graph.quantization.policy import Quantization
+from still_export.graph.quantization.quantizers import quantize, quantize_outputs
+from still_export.models.blocks import BlockWeight
+from still_export.models.weights import Deferred, Weight, narrow_value_of
+
+
+class StoredWeight:
+    """A weight [N, K] in its form, made once for all that is stored of it."""
+
+    def __init__(self, name: str, weight: Weight, form: Form, asked: Quantization, role: str) -> None:
+        self.name, self.form, self.asked, self.role = name, form, asked, role
+        self.outputs, self.inputs = weight.shape
+        self.dtype = ir.DataType.FLOAT
+        self._made: BlockWeight | None = None
+
+    @property
+    def made(self) -> BlockWeight:
+        """Its blocks, kept until `forget`."""
+        if self._made is None:
+            base, bits = self.form.base, self.form.bits
+            assert base is not None
+            if self.form.method == EXACT:
+                assert isinstance(base, Deferred) and base.blocks is not None
+                self._made = base.blocks.read()
+            else:
+                values = narrow_value_of(base).detach()
+                if bits == 8 and not self.asked.layout.blocks_of_eight:
+                    self._made = quantize_outputs(values)
+                else:
+                    zero_points = self.asked.layout.zero_points
+                    self._made = quantize(values, bits, self.asked.block_size, self.form.method, zero_points)
+        return self._made
+
+    def forget(self) -> None:
+        """Drop the blocks."""
+        self._made = None
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of each output."""
+        return int(self.inputs // self.asked.block_of(self.form.bits, self.inputs))
+
+    @property
+    def scale_type(self) -> ir.DataType:
+        """Of its scales in the file."""
+        return ir.DataType.FLOAT16 if self.form.half_scales and self.dtype == ir.DataType.FLOAT else self.dtype
+
+    @property
+    def rank(self) -> int:
+        """Columns that its pairs have in `inner`."""
+        return sum(int(pair.a.shape[0]) for pair in self.form.pairs)
+
+
+def store_values(
+    model: ir.Model, name: str, shape: list[int], dtype: ir.DataType, read: Callable[[], np.ndarray]
+) -> ir.Value:
+    """An initializer whose values are made when they are written."""
+    tensor = ir.LazyTensor(lambda: ir.Tensor(read(), dtype=dtype, name=name), dtype, ir.Shape(shape), name=name)
+    return store(model.graph, tensor)
+
+
+def cast_value(model: ir.Model, stored: ir.Value, dtype: ir.DataType) -> ir.Value:
+    """A stored weight in another type; ONNX Runtime casts once, when it loads the graph."""
+    return at_start(model, ir.node("Cast", [stored], {"to": int(dtype)}, name=f"{stored.name}.cast"), stored, dtype)
+
+
+def at_start(model: ir.Model, node: ir.Node, stored: ir.Value, dtype: ir.DataType) -> ir.Value:
+    """The result of a node over the `stored` weight, whose shape it keeps, before all others."""
+    output = node.outputs[0]
+    output.name, output.shape, output.type = f"{stored.name}.value", stored.shape, ir.TensorType(dtype)
+    model.graph.insert_before(model.graph[0], node)
+    return output
+
+
+def replace_nodes(model: ir.Model, nodes: list[ir.Node], values: list[ir.Value]) -> None:
+    """Let `values` stand where the results of `nodes` did, under their names; a Transpose that only they read goes with them."""
+    for node, value in zip(nodes, values, strict=True):
+        old, weight = node.outputs[0], node.inputs[1] if node.op_type == "MatMul" else None
+        put_in_place(old, value)
+        model.graph.remove(node, safe=True)
+        turned = weight.producer() if weight is not None else None
+        if turned is not None and turned.op_type == "Transpose" and not turned.outputs[0].uses():
+            model.graph.remove(turned, safe=True)

@@ -1,1 +1,0 @@
-"""Weights in few bits: which role may have how many, who rounds them, how a graph holds them."""

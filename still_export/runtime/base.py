@@ -1,0 +1,279 @@
+"""What every runner does alike: room for tokens, prompts in pieces, generation. No torch, no runtime.
+
+Exports copy this file into packages, with the other runners (`still_export.runtime.bundle`).
+"""
+
+from __future__ import annotations
+
+import resource
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from still_export.package.checked import read_manifest
+from still_export.runtime.sampling import RunError, Sampling, likeliest
+from still_graphs.states import StateTable
+
+NUMPY_TYPES = {
+    "float32": np.float32,
+    "int32": np.int32,
+    "int64": np.int64,
+    "float16": np.float16,
+    "bfloat16": np.uint16,
+}
+"""NumPy's type of a state's elements; bfloat16, which it has not, as bits."""
+
+Progress = Callable[[int, int], None]
+"""Told the tokens fed and their total after each piece of a prompt."""
+
+
+def checked_prompt(tokens: Iterable[int], vocabulary: int) -> np.ndarray:
+    """The prompt as int64 [T].
+
+    Raises:
+        RunError: It is empty, or has ids outside the vocabulary.
+    """
+    prompt = list(tokens)
+    if not prompt:
+        raise RunError("the prompt has no tokens. Give at least one.")
+    least, most = min(prompt), max(prompt)  # of any size: NumPy's are checked already
+    if least < 0 or most >= vocabulary:
+        raise RunError(f"token ids {str(least)[:20]}..{str(most)[:20]} are outside the vocabulary 0..{vocabulary - 1}.")
+    return np.asarray(prompt, np.int64)
+
+
+class Runner(ABC):
+    """A package's model with its state: feed tokens, get logits.
+
+    Subclasses are runtimes. `batch` rows have seen `length` [B] tokens each; the state has room for `room` tokens a row and grows when
+    needed.
+    """
+
+    folder: Path
+    manifest: dict[str, Any]
+    table: StateTable
+    batch: int = 0
+    room: int = 0
+    length: np.ndarray
+    replays = False
+    """`step` and `greedy` replay a captured step."""
+    least_rows = 0
+    """Rows that a growing state has at least."""
+    adapter = ""
+    """Digest of the LoRA adapter that is added to the weights; empty: none."""
+
+    def _open(self, folder: Path) -> None:
+        """Read the package's manifest."""
+        self.folder = Path(folder)
+        self.manifest = read_manifest(self.folder)
+        self.table = StateTable.of(self.manifest)
+
+    def use_adapter(self, inputs: Mapping[str, np.ndarray], digest: str) -> None:
+        """Add a LoRA adapter to the weights, in the place of the one before; forgets everything.
+
+        Args:
+            inputs: By name, as `still_export.runtime.adapters` makes them; empty: none.
+            digest: Of them.
+
+        Raises:
+            RunError: This runner takes none.
+        """
+        if inputs:
+            raise RunError(
+                "adapters are exchanged by ONNX Runtime's runner alone: --runtime ort, or export with --overlay."
+            )
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Tokens of one prefill call; longer prompts are fed in pieces, so memory does not grow with them."""
+        return int(self.manifest["prefill_tokens"])
+
+    @property
+    def most_rows(self) -> int | None:
+        """Rows that it takes at most; None: as many as memory holds."""
+        return None
+
+    def start(self, batch: int = 1, tokens: int = 0) -> None:
+        """Forget everything; `batch` rows, room for `tokens` tokens at once.
+
+        Raises:
+            RunError: The package does not take so many rows or tokens, or memory ends.
+        """
+        self.batch, self.room = batch, 0
+        self.length = np.zeros(batch, np.int64)
+        self._clear()
+        self._resize(tokens)
+
+    def reserve(self, tokens: int | np.ndarray, first: int = 0) -> None:
+        """Make room for `tokens` more tokens of every row, or [R] of the rows from `first` on, keeping the state.
+
+        Raises:
+            RunError: They are more than the package holds; nothing is changed then.
+        """
+        rows = self.length if np.ndim(tokens) == 0 else self.length[first : first + np.size(tokens)]
+        needed = int((rows + tokens).max())
+        self.check_capacity(needed)
+        if needed > self.room:
+            self._resize(needed)
+
+    def check_capacity(self, tokens: int) -> None:
+        """Raise RunError where `tokens` tokens are more than the package can hold."""
+        if self.table.bounded and tokens > self.table.capacity_tokens:
+            raise RunError(
+                f"{tokens} tokens exceed this package's capacity of {self.table.capacity_tokens} tokens. Shorten the prompt or "
+                "--tokens, or export again with a larger --capacity-tokens."
+            )
+
+    def ample(self, tokens: int, spare: int) -> int:
+        """Room for `tokens` tokens and `spare` more, as far as the capacity allows."""
+        return min(tokens + spare, self.table.capacity_tokens) if self.table.bounded else tokens + spare
+
+    @abstractmethod
+    def _clear(self) -> None:
+        """Drop the state: what `_resize` makes next is empty."""
+
+    @abstractmethod
+    def _resize(self, tokens: int) -> None:
+        """Make room for at least `tokens` tokens, keeping the state."""
+
+    @abstractmethod
+    def feed(self, input_ids: np.ndarray, new_tokens: np.ndarray | None = None, first: int = 0) -> np.ndarray:
+        """Run one call on the R rows from `first` on; all others are left alone.
+
+        Args:
+            input_ids: Integers [R, T], right-padded.
+            new_tokens: Tokens that each of them brings, [R]; None = T.
+            first: Of the rows.
+
+        Returns:
+            Logits float32, [R, 1, V] of each row's last new token, or [R, T, V] if the package was exported so.
+        """
+
+    def feed_greedy(self, input_ids: np.ndarray, new_tokens: np.ndarray | None = None, first: int = 0) -> np.ndarray:
+        """Run one call as `feed` does, for the likeliest tokens alone.
+
+        Returns:
+            Integers [R, 1], or [R, T] where `feed` returns logits of every token.
+        """
+        return likeliest(self.feed(input_ids, new_tokens, first))
+
+    def forget(self, row: int) -> None:
+        """Make one row empty, for another sequence; room and the other rows stay as they are."""
+        self._zero(row)
+        self.length = self.length.copy()  # callers may hold it
+        self.length[row] = 0
+
+    @abstractmethod
+    def _zero(self, row: int) -> None:
+        """Write zeros, which are an empty state, over one row of every state."""
+
+    def _among_all(self, input_ids: np.ndarray, counts: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:
+        """A call on some rows as one on all [B], where the others bring nothing."""
+        if len(input_ids) == self.batch:
+            return input_ids, counts
+        rows = slice(first, first + len(input_ids))
+        ids = np.zeros((self.batch, input_ids.shape[1]), input_ids.dtype)
+        new = np.zeros(self.batch, counts.dtype)
+        ids[rows], new[rows] = input_ids, counts
+        return ids, new
+
+    @abstractmethod
+    def state_arrays(self) -> dict[str, np.ndarray]:
+        """Copies of the state tensors by name; bfloat16 as uint16."""
+
+    @abstractmethod
+    def _write_states(self, arrays: dict[str, np.ndarray]) -> None:
+        """Put `arrays` into the state's tensors, which have their shapes and types."""
+
+    def load(self, arrays: dict[str, np.ndarray], length: np.ndarray, more: int = 0) -> None:
+        """Continue from `arrays` as `state_arrays` returned them, after `length` [B] tokens, with room for `more`.
+
+        Raises:
+            RunError: A tensor is missing or has another shape or dtype.
+        """
+        for state in self.table:
+            array, wanted = arrays.get(state.name), np.dtype(NUMPY_TYPES[state.dtype])
+            shape = [d if isinstance(d, int) else "any" for d in state.shape]
+            if array is None:
+                raise RunError(f"state {state.name} is missing; expected {shape} {wanted}.")
+            fits = len(shape) == array.ndim and all(w in ("any", g) for w, g in zip(shape, array.shape, strict=True))
+            if not fits or array.dtype != wanted:
+                raise RunError(f"state {state.name}: expected {shape} {wanted}, got {list(array.shape)} {array.dtype}.")
+        self.start(len(length), int(np.max(length)) + more)
+        held = {}
+        shapes = self.state_shapes()
+        for state in self.table:
+            target = np.zeros(shapes[state.name], NUMPY_TYPES[state.dtype])
+            # Rows beyond those of `length` tokens are empty: a smaller room loses nothing.
+            part = tuple(slice(0, min(n, m)) for n, m in zip(arrays[state.name].shape, target.shape, strict=True))
+            target[part] = arrays[state.name][part]
+            held[state.name] = target
+        self._write_states(held)
+        self.length = np.asarray(length, np.int64).copy()
+
+    def peak_mb(self) -> float:
+        """The most memory that the process has held, MB; a runtime with memory of its own says that."""
+        try:  # ru_maxrss also counts what the process held that started this one
+            status = Path("/proc/self/status").read_text()
+        except OSError:
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        return int(status.split("VmHWM:")[1].split()[0]) / 1024
+
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every state with the present room."""
+        return self.table.shapes(self.batch, self.table.rows(self.room, self.least_rows))
+
+    def prefill(self, tokens: Iterable[int], progress: Progress | None = None) -> np.ndarray:
+        """Feed a prompt to the single row in pieces of `prefill_tokens`; logits [V] of its last token."""
+        prompt = checked_prompt(tokens, self.manifest["model"]["vocab_size"])
+        self.reserve(prompt.size)
+        for start in range(0, prompt.size, self.prefill_tokens):
+            logits = self.feed(prompt[None, start : start + self.prefill_tokens])
+            if progress is not None:
+                progress(min(start + self.prefill_tokens, prompt.size), prompt.size)
+        return logits[0, -1]
+
+    def greedy(self, token: np.ndarray, count: int) -> Iterator[np.ndarray]:
+        """Tokens [B] that follow `token` [B] greedily, `count` of them."""
+        for _ in range(count):
+            token = likeliest(self.step(token))
+            yield token
+
+    def step(self, token: np.ndarray) -> np.ndarray:
+        """Feed one token to every row, [B]; logits [B, V]."""
+        return self.feed(token[:, None])[:, -1]
+
+    def generate(
+        self,
+        prompt: Iterable[int],
+        count: int,
+        sampling: Sampling,
+        stop: Iterable[int] = (),
+        progress: Progress | None = None,
+    ) -> Iterator[int]:
+        """Tokens that follow `prompt` in the single row, at most `count`, ending after one of `stop` (which is not yielded).
+
+        The last one is not fed to the model.
+
+        Raises:
+            RunError: They and the prompt may exceed the capacity; nothing was fed then.
+        """
+        stops, prompt = set(stop), list(prompt)
+        self.check_capacity(int(self.length[0]) + len(prompt) + count - 1)
+        token = sampling.choose(self.prefill(prompt, progress))
+        rest = self._sampled(token, count - 1, sampling)
+        if sampling.temperature == 0:
+            rest = (int(following[0]) for following in self.greedy(np.array([token]), count - 1))
+        for _ in range(count):
+            if token in stops:
+                return
+            yield token
+            token = next(rest, -1)
+
+    def _sampled(self, token: int, count: int, sampling: Sampling) -> Iterator[int]:
+        for _ in range(count):
+            token = sampling.choose(self.step(np.array([token], np.int64))[0])
+            yield token

@@ -1,0 +1,58 @@
+"""The programs of a package: runners that need nothing of this project, copied from it.
+
+Inside the project they import each other by their full names; in a package they lie side by side in the folder `runtime`, the modules of
+this room in its folder `runners`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import still_export.package
+import still_graphs
+
+RUNTIME = "runtime"
+SHARED = ("base", "sampling", "text", "conversation", "program")
+CHECKS = ("refusals", "files", "checked", "external", "trust", "archive")
+RUNNERS = {"ort": (), "tensorrt": ("trt_engine", "cuda_driver")}
+"""Runners by module, with the modules that they alone need."""
+PROGRAMS = {"ort": "run_ort.py", "tensorrt": "run_trt.py"}
+
+PROGRAM = '''#!/usr/bin/env python3
+"""{summary} `python {name} --help` says how."""
+
+import sys
+
+from {runtime}.runners.{module} import main
+
+sys.exit(main())
+'''
+
+_IMPORT = re.compile(r"^from (?:(still_export\.runtime)|still_export|still_graphs)\.(\S+) import", re.MULTILINE)
+
+
+def write_programs(folder: Path, runners: Sequence[str]) -> None:
+    """Write the programs of `runners` and the modules that they need into the package `folder`."""
+    sources = Path(__file__).parent
+    target = folder / RUNTIME / "runners"
+    target.mkdir(parents=True)
+    modules = {*SHARED, *runners, *(m for runner in runners for m in RUNNERS[runner])}
+    for name in sorted(modules):
+        _copy(sources / f"{name}.py", target / f"{name}.py")
+    _copy(Path(still_graphs.__file__).parent / "states.py", folder / RUNTIME / "states.py")
+    (folder / RUNTIME / "package").mkdir()
+    for name in CHECKS:
+        _copy(Path(still_export.package.__file__).parent / f"{name}.py", folder / RUNTIME / "package" / f"{name}.py")
+    for runner in runners:
+        summary = (sources / f"{runner}.py").read_text(encoding="utf-8").split('"""')[1].split(".")[0] + "."
+        program = folder / PROGRAMS[runner]
+        program.write_text(PROGRAM.format(summary=summary, name=program.name, runtime=RUNTIME, module=runner))
+
+
+def _copy(source: Path, target: Path) -> None:
+    text = source.read_text(encoding="utf-8")
+    target.write_text(
+        _IMPORT.sub(lambda m: f"from {RUNTIME}.{'runners.' if m[1] else ''}{m[2]} import", text), encoding="utf-8"
+    )

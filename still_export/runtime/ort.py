@@ -1,0 +1,523 @@
+"""Run an exported package with ONNX Runtime. Needs onnxruntime, numpy and, for text, tokenizers; nothing else.
+
+Exports copy this file into the package, where run_ort.py starts it:
+
+  python run_ort.py --prompt "The capital of France is" --tokens 20
+  python run_ort.py --chat --temperature 0.7 --top-p 0.9 --seed 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from still_export.package.external import listed_weights
+from still_export.package.files import MODEL, Hashing, check_hash
+from still_export.package.refusals import CheckError
+from still_export.package.trust import UNTRUSTED, native_file
+from still_export.runtime.base import NUMPY_TYPES, Runner
+from still_export.runtime.program import run_program
+from still_export.runtime.sampling import RunError
+from still_graphs.states import NEXT_TOKEN, State, rows_after
+
+CUDA = "CUDAExecutionProvider"
+RECORDED = {"still.capacity": "capacity", "still.quantization": "quantization"}
+"""Entries of the graph's metadata: fields of the manifest, as JSON."""
+ONNX_TYPES = {"float32": 1, "int32": 6, "int64": 7, "float16": 10, "bfloat16": 16}
+
+SPARE_TOKENS = 256
+"""Least room that is added when a sequence outgrows its state; an eighth more of a long one. Function bodies read every row of some
+states, and copies do too, so spare room costs time."""
+
+
+BODIES_ON_CUDA = (
+    "this package has no kernels for CUDA: function bodies run, at 10 times the time a token or more. "
+    "Export with --native --arch sm_90 (or what your GPU is) for kernels"
+)
+
+KERNELS_OF_OURS = "plugin"
+"""Nodes of a package's quantized weights (quantization/policy.py) that the library computes on GPUs alone."""
+
+NEW_OPSET = 27
+"""Of ai.onnx: ONNX Runtime 1.31 has kernels for its ops, and loads such a model only where the environment asks for it."""
+
+NO_GRAPH = -1
+"""Number of the CUDA graph of calls that are not captured."""
+
+MOST_THREADS = 1024
+"""More than any machine has for one session; ONNX Runtime ends the process where it cannot start as many as asked for."""
+
+
+def default_threads() -> int:
+    """OMP_NUM_THREADS, which other runtimes take too; 0, ONNX Runtime's choice, where it is not set or no number."""
+    first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return min(int(first), MOST_THREADS) if first.isdecimal() else 0
+
+
+def native_library(folder: Path, manifest: dict[str, Any], provider: str = "cpu") -> Path | None:
+    """The package's native kernels, where they are for this kind of machine and provider and may be loaded; else one line on stderr
+    says why not.
+
+    Raises:
+        RunError: It is not the file that was exported.
+    """
+    native = manifest.get("native")
+    if provider == "cuda" and not (native and native.get("archs")):
+        print(BODIES_ON_CUDA, file=sys.stderr)
+        return None
+    if native is None:
+        return None
+    if provider == "cpu" and (manifest.get("quantization") or {}).get("nodes") == KERNELS_OF_OURS:
+        print("the native kernels of this package's products are for GPUs: running without them", file=sys.stderr)
+        return None
+    if (native["system"], native["machine"]) != (platform.system(), platform.machine()):
+        print(f"the native kernel is for {native['system']} {native['machine']}: running without it", file=sys.stderr)
+        return None
+    path = native_file(folder, manifest, native["library"])
+    if path is None:
+        print(f"the native kernel {folder / native['library']} {UNTRUSTED}: running without it", file=sys.stderr)
+    return path
+
+
+def open_session(
+    folder: Path,
+    manifest: dict[str, Any],
+    options: Any,
+    provider: str = "cpu",
+    native: Path | None = None,
+    replay: bool = False,
+) -> Any:
+    """An onnxruntime session of the package's model.
+
+    Args:
+        options: onnxruntime.SessionOptions, completed here.
+        provider: "cpu" or "cuda".
+        native: Library of kernels to load, from `native_library`.
+        replay: Let the CUDA provider capture calls into CUDA graphs.
+
+    Raises:
+        RunError: The model or the kernel cannot be loaded.
+    """
+    import onnxruntime
+
+    if native:
+        options.add_session_config_entry("still.provider", provider)  # which kernels the library registers
+        try:
+            options.register_custom_ops_library(str(native.resolve()))
+        except Exception as error:  # onnxruntime's own types, which have no common base
+            raise RunError(
+                f"{native} cannot be loaded: {error}. Export the model again, on this machine or without --native."
+            ) from error
+    # float32 is float32: its products would be rounded to 10 bits otherwise
+    cuda = [(CUDA, {"use_tf32": "0", "enable_cuda_graph": str(int(replay))})] if provider == "cuda" else []
+    path = folder / MODEL
+    config = manifest.get("config")
+    if isinstance(config, dict) and config.get("opset") == NEW_OPSET:
+        os.environ.setdefault("ALLOW_RELEASED_ONNX_OPSET_ONLY", "0")
+    try:
+        session = onnxruntime.InferenceSession(str(path), options, providers=[*cuda, "CPUExecutionProvider"])
+    except Exception as error:
+        dtype = manifest["model"]["dtype"]
+        advice = (
+            " Its CPU provider has no bfloat16: use --provider cuda, or export float32." if dtype == "bfloat16" else ""
+        )
+        if native and provider == "cuda" and "archive" in str(error):
+            advice = " Export again with --native --arch and the name of this GPU."
+        weights = "".join(f" with {name}" for name in manifest["files"] if name.endswith(".data"))
+        raise RunError(
+            f"ONNX Runtime cannot load {path}{weights}: {' '.join(str(error).split()).rstrip('.')}.{advice}"
+        ) from error
+    if cuda and CUDA not in session.get_providers():  # it goes on without a provider whose libraries it cannot open
+        raise RunError(
+            "ONNX Runtime's CUDA provider cannot start: its libraries or the driver are missing, or of another CUDA than this "
+            "onnxruntime-gpu was made for. Install the nvidia-* packages that it names, or run with --provider cpu."
+        )
+    return session
+
+
+def weight_files(folder: Path, manifest: dict[str, Any]) -> list[str]:
+    """Names of the files that the package's graph takes its weights from; the graph itself is checked.
+
+    Raises:
+        RunError: The graph is not the one that was exported, or names a file that the manifest does not list.
+    """
+    return listed_weights(check_hash(folder, manifest, MODEL), manifest)
+
+
+def recorded_text(manifest: dict[str, Any], field: str) -> str:
+    """A field of the manifest as the graph's metadata has it."""
+    return json.dumps(manifest.get(field), sort_keys=True)
+
+
+def check_graph(session: Any, manifest: dict[str, Any], source: Path) -> None:
+    """Raise RunError where the manifest says otherwise than the graph about states, vocabulary, capacity or quantization."""
+    inputs = {i.name: i for i in session.get_inputs()}
+    outputs = {o.name: o for o in session.get_outputs()}
+    types = {
+        "tensor(float)": "float32",
+        "tensor(float16)": "float16",
+        "tensor(bfloat16)": "bfloat16",
+        "tensor(int32)": "int32",
+        "tensor(int64)": "int64",
+    }
+
+    def differs(field: str, here: Any, there: Any) -> CheckError:
+        return CheckError(
+            f"{source}: {field} is {here}, in {MODEL} it is {there}. Copy the package again, or export it again."
+        )
+
+    for i, state in enumerate(manifest["states"]):
+        found = inputs.get(f"past_{state['name']}")
+        if found is None or f"present_{state['name']}" not in outputs:
+            raise differs(f"states[{i}].name", state["name"], "not there")
+        if types.get(found.type) != state["dtype"]:
+            raise differs(f"states[{i}].dtype", state["dtype"], found.type)
+        # What a call decides has a name in the graph; rows that do not depend on the tokens are a number there.
+        growth: dict[str, Any] | None = state["growth"]
+        rows: int | str = ""
+        if growth is not None and (growth["fixed"] or not growth["rows"]):
+            rows = rows_after(growth, 0, manifest["capacity"]["capacity_tokens"])
+        sizes = [d if isinstance(d, int) else "" for d in found.shape]
+        if sizes != [d if isinstance(d, int) else "" if d == "batch" else rows for d in state["shape"]]:
+            raise differs(f"states[{i}].shape", state["shape"], found.shape)
+    for name in inputs:
+        if (
+            name.startswith("past_")
+            and name != "past_length"
+            and name[5:] not in {s["name"] for s in manifest["states"]}
+        ):
+            raise differs("states", f"without {name[5:]}", "with it")
+    vocabulary = outputs["logits"].shape[-1] if "logits" in outputs else None
+    if vocabulary != manifest["model"]["vocab_size"]:
+        raise differs("model.vocab_size", manifest["model"]["vocab_size"], vocabulary)
+    recorded = session.get_modelmeta().custom_metadata_map
+    for name, field in RECORDED.items():
+        here, there = (json.loads(text) for text in (recorded_text(manifest, field), recorded.get(name, "null")))
+        if name in recorded and here != there:
+            if isinstance(here, dict) and isinstance(there, dict):  # the first part that differs says enough
+                part = next(key for key in sorted({*here, *there}) if here.get(key) != there.get(key))
+                field, here, there = f"{field}.{part}", here.get(part), there.get(part)
+            raise differs(field, json.dumps(here), json.dumps(there))
+
+
+class OrtModel(Runner):
+    """A package's model in ONNX Runtime.
+
+    States that the manifest allows to be written in place are, and with kernels all are; the others alternate between two buffers, so a
+    call allocates nothing but its logits.
+
+    Args:
+        folder: The package.
+        threads: Intra-op threads, 0 = OMP_NUM_THREADS, where that is not set ONNX Runtime's choice.
+        provider: "cpu" or "cuda".
+        profile: Write ONNX Runtime's profile beside the working directory.
+        check: Compare the weights with their hashes, beside loading them.
+        replay: Replay single steps from CUDA graphs, which needs the package's kernels for CUDA; None: where those are.
+
+    Raises:
+        RunError: The package is damaged, or cannot run here.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        threads: int = 0,
+        provider: str = "cpu",
+        profile: bool = False,
+        check: bool = True,
+        replay: bool | None = None,
+    ) -> None:
+        import onnxruntime
+
+        if not 0 <= threads <= MOST_THREADS:
+            raise RunError(f"threads={threads} is outside 0..{MOST_THREADS}.")
+        self._open(folder)
+        weights = weight_files(self.folder, self.manifest)
+        self.device = "cuda" if provider == "cuda" else "cpu"
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads or default_threads()
+        options.enable_profiling = profile
+        options.log_severity_level = 4  # what is wrong comes as an exception, in one line
+        if self.device == "cuda" and CUDA not in onnxruntime.get_available_providers():
+            raise RunError(f"this onnxruntime has no {CUDA}. Install onnxruntime-gpu, or run with --provider cpu.")
+        self.native = native_library(self.folder, self.manifest, self.device)
+        if self.device == "cuda" and self.native is None:
+            # Its ScatterND warns once a node that indices must not repeat. Those of bodies do, with equal values, for padding alone.
+            onnxruntime.set_default_logger_severity(3)
+        able = self.device == "cuda" and self.native is not None
+        if replay and not able:
+            raise RunError("CUDA graphs need --provider cuda and the package's kernels for CUDA (--native --arch).")
+        self.replays = able if replay is None else replay
+        hashing = Hashing(self.folder, self.manifest, weights if check else [])
+        try:
+            self.session = open_session(self.folder, self.manifest, options, self.device, self.native, self.replays)
+        finally:
+            hashing.finish()
+        check_graph(self.session, self.manifest, self.folder / "manifest.json")
+        self.says_token = any(output.name == NEXT_TOKEN for output in self.session.get_outputs())
+        self._value = onnxruntime.OrtValue
+        self._run_options = onnxruntime.RunOptions
+        self._graphs = 0  # captured so far
+        self._adapter: dict[str, Any] = {}  # values of the inputs that an adapter has
+
+    def use_adapter(self, inputs: Mapping[str, np.ndarray], digest: str) -> None:
+        """As of Runner. The weights stay where they are: the adapter is bound to inputs that are empty without one.
+
+        ONNX Runtime's own adapters (`RunOptions.add_active_adapter`) do not reach a call with I/O binding.
+        """
+        dtype = self.manifest["model"]["dtype"]
+        if dtype == "bfloat16" and inputs:
+            raise RunError(
+                "adapters are exchanged in float32 and float16 packages. Export with --overlay, or in another type."
+            )
+        self._adapter = {n: self._tensor(np.ascontiguousarray(x, NUMPY_TYPES[dtype]), dtype) for n, x in inputs.items()}
+        self.adapter = digest if inputs else ""
+        self.start(self.batch or 1)
+
+    def _in_place(self, state: State) -> bool:
+        """Kernels take one buffer for past and present of every state; bodies of those that the manifest names."""
+        return state.in_place or self.native is not None
+
+    def _clear(self) -> None:
+        self._past: dict[str, Any] = {}
+
+    def _resize(self, tokens: int) -> None:
+        self.check_capacity(tokens)
+        self.room = self.ample(tokens, max(SPARE_TOKENS, tokens // 8) if self.room else 0)
+        past: dict[str, Any] = {}
+        self._spare: dict[str, Any] = {}
+        shapes = self.state_shapes()
+        for state in self.table:
+            shape, kept = shapes[state.name], self._past.get(state.name)
+            if kept is not None and tuple(kept.shape()) == shape:
+                past[state.name] = kept
+            else:
+                array = np.zeros(shape, NUMPY_TYPES[state.dtype])
+                if kept is not None:
+                    previous = self._array(kept)
+                    array[tuple(slice(0, n) for n in previous.shape)] = previous
+                past[state.name] = self._tensor(array, state.dtype)
+            if not self._in_place(state):
+                self._spare[state.name] = self._tensor(np.zeros(shape, NUMPY_TYPES[state.dtype]), state.dtype)
+        self._past = past
+        self._bindings: dict[tuple[int, int, int, int, str], Any] = {}
+        self._step: Any = None
+        self._turn = 0
+
+    def _tensor(self, array: np.ndarray, dtype: str) -> Any:
+        """A value on the session's device; bfloat16, which numpy lacks, from uint16."""
+        if dtype != "bfloat16":
+            return self._value.ortvalue_from_numpy(array, self.device, 0)
+        host = self._value.ortvalue_from_numpy_with_onnx_type(array, ONNX_TYPES[dtype])
+        if self.device == "cpu":
+            return host
+        value = self._value.ortvalue_from_shape_and_type(list(array.shape), ONNX_TYPES[dtype], self.device, 0)
+        value.update_inplace(host)
+        return value
+
+    def _array(self, value: Any) -> np.ndarray:
+        """The numbers of a value, for as long as no call writes them again; bfloat16 as uint16."""
+        if value.data_type() != "tensor(bfloat16)":
+            found: np.ndarray = value.numpy()
+            return found
+        array = np.empty(value.shape(), np.uint16)
+        host = self._value.ortvalue_from_numpy_with_onnx_type(array, ONNX_TYPES["bfloat16"])  # over the array's memory
+        host.update_inplace(value)
+        return array
+
+    def _floats(self, value: Any) -> np.ndarray:
+        """Logits, or tokens, as numbers that can be compared; a copy."""
+        array = self._array(value)
+        if array.dtype == np.uint16:  # bfloat16: the upper half of a float32
+            return (array.astype(np.uint32) << 16).view(np.float32)
+        return array.copy()
+
+    def _binding(self, first: int, rows: int, tokens: int, wanted: str) -> tuple[Any, dict[str, Any]]:
+        """I/O binding for calls of `tokens` tokens of `rows` rows from `first` on in the current turn that give `wanted`, with the values
+        that it reads its inputs from."""
+        key = (first, rows, tokens, self._turn, wanted)
+        if key not in self._bindings:
+            for other in [k for k in self._bindings if k[2] not in (tokens, 1)]:
+                del self._bindings[other]
+            binding = self.session.io_binding()
+            shapes = {"input_ids": (rows, tokens), "new_tokens": (rows,), "past_length": (rows,)}
+            # On the session's device: a host array would be copied there when it is bound, before it is filled.
+            inputs = {
+                n: self._value.ortvalue_from_numpy(np.zeros(s, np.int64), self.device, 0) for n, s in shapes.items()
+            }
+            for name, value in (*inputs.items(), *self._adapter.items()):
+                binding.bind_ortvalue_input(name, value)
+            binding.bind_output(wanted, "cpu")
+            binding.bind_output("present_length", "cpu")
+            for state in self.table:
+                past = self._past[state.name]
+                shape = [rows, *past.shape()[1:]]
+                if rows < self.batch and past.tensor_size_in_bytes():  # in place; the batch is the first dimension
+                    address = past.data_ptr() + first * past.tensor_size_in_bytes() // self.batch
+                    memory = self.device, 0, ONNX_TYPES[state.dtype], shape, address
+                    binding.bind_input(state.past, *memory)
+                    binding.bind_output(state.present, *memory)
+                    continue
+                if rows < self.batch:
+                    past = self._tensor(np.zeros(shape, NUMPY_TYPES[state.dtype]), state.dtype)
+                binding.bind_ortvalue_input(state.past, past)
+                binding.bind_ortvalue_output(state.present, past if self._in_place(state) else self._spare[state.name])
+            self._bindings[key] = binding, inputs
+        return self._bindings[key]
+
+    def feed(self, input_ids: np.ndarray, new_tokens: np.ndarray | None = None, first: int = 0) -> np.ndarray:
+        return self._call(input_ids, new_tokens, first, "logits")
+
+    def feed_greedy(self, input_ids: np.ndarray, new_tokens: np.ndarray | None = None, first: int = 0) -> np.ndarray:
+        """As of Runner; logits stay on the device where the graph says which token is the likeliest."""
+        if not self.says_token:
+            return super().feed_greedy(input_ids, new_tokens, first)
+        return self._call(input_ids, new_tokens, first, NEXT_TOKEN)
+
+    def _call(self, input_ids: np.ndarray, new_tokens: np.ndarray | None, first: int, wanted: str) -> np.ndarray:
+        """Run one call; its output `wanted`."""
+        count, tokens = input_ids.shape
+        counts = np.full(count, tokens, np.int64) if new_tokens is None else np.asarray(new_tokens, np.int64)
+        self.reserve(counts, first)
+        begin = first
+        if self._spare:  # what is not written in place changes its buffer as a whole
+            input_ids, counts = self._among_all(input_ids, counts, first)
+            begin = 0
+        rows = slice(begin, begin + len(counts))
+        given = {"input_ids": input_ids, "new_tokens": counts, "past_length": self.length[rows]}
+        try:
+            binding, inputs = self._binding(begin, len(counts), tokens, wanted)
+            for name, array in given.items():
+                inputs[name].update_inplace(np.ascontiguousarray(array, np.int64))
+            self.session.run_with_iobinding(binding, self._options(NO_GRAPH))
+        except Exception as error:  # onnxruntime's own types, which have no common base
+            raise RunError(f"ONNX Runtime cannot run {self.folder / MODEL}: {' '.join(str(error).split())}") from error
+        found = self._floats(binding.get_outputs()[0])  # a copy: the next run writes into the same memory
+        self.length = self.length.copy()  # callers may hold it
+        self.length[rows] += counts
+        for name, spare in self._spare.items():
+            self._past[name], self._spare[name] = spare, self._past[name]
+        if self._spare:
+            self._turn ^= 1
+        return found[first - begin : first - begin + count]
+
+    def _zero(self, row: int) -> None:
+        for state in self.table:
+            value = self._past[state.name]
+            array = self._array(value)
+            array[row] = 0
+            if self.device != "cpu" or state.dtype == "bfloat16":  # a copy; elsewhere it is the value's own memory
+                value.update_inplace(self._tensor(array, state.dtype))
+
+    def state_arrays(self) -> dict[str, np.ndarray]:
+        return {s.name: self._array(self._past[s.name]).copy() for s in self.table}
+
+    def _write_states(self, arrays: dict[str, np.ndarray]) -> None:
+        for state in self.table:
+            self._past[state.name] = self._tensor(arrays[state.name], state.dtype)
+        self._bindings = {}
+        self._step = None
+
+    def _options(self, graph: int) -> Any:
+        """Run options with which the CUDA provider captures and replays the graph of this number; None where it has none."""
+        if not self.replays:
+            return None
+        options = self._run_options()
+        options.add_run_config_entry("gpu_graph_id", str(graph))
+        return options
+
+    def _replayed_step(self) -> Any:
+        """Binding, values and run options of single steps from a CUDA graph, captured for the present buffers.
+
+        ONNX Runtime runs the call more than once before it captures, so it captures with new_tokens of 0, which leaves states alone.
+        """
+        if self._step is None:
+            binding = self.session.io_binding()
+            values = {
+                name: self._value.ortvalue_from_numpy(np.zeros(shape, np.int64), self.device, 0)
+                for name, shape in (
+                    ("input_ids", (self.batch, 1)),
+                    ("new_tokens", self.batch),
+                    ("past_length", self.batch),
+                )
+            }
+            values["past_length"].update_inplace(np.ascontiguousarray(self.length))
+            for name, value in (*values.items(), *self._adapter.items()):
+                binding.bind_ortvalue_input(name, value)
+            shape, kind = (self.batch, 1, self.manifest["model"]["vocab_size"]), self._logit_type()
+            values["logits"] = self._tensor(np.zeros(shape, NUMPY_TYPES[kind]), kind)
+            values["present_length"] = self._value.ortvalue_from_numpy(np.zeros(self.batch, np.int64), self.device, 0)
+            if self.says_token:
+                values[NEXT_TOKEN] = self._value.ortvalue_from_numpy(
+                    np.zeros((self.batch, 1), np.int32), self.device, 0
+                )
+            for name in values.keys() & {"logits", "present_length", NEXT_TOKEN}:
+                binding.bind_ortvalue_output(name, values[name])
+            for state in self.table:
+                binding.bind_ortvalue_input(state.past, self._past[state.name])
+                binding.bind_ortvalue_output(state.present, self._past[state.name])
+            self._graphs += 1
+            options = self._options(self._graphs)
+            self.session.run_with_iobinding(binding, options)
+            values["new_tokens"].update_inplace(np.ones(self.batch, np.int64))
+            self._step = binding, values, options
+        return self._step
+
+    def _logit_type(self) -> str:
+        """Of the graph's logits."""
+        found = next(o.type for o in self.session.get_outputs() if o.name == "logits")
+        return {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(bfloat16)": "bfloat16"}[found]
+
+    def step(self, token: np.ndarray) -> np.ndarray:
+        """As of Runner; the replay of a captured step where the session replays."""
+        return self._floats(self._replay(token)["logits"])[:, -1] if self.replays else super().step(token)
+
+    def _replay(self, token: np.ndarray) -> dict[str, Any]:
+        """Replay the captured step over one token of every row, [B]; what it reads and gives, on the device."""
+        self.reserve(1)
+        binding, values, options = self._replayed_step()
+        values["input_ids"].update_inplace(np.ascontiguousarray(token[:, None], np.int64))
+        values["past_length"].update_inplace(np.ascontiguousarray(self.length))
+        self.session.run_with_iobinding(binding, options)
+        self.length = self.length + 1
+        found: dict[str, Any] = values
+        return found
+
+    def greedy(self, token: np.ndarray, count: int) -> Iterator[np.ndarray]:
+        """As of Runner; room for all first, for a state that grows is captured again. Logits stay on the device where the graph says which
+        token is the likeliest."""
+        if self.replays:
+            self.reserve(count)
+        if not (self.replays and self.says_token):
+            yield from super().greedy(token, count)
+            return
+        for _ in range(count):
+            token = self._replay(token)[NEXT_TOKEN].numpy()[:, -1]
+            yield token
+
+
+def main() -> int:
+    """Program of run_ort.py."""
+
+    def add_options(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--threads", type=int, default=0, help="0 = OMP_NUM_THREADS, or ONNX Runtime's choice (default)"
+        )
+        parser.add_argument("--provider", choices=("cpu", "cuda"), default="cpu")
+        parser.add_argument("--no-check", action="store_true", help="do not compare the weights with their hashes")
+
+    def open_runner(options: argparse.Namespace) -> Runner:
+        if options.no_check:
+            print("--no-check: damaged weights go unnoticed", file=sys.stderr)
+        return OrtModel(options.folder, options.threads, options.provider, check=not options.no_check)
+
+    here = Path(__file__).resolve().parents[2]
+    return run_program(str(__doc__), here, open_runner, add_options)

@@ -1,0 +1,261 @@
+"""Run a package's TensorRT engine. Needs tensorrt, numpy, the CUDA driver and, for text, tokenizers; nothing else.
+
+Exports copy this file into the package, where run_trt.py starts it:
+
+  python run_trt.py --prompt "The capital of France is" --tokens 20
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from still_export.runtime.base import NUMPY_TYPES, Runner
+from still_export.runtime.cuda_driver import Buffer, CudaError
+from still_export.runtime.program import run_program
+from still_export.runtime.sampling import RunError
+from still_export.runtime.trt_engine import DECODE, DECODE_ROWS, PREFILL, TrtEngine, TrtError
+from still_graphs.states import ITEM_BYTES, NEXT_TOKEN, StateTable
+
+LOGIT_TYPES = {"float": np.float32, "half": np.float16, "bf16": np.uint16}
+"""NumPy's types by TensorRT's names."""
+
+
+class TrtModel(TrtEngine, Runner):
+    """A package's engine with its state on the GPU: feed tokens, get logits.
+
+    Past and present of every state are one buffer. A decode step is replayed from a CUDA graph.
+
+    Args:
+        folder: The package.
+        plugin: Plugin library in the place of the package's.
+        device: CUDA device.
+    """
+
+    def __init__(self, folder: Path, plugin: Path | None = None, device: int = 0) -> None:
+        super().__init__(folder, plugin, device)
+        self.table = StateTable.of(self.manifest)
+
+    replays = True
+    least_rows = 1  # dimensions of length 0 crash some versions
+
+    @property
+    def prefill_tokens(self) -> int:
+        return int(self.entry["prefill_tokens"])
+
+    @property
+    def most_rows(self) -> int | None:
+        return int(self.entry["batch"])
+
+    @property
+    def decode_profile(self) -> int:
+        """Profile of calls of one token."""
+        return DECODE if self.batch == 1 else DECODE_ROWS
+
+    def peak_mb(self) -> float:
+        free, total = self.driver.memory()
+        return (total - free) / 2**20
+
+    def _clear(self) -> None:
+        if not 1 <= self.batch <= self.entry["batch"]:
+            raise TrtError(
+                f"batch {self.batch} is outside 1..{self.entry['batch']} of the engine. Build it again: still-export build "
+                f"{self.folder} --batch {self.batch}"
+            )
+        batch = self.batch
+        self._state: dict[str, Buffer] = {}
+        self._state_shapes: dict[str, tuple[int, ...]] = {}
+        vocabulary = self.manifest["model"]["vocab_size"]
+        rows = self.prefill_tokens if self.manifest["model"]["all_logits"] else 1
+        # Builders without strong typing may give an output another type than the graph does.
+        self._logit_type = LOGIT_TYPES[str(self.engine.get_tensor_dtype("logits")).rsplit(".", 1)[-1].lower()]
+        sizes = {
+            "input_ids": 4 * batch * self.prefill_tokens,
+            "new_tokens": 4 * batch,
+            "past_length": 4 * batch,
+            "present_length": 4 * batch,
+            NEXT_TOKEN: 4 * batch * rows,
+            "logits": np.dtype(self._logit_type).itemsize * batch * rows * vocabulary,
+        }
+        try:
+            self._io = {name: Buffer(self.driver, size) for name, size in sizes.items()}
+        except CudaError as error:
+            raise TrtError(f"{error} Use a smaller batch.") from error
+        self._io["past_length"].zero()
+
+    def _resize(self, tokens: int) -> None:
+        """At least doubles the room where memory allows, so that copies stay rare."""
+        self.check_capacity(tokens)
+        self._graph: Any = None
+        self._bound: list[tuple[int, ...] | None] = [None] * len(self.contexts)
+        try:
+            self._grow(self.ample(tokens, max(0, 2 * self.room - tokens)))
+        except CudaError:
+            try:
+                self._grow(tokens)
+            except CudaError as error:
+                raise TrtError(f"{error} {self._fitting(tokens)}") from error
+
+    def _grow(self, room: int) -> None:
+        """Give every state room for `room` tokens; where memory ends, the state is as it was, some of it roomier."""
+        shapes = self.table.shapes(self.batch, self.table.rows(room, self.least_rows))
+        for state in self.table:
+            name, item, shape = state.name, ITEM_BYTES[state.dtype], shapes[state.name]
+            old, old_shape = self._state.get(name), self._state_shapes.get(name)
+            if old is not None and old_shape is not None and all(n <= m for n, m in zip(shape, old_shape, strict=True)):
+                continue
+            buffer = Buffer(self.driver, math.prod(shape) * item)
+            buffer.zero()
+            if old is not None and old_shape is not None and state.growth is not None:
+                axis = int(state.growth["axis"])
+                pitch, old_pitch = (math.prod(x[axis:]) * item for x in (shape, old_shape))
+                self.driver.copy_rows(buffer.address, pitch, old.address, old_pitch, math.prod(shape[:axis]))
+                self.driver.synchronize()  # before `old` is freed
+            self._state[name], self._state_shapes[name] = buffer, shape
+        self.room = room
+
+    def _fitting(self, tokens: int) -> str:
+        """What of the state would fit into the memory that is free beside it, for a message."""
+        held = sum(buffer.size for buffer in self._state.values())
+        free = held + self.driver.memory()[0]
+        texts = []
+        for rows in {self.batch, 1}:
+            least, most = 0, tokens
+            while least < most:  # the largest room whose state is at most `free`
+                middle = (least + most + 1) // 2
+                least, most = (middle, most) if self._bytes(rows, middle) <= free else (least, middle - 1)
+            if least:
+                texts.append(f"{least} tokens of {rows} rows" if rows > 1 else f"{least} tokens of one row")
+        return f"The state of {self.batch} rows for {tokens} tokens does not fit; {' or '.join(texts) or 'none'} would."
+
+    def _bytes(self, batch: int, tokens: int) -> int:
+        """State memory of `batch` rows of `tokens` tokens."""
+        return self.table.size_bytes(batch, self.table.rows(tokens, self.least_rows))
+
+    def _bind(self, profile: int, tokens: int) -> Any:
+        """The profile's context with shapes and addresses of a call of `tokens` tokens."""
+        context = self.contexts[profile]
+        key = (self.batch, tokens, self.room, self._io["logits"].address)
+        if self._bound[profile] == key:
+            return context
+        self._bound[profile] = None
+        shapes = {"input_ids": (self.batch, tokens), "new_tokens": (self.batch,), "past_length": (self.batch,)}
+        addresses = {name: buffer.address for name, buffer in self._io.items()}
+        for state in self.table:
+            shapes[state.past] = self._state_shapes[state.name]
+            addresses[state.past] = addresses[state.present] = self._state[state.name].address
+        for name, shape in shapes.items():
+            if not context.set_input_shape(name, shape):
+                raise TrtError(f"the engine does not take {name} of shape {list(shape)}. {self.again}")
+        for name, address in addresses.items():
+            if not context.set_tensor_address(name, address):
+                raise TrtError(f"the engine has no tensor {name}; it was built from another graph. {self.again}")
+        self._bound[profile] = key
+        return context
+
+    def _run(self, profile: int, tokens: int) -> None:
+        if not self._bind(profile, tokens).execute_async_v3(self.driver.stream.value):
+            raise TrtError(f"TensorRT could not run {tokens} tokens; its reason stands above. {self.memory_text()}")
+
+    def feed(self, input_ids: np.ndarray, new_tokens: np.ndarray | None = None, first: int = 0) -> np.ndarray:
+        """As of Runner; in pieces where the call has more tokens than the engine's prefill profile."""
+        (count, tokens), step = input_ids.shape, self.prefill_tokens
+        counts = np.full(count, tokens, np.int32) if new_tokens is None else np.asarray(new_tokens, np.int32)
+        self.reserve(counts, first)
+        rows = slice(first, first + count)
+        input_ids, counts = self._among_all(input_ids, counts, first)  # addresses inside a state may not be aligned
+        if tokens <= step:
+            return self._call(input_ids, counts)[rows]
+        pieces: list[np.ndarray] = []
+        for begin in range(0, tokens, step):
+            here = np.clip(counts - begin, 0, step).astype(np.int32)
+            logits = self._call(input_ids[:, begin : begin + step], here)
+            if pieces and not self.manifest["model"]["all_logits"]:
+                logits = np.where((here > 0)[:, None, None], logits, pieces.pop())
+            pieces.append(logits)
+        return np.concatenate(pieces, axis=1)[rows]
+
+    def _call(self, input_ids: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        tokens = input_ids.shape[1]
+        self._io["input_ids"].write(np.ascontiguousarray(input_ids, np.int32))
+        self._io["new_tokens"].write(counts)
+        self._io["past_length"].write(self.length.astype(np.int32))
+        self._run(self.decode_profile if tokens == 1 else PREFILL, tokens)
+        self.length = self.length + counts
+        rows = tokens if self.manifest["model"]["all_logits"] else 1
+        shape = self.batch, rows, self.manifest["model"]["vocab_size"]
+        return self._floats(self._io["logits"].read(np.empty(shape, self._logit_type)))
+
+    def _zero(self, row: int) -> None:
+        for state in self.table:
+            size = math.prod(self._state_shapes[state.name][1:]) * ITEM_BYTES[state.dtype]
+            if size:
+                self._state[state.name].zero(row * size, size)
+
+    def _write_states(self, arrays: dict[str, np.ndarray]) -> None:
+        for name, array in arrays.items():
+            held = np.zeros(self._state_shapes[name], array.dtype)
+            held[tuple(slice(0, n) for n in array.shape)] = array
+            self._state[name].write(held)
+            self.driver.synchronize()  # before `held` is freed
+
+    def _decode_graph(self) -> Any:
+        """The captured decode step: it reads the token it chose before, and leaves the next one and the longer lengths behind."""
+        if self._graph is None:
+            # Modules and tactics must be there before the capture; a step of 0 tokens changes no state.
+            self._io["new_tokens"].write(np.zeros(self.batch, np.int32))
+            self._run(self.decode_profile, 1)
+            self.driver.synchronize()
+
+            def step() -> None:
+                self._run(self.decode_profile, 1)
+                self.driver.copy(self._io["past_length"].address, self._io["present_length"].address, 4 * self.batch)
+                self.driver.copy(self._io["input_ids"].address, self._io[NEXT_TOKEN].address, 4 * self.batch)
+
+            self._graph = self.driver.capture(step)
+        return self._graph
+
+    def greedy(self, token: np.ndarray, count: int) -> Iterator[np.ndarray]:
+        """Tokens [B] that follow `token` [B] greedily, `count` of them, from replays of a captured step."""
+        self.reserve(count)
+        self._io["past_length"].write(self.length.astype(np.int32))
+        self._io["input_ids"].write(np.ascontiguousarray(token, np.int32))
+        graph = self._decode_graph()
+        self._io["new_tokens"].write(np.ones(self.batch, np.int32))
+        for _ in range(count):
+            graph.launch()
+            self.length = self.length + 1
+            yield self._io["input_ids"].read(np.empty(self.batch, np.int32))
+
+    def lengths_on_device(self) -> np.ndarray:
+        """Tokens of every row, [B] int32, as the last call left them."""
+        return self._io["present_length"].read(np.empty(self.batch, np.int32))
+
+    def state_arrays(self) -> dict[str, np.ndarray]:
+        self.driver.synchronize()
+        shapes = ((s, self._state_shapes[s.name]) for s in self.table)
+        return {s.name: self._state[s.name].read(np.empty(shape, NUMPY_TYPES[s.dtype])) for s, shape in shapes}
+
+    def _floats(self, logits: np.ndarray) -> np.ndarray:
+        """Logits as the engine gave them, in float32."""
+        if self._logit_type == np.uint16:  # bfloat16: the upper half of a float32
+            return (logits.astype(np.uint32) << 16).view(np.float32)
+        return logits.astype(np.float32)
+
+
+def main() -> int:
+    """Program of run_trt.py."""
+
+    def add_options(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--plugin", type=Path, help="plugin library in the place of the package's")
+
+    def open_runner(options: argparse.Namespace) -> Runner:
+        return TrtModel(options.folder, options.plugin)
+
+    here = Path(__file__).resolve().parents[2]
+    return run_program(str(__doc__), here, open_runner, add_options, (RunError, CudaError, MemoryError))

@@ -1,0 +1,1 @@
+"""One folder a target: how a package of it is written and built."""

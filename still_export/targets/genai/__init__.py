@@ -1,0 +1,1 @@
+"""onnxruntime-genai: its folder of a model."""

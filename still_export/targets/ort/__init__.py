@@ -1,0 +1,1 @@
+"""ONNX Runtime: kernels of this project in its library of custom ops."""

@@ -1,0 +1,1 @@
+"""TensorRT: the package, its plugin library and its engines."""

@@ -1,0 +1,177 @@
+"""The build verb: TensorRT and TensorRT-RTX engines of a package."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from still_export.errors import PackageError
+from still_export.extras import installation
+from still_export.package.folder import BEFORE, MANIFEST, Package, open_package, write_manifest
+from still_export.package.trust import trust
+from still_export.proof.row_check import WrongEngineError, check_rows
+from still_export.runtime.tensorrt import TrtModel
+from still_export.runtime.trt_engine import TrtError
+from still_export.targets.trt.builder import TIMING_CACHE, BuildError, EngineBuilder, NoBuilderError
+from still_export.targets.trt.builder_log import Progress
+from still_export.targets.trt.options import GENERATED, TrtOptions
+
+MODULES = {"trt": "tensorrt", "trt-rtx": "tensorrt_rtx_bindings"}
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """Overrides of what the export recorded; None keeps it.
+
+    Args:
+        plugin: Plugin library to load in the place of the package's.
+        batch: Largest batch.
+        prefill_tokens: Tokens of one prefill call.
+        workspace_mib: Limit of the workspace.
+        optimization_level: Effort of the builder.
+    """
+
+    plugin: Path | None = None
+    batch: int | None = None
+    prefill_tokens: int | None = None
+    workspace_mib: int | None = None
+    optimization_level: int | None = None
+
+
+def build_engines(
+    package: Package, options: BuildOptions | None = None, progress: Progress | None = None
+) -> list[Path]:
+    """Build the engines of a package, in place, and record them in its manifest.
+
+    Args:
+        package: Written by `export_trt`.
+        options: Overrides.
+        progress: Told each step.
+
+    Returns:
+        The engine files.
+
+    Raises:
+        NoBuilderError: No TensorRT or no GPU here.
+        BuildError: The graph was refused, a still node did not become a plugin layer, or rows of a batch are not what they are alone;
+            build.log has TensorRT's words.
+    """
+    options, say = options or BuildOptions(), progress or (lambda step: None)
+    manifest = package.manifest
+    if manifest.get("target") not in MODULES:
+        raise PackageError(
+            f"{package.path} is a package for {manifest.get('target')}, which has no engines. "
+            "Export with --to trt or --to trt-rtx."
+        )
+    names = ("batch", "prefill_tokens", "workspace_mib", "optimization_level")
+    changes = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    trt = TrtOptions.from_manifest(manifest, **changes)
+    module = load_tensorrt(trt.target, package.path)
+    try:
+        with _kept(package):
+            with EngineBuilder(module, package, trt, say) as builder:
+                entries = builder.build(options.plugin)
+            say("hashing")
+            content = {k: v for k, v in manifest.items() if k not in GENERATED}
+            content.update(engines=entries, prefill_tokens=trt.prefill_tokens)
+            engines = [entry["file"] for entry in entries]
+            write_manifest(package.path, content, {k: v for k, v in manifest["files"].items() if k not in engines})
+            for name in engines:
+                trust(package.path / name)
+            if trt.target == "trt":
+                say("comparing rows with each alone")
+                _check_rows(package.path, options.plugin, trt.batch)
+    except WrongEngineError as error:
+        raise BuildError(
+            f"{error} It was removed. TensorRT chooses kernels anew where {package.path / TIMING_CACHE} is deleted, or with another "
+            "--batch, --prefill-tokens or --optimization-level."
+        ) from error
+    except OSError as error:
+        raise BuildError(
+            f"cannot write into {package.path}: {error.strerror or error}. Free space, or copy the package where you may write."
+        ) from error
+    return [package.path / entry["file"] for entry in entries]
+
+
+@contextlib.contextmanager
+def _kept(package: Package) -> Iterator[None]:
+    """Keep manifest and engines while others are built, and put them back where those are wrong."""
+    folder, engines = package.path / BEFORE, [entry["file"] for entry in package.manifest["engines"]]
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    try:
+        shutil.copyfile(package.path / MANIFEST, folder / MANIFEST)
+        for name in engines:
+            with contextlib.suppress(OSError):  # the engine is lost, or the file system has no links
+                os.link(package.path / name, folder / name)
+        try:
+            yield
+        except WrongEngineError:
+            for entry in reopen(package.path).manifest["engines"]:
+                (package.path / entry["file"]).unlink()
+            for file in folder.iterdir():
+                os.replace(file, package.path / file.name)
+            raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def discard_staged(package: Path) -> None:
+    """Remove what a build that is ended in its midst leaves beside the package's files."""
+    shutil.rmtree(package / BEFORE, ignore_errors=True)
+    for part in package.glob(".*.part"):
+        part.unlink(missing_ok=True)
+
+
+def _check_rows(path: Path, plugin: Path | None, batch: int) -> None:
+    """Raise unless the engine runs here, where it was built, and every row is what it is alone."""
+    try:
+        model = TrtModel(path, plugin)
+        for rows in {min(2, batch), batch}:
+            check_rows(model, rows)
+    except WrongEngineError:
+        raise
+    except TrtError as error:
+        raise BuildError(f"the engine was built, but does not run here: {error}") from error
+
+
+def load_tensorrt(target: str, package: Path) -> Any:
+    """TensorRT's Python module.
+
+    Raises:
+        NoBuilderError: It is not installed, or it needs a GPU and there is none.
+    """
+    name = MODULES[target]
+    again = f"Run on a machine that has it: still-export build {package}"
+    try:
+        module = importlib.import_module(name)
+    except ImportError as error:
+        raise NoBuilderError(
+            f"the Python module {name} is not installed ({error}): {installation(name)}. {again}"
+        ) from error
+    if target == "trt" and not has_gpu():
+        raise NoBuilderError(f"no CUDA device: TensorRT builds engines on the GPU that runs them. {again}")
+    return module
+
+
+def has_gpu() -> bool:
+    """True when the CUDA driver finds a device."""
+    from still_export.runtime.cuda_driver import CudaError, Driver
+
+    try:
+        return Driver.device_count() > 0
+    except CudaError:
+        return False
+
+
+def reopen(path: Path) -> Package:
+    """The package at `path`, hashes unchecked: a build reads the graph, and TensorRT checks it."""
+    if not (path / MANIFEST).is_file():
+        raise PackageError(f"{path} has no {MANIFEST}: it is no exported package.")
+    return open_package(path, check_hashes=False, check_engines=False)

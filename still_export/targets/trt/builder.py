@@ -1,0 +1,330 @@
+"""One run of TensorRT's or TensorRT-RTX's builder over a package, and the check of what it built."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from still_export.errors import StillExportError
+from still_export.graph.quantization.policy import PLUGIN
+from still_export.package.archive import kernels_in
+from still_export.package.folder import MODEL, Package
+from still_export.runtime.trt_engine import TrtError, find_plugin_library, load_plugin_library
+from still_export.targets.trt.builder_log import Progress, file_logger, progress_monitor
+from still_export.targets.trt.options import QUANTIZED_MAJOR, TrtOptions
+from still_graphs.states import StateTable
+
+LOG, TIMING_CACHE = "build.log", "timing.cache"
+
+
+class BuildError(StillExportError):
+    """TensorRT is missing, refused the graph, or built an engine that is not what was asked for."""
+
+
+class NoBuilderError(BuildError):
+    """This machine cannot build the engines; the package is complete and another machine can."""
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """A library that the runner refuses is an error of the build."""
+    try:
+        yield
+    except TrtError as error:
+        raise BuildError(str(error)) from error
+
+
+class EngineBuilder:
+    """One run of TensorRT's builder over a package; keeps its log in build.log."""
+
+    def __init__(self, module: Any, package: Package, trt: TrtOptions, say: Progress) -> None:
+        self.module, self.package, self.trt, self.say = module, package, trt, say
+        self.major = int(module.__version__.split(".")[0]) if trt.target == "trt" else 11
+        self.errors: list[str] = []
+
+    def __enter__(self) -> EngineBuilder:
+        self.log = (self.package.path / LOG).open("w", encoding="utf-8")
+        self.logger = file_logger(self.module, self.log, self.errors)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.log.close()
+
+    def fail(self, what: str) -> BuildError:
+        """An error that carries TensorRT's last words."""
+        said = "\n  ".join(self.errors[-5:]) or "TensorRT gave no reason"
+        advice = ""
+        if any("memory" in error.lower() for error in self.errors) and self.trt.target == "trt":
+            free, total = self.driver.memory()
+            advice = (
+                f"\n{free >> 20} of {total >> 20} MiB of device memory are free. Close other programs on this GPU, or build with a "
+                f"smaller --batch (now {self.trt.batch}), --prefill-tokens (now {self.trt.prefill_tokens}) or --workspace."
+            )
+        if any("could not find any implementation" in error.lower() for error in self.errors):
+            joined = "join_heads" in self.package.manifest["trt"].get("passes", {})
+            settings = {"optimization-level": self.trt.optimization_level, "prefill-tokens": self.trt.prefill_tokens}
+            settings |= {} if joined else {"batch": self.trt.batch}
+            settings |= {"workspace": self.trt.workspace_mib} if self.trt.workspace_mib else {}
+            named = ", ".join(f"--{name} (now {value})" for name, value in settings.items())
+            advice += (
+                "\nTensorRT found no kernels for a part of the model in these shapes. "
+                f"Build without {TIMING_CACHE}, or with another value of {named}."
+            )
+            if joined:
+                advice += " Or export again with --batch 2 or more: each part of the model then has two layouts to try."
+        return BuildError(f"{what}:\n  {said}{advice}\nThe whole log: {self.package.path / LOG}")
+
+    def build(self, plugin: Path | None) -> list[dict[str, Any]]:
+        """Build, check and write the engine; its manifest entry."""
+        module, target = self.module, self.trt.target
+        quantization = self.package.manifest.get("quantization")
+        if quantization and self.major < QUANTIZED_MAJOR and quantization.get("nodes") != PLUGIN:
+            raise BuildError(
+                f"the weights of {self.package.path} are {quantization['scheme']}, which TensorRT {module.__version__} does not read; "
+                f"build with TensorRT {QUANTIZED_MAJOR} or later, or export with the headers of TensorRT {self.major}."
+            )
+        if target == "trt":
+            from still_export.runtime.cuda_driver import Driver
+
+            self.driver = Driver()
+            self._check_kernels(plugin)
+            self.say("loading the plugin library")
+            with _refusals():
+                self.plugin = load_plugin_library(module, self.package.path, self.package.manifest, plugin)
+        start = time.monotonic()
+        plan = self._plan()
+        seconds = time.monotonic() - start
+        self._check_plugin_layers(plan)
+        name = "engine.plan" if target == "trt" else "engine-rtx.plan"
+        write_atomically(self.package.path / name, memoryview(plan))
+        entry = {
+            "file": name,
+            "tensorrt": module.__version__,
+            "size_bytes": plan.nbytes,
+            "build_s": round(seconds, 1),
+            "batch": self.trt.batch,
+            "prefill_tokens": self.trt.prefill_tokens,
+            "rows": self._rows(),
+            "profiles": [name for name, *_ in self._calls()],
+            "stripped": self.trt.strip_weights,
+            **self._device(),
+        }
+        return [entry]
+
+    def _check_kernels(self, plugin: Path | None) -> None:
+        """Raise where the library has no kernels of an op that run on this GPU: TensorRT would say so after minutes, in its words."""
+        with _refusals():
+            library = find_plugin_library(self.module, self.package.path, self.package.manifest, plugin)
+        kernels, device = kernels_in(library) or {}, self.driver.architecture
+        for op in self.package.manifest["plugin_layers"]:
+            names = sorted(kernels.get(op, ()))
+            if not any(runs_on(name, device) for name in names):
+                raise BuildError(
+                    f"the kernels of {library} for {op} are for {', '.join(names) or 'no GPU'}, this GPU is {self.driver.name}, "
+                    f"sm_{device}. Export again with --arch {','.join((*names, f'sm_{device}'))}."
+                )
+
+    def _plan(self) -> Any:
+        """The serialized engine; the network and its weights are gone when this returns."""
+        cache = None  # the first name, so the first that goes: 8.6 crashes where it outlives builder and logger
+        module, target = self.module, self.trt.target
+        self.say("starting TensorRT")
+        builder = module.Builder(self.logger)
+        network = builder.create_network(self._network_flags())
+        parser = module.OnnxParser(network, self.logger)
+        config = self._config(builder)
+        if target == "trt":
+            cache = self._timing_cache(config)
+        self.say("reading the graph")
+        if not parser.parse_from_file(str(self.package.path / MODEL)):
+            self.errors.extend(str(parser.get_error(i)) for i in range(parser.num_errors))
+            raise self.fail(f"TensorRT {module.__version__} refused {self.package.path / MODEL}")
+        for profile in self._profiles(builder, network):
+            config.add_optimization_profile(profile)
+        if target == "trt" and self.major < 10:
+            self._fix_precisions(network)
+        self.say("building the engine")
+        plan = builder.build_serialized_network(network, config)
+        if plan is None:
+            raise self.fail("TensorRT could not build the engine")
+        if cache is not None:
+            write_atomically(self.package.path / TIMING_CACHE, memoryview(config.get_timing_cache().serialize()))
+        return plan
+
+    def _device(self) -> dict[str, Any]:
+        if self.trt.target == "trt-rtx":
+            return {"archs": list(self.trt.architectures)}
+        return {"gpu": self.driver.name, "archs": [f"sm_{self.driver.architecture}"]}
+
+    def _network_flags(self) -> int:
+        flags = self.module.NetworkDefinitionCreationFlag
+        if self.major < 10:
+            return 1 << int(flags.EXPLICIT_BATCH)
+        return 1 << int(flags.STRONGLY_TYPED)
+
+    def _config(self, builder: Any) -> Any:
+        module, trt = self.module, self.trt
+        config = builder.create_builder_config()
+        flags = module.BuilderFlag
+        if trt.strip_weights:
+            if not hasattr(flags, "STRIP_PLAN"):
+                raise BuildError(f"TensorRT {module.__version__} cannot strip weights; it came with 10.0.")
+            # Refitted with the very weights of the build: no optimization is given up.
+            config.set_flag(flags.STRIP_PLAN)
+            config.set_flag(flags.REFIT_IDENTICAL)
+        if trt.version_compatible:
+            config.set_flag(flags.VERSION_COMPATIBLE)
+        if trt.workspace_mib:
+            config.set_memory_pool_limit(module.MemoryPoolType.WORKSPACE, trt.workspace_mib << 20)
+        if hasattr(module, "IProgressMonitor"):  # since 9
+            self.monitor = progress_monitor(module, self.say)
+            config.progress_monitor = self.monitor
+        config.profiling_verbosity = module.ProfilingVerbosity.DETAILED
+        if trt.target == "trt-rtx":
+            self._set_architectures(config)
+            return config
+        if self.package.manifest["model"]["dtype"] == "float32":
+            config.clear_flag(flags.TF32)  # float32 is asked for, not 10 bits of it
+        config.builder_optimization_level = trt.optimization_level
+        if trt.version_compatible:
+            registering = "_static" if self.major < 10 else ""
+            config.plugins_to_serialize = [str(self.plugin.resolve()).replace(f"{registering}.so", ".so")]
+        if self.major < 10:
+            if self.package.manifest["model"]["dtype"] == "float16":
+                config.set_flag(flags.FP16)
+                config.set_flag(flags.OBEY_PRECISION_CONSTRAINTS)
+            # 8.6 rearranges weights for every kernel that it tries, on one core; those that may be replaced it leaves alone. On an H200 the
+            # first layer of a Llama-3.1-8B took 36 s instead of 3, and the kernels are as fast.
+            if not trt.version_compatible:
+                config.set_flag(flags.REFIT)
+            config.set_tactic_sources(0)  # cuBLAS and cuDNN bring nothing to these graphs, and may be absent
+        return config
+
+    def _timing_cache(self, config: Any) -> Any:
+        """Take up the timings of an earlier build; those of another GPU or TensorRT are dropped."""
+        path = self.package.path / TIMING_CACHE
+        cache = config.create_timing_cache(path.read_bytes() if path.exists() else b"")
+        if cache is None or not config.set_timing_cache(cache, False):
+            self.say("the timing cache is of another machine: starting a new one")
+            self.errors.clear()
+            cache = config.create_timing_cache(b"")
+            config.set_timing_cache(cache, False)
+        return cache
+
+    def _set_architectures(self, config: Any) -> None:
+        module, names = self.module, self.trt.architectures
+        config.num_compute_capabilities = len(names)
+        for index, arch in enumerate(names):
+            name = arch.upper().replace("_", "")
+            if not hasattr(module.ComputeCapability, name):
+                known = [n for n in dir(module.ComputeCapability) if n.startswith("SM")]
+                raise BuildError(f"{arch} is no architecture of TensorRT-RTX {module.__version__}: {', '.join(known)}.")
+            config.set_compute_capability(getattr(module.ComputeCapability, name), index)
+
+    def _rows(self) -> dict[str, int]:
+        """Most rows of the states that grow; at least one, because dimensions of length 0 crash some versions."""
+        table = StateTable.of(self.package.manifest)
+        return table.rows(table.capacity_tokens, least=1)
+
+    def _calls(self) -> list[tuple[str, tuple[int, int, int], tuple[int, int, int]]]:
+        """Profiles: name, rows and tokens, each the least, those that kernels are chosen for, and the most.
+
+        Kernels that 8.6 chose for a single row are wrong for more, which a profile of 1 to 8 rows let it run: so single rows have a
+        profile of their own, and that of more rows is chosen for the most.
+        """
+        batch, tokens = self.trt.batch, self.trt.prefill_tokens
+        prefill, decode = ("prefill", (1, 1, batch), (1, tokens, tokens)), ("decode", (1, 1, 1), (1, 1, 1))
+        rows = [("decode rows", (2, batch, batch), (1, 1, 1))] if batch > 1 else []
+        return [prefill, decode, *rows]
+
+    def _profiles(self, builder: Any, network: Any) -> Iterator[Any]:
+        most = self._rows()
+        least = dict.fromkeys(most, 1)
+        inputs = {"input_ids": ["batch", "tokens"], "new_tokens": ["batch"], "past_length": ["batch"]}
+        inputs |= {"past_" + s["name"]: s["shape"] for s in self.package.manifest["states"]}
+        for _, rows, tokens in self._calls():
+            profile = builder.create_optimization_profile()
+            for index in range(network.num_inputs):
+                name = network.get_input(index).name
+                shapes = [
+                    tuple({"batch": b, "tokens": t, **sizes}.get(d, d) for d in inputs[name])
+                    for b, t, sizes in zip(rows, tokens, (least, most, most), strict=True)
+                ]
+                profile.set_shape(name, *shapes)
+            yield profile
+
+    def _fix_precisions(self, network: Any) -> None:
+        """Hold every layer to the types that the graph says: before 10 they are hints, and norms would run in half precision.
+
+        The parsed network does not know the types of its inner tensors, so the package lists those of the graph.
+        """
+        module, types = self.module, self.package.manifest["value_types"]
+        kinds = {"float32": module.float32, "float16": module.float16}
+        free = {getattr(module.LayerType, n) for n in ("CONSTANT", "CAST", "PLUGIN_V2", "SHAPE", "IDENTITY")}
+        for index in range(network.num_layers):
+            layer = network.get_layer(index)
+            names = [layer.get_output(i).name for i in range(layer.num_outputs)]
+            if layer.type in free or not names or any(types.get(name) not in kinds for name in names):
+                continue
+            layer.precision = kinds[types[names[0]]]
+            for i, name in enumerate(names):
+                layer.set_output_type(i, kinds[types[name]])
+        for index in range(network.num_outputs):
+            output = network.get_output(index)
+            if types.get(output.name) in kinds:
+                output.dtype = kinds[types[output.name]]
+
+    def _check_plugin_layers(self, plan: Any) -> None:
+        """Raise unless every still node became a plugin layer: the parser would take a function in its place, silently."""
+        wanted = self.package.manifest["plugin_layers"]
+        if not wanted:
+            return
+        runtime = self.module.Runtime(self.logger)
+        if self.trt.version_compatible:
+            runtime.engine_host_code_allowed = True
+        engine = runtime.deserialize_cuda_engine(plan)
+        if engine is None:
+            raise self.fail("the engine cannot be read back")
+        found = engine.create_engine_inspector().get_engine_information(self.module.LayerInformationFormat.JSON)
+        (self.package.path / "engine.json").write_text(found)
+        counts = plugin_layers(found)
+        for op, count in wanted.items():
+            if counts.get(op, 0) != count:
+                raise BuildError(
+                    f"{count} nodes of {op} became {counts.get(op, 0)} plugin layers; engine.json has all layers. "
+                    "This plan would not compute what was exported, and was not written."
+                )
+
+
+def plugin_layers(inspected: str) -> dict[str, int]:
+    """Plugin layers by plugin type of the first profile, from the engine inspector's JSON."""
+    counts: dict[str, int] = {}
+    for layer in json.loads(inspected, strict=False)["Layers"]:
+        # The text holds raw control characters. Layers of further profiles carry the profile's number in their names.
+        if isinstance(layer, dict) and "PluginType" in layer and "[profile " not in layer["Name"]:
+            counts[layer["PluginType"]] = counts.get(layer["PluginType"], 0) + 1
+    return counts
+
+
+def runs_on(name: str, device: int) -> bool:
+    """Whether kernels for `name` run on a GPU of compute capability `device`, 86 for 8.6; as plugins/core/archive.cpp says."""
+    compiled = int(name.removeprefix("sm_"))
+    if compiled >= 90:  # compiled for exactly that one
+        return compiled == device
+    return compiled // 10 == device // 10 and compiled <= device
+
+
+def write_atomically(path: Path, content: Any) -> None:
+    """Write a file whole or not at all."""
+    staging = path.with_name(f".{path.name}.part")
+    try:
+        with staging.open("wb") as file:
+            file.write(content)
+        os.replace(staging, path)
+    finally:
+        staging.unlink(missing_ok=True)

@@ -1,0 +1,179 @@
+"""The native side of a package: pack an archive of kernels into one file and build the plugin libraries around it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import struct
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from still_export.package.archive import MAGIC
+from still_graphs.errors import StillExportError
+
+INCLUDE_VARIABLE = "STILL_TENSORRT_INCLUDE"
+USUAL_INCLUDES = ("/usr/include/x86_64-linux-gnu", "/usr/include/aarch64-linux-gnu", "/usr/local/tensorrt/include")
+ROOT = Path(__file__).resolve().parents[3]
+SOURCE = next(
+    (p for p in (ROOT / "plugins", ROOT / "still_plugins") if (p / "core/still_core.h").is_file()), ROOT / "plugins"
+)
+"""The C++ sources: `plugins` of a clone, which a wheel installs as `still_plugins`, beside this package."""
+
+
+class PluginBuildError(StillExportError):
+    """A plugin library cannot be built here: a tool, a header or the sources are missing, or the compiler failed."""
+
+
+def pack_archive(folders: list[Path], target: Path) -> Path:
+    """Write the packed form of kernel archives, which the core embeds or reads: the indexes of all folders, then the cubins.
+
+    Args:
+        folders: Each holds index.json and the cubins that it names.
+        target: File to write.
+
+    Returns:
+        target.
+
+    Raises:
+        PluginBuildError: A folder has no index, or a cubin is missing.
+    """
+    indexes, cubins, blobs = [], {}, bytearray()
+    for folder in folders:
+        path = folder / "index.json"
+        if not path.is_file():
+            raise PluginBuildError(f"{path}: missing. Compile the kernels into {folder} first.")
+        index = json.loads(path.read_text())
+        indexes.append(index)
+        for variant in index["variants"]:
+            for kernel in variant["kernels"].values():
+                name = kernel["cubin"]
+                if name in cubins:
+                    continue
+                if not (folder / name).is_file():
+                    raise PluginBuildError(f"{folder / name}: missing, but {path} names it. Compile the kernels again.")
+                content = (folder / name).read_bytes()
+                cubins[name] = {"offset": len(blobs), "size": len(content)}
+                blobs += content + bytes(-len(content) % 16)
+    pack = {"format": "still-kernels-pack", "version": 1, "indexes": indexes, "cubins": cubins}
+    text = json.dumps(pack, sort_keys=True, separators=(",", ":")).encode()
+    head = MAGIC + struct.pack("<Q", len(text)) + text
+    target.write_bytes(head + bytes(-len(head) % 16) + bytes(blobs))
+    return target
+
+
+def compile_archive(variants: Mapping[str, list[Any]], archs: Sequence[str], target: Path) -> Path:
+    """Compile kernels ahead of time and pack them.
+
+    Args:
+        variants: What each op's kernels are compiled for.
+        archs: Such as "sm_90".
+        target: File to write; a folder beside it holds the parts meanwhile.
+
+    Returns:
+        target.
+    """
+    from still_kernels.aot import parse_arch, write_archive
+
+    parts = target.with_name(f".{target.name}.parts")
+    for op, wanted in variants.items():
+        write_archive(parts / op, [parse_arch(a) for a in archs], op, wanted)
+    pack_archive(sorted(parts.iterdir()), target)
+    shutil.rmtree(parts)
+    return target
+
+
+def find_tensorrt_headers(asked: tuple[str, ...] = ()) -> list[Path]:
+    """Folders of NvInfer.h: those asked for, or those of STILL_TENSORRT_INCLUDE, or the usual places that have it.
+
+    Raises:
+        PluginBuildError: A folder that was asked for has no NvInfer.h.
+    """
+    named = list(asked) or [p for p in os.environ.get(INCLUDE_VARIABLE, "").split(os.pathsep) if p]
+    for folder in named:
+        if not (Path(folder) / "NvInfer.h").is_file():
+            raise PluginBuildError(f"{folder} has no NvInfer.h. Give the include folder of a TensorRT installation.")
+    return [Path(p) for p in named] or [p for p in map(Path, USUAL_INCLUDES) if (p / "NvInfer.h").is_file()]
+
+
+def tensorrt_major(include: Path) -> int:
+    """Major version of the TensorRT whose headers lie in `include`.
+
+    Raises:
+        PluginBuildError: They do not say.
+    """
+    try:
+        text = (include / "NvInferVersion.h").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    found = re.search(r"^#define\s+(?:NV_TENSORRT_MAJOR|TRT_MAJOR_ENTERPRISE)\s+(\d+)", text, re.MULTILINE)
+    if found is None:
+        raise PluginBuildError(
+            f"{include / 'NvInferVersion.h'} does not say its version. Give the include folder of a TensorRT installation."
+        )
+    return int(found[1])
+
+
+def build_plugins(
+    build: Path,
+    *,
+    archive: Path | None = None,
+    tensorrt_include: Path | None = None,
+    cuda_include: Path | None = None,
+    runner: bool = False,
+    ops: tuple[Path, ...] = (),
+) -> Path:
+    """Compile the core, and the TensorRT adapter where its headers are given, with CMake.
+
+    Args:
+        build: Build folder; kept, so that a second call compiles only what changed.
+        archive: Packed archive to embed, or None for libraries without kernels.
+        tensorrt_include: Folder of NvInfer.h, or None for the core alone.
+        cuda_include: Folder of cuda_runtime_api.h; None looks in the usual places.
+        runner: Build still_run too.
+        ops: Folders of ops beside still-export's own.
+
+    Returns:
+        build.
+
+    Raises:
+        PluginBuildError: CMake or the sources are missing, or the build fails; carries the tool's output.
+    """
+    options = {"STILL_ARCHIVE": archive, "TENSORRT_INCLUDE_DIR": tensorrt_include, "CUDA_INCLUDE_DIR": cuda_include}
+    return run_cmake(SOURCE, build, {**options, "STILL_RUNNER": "ON" if runner else "OFF", "STILL_OPS": op_list(ops)})
+
+
+def op_list(folders: tuple[Path, ...]) -> str:
+    """Folders of ops as CMake takes them."""
+    return ";".join(str(folder.resolve()) for folder in folders)
+
+
+def run_cmake(source: Path, build: Path, options: dict[str, Path | str | None], target: str = "all") -> Path:
+    """Configure the CMake project in `source` and build `target`; paths among the options become absolute, None becomes empty.
+
+    Returns:
+        build.
+
+    Raises:
+        PluginBuildError: CMake or the sources are missing, or the build fails; carries the tool's output.
+    """
+    if not (source / "CMakeLists.txt").is_file():
+        raise PluginBuildError(f"{source}: the C++ sources are not there. Install still-export again.")
+    cmake = shutil.which("cmake")
+    if cmake is None:
+        raise PluginBuildError(
+            "cmake is missing. Install cmake and a C++17 compiler, or use a prebuilt plugin library."
+        )
+    configure = [cmake, "-S", str(source), "-B", str(build)]
+    if shutil.which("ninja"):
+        configure += ["-G", "Ninja"]
+    for option, value in options.items():
+        configure.append(f"-D{option}={value.resolve() if isinstance(value, Path) else value or ''}")
+    for command in (configure, [cmake, "--build", str(build), "--parallel", "--target", target]):
+        done = subprocess.run(command, text=True, capture_output=True)
+        if done.returncode:
+            raise PluginBuildError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+    return build

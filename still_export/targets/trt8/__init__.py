@@ -1,0 +1,1 @@
+"""What TensorRT 8.6 alone needs."""

@@ -1,0 +1,143 @@
+"""Weights in few bits for TensorRT 8.6, which has none: products of a plugin, with the blocks of com.microsoft::MatMulNBits in words."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto
+
+from still_export.cli.main import main
+from still_export.graph.quantization import read
+from still_export.graph.quantization.forms import EXACT, form_of
+from still_export.graph.quantization.gemm import _words
+from still_export.graph.quantization.policy import Quantization
+from still_export.graph.quantization.quantizers import quantize
+from still_export.graph.quantization.read import with_held_weights
+from still_export.models.weights import Deferred, value_of
+from still_export.package.calls import next_feed
+from still_export.package.folder import Package
+from still_export.package.trust import trust_package
+from still_export.runtime.ort import OrtModel
+from still_export.runtime.torch import TorchModel
+from still_export.targets.portable.package import ExportOptions, find_source
+from still_export.targets.trt.options import TrtOptions
+from still_export.targets.trt.package import demand_kernels, kernel_variants, lower_package
+from still_graphs.passes.walk import attribute, opset_version
+from tests.still_export import fake_tensorrt
+from tests.still_export.conftest import Exporter
+from tests.still_export.tiny import MIXED, VOCAB
+
+SIZES = dict(hidden_size=96, intermediate_size=160, num_attention_heads=8, head_dim=16, tie_word_embeddings=False)
+INT4, INT8 = ("int4", "float16"), pytest.param(("int8", "float16"), marks=pytest.mark.long)
+
+
+@pytest.fixture
+def portable(request: Any, export_tiny: Exporter) -> Package:
+    scheme, dtype = request.param
+    return export_tiny("llama", dtype, {"quantize": scheme}, "trt-8", sizes=SIZES, layer_types=MIXED)
+
+
+def test_words_are_the_bytes() -> None:
+    rows = np.arange(30, dtype=np.uint8).reshape(5, 6)
+    words = _words(rows)
+    assert words.shape == (5, 2) and words.dtype == np.int32
+    assert words[1, 0] == 6 | 7 << 8 | 8 << 16 | 9 << 24 and words[1, 1] == 10 | 11 << 8
+
+
+def test_blocks_of_a_file_stay_as_they_are() -> None:
+    """Of 8 bits too, whose scales may be negative, as those of TensorRT may not."""
+    from still_export.models.weights import SourceBlocks
+
+    weight = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
+    for bits in (4, 8):
+        blocks = SourceBlocks(bits, False, True, lambda bits=bits: quantize(weight, bits, 32, "rtn"))  # type: ignore[misc]
+        given = Deferred((6, 64), torch.float32, lambda: weight, blocks=blocks)
+        role = "feed_forward" if bits == 4 else "head"
+        methods = [form_of(given, role, Quantization("int4", target=t)) for t in ("trt-8", "trt")]
+        assert [form.method for form in methods if form] == [EXACT, "rtn"], bits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("portable", [INT4, INT8], indirect=True, ids=str)
+def test_the_graph_computes_with_the_weights_that_it_holds(portable: Package) -> None:
+    """By its function bodies; equal to PyTorch over the weights that are read back."""
+    graph = onnx.load(portable.model_path).graph
+    said = portable.manifest["quantization"]
+    assert said["nodes"] == "plugin" and said["block_size"] == 32
+    low = {"int4": 4, "int8": 8}[said["scheme"]]
+    nodes = [n for n in graph.node if n.op_type == "MatMulNBits"]
+    assert {(n.domain, attribute(n, "block_size")) for n in nodes} == {("still", 32)}
+    products, gates = 3 * 4, 2 if low == 4 else 0
+    expected = Counter({low: products})
+    expected[8] += gates + 1
+    assert Counter(attribute(n, "bits") for n in nodes) == expected
+    kinds = {i.name: (i.data_type, list(i.dims)) for i in graph.initializer}
+    assert kinds["model.layers.0.mlp.down_proj.weight.blocks"] == (TensorProto.INT32, [96, 160 * low // 32])
+    assert kinds["model.layers.0.mlp.down_proj.weight.scales"] == (TensorProto.FLOAT16, [96, 5])
+    if low == 4:
+        assert kinds["model.layers.0.mlp.down_proj.weight.zero_points"] == (TensorProto.INT32, [96, 1])
+    source = find_source(ExportOptions.from_manifest(portable.manifest))
+    held = with_held_weights(source, portable.path, portable.manifest)
+    kept, original = (value_of(s.weights["model.layers.0.mlp.down_proj.weight"]).float() for s in (held, source))
+    span = original.unflatten(-1, (-1, 32)).amax(-1) - original.unflatten(-1, (-1, 32)).amin(-1)
+    step = (span / ((1 << low) - 2)).repeat_interleave(32, -1) * (1 if low == 4 else 2)
+    assert bool(((kept - original).abs() <= 0.52 * step + 1e-3).all()) and not torch.equal(kept, original)
+    tokens = np.random.default_rng(3).integers(0, VOCAB, (1, 20))
+    runner = OrtModel(portable.path)
+    runner.start(1)
+    actual, errors = runner.feed(tokens).astype(np.float32), {}
+    for name, model in (("held", held.read()), ("original", source.read())):
+        reference = TorchModel(portable.manifest, model.float())
+        feed = {**next_feed({}, tokens, None), **reference.empty_feed(1, 20)}
+        errors[name] = float(np.abs(reference.infer(feed)["logits"].astype(np.float32) - actual).mean())
+    assert errors["held"] < 4e-3 and errors["original"] > 4 * errors["held"] if low == 4 else errors["held"] < 4e-3, (
+        errors
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("portable", [INT4], indirect=True, ids=str)
+def test_kernels_and_verify_of_an_engine(
+    portable: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Over the stand-in for TensorRT 8.6, whose engine computes what the lowered graph says: passed, and failed over other weights."""
+    monkeypatch.setattr(
+        "still_export.targets.trt.package._write_plugins",
+        lambda graph, target, *a: fake_tensorrt.write_libraries(target),
+    )
+    monkeypatch.setattr("still_export.targets.trt.build.has_gpu", lambda: True)
+    fake_tensorrt.install(monkeypatch, "8.6.1")
+    folder = tmp_path / "package"
+    folder.mkdir()
+    package = lower_package(portable, TrtOptions(batch=2, prefill_tokens=32), folder)
+    trust_package(folder)
+    model = onnx.load(package.model_path)
+    assert opset_version(model) == 17
+    for node in [n for n in model.graph.node if n.domain == "still" and n.op_type != "MatMulNBits"]:
+        model.graph.node.remove(node)  # of chunks too small for kernels
+    demand_kernels(model)
+    variants = {(v.bits, v.zero_points, v.block_size) for v in kernel_variants(model)["MatMulNBits"]}
+    assert variants == {(4, 1, 32), (8, 0, 32)}
+    assert package.manifest["plugin_layers"]["MatMulNBits"] == 15
+    arguments = [str(folder), "--lengths", "1,9", "--decode-steps", "5", "--quiet"]
+
+    def call(*words: str) -> int:
+        with pytest.raises(SystemExit) as end:
+            main(list(words))
+        return int(end.value.code or 0)
+
+    assert call("build", str(folder), "--quiet") == 0, capsys.readouterr()
+    assert call("verify", *arguments) == 0, capsys.readouterr().out
+    price = json.loads((folder / "verify/report.json").read_text())["price"]
+    assert price["kl"] > 0 and price["kl_rounded"] is None
+    shutil.rmtree(folder / "verify")
+    monkeypatch.setattr(read, "_held_weights", lambda *_: {})
+    assert call("verify", *arguments) == 1

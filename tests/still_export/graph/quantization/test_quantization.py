@@ -1,0 +1,213 @@
+"""Weights in few bits: blocks, quantizers, policy, graph, package."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from still_export.cli.main import main
+from still_export.errors import ConfigError, UnsupportedError
+from still_export.graph.quantization import read
+from still_export.graph.quantization.policy import METHODS, POLICY, Quantization
+from still_export.graph.quantization.quantizers import quantize
+from still_export.graph.quantization.read import eight_bits, held_names, round_activations, with_held_weights
+from still_export.mixers import roles
+from still_export.models.blocks import BlockWeight, pack, unpack
+from still_export.models.families import FAMILIES
+from still_export.models.roles import weight_roles
+from still_export.package.calls import next_feed
+from still_export.package.refusals import RunError
+from still_export.runtime.ort import OrtModel
+from still_export.runtime.torch import TorchModel
+from still_export.targets.portable.package import ExportOptions, export_onnx, find_source
+from tests.still_export.conftest import Exporter
+from tests.still_export.tiny import MIXED, VOCAB, still_model
+
+SIZES = dict(hidden_size=96, intermediate_size=128, head_dim=16)
+
+
+def normal(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+
+
+@given(st.sampled_from([4, 8]), st.integers(1, 9), st.integers(0, 2**32))
+@settings(max_examples=30, deadline=None)
+def test_packing_keeps_codes(bits: int, count: int, seed: int) -> None:
+    codes = np.random.default_rng(seed).integers(0, 1 << bits, (3, count), dtype=np.uint8)
+    assert np.array_equal(unpack(pack(codes, bits), bits)[:, :count], codes)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantizers_keep_half_a_step(method: str, bits: int) -> None:
+    weight = normal(40, 96)
+    found = quantize(torch.from_numpy(weight), bits, 32, method)
+    assert found.packed.shape == (40, 3, 32 * bits // 8) and found.scales.shape == (40, 3)
+    error = np.abs(found.dequantized() - weight).reshape(40, 3, 32)
+    steps = error / np.abs(found.scales)[..., None]
+    assert np.median(steps) < 0.3 and np.quantile(steps, 0.9) < 0.55
+    assert (found.zero_points is None) == (bits == 8)
+
+
+def test_slabs_change_nothing(monkeypatch: Any) -> None:
+    weight = torch.from_numpy(normal(33, 64))
+    whole = quantize(weight, 4, 32, "k_quant")
+    monkeypatch.setattr("still_export.graph.quantization.quantizers.SLAB_WEIGHTS", 64 * 5)
+    parts = quantize(weight, 4, 32, "k_quant")
+    assert np.array_equal(whole.packed, parts.packed) and np.array_equal(whole.scales, parts.scales)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_weight_has_a_role(family: str) -> None:
+    model = still_model(family, torch.float32, layer_types=MIXED)
+    found = weight_roles(model)
+    assert set(found) == {name for name, _ in model.named_parameters()}
+    assert set(found.values()) <= set(POLICY)
+    assert found["model.layers.0.self_attn.g_proj.weight"] == roles.GATE
+    assert found["model.layers.0.self_attn.feature_k_weight"] == roles.FEATURE_MAP
+    assert found["model.layers.1.self_attn.o_proj.weight"] == roles.PROJECTION
+
+
+def test_what_must_keep_eight_bits_does() -> None:
+    for role in (roles.GATE, roles.FEATURE_MAP, roles.NORM, roles.EMBEDDING, roles.HEAD):
+        assert (Quantization("int4").bits(role) or 32) >= 8, role
+
+
+@pytest.fixture(params=[("int4", True), ("int8", False)], ids=str)
+def quantized(request: Any, export_tiny: Exporter) -> Any:
+    scheme, tied = request.param
+    sizes = {**SIZES, "tie_word_embeddings": tied}
+    return export_tiny("llama", options={"quantize": scheme, "quantize_method": "hqq"}, sizes=sizes, layer_types=MIXED)
+
+
+@pytest.mark.slow
+def test_graph_and_manifest_say_the_policy(quantized: Any) -> None:
+    graph = onnx.load(quantized.model_path, load_external_data=False).graph
+    said = quantized.manifest["quantization"]
+    low = {"int4": 4, "int8": 8}[said["scheme"]]
+    tied = "lm_head.weight.blocks" not in {i.name for i in graph.initializer}
+    bits = Counter(
+        next(a.i for a in node.attribute if a.name == "bits") for node in graph.node if node.op_type == "MatMulNBits"
+    )
+    # Query, key and value are one product, and so are the two that open the feed-forward; a gate of as many bits joins the first.
+    products, gates = 3 * 4, 2 if low == 4 else 0
+    expected = Counter({low: products})
+    expected[8] += gates + 1
+    assert bits == expected
+    assert said["roles"]["gate"] == [{"bits": 8, "method": "rtn", "weights": 2}]
+    assert said["roles"]["projection"] == [{"bits": low, "method": "hqq" if low == 4 else "rtn", "weights": 12}]
+    assert [form["bits"] for form in said["roles"]["norm"]] == [None]
+    places = {
+        i.name: {e.key: e.value for e in i.external_data} for i in graph.initializer if i.name.startswith("model.embed")
+    }
+    rows = places["model.embed_tokens.weight.rows"]
+    assert int(rows["length"]) == VOCAB * 96
+    if tied:  # stored once
+        assert places["model.embed_tokens.weight.blocks"] == rows
+        assert not [i for i in graph.initializer if i.name.startswith("lm_head")]
+    else:
+        assert "model.embed_tokens.weight.blocks" not in places
+    used = {name for node in graph.node for name in node.input}
+    assert {i.name for i in graph.initializer} <= used
+
+
+@pytest.mark.slow
+def test_package_computes_with_the_weights_that_it_holds(quantized: Any) -> None:
+    """Close to PyTorch over the dequantized weights, equal where PyTorch rounds activations too (few tokens: an activation that rounds
+    the other way multiplies in a random model), and not to the original."""
+    source = find_source(ExportOptions.from_manifest(quantized.manifest))
+    held = with_held_weights(source, quantized.path, quantized.manifest)
+    rounded = held.read()
+    names = held_names(quantized.path)
+    round_activations(rounded, names, 32)
+    models = {"original": source.read(), "held": held.read(), "rounded": rounded}
+    runner = OrtModel(quantized.path)
+    runner.start(1)
+    tokens = np.random.default_rng(3).integers(0, VOCAB, (1, 3))
+    actual = runner.feed(tokens)
+    errors = {}
+    for name, model in models.items():
+        reference = TorchModel(quantized.manifest, model)
+        feed = {**next_feed({}, tokens, None), **reference.empty_feed(1, 3)}
+        errors[name] = float(np.abs(reference.infer(feed)["logits"] - actual).mean())
+    assert errors["rounded"] < 1e-5 < errors["held"]
+    if quantized.manifest["quantization"]["scheme"] == "int4":
+        assert errors["held"] < 0.5 * errors["original"]
+
+
+def test_rounded_activations_are_a_grid() -> None:
+    x = torch.from_numpy(normal(5, 64))
+    y = eight_bits(x, 32)
+    step = x.reshape(5, 2, 32).abs().amax(-1) / 127
+    assert bool(((y - x).abs().reshape(5, 2, 32) <= step[..., None] / 2 + 1e-6).all()) and not torch.equal(x, y)
+    assert torch.equal(eight_bits(torch.zeros(2, 32), 32), torch.zeros(2, 32))
+
+
+def test_dequantized_blocks() -> None:
+    weight = BlockWeight(
+        np.array([[[0x21, 0x43]]], np.uint8), np.array([[0.5]], np.float32), np.array([[0x03]], np.uint8), 4
+    )
+    assert np.array_equal(weight.dequantized(), [[-1.0, -0.5, 0.0, 0.5]])
+
+
+@pytest.mark.slow
+def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="--quantize int3 is unknown; known: int8, int4"):
+        ExportOptions("m", quantize="int3").quantization("onnx")
+    with pytest.raises(ConfigError, match="Did you mean k_quant"):
+        ExportOptions("m", quantize="int4", quantize_method="kquant").quantization("onnx")
+    with pytest.raises(ConfigError, match="MatMulNBits has 16, 32"):
+        ExportOptions("m", quantize="int4", quantize_block=48).quantization("onnx")
+    with pytest.raises(ConfigError, match="--adapters are for --quantize"):
+        ExportOptions("m", quantize_method="rtn")
+    still_model("llama", torch.float32).save_pretrained(tmp_path / "model")
+    with pytest.raises(UnsupportedError, match=r"has 24 inputs, which blocks of 32 do not divide"):
+        export_onnx(ExportOptions(str(tmp_path / "model"), quantize="int4"), tmp_path / "package")
+    with pytest.raises(SystemExit, match="2"):
+        main([str(tmp_path / "model"), "--to", "trt", "--quantize", "int3", "-o", str(tmp_path / "package")])
+    assert "--quantize int3 is unknown" in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.slow
+def test_verify_tells_faults_from_the_price(
+    quantized: Any, tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The weights that the package holds are the reference; what they cost is said beside. A product that differs from them fails."""
+    arguments = ["verify", str(quantized.path), "--lengths", "1,9", "--decode-steps", "3", "-o", str(tmp_path)]
+    with pytest.raises(SystemExit, match="0"):
+        main(arguments)
+    said = capsys.readouterr().out
+    assert "activations rounded to 8 bits" in said and "price of the quantization on 256 random tokens: KL" in said
+    price = json.loads((tmp_path / "report.json").read_text())["price"]
+    assert 0 < price["kl"] <= price["kl_rounded"] * 1.5 and price["bits_per_byte"] is None
+
+    def wrong(parts: Any, *rest: Any) -> Any:
+        found = held_weights(parts, *rest)
+        name = "model.layers.0.mlp.up_proj.weight"
+        return {**found, name: lambda: found[name]() * 1.2}
+
+    held_weights = read._held_weights
+    monkeypatch.setattr(read, "_held_weights", wrong)
+    with pytest.raises(SystemExit, match="1"):
+        main(arguments)
+
+
+@pytest.mark.slow
+def test_manifest_and_graph_agree(quantized: Any, tmp_path: Path) -> None:
+    shutil.copytree(quantized.path, tmp_path / "package")
+    manifest = json.loads((tmp_path / "package/manifest.json").read_text())
+    manifest["quantization"]["roles"]["gate"][0]["bits"] = 4
+    (tmp_path / "package/manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(RunError, match=r"manifest\.json: quantization\.roles is .* in model\.onnx it is"):
+        OrtModel(tmp_path / "package")
