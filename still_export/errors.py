@@ -38,7 +38,7 @@ class UnsupportedModelError(UnsupportedError):
 
 
 class PaddingError(StillExportError, ValueError):
-    """A batch is padded on the left or inside, or its mask contradicts what the cache has seen."""
+    """A batch has padding between tokens, or its mask or positions contradict what the cache has seen."""
 
 
 class PackageError(StillExportError):

@@ -4,7 +4,7 @@
   PYTHONPATH=.:kernels:graphs python tools/bench_torch.py
   PYTHONPATH=.:kernels:graphs python tools/bench_torch.py --geometry llama-8b --contexts 65536 --ways "" --calls 2048,16384
 
-Random weights. SmolLM2-135M's geometry has the softmax layers and window factors of assets/smollm2-135m-instruct-mixed, Llama-3.1-8B's is
+Random weights. SmolLM2-135M's geometry has the softmax layers and window factors of assets/smollm2-135m-instruct-mixed-2, Llama-3.1-8B's is
 all hybrid. First the static cache must give the tokens of the dynamic one, compiled on this machine as a whole. A token's time is the
 median between two ends of a step, as `generate` runs them; `--calls` times a prompt that is fed in calls of so many tokens. Needs torch,
 transformers and, for the STILL model, pydantic; no network. `--small` shrinks every size, to try the script on a CPU. Each result is one
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
 
-ADAPTER = Path(__file__).parents[1] / "assets/smollm2-135m-instruct-mixed/adapter_config.json"
+ADAPTER = Path(__file__).parents[1] / "assets/smollm2-135m-instruct-mixed-2/adapter_config.json"
 TARGETS = {"eager": 1.1, "static": 0.9}
 """Most that the STILL model may take, over the base in the same way."""
 

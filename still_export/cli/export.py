@@ -81,7 +81,7 @@ def export(
     ] = None,
     quantize: Annotated[
         str | None,
-        typer.Option(help="Weights in int8 or int4, by a policy; trt: TensorRT 10 and later.", show_default="no"),
+        typer.Option(help="Weights in int8 or int4, by a policy.", show_default="no"),
     ] = None,
     quantize_method: Annotated[
         str | None, typer.Option(help="Who rounds to 4 bits: rtn, k_quant or hqq.", show_default="rtn")

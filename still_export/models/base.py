@@ -46,7 +46,7 @@ class StillConfigMixin:
 
 
 class StillModelMixin:
-    """Goes before a family's `...ForCausalLM`: hybrid layers, tensor-only cache, batches padded on the right."""
+    """Goes before a family's `...ForCausalLM`: hybrid layers, tensor-only cache, batches padded on either side."""
 
     config: Any
     model: Any

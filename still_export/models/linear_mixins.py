@@ -42,7 +42,7 @@ class LinearConfigMixin(StillConfigMixin):
 
 
 class LinearModelMixin(StillModelMixin):
-    """Goes before a family's `...ForCausalLM`: its mixers by ours, tensor-only cache, batches padded on the right."""
+    """Goes before a family's `...ForCausalLM`: its mixers by ours, tensor-only cache, batches padded on either side."""
 
     def swap_mixers(self) -> None:
         experts = next((name for name, _ in self.named_modules() if name.rsplit(".", 1)[-1] == "experts"), None)  # type: ignore[attr-defined]

@@ -61,15 +61,9 @@ ELSEWHERE = {
     "python tools/prove_genai.py GENAI --text letter.txt --lengths 8,16 --steps 100": Elsewhere(
         "needs onnxruntime-genai"
     ),
-    "python tools/bench_genai.py MODEL.gguf work --threads 2 -o peer.json": Elsewhere(REAL),
-    "still-export MODEL.gguf --to onnx --overlay assets/smollm2-135m-instruct-mixed --native --onnxruntime-include headers -o native": (
-        Elsewhere(REAL)
-    ),
-    "still-export bench native --threads 2 --beside peer.json": Elsewhere(REAL),
     "still-export linearize BASE --recipe paper --text corpus.txt --sequence-length 2048 --batch-size 16 --precision bf16 -o TRAINED": (
         Elsewhere(TRAINING)
     ),
-    "still-export evaluate STILL --teacher BASE": Elsewhere("asks 360 prompts of five models"),
     "still-export MODEL --to onnx --dtype float16 --native --arch sm_90 --onnxruntime-include headers -o NATIVE": Elsewhere(
         "compiles a GPU's kernels for minutes; tests/still_export/targets/ort/test_native.py compiles some"
     ),

@@ -61,8 +61,6 @@ def test_fits_the_repository() -> None:
 @pytest.mark.parametrize(
     ("name", "layers", "heads", "softmax", "most_bytes"),
     [
-        ("smollm2-135m-instruct", 30, 9, (), 8_000_000),
-        ("smollm2-135m-instruct-mixed", 30, 9, (17, 18, 20, 23), 8_000_000),
         ("smollm2-135m-instruct-mixed-2", 30, 9, (17, 18), 8_000_000),
         ("smollm2-135m-instruct-hybrid", 30, 9, (), 8_000_000),
         ("qwen2.5-coder-1.5b-instruct-mixed", 28, 12, (14, 16, 19, 23), 12_000_000),
