@@ -31,10 +31,14 @@ class State(Protocol):
 
 @dataclass(frozen=True)
 class Held:
-    """What takes the place of a state in an op without one: of its `inputs` those that a step must not find in the cache, by `names`."""
+    """What takes the place of a state in an op without one: of its `inputs` those that a step must not find in the cache, by `names`.
+
+    beside: What other libraries have in the place of the inputs.
+    """
 
     inputs: Any
     names: tuple[str, ...] = ()
+    beside: Any = None
 
     def tensors(self) -> dict[str, Tensor]:
         """Those that are there, by name."""

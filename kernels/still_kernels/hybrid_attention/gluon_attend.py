@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from still_kernels.common.triton_shared import LOG2E, ROWS
 from still_kernels.hybrid_attention.gluon_common import (
     CONSUMER_REGISTERS,
     PRODUCER_REGISTERS,
@@ -29,7 +30,6 @@ from still_kernels.hybrid_attention.gluon_common import (
     meet,
     row_of_call,
 )
-from still_kernels.triton_shared import LOG2E, ROWS
 
 BM = gl.constexpr(64)
 """Queries of a consumer, and rows of the box of queries, gates, outputs and linear parts."""

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from still_kernels.common.triton_shared import LOG2E, ROWS
 from still_kernels.hybrid_attention.gluon_common import (
     CONSUMER_REGISTERS,
     PRODUCER_REGISTERS,
@@ -26,7 +27,6 @@ from still_kernels.hybrid_attention.gluon_common import (
     row_of_call,
     send,
 )
-from still_kernels.triton_shared import LOG2E, ROWS
 
 FEATURE_FLOOR = gl.constexpr(1e-12)
 

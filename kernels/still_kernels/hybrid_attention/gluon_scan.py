@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from still_kernels.common.triton_shared import ROWS
 from still_kernels.hybrid_attention.gluon_common import (
     CONSUMER_REGISTERS,
     PRODUCER_REGISTERS,
@@ -26,7 +27,6 @@ from still_kernels.hybrid_attention.gluon_common import (
     row_of_call,
     send,
 )
-from still_kernels.triton_shared import ROWS
 
 SB = gl.constexpr(64)
 """Features of a group, columns of a program, and rows and columns of the boxes."""

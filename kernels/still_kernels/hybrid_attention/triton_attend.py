@@ -6,9 +6,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from still_kernels.common.triton_shared import LOG2E, ROWS, absorb, as_numbers, row_of, scales_at, store_rows
 from still_kernels.hybrid_attention.triton_common import load_tokens
 from still_kernels.hybrid_attention.triton_pages import cache_of, in_page, slots_of
-from still_kernels.triton_shared import LOG2E, ROWS, absorb, as_numbers, row_of, scales_at, store_rows
 
 
 @triton.jit

@@ -6,6 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from still_kernels.common.triton_shared import LOG2E, as_numbers, rounded
 from still_kernels.hybrid_attention.triton_common import (
     FEATURE_FLOOR,
     direction_scale,
@@ -18,7 +19,6 @@ from still_kernels.hybrid_attention.triton_common import (
 )
 from still_kernels.hybrid_attention.triton_decode_roles import pair_sum, step_of
 from still_kernels.hybrid_attention.triton_pages import head_in_page
-from still_kernels.triton_shared import LOG2E, as_numbers, rounded
 
 
 @triton.jit

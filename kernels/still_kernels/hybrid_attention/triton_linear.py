@@ -6,9 +6,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from still_kernels.common.triton_shared import ROWS, row_of, scales_at
 from still_kernels.hybrid_attention.triton_common import feature_pair, load_tokens, load_weight
 from still_kernels.hybrid_attention.triton_pages import in_page
-from still_kernels.triton_shared import ROWS, row_of, scales_at
 
 
 @triton.jit

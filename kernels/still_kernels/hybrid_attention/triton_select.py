@@ -6,9 +6,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from still_kernels.common.triton_shared import ROWS, as_numbers, row_of, scales_at, store_rows
 from still_kernels.hybrid_attention.triton_common import load_tokens, select_chunk, selected_offsets
 from still_kernels.hybrid_attention.triton_pages import in_page, rows_of
-from still_kernels.triton_shared import ROWS, as_numbers, row_of, scales_at, store_rows
 
 
 @triton.jit
