@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
-from still_kernels.hybrid_attention.features import feature_map
-from still_kernels.hybrid_attention.grid import Grid
+from still_kernels.hybrid_attention.reference.features import feature_map
+from still_kernels.hybrid_attention.reference.grid import Grid
 from still_kernels.hybrid_attention.state import HybridAttentionState
 
 

@@ -11,9 +11,9 @@ from torch.nn.functional import pad
 
 from still_graphs.errors import UnsupportedError
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
-from still_kernels.hybrid_attention.features import feature_map
 from still_kernels.hybrid_attention.inputs import Inputs
-from still_kernels.hybrid_attention.selection import group_scores, select_tokens, self_saliency
+from still_kernels.hybrid_attention.reference.features import feature_map
+from still_kernels.hybrid_attention.reference.selection import group_scores, select_tokens, self_saliency
 
 
 def covers_whole(config: HybridAttentionConfig, tokens: int) -> bool:

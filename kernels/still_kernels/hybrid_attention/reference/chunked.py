@@ -14,11 +14,11 @@ from torch import Tensor
 
 from still_graphs.errors import CapacityError, ShapeError
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
-from still_kernels.hybrid_attention.features import feature_map
-from still_kernels.hybrid_attention.grid import Grid, gather_rows
 from still_kernels.hybrid_attention.inputs import Inputs
-from still_kernels.hybrid_attention.promotion import Aligned, Promotion, promote
-from still_kernels.hybrid_attention.selection import group_scores, select_tokens, self_saliency
+from still_kernels.hybrid_attention.reference.features import feature_map
+from still_kernels.hybrid_attention.reference.grid import Grid, gather_rows
+from still_kernels.hybrid_attention.reference.promotion import Aligned, Promotion, promote
+from still_kernels.hybrid_attention.reference.selection import group_scores, select_tokens, self_saliency
 from still_kernels.hybrid_attention.state import HybridAttentionState
 
 SEGMENT_TOKENS = 1024

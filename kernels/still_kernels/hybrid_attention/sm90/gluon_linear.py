@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from still_kernels.common.triton_shared import LOG2E, ROWS
-from still_kernels.hybrid_attention.gluon_common import (
+from still_kernels.hybrid_attention.sm90.gluon_common import (
     CONSUMER_REGISTERS,
     PRODUCER_REGISTERS,
     fill_rows,

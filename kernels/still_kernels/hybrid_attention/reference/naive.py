@@ -9,9 +9,9 @@ from torch import Tensor
 
 from still_graphs.errors import CapacityError
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
-from still_kernels.hybrid_attention.features import feature_map
 from still_kernels.hybrid_attention.inputs import Inputs
-from still_kernels.hybrid_attention.selection import group_scores, select_tokens, self_saliency
+from still_kernels.hybrid_attention.reference.features import feature_map
+from still_kernels.hybrid_attention.reference.selection import group_scores, select_tokens, self_saliency
 
 
 @dataclass(frozen=True)

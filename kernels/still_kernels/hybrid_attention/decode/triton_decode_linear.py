@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from still_kernels.common.triton_shared import LOG2E, as_numbers, rounded
+from still_kernels.hybrid_attention.decode.triton_decode_roles import pair_sum, step_of
 from still_kernels.hybrid_attention.triton_common import (
     FEATURE_FLOOR,
     direction_scale,
@@ -17,7 +18,6 @@ from still_kernels.hybrid_attention.triton_common import (
     scaled_softmax,
     select_chunk,
 )
-from still_kernels.hybrid_attention.triton_decode_roles import pair_sum, step_of
 from still_kernels.hybrid_attention.triton_pages import head_in_page
 
 
