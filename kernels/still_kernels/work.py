@@ -68,6 +68,11 @@ class Work:
     peers: Mapping[str, Callable[[Any], Tensor]] = field(default_factory=dict)
 
 
+def kinds(context: int, batches: Sequence[int]) -> list[Kind]:
+    """A prefill of one sequence, and steps of several."""
+    return [Kind("prefill", 1, context, 0), *(Kind("decode", batch, 1, context - 1) for batch in batches)]
+
+
 @dataclass(frozen=True)
 class OpWork:
     """The op's part of bench and tune.

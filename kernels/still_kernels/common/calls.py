@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,18 +14,13 @@ from still_kernels.common.launches import outputs_of
 from still_kernels.plan import Call
 from still_kernels.sizes import tensors_of
 from still_kernels.tile import TileTable
-from still_kernels.work import Held, Kind, OpWork, Work
+from still_kernels.work import Held, Kind, OpWork, Work, kinds
 
 if TYPE_CHECKING:
     from still_kernels.common.stateless import Calls, StatelessOp
 
 SIZES = {"heads": 32, "kv_heads": 8, "head_dim": 128, "width": 14336, "vocabulary": 128256}
 """Of Llama-3.1-8B."""
-
-
-def kinds(context: int, batches: Sequence[int]) -> list[Kind]:
-    """The sequences of a prefill, and of steps."""
-    return [Kind("prefill", 1, context, 0), *(Kind("decode", batch, 1, context - 1) for batch in batches)]
 
 
 class Draw:
