@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from still_kernels.matmul_nbits import Inputs
-from still_kernels.matmul_nbits.naive import dequantized
+from still_kernels.matmul_nbits.op import dequantized
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from still_graphs.errors import ConfigError, UnsupportedError
-from still_kernels.op_kernels import Build, OpKernels, kernels_of, op_names
+from still_kernels.op_kernels import Build, OpKernels
+from still_kernels.registry import kernels_of, op_names
 from still_kernels.tile import SHARED_BYTES, KernelTile
 
 FORMAT = "still-kernels-aot"
@@ -152,17 +153,15 @@ def compile_variant(op: str, variant: Any, arch: int) -> tuple[dict[str, Any], d
     return entry, cubins
 
 
+_SOURCES = ("triton_", "gluon_")
+
+
 def source_hash(kernels: OpKernels) -> str:
-    """SHA-256 over an op's kernel sources, tile tables and plan."""
+    """SHA-256 over an op's kernel sources, tile tables and plan, and over what its kernels share with others."""
     digest = hashlib.sha256()
-    shared = Path(__file__).with_name("triton_shared.py")
-    own = [
-        *kernels.folder.glob("triton_*.py"),
-        *kernels.folder.glob("gluon_*.py"),
-        kernels.folder / "tiles.py",
-        kernels.folder / "plan.py",
-    ]
-    for path in [shared, *sorted(own)]:
+    shared = Path(__file__).with_name("common")
+    own = [p for p in kernels.folder.rglob("*.py") if p.stem in ("op", "tiles", "plan") or p.stem.startswith(_SOURCES)]
+    for path in [*sorted(shared.glob("*_*.py")), *sorted(own)]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 

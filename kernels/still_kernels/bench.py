@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from still_kernels.op_kernels import op_names, work_of
+from still_kernels.registry import op_names, work_of
 from still_kernels.work import CHECK_LIMIT, Kind, OpWork, Work, relative_error, states_of_step
 
 

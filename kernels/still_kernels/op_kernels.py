@@ -1,4 +1,4 @@
-"""What generic rooms (aot, dispatch, packages) know of the kernels of an op: one `OpKernels`, which the op's folder makes."""
+"""What generic rooms (aot, dispatch, packages) know of an op: one `Op`, which the op's folder makes, and in it its `OpKernels`."""
 
 from __future__ import annotations
 
@@ -64,18 +64,16 @@ class OpKernels:
         folder: Of triton_*.py, gluon_*.py, tiles.py and plan.py, whose bytes the archive's source hash covers.
         covered: What the kernels need of a call, as far as shapes, attributes and dtype tell; messages say what they have.
         covered_ahead: The same for kernels that are compiled ahead of time.
-        work: What bench and tune ask, which imports torch; None where an op is neither timed nor tuned.
     """
 
     plan: Plan
     variant: type[Any]
     default_variants: Callable[[], list[Any]]
-    build: Callable[[Any, int], Build]
+    build: Callable[..., Build]
     functions: Callable[[], Mapping[str, Any]]
     folder: Path
     covered: Sequence[Check] = ()
     covered_ahead: Sequence[Check] = ()
-    work: Callable[[], OpWork] | None = None
 
     @property
     def spec(self) -> OpSpec:
@@ -157,50 +155,14 @@ def imported(module: str, name: str) -> Callable[[], Any]:
     return lambda: getattr(import_module(module), name)
 
 
-_PLACES = {
-    "HybridAttention": "still_kernels.hybrid_attention.variants",
-    "Attention": "still_kernels.attention.variants",
-    "LinearAttention": "still_kernels.linear_attention.variants",
-    "CausalConv": "still_kernels.causal_conv.variants",
-    "MatMulNBits": "still_kernels.matmul_nbits.variants",
-    "DenseMatMul": "still_kernels.dense_matmul.variants",
-    "GatedMlp": "still_kernels.gated_mlp.variants",
-    "RotaryQkv": "still_kernels.rotary_qkv.variants",
-    "AddRmsNorm": "still_kernels.add_rms_norm.variants",
-    "SwiGlu": "still_kernels.swi_glu.variants",
-    "RoundKeyValue": "still_kernels.round_key_value.variants",
-    "LowRankMatMul": "still_kernels.low_rank_matmul.variants",
-    "GreedyToken": "still_kernels.greedy_token.variants",
-}
-"""Where the `KERNELS` of each op are."""
+@dataclass(frozen=True)
+class Op:
+    """One op as `still_kernels.registry` finds it: `OP` of `op.py` in its folder.
 
-
-def op_names() -> list[str]:
-    """Ops that have kernels."""
-    return list(_PLACES)
-
-
-def kernels_of(name: str) -> OpKernels:
-    """The kernels of an op, by its name in ONNX.
-
-    Raises:
-        UnsupportedError: The op has none.
+    Args:
+        kernels: What is launched, and what kernels are compiled for.
+        work: What bench and tune ask, which imports torch; None where an op is neither timed nor tuned.
     """
-    if name not in _PLACES:
-        raise UnsupportedError(
-            f"op {name} has no GPU kernels; those that have: {', '.join(_PLACES)}. Export with --to onnx, which runs every op on the CPU."
-        )
-    kernels: OpKernels = import_module(_PLACES[name]).KERNELS
-    return kernels
 
-
-def work_of(name: str) -> OpWork:
-    """What bench and tune ask of an op.
-
-    Raises:
-        UnsupportedError: It has nothing to say.
-    """
-    work = kernels_of(name).work
-    if work is None:
-        raise UnsupportedError(f"op {name} says nothing of its calls, so it can be neither timed nor tuned.")
-    return work()
+    kernels: OpKernels
+    work: Callable[[], OpWork] | None = None

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from still_kernels import launcher
 from still_kernels.bench import median_s
-from still_kernels.op_kernels import kernels_of, op_names, work_of
+from still_kernels.registry import kernels_of, op_names, work_of
 from still_kernels.tile import Setting, TileTable, changed
 from still_kernels.work import CHECK_LIMIT, Kind, OpWork, relative_error, states_of_step
 

@@ -31,10 +31,14 @@ class State(Protocol):
 
 @dataclass(frozen=True)
 class Held:
-    """What takes the place of a state in an op without one: of its `inputs` those that a step must not find in the cache, by `names`."""
+    """What takes the place of a state in an op without one: of its `inputs` those that a step must not find in the cache, by `names`.
+
+    beside: What other libraries have in the place of the inputs.
+    """
 
     inputs: Any
     names: tuple[str, ...] = ()
+    beside: Any = None
 
     def tensors(self) -> dict[str, Tensor]:
         """Those that are there, by name."""
@@ -62,6 +66,11 @@ class Work:
     launch: Callable[[Any, Tensor, TileTable], None]
     output: Tensor
     peers: Mapping[str, Callable[[Any], Tensor]] = field(default_factory=dict)
+
+
+def kinds(context: int, batches: Sequence[int]) -> list[Kind]:
+    """A prefill of one sequence, and steps of several."""
+    return [Kind("prefill", 1, context, 0), *(Kind("decode", batch, 1, context - 1) for batch in batches)]
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from still_graphs.ops.matmul_nbits import MATMUL_NBITS
 from still_graphs.ops.rotary_qkv import ROTARY_QKV
 from still_graphs.ops.spec import CACHE, in_numbers
 from still_graphs.ops.swi_glu import SWI_GLU
-from still_kernels.op_kernels import kernels_of
+from still_kernels.registry import kernels_of
 from tests.plugins.builds import FOLDERS, ROOT, TOY
 from tests.plugins.core_abi import Recorder, absent_inputs, shapes_of, write_archive
 from tests.plugins.test_core import ABSENT, ATTRIBUTES, SIZES, variant

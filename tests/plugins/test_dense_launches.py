@@ -25,24 +25,17 @@ from still_kernels import (
     round_key_value,
     swi_glu,
 )
-from still_kernels.add_rms_norm.variants import Variant as NormVariant
-from still_kernels.dense_matmul.variants import Variant
-from still_kernels.gated_mlp.variants import Variant as GatedVariant
-from still_kernels.greedy_token.variants import Variant as TokenVariant
-from still_kernels.low_rank_matmul.variants import Variant as LowRankVariant
-from still_kernels.rotary_qkv.variants import Variant as RotaryVariant
-from still_kernels.round_key_value.variants import Variant as RoundVariant
-from still_kernels.swi_glu.variants import Variant as GateVariant
+from still_kernels.add_rms_norm import Variant as NormVariant
+from still_kernels.dense_matmul import Variant
+from still_kernels.gated_mlp import Variant as GatedVariant
+from still_kernels.greedy_token import Variant as TokenVariant
+from still_kernels.low_rank_matmul import Variant as LowRankVariant
+from still_kernels.rotary_qkv import Variant as RotaryVariant
+from still_kernels.round_key_value import Variant as RoundVariant
+from still_kernels.swi_glu import Variant as GateVariant
 from tests.plugins.test_launches import fake_compiler, mirror  # noqa: F401  # fixtures
 
-launch = pytest.importorskip("still_kernels.dense_matmul.launch")
-launch_gated = pytest.importorskip("still_kernels.gated_mlp.launch")
-launch_rotary = pytest.importorskip("still_kernels.rotary_qkv.launch")
-launch_norm = pytest.importorskip("still_kernels.add_rms_norm.launch")
-launch_gate = pytest.importorskip("still_kernels.swi_glu.launch")
-launch_round = pytest.importorskip("still_kernels.round_key_value.launch")
-launch_low_rank = pytest.importorskip("still_kernels.low_rank_matmul.launch")
-launch_token = pytest.importorskip("still_kernels.greedy_token.launch")
+pytest.importorskip("triton")
 
 
 def made(*shape: int) -> torch.Tensor:
@@ -78,9 +71,7 @@ def test_dense_matmul(
         whole=int(inputs % 64 == 0),
         span=span,
     )
-    mirror(
-        DENSE_MATMUL, tensors, lambda output: launch.launch_dense_matmul(call, output), variant, {"norm_epsilon": 2e-6}
-    )
+    mirror(DENSE_MATMUL, tensors, lambda output: dense_matmul.OP.launch(call, output), variant, {"norm_epsilon": 2e-6})
 
 
 @pytest.mark.parametrize(
@@ -100,9 +91,7 @@ def test_gated_mlp(
     variant = GatedVariant(
         "float16", int(width % 8 == 0 and middle % 8 == 0), int(width % 64 == 0 and middle % 64 == 0), *spans
     )
-    mirror(
-        GATED_MLP, tensors, lambda output: launch_gated.launch_gated_mlp(call, output), variant, {"norm_epsilon": 2e-6}
-    )
+    mirror(GATED_MLP, tensors, lambda output: gated_mlp.OP.launch(call, output), variant, {"norm_epsilon": 2e-6})
 
 
 @pytest.mark.parametrize(
@@ -135,7 +124,7 @@ def test_rotary_qkv(
     mirror(
         ROTARY_QKV,
         tensors,
-        lambda *results: launch_rotary.launch_rotary_qkv(call, *results),
+        lambda *results: rotary_qkv.OP.launch(call, *results),
         variant,
         attributes,
         outputs=outputs,
@@ -153,7 +142,7 @@ def test_add_rms_norm(batch: int, count: int, width: int, summed: bool, mirror: 
     mirror(
         ADD_RMS_NORM,
         tensors,
-        lambda *results: launch_norm.launch_add_rms_norm(call, *results),
+        lambda *results: add_rms_norm.OP.launch(call, *results),
         NormVariant("float16", int(width > 1024), int(summed), int(not width % 8)),
         {"norm_epsilon": 2e-6},
         outputs=outputs,
@@ -166,7 +155,7 @@ def test_swi_glu(batch: int, count: int, width: int, mirror: Callable[..., None]
     mirror(
         SWI_GLU,
         tensors,
-        lambda *results: launch_gate.launch_swi_glu(swi_glu.Inputs(**tensors, width=width), *results),
+        lambda *results: swi_glu.OP.launch(swi_glu.Inputs(**tensors, width=width), *results),
         GateVariant("float16", int(not width % 8)),
         {"width": width},
         outputs={"output": made(batch, count, width)},
@@ -187,7 +176,7 @@ def test_low_rank_matmul(
     mirror(
         LOW_RANK_MATMUL,
         tensors,
-        lambda output: launch_low_rank.launch_low_rank_matmul(call, output),
+        lambda output: low_rank_matmul.OP.launch(call, output),
         LowRankVariant("float16", int(added), int(not any(size % 8 for size in sizes))),
         {},
         outputs={"output": made(batch, count, outputs)},
@@ -200,7 +189,7 @@ def test_round_key_value(batch: int, count: int, heads: int, size: int, mirror: 
     mirror(
         ROUND_KEY_VALUE,
         tensors,
-        lambda *results: launch_round.launch_round_key_value(round_key_value.Inputs(**tensors), *results),
+        lambda *results: round_key_value.OP.launch(round_key_value.Inputs(**tensors), *results),
         RoundVariant("float16", size),
         {},
         outputs={f"rounded_{name}": made(batch, count, heads, size) for name in ("key", "value")},
@@ -214,7 +203,7 @@ def test_greedy_token(batch: int, count: int, vocabulary: int, mirror: Callable[
     mirror(
         GREEDY_TOKEN,
         tensors,
-        lambda token: launch_token.launch_greedy_token(call, token),
+        lambda token: greedy_token.OP.launch(call, token),
         TokenVariant("float16", int(not vocabulary % 8)),
         {},
         outputs={"token": torch.empty(batch, count, dtype=torch.int32, device="meta")},

@@ -9,11 +9,10 @@ import torch
 
 from still_graphs.ops.matmul_nbits import MATMUL_NBITS
 from still_kernels.matmul_nbits import Inputs
-from still_kernels.matmul_nbits.plan import SPANS
-from still_kernels.matmul_nbits.variants import Variant
+from still_kernels.matmul_nbits.op import OP, SPANS, Variant
 from tests.plugins.test_launches import fake_compiler, mirror  # noqa: F401  # fixtures
 
-launch = pytest.importorskip("still_kernels.matmul_nbits.launch")
+pytest.importorskip("triton")
 
 
 @pytest.mark.parametrize(
@@ -51,7 +50,7 @@ def test_matmul_nbits(
     mirror(
         MATMUL_NBITS,
         tensors,
-        lambda output: launch.launch_matmul_nbits(given, output),
+        lambda output: OP.launch(given, output),
         variant,
         {"bits": bits, "block_size": block},
     )

@@ -14,8 +14,7 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 
-from still_graphs.ops import DOMAIN
-from still_kernels import op_kernels
+from still_graphs.ops import DOMAIN, OPS
 from tests.plugins.builds import ROOT, TOY
 from tests.plugins.test_launches import fake_compiler, mirror  # noqa: F401  # fixtures
 from tests.still_graphs.test_functions import session
@@ -28,8 +27,8 @@ HEADS, DIM, DECAY_RATE = 3, 5, 0.25
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The registration of the op's kernels."""
-    monkeypatch.setitem(op_kernels._PLACES, DECAY.name, "tests.toy.variants")
+    """The one registration of an op."""
+    monkeypatch.setitem(OPS, DECAY.name, DECAY)
 
 
 def node_model() -> onnx.ModelProto:

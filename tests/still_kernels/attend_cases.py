@@ -315,14 +315,14 @@ def _launch(
     if kernel == "triton":
         import triton
 
-        from still_kernels.hybrid_attention.triton_attend import attend_kernel as function
+        from still_kernels.hybrid_attention.prefill.triton_attend import attend_kernel as function
 
         settle = int(not triton.knobs.runtime.interpret)
         constants = {**constants, "DP": case.dim, "BM": 64, "BN": 64, "STAGES": 3, "SETTLE": settle, "OVERFLOW": 0}
         constants["DOT"] = "tf32"  # type: ignore[assignment]
         grid, options = (numbers["n_tiles"], case.heads, numbers["B"]), {"num_warps": 4, "num_stages": 3}
     else:
-        from still_kernels.hybrid_attention.gluon_attend import attend_tma_kernel as function
+        from still_kernels.hybrid_attention.sm90.gluon_attend import attend_tma_kernel as function
 
         constants = {**constants, "SLOTS": 256 // case.dim}
         tiles = -(-numbers["n_tiles"] * C // 128) * case.heads * numbers["B"]

@@ -368,7 +368,7 @@ hopper = types.SimpleNamespace(
 @functools.cache
 def interpreted(path: Path) -> dict[str, Any]:
     """What a kernel's file defines, to be run here."""
-    from still_kernels import triton_shared
+    from still_kernels.common import triton_shared
 
     gluon = types.SimpleNamespace(jit=_jit, constexpr_function=_jit, language=language)
     shared = types.SimpleNamespace(
@@ -380,7 +380,7 @@ def interpreted(path: Path) -> dict[str, Any]:
         "triton.experimental.gluon.language": language,
         "triton.experimental.gluon.language.nvidia.ampere": types.SimpleNamespace(mma_v2=mma),
         "triton.experimental.gluon.language.nvidia.hopper": hopper,
-        "still_kernels.triton_shared": shared,
+        "still_kernels.common.triton_shared": shared,
     }
     found: dict[str, Any] = {"__name__": path.stem}
     common = path.with_name("gluon_common.py")

@@ -19,7 +19,8 @@ from tests.tolerances import NARROW_NORM, REFERENCE
 pytest.importorskip("triton")
 
 from still_kernels import launcher, tile
-from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs, gluon_attend, launch
+from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs, launch
+from still_kernels.hybrid_attention.sm90 import gluon_attend
 from still_kernels.packing import Packing
 
 SCRIPT = Path(__file__).with_name("attend_cases.py")

@@ -12,7 +12,7 @@ import torch
 from still_kernels import bench, work
 from still_kernels.attention import cost as attention_cost
 from still_kernels.hybrid_attention import cost
-from still_kernels.op_kernels import op_names, work_of
+from still_kernels.registry import op_names, work_of
 
 CEILINGS = bench.Ceilings(copy=4e12, gemm=800e12)
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from still_kernels.op_kernels import kernels_of
 from still_kernels.plan import Call
 from still_kernels.plan.parts import ELEMENTS
+from still_kernels.registry import kernels_of
 
 SIZES: dict[str, list[tuple[dict[str, tuple[int, ...]], tuple[str, int]]]] = {
     "DenseMatMul": [

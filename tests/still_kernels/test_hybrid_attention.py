@@ -21,7 +21,7 @@ from still_kernels.hybrid_attention import (
     naive_hybrid_attention,
 )
 from still_kernels.hybrid_attention.config import CHOICES
-from still_kernels.hybrid_attention.naive import naive_routing
+from still_kernels.hybrid_attention.reference.naive import naive_routing
 from tests.tolerances import GOLDEN, REFERENCE
 
 DOUBLE = torch.float64

@@ -10,8 +10,8 @@ import torch
 
 from still_graphs.errors import ShapeError, UnsupportedError
 from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs, dispatch
-from still_kernels.hybrid_attention.chunked import chunked_hybrid_attention
-from still_kernels.hybrid_attention.whole import whole_hybrid_attention
+from still_kernels.hybrid_attention.reference.chunked import chunked_hybrid_attention
+from still_kernels.hybrid_attention.reference.whole import whole_hybrid_attention
 from still_kernels.packing import Packing
 
 CONFIG = HybridAttentionConfig(

@@ -21,9 +21,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from still_kernels import aot
+from still_kernels.common.triton_shared import rounded
 from still_kernels.hybrid_attention.variants import Variant
 from still_kernels.tile import TileTable
-from still_kernels.triton_shared import rounded
 from tests.machine_code import disassembly
 
 REACH = 200  # instructions between the parts of a sum

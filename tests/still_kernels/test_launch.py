@@ -23,7 +23,7 @@ pytest.importorskip("triton")
 from still_kernels import launcher
 from still_kernels.hybrid_attention import launch
 from still_kernels.hybrid_attention.variants import BY_TMA
-from still_kernels.op_kernels import kernels_of, op_names
+from still_kernels.registry import kernels_of, op_names
 
 CPU = torch.device("cpu")
 
@@ -126,20 +126,20 @@ def test_a_launch_finds_the_kernel_that_its_like_ran(monkeypatch: pytest.MonkeyP
 
 def test_what_a_descriptor_cannot_be_made_of_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its address must be a multiple of 16."""
+    from still_kernels.dense_matmul import OP
     from still_kernels.dense_matmul import Inputs as Product
-    from still_kernels.dense_matmul.launch import launch_dense_matmul
 
     seen: list[torch.Tensor] = []
     monkeypatch.setattr(launcher.Launcher, "start", lambda _, name, run: seen.append(run.keywords["d_rows"].base))
     rows = torch.arange(65 * 8 + 1).half()[1:].view(1, 65, 8)
-    launch_dense_matmul(Product(rows, torch.zeros(8, 8).half()), torch.zeros(1, 65, 8).half())
+    OP.launch(Product(rows, torch.zeros(8, 8).half()), torch.zeros(1, 65, 8).half())
     assert rows.data_ptr() % 16 and not seen[0].data_ptr() % 16 and torch.equal(seen[0], rows)
 
 
 def test_a_function_of_two_names_is_compiled_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of some rows and of many are constants of one function: the grid of one with the blocks of the other leaves outputs out."""
+    from still_kernels.dense_matmul import OP
     from still_kernels.dense_matmul import Inputs as Product
-    from still_kernels.dense_matmul.launch import launch_dense_matmul
 
     found: list[tuple[str, bool]] = []
 
@@ -155,7 +155,7 @@ def test_a_function_of_two_names_is_compiled_for_each(monkeypatch: pytest.Monkey
     monkeypatch.setattr(launcher, "_compiled", {})
     for rows in (65, 1030, 65, 1030):
         given = Product(torch.zeros(1, rows, 8).half(), torch.zeros(8, 4096).half())
-        launch_dense_matmul(given, torch.zeros(1, rows, 4096).half())
+        OP.launch(given, torch.zeros(1, rows, 4096).half())
     assert found == [("some", False), ("many", False), ("some", True), ("many", True)]
 
 

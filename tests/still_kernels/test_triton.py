@@ -239,8 +239,8 @@ def llama_layer(tokens: int, **changes: object) -> tuple:
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65, 127, 128, 129, 193, 4096, 4097])
 def test_full_size_repeats_and_agrees(tokens: int) -> None:
-    from still_kernels.hybrid_attention.chunked import chunked_hybrid_attention
     from still_kernels.hybrid_attention.dispatch import hybrid_attention
+    from still_kernels.hybrid_attention.reference.chunked import chunked_hybrid_attention
 
     torch.manual_seed(tokens)
     config, inputs = llama_layer(tokens)

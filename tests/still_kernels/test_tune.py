@@ -17,7 +17,7 @@ from still_kernels import tune
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from still_kernels.hybrid_attention.settings import misfit
 from still_kernels.hybrid_attention.tiles import tile_table
-from still_kernels.op_kernels import op_names, work_of
+from still_kernels.registry import op_names, work_of
 from still_kernels.tile import changed
 
 SIZES = {"heads": 2, "kv_heads": 1, "head_dim": 24, "chunk_size": 32, "salient_per_chunk": 3}

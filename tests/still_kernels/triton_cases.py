@@ -19,8 +19,8 @@ import torch
 
 from still_kernels.codes import rounded
 from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs
-from still_kernels.hybrid_attention.chunked import chunked_hybrid_attention
 from still_kernels.hybrid_attention.pages import Pages
+from still_kernels.hybrid_attention.reference.chunked import chunked_hybrid_attention
 from still_kernels.hybrid_attention.tiles import HEAD_DIMS, tile_table
 from still_kernels.packing import Packing
 from still_kernels.tile import TileTable, changed

@@ -8,10 +8,8 @@ from collections.abc import Mapping
 import onnx
 from onnx import helper
 
-from still_graphs.functions.builder import FLOAT, Scope
+from still_graphs.functions.builder import FLOAT, Body, Scope
 from tests.toy.spec import DECAY
-
-SYMBOLS = ("H", "D")
 
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
@@ -48,3 +46,6 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
         [helper.make_opsetid("", opset)],
         [],
     )
+
+
+BODY = Body(function_body, ("H", "D"))

@@ -18,4 +18,5 @@ DECAY = OpSpec(
     states=(StateSpec("total", ("B", "H", "D"), "float32", in_place=False),),
     outputs=(TensorSpec("output", ("B", "T", "H", "D"), "T", "activation"),),
     attributes=(AttributeSpec("decay", 0.5),),
+    home="tests.toy",
 )

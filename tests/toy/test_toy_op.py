@@ -17,14 +17,9 @@ from still_export.package.folder import Package
 from still_export.package.trust import trust_package
 from still_export.runtime.ort import OrtModel
 from still_export.runtime.sampling import Sampling
-from still_export.targets.portable.package import ExportOptions, export_onnx
-from still_export.targets.trt.options import TrtOptions
-from still_export.targets.trt.package import lower_package
-from still_graphs.functions import BODIES
 from still_graphs.ops import OPS
 from tests.still_export import fake_tensorrt
 from tests.still_export.tiny import VOCAB, still_model
-from tests.toy import body
 from tests.toy.mixer import DecayMixer
 from tests.toy.spec import DECAY
 
@@ -36,7 +31,6 @@ SIZES = ("--lengths", "1,17,40", "--decode-steps", "20")
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     """The registrations of an op."""
     monkeypatch.setitem(OPS, DECAY.name, DECAY)
-    monkeypatch.setitem(BODIES, DECAY.name, (body.function_body, body.SYMBOLS))
     monkeypatch.setitem(MIXERS, DecayMixer.name, DecayMixer())
 
 

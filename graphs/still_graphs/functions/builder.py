@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,6 +14,26 @@ from still_graphs.ops.spec import OpSpec
 
 Value: TypeAlias = "str | int | float | Sequence[int] | Sequence[str | int] | None"
 """A value's name, or a constant: int -> int64 scalar, float -> float32 scalar, ints -> int64 vector; None = absent input."""
+
+
+Writer = Callable[[onnx.NodeProto, int, int, Mapping[str, int]], onnx.FunctionProto]
+
+
+@dataclass(frozen=True)
+class Body:
+    """How the body of an op is written.
+
+    Args:
+        write: From a node, element type, opset and dims, as of `still_graphs.functions.function_body`.
+        symbols: Those of `dims` that it needs.
+        fused: Writes a body around the op that other domains have.
+        runtime: Writes one around an op of ONNX Runtime alone, or around kernels of its own for parts of it.
+    """
+
+    write: Writer
+    symbols: tuple[str, ...] = ()
+    fused: Callable[..., onnx.FunctionProto] | None = None
+    runtime: Callable[..., onnx.FunctionProto] | None = None
 
 
 class Scope:

@@ -177,6 +177,8 @@ class OpSpec:
     """One op: `name` in ONNX and TensorRT, `torch_name` in torch, inputs and outputs in order.
 
     traced: Programs of PyTorch have it; else passes put it into graphs, or quantization does.
+    home: Of an op of another tree, the package whose modules are its parts: `body`, `op`. Parts of this tree's ops are in folders called
+        `torch_name`, one in each room.
     """
 
     name: str
@@ -188,6 +190,7 @@ class OpSpec:
     domain: str = DOMAIN
     version: int = VERSION
     traced: bool = True
+    home: str = ""
 
     def input_names(self) -> tuple[str, ...]:
         """Names of all inputs in order: activations, weights and counts, then `past_<state>`."""

@@ -1,6 +1,5 @@
-"""A sum and its norm: definition and kernel."""
+"""A sum and its norm: definition and kernels."""
 
-from still_kernels.add_rms_norm.inputs import Inputs
-from still_kernels.add_rms_norm.naive import naive_add_rms_norm
+from still_kernels.add_rms_norm.op import OP, Inputs, Variant, naive_add_rms_norm
 
-__all__ = ["Inputs", "naive_add_rms_norm"]
+__all__ = ["OP", "Inputs", "Variant", "naive_add_rms_norm"]

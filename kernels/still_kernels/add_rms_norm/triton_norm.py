@@ -36,3 +36,6 @@ def add_norm_kernel(p_input, p_residual, p_norm_weight, p_sum, p_output, K, epsi
         b_weight = tl.load(p_norm_weight + begin + o_column, mask=m_column, other=0.0).to(tl.float32)
         b_row = (b_sum * scale * b_weight).to(p_output.dtype.element_ty)
         tl.store(p_output + first + begin + o_column, b_row, mask=m_column)
+
+
+FUNCTIONS = {"add_norm": add_norm_kernel}

@@ -11,18 +11,15 @@ from torch import Tensor
 from still_graphs.errors import ShapeError, UnsupportedError
 from still_graphs.ops.spec import CACHE
 from still_kernels import launcher
+from still_kernels.attention.functions import FUNCTIONS
 from still_kernels.attention.inputs import Inputs
 from still_kernels.attention.plan import PLAN
 from still_kernels.attention.state import AttentionState
 from still_kernels.attention.tiles import tile_table
-from still_kernels.attention.triton_attend import attend_kernel
-from still_kernels.attention.triton_decode import decode_kernel
 from still_kernels.attention.variants import KERNELS, constants_of, plan_constants
 from still_kernels.packing import Packing, size_of_call
 from still_kernels.plan import Call
 from still_kernels.tile import TileTable
-
-FUNCTIONS = {"attend": attend_kernel, "decode": decode_kernel}
 
 
 def device_table(head_dim: int, device: torch.device, wide: bool) -> TileTable:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from still_kernels.triton_shared import LOG2E, absorb, as_numbers, row_of, scales_at, store_rows
+from still_kernels.common.triton_shared import LOG2E, absorb, as_numbers, row_of, scales_at, store_rows
 
 
 @triton.jit

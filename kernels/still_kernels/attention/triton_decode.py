@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from still_kernels.attention.triton_attend import absorb_cached, absorb_fresh, append_tokens
-from still_kernels.triton_shared import LOG2E, rounded, row_of, scales_at
+from still_kernels.common.triton_shared import LOG2E, rounded, row_of, scales_at
 
 
 @triton.jit

@@ -87,9 +87,8 @@ KERNELS = OpKernels(
     variant=Variant,
     default_variants=default_variants,
     build=build,
-    functions=imported("still_kernels.attention.launch", "FUNCTIONS"),
+    functions=imported("still_kernels.attention.functions", "FUNCTIONS"),
     folder=Path(__file__).parent,
     covered=_COVERED,
     covered_ahead=_COVERED,
-    work=imported("still_kernels.attention.work", "WORK"),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from still_kernels.attention.inputs import Inputs
 from still_kernels.attention.settings import MOVES, misfit
 from still_kernels.attention.state import AttentionState
 from still_kernels.tile import TileTable
-from still_kernels.work import Kind, OpWork, Work, filled
+from still_kernels.work import Kind, OpWork, Work, filled, kinds
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,6 @@ class Layer:
 def layer(sizes: Mapping[str, int], name: str, context: int) -> Layer:
     """A layer with room for `context` tokens and one more."""
     return Layer(sizes["heads"], sizes["kv_heads"], sizes["head_dim"], context + 1)
-
-
-def kinds(context: int, batches: Sequence[int]) -> list[Kind]:
-    """A prefill, and steps."""
-    return [Kind("prefill", 1, context, 0), *(Kind("decode", batch, 1, context - 1) for batch in batches)]
 
 
 def work(layer: Layer, kind: Kind, dtype: torch.dtype, device: str) -> Work:

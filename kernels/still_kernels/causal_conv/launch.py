@@ -11,13 +11,10 @@ from torch import Tensor
 from still_graphs.errors import ShapeError, UnsupportedError
 from still_kernels import launcher
 from still_kernels.causal_conv.inputs import Inputs
-from still_kernels.causal_conv.triton_conv import commit_kernel, conv_kernel, step_kernel
 from still_kernels.causal_conv.variants import KERNELS, build
 from still_kernels.packing import Packing, size_of_call
 from still_kernels.plan import Call
 from still_kernels.tile import TileTable
-
-FUNCTIONS = {"conv": conv_kernel, "commit": commit_kernel, "step": step_kernel}
 
 
 def _prepare(

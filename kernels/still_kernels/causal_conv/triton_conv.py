@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from still_kernels.triton_shared import row_of
+from still_kernels.common.triton_shared import row_of
 
 
 @triton.jit

@@ -98,9 +98,8 @@ KERNELS = OpKernels(
     variant=Variant,
     default_variants=default_variants,
     build=build,
-    functions=imported("still_kernels.causal_conv.launch", "FUNCTIONS"),
+    functions=imported("still_kernels.causal_conv.functions", "FUNCTIONS"),
     folder=Path(__file__).parent,
     covered=_COVERED,
     covered_ahead=_COVERED,
-    work=imported("still_kernels.causal_conv.work", "WORK"),
 )

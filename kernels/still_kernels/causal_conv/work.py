@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from still_kernels.causal_conv.settings import MOVES
 from still_kernels.causal_conv.tiles import tile_table
 from still_kernels.causal_conv.whole import whole_causal_conv
 from still_kernels.tile import TileTable
-from still_kernels.work import Kind, OpWork, Work
+from still_kernels.work import Kind, OpWork, Work, kinds
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,6 @@ class ConvState:
 def layer(sizes: Mapping[str, int], name: str, context: int) -> Layer:
     """The convolution in front of linear attention: queries, keys and values side by side."""
     return Layer((sizes["heads"] + 2 * sizes["kv_heads"]) * sizes["head_dim"], sizes["taps"], name)
-
-
-def kinds(context: int, batches: Sequence[int]) -> list[Kind]:
-    """A prefill, and steps."""
-    return [Kind("prefill", 1, context, 0), *(Kind("decode", batch, 1, context - 1) for batch in batches)]
 
 
 def work(layer: Layer, kind: Kind, dtype: torch.dtype, device: str) -> Work:

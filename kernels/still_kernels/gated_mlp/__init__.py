@@ -1,6 +1,5 @@
-"""Feed-forward layers with gates, sums in float32: definition and kernels."""
+"""Feed-forward layers with gates: definition and kernels."""
 
-from still_kernels.gated_mlp.inputs import Inputs
-from still_kernels.gated_mlp.naive import naive_gated_mlp
+from still_kernels.gated_mlp.op import OP, Inputs, Variant, naive_gated_mlp
 
-__all__ = ["Inputs", "naive_gated_mlp"]
+__all__ = ["OP", "Inputs", "Variant", "naive_gated_mlp"]

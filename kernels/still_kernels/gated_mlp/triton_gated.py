@@ -6,18 +6,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from still_kernels.dense_matmul.triton_products import (
+from still_kernels.common.triton_gemm import (
     block_of,
+    copied_block,
     corner_of,
     left_of,
+    norm_kernel,
     normed_block,
     product_block,
     right_of,
     scales_of,
+    split_block,
     store_block,
 )
-from still_kernels.dense_matmul.triton_split import split_block
-from still_kernels.dense_matmul.triton_tma import copied_block
 
 
 @triton.jit
@@ -125,3 +126,19 @@ def many_down_tma_kernel(d_middle, d_down, p_input, p_output, M, N, K, BM: tl.co
     """The same, blocks copied by TMA."""
     K = K // 8 * 8  # which tells the compiler
     copied_block(d_middle, d_down, p_input, p_output, M, K, N, BM, BN, BK, GROUP, STAGES)
+
+
+FUNCTIONS = {
+    "norm": norm_kernel,
+    "few_gated": few_gated_kernel,
+    "few_down": few_down_kernel,
+    "split_down": split_down_kernel,
+    "some_gated": many_gated_kernel,
+    "some_gated_tma": many_gated_tma_kernel,
+    "some_down": many_down_kernel,
+    "some_down_tma": many_down_tma_kernel,
+    "many_gated": many_gated_kernel,
+    "many_gated_tma": many_gated_tma_kernel,
+    "many_down": many_down_kernel,
+    "many_down_tma": many_down_tma_kernel,
+}

@@ -1,6 +1,5 @@
-"""The likeliest token: definition and kernel."""
+"""The likeliest token: definition and kernels."""
 
-from still_kernels.greedy_token.inputs import Inputs
-from still_kernels.greedy_token.naive import naive_greedy_token
+from still_kernels.greedy_token.op import OP, Inputs, Variant, naive_greedy_token
 
-__all__ = ["Inputs", "naive_greedy_token"]
+__all__ = ["OP", "Inputs", "Variant", "naive_greedy_token"]

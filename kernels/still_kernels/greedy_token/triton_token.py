@@ -28,3 +28,6 @@ def greedy_kernel(p_logits, p_token, V, BC: tl.constexpr, ALIGNED: tl.constexpr)
         b_logit = tl.load(p_logits + i_row * V + o_token, mask=o_token < V, other=float("-inf"))
         b_best = tl.maximum(b_best, _ranked(b_logit, o_token))
     tl.store(p_token + i_row, (0x7FFFFFFF - (tl.max(b_best, 0) & 0x7FFFFFFF)).to(tl.int32))
+
+
+FUNCTIONS = {"greedy": greedy_kernel}

@@ -1,9 +1,9 @@
 """STILL's hybrid attention: reference, stateful form, kernels."""
 
-from still_kernels.hybrid_attention.chunked import chunked_hybrid_attention
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from still_kernels.hybrid_attention.inputs import Inputs
-from still_kernels.hybrid_attention.naive import naive_hybrid_attention
+from still_kernels.hybrid_attention.reference.chunked import chunked_hybrid_attention
+from still_kernels.hybrid_attention.reference.naive import naive_hybrid_attention
 from still_kernels.hybrid_attention.state import HybridAttentionState
 
 __all__ = [

@@ -12,12 +12,12 @@ from torch import Tensor
 from still_graphs.errors import ShapeError, UnsupportedError
 from still_kernels.alike import demand_alike
 from still_kernels.hybrid_attention.backward.gradients import covers_backward, whole_gradients
-from still_kernels.hybrid_attention.chunked import chunked_hybrid_attention
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from still_kernels.hybrid_attention.inputs import Inputs
+from still_kernels.hybrid_attention.reference.chunked import chunked_hybrid_attention
+from still_kernels.hybrid_attention.reference.whole import covers_whole, whole_hybrid_attention
 from still_kernels.hybrid_attention.state import HybridAttentionState
 from still_kernels.hybrid_attention.variants import refusals as layer_refusals
-from still_kernels.hybrid_attention.whole import covers_whole, whole_hybrid_attention
 from still_kernels.launcher import Bound
 from still_kernels.packing import Packing
 from still_kernels.recompute import recompute
@@ -39,7 +39,7 @@ def demand_kernel(config: HybridAttentionConfig, dtype: torch.dtype, device: tor
         raise UnsupportedError(
             "no Triton kernel of still::HybridAttention covers this layer: "
             + " ".join(reasons)
-            + " Run it on the CPU, or call still_kernels.hybrid_attention.chunked directly."
+            + " Run it on the CPU, or call still_kernels.hybrid_attention.reference.chunked directly."
         )
 
 

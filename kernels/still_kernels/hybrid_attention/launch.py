@@ -12,39 +12,16 @@ from torch import Tensor
 
 from still_kernels import launcher
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
-from still_kernels.hybrid_attention.gluon_attend import attend_tma_kernel
-from still_kernels.hybrid_attention.gluon_linear import linear_tma_kernel
-from still_kernels.hybrid_attention.gluon_scan import scan_tma_kernel
+from still_kernels.hybrid_attention.functions import FUNCTIONS
 from still_kernels.hybrid_attention.inputs import Inputs
 from still_kernels.hybrid_attention.pages import Pages
 from still_kernels.hybrid_attention.plan import PLAN
 from still_kernels.hybrid_attention.state import HybridAttentionState, state_names
 from still_kernels.hybrid_attention.tiles import for_many_rows
-from still_kernels.hybrid_attention.triton_attend import attend_kernel, commit_kernel
-from still_kernels.hybrid_attention.triton_decode import decode_kernel
-from still_kernels.hybrid_attention.triton_features import features_kernel
-from still_kernels.hybrid_attention.triton_linear import linear_kernel
-from still_kernels.hybrid_attention.triton_scan import scan_kernel
-from still_kernels.hybrid_attention.triton_score import score_kernel
-from still_kernels.hybrid_attention.triton_select import select_kernel
 from still_kernels.hybrid_attention.variants import BY_TMA, constants_of, plan_constants, sizes_of, table_of
 from still_kernels.packing import Packing, size_of_call
 from still_kernels.plan import Call
 from still_kernels.tile import TileTable, changed
-
-FUNCTIONS = {
-    "score": score_kernel,
-    "select": select_kernel,
-    "features": features_kernel,
-    "scan": scan_kernel,
-    "scan_tma": scan_tma_kernel,
-    "linear": linear_kernel,
-    "linear_tma": linear_tma_kernel,
-    "attend": attend_kernel,
-    "attend_tma": attend_tma_kernel,
-    "commit": commit_kernel,
-    "decode": decode_kernel,
-}
 
 
 def device_table(config: HybridAttentionConfig, device: torch.device, wide: bool, described: bool = True) -> TileTable:

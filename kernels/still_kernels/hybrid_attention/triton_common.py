@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from still_kernels.triton_shared import LOG2E, as_numbers
+from still_kernels.common.triton_shared import LOG2E, as_numbers
 
 FEATURE_CODES = {"np_softmax_pm": 0, "softmax_pm": 1, "softmax": 2, "relu": 3, "elu_plus_one": 4, "identity": 5}
 SCOPE_CODES = {"q_head": 0, "kv_group_max": 1, "kv_group_mean": 2}

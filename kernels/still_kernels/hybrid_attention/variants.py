@@ -222,7 +222,7 @@ KERNELS = OpKernels(
     variant=Variant,
     default_variants=default_variants,
     build=build,
-    functions=imported("still_kernels.hybrid_attention.launch", "FUNCTIONS"),
+    functions=imported("still_kernels.hybrid_attention.functions", "FUNCTIONS"),
     folder=Path(__file__).parent,
     covered=(Check(f"D in {HEAD_DIMS}", f"head_dim={{D}}; the kernels have one of {HEAD_DIMS}."), *_COVERED),
     # Ahead of time also the sizes between the measured ones: the rest of a power of two is masked.
@@ -230,5 +230,4 @@ KERNELS = OpKernels(
         Check(f"D <= {max(HEAD_DIMS)}", f"head_dim={{D}}; the kernels have at most {max(HEAD_DIMS)}."),
         *_COVERED,
     ),
-    work=imported("still_kernels.hybrid_attention.work", "WORK"),
 )

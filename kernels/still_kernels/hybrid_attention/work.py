@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from still_kernels.hybrid_attention.chunked import chunked_hybrid_attention
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from still_kernels.hybrid_attention.cost import decode_cost, prefill_cost
 from still_kernels.hybrid_attention.dispatch import hybrid_attention
 from still_kernels.hybrid_attention.inputs import Inputs
+from still_kernels.hybrid_attention.reference.chunked import chunked_hybrid_attention
 from still_kernels.hybrid_attention.settings import INSTEAD, MOVES, SHARES, misfit
 from still_kernels.hybrid_attention.state import HybridAttentionState
 from still_kernels.tile import TileTable

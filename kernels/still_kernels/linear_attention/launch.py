@@ -13,17 +13,11 @@ from still_graphs.errors import ShapeError, UnsupportedError
 from still_kernels import launcher
 from still_kernels.linear_attention.inputs import Inputs
 from still_kernels.linear_attention.pages import Pages
-from still_kernels.linear_attention.triton_decode import decode_kernel
-from still_kernels.linear_attention.triton_output import output_kernel
-from still_kernels.linear_attention.triton_prepare import prepare_kernel
-from still_kernels.linear_attention.triton_scan import scan_kernel
 from still_kernels.linear_attention.variants import KERNELS, Variant, build
 from still_kernels.op_kernels import Build
 from still_kernels.packing import Packing, size_of_call
 from still_kernels.plan import Call
 from still_kernels.tile import TileTable
-
-FUNCTIONS = {"prepare": prepare_kernel, "scan": scan_kernel, "output": output_kernel, "decode": decode_kernel}
 
 
 def _prepare(

@@ -6,8 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from still_kernels.common.triton_shared import ROWS, rounded, row_of
 from still_kernels.linear_attention.triton_common import LEAST, state_of_head
-from still_kernels.triton_shared import ROWS, rounded, row_of
 
 
 @triton.jit(do_not_specialize=["T", "H", "HQ", "HK", "W"], do_not_specialize_on_alignment=ROWS)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from still_kernels.common.triton_shared import ROWS, rounded, row_of
 from still_kernels.linear_attention.triton_common import (
     EXACT,
     decay_between,
@@ -22,7 +23,6 @@ from still_kernels.linear_attention.triton_common import (
     product_of_halves,
     sums_of_decay,
 )
-from still_kernels.triton_shared import ROWS, rounded, row_of
 
 
 @triton.jit

@@ -15,8 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from still_kernels.common.triton_shared import ROWS, row_of
 from still_kernels.linear_attention.triton_common import EXACT, halves, load_rows, product_of_halves, state_of_head
-from still_kernels.triton_shared import ROWS, row_of
 
 LEAST_UNIT = tl.constexpr(1e-30)
 """What a column of the state is divided by at least, for its inverse to be finite."""

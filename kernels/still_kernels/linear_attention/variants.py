@@ -127,9 +127,8 @@ KERNELS = OpKernels(
     variant=Variant,
     default_variants=default_variants,
     build=build,
-    functions=imported("still_kernels.linear_attention.launch", "FUNCTIONS"),
+    functions=imported("still_kernels.linear_attention.functions", "FUNCTIONS"),
     folder=Path(__file__).parent,
     covered=_COVERED,
     covered_ahead=_COVERED,
-    work=imported("still_kernels.linear_attention.work", "WORK"),
 )

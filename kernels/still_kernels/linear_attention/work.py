@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from still_kernels.linear_attention.inputs import Inputs
 from still_kernels.linear_attention.settings import MOVES, misfit
 from still_kernels.linear_attention.variants import Variant
 from still_kernels.tile import TileTable
-from still_kernels.work import Kind, OpWork, Work
+from still_kernels.work import Kind, OpWork, Work, kinds
 
 LAYERS = {"gated_delta": False, "gated_delta_per_key": True, "gated": False, "delta": False}
 """Rules by the name of the layer, and whether the decay is one per key."""
@@ -50,11 +50,6 @@ def layer(sizes: Mapping[str, int], name: str, context: int) -> Layer:
     """A layer; its state has no room to be made for a context."""
     rule = name.removesuffix("_per_key")
     return Layer(sizes["heads"], sizes["kv_heads"], sizes["head_dim"], rule, LAYERS[name])
-
-
-def kinds(context: int, batches: Sequence[int]) -> list[Kind]:
-    """A prefill, and steps."""
-    return [Kind("prefill", 1, context, 0), *(Kind("decode", batch, 1, context - 1) for batch in batches)]
 
 
 def inputs_of(layer: Layer, kind: Kind, dtype: torch.dtype, device: str) -> Inputs:

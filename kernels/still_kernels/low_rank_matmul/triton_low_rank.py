@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from still_kernels.dense_matmul.triton_products import block_of, left_of, product_block, right_of, store_block
+from still_kernels.common.triton_gemm import block_of, left_of, product_block, right_of, store_block
 
 
 @triton.jit(do_not_specialize=["M", "N", "K", "R"])
@@ -61,3 +61,6 @@ def raise_kernel(p_low, p_outer, p_base, p_output, M, N, R, BM: tl.constexpr, BN
         N, R = N // 8 * 8, R // 8 * 8  # which tells the compiler
     o_row, o_output = block_of(tl.program_id(0), M, N, BM, BN, GROUP)
     product_block(p_low, p_outer, None, p_base, p_output, o_row, o_output, M, N, R, BM, BN, BK, STAGES, False)
+
+
+FUNCTIONS = {"low_rank": low_rank_kernel, "lower": lower_kernel, "raise": raise_kernel}

@@ -1,6 +1,5 @@
-"""Queries and keys rotated, values and gates told apart: definition and kernel."""
+"""Queries and keys rotated, values and gates told apart: definition and kernels."""
 
-from still_kernels.rotary_qkv.inputs import Inputs
-from still_kernels.rotary_qkv.naive import naive_rotary_qkv
+from still_kernels.rotary_qkv.op import OP, Inputs, Variant, naive_rotary_qkv
 
-__all__ = ["Inputs", "naive_rotary_qkv"]
+__all__ = ["OP", "Inputs", "Variant", "naive_rotary_qkv"]

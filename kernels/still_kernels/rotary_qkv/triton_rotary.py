@@ -46,3 +46,6 @@ def rotary_kernel(p_input, p_cos, p_sin, p_gate_bias, p_gate_input, p_query, p_k
             b_gate += tl.load(p_gate_bias + o_gate, mask=m_gate, other=0.0).to(tl.float32)
         b_gate = 1 / (1 + tl.exp(-b_gate))
         tl.store(p_gate + i_row * G + o_gate, b_gate.to(p_gate.dtype.element_ty), mask=m_gate)
+
+
+FUNCTIONS = {"rotary": rotary_kernel}

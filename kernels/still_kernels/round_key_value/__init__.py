@@ -1,6 +1,5 @@
-"""Keys and values as caches in 8 bits hold them: definition and kernel."""
+"""Keys and values as caches in 8 bits hold them: definition and kernels."""
 
-from still_kernels.round_key_value.inputs import Inputs
-from still_kernels.round_key_value.naive import naive_round_key_value
+from still_kernels.round_key_value.op import OP, Inputs, Variant, naive_round_key_value
 
-__all__ = ["Inputs", "naive_round_key_value"]
+__all__ = ["OP", "Inputs", "Variant", "naive_round_key_value"]

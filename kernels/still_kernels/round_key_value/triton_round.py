@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from still_kernels.triton_shared import floats_of, to_codes
+from still_kernels.common.triton_shared import floats_of, to_codes
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -23,3 +23,6 @@ def round_kernel(
         p_from, p_to = p_value, p_rounded_value
     b_codes, b_scale = to_codes(tl.load(p_from + o_number, mask=mask, other=0.0))
     tl.store(p_to + o_number, (floats_of(b_codes) * b_scale[:, None]).to(p_to.dtype.element_ty), mask=mask)
+
+
+FUNCTIONS = {"round": round_kernel}

@@ -1,6 +1,5 @@
-"""The gate of a feed-forward layer: definition and kernel."""
+"""The gate of a feed-forward layer: definition and kernels."""
 
-from still_kernels.swi_glu.inputs import Inputs
-from still_kernels.swi_glu.naive import naive_swi_glu
+from still_kernels.swi_glu.op import OP, Inputs, Variant, naive_swi_glu
 
-__all__ = ["Inputs", "naive_swi_glu"]
+__all__ = ["OP", "Inputs", "Variant", "naive_swi_glu"]

@@ -20,3 +20,6 @@ def swi_glu_kernel(p_input, p_output, N, BC: tl.constexpr, ALIGNED: tl.constexpr
     b_up = tl.load(p_gate + N, mask=m_column, other=0.0).to(tl.float32)
     b_row = b_gate / (1 + tl.exp(-b_gate)) * b_up
     tl.store(p_output + i_row * N + o_column, b_row.to(p_output.dtype.element_ty), mask=m_column)
+
+
+FUNCTIONS = {"swi_glu": swi_glu_kernel}

@@ -12,7 +12,7 @@ from still_export.mixers.hybrid_attention.module import StillAttention
 from still_export.mixers.trainable import SOFTMAX, STUDENT, TRANSFER, fused, relative_error, softmax_attention
 from still_kernels.hybrid_attention import Inputs
 from still_kernels.hybrid_attention.dispatch import hybrid_attention_whole
-from still_kernels.hybrid_attention.selection import group_scores
+from still_kernels.hybrid_attention.reference.selection import group_scores
 
 FACTOR_SPEED = 5.0
 """Logarithm of a window factor per unit of its trained exponent. Factors differ by orders of magnitude between heads, and AdamW

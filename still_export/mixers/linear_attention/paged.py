@@ -12,9 +12,9 @@ from still_graphs.ops.linear_attention import DELTA
 from still_kernels.linear_attention import Inputs
 from still_kernels.linear_attention.paged import linear_attention_paged
 from still_kernels.linear_attention.pages import Pages
-from still_kernels.op_kernels import kernels_of
 from still_kernels.packing import Packing
 from still_kernels.plan import Call
+from still_kernels.registry import kernels_of
 
 
 class PagedLinearAttention(PagedLayer):

@@ -110,7 +110,7 @@ def kernel_variants(model: Path) -> dict[str, list[Any]]:
     """
     import onnx
 
-    from still_kernels.op_kernels import kernels_of
+    from still_kernels.registry import kernels_of
 
     graph = onnx.load(model, load_external_data=False).graph
     variants: dict[str, list[Any]] = {}

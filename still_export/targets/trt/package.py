@@ -198,7 +198,7 @@ def _write_plugins(graph: Any, folder: Path, trt: TrtOptions, say: Progress) -> 
 
 def demand_kernels(graph: Any) -> None:
     """Raise UnsupportedError naming a layer of a lowered graph that no kernel covers, and what the kernels have."""
-    from still_kernels.op_kernels import kernels_of
+    from still_kernels.registry import kernels_of
 
     for node, call in _plugin_calls(graph):
         reasons = kernels_of(node.op_type).refusals(call, ahead=True)
@@ -210,7 +210,7 @@ def demand_kernels(graph: Any) -> None:
 
 def kernel_variants(graph: Any) -> dict[str, list[Any]]:
     """The kernels that a lowered graph needs, by op: one variant for each set of choices."""
-    from still_kernels.op_kernels import kernels_of
+    from still_kernels.registry import kernels_of
 
     variants: dict[str, list[Any]] = {}
     for node, call in _plugin_calls(graph):

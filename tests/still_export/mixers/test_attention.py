@@ -15,7 +15,7 @@ from still_export.models import attach_untrained
 from still_export.models.convert import fold_householder
 from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs, naive_hybrid_attention
-from still_kernels.hybrid_attention.chunked import chunked_hybrid_attention
+from still_kernels.hybrid_attention.reference.chunked import chunked_hybrid_attention
 from tests.still_export.tiny import CHUNK, GOLDEN_FOLDER, plain_model, random_ids, still_model
 from tests.tolerances import GOLDEN, REFERENCE
 

@@ -13,17 +13,16 @@ from tests.still_kernels.stateless_cases import launched, main, worst_error
 
 def run_case(name: str, device: str = "cpu") -> float:
     """Greatest relative error of an output of all calls, by Frobenius norm. Outputs start as NaN, a write outside is an error."""
-    from still_kernels.add_rms_norm import launch
-    from still_kernels.add_rms_norm.tiles import tile_table
+    from still_kernels.add_rms_norm import OP, Variant
     from still_kernels.tile import changed
 
     case, worst = CASES[name], 0.0
     wide = case.width > 1024
-    table = changed(tile_table(0), "add_norm", {"BC": 64}) if device == "cpu" and not wide else None
+    table = changed(OP.tiles(Variant(), 90), "add_norm", {"BC": 64}) if device == "cpu" and not wide else None
     for batch, count in case.rows:
         given = call(case, batch, count)
         expected = exact(given)
-        outputs = launched(launch.launch_add_rms_norm, given, expected, table, device)
+        outputs = launched(OP.launch, given, expected, table, device)
         assert torch.equal(outputs[0].cpu().double(), expected[0]), "a sum is rounded once"
         worst = max(worst, worst_error(outputs, expected))
     return worst

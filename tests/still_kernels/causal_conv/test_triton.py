@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from still_graphs.errors import UnsupportedError
-from still_kernels.op_kernels import kernels_of
 from still_kernels.plan import Call
+from still_kernels.registry import kernels_of
 from tests.still_kernels.interpreted import run_cases
 from tests.tolerances import REFERENCE
 

@@ -24,11 +24,12 @@ SMALL: dict[str, Setting] = {
 
 def small_table(case: Case, aligned: int) -> TileTable:
     """The interpreter's table, of kernels that copy by TMA where sizes are multiples of 8, with small blocks."""
-    from still_kernels.dense_matmul.tiles import tile_table
+    from still_kernels.dense_matmul import OP, Variant
     from still_kernels.launcher import arch_of
     from still_kernels.tile import changed
 
-    table = tile_table(aligned, 0, arch_of(torch.device("cpu")), int(case.normed), int(case.turned))
+    variant = Variant(turned=int(case.turned), normed=int(case.normed), aligned=aligned)
+    table = OP.tiles(variant, arch_of(torch.device("cpu")))
     for kernel in table.tiles:
         table = changed(table, kernel, SMALL[kernel.removesuffix("_tma")])
     return table
@@ -36,7 +37,7 @@ def small_table(case: Case, aligned: int) -> TileTable:
 
 def run_case(name: str, device: str = "cpu") -> float:
     """Greatest relative error of the outputs of all calls, by Frobenius norm. Outputs start as NaN, a write outside is an error."""
-    from still_kernels.dense_matmul import launch
+    from still_kernels.dense_matmul import OP
 
     case, worst, tables = CASES[name], 0.0, [None]
     if device == "cpu":
@@ -45,7 +46,7 @@ def run_case(name: str, device: str = "cpu") -> float:
         given = call(case, batch, count)
         expected = exact(given)
         for table in tables:
-            outputs = launched(launch.launch_dense_matmul, given, [expected], table, device)
+            outputs = launched(OP.launch, given, [expected], table, device)
             worst = max(worst, worst_error(outputs, [expected]))
     return worst
 

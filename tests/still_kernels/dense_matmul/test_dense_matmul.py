@@ -10,15 +10,15 @@ import torch
 
 from still_graphs.errors import ShapeError, UnsupportedError
 from still_kernels.dense_matmul import Inputs, naive_dense_matmul
-from still_kernels.op_kernels import kernels_of
 from still_kernels.plan import Call
+from still_kernels.registry import kernels_of
 from tests.dense_matmul_cases import FEW, call, exact
 from tests.still_kernels.interpreted import run_cases
 
 pytest.importorskip("triton")
 cases = pytest.importorskip("tests.still_kernels.dense_matmul.cases")
 from still_kernels.aot import compile_variant  # noqa: E402
-from still_kernels.dense_matmul.variants import Variant  # noqa: E402
+from still_kernels.dense_matmul import Variant  # noqa: E402
 from tests.machine_code import disassembly, lines  # noqa: E402
 
 interpreted = functools.partial(run_cases, Path(__file__).with_name("cases.py"))
@@ -78,10 +78,10 @@ def test_refusals() -> None:
 
 
 def test_unknown_device_is_refused() -> None:
-    from still_kernels.dense_matmul.launch import triton_dense_matmul
+    from still_kernels.dense_matmul import OP
 
     with pytest.raises(UnsupportedError, match="device 'cpu'"):
-        triton_dense_matmul(call(FEW["few"], 1, 1))
+        OP.run(call(FEW["few"], 1, 1))
 
 
 @pytest.mark.slow

@@ -23,11 +23,11 @@ SMALL: dict[str, Setting] = {
 
 def small_table(aligned: int) -> TileTable:
     """The interpreter's table, of kernels that copy by TMA where sizes are multiples of 8, with small blocks."""
-    from still_kernels.gated_mlp.tiles import tile_table
+    from still_kernels.gated_mlp import OP, Variant
     from still_kernels.launcher import arch_of
     from still_kernels.tile import changed
 
-    table = tile_table(aligned, 0, 0, arch_of(torch.device("cpu")))
+    table = OP.tiles(Variant(aligned=aligned, span=0, gated_span=0), arch_of(torch.device("cpu")))
     for kernel in table.tiles:
         table = changed(table, kernel, SMALL[kernel.removesuffix("_tma")])
     return table
@@ -35,7 +35,7 @@ def small_table(aligned: int) -> TileTable:
 
 def run_case(name: str, device: str = "cpu") -> float:
     """Greatest relative error of the outputs of all calls, by Frobenius norm. Outputs start as NaN, a write outside is an error."""
-    from still_kernels.gated_mlp import launch
+    from still_kernels.gated_mlp import OP
 
     case, worst, tables = CASES[name], 0.0, [None]
     if device == "cpu":
@@ -44,7 +44,7 @@ def run_case(name: str, device: str = "cpu") -> float:
         given = call(case, batch, count)
         expected = exact(given)
         for table in tables:
-            outputs = launched(launch.launch_gated_mlp, given, [expected], table, device)
+            outputs = launched(OP.launch, given, [expected], table, device)
             worst = max(worst, worst_error(outputs, [expected]))
     return worst
 

@@ -40,14 +40,13 @@ def exact(given: Inputs) -> torch.Tensor:
 
 def run_case(name: str, device: str = "cpu") -> float:
     """How many tokens differ."""
-    from still_kernels.greedy_token import launch
-    from still_kernels.greedy_token.tiles import tile_table
+    from still_kernels.greedy_token import OP, Variant
     from still_kernels.tile import changed
 
-    table = changed(tile_table(), "greedy", {"BC": 64}) if device == "cpu" else None
+    table = changed(OP.tiles(Variant(), 90), "greedy", {"BC": 64}) if device == "cpu" else None
     given = call(name)
     expected = exact(given)
-    (found,) = launched(launch.launch_greedy_token, given, [expected], table, device)
+    (found,) = launched(OP.launch, given, [expected], table, device)
     return float((found.cpu() != expected).sum())
 
 

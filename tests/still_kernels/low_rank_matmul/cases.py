@@ -53,20 +53,19 @@ def exact(given: Inputs) -> torch.Tensor:
 
 def run_case(name: str, device: str = "cpu") -> float:
     """Greatest relative error of all calls, by Frobenius norm. Outputs start as NaN, a write outside is an error."""
-    from still_kernels.low_rank_matmul import launch
-    from still_kernels.low_rank_matmul.tiles import tile_table
+    from still_kernels.low_rank_matmul import OP, Variant
     from still_kernels.tile import changed
 
     case, worst = CASES[name], 0.0
     table = None
     if device == "cpu":  # blocks that end inside of the matrices
-        table = changed(tile_table(), "low_rank", {"BN": 16, "BK": 32, "BR": 32})
+        table = changed(OP.tiles(Variant(), 90), "low_rank", {"BN": 16, "BK": 32, "BR": 32})
         for kernel in ("lower", "raise"):
             table = changed(table, kernel, {"BM": 16, "BN": 32, "BK": 32})
     for batch, count in case.rows:
         given = call(case, batch, count)
         expected = [exact(given)]
-        found = launched(launch.launch_low_rank_matmul, given, expected, table, device)
+        found = launched(OP.launch, given, expected, table, device)
         worst = max(worst, worst_error(found, expected))
     return worst
 

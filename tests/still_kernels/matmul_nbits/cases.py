@@ -31,13 +31,13 @@ SMALL: dict[str, Setting] = {
 def tables_of(case: Case, device: str) -> list[TileTable]:
     """On a GPU those of all spans; in interpreters small ones, which ask for a weight, nothing, or a weight and activations ahead."""
     from still_kernels.launcher import arch_of
-    from still_kernels.matmul_nbits.tiles import tile_table
+    from still_kernels.matmul_nbits import OP, Variant
     from still_kernels.tile import changed
 
     aligned, arch = int(case.outputs % 8 == 0), arch_of(torch.device(device))
     if device != "cpu":
-        return [tile_table(case.bits, aligned, span, arch) for span in range(3)]
-    table = tile_table(case.bits, aligned, 0, arch)
+        return [OP.tiles(Variant(bits=case.bits, aligned=aligned, span=span), arch) for span in range(3)]
+    table = OP.tiles(Variant(bits=case.bits, aligned=aligned, span=0), arch)
     for kernel, setting in SMALL.items():
         table = changed(table, kernel, setting)
     table = changed(table, "multiply", {"dense_weights": 24 * case.inputs})  # a weight in several parts
@@ -47,7 +47,7 @@ def tables_of(case: Case, device: str) -> list[TileTable]:
 def run_case(name: str, device: str = "cpu") -> float:
     """Greatest relative error of the outputs of all calls, by Frobenius norm. Outputs start as NaN, a write outside is an error. In
     interpreters each call has one table."""
-    from still_kernels.matmul_nbits import launch
+    from still_kernels.matmul_nbits import OP
 
     case, worst = CASES[name], 0.0
     held, tables = weight(case), tables_of(case, device)
@@ -55,7 +55,7 @@ def run_case(name: str, device: str = "cpu") -> float:
         given = replace(held, input=tokens(case, batch, count))
         expected = exact(given)
         for table in tables if device != "cpu" else tables[i % 3 :][:1]:
-            outputs = launched(launch.launch_matmul_nbits, given, [expected], table, device)
+            outputs = launched(OP.launch, given, [expected], table, device)
             worst = max(worst, worst_error(outputs, [expected]))
     return worst
 

@@ -9,8 +9,7 @@ import pytest
 pytest.importorskip("triton")
 
 from still_kernels.aot import compile_variant
-from still_kernels.matmul_nbits.tiles import tile_table
-from still_kernels.matmul_nbits.variants import Variant
+from still_kernels.matmul_nbits import OP, Variant
 from tests.machine_code import disassembly, lines
 
 VARIANTS = [
@@ -42,7 +41,7 @@ def test_no_kernel_spills_and_codes_stay_in_registers(arch: int, variant: Varian
         found = [line.name.split(".")[0] for line in code]
         assert not {"STL", "LDL"} & set(found), f"{name} spills"
         if name == "few":
-            tile = tile_table(variant.bits, variant.aligned, variant.span, arch).tiles["few"].constants
+            tile = OP.tiles(variant, arch).tiles["few"].constants
             of_weight = tile["BN"] // 8 * tile["UNITS"]
             of_tokens = tile["UNITS"] * 16 // variant.bits
             loads = [line for line in code if line.name.startswith("LDG") and ".128" in line.name]

@@ -11,16 +11,15 @@ from tests.still_kernels.stateless_cases import launched, main, worst_error
 
 def run_case(name: str, device: str = "cpu") -> float:
     """Greatest relative error of an output of all calls, by Frobenius norm. Outputs start as NaN, a write outside is an error."""
-    from still_kernels.rotary_qkv import launch
-    from still_kernels.rotary_qkv.tiles import tile_table
+    from still_kernels.rotary_qkv import OP, Variant
     from still_kernels.tile import changed
 
     case, worst = CASES[name], 0.0
-    table = changed(tile_table(), "rotary", {"BC": 32}) if device == "cpu" else None
+    table = changed(OP.tiles(Variant(), 90), "rotary", {"BC": 32}) if device == "cpu" else None
     for batch, count in case.rows:
         given = call(case, batch, count)
         expected = exact(given)
-        outputs = launched(launch.launch_rotary_qkv, given, expected, table, device)
+        outputs = launched(OP.launch, given, expected, table, device)
         worst = max(worst, worst_error(outputs, expected))
     return worst
 

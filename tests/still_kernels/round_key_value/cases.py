@@ -11,13 +11,13 @@ from tests.still_kernels.stateless_cases import launched, main
 
 def run_case(name: str, device: str = "cpu") -> float:
     """How many numbers of all calls differ. Outputs start as NaN, a write outside is an error."""
-    from still_kernels.round_key_value import launch
+    from still_kernels.round_key_value import OP
 
     differ = 0
     for batch, count in CASES[name].rows:
         given = call(CASES[name], batch, count)
         expected = [exact(given.key), exact(given.value)]
-        outputs = launched(launch.launch_round_key_value, given, expected, None, device)
+        outputs = launched(OP.launch, given, expected, None, device)
         differ += sum(int((x.cpu() != y).sum()) for x, y in zip(outputs, expected, strict=True))
     return float(differ)
 

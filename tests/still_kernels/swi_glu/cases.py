@@ -11,16 +11,15 @@ from tests.swi_glu_cases import CASES, call, exact
 
 def run_case(name: str, device: str = "cpu") -> float:
     """Greatest relative error of all calls, by Frobenius norm. Outputs start as NaN, a write outside is an error."""
-    from still_kernels.swi_glu import launch
-    from still_kernels.swi_glu.tiles import tile_table
+    from still_kernels.swi_glu import OP, Variant
     from still_kernels.tile import changed
 
     case, worst = CASES[name], 0.0
-    table = changed(tile_table(), "swi_glu", {"BC": 64}) if device == "cpu" else None
+    table = changed(OP.tiles(Variant(), 90), "swi_glu", {"BC": 64}) if device == "cpu" else None
     for batch, count in case.rows:
         given = call(case, batch, count)
         expected = [exact(given)]
-        worst = max(worst, worst_error(launched(launch.launch_swi_glu, given, expected, table, device), expected))
+        worst = max(worst, worst_error(launched(OP.launch, given, expected, table, device), expected))
     return worst
 
 

@@ -7,11 +7,9 @@ from collections.abc import Mapping
 import onnx
 from onnx import TensorProto
 
-from still_graphs.functions.builder import Scope
+from still_graphs.functions.builder import Body, Scope
 from still_graphs.functions.dense_matmul import normed
 from still_graphs.ops.add_rms_norm import ADD_RMS_NORM
-
-SYMBOLS: tuple[str, ...] = ()
 
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
@@ -21,3 +19,6 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     total = b.cast(b("Add", x, b.cast("residual", wide)) if node.input[1] else x, dtype, out="sum")
     b.cast(normed(b, b.cast(total, wide), node, dtype), dtype, out="output")
     return b.function(ADD_RMS_NORM, node, {"": opset}, "input")
+
+
+BODY = Body(function_body)

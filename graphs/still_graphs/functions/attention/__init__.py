@@ -6,12 +6,9 @@ from collections.abc import Mapping
 
 import onnx
 
-from still_graphs.functions.builder import FLOAT, Scope
+from still_graphs.functions.builder import FLOAT, Body, Scope
 from still_graphs.functions.counts import MOST_TOKENS, checked_counts
 from still_graphs.ops.attention import ATTENTION
-
-SYMBOLS = ("H", "HK", "D")
-"""Dimensions that the body is written for."""
 
 MASKED = -1e30
 """Added to a logit that must not count: finite, so that a row that sees nothing stays free of NaN."""
@@ -70,3 +67,6 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     if dtype != FLOAT:
         b.cast(padded, dtype, out="output")
     return b.function(ATTENTION, node, {"": opset})
+
+
+BODY = Body(function_body, ("H", "HK", "D"))

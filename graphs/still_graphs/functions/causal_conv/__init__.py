@@ -6,13 +6,11 @@ from collections.abc import Mapping
 
 import onnx
 
-from still_graphs.functions.builder import FLOAT, Scope
+from still_graphs.functions.builder import FLOAT, Body, Scope
+from still_graphs.functions.causal_conv.fused import fused_body
 from still_graphs.functions.causal_conv.layer import Layer
 from still_graphs.functions.counts import checked_new_tokens
 from still_graphs.ops.causal_conv import CAUSAL_CONV
-
-SYMBOLS = ("C", "K", "P")
-"""Dimensions that the body is written for."""
 
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
@@ -41,3 +39,6 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
         b.cast(masked, dtype, out="output")
     b.cast(layer.latest(b, known, new), dtype, out="present_conv_state")
     return b.function(CAUSAL_CONV, node, {"": opset})
+
+
+BODY = Body(function_body, ("C", "K", "P"), fused=fused_body)

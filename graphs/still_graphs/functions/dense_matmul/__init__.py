@@ -7,10 +7,8 @@ from collections.abc import Mapping
 import onnx
 from onnx import TensorProto
 
-from still_graphs.functions.builder import Scope
+from still_graphs.functions.builder import Body, Scope
 from still_graphs.ops.dense_matmul import DENSE_MATMUL
-
-SYMBOLS: tuple[str, ...] = ()
 
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
@@ -35,3 +33,6 @@ def normed(b: Scope, rows: str, node: onnx.NodeProto, dtype: int) -> str:
     scaled = b("Div", rows, b("Sqrt", b("Add", mean, b.constant(epsilon, "float32"))))
     result = b("Mul", scaled, b.cast("norm_weight", TensorProto.FLOAT))
     return b.cast(b.cast(result, dtype), TensorProto.FLOAT)
+
+
+BODY = Body(function_body)

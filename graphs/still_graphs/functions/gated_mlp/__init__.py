@@ -7,11 +7,9 @@ from collections.abc import Mapping
 import onnx
 from onnx import TensorProto
 
-from still_graphs.functions.builder import Scope
+from still_graphs.functions.builder import Body, Scope
 from still_graphs.functions.dense_matmul import normed
 from still_graphs.ops.gated_mlp import GATED_MLP
-
-SYMBOLS = ("M",)
 
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
@@ -26,3 +24,6 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     middle = b.cast(b.cast(middle, dtype), wide)
     b.cast(b("Add", rows, b("MatMul", middle, b.cast("down", wide))), dtype, out="output")
     return b.function(GATED_MLP, node, {"": opset}, "input")
+
+
+BODY = Body(function_body, ("M",))

@@ -7,10 +7,8 @@ from collections.abc import Mapping
 import onnx
 from onnx import TensorProto
 
-from still_graphs.functions.builder import Scope
+from still_graphs.functions.builder import Body, Scope
 from still_graphs.ops.greedy_token import GREEDY_TOKEN
-
-SYMBOLS: tuple[str, ...] = ()
 
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
@@ -18,3 +16,6 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     b = Scope()
     b.cast(b("ArgMax", b.cast("logits", TensorProto.FLOAT), axis=-1, keepdims=0), TensorProto.INT32, out="token")
     return b.function(GREEDY_TOKEN, node, {"": opset}, "logits")
+
+
+BODY = Body(function_body)

@@ -6,14 +6,11 @@ from collections.abc import Mapping
 
 import onnx
 
-from still_graphs.functions.builder import FLOAT, Scope
+from still_graphs.functions.builder import FLOAT, Body, Scope
 from still_graphs.functions.hybrid_attention.decode import make_step, write_decode
 from still_graphs.functions.hybrid_attention.general import General
 from still_graphs.functions.hybrid_attention.layer import Layer
 from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
-
-SYMBOLS = ("H", "HK", "D", "F", "WH")
-"""Dimensions that the body is written for."""
 
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
@@ -40,3 +37,6 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
         for name in names:
             scope("Identity", general_names[name], out=name)
     return scope.function(HYBRID_ATTENTION, node, {"": opset}, "past_length")
+
+
+BODY = Body(function_body, ("H", "HK", "D", "F", "WH"))

@@ -6,15 +6,13 @@ from collections.abc import Callable, Mapping
 
 import onnx
 
-from still_graphs.functions.builder import FLOAT, Scope
+from still_graphs.functions.builder import FLOAT, Body, Scope
 from still_graphs.functions.counts import checked_new_tokens
 from still_graphs.functions.linear_attention.chunks import write_chunks
+from still_graphs.functions.linear_attention.fused import fused_body
 from still_graphs.functions.linear_attention.layer import Layer, Tensors, heads_first
 from still_graphs.functions.linear_attention.step import write_step
 from still_graphs.ops.linear_attention import LINEAR_ATTENTION
-
-SYMBOLS = ("HQ", "G", "HK", "D", "H", "V")
-"""Dimensions that the body is written for, beside E of decay and W of beta where they are given."""
 
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
@@ -43,3 +41,6 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     if dtype != FLOAT:
         b.cast(masked, dtype, out="output")
     return b.function(LINEAR_ATTENTION, node, {"": opset})
+
+
+BODY = Body(function_body, ("HQ", "G", "HK", "D", "H", "V"), fused=fused_body)

@@ -6,10 +6,8 @@ from collections.abc import Mapping
 
 import onnx
 
-from still_graphs.functions.builder import Scope
+from still_graphs.functions.builder import Body, Scope
 from still_graphs.ops.low_rank_matmul import LOW_RANK_MATMUL
-
-SYMBOLS: tuple[str, ...] = ()
 
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
@@ -21,3 +19,6 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     else:
         b("MatMul", low, "outer", out="output")
     return b.function(LOW_RANK_MATMUL, node, {"": opset}, "input")
+
+
+BODY = Body(function_body)

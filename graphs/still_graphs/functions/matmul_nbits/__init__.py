@@ -9,11 +9,9 @@ import onnx
 from onnx import TensorProto
 
 from still_graphs.errors import UnsupportedError
-from still_graphs.functions.builder import FLOAT, Scope
+from still_graphs.functions.builder import FLOAT, Body, Scope
 from still_graphs.ops.matmul_nbits import MATMUL_NBITS
 
-SYMBOLS = ("I", "O", "IW", "IS")
-"""Dimensions that the body is written for."""
 WORD_BITS = 32
 
 
@@ -90,3 +88,6 @@ def _form(node: onnx.NodeProto, dims: Mapping[str, int]) -> tuple[int, int]:
 
 def _has(node: onnx.NodeProto, name: str) -> bool:
     return bool(dict(zip(MATMUL_NBITS.input_names(), node.input, strict=False)).get(name))
+
+
+BODY = Body(function_body, ("I", "O", "IW", "IS"), runtime=runtime_body)

@@ -7,11 +7,8 @@ from collections.abc import Mapping
 import onnx
 from onnx import TensorProto
 
-from still_graphs.functions.builder import Scope
+from still_graphs.functions.builder import Body, Scope
 from still_graphs.ops.rotary_qkv import ROTARY_QKV
-from still_graphs.passes.walk import attribute
-
-SYMBOLS = ("D",)
 
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
@@ -51,7 +48,8 @@ def runtime_body(
 
 
 def _widths(node: onnx.NodeProto) -> list[int]:
-    return [int(attribute(node, a.name, a.default)) for a in ROTARY_QKV.attributes]
+    given = {a.name: a.i for a in node.attribute}
+    return [int(given.get(a.name, a.default)) for a in ROTARY_QKV.attributes]
 
 
 def _parts(b: Scope, node: onnx.NodeProto, widths: list[int]) -> list[str]:
@@ -59,3 +57,6 @@ def _parts(b: Scope, node: onnx.NodeProto, widths: list[int]) -> list[str]:
     own = any(node.input[4:])  # of the gate
     sizes = [width for width in (widths[:3] if own else widths) if width]
     return [*b.multi("Split", "input", sizes, out=len(sizes), axis=-1), *(["gate_input"] if own else [])]
+
+
+BODY = Body(function_body, ("D",), runtime=runtime_body)

@@ -6,11 +6,9 @@ from collections.abc import Mapping
 
 import onnx
 
-from still_graphs.functions.builder import FLOAT, Scope
+from still_graphs.functions.builder import FLOAT, Body, Scope
 from still_graphs.functions.codes import codes_of
 from still_graphs.ops.round_key_value import ROUND_KEY_VALUE
-
-SYMBOLS: tuple[str, ...] = ()
 
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
@@ -20,3 +18,6 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
         codes, scales = codes_of(b, b.cast(given, FLOAT))
         b.cast(b("Mul", codes, scales), dtype, out=made)
     return b.function(ROUND_KEY_VALUE, node, {"": opset}, "key")
+
+
+BODY = Body(function_body)

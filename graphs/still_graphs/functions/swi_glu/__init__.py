@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import onnx
-from onnx import TensorProto
+from onnx import TensorProto, helper
 
-from still_graphs.functions.builder import Scope
+from still_graphs.functions.builder import Body, Scope
 from still_graphs.ops.swi_glu import SWI_GLU
-from still_graphs.passes.walk import attribute
-
-SYMBOLS: tuple[str, ...] = ()
 
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
     """The function of `node`; arguments as of `still_graphs.functions.function_body`."""
-    b, width = Scope(), int(attribute(node, SWI_GLU.attributes[0].name))
+    b, width = Scope(), int(helper.get_node_attr_value(node, SWI_GLU.attributes[0].name))
     gate, up = b.multi("Split", b.cast("input", TensorProto.FLOAT), [width, width], out=2, axis=-1)
     b.cast(b("Mul", b("Mul", gate, b("Sigmoid", gate)), up), dtype, out="output")
     return b.function(SWI_GLU, node, {"": opset}, "input")
+
+
+BODY = Body(function_body)

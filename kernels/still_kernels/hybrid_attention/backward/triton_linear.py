@@ -10,9 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from still_kernels.common.triton_shared import LOG2E
 from still_kernels.hybrid_attention.backward.triton_softmax import load_rows, store_rows
 from still_kernels.hybrid_attention.triton_common import FEATURE_FLOOR, kept_features, load_weight
-from still_kernels.triton_shared import LOG2E
 
 
 @triton.jit(do_not_specialize=["T", "H", "HX", "W_HEADS", "HS", "n_flags", "first", "last"])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from still_kernels.triton_shared import LOG2E
+from still_kernels.common.triton_shared import LOG2E
 
 TINY = tl.constexpr(-1.0e30)
 

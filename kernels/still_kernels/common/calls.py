@@ -1,0 +1,139 @@
+"""Calls of ops without a state for bench and tune: what the op's `Calls` say, as the `OpWork` that both ask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from still_kernels import launcher
+from still_kernels.common.launches import outputs_of
+from still_kernels.plan import Call
+from still_kernels.sizes import tensors_of
+from still_kernels.tile import TileTable
+from still_kernels.work import Held, Kind, OpWork, Work, kinds
+
+if TYPE_CHECKING:
+    from still_kernels.common.stateless import Calls, StatelessOp
+
+SIZES = {"heads": 32, "kv_heads": 8, "head_dim": 128, "width": 14336, "vocabulary": 128256}
+"""Of Llama-3.1-8B."""
+
+
+class Draw:
+    """Random tensors of a call: activations stay the same, weights are new for each state, and the same each time."""
+
+    def __init__(self, kind: Kind, dtype: torch.dtype, device: str) -> None:
+        self.kind, self.dtype, self.device = kind, dtype, device
+        self._kept: list[Tensor] = []
+        self._new: list[Tensor] = []
+
+    def held(self, inputs: Callable[[Draw], Any]) -> Held:
+        """Inputs of a further state."""
+        self._index, self._new = 0, []
+        self._generator = None if self.device == "meta" else torch.Generator(self.device).manual_seed(0)
+        made = inputs(self)
+        return Held(made, tuple(name for name, x in tensors_of(made).items() if any(x is new for new in self._new)))
+
+    def tokens(self, *sizes: int) -> Tensor:
+        """Activations [B, T, *sizes]."""
+        if self._index == len(self._kept):
+            shape = (self.kind.batch, self.kind.tokens, *sizes)
+            self._kept.append(torch.randn(shape, device=self.device).to(self.dtype))
+        self._index += 1
+        return self._kept[self._index - 1]
+
+    def weight(self, *shape: int, turned: bool = False) -> Tensor:
+        """A weight [I, O], whose outputs are of the size of what it multiplies, or as [O, I]; a vector as it is drawn."""
+        drawn = torch.randn(shape, device=self.device, generator=self._generator)
+        drawn = (drawn / shape[0] ** 0.5 if len(shape) > 1 else drawn).to(self.dtype)
+        return self._own(drawn.T.contiguous() if turned else drawn)
+
+    def norm(self, size: int) -> Tensor:
+        """The weight of a norm."""
+        drawn = torch.rand(size, device=self.device, generator=self._generator)
+        return self._own(drawn.to(self.dtype) + 0.5)
+
+    def fresh(self, *sizes: int) -> Tensor:
+        """Activations that a step must not find in the cache."""
+        shape = (self.kind.batch, self.kind.tokens, *sizes)
+        return self._own(torch.randn(shape, device=self.device, generator=self._generator).to(self.dtype))
+
+    def scales(self, *shape: int) -> Tensor:
+        """Scales of blocks of a weight in few bits."""
+        return self._own(torch.rand(shape, device=self.device, generator=self._generator).to(self.dtype) / 64)
+
+    def words(self, *shape: int) -> Tensor:
+        """Words of codes, int32."""
+        most, draw = 2**31, torch.randint
+        return self._own(draw(-most, most - 1, shape, dtype=torch.int32, device=self.device, generator=self._generator))
+
+    def _own(self, made: Tensor) -> Tensor:
+        self._new.append(made)
+        return made
+
+
+Layer = tuple[Mapping[str, int], str]
+"""Sizes of a model, and the kind of layer."""
+
+
+def work_of_calls(op: StatelessOp, calls: Calls) -> OpWork:
+    """What bench and tune ask of an op."""
+    spec = op.kernels.spec
+
+    def drawn(layer: Layer, draw: Draw) -> Held:
+        held = draw.held(lambda draw: calls.draw(*layer, draw))
+        return replace(held, beside=calls.beside(held.inputs))
+
+    def work(layer: Layer, kind: Kind, dtype: torch.dtype, device: str) -> Work:
+        draw = Draw(kind, dtype, device)
+        inputs = drawn(layer, draw).inputs
+        outputs = outputs_of(spec, inputs)
+
+        def launch(state: Held, output: Tensor, table: TileTable) -> None:
+            parts = output.view(-1).split([x.numel() for x in outputs])  # one behind the other
+            op.launch(state.inputs, *(p.view(x.shape) for p, x in zip(parts, outputs, strict=True)), table=table)
+
+        def plain(state: Held) -> Tensor:
+            return _joined(calls.plain(state.beside))
+
+        return Work(
+            float(sum(x.nbytes for x in (*tensors_of(inputs).values(), *outputs))),
+            calls.flop(inputs),
+            state=lambda: drawn(layer, draw),
+            reference=plain,
+            run=lambda state: _joined(op(state.inputs)),
+            launch=launch,
+            output=torch.empty_like(_joined(outputs)),
+            peers={calls.peer: plain} if device == "cuda" else {},
+        )
+
+    def table(layer: Layer, device: torch.device, wide: bool) -> TileTable:
+        draw = Draw(Kind("", 1, 1, 0), torch.float16, "meta")
+        inputs = draw.held(lambda draw: calls.draw(*layer, draw)).inputs
+        shapes = {name: x.shape for name, x in tensors_of(inputs).items()}
+        call = Call.of(spec, shapes, {a.name: getattr(inputs, a.name) for a in spec.attributes}, "float16", None)
+        return op.tiles(op.kernels.variant_of(call), launcher.arch_of(device))
+
+    return OpWork(
+        sizes={**SIZES, **calls.sizes},
+        layers=dict.fromkeys(calls.layers),
+        layer=lambda sizes, name, context: (sizes, name),
+        kinds=kinds,
+        work=work,
+        table=table,
+        moves=calls.moves,
+        decode=calls.decode,
+        instead=calls.instead,
+        misfit=lambda table, layer, arch: "",
+    )
+
+
+def _joined(results: Tensor | tuple[Tensor, ...]) -> Tensor:
+    """Several results one behind the other."""
+    if isinstance(results, Tensor):
+        return results
+    return results[0] if len(results) == 1 else torch.cat([x.flatten() for x in results])

@@ -1,0 +1,188 @@
+"""A factory of ops without a state. Such an op is one file, beside its Triton functions: its plan, block sizes, definition in PyTorch and
+the calls that bench draws. Imports neither torch nor Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from still_graphs.ops import OpSpec
+from still_kernels.op_kernels import Build, Op, OpKernels, check_types, imported
+from still_kernels.plan import Check, Plan
+from still_kernels.tile import Setting, TileTable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from still_kernels.common.calls import Draw
+    from still_kernels.common.launches import Stateless
+    from still_kernels.work import OpWork
+
+HALVES = ("float16", "bfloat16")
+"""Types of activations that most such ops have kernels for."""
+
+
+class StatelessInputs:
+    """What a call reads: a frozen dataclass with the names of its SPEC, tensors and attributes."""
+
+    SPEC: ClassVar[OpSpec]
+
+    def check(self) -> None:
+        """Raise ShapeError naming the tensor that does not fit."""
+        self.check_shapes()
+
+    def check_shapes(self, **known: int) -> None:
+        """The same; attributes are sizes of their names, beside those that are `known`."""
+        from still_kernels.sizes import check
+
+        sizes = {a.name: getattr(self, a.name) for a in self.SPEC.attributes if isinstance(a.default, int)}
+        check(self.SPEC, self, **sizes, **known)
+
+
+@dataclass(frozen=True)
+class StatelessVariant:
+    """What a set of kernels is compiled for; everything else is a run-time argument."""
+
+    DTYPES: ClassVar[Sequence[str]] = HALVES
+    dtype: str = "float16"
+    count_dtype: str = field(default="int32", kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_types(self.dtype, self.count_dtype, self.DTYPES)
+
+
+@dataclass(frozen=True)
+class Calls:
+    """What bench and tune ask of an op.
+
+    Args:
+        draw: Inputs of a call, from sizes, kind of layer and what draws them.
+        flop: Of the call with these inputs.
+        plain: The op by PyTorch's operators in the activations' own type, of what `beside` makes; results as those of the definition.
+        moves: What tune tries from the current setting and then from better ones, by kernel.
+        decode: Those of `moves` that belong to a step.
+        layers: Kinds of layers; the first is what tune takes.
+        instead: As of `still_kernels.work.OpWork`.
+        peer: Whose operators `plain` takes.
+        sizes: Beside those that all models have.
+        beside: What `plain` takes in the place of inputs, made once for each state.
+    """
+
+    draw: Callable[[Mapping[str, int], str, Draw], Any]
+    flop: Callable[[Any], float]
+    plain: Callable[[Any], Tensor | tuple[Tensor, ...]]
+    moves: Mapping[str, list[Setting]]
+    decode: frozenset[str] = frozenset()
+    layers: Sequence[str] = ("",)
+    instead: Mapping[str, str] = field(default_factory=dict)
+    peer: str = "PyTorch"
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    beside: Callable[[Any], Any] = lambda inputs: inputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatelessOp(Op):
+    """An op whose results follow from a call's inputs alone.
+
+    Args:
+        definition: By PyTorch, in at least float32; of one output a tensor, of several a tuple.
+        tiles: Block sizes of a variant on an architecture (90 for sm_90).
+    """
+
+    definition: Callable[[Any], Any]
+    tiles: Callable[[Any, int], TileTable]
+
+    @cached_property
+    def _kernels(self) -> Stateless:
+        from still_kernels.common.launches import Stateless
+
+        return Stateless(self.kernels)
+
+    def __call__(self, inputs: Any) -> Any:
+        """The results by the fastest form that covers the call; results and errors as of the definition.
+
+        Raises:
+            UnsupportedError: No kernel covers the call on its device; the message lists what is covered.
+        """
+        first: Tensor = getattr(inputs, self.kernels.spec.inputs[0].name)
+        return self.definition(inputs) if first.device.type == "cpu" else self.run(inputs)
+
+    def run(self, inputs: Any) -> Any:
+        """The same by the kernels."""
+        results = self._kernels.run(inputs)
+        return results if len(self.kernels.spec.outputs) > 1 else results[0]
+
+    def launch(self, inputs: Any, *outputs: Tensor, table: TileTable | None = None) -> None:
+        """Run the kernels into outputs that exist, as of `Stateless.launch`."""
+        self._kernels.launch(inputs, *outputs, table=table)
+
+
+def stateless_op(
+    plan: Plan,
+    variant: type[StatelessVariant],
+    defaults: Sequence[StatelessVariant],
+    tiles: Callable[[Any, int], TileTable],
+    definition: Callable[[Any], Any],
+    calls: Calls,
+    *,
+    module: str,
+    covers: str = "",
+    also: Sequence[Check] = (),
+    compiled: Callable[[Any], dict[str, Any]] = lambda variant: {"ALIGNED": variant.aligned},
+    blocks: Mapping[str, str] | None = None,
+    optional: Mapping[str, str] | None = None,
+) -> StatelessOp:
+    """The op of a plan.
+
+    Args:
+        defaults: Variants of an archive where nobody chooses.
+        definition, tiles: As of `StatelessOp`.
+        module: Of the op's Triton functions, with `FUNCTIONS` by kernel.
+        covers: Who has kernels for some types only, as a message says it: "gates have".
+        also: What the kernels need of a call beside their types.
+        compiled: Compile-time values of a variant beside those of tiles.
+        blocks: The plan's constants that are constants of a kernel, "kernel.NAME" each.
+        optional: Tensors that a call may lack, each with the variant's field that says whether it is there.
+    """
+
+    def build(variant: Any, arch: int, table: TileTable | None = None) -> Build:
+        table = tiles(variant, arch) if table is None else table
+        values = {
+            f"{n.removesuffix('_tma')}.{c}": v for n, tile in table.tiles.items() for c, v in tile.constants.items()
+        }
+        return Build(
+            table.kernels(),
+            compiled(variant),
+            {name: values[place] for name, place in (blocks or {}).items()} | dict(table.host),
+            frozenset(name for name, given in (optional or {}).items() if not getattr(variant, given)),
+        )
+
+    types = Check(
+        f"dtype in ({', '.join(map(repr, variant.DTYPES))},)",
+        f"activations are {{dtype}}; {covers} kernels for {', '.join(variant.DTYPES)}.",
+    )
+    covered = (*([types] if covers else []), *also)
+    folder = import_module(variant.__module__).__file__
+    assert folder is not None
+    kernels = OpKernels(
+        plan=plan,
+        variant=variant,
+        default_variants=lambda: list(defaults),
+        build=build,
+        functions=imported(module, "FUNCTIONS"),
+        folder=Path(folder).parent,
+        covered=covered,
+        covered_ahead=covered,
+    )
+
+    def work() -> OpWork:
+        from still_kernels.common.calls import work_of_calls
+
+        return work_of_calls(op, calls)
+
+    op = StatelessOp(kernels, work, definition=definition, tiles=tiles)
+    return op

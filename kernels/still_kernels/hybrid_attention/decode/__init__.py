@@ -1,0 +1,1 @@
+"""The kernel of calls with one token, in Triton."""

@@ -1,0 +1,1 @@
+"""Kernels of calls with several tokens, in Triton."""

@@ -1,0 +1,1 @@
+"""Hybrid attention in PyTorch: the meaning, and forms in chunks and of whole sequences."""

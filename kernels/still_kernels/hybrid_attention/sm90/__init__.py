@@ -1,0 +1,1 @@
+"""Kernels of prefill for sm_90, in Gluon."""

@@ -1,0 +1,628 @@
+"""Local, salient and linear attention of prefill for sm_90: what `triton_attend.attend_kernel` computes, as one warp that copies by
+TMA and two groups of four warps that multiply.
+
+A program stays for several tiles, one after the other: 128 queries of one head, 64 for each consumer, which is one chunk. Keys and values
+come in blocks of 128 through a ring of slots that both consumers share: the window of the first consumer, that of the second, then the
+salient cache. Who has no use for a block waits for it and gives it back all the same.
+
+A window that reaches into the state's ring or beyond the row's tokens is not copied by TMA: its consumer writes it into the empty slot, and
+zeros where there is nothing, for a weight of 0 times what memory happens to hold need not be 0. Triton's interpreter cannot run Gluon.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from still_kernels.common.triton_shared import LOG2E, ROWS
+from still_kernels.hybrid_attention.sm90.gluon_common import (
+    CONSUMER_REGISTERS,
+    PRODUCER_REGISTERS,
+    fill_rows,
+    meet,
+    row_of_call,
+)
+
+BM = gl.constexpr(64)
+"""Queries of a consumer, and rows of the box of queries, gates, outputs and linear parts."""
+BN = gl.constexpr(128)
+"""Keys of a block, and rows of the box of keys and values."""
+HEADS = gl.constexpr(8)
+"""Query heads whose tiles run side by side, so that what they share is still in L2."""
+
+
+@gluon.jit
+def _take_turn(GROUP: gl.constexpr, x):
+    """Wait until the other consumer has issued its products."""
+    if GROUP == 0:
+        gl.inline_asm_elementwise(
+            "bar.sync 10, 256; mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+        )
+    else:
+        gl.inline_asm_elementwise(
+            "bar.sync 11, 256; mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def _give_turn(GROUP: gl.constexpr, x):
+    """Let the other consumer issue its products."""
+    if GROUP == 0:
+        gl.inline_asm_elementwise(
+            "bar.arrive 11, 256; mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+        )
+    else:
+        gl.inline_asm_elementwise(
+            "bar.arrive 10, 256; mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def _turns(total):
+    """Tiles of this program. Odd rounds go through the programs backwards, so that long tiles are shared out evenly."""
+    programs = gl.num_programs(0)
+    i_program = gl.program_id(0)
+    full = total // programs
+    last = gl.where((full & 1) == 1, programs - 1 - i_program, i_program)
+    return full + (last < total - full * programs).to(gl.int32)
+
+
+@gluon.jit
+def _tile(
+    turn,
+    p_new_tokens,
+    p_past_length,
+    p_query_start,
+    p_state_row,
+    T,
+    H,
+    K,
+    N,
+    first_tile,
+    n_tiles,
+    C: gl.constexpr,
+    RAGGED: gl.constexpr,
+    PAGES: gl.constexpr,
+):
+    """The tile of a turn: where its queries lie, and how many blocks of the cache they see. All roles compute the same.
+
+    Returns:
+        i_batch, i_head; row, start, length as of `row_of`; end of the row's tokens; first position of the tile; c0, the chunk that the
+        segment begins with; limit of the positions that the segment writes; whether a query is in the tile; blocks of the cache that
+        one of them sees at least in part.
+    """
+    programs = gl.num_programs(0)
+    i_program = gl.program_id(0)
+    n_blocks = (n_tiles * C + 2 * BM - 1) // (2 * BM)
+    at = turn * programs + gl.where((turn & 1) == 1, programs - 1 - i_program, i_program)
+    i_batch = at // (n_blocks * H)
+    at -= i_batch * (n_blocks * H)
+    group = at // (n_blocks * HEADS)
+    at -= group * (n_blocks * HEADS)
+    heads = gl.minimum(HEADS, H - group * HEADS)
+    i_head = group * HEADS + at % heads
+    row, start, length, count = row_of_call(
+        i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, T, RAGGED, PAGES != 0
+    )
+    c0 = length // C + first_tile
+    first = c0 * C + (n_blocks - 1 - at // heads) * (2 * BM)  # the longest first
+    end = length + count
+    span = count if RAGGED else T
+    limit = gl.minimum(length + span, (c0 + n_tiles) * C)
+    live = (count > 0) & (first < end)
+    last_chunk = (gl.minimum(first + 2 * BM, end) - 1) // C
+    blocks = (gl.minimum(gl.maximum(last_chunk - 1, 0) * K, N) + BN - 1) // BN
+    return i_batch, i_head, row, start, length, end, first, c0, limit, live, blocks
+
+
+@gluon.jit
+def _send(desc, at, column, buffer, full, empty, entry, pred, SLOTS: gl.constexpr):
+    """Block `entry` by TMA into its slot once that is empty; where not `pred` the slot is handed over as it is."""
+    slot = entry % SLOTS
+    mbarrier.wait(empty.index(slot), ((entry // SLOTS) & 1) ^ 1)
+    mbarrier.expect(full.index(slot), desc.block_type.nbytes, pred=pred)
+    tma.async_copy_global_to_shared(desc, [at, column], full.index(slot), buffer.index(slot), pred=pred)
+    mbarrier.arrive(full.index(slot), count=1, pred=pred ^ True)
+
+
+@gluon.jit
+def _rows_in_pages(p_state_row, i_batch, i_select, slot, D: gl.constexpr, PAGES: gl.constexpr):
+    """(first row of a block of salient keys, of salient values), of pages seen as rows of D columns of 16 bits; as `triton_pages` says."""
+    p_page = p_state_row + i_batch * PAGES[1] + PAGES[2] + 2 * (slot // PAGES[4])
+    row = i_select * PAGES[4] + slot % PAGES[4]
+    per_page: gl.constexpr = PAGES[0] // (2 * D)
+    return gl.load(p_page) * per_page + row, gl.load(p_page + 1) * per_page + row
+
+
+@gluon.jit
+def _produce(
+    d_query,
+    d_key,
+    d_value,
+    d_salient_key,
+    d_salient_value,
+    d_linear,
+    d_gate,
+    q_buffer,
+    k_buffer,
+    v_buffer,
+    linear_buffer,
+    out_buffer,
+    q_full,
+    q_empty,
+    k_full,
+    k_empty,
+    v_full,
+    v_empty,
+    end_full,
+    end_empty,
+    p_new_tokens,
+    p_past_length,
+    p_query_start,
+    p_state_row,
+    T,
+    H,
+    HK,
+    HS,
+    K,
+    N,
+    first_tile,
+    n_tiles,
+    total,
+    C: gl.constexpr,
+    D: gl.constexpr,
+    SLOTS: gl.constexpr,
+    GATE: gl.constexpr,
+    RAGGED: gl.constexpr,
+    PAGES: gl.constexpr,
+):
+    """The warp that copies: of each tile queries and windows, the cache, then linear parts and gates."""
+    entry = 0
+    number = 0  # of the tile among those with queries
+    for turn in range(_turns(total)):
+        i_batch, i_head, row, start, length, end, first, c0, _limit, live, blocks = _tile(
+            turn,
+            p_new_tokens,
+            p_past_length,
+            p_query_start,
+            p_state_row,
+            T,
+            H,
+            K,
+            N,
+            first_tile,
+            n_tiles,
+            C,
+            RAGGED,
+            PAGES,
+        )
+        if live:
+            phase = (number & 1) ^ 1
+            token = (start + first - length).to(gl.int32)
+            column = i_head // (H // HK) * D
+            for c in gl.static_range(2):
+                mbarrier.wait(q_empty.index(c), phase)
+                mbarrier.expect(q_full.index(c), d_query.block_type.nbytes)
+                tma.async_copy_global_to_shared(
+                    d_query, [token + c * BM, i_head * D], q_full.index(c), q_buffer.index(c)
+                )
+                begin = first + c * BM - C
+                inside = (begin >= length) & (begin + BN <= end)
+                _send(d_key, token + c * BM - C, column, k_buffer, k_full, k_empty, entry, inside, SLOTS)
+                _send(d_value, token + c * BM - C, column, v_buffer, v_full, v_empty, entry, inside, SLOTS)
+                entry += 1
+            cache = ((row * HS + i_head // (H // HS)) * N).to(gl.int32)
+            for block in range(blocks):
+                keys = cache + block * BN
+                values = keys
+                if PAGES != 0:
+                    keys, values = _rows_in_pages(p_state_row, i_batch, i_head // (H // HS), block * BN, D, PAGES)
+                _send(d_salient_key, keys, 0, k_buffer, k_full, k_empty, entry, True, SLOTS)
+                _send(d_salient_value, values, 0, v_buffer, v_full, v_empty, entry, True, SLOTS)
+                entry += 1
+            tile = i_batch * n_tiles + first // C - c0
+            for c in gl.static_range(2):
+                mbarrier.wait(end_empty.index(c), phase)
+                if GATE:
+                    mbarrier.expect(end_full.index(c), d_linear.block_type.nbytes + d_gate.block_type.nbytes)
+                    tma.async_copy_global_to_shared(
+                        d_gate, [token + c * BM, i_head * D], end_full.index(c), out_buffer.index(c)
+                    )
+                else:
+                    mbarrier.expect(end_full.index(c), d_linear.block_type.nbytes)
+                tma.async_copy_global_to_shared(
+                    d_linear, [((tile + c) * H + i_head) * C, 0], end_full.index(c), linear_buffer.index(c)
+                )
+            number += 1
+
+
+@gluon.jit
+def _clear(buffer, known, D: gl.constexpr):
+    """Zeros in the rows from `known` on. Both consumers do it, so that neither waits for the other's: what they write is the same."""
+    rows: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    o_row = gl.arange(0, BN, layout=gl.SliceLayout(1, rows))
+    b_rows = buffer.load(rows)
+    meet(known)  # who writes first must not change what the other still reads
+    buffer.store(gl.where((o_row < known)[:, None], b_rows, gl.zeros_like(b_rows)))
+
+
+@gluon.jit
+def _pass_over(entry, k_full, k_empty, v_full, v_empty, SLOTS: gl.constexpr):
+    """Give back block `entry`, which the other consumer alone uses."""
+    slot = entry % SLOTS
+    phase = (entry // SLOTS) & 1
+    mbarrier.wait(k_full.index(slot), phase)
+    mbarrier.arrive(k_empty.index(slot), count=1)
+    mbarrier.wait(v_full.index(slot), phase)
+    mbarrier.arrive(v_empty.index(slot), count=1)
+
+
+@gluon.jit
+def _absorb(
+    entry,
+    before,
+    b_acc,
+    b_max,
+    b_sum,
+    b_p,
+    query,
+    k_buffer,
+    v_buffer,
+    k_full,
+    k_empty,
+    v_full,
+    v_empty,
+    seen,
+    scale2,
+    GROUP: gl.constexpr,
+    SLOTS: gl.constexpr,
+    dots: gl.constexpr,
+    sums: gl.constexpr,
+):
+    """The first `seen` keys of block `entry` into the running softmax, the values of block `before` behind it.
+
+    b_p are the weights of block `before`, b_acc is without them; returned are those of `entry`. They are carried, not the dot
+    products: accumulators carried around a loop make ptxas wait after each product (C7511).
+    """
+    k_slot = entry % SLOTS
+    v_slot = before % SLOTS
+    mbarrier.wait(k_full.index(k_slot), (entry // SLOTS) & 1)
+    _take_turn(GROUP, entry)
+    b_dot = warpgroup_mma(
+        query,
+        k_buffer.index(k_slot).permute((1, 0)),
+        gl.zeros([BM, BN], gl.float32, layout=dots),
+        use_acc=False,
+        is_async=True,
+    )
+    mbarrier.wait(v_full.index(v_slot), (before // SLOTS) & 1)
+    b_next = warpgroup_mma(b_p, v_buffer.index(v_slot), b_acc, is_async=True)
+    _give_turn(GROUP, entry)
+    b_dot = warpgroup_mma_wait(1, deps=[b_dot])
+    mbarrier.arrive(k_empty.index(k_slot), count=1)
+    if seen < BN:
+        o_slot = gl.arange(0, BN, layout=gl.SliceLayout(0, dots))
+        b_dot = gl.where((o_slot < seen)[None, :], b_dot, float("-inf"))
+    b_new = gl.maximum(b_max, gl.max(b_dot, 1))
+    b_weight = gl.exp2(b_dot * scale2 - (b_new * scale2)[:, None])
+    b_decay = gl.exp2((b_max - b_new) * scale2)
+    b_sum = b_sum * b_decay + gl.sum(b_weight, 1)
+    b_acc, b_p = warpgroup_mma_wait(0, deps=[b_next, b_p])
+    mbarrier.arrive(v_empty.index(v_slot), count=1)
+    b_p = gl.convert_layout(b_weight.to(v_buffer.dtype), gl.DotOperandLayout(0, sums, 2))
+    b_acc = b_acc * gl.convert_layout(b_decay, gl.SliceLayout(1, sums))[:, None]
+    return b_acc, b_new, b_sum, b_p
+
+
+@gluon.jit
+def _store_rows(
+    p_output, b_out, o_query, m_query, start, length, limit, i_head, H, D: gl.constexpr, sums: gl.constexpr
+):
+    """Outputs of a block that is not all of this call, its tokens from length to limit; zeros of those that are no queries."""
+    o_dim = gl.arange(0, D, layout=gl.SliceLayout(0, sums))
+    p_tile = p_output + ((start + o_query - length) * H + i_head)[:, None] * D + o_dim[None, :]
+    m_store = ((o_query >= length) & (o_query < limit))[:, None] & (o_dim < D)[None, :]
+    gl.store(p_tile, gl.where(m_query[:, None], b_out, 0.0).to(p_output.dtype.element_ty), mask=m_store)
+
+
+@gluon.jit
+def _consume(
+    GROUP: gl.constexpr,
+    d_output,
+    q_buffer,
+    k_buffer,
+    v_buffer,
+    linear_buffer,
+    out_buffer,
+    q_full,
+    q_empty,
+    k_full,
+    k_empty,
+    v_full,
+    v_empty,
+    end_full,
+    end_empty,
+    p_key,
+    p_value,
+    p_window_factor,
+    p_window_key,
+    p_window_value,
+    p_new_tokens,
+    p_past_length,
+    p_query_start,
+    p_state_row,
+    p_linear_sum,
+    p_output,
+    T,
+    H,
+    HK,
+    K,
+    N,
+    first_tile,
+    n_tiles,
+    phantom,
+    scale2,
+    epsilon,
+    total,
+    C: gl.constexpr,
+    D: gl.constexpr,
+    SLOTS: gl.constexpr,
+    GATE: gl.constexpr,
+    FACTOR: gl.constexpr,
+    RAGGED: gl.constexpr,
+    PAGES: gl.constexpr,
+):
+    """Four warps: chunk GROUP of each tile."""
+    dots: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
+    sums: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    o_row = gl.arange(0, BM, layout=gl.SliceLayout(1, dots))
+    o_column = gl.arange(0, BN, layout=gl.SliceLayout(0, dots))
+    o_sum = gl.arange(0, BM, layout=gl.SliceLayout(1, sums))
+    query = q_buffer.index(GROUP)
+    linear = linear_buffer.index(GROUP)
+    out = out_buffer.index(GROUP)
+    entry = 0
+    number = 0
+    turns = _turns(total)
+    if GROUP == 1:
+        _give_turn(GROUP, turns)
+    for turn in range(turns):
+        i_batch, i_head, row, start, length, end, first, c0, limit, live, blocks = _tile(
+            turn,
+            p_new_tokens,
+            p_past_length,
+            p_query_start,
+            p_state_row,
+            T,
+            H,
+            K,
+            N,
+            first_tile,
+            n_tiles,
+            C,
+            RAGGED,
+            PAGES,
+        )
+        first += GROUP * BM
+        stop = gl.minimum(end, limit)
+        o_query = first + o_sum
+        m_query = (o_query >= length) & (o_query < stop)
+        if live:
+            chunk = first // C
+            slots = gl.maximum(chunk - 1, 0) * K
+            seen = gl.minimum(slots, N)
+            known = gl.minimum(gl.maximum((end - 1) // C - 1, 0) * K, N)  # slots that were ever written
+            i_tile = (i_batch * n_tiles + chunk - c0) * H + i_head
+            m_linear = m_query & (chunk >= 2)
+            b_linear_sum = gl.load(p_linear_sum + i_tile.to(gl.int64) * C + o_sum, mask=m_linear, other=0.0)
+
+            # Window: the previous chunk and the current one up to the query.
+            own = entry + GROUP
+            slot = own % SLOTS
+            phase = (own // SLOTS) & 1
+            if GROUP == 1:
+                _pass_over(entry, k_full, k_empty, v_full, v_empty, SLOTS)
+            begin = first - C
+            mbarrier.wait(q_full.index(GROUP), number & 1)
+            mbarrier.wait(k_full.index(slot), phase)
+            if (begin < length) | (begin + BN > end):
+                i_kv = i_head // (H // HK)
+                p_new = (start * HK + i_kv) * D
+                p_old = (row * HK + i_kv) * (2 * C) * D
+                if PAGES != 0:
+                    p_old += gl.load(p_state_row + i_batch * PAGES[1]).to(gl.int64) * (PAGES[0] // 2)
+                mbarrier.wait(v_full.index(slot), phase)
+                fill_rows(
+                    k_buffer.index(slot), p_key + p_new, p_window_key + p_old, begin, length, end, HK * D, BN, D, C, D
+                )
+                fill_rows(
+                    v_buffer.index(slot),
+                    p_value + p_new,
+                    p_window_value + p_old,
+                    begin,
+                    length,
+                    end,
+                    HK * D,
+                    BN,
+                    D,
+                    C,
+                    D,
+                )
+                fence_async_shared()
+            b_dot = warpgroup_mma(
+                query,
+                k_buffer.index(slot).permute((1, 0)),
+                gl.zeros([BM, BN], gl.float32, layout=dots),
+                use_acc=False,
+                is_async=True,
+            )
+            b_dot = warpgroup_mma_wait(0, deps=[b_dot])
+            mbarrier.arrive(k_empty.index(slot), count=1)
+            o_key = begin + o_column
+            m_seen = (o_column[None, :] <= o_row[:, None] + C) & ((o_key >= 0) & (o_key < end))[None, :]
+            b_dot = gl.where(m_seen, b_dot, float("-inf"))
+            b_max = gl.max(b_dot, 1)
+            ahead = (phantom != 0) & (chunk == 0)  # C logits of 0 with zero values
+            b_max = gl.where(ahead, gl.maximum(b_max, 0.0), b_max)
+            b_weight = gl.exp2(b_dot * scale2 - (b_max * scale2)[:, None])
+            b_sum = gl.sum(b_weight, 1)
+            b_sum = gl.where(ahead, b_sum + C * gl.exp2(-b_max * scale2), b_sum)
+            b_p = gl.convert_layout(b_weight.to(v_buffer.dtype), gl.DotOperandLayout(0, sums, 2))
+            b_acc = gl.zeros([BM, D], gl.float32, layout=sums)
+            if GROUP == 0:
+                _pass_over(entry + 1, k_full, k_empty, v_full, v_empty, SLOTS)
+            tma.store_wait(pendings=0)
+            mbarrier.arrive(end_empty.index(GROUP), count=1, pred=number > 0)
+
+            # Salient cache. One loop: weights carried from one to another would be taken apart and packed again each time.
+            before = own
+            entry += 2
+            for block in range(blocks):
+                b_acc, b_max, b_sum, b_p = _absorb(
+                    entry, before, b_acc, b_max, b_sum, b_p, query, k_buffer, v_buffer, k_full, k_empty, v_full, v_empty,
+                    seen - block * BN, scale2, GROUP, SLOTS, dots, sums,
+                )  # fmt: skip
+                if block * BN + BN > known:
+                    mbarrier.wait(v_full.index(entry % SLOTS), (entry // SLOTS) & 1)
+                    _clear(v_buffer.index(entry % SLOTS), known - block * BN, D)
+                    fence_async_shared()
+                before = entry
+                entry += 1
+            mbarrier.arrive(q_empty.index(GROUP), count=1)
+            slot = before % SLOTS
+            mbarrier.wait(v_full.index(slot), (before // SLOTS) & 1)
+            b_next = warpgroup_mma(b_p, v_buffer.index(slot), b_acc, is_async=True)
+            b_acc, b_p = warpgroup_mma_wait(0, deps=[b_next, b_p])
+            mbarrier.arrive(v_empty.index(slot), count=1)
+
+            # Linear part: everything older that is not salient.
+            b_total = gl.convert_layout(b_sum, gl.SliceLayout(1, sums))
+            if FACTOR:
+                factor = gl.load(p_window_factor + i_head).to(gl.float32)
+                b_acc = b_acc * factor
+                b_total = b_total * factor
+            mbarrier.wait(end_full.index(GROUP), number & 1)
+            b_linear = linear.load(sums).to(gl.float32)
+            if GATE:
+                b_linear *= out.load(sums).to(gl.float32)
+            b_acc += gl.where(chunk >= 2, b_linear, 0.0)
+            b_share = 1.0 / (b_total + b_linear_sum + epsilon)
+            b_share = gl.where(slots > N, float("nan"), b_share)  # beyond the capacity: the caller should have refused
+            b_out = b_acc * b_share[:, None]
+            if (first >= length) & (first + BM <= stop):
+                out.store(b_out.to(out_buffer.dtype))
+                fence_async_shared()
+                tma.async_copy_shared_to_global(d_output, [(start + first - length).to(gl.int32), i_head * D], out)
+            else:
+                _store_rows(p_output, b_out, o_query, m_query, start, length, limit, i_head, H, D, sums)
+            number += 1
+        else:
+            b_nothing = gl.zeros([BM, D], gl.float32, layout=sums)
+            _store_rows(p_output, b_nothing, o_query, m_query, start, length, limit, i_head, H, D, sums)
+    tma.store_wait(pendings=0)
+
+
+@gluon.jit(
+    do_not_specialize=["B", "T", "H", "HK", "HS", "K", "N", "first_tile", "n_tiles", "phantom"],
+    do_not_specialize_on_alignment=ROWS,
+)
+def attend_tma_kernel(
+    d_query,
+    d_key,
+    d_value,
+    d_salient_key,
+    d_salient_value,
+    d_linear,
+    d_gate,
+    d_output,
+    p_key,
+    p_value,
+    p_window_factor,
+    p_window_key,
+    p_window_value,
+    p_new_tokens,
+    p_past_length,
+    p_query_start,
+    p_state_row,
+    p_linear_sum,
+    p_output,
+    B,
+    T,
+    H,
+    HK,
+    HS,
+    K,
+    N,
+    first_tile,
+    n_tiles,
+    phantom,
+    scale,
+    epsilon,
+    C: gl.constexpr,
+    D: gl.constexpr,
+    SLOTS: gl.constexpr,
+    GATE: gl.constexpr,
+    FACTOR: gl.constexpr,
+    RAGGED: gl.constexpr,
+    PAGES: gl.constexpr,
+):
+    """Output of the queries of chunks c0 + first_tile .. + n_tiles - 1, B rows, H heads. Any number of programs shares the tiles.
+
+    Descriptors (d_) are of rows of D columns: query, gate, output [tokens, H * D]; key, value [tokens, HK * D]; salient_key and
+    salient_value [rows * HS * N, D], never used where N is 0, or all pages; linear [B * n_tiles * H * C, D].
+    """
+    gl.static_assert(C == BM, "a consumer takes one chunk, and its window one block")
+    q_buffer = gl.allocate_shared_memory(d_query.dtype, [2, BM, D], d_query.layout)
+    k_buffer = gl.allocate_shared_memory(d_key.dtype, [SLOTS, BN, D], d_key.layout)
+    v_buffer = gl.allocate_shared_memory(d_value.dtype, [SLOTS, BN, D], d_value.layout)
+    linear_buffer = gl.allocate_shared_memory(d_linear.dtype, [2, BM, D], d_linear.layout)
+    out_buffer = gl.allocate_shared_memory(d_output.dtype, [2, BM, D], d_output.layout)  # takes the gate first
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    end_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    end_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=1)
+        mbarrier.init(end_full.index(i), count=1)
+        mbarrier.init(end_empty.index(i), count=1)
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=2)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(v_empty.index(i), count=2)
+    fence_async_shared()
+    total = (n_tiles * C + 2 * BM - 1) // (2 * BM) * H * B
+    scale2 = scale * LOG2E
+    gl.warp_specialize(
+        [
+            (_consume, (gl.constexpr(0), d_output, q_buffer, k_buffer, v_buffer, linear_buffer, out_buffer, q_full, q_empty,
+                        k_full, k_empty, v_full, v_empty, end_full, end_empty, p_key, p_value, p_window_factor, p_window_key,
+                        p_window_value, p_new_tokens, p_past_length, p_query_start, p_state_row, p_linear_sum, p_output, T, H,
+                        HK, K, N, first_tile, n_tiles, phantom, scale2, epsilon, total, C, D, SLOTS, GATE, FACTOR, RAGGED,
+                        PAGES)),
+            (_consume, (gl.constexpr(1), d_output, q_buffer, k_buffer, v_buffer, linear_buffer, out_buffer, q_full, q_empty,
+                        k_full, k_empty, v_full, v_empty, end_full, end_empty, p_key, p_value, p_window_factor, p_window_key,
+                        p_window_value, p_new_tokens, p_past_length, p_query_start, p_state_row, p_linear_sum, p_output, T, H,
+                        HK, K, N, first_tile, n_tiles, phantom, scale2, epsilon, total, C, D, SLOTS, GATE, FACTOR, RAGGED,
+                        PAGES)),
+            (_produce, (d_query, d_key, d_value, d_salient_key, d_salient_value, d_linear, d_gate, q_buffer, k_buffer, v_buffer,
+                        linear_buffer, out_buffer, q_full, q_empty, k_full, k_empty, v_full, v_empty, end_full, end_empty,
+                        p_new_tokens, p_past_length, p_query_start, p_state_row, T, H, HK, HS, K, N, first_tile, n_tiles, total,
+                        C, D, SLOTS, GATE, RAGGED, PAGES)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip

@@ -1,0 +1,407 @@
+"""What the linear state adds to each new query, for sm_90: what `triton_linear.linear_kernel` computes, as one warp that copies by TMA and
+two groups of four warps that multiply.
+
+A program takes a row of tiles, one behind the other. A tile is two chunks of one head, one for each consumer, which share the state S that
+is stored for the first of them: S is read once, and the next tile's is on its way while this one's features are made. The chunk that was
+promoted between the two enters the second one's result by products of features.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from still_kernels.common.triton_shared import LOG2E, ROWS
+from still_kernels.hybrid_attention.sm90.gluon_common import (
+    CONSUMER_REGISTERS,
+    PRODUCER_REGISTERS,
+    fill_rows,
+    row_of_call,
+    send,
+)
+
+FEATURE_FLOOR = gl.constexpr(1e-12)
+
+
+@gluon.jit
+def _turns_of(groups, H, B):
+    """Of `groups` tiles of each head and row, one behind the other, those of this program.
+
+    Returns:
+        i_batch, i_head, number in its head of the first one; how many there are.
+    """
+    i_program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    total = groups * H * B
+    share = total // programs
+    more = total - share * programs
+    begin = i_program * share + gl.minimum(i_program, more)
+    i_head = begin // groups
+    return i_head // H, i_head % H, begin - i_head * groups, share + (i_program < more).to(gl.int32)
+
+
+@gluon.jit
+def _next_turn(i_batch, i_head, group, groups, H):
+    """The tile behind this one; without divisions, which take as long as a tenth of a tile."""
+    group += 1
+    wraps = group == groups
+    i_head += wraps.to(gl.int32)
+    ends = i_head == H
+    return i_batch + ends.to(gl.int32), gl.where(ends, 0, i_head), gl.where(wraps, 0, group)
+
+
+@gluon.jit
+def _feature_scale(b_x, b_square, FEATURE: gl.constexpr):
+    """What multiplies projections [rows, P] before their exponential in base 2; b_square: squared norms of the inputs, [rows]."""
+    b_scale = gl.zeros_like(b_square) + LOG2E
+    if FEATURE == 0:
+        b_scale = b_scale * gl.sqrt(b_square) / gl.maximum(gl.sqrt(gl.sum(b_x * b_x, 1)), FEATURE_FLOOR)
+    return b_scale
+
+
+@gluon.jit
+def _half_of_features(b_x, b_scale):
+    """One half of phi, softmax(scale x) of projections [rows, P]."""
+    b_e = gl.exp2(b_x * b_scale[:, None] - (gl.max(b_x, 1) * b_scale)[:, None])
+    return gl.maximum(b_e * (1.0 / gl.sum(b_e, 1))[:, None], FEATURE_FLOOR)
+
+
+@gluon.jit
+def _tile(
+    i_batch,
+    group,
+    p_new_tokens,
+    p_past_length,
+    p_query_start,
+    p_state_row,
+    T,
+    first_tile,
+    n_tiles,
+    C: gl.constexpr,
+    RAGGED: gl.constexpr,
+):
+    """Where tile `group` of a head lies. All roles compute the same.
+
+    Returns:
+        row, start, length as of `row_of`; end of the row's tokens; its first chunk; whether a query of it sees S; whether a chunk was
+        promoted between its two.
+    """
+    row, start, length, count = row_of_call(i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, T, RAGGED)
+    end = length + count
+    chunk = length // C + first_tile + 2 * group
+    live = (count > 0) & (chunk >= 1) & (chunk * C < end)
+    promoted = live & ((chunk + 1) * C < end) & (2 * group + 1 < n_tiles)
+    return row, start, length, end, chunk, live, promoted
+
+
+@gluon.jit
+def _produce(
+    d_query,
+    d_value,
+    d_feature_q_weight,
+    d_phi_k,
+    d_prefix_kv,
+    w_buffer,
+    q_buffer,
+    s_buffer,
+    phi_buffer,
+    v_buffer,
+    w_full,
+    q_full,
+    q_empty,
+    s_full,
+    s_empty,
+    phi_full,
+    phi_empty,
+    v_full,
+    v_empty,
+    p_new_tokens,
+    p_past_length,
+    p_query_start,
+    p_state_row,
+    T,
+    H,
+    HK,
+    W_HEADS,
+    first_tile,
+    n_tiles,
+    B,
+    C: gl.constexpr,
+    D: gl.constexpr,
+    P: gl.constexpr,
+    RAGGED: gl.constexpr,
+):
+    """The warp that copies: of each tile queries and S, features and values of the chunk between; projections when the head changes."""
+    number = 0  # of the tile among those with queries
+    pairs = 0  # tiles with a chunk between
+    projection = -1
+    groups = (n_tiles + 1) // 2
+    i_batch, i_head, group, turns = _turns_of(groups, H, B)
+    for _ in range(turns):
+        _row, start, length, _end, chunk, live, promoted = _tile(
+            i_batch, group, p_new_tokens, p_past_length, p_query_start, p_state_row, T, first_tile, n_tiles, C, RAGGED
+        )
+        if live:
+            phase = (number & 1) ^ 1
+            for c in gl.static_range(2):
+                mbarrier.wait(q_empty.index(c), phase)
+            if gl.where(W_HEADS > 1, i_head, 0) != projection:  # who has read its queries has multiplied them
+                projection = gl.where(W_HEADS > 1, i_head, 0)
+                mbarrier.expect(w_full, d_feature_q_weight.block_type.nbytes)
+                tma.async_copy_global_to_shared(d_feature_q_weight, [projection * P, 0], w_full, w_buffer)
+            token = (start + chunk * C - length).to(gl.int32)
+            for c in gl.static_range(2):
+                mbarrier.expect(q_full.index(c), d_query.block_type.nbytes)
+                tma.async_copy_global_to_shared(
+                    d_query, [token + c * C, i_head * D], q_full.index(c), q_buffer.index(c)
+                )
+            state = ((i_batch * groups + group) * H + i_head) * (2 * P)
+            for half in gl.static_range(2):
+                send(
+                    d_prefix_kv, state + half * P, 0, s_buffer.index(half), s_full.index(half), s_empty.index(half), phase, True
+                )  # fmt: skip
+            if promoted:
+                phase = (pairs & 1) ^ 1
+                known = ((i_batch * n_tiles + 2 * group + 1) * H + i_head) * C
+                for half in gl.static_range(2):
+                    send(
+                        d_phi_k, known, half * P, phi_buffer.index(half), phi_full.index(half), phi_empty.index(half), phase, True
+                    )  # fmt: skip
+                column = i_head // (H // HK) * D
+                inside = (chunk - 1) * C >= length
+                send(d_value, token - C, column, v_buffer, v_full, v_empty, phase, inside)
+                pairs += 1
+            number += 1
+        i_batch, i_head, group = _next_turn(i_batch, i_head, group, groups, H)
+
+
+@gluon.jit
+def _consume(
+    GROUP: gl.constexpr,
+    d_linear,
+    w_buffer,
+    q_buffer,
+    s_buffer,
+    phi_buffer,
+    v_buffer,
+    out_buffer,
+    w_full,
+    q_full,
+    q_empty,
+    s_full,
+    s_empty,
+    phi_full,
+    phi_empty,
+    v_full,
+    v_empty,
+    p_value,
+    p_window_value,
+    p_new_tokens,
+    p_past_length,
+    p_query_start,
+    p_state_row,
+    p_prefix_z,
+    p_linear_sum,
+    T,
+    H,
+    HK,
+    W_HEADS,
+    first_tile,
+    n_tiles,
+    B,
+    C: gl.constexpr,
+    D: gl.constexpr,
+    P: gl.constexpr,
+    FEATURE: gl.constexpr,
+    RAGGED: gl.constexpr,
+):
+    """Four warps: chunk GROUP of each tile."""
+    features: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, P, 16])
+    sums: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    keys: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, C, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
+    rows: gl.constexpr = gl.SliceLayout(1, features)
+    o_feature = gl.arange(0, P, layout=gl.SliceLayout(0, features))
+    o_row = gl.arange(0, C, layout=rows)
+    query = q_buffer.index(GROUP)
+    out = out_buffer.index(GROUP)
+    number = 0
+    pairs = 0
+    projection = -1
+    projections = 0  # that were copied
+    groups = (n_tiles + 1) // 2
+    i_batch, i_head, group, turns = _turns_of(groups, H, B)
+    for _ in range(turns):
+        row, start, length, end, chunk, live, promoted = _tile(
+            i_batch, group, p_new_tokens, p_past_length, p_query_start, p_state_row, T, first_tile, n_tiles, C, RAGGED
+        )
+        if live:
+            i_state = (i_batch * groups + group) * H + i_head
+            p_z = p_prefix_z + i_state.to(gl.int64) * (2 * P) + o_feature
+            b_z = gl.load(p_z)
+            b_z2 = gl.load(p_z + P)
+            if gl.where(W_HEADS > 1, i_head, 0) != projection:
+                projection = gl.where(W_HEADS > 1, i_head, 0)
+                projections += 1
+            mbarrier.wait(w_full, (projections - 1) & 1)
+            mbarrier.wait(q_full.index(GROUP), number & 1)
+            b_x = warpgroup_mma(
+                query,
+                w_buffer.permute((1, 0)),
+                gl.zeros([C, P], gl.float32, layout=features),
+                use_acc=False,
+                is_async=True,
+            )
+            b_query = query.load(features if P == D else sums).to(gl.float32)
+            b_square = gl.convert_layout(gl.sum(b_query * b_query, 1), rows)
+            b_x = warpgroup_mma_wait(0, deps=[b_x])
+            mbarrier.arrive(q_empty.index(GROUP), count=1)
+            b_scale = _feature_scale(b_x, b_square, FEATURE)
+            b_phi = _half_of_features(b_x, b_scale)
+            b_sum = gl.sum(b_phi * b_z[None, :], 1)
+            b_plus = gl.convert_layout(b_phi.to(s_buffer.dtype), operand)
+            b_phi = _half_of_features(-b_x, b_scale)
+            b_sum += gl.sum(b_phi * b_z2[None, :], 1)
+            b_minus = gl.convert_layout(b_phi.to(s_buffer.dtype), operand)
+
+            mbarrier.wait(s_full.index(0), number & 1)
+            b_acc = warpgroup_mma(
+                b_plus, s_buffer.index(0), gl.zeros([C, D], gl.float32, layout=sums), use_acc=False, is_async=True
+            )
+            mbarrier.wait(s_full.index(1), number & 1)
+            b_acc = warpgroup_mma(b_minus, s_buffer.index(1), b_acc, is_async=True)
+            b_acc, b_plus, b_minus = warpgroup_mma_wait(0, deps=[b_acc, b_plus, b_minus])
+            mbarrier.arrive(s_empty.index(0), count=1)
+            mbarrier.arrive(s_empty.index(1), count=1)
+            if GROUP == 1:
+                if promoted:  # (phi(q) phi(k)^T) v of the chunk between
+                    mbarrier.wait(phi_full.index(0), pairs & 1)
+                    b_dot = warpgroup_mma(
+                        b_plus,
+                        phi_buffer.index(0).permute((1, 0)),
+                        gl.zeros([C, C], gl.float32, layout=keys),
+                        use_acc=False,
+                        is_async=True,
+                    )
+                    mbarrier.wait(phi_full.index(1), pairs & 1)
+                    b_dot = warpgroup_mma(b_minus, phi_buffer.index(1).permute((1, 0)), b_dot, is_async=True)
+                    b_dot, b_plus, b_minus = warpgroup_mma_wait(0, deps=[b_dot, b_plus, b_minus])
+                    mbarrier.arrive(phi_empty.index(0), count=1)
+                    mbarrier.arrive(phi_empty.index(1), count=1)
+                    b_sum += gl.convert_layout(gl.sum(b_dot, 1), rows)
+                    b_pair = gl.convert_layout(b_dot.to(v_buffer.dtype), operand)
+                    mbarrier.wait(v_full, pairs & 1)
+                    first = (chunk - 1) * C
+                    if first < length:
+                        i_kv = i_head // (H // HK)
+                        p_new = p_value + (start * HK + i_kv) * D
+                        p_ring = p_window_value + (row * HK + i_kv) * (2 * C) * D
+                        fill_rows(v_buffer, p_new, p_ring, first, length, end, HK * D, C, D, C, D)
+                        fence_async_shared()
+                    b_acc = warpgroup_mma(b_pair, v_buffer, b_acc, is_async=True)
+                    b_acc, b_pair = warpgroup_mma_wait(0, deps=[b_acc, b_pair])
+                    mbarrier.arrive(v_empty, count=1)
+                    pairs += 1
+
+            if (chunk + GROUP >= 2) & (2 * group + GROUP < n_tiles):
+                i_tile = ((i_batch * n_tiles + 2 * group + GROUP) * H + i_head) * C
+                gl.store(p_linear_sum + i_tile.to(gl.int64) + o_row, b_sum)
+                tma.store_wait(pendings=0)
+                out.store(b_acc.to(out_buffer.dtype))
+                fence_async_shared()
+                tma.async_copy_shared_to_global(d_linear, [i_tile, 0], out)
+            number += 1
+        i_batch, i_head, group = _next_turn(i_batch, i_head, group, groups, H)
+    tma.store_wait(pendings=0)
+
+
+@gluon.jit(
+    do_not_specialize=["B", "T", "H", "HK", "W_HEADS", "first_tile", "n_tiles"], do_not_specialize_on_alignment=ROWS
+)
+def linear_tma_kernel(
+    d_query,
+    d_value,
+    d_feature_q_weight,
+    d_phi_k,
+    d_prefix_kv,
+    d_linear,
+    p_value,
+    p_window_value,
+    p_new_tokens,
+    p_past_length,
+    p_query_start,
+    p_state_row,
+    p_prefix_z,
+    p_linear_sum,
+    B,
+    T,
+    H,
+    HK,
+    W_HEADS,
+    first_tile,
+    n_tiles,
+    C: gl.constexpr,
+    D: gl.constexpr,
+    P: gl.constexpr,
+    FEATURE: gl.constexpr,
+    RAGGED: gl.constexpr,
+):
+    """phi(q)^T S and phi(q)^T z of chunks c0 + first_tile .. + n_tiles - 1, B rows, H heads. Any number of programs shares the tiles.
+
+    Writes linear [B, n_tiles, H, C, D] and linear_sum [B, n_tiles, H, C], nothing for chunks 0 and 1; S and z are stored for every
+    second chunk, features have two halves of P. Descriptors (d_): query [tokens, H * D], value [tokens, HK * D], feature_q_weight
+    [W_HEADS * P, D], phi_k [B * n_tiles * H * C, 2 * P], prefix_kv [B * ceil(n_tiles / 2) * H * 2 * P, D], linear [B * n_tiles * H * C,
+    D].
+    """
+    w_buffer = gl.allocate_shared_memory(d_feature_q_weight.dtype, [P, D], d_feature_q_weight.layout)
+    q_buffer = gl.allocate_shared_memory(d_query.dtype, [2, C, D], d_query.layout)
+    s_buffer = gl.allocate_shared_memory(d_prefix_kv.dtype, [2, P, D], d_prefix_kv.layout)
+    phi_buffer = gl.allocate_shared_memory(d_phi_k.dtype, [2, C, P], d_phi_k.layout)
+    v_buffer = gl.allocate_shared_memory(d_value.dtype, [C, D], d_value.layout)
+    out_buffer = gl.allocate_shared_memory(d_linear.dtype, [2, C, D], d_linear.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    s_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    s_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    phi_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    phi_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    single = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
+    w_full = single.index(0)
+    v_full = single.index(1)
+    v_empty = single.index(2)
+    for i in gl.static_range(2):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=1)
+        mbarrier.init(s_full.index(i), count=1)
+        mbarrier.init(s_empty.index(i), count=2)
+        mbarrier.init(phi_full.index(i), count=1)
+        mbarrier.init(phi_empty.index(i), count=1)
+    for i in gl.static_range(3):
+        mbarrier.init(single.index(i), count=1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_consume, (gl.constexpr(0), d_linear, w_buffer, q_buffer, s_buffer, phi_buffer, v_buffer, out_buffer, w_full, q_full,
+                        q_empty, s_full, s_empty, phi_full, phi_empty, v_full, v_empty, p_value, p_window_value, p_new_tokens,
+                        p_past_length, p_query_start, p_state_row, p_prefix_z, p_linear_sum, T, H, HK, W_HEADS, first_tile,
+                        n_tiles, B, C, D, P, FEATURE, RAGGED)),
+            (_consume, (gl.constexpr(1), d_linear, w_buffer, q_buffer, s_buffer, phi_buffer, v_buffer, out_buffer, w_full, q_full,
+                        q_empty, s_full, s_empty, phi_full, phi_empty, v_full, v_empty, p_value, p_window_value, p_new_tokens,
+                        p_past_length, p_query_start, p_state_row, p_prefix_z, p_linear_sum, T, H, HK, W_HEADS, first_tile,
+                        n_tiles, B, C, D, P, FEATURE, RAGGED)),
+            (_produce, (d_query, d_value, d_feature_q_weight, d_phi_k, d_prefix_kv, w_buffer, q_buffer, s_buffer, phi_buffer,
+                        v_buffer, w_full, q_full, q_empty, s_full, s_empty, phi_full, phi_empty, v_full, v_empty, p_new_tokens,
+                        p_past_length, p_query_start, p_state_row, T, H, HK, W_HEADS, first_tile, n_tiles, B, C, D, P,
+                        RAGGED)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip

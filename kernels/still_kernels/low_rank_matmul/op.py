@@ -1,0 +1,120 @@
+"""still::LowRankMatMul: a product with two thin matrices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING
+
+from still_graphs.ops.low_rank_matmul import LOW_RANK_MATMUL
+from still_kernels.common.gemm_plan import FEW, GROUP_ROWS
+from still_kernels.common.stateless import HALVES, Calls, StatelessInputs, StatelessVariant, stateless_op
+from still_kernels.plan import Branch, Launch, Plan, Region
+from still_kernels.tile import KernelTile, TileTable, one, stages
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from still_kernels.common.calls import Draw
+
+
+@dataclass(frozen=True)
+class Inputs(StatelessInputs):
+    """Tokens of one call and weights, of one type.
+
+    input: [B, T, I].
+    inner, outer: [I, R], [R, O].
+    base: [B, T, O], added to the product; None: 0.
+    """
+
+    SPEC = LOW_RANK_MATMUL
+    input: Tensor
+    inner: Tensor
+    outer: Tensor
+    base: Tensor | None = None
+
+
+def naive_low_rank_matmul(inputs: Inputs) -> Tensor:
+    """base + (input inner) outer [B, T, O], dtype of input, computed in at least float32; what lies between the products is rounded.
+    ShapeError: A tensor does not fit."""
+    import torch
+
+    inputs.check()
+    dtype = inputs.input.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    low = (inputs.input.to(wide) @ inputs.inner.to(wide)).to(dtype)
+    result = low.to(wide) @ inputs.outer.to(wide)
+    return (result if inputs.base is None else result + inputs.base.to(wide)).to(dtype)
+
+
+@dataclass(frozen=True)
+class Variant(StatelessVariant):
+    """base: Whether there is something that the product is added to. aligned: Whether sizes are multiples of 8, which may be read and
+    stored at once."""
+
+    base: int = 0
+    aligned: int = 1
+
+
+PLAN = Plan(
+    LOW_RANK_MATMUL,
+    key={
+        "dtype": "dtype",
+        "base": "has(base)",
+        "aligned": "I % 8 == 0 and R % 8 == 0 and O % 8 == 0",  # loads and stores of 16 bytes
+        "count_dtype": "'int32'",  # there are no counts
+    },
+    constants=("few_outputs", "low_rows", "low_block", "row_block", "output_block"),
+    workspace=(Region("low", "T", ("tokens", "R"), f"not ({FEW})"),),
+    arguments={"M": "tokens", "N": "O", "K": "I", "R": "R"},
+    steps=(
+        Branch(
+            FEW,
+            # Each program has the whole first product, which costs less than a launch of its own.
+            (Launch("low_rank", (f"ceil_div(tokens, {GROUP_ROWS})", "ceil_div(O, few_outputs)", "1")),),
+            (
+                Launch("lower", ("ceil_div(tokens, low_rows) * ceil_div(R, low_block)", "1", "1")),
+                Launch("raise", ("ceil_div(tokens, row_block) * ceil_div(O, output_block)", "1", "1")),
+            ),
+        ),
+    ),
+)
+
+_MANY = {"BM": 64, "BN": 64, "BK": 64, "GROUP": 8, "STAGES": 3}
+_RAISE = {**_MANY, "BN": 128, "BK": 32}
+_LOW_RANK = KernelTile({"BN": 32, "BK": 128, "BR": 64, "STAGES": 3}, 4, 3)
+TILES = TileTable({"low_rank": _LOW_RANK, "lower": KernelTile(_MANY, 4, 3), "raise": KernelTile(_RAISE, 4, 3)})
+"""One for every variant and architecture: 60 KB of shared memory for a few rows, all programs of a step at once."""
+_STAGES = stages(2, 3, 4)
+_MOVES = [*one("BM", 64, 128), *one("BN", 64, 128), *one("BK", 32, 64), *_STAGES, *one("num_warps", 4, 8)]
+_FEW = [*one("BN", 16, 32, 64), *one("BK", 64, 128, 256), *one("BR", 32, 64), *_STAGES, *one("num_warps", 2, 4, 8)]
+
+
+def _draw(sizes: dict[str, int], layer: str, draw: Draw) -> Inputs:
+    """A LoRA pair of rank 16; those of query, key and value lie side by side."""
+    hidden, key = sizes["heads"] * sizes["head_dim"], sizes["kv_heads"] * sizes["head_dim"]
+    rank, outputs = (16, hidden) if layer == "output" else (48, hidden + 2 * key)
+    tokens, base = draw.tokens(hidden), draw.tokens(outputs)
+    return Inputs(tokens, draw.weight(hidden, rank), draw.weight(rank, outputs), base)
+
+
+OP = stateless_op(
+    PLAN,
+    Variant,
+    [Variant(dtype, base) for dtype, base in product(HALVES, (0, 1))],
+    lambda variant, arch: TILES,
+    naive_low_rank_matmul,
+    Calls(
+        draw=_draw,
+        flop=lambda x: 2.0 * x.input[..., 0].numel() * (x.inner.numel() + x.outer.numel()),
+        plain=lambda x: x.base + (x.input @ x.inner) @ x.outer,
+        moves={"low_rank": _FEW, "lower": _MOVES, "raise": _MOVES},
+        decode=frozenset({"low_rank"}),
+        layers=("query, key, value", "output"),
+        peer="cuBLAS",
+    ),
+    module="still_kernels.low_rank_matmul.triton_low_rank",
+    covers="products with dense weights have",
+    blocks=dict(zip(PLAN.constants, ("low_rank.BN", "lower.BM", "lower.BN", "raise.BM", "raise.BN"), strict=True)),
+    optional={"base": "base"},
+)

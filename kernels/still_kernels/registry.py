@@ -1,0 +1,66 @@
+"""The kernels of every op, found by its spec: what compiles, packs, times and tunes asks here; no op's own module does."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from still_graphs.errors import UnsupportedError
+from still_graphs.ops import OPS
+from still_kernels.op_kernels import Op, OpKernels
+
+if TYPE_CHECKING:
+    from still_kernels.work import OpWork
+
+
+def op_names() -> list[str]:
+    """Ops that have kernels."""
+    return [name for name in OPS if _has_kernels(name)]
+
+
+def op_of(name: str) -> Op:
+    """What there is of an op, by its name in ONNX.
+
+    Raises:
+        UnsupportedError: It has no kernels.
+    """
+    if name not in OPS or not _has_kernels(name):
+        raise UnsupportedError(
+            f"op {name} has no GPU kernels; those that have: {', '.join(op_names())}. "
+            "Export with --to onnx, which runs every op on the CPU."
+        )
+    op: Op = import_module(_place(name)).OP
+    return op
+
+
+def kernels_of(name: str) -> OpKernels:
+    """The kernels of an op; errors as of `op_of`."""
+    return op_of(name).kernels
+
+
+def work_of(name: str) -> OpWork:
+    """What bench and tune ask of an op.
+
+    Raises:
+        UnsupportedError: It has nothing to say.
+    """
+    work = op_of(name).work
+    if work is None:
+        raise UnsupportedError(f"op {name} says nothing of its calls, so it can be neither timed nor tuned.")
+    return work()
+
+
+def _place(name: str) -> str:
+    spec = OPS[name]
+    return f"{spec.home}.op" if spec.home else f"still_kernels.{spec.torch_name}.op"
+
+
+def _has_kernels(name: str) -> bool:
+    place = _place(name)
+    try:
+        return find_spec(place) is not None
+    except ModuleNotFoundError as error:
+        if not place.startswith(str(error.name)):  # a library that its folder imports
+            raise
+        return False
