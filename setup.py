@@ -12,6 +12,9 @@ setup(
     packages=[p for name, root in ROOTS.items() for p in find_packages(root, include=[name, f"{name}.*"])]
     + ["still_plugins"],
     package_dir={**{name: f"{root}/{name}" for name, root in ROOTS.items()}, "still_plugins": "plugins"},
-    package_data={"still_plugins": ["**/*"], "still_export": ["report/page.html", "linearization/recipes/*.yaml"]},
+    package_data={
+        "still_plugins": ["**/*"],
+        "still_export": ["package/manifest.schema.json", "report/page.html", "linearization/recipes/*.yaml"],
+    },
     include_package_data=False,
 )

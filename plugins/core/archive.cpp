@@ -1,6 +1,7 @@
 #include "archive.h"
 
 #include "error.h"
+#include "json.h"
 #include "plan.h"
 
 #include <algorithm>
@@ -68,15 +69,15 @@ std::string difference(std::vector<Variant const*> const& variants, Key const& k
 
 void check_format(Json const& json, std::string const& format, int64_t version, std::string const& source)
 {
-    if (json.at("format").string() != format || json.at("version").integer() != version)
-        fail(source, ": ", json.at("format").string(), " version ", json.at("version").integer(), "; this library reads ", format,
+    if (text_of(json.at("format")) != format || integer_of(json.at("version")) != version)
+        fail(source, ": ", text_of(json.at("format")), " version ", integer_of(json.at("version")), "; this library reads ", format,
             " version ", version, ". Build the archive and the library from one version.");
 }
 
 // The integer `name` of an index, in least..most: what is cast to fewer bits later, or sizes memory.
 int64_t integer(Json const& json, char const* name, int64_t least, int64_t most, std::string const& source)
 {
-    int64_t const value = json.at(name).integer();
+    int64_t const value = integer_of(json.at(name));
     if (value < least || value > most)
         fail(source, ": ", name, "=", value, " is outside ", least, "..", most, "; the archive is damaged.");
     return value;
@@ -93,17 +94,17 @@ int read_architecture(std::string const& text, std::string const& source)
 
 KernelArgument read_argument(Json const& json, std::string const& source)
 {
-    KernelArgument argument{json.at("name").string(), json.at("type").string(), {}, {}, {}};
+    KernelArgument argument{text_of(json.at("name")), text_of(json.at("type")), {}, {}, {}};
     if (argument.type != "descriptor")
         return argument;
-    argument.element = json.at("element").string();
+    argument.element = text_of(json.at("element"));
     argument.swizzle = static_cast<int>(integer(json, "swizzle", 0, kMaxSwizzle, source));
-    auto const& box = json.at("box").items();
+    auto const& box = items_of(json.at("box"));
     if (box.size() != 2)
         fail(source, ": the descriptor ", argument.name, " has no two dimensions; the archive is damaged.");
     for (size_t i = 0; i < 2; ++i)
     {
-        int64_t const size = box[i].integer();
+        int64_t const size = integer_of(box[i]);
         if (size < 1 || size > kMaxBox)
             fail(source, ": the descriptor ", argument.name, " has blocks of ", size, " rows or columns; the archive is damaged.");
         argument.box[i] = static_cast<uint32_t>(size);
@@ -115,15 +116,15 @@ Kernel read_kernel(std::string const& name, Json const& json, std::map<std::stri
 {
     Kernel kernel;
     kernel.name = name;
-    kernel.symbol = json.at("symbol").string();
+    kernel.symbol = text_of(json.at("symbol"));
     kernel.threads = static_cast<unsigned>(integer(json, "threads", 1, 1024, source));
     kernel.shared_bytes = static_cast<unsigned>(integer(json, "shared_bytes", 0, 1 << 20, source));
     kernel.trailing_nulls = static_cast<size_t>(integer(json, "trailing_null_pointers", 0, 64, source));
-    for (Json const& argument : json.at("args").items())
+    for (Json const& argument : items_of(json.at("args")))
         kernel.arguments.push_back(read_argument(argument, source));
-    auto const cubin = cubins.find(json.at("cubin").string());
+    auto const cubin = cubins.find(text_of(json.at("cubin")));
     if (cubin == cubins.end())
-        fail(source, ": the cubin ", json.at("cubin").string(), " of kernel ", name, " is missing.");
+        fail(source, ": the cubin ", text_of(json.at("cubin")), " of kernel ", name, " is missing.");
     kernel.cubin = cubin->second;
     return kernel;
 }
@@ -178,6 +179,18 @@ void Archive::add_file(std::string const& path)
 
 void Archive::add(std::string_view bytes, std::string const& source)
 {
+    try
+    {
+        read(bytes, source);
+    }
+    catch (Json::exception const& error)
+    {
+        fail(source, ": ", error.what(), "; the archive is damaged.");
+    }
+}
+
+void Archive::read(std::string_view bytes, std::string const& source)
+{
     constexpr size_t header = kMagic.size() + sizeof(uint64_t);
     if (bytes.size() < header || bytes.substr(0, kMagic.size()) != kMagic)
         fail(source, ": not an archive of kernels (it does not begin with ", kMagic, ").");
@@ -185,15 +198,15 @@ void Archive::add(std::string_view bytes, std::string const& source)
     std::memcpy(&length, bytes.data() + kMagic.size(), sizeof(length));
     if (length > bytes.size() - header)
         fail(source, ": truncated; the index has ", length, " bytes, the file ", bytes.size(), ".");
-    Json const pack = Json::parse(bytes.substr(header, length), source);
+    Json const pack = parse_json(bytes.substr(header, length), source);
     check_format(pack, kPackFormat, kPackVersion, source);
     size_t const blobs = (header + length + 15) / 16 * 16;
 
     std::map<std::string, std::string_view> cubins;
-    for (auto const& [name, place] : pack.at("cubins").members())
+    for (auto const& [name, place] : members_of(pack.at("cubins")))
     {
-        auto const offset = static_cast<uint64_t>(place.at("offset").integer());
-        auto const size = static_cast<uint64_t>(place.at("size").integer());
+        auto const offset = static_cast<uint64_t>(integer_of(place.at("offset")));
+        auto const size = static_cast<uint64_t>(integer_of(place.at("size")));
         if (blobs > bytes.size() || offset > bytes.size() - blobs || size > bytes.size() - blobs - offset)
             fail(source, ": truncated; the cubin ", name, " ends at byte ", blobs + offset + size, ", the file has ", bytes.size(), ".");
         cubins[name] = bytes.substr(blobs + offset, size);
@@ -201,13 +214,13 @@ void Archive::add(std::string_view bytes, std::string const& source)
 
     std::deque<Variant> found;
     auto plans = mPlans;
-    for (Json const& index : pack.at("indexes").items())
+    for (Json const& index : items_of(pack.at("indexes")))
     {
         check_format(index, kIndexFormat, kIndexVersion, source);
-        std::string const full = index.at("op").string(); // its domain, "::" and its name
+        std::string const full = text_of(index.at("op")); // its domain, "::" and its name
         OpSpec const& spec = op_spec(full.substr(full.rfind(':') + 1));
-        if (index.at("op_version").integer() != spec.version)
-            fail(source, ": kernels of ", spec.name, " version ", index.at("op_version").integer(), "; this library has version ",
+        if (integer_of(index.at("op_version")) != spec.version)
+            fail(source, ": kernels of ", spec.name, " version ", integer_of(index.at("op_version")), "; this library has version ",
                 spec.version, ". Build the archive and the library from one version.");
         auto const plan = std::make_shared<Plan const>(index.at("plan"), spec, source);
         auto& known = plans[{spec.name, spec.version}];
@@ -215,18 +228,18 @@ void Archive::add(std::string_view bytes, std::string const& source)
             fail(source, ": its launch plan of ", spec.name, " is another one than that of the kernels loaded before. Build all archives ",
                 "from one version.");
         known = plan;
-        for (Json const& item : index.at("variants").items())
+        for (Json const& item : items_of(index.at("variants")))
         {
             Variant variant;
             variant.op = spec.name;
             variant.op_version = spec.version;
-            variant.architecture = read_architecture(item.at("arch").string(), source);
-            for (auto const& [name, value] : item.at("key").members())
-                variant.key[name] = value.text();
-            for (auto const& [name, value] : item.at("constants").members())
-                if (value.kind() == Json::Kind::kNumber)
-                    variant.constants[name] = value.integer();
-            for (auto const& [name, kernel] : item.at("kernels").members())
+            variant.architecture = read_architecture(text_of(item.at("arch")), source);
+            for (auto const& [name, value] : members_of(item.at("key")))
+                variant.key[name] = value.is_string() ? text_of(value) : value.is_boolean() ? (value.get<bool>() ? "1" : "0") : value.dump();
+            for (auto const& [name, value] : members_of(item.at("constants")))
+                if (value.is_number())
+                    variant.constants[name] = integer_of(value);
+            for (auto const& [name, kernel] : members_of(item.at("kernels")))
                 variant.kernels[name] = read_kernel(name, kernel, cubins, source);
             found.push_back(std::move(variant));
         }

@@ -4,8 +4,6 @@
 // A variant is what one call uses: all kernels of an op, compiled for one architecture and one set of choices (its key).
 #pragma once
 
-#include "json.h"
-
 #include <cstdint>
 #include <deque>
 #include <map>
@@ -86,6 +84,8 @@ public:
     std::deque<Variant> const& variants() const { return mVariants; }
 
 private:
+    void read(std::string_view bytes, std::string const& source);
+
     std::vector<std::vector<char>> mFiles;
     std::map<std::pair<std::string, int>, std::shared_ptr<Plan const>> mPlans; // by op and its version
     std::deque<Variant> mVariants; // addresses stay valid

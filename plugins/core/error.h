@@ -1,6 +1,7 @@
 // The one exception of the core. Its text is meant for the user: what is wrong, with values; what to do.
 #pragma once
 
+#include <algorithm>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -20,7 +21,9 @@ template <typename... Parts>
 {
     std::ostringstream text;
     (text << ... << parts);
-    throw Error(text.str());
+    std::string said = text.str();
+    std::replace(said.begin(), said.end(), '\0', ' '); // where what() would end
+    throw Error(said);
 }
 
 } // namespace still

@@ -2,8 +2,9 @@
 // may come from a stranger, so names, types and sizes are checked when they are read, and arithmetic when it is done.
 #pragma once
 
-#include "json.h"
 #include "op_spec.h"
+
+#include <nlohmann/json_fwd.hpp>
 
 #include <cstdint>
 #include <map>
@@ -13,6 +14,8 @@
 
 namespace still
 {
+
+using Json = nlohmann::json;
 
 enum class ValueKind : uint8_t { kInteger, kReal, kText };
 

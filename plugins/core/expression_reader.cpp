@@ -1,6 +1,7 @@
 // Expressions from the archive's index; expression.cpp computes them.
 #include "error.h"
 #include "expression.h"
+#include "json.h"
 
 #include <algorithm>
 #include <cmath>
@@ -30,10 +31,10 @@ public:
             mScope.refuse("an expression is larger than the library takes");
         size_t const at = mNodes.size();
         mNodes.push_back({Operator::kNumber, ValueKind::kInteger, 0, 0, {}});
-        if (data.kind() == Json::Kind::kNumber)
-            mNodes[at].integer = data.integer();
+        if (data.is_number())
+            mNodes[at].integer = integer_of(data);
         else
-            list(data.items(), at, depth);
+            list(items_of(data), at, depth);
         mNodes[at].end = mNodes.size();
         return mNodes[at].kind;
     }
@@ -62,11 +63,11 @@ private:
         return found == shapes.end() ? nullptr : &found->second;
     }
 
-    void list(std::vector<Json> const& items, size_t at, int depth)
+    void list(Json::array_t const& items, size_t at, int depth)
     {
         if (items.size() < 2)
             mScope.refuse("an expression lacks its parts");
-        std::string const& name = items[0].string();
+        std::string const& name = text_of(items[0]);
         if (Shape const* const shape = shape_of(name))
         {
             parts(items, name, shape->parts);
@@ -111,16 +112,16 @@ private:
         return found != operators.end();
     }
 
-    void parts(std::vector<Json> const& items, std::string const& name, size_t count) const
+    void parts(Json::array_t const& items, std::string const& name, size_t count) const
     {
         if (items.size() != count + 1)
             mScope.refuse(name + " takes " + std::to_string(count) + " parts, got " + std::to_string(items.size() - 1));
     }
 
-    void leaf(std::vector<Json> const& items, std::string const& source, size_t at)
+    void leaf(Json::array_t const& items, std::string const& source, size_t at)
     {
         parts(items, source, source == "dim" ? 2 : 1);
-        std::string const& name = items[1].string();
+        std::string const& name = text_of(items[1]);
         if (source == "text")
         {
             mNodes[at] = {Operator::kText, ValueKind::kText, 0, 0, name};
@@ -139,7 +140,7 @@ private:
         mNodes[at] = {Operator::kName, mScope.mKinds[slot], 0, static_cast<int64_t>(slot), {}};
     }
 
-    size_t outer(std::vector<Json> const& items, std::string const& source, std::string const& name)
+    size_t outer(Json::array_t const& items, std::string const& source, std::string const& name)
     {
         OpSpec const& spec = mScope.spec();
         if (source == "size" && has_symbol(spec, name))
@@ -163,7 +164,7 @@ private:
         mScope.refuse("the " + source + " " + name + " is unknown");
     }
 
-    size_t tensor(std::vector<Json> const& items, std::string const& source, std::string const& name)
+    size_t tensor(Json::array_t const& items, std::string const& source, std::string const& name)
     {
         for (TensorSpec const& input : mScope.spec().inputs)
         {
@@ -171,7 +172,7 @@ private:
                 continue;
             if (source == "has")
                 return mScope.leaf(Leaf::Source::kHas, input.name, 0, ValueKind::kInteger);
-            int64_t const axis = items[2].integer();
+            int64_t const axis = integer_of(items[2]);
             if (axis < 0 || axis >= static_cast<int64_t>(input.shape.size()))
                 mScope.refuse(name + " has no dimension " + std::to_string(axis));
             return mScope.leaf(Leaf::Source::kDim, input.name, static_cast<int>(axis), ValueKind::kInteger);

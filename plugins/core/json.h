@@ -1,49 +1,24 @@
-// A small JSON reader: the archive's index, a package's manifest. Strict enough to fail on a truncated file.
+// JSON of the archive's index and of a package's manifest: nlohmann/json, strict where it would convert in silence.
 #pragma once
 
+#include <nlohmann/json.hpp>
+
 #include <cstdint>
-#include <map>
 #include <string>
 #include <string_view>
-#include <vector>
 
 namespace still
 {
 
-class Json
-{
-public:
-    enum class Kind { kNull, kBool, kNumber, kString, kArray, kObject };
+using Json = nlohmann::json;
 
-    // Parses a whole document; throws still::Error naming `source` and the byte where the text stops making sense.
-    static Json parse(std::string_view text, std::string const& source);
+// A whole document; throws still::Error naming `source` where the text is no JSON, or has more than 64 lists and objects in one another.
+Json parse_json(std::string_view text, std::string const& source);
 
-    Kind kind() const { return mKind; }
-    bool has(std::string const& name) const { return mKind == Kind::kObject && mMembers.count(name) > 0; }
-
-    // The member `name`; throws when this is no object or has no such member.
-    Json const& at(std::string const& name) const;
-
-    // Values; they throw still::Error when the kind differs.
-    int64_t integer() const;
-    double number() const;
-    bool boolean() const;
-    std::string const& string() const;
-    std::vector<Json> const& items() const;
-    std::map<std::string, Json> const& members() const;
-
-    // A number or string as text, for comparing values of either kind.
-    std::string text() const;
-
-private:
-    friend class JsonReader;
-    void expect(Kind kind, char const* what) const;
-
-    Kind mKind{Kind::kNull};
-    bool mBool{};
-    std::string mString; // a string's value, a number's literal
-    std::vector<Json> mItems;
-    std::map<std::string, Json> mMembers;
-};
+// Values; they throw still::Error where `value` is of another kind.
+int64_t integer_of(Json const& value);
+std::string const& text_of(Json const& value);
+Json::array_t const& items_of(Json const& value);
+Json::object_t const& members_of(Json const& value);
 
 } // namespace still

@@ -11,14 +11,13 @@ extern "C" int LLVMFuzzerTestOneInput(uint8_t const* data, size_t size)
     std::string const text(reinterpret_cast<char const*>(data), size);
     try
     {
-        still::Json const manifest = still::Json::parse(text, "input");
-        still::check_manifest(manifest, "input");
-        for (int64_t const tokens : {int64_t{1}, int64_t{257}, manifest.at("capacity").at("capacity_tokens").integer()})
+        still::Json const manifest = still::parse_manifest(text, "input");
+        for (int64_t const tokens : {int64_t{1}, int64_t{257}, still::integer_of(manifest.at("capacity").at("capacity_tokens"))})
             for (still::State const& state : still::states_for(manifest, tokens))
-                if (still::size_bytes(state, 4) == 0 || state.shape.size() > 8)
+                if (still::size_bytes(state) == 0 || state.shape.size() > 8)
                     std::abort(); // what passes must be what the engine's buffers are made for
-        for (still::Json const& engine : manifest.at("engines").items())
-            still::inside("/nowhere", engine.at("file").string());
+        for (still::Json const& engine : manifest.value("engines", still::Json::array()))
+            still::inside("/nowhere", still::text_of(engine.at("file")));
     }
     catch (still::Error const&)
     {

@@ -26,8 +26,6 @@ class Logger final : public nvinfer1::ILogger
     }
 } sLogger;
 
-size_t item_bytes(std::string const& type) { return type == "float32" || type == "int32" ? 4 : 2; }
-
 size_t item_bytes(nvinfer1::DataType type) { return type == nvinfer1::DataType::kFLOAT || type == nvinfer1::DataType::kINT32 ? 4 : 2; }
 
 cudaStream_t cuda(CuStream stream) { return reinterpret_cast<cudaStream_t>(stream); }
@@ -37,14 +35,16 @@ cudaStream_t cuda(CuStream stream) { return reinterpret_cast<cudaStream_t>(strea
 Engine::Engine(std::string const& folder, std::string const& plugin, int device, bool trust)
     : mFolder(folder), mTrust(trust), mManifest(read_manifest(folder)), mDriver(Driver::get())
 {
-    if (mManifest.at("engines").items().empty())
+    if (text_of(mManifest.at("target")) != "trt")
+        fail(folder, " is a package for ", text_of(mManifest.at("target")), "; still_run needs one exported with --to trt.");
+    if (mManifest.value("engines", Json::array()).empty())
         fail(folder, " has no engine yet. Build it on this machine: still-export build ", folder);
-    mEntry = mManifest.at("engines").items()[0];
-    if (mEntry.at("stripped").boolean())
+    mEntry = items_of(mManifest.at("engines"))[0];
+    if (mEntry.value("stripped", false))
         fail("the engine holds no weights (--strip-weights), and taking them from the graph needs TensorRT's Python module. Run it with ", folder,
             "/run_trt.py, or export without --strip-weights.");
-    std::string const& name = mEntry.at("file").string();
-    MappedFile const plan(inside(mFolder, name), mEntry.at("size_bytes").integer());
+    std::string const& name = text_of(mEntry.at("file"));
+    MappedFile const plan(inside(mFolder, name), integer_of(mEntry.at("size_bytes")));
     int handle = 0;
     CuContext context = nullptr;
     mDriver.check(mDriver.deviceGet(&handle, device), "cuDeviceGet");
@@ -52,23 +52,23 @@ Engine::Engine(std::string const& folder, std::string const& plugin, int device,
     mDriver.check(mDriver.ctxSetCurrent(context), "cuCtxSetCurrent");
     mDriver.check(mDriver.streamCreate(&mStream, 1), "cuStreamCreate");
     std::string const architecture = "sm_" + std::to_string(current_architecture());
-    auto const& built = mEntry.at("archs").items();
-    if (std::none_of(built.begin(), built.end(), [&](Json const& item) { return item.string() == architecture; }))
-        fail("the engine was built for ", built[0].string(), ", this GPU is ", architecture, ". Build it again here: still-export build ", folder);
+    auto const& built = items_of(mEntry.at("archs"));
+    if (std::none_of(built.begin(), built.end(), [&](Json const& item) { return text_of(item) == architecture; }))
+        fail("the engine was built for ", text_of(built[0]), ", this GPU is ", architecture, ". Build it again here: still-export build ", folder);
     open_tensorrt(plugin);
     check_native(mManifest, mFolder + "/" + name, name, plan.data(), plan.bytes(), mTrust);
     mEngine.reset(mRuntime->deserializeCudaEngine(plan.data(), plan.bytes()));
     if (!mEngine)
-        fail("TensorRT refused ", mEntry.at("file").string(), "; its reason stands above. Build it again: still-export build ", mFolder);
+        fail("TensorRT refused ", text_of(mEntry.at("file")), "; its reason stands above. Build it again: still-export build ", mFolder);
     make_contexts();
 }
 
 void Engine::open_tensorrt(std::string const& plugin)
 {
-    std::string const version = mEntry.at("tensorrt").string();
+    std::string const version = text_of(mEntry.at("tensorrt"));
     int const major = std::atoi(version.c_str());
     // A version-compatible plan brings its own runtime and the plugin library.
-    bool const compatible = mManifest.at("trt").at("version_compatible").boolean();
+    bool const compatible = mManifest.at("trt").at("version_compatible").get<bool>();
     if (compatible ? major > NV_TENSORRT_MAJOR : major != NV_TENSORRT_MAJOR)
         fail("the engine was built by TensorRT ", version, ", this program for TensorRT ", NV_TENSORRT_MAJOR, ". Build still_run with its headers.");
     std::string const generation = std::to_string(NV_TENSORRT_MAJOR);
@@ -150,15 +150,15 @@ void Engine::start(int64_t tokens)
         mDriver.check(mDriver.memsetD8Async(buffer->address(), 0, buffer->bytes(), mStream), "cuMemsetD8Async");
         mBuffers[name] = std::move(buffer);
     };
-    size_t const rows = mManifest.at("model").at("all_logits").boolean() ? static_cast<size_t>(mEntry.at("prefill_tokens").integer()) : 1;
-    add("input_ids", 4 * static_cast<size_t>(mEntry.at("prefill_tokens").integer()));
+    size_t const rows = mManifest.at("model").at("all_logits").get<bool>() ? static_cast<size_t>(integer_of(mEntry.at("prefill_tokens"))) : 1;
+    add("input_ids", 4 * static_cast<size_t>(integer_of(mEntry.at("prefill_tokens"))));
     for (char const* name : {"new_tokens", "past_length", "present_length"})
         add(name, 4);
     add("next_token", 4 * rows);
-    add("logits", rows * item_bytes(mEngine->getTensorDataType("logits")) * static_cast<size_t>(mManifest.at("model").at("vocab_size").integer()));
+    add("logits", rows * item_bytes(mEngine->getTensorDataType("logits")) * static_cast<size_t>(integer_of(mManifest.at("model").at("vocab_size"))));
     for (State const& state : mStates)
     {
-        add(state.name, size_bytes(state, item_bytes(state.dtype)));
+        add(state.name, size_bytes(state));
     }
     mDriver.check(mDriver.streamSynchronize(mStream), "cuStreamSynchronize");
 }
@@ -221,8 +221,8 @@ int32_t Engine::next_token()
 
 int32_t Engine::prefill(std::vector<int32_t> const& prompt)
 {
-    auto const most = static_cast<size_t>(mEntry.at("prefill_tokens").integer());
-    int64_t const vocabulary = mManifest.at("model").at("vocab_size").integer();
+    auto const most = static_cast<size_t>(integer_of(mEntry.at("prefill_tokens")));
+    int64_t const vocabulary = integer_of(mManifest.at("model").at("vocab_size"));
     for (int32_t const token : prompt)
         if (token < 0 || token >= vocabulary)
             fail("token ", token, " is outside the vocabulary 0..", vocabulary - 1, ".");
@@ -239,7 +239,7 @@ int32_t Engine::prefill(std::vector<int32_t> const& prompt)
         mLength += count;
         last = piece.size() - 1;
     }
-    size_t const row = mManifest.at("model").at("all_logits").boolean() ? last : 0;
+    size_t const row = mManifest.at("model").at("all_logits").get<bool>() ? last : 0;
     mDriver.check(mDriver.memcpyDtoDAsync(mBuffers.at("input_ids")->address(), mBuffers.at("next_token")->address() + 4 * row, 4, mStream),
         "cuMemcpyDtoDAsync");
     return next_token();

@@ -96,7 +96,7 @@ bool is_trusted(std::string const& digest)
 
 void check_name(std::string const& name)
 {
-    bool good = !name.empty() && name.find_first_of(std::string("\\:\0", 3)) == std::string::npos;
+    bool good = name.find_first_of(std::string("\\\0", 2)) == std::string::npos && name.find(':') >= name.find('/');
     for (size_t at = 0; good && at <= name.size();)
     {
         size_t const end = std::min(name.find('/', at), name.size());
@@ -144,10 +144,10 @@ std::string sha256(void const* data, size_t bytes)
 
 void check_native(Json const& manifest, std::string const& path, std::string const& name, void const* data, size_t bytes, bool trust)
 {
-    if (!manifest.at("files").has(name))
+    if (!manifest.at("files").contains(name))
         fail(path, " is not listed in manifest.json, so nothing says what it must be. Export the package again.");
     std::string const digest = sha256(data, bytes);
-    if (digest != manifest.at("files").at(name).at("sha256").string())
+    if (digest != text_of(manifest.at("files").at(name).at("sha256")))
         fail(path, " is not the file that was exported: its SHA-256 differs from the manifest. Copy the package again.");
     if (is_trusted(digest))
         return;

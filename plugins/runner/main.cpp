@@ -109,8 +109,8 @@ void run(Options const& options)
     if (prompt.empty())
         still::fail("the prompt has no tokens.");
     std::set<int64_t> stops;
-    for (still::Json const& item : engine.manifest().at("eos_token_ids").items())
-        stops.insert(item.integer());
+    for (still::Json const& item : still::items_of(engine.manifest().at("eos_token_ids")))
+        stops.insert(still::integer_of(item));
 
     engine.start(static_cast<int64_t>(prompt.size()) + options.tokens - 1); // the last one is not fed
     double const begin = seconds();

@@ -22,10 +22,10 @@ struct State
 int64_t rows_after(Json const& rule, int64_t tokens, int64_t capacity_tokens);
 
 // The states of the package with room for `tokens` tokens of one row; at least one row each, because dimensions of length 0 crash some
-// versions of TensorRT. Throws still::Error where the capacity is smaller, or the manifest's table is damaged.
+// versions of TensorRT. Throws still::Error where the capacity is smaller.
 std::vector<State> states_for(Json const& manifest, int64_t tokens);
 
-// Bytes of a state with elements of `item` bytes; throws still::Error where no machine has so many.
-size_t size_bytes(State const& state, size_t item);
+// Bytes of a state; throws still::Error where no machine has so many.
+size_t size_bytes(State const& state);
 
 } // namespace still

@@ -1,13 +1,14 @@
-"""The part of the manifest that runners use, every field of it checked.
+"""manifest.json, read and checked: by manifest.schema.json, and by the rules that no schema can say.
 
-Standard library only: exports copy this file into packages, for run_ort.py and run_trt.py.
+Standard library only: exports copy this file and the schema into packages, for run_ort.py and run_trt.py. The C++ reader is
+plugins/runner/manifest.cpp; the cases of tests/still_export/package/manifest hold all readers to one another.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,178 +17,180 @@ from still_export.package.refusals import CheckError
 
 FORMAT_VERSION = 2
 """Of manifest.json."""
-DTYPES = ("float32", "float16", "bfloat16")
-MOST_ROWS = 1 << 24
-MOST_TOKENS = 1 << 40
-WHOLE = (1 << 31) - 1
-CHAT = ("start", "system_start", "system_to_user", "user_to_assistant", "assistant_to_user")
+SCHEMA = Path(__file__).with_name("manifest.schema.json")
+"""JSON Schema (2020-12), which still_export/package/manifest.py writes; this file checks the keywords that it has."""
+MOST_DEPTH = 64
+"""Lists and objects within one another: readers without a limit run out of stack."""
+_TYPES = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool, "null": type(None)}
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of the package in `folder`, with every field checked that runners use.
+    """The manifest of the package in `folder`, with every field checked.
 
     Raises:
-        CheckError: There is none, it is damaged, or a field is not what it must be.
+        CheckError: There is none, it is damaged, of another format version, or a field is not what it must be.
     """
     path = inside(folder, MANIFEST)
     if not path.is_file():
         raise CheckError(f"{folder} has no {MANIFEST}: it is no exported package.")
     try:
-        manifest = json.loads(path.read_bytes().decode("utf-8"), parse_constant=_no_constant)
-    except (OSError, ValueError, RecursionError) as error:
+        content = path.read_bytes()
+    except OSError as error:
         raise CheckError(f"{path} is not readable ({error}). Copy the package again.") from error
-    check = _Check(path)
-    version = check.integer(check.table(manifest, ""), "format_version", 1, WHOLE)
-    if version != FORMAT_VERSION:
-        raise CheckError(other_format(path, manifest))
-    check.runner_fields(manifest)
+    return parse_manifest(content, str(path))
+
+
+def parse_manifest(content: bytes, source: str) -> dict[str, Any]:
+    """The same of a file's `content`; `source` names the file."""
+    try:
+        manifest = json.loads(content.decode("utf-8"))
+        _check_plain(manifest, 0)
+    except (ValueError, RecursionError) as error:
+        raise CheckError(f"{source} is not readable ({error}). Copy the package again.") from error
+    version = manifest.get("format_version") if isinstance(manifest, dict) else None
+    if type(version) is int and version != FORMAT_VERSION:
+        raise CheckError(_other_format(source, manifest))
+    schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
+    _Schema(schema["$defs"], source).check(schema, manifest, "")
+    check_rules(manifest, source)
     return dict(manifest)
 
 
-def other_format(path: Path, manifest: dict[str, Any]) -> str:
+def check_rules(manifest: dict[str, Any], source: str) -> None:
+    """What fields of a manifest that has its schema say of each other; CheckError where they disagree."""
+    model, files, names = manifest["model"], manifest["files"], set()
+    if len(model["layer_types"]) != model["layers"]:
+        raise _refusal(
+            source, "model.layer_types", f"has {len(model['layer_types'])} entries for {model['layers']} layers"
+        )
+    growths: dict[str, Any] = {}
+    for i, state in enumerate(manifest["states"]):
+        field, growth, shape = f"states[{i}]", state["growth"], state["shape"]
+        if state["name"] in names:
+            raise _refusal(source, f"{field}.name", f"is that of another state, {state['name']!r:.40}")
+        names.add(state["name"])
+        if state["layer"] >= model["layers"]:
+            raise _refusal(source, f"{field}.layer", f"is {state['layer']}; the model has {model['layers']} layers")
+        if state["op"] not in manifest["ops"]:
+            raise _refusal(source, f"{field}.op", f"is {state['op']!r:.40}, which ops does not have")
+        if growth and growth["axis"] >= len(shape):
+            raise _refusal(source, f"{field}.growth.axis", f"is {growth['axis']}, which the shape does not have")
+        for axis, size in enumerate(shape):
+            name = "batch" if axis == 0 else growth["dimension"] if growth and axis == growth["axis"] else None
+            if (size if isinstance(size, str) else None) != name:
+                raise _refusal(source, f"{field}.shape[{axis}]", f"must be {name or 'a number'}")
+        if growth and (growth["dimension"] == "batch" or growths.setdefault(growth["dimension"], growth) != growth):
+            raise _refusal(source, f"{field}.growth", "must be the rule of the other states of its dimension")
+    for name in files:
+        check_name(name, f"{source}: files")
+    named = [(f"engines[{i}].file", engine["file"]) for i, engine in enumerate(manifest.get("engines", []))]
+    named += [(f'plugins["{major}"]', name) for major, name in manifest.get("plugins", {}).items()]
+    named += [("native.library", manifest["native"]["library"])] if manifest.get("native") else []
+    for field, name in named:
+        if name not in files:
+            raise _refusal(source, field, f"is {name!r:.60}, which files does not list")
+    if (manifest["target"].startswith("trt") or manifest.get("engines")) and manifest.get("trt") is None:
+        raise _refusal(source, "trt", "is missing")
+    for i, place in enumerate((manifest.get("quantization") or {}).get("adapters", [])):
+        if len(place["outputs"]) != len(place["weights"]):
+            raise _refusal(source, f"quantization.adapters[{i}].outputs", "has not one entry for each of the weights")
+
+
+def _refusal(source: str, field: str, what: str) -> CheckError:
+    where = f"{source}: {field}" if field else source
+    return CheckError(f"{where} {what}. Copy the package again, or export the model again.")
+
+
+def _other_format(source: str, manifest: dict[str, Any]) -> str:
     """What to say of a manifest of another format version, with the command that exports the model again."""
     version, command = manifest["format_version"], manifest.get("command")
-    if isinstance(version, int) and version > FORMAT_VERSION:
-        return f"{path} has format version {version}; this still-export reads {FORMAT_VERSION}. Update still-export."
-    again = f": {command}" if isinstance(command, str) and command else "."
-    return (
-        f"{path} has format version {version}; this still-export reads {FORMAT_VERSION}. Export the model again{again}"
-    )
+    said = f"{source} has format version {version}; this still-export reads {FORMAT_VERSION}."
+    if version > FORMAT_VERSION:
+        return f"{said} Update still-export."
+    return f"{said} Export the model again{f': {command}' if isinstance(command, str) and command else '.'}"
 
 
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
+def _check_plain(value: Any, depth: int) -> None:
+    """Raise ValueError where other readers of JSON refuse what Python's takes."""
+    if depth > MOST_DEPTH:
+        raise ValueError("nested too deeply")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{value} is no number of JSON")
+    if isinstance(value, str):
+        value.encode("utf-8")  # not half of a character
+    for item in (*value, *value.values()) if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _check_plain(item, depth + 1)
 
 
-class _Check:
-    """Looks fields up and says what is wrong with them."""
+class _Schema:
+    """A value held against a JSON Schema of the keywords that pydantic writes for manifest.py."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, definitions: dict[str, Any], source: str) -> None:
+        self.definitions, self.source = definitions, source
 
-    def wrong(self, field: str, wanted: str, value: Any) -> CheckError:
-        shown = json.dumps(value) if not isinstance(value, (dict, list)) else f"a {type(value).__name__}"
-        where = f"{self.path}: {field}" if field else str(self.path)
-        return CheckError(f"{where} must be {wanted}, not {shown[:60]}. Copy the package again, or export it again.")
+    def check(self, rule: dict[str, Any], value: Any, field: str) -> None:
+        """Raise CheckError unless `value`, which stands at `field`, has `rule`."""
+        branches = self._branches(rule)
+        own = next((b for b in branches if type(value) is _TYPES.get(b.get("type", ""), type(value))), None)
+        if own is None or not self._fits(own, value):
+            shown = json.dumps(value) if not isinstance(value, (dict, list)) else f"one of {len(value)} entries"
+            wanted = " or ".join(map(_wanted, branches if own is None else [own]))
+            raise _refusal(self.source, field, f"must be {wanted}, not {shown:.60}")
+        if isinstance(value, list):
+            for i, item in enumerate(value):
+                self.check(own.get("items", {}), item, f"{field}[{i}]")
+        if isinstance(value, dict):
+            self._members(own, value, field)
 
-    def get(self, table: dict[str, Any], field: str) -> Any:
-        name = field.rsplit(".", 1)[-1]
-        if name not in table:
-            raise CheckError(f"{self.path}: {field} is missing. Copy the package again, or export it again.")
-        return table[name]
+    def _members(self, rule: dict[str, Any], value: dict[str, Any], field: str) -> None:
+        known, others = rule.get("properties", {}), rule.get("additionalProperties", True)
+        for name in rule.get("required", ()):
+            if name not in value:
+                raise _refusal(self.source, _join(field, name), "is missing")
+        for name, item in value.items():
+            if name not in known and others is False:
+                raise _refusal(self.source, field, f"has {name!r:.40}, which nothing here knows")
+            inner = known.get(name, others)
+            if inner is not True:
+                self.check(inner, item, _join(field, name) if name in known else f'{field}["{name}"]')
 
-    def table(self, value: Any, field: str) -> dict[str, Any]:
-        if not isinstance(value, dict):
-            raise self.wrong(field, "an object", value)
-        return value
+    def _branches(self, rule: dict[str, Any]) -> list[dict[str, Any]]:
+        if "$ref" in rule:
+            return self._branches(self.definitions[rule["$ref"].rpartition("/")[2]])
+        return [b for branch in rule["anyOf"] for b in self._branches(branch)] if "anyOf" in rule else [rule]
 
-    def items(self, table: dict[str, Any], field: str) -> list[Any]:
-        value = self.get(table, field)
-        if not isinstance(value, list):
-            raise self.wrong(field, "a list", value)
-        return value
+    @staticmethod
+    def _fits(rule: dict[str, Any], value: Any) -> bool:
+        """Whether `value`, of the rule's type, has what the rule says of it alone."""
+        if isinstance(value, int) and not rule.get("minimum", value) <= value <= rule.get("maximum", value):
+            return False
+        if isinstance(value, str) and (
+            len(value) < rule.get("minLength", 0) or not re.fullmatch(rule.get("pattern", "(?s).*"), value)
+        ):
+            return False
+        if isinstance(value, list) and not rule.get("minItems", 0) <= len(value) <= rule.get("maxItems", len(value)):
+            return False
+        return value == rule.get("const", value) and value in rule.get("enum", [value])
 
-    def integer(self, table: dict[str, Any], field: str, least: int, most: int) -> int:
-        value = self.get(table, field)
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-            raise self.wrong(field, f"an integer in {least}..{most}", value)
-        return value
 
-    def boolean(self, table: dict[str, Any], field: str) -> bool:
-        value = self.get(table, field)
-        if not isinstance(value, bool):
-            raise self.wrong(field, "true or false", value)
-        return value
+def _join(field: str, name: str) -> str:
+    return f"{field}.{name}" if field else name
 
-    def text(self, table: dict[str, Any], field: str, known: Iterable[str] = ()) -> str:
-        value = self.get(table, field)
-        if not isinstance(value, str) or (known and value not in known):
-            raise self.wrong(field, f"one of {', '.join(known)}" if known else "a text", value)
-        return value
 
-    def state(self, field: str, state: Any, growths: dict[str, Any]) -> None:
-        """One state; `growths` are the rules seen so far, by the dimension that grows."""
-        wanted = {"name", "layer", "op", "shape", "dtype", "in_place", "growth"}
-        if set(self.table(state, field)) != wanted:
-            raise self.wrong(field, f"an object of {', '.join(sorted(wanted))}", state)
-        for name in ("name", "op"):
-            self.text(state, f"{field}.{name}")
-        self.integer(state, f"{field}.layer", 0, MOST_ROWS)
-        self.text(state, f"{field}.dtype", (*DTYPES, "int32", "int64"))
-        self.boolean(state, f"{field}.in_place")
-        shape, growth = self.items(state, f"{field}.shape"), state["growth"]
-        if not 2 <= len(shape) <= 8 or shape[0] != "batch":
-            raise self.wrong(f"{field}.shape", 'of 2 to 8 dimensions, the first "batch"', shape)
-        axis, dimension = -1, None
-        if growth is not None:
-            self.table(growth, f"{field}.growth")
-            axis = self.integer(growth, f"{field}.growth.axis", 1, len(shape) - 1)
-            dimension = self.text(growth, f"{field}.growth.dimension")
-            for name, least in (("rows", 0), ("per", 1), ("lag", 0)):
-                self.integer(growth, f"{field}.growth.{name}", least, MOST_ROWS)
-            self.boolean(growth, f"{field}.growth.fixed")
-            if growths.setdefault(dimension, growth) != growth or dimension == "batch":
-                raise self.wrong(f"{field}.growth", f"the rule that other states have for {dimension}", growth)
-        for i, size in enumerate(shape[1:], 1):
-            if (
-                size != dimension
-                if i == axis
-                else not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MOST_ROWS
-            ):
-                raise self.wrong(
-                    f"{field}.shape[{i}]", f"{dimension!r}" if i == axis else f"an integer in 1..{MOST_ROWS}", size
-                )
-
-    def runner_fields(self, manifest: dict[str, Any]) -> None:
-        model = self.table(self.get(manifest, "model"), "model")
-        self.text(model, "model.dtype", DTYPES)
-        self.integer(model, "model.vocab_size", 1, WHOLE)
-        self.boolean(model, "model.all_logits")
-        capacity = self.table(self.get(manifest, "capacity"), "capacity")
-        self.integer(capacity, "capacity.capacity_tokens", 1, MOST_TOKENS)
-        self.boolean(capacity, "capacity.bounded")
-        self.integer(manifest, "prefill_tokens", 1, 1 << 24)
-        growths: dict[str, Any] = {}
-        names = set()
-        for i, state in enumerate(self.items(manifest, "states")):
-            self.state(f"states[{i}]", state, growths)
-            names.add(state["name"])
-        if len(names) < len(manifest["states"]):
-            raise CheckError(f"{self.path}: states has a name twice. Export the package again.")
-        for i, token in enumerate(self.items(manifest, "eos_token_ids")):
-            self.integer({f"eos_token_ids[{i}]": token}, f"eos_token_ids[{i}]", 0, WHOLE)
-        if manifest.get("chat") is not None:
-            chat = self.table(manifest["chat"], "chat")
-            for name in CHAT:
-                self.text(chat, f"chat.{name}")
-        if manifest.get("native") is not None:
-            native = self.table(manifest["native"], "native")
-            for name in ("library", "system", "machine"):
-                self.text(native, f"native.{name}")
-            archs = self.items(native, "native.archs") if "archs" in native else []
-            if not all(isinstance(arch, str) for arch in archs):
-                raise self.wrong("native.archs", "a list of architectures", archs)
-        if manifest.get("quantization") is not None:
-            self.text(self.table(manifest["quantization"], "quantization"), "quantization.scheme", ("int8", "int4"))
-        for i, engine in enumerate(self.items(manifest, "engines") if "engines" in manifest else ()):
-            field = f"engines[{i}]"
-            self.table(engine, field)
-            for name in ("file", "tensorrt"):
-                self.text(engine, f"{field}.{name}")
-            for name in ("size_bytes", "batch", "prefill_tokens"):
-                self.integer(engine, f"{field}.{name}", 1, 1 << 62)
-            archs = self.items(engine, f"{field}.archs")
-            if not archs or not all(isinstance(arch, str) for arch in archs):
-                raise self.wrong(f"{field}.archs", "a list of architectures", archs)
-        if manifest.get("engines"):
-            options = self.table(self.get(manifest, "trt"), "trt")
-            self.boolean(options, "trt.version_compatible")
-        for name, library in self.table(manifest.get("plugins", {}), "plugins").items():
-            self.text({name: library}, name)
-        for name, entry in self.table(self.get(manifest, "files"), "files").items():
-            field = f'files["{name}"]'
-            check_name(name, f"{self.path}: {field}")
-            self.table(entry, field)
-            self.integer(entry, f"{field}.size_bytes", 0, 1 << 62)
-            if not re.fullmatch("[0-9a-f]{64}", self.text(entry, f"{field}.sha256")):
-                raise self.wrong(f"{field}.sha256", "64 hexadecimal digits", entry["sha256"])
+def _wanted(rule: dict[str, Any]) -> str:
+    """What `rule` asks for, in words."""
+    kind = rule["type"]
+    if "const" in rule or "enum" in rule:
+        return " or ".join(map(str, rule.get("enum") or [rule["const"]]))
+    if kind == "integer":
+        return f"an integer in {rule['minimum']}..{rule['maximum']}"
+    if kind == "array":
+        most = f" to {rule['maxItems']}" if "maxItems" in rule else " or more"
+        return f"a list of {rule['minItems']}{most} items" if "minItems" in rule else "a list"
+    if kind == "string":
+        return (
+            f"a text of {rule['pattern']}"
+            if "pattern" in rule
+            else "a text" + " of a character or more" * ("minLength" in rule)
+        )
+    return {"object": "an object", "boolean": "true or false", "null": "null"}[kind]

@@ -14,10 +14,9 @@ from typing import Any
 
 from still_export.errors import PackageError
 from still_export.package import staging
-from still_export.package.checked import FORMAT_VERSION
+from still_export.package.checked import FORMAT_VERSION, read_manifest
 from still_export.package.external import listed_weights
 from still_export.package.files import MANIFEST, MODEL, PLUGIN, check_hash, inside, listed, sha256
-from still_export.package.manifest import read_manifest
 from still_export.package.refusals import CheckError, RunError
 
 BEFORE = "before"
@@ -113,7 +112,7 @@ def open_package(path: Path, check_hashes: bool = True, check_engines: bool = Tr
             f"{path} has no {MANIFEST}: it is no exported package. Make one with `still-export MODEL --to onnx -o {path}`."
         )
     with as_package_errors():
-        manifest = read_manifest(inside(path, MANIFEST))
+        manifest = read_manifest(path)
         engines = {entry["file"] for entry in manifest.get("engines", [])}
         for name in manifest["files"]:
             again = "export the model again."

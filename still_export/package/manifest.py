@@ -1,18 +1,23 @@
-"""manifest.json as a model: every field that a verb reads, with its type and range."""
+"""manifest.json as a model: every field that a verb reads, with its type and range.
+
+Readers check by the JSON Schema of it (checked.py, plugins/runner/manifest.cpp). `python -m still_export.package.manifest` writes that.
+"""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
+from pydantic.json_schema import GenerateJsonSchema
 
-from still_export.errors import PackageError
-from still_export.fields import Record, check_record
-from still_export.package.checked import CHAT, FORMAT_VERSION, MOST_ROWS, MOST_TOKENS, WHOLE, other_format
-from still_export.package.files import check_name
+from still_export.fields import Record
+from still_export.package.checked import SCHEMA, check_rules
+from still_export.package.files import MANIFEST
 
+WHOLE = (1 << 31) - 1
+MOST_ROWS = 1 << 24
+MOST_TOKENS = 1 << 40
 Whole = Annotated[int, Field(ge=0, le=WHOLE)]
 Count = Annotated[int, Field(ge=1, le=WHOLE)]
 Size = Annotated[int, Field(ge=0, le=1 << 62)]
@@ -42,12 +47,6 @@ class Model(Record):
     linearized: bool
     all_logits: bool
 
-    @model_validator(mode="after")
-    def _one_type_a_layer(self) -> Model:
-        if len(self.layer_types) != self.layers:
-            raise ValueError(f"layer_types has {len(self.layer_types)} entries for layers={self.layers}")
-        return self
-
 
 class Capacity(Record):
     """How many tokens the states are meant to hold, and whether more are refused."""
@@ -57,7 +56,9 @@ class Capacity(Record):
 
 
 class Growth(Record):
-    """How many rows a state has after how many tokens (still_graphs/states.py)."""
+    """How many rows a state has after how many tokens: rows * max(0, ceil(tokens / per) - lag)."""
+
+    model_config = ConfigDict(extra="forbid")
 
     dimension: Annotated[str, Field(min_length=1)]
     axis: Annotated[int, Field(ge=1, le=7)]
@@ -76,21 +77,21 @@ class State(Record):
     layer: Whole
     op: str
     shape: Annotated[list[Annotated[int, Field(ge=1, le=MOST_ROWS)] | str], Field(min_length=2, max_length=8)]
-    dtype: Dtype | Literal["int32", "int64"]
+    dtype: Literal["float32", "float16", "bfloat16", "int32", "int64"]
     in_place: bool
     growth: Growth | None
 
-    @model_validator(mode="after")
-    def _agrees(self) -> State:
-        named = {0: "batch"} | ({self.growth.axis: self.growth.dimension} if self.growth else {})
-        for axis, size in enumerate(self.shape):
-            if (named.get(axis) if isinstance(size, str) else None) != (
-                size if isinstance(size, str) else named.get(axis)
-            ):
-                raise ValueError(f"shape[{axis}] is {size!r}, expected {named.get(axis, 'a number')!r}")
-        if self.growth and self.growth.axis >= len(self.shape):
-            raise ValueError(f"growth.axis={self.growth.axis} is no axis of the shape")
-        return self
+
+class Chat(Record):
+    """Text around the messages of a conversation."""
+
+    __pydantic_extra__: dict[str, str]
+
+    start: str
+    system_start: str
+    system_to_user: str
+    user_to_assistant: str
+    assistant_to_user: str
 
 
 class Native(Record):
@@ -117,12 +118,6 @@ class AdapterPlace(Record):
     inputs: Count
     outputs: list[Count]
 
-    @model_validator(mode="after")
-    def _outputs_of_each(self) -> AdapterPlace:
-        if len(self.outputs) != len(self.weights):
-            raise ValueError(f"outputs has {len(self.outputs)} entries for {len(self.weights)} weights")
-        return self
-
 
 class Quantization(Record):
     """Weights in few bits; `block_size` null: a scale for each output. `nodes`: what computes with them (quantization/policy.py)."""
@@ -135,22 +130,28 @@ class Quantization(Record):
     adapters: list[AdapterPlace] = Field(default_factory=list)
 
 
+class TensorRt(Record):
+    """How engines are built (still_export/engines/options.py)."""
+
+    version_compatible: bool
+
+
 class Engine(Record):
     """An engine that was built."""
 
     file: str
-    size_bytes: Size
+    size_bytes: Annotated[int, Field(ge=1, le=1 << 62)]
     tensorrt: str
     archs: Annotated[list[str], Field(min_length=1)]
     batch: Count
-    prefill_tokens: Count
+    prefill_tokens: Annotated[int, Field(ge=1, le=MOST_ROWS)]
     stripped: bool = False
 
 
 class Manifest(Record):
-    """manifest.json, docs/reference/package.md field by field."""
+    """manifest.json, docs/reference/manifest.md field by field."""
 
-    format_version: Annotated[int, Field(ge=1)]
+    format_version: Literal[2]
     target: Literal["onnx", "genai", "trt", "trt-rtx"]
     command: str
     config: dict[str, Any]
@@ -158,13 +159,13 @@ class Manifest(Record):
     model: Model
     still: dict[str, Any]
     capacity: Capacity
-    prefill_tokens: Annotated[int, Field(ge=1, le=1 << 24)]
+    prefill_tokens: Annotated[int, Field(ge=1, le=MOST_ROWS)]
     states: list[State]
     eos_token_ids: list[Whole]
-    chat: dict[str, str] | None = None
+    chat: Chat | None = None
     native: Native | None = None
     quantization: Quantization | None = None
-    trt: dict[str, Any] | None = None
+    trt: TensorRt | None = None
     engines: list[Engine] = Field(default_factory=list)
     plugins: dict[str, str] = Field(default_factory=dict)
     plugin_layers: dict[str, Whole] = Field(default_factory=dict)
@@ -174,49 +175,20 @@ class Manifest(Record):
 
     @model_validator(mode="after")
     def _agrees(self) -> Manifest:
-        if self.chat is not None and not set(CHAT) <= set(self.chat):
-            raise ValueError(f"chat lacks {', '.join(sorted(set(CHAT) - set(self.chat)))}")
-        if self.target.startswith("trt") and self.trt is None:
-            raise ValueError("trt is missing")
-        rules: dict[str, Growth] = {}
-        for state in self.states:
-            if state.layer >= self.model.layers:
-                raise ValueError(f"states: {state.name} is of layer {state.layer}; model.layers is {self.model.layers}")
-            if state.op not in self.ops:
-                raise ValueError(f"states: {state.name} is of the op {state.op!r:.40}, which ops does not have")
-            if state.growth and rules.setdefault(state.growth.dimension, state.growth) != state.growth:
-                raise ValueError(
-                    f"states: {state.name} grows by another rule than others of {state.growth.dimension!r:.40}"
-                )
-        if len({state.name for state in self.states}) < len(self.states):
-            raise ValueError("states has a name twice")
-        for name in self.files:
-            check_name(name, "files")
-        for field, name in self.named_files():
-            if name not in self.files:
-                raise ValueError(f"{field} is {name!r}, which files does not list")
+        check_rules(self.model_dump(), MANIFEST)
         return self
 
-    def named_files(self) -> list[tuple[str, str]]:
-        """Fields that name a file of the package, with what they name."""
-        named = [(f"engines[{i}].file", engine.file) for i, engine in enumerate(self.engines)]
-        named += [(f"plugins.{major}", name) for major, name in self.plugins.items()]
-        return named + ([("native.library", self.native.library)] if self.native else [])
+
+class _Untitled(GenerateJsonSchema):
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False  # the name of the field again
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest in the file `path`, every field checked.
+def schema_text() -> str:
+    """manifest.schema.json: what a manifest is, for readers without pydantic."""
+    schema = Manifest.model_json_schema(schema_generator=_Untitled)
+    return json.dumps({"$schema": GenerateJsonSchema.schema_dialect, **schema}, indent=1) + "\n"
 
-    Raises:
-        PackageError: It is no manifest of a format that this version reads, or a field is not what it must be.
-    """
-    again = "Copy the package again, or export the model again."
-    try:
-        values = json.loads(path.read_bytes().decode("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise PackageError(f"{path} is not readable ({error}). {again}") from error
-    version = values.get("format_version") if isinstance(values, dict) else None
-    if isinstance(version, int) and not isinstance(version, bool) and version != FORMAT_VERSION:
-        raise PackageError(other_format(path, values))
-    check_record(Manifest, values, path, PackageError, again)
-    return dict(values)
+
+if __name__ == "__main__":
+    SCHEMA.write_text(schema_text(), encoding="utf-8")

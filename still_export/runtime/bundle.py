@@ -7,11 +7,13 @@ this room in its folder `runners`.
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import still_export.package
 import still_graphs
+from still_export.package.checked import SCHEMA
 
 RUNTIME = "runtime"
 SHARED = ("base", "sampling", "text", "conversation", "program")
@@ -45,6 +47,7 @@ def write_programs(folder: Path, runners: Sequence[str]) -> None:
     (folder / RUNTIME / "package").mkdir()
     for name in CHECKS:
         _copy(Path(still_export.package.__file__).parent / f"{name}.py", folder / RUNTIME / "package" / f"{name}.py")
+    shutil.copyfile(SCHEMA, folder / RUNTIME / "package" / SCHEMA.name)
     for runner in runners:
         summary = (sources / f"{runner}.py").read_text(encoding="utf-8").split('"""')[1].split(".")[0] + "."
         program = folder / PROGRAMS[runner]

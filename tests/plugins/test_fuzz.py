@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.manifest_cases import BASE_FILE
 from tests.plugins import builds
 from tests.plugins.core_abi import compile_recorder, write_archive
 from tests.plugins.test_core import variant
@@ -41,7 +42,7 @@ def targets() -> Path:
 def corpus(target: str, folder: Path) -> list[str]:
     """Arguments that name what the target's inputs are made from."""
     if target == "manifest":
-        return ["--text", str(builds.ROOT / "plugins/fuzz/manifest.json")]
+        return ["--text", str(BASE_FILE)]
     if target != "archive":
         return []
     packed = write_archive(folder, [variant(), variant("sm_86")])

@@ -17,6 +17,9 @@ from still_export.package.folder import Package
 from still_export.package.trust import trust_package
 from still_export.runtime.ort import OrtModel
 from still_export.runtime.sampling import Sampling
+from still_export.targets.portable.package import ExportOptions, export_onnx
+from still_export.targets.trt.options import TrtOptions
+from still_export.targets.trt.package import lower_package
 from still_graphs.ops import OPS
 from tests.still_export import fake_tensorrt
 from tests.still_export.tiny import VOCAB, still_model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -151,6 +152,12 @@ def op_list(folders: tuple[Path, ...]) -> str:
     return ";".join(str(folder.resolve()) for folder in folders)
 
 
+def json_headers() -> Path | None:
+    """Include folder of the package nlohmann-json, which comes with still-export[onnx]; None: CMake looks in the usual places."""
+    found = importlib.util.find_spec("nlohmann_json")
+    return Path(found.origin).parent / "include" if found and found.origin else None
+
+
 def run_cmake(source: Path, build: Path, options: dict[str, Path | str | None], target: str = "all") -> Path:
     """Configure the CMake project in `source` and build `target`; paths among the options become absolute, None becomes empty.
 
@@ -170,7 +177,7 @@ def run_cmake(source: Path, build: Path, options: dict[str, Path | str | None], 
     configure = [cmake, "-S", str(source), "-B", str(build)]
     if shutil.which("ninja"):
         configure += ["-G", "Ninja"]
-    for option, value in options.items():
+    for option, value in {"JSON_INCLUDE_DIR": json_headers(), **options}.items():
         configure.append(f"-D{option}={value.resolve() if isinstance(value, Path) else value or ''}")
     for command in (configure, [cmake, "--build", str(build), "--parallel", "--target", target]):
         done = subprocess.run(command, text=True, capture_output=True)
