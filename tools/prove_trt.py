@@ -252,7 +252,7 @@ def demo(session: Session) -> None:
 def small(session: Session) -> None:
     """Build time and speed at SmolLM2-135M's geometry."""
     package = session.place / "small"
-    bench = f"trt-python tools/bench_engine.py {package} --context {SMALL_CONTEXT} --batch 1 --steps 64"
+    bench = f"trt-python -m tools.benchmarks.gpu_package {package} --runtime trt --context {SMALL_CONTEXT} --batch 1 --steps 64"
     built = session.step("build", f"{bench} --build --batch ''", 220)
     build = session.measured("build", built, lambda rows: rows[0]["build_s"])
     if build is not None:
@@ -260,7 +260,10 @@ def small(session: Session) -> None:
         _engine_facts(session, package)
     output = session.step("bench", f"{bench} --layers", 40)
     eager = session.step(
-        "eager", f"python3 tools/bench_torch.py --models base --ways eager --contexts {SMALL_CONTEXT}", 60, bare=True
+        "eager",
+        f"python3 -m tools.benchmarks.torch_generate --models base --ways eager --contexts {SMALL_CONTEXT}",
+        60,
+        bare=True,
     )
     mine = session.measured(
         "small: decode", output, lambda rows: next(r["decode_us"] for r in rows if "decode_us" in r)
@@ -289,12 +292,12 @@ def large(session: Session) -> None:
     """Speed at Llama-3.1-8B's geometry beside full attention; the whole model from fewer layers and a smaller vocabulary."""
     full = session.step(
         "full_attention",
-        f"python3 tools/bench_full_attention.py --layers 4 --context {CONTEXT} --batch 1,8",
+        f"python3 -m tools.benchmarks.full_attention --layers 4 --context {CONTEXT} --batch 1,8",
         100,
         bare=True,
     )
     package = session.place / "large"
-    bench = f"trt-python tools/bench_engine.py {package} --context {CONTEXT} --steps 50"
+    bench = f"trt-python -m tools.benchmarks.gpu_package {package} --runtime trt --context {CONTEXT} --steps 50"
     built = session.step("build", f"{bench} --build --batch ''", 460)
     build = session.measured("build", built, lambda rows: rows[0])
     if build:
@@ -359,7 +362,7 @@ def large_engine(session: Session) -> None:
     """Speed of an engine of Llama-3.1-8B's geometry for longer calls, or with 4 bits, and where its time goes."""
     package = session.place / session.name
     batches = "1,8" if session.name == "large_int4" else "''"
-    bench = f"trt-python tools/bench_engine.py {package} --context {CONTEXT} --steps 50"
+    bench = f"trt-python -m tools.benchmarks.gpu_package {package} --runtime trt --context {CONTEXT} --steps 50"
     if session.step("build", f"{bench} --build --batch ''", 300):
         _engine_facts(session, package)
         output = session.step("bench", f"{bench} --batch {batches} --prefill --layers", 90)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Show that vLLM serves STILL models right. Not in CI: vLLM is installed for it alone. (How fast: tools/bench_vllm.py.)
+"""Show that vLLM serves STILL models right. Not in CI: vLLM is installed for it alone. (How fast: tools/benchmarks/vllm_serving.py.)
 
   python tools/prove_vllm.py [--model FOLDER ...] [--only NAMES] [--requests 12] [--deadline 1500]
 
