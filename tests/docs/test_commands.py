@@ -58,7 +58,7 @@ ELSEWHERE = {
         "needs onnxruntime-genai", "echo [] > peer.json"
     ),
     "still-export verify GENAI --lengths 1,65 --decode-steps 72": Elsewhere("needs onnxruntime-genai"),
-    "python tools/prove_genai.py GENAI --text letter.txt --lengths 8,16 --steps 100": Elsewhere(
+    "python -m tools.benchmarks.genai_turns GENAI --text letter.txt --lengths 8,16 --steps 100": Elsewhere(
         "needs onnxruntime-genai"
     ),
     "still-export linearize BASE --recipe paper --text corpus.txt --sequence-length 2048 --batch-size 16 --precision bf16 -o TRAINED": (

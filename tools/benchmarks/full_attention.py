@@ -1,19 +1,14 @@
-#!/usr/bin/env python3
-"""The baseline of the TensorRT speed targets: full attention in PyTorch, cuDNN attention, CUDA graph, Llama-3.1-8B geometry.
+"""The peer of the speed targets on a GPU: full attention in PyTorch (cuDNN and flash attention), a CUDA graph, Llama-3.1-8B's geometry.
 
-  python tools/bench_full_attention.py --layers 4 --context 65536 --batch 1,8
+  python -m tools.benchmarks.full_attention --layers 4 --context 65536 --batch 1,8
 
-Some layers and a small vocabulary stand for the model: a step costs layers x layer + head (`head_us`). Needs PyTorch alone. `--small`
-shrinks every size, to try the script on a CPU. Results are JSON lines.
+Some layers and a small vocabulary stand for the model: a step costs layers x layer + head (`head_us`). Needs PyTorch. `--small` shrinks
+every size, to try it on a CPU.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,25 +16,38 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tools.benchmarks.common import Call, Findings, in_blocks, numbers, parser_of, replayed, time_calls
+from tools.benchmarks.geometries import GEOMETRIES, LLAMA_8B
+
+VOCABULARY = 32000
+
 
 @dataclass(frozen=True)
-class Geometry:
-    """Sizes of the model."""
+class Sizes:
+    """Of the model."""
 
     layers: int
     context: int
-    heads: int = 32
-    kv_heads: int = 8
-    dim: int = 128
-    hidden: int = 4096
-    inner: int = 14336
-    vocabulary: int = 32000
+    heads: int
+    kv_heads: int
+    dim: int
+    hidden: int
+    inner: int
+    vocabulary: int = VOCABULARY
+
+
+def sizes_of(layers: int, context: int, small: bool) -> Sizes:
+    """Of Llama-3.1-8B, or tiny ones."""
+    if small:
+        return Sizes(layers, context, 4, 2, 16, 64, 96, 50)
+    names = ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "intermediate_size")
+    return Sizes(layers, context, *(GEOMETRIES[LLAMA_8B][name] for name in names))
 
 
 class Model:
     """Random weights; keys and values of `context` tokens are there already."""
 
-    def __init__(self, size: Geometry, batch: int, device: str, dtype: torch.dtype) -> None:
+    def __init__(self, size: Sizes, batch: int, device: str, dtype: torch.dtype) -> None:
         def weight(rows: int, columns: int) -> Tensor:
             return torch.randn(rows, columns, device=device, dtype=dtype) * 0.02
 
@@ -95,66 +103,49 @@ class Model:
         return x + self._mlp(x, weights)
 
 
-def timed(work: Callable[[], object], count: int, device: str) -> float:
-    """Seconds of one `work`, replayed from a CUDA graph on a GPU."""
-    if device == "cuda":
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                work()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            work()
-        work = graph.replay
-        work()
-        torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for _ in range(count):
-        work()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return (time.perf_counter() - begin) / count
+def seconds(work: Call, count: int, device: str) -> float:
+    """Of one `work`, replayed from a CUDA graph on a GPU: the median of five blocks."""
+    cuda = device == "cuda"
+    block = in_blocks(replayed(work) if cuda else work, count, torch.cuda.synchronize if cuda else lambda: None)
+    return time_calls(block, 5).median / count
 
 
 def main() -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--context", type=int, default=65536)
     parser.add_argument("--batch", default="1,8")
     parser.add_argument("--call", type=int, default=2048, help="tokens of a prefill call (default 2048)")
     parser.add_argument("--small", action="store_true", help="tiny sizes, for a CPU")
     options = parser.parse_args()
-    size = Geometry(options.layers, options.context)
-    if options.small:
-        size = Geometry(options.layers, options.context, 4, 2, 16, 64, 96, 50)
+    size, found = sizes_of(options.layers, options.context, options.small), Findings()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.float16 if device == "cuda" else torch.float32
     backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION] if device == "cuda" else [SDPBackend.MATH]
     with torch.no_grad():
         for backend in backends:
-            for batch in map(int, options.batch.split(",")):
+            for batch in numbers(options.batch):
                 row = {"attention": backend.name, "batch": batch, "layers": size.layers, "context": size.context}
                 try:
                     model = Model(size, batch, device, dtype)
                     with sdpa_kernel(backend):
-                        row["decode_us"] = round(timed(model.step, 50, device) * 1e6, 1)
+                        row["decode_us"] = round(seconds(model.step, 10, device) * 1e6, 1)
                     x = model.embedding[model.ids]
-                    row["head_us"] = round(timed(lambda: x @ model.head.T, 50, device) * 1e6, 1)  # noqa: B023
+                    row["head_us"] = round(seconds(lambda: x @ model.head.T, 10, device) * 1e6, 1)  # noqa: B023
                 except RuntimeError as error:  # a backend may refuse a shape; the other one is measured all the same
                     row["failed"] = str(error)[:200]
-                print(json.dumps(row), flush=True)
+                found.add(**row)
         model = Model(size, 1, device, dtype)
         q = torch.randn(1, size.heads, size.context, size.dim, device=device, dtype=dtype)
         k, v = (torch.randn_like(q) for _ in "kv")
         with sdpa_kernel(backends[0]):
-            whole = timed(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), 3, device)
+            whole = seconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), 1, device)
         x = torch.randn(options.call, size.hidden, device=device, dtype=dtype)
-        rest = timed(lambda: model.rest_of_prefill(x), 20, device) * size.context / options.call
+        rest = seconds(lambda: model.rest_of_prefill(x), 4, device) * size.context / options.call
         row = {"prefill_tokens": size.context, "attention_ms": round(whole * 1e3, 2), "rest_ms": round(rest * 1e3, 2)}
-        print(json.dumps({**row, "of": "one layer"}), flush=True)
+        found.add(**row, of="one layer")
+    found.record(options.record, "full attention, PyTorch", {"geometry": LLAMA_8B, "dtype": str(dtype)[6:]}, [])
     return 0
 
 

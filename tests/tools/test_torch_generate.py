@@ -1,26 +1,20 @@
-"""tools/bench_torch.py: runs on a CPU with tiny sizes, and refuses to time a static cache that gives other tokens."""
+"""tools/benchmarks/torch_generate.py: runs on a CPU with tiny sizes, and refuses to time a static cache that gives other tokens."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-TOOL = Path(__file__).resolve().parents[2] / "tools/bench_torch.py"
+from tools.benchmarks import torch_generate
 
 
 @pytest.fixture
 def tool(monkeypatch: pytest.MonkeyPatch) -> Any:
-    spec = importlib.util.spec_from_file_location("bench_torch", TOOL)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(sys, "argv", ["bench_torch.py", "--small", "--contexts", "20", "--steps", "3"])
-    return module
+    monkeypatch.setattr(sys, "argv", ["torch_generate.py", "--small", "--contexts", "20", "--steps", "3"])
+    return torch_generate
 
 
 @pytest.mark.slow

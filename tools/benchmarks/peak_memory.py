@@ -1,15 +1,18 @@
-#!/usr/bin/env python3
 """Run a command and say how much memory it took: of its own (anonymous), and with the files that it mapped.
 
-python tools/peak_memory.py still-export MODEL --to onnx -o DIR
+python -m tools.benchmarks.peak_memory [--record FOLDER] -- still-export MODEL --to onnx -o DIR
 """
 
 from __future__ import annotations
 
+import argparse
+import shlex
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+from tools.benchmarks.common import Findings, parser_of
 
 INTERVAL_S = 0.01
 
@@ -27,11 +30,14 @@ def resident_kb(pid: int) -> dict[str, int]:
     }
 
 
-def main(command: list[str]) -> int:
+def main() -> int:
     """Returns the exit code of the command."""
+    parser = parser_of(__doc__)
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    options = parser.parse_args()
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
-        print(__doc__, file=sys.stderr)
-        return 2
+        parser.error("no command is given")
     peak = {"RssAnon": 0, "VmRSS": 0}
     begin = time.monotonic()
     with subprocess.Popen(command) as child:
@@ -39,12 +45,14 @@ def main(command: list[str]) -> int:
             for name, value in resident_kb(child.pid).items():
                 peak[name] = max(peak[name], value)
             time.sleep(INTERVAL_S)
-    took = time.monotonic() - begin
-    print(
-        f"peak: {peak['RssAnon'] / 1024:,.0f} MiB anonymous, {peak['VmRSS'] / 1024:,.0f} MiB with files; {took:,.1f} s"
+    found = Findings()
+    own, files = (round(peak[name] / 1024) for name in ("RssAnon", "VmRSS"))
+    found.add(
+        anonymous_mib=own, with_files_mib=files, seconds=round(time.monotonic() - begin, 1), exit_code=child.returncode
     )
+    found.record(options.record, "peak memory", {"command": shlex.join(command)}, ["still_export"])
     return child.returncode
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

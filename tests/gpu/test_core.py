@@ -1,24 +1,19 @@
-#!/usr/bin/env python3
 """What the C++ core launches from cubins against what Python launches with Triton, bit for bit, on a GPU.
 
-  python tools/check_core.py --library build/plugins/libstill_core.so [--archive FILE]
-
-Prefill in pieces and single steps of hybrid attention, padded and packed rows, with states of their own and in place. Without an archive
-the kernels are compiled here. The library needs no CUDA to be built: cmake of plugins/, target still_core.
+Prefill in pieces and single steps of hybrid attention, padded and packed rows, with states of their own and in place. The kernels are
+compiled here; the core needs no CUDA to be built.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+pytest.importorskip("triton")
+
 from still_export.targets.trt.plugins import pack_archive
 from still_graphs.ops import HYBRID_ATTENTION
 from still_kernels import aot, launcher
@@ -26,6 +21,8 @@ from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentio
 from still_kernels.hybrid_attention.launch import launch_hybrid_attention
 from still_kernels.hybrid_attention.variants import Variant
 from still_kernels.packing import Packing
+from tests.gpu.conftest import Proof
+from tests.plugins import builds
 from tests.plugins.core_abi import Core
 
 NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.int64: "int64"}
@@ -117,35 +114,29 @@ def check(core: Core, name: str, in_place: bool) -> str:
     return ""
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--library", type=Path, required=True, help="libstill_core.so")
-    parser.add_argument("--archive", type=Path, help="kernels of the cases, packed; default: compile them")
-    parser.add_argument(
-        "--pack", type=Path, help="write these kernels for sm_90 to a file and do nothing else; needs no GPU"
-    )
-    options = parser.parse_args()
-    archive = options.pack or options.archive
-    with tempfile.TemporaryDirectory() as folder:
-        if options.pack or archive is None:
-            arch = 90 if options.pack else launcher.arch_of(torch.device("cuda"))
-            aot.write_archive(
-                Path(folder) / "aot", [arch], "HybridAttention", map(variant_of, CASES.values()), len(CASES)
-            )
-            archive = pack_archive([Path(folder) / "aot"], archive or Path(folder) / "kernels.bin")
-            if options.pack:
-                return 0
-        core = Core(options.library)
-        core.call("still_add_archive", str(archive).encode())
-        torch.zeros(1, device="cuda")
-        failed = 0
-        for name in CASES:
-            for in_place in (False, True):
-                wrong = check(core, name, in_place)
-                failed += bool(wrong)
-                print(f"{name}, {'in place' if in_place else 'states apart'}: {wrong or 'equal'}", flush=True)
-    return 1 if failed else 0
+@pytest.fixture(scope="module")
+def core(tmp_path_factory: pytest.TempPathFactory) -> Core:
+    """The library with the kernels of all cases, for this GPU."""
+    folder = tmp_path_factory.mktemp("core")
+    made = Core(builds.optimized("still_core", "libstill_core.so", folder))
+    arch = launcher.arch_of(torch.device("cuda"))
+    aot.write_archive(folder / "aot", [arch], "HybridAttention", map(variant_of, CASES.values()), len(CASES))
+    made.call("still_add_archive", str(pack_archive([folder / "aot"], folder / "kernels.bin")).encode())
+    torch.zeros(1, device="cuda")
+    return made
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+@pytest.mark.gpu
+@pytest.mark.parametrize("in_place", [False, True], ids=["states apart", "in place"])
+@pytest.mark.parametrize("name", CASES)
+def test_core(name: str, in_place: bool, core: Core, proof: Proof) -> None:
+    proof.subject |= {"op": "HybridAttention", "case": name, "states": "in place" if in_place else "apart"}
+    proof.rooms = ("plugins", "still_kernels")
+    assert check(core, name, in_place) == ""
+
+
+def test_cases_have_kernels() -> None:
+    """Every case is a variant that the kernels have, and its calls fit the capacity that `check` gives."""
+    for case in CASES.values():
+        assert variant_of(case).config().chunk_size
+    assert max(map(sum, zip(*CALLS, strict=True))) < 2048

@@ -1,8 +1,7 @@
-#!/usr/bin/env python3
 """Write a plain model of random bfloat16 weights in shards, tensor by tensor: what the memory of an export is measured with.
 
-  python tools/make_random_model.py llama-1b FOLDER
-  python tools/make_random_model.py llama-8b FOLDER --sparse
+  python -m tools.benchmarks.random_model llama-1b FOLDER
+  python -m tools.benchmarks.random_model llama-8b FOLDER --sparse
 
 Needs the disk, not the memory, of the model; with --sparse (Linux, fallocate) a 32nd of the disk. There is no tokenizer: packages of it
 run on token ids.
@@ -16,32 +15,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-GEOMETRIES: dict[str, dict[str, Any]] = {
-    "llama-1b": dict(  # TinyLlama-1.1B's
-        model_type="llama", hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32,
-        num_key_value_heads=4, head_dim=64, vocab_size=32_000, max_position_embeddings=2048,
-    ),
-    "llama-8b": dict(  # Llama-3.1-8B's
-        model_type="llama", hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=128, vocab_size=128_256, max_position_embeddings=131_072, rope_theta=500_000.0,
-    ),
-    "qwen2.5-1.5b": dict(  # Qwen2.5-Coder-1.5B's
-        model_type="qwen2", hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
-        num_key_value_heads=2, vocab_size=151_936, max_position_embeddings=32_768, rope_theta=1_000_000.0, tie_word_embeddings=True,
-    ),
-    "qwen3.5-0.8b": dict(  # the text of Qwen3.5-0.8B
-        model_type="qwen3_5_text", hidden_size=1024, intermediate_size=3584, num_hidden_layers=24, num_attention_heads=8,
-        num_key_value_heads=2, head_dim=256, vocab_size=248_320, max_position_embeddings=262_144, linear_num_key_heads=16,
-        linear_num_value_heads=16, linear_key_head_dim=128, linear_value_head_dim=128, linear_conv_kernel_dim=4,
-        tie_word_embeddings=True,
-    ),
-}  # fmt: skip
+from tools.benchmarks.geometries import GEOMETRIES, config_of
+
 SHARD_BYTES = 1 << 30
 SPARSE = 32
 """With --sparse one in so many of a matrix's numbers is random, the first ones; the others are zeros that the disk does not store."""
@@ -73,10 +53,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--layers", type=int, help="Layers, for a first try; the geometry's own otherwise.")
     parser.add_argument("--sparse", action="store_true", help="Mostly zeros, in files with holes.")
     given = parser.parse_args(arguments)
-    geometry = {"dtype": "bfloat16", "tie_word_embeddings": False, **GEOMETRIES[given.geometry]}
-    if given.layers:
-        geometry["num_hidden_layers"] = given.layers
-    config = AutoConfig.for_model(**geometry)
+    changed = {"num_hidden_layers": given.layers} if given.layers else {}
+    config = config_of(given.geometry, dtype="bfloat16", **changed)
     given.folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(0)
     shards: list[dict[str, torch.Tensor]] = [{}]

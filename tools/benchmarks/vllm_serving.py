@@ -1,23 +1,19 @@
-#!/usr/bin/env python3
 """Time vLLM with a STILL model of Llama-3.1-8B's sizes, or with full attention: room for requests, prefill, decode, many at once.
 
-  python tools/bench_vllm.py full|full-int4|still|kv_group [--ranks 2] [--eight] [--mixed 48x128] [--long 64x256 --long 64x2048] [--profile]
+  python -m tools.benchmarks.vllm_serving full|full-int4|still|kv_group [--ranks 2] [--eight] [--mixed 48x128] [--long 64x256] [--profile]
 
 Weights are of no meaning (--load-format dummy) and in bfloat16, or in GPTQ's 4 bits (full-int4: all of the layers, not embedding and
 head); a GPU of 100 GB is needed, and nothing else on it. One engine does all of it, and each time is printed when it is there.
 --long COUNTxOUT: so many requests of 64K that come at once, and tokens that each gets;
 --mixed COUNTxOUT: of 100 tokens to 64K, as many of each octave.
 --profile: which kernels a step of 64 rows and one with prompts spend their time in, to $OUT. --tiny: everything at a small size, to try
-the tool without a GPU. vLLM and the plugin are found as tools/prove_vllm.py says.
+the tool without a GPU. vLLM and the plugin are found as tests/gpu/test_vllm.py says.
 """
 
 from __future__ import annotations
 
-import argparse
-import math
 import os
 import random
-import statistics
 import sys
 import tempfile
 import time
@@ -26,7 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from prove_vllm import environment
+from tools.benchmarks.common import Findings, Times, parser_of
+from tools.benchmarks.geometries import GEOMETRIES, LLAMA_8B
+from tools.benchmarks.vllm_process import environment
 
 Loads = list[tuple[int, int]]
 """Requests, and tokens that each gets."""
@@ -41,18 +39,7 @@ GPTQ = {
     "modules_in_block_to_quantize": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
 }
 """What config.json says of weights in 4 bits, with which vLLM takes its fastest kernel (Machete on Hopper, else Marlin)."""
-LLAMA = {
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-}
-"""Of Llama-3.1-8B."""
+LLAMA = GEOMETRIES[LLAMA_8B]
 TINY = {
     **LLAMA,
     "vocab_size": 512,
@@ -83,7 +70,7 @@ TINY_SIZES = Sizes(TINY, long=512, short=64, context=640, rows=4, out=40, steps=
 
 
 @dataclass
-class Times:
+class Run:
     """Seconds for all, until the last first token, and of each later step in which all rows get a token; how many ran at a time."""
 
     total: float = 0.0
@@ -92,9 +79,9 @@ class Times:
     running: int = 0
 
     @property
-    def step_ms(self) -> float:
+    def step_ms(self) -> float | None:
         """Of the median step."""
-        return 1e3 * statistics.median(self.steps or [math.nan])
+        return round(1e3 * Times(tuple(self.steps)).median, 3) if self.steps else None
 
 
 def blank_folder(folder: Path, kind: str, sizes: Sizes) -> Path:
@@ -105,6 +92,7 @@ def blank_folder(folder: Path, kind: str, sizes: Sizes) -> Path:
     from still_export.models.build import family_of, still_family_config
 
     values = {**sizes.geometry, "max_position_embeddings": 2 * sizes.long}
+    values.pop("model_type")
     config: Any = LlamaConfig(**values, architectures=["LlamaForCausalLM"])
     if not kind.startswith("full"):
         scope = "kv_group_max" if kind == "kv_group" else "q_head"
@@ -141,6 +129,7 @@ class Bench:
         import torch
         from vllm import LLM
 
+        self.found = Findings()
         self.name, self.sizes = f"{kind}, {ranks} rank{'s' * (ranks > 1)}", sizes
         self.random = torch.Generator().manual_seed(0)
         self.engine = LLM(
@@ -155,11 +144,12 @@ class Bench:
         ).llm_engine
         self.scheduler = self.engine.engine_core.engine_core.scheduler
         if kind == "full-int4":
-            self.say(f"{sum(self.engine.apply_model(fill_codes))} matrices in 4 bits")
+            self.found.add(engine=self.name, matrices_in_4_bits=sum(self.engine.apply_model(fill_codes)))
 
-    def say(self, text: str) -> None:
-        """Print a finding."""
-        print(f"FOUND {self.name}: {text}", flush=True)
+    def say(self, load: str, run: Run, out: int) -> None:
+        """A row of one load, whose requests got `out` tokens each."""
+        seconds = {"total_s": round(run.total, 3), "prefill_s": round(run.prefill, 3), "step_ms": run.step_ms}
+        self.found.add(engine=self.name, load=load, out=out, **seconds, at_a_time=run.running)
 
     def room(self, tokens: int) -> float:
         """Requests of so many tokens that memory holds."""
@@ -178,9 +168,9 @@ class Bench:
             prompt = torch.randint(5, self.sizes.geometry["vocab_size"], (tokens,), generator=self.random).tolist()
             self.engine.add_request(f"{i} {time.perf_counter()}", {"prompt_token_ids": prompt}, sampling)
 
-    def timed(self, lengths: Sequence[int], out: int) -> Times:
+    def timed(self, lengths: Sequence[int], out: int) -> Run:
         """Requests of so many tokens each, until the last has ended."""
-        times, first, count = Times(), set(), len(lengths)
+        times, first, count = Run(), set(), len(lengths)
         begin = last = said = time.perf_counter()
         made = 0
         self.begin(lengths, out)
@@ -241,43 +231,32 @@ class Bench:
         (folder / f"profile-{self.name}-{name}.txt".replace(" ", "-").replace(",", "")).write_text(
             "\n".join([head, *lines]) + "\n"
         )
-        self.say(head)
+        print(f"{self.name}: {head}", flush=True)
         print("\n".join(lines[:14]), flush=True)
 
     def run(self, eight: bool, mixed: Loads, long: Loads, folder: Path | None) -> None:
         """All measurements, the shortest first."""
         s = self.sizes
-        self.say(f"room for {self.room(s.long):.1f} requests of {s.long}, {self.room(s.short):.0f} of {s.short}")
+        room = {tokens: round(self.room(tokens), 1) for tokens in (s.long, s.short)}
+        self.found.add(engine=self.name, room_for_requests_of=room)
         self.timed([4 * s.short], 8)
         self.timed([s.short] * min(8, s.rows), 8)
         for turn in ("first", "again"):
-            t = self.timed([s.short] * s.rows, s.out)
-            self.say(
-                f"{s.rows} of {s.short}, {s.out} out, {turn}: {t.total:.2f} s, {t.running} at a time, prompts {t.prefill:.2f} s, "
-                f"then {t.step_ms:.2f} ms a step"
-            )
+            self.say(f"{s.rows} of {s.short}, {turn}", self.timed([s.short] * s.rows, s.out), s.out)
         if folder is not None:
             self.profile(folder)
         for turn in ("first", "again"):
-            t = self.timed([s.long], s.steps)
-            self.say(f"1 of {s.long}, {turn}: first token after {t.prefill:.2f} s, then {t.step_ms:.2f} ms a step")
+            self.say(f"1 of {s.long}, {turn}", self.timed([s.long], s.steps), s.steps)
         if eight:
-            t = self.timed([s.long] * 8, s.steps)
-            self.say(f"8 of {s.long}: prompts {t.prefill:.2f} s, then {t.step_ms:.2f} ms a step")
+            self.say(f"8 of {s.long}", self.timed([s.long] * 8, s.steps), s.steps)
         for count, out in mixed:
             least = min(100, s.short)
             lengths = [round(least * (s.long / least) ** ((i + 0.5) / count)) for i in range(count)]
             random.Random(0).shuffle(lengths)
-            t = self.timed(lengths, out)
-            self.say(
-                f"{count} of {min(lengths)} to {max(lengths)} tokens, {sum(lengths)} in all, {out} out: {t.total:.1f} s, {t.running} at a "
-                f"time, prompts {t.prefill:.1f} s"
-            )
+            load = f"{count} of {min(lengths)} to {max(lengths)}, {sum(lengths)} in all"
+            self.say(load, self.timed(lengths, out), out)
         for count, out in long:
-            t = self.timed([s.long] * count, out)
-            self.say(
-                f"{count} of {s.long}, {out} out: {t.total:.1f} s, {t.running} at a time, {count * out / t.total:.0f} tokens a second"
-            )
+            self.say(f"{count} of {s.long}", self.timed([s.long] * count, out), out)
 
 
 def load_of(text: str) -> tuple[int, int]:
@@ -288,7 +267,7 @@ def load_of(text: str) -> tuple[int, int]:
 
 def main() -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--eight", action="store_true", help="8 requests of 64K too")
@@ -301,12 +280,19 @@ def main() -> int:
     found_by = os.environ.get("PYTHONPATH", "")
     os.environ.update(environment(out))
     if not found_by.startswith(str(out / "entry")):
-        os.execv(
-            sys.executable, [sys.executable, *sys.argv]
-        )  # so that this process finds the plugin, as those that vLLM starts
+        # So that this process finds the plugin, as those that vLLM starts.
+        os.execv(sys.executable, [sys.executable, "-m", "tools.benchmarks.vllm_serving", *sys.argv[1:]])
     small = {"gpu_memory_utilization": 0.3, "enforce_eager": True} if options.tiny else {}
     bench = Bench(options.kind, options.ranks, TINY_SIZES if options.tiny else SIZES, small)
     bench.run(options.eight, options.mixed, options.long, out if options.profile else None)
+    subject = {
+        "geometry": "tiny" if options.tiny else LLAMA_8B,
+        "runtime": "vllm",
+        "kind": options.kind,
+        "ranks": str(options.ranks),
+    }
+    rooms = ["still_export.serving", "still_kernels"]
+    bench.found.record(options.record, f"vLLM, {bench.name}", subject, rooms)
     return 0
 
 

@@ -1,30 +1,29 @@
-#!/usr/bin/env python3
 """Speed of PyTorch: a Transformer and the STILL model of its geometry side by side, `generate` eager and with a static cache, and prefill.
 
-  PYTHONPATH=.:kernels:graphs python tools/bench_torch.py
-  PYTHONPATH=.:kernels:graphs python tools/bench_torch.py --geometry llama-8b --contexts 65536 --ways "" --calls 2048,16384
+  python -m tools.benchmarks.torch_generate
+  python -m tools.benchmarks.torch_generate --geometry llama-8b --contexts 65536 --ways "" --calls 2048,16384
 
 Random weights. SmolLM2-135M's geometry has the softmax layers and window factors of assets/smollm2-135m-instruct-mixed-2, Llama-3.1-8B's is
 all hybrid. First the static cache must give the tokens of the dynamic one, compiled on this machine as a whole. A token's time is the
-median between two ends of a step, as `generate` runs them; `--calls` times a prompt that is fed in calls of so many tokens. Needs torch,
-transformers and, for the STILL model, pydantic; no network. `--small` shrinks every size, to try the script on a CPU. Each result is one
-JSON line, then a table; the exit code is 1 where tokens differ.
+median between two ends of a step, as `generate` runs them; `--calls` times a prompt that is fed in calls of so many tokens. `--small`
+shrinks every size, to try it on a CPU. Each result is one JSON line, then a table; the exit code is 1 where tokens differ.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import statistics
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
+from transformers import CompileConfig, LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
 
-ADAPTER = Path(__file__).parents[1] / "assets/smollm2-135m-instruct-mixed-2/adapter_config.json"
+from tools.benchmarks.common import Findings, Times, numbers, parser_of, time_calls
+from tools.benchmarks.geometries import GEOMETRIES, LLAMA_8B, SMOLLM2, config_of
+
+ADAPTER = Path(__file__).parents[2] / "assets/smollm2-135m-instruct-mixed-2/adapter_config.json"
 TARGETS = {"eager": 1.1, "static": 0.9}
 """Most that the STILL model may take, over the base in the same way."""
 
@@ -41,10 +40,9 @@ class Clock(StoppingCriteria):
         self.times.append(time.perf_counter())
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
-    def median_us(self, skip: int) -> float:
-        """Of the steps after the first `skip`."""
-        steps = [b - a for a, b in zip(self.times, self.times[1:], strict=False)]
-        return statistics.median(steps[skip:]) * 1e6
+    def steps(self, skip: int) -> Times:
+        """The steps after the first `skip`."""
+        return Times(tuple(b - a for a, b in zip(self.times, self.times[1:], strict=False))[skip:])
 
 
 class Profile(StoppingCriteria):
@@ -73,27 +71,20 @@ class Profile(StoppingCriteria):
         return "\n".join([f"{launches:8.1f}{total:10.1f}  all", *lines[:rows]])
 
 
-MIXED, LARGE = "smollm2-135m", "llama-8b"
-HEADS = {
-    MIXED: dict(num_attention_heads=9, num_key_value_heads=3, head_dim=64, tie_word_embeddings=True),
-    LARGE: dict(num_attention_heads=32, num_key_value_heads=8, head_dim=128, rope_theta=5e5),
-}
-SIZES = {
-    MIXED: dict(hidden_size=576, intermediate_size=1536, num_hidden_layers=30, vocab_size=49152),
-    LARGE: dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, vocab_size=128256),
-}
 TINY = dict(intermediate_size=48, num_hidden_layers=3, vocab_size=97)
 
 
-def base_config(small: bool, geometry: str = MIXED, layers: int | None = None) -> LlamaConfig:
+def base_config(small: bool, geometry: str = SMOLLM2, layers: int | None = None) -> Any:
     """A geometry's, or a tiny one whose heads the kernels have."""
-    heads = HEADS[geometry]
-    sizes = {**TINY, "hidden_size": 4 * heads["num_attention_heads"]} if small else dict(SIZES[geometry])
+    sizes: dict[str, Any] = {}
+    if small:
+        sizes = {**TINY, "hidden_size": 4 * GEOMETRIES[geometry]["num_attention_heads"]}
     sizes |= {} if layers is None else {"num_hidden_layers": layers}
-    return LlamaConfig(**sizes, **heads, max_position_embeddings=131072 if geometry == LARGE else 16384)
+    sizes |= {"max_position_embeddings": 16384} if geometry == SMOLLM2 else {}
+    return config_of(geometry, **sizes)
 
 
-def base_model(small: bool, geometry: str = MIXED, layers: int | None = None, device: str = "cpu") -> Any:
+def base_model(small: bool, geometry: str = SMOLLM2, layers: int | None = None, device: str = "cpu") -> Any:
     """A plain softmax model with random weights, made on `device` in the default type."""
     torch.manual_seed(0)
     with torch.device(device):
@@ -102,12 +93,12 @@ def base_model(small: bool, geometry: str = MIXED, layers: int | None = None, de
     return model
 
 
-def still_model(base: Any, small: bool, geometry: str = MIXED) -> Any:
+def still_model(base: Any, small: bool, geometry: str = SMOLLM2) -> Any:
     """The STILL model around `base`: mixed as the published one is, or all hybrid."""
     from still_export.mixers.config import StillConfig
     from still_export.models import attach_untrained
 
-    if geometry != MIXED:
+    if geometry != SMOLLM2:
         return attach_untrained(base, StillConfig()).requires_grad_(False)
     values = json.loads(ADAPTER.read_text())["still_config"]
     if small:
@@ -171,11 +162,13 @@ def measure(model: Any, name: str, way: str, context: int, steps: int, profile: 
             ids, attention_mask=torch.ones_like(ids), stopping_criteria=StoppingCriteriaList([recorded]), **given
         )
         print(f"{name}, {way}, {context}: launches and microseconds a token\n{recorded.table()}", flush=True)
+    figures = clock.steps(skip=6).figures("us")
     return {
         "model": name,
         "way": way,
         "context": context,
-        "decode_us": round(clock.median_us(skip=6), 1),
+        "decode_us": round(figures["median_us"], 1),
+        "spread": figures["spread"],
         "first_call_s": round(ready, 1),
         "tokens": tokens[0, context:].tolist(),
     }
@@ -190,19 +183,15 @@ def measure_calls(model: Any, name: str, size: int, context: int) -> dict[str, A
     ids = torch.randint(3, model.config.vocab_size, (1, context), generator=torch.Generator().manual_seed(2))
     ids = ids.to(model.device)
 
-    def prefill(tokens: int) -> float:
+    def prefill(tokens: int) -> None:
         cache = DynamicCache(config=model.config) if name == "base" else StillCache.empty(model.config)
-        if model.device.type == "cuda":
-            torch.cuda.synchronize()
-        begin = time.perf_counter()
         for piece in ids[:, :tokens].split(size, dim=1):
             logits = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
         logits.argmax(-1).tolist()  # waits for the device
-        return time.perf_counter() - begin
 
     with torch.no_grad():
         prefill(min(2 * size, context))
-        seconds = min(prefill(context) for _ in range(2))
+        seconds = time_calls(lambda: prefill(context), 2, 0).best
     return {"model": name, "calls_of": size, "context": context, "prefill_s": round(seconds, 4)}
 
 
@@ -225,14 +214,14 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> int:
     """Command line; exit code 1 where the static cache gives other tokens."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--contexts", default="8000,1024", help="tokens already seen, comma-separated, in order of work"
     )
     parser.add_argument("--models", default="base,still", help="of base, still")
     parser.add_argument("--ways", default="eager,static", help="of eager, static; '' = none")
     parser.add_argument("--calls", default="", help="time prefill in calls of so many tokens, comma-separated")
-    parser.add_argument("--geometry", default=MIXED, choices=SIZES)
+    parser.add_argument("--geometry", default=SMOLLM2, choices=(SMOLLM2, LLAMA_8B))
     parser.add_argument("--layers", type=int, help="fewer layers than the geometry has")
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--limit-s", type=float, default=240, help="start nothing new after so long (default 240)")
@@ -240,19 +229,11 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="tiny sizes, for a CPU")
     options = parser.parse_args()
     begin, models = time.perf_counter(), options.models.split(",")
-    ways, calls = ([x for x in text.split(",") if x] for text in (options.ways, options.calls))
+    ways = [way for way in options.ways.split(",") if way]
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if "still" in models:
-        try:
-            import pydantic  # noqa: F401
-        except ImportError:
-            print("error: the STILL model needs pydantic. Run: pip install pydantic, or leave it out by --models base.")
-            return 2
-        if "static" in ways and not check(device):
-            print(
-                "error: the static cache gives other tokens than the dynamic one, or no CUDA graph; nothing is timed."
-            )
-            return 1
+    if "still" in models and "static" in ways and not check(device):
+        print("error: the static cache gives other tokens than the dynamic one, or no CUDA graph; nothing is timed.")
+        return 1
     dtype = torch.float16 if device == "cuda" else torch.float32
     torch.set_default_dtype(dtype)
     base = base_model(options.small, options.geometry, options.layers, device)
@@ -261,27 +242,23 @@ def main() -> int:
         made["still"] = still_model(base, options.small, options.geometry)
     made = {name: made[name].to(device, dtype) for name in models}
     torch.set_default_dtype(torch.float32)
-    rows: list[dict[str, Any]] = []
-    for context in (int(x) for x in options.contexts.split(",")):
-        for size in map(int, calls):
+    found, rows = Findings(), []
+    for context in numbers(options.contexts):
+        for size, way in [*((size, "") for size in numbers(options.calls)), *((0, way) for way in ways)]:
             for name in models:
                 if time.perf_counter() - begin > options.limit_s:
-                    print(f"not measured for want of time: {name}, calls of {size}, {context}")
-                    continue
-                print(json.dumps(measure_calls(made[name], name, size, context)), flush=True)
-        for way in ways:
-            for name in models:
-                if time.perf_counter() - begin > options.limit_s:
-                    print(f"not measured for want of time: {name}, {way}, {context}")
-                    continue
-                row = {
-                    **measure(made[name], name, way, context, options.steps, options.profile),
-                    "torch": torch.__version__,
-                }
-                rows.append(row)
-                print(json.dumps({k: v for k, v in row.items() if k != "tokens"}), flush=True)
+                    print(f"not measured for want of time: {name}, {way or f'calls of {size}'}, {context}")
+                elif size:
+                    found.add(**measure_calls(made[name], name, size, context))
+                else:
+                    rows.append(measure(made[name], name, way, context, options.steps, options.profile))
+                    found.add(**{key: value for key, value in rows[-1].items() if key != "tokens"})
     if rows:
         print(table(rows))
+    rooms = ["still_export.mixers", "still_export.models", "still_kernels"]
+    found.record(
+        options.record, f"PyTorch, {options.geometry}", {"geometry": options.geometry, "dtype": str(dtype)[6:]}, rooms
+    )
     return 0
 
 

@@ -1,0 +1,130 @@
+"""What proofs on a GPU share: the packages that were prepared for them, TensorRT's own Python, and a record of each.
+
+A proof takes the folder of packages from STILL_GPU_PLACE (`python -m tests.gpu.prepare` makes it, anywhere) and writes a record of what it
+showed into STILL_RECORDS, where that is set. TensorRT 8.6 has a Python of its own: STILL_TENSORRT_ENV is a file for the shell that puts
+`trt-python` and `trt-polygraphy` on the path; without it TensorRT is asked in this Python.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from still_export.proof.records import make_record, write_record
+
+ROOT = Path(__file__).resolve().parents[2]
+PLACE, RECORDS, TENSORRT = "STILL_GPU_PLACE", "STILL_RECORDS", "STILL_TENSORRT_ENV"
+ROOMS = ("still_export.runtime", "still_export.proof", "still_kernels", "plugins")
+OUTCOME = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Keep whether the test passed, for its record."""
+    report = yield
+    if report.when == "call":
+        item.stash[OUTCOME] = report.passed
+    return report
+
+
+def prepared(name: str) -> Path:
+    """A package of STILL_GPU_PLACE; the test is skipped where it is not there."""
+    place = os.environ.get(PLACE)
+    if not place:
+        pytest.skip(f"{PLACE} names no folder of packages; python -m tests.gpu.prepare makes one")
+    if not (found := Path(place).resolve() / name).is_dir():
+        pytest.skip(f"{place} has no {name}; python -m tests.gpu.prepare makes it")
+    return found
+
+
+@dataclass
+class Proof:
+    """What a test shows, for the ledger: who showed it, and the figures that it found on the way."""
+
+    subject: dict[str, str] = field(default_factory=dict)
+    figures: dict[str, Any] = field(default_factory=dict)
+    rooms: tuple[str, ...] = ROOMS
+    versions: dict[str, str] = field(default_factory=dict)
+    seed: int | None = 0
+
+    def of(self, package: Path, **more: str) -> Path:
+        """Say which package it is about; returns it."""
+        manifest = json.loads((package / "manifest.json").read_text(encoding="utf-8"))
+        self.subject |= {
+            "package": package.name,
+            "target": manifest["target"],
+            "dtype": manifest["model"]["dtype"],
+            **more,
+        }
+        return package
+
+
+@pytest.fixture
+def proof(request: pytest.FixtureRequest) -> Iterator[Proof]:
+    """The test's record, written when it has passed or failed; one that was skipped has none."""
+    made, begin = Proof(), time.monotonic()
+    yield made
+    folder, passed = os.environ.get(RECORDS), request.node.stash.get(OUTCOME, None)
+    if folder and passed is not None and made.subject:
+        test = request.node.nodeid.split("/")[-1]
+        figures = {**made.figures, "seconds": round(time.monotonic() - begin, 1)}
+        command = ["pytest", "-m", "gpu or tensorrt", request.node.nodeid]
+        given = {"passed": passed, "seed": made.seed, "command": command, "versions": made.versions}
+        write_record(make_record("proof", test, made.subject, figures, made.rooms, **given), Path(folder))
+
+
+def run_command(command: str | list[str], log: Path, timeout_s: float, **environment: str) -> str:
+    """Run it at the root of this tree; its output. Fails the test, with the end of the output, where it fails or does not end."""
+    shell = ["bash", "-c", command] if isinstance(command, str) else command
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "graphs"), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
+    with log.open("w+", encoding="utf-8") as file:
+        try:
+            done = subprocess.run(
+                shell, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, timeout=timeout_s,
+                env={**os.environ, "PYTHONPATH": paths, **environment},
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            pytest.fail(
+                f"no end within {timeout_s:.0f} s: {command}\n{log.read_text(errors='replace')[-2000:]}", pytrace=False
+            )
+    output = log.read_text(encoding="utf-8", errors="replace")
+    if done.returncode:
+        pytest.fail(f"exit code {done.returncode}: {command}\n{output[-2000:]}", pytrace=False)
+    return output
+
+
+@dataclass
+class TensorRt:
+    """TensorRT's Python, which may be another than this one."""
+
+    folder: Path
+
+    def run(self, command: str, timeout_s: float, name: str) -> str:
+        """A shell command in which `still` is still-export and `polygraphy` is TensorRT's."""
+        head = f'still() {{ {sys.executable} -m still_export.cli.main "$@"; }}; '
+        if other := os.environ.get(TENSORRT):
+            binaries = self.folder / "bin"
+            binaries.mkdir(exist_ok=True)
+            (binaries / "polygraphy").write_text(f'#!/bin/bash\n. {other}\ntrt-polygraphy "$@"\n')
+            (binaries / "polygraphy").chmod(0o755)
+            site = Path(os.environ.get(PLACE, ".")).resolve() / "site"
+            head = (
+                f". {other}; export PATH={binaries}:$PATH PYTHONPATH={site}:{ROOT}:{ROOT}/graphs:{ROOT}/kernels; "
+                'still() { trt-python -m still_export.cli.main "$@"; }; '
+            )
+        return run_command(head + command, self.folder / f"{name}.log", timeout_s, PYTHONUNBUFFERED="1")
+
+
+@pytest.fixture
+def tensorrt(tmp_path: Path) -> TensorRt:
+    """Where TensorRT's programs run, and leave their logs."""
+    return TensorRt(tmp_path)

@@ -1,0 +1,246 @@
+"""Make the packages that tests/gpu proves, where PyTorch and Triton are; no GPU is needed.
+
+  python -m tests.gpu.prepare PLACE small --include HEADERS                   # ONNX Runtime's headers; assets/small in every type
+  python -m tests.gpu.prepare PLACE demo --include HEADERS                    # SmolLM2, float32, float16 and int4: 1 GB
+  python -m tests.gpu.prepare PLACE linear --include HEADERS [--only qwen3_5_text,kimi_linear]
+  python -m tests.gpu.prepare PLACE trt --tensorrt-include INCLUDE [--model FOLDER] [--only demo,verified,mamba2]
+  python -m tests.gpu.prepare PLACE speed --include HEADERS                   # no weights, for tools.benchmarks.gpu_package
+  python -m tests.gpu.prepare PLACE pack                                      # PLACE/part00, part01 ...: what travels, in small pieces
+
+PLACE holds a folder a package and PyTorch's recorded answers beside it (NAME.npz). On the machine with the GPU,
+`STILL_GPU_PLACE=PLACE pytest -m "gpu or tensorrt" tests/gpu` proves what PLACE has; of pieces it is what
+`cat part*/content.tar.* | tar xz -C PLACE` gives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tools.benchmarks.geometries import LLAMA_8B, SMOLLM2, config_of
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL_MODEL, DEMO_ADAPTER = ROOT / "assets/small", ROOT / "assets/smollm2-135m-instruct-mixed-2"
+PART_BYTES = 36_000_000
+LENGTHS = "1,63,64,65,129,512"
+CONTEXT = 65536 + 256
+SMALL = ("small-float32", "small-float16", "small-bfloat16")
+OTHER_GPU = "other-gpu"
+LINEAR_FAMILIES = (
+    *("qwen3_5_text", "granitemoehybrid", "kimi_linear", "falcon_h1", "mamba2", "lfm2", "qwen3_next", "olmo_hybrid"),
+    *("gated_deltanet", "delta_net", "gla", "hgrn2"),
+)
+ENGINE = ("--capacity-tokens", "4096", "--prefill-tokens", "512", "--batch")
+ENGINES: dict[str, tuple[str, ...]] = {
+    "trt-demo": ("--overlay", str(DEMO_ADAPTER), "--capacity-tokens", "8448", "--batch", "1"),
+    "trt-verified": (*ENGINE, "4", "--attach-untrained"),
+    "trt-one_row": (*ENGINE, "1", "--attach-untrained"),
+    "trt-small_model": (*ENGINE, "4"),
+    "trt-small_int4": (*ENGINE, "4", "--quantize", "int4"),
+    **{
+        f"trt-{name}": ("--capacity-tokens", "1024", "--batch", "1", "--prefill-tokens", "512")
+        for name in LINEAR_FAMILIES
+    },
+}
+"""What is proven on TensorRT; `verified` and `one_row` are of --model, linear families random models of two layers each."""
+
+
+def export(target: str, place: Path, name: str, model: Any, *flags: Any, lengths: str | None = LENGTHS) -> Path:
+    """One package, and PyTorch's answers for prompts of `lengths`, without which nothing is recorded."""
+    command = ["still-export", model, "--to", target, *flags, "-o", place / name, "--force", "--quiet"]
+    subprocess.run([str(c) for c in command], check=True)
+    if lengths is not None:
+        record = [
+            "still-export",
+            "verify",
+            place / name,
+            "--record",
+            place / f"{name}.npz",
+            "--lengths",
+            lengths,
+            "--quiet",
+        ]
+        subprocess.run([str(c) for c in record], check=True)
+    return place / name
+
+
+def native(options: argparse.Namespace, arch: str | None = None) -> tuple[str, ...]:
+    """Flags of a package with kernels for ONNX Runtime."""
+    if not options.include:
+        sys.exit("--include: give the folder of onnxruntime_c_api.h.")
+    return ("--native", "--onnxruntime-include", options.include, "--arch", arch or options.arch)
+
+
+def small(options: argparse.Namespace) -> None:
+    """The small model in every type, and once for another GPU."""
+    for name in SMALL:
+        recorded = None if name == "small-bfloat16" else LENGTHS
+        dtype = name.split("-")[1]
+        export("onnx", options.place, name, SMALL_MODEL, *native(options), "--dtype", dtype, lengths=recorded)
+    other = native(options, "sm_80" if options.arch != "sm_80" else "sm_90")
+    export("onnx", options.place, OTHER_GPU, SMALL_MODEL, *other, "--dtype", "float16", lengths=None)
+    export("genai", options.place, "genai", SMALL_MODEL, *native(options)[:-2], lengths=None)
+
+
+def demo(options: argparse.Namespace) -> None:
+    """The demo's model, which has the quality."""
+    import still_export
+
+    model, overlay = still_export.demo_model_path(), ("--overlay", DEMO_ADAPTER, "--capacity-tokens", "8448")
+    for dtype in ("float32", "float16"):
+        export("onnx", options.place, f"demo-{dtype}", model, *native(options), *overlay, "--dtype", dtype)
+    four = (*overlay, "--dtype", "float16", "--quantize", "int4")
+    export("onnx", options.place, "demo-int4", model, *native(options), *four, lengths="1,63,65,129")
+
+
+def linear(options: argparse.Namespace) -> None:
+    """Small random models of linear families."""
+    for family in wanted(options, LINEAR_FAMILIES):
+        model = linear_folder(options.place / "blank", family)
+        for dtype in ("float32", "float16"):
+            flags = ("--capacity-tokens", "1024", "--dtype", dtype)
+            export("onnx", options.place, f"linear-{family}-{dtype}", model, *native(options), *flags)
+    shutil.rmtree(options.place / "blank", ignore_errors=True)
+
+
+def trt(options: argparse.Namespace) -> None:
+    """Packages of ENGINES; those of a model need it."""
+    import still_export
+
+    if not options.tensorrt_include:
+        sys.exit("--tensorrt-include: give the folder of TensorRT's NvInfer.h.")
+    for name in wanted(options, [each.removeprefix("trt-") for each in ENGINES]):
+        if name in LINEAR_FAMILIES:
+            model: Any = linear_folder(options.place / "blank", name, published=True)
+        elif name == "demo":
+            model = still_export.demo_model_path()
+        elif name.startswith("small"):
+            model = SMALL_MODEL
+        elif options.model:
+            model = options.model
+        else:
+            print(f"left out: {name}, without --model")
+            continue
+        flags = ("--arch", options.arch, "--tensorrt-include", options.tensorrt_include, *ENGINES[f"trt-{name}"])
+        export("trt", options.place, f"trt-{name}", model, *flags)
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-compile",
+        "--only-binary=:all:",
+        "--upgrade",
+        "--target",
+    ]
+    subprocess.run(
+        [*install, options.place / "site", "typer", "rich", "pydantic", "filelock"], check=True
+    )  # for TensorRT's Python
+    shutil.rmtree(options.place / "blank", ignore_errors=True)
+
+
+def speed(options: argparse.Namespace) -> None:
+    """SmolLM2's geometry, and four layers of Llama-3.1-8B's in float16, in longer calls and with 4 bits, without weights: zeros are made
+    here, random numbers there. For TensorRT where --tensorrt-include is given, else for ONNX Runtime."""
+    from still_export.mixers.config import FULL, HYBRID
+
+    kinds = [FULL if i in (17, 18) else HYBRID for i in range(30)]  # as the demo's
+    part = {"num_hidden_layers": 4, "vocab_size": 32000}
+    packages: dict[str, tuple[str, dict[str, int], tuple[str, ...], list[str] | None]] = {
+        "smollm2": (SMOLLM2, {}, ("--capacity-tokens", "8448", "--batch", "1"), kinds),
+        "llama": (LLAMA_8B, part, ("--capacity-tokens", str(CONTEXT), "--batch", "8"), None),
+        "llama-calls": (LLAMA_8B, part, ("--capacity-tokens", str(CONTEXT), "--prefill-tokens", "16384"), None),
+        "llama-int4": (LLAMA_8B, part, ("--capacity-tokens", str(CONTEXT), "--batch", "8", "--quantize", "int4"), None),
+    }
+    for name, (geometry, changed, flags, layers) in packages.items():
+        model = blank_folder(options.place / "blank", geometry, layers, **changed)
+        if options.tensorrt_include:
+            own = ("--arch", options.arch, "--tensorrt-include", options.tensorrt_include, *flags)
+            package = export("trt", options.place, f"speed-trt-{name}", model, *own, lengths=None)
+        elif name == "llama-calls":  # a size of an engine; ONNX Runtime takes any
+            continue
+        else:
+            own = (*native(options), "--dtype", "float16", *(f for f in flags if f not in ("--batch", "1", "8")))
+            package = export("onnx", options.place, f"speed-{name}", model, *own, lengths=None)
+        (package / "model.onnx.data").unlink()
+    shutil.rmtree(options.place / "blank", ignore_errors=True)
+
+
+def pack(options: argparse.Namespace) -> None:
+    """What the GPU machine needs, in pieces."""
+    place: Path = options.place
+    for old in place.glob("part*"):
+        shutil.rmtree(old)
+    archive = place / "content.tar.gz"
+    subprocess.run(["tar", "-czf", archive, "--exclude=content.tar.gz", "-C", place, "."], check=True)
+    subprocess.run(["split", "-b", str(PART_BYTES), "-d", archive, place / "content.tar."], check=True)
+    archive.unlink()
+    for number, piece in enumerate(sorted(place.glob("content.tar.[0-9]*"))):
+        folder = place / f"part{number:02d}"
+        folder.mkdir()
+        shutil.move(piece, folder / piece.name)
+        print(folder, (folder / piece.name).stat().st_size)
+
+
+def wanted(options: argparse.Namespace, known: Any) -> list[str]:
+    """Names of --only, or all."""
+    names = options.only.split(",") if options.only else list(known)
+    if unknown := set(names) - set(known):
+        sys.exit(f"--only {', '.join(sorted(unknown))}: unknown; known: {', '.join(known)}.")
+    return names
+
+
+def linear_folder(folder: Path, family: str, published: bool = False) -> Path:
+    """A small random model of a linear family; `published`: with the layers that its published models have beside each other."""
+    from tests.still_export.linear_models import linear_model, published_pair
+
+    shutil.rmtree(folder, ignore_errors=True)
+    linear_model(family, **(published_pair(family) if published else {})).save_pretrained(folder)
+    return folder
+
+
+def blank_folder(folder: Path, geometry: str, layers: list[str] | None, **changed: Any) -> Path:
+    """A STILL model of a geometry in float16, its weights zero; all hybrid without `layers`."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from still_export.mixers.config import StillConfig
+    from still_export.models import attach_untrained
+
+    shutil.rmtree(folder, ignore_errors=True)
+    torch.set_default_dtype(torch.float16)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config_of(geometry, **changed))
+    model.to_empty(device="cpu")
+    model = attach_untrained(model, StillConfig(layer_types=tuple(layers)) if layers else StillConfig())
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.zero_()
+    model.save_pretrained(folder)
+    torch.set_default_dtype(torch.float32)
+    return folder
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = {each.__name__: each for each in (small, demo, linear, trt, speed, pack)}
+    parser.add_argument("place", type=Path)
+    parser.add_argument("packages", choices=made)
+    parser.add_argument("--include", help="folder of onnxruntime_c_api.h")
+    parser.add_argument("--tensorrt-include", help="folder of NvInfer.h")
+    parser.add_argument("--arch", default="sm_90")
+    parser.add_argument("--model", help="model folder that `trt` proves beside those of this repository, untrained")
+    parser.add_argument("--only", help="of the families of linear, of the packages of trt; commas between")
+    options = parser.parse_args()
+    options.place.mkdir(parents=True, exist_ok=True)
+    made[options.packages](options)
+
+
+if __name__ == "__main__":
+    main()

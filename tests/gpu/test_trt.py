@@ -1,0 +1,51 @@
+"""Packages on TensorRT: built, verified by the runner and by polygraphy, and run by both programs, on the GPU.
+
+STILL_GPU_PLACE=PLACE STILL_TENSORRT_ENV=TENSORRT/env.sh pytest -m tensorrt tests/gpu
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.gpu.conftest import Proof, TensorRt, prepared
+from tests.gpu.prepare import ENGINES
+
+pytestmark = pytest.mark.tensorrt
+
+
+def tactics_of(engine: str) -> dict[str, int]:
+    """Which kernels the matrix products run on, and how many of them, by the engine's own list of layers."""
+    found: dict[str, int] = {}
+    for name in re.findall(r'"TacticName": "(\w*gemm_\w*?)_(?:[nt]{2}_n|tilesize)', engine):
+        found[name] = found.get(name, 0) + 1
+    return found
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_engine(name: str, proof: Proof, tensorrt: TensorRt, tmp_path: Path) -> None:
+    """verify passes, polygraphy agrees, and the C++ program gives the Python runner's tokens."""
+    source = proof.of(prepared(name), runtime="trt")
+    package = tmp_path / name
+    shutil.copytree(source, package)  # the engine is built into it
+    tensorrt.run(f"still build {package} --quiet --trust-native", 460, "build")
+    proof.figures["tactics"] = tactics_of((package / "engine.json").read_text(errors="replace"))
+    said = tensorrt.run(f"still verify {package} --runtime trt --calls {source}.npz --quiet", 300, "verify")
+    assert said.rstrip().endswith("PASSED"), said[-2000:]
+    proof.figures["verify"] = said.strip().splitlines()[-2:]
+    rates = re.findall(r"Pass Rate: ([\d.]+)%", tensorrt.run(f"sh {package}/verify/polygraphy.sh", 120, "polygraphy"))
+    assert rates and float(rates[-1]) == 100, rates
+    vocabulary = json.loads((package / "manifest.json").read_text())["model"]["vocab_size"]
+    ids = ",".join(str(7 * i % min(500, vocabulary - 3) + 3) for i in range(600))  # more than a prefill call
+    run = tensorrt.run(f"still run {package} --runtime trt --prompt-ids {ids} --tokens 64 --json --quiet", 90, "run")
+    library = f"export LD_LIBRARY_PATH={os.environ.get('STILL_GPU_PLACE')}/lib:$LD_LIBRARY_PATH; "
+    direct = tensorrt.run(f"{library}{package}/still_run8 {package} --prompt-ids {ids} --tokens 64", 90, "still_run")
+    python = json.loads(next(line for line in run.splitlines() if line.startswith("{")))["tokens"]
+    cpp = [int(x) for x in re.findall(r"^[\d ]+$", direct, re.M)[0].split()]
+    assert cpp and python[: len(cpp)] == cpp[: len(python)]
+    proof.figures["still_run"] = direct.strip().splitlines()[-1]

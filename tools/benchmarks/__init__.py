@@ -1,0 +1,1 @@
+"""Benchmarks, a file each: `python -m tools.benchmarks.NAME --help`, from the root of a clone."""
