@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from still_export.package.trust import trusts
 from still_export.proof.reference import OWN
 from still_export.runtime.cuda_driver import CudaError, Driver
-from still_export.targets.ort.kernels import find_onnxruntime_headers
+from still_export.targets.ort.library import find_library
 from still_export.targets.trt.plugins import SOURCE, PluginBuildError, find_tensorrt_headers
 from still_graphs.states import StateTable
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from still_export.package.folder import Package
 
 DISTRIBUTION = "still-export"
+BUILD_KERNELS = "still-export kernels build"
 
 
 @dataclass(frozen=True)
@@ -104,20 +105,17 @@ def _tools() -> tuple[list[str], list[str]]:
 
 
 def _native() -> Finding:
-    what = "build native CPU kernels (--native)"
+    what = "export with kernels for CPUs (--native)"
+    if library := find_library():
+        return Finding(what, True, str(library))
     if platform.system() != "Linux":
         return Finding(what, False, f"on {platform.system()}", "export on Linux; packages without them run here")
-    found, missing = _tools()
+    _, missing = _tools()
     if not SOURCE.is_dir():
         return Finding(what, False, "without the C++ sources", "install a wheel of still-export, or work in a clone")
     if missing:
-        return Finding(what, False, f"without {', '.join(missing)}", "apt-get install cmake g++")
-    try:
-        found.append(str(find_onnxruntime_headers()))
-    except PluginBuildError:
-        todo = "apt-get install libonnxruntime-dev, or fetch the headers and set STILL_ONNXRUNTIME_INCLUDE"
-        return Finding(what, False, "without ONNX Runtime's C headers", todo)
-    return Finding(what, True, ", ".join(found))
+        return Finding(what, False, f"without {', '.join(missing)}", f"apt-get install cmake g++; {BUILD_KERNELS}")
+    return Finding(what, False, "not built yet", BUILD_KERNELS)
 
 
 def _providers(gpu: str | None) -> Finding:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import shutil
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 
+from still_export.targets.ort.headers import CACHE_VARIABLE
+from still_export.targets.ort.library import cached_library, this_cpu
 from tests.plugins import builds
 
 
@@ -39,8 +43,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_configuration(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Tests write no list of trusted files into the home of who runs them."""
+    """Tests write no list of trusted files into the home of who runs them, and take no kernels from there."""
     os.environ["XDG_CONFIG_HOME"] = str(tmp_path_factory.mktemp("configuration"))
+    os.environ[CACHE_VARIABLE] = str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="session")
@@ -50,3 +55,15 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> str:
         return built
     builds.demand_headers()
     return str(builds.optimized("still_onnxruntime", "onnxruntime/*.so", tmp_path_factory.mktemp("native")))
+
+
+@pytest.fixture(scope="session")
+def kernels_cache(library: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache in which the library was built."""
+    before, folder = os.environ[CACHE_VARIABLE], tmp_path_factory.mktemp("kernels")
+    os.environ[CACHE_VARIABLE] = str(folder)
+    path = cached_library(this_cpu())
+    os.environ[CACHE_VARIABLE] = before
+    path.parent.mkdir(parents=True)
+    shutil.copyfile(library, path)
+    return folder

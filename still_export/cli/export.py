@@ -22,12 +22,14 @@ Examples:
 
     still-export model.gguf --to onnx --attach-untrained --capacity-tokens 32768 -o package
 
-    still-export MODEL_FOLDER --to onnx --native -o package
-
     still-export MODEL_FOLDER --to trt --fp16 --arch sm_87,sm_90 -o package
 
     still-export export --config package/manifest.json -o again
 """
+
+NO_KERNELS = (
+    "without kernels for CPUs, which are faster: still-export kernels build makes them once; later exports take them"
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -102,19 +104,28 @@ def export(
         typer.Option(help="onnx: of ai.onnx, 23, or 27 for hosts with its linear attention.", show_default="23"),
     ] = None,
     native: Annotated[
-        bool, typer.Option("--native", help="onnx: add native kernels for CPUs like this one (cmake, g++).")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--native/--no-native",
+            help="onnx: with kernels for CPUs, built (cmake, g++) where there are none yet, or without.",
+            show_default="with, where they are there",
+        ),
+    ] = None,
+    cpu: Annotated[
+        str | None, typer.Option(help="onnx: CPUs of the kernels: x86_64 or aarch64.", show_default="this machine's")
+    ] = None,
     onnxruntime_include: Annotated[
         Path | None,
-        typer.Option(help="onnx: folder of onnxruntime_c_api.h for --native.", show_default="/usr/include/onnxruntime"),
+        typer.Option(
+            help="onnx: folder of onnxruntime_c_api.h to build them with.",
+            show_default="the usual places, else fetched",
+        ),
     ] = None,
     fp16: Annotated[bool, typer.Option("--fp16", help="trt: half precision (the default there).")] = False,
     bf16: Annotated[bool, typer.Option("--bf16", help="trt: bfloat16, for TensorRT 10 and later.")] = False,
     arch: Annotated[
         str | None,
-        typer.Option(
-            help="GPUs to compile for; onnx: for --native.", show_default="trt: sm_80,sm_86,sm_87,sm_89,sm_90"
-        ),
+        typer.Option(help="GPUs to compile for.", show_default="trt: sm_80,sm_86,sm_87,sm_89,sm_90"),
     ] = None,
     prefill_tokens: Annotated[
         int | None,
@@ -150,6 +161,7 @@ def export(
     from dataclasses import asdict
 
     from still_export.targets.lower import plan_job, read_manifest
+    from still_export.targets.ort.library import find_library
 
     if output is None:
         raise typer.BadParameter("give the package folder to write: -o DIR", param_hint="-o")
@@ -176,7 +188,8 @@ def export(
         "quantize_block": quantize_block,
         "lora": lora,
         "adapters": adapters or None,
-        "native": native or None,
+        "native": native,
+        "cpu": cpu,
         "onnxruntime_include": onnxruntime_include,
         "archs": tuple(arch.split(",")) if arch else None,
         "prefill_tokens": prefill_tokens,
@@ -194,6 +207,8 @@ def export(
         return
     with out.steps() as progress:
         package = job.run(output, force=force, command=command, progress=progress)
+    if job.options.native is None and "native" not in package.manifest and find_library() is None:
+        out.log(NO_KERNELS)
     size = sum(entry["size_bytes"] for entry in package.manifest["files"].values())
     out.result(
         {"package": str(output), "size_bytes": size, "config": asdict(job.options)},

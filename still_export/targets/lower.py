@@ -22,7 +22,7 @@ OF_TENSORRT = ("trt", "trt-rtx")
 TARGETS = (*OF_ONNXRUNTIME, *OF_TENSORRT)
 CACHE_TARGETS = ("onnx", "trt")
 """With keys and values in 8 bits."""
-ONNX_ONLY = ("native", "onnxruntime_include", "opset")
+ONNX_ONLY = ("native", "cpu", "onnxruntime_include", "opset")
 TRT_ONLY = ("batch", "workspace_mib", "version_compatible", "strip_weights", "tensorrt_include", "dump_dir")
 OF_THE_TARGET = ("archs", "prefill_tokens")
 """Fields of ExportOptions and of TrtOptions: they mean the target's."""
@@ -124,7 +124,7 @@ def plan_job(to: str | None, asked: Mapping[str, Any], manifest: dict[str, Any] 
         demand_genai(options)
     if engines is None:
         return Job(options, target, onnxruntime_include=include)
-    options = replace(options, native=False, archs=(), opset=OPSET)  # a repeated export to ONNX may have it
+    options = replace(options, native=None, cpu=None, archs=(), opset=OPSET)  # a repeated export to ONNX may have it
     return Job(options, target, engines, dump_dir=dump_dir)
 
 

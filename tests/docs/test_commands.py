@@ -22,7 +22,7 @@ import pytest
 import typer.main
 
 from still_export.cli import main as cli
-from still_export.targets.ort.kernels import find_onnxruntime_headers
+from still_export.targets.ort.headers import find_onnxruntime_headers
 from still_export.targets.trt.plugins import PluginBuildError
 from tests.docs.pages import GUIDE, ROOT, SESSIONS, USERS, commands, name
 from tests.docs.stand_ins import make_stand_ins

@@ -16,7 +16,7 @@ import pytest
 from still_export.runtime.ort import OrtModel
 from still_export.runtime.sampling import Sampling
 from still_export.runtime.tensorrt import TrtModel
-from still_export.targets.ort.kernels import find_onnxruntime_headers
+from still_export.targets.ort.headers import find_onnxruntime_headers
 from still_export.targets.trt.build import build_engines
 from still_export.targets.trt.plugins import PluginBuildError
 from tests.docs.pages import ROOT

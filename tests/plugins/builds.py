@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from still_export.targets.ort.kernels import find_onnxruntime_headers
+from still_export.targets.ort.headers import find_onnxruntime_headers
 from still_export.targets.trt.plugins import INCLUDE_VARIABLE, SOURCE, PluginBuildError, run_cmake
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from still_export.targets.ort.kernels import LIBRARY
+from still_export.targets.ort.library import LIBRARY
 from tests.plugins import builds
 
 

@@ -16,7 +16,7 @@ from still_export.package.folder import Package, open_package, write_manifest
 from still_export.package.refusals import RunError
 from still_export.package.trust import trust_package
 from still_export.runtime.ort import OrtModel
-from still_export.targets.ort.kernels import LIBRARY
+from still_export.targets.ort.library import LIBRARY
 from still_export.targets.trt.options import TrtOptions
 from still_export.targets.trt.package import lower_package
 from still_graphs.states import State

@@ -9,7 +9,7 @@ import pytest
 
 from still_export import doctor
 from still_export.cli.main import main
-from still_export.targets.ort.kernels import HEADER, INCLUDE_VARIABLE
+from still_export.targets.ort.headers import CACHE_VARIABLE
 
 HERE = {
     "onnx": "1.23",
@@ -55,28 +55,29 @@ def test_packages_decide(versions: dict[str, str], monkeypatch: pytest.MonkeyPat
     assert finding("TensorRT engines").able
 
 
-def test_native_kernels_need_tools_and_headers(
-    versions: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_kernels_are_there_or_can_be_built(
+    versions: dict[str, str], kernels_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(INCLUDE_VARIABLE, str(tmp_path))
     tools = tmp_path / "tools"
     tools.mkdir()
     for name in ("cmake", "c++"):
         (tools / name).touch(0o755)
     monkeypatch.setenv("PATH", str(tools))
-    assert "headers" in finding("--native").detail
-    (tmp_path / HEADER).touch()
-    assert finding("--native").able
+    found = finding("--native")
+    assert not found.able and found.todo == "still-export kernels build"
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "cmake" in finding("--native").detail and "apt-get" in finding("--native").todo
     monkeypatch.setattr(doctor.platform, "system", lambda: "Darwin")
     assert "Darwin" in finding("--native").detail
+    monkeypatch.undo()
+    monkeypatch.setenv(CACHE_VARIABLE, str(kernels_cache))
+    assert finding("--native").able
 
 
 def test_what_cannot_be_done_says_what_to_do(versions: dict[str, str]) -> None:
     versions.clear()
     for found in doctor.examine():
-        assert not found.able or "native" in found.what
+        assert not found.able, found
         assert found.todo or "no NVIDIA GPU" in found.detail or found.able, found
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from still_export.targets.ort.kernels import find_onnxruntime_headers
+from still_export.targets.ort.headers import find_onnxruntime_headers
 from still_export.targets.trt.plugins import PluginBuildError, find_tensorrt_headers
 from tests.still_export.tiny import still_model
 

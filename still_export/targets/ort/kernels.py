@@ -1,12 +1,7 @@
-"""The native kernels of ONNX packages: a custom op library, compiled at export, which the runner loads on machines like this one.
-
-It holds kernels of the CPU, and where architectures of GPUs were named, kernels of the GPU for ONNX Runtime's CUDA provider.
-"""
+"""The kernels that an ONNX package carries: the library for CPUs, with kernels of the GPU where those were named."""
 
 from __future__ import annotations
 
-import os
-import platform
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -15,90 +10,34 @@ from typing import Any
 
 from still_export.errors import UnsupportedError
 from still_export.package.files import MODEL
-from still_export.targets.trt.plugins import SOURCE, PluginBuildError, compile_archive, op_list, run_cmake
-
-LIBRARY = "libstill_onnxruntime.so"
-HEADER = "onnxruntime_c_api.h"
-INCLUDE_VARIABLE = "STILL_ONNXRUNTIME_INCLUDE"
-USUAL_INCLUDES = tuple(
-    f"{root}/include{tail}"
-    for root in ("/usr", "/usr/local", "/opt/onnxruntime")
-    for tail in ("/onnxruntime", "", "/onnxruntime/core/session")
-)
+from still_export.targets.ort.library import LIBRARY, SYSTEM, build_with_archive, this_cpu
+from still_export.targets.trt.plugins import compile_archive
 
 
-def find_onnxruntime_headers(asked: Path | None = None) -> Path:
-    """Folder of ONNX Runtime's C header: `asked`, or that of STILL_ONNXRUNTIME_INCLUDE, or the first usual place that has it.
-
-    Raises:
-        PluginBuildError: It is not there.
-    """
-    named = asked or os.environ.get(INCLUDE_VARIABLE)
-    if named and not (Path(named) / HEADER).is_file():
-        raise PluginBuildError(f"{named} has no {HEADER}. Give the folder of ONNX Runtime's C headers.")
-    for folder in (named,) if named else USUAL_INCLUDES:
-        if (Path(folder) / HEADER).is_file():
-            return Path(folder)
-    raise PluginBuildError(
-        f"the native kernel needs {HEADER}, which no wheel of ONNX Runtime has. Install libonnxruntime-dev, or fetch the headers "
-        "(python tools/get_ort_headers.py FOLDER) and give the folder with --onnxruntime-include."
-    )
-
-
-def build_native(build: Path, include: Path, ops: tuple[Path, ...] = (), archive: Path | None = None) -> Path:
-    """Compile the library for this kind of machine with CMake; `build` is kept, so that a second call compiles only what changed.
-
-    Args:
-        build: Build folder.
-        include: Folder of ONNX Runtime's C header.
-        ops: Folders of ops beside still-export's own.
-        archive: Packed kernels of the GPU to embed.
-
-    Raises:
-        PluginBuildError: CMake, the compiler or the sources are missing, or the build fails; carries the tool's output.
-    """
-    options: dict[str, Path | str | None] = {
-        "ONNXRUNTIME_INCLUDE_DIR": include,
-        "STILL_OPS": op_list(ops),
-        "STILL_ARCHIVE": archive,
-    }
-    return run_cmake(SOURCE, build, options, "still_onnxruntime") / "onnxruntime" / LIBRARY
-
-
-def demand_native(include: Path | None = None) -> Path:
-    """Folder of ONNX Runtime's C header; asked before minutes of work.
-
-    Raises:
-        PluginBuildError: The library cannot be built here.
-    """
-    if platform.system() != "Linux":
-        raise PluginBuildError(
-            f"the native kernel is built on Linux, not on {platform.system()}. Export without --native."
-        )
-    return find_onnxruntime_headers(include)
-
-
-def add_native(folder: Path, include: Path | None = None, archs: tuple[str, ...] = ()) -> dict[str, Any]:
+def add_native(
+    folder: Path, library: Path | None, cpu: str | None = None, include: Path | None = None, archs: tuple[str, ...] = ()
+) -> dict[str, Any]:
     """Put the library into the package folder, which has its graph; the manifest's account of it.
 
     Args:
         folder: The package.
-        include: Folder of ONNX Runtime's C headers; None looks in the usual places.
+        library: For processors `cpu`; with `archs` it is not read: the library is linked for this package then.
+        cpu: None: this machine's.
+        include: Folder of ONNX Runtime's C headers; None looks in the usual places, and fetches them.
         archs: GPUs to compile kernels for, such as "sm_90"; none: kernels of the CPU alone.
 
     Raises:
         PluginBuildError: It cannot be built here.
         UnsupportedError: No kernel of the GPU covers a layer.
     """
-    headers = demand_native(include)
-    with tempfile.TemporaryDirectory(
-        prefix=".build.", dir=folder
-    ) as build:  # goes with the folder where this process is killed
-        archive = None
-        if archs:
+    if archs or library is None:
+        # In the folder, with which it goes where this process is killed.
+        with tempfile.TemporaryDirectory(prefix=".build.", dir=folder) as build:
             archive = compile_archive(kernel_variants(folder / MODEL), archs, Path(build) / "kernels.bin")
-        shutil.copyfile(build_native(Path(build), headers, archive=archive), folder / LIBRARY)
-    described = {"library": LIBRARY, "system": platform.system(), "machine": platform.machine()}
+            build_with_archive(archive, folder / LIBRARY, include)
+    else:
+        shutil.copyfile(library, folder / LIBRARY)
+    described = {"library": LIBRARY, "system": SYSTEM, "machine": cpu or this_cpu()}
     return {**described, "archs": list(archs)} if archs else described
 
 

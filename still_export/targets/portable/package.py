@@ -16,7 +16,7 @@ from still_export.package.folder import MANIFEST, MODEL, Package, open_package, 
 from still_export.package.trust import trust
 from still_export.runtime.bundle import write_programs
 from still_export.runtime.ort import RECORDED, recorded_text
-from still_export.targets.ort.kernels import demand_native
+from still_export.targets.ort.library import CPUS, build_library, demand_build, find_library
 from still_graphs.ops import DOMAIN, FUSED_OPSET, OPS, OPSET
 
 if TYPE_CHECKING:
@@ -57,7 +57,8 @@ class ExportOptions:
         all_logits: Logits of every position instead of each row's last new token.
         overlays: Adapters or feature maps to add.
         revision: Of a hub id.
-        native: Put a native kernel for CPUs like this one into the package.
+        native: Put the kernels for CPUs into the package: True builds them where they are not there yet, None takes those that are there.
+        cpu: Processors that they are for, of CPUS; None: this machine's.
         archs: GPUs that its library has kernels for too, such as "sm_90".
         still: Fields of the STILL configuration: those of DEPLOYMENT of any model, others of models that do not carry one.
         prefill_tokens: Tokens of one prefill call; None = PREFILL_TOKENS, with `archs` as many as the hidden size asks for.
@@ -74,7 +75,8 @@ class ExportOptions:
     all_logits: bool = False
     overlays: tuple[str, ...] = ()
     revision: str | None = None
-    native: bool = False
+    native: bool | None = None
+    cpu: str | None = None
     archs: tuple[str, ...] = ()
     still: dict[str, Any] = field(default_factory=dict)
     prefill_tokens: int | None = None
@@ -94,8 +96,14 @@ class ExportOptions:
             raise ConfigError(f"--opset {self.opset}: graphs are written at opset {OPSET} or {FUSED_OPSET}.")
         if self.opset != OPSET and self.quantize:
             raise ConfigError(f"--opset {self.opset} is not for --quantize, whose products are ONNX Runtime's own op.")
-        if self.archs and not self.native:
-            raise ConfigError(f"--arch {','.join(self.archs)} compiles kernels into the native library: add --native.")
+        if self.native is False and (self.archs or self.cpu):
+            raise ConfigError(
+                "--no-native leaves the kernels out that --arch and --cpu are for; give one or the other."
+            )
+        if self.archs and self.cpu:
+            raise ConfigError("--arch compiles kernels for this kind of machine alone: leave out --cpu.")
+        if self.cpu not in (None, *CPUS):
+            raise ConfigError(f"--cpu {self.cpu} is unknown; known: {', '.join(CPUS)}.")
 
     def still_config(self) -> StillConfig | None:
         """The STILL configuration asked for, None where nothing was."""
@@ -193,44 +201,59 @@ def export_onnx(
     with staged_folder(target, force) as folder:
         say("copying the tokenizer")  # before the weights: its own work memory would come on top of them
         text = _write_text_files(options, folder)
-        if options.native:
-            demand_native(onnxruntime_include)
+        library = _library(options, onnxruntime_include, say) if final == "onnx" else None
         say("reading the model")
         source = find_source(options)
         model = source.outline()
         describe = {**_describe(model, options, command), **text}
-        if options.native and not options.archs and describe["model"]["dtype"] not in NATIVE_DTYPES:
+        cache, dtype = model.config.still.cache, describe["model"]["dtype"]
+        if options.native and not options.archs and dtype not in NATIVE_DTYPES:
             raise UnsupportedError(
-                f"--native computes {' and '.join(NATIVE_DTYPES)}, not {describe['model']['dtype']}. Export with --dtype float32, "
+                f"--native computes {' and '.join(NATIVE_DTYPES)}, not {dtype}. Export with --dtype float32, "
                 "without --native, or with --arch for GPUs."
             )
-        cache, dtype = model.config.still.cache, describe["model"]["dtype"]
         if cache == "float16" and dtype != "float32":
             raise ConfigError(
                 f"--cache {cache} is for --dtype float32; keys and values of a {dtype} package have 16 bits."
             )
         if cache == "int8" and options.native and not options.archs and dtype != "float32":
             raise ConfigError(f"--cache int8 with --native is for --dtype float32, not for {dtype}.")
+        if dtype not in NATIVE_DTYPES or (cache == "int8" and dtype != "float32"):
+            library = None
         model.generation_config.save_pretrained(folder)
         say("tracing")
         if options.archs and final == "onnx" and describe["model"]["dtype"] == GPU_PRODUCTS:
             asked = options.quantization(GPU)
         describe |= _write_model(model, source.weights, options, folder, say, describe, final, asked)
-        native = _write_native(options, folder, onnxruntime_include, say)
+        native = _write_native(options, folder, library, onnxruntime_include, say)
         write_programs(folder, ["ort"])
         say("hashing")
         write_manifest(folder, {**describe, **native})
     return open_package(target, check_hashes=False)
 
 
-def _write_native(options: ExportOptions, folder: Path, include: Path | None, say: Progress) -> dict[str, Any]:
-    """The native kernel's library, and what the manifest says of it; nothing where none is asked for."""
-    if not options.native:
+def _library(options: ExportOptions, include: Path | None, say: Progress) -> Path | None:
+    """The library of kernels that the package takes, before anything large is read; None: it takes none, or one linked for it."""
+    if options.archs:
+        demand_build(include)
+        return None
+    if options.native or options.cpu:
+        say("building the kernels")
+        return build_library(options.cpu, include)
+    return find_library() if options.native is None else None
+
+
+def _write_native(
+    options: ExportOptions, folder: Path, library: Path | None, include: Path | None, say: Progress
+) -> dict[str, Any]:
+    """Write the kernels' library, and what the manifest says of it; nothing where there is none."""
+    if library is None and not options.archs:
         return {}
     from still_export.targets.ort.kernels import add_native
 
-    say("compiling the native kernel")
-    description = add_native(folder, include, options.archs)
+    if options.archs:
+        say("compiling the GPU kernels")
+    description = add_native(folder, library, options.cpu, include, options.archs)
     trust(folder / description["library"])
     return {"native": description}
 

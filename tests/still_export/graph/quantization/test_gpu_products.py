@@ -27,7 +27,7 @@ SIZES = dict(hidden_size=96, intermediate_size=160, num_attention_heads=8, head_
 @pytest.fixture
 def package(export_tiny: Exporter, monkeypatch: pytest.MonkeyPatch) -> Package:
     """As for GPUs, but without the library."""
-    monkeypatch.setattr("still_export.targets.portable.package.demand_native", lambda *a: None)
+    monkeypatch.setattr("still_export.targets.portable.package.demand_build", lambda *a: None)
     monkeypatch.setattr("still_export.targets.portable.package._write_native", lambda *a: {})
     options = {"quantize": "int4", "native": True, "archs": ("sm_90",)}
     return export_tiny("llama", "float16", options, sizes=SIZES, layer_types=MIXED)

@@ -23,9 +23,10 @@ from still_export.package.folder import Package, open_package, write_manifest
 from still_export.proof.sessions import Session
 from still_export.runtime.ort import OrtModel, native_library, open_session
 from still_export.runtime.sampling import RunError, Sampling
-from still_export.targets.ort.kernels import HEADER, LIBRARY, find_onnxruntime_headers, kernel_variants
+from still_export.targets.ort.headers import CACHE_VARIABLE
+from still_export.targets.ort.kernels import kernel_variants
+from still_export.targets.ort.library import LIBRARY
 from still_export.targets.portable.package import ExportOptions, _prefill_tokens, export_onnx
-from still_export.targets.trt.plugins import PluginBuildError
 from tests.still_export.conftest import Exporter
 from tests.still_export.tiny import CHUNK, VOCAB
 from tests.tolerances import MODEL
@@ -35,14 +36,9 @@ MIXED = ("hybrid_attention", "full_attention", "hybrid_attention")
 
 
 @pytest.fixture
-def built(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def built(kernels_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exports take the library that was built once."""
-
-    def add_native(folder: Path, include: Path | None = None, archs: tuple[str, ...] = ()) -> dict[str, Any]:
-        shutil.copyfile(library, folder / LIBRARY)
-        return {"library": LIBRARY, "system": platform.system(), "machine": platform.machine()}
-
-    monkeypatch.setattr("still_export.targets.ort.kernels.add_native", add_native)
+    monkeypatch.setenv(CACHE_VARIABLE, str(kernels_cache))
 
 
 def native(export_tiny: Exporter, **arguments: Any) -> Package:
@@ -205,15 +201,13 @@ def test_kernels_of_the_gpu_are_compiled_in(
         target.write_text(f"{sorted(variants)} {archs}")
         return target
 
-    def build_native(build: Path, include: Path, archive: Path | None = None) -> Path:
-        built["archive"] = archive and archive.read_text()
-        (build / LIBRARY).write_text("library")
-        return build / LIBRARY
+    def build_with_archive(archive: Path, target: Path, include: Path | None) -> None:
+        built["archive"] = archive.read_text()
+        target.write_text("library")
 
     monkeypatch.setattr("still_export.targets.ort.kernels.compile_archive", compile_archive)
-    monkeypatch.setattr("still_export.targets.ort.kernels.build_native", build_native)
-    monkeypatch.setattr("still_export.targets.ort.kernels.find_onnxruntime_headers", lambda asked=None: tmp_path)
-    package = export_tiny(options={"native": True, "archs": ("sm_90",)}, chunk_size=32)
+    monkeypatch.setattr("still_export.targets.ort.kernels.build_with_archive", build_with_archive)
+    package = export_tiny(options={"archs": ("sm_90",)}, chunk_size=32)
     assert built["archive"] == "['GreedyToken', 'HybridAttention'] ('sm_90',)"
     assert package.manifest["native"]["archs"] == ["sm_90"] and LIBRARY in package.manifest["files"]
     assert ExportOptions.from_manifest(package.manifest).archs == ("sm_90",)
@@ -227,8 +221,8 @@ def test_kernels_of_the_gpu_are_compiled_in(
         2048,
         2048,
     ]
-    with pytest.raises(ConfigError, match="add --native"):
-        ExportOptions("model", archs=("sm_90",))
+    with pytest.raises(ConfigError, match="--no-native leaves the kernels out"):
+        ExportOptions("model", native=False, archs=("sm_90",))
 
 
 @pytest.mark.slow
@@ -341,22 +335,6 @@ def test_replayed_steps_are_captured_without_tokens(
     (check,) = Session(model).checks(start, 12)
     assert check.passed, check.detail
     assert graphs[0] == "-1" and graphs.count("1") > 12
-
-
-def test_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("STILL_ONNXRUNTIME_INCLUDE", raising=False)
-    monkeypatch.setattr("still_export.targets.ort.kernels.USUAL_INCLUDES", (str(tmp_path / "usual"),))
-    with pytest.raises(PluginBuildError, match="libonnxruntime-dev"):
-        find_onnxruntime_headers()
-    with pytest.raises(PluginBuildError, match=r"has no onnxruntime_c_api\.h"):
-        find_onnxruntime_headers(tmp_path)
-    for name in ("usual", "named"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / HEADER).touch()
-    assert find_onnxruntime_headers() == tmp_path / "usual"
-    monkeypatch.setenv("STILL_ONNXRUNTIME_INCLUDE", str(tmp_path / "named"))
-    assert find_onnxruntime_headers() == tmp_path / "named"
-    assert find_onnxruntime_headers(tmp_path / "usual") == tmp_path / "usual"
 
 
 @pytest.mark.slow

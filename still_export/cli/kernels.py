@@ -1,0 +1,48 @@
+"""still-export kernels: the library of kernels for CPUs, which exports take by themselves once it is there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from still_export.cli.output import Output
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to `app`."""
+    kernels = typer.Typer(help="Build the kernels for CPUs once; exports take them from then on.", no_args_is_help=True)
+    kernels.command("build")(build)
+    kernels.command("headers")(headers)
+    app.add_typer(kernels, name="kernels")
+
+
+def build(
+    cpu: Annotated[
+        str | None,
+        typer.Option(help="CPUs they are for: x86_64 or aarch64, by a cross compiler.", show_default="this machine's"),
+    ] = None,
+    onnxruntime_include: Annotated[
+        Path | None,
+        typer.Option(help="Folder of onnxruntime_c_api.h.", show_default="the usual places, else fetched"),
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+) -> None:
+    """Build the kernels (cmake, g++, half a minute) where neither the wheel nor the cache has them; print the library's path."""
+    from still_export.errors import ConfigError
+    from still_export.targets.ort.library import CPUS, build_library
+
+    if cpu not in (None, *CPUS):
+        raise ConfigError(f"--cpu {cpu} is unknown; known: {', '.join(CPUS)}.")
+    with Output(False, quiet).steps() as progress:
+        progress("building the kernels")
+        library = build_library(cpu, onnxruntime_include)
+    print(library)
+
+
+def headers() -> None:
+    """Fetch ONNX Runtime's C headers, which no wheel has, from Debian's libonnxruntime-dev into the cache; print their folder."""
+    from still_export.targets.ort.headers import fetch_headers
+
+    print(fetch_headers())

@@ -1,0 +1,95 @@
+"""ONNX Runtime's C headers, which no wheel of it has: where they are, and how to get them."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import tarfile
+import urllib.request
+from pathlib import Path
+
+from still_export.targets.trt.plugins import PluginBuildError
+
+HEADER = "onnxruntime_c_api.h"
+INCLUDE_VARIABLE = "STILL_ONNXRUNTIME_INCLUDE"
+USUAL_INCLUDES = tuple(
+    f"{root}/include{tail}"
+    for root in ("/usr", "/usr/local", "/opt/onnxruntime")
+    for tail in ("/onnxruntime", "", "/onnxruntime/core/session")
+)
+CACHE_VARIABLE = "STILL_CACHE"
+NAME = "libonnxruntime-dev_1.21.0+dfsg-1_amd64.deb"
+"""Of Debian, 85 KB, MIT licence; the headers are the same on every architecture."""
+URL = f"http://deb.debian.org/debian/pool/main/o/onnxruntime/{NAME}"
+SHA256 = "14f7d959d5deacbcf1504830d4189f91fc67382b399ed9ae9d3aa9c4050ced08"
+TIMEOUT_S = 60
+
+
+def cache_folder() -> Path:
+    """Where headers and libraries are kept: STILL_CACHE, or still-export's folder in the user's cache. It may be deleted at any time."""
+    if named := os.environ.get(CACHE_VARIABLE):
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "still-export"
+
+
+def fetched_headers() -> Path:
+    """Folder in which `fetch_headers` puts them."""
+    return cache_folder() / "onnxruntime-include"
+
+
+def find_onnxruntime_headers(asked: Path | None = None) -> Path:
+    """Folder of ONNX Runtime's C header: `asked`, or that of STILL_ONNXRUNTIME_INCLUDE, or the first usual place that has it.
+
+    Raises:
+        PluginBuildError: It is not there.
+    """
+    named = asked or os.environ.get(INCLUDE_VARIABLE)
+    if named and not (Path(named) / HEADER).is_file():
+        raise PluginBuildError(f"{named} has no {HEADER}. Give the folder of ONNX Runtime's C headers.")
+    for folder in (named,) if named else (*USUAL_INCLUDES, fetched_headers()):
+        if (Path(folder) / HEADER).is_file():
+            return Path(folder)
+    raise PluginBuildError(
+        f"the kernels need {HEADER}, which no wheel of ONNX Runtime has. Install libonnxruntime-dev, fetch the headers with "
+        "still-export kernels headers, or give their folder with --onnxruntime-include."
+    )
+
+
+def fetch_headers() -> Path:
+    """The headers' folder in the cache, fetched from Debian's package libonnxruntime-dev where they are not there yet.
+
+    Raises:
+        PluginBuildError: They cannot be had, or are not the ones expected.
+    """
+    folder = fetched_headers()
+    if (folder / HEADER).is_file():
+        return folder
+    try:
+        with urllib.request.urlopen(URL, timeout=TIMEOUT_S) as answer:
+            package = answer.read()
+    except OSError as error:
+        raise PluginBuildError(
+            f"{URL} cannot be fetched: {error}. Give the folder of {HEADER} of ONNX Runtime 1.18 or later with --onnxruntime-include."
+        ) from error
+    if hashlib.sha256(package).hexdigest() != SHA256:
+        raise PluginBuildError(f"{URL} is not the file that was expected: its SHA-256 differs from {SHA256}.")
+    folder.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(fileobj=io.BytesIO(_members(package)["data.tar.xz"])) as tar:
+        headers = [entry for entry in tar if entry.isfile() and entry.name.endswith(".h")]
+        headers.sort(key=lambda entry: entry.name.endswith(HEADER))  # the one that is looked for comes last
+        for entry in headers:
+            content = tar.extractfile(entry)
+            if content is not None:
+                (folder / Path(entry.name).name).write_bytes(content.read())
+    return folder
+
+
+def _members(archive: bytes) -> dict[str, bytes]:
+    """Files of an ar archive, which a .deb is, by name."""
+    found, at = {}, 8
+    while at + 60 <= len(archive):
+        name, size = archive[at : at + 16].decode().strip().rstrip("/"), int(archive[at + 48 : at + 58])
+        found[name] = archive[at + 60 : at + 60 + size]
+        at += 60 + size + size % 2
+    return found

@@ -1,0 +1,129 @@
+"""The library of kernels for ONNX Runtime: one for a kind of processor, whatever the model; in the wheel, or built once and cached.
+
+It chooses among the instruction sets of its kind at run time. setup.py imports this module where only setuptools and filelock are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+from pathlib import Path
+
+from still_export.targets.ort.headers import cache_folder, fetch_headers, find_onnxruntime_headers
+from still_export.targets.trt.plugins import SOURCE, PluginBuildError, run_cmake
+
+LIBRARY = "libstill_onnxruntime.so"
+SYSTEM = "Linux"
+PREBUILT = "lib"
+"""Folder beside the sources in which a wheel has libraries, by processor."""
+SOURCES = ("CMakeLists.txt", "exports.map", "core", "cpu", "onnxruntime")
+FLAGS = ("CXXFLAGS", "LDFLAGS")
+"""Variables that CMake takes flags from."""
+CPUS = ("x86_64", "aarch64")
+
+
+def this_cpu() -> str:
+    """This machine's kind of processor, such as "x86_64"."""
+    return platform.machine()
+
+
+def find_library(cpu: str | None = None) -> Path | None:
+    """The library for processors `cpu` ("x86_64", "aarch64"; None: this machine's) of the wheel or the cache; None: there is none yet."""
+    if cpu is None and platform.system() != SYSTEM:
+        return None
+    cpu = cpu or this_cpu()
+    places = (SOURCE / PREBUILT / cpu / LIBRARY, cached_library(cpu))
+    return next((path for path in places if path.is_file()), None)
+
+
+def build_library(cpu: str | None = None, include: Path | None = None) -> Path:
+    """The library of the wheel or the cache, which is built where there is none: half a minute on two processors.
+
+    Args:
+        cpu: Processors that it is for; None: this machine's. For others a cross compiler (aarch64-linux-gnu-g++) must be here.
+        include: Folder of ONNX Runtime's C header; None looks in the usual places and fetches it where they have none.
+
+    Raises:
+        PluginBuildError: CMake, a compiler, the header or the sources are missing, or the build fails; carries the tool's output.
+    """
+    if found := find_library(cpu):
+        return found
+    cpu = cpu or this_cpu()
+    return _build(cpu, include, None, cached_library(cpu))
+
+
+def build_with_archive(archive: Path, target: Path, include: Path | None = None) -> Path:
+    """The library for this machine with packed kernels of the GPU embedded, as the file `target`.
+
+    What was compiled before is linked again, which takes seconds.
+
+    Raises:
+        PluginBuildError: As of `build_library`.
+    """
+    return _build(this_cpu(), include, archive, target)
+
+
+def demand_build(include: Path | None = None) -> None:
+    """Raise PluginBuildError where no library can be built: before minutes of work."""
+    if platform.system() != SYSTEM:
+        raise PluginBuildError(f"kernels are built on {SYSTEM}, not on {platform.system()}. Export with --no-native.")
+    if include:
+        find_onnxruntime_headers(include)
+
+
+def cached_library(cpu: str) -> Path:
+    """Where the cache has, or will have, the library of these sources, this processor and these flags."""
+    digest = hashlib.sha256()
+    files = [f for name in SOURCES for f in [SOURCE / name, *(SOURCE / name).rglob("*")] if f.is_file()]
+    for path in sorted(files):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(SOURCE)} {len(content)}\n".encode() + content)
+    digest.update(repr([os.environ.get(name) for name in FLAGS]).encode())
+    return cache_folder() / "kernels" / f"{cpu}-{digest.hexdigest()[:16]}" / LIBRARY
+
+
+def _build(cpu: str, include: Path | None, archive: Path | None, target: Path) -> Path:
+    """Build the library in the cache, one process at a time, and put it whole where `target` says."""
+    from filelock import FileLock
+
+    demand_build(include)
+    compiler = _cross_compiler(cpu)
+    home = cached_library(cpu).parent
+    home.mkdir(parents=True, exist_ok=True)
+    with FileLock(home / "lock"):
+        if archive is None and target.is_file():  # another process built it meanwhile
+            return target
+        options: dict[str, Path | str | None] = {
+            "ONNXRUNTIME_INCLUDE_DIR": _headers(include).resolve(),
+            "STILL_ARCHIVE": archive,
+            **compiler,
+        }
+        built = run_cmake(SOURCE, home / "build", options, "still_onnxruntime") / "onnxruntime" / LIBRARY
+        whole = target.with_name(f".{target.name}.{os.getpid()}")
+        shutil.copyfile(built, whole)
+        os.replace(whole, target)
+    return target
+
+
+def _headers(include: Path | None) -> Path:
+    try:
+        return find_onnxruntime_headers(include)
+    except PluginBuildError:
+        if include:
+            raise
+        return fetch_headers()
+
+
+def _cross_compiler(cpu: str) -> dict[str, str]:
+    """CMake's options that compile for `cpu`; none for this machine's."""
+    if cpu == this_cpu():
+        return {}
+    compiler = f"{cpu}-linux-gnu-g++"
+    if shutil.which(compiler) is None:
+        raise PluginBuildError(
+            f"kernels for {cpu} need {compiler}, which is not here. Install g++-{cpu.replace('_', '-')}-linux-gnu, or build them "
+            f"on such a machine."
+        )
+    return {"CMAKE_SYSTEM_NAME": SYSTEM, "CMAKE_SYSTEM_PROCESSOR": cpu, "CMAKE_CXX_COMPILER": compiler}
