@@ -26,7 +26,7 @@ from torch import Tensor
 
 from tests.still_kernels import ptx
 
-FOLDER = Path(__file__).parents[2] / "kernels/still_kernels/hybrid_attention"
+FOLDER = Path(__file__).parents[2] / "kernels/still_kernels/hybrid_attention/sm90"
 PATIENCE_S = 60.0
 SHIFT = 40  # bits of an address within a tensor
 
@@ -387,7 +387,7 @@ def interpreted(path: Path) -> dict[str, Any]:
     if not common.exists():  # a changed copy of a kernel's file
         common = FOLDER / common.name
     if path != common:
-        module = f"still_kernels.hybrid_attention.{common.stem}"
+        module = f"still_kernels.hybrid_attention.sm90.{common.stem}"
         stand_ins[module] = types.SimpleNamespace(**interpreted(common))
     with patch.dict(sys.modules, stand_ins):  # type: ignore[arg-type]
         exec(compile(path.read_text(), str(path), "exec"), found)

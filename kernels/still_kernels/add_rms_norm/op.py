@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING
@@ -77,7 +78,7 @@ TILES = [TileTable({"add_norm": tile}) for tile in (KernelTile({"BC": COLUMNS}, 
 """Narrow and wide: a token of a step in one block, SmolLM2's 576 numbers, Llama-3.1-8B's 4,096, which are 16 a thread."""
 
 
-def _draw(sizes: dict[str, int], layer: str, draw: Draw) -> Inputs:
+def _draw(sizes: Mapping[str, int], layer: str, draw: Draw) -> Inputs:
     width = sizes["heads"] * sizes["head_dim"]
     return Inputs(draw.tokens(width), draw.tokens(width), draw.norm(width))
 
@@ -85,6 +86,7 @@ def _draw(sizes: dict[str, int], layer: str, draw: Draw) -> Inputs:
 def _plain(inputs: Inputs) -> tuple[Tensor, Tensor]:
     from torch.nn.functional import rms_norm
 
+    assert inputs.residual is not None  # _draw gives one
     total = inputs.input + inputs.residual
     return total, rms_norm(total, inputs.norm_weight.shape, inputs.norm_weight, inputs.norm_epsilon)
 

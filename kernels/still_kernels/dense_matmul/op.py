@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -190,7 +191,7 @@ DEFAULTS = [
 """Both types: a plain product of each span, one behind a norm, one with a residual, and a head."""
 
 
-def _draw(sizes: dict[str, int], layer: str, draw: Draw) -> Inputs:
+def _draw(sizes: Mapping[str, int], layer: str, draw: Draw) -> Inputs:
     hidden, keys = sizes["heads"] * sizes["head_dim"], 2 * sizes["kv_heads"] * sizes["head_dim"]
     tokens = draw.tokens(hidden)
     if layer == "head":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -179,7 +180,7 @@ def tile_table(variant: Variant, arch: int) -> TileTable:
     return TileTable(tiles, blocks.host_constants(span, tma))
 
 
-def _draw(sizes: dict[str, int], layer: str, draw: Draw) -> Inputs:
+def _draw(sizes: Mapping[str, int], layer: str, draw: Draw) -> Inputs:
     width, middle = sizes["heads"] * sizes["head_dim"], sizes["width"]
     tokens, norm = draw.tokens(width), draw.norm(width)
     return Inputs(tokens, norm, draw.weight(middle, width), draw.weight(width, 2 * middle))

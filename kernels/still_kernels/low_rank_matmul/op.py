@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING
@@ -49,8 +50,7 @@ def naive_low_rank_matmul(inputs: Inputs) -> Tensor:
 
 @dataclass(frozen=True)
 class Variant(StatelessVariant):
-    """base: Whether there is something that the product is added to. aligned: Whether sizes are multiples of 8, which may be read and
-    stored at once."""
+    """base: Whether the product is added to something. aligned: Whether sizes are multiples of 8, read and stored at once."""
 
     base: int = 0
     aligned: int = 1
@@ -90,7 +90,7 @@ _MOVES = [*one("BM", 64, 128), *one("BN", 64, 128), *one("BK", 32, 64), *_STAGES
 _FEW = [*one("BN", 16, 32, 64), *one("BK", 64, 128, 256), *one("BR", 32, 64), *_STAGES, *one("num_warps", 2, 4, 8)]
 
 
-def _draw(sizes: dict[str, int], layer: str, draw: Draw) -> Inputs:
+def _draw(sizes: Mapping[str, int], layer: str, draw: Draw) -> Inputs:
     """A LoRA pair of rank 16; those of query, key and value lie side by side."""
     hidden, key = sizes["heads"] * sizes["head_dim"], sizes["kv_heads"] * sizes["head_dim"]
     rank, outputs = (16, hidden) if layer == "output" else (48, hidden + 2 * key)

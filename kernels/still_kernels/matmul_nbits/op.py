@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from still_graphs.errors import ConfigError, ShapeError
 from still_graphs.ops.matmul_nbits import MATMUL_NBITS
 from still_kernels.common.stateless import Calls, StatelessInputs, StatelessVariant, stateless_op
 from still_kernels.plan import Branch, Check, Launch, Let, Loop, Plan, Region
-from still_kernels.tile import SHARED_BYTES, KernelTile, TileTable, one, stages
+from still_kernels.tile import SHARED_BYTES, KernelTile, Setting, TileTable, one, stages
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -207,7 +208,7 @@ def tile_table(variant: Variant, arch: int) -> TileTable:
     return TileTable(tiles, {"dense_weights": DENSE_WEIGHTS})
 
 
-MOVES = {
+MOVES: dict[str, list[Setting]] = {
     "few": [
         *one("BN", 16, 32, 64),
         *one("UNITS", 1, 2, 4),
@@ -228,7 +229,7 @@ MOVES = {
 """What is tried from the current setting and then from better ones, by kernel."""
 
 
-def _draw(sizes: dict[str, int], layer: str, draw: Draw) -> Inputs:
+def _draw(sizes: Mapping[str, int], layer: str, draw: Draw) -> Inputs:
     """Products of a transformer, those of one value as one; 4 bits have zero points."""
     hidden, bits, size = sizes["heads"] * sizes["head_dim"], sizes["bits"], sizes["block_size"]
     outputs, inputs = {

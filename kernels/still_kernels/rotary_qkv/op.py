@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from still_kernels.plan import Check, Launch, Plan
 from still_kernels.tile import KernelTile, TileTable, one
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from still_kernels.common.calls import Draw
@@ -62,7 +64,7 @@ class Inputs(StatelessInputs):
             )
 
 
-def _parts(inputs: Inputs, dtype: object) -> tuple[Tensor, ...]:
+def _parts(inputs: Inputs, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Query, key, value and, where there is one, gate, computed in a type."""
     import torch
 
@@ -141,7 +143,7 @@ TILES = TileTable({"rotary": KernelTile({"BC": 512}, 2)})
 Llama-3.1-8B's with a gate in twenty."""
 
 
-def _draw(sizes: dict[str, int], layer: str, draw: Draw) -> Inputs:
+def _draw(sizes: Mapping[str, int], layer: str, draw: Draw) -> Inputs:
     dim = sizes["head_dim"]
     query, key = sizes["heads"] * dim, sizes["kv_heads"] * dim
     gate = query if layer == "gated" else 0

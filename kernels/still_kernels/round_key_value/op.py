@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING
@@ -59,7 +60,7 @@ TILES = TileTable({"round": KernelTile({"BR": 4}, 2)})
 """Heads of tokens of one program; one for every variant and architecture, as time is that of a launch, or of reading memory."""
 
 
-def _draw(sizes: dict[str, int], layer: str, draw: Draw) -> Inputs:
+def _draw(sizes: Mapping[str, int], layer: str, draw: Draw) -> Inputs:
     shape = sizes["kv_heads"], sizes["head_dim"]
     return Inputs(draw.tokens(*shape), draw.tokens(*shape))
 
