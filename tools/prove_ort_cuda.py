@@ -175,7 +175,8 @@ def blank_model(
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from still_export.mixers.config import FULL, HYBRID, StillConfig
+    from still_export.mixers.config import StillConfig
+    from still_export.mixers.layers import FULL, HYBRID
     from still_export.models import attach_untrained
 
     torch.set_default_dtype(torch.float16)

@@ -204,7 +204,7 @@ def export_onnx(
                 f"--native computes {' and '.join(NATIVE_DTYPES)}, not {describe['model']['dtype']}. Export with --dtype float32, "
                 "without --native, or with --arch for GPUs."
             )
-        cache, dtype = model.config.still.cache, describe["model"]["dtype"]
+        cache, dtype = model.config.still.deployment.cache, describe["model"]["dtype"]
         if cache == "float16" and dtype != "float32":
             raise ConfigError(
                 f"--cache {cache} is for --dtype float32; keys and values of a {dtype} package have 16 bits."
