@@ -8,18 +8,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from still_export.auto_classes import register_when_needed
+from still_export.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from still_export.api import LanguageModel, load
+    from still_export.api import load
     from still_export.mixers.config import StillConfig
     from still_export.models import attach_untrained, forward_with_state
     from still_export.models.demo import demo_model_path
     from still_export.models.load import load_model, load_tokenizer
-
-__version__ = "0.1.0"
+    from still_export.runtime.language_model import LanguageModel
 
 _HOME = {
-    "LanguageModel": "still_export.api",
+    "LanguageModel": "still_export.runtime.language_model",
     "StillConfig": "still_export.mixers.config",
     "attach_untrained": "still_export.models",
     "demo_model_path": "still_export.models.demo",

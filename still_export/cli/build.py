@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from still_export.cli.errors import ended_at_once
 from still_export.cli.next_commands import next_commands
 from still_export.cli.output import Output, TrustNative
 
@@ -42,7 +43,6 @@ def build(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
     """Build the engines of a package with the TensorRT and the GPU of this machine; build.log keeps TensorRT's words."""
-    from still_export.cli.main import ended_at_once
     from still_export.package.trust import trust_package
     from still_export.targets.trt.build import BuildOptions, build_engines, discard_staged, reopen
 

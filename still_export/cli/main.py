@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import functools
-import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 import still_export
+from still_export.cli.errors import INTERRUPTS, complain, complain_interrupted
 from still_export.errors import StillExportError
 from still_export.extras import installation
 from still_export.package.refusals import RunError
@@ -89,9 +86,6 @@ ROOT_OPTIONS = ("-h", "--help", "--version")
 """What stands in the place of a verb; anything else is the model of an export."""
 
 
-INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
-
-
 class _Interrupted(BaseException):
     """Ctrl-C or SIGTERM; not KeyboardInterrupt, which typer would turn into exit code 130."""
 
@@ -113,7 +107,7 @@ def main(arguments: list[str] | None = None) -> None:
     if given and given[0] not in verbs and given[0] not in ROOT_OPTIONS:
         near = difflib.get_close_matches(given[0], verbs, 1)
         if near and not given[0].startswith("-") and not Path(given[0]).exists():
-            _complain("ConfigError", f"{given[0]} is neither a verb nor a model here. Did you mean {near[0]!r}?")
+            complain("ConfigError", f"{given[0]} is neither a verb nor a model here. Did you mean {near[0]!r}?")
             sys.exit(2)
         given.insert(0, "export")
     if threading.current_thread() is threading.main_thread():
@@ -124,21 +118,21 @@ def main(arguments: list[str] | None = None) -> None:
     except (StillExportError, RunError) as error:
         if debug:
             raise
-        _complain(type(error).__name__, str(error))
+        complain(type(error).__name__, str(error))
         sys.exit(2)
     except ImportError as error:
         command = installation(error.name)
         if command is None or debug:
             raise
-        _complain("MissingPackage", f"this needs the package {str(error.name).split('.')[0]}. Run: {command}")
+        complain("MissingPackage", f"this needs the package {str(error.name).split('.')[0]}. Run: {command}")
         sys.exit(2)
     except _Interrupted:
-        _complain_interrupted()
+        complain_interrupted()
         sys.exit(2)
     except MemoryError:
         if debug:
             raise
-        _complain(
+        complain(
             "OutOfMemory", "this machine's memory does not hold the model; use a machine with more, or a smaller dtype."
         )
         sys.exit(2)
@@ -148,42 +142,10 @@ def main(arguments: list[str] | None = None) -> None:
             raise
         said = " ".join(str(error).split())
         if "can't allocate memory" in said or "bad allocation" in said:
-            _complain("OutOfMemory", f"this machine's memory does not hold what the model asks for: {said[-120:]}")
+            complain("OutOfMemory", f"this machine's memory does not hold what the model asks for: {said[-120:]}")
             sys.exit(2)
-        _complain("Unexpected", f"{type(error).__name__}: {said[:300]} (--debug shows where; please report it)")
+        complain("Unexpected", f"{type(error).__name__}: {said[:300]} (--debug shows where; please report it)")
         sys.exit(2)
-
-
-@contextlib.contextmanager
-def ended_at_once(undo: Callable[[], None]) -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM end the process where it is, after `undo`.
-
-    For TensorRT: what signal handlers raise in its callbacks is lost, and it works on for minutes.
-    """
-
-    def end(*_: object) -> None:
-        undo()
-        _complain_interrupted()
-        sys.stderr.flush()
-        os._exit(2)
-
-    before = {}
-    if threading.current_thread() is threading.main_thread():
-        before = {number: signal.signal(number, end) for number in INTERRUPTS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _complain_interrupted() -> None:
-    _complain("Interrupted", "nothing half-written was left behind.")
-
-
-def _complain(name: str, message: str) -> None:
-    Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]{name}:[/] ", end="")
-    print(message, file=sys.stderr)
 
 
 if __name__ == "__main__":

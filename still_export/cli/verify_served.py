@@ -64,7 +64,9 @@ def verify_served(
     model = load_model(folder, dtype="float32")
     half = None if kind == "float32" else load_model(folder, dtype=kind)
     still = model.config.still
-    context = min(CONTEXT_TOKENS, still.capacity(model.config)) if still.bounded else CONTEXT_TOKENS
+    context = (
+        min(CONTEXT_TOKENS, still.deployment.capacity(model.config)) if still.deployment.bounded else CONTEXT_TOKENS
+    )
     where = report_folder(output or folder / "verify")
     where.mkdir(parents=True, exist_ok=True)
     log = where / "vllm.log"

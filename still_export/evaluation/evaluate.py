@@ -21,7 +21,8 @@ from still_export.evaluation.positions import perplexity_by_position
 from still_export.evaluation.questions import CHAT
 from still_export.linearization.tasks import TaskWriter, task_named
 from still_export.linearization.texts import check_ids, read_text, tokenize
-from still_export.mixers.config import FULL, StillConfig
+from still_export.mixers.config import StillConfig
+from still_export.mixers.layers import FULL
 from still_export.mixers.registry import MIXERS, mixer_of
 from still_export.models.load import load_model, open_source
 
@@ -236,7 +237,7 @@ def load_any(
         return models
     try:
         opened = open_source(source, dtype=dtype)
-        if tokens > opened.config.still.capacity(opened.config):
+        if tokens > opened.config.still.deployment.capacity(opened.config):
             opened = open_source(source, dtype=dtype, deployment={"capacity_tokens": tokens})
         models["still"] = opened.read()
     except NotLinearizedError:

@@ -17,8 +17,11 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from still_export.api import load
+from still_export.evaluation.bench import Setting
+from still_export.evaluation.packages import open_model
 from still_export.models.load import load_tokenizer
+from still_export.package.folder import open_package
+from still_export.runtime.language_model import LanguageModel
 
 Answer = tuple[float, bool]
 """Log-probability of a continuation, and whether it is the greedy one."""
@@ -44,7 +47,8 @@ class PackageLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         **given: Any,
     ) -> None:
         super().__init__()
-        self.model = load(package, runtime=runtime, provider=provider, threads=int(threads))  # type: ignore[arg-type]
+        opened = open_package(Path(package), check_hashes=False)  # the runner compares them
+        self.model = LanguageModel(open_model(opened, runtime, Setting(provider=provider, threads=int(threads))).runner)
         self.tokenizer = load_tokenizer(Path(package))
         self.max_tokens = int(max_tokens)
 

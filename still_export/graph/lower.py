@@ -13,10 +13,10 @@ import onnx_ir as ir
 import torch
 from onnx_ir.tensor_adapters import TorchTensor, from_torch_dtype
 
-import still_export
 from still_export.graph.edits import store
 from still_export.graph.trace import TracedModel
 from still_export.models.weights import Weight, Weights, value_of
+from still_export.version import __version__
 from still_graphs.ops import DOMAIN, OPS, OPSET, OpSpec
 from still_graphs.ops.spec import CACHE
 from still_graphs.states import StateTable
@@ -108,7 +108,7 @@ def lower_program(traced: TracedModel, weights: Weights | None = None) -> ir.Mod
             traced.weight_names[name]: value for name, value in traced.program.state_dict.items() if name in held
         }
     model.ir_version = IR_VERSION
-    model.producer_name, model.producer_version = "still-export", still_export.__version__
+    model.producer_name, model.producer_version = "still-export", __version__
     _drop_absent(model)
     _widen_norms(model)
     _name_dimensions(model, traced.states)

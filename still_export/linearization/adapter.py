@@ -17,8 +17,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from still_export.errors import CheckpointError, ConfigError
 from still_export.linearization.recipe import Recipe
-from still_export.mixers.config import FULL, HYBRID, StillConfig
+from still_export.mixers.config import StillConfig
 from still_export.mixers.hybrid_attention.modes import window_factor
+from still_export.mixers.layers import FULL, HYBRID
 from still_export.mixers.projections import ProjectedAttention
 from still_export.models.checkpoint import in_range, iterate_tensors
 from still_export.models.convert import plain_names

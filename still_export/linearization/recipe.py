@@ -269,7 +269,7 @@ class Recipe:
         values = {name: getattr(self, name) for name in STILL_FIELDS}
         if self.layer_types is None and self.mixer != "still":
             values["layer_types"] = (self.layer,) * layers
-        return StillConfig(window_factors=rows, **values)
+        return StillConfig.from_dict({"window_factors": rows, **values}, "recipe")
 
     def to_dict(self) -> dict[str, Any]:
         """Values that JSON and YAML can hold."""

@@ -19,7 +19,7 @@ from still_export.linearization.objectives import FinetuneObjective, make_studen
 from still_export.linearization.recipe import Recipe
 from still_export.linearization.run import LinearizationRun
 from still_export.linearization.tasks import TaskWriter
-from still_export.mixers.config import FULL
+from still_export.mixers.layers import FULL
 
 KL, RETRIEVAL = CRITERIA = ("kl", "retrieval")
 NONE = -1

@@ -117,7 +117,7 @@ def state_table(config: Any, dtype: torch.dtype) -> StateTable:
                 kind = str(own).removeprefix("torch.") if spec.dtype == "T" else spec.dtype
                 name = f"{spec.name}.{index}"
                 states.append(State(name, index, op.spec.name, tuple(shape), kind, spec.in_place, growth))
-    return StateTable(states, config.still.capacity(config), config.still.bounded)
+    return StateTable(states, config.still.deployment.capacity(config), config.still.deployment.bounded)
 
 
 def empty_states(

@@ -12,7 +12,7 @@ from still_kernels import codes
 
 def kept_dtype(config: Any, dtype: torch.dtype) -> torch.dtype:
     """Of a model with the STILL family configuration `config` and activations of type `dtype`."""
-    return narrower(config.still.cache, dtype)
+    return narrower(config.still.deployment.cache, dtype)
 
 
 def narrower(cache: str | None, dtype: torch.dtype) -> torch.dtype:

@@ -1,11 +1,10 @@
-"""What two right runtimes may differ in, op by op: looked up by the ops that a package's manifest lists. No torch."""
+"""What two right runtimes may differ in, op by op. No torch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any, Protocol
 
 import numpy as np
@@ -66,20 +65,6 @@ class Excuse(Protocol):
 
     def closest(self, leads: Leads, counts: np.ndarray) -> float:
         """The smallest lead of what was chosen along sequences of `counts` [B] tokens."""
-
-
-EXCUSES = {"HybridAttention": "still_export.mixers.hybrid_attention.ties:SelectionExcuse"}
-"""By op, the class that excuses it, made from the manifest; ops that choose nothing need none."""
-
-
-def excuses_of(manifest: dict[str, Any]) -> Excuses:
-    """The excuses of the ops that a package has."""
-    found = []
-    for op in manifest["ops"]:
-        if op in EXCUSES:
-            module, name = EXCUSES[op].split(":")
-            found.append(getattr(import_module(module), name)(manifest))
-    return Excuses(found)
 
 
 class Excuses:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from still_export.errors import CapacityError, PaddingError, UnsupportedError
 from still_export.mixers.base import Progress
 from still_export.mixers.cache import StillCache
-from still_export.mixers.config import StillConfig, head_size
+from still_export.mixers.config import LayersConfig, StillConfig
+from still_export.mixers.layers import head_size
 from still_export.mixers.projections import ProjectedAttention
 from still_export.mixers.registry import mixer_of
 from still_export.models.support import check_attention, check_family_config
@@ -24,6 +25,7 @@ class StillConfigMixin:
     """A family configuration with `still_config`, a plain dict that config.json holds; `still` is its typed form."""
 
     still_config: dict[str, Any] | None
+    stored: ClassVar[type[LayersConfig]] = StillConfig
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)  # type: ignore[misc]
@@ -31,18 +33,18 @@ class StillConfigMixin:
         self.still_config = still.to_dict()
         self.check(still)
 
-    def read_still(self) -> StillConfig:
+    def read_still(self) -> LayersConfig:
         """The STILL configuration that the family's one was made with."""
-        return StillConfig.from_dict(self.still_config or {})
+        return self.still
 
-    def check(self, still: StillConfig) -> None:
+    def check(self, still: LayersConfig) -> None:
         """Raise UnsupportedModelError where the family's configuration describes layers that are not covered."""
         check_family_config(self, still)
 
     @property
-    def still(self) -> StillConfig:
-        """The STILL configuration."""
-        return StillConfig.from_dict(self.still_config or {})
+    def still(self) -> Any:
+        """The STILL configuration, a `stored`."""
+        return self.stored.from_dict(self.still_config or {})
 
 
 class StillModelMixin:
@@ -64,10 +66,9 @@ class StillModelMixin:
             ConfigError: The STILL configuration does not fit the model.
         """
         config = self.config
-        still: StillConfig = config.still
+        config.still.check_layers(config.num_hidden_layers)
         for index, layer in enumerate(self.model.layers):
             check_attention(layer.self_attn, f"layers.{index}.self_attn", head_size(config))
-            still.layer_config(config, index)
             layer.self_attn = mixer_of(config, index).module(layer.self_attn, config, index)
 
     def _init_weights(self, module: nn.Module) -> None:

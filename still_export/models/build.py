@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from still_export.errors import CheckpointError, ConfigError, UnsupportedModelError
-from still_export.mixers.config import StillConfig
+from still_export.mixers.config import LayersConfig, StillConfig
 from still_export.mixers.projections import ProjectedAttention
 from still_export.models.families import FAMILIES, Family
 from still_export.models.linear_families import LINEAR_FAMILIES, NOT_COVERED
@@ -40,7 +40,7 @@ def family_of(model_type: str) -> Family:
     return family
 
 
-def still_family_config(family: Family, values: Mapping[str, Any], still: StillConfig) -> Any:
+def still_family_config(family: Family, values: Mapping[str, Any], still: LayersConfig) -> Any:
     """The STILL configuration of `family` from a plain one's values.
 
     Raises:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -13,25 +12,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from still_export.errors import CheckpointError, ConfigError, ModelNotFoundError
+from still_export.models.files import Config, read_checked, read_json
 from still_export.models.rows import FLOAT_TYPES, PARTS, from_rows, is_part
 from still_export.models.weights import Deferred
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        CheckpointError: The file is no JSON object.
-    """
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}. Fetch the model again.") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path} holds a {type(values).__name__}, not an object. Fetch the model again.")
-    return values
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -52,8 +37,6 @@ def read_config(folder: Path) -> dict[str, Any]:
             else "Give a Hugging Face model folder, a hub id or a .gguf file."
         )
         raise ModelNotFoundError(f"{folder} is no model: it has no config.json.{hint} {todo}")
-    from still_export.models.files import Config, read_checked
-
     if "model_type" not in read_json(path):
         raise CheckpointError(f"{path} names no model_type, so the family is unknown. Fetch the model again.")
     config = _with_infinities(read_checked(path, Config, ConfigError))

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from still_export.errors import CheckpointError, UnsupportedModelError
-from still_export.mixers.config import FULL, HYBRID, StillConfig
+from still_export.mixers.config import StillConfig
+from still_export.mixers.layers import FULL, HYBRID
 from still_export.models.checkpoint import in_range
 from still_export.models.weights import Adapted, Deferred, Pair, Weight, Weights, value_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from still_export.mixers.cache import state_table
-from still_export.mixers.config import head_size
+from still_export.mixers.layers import head_size
 from still_export.mixers.registry import mixer_of
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,7 +10,6 @@ from pydantic import Field, field_validator
 
 from still_export.errors import CheckpointError, StillExportError
 from still_export.fields import Record, check_record
-from still_export.models.checkpoint import read_json
 
 AGAIN = "Fix the named value, or fetch the model again."
 Count = Annotated[int, Field(ge=1, le=1 << 24)]
@@ -153,6 +153,21 @@ class TokenizerConfig(Record):
     unk_token: str | dict[str, Any] | None = None
     extra_special_tokens: list[str] | dict[str, Any] | None = None
     additional_special_tokens: list[str | dict[str, Any]] | None = None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        CheckpointError: The file is no JSON object.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}. Fetch the model again.") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} holds a {type(values).__name__}, not an object. Fetch the model again.")
+    return values
 
 
 def read_checked(path: Path, kind: type[Record], fail: type[StillExportError] = CheckpointError) -> dict[str, Any]:

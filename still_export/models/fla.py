@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from still_export.mixers.config import FULL
+from still_export.mixers.layers import FULL
 from still_export.models.stack import Stack
 
 HGRN2_EPSILON = 1e-5

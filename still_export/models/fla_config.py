@@ -8,7 +8,7 @@ from operator import index
 from typing import Any
 
 from still_export.errors import ConfigError, StillExportError, UnsupportedModelError
-from still_export.mixers.config import FULL
+from still_export.mixers.layers import FULL
 
 LINEAR = "linear_attention"
 

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 
 from still_export.errors import ConfigError
-from still_export.mixers.config import FULL, MOST_ROWS, WINDOWED, StillConfig
+from still_export.mixers.config import LayersConfig
+from still_export.mixers.layers import FULL, MOST_ROWS, WINDOWED
 from still_export.models.families import Family
 from still_export.models.fla import FlaConfig, fla_stack
 from still_export.models.fla_config import LINEAR
@@ -21,10 +22,10 @@ class StillFlaConfig(LinearConfigMixin):
 
     sliding_window: int | None
 
-    def read_still(self) -> StillConfig:
+    def read_still(self) -> LayersConfig:
         still = super().read_still()
         window = self.sliding_window
-        if window is None or (window >= still.capacity(self) and still.bounded):
+        if window is None or (window >= still.deployment.capacity(self) and still.deployment.bounded):
             return still
         if not 1 <= window <= MOST_ROWS:
             raise ConfigError(f"attn.window_size={window} in config.json is outside 1..{MOST_ROWS}. Fix it.")

@@ -33,7 +33,8 @@ from transformers.models.mamba2.modeling_mamba2 import Mamba2Block, Mamba2RMSNor
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
 
 from still_export.errors import UnsupportedModelError
-from still_export.mixers.config import FULL, StillConfig
+from still_export.mixers.config import LayersConfig
+from still_export.mixers.layers import FULL
 from still_export.models.families import Family
 from still_export.models.fla_families import FLA_FAMILIES
 from still_export.models.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
@@ -86,7 +87,7 @@ class StillKimiLinearConfig(LinearConfigMixin, KimiLinearConfig):
     linear_num_key_heads = linear_num_value_heads = property(lambda self: self.linear_num_heads)
     linear_key_head_dim = linear_value_head_dim = property(lambda self: self.linear_head_dim)
 
-    def check(self, still: StillConfig) -> None:
+    def check(self, still: LayersConfig) -> None:
         super().check(still)
         if getattr(self, "mla_use_nope", True) is False:
             raise UnsupportedModelError(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from still_export.errors import UnsupportedModelError
-from still_export.mixers.config import StillConfig
+from still_export.mixers.config import LayersConfig, StillConfig
 from still_export.mixers.registry import mixer_of
 from still_export.models.base import StillConfigMixin, StillModelMixin
 from still_export.models.support import check_heads, check_rope
@@ -24,18 +24,19 @@ class LinearConfigMixin(StillConfigMixin):
     """Goes before a family's configuration; its layers are `places`, by the family's own `layer_types`."""
 
     places: ClassVar[dict[str, Place]]
+    stored = LayersConfig
 
-    def read_still(self) -> StillConfig:
+    def read_still(self) -> LayersConfig:
         types: list[str] = self.layer_types  # type: ignore[attr-defined]
         unknown = sorted(set(types) - set(self.places))
         if unknown:
             raise UnsupportedModelError(
                 f"layer_types in config.json name {', '.join(unknown)}; covered for {self.model_type}: {', '.join(self.places)}."  # type: ignore[attr-defined]
             )
-        given = {**(self.still_config or {}), "layer_types": tuple(self.places[name].mixer for name in types)}
-        return StillConfig.from_dict(given)
+        given = StillConfig.from_dict(self.still_config or {})  # with settings of hybrid layers until version 0.1
+        return LayersConfig(layer_types=tuple(self.places[name].mixer for name in types), deployment=given.deployment)
 
-    def check(self, still: StillConfig) -> None:
+    def check(self, still: LayersConfig) -> None:
         check_heads(self)
         if getattr(self, "rope_parameters", None):
             check_rope(self, partial=True)

@@ -18,7 +18,7 @@ from still_export.errors import (
     NotLinearizedError,
     UnsupportedModelError,
 )
-from still_export.mixers.config import StillConfig
+from still_export.mixers.config import LayersConfig, StillConfig
 from still_export.models import convert
 from still_export.models.build import build_model, complete_weights, family_of, still_family_config
 from still_export.models.checkpoint import (
@@ -155,7 +155,7 @@ def open_source(
                 "--attach-untrained, adapters and options of STILL; --capacity-tokens may be given."
             )
         found.tensors = published_names(found.model_type, found.tensors)
-        still = StillConfig()
+        still = LayersConfig()
     else:
         if not attach_untrained and found.still is None and overlays:
             raise NotLinearizedError(
@@ -171,7 +171,7 @@ def open_source(
         if found.still is not None and still_config is not None:
             raise _trained("the adapter")
         still, fresh = found.still or still_config or StillConfig(), True
-    still = replace(still, **deployment or {})
+    still = replace(still, deployment=replace(still.deployment, **deployment or {}))
     family = family_of(found.model_type)
     config = still_family_config(family, found.config, still)
     try:

@@ -7,14 +7,15 @@ from typing import Any
 from torch import nn
 
 from still_export.errors import ConfigError, UnsupportedModelError
-from still_export.mixers.config import StillConfig, head_size
+from still_export.mixers.config import LayersConfig
+from still_export.mixers.layers import head_size
 from still_export.mixers.registry import MIXERS
 
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary types whose cos and sin depend on the position alone, so that prefill in pieces equals prefill at once."""
 
 
-def check_family_config(config: Any, still: StillConfig) -> None:
+def check_family_config(config: Any, still: LayersConfig) -> None:
     """Raise UnsupportedModelError where the family configuration `config` describes attention that STILL cannot take over."""
     head_dim = head_size(config)
     if head_dim % 2 or head_dim < 2:
@@ -53,7 +54,7 @@ def check_rope(config: Any, partial: bool = False) -> None:
         )
 
 
-def _check_layers(config: Any, still: StillConfig) -> None:
+def _check_layers(config: Any, still: LayersConfig) -> None:
     own = [name for name, mixer in MIXERS.items() if not mixer.of_families]
     foreign = sorted(set(still.layer_types or ()) - set(own))
     if foreign:
@@ -63,7 +64,7 @@ def _check_layers(config: Any, still: StillConfig) -> None:
         )
 
 
-def _check_windows(config: Any, still: StillConfig) -> None:
+def _check_windows(config: Any, still: LayersConfig) -> None:
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None)
     unknown = sorted(set(types or ()) - {"full_attention", "sliding_attention"})
@@ -72,9 +73,9 @@ def _check_windows(config: Any, still: StillConfig) -> None:
             f"layer_types in config.json name {', '.join(unknown)}; covered: full_attention. (Which layers are hybrid is said by "
             "still_config.layer_types.)"
         )
-    capacity = still.capacity(config)
+    capacity = still.deployment.capacity(config)
     slides = types is None or "sliding_attention" in types
-    if window is not None and slides and (window < capacity or still.overflow != "error"):
+    if window is not None and slides and (window < capacity or still.deployment.overflow != "error"):
         raise UnsupportedModelError(
             f"sliding_window={window} in config.json is smaller than capacity_tokens={capacity}; STILL replaces full attention and "
             "would see tokens that the model never saw. Set sliding_window to null (and layer_types to full_attention) if the model "

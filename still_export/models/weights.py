@@ -11,6 +11,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from still_export.models.blocks import BlockWeight
 
+LORA_A, LORA_B = "lora_a", "lora_b"
+"""Suffixes of the inputs that take an adapter's matrices [K, R] and [R, N] while a package runs."""
+TOGETHER = "|"
+"""Between the names of weights that lie in one, along the outputs."""
+
 
 @dataclass(frozen=True)
 class SourceBlocks:

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from still_export.errors import PackageError
-from still_export.mixers.ties import Excuses, excuses_of
+from still_export.mixers.excuses import excuses_of
+from still_export.mixers.ties import Excuses
 from still_export.package.calls import Arrays
 from still_export.package.folder import Package
 from still_export.proof.cases import Case, CaseSource, Noise

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from still_export.mixers.ties import Excuses, excuses_of
+from still_export.mixers.excuses import excuses_of
+from still_export.mixers.ties import Excuses
 from still_export.proof.cases import Case, noise_of
 from still_export.proof.tolerance import FLOAT32, half_tolerance
 from still_export.runtime.torch import TorchModel

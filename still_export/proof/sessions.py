@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from still_export.package.calls import Arrays, last_logits, typed_states
 from still_export.package.folder import Package
+from still_export.proof.checks import Check
 from still_export.proof.reference import open_runner
 from still_export.runtime.base import NUMPY_TYPES, Runner
-
-
-@dataclass(frozen=True)
-class Check:
-    """Something that must hold of a runtime by itself."""
-
-    name: str
-    passed: bool
-    detail: str = ""
 
 
 class Session:

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from still_export.mixers.ties import Leads, excuses_of
+from still_export.mixers.excuses import excuses_of
+from still_export.mixers.ties import Leads
 from still_export.package.calls import Arrays, next_feed
 from still_export.proof.cases import Case, noise_of, same_best
 from still_export.proof.sessions import Session

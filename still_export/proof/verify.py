@@ -12,13 +12,15 @@ from typing import Any
 import numpy as np
 
 from still_export.errors import UnsupportedError
-from still_export.mixers.ties import Choices, Pairs, excuses_of
+from still_export.mixers.excuses import excuses_of
+from still_export.mixers.ties import Choices, Pairs
 from still_export.package.calls import Arrays
 from still_export.package.folder import Package
 from still_export.package.staging import staged_files
 from still_export.proof.cases import Case, CaseSource, Noise, distance, part_medians, same_best
+from still_export.proof.checks import Check
 from still_export.proof.codes import in_codes
-from still_export.proof.sessions import Check, Session, Target
+from still_export.proof.sessions import Session, Target
 from still_export.proof.tolerance import FLOAT32, Tolerance, half_tolerance
 
 DECODE_STEPS = {"onnx": 72, "genai": 72, "trt": 256}

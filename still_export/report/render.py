@@ -8,12 +8,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import still_export
 from still_export.errors import ConfigError
 from still_export.extras import EXTRAS, demand
 from still_export.package.staging import staged_files
 from still_export.report.charts import specification
 from still_export.report.description import Plots, Report
+from still_export.version import __version__
 
 
 def check_report(path: Path) -> None:
@@ -53,7 +53,7 @@ def render(report: Report) -> str:
         report=report,
         charts=charts,
         library=vl_convert.javascript_bundle() if charts else "",  # type: ignore[call-arg]
-        version=still_export.__version__,
+        version=__version__,
         written=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
     )
 

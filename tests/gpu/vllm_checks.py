@@ -54,7 +54,8 @@ def random_model(folder: Path, family: str, **still: Any) -> Path:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from still_export.mixers.config import FULL, HYBRID, StillConfig
+    from still_export.mixers.config import StillConfig
+    from still_export.mixers.layers import FULL, HYBRID
     from still_export.models import FAMILIES as CLASSES
     from still_export.models import attach_untrained
 
@@ -91,7 +92,7 @@ def random_model(folder: Path, family: str, **still: Any) -> Path:
 
     base = randomize(AutoModelForCausalLM.from_config(CLASSES[family].config(**values)), lambda name: True)
     types = still.pop("layer_types", (HYBRID, FULL, HYBRID))
-    config = StillConfig(**{"chunk_size": 32, "salient_per_chunk": 3, "layer_types": types, **still})
+    config = StillConfig.from_dict({"chunk_size": 32, "salient_per_chunk": 3, "layer_types": types, **still})
     known = {name for name, _ in base.named_parameters()} | {
         "A_log",
         "dt_bias",
@@ -199,7 +200,7 @@ def refusals(options: argparse.Namespace) -> str:
     from vllm.platforms import current_platform
     from vllm.platforms.interface import DeviceCapability
 
-    from still_export.mixers.config import FULL
+    from still_export.mixers.layers import FULL
 
     place = Path(tempfile.mkdtemp())
 
@@ -325,7 +326,7 @@ def serve(options: argparse.Namespace) -> str:
         server(SMALL, "--dtype", "float32", *memory) as address,
         ThreadPoolExecutor(8) as pool,
     ):
-        most = model.config.still.capacity(model.config)
+        most = model.config.still.deployment.capacity(model.config)
         beyond = {
             "a prompt beyond the capacity": ([5] * (most + 1), {}),
             "an answer beyond it": ([5] * 8, {"max_tokens": most}),

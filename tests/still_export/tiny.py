@@ -65,7 +65,7 @@ def still_model(
     **still: Any,
 ) -> Any:
     """A STILL model with every parameter random, feature maps and gates included; `sizes` change the plain configuration."""
-    config = StillConfig(**{"chunk_size": CHUNK, "salient_per_chunk": 3, **still})
+    config = StillConfig.from_dict({"chunk_size": CHUNK, "salient_per_chunk": 3, **still})
     model = attach_untrained(plain_model(family, dtype, seed, **(sizes or {})), config)
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from still_export.mixers.base import LayerOp, Mixer
-from still_export.mixers.config import head_size
 from still_export.mixers.fixed import FixedStates
+from still_export.mixers.layers import head_size
 from still_export.mixers.projections import ProjectedAttention
 from still_export.mixers.torch_ops import Given, call, register
 from still_graphs.ops.spec import AttributeValue

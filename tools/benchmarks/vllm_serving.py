@@ -96,7 +96,7 @@ def blank_folder(folder: Path, kind: str, sizes: Sizes) -> Path:
     config: Any = LlamaConfig(**values, architectures=["LlamaForCausalLM"])
     if not kind.startswith("full"):
         scope = "kv_group_max" if kind == "kv_group" else "q_head"
-        still = StillConfig(capacity_tokens=sizes.context, select_scope=scope)
+        still = StillConfig.from_dict({"capacity_tokens": sizes.context, "select_scope": scope})
         config = still_family_config(family_of("llama"), config.to_dict(), still)
     config.dtype = "bfloat16"
     if kind == "full-int4":

@@ -29,9 +29,17 @@ def cache_attribute(cache: str | None) -> str:
     return cache if cache == "int8" else str(CACHE.default)
 
 
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Raise ConfigError, with the nearest known one, unless `value` of the field `name` is one of `choices`."""
+    if value not in choices:
+        near = difflib.get_close_matches(str(value), choices, 1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"{name}={value!r} is unknown; known: {', '.join(choices)}.{hint}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class HybridAttentionSettings:
-    """What is chosen for all layers of a model, whatever their geometry.
+    """What training fixes for all layers of a model, whatever their geometry.
 
     Args:
         chunk_size: C, tokens per chunk.
@@ -45,10 +53,7 @@ class HybridAttentionSettings:
         window_size: W of "sliding", None = C; with salient tokens W must equal C, else 1 <= W <= C.
         mix_epsilon: Added to the joint denominator.
         phantom_first_chunk: Chunk 0 sees C zero keys with zero values (released training code).
-        overflow: What happens beyond T_max.
         profile: "released" sets saliency, phantom_first_chunk and mix_epsilon as released checkpoints need them.
-        cache: Type that keys and values are kept in, where it has fewer bits than that of the activations: "float16", "int8" (a byte a
-            number, a scale a row) or None.
     """
 
     chunk_size: int = 64
@@ -62,9 +67,7 @@ class HybridAttentionSettings:
     window_size: int | None = None
     mix_epsilon: float = 1e-6
     phantom_first_chunk: bool = False
-    overflow: str = "error"
     profile: str = "still"
-    cache: str | None = None
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,9 @@ class HybridAttentionConfig(HybridAttentionSettings):
         head_dim: D.
         window_factor: Scalars on the softmax terms (LoLCATs), any sequence of H numbers, or None.
         capacity_tokens: T_max, what the salient cache covers; its slots are `capacity_slots`.
+        overflow: What happens beyond T_max.
+        cache: Type that keys and values are kept in, where it has fewer bits than that of the activations: "float16", "int8" (a byte a
+            number, a scale a row) or None.
         attribute_values: Those of `attributes`, which follow from the others.
         slot_rule: How salient slots grow, which follows too.
 
@@ -89,6 +95,8 @@ class HybridAttentionConfig(HybridAttentionSettings):
     head_dim: int
     window_factor: Sequence[float] | None = field(default=None, kw_only=True)
     capacity_tokens: int = field(default=8192, kw_only=True)
+    overflow: str = field(default="error", kw_only=True)
+    cache: str | None = field(default=None, kw_only=True)
     attribute_values: tuple[AttributeValue, ...] = field(init=False, repr=False, compare=False)
     slot_rule: dict[str, Any] = field(init=False, repr=False, compare=False)
 
@@ -99,16 +107,12 @@ class HybridAttentionConfig(HybridAttentionSettings):
         if self.window_factor is not None:
             object.__setattr__(self, "window_factor", tuple(float(x) for x in self.window_factor))
         for name, choices in CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices:
-                near = difflib.get_close_matches(str(value), choices, 1)
-                hint = f" Did you mean {near[0]!r}?" if near else ""
-                raise ConfigError(f"{name}={value!r} is unknown; known: {', '.join(choices)}.{hint}")
+            check_choice(name, getattr(self, name), choices)
+        if self.cache is not None:
+            check_choice("cache", self.cache, CACHES)
         for name in ("num_heads", "num_kv_heads", "head_dim", "chunk_size", "capacity_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}; it must be at least 1.")
-        if self.cache not in (None, *CACHES):
-            raise ConfigError(f"cache={self.cache!r} is unknown; known: {', '.join(CACHES)}.")
         if self.cache == "int8" and self.head_dim % CODES:
             raise ConfigError(f"cache='int8' with head_dim={self.head_dim}: rows of 8 bits have multiples of {CODES}.")
         if self.feature_dim is not None and self.feature_dim < 1:

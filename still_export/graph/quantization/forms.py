@@ -17,12 +17,8 @@ LEAST = "least"
 """Suffix of what codes of 0 stand for, [N, K / block]: an offset and MIDDLE scales below 0."""
 MIDDLE = 8
 """Of codes of 4 bits, which products subtract where there are no zero points."""
-LORA_A, LORA_B = "lora_a", "lora_b"
-"""Suffixes of the inputs that take an adapter's matrices [K, R] and [R, N] while a package runs."""
 ROWS = "rows"
 """Suffix of a weight's codes in the shape that GatherBlockQuantized reads."""
-TOGETHER = "|"
-"""Between the names of weights that lie in one, along the outputs."""
 SUMS = "block_sums"
 """Prefix of the matrix [K, K / block] that sums over blocks: `inner` where no pairs are beside offsets."""
 

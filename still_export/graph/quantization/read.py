@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from still_export.graph.quantization.forms import CODES, LEAST, MIDDLE, ROWS, SUMS, TOGETHER
+from still_export.graph.quantization.forms import CODES, LEAST, MIDDLE, ROWS, SUMS
 from still_export.models.blocks import BlockWeight
-from still_export.models.weights import Deferred, Pair, Weight, value_of
+from still_export.models.weights import TOGETHER, Deferred, Pair, Weight, value_of
 from still_export.package.files import MODEL
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from still_export.errors import ConfigError
 from still_export.mixers.base import Profile
-from still_export.mixers.cache import StillCache
 from still_export.mixers.hybrid_attention.modes import TrainableAttention, make_trainable
 from still_export.mixers.trainable import SOFTMAX, STUDENT, attention_mode
 from still_kernels.hybrid_attention.reference.features import FEATURE_FLOOR
@@ -130,8 +129,7 @@ def _with_salient(model: Any, attentions: list[TrainableAttention], salient: int
 
 def _states(model: Any, row: Tensor) -> list[Any]:
     """State of every hybrid layer after `row`."""
-    cache = StillCache.empty(model.config)
-    model(row, past_key_values=cache)
+    cache = model(row, use_cache=True).past_key_values
     return [layer.state for layer in cache.layers if hasattr(layer, "state")]
 
 
@@ -193,14 +191,14 @@ def _selections(
     still = attentions[0].still
     chunk, salient = still.chunk_size, still.salient_per_chunk
     error = _mass_error(model, attentions, row, salient)
-    cache = StillCache.empty(model.config)
+    cache = None
     offsets = np.zeros((len(attentions), chunk))
     counts: Counter[int] = Counter()
     if salient == 0:
         return error, offsets, counts
     for start in range(0, row.shape[1] // (2 * chunk) * 2 * chunk, 2 * chunk):
         piece = row[:, start : start + 2 * chunk]
-        model(piece, past_key_values=cache)
+        cache = model(piece, past_key_values=cache, use_cache=True).past_key_values
         states = [layer.state for layer in cache.layers if hasattr(layer, "state")]
         for index, state in enumerate(states):
             scores = state.window_score[0].unflatten(1, (2, chunk))  # [H, 2, C]

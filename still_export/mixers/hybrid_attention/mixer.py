@@ -8,12 +8,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from still_export.mixers.base import Audit, LayerOp, Mixer
-from still_export.mixers.config import HYBRID
+from still_export.mixers.hybrid_attention.audit import audit
 from still_export.mixers.hybrid_attention.cache import HybridLayer
 from still_export.mixers.hybrid_attention.modes import make_trainable
 from still_export.mixers.hybrid_attention.module import StillAttention
 from still_export.mixers.hybrid_attention.paged import PagedHybridAttention
 from still_export.mixers.hybrid_attention.parts import PARTS, without
+from still_export.mixers.layers import HYBRID
 from still_export.mixers.trainable import SOFTMAX, Trainable
 from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 from still_kernels.hybrid_attention import HybridAttentionConfig
@@ -36,7 +37,7 @@ class HybridAttentionMixer(Mixer):
         still = config.still
         layer = self._layer(config, index)
         module = StillAttention(base, layer, config.hidden_size, still.gate_bias, still.shared_feature_map)
-        module.cache = still.cache
+        module.cache = still.deployment.cache
         return module
 
     def paged(self, config: Any, index: int, ranks: int, rank: int) -> PagedHybridAttention:
@@ -54,11 +55,7 @@ class HybridAttentionMixer(Mixer):
             attention.mode = SOFTMAX
 
     def audit(self, model: Any, tokenizer: Any, ids: Tensor) -> Audit:
-        from still_export.mixers.hybrid_attention.audit import (
-            audit,  # it runs a model with a cache, which knows all mixers
-        )
-
         return audit(model, tokenizer, ids)
 
     def _layer(self, config: Any, index: int) -> HybridAttentionConfig:
-        return config.still.layer_config(config, index)
+        return config.still.layer_config(config, index, config.still.deployment)

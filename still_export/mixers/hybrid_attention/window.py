@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from still_export.mixers.config import head_size
 from still_export.mixers.hybrid_attention.module import HybridOpModule
 from still_export.mixers.kept import rounded
+from still_export.mixers.layers import head_size
 from still_kernels.hybrid_attention import HybridAttentionConfig
 
 
@@ -28,9 +28,9 @@ def window_of(config: Any, tokens: int) -> HybridAttentionConfig:
         local="sliding",
         window_size=tokens,
         mix_epsilon=1e-12,  # keeps padding finite
-        capacity_tokens=config.still.capacity(config),
-        overflow=config.still.overflow,
-        cache=config.still.cache,
+        capacity_tokens=config.still.deployment.capacity(config),
+        overflow=config.still.deployment.overflow,
+        cache=config.still.deployment.cache,
     )
 
 

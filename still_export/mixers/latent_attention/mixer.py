@@ -24,11 +24,11 @@ class LatentAttentionMixer(Mixer):
         return (LayerOp(ATTENTION, attributes(config), sizes),)
 
     def cache_layer(self, config: Any, index: int) -> AttentionLayer:
-        return AttentionLayer(1, _width(config), config.still.cache)
+        return AttentionLayer(1, _width(config), config.still.deployment.cache)
 
     def module(self, base: nn.Module, config: Any, index: int) -> nn.Module:
         module = LatentAttention(base)
-        module.cache = config.still.cache
+        module.cache = config.still.deployment.cache
         return module
 
 

@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 
 from still_export.mixers.base import LayerOp, Mixer, heads_of_rank
-from still_export.mixers.config import head_size
 from still_export.mixers.hybrid_attention.window import window_of
+from still_export.mixers.layers import head_size
 from still_export.mixers.liger_gla.cache import WindowAndFixedStates
 from still_export.mixers.liger_gla.module import LigerGLA, TrainableLigerGLA
 from still_export.mixers.liger_gla.paged import PagedLigerGLA

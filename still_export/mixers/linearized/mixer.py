@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 
 from still_export.mixers.base import LayerOp, Mixer
-from still_export.mixers.config import head_size
 from still_export.mixers.fixed import FixedStates
+from still_export.mixers.layers import head_size
 from still_export.mixers.linearized.module import (
     LinearizedAttention,
     LinearizedGatedDeltaNet,

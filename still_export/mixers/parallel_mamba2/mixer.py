@@ -8,7 +8,7 @@ from torch import nn
 
 from still_export.mixers.attention.mixer import AttentionMixer
 from still_export.mixers.base import LayerOp, Mixer
-from still_export.mixers.config import head_size
+from still_export.mixers.layers import head_size
 from still_export.mixers.mamba2.mixer import Mamba2Mixer
 from still_export.mixers.parallel_mamba2.cache import AttentionAndFixedStates
 
@@ -25,7 +25,9 @@ class ParallelMamba2Mixer(Mixer):
 
     def cache_layer(self, config: Any, index: int) -> AttentionAndFixedStates:
         ops = self.mamba2.ops(config, index)
-        return AttentionAndFixedStates(ops, config.num_key_value_heads, head_size(config), config.still.cache)
+        return AttentionAndFixedStates(
+            ops, config.num_key_value_heads, head_size(config), config.still.deployment.cache
+        )
 
     def module(self, base: nn.Module, config: Any, index: int) -> nn.Module:
         """The module in the place of either of the two that a layer has."""

@@ -7,9 +7,9 @@ from typing import Any
 from torch import nn
 
 from still_export.mixers.base import LayerOp, Mixer
-from still_export.mixers.config import WINDOWED
 from still_export.mixers.hybrid_attention.cache import HybridLayer
 from still_export.mixers.hybrid_attention.window import window_of
+from still_export.mixers.layers import WINDOWED
 from still_export.mixers.windowed_attention.module import WindowedAttention
 from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 

@@ -196,7 +196,7 @@ class PagedMixer(nn.Module, MambaBase):  # type: ignore[misc]  # vLLM has no typ
         self.weights = {name: weights.get_parameter(name) for name in layer.head_weights}
         current = get_current_vllm_config()
         tokens = current.model_config.max_model_len
-        self.pages = layer.pages(tokens, config.still.capacity(config), current.model_config.dtype)
+        self.pages = layer.pages(tokens, config.still.deployment.capacity(config), current.model_config.dtype)
         known = current.compilation_config.static_forward_context
         if prefix in known:
             raise ValueError(f"two layers are called {prefix}")

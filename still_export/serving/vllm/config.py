@@ -129,9 +129,9 @@ def context_length(config: Any, tokens: int, asked: bool) -> int:
     Raises:
         ConfigError: Somebody asked for more than the capacity.
     """
-    still = config.still
-    capacity = still.capacity(config)
-    if not still.bounded or tokens <= capacity:
+    deployment = config.still.deployment
+    capacity = deployment.capacity(config)
+    if not deployment.bounded or tokens <= capacity:
         return tokens
     if asked:
         raise ConfigError(

@@ -17,7 +17,7 @@ def paged_layers(config: Any, ranks: int = 1, rank: int = 0) -> list[PagedLayer 
     Raises:
         UnsupportedModelError: All are softmax, one is not served so, or keys and values are to be kept in 8 bits.
     """
-    if config.still.cache == "int8":
+    if config.still.deployment.cache == "int8":
         raise UnsupportedModelError(
             "cache='int8' in config.json is not for vLLM, whose pages hold numbers here. Leave it out, or serve the exported package with "
             "still-export serve."
@@ -37,7 +37,7 @@ def common_pages(config: Any, tokens: int, dtype: torch.dtype, ranks: int = 1) -
     Raises:
         UnsupportedModelError: They differ, or as of `paged_layers`.
     """
-    capacity = config.still.capacity(config)
+    capacity = config.still.deployment.capacity(config)
     found = [layer.pages(tokens, capacity, dtype) for layer in paged_layers(config, ranks) if layer is not None]
     if any(pages != found[0] for pages in found):
         raise UnsupportedModelError(

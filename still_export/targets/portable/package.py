@@ -206,7 +206,7 @@ def export_onnx(
         source = find_source(options)
         model = source.outline()
         describe = {**_describe(model, options, command), **text}
-        cache, dtype = model.config.still.cache, describe["model"]["dtype"]
+        cache, dtype = model.config.still.deployment.cache, describe["model"]["dtype"]
         if options.native and not options.archs and dtype not in NATIVE_DTYPES:
             raise UnsupportedError(
                 f"--native computes {' and '.join(NATIVE_DTYPES)}, not {dtype}. Export with --dtype float32, "

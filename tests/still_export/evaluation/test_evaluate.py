@@ -33,6 +33,7 @@ from still_export.evaluation.evaluate import (
 from still_export.evaluation.positions import perplexity_by_position, ranges
 from still_export.linearization import forms
 from still_export.mixers.config import StillConfig
+from still_export.mixers.layers import Deployment
 from still_export.models import attach_untrained
 from tests.still_export.tiny import CHUNK, plain_model, random_ids, still_model
 from tests.still_export.training import byte_tokenizer, make_base, make_text
@@ -74,7 +75,8 @@ def test_perplexity_by_position() -> None:
     found = perplexity_by_position(Uniform(), byte_tokenizer(), DEFAULT_HAYSTACK, 5000, 10_000)
     assert found == pytest.approx({"0-1024": 256, "1024-2048": 256, "2048-4096": 256, "4096-5000": 256})
     model = attach_untrained(
-        plain_model("llama", torch.float32, vocab_size=257), StillConfig(chunk_size=CHUNK, capacity_tokens=1200)
+        plain_model("llama", torch.float32, vocab_size=257),
+        StillConfig(chunk_size=CHUNK, deployment=Deployment(capacity_tokens=1200)),
     )
     text = DEFAULT_HAYSTACK[:1200]
     ids = torch.tensor([byte_tokenizer()(text)["input_ids"]])

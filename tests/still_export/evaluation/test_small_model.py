@@ -23,7 +23,8 @@ from still_export.evaluation.evaluate import DEFAULT_HAYSTACK, answered, bits_pe
 from still_export.evaluation.packages import open_model
 from still_export.linearization.tasks import TASKS, TaskWriter
 from still_export.linearization.texts import tokenize
-from still_export.mixers.config import FULL, HYBRID, StillConfig
+from still_export.mixers.config import StillConfig
+from still_export.mixers.layers import FULL, HYBRID
 from still_export.models.load import load_model, load_tokenizer
 from still_export.models.rows import DIAGONAL, SCALE
 from still_export.package.folder import open_package
@@ -41,7 +42,7 @@ def test_lengths_beyond_its_capacity_get_room() -> None:
     rooms = {}
     for tokens in (4096, 6000):
         config = load_any(str(SMALL), None, "float32", tokens=tokens)["still"].config
-        rooms[tokens] = config.still.capacity(config)
+        rooms[tokens] = config.still.deployment.capacity(config)
     assert rooms[4096] >= 4096 and rooms[6000] == max(6000, rooms[4096]) and rooms[6000] > rooms[4096]
 
 

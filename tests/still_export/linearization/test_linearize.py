@@ -29,6 +29,7 @@ from still_export.linearization.texts import Batches, held_out_rows, read_corpus
 from still_export.linearization.trainer import plateau, schedule
 from still_export.mixers.config import StillConfig
 from still_export.mixers.hybrid_attention.modes import far_attention, make_trainable, selection_loss
+from still_export.mixers.layers import Deployment
 from still_export.mixers.trainable import SOFTMAX, STUDENT, attention_mode
 from still_export.models import attach_untrained
 from still_export.models.checkpoint import iterate_tensors
@@ -127,7 +128,7 @@ def test_adapter_on_the_base_is_the_model(base: Path, finished: tuple[Path, Line
     with pytest.raises(ConfigError, match="configuration of its own"):
         load_model(base, overlays=[output / "adapter"], still_config=StillConfig())
     longer = load_model(base, overlays=[output / "adapter"], deployment={"capacity_tokens": 777}).config.still
-    assert longer == replace(load_model(output).config.still, capacity_tokens=777)
+    assert longer == replace(load_model(output).config.still, deployment=Deployment(capacity_tokens=777))
     adapter = load_file(output / "adapter" / "adapter_model.safetensors")
     for name, parameter in still_parameters(again):
         if "feature_" in name or name.endswith("bias"):  # LoRA adds to the weights of gates

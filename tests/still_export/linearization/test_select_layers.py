@@ -20,8 +20,8 @@ from still_export.errors import ConfigError, TrainingError
 from still_export.linearization import select_layers as module
 from still_export.linearization.lookup import attention_to_fact
 from still_export.linearization.select_layers import best, select_layers
-from still_export.mixers.config import FULL, HYBRID
 from still_export.mixers.hybrid_attention.modes import make_trainable
+from still_export.mixers.layers import FULL, HYBRID
 from still_export.models.load import load_model
 from tests.still_export.training import byte_tokenizer, make_base, make_text, small_recipe
 

@@ -23,6 +23,7 @@ from still_export.errors import (
     UnsupportedModelError,
 )
 from still_export.mixers.config import StillConfig
+from still_export.mixers.layers import Deployment
 from still_export.models import demo, unpickle
 from still_export.models.demo import demo_model_path
 from still_export.models.load import load_model, load_tokenizer
@@ -126,8 +127,9 @@ def test_released_names(family: str, tmp_path: Path) -> None:
 def test_released_checkpoint_takes_what_its_files_do_not_say(tmp_path: Path) -> None:
     """As `--capacity-tokens 512` does; the profile that its weights were trained with stays."""
     written, _ = released_checkpoint(tmp_path)
-    model = load_model(tmp_path, still_config=StillConfig(capacity_tokens=512, overflow="fold_oldest"))
-    wanted = replace(written.config.still, capacity_tokens=512, overflow="fold_oldest")
+    folding = Deployment(capacity_tokens=512, overflow="fold_oldest")
+    model = load_model(tmp_path, still_config=StillConfig(deployment=folding))
+    wanted = replace(written.config.still, deployment=folding)
     assert model.config.still == wanted
 
 

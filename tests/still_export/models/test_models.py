@@ -12,6 +12,7 @@ from still_export.errors import ConfigError, UnsupportedModelError
 from still_export.mixers.cache import StillCache, empty_states
 from still_export.mixers.config import StillConfig
 from still_export.mixers.hybrid_attention.module import StillAttention
+from still_export.mixers.layers import Deployment
 from still_export.models import FAMILIES, attach_untrained, forward_with_state
 from still_export.models.build import still_family_config
 from still_export.models.load import load_model
@@ -245,7 +246,9 @@ def test_static_rope_types(rope_type: str) -> None:
 
 def test_a_wide_sliding_window_is_no_window() -> None:
     plain = plain_model("mistral", sliding_window=100)
-    still = attach_untrained(plain, StillConfig(salient_per_chunk=CHUNK, capacity_tokens=100, **EXACT))
+    still = attach_untrained(
+        plain, StillConfig(salient_per_chunk=CHUNK, deployment=Deployment(capacity_tokens=100), **EXACT)
+    )
     ids = random_ids(1, 40)
     with torch.no_grad():
         torch.testing.assert_close(still(ids).logits, plain(ids).logits, rtol=0, atol=DOUBLE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from still_export.mixers.excuses import excuses_of
 from still_export.mixers.hybrid_attention.ties import SelectionExcuse
 
 BATCH, HEADS, CHUNKS, SALIENT, DIM = 2, 3, 4, 2, 5
@@ -55,3 +56,9 @@ def test_a_chunk_that_pytorch_never_completed_is_no_tie() -> None:
     given = ([(expected, actual)], lambda: {1: np.zeros((BATCH, HEADS, CHUNKS - 1))}, {"": 0.05})
     assert EXCUSE.compare(*given).wrong == 1
     assert EXCUSE.settle(*given)[0][1]["present_salient_key.1"][0, 0, -1].all()
+
+
+def test_layers_that_select_nothing_need_no_excuse() -> None:
+    """A window is the same op, without settings in the manifest."""
+    manifest = {"ops": {"HybridAttention": 1}, "still": {}, "model": {"layer_types": ["liger_gla", "full_attention"]}}
+    assert not excuses_of(manifest).each

@@ -15,8 +15,9 @@ import torch
 from still_export.cli.verify_served import check_flags
 from still_export.errors import ConfigError, UnsupportedError, UnsupportedModelError
 from still_export.mixers.cache import empty_states
-from still_export.mixers.config import FULL, StillConfig
+from still_export.mixers.config import StillConfig
 from still_export.mixers.hybrid_attention.paged import part_of
+from still_export.mixers.layers import FULL
 from still_export.models.build import still_family_config
 from still_export.models.description import describe_model
 from still_export.models.linear_families import LINEAR_FAMILIES
@@ -170,7 +171,7 @@ def test_longest_of_a_part_takes_few_values() -> None:
 
 def test_the_context_ends_at_the_capacity(model: Any) -> None:
     config = model.config
-    capacity = config.still.capacity(config)
+    capacity = config.still.deployment.capacity(config)
     assert context_length(config, capacity + 1, asked=False) == capacity
     assert context_length(config, capacity - 1, asked=True) == capacity - 1
     with pytest.raises(ConfigError, match=f"--max-model-len {capacity + 1} exceeds capacity_tokens={capacity}"):
@@ -183,7 +184,7 @@ def test_layers_are_named_as_vllm_counts_them(model: Any) -> None:
     config = SimpleNamespace(hf_config=model.config, original_max_model_len=None, max_model_len=1 << 20)
     ServedConfig.verify_and_update_model_config(config)
     assert model.config.layers_block_type == ["mamba", "attention", "mamba"]
-    assert config.max_model_len == model.config.still.capacity(model.config)
+    assert config.max_model_len == model.config.still.deployment.capacity(model.config)
 
 
 def vllm_config(model: Any, **changes: Any) -> Any:

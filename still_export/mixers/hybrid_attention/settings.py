@@ -1,0 +1,69 @@
+"""What a model stores for its layers of type "hybrid_attention"."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from still_export.mixers.layers import MOST_ROWS, Deployment, check_range, head_size
+from still_graphs.errors import ConfigError
+from still_kernels.hybrid_attention import HybridAttentionConfig
+from still_kernels.hybrid_attention.config import HybridAttentionSettings
+
+MIX_EPSILON = 1e-9
+"""Default of a model's layers. The specification's 1e-6 (the released code's) shifts SmolLM2-135M's logits within two chunks by 1.6e-4
+over its 30 layers, 1e-9 by 6e-5, which is the noise of float32. Nothing needs more: a row's own logit keeps the denominator above 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridSettings(HybridAttentionSettings):
+    """The settings of the kernels, and
+
+    Args:
+        gate_bias: The gate projection has a bias (fresh gates are opened by it; released checkpoints have none).
+        shared_feature_map: One feature projection for all heads instead of one per query head.
+        window_factors: Per layer, one scalar per query head on the softmax terms (LoLCATs), or None.
+
+    Raises:
+        ConfigError: A value is unknown, out of range, or contradicts another.
+    """
+
+    shared_feature_map: bool = False
+    gate_bias: bool = True
+    window_factors: tuple[tuple[float, ...], ...] | None = None
+    mix_epsilon: float = MIX_EPSILON
+
+    def __post_init__(self) -> None:
+        for name in ("chunk_size", "feature_dim"):
+            if (value := getattr(self, name)) is not None:
+                check_range(name, value, MOST_ROWS)
+        if self.window_factors is not None:
+            object.__setattr__(
+                self, "window_factors", tuple(tuple(float(x) for x in row) for row in self.window_factors)
+            )
+        # The layer's own class holds the rules; the geometry does not matter to them.
+        self._layer(num_heads=1, num_kv_heads=1, head_dim=4)
+
+    def _layer(self, **given: Any) -> HybridAttentionConfig:
+        return HybridAttentionConfig(
+            **{f.name: getattr(self, f.name) for f in fields(HybridAttentionSettings)}, **given
+        )
+
+    def layer_config(self, family: Any, layer: int, deployment: Deployment) -> HybridAttentionConfig:
+        """The attention of layer `layer` of a model with the family configuration `family`.
+
+        Raises:
+            ConfigError: window_factors do not fit the family's layers or heads.
+        """
+        layers, factors = family.num_hidden_layers, self.window_factors
+        if factors is not None and len(factors) != layers:
+            raise ConfigError(f"window_factors has {len(factors)} entries for num_hidden_layers={layers}.")
+        return self._layer(
+            num_heads=family.num_attention_heads,
+            num_kv_heads=family.num_key_value_heads,
+            head_dim=head_size(family),
+            window_factor=None if factors is None else factors[layer],
+            capacity_tokens=deployment.capacity(family),
+            overflow=deployment.overflow,
+            cache=deployment.cache,
+        )

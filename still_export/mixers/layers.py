@@ -1,0 +1,63 @@
+"""Words that all mixers share: names of layers, the size of a head, and what a deployment chooses for any of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from still_graphs.errors import ConfigError
+from still_kernels.hybrid_attention.config import CACHES, CHOICES, check_choice
+
+HYBRID = "hybrid_attention"
+FULL = "full_attention"
+WINDOWED = "windowed_attention"
+"""Names of layers; still_export.mixers.registry has all."""
+
+MOST_ROWS, MOST_TOKENS = 1 << 16, 1 << 40
+"""What no model has: beyond, a damaged number takes the machine's memory before a check of shapes can name it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """What who runs a model chooses for its states: no training fixes it, and every mixer reads it.
+
+    Args:
+        capacity_tokens: T_max, tokens that the states are meant to hold; None = the family's max_position_embeddings.
+        overflow: What happens beyond: "error", or how the salient cache folds.
+        cache: Type that keys and values are kept in, where it has fewer bits than the activations: "float16", "int8" or None.
+
+    Raises:
+        ConfigError: A value is unknown or out of range.
+    """
+
+    capacity_tokens: int | None = None
+    overflow: str = "error"
+    cache: str | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("overflow", self.overflow, CHOICES["overflow"])
+        if self.cache is not None:
+            check_choice("cache", self.cache, CACHES)
+        check_range("capacity_tokens", self.capacity_tokens or 1, MOST_TOKENS)
+
+    @property
+    def bounded(self) -> bool:
+        """More tokens than the capacity are refused; otherwise the salient cache folds."""
+        return self.overflow == "error"
+
+    def capacity(self, family: Any) -> int:
+        """T_max for a model with the family configuration `family`."""
+        return self.capacity_tokens or int(family.max_position_embeddings)
+
+
+def check_range(name: str, value: int, most: int) -> None:
+    """Raise ConfigError unless `value` of the field `name` is within 1..most."""
+    if value < 1:
+        raise ConfigError(f"{name}={value}; it must be at least 1.")
+    if value > most:
+        raise ConfigError(f"{name}={value} is more than {most}.")
+
+
+def head_size(family: Any) -> int:
+    """D of a family configuration; several leave `head_dim` unset."""
+    return int(getattr(family, "head_dim", None) or family.hidden_size // family.num_attention_heads)

@@ -1,0 +1,232 @@
+"""One object for a package on every runtime: text and chats in, answers out, states that are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Literal, overload
+
+from still_export.runtime.base import Progress, Runner
+from still_export.runtime.sampling import RunError, Sampling
+from still_export.runtime.snapshot import Snapshot
+from still_export.runtime.text import Answer, Text
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+"""A text to continue, token ids, or the messages of a chat ("role", "content"), a user's last."""
+
+
+class LanguageModel:
+    """A package's model. One call at a time: its state is updated in place.
+
+    Every call starts from the prefix: nothing at first, what `read` has read, or what `restore` was given.
+
+        model.read(document, chat=True)                      # once; seconds for a long one
+        model.snapshot().save("document.safetensors")
+        model.generate([{"role": "user", "content": " When was it signed?"}])      # as often as you like
+
+    Args:
+        runner: Of any runtime.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self._prefix: Snapshot | None = None
+        self._place = "text"
+        self._last: Answer | None = None
+        self._text: Text | None = None
+        runner.start()
+
+    def use_adapter(self, adapter: str | Path | None) -> None:
+        """Add a LoRA adapter to the package's weights in the place of the one before, or (None) none; what was read is forgotten.
+
+        Args:
+            adapter: PEFT's folder.
+
+        Raises:
+            ConfigError: The package was exported without --adapters, or has no place for what is adapted.
+            CheckpointError: The adapter is damaged, or of another model.
+            RunError: The runtime takes none.
+        """
+        if adapter is None:
+            self.runner.use_adapter({}, "")
+        else:
+            from still_export.runtime.adapters import adapter_digest, adapter_inputs
+
+            inputs = adapter_inputs(Path(adapter), self.runner.manifest)
+            self.runner.use_adapter(inputs, adapter_digest(inputs))
+        self.restore(None)
+
+    @property
+    def text(self) -> Text:
+        """Tokenizer and chat format; RunError where the package has none."""
+        if self._text is None:
+            self._text = Text(self.runner)
+        return self._text
+
+    @overload
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        stream: Literal[False] = False,
+        max_tokens: int = 128,
+        stop: str | Sequence[str] = (),
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> Answer: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        stream: Literal[True],
+        max_tokens: int = 128,
+        stop: str | Sequence[str] = (),
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> Iterator[str]: ...
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        stream: bool = False,
+        max_tokens: int = 128,
+        stop: str | Sequence[str] = (),
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> Answer | Iterator[str]:
+        """The continuation of `prompt` behind the prefix.
+
+        Args:
+            prompt: A text, token ids, or messages of a chat. After a prefix that ends inside a user's message (`read(chat=True)`) the
+                first message goes on with it.
+            stream: Pieces of text as they come, rather than the whole answer. Other calls wait until they were all taken.
+            max_tokens: At most.
+            stop: Texts that end the answer, and are not part of it.
+            temperature: 0 = greedy.
+            top_k: 0 = all.
+            top_p: 1 = all.
+            seed: Of the sampling.
+
+        Raises:
+            RunError: It does not fit into the package's capacity; nothing was read then.
+        """
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        sampling = Sampling(temperature, top_k, top_p, seed)
+        as_text = "tokenizer.json" in self.runner.manifest["files"]
+        answer = self.answer(prompt, max_tokens, sampling, stops, as_text=as_text)
+        if stream:
+            return iter(answer)
+        for _ in answer:
+            pass
+        return answer
+
+    def answer(
+        self,
+        prompt: Prompt,
+        max_tokens: int,
+        sampling: Sampling,
+        stop: Sequence[str] = (),
+        *,
+        as_text: bool = True,
+        progress: Progress | None = None,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> Answer:
+        """An answer that is made while it is iterated; `generate` with more control.
+
+        Args:
+            as_text: False: pieces are token ids.
+            progress: Told of the pieces of the prompt that were read.
+            stopped: Asked before every token whether the answer shall end here.
+        """
+        if max_tokens < 1:
+            raise RunError(f"max_tokens={max_tokens}; it must be at least 1.")
+        ids = self._begin(self._ids(prompt))
+        self._place = "answer" if _is_chat(prompt) else "text"
+        self._last = Answer(
+            self.runner,
+            self.text if as_text else None,
+            ids,
+            max_tokens,
+            sampling,
+            stop=stop,
+            progress=progress,
+            stopped=stopped,
+        )
+        return self._last
+
+    def read(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        chat: bool = False,
+        system: str | None = None,
+        progress: Progress | None = None,
+    ) -> Snapshot:
+        """Read a text behind the prefix, and make the whole the prefix of what follows.
+
+        Args:
+            prompt: A text or token ids.
+            chat: The text begins a user's message, which the first message of a later call goes on with.
+            system: System message of that chat.
+            progress: Told of the pieces that were read.
+
+        Raises:
+            RunError: It does not fit, or the package has no chat format.
+        """
+        if chat and self._prefix is not None:
+            raise RunError("a chat begins with its first text: restore(None) first.")
+        ids = self.text.opening(str(prompt), system) if chat else self._ids(prompt)
+        ids = self._begin(ids)
+        if ids:
+            self.runner.prefill(ids, progress)
+        self._place, self._last = "user" if chat else "text", None
+        self._prefix = self.snapshot()
+        return self._prefix
+
+    def snapshot(self) -> Snapshot:
+        """What was read and answered by the last call; `Snapshot.save` writes it."""
+        return Snapshot.of(self.runner, self._place, tuple(self._last.unread) if self._last else ())
+
+    def restore(self, snapshot: Snapshot | str | Path | None) -> None:
+        """Start the following calls from a snapshot, a file of one, or (None) from nothing.
+
+        Raises:
+            RunError: It is of another package, or no snapshot.
+        """
+        if isinstance(snapshot, str | Path):
+            snapshot = Snapshot.load(snapshot)
+        if snapshot is not None:
+            snapshot.restore(self.runner)  # what does not fit is said here
+        self._prefix = snapshot
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt behind the prefix."""
+        place = "text" if self._prefix is None else self._prefix.place
+        if isinstance(prompt, str):
+            return self.text.encode(prompt, special=self._prefix is None)
+        if _is_chat(prompt):
+            if place == "text" and self._prefix is not None:
+                raise RunError("the prefix is plain text, no chat. Use read(chat=True), or restore(None).")
+            return self.text.dialogue(prompt, place)  # type: ignore[arg-type]
+        return [int(token) for token in prompt]  # type: ignore[call-overload, arg-type]
+
+    def _begin(self, ids: list[int]) -> list[int]:
+        """Put the runner behind the prefix; the ids to read there."""
+        if self._prefix is None:
+            self.runner.start()
+            return ids
+        self._prefix.restore(self.runner, len(ids))
+        return [*self._prefix.unread, *ids]
+
+
+def _is_chat(prompt: Prompt) -> bool:
+    return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)

@@ -1,0 +1,67 @@
+"""The floors of still_export: who may import whom."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.floors import FLOORS, ROOT, Arrow, Sources
+
+KNOWN = [
+    Arrow("still_export.graph.quantization.read", "still_export.targets.portable.package"),
+    Arrow("still_export.targets.trt.build", "still_export.proof.row_check"),
+]
+"""Arrows up that are still there; one that is gone goes from here, too."""
+
+
+@pytest.fixture(scope="module")
+def sources() -> Sources:
+    return Sources(ROOT / "still_export")
+
+
+def test_every_room_has_a_floor(sources: Sources) -> None:
+    rooms = [room for floor in FLOORS for room in floor]
+    assert sorted(rooms) == sorted(set(map(sources.room, sources.files)))
+
+
+def test_every_file_imports_lower_floors_alone(sources: Sources) -> None:
+    assert sources.up() == KNOWN
+
+
+def test_no_file_is_in_a_cycle(sources: Sources) -> None:
+    assert not sources.cycles()
+
+
+def test_no_room_is_in_a_cycle(sources: Sources) -> None:
+    """Follows from the floors, once KNOWN is empty; till then all cycles are of its arrows."""
+    sources.arrows = [arrow for arrow in sources.arrows if arrow not in KNOWN]
+    assert not sources.cycles(rooms=True)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import still_export.cli.main",
+        "def f():\n    from still_export.cli import main",
+        "from importlib import import_module\nimport_module('still_export.cli.main')",
+        "WHERE = 'still_export.cli.main:app'",
+    ],
+)
+def test_an_import_is_found_however_it_is_written(line: str, tmp_path: Path) -> None:
+    """These tests can fail."""
+    for name, text in {"errors.py": line, "cli/main.py": "from still_export import errors"}.items():
+        (tmp_path / "still_export" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "still_export" / name).write_text(text)
+    found = Sources(tmp_path / "still_export")
+    assert found.up() == [Arrow("still_export.errors", "still_export.cli.main")]
+    assert found.cycles() == [["still_export.cli.main", "still_export.errors"]]
+    assert found.cycles(rooms=True) == [["cli", "errors"]]
+
+
+def test_types_alone_may_come_from_above(tmp_path: Path) -> None:
+    (tmp_path / "still_export" / "cli").mkdir(parents=True)
+    (tmp_path / "still_export" / "cli" / "main.py").write_text("")
+    typing = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from still_export.cli import main\n"
+    (tmp_path / "still_export" / "errors.py").write_text(typing)
+    assert not Sources(tmp_path / "still_export").arrows
