@@ -147,7 +147,7 @@ def trt(options: argparse.Namespace) -> None:
 def speed(options: argparse.Namespace) -> None:
     """SmolLM2's geometry, and four layers of Llama-3.1-8B's in float16, in longer calls and with 4 bits, without weights: zeros are made
     here, random numbers there. For TensorRT where --tensorrt-include is given, else for ONNX Runtime."""
-    from still_export.mixers.config import FULL, HYBRID
+    from still_export.mixers.layers import FULL, HYBRID
 
     kinds = [FULL if i in (17, 18) else HYBRID for i in range(30)]  # as the demo's
     part = {"num_hidden_layers": 4, "vocab_size": 32000}
