@@ -112,7 +112,7 @@ def _other_format(source: str, manifest: dict[str, Any]) -> str:
 
 def _check_plain(value: Any, depth: int) -> None:
     """Raise ValueError where other readers of JSON refuse what Python's takes."""
-    if depth > MOST_DEPTH:
+    if depth >= MOST_DEPTH and isinstance(value, (dict, list)):
         raise ValueError("nested too deeply")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{value} is no number of JSON")
