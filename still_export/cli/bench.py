@@ -41,7 +41,7 @@ def bench(
     runtime: Annotated[str | None, typer.Option(help="ort, trt or torch.", show_default="the package's target")] = None,
     provider: Annotated[str, typer.Option(help="Of ONNX Runtime: cpu or cuda.")] = "cpu",
     beside: Annotated[
-        Path | None, typer.Option(help="JSON rows of another runtime (tools/bench_genai.py) to compare and plot with.")
+        Path | None, typer.Option(help="JSON rows of another runtime (bench-peer) to compare and plot with.")
     ] = None,
     report: ReportFile = None,
     trust_native: TrustNative = False,

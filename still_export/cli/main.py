@@ -46,15 +46,17 @@ def _root(
     pass
 
 
-@functools.cache  # every call of `main` in a process would have twelve verbs more to build
+@functools.cache  # every call of `main` in a process would have all verbs more to build
 def _register() -> None:
     from still_export.cli import (
         audit,
         bench,
+        bench_peer,
         build,
         doctor,
         evaluate,
         export,
+        fetch_texts,
         inspect,
         kernels,
         linearize,
@@ -62,6 +64,7 @@ def _register() -> None:
         select_layers,
         serve,
         verify,
+        write_chats,
     )
 
     for module in (
@@ -72,6 +75,9 @@ def _register() -> None:
         verify,
         inspect,
         bench,
+        bench_peer,
+        fetch_texts,
+        write_chats,
         linearize,
         evaluate,
         audit,

@@ -51,10 +51,10 @@ ELSEWHERE = {
     "bash tools/test.sh": Elsewhere("is what runs this test"),
     "bash tools/test.sh --fast": Elsewhere("is what runs this test"),
     "python tools/get_ort_headers.py headers": Elsewhere(NETWORK),
-    "python tools/get_texts.py TEXTS": Elsewhere(NETWORK),
+    "still-export fetch-texts TEXTS": Elsewhere(NETWORK),
     "docker build -f docker/cpu.Dockerfile -t still-export .": Elsewhere("needs Docker"),
-    "python tools/chat_rows.py BASE chat.txt": Elsewhere("answers 3,000 conversations, for minutes"),
-    "python tools/bench_genai.py BASE work --lengths 256,1024 --steps 8 --threads 2 -o peer.json": Elsewhere(
+    "still-export write-chats BASE chat.txt": Elsewhere("answers 3,000 conversations, for minutes"),
+    "still-export bench-peer BASE --work work --lengths 256,1024 --steps 8 --threads 2 -o peer.json": Elsewhere(
         "needs onnxruntime-genai", "echo [] > peer.json"
     ),
     "still-export verify GENAI --lengths 1,65 --decode-steps 72": Elsewhere("needs onnxruntime-genai"),

@@ -29,9 +29,9 @@ OUTCOME = pytest.StashKey[bool]()
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """Keep whether the test passed, for its record."""
+    """Keep whether the test passed, for its record; one that skips itself has none."""
     report = yield
-    if report.when == "call":
+    if report.when == "call" and not report.skipped:
         item.stash[OUTCOME] = report.passed
     return report
 

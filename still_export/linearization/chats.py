@@ -1,17 +1,11 @@
-#!/usr/bin/env python3
-"""Write chat as training text: prompts of our own, answered by the base model itself, in its chat template.
-
-  python tools/chat_rows.py BASE chat.txt --conversations 3000 --seed 0
-  python tools/chat_rows.py BASE chat.jsonl --conversations 3000 --seed 0
+"""Chat as training text: prompts of our own, answered by the base model itself, in its chat template.
 
 So LoRA keeps what the base says in a chat while it is trained on other text. Answers are sampled, every second conversation has a second
-turn. A .jsonl file has the messages of a conversation in each line, for `linearize --chat-file`; any other one running text in the chat
-template. Prompts are a function of the seed; the answers also depend on the machine.
+turn. Prompts are a function of the seed; the answers also depend on the machine.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import tempfile
@@ -21,6 +15,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from still_export.errors import ConfigError
+from still_export.models.gguf_folder import write_folder
 from still_export.models.load import load_tokenizer
 
 ANSWER_TOKENS, TEMPERATURE, ROWS = 224, 0.7, 1536
@@ -100,8 +96,6 @@ def prompts(count: int, seed: int) -> list[str]:
 
 def softmax_model(base: str) -> Any:
     """The base as transformers' own model on the best device."""
-    from bench_genai import write_folder  # beside this file
-
     with tempfile.TemporaryDirectory() as temporary:
         folder = write_folder(Path(base), Path(temporary)) if Path(base).is_file() else base
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
@@ -135,21 +129,30 @@ def answers(model: Any, tokenizer: Any, chats: list[list[dict[str, str]]]) -> li
     return found
 
 
-def main() -> None:
-    """Write the text that the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("base", help="model folder or GGUF file with a chat template")
-    parser.add_argument("output", type=Path)
-    parser.add_argument("--conversations", type=int, default=3000)
-    parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    tokenizer = load_tokenizer(given.base)
+def write_chats(base: str, output: Path, conversations: int = 3000, seed: int = 0) -> tuple[int, int]:
+    """Write conversations to `output`; how many, and how many bytes they are.
+
+    Args:
+        base: Model folder or GGUF file with a chat template.
+        output: A .jsonl file gets the messages of a conversation in each line, for `linearize --chat-file`; any other one running text
+            in the chat template.
+        conversations: How many.
+        seed: Of the prompts and of what is sampled.
+
+    Raises:
+        ConfigError: The tokenizer has no chat template.
+    """
+    tokenizer = load_tokenizer(base)
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            f"{base} has no chat template, so it cannot answer in one; take a model that was trained to chat."
+        )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    model = softmax_model(given.base)
-    torch.manual_seed(given.seed)
-    chats = [[{"role": "user", "content": prompt}] for prompt in prompts(given.conversations, given.seed)]
-    rng = random.Random(given.seed + 1)
+    model = softmax_model(base)
+    torch.manual_seed(seed)
+    chats = [[{"role": "user", "content": prompt}] for prompt in prompts(conversations, seed)]
+    rng = random.Random(seed + 1)
     for turn in range(2):
         asked = chats[::2] if turn else chats
         if turn:
@@ -157,13 +160,9 @@ def main() -> None:
                 chat.append({"role": "user", "content": rng.choice(FURTHER)})
         for chat, answer in zip(asked, answers(model, tokenizer, asked), strict=True):
             chat.append({"role": "assistant", "content": answer})
-    if given.output.suffix == ".jsonl":
+    if output.suffix == ".jsonl":
         text = "".join(json.dumps(chat, ensure_ascii=False) + "\n" for chat in chats)
     else:
         text = "".join(tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats)
-    given.output.write_text(text, encoding="utf-8")
-    print(f"{given.output}: {len(chats)} conversations, {len(text.encode()):,} bytes")
-
-
-if __name__ == "__main__":
-    main()
+    output.write_text(text, encoding="utf-8")
+    return len(chats), len(text.encode())

@@ -1,0 +1,130 @@
+"""The peers of a package: the base model with full attention in onnxruntime-genai or transformers, on the CPU, as their users run them.
+
+As a program (`python -m still_export.evaluation.peer RUNTIME MODEL LENGTH SETTING`, JSON) it measures one length and prints JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from still_export.evaluation.bench import Measurement, Setting
+from still_export.models.gguf_folder import write_folder
+from still_export.runtime.sampling import RunError
+
+GENAI, TRANSFORMERS = "genai", "transformers"
+RUNTIMES = (GENAI, TRANSFORMERS)
+VOCABULARY = 40_000
+"""Most that the random tokens of a prompt are drawn from."""
+
+
+def build(model: Path, work: Path, precision: str = "fp32") -> Path:
+    """genai's CPU package of `model`, a folder or GGUF file, made once in `work`; int4 as its builder quantizes by default.
+
+    Raises:
+        RunError: genai's builder failed.
+    """
+    package = work / ("genai" if precision == "fp32" else f"genai-{precision}")
+    if (package / "genai_config.json").exists():
+        return package
+    folder = model
+    if model.is_file():
+        folder = work / "base" if (work / "base/model.safetensors").exists() else write_folder(model, work / "base")
+    command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(folder), "-o", str(package)]
+    done = subprocess.run([*command, "-p", precision, "-e", "cpu", "-c", str(work / "cache")], stdout=sys.stderr)
+    if done.returncode:
+        raise RunError(
+            f"onnxruntime-genai's builder cannot export {model}: exit code {done.returncode}, what it said is above."
+        )
+    return package
+
+
+def measure_peer(
+    runtime: str,
+    model: Path,
+    lengths: Iterable[int],
+    setting: Setting,
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[Measurement]:
+    """Measure every length in a process of its own: what `still-export bench` measures of a package.
+
+    Raises:
+        RunError: The peer does not run here.
+    """
+    rows = []
+    for length in lengths:
+        command = [sys.executable, "-m", __spec__.name, runtime, str(model), str(length), json.dumps(asdict(setting))]
+        done = subprocess.run(command, text=True, capture_output=True)
+        if done.returncode:
+            said = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
+            raise RunError(f"{runtime} with {length} tokens: {said}")
+        rows.append(Measurement(**json.loads(done.stdout.strip().splitlines()[-1])))
+        progress(f"{length} tokens")
+    return rows
+
+
+def _genai(package: Path, length: int, setting: Setting) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """What reads a prompt of random tokens and chooses one, and what does a greedy step."""
+    import onnxruntime_genai as genai
+
+    config = genai.Config(str(package))
+    if setting.threads:
+        session = {"intra_op_num_threads": setting.threads}
+        config.overlay(json.dumps({"model": {"decoder": {"session_options": session}}}))
+    model = genai.Model(config)
+    total = setting.room(length)
+    parameters = genai.GeneratorParams(model)
+    parameters.set_search_options(max_length=total, min_length=total, do_sample=False)
+    generator = genai.Generator(model, parameters)
+    tokens = np.random.default_rng(0).integers(0, VOCABULARY, length).astype(np.int32)
+    return lambda: (generator.append_tokens(tokens), generator.generate_next_token()), generator.generate_next_token
+
+
+def _transformers(folder: Path, length: int, setting: Setting) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """The same, in float32, with what the first call alone costs paid."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(setting.threads or torch.get_num_threads())
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
+    vocabulary = min(VOCABULARY, model.config.vocab_size)
+    tokens = torch.randint(3, vocabulary, (1, length), generator=torch.Generator().manual_seed(0))
+    state: dict[str, Any] = {}
+
+    def feed(ids: Any) -> None:
+        with torch.inference_mode():
+            found = model(ids, past_key_values=state.get("past"), use_cache=True, logits_to_keep=1)
+        state.update(past=found.past_key_values, token=found.logits[:, -1:].argmax(-1))
+
+    feed(tokens[:, :70])
+    state.clear()
+    return lambda: feed(tokens), lambda: feed(state["token"])
+
+
+def _measure(runtime: str, model: Path, length: int, setting: Setting) -> Measurement:
+    prompt, step = {GENAI: _genai, TRANSFORMERS: _transformers}[runtime](model, length, setting)
+    begin = time.perf_counter()
+    prompt()
+    prefill = time.perf_counter() - begin
+    times = []
+    for _ in range(setting.steps):
+        begin = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - begin)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return Measurement(length, prefill, statistics.median(times) * 1e3, peak)
+
+
+if __name__ == "__main__":
+    asked, where, tokens_, given = sys.argv[1:]
+    print(json.dumps(asdict(_measure(asked, Path(where), int(tokens_), Setting(**json.loads(given))))))
