@@ -250,6 +250,8 @@ def test_what_is_linear_already_is_not_linearized(tmp_path: Path) -> None:
 def test_what_is_stored_is_the_layers_own() -> None:
     """Until version 0.1 configurations of linear models had the settings of hybrid attention, too."""
     given = {"chunk_size": 32, "capacity_tokens": 100}
-    config = LINEAR_FAMILIES["mamba2"].still_config.from_dict({**linear_config("mamba2").to_dict(), "still_config": given})
+    config = LINEAR_FAMILIES["mamba2"].still_config.from_dict(
+        {**linear_config("mamba2").to_dict(), "still_config": given}
+    )
     stored = {"layer_types": ["mamba2"] * 3, "capacity_tokens": 100, "overflow": "error", "cache": None}
     assert config.still_config == config.still.to_dict() == stored
