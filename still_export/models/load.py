@@ -136,7 +136,9 @@ def open_source(
             raise ConfigError(
                 f"config.json of {source} has no still_config. Save the model again with save_pretrained."
             )
-        still = StillConfig.from_dict(found.config["still_config"], f"config.json of {source}: still_config")
+        still: LayersConfig = StillConfig.from_dict(
+            found.config["still_config"], f"config.json of {source}: still_config"
+        )
     elif released:
         if found.model_type == "still":
             found.model_type = convert.released_family(found.config, found.tensors)
