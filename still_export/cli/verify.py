@@ -84,6 +84,9 @@ def verify(
         Path | None,
         typer.Option(help="Quantized packages: a text to tell the price of quantization on, in bits per byte."),
     ] = None,
+    reference_device: Annotated[
+        str | None, typer.Option(help="Where PyTorch answers: cpu or cuda.", show_default="cpu")
+    ] = None,
     report: ReportFile = None,
     trust_native: TrustNative = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
@@ -94,7 +97,7 @@ def verify(
     ours = {"--requests": requests, "--dtype": dtype, "--tensor-parallel-size": tensor_parallel_size}
     others = {"--model": model, "--lengths": lengths, "--decode-steps": decode_steps, "--plugin": plugin}
     others |= {"--record": record, "--calls": calls, "--text": text, "--report": report}
-    others["--adapter"] = adapter
+    others |= {"--adapter": adapter, "--reference-device": reference_device}
     check_flags(runtime, *({name: x is not None for name, x in flags.items()} for flags in (ours, others)))
     if runtime == RUNTIME:
         ranks = tensor_parallel_size or 1
@@ -124,6 +127,8 @@ def verify(
         raise ConfigError("--adapter is compared where PyTorch answers: give it without --record and --calls.")
     if record is not None and calls is not None:
         raise ConfigError("--record writes a file of answers and --calls reads one; give one of them.")
+    if reference_device is not None and calls is not None:
+        raise ConfigError("--calls is what PyTorch answered already: leave out --reference-device.")
     try:
         wanted = None if lengths is None else tuple(int(x) for x in lengths.split(","))
     except ValueError:
@@ -153,7 +158,11 @@ def verify(
         from still_export.runtime.adapters import adapter_inputs, read_pairs
 
         pairs, added = read_pairs(adapter, opened.manifest), adapter_inputs(adapter, opened.manifest)
-    cases = _torch_cases(opened, model, wanted, steps, seed, pairs) if calls is None else RecordedCases(calls, opened)
+    cases: CaseSource
+    if calls is None:
+        cases = _torch_cases(opened, model, wanted, steps, seed, pairs, reference_device or "cpu")
+    else:
+        cases = RecordedCases(calls, opened)
     if record is not None:
         with out.bar("recording", cases.count) as progress:
             record_cases(cases, opened, record, progress)
@@ -209,28 +218,49 @@ def _torch_cases(
     steps: int,
     seed: int,
     pairs: Mapping[str, tuple[Pair, ...]],
+    device: str,
 ) -> CaseSource:
     """Cases answered by PyTorch in float32 with the package's weights, and an adapter's `pairs`. A package that computes in less, half
     precision or activations of 8 bits, is held to it beside PyTorch's own run of that kind. So is one in float32 with caches in 8 bits
-    beside half precision: where a number lies between two codes the last bit decides, and what follows differs by a step."""
+    beside half precision: where a number lies between two codes the last bit decides, and what follows differs by a step.
+
+    Raises:
+        ConfigError: PyTorch has no such `device` here.
+    """
+    import torch
+
     from still_export.graph.quantization.policy import rounds_activations
-    from still_export.graph.quantization.read import held_model, rounded_copy
+    from still_export.graph.quantization.read import held_names, held_source, round_activations
+    from still_export.mixers.ties import excuses_of
+    from still_export.proof.layerwise import LayerwiseModel
     from still_export.proof.torch_cases import LENGTHS, TorchCases
 
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(f"--reference-device {device} is unknown; known: cpu, cuda.")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--reference-device cuda: PyTorch finds no such device here. Leave it out: the CPU answers.")
     dtype, rounded = package.manifest["model"]["dtype"], rounds_activations(package.manifest)
     if dtype == "float32" and any(state["dtype"] == "int32" for state in package.manifest["states"]):
         dtype = "float16"
-    given = (package.path, package.manifest)
+    manifest = package.manifest
     try:
-        half = None if dtype == "float32" else held_model(_options(package, model, dtype), *given, rounded, pairs)
-        source = held_model(_options(package, model, "float32"), *given, pairs=pairs)
+        wide, own = (
+            held_source(_options(package, model, kind), package.path, manifest, pairs) for kind in ("float32", dtype)
+        )
     except ModelNotFoundError as error:
         raise ModelNotFoundError(
             f"{error} The package was exported from it; if the model lies elsewhere now, name it with --model."
         ) from error
-    if rounded and half is None:
-        half = rounded_copy(source, *given)
-    return TorchCases(package.manifest, source, half, lengths or LENGTHS, steps, seed)
+
+    def round_inputs(model: Any) -> None:
+        round_activations(model, held_names(package.path), manifest["quantization"]["block_size"])
+
+    half = None
+    if rounded or dtype != "float32":
+        prepare = round_inputs if rounded else None
+        half = LayerwiseModel(manifest, own, excuses_of(manifest).alike, prepare, device)
+    reference = LayerwiseModel(manifest, wide, device=device)
+    return TorchCases(manifest, reference, half, lengths or LENGTHS, steps, seed)
 
 
 def _options(package: Package, model: str | None, dtype: str) -> ExportOptions:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -76,17 +76,16 @@ class Case:
         itself.
         """
         if not self.steps:
-            return [self._pair(i, run.infer(feed)) for i, feed in enumerate(self.feeds)], []
-        pairs, turned = [self._pair(0, run.infer(self.feeds[0]))], []
+            calls = zip(self.feeds, self.expected, strict=True)
+            return [fixed_pair(feed, expected, run.infer(feed)) for feed, expected in calls], []
+        pairs, turned = [fixed_pair(self.feeds[0], self.expected[0], run.infer(self.feeds[0]))], []
         if not excuses.alike(*pairs[0]):
             run.load(next_feed(self.expected[0], self.steps[0]))
         done = 0
         for place, feed, expected in zip(self.places, self.feeds[1:], self.expected[1:], strict=True):
             if place > done:
-                assert self.step_logits is not None
                 found = as_numbers(run.step(self.steps[done:place]))
-                held = {name.replace("past_", "present_", 1): x for name, x in feed.items() if name.startswith("past_")}
-                pairs.append((as_numbers({**held, "logits": self.step_logits[:, done:place]}), found))
+                pairs.append((self.before(place, done, feed), found))
             found, expected = as_numbers(run.step(self.steps[place : place + 1])), as_numbers(expected)
             if not excuses.alike(expected, found):
                 turned.append((expected, found))
@@ -95,13 +94,11 @@ class Case:
             done = place + 1
         return pairs, turned
 
-    def _pair(self, number: int, outputs: Arrays) -> tuple[Arrays, Arrays]:
-        """PyTorch's outputs of a feed and the target's, without what stands behind padding."""
-        counts = self.feeds[number]["new_tokens"]
-        expected, actual = (
-            as_numbers({**o, "logits": without_padding(o["logits"], counts)}) for o in (self.expected[number], outputs)
-        )
-        return expected, actual
+    def before(self, place: int, done: int, feed: Arrays) -> Arrays:
+        """PyTorch's outputs after the steps from `done` up to `place`, whose call `feed` is."""
+        assert self.step_logits is not None
+        held = {name.replace("past_", "present_", 1): x for name, x in feed.items() if name.startswith("past_")}
+        return as_numbers({**held, "logits": self.step_logits[:, done:place]})
 
 
 class Steps(Protocol):
@@ -122,8 +119,15 @@ class CaseSource(Protocol):
 
     count: int
 
-    def __iter__(self) -> Iterator[Callable[[], Case]]:
-        """A maker of each case; asked again, it draws another prompt where it can."""
+    def draw(self, numbers: Sequence[int]) -> list[Case]:
+        """The cases of these numbers, below `count`; asked again, with other prompts where it can."""
+
+
+def fixed_pair(feed: Arrays, expected: Arrays, actual: Arrays) -> tuple[Arrays, Arrays]:
+    """PyTorch's outputs of `feed` and another's, without what stands behind padding."""
+    counts = feed["new_tokens"]
+    first, second = (as_numbers({**o, "logits": without_padding(o["logits"], counts)}) for o in (expected, actual))
+    return first, second
 
 
 def noise_of(pairs: list[tuple[np.ndarray, np.ndarray]]) -> Noise:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +41,14 @@ def record_cases(
     def keep_all(call: Arrays) -> dict[str, str]:
         return {name: keep(array) for name, array in call.items()}
 
-    entries, excuses = [], excuses_of(package.manifest)
-    for make in cases:
-        tries: list[dict[str, Any]] = []
-        while len(tries) < ATTEMPTS:
-            case = make()
-            tries.append(
+    entries: list[list[dict[str, Any]]] = [[] for _ in range(cases.count)]
+    excuses, left = excuses_of(package.manifest), list(range(cases.count))
+    for attempt in range(ATTEMPTS):
+        if not left:
+            break
+        tied = []
+        for number, case in zip(left, cases.draw(left), strict=True):
+            entries[number].append(
                 {
                     "name": case.name,
                     "feeds": [keep_all(f) for f in case.feeds],
@@ -59,10 +61,11 @@ def record_cases(
                     "own_top1": case.own_top1,
                 }
             )
-            if case.noise and not _near_ties(case, excuses):
-                break
-        entries.append(tries)
-        progress(tries[0]["name"])
+            if not case.noise or _near_ties(case, excuses):
+                tied.append(number)
+            if attempt == 0:
+                progress(case.name)
+        left = tied
     head = json.dumps({"format": FORMAT, "weights": _weights(package), "cases": entries})
     staging = path.with_name(f".{path.name}.part")
     try:
@@ -104,12 +107,16 @@ class RecordedCases:
             raise PackageError(f"{path} was recorded for other weights than those of {package.path}. Record it again.")
         self._cases: list[list[dict[str, Any]]] = head["cases"]
         self.count = len(self._cases)
+        self._drawn = [0] * self.count
 
-    def __iter__(self) -> Iterator[Callable[[], Case]]:
-        for tries in self._cases:
-            left = iter(tries)
-            last = tries[-1]
-            yield lambda left=left, last=last: self._read(next(left, last))  # type: ignore[misc]
+    def draw(self, numbers: Sequence[int]) -> list[Case]:
+        """The next prompts of these cases; the last once more where there are none left."""
+        found = []
+        for number in numbers:
+            tries = self._cases[number]
+            found.append(self._read(tries[min(self._drawn[number], len(tries) - 1)]))
+            self._drawn[number] += 1
+        return found
 
     def _read(self, entry: dict[str, Any]) -> Case:
         def read_all(keys: dict[str, str]) -> Arrays:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from still_export.mixers.excuses import excuses_of
-from still_export.mixers.ties import Leads
+from still_export.mixers.ties import Leads, Pairs
 from still_export.package.calls import Arrays, next_feed
-from still_export.proof.cases import Case, noise_of, same_best
-from still_export.proof.sessions import Session
-from still_export.runtime.torch import TorchModel
+from still_export.proof.cases import Case, fixed_pair, noise_of, same_best
+from still_export.proof.codes import as_numbers
+from still_export.proof.layerwise import Call, Chain, Keep, LayerwiseModel, everything, nothing
 from still_graphs.states import StateTable
 
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 1000, 4097)
@@ -28,11 +29,11 @@ errors of one token say little: of 192 first tokens of SmolLM2 the worst is 4 ti
 
 
 class TorchCases:
-    """Cases drawn at random and answered by PyTorch.
+    """Cases drawn at random and answered by PyTorch, all that are asked for at once.
 
     Args:
         manifest: Of the package.
-        model: The PyTorch model that answers: in the package's type, or in float32 beside `half`.
+        reference: The PyTorch model that answers: in the package's type, or in float32 beside `half`.
         half: The same model in half precision, whose errors a half precision package is held to.
         lengths: Prompt lengths, each prefilled at once; those beyond the capacity are left out.
         decode_steps: Single-token calls after a prefill; a quarter of them for several rows: four, or all that an engine takes.
@@ -42,15 +43,13 @@ class TorchCases:
     def __init__(
         self,
         manifest: dict[str, Any],
-        model: Any,
-        half: Any = None,
+        reference: LayerwiseModel,
+        half: LayerwiseModel | None = None,
         lengths: tuple[int, ...] = LENGTHS,
         decode_steps: int = 72,
         seed: int = 0,
     ) -> None:
-        self.manifest = manifest
-        self.reference = TorchModel(manifest, model)
-        self.half = None if half is None else TorchModel(manifest, half)
+        self.reference, self.half = reference, half
         self.excuses = excuses_of(manifest)
         self.random = np.random.default_rng(seed)
         self.vocabulary = int(manifest["model"]["vocab_size"])
@@ -67,9 +66,24 @@ class TorchCases:
         self.longest = max(self.lengths, default=1)
         self.decode_prompt = min(2 * self.chunk + self.chunk // 2, max(1, limit - decode_steps))
         self.decode_steps = min(decode_steps, limit - self.decode_prompt)
-        self.count = len(self.lengths) + (4 if self.rows > 1 else 2)
+        self._drafts = list(self._kinds())
+        self.count = len(self._drafts)
 
-    def __iter__(self) -> Iterator[Callable[[], Case]]:
+    def draw(self, numbers: Sequence[int]) -> list[Case]:
+        """The cases of these numbers with fresh prompts."""
+        drafts = [self._drafts[number]() for number in numbers]
+        chains = [
+            [d.chain, *([d.scored] if d.scored else []), *([Chain.of(d.more)] if d.more and self.half else [])]
+            for d in drafts
+        ]
+        answers = iter(self.reference.run([chain for each in chains for chain in each]))
+        answered = [[next(answers) for _ in each] for each in chains]
+        cases = [self._case(draft, found) for draft, found in zip(drafts, answered, strict=True)]
+        if self.half is not None:
+            self._measure(self.half, drafts, cases, [found[-1] for found in answered])
+        return cases
+
+    def _kinds(self) -> Iterator[Callable[[], _Draft]]:
         for length in self.lengths:
             yield partial(self._prefill, length)
         if self.rows > 1:
@@ -87,73 +101,175 @@ class TorchCases:
         room = max(capacity, self.least_room)
         return {**next_feed({}, tokens, new_tokens), **self.reference.empty_feed(tokens.shape[0], room)}
 
-    def _prefill(self, length: int) -> Case:
-        case = self._fixed(f"prefill {length}", [self._start(self._tokens(1, length), length)])
+    def _prefill(self, length: int) -> _Draft:
+        start = self._start(self._tokens(1, length), length)
         more = -(-ROUNDED // length) - 1
-        return self._measured(case, [self._start(self._tokens(more, length), length)] if more and self.half else [])
+        others = self._start(self._tokens(more, length), length) if more and self.half else None
+        scored = self._scored([start], everything)
+        # The pieces that show how clearly was chosen are the prompt itself.
+        return _Draft(f"prefill {length}", [start], scored or Chain.of(start), more=others, pieces=scored is not None)
 
-    def _ragged(self) -> Case:
+    def _ragged(self) -> _Draft:
         """Rows of different lengths in one call, one of them empty."""
         longest = min(3 * self.chunk + 1, self.longest)
         counts = np.resize(np.array([longest, 0, 1, min(longest, self.chunk + 1)], np.int64), self.rows)
-        tokens = self._tokens(self.rows, longest)
-        return self._measured(self._fixed(f"ragged batch of {self.rows}", [self._start(tokens, longest, counts)]))
+        start = self._start(self._tokens(self.rows, longest), longest, counts)
+        return _Draft(f"ragged batch of {self.rows}", [start], Chain.of(start), self._scored([start]))
 
-    def _pieces(self) -> Case:
+    def _pieces(self) -> _Draft:
         """Prefill in pieces across chunk boundaries; each call starts from PyTorch's state."""
         sizes = [self.chunk - 1, self.chunk + 1, 2 * self.chunk + 1]
         while sum(sizes) > self.longest and len(sizes) > 1:
             sizes.pop()
         first, *more = (self._tokens(1, max(1, min(size, self.longest))) for size in sizes)
-        return self._measured(self._fixed("prefill in pieces", [self._start(first, max(sum(sizes), 1))], more))
+        start = self._start(first, max(sum(sizes), 1))
+        feeds = [start, *(next_feed({}, tokens) for tokens in more)]
+        return _Draft("prefill in pieces", feeds, Chain(start, [*map(_call, feeds)]), self._scored(feeds))
 
-    def _fixed(self, name: str, feeds: list[Arrays], more: list[np.ndarray] | None = None) -> Case:
-        """A case of calls whose inputs are PyTorch's own: `feeds`, then `more` tokens from the state that they leave."""
-        expected = [self.reference.infer(feed) for feed in feeds]
-        for tokens in more or ():
-            feeds.append(next_feed(expected[-1], tokens))
-            expected.append(self.reference.infer(feeds[-1]))
-        return Case(name, feeds, expected, partial(self._leads, feeds))
-
-    def _decode(self, steps: int, counts: np.ndarray) -> Case:
+    def _decode(self, steps: int, counts: np.ndarray) -> _Draft:
         prompt = self._tokens(len(counts), int(counts.max()))
         start = self._start(prompt, self.decode_prompt + steps, counts.astype(np.int64))
         tokens = tuple(self._tokens(len(counts), 1) for _ in range(steps))
-        outputs = self.reference.infer(start)
-        feeds, expected = [start], [outputs]
-        places: list[int] = []
-        logits: list[np.ndarray] = []
-        for number, token in enumerate(tokens):
-            feed = next_feed(outputs, token)
-            outputs = self.reference.infer(feed)
-            logits.append(outputs["logits"])
-            if number == steps - 1 or self.excuses.chooses(feed["past_length"]):
-                places.append(number)
-                feeds.append(feed)
-                expected.append(outputs)
+        last = steps - 1
+        places = [n for n in range(steps) if n == last or self.excuses.chooses(start["new_tokens"] + n)]
+        kept = {0, *places, *(place + 1 for place in places)}
+        feeds = [start, *(next_feed({}, token) for token in tokens)]
+        calls = [replace(_call(feed), keep=everything if i in kept else nothing) for i, feed in enumerate(feeds)]
         name = f"{steps} decode steps" + (f", {len(counts)} rows" if len(counts) > 1 else "")
-        rows = [{**start, "input_ids": _packed(prompt, counts, tokens), "new_tokens": counts + steps}]
-        leads = partial(self._leads, rows)
-        return self._measured(Case(name, feeds, expected, leads, tokens, tuple(places), np.concatenate(logits, axis=1)))
+        rows = {**start, "input_ids": _packed(prompt, counts, tokens), "new_tokens": counts + steps}
+        return _Draft(name, feeds, Chain(start, calls), self._scored([rows]), steps=tokens, places=tuple(places))
 
-    def _leads(self, feeds: list[Arrays]) -> Leads:
-        """Leads of the sequences that `feeds` bring; their first call starts them."""
-        tokens = np.concatenate([f["input_ids"] for f in feeds], axis=1)
-        return self.excuses.leads(self.reference, tokens, np.sum([f["new_tokens"] for f in feeds], axis=0))
+    def _scored(self, feeds: Sequence[Arrays], last: Keep = nothing) -> Chain | None:
+        """Calls whose scores tell how clearly PyTorch chose along the sequences that `feeds` bring, whose first call starts them; what the
+        last of them keeps beside. None where nothing is chosen."""
+        sequences = _sequences(feeds)
+        plan = _Plan()
+        self.excuses.leads(plan, *sequences)
+        if not plan.asked:
+            return None
+        calls = [replace(_call(feed), keep=self.excuses.is_score) for feed in plan.asked]
+        return Chain(
+            feeds[0], [*calls[:-1], replace(calls[-1], keep=lambda name: last(name) or self.excuses.is_score(name))]
+        )
 
-    def _measured(self, case: Case, more: Iterable[Arrays] = ()) -> Case:
-        """`case` with the errors of PyTorch's half precision run on its calls and on those of `more`; it carries its state as the target
-        does."""
-        if self.half is not None:
-            session = Session(self.half)
-            pairs, _ = case.pairs(session, self.excuses)
-            for feed in more:
-                pairs += Case("", [feed], [self.reference.infer(feed)], dict).pairs(session, self.excuses)[0]
+    def _case(self, draft: _Draft, found: list[list[Arrays]]) -> Case:
+        """The case of a draft and the answers to its chains."""
+        answers = found[0]
+        if draft.pieces:
+            logits = [answer["logits"] for answer in answers]
+            answers = [
+                {**answers[-1], "logits": np.concatenate(logits, axis=1) if self.reference.all_logits else logits[-1]}
+            ]
+        scored = found[0] if draft.pieces else found[1] if draft.scored else []
+
+        def leads() -> Leads:
+            return self.excuses.leads(_Plan(scored), *_sequences(draft.feeds)) if scored else {}
+
+        if not draft.steps:
+            feeds = [
+                draft.feeds[0],
+                *({**next_feed(a, f["input_ids"])} for a, f in zip(answers, draft.feeds[1:], strict=False)),
+            ]
+            return Case(draft.name, feeds, answers, leads)
+        feeds = [draft.feeds[0], *(next_feed(answers[place], draft.steps[place]) for place in draft.places)]
+        expected = [answers[0], *(answers[place + 1] for place in draft.places)]
+        along = np.concatenate([answer["logits"] for answer in answers[1:]], axis=1)
+        return Case(draft.name, feeds, expected, leads, draft.steps, draft.places, along)
+
+    def _measure(
+        self, half: LayerwiseModel, drafts: list[_Draft], cases: list[Case], others: list[list[Arrays]]
+    ) -> None:
+        """Tell the cases the errors of PyTorch's half precision run on their calls, and on a draft's `more`, which `others` answers; it
+        carries its state as the target does."""
+        chains = [_half_chains(draft, case) for draft, case in zip(drafts, cases, strict=True)]
+        answers = iter(half.run([chain for each in chains for chain in each]))
+        for draft, case, own, other in zip(drafts, cases, chains, others, strict=True):
+            found = [next(answers) for _ in own]
+            pairs = (
+                _stepped_pairs(case, found[0])
+                if case.steps
+                else [
+                    fixed_pair(*each)
+                    for each in zip(
+                        case.feeds, case.expected, [calls[0] for calls in found[: len(case.feeds)]], strict=True
+                    )
+                ]
+            )
+            if draft.more:
+                pairs.append(fixed_pair(draft.more, other[0], found[-1][0]))
             for name in pairs[0][0]:
                 case.noise[name] = noise_of([(a[name], b[name]) for a, b in pairs])
             agree = np.concatenate([same_best(*pair) for pair in pairs])
             case.own_top1 = int(agree.sum()), agree.size
-        return case
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """A case that is not answered yet.
+
+    Args:
+        feeds: Tokens of its calls; the first with the states that they start from.
+        chain: The calls.
+        scored: Calls whose scores tell how clearly was chosen, where `chain` itself does not.
+        more: A further call for PyTorch's own rounding alone.
+        pieces: `chain` is one call cut into pieces whose scores tell that.
+        steps, places: As of Case.
+    """
+
+    name: str
+    feeds: list[Arrays]
+    chain: Chain
+    scored: Chain | None = None
+    more: Arrays | None = None
+    pieces: bool = False
+    steps: tuple[np.ndarray, ...] = ()
+    places: tuple[int, ...] = ()
+
+
+class _Plan:
+    """In the place of a model that is asked call by call: notes what is asked, and answers what is known."""
+
+    def __init__(self, answers: Sequence[Arrays] = ()) -> None:
+        self.asked: list[Arrays] = []
+        self._answers = answers
+
+    def empty_feed(self, batch: int, capacity: int) -> Arrays:
+        return {}
+
+    def infer(self, feed: Arrays) -> Arrays:
+        self.asked.append(feed)
+        return self._answers[len(self.asked) - 1] if self._answers else {}
+
+
+def _call(feed: Arrays) -> Call:
+    return Call(feed["input_ids"], feed["new_tokens"])
+
+
+def _sequences(feeds: Sequence[Arrays]) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens [B, T] and their counts [B] of the sequences that `feeds` bring one after the other."""
+    return np.concatenate([f["input_ids"] for f in feeds], axis=1), np.sum([f["new_tokens"] for f in feeds], axis=0)
+
+
+def _half_chains(draft: _Draft, case: Case) -> list[Chain]:
+    """The calls of `case` as a target makes them: each alone from PyTorch's state, or steps that carry their own."""
+    if not case.steps:
+        return [Chain.of(feed) for feed in case.feeds] + ([Chain.of(draft.more)] if draft.more else [])
+    calls = [replace(draft.chain.calls[0], right=as_numbers(case.expected[0])), *draft.chain.calls[1:]]
+    for place, feed, expected in zip(case.places, case.feeds[1:], case.expected[1:], strict=True):
+        calls[place + 1] = replace(calls[place + 1], right=as_numbers(expected), feed=feed)
+    return [Chain(draft.chain.start, calls)]
+
+
+def _stepped_pairs(case: Case, found: list[Arrays]) -> Pairs:
+    """As of `Case.pairs`, of the answers to the one chain of a case with steps."""
+    pairs, done = [fixed_pair(case.feeds[0], case.expected[0], found[0])], 0
+    for place, feed, expected in zip(case.places, case.feeds[1:], case.expected[1:], strict=True):
+        if place > done:
+            logits = np.concatenate([outputs["logits"] for outputs in found[done + 1 : place + 1]], axis=1)
+            pairs.append((case.before(place, done, feed), as_numbers({**found[place], "logits": logits})))
+        pairs.append((as_numbers(expected), as_numbers(found[place + 1])))
+        done = place + 1
+    return pairs
 
 
 def _packed(prompt: np.ndarray, counts: np.ndarray, steps: tuple[np.ndarray, ...]) -> np.ndarray:

@@ -30,6 +30,10 @@ ATTEMPTS = 5
 """Prompts tried where a near tie made the runtimes select different tokens; see `Verifier._settled`."""
 
 
+Judged = tuple[Case, Pairs, Pairs]
+"""A case, its outputs, and those of the steps in which the target chose otherwise."""
+
+
 @dataclass
 class OutputReport:
     """Errors of one output over all calls of a case.
@@ -108,13 +112,10 @@ class Verifier:
         from polygraphy.logger import G_LOGGER
 
         selections = Choices()
-        judged: list[tuple[Case, Pairs, Pairs]] = []
         checks: list[Check] = []
         G_LOGGER.module_severity = G_LOGGER.ERROR
         with self.target.open() as session:
-            for make in self.cases:
-                judged.append(self._settled(make, session, selections))
-                progress(judged[-1][0].name)
+            judged = self._settled(session, selections, progress)
             for case, *_ in judged:
                 if case.steps and self.replays:
                     checks += session.checks(case.feeds[0], min(self.replays, len(case.steps)))
@@ -150,8 +151,8 @@ class Verifier:
         with G_LOGGER.verbosity(G_LOGGER.CRITICAL), np.errstate(invalid="ignore"):
             RunResults([("pytorch", results)]).save(str(folder / "outputs.json"))
 
-    def _settled(self, make: Callable[[], Case], session: Session, total: Choices) -> tuple[Case, Pairs, Pairs]:
-        """A case on which both runtimes select the same tokens, as far as single numbers are compared, and its outputs.
+    def _settled(self, session: Session, total: Choices, progress: Callable[[str], None]) -> list[Judged]:
+        """Cases on which both runtimes select the same tokens, as far as single numbers are compared, and their outputs.
 
         Where two scores differ by less than rounding, either selection is right and everything after it differs. Steps go on from
         PyTorch's state there (`Case.pairs`); where it happened within a call, the prompt's of steps among them, another prompt is drawn, in
@@ -159,26 +160,40 @@ class Verifier:
         of later layers and chunks read what the tie turned (PyTorch's own float16 run does so, too). A selection that differs by more than
         a tie where nothing ties, or in a step, is kept: it is a mismatch, as is what is left in the last prompt.
         """
+        judged: dict[int, Judged] = {}
+        left = list(range(self.cases.count))
         for _ in range(ATTEMPTS):
-            case = make()
-            pairs, turned = case.pairs(session, self.excuses)
-            own = half_tolerance([case], self.excuses) if case.noise else FLOAT32
-            given = (lambda case=case: case.leads, own.ties)  # type: ignore[misc]
-            found, first = (self.excuses.compare(each, *given) for each in (pairs, turned))
-            if not case.noise:
-                total.add(found)
-                total.add(first)
-            call = self.excuses.compare(pairs[:1], *given) if case.steps else found
-            behind_ties = call.wrong if case.noise and call.near_ties else 0
-            if not found.near_ties or first.wrong or found.wrong > behind_ties:
+            if not left:
                 break
-            if case.noise and not found.wrong and _within(self.excuses.settle(pairs, *given), own):
-                break
-        return case, pairs, turned
+            again = []
+            for number, case in zip(left, self.cases.draw(left), strict=True):
+                judged[number] = (case, *case.pairs(session, self.excuses))
+                if self._tied(*judged[number], total):
+                    again.append(number)
+                else:
+                    progress(case.name)
+            left = again
+        for number in left:
+            progress(judged[number][0].name)
+        return [judged[number] for number in range(self.cases.count)]
+
+    def _tied(self, case: Case, pairs: Pairs, turned: Pairs, total: Choices) -> bool:
+        """Whether a tie within a call of the case asks for another prompt."""
+        own = half_tolerance([case], self.excuses) if case.noise else FLOAT32
+        given = (lambda: case.leads, own.ties)
+        found, first = (self.excuses.compare(each, *given) for each in (pairs, turned))
+        if not case.noise:
+            total.add(found)
+            total.add(first)
+        call = self.excuses.compare(pairs[:1], *given) if case.steps else found
+        behind_ties = call.wrong if case.noise and call.near_ties else 0
+        if not found.near_ties or first.wrong or found.wrong > behind_ties:
+            return False
+        return not (case.noise and not found.wrong and _within(self.excuses.settle(pairs, *given), own))
 
     def _judge(
         self,
-        judged: list[tuple[Case, Pairs, Pairs]],
+        judged: list[Judged],
         tolerance: Tolerance,
         selections: Choices,
         checks: list[Check],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -29,7 +28,6 @@ def held_model(
     folder: Path,
     manifest: dict[str, Any],
     rounded: bool = False,
-    pairs: Mapping[str, tuple[Pair, ...]] = MappingProxyType({}),
 ) -> Any:
     """The PyTorch model with the weights of the package in `folder`, which is the original where that is not quantized.
 
@@ -37,6 +35,22 @@ def held_model(
         options: What was exported; its `dtype` is the model's.
         folder, manifest: The package.
         rounded: Products round what they read to 8 bits, as the runtime's do on CPUs.
+    """
+    model = held_source(options, folder, manifest).read()
+    if rounded:
+        round_activations(model, held_names(folder), manifest["quantization"]["block_size"])
+    return model
+
+
+def held_source(
+    options: ExportOptions,
+    folder: Path,
+    manifest: dict[str, Any],
+    pairs: Mapping[str, tuple[Pair, ...]] = MappingProxyType({}),
+) -> Source:
+    """The source of `held_model`, whose weights are read when they are asked for.
+
+    Args:
         pairs: Of an adapter that is added while the package runs, by weight.
     """
     from still_export.targets.portable.package import find_source
@@ -46,17 +60,7 @@ def held_model(
     for name, own in pairs.items():
         held = weights[name]
         weights[name] = Deferred(held.shape, held.dtype, partial(_with_pairs, held, own))
-    model = replace(source, weights=weights).read()
-    if rounded:
-        round_activations(model, held_names(folder), manifest["quantization"]["block_size"])
-    return model
-
-
-def rounded_copy(model: Any, folder: Path, manifest: dict[str, Any]) -> Any:
-    """`held_model` with `rounded` of the same package, which shares the weights of the `model` that was read without."""
-    copied = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
-    round_activations(copied, held_names(folder), manifest["quantization"]["block_size"])
-    return copied
+    return replace(source, weights=weights)
 
 
 def with_held_weights(source: Source, folder: Path, manifest: dict[str, Any]) -> Source:

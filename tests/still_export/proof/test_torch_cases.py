@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,14 @@ import torch
 
 from still_export.mixers.cache import state_table
 from still_export.mixers.ties import Excuses
+from still_export.package.calls import Arrays
 from still_export.proof.cases import part_medians
+from still_export.proof.layerwise import Chain, LayerwiseModel
 from still_export.proof.sessions import Session
 from still_export.proof.tolerance import half_tolerance
 from still_export.proof.torch_cases import ROUNDED, TorchCases
 from still_export.runtime.torch import TorchModel
+from tests.still_export.proof.test_layerwise import source_of
 from tests.still_export.tiny import CHUNK, VOCAB, still_model
 
 
@@ -37,9 +41,9 @@ def test_rows_are_those_that_the_engine_takes(facts: dict[str, Any], batch: int)
         "states": [s.to_dict() for s in state_table(model.config, torch.float32)],
         "capacity": {"capacity_tokens": 12 * CHUNK, "bounded": True},
     }
-    asked = TorchCases(manifest, model, lengths=(1, CHUNK + 1), decode_steps=4)
-    cases = [make() for make in asked]
-    assert len(cases) == asked.count
+    reference = LayerwiseModel(manifest, source_of(model))
+    cases = TorchCases(manifest, reference, lengths=(1, CHUNK + 1), decode_steps=4)
+    cases = cases.draw(range(cases.count))
     rows = {case.name: case.feeds[0]["input_ids"].shape[0] for case in cases}
     several = {name: count for name, count in rows.items() if count > 1}
     assert several == ({f"ragged batch of {batch}": batch, f"1 decode steps, {batch} rows": batch} if batch > 1 else {})
@@ -57,17 +61,21 @@ def test_short_prompts_are_not_held_to_the_rounding_of_one() -> None:
         "states": [s.to_dict() for s in state_table(model.config, torch.float16)],
         "capacity": {"capacity_tokens": 12 * CHUNK, "bounded": True},
     }
-    asked = TorchCases(manifest, model, half, (1, ROUNDED // 2 - 1, ROUNDED))
+    reference, own = (LayerwiseModel(manifest, source_of(each)) for each in (model, half))
+    asked = TorchCases(manifest, reference, own, (1, ROUNDED // 2 - 1, ROUNDED))
     fed: list[tuple[int, ...]] = []
-    right = TorchModel.infer
-    asked.reference.infer = lambda feed: fed.append(feed["input_ids"].shape) or right(asked.reference, feed)  # type: ignore[method-assign,func-returns-value]
-    makers = iter(asked)
-    case = next(makers)()
+    right = reference.run
+
+    def run(chains: Sequence[Chain]) -> list[list[Arrays]]:
+        fed.extend(call.tokens.shape for chain in chains for call in chain.calls)
+        return right(chains)
+
+    reference.run = run  # type: ignore[method-assign]
+    (case,) = asked.draw([0])
     assert fed == [(1, 1), (ROUNDED - 1, 1)] and case.feeds[0]["input_ids"].shape == (1, 1)
     alone = half_tolerance([case], Excuses()).absolute["logits"]
-    (pair,), _ = case.pairs(Session(asked.half), Excuses())  # type: ignore[arg-type]
+    (pair,), _ = case.pairs(Session(TorchModel(manifest, half)), Excuses())
     assert alone > 2 * part_medians(*(outputs["logits"] for outputs in pair))[0]
     fed.clear()
-    next(makers)()
-    next(makers)()
+    asked.draw([1, 2])
     assert fed == [(1, ROUNDED // 2 - 1), (2, ROUNDED // 2 - 1), (1, ROUNDED)]

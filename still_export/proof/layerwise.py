@@ -1,0 +1,285 @@
+"""PyTorch's answers to many calls at once, layer by layer: one layer's weights are in memory at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from still_export.mixers.cache import StillCache, empty_states, state_table
+from still_export.models.base import last_rows
+from still_export.models.load import Source
+from still_export.models.weights import value_of
+from still_export.package.calls import Arrays
+from still_export.proof.codes import as_numbers
+
+Keep = Callable[[str], bool]
+
+
+def everything(name: str) -> bool:
+    """Keep every state of a call."""
+    return True
+
+
+def nothing(name: str) -> bool:
+    """Keep no state of a call."""
+    return False
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a chain, which takes the states that the call before it left.
+
+    Args:
+        tokens: [B, T], right-padded.
+        new_tokens: Tokens that each row brings, int64 [B].
+        keep: Of the outputs `present_<state>.<layer>`, those that are kept.
+        right: Outputs whose choices every layer must have made. A layer that chose otherwise repeats the call from the states of `feed`,
+            or, without one, leaves those of `right` to the next call.
+        feed: The right states before the call, `past_<state>.<layer>`.
+    """
+
+    tokens: np.ndarray
+    new_tokens: np.ndarray
+    keep: Keep = everything
+    right: Arrays | None = None
+    feed: Arrays | None = None
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Calls one after the other; `start` holds `past_length` and the states before the first, `past_<state>.<layer>`."""
+
+    start: Arrays
+    calls: Sequence[Call]
+
+    @classmethod
+    def of(cls, feed: Arrays, keep: Keep = everything) -> Chain:
+        """The single call that `feed` describes."""
+        return cls(feed, [Call(feed["input_ids"], feed["new_tokens"], keep)])
+
+
+class LayerwiseModel:
+    """A STILL model that reads its weights from their source, a layer at a time, and forgets them.
+
+    Args:
+        manifest: Of the package.
+        source: The model in the type it computes in. In float16 on a CPU, linear layers compute in float32 and round what they give:
+            few processors have half arithmetic, and without it these layers take most of the time.
+        alike: Whether two calls' outputs chose the same; see `Call.right`.
+        prepare: Changes the model before it runs, whose weights are not read yet.
+        device: Where it computes.
+    """
+
+    def __init__(
+        self,
+        manifest: dict[str, Any],
+        source: Source,
+        alike: Callable[[Arrays, Arrays], bool] = lambda right, found: True,
+        prepare: Callable[[Any], None] | None = None,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        self.source, self.alike, self.prepare, self.device = source, alike, prepare, torch.device(device)
+        self.config = source.config
+        self.dtype = next(iter(source.weights.values())).dtype
+        self.table = state_table(self.config, self.dtype)
+        self.all_logits = bool(manifest["model"]["all_logits"])
+
+    def empty_feed(self, batch: int, capacity: int) -> Arrays:
+        """`past_length` and `past_*` of rows that have seen nothing, with room for `capacity` tokens."""
+        states = empty_states(self.config, batch, self.dtype, capacity=capacity)
+        feed = {f"past_{name}.{i}": x.numpy() for i, layer in enumerate(states) for name, x in layer.items()}
+        return {**feed, "past_length": np.zeros(batch, np.int64)}
+
+    @torch.no_grad()
+    def run(self, chains: Sequence[Chain]) -> list[list[Arrays]]:
+        """Outputs of every call of `chains`: `logits` float32, `present_length`, and the states that the call keeps."""
+        with _Wide() as products:
+            model = self._outline()
+            work = [_Chain(chain, self.device) for chain in chains]
+            cache = StillCache.empty(self.config)
+            last = self.config.num_hidden_layers - 1
+            for index in range(last + 1):
+                with self._layer(model, index):
+                    for chain in work:
+                        chain.through(
+                            index, _Layer(model, cache, index, index == last, self._states_of(index)), self.alike
+                        )
+                products.forget()
+            for chain in work:
+                chain.answer(model, self.all_logits)
+        return [chain.outputs for chain in work]
+
+    def _outline(self) -> Any:
+        """The model with the weights that belong to no layer, and for the others stand-ins without memory."""
+        tensors = {}
+        for name, weight in self.source.weights.items():
+            layered = name.startswith("model.layers.")
+            tensors[name] = _stand_in(weight) if layered else value_of(weight).to(self.device)
+        model = self.source.model(tensors).to(self.device)
+        if self.prepare is not None:
+            self.prepare(model)
+        return model
+
+    @contextmanager
+    def _layer(self, model: Any, index: int) -> Iterator[None]:
+        """With the weights of layer `index`."""
+        prefix = f"model.layers.{index}."
+        names = [name for name in self.source.weights if name.startswith(prefix)]
+        weights = {name.removeprefix(prefix): self.source.weights[name] for name in names}
+        layer = model.model.layers[index]
+        layer.load_state_dict({n: value_of(w).to(self.device) for n, w in weights.items()}, strict=False, assign=True)
+        yield
+        layer.load_state_dict({n: _stand_in(w) for n, w in weights.items()}, strict=False, assign=True)
+
+    def _states_of(self, index: int) -> dict[str, torch.dtype]:
+        """By name, the types of a layer's states."""
+        wide = torch.promote_types(self.dtype, torch.float32)
+        return {
+            s.name.rpartition(".")[0]: wide if s.dtype == "float32" else getattr(torch, s.dtype)
+            for s in self.table
+            if s.layer == index
+        }
+
+
+class _Reached(Exception):
+    """A layer that is not the last one has been computed."""
+
+
+class _Layer:
+    """Runs one layer as its family calls it: those before it pass hidden states on, those behind it are not reached."""
+
+    def __init__(self, model: Any, cache: StillCache, index: int, last: bool, states: dict[str, torch.dtype]) -> None:
+        self.model, self.cache, self.index, self.last, self.states = model, cache, index, last, states
+
+    def __call__(
+        self, hidden: Any, tokens: Tensor, new: Tensor, length: Tensor, states: dict[str, Tensor]
+    ) -> tuple[Any, dict[str, Tensor]]:
+        """What the layer gives, behind the model's norm if it is the last one, and its states; `hidden` is what the one before gave."""
+        cache, layers = self.cache, self.model.model.layers
+        cache.progress.length = length
+        cache.progress.begin(new, None)
+        if states:
+            cache.layers[self.index].load(states)
+            cache.layers[self.index].is_initialized = True
+        found: list[Any] = []
+        own = layers[self.index].forward
+
+        def compute(given: Tensor, *args: Any, **kwargs: Any) -> Any:
+            at = given if hidden is None else hidden[0] if isinstance(hidden, tuple) else hidden
+            found.append(own(at, *args, **kwargs))
+            if not self.last:
+                raise _Reached
+            return found[0]
+
+        def skip(given: Tensor, *args: Any, **kwargs: Any) -> Any:
+            return (given,) if isinstance(hidden, tuple) else given
+
+        for layer in layers[: self.index]:
+            layer.forward = skip
+        layers[self.index].forward = compute
+        positions = length[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+        try:
+            result = self.model.decode(positions, cache, input_ids=tokens).last_hidden_state
+        except _Reached:
+            result = found[0]
+        finally:
+            for layer in layers[: self.index + 1]:
+                del layer.forward
+        return result, cache.layers[self.index].states() if self.states else {}
+
+
+class _Chain:
+    """A chain on its way through the layers."""
+
+    def __init__(self, chain: Chain, device: torch.device) -> None:
+        self.chain, self.device = chain, device
+        self.hidden: list[Any] = [None] * len(chain.calls)
+        self.tokens = [self._tensor(call.tokens) for call in chain.calls]
+        self.new = [self._tensor(call.new_tokens) for call in chain.calls]
+        lengths = np.cumsum([chain.start["past_length"], *(call.new_tokens for call in chain.calls)], axis=0)
+        self.lengths = [self._tensor(length) for length in lengths]
+        self.outputs: list[Arrays] = [{"present_length": length.astype(np.int64)} for length in lengths[1:]]
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array, np.int64)).to(self.device)
+
+    def through(self, index: int, layer: _Layer, alike: Callable[[Arrays, Arrays], bool]) -> None:
+        """All calls through one layer."""
+
+        def given(side: str, arrays: Arrays) -> dict[str, Tensor]:
+            return {
+                name: torch.from_numpy(arrays[f"{side}_{name}.{index}"]).to(self.device, dtype)
+                for name, dtype in layer.states.items()
+            }
+
+        states = given("past", self.chain.start)
+        for i, call in enumerate(self.chain.calls):
+            at = (self.hidden[i], self.tokens[i], self.new[i], self.lengths[i])
+            self.hidden[i], states = layer(*at, states)
+            if call.right is not None and not self._right(call.right, _named(states, index), alike):
+                if call.feed is None:
+                    self._keep(i, states, index)
+                    states = given("present", call.right)
+                    continue
+                self.hidden[i], states = layer(*at, given("past", call.feed))
+            self._keep(i, states, index)
+
+    @staticmethod
+    def _right(right: Arrays, found: Arrays, alike: Callable[[Arrays, Arrays], bool]) -> bool:
+        found = as_numbers(found)
+        return alike({name: right[name] for name in found}, found)
+
+    def _keep(self, number: int, states: dict[str, Tensor], index: int) -> None:
+        # Not a view, which would keep all that it is a part of.
+        named = _named(states, index).items()
+        kept = {name: np.ascontiguousarray(x) for name, x in named if self.chain.calls[number].keep(name)}
+        self.outputs[number].update(kept)
+
+    def answer(self, model: Any, all_logits: bool) -> None:
+        """Logits of every call, of what the last layer gave."""
+        for outputs, hidden, new in zip(self.outputs, self.hidden, self.new, strict=True):
+            logits = model.logits(last_rows(hidden, new, 0 if all_logits else 1))
+            outputs["logits"] = logits.float().cpu().numpy()
+        self.hidden = []
+
+
+class _Wide(TorchFunctionMode):
+    """Linear layers of half precision on a CPU in float32, their results rounded; a weight is widened once until `forget`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._wide: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.linear and args[0].dtype == torch.float16 and args[0].device.type == "cpu":
+            x, weight, *bias = args
+            widened = [self._widened(tensor) for tensor in (weight, *bias)]
+            return functional.linear(x.float(), *widened, **(kwargs or {})).to(x.dtype)
+        return func(*args, **(kwargs or {}))
+
+    def _widened(self, weight: Any) -> Any:
+        if weight is None:
+            return None
+        if id(weight) not in self._wide:
+            self._wide[id(weight)] = weight, weight.float()
+        return self._wide[id(weight)][1]
+
+    def forget(self) -> None:
+        """The weights seen so far come no more."""
+        self._wide.clear()
+
+
+def _stand_in(weight: Any) -> Tensor:
+    return torch.zeros((), dtype=weight.dtype).expand(weight.shape)
+
+
+def _named(states: dict[str, Tensor], index: int) -> Arrays:
+    return {f"present_{name}.{index}": x.cpu().numpy() for name, x in states.items()}
