@@ -41,6 +41,7 @@ class Wheel(bdist_wheel):
         if self.library:
             tag = f"manylinux_2_{oldest_glibc(self.library)}_{cpu}"
             self.plat_name, self.plat_name_supplied = tag, True
+            self.distribution.has_ext_modules = lambda: True  # its files belong where compiled ones do
             self.root_is_pure = False
             build = self.get_finalized_command("build_py")
             assert isinstance(build, Sources)

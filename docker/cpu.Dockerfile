@@ -2,7 +2,7 @@
 #   docker build -f docker/cpu.Dockerfile -t still-export .
 #   docker run --rm -v "$PWD:/data" still-export run DIR --prompt "Once upon a time"
 FROM python:3.11-slim-bookworm
-# A compiler, for --native.
+# A compiler, for still-export kernels build.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends cmake g++ make \

@@ -12,7 +12,7 @@ esac
 ruff check .
 ruff format --check .
 # ONNX Runtime's C headers are in no wheel; without them the native kernel's tests are skipped.
-if [ -z "${STILL_ONNXRUNTIME_INCLUDE:-}" ] && headers=$(python tools/get_ort_headers.py build/onnxruntime-include); then
+if [ -z "${STILL_ONNXRUNTIME_INCLUDE:-}" ] && headers=$(STILL_CACHE=build python -m still_export.cli.main kernels headers); then
     export STILL_ONNXRUNTIME_INCLUDE=$headers
 fi
 # Types are checked beside the tests, and said after them.

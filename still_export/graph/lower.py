@@ -14,6 +14,7 @@ import torch
 from onnx_ir.tensor_adapters import TorchTensor, from_torch_dtype
 
 from still_export.graph.edits import store
+from still_export.graph.garbage import few_collections
 from still_export.graph.trace import TracedModel
 from still_export.models.weights import Weight, Weights, value_of
 from still_export.version import __version__
@@ -87,7 +88,7 @@ def lower_program(traced: TracedModel, weights: Weights | None = None) -> ir.Mod
     """
     traced_ops = [s for s in OPS.values() if s.traced]
     table = {getattr(getattr(torch.ops, s.domain), s.torch_name).default: _translation(s) for s in traced_ops}
-    with _without_exporter_noise():
+    with few_collections(), _without_exporter_noise():
         program = torch.onnx.export(
             traced.program,
             input_names=traced.input_names,

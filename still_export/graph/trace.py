@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from still_export.graph.garbage import few_collections
 from still_export.mixers.cache import empty_states, state_table
 from still_export.models import forward_with_state
 from still_graphs.states import State, StateTable, rows_after
@@ -84,7 +85,7 @@ def trace_model(model: Any, all_logits: bool = False) -> TracedModel:
     wrapper = _StatefulForward(model, states, last_only=not all_logits).eval()
     counts = torch.zeros(TRACE_BATCH, dtype=torch.int64)
     arguments = (torch.zeros(TRACE_BATCH, TRACE_TOKENS, dtype=torch.int64), counts + TRACE_TOKENS, counts, past)
-    with torch.no_grad():
+    with few_collections(), torch.no_grad():
         program = torch.export.export(
             wrapper,
             arguments,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -103,6 +105,12 @@ def _read_tensor(tensor: Any, name: str, dtype: torch.dtype, rotated: int | None
     return checked(name, value, None, str(path))
 
 
+@functools.lru_cache(maxsize=1)
+def _reader(open_file: Callable[[Path], Any], path: Path, modified_ns: int, size_bytes: int) -> Any:
+    """The file as it is now, read once: tokenizer and weights ask for it one after the other, and a vocabulary takes seconds."""
+    return open_file(path)
+
+
 def open_gguf(path: Path) -> Any:
     """The reader of the gguf package.
 
@@ -120,7 +128,8 @@ def open_gguf(path: Path) -> Any:
             magic = file.read(4)
         if magic != b"GGUF":
             raise ValueError(f"it starts with {magic!r}, not b'GGUF'")
-        reader = gguf.GGUFReader(path)
+        stat = path.stat()
+        reader = _reader(gguf.GGUFReader, path, stat.st_mtime_ns, stat.st_size)
         _value(reader, "general.architecture")
         return reader
     except (ValueError, IndexError, KeyError, OSError, OverflowError) as error:

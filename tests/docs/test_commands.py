@@ -22,8 +22,7 @@ import pytest
 import typer.main
 
 from still_export.cli import main as cli
-from still_export.targets.ort.headers import find_onnxruntime_headers
-from still_export.targets.trt.plugins import PluginBuildError
+from still_export.targets.ort.headers import CACHE_VARIABLE
 from tests.docs.pages import GUIDE, ROOT, SESSIONS, USERS, commands, name
 from tests.docs.stand_ins import make_stand_ins
 
@@ -50,7 +49,6 @@ ELSEWHERE = {
     "bash tools/demo.sh": Elsewhere(REAL),
     "bash tools/test.sh": Elsewhere("is what runs this test"),
     "bash tools/test.sh --fast": Elsewhere("is what runs this test"),
-    "python tools/get_ort_headers.py headers": Elsewhere(NETWORK),
     "still-export fetch-texts TEXTS": Elsewhere(NETWORK),
     "docker build -f docker/cpu.Dockerfile -t still-export .": Elsewhere("needs Docker"),
     "still-export write-chats BASE chat.txt": Elsewhere("answers 3,000 conversations, for minutes"),
@@ -64,7 +62,7 @@ ELSEWHERE = {
     "still-export linearize BASE --recipe paper --text corpus.txt --sequence-length 2048 --batch-size 16 --precision bf16 -o TRAINED": (
         Elsewhere(TRAINING)
     ),
-    "still-export MODEL --to onnx --dtype float16 --native --arch sm_90 --onnxruntime-include headers -o NATIVE": Elsewhere(
+    "still-export MODEL --to onnx --dtype float16 --arch sm_90 -o NATIVE": Elsewhere(
         "compiles a GPU's kernels for minutes; tests/still_export/targets/ort/test_native.py compiles some"
     ),
     'still-export run DIR --provider cuda --prompt "Once upon a time"': Elsewhere(GPU),
@@ -91,9 +89,10 @@ SLOW = {
     "still-export BASE --overlay STILL/adapter --to onnx -o OVERLAID",
     "still-export verify DIR --record calls.npz",
     "still-export verify DIR --calls calls.npz",
-    "still-export MODEL --to onnx --native --onnxruntime-include headers -o NATIVE",
+    "still-export kernels build",
+    "still-export MODEL --to onnx --native -o NATIVE",
     "still-export verify NATIVE --lengths 1,65 --decode-steps 4",
-    "still-export MODEL --to genai --native --onnxruntime-include headers -o GENAI",
+    "still-export MODEL --to genai --native -o GENAI",
 }
 """Commands that take long; they run in the slow test, with all others."""
 
@@ -161,12 +160,9 @@ def test_commands_run(session: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         if SLOW & {c for p in pages for c in commands(p)}
     ],
 )
-def test_slow_commands_run(session: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_commands_run(session: str, kernels_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    try:
-        (tmp_path / "headers").symlink_to(find_onnxruntime_headers())
-    except PluginBuildError as error:
-        pytest.skip(str(error))
+    monkeypatch.setenv(CACHE_VARIABLE, str(kernels_cache))
     run_session(SESSIONS[session], tmp_path, slow=True)
 
 

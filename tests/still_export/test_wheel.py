@@ -1,8 +1,10 @@
-"""A wheel alone, in an environment that has no clone: it brings the C++ sources, so `--native` and `--to trt` work from it."""
+"""A wheel alone, in an environment that has no clone: it brings the kernels for CPUs, and the C++ sources for `--to trt`."""
 
 from __future__ import annotations
 
 import os
+import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from still_export.targets.ort.headers import find_onnxruntime_headers
+from still_export.targets.ort.headers import CACHE_VARIABLE, find_onnxruntime_headers
 from still_export.targets.trt.plugins import PluginBuildError, find_tensorrt_headers
 from tests.still_export.tiny import still_model
 
@@ -92,12 +94,16 @@ def test_the_wheel_is_one_for_an_index(installed: Installed) -> None:
 
 
 @pytest.mark.long
-def test_native_kernel(installed: Installed) -> None:
+def test_native_kernel(installed: Installed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exports take the wheel's library without a flag: neither a cache nor a compiler is there."""
     try:
-        include = find_onnxruntime_headers().resolve()
+        find_onnxruntime_headers()
     except PluginBuildError as error:
         pytest.skip(str(error))
-    installed.still_export("model", "--to", "onnx", "--native", "--onnxruntime-include", include, "-o", "onnx", "-q")
+    assert re.search(rf"-py3-none-manylinux_2_\d+_{platform.machine()}\.whl$", installed.wheel.name)
+    bare = installed.environment | {CACHE_VARIABLE: str(tmp_path), "PATH": str(tmp_path)}
+    monkeypatch.setattr(installed, "environment", bare)
+    installed.still_export("model", "--to", "onnx", "-o", "onnx", "-q")
     assert (installed.folder / "onnx/libstill_onnxruntime.so").is_file()
     ran = installed.check([installed.python, "onnx/run_ort.py", "--prompt-ids", "5,6,7", "--tokens", "3"])
     assert len(ran.split()) == 3

@@ -22,6 +22,7 @@ from still_export.targets.ort.library import LIBRARY, build_library, cached_libr
 from still_export.targets.portable.package import ExportOptions
 from still_export.targets.trt.plugins import PluginBuildError
 from tests.still_export.conftest import Exporter
+from tests.still_export.targets.ort.test_native import built  # noqa: F401
 
 
 @pytest.fixture(autouse=True)
@@ -117,7 +118,8 @@ def test_flags_that_contradict() -> None:
 
 
 @pytest.mark.slow
-def test_exports_take_it_without_a_flag(built: None, export_tiny: Exporter, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("built")
+def test_exports_take_it_without_a_flag(export_tiny: Exporter, tmp_path: Path) -> None:
     """Where it is there and computes the type; --no-native leaves it out, a manifest that left it out does so again."""
     model = str(export_tiny().path.parent / "model")
     options = ["--to", "onnx", "--quiet", "-o"]

@@ -1,0 +1,24 @@
+"""Python's collector of garbage, quiet while a graph is made."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def few_collections() -> Iterator[None]:
+    """Look rarely for garbage, and not among what is there already: tracing makes a million objects that stay.
+
+    Looking through them again and again is a quarter of the time of a trace, a fifth of that of lowering.
+    """
+    before, frozen = gc.get_threshold(), gc.get_freeze_count()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        if not frozen:  # of whoever froze before, it stays frozen
+            gc.unfreeze()
