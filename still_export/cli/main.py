@@ -109,7 +109,9 @@ def main(arguments: list[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
     given = [argument for argument in given if argument != "--debug"]
-    verbs = {entry.name or "" for entry in (*app.registered_commands, *app.registered_groups)}
+    verbs = {command.name or "" for command in app.registered_commands} | {
+        group.name or "" for group in app.registered_groups
+    }
     if given and given[0] not in verbs and given[0] not in ROOT_OPTIONS:
         near = difflib.get_close_matches(given[0], verbs, 1)
         if near and not given[0].startswith("-") and not Path(given[0]).exists():

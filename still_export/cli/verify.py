@@ -231,7 +231,7 @@ def _torch_cases(
 
     from still_export.graph.quantization.policy import rounds_activations
     from still_export.graph.quantization.read import held_names, held_source, round_activations
-    from still_export.mixers.ties import excuses_of
+    from still_export.mixers.excuses import excuses_of
     from still_export.proof.layerwise import LayerwiseModel
     from still_export.proof.torch_cases import LENGTHS, TorchCases
 

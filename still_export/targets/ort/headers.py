@@ -47,9 +47,10 @@ def find_onnxruntime_headers(asked: Path | None = None) -> Path:
     named = asked or os.environ.get(INCLUDE_VARIABLE)
     if named and not (Path(named) / HEADER).is_file():
         raise PluginBuildError(f"{named} has no {HEADER}. Give the folder of ONNX Runtime's C headers.")
-    for folder in (named,) if named else (*USUAL_INCLUDES, fetched_headers()):
-        if (Path(folder) / HEADER).is_file():
-            return Path(folder)
+    places = [Path(named)] if named else [*map(Path, USUAL_INCLUDES), fetched_headers()]
+    for folder in places:
+        if (folder / HEADER).is_file():
+            return folder
     raise PluginBuildError(
         f"the kernels need {HEADER}, which no wheel of ONNX Runtime has. Install libonnxruntime-dev, fetch the headers with "
         "still-export kernels headers, or give their folder with --onnxruntime-include."
