@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from still_export.models.demo import demo_model_path
     from still_export.models.load import load_model, load_tokenizer
     from still_export.runtime.language_model import LanguageModel
+    from still_export.targets.lower import lower
 
 _HOME = {
     "LanguageModel": "still_export.runtime.language_model",
@@ -27,6 +28,7 @@ _HOME = {
     "load": "still_export.api",
     "load_model": "still_export.models.load",
     "load_tokenizer": "still_export.models.load",
+    "lower": "still_export.targets.lower",
 }
 
 __all__ = [
@@ -38,6 +40,7 @@ __all__ = [
     "load",
     "load_model",
     "load_tokenizer",
+    "lower",
 ]
 
 

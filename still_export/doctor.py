@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from still_export.package.trust import trusts
-from still_export.proof.reference import OWN
 from still_export.runtime.cuda_driver import CudaError, Driver
 from still_export.targets.ort.library import find_library
+from still_export.targets.registry import packaged_target
 from still_export.targets.trt.plugins import SOURCE, PluginBuildError, find_tensorrt_headers
 from still_graphs.states import StateTable
 
@@ -166,9 +166,10 @@ def _engines(gpu: str | None) -> Finding:
 def runs_here(package: Package) -> list[Finding]:
     """Where `package` runs on this machine, and what is to be done where it does not."""
     manifest, gpu = package.manifest, find_gpu()
-    if OWN.get(manifest["target"]) == "ort":
+    target = packaged_target(manifest)
+    if target.runtime is not None and not target.built:
         return [_runs_on_cpu(package), _runs_on_cuda(manifest, gpu)]
-    if manifest["target"] == "trt":
+    if target.runtime is not None:
         return [_runs_engine(package, gpu)]
     return [Finding("programs of your own, with TensorRT-RTX", gpu is not None, gpu or "no NVIDIA GPU here")]
 

@@ -13,7 +13,7 @@ from still_export.cli.next_commands import next_commands
 from still_export.cli.output import Output
 
 if TYPE_CHECKING:
-    from still_export.targets.lower import Job
+    from still_export.targets.export import Job
 
 EXAMPLES = """
 Examples:
@@ -160,7 +160,7 @@ def export(
     """Export a model to a package: graph, weights, tokenizer, a runner, manifest.json; for trt also kernels, plugin and engine."""
     from dataclasses import asdict
 
-    from still_export.targets.lower import plan_job, read_manifest
+    from still_export.targets.export import plan_job, read_manifest
     from still_export.targets.ort.library import find_library
 
     if output is None:

@@ -60,6 +60,7 @@ def _register() -> None:
         inspect,
         kernels,
         linearize,
+        lower,
         run,
         select_layers,
         serve,
@@ -69,6 +70,7 @@ def _register() -> None:
 
     for module in (
         export,
+        lower,
         build,
         run,
         serve,

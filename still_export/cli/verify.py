@@ -19,11 +19,11 @@ from still_export.errors import ConfigError, ModelNotFoundError, PackageError
 from still_export.extras import demand
 
 if TYPE_CHECKING:
+    from still_export.graph.options import ExportOptions
     from still_export.models.weights import Pair
     from still_export.package.folder import Package
     from still_export.proof.cases import CaseSource
     from still_export.proof.verify import Report
-    from still_export.targets.portable.package import ExportOptions
 
 SHOWN = 5
 """Mismatches that are printed; the report has all."""
@@ -111,11 +111,12 @@ def verify(
     from still_export.proof.recorded import RecordedCases, record_cases
     from still_export.proof.reference import runtime_of
     from still_export.proof.sessions import Target
-    from still_export.proof.verify import DECODE_STEPS, Verifier, check_dtype
+    from still_export.proof.verify import Verifier, check_dtype
     from still_export.report import verify as looks
     from still_export.report.render import check_report, write_report
     from still_export.runtime.cuda_driver import CudaError
     from still_export.runtime.sampling import RunError
+    from still_export.targets.registry import target_of
 
     if report is not None:
         if record is not None:
@@ -151,7 +152,7 @@ def verify(
     if runtime == "trt" and record is None and not opened.manifest["engines"]:
         raise PackageError(f"{package} has no engine yet. Build it on this machine: still-export build {package}")
     folder = report_folder((output or package / "verify") if record is None else record.parent)
-    steps = DECODE_STEPS[kind] if decode_steps is None else decode_steps
+    steps = target_of(kind).decode_steps if decode_steps is None else decode_steps
     pairs: Mapping[str, tuple[Pair, ...]] = {}
     added: dict[str, Any] = {}
     if adapter is not None:
@@ -267,7 +268,7 @@ def _options(package: Package, model: str | None, dtype: str) -> ExportOptions:
     """What was exported, in `dtype`, read from where `model` lies now."""
     from dataclasses import replace
 
-    from still_export.targets.portable.package import ExportOptions
+    from still_export.graph.options import ExportOptions
 
     options = ExportOptions.from_manifest(package.manifest)
     return replace(options, model=model or options.model, dtype=dtype)

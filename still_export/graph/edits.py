@@ -47,3 +47,9 @@ def store(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
     )
     graph.initializers[name] = value
     return value
+
+
+def forget(tensor: ir.TensorProtocol) -> None:
+    """Unmap the file of a stored tensor: pages that were read would count as this process's memory."""
+    if isinstance(tensor, ir.ExternalTensor):
+        tensor.release()

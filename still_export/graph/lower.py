@@ -8,12 +8,10 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 import torch
 from onnx_ir.tensor_adapters import TorchTensor, from_torch_dtype
 
-from still_export.graph.edits import store
 from still_export.graph.garbage import few_collections
 from still_export.graph.trace import TracedModel
 from still_export.models.weights import Weight, Weights, value_of
@@ -258,20 +256,3 @@ def lazy_tensor(name: str, weight: Weight, turned: bool = False) -> ir.LazyTenso
 
     shape = list(reversed(weight.shape)) if turned else list(weight.shape)
     return ir.LazyTensor(read, from_torch_dtype(weight.dtype), ir.Shape(shape), name=name)
-
-
-def part_scales(model: ir.Model) -> None:
-    """Let scales of several rows multiply behind their norms: ONNX Runtime's CUDA kernel takes the first row for all of them."""
-    for node in list(model.graph):
-        scale = node.inputs[1] if node.op_type == "RMSNormalization" and node.domain == "" else None
-        if scale is None or scale.shape is None or len(scale.shape) == 1:
-            continue
-        assert scale.dtype is not None
-        ones = np.ones(scale.shape.numpy()[-1:], scale.dtype.numpy())
-        node.replace_input_with(1, store(model.graph, ir.tensor(ones, name=f"{node.name}.ones")))
-        output = node.outputs[0]
-        apart = ir.node("Mul", [output, scale], name=f"{node.name}.scaled")
-        apart.outputs[0].dtype, apart.outputs[0].shape = scale.dtype, output.shape
-        ir.convenience.replace_all_uses_with(output, apart.outputs[0])
-        apart.replace_input_with(0, output)
-        model.graph.insert_after(node, apart)

@@ -14,12 +14,10 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from still_export.graph.edits import put_in_place, store
+from still_export.graph.edits import forget, put_in_place, store
 
 THREE = 3
 """Parts of a product that ONNX Runtime's CUDA provider splits well."""
-MERGES_NONE = ("trt", "trt-8")
-"""What a graph is lowered to (policy.LAYOUTS) whose compiler merges no products."""
 
 
 def merge_products(model: ir.Model, parts: int | None = None) -> int:
@@ -63,7 +61,10 @@ def _merge(graph: ir.Graph, group: list[ir.Node]) -> None:
     dtype, height = tensors[0].dtype, int(tensors[0].shape.numpy()[0])
 
     def read() -> ir.TensorProtocol:
-        return ir.tensor(np.concatenate([tensor.numpy() for tensor in tensors], axis=1), dtype=dtype)
+        whole = np.concatenate([tensor.numpy() for tensor in tensors], axis=1)
+        for tensor in tensors:
+            forget(tensor)
+        return ir.tensor(whole, dtype=dtype)
 
     merged = store(graph, ir.LazyTensor(read, dtype, ir.Shape([height, sum(sizes)]), name="+".join(names)))
     first = group[0]

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
-import torch
+
+from still_export.graph.edits import forget
 
 INSIDE_BYTES = 256
 """Tensors below this size stay in the graph."""
@@ -39,7 +40,7 @@ def save_streaming(model: ir.Model, path: Path, location: str, progress: Bytes =
         if v.const_value is not None and v.const_value.nbytes >= INSIDE_BYTES
     ]
     written: dict[str, ir.ExternalTensor] = {}
-    views = [(value, value.metadata_props.pop(VIEW)) for value in weights if VIEW in value.metadata_props]
+    views = _views(weights)
     weights = [value for value in weights if value not in {view for view, _ in views}]
     total = sum(v.const_value.nbytes for v in weights if v.const_value is not None)
     done = 0
@@ -54,11 +55,13 @@ def save_streaming(model: ir.Model, path: Path, location: str, progress: Bytes =
             packed = tensor.dtype.bitwidth < 8
             for part in [tensor.tobytes()] if packed else _laid_out(tensor.numpy()):
                 file.write(part)
+                del part  # a view of the file that the weight is from
             length = file.tell() - offset
             assert length == tensor.nbytes, f"{value.name} has {length} bytes, its shape says {tensor.nbytes}"
             value.const_value = written[value.name] = ir.ExternalTensor(
                 location, offset, length, tensor.dtype, shape=tensor.shape, name=value.name, base_dir=path.parent
             )
+            forget(tensor)
             done += length
             progress(done, total)
     for value, name in views:
@@ -76,6 +79,20 @@ def save_streaming(model: ir.Model, path: Path, location: str, progress: Bytes =
     ir.save(model, path)
 
 
+def _views(weights: list[ir.Value]) -> list[tuple[ir.Value, str]]:
+    """Weights that are another's bytes, with the name of that one: they say so, or lie in the same place of a file."""
+    views, places = [], dict[tuple[str, int | None, int | None], str]()
+    for value in weights:
+        tensor = value.const_value
+        if VIEW in value.metadata_props:
+            views.append((value, value.metadata_props.pop(VIEW)))
+        elif isinstance(tensor, ir.ExternalTensor):
+            first = places.setdefault((str(tensor.path), tensor.offset, tensor.length), str(value.name))
+            if first != value.name:
+                views.append((value, first))
+    return views
+
+
 def _laid_out(array: np.ndarray) -> Iterator[memoryview]:
     """The bytes of `array`, row by row; a transposed matrix in parts."""
     words = {2: np.int16, 4: np.int32}.get(array.itemsize)
@@ -83,6 +100,8 @@ def _laid_out(array: np.ndarray) -> Iterator[memoryview]:
         yield np.ascontiguousarray(array).view(np.uint8).data
         return
     stored = array.T.view(words)
+    import torch
+
     step = max(1, TURNED_BYTES // (len(stored) * array.itemsize))
     for start in range(0, len(array), step):
         # PyTorch turns whole matrices 6 times as fast as NumPy does, parts of them no faster.

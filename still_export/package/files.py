@@ -16,6 +16,9 @@ from still_export.package.refusals import CheckError, RunError
 
 MANIFEST = "manifest.json"
 MODEL = "model.onnx"
+DATA = "model.onnx.data"
+PORTABLE = "portable.onnx"
+"""The graph that every target is lowered from, over the same weights."""
 PLUGIN = "libstill_tensorrt"
 """How the names of plugin libraries begin."""
 

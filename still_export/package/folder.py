@@ -24,6 +24,9 @@ BEFORE = "before"
 UNLISTED = (MANIFEST, BEFORE, staging.ALIVE, "build.log", "engine.json", "timing.cache", "verify", "bench")
 """What verbs write into a package and may write again: not part of what a manifest vouches for."""
 
+GENERATED = ("format_version", "versions", "files")
+"""Members of a manifest that are written anew with every change of the package."""
+
 VERSIONED = ("still-export", "torch", "transformers", "onnx", "onnxscript", "onnxruntime", "triton", "tensorrt")
 
 

@@ -163,6 +163,7 @@ class Manifest(Record):
     states: list[State]
     eos_token_ids: list[Whole]
     chat: Chat | None = None
+    portable: str | None = None
     native: Native | None = None
     quantization: Quantization | None = None
     trt: TensorRt | None = None

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from still_export.errors import ConfigError
+from still_export.graph.options import ExportOptions
 from still_export.graph.quantization.policy import rounds_activations
 from still_export.graph.quantization.read import held_model
 from still_export.models.load import load_tokenizer
-from still_export.targets.portable.package import ExportOptions, find_source
+from still_export.models.source import find_source
 
 PRICE_TOKENS = 2048
 """Of a text, from its beginning."""

@@ -16,6 +16,7 @@ from still_export.errors import PackageError
 from still_export.mixers.excuses import excuses_of
 from still_export.mixers.ties import Excuses
 from still_export.package.calls import Arrays
+from still_export.package.files import DATA, MODEL
 from still_export.package.folder import Package
 from still_export.proof.cases import Case, CaseSource, Noise
 from still_export.proof.tolerance import half_tolerance
@@ -87,7 +88,7 @@ def _near_ties(case: Case, excuses: Excuses) -> int:
 def _weights(package: Package) -> str:
     """What tells the package's weights from others, whatever target they were lowered for."""
     files = package.manifest["files"]
-    return str(files.get("model.onnx.data", files["model.onnx"])["sha256"])
+    return str(package.manifest.get("portable") or files.get(DATA, files[MODEL])["sha256"])
 
 
 class RecordedCases:

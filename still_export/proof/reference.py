@@ -7,10 +7,9 @@ from typing import Any
 
 from still_export.errors import ConfigError
 from still_export.runtime.base import Runner
+from still_export.targets.registry import target_of
 
 PROVIDERS = ("cpu", "cuda")
-OWN = {"onnx": "ort", "genai": "ort", "trt": "trt"}
-"""The runtime that a package is for, by its target."""
 
 
 def runtime_of(target: str, asked: str | None) -> str:
@@ -23,7 +22,7 @@ def runtime_of(target: str, asked: str | None) -> str:
     Raises:
         ConfigError: Another runtime was asked for, or nothing here runs such packages.
     """
-    runtime = OWN.get(target)
+    runtime = target_of(target).runtime
     if runtime is None:
         raise ConfigError(f"a package for {target} is built here, not run: its engines are for programs of your own.")
     if asked not in (None, runtime, "torch"):
@@ -71,9 +70,9 @@ def open_runner(
         return TrtModel(folder, plugin)
     import torch
 
+    from still_export.graph.options import ExportOptions
     from still_export.graph.quantization.read import held_model
     from still_export.runtime.torch import TorchModel
-    from still_export.targets.portable.package import ExportOptions
 
     if threads:
         torch.set_num_threads(threads)

@@ -23,7 +23,7 @@ from still_export.proof.codes import in_codes
 from still_export.proof.sessions import Session, Target
 from still_export.proof.tolerance import FLOAT32, Tolerance, half_tolerance
 
-DECODE_STEPS = {"onnx": 72, "genai": 72, "trt": 256}
+DECODE_STEPS = 256
 """More than a chunk, so that a promotion happens between plain steps."""
 
 ATTEMPTS = 5
@@ -97,7 +97,7 @@ class Verifier:
         replays: Tokens of the runtime's own checks.
     """
 
-    def __init__(self, package: Package, cases: CaseSource, target: Target, replays: int = DECODE_STEPS["trt"]) -> None:
+    def __init__(self, package: Package, cases: CaseSource, target: Target, replays: int = DECODE_STEPS) -> None:
         check_dtype(package)
         self.package, self.cases, self.target, self.replays = package, cases, target, replays
         self.excuses = excuses_of(package.manifest)

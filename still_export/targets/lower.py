@@ -1,143 +1,178 @@
-"""What an export is asked for: flags, and the manifest of an export to repeat, as the options of its target."""
+"""From a portable package to the package of a target: needs neither torch nor the checkpoint, and streams the weights."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from still_export.errors import ConfigError
-from still_export.package.files import MANIFEST
-from still_export.package.folder import Package
-from still_export.targets.genai.package import demand_genai, export_genai
-from still_export.targets.portable.package import ExportOptions, Progress, export_onnx
-from still_export.targets.trt.options import TrtOptions
-from still_export.targets.trt.package import export_trt, weight_layout
-from still_graphs.ops import OPSET
+import onnx
+import onnx_ir as ir
 
-OF_ONNXRUNTIME = ("onnx", "genai")
-OF_TENSORRT = ("trt", "trt-rtx")
-TARGETS = (*OF_ONNXRUNTIME, *OF_TENSORRT)
-CACHE_TARGETS = ("onnx", "trt")
-"""With keys and values in 8 bits."""
-ONNX_ONLY = ("native", "cpu", "onnxruntime_include", "opset")
-TRT_ONLY = ("batch", "workspace_mib", "version_compatible", "strip_weights", "tensorrt_include", "dump_dir")
-OF_THE_TARGET = ("archs", "prefill_tokens")
-"""Fields of ExportOptions and of TrtOptions: they mean the target's."""
+from still_export.errors import ConfigError, PackageError
+from still_export.graph.options import ExportOptions, Progress, silent
+from still_export.graph.weights_file import save_streaming
+from still_export.package.files import DATA, MANIFEST, MODEL, PORTABLE
+from still_export.package.folder import GENERATED, Package, open_package, staged_folder, write_manifest
+from still_export.runtime.bundle import PROGRAMS
+from still_export.targets.dump import dumper
+from still_export.targets.registry import TARGETS, target_of, targets_of
+from still_export.targets.target import FLOAT_WEIGHTS, Lowering, Target
+from still_graphs.pipelines import Dump, run_steps
+
 FLAGS = {"archs": "arch", "workspace_mib": "workspace"}
 """Flags whose name is not their field's."""
 
 
-@dataclass(frozen=True)
-class Job:
-    """An export of `options`; where `trt` is given, on to TensorRT.
+def lower(
+    package: str | Path,
+    to: str,
+    output: str | Path,
+    *,
+    options: Any = None,
+    force: bool = False,
+    command: str = "",
+    progress: Progress = silent,
+    dump_dir: Path | None = None,
+) -> Package:
+    """Make the package of a target from a portable one; type, bits and capacity are what that was exported with.
 
     Args:
-        options: The model, and how its graph is made.
-        target: One of TARGETS.
-        trt: How TensorRT builds it; None: the package is for ONNX Runtime.
-        onnxruntime_include: Folder of ONNX Runtime's C headers for a native library; None: the usual places.
-        dump_dir: Where the graph is written after each pass of TensorRT's pipeline.
+        package: Folder of a package that `still-export MODEL` wrote, whose files are compared with their hashes.
+        to: Target, as `--to` has it, or the name of a record, such as trt8.
+        output: The new package's folder; written whole or not at all.
+        options: Of the target, OrtOptions or TrtOptions; None: their defaults.
+        force: Replace `output`.
+        command: The command line, for the manifest; empty: the export's.
+        progress: Told each step.
+        dump_dir: Gets the graph after each step, without its weights.
+
+    Returns:
+        The package.
+
+    Raises:
+        StillExportError: The package is not portable or holds what the target cannot take, or a tool that it needs is not here.
     """
+    source = open_package(Path(package))
+    options = targets_of(to)[0].options() if options is None else options
+    target = target_of(to, options)
+    demand(target, ExportOptions.from_manifest(source.manifest), options)
+    target.ready(options, progress)
+    dump = None if dump_dir is None else dumper(dump_dir)
+    with staged_folder(Path(output), force) as folder:
+        lower_into(source.path, folder, target, options, progress, shutil.copyfile, dump, command)
+    return open_package(Path(output), check_hashes=False)
 
-    options: ExportOptions
-    target: str = "onnx"
-    trt: TrtOptions | None = None
-    onnxruntime_include: Path | None = None
-    dump_dir: Path | None = None
 
-    def run(self, output: Path, *, force: bool, command: str, progress: Progress) -> Package:
-        """Write the package; raises what `export_onnx`, `export_genai` and `export_trt` raise."""
-        if self.trt is None:
-            export = export_genai if self.target == "genai" else export_onnx
-            include = self.onnxruntime_include
-            return export(
-                self.options, output, force=force, command=command, progress=progress, onnxruntime_include=include
-            )
-        return export_trt(
-            self.options, self.trt, output, force=force, command=command, progress=progress, dump_dir=self.dump_dir
+def demand(target: Target, asked: ExportOptions, options: Any) -> None:
+    """Raise, before anything is read, for what `target` with `options` cannot have of an export as `asked`."""
+    deployed = {name: getattr(options, name, None) for name in ("native", "cpu", "archs", "opset")}
+    asked = replace(asked, **{name: value for name, value in deployed.items() if value is not None})
+    target.demand(asked)
+    demand_cache(target, asked)
+
+
+def demand_cache(target: Target, asked: ExportOptions) -> None:
+    """Raise ConfigError for a type of keys and values that `target` has not."""
+    cache = asked.still.get("cache")
+    if not cache or cache in target.caches:
+        return
+    here = [t for t in targets_of(target.to) if cache in t.caches]
+    if here:
+        raise ConfigError(
+            f"--cache {cache} is for CPUs: kernels for {', '.join(asked.archs)} keep states as --dtype says."
         )
+    known = " and ".join(dict.fromkeys(t.to for t in TARGETS if cache in t.caches))
+    raise ConfigError(
+        f"--cache {cache} is for --to {known}, not for --to {target.to}; states there are as --dtype says."
+    )
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of an export to repeat.
-
-    Raises:
-        ConfigError: It is none.
-    """
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is no manifest of an export: {error}.") from error
-    if not isinstance(manifest, dict):
-        raise ConfigError(f"{path} is no manifest of an export.")
-    return manifest
+def refuse_flags_of_others(target: Target, given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a flag that means nothing to the target."""
+    for name in given:
+        theirs = [t for t in TARGETS if name in t.fields]
+        if theirs and name not in target.fields:
+            flag = "--" + FLAGS.get(name, name).replace("_", "-")
+            known = " and ".join(dict.fromkeys(t.to for t in theirs))
+            raise ConfigError(f"{flag}: for --to {known}, not for --to {target.to}.")
 
 
-def plan_job(to: str | None, asked: Mapping[str, Any], manifest: dict[str, Any] | None = None) -> Job:
-    """The job of flags, which change what a manifest records.
+def lower_package(source: Package, options: Any, folder: Path, to: str = "") -> Package:
+    """Make the package of a target in the existing, empty `folder`. `to`: as `lower` has it; empty: as `options` have it."""
+    lower_into(source.path, folder, target_of(to or options.target, options), options)
+    return open_package(folder, check_hashes=False)
+
+
+def lower_into(
+    source: Path,
+    folder: Path,
+    target: Target,
+    options: Any,
+    say: Progress = silent,
+    bring: Callable[[Path, Path], Any] = shutil.copyfile,
+    dump: Dump | None = None,
+    command: str = "",
+) -> None:
+    """Lower the portable package `source` into the existing, empty `folder`.
 
     Args:
-        to: Target, None: the manifest's, else onnx.
-        asked: What was asked for by field of ExportOptions, TrtOptions and Job; None, of `still` too: nothing was.
-        manifest: Of an export to repeat.
-
-    Raises:
-        ConfigError: The target is unknown, a flag is another target's, or the options contradict each other.
+        bring: Copies or moves a file that the target takes as it is: no links, onnx refuses weights that have two names.
+        dump: Gets the graph after each step.
+        command: In the place of the export's in the manifest.
     """
-    recorded = manifest or {}
-    target = to or recorded.get("target", "onnx")
-    if target not in TARGETS:
-        asked_by = f"--to {to}" if to else f"{MANIFEST}: target={target!r}"
-        raise ConfigError(f"{asked_by} is unknown; known: {', '.join(TARGETS)}.")
-    given = {name: value for name, value in asked.items() if value is not None}
-    _refuse_flags_of_others(target, given)
-    trt = {name: given.pop(name) for name in TRT_ONLY if name in given}
-    if target in OF_TENSORRT:
-        trt |= {name: given.pop(name) for name in OF_THE_TARGET if name in given}
-        if manifest is None:
-            given.setdefault("dtype", "float16")  # engines, unless told otherwise
-    include, dump_dir = given.pop("onnxruntime_include", None), trt.pop("dump_dir", None)
-    if still := {name: value for name, value in given.pop("still", {}).items() if value is not None}:
-        given["still"] = {**recorded.get("config", {}).get("still", {}), **still}
-    options = ExportOptions(**given) if manifest is None else replace(ExportOptions.from_manifest(manifest), **given)
-    # The manifest is read from other working directories.
-    options = replace(options, model=_absolute(options.model), overlays=tuple(map(_absolute, options.overlays)))
-    before = recorded if recorded.get("target") == target else {}
-    engines = None if target in OF_ONNXRUNTIME else TrtOptions.from_manifest(before, target=target, **trt)
-    options.quantization(weight_layout(engines) if engines else target)  # a refusal comes before anything is read
-    if (cache := options.still.get("cache")) == "int8":
-        if target not in CACHE_TARGETS:
-            raise ConfigError(f"--cache int8 is for --to {' and '.join(CACHE_TARGETS)}, not for --to {target}.")
-    elif cache:
-        if target in OF_TENSORRT:
-            raise ConfigError(
-                f"--cache {cache} is for --to onnx, not for --to {target}; states there are as --dtype says."
-            )
-        if options.archs:
-            raise ConfigError(
-                f"--cache {cache} is for CPUs: kernels for {', '.join(options.archs)} keep states as --dtype says."
-            )
-    if target == "genai":
-        demand_genai(options)
-    if engines is None:
-        return Job(options, target, onnxruntime_include=include)
-    options = replace(options, native=None, cpu=None, archs=(), opset=OPSET)  # a repeated export to ONNX may have it
-    return Job(options, target, engines, dump_dir=dump_dir)
+    manifest = json.loads((source / MANIFEST).read_text(encoding="utf-8"))
+    files = manifest["files"]
+    if not (source / PORTABLE).is_file():
+        raise PackageError(
+            f"{source} was lowered for {manifest['target']}: targets are made from the portable package. "
+            f"Export it with `still-export MODEL -o DIR`, which writes {PORTABLE}."
+        )
+    native = manifest.pop("native", None)  # ONNX Runtime's kernel
+    content = {k: v for k, v in manifest.items() if k not in GENERATED}
+    content |= {"portable": portable_identity(files), **({"command": command} if command else {})}
+    target.check_model(content, options)
+    say(f"lowering for {target.to}")
+    traits = {*target.traits(options), *(() if content.get("quantization") else (FLOAT_WEIGHTS,))}
+    lowering = Lowering(folder, content, options, say, dump)
+    graph, rewritten = _lowered(source, lowering, target, traits)
+    skip = {
+        MODEL,
+        MANIFEST,
+        *PROGRAMS.values(),
+        *([DATA] if rewritten else []),
+        *([native["library"]] if native else []),
+    }
+    skip |= set() if target.portable else {PORTABLE}
+    brought = [path for path in source.iterdir() if path.is_file() and path.name in files and path.name not in skip]
+    for path in brought:
+        bring(path, folder / path.name)
+    target.finish(lowering, graph)
+    say("hashing")
+    write_manifest(folder, content, {path.name: files[path.name] for path in brought})
 
 
-def _refuse_flags_of_others(target: str, given: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a flag that means nothing to the target."""
-    here = target in OF_ONNXRUNTIME
-    wrong = [name for name in (TRT_ONLY if here else ONNX_ONLY) if name in given]
-    if wrong:
-        flags = ", ".join("--" + FLAGS.get(name, name).replace("_", "-") for name in wrong)
-        theirs = " and ".join(OF_TENSORRT if here else OF_ONNXRUNTIME)
-        raise ConfigError(f"{flags}: for --to {theirs}, not for --to {target}.")
+def portable_identity(files: dict[str, Any]) -> str:
+    """What tells a portable package from others: the hash of its weights, or of its graph where that holds them."""
+    return str(files.get(DATA, files[PORTABLE])["sha256"])
 
 
-def _absolute(source: str) -> str:
-    """A path as an absolute one; hub ids stay."""
-    return str(Path(source).resolve()) if Path(source).exists() else source
+def _lowered(source: Path, lowering: Lowering, target: Target, traits: set[str]) -> tuple[onnx.ModelProto, bool]:
+    """Run the target's steps and write the graph, and the weights where steps changed them; whether they did."""
+    path, rewritten, start = lowering.folder / MODEL, False, source / PORTABLE
+    if target.weights:
+        model = ir.load(start)
+        lowering.passes |= run_steps(model, target.weights, lowering.dump, traits)
+        rewritten = any(isinstance(value.const_value, ir.LazyTensor) for value in model.graph.initializers.values())
+        if rewritten:
+            save_streaming(model, path, DATA, lambda done, total: lowering.say("writing the weights", done, total))
+        else:
+            ir.save(model, path)
+        start = path
+    graph = onnx.load(start, load_external_data=False)  # no step from here on reads a weight
+    lowering.passes |= run_steps(graph, target.steps, lowering.dump, traits)
+    onnx.save(graph, path)
+    return graph, rewritten

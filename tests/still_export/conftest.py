@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from still_export.graph.options import ExportOptions
 from still_export.package.folder import Package
-from still_export.targets.portable.package import ExportOptions, export_onnx
+from still_export.targets.export import export_model
+from tests.still_export.packages import portable_package
 from tests.still_export.tiny import still_model
 
 Exporter = Callable[..., Package]
@@ -25,7 +27,7 @@ def export_tiny(tmp_path_factory: pytest.TempPathFactory) -> Exporter:
         family: str = "llama",
         dtype: str = "float32",
         options: dict[str, Any] | None = None,
-        final: str = "onnx",
+        final: str = "",
         **still: Any,
     ) -> Package:
         key = repr((family, dtype, options, final, still))
@@ -33,7 +35,10 @@ def export_tiny(tmp_path_factory: pytest.TempPathFactory) -> Exporter:
             folder = tmp_path_factory.mktemp("tiny")
             still_model(family, getattr(torch, dtype), **still).save_pretrained(folder / "model")
             request = ExportOptions(str(folder / "model"), **(options or {}))
-            made[key] = export_onnx(request, folder / "package", command="still-export tiny", final=final)
+            if final:
+                made[key] = portable_package(request, folder / "package", final)
+            else:
+                made[key] = export_model(request, folder / "package", command="still-export tiny")
         return made[key]
 
     return export

@@ -6,19 +6,25 @@ import importlib.util
 import json
 import platform
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import onnx
 import pytest
 
+from still_export.graph.options import ExportOptions
+from still_export.package.files import MODEL, PORTABLE
 from still_export.package.folder import Package, open_package, write_manifest
 from still_export.package.refusals import RunError
 from still_export.package.trust import trust_package
+from still_export.runtime.bundle import write_programs
 from still_export.runtime.ort import OrtModel
+from still_export.targets.lower import lower_into, lower_package
 from still_export.targets.ort.library import LIBRARY
+from still_export.targets.portable.package import write_portable
+from still_export.targets.registry import target_of
 from still_export.targets.trt.options import TrtOptions
-from still_export.targets.trt.package import lower_package
 from still_graphs.states import State
 from tests.still_export import fake_tensorrt
 from tests.still_graphs.small_graph import SALIENT, SIZES, growth_of, small_graph, state_shape, state_type, states
@@ -31,7 +37,8 @@ needs_rtx = pytest.mark.skipif(
 def onnx_package(folder: Path, dtype: str = "float16") -> Package:
     """An ONNX package of the small graph, without a tokenizer."""
     folder.mkdir(parents=True)
-    onnx.save(small_graph(dtype), folder / "model.onnx")
+    for name in (MODEL, PORTABLE):
+        onnx.save(small_graph(dtype), folder / name)
     (folder / "run_ort.py").write_text("")
     types_ = {onnx.TensorProto.FLOAT: "float32", onnx.TensorProto.FLOAT16: "float16"}
     manifest = {
@@ -74,6 +81,17 @@ def onnx_package(folder: Path, dtype: str = "float16") -> Package:
     return open_package(folder)
 
 
+def portable_package(options: ExportOptions, folder: Path, to: str) -> Package:
+    """What targets like `to` are lowered from, with the portable graph where runners look for theirs."""
+    folder.mkdir()
+    target = target_of(to)
+    package = write_portable(options, folder, target.layout_for, target.to)
+    shutil.copyfile(folder / PORTABLE, folder / MODEL)
+    write_programs(folder, ["ort"])
+    write_manifest(folder, package.manifest)
+    return open_package(folder)
+
+
 def rtx_package(folder: Path, **options: Any) -> Package:
     folder.mkdir(parents=True)
     trt = TrtOptions("trt-rtx", **{"prefill_tokens": 32, "batch": 2, "archs": ("sm_89",)} | options)
@@ -87,9 +105,11 @@ def trt_package(folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: str = "flo
         lambda graph, target, trt, say: fake_tensorrt.write_libraries(target, trt.architectures),
     )
     folder.mkdir(parents=True)
-    package = lower_package(
-        onnx_package(folder / "portable", dtype), TrtOptions("trt", **{"batch": 2} | options), folder
-    )
+    # Products stay apart, so that an engine has norms and products of every kind.
+    target = replace(target_of("trt"), weights=())
+    portable = onnx_package(folder / "portable", dtype)
+    lower_into(portable.path, folder, target, TrtOptions("trt", **{"batch": 2} | options))
+    package = open_package(folder, check_hashes=False)
     trust_package(folder)  # as an export does that compiles its plugins here
     return package
 

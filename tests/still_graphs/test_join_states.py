@@ -9,8 +9,9 @@ import numpy as np
 import onnx
 import pytest
 
+from still_export.targets.genai.package import STEPS as PASSES
 from still_graphs.errors import UnsupportedError
-from still_graphs.pipelines import run_pipeline
+from still_graphs.pipelines import run_steps
 from tests.still_graphs.genai_host import GenaiHost
 from tests.still_graphs.small_graph import SIZES, VOCABULARY, empty_state, small_graph
 from tests.still_graphs.test_functions import session
@@ -29,7 +30,7 @@ def with_capacity(model: onnx.ModelProto) -> onnx.ModelProto:
 
 def joined(dtype: str = "float32") -> onnx.ModelProto:
     model = with_capacity(small_graph(dtype))
-    counts = run_pipeline(model, "genai")
+    counts = run_steps(model, PASSES)
     assert counts == {
         "join_states": 4,
         "take_lengths_from_mask": 3,
@@ -128,7 +129,7 @@ def test_a_wrong_account_of_the_states_is_an_error(library: str, states: str, sa
 
 def test_without_a_capacity_there_is_no_size() -> None:
     with pytest.raises(UnsupportedError, match=r"has no still.capacity"):
-        run_pipeline(small_graph(), "genai")
+        run_steps(small_graph(), PASSES)
 
 
 def test_layers_of_different_sizes_are_refused() -> None:
@@ -150,4 +151,4 @@ def test_layers_of_different_sizes_are_refused() -> None:
     second.output[:] = [f"{name}.other" if name else "" for name in first.output]
     model.graph.node.append(second)
     with pytest.raises(UnsupportedError, match=r"layers 0 and 1 have states of different sizes"):
-        run_pipeline(model, "genai")
+        run_steps(model, PASSES)

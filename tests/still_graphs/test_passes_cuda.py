@@ -12,12 +12,13 @@ import onnxruntime
 import pytest
 from onnx import helper, numpy_helper
 
+from still_export.targets.ort.target import ON_GPUS
 from still_graphs.passes.add_greedy_token import add_greedy_node
 from still_graphs.passes.attach_functions import attach_functions
 from still_graphs.passes.join_gates import join_all_gates
 from still_graphs.passes.join_low_rank import join_low_rank
 from still_graphs.passes.join_rotary_embeddings import join_rotary_embeddings
-from still_graphs.pipelines import ORT_CUDA, run_pipeline
+from still_graphs.pipelines import run_steps
 
 WIDTH, RANK, SIZE, HEADS, KV_HEADS, MIDDLE, VOCABULARY = 48, 5, 8, 4, 2, 20, 77
 PARTS = (HEADS * SIZE, KV_HEADS * SIZE, KV_HEADS * SIZE)
@@ -110,7 +111,7 @@ def test_a_layer() -> None:
     """The four passes behind each other: what is left of the layer, in an order that runs, with the same numbers."""
     model = model_of()
     expected = run(model)
-    assert set(run_pipeline(model, ORT_CUDA).values()) == {1, 2}
+    assert set(run_steps(model, ON_GPUS).values()) == {1, 2}
     ours = {"LowRankMatMul": 2, "RotaryQkv": 1, "SwiGlu": 1, "GreedyToken": 1}
     assert kinds(model) == {**ours, "MatMul": 3, "Neg": 1, "Mul": 1}
     onnx.checker.check_model(model)  # sorted, among others
@@ -120,14 +121,14 @@ def test_a_layer() -> None:
     assert token.dtype == np.int32 and np.array_equal(token, found["logits"].argmax(-1))
     for name, value in expected.items():
         np.testing.assert_allclose(found[name].astype(float), value.astype(float), rtol=4e-3, atol=4e-3, err_msg=name)
-    assert not any(count for count in run_pipeline(model, ORT_CUDA).values())
+    assert not any(count for count in run_steps(model, ON_GPUS).values())
 
 
 def test_bodies_of_standard_ops() -> None:
     """Those for other runtimes compute the same."""
     first, second = model_of(), model_of()
     for model, own in ((first, True), (second, False)):
-        run_pipeline(model, ORT_CUDA)
+        run_steps(model, ON_GPUS)
         attach_functions(model, onnxruntime=own)
     other = run(second)
     for name, value in run(first).items():

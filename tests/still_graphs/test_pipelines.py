@@ -7,10 +7,11 @@ from dataclasses import replace
 import onnx
 import pytest
 
-from still_graphs.errors import UnsupportedError
+from still_export.targets.registry import target_of
+from still_graphs.errors import ConfigError, UnsupportedError
 from still_graphs.ops import DOMAIN
 from still_graphs.passes.walk import opset_version, walk_nodes
-from still_graphs.pipelines import TARGETS, run_pipeline
+from still_graphs.pipelines import run_steps
 from tests.still_graphs.small_graph import small_graph
 from tests.still_graphs.test_passes_trt import assert_same, rollout
 
@@ -19,8 +20,8 @@ from tests.still_graphs.test_passes_trt import assert_same, rollout
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_trt_graph_is_valid_and_typed(dtype: str, one_row: bool) -> None:
     model = small_graph(dtype)
-    counts = run_pipeline(model, "trt", one_row=one_row)
-    assert list(counts) == [s.name for s in TARGETS["trt"].steps if one_row or not s.one_row]
+    counts = run_steps(model, target_of("trt").steps, traits=("one row",) if one_row else ())
+    assert list(counts) == [s.name for s in target_of("trt").steps if one_row or not s.only]
     assert counts["sum_in_float32"] == (4 if dtype == "float16" else 0)
     without = [name for name, count in counts.items() if not count and name != "sum_in_float32"]
     assert without == [
@@ -44,33 +45,32 @@ def test_trt_graph_is_valid_and_typed(dtype: str, one_row: bool) -> None:
 def test_trt_rtx_graph_has_no_op_of_ours_and_keeps_every_output() -> None:
     expected = rollout(small_graph())
     model = small_graph()
-    run_pipeline(model, "trt-rtx")
+    run_steps(model, target_of("trt-rtx").steps)
     assert not [n for n in walk_nodes(model.graph) if n.domain == DOMAIN or n.op_type in ("NonZero", "If")]
     assert_same(model, expected, "float32", 1e-5)
 
 
 def test_dump_sees_every_pass() -> None:
     seen: list[str] = []
-    run_pipeline(small_graph(), "trt", lambda name, model: seen.append(name))
-    assert seen == [s.name for s in TARGETS["trt"].steps if not s.one_row]
+    run_steps(small_graph(), target_of("trt").steps, lambda name, model: seen.append(name))
+    assert seen == [s.name for s in target_of("trt").steps if not s.only]
 
 
-def test_a_pass_that_breaks_its_promise_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = tuple(replace(s, run=lambda model: 0) if s.name == "lower_opset" else s for s in TARGETS["trt"].steps)
-    monkeypatch.setitem(TARGETS, "trt", replace(TARGETS["trt"], steps=steps))
+def test_a_pass_that_breaks_its_promise_is_named() -> None:
+    steps = [replace(s, run=lambda model: 0) if s.name == "lower_opset" else s for s in target_of("trt").steps]
     with pytest.raises(
         UnsupportedError, match=r"after the pass <lambda> the graph has opset 23, above 17\. .*--dump-dir"
     ):
-        run_pipeline(small_graph(), "trt")
+        run_steps(small_graph(), steps)
 
 
 def test_a_graph_that_a_pass_cannot_take_is_refused_before_it() -> None:
     model = small_graph()
     next(n for n in model.graph.node if n.domain == DOMAIN).op_type = "HybridMixer"
     with pytest.raises(UnsupportedError, match="before the pass strip_functions the graph has nodes of the unknown op"):
-        run_pipeline(model, "trt")
+        run_steps(model, target_of("trt").steps)
 
 
 def test_unknown_targets_are_listed() -> None:
-    with pytest.raises(UnsupportedError, match="target 'tensorrt' has no pipeline; known: trt, trt-rtx"):
-        run_pipeline(small_graph(), "tensorrt")
+    with pytest.raises(ConfigError, match="--to tensorrt is unknown; known: onnx, genai, trt, trt-rtx"):
+        target_of("tensorrt")

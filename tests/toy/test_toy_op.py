@@ -11,17 +11,19 @@ import pytest
 import torch
 
 from still_export.cli.main import main
+from still_export.graph.options import ExportOptions
 from still_export.mixers.registry import MIXERS
 from still_export.models.load import load_model
 from still_export.package.folder import Package
 from still_export.package.trust import trust_package
 from still_export.runtime.ort import OrtModel
 from still_export.runtime.sampling import Sampling
-from still_export.targets.portable.package import ExportOptions, export_onnx
+from still_export.targets.export import export_model
+from still_export.targets.lower import lower_package
 from still_export.targets.trt.options import TrtOptions
-from still_export.targets.trt.package import lower_package
 from still_graphs.ops import OPS
 from tests.still_export import fake_tensorrt
+from tests.still_export.packages import portable_package
 from tests.still_export.tiny import VOCAB, still_model
 from tests.toy.mixer import DecayMixer
 from tests.toy.spec import DECAY
@@ -40,12 +42,12 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def package(tmp_path: Path) -> Package:
     still_model("llama", torch.float32, layer_types=LAYERS).save_pretrained(tmp_path / "model")
-    return export_onnx(ExportOptions(str(tmp_path / "model")), tmp_path / "package", command="still-export toy")
+    return export_model(ExportOptions(str(tmp_path / "model")), tmp_path / "package", command="still-export toy")
 
 
 @pytest.fixture
 def portable(package: Package, tmp_path: Path) -> Package:
-    return export_onnx(ExportOptions(str(tmp_path / "model")), tmp_path / "portable", final="trt")
+    return portable_package(ExportOptions(str(tmp_path / "model")), tmp_path / "portable", "trt")
 
 
 def call(*arguments: object) -> int:

@@ -22,7 +22,7 @@ import numpy as np
 from still_export.package.checked import read_manifest
 from still_export.package.trust import trust_package
 from still_export.proof.reference import open_runner
-from still_export.proof.row_check import check_rows
+from still_export.targets.trt.row_check import check_rows
 from tools.benchmarks.common import Findings, in_blocks, numbers, parser_of, time_calls
 
 WEIGHTS = "model.onnx.data"

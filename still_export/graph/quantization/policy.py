@@ -37,6 +37,7 @@ class Layout:
         zero_points: Blocks of 4 bits have them; else the middle of their grid is 0.
         blocks_of_eight: 8 bits have a scale for each block too; else one for each output.
         rows: An embedding's rows can be read in 8 bits.
+        adapters: Products can take LoRA pairs while they run.
     """
 
     form: str
@@ -45,20 +46,11 @@ class Layout:
     zero_points: bool = False
     blocks_of_eight: bool = False
     rows: bool = False
+    adapters: bool = False
 
 
-ONNXRUNTIME = Layout("MatMulNBits", (32, 16, 64, 128, 256), RUNTIME, True, True, True)
-GPU = "onnx-gpu"
-"""Layout of ONNX packages whose library has kernels for GPUs."""
-LAYOUTS = {
-    "onnx": ONNXRUNTIME,
-    GPU: Layout("ONNX Runtime's kernels for GPUs", (32, 64, 128), PLUGIN, True, True, True),
-    "genai": ONNXRUNTIME,
-    "trt": Layout("TensorRT's INT4", (64, 128)),
-    "trt-8": Layout("the plugin for TensorRT 8.6", (32, 64, 128), PLUGIN, True, True),
-    "trt-rtx": Layout("TensorRT-RTX's INT4", (32, 64, 128), blocks_of_eight=True),
-}
-"""By target; TensorRT before 10 has none of its own."""
+ONNXRUNTIME = Layout("MatMulNBits", (32, 16, 64, 128, 256), RUNTIME, True, True, True, adapters=True)
+"""What ONNX Runtime's own kernels read."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +92,9 @@ class Quantization:
         block_size: Weights along the inputs of a product that share a scale and a zero point; 0: the target's default, and with
             8 bits those of an output where the target has no such blocks.
         lora: Of LORA: pairs of an adapter stay apart, as two thin products, or are merged into the weight, which is then rounded.
-        target: Of LAYOUTS.
+        layout: How the target holds weights in few bits.
         adapters: Products take LoRA pairs while they run.
+        to: The target's name, for messages.
 
     Raises:
         ConfigError: A value is unknown, or the target does not have it.
@@ -111,8 +104,9 @@ class Quantization:
     method: str = DEFAULT_METHOD
     block_size: int = 0
     lora: str = DEFAULT_LORA
-    target: str = "onnx"
+    layout: Layout = ONNXRUNTIME
     adapters: bool = False
+    to: str = "onnx"
 
     def __post_init__(self) -> None:
         given = (
@@ -125,7 +119,7 @@ class Quantization:
                 near = difflib.get_close_matches(value, known, 1)
                 hint = f" Did you mean {near[0]}?" if near else ""
                 raise ConfigError(f"--{flag} {value} is unknown; known: {', '.join(known)}.{hint}")
-        if self.adapters and self.to not in ("onnx", "genai"):
+        if self.adapters and not self.layout.adapters:
             raise ConfigError(f"--adapters is for --to onnx, not for --to {self.to}; add the adapter with --overlay.")
         if self.method != DEFAULT_METHOD and not self.layout.zero_points:
             raise ConfigError(
@@ -145,16 +139,6 @@ class Quantization:
             raise ConfigError(
                 f"--quantize-block {self.block_size}: {self.layout.form} has {', '.join(map(str, sorted(sizes)))}."
             )
-
-    @property
-    def to(self) -> str:
-        """The target as `--to` has it."""
-        return self.target.removesuffix("-8").removesuffix("-gpu")
-
-    @property
-    def layout(self) -> Layout:
-        """The target's."""
-        return LAYOUTS[self.target]
 
     def bits(self, role: str) -> int | None:
         """Bits of the weights of `role`; None: as they are."""

@@ -20,11 +20,11 @@ from still_export.package.files import MODEL
 
 if TYPE_CHECKING:
     from still_export.models.load import Source
-    from still_export.targets.portable.package import ExportOptions
+    from still_export.models.source import ModelOptions
 
 
 def held_model(
-    options: ExportOptions,
+    options: ModelOptions,
     folder: Path,
     manifest: dict[str, Any],
     rounded: bool = False,
@@ -43,7 +43,7 @@ def held_model(
 
 
 def held_source(
-    options: ExportOptions,
+    options: ModelOptions,
     folder: Path,
     manifest: dict[str, Any],
     pairs: Mapping[str, tuple[Pair, ...]] = MappingProxyType({}),
@@ -53,7 +53,7 @@ def held_source(
     Args:
         pairs: Of an adapter that is added while the package runs, by weight.
     """
-    from still_export.targets.portable.package import find_source
+    from still_export.models.source import find_source
 
     source = with_held_weights(find_source(options), folder, manifest)
     weights: dict[str, Weight] = dict(source.weights)

@@ -1,22 +1,34 @@
-"""The export verb for onnxruntime-genai: a package for ONNX Runtime with one more graph over the same weights, as genai feeds it."""
+"""What onnxruntime-genai reads of a package: one more graph over the same weights, and a configuration."""
 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from still_export.errors import ConfigError
-from still_export.package.folder import MANIFEST, MODEL, Package, open_package, staged_folder, write_manifest
-from still_export.targets.portable.package import ExportOptions, Progress, export_onnx, silent
-from still_export.targets.trt.options import GENERATED
+from still_export.graph.options import ExportOptions
+from still_export.package.files import MODEL
+from still_export.targets.ort.target import finish as finish_ort
+from still_export.targets.target import Lowering
+from still_graphs.conditions import known_ops
 from still_graphs.ops import OPSET
+from still_graphs.passes.join_states import CACHE, RECURRENT, join_states, past_name, present_name
+from still_graphs.passes.take_lengths_from_mask import take_lengths_from_mask
+from still_graphs.passes.walk import dimensions
+from still_graphs.pipelines import Step, run_steps
 
 GRAPH = "genai.onnx"
 CONFIG = "genai_config.json"
 NO_LIMIT = 1 << 20
 """`context_length` of models whose states have one size for any number of tokens."""
+
+
+STEPS = (
+    Step(join_states, "it keeps two tensors of fixed size a layer", requires=known_ops),
+    Step(take_lengths_from_mask, "it gives an attention mask, and no lengths"),
+)
+"""From the graph for ONNX Runtime."""
 
 
 def demand_genai(options: ExportOptions) -> None:
@@ -39,60 +51,23 @@ def demand_genai(options: ExportOptions) -> None:
         raise ConfigError("--dtype bfloat16: packages for genai run on the CPU, which has float32 and float16.")
 
 
-def export_genai(
-    options: ExportOptions,
-    target: Path,
-    *,
-    force: bool = False,
-    command: str = "",
-    progress: Progress | None = None,
-    onnxruntime_include: Path | None = None,
-) -> Package:
-    """Export a model to a package that onnxruntime-genai loads; `run`, `verify` and the other verbs take it as one for ONNX Runtime.
-
-    Args:
-        options: What to export and how.
-        target: The package folder; written whole or not at all.
-        force: Replace `target`.
-        command: The command line, for the manifest.
-        progress: Told each step.
-        onnxruntime_include: As of `export_onnx`.
-
-    Returns:
-        The package.
-
-    Raises:
-        StillExportError: The model cannot be exported, genai cannot keep its states, or the package cannot be written.
-    """
-    say = progress or silent
-    demand_genai(options)
-    with staged_folder(target, force) as folder:
-        portable = folder / ".portable"
-        export_onnx(options, portable, command=command, progress=progress, onnxruntime_include=onnxruntime_include)
-        say("joining the states for genai")
-        for path in portable.iterdir():
-            os.replace(path, folder / path.name)
-        portable.rmdir()
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        shapes = _write_graph(folder)
-        (folder / CONFIG).write_text(
-            json.dumps(genai_config(folder, manifest, shapes), indent=1) + "\n", encoding="utf-8"
-        )
-        content = {k: v for k, v in manifest.items() if k not in GENERATED}
-        write_manifest(folder, {**content, "target": "genai"}, manifest["files"])
-    return open_package(target, check_hashes=False)
+def finish(lowering: Lowering, graph: Any) -> None:
+    """Write what a package for ONNX Runtime has, genai's graph over its weights and genai's configuration."""
+    finish_ort(lowering, graph)
+    lowering.say("joining the states for genai")
+    shapes = _write_graph(lowering)
+    config = genai_config(lowering.folder, lowering.manifest, shapes)
+    (lowering.folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    lowering.manifest["target"] = "genai"
 
 
-def _write_graph(folder: Path) -> dict[str, list[int]]:
+def _write_graph(lowering: Lowering) -> dict[str, list[int]]:
     """Write the graph as genai feeds it, with the weights where they are; dimensions of its inputs but the batch."""
     import onnx
 
-    from still_graphs.passes.walk import dimensions
-    from still_graphs.pipelines import run_pipeline
-
-    graph = onnx.load(folder / MODEL, load_external_data=False)
-    run_pipeline(graph, "genai")
-    onnx.save(graph, folder / GRAPH)
+    graph = onnx.load(lowering.folder / MODEL, load_external_data=False)
+    run_steps(graph, STEPS, lowering.dump)
+    onnx.save(graph, lowering.folder / GRAPH)
     known = dimensions(graph.graph)
     return {info.name: [d for d in known[info.name] if isinstance(d, int)] for info in graph.graph.input}
 
@@ -105,8 +80,6 @@ def genai_config(folder: Path, manifest: dict[str, Any], shapes: dict[str, list[
         manifest: Of the package.
         shapes: Dimensions of the inputs of its graph for genai, but the batch.
     """
-    from still_graphs.passes.join_states import CACHE, RECURRENT, past_name, present_name
-
     model, capacity = manifest["model"], manifest["capacity"]
     tokens = int(capacity["capacity_tokens"])
     heads, rows, size = next(shape for name, shape in shapes.items() if name.endswith(f".{CACHE[0]}"))

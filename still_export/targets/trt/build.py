@@ -13,14 +13,14 @@ from typing import Any
 
 from still_export.errors import PackageError
 from still_export.extras import installation
-from still_export.package.folder import BEFORE, MANIFEST, Package, open_package, write_manifest
+from still_export.package.folder import BEFORE, GENERATED, MANIFEST, Package, open_package, write_manifest
 from still_export.package.trust import trust
-from still_export.proof.row_check import WrongEngineError, check_rows
 from still_export.runtime.tensorrt import TrtModel
 from still_export.runtime.trt_engine import TrtError
 from still_export.targets.trt.builder import TIMING_CACHE, BuildError, EngineBuilder, NoBuilderError
 from still_export.targets.trt.builder_log import Progress
-from still_export.targets.trt.options import GENERATED, TrtOptions
+from still_export.targets.trt.options import TrtOptions
+from still_export.targets.trt.row_check import WrongEngineError, check_rows
 
 MODULES = {"trt": "tensorrt", "trt-rtx": "tensorrt_rtx_bindings"}
 
@@ -50,7 +50,7 @@ def build_engines(
     """Build the engines of a package, in place, and record them in its manifest.
 
     Args:
-        package: Written by `export_trt`.
+        package: For a target that has engines.
         options: Overrides.
         progress: Told each step.
 

@@ -11,11 +11,11 @@ from still_export.fields import check_types
 PREFILL_TOKENS = 2048
 ARCHS = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90")
 RTX_ARCHS = ("sm_86", "sm_89", "sm_120")
+RTX = "trt-rtx"
+"""Name of the target TensorRT-RTX."""
 QUANTIZED_MAJOR = 10
 """First TensorRT that reads weights in blocks of 4 bits and half precision scales. 8.6 has 8 bits alone, with scales in float32 and weakly
 typed, which no engine here has shown."""
-GENERATED = ("format_version", "versions", "files")
-"""Members of a manifest that are written anew with every change of the package."""
 
 
 @dataclass(frozen=True)

@@ -1,153 +1,46 @@
-"""The export verb for TensorRT and TensorRT-RTX: from a model to a package whose engines can be built here or on another machine."""
+"""What a package for TensorRT and TensorRT-RTX has beside the graph: kernels, plugin libraries, the runner."""
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from still_export.errors import UnsupportedError
-from still_export.graph.quantization.policy import LAYOUTS, PLUGIN
-from still_export.package.folder import MANIFEST, MODEL, Package, open_package, staged_folder, write_manifest
+from still_export.graph.options import Progress
 from still_export.package.trust import trust
-from still_export.runtime.bundle import PROGRAMS, write_programs
-from still_export.targets.portable.package import ExportOptions, Progress, export_onnx, silent
-from still_export.targets.trt.options import GENERATED, QUANTIZED_MAJOR, TrtOptions
-from still_export.targets.trt.plugins import build_plugins, compile_archive, find_tensorrt_headers, tensorrt_major
+from still_export.runtime.bundle import write_programs
+from still_export.targets.ort.options import OrtOptions
+from still_export.targets.target import Lowering
+from still_export.targets.trt.options import TrtOptions
+from still_export.targets.trt.plugins import build_plugins, compile_archive, find_tensorrt_headers
 
 KERNELS = "kernels.bin"
-SMALL_BYTES = 1024
-"""Constants up to this size stay in dumped graphs."""
 
 
-def export_trt(
-    options: ExportOptions,
-    trt: TrtOptions,
-    target: Path,
-    *,
-    force: bool = False,
-    command: str = "",
-    progress: Progress | None = None,
-    dump_dir: Path | None = None,
-) -> Package:
-    """Export a model to a package for TensorRT: lowered graph, kernels, plugin libraries, runners; engines come from `build`.
-
-    Args:
-        options: The model.
-        trt: The target.
-        target: The package folder; written whole or not at all.
-        force: Replace `target`.
-        command: The command line, for the manifest.
-        progress: Told each step.
-        dump_dir: Gets the graph after each pass, without its weights.
-
-    Raises:
-        StillExportError: The model cannot be exported, no kernel covers it, or the package cannot be written.
-    """
-    say = progress or silent
-    layout = weight_layout(trt)
-    if trt.target == "trt":  # what is wrong is refused before minutes of work
-        find_tensorrt_headers(trt.tensorrt_include)
-    if options.quantize and LAYOUTS[layout].nodes == PLUGIN and options.dtype != "float16":
-        raise UnsupportedError(
-            f"--quantize {options.quantize} beside --dtype {options.dtype}: {LAYOUTS[layout].form} multiplies with float16. "
-            "Export with --dtype float16, or name the headers of TensorRT 10 or later alone with --tensorrt-include."
-        )
-    with staged_folder(target, force) as folder:
-        portable = folder / ".portable"
-        export_onnx(options, portable, command=command, progress=progress, final=layout)
-        say(f"lowering for {trt.target}")
-        _fill(portable, folder, trt, say, os.replace, dump_dir)
-        shutil.rmtree(portable)
-        say("hashing")
-        manifest = json.loads((folder / MANIFEST).read_text())
-        write_manifest(folder, {k: v for k, v in manifest.items() if k not in GENERATED})
-    return open_package(target, check_hashes=False)
-
-
-def weight_layout(trt: TrtOptions) -> str:
-    """How weights in few bits are held (policy.LAYOUTS): where a library is for a TensorRT that reads none, a plugin reads them."""
-    headers = find_tensorrt_headers(trt.tensorrt_include) if trt.target == "trt" else []
-    old = any(tensorrt_major(include) < QUANTIZED_MAJOR for include in headers)
-    return f"{trt.target}-8" if old else trt.target
-
-
-def lower_package(source: Package, trt: TrtOptions, folder: Path, progress: Progress | None = None) -> Package:
-    """Make a TensorRT package in the existing, empty `folder` from an ONNX package, whose weights are copied."""
-    _fill(source.path, folder, trt, progress or silent, shutil.copyfile)
-    manifest = json.loads((folder / MANIFEST).read_text())
-    write_manifest(folder, {k: v for k, v in manifest.items() if k not in GENERATED})
-    return open_package(folder, check_hashes=False)
-
-
-def _fill(
-    source: Path,
-    folder: Path,
-    trt: TrtOptions,
-    say: Progress,
-    bring: Callable[[Path, Path], Any],
-    dump_dir: Path | None = None,
-) -> None:
-    import onnx
-
+def finish(lowering: Lowering, graph: Any, *, plugins: bool) -> None:
+    """Write the runner, and with `plugins` kernels and plugin libraries; engines come from `build`."""
     from still_graphs.ops import OPS
-    from still_graphs.pipelines import TARGETS, run_pipeline
 
-    manifest = json.loads((source / MANIFEST).read_text())
-    graph = onnx.load(source / MODEL, load_external_data=False)  # no pass reads a weight: their file stays as it is
-    target = TARGETS[trt.target]
-    if manifest["model"]["dtype"] not in target.dtypes:
-        raise UnsupportedError(f"--to {trt.target} takes {', '.join(target.dtypes)}, not {manifest['model']['dtype']}.")
-    dump = None if dump_dir is None else _dumper(dump_dir)
-    passes = run_pipeline(graph, trt.target, dump, one_row=trt.batch == 1)
-    onnx.save(graph, folder / MODEL)
-    skip = {MODEL, MANIFEST, *PROGRAMS.values()}
-    if native := manifest.pop("native", None):  # ONNX Runtime's kernel
-        skip.add(native["library"])
-    for path in source.iterdir():
-        if path.is_file() and path.name not in skip:
-            bring(path, folder / path.name)  # no links: onnx refuses weights that have two names
-    write_programs(folder, ["tensorrt"])
+    manifest, trt = lowering.manifest, lowering.options
+    write_programs(lowering.folder, ["tensorrt"])
     config = asdict(trt)
     manifest.update(
         target=trt.target,
+        config={**manifest["config"], **OrtOptions().config()},
         prefill_tokens=trt.prefill_tokens,
-        trt={**{k: list(v) if isinstance(v, tuple) else v for k, v in config.items()}, "passes": passes},
+        trt={**{k: list(v) if isinstance(v, tuple) else v for k, v in config.items()}, "passes": lowering.passes},
         plugin_layers=(nodes := _plugin_nodes(graph)),
         ops={**manifest["ops"], **{name: OPS[name].version for name in nodes}},
-        value_types=_value_types(graph) if target.plugins else {},
+        value_types=_value_types(graph) if plugins else {},
         engines=[],
     )
     for state in manifest["states"]:
-        state["in_place"] = target.plugins  # the kernels take one buffer for past and present; bodies do not
-    if target.plugins:
-        manifest["plugins"] = _write_plugins(graph, folder, trt, say)
-    (folder / MANIFEST).write_text(json.dumps(manifest))
-
-
-def _dumper(folder: Path) -> Callable[[str, Any], None]:
-    """Writes graphs to `folder`, numbered, without their weights: for eyes and for netron, not for a runtime."""
-    import onnx
-
-    folder.mkdir(parents=True, exist_ok=True)
-    written: list[str] = []
-
-    def dump(name: str, model: Any) -> None:
-        bare = onnx.ModelProto()
-        bare.CopyFrom(model)
-        for tensor in bare.graph.initializer:
-            if len(tensor.raw_data) > SMALL_BYTES:
-                tensor.ClearField("raw_data")
-            tensor.ClearField("external_data")
-            tensor.ClearField("data_location")
-        written.append(name)
-        onnx.save(bare, folder / f"{len(written):02d}_{name}.onnx")
-
-    return dump
+        state["in_place"] = plugins  # the kernels take one buffer for past and present; bodies do not
+    if plugins:
+        manifest["plugins"] = _write_plugins(graph, lowering.folder, trt, lowering.say)
 
 
 def _plugin_nodes(graph: Any) -> dict[str, int]:

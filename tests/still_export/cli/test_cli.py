@@ -17,7 +17,7 @@ import torch
 
 from still_export.cli.main import app, main
 from still_export.errors import ConfigError
-from still_export.targets.portable.package import ExportOptions
+from still_export.graph.options import ExportOptions
 from tests.still_export.conftest import Exporter
 from tests.still_export.tiny import plain_model, still_model
 
@@ -130,7 +130,7 @@ def test_manifest_names_the_model_and_its_overlays_from_anywhere(
         seen.append(options)
         raise ConfigError("enough")
 
-    monkeypatch.setattr("still_export.targets.lower.export_onnx", export)
+    monkeypatch.setattr("still_export.targets.export.export_model", export)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "base").mkdir()
     (tmp_path / "adapter").mkdir()

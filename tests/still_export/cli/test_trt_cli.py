@@ -12,11 +12,11 @@ import pytest
 from still_export.cli.main import main
 from still_export.cli.next_commands import next_commands
 from still_export.errors import ConfigError
+from still_export.graph.options import ExportOptions
 from still_export.package.folder import Package
 from still_export.proof.reference import runtime_of
-from still_export.targets.portable.package import ExportOptions
+from still_export.targets.export import export_model
 from still_export.targets.trt.options import TrtOptions
-from still_export.targets.trt.package import export_trt
 from still_export.targets.trt.plugins import PluginBuildError
 from tests.still_export.packages import needs_rtx, onnx_package, trt_package
 
@@ -69,7 +69,7 @@ def test_a_package_without_plugin_library_says_so(
 ) -> None:
     """Its engine cannot be built or run without one, which would come out on the GPU's machine only."""
     package = trt_package(tmp_path / "trt", monkeypatch)
-    monkeypatch.setattr("still_export.targets.lower.export_trt", lambda *_, **__: package)
+    monkeypatch.setattr("still_export.targets.export.export_model", lambda *_, **__: package)
     monkeypatch.setitem(__import__("sys").modules, "tensorrt", None)
     for plugins in (package.manifest["plugins"], {}):
         package.manifest["plugins"] = plugins
@@ -80,10 +80,10 @@ def test_a_package_without_plugin_library_says_so(
 
 
 def test_a_folder_without_headers_is_refused_before_the_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("still_export.targets.trt.package.export_onnx", lambda *_, **__: pytest.fail("exported first"))
+    monkeypatch.setattr("still_export.targets.export.write_portable", lambda *_, **__: pytest.fail("exported first"))
     trt = TrtOptions("trt", tensorrt_include=(str(tmp_path),))
     with pytest.raises(PluginBuildError, match="NvInfer"):
-        export_trt(ExportOptions("model"), trt, tmp_path / "x")
+        export_model(ExportOptions("model"), tmp_path / "x", to="trt", engines=trt)
 
 
 @needs_rtx
@@ -109,7 +109,7 @@ def test_a_real_model_becomes_a_tensorrt_rtx_engine(tmp_path: Path, capsys: pyte
     assert run(model, *trt, *options, "-o", tmp_path / "rtx", "--json", "--quiet") == 0
     assert [Path(e).name for e in json.loads(capsys.readouterr().out)["engines"]] == ["engine-rtx.plan"]
     dumped = sorted(path.name for path in (tmp_path / "passes").iterdir())
-    assert dumped[0] == "01_inline_functions.onnx" and len(dumped) == 5
+    assert dumped[:2] == ["01_lower_program.onnx", "02_inline_functions.onnx"] and len(dumped) == 6
     assert onnx.load(tmp_path / "passes" / dumped[-1]).graph.node
 
 
@@ -127,7 +127,7 @@ def test_a_manifest_repeats_its_target_and_options(tmp_path: Path, monkeypatch: 
         seen.extend([options, trt])
         return package
 
-    monkeypatch.setattr("still_export.targets.lower.export_trt", export)
+    monkeypatch.setattr("still_export.targets.export.export_model", export)
     monkeypatch.setitem(__import__("sys").modules, "tensorrt", None)
     assert run("export", "--config", path, "-o", tmp_path / "again", "--batch", 5, "--quiet") == 0
     options, trt = seen

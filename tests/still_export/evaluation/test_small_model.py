@@ -21,6 +21,7 @@ from still_export.evaluation.bench import Setting
 from still_export.evaluation.chat import greedy
 from still_export.evaluation.evaluate import DEFAULT_HAYSTACK, answered, bits_per_byte, load_any, without
 from still_export.evaluation.packages import open_model
+from still_export.graph.options import ExportOptions
 from still_export.linearization.tasks import TASKS, TaskWriter
 from still_export.linearization.texts import tokenize
 from still_export.mixers.config import StillConfig
@@ -30,7 +31,7 @@ from still_export.models.rows import DIAGONAL, SCALE
 from still_export.package.folder import open_package
 from still_export.runtime.ort import OrtModel
 from still_export.runtime.sampling import Sampling
-from still_export.targets.portable.package import ExportOptions, export_onnx
+from still_export.targets.export import export_model
 from tests.still_export.test_api import call
 from tests.tolerances import MODEL
 
@@ -93,7 +94,7 @@ def test_adapters_are_complete(name: str, layers: int, heads: int, softmax: tupl
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("small") / "package"
-    export_onnx(ExportOptions(model=str(SMALL), dtype="float32"), folder)
+    export_model(ExportOptions(model=str(SMALL), dtype="float32"), folder)
     return folder
 
 
@@ -135,7 +136,7 @@ def test_a_package_is_a_model(package: Path) -> None:
 
 @pytest.mark.slow
 def test_a_package_of_all_logits_is_read_in_whole_calls(tmp_path: Path) -> None:
-    export_onnx(ExportOptions(model=str(SMALL), dtype="float32", all_logits=True, prefill_tokens=64), tmp_path / "all")
+    export_model(ExportOptions(model=str(SMALL), dtype="float32", all_logits=True, prefill_tokens=64), tmp_path / "all")
     opened = open_model(open_package(tmp_path / "all"), None, Setting(threads=1))
     ids = torch.from_numpy(np.random.default_rng(0).integers(0, 1024, (2, 150)))
     with torch.no_grad():

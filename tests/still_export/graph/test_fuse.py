@@ -13,11 +13,13 @@ import pytest
 import torch
 
 from still_export.graph.fuse import fuse_nodes
-from still_export.graph.lower import lower_program, part_scales
-from still_export.graph.merge import THREE, merge_products
+from still_export.graph.lower import lower_program
+from still_export.graph.merge import merge_products
 from still_export.graph.trace import trace_model
+from still_export.targets.ort.scales import part_scales
+from still_export.targets.ort.target import ON_GPUS, THREE
 from still_graphs.passes.attach_functions import attach_functions
-from still_graphs.pipelines import ORT_CUDA, run_pipeline
+from still_graphs.pipelines import run_steps
 from tests.still_export.tiny import FAMILIES, MIXED, still_model
 
 CASES: list[Any] = [
@@ -73,7 +75,7 @@ def test_fused_nodes_compute_the_same(family: str, dtype: torch.dtype, layer_typ
     assert not any(i.name.endswith("0.self_attn.q_proj.weight") for i in merged.graph.initializer)
     joined = onnx.ModelProto()
     joined.CopyFrom(merged)
-    counts = run_pipeline(joined, ORT_CUDA)
+    counts = run_steps(joined, ON_GPUS)
     of_each = len(layer_types) if dtype == torch.float16 else 0
     assert counts["join_all_gates"] == counts["join_rotary_embeddings"] == of_each
     for graph in (plain, fused, merged, joined):

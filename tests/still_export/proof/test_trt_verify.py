@@ -21,8 +21,8 @@ from still_export.evaluation.bench import Setting, measure
 from still_export.package.trust import trust_package
 from still_export.proof.sessions import Session
 from still_export.runtime.tensorrt import TrtModel
+from still_export.targets.lower import lower_package
 from still_export.targets.trt.options import TrtOptions
-from still_export.targets.trt.package import lower_package
 from tests.still_export import fake_tensorrt
 from tests.still_export.conftest import Exporter
 from tests.still_export.tiny import CHUNK

@@ -19,14 +19,14 @@ from torch.nn import functional as F
 import still_export
 from still_export.cli.main import main
 from still_export.errors import CheckpointError, ConfigError
+from still_export.graph.options import ExportOptions
 from still_export.graph.quantization.read import eight_bits, held_model, held_names, round_activations
 from still_export.package.calls import next_feed
 from still_export.package.folder import Package
 from still_export.package.refusals import RunError
 from still_export.runtime.adapters import adapter_inputs
 from still_export.runtime.torch import TorchModel
-from still_export.targets.lower import plan_job
-from still_export.targets.portable.package import ExportOptions
+from still_export.targets.export import plan_job
 from tests.still_export.conftest import Exporter
 from tests.still_export.graph.quantization.test_quantization import SIZES
 from tests.still_export.tiny import MIXED, VOCAB

@@ -16,21 +16,22 @@ from onnx import TensorProto
 
 from still_export.cli.main import main
 from still_export.errors import ConfigError, UnsupportedError
+from still_export.graph.options import ExportOptions
 from still_export.graph.quantization import read
 from still_export.graph.quantization.quantizers import quantize
 from still_export.graph.quantization.read import with_held_weights
+from still_export.models.source import find_source
 from still_export.models.weights import value_of
 from still_export.package.calls import next_feed
 from still_export.package.folder import Package
 from still_export.package.trust import trust_package
 from still_export.runtime.ort import OrtModel
 from still_export.runtime.torch import TorchModel
-from still_export.targets.lower import plan_job
-from still_export.targets.portable.package import ExportOptions, find_source
+from still_export.targets.export import plan_job
+from still_export.targets.lower import lower_package
 from still_export.targets.trt.build import build_engines
 from still_export.targets.trt.builder import BuildError
 from still_export.targets.trt.options import TrtOptions
-from still_export.targets.trt.package import export_trt, lower_package
 from still_export.targets.trt.plugins import INCLUDE_VARIABLE, PluginBuildError, tensorrt_major
 from still_graphs.passes.walk import attribute, opset_version
 from tests.still_export import fake_tensorrt
@@ -76,7 +77,7 @@ def test_what_tensorrt_has_not_is_refused_before_anything_is_read(
         plan("trt", quantize="int8", quantize_block=64)
     plan("trt", quantize="int4", quantize_block=128)
     plan("trt-rtx", quantize="int8", quantize_block=32)
-    monkeypatch.setattr("still_export.targets.trt.package.export_onnx", lambda *_, **__: pytest.fail("exported first"))
+    monkeypatch.setattr("still_export.targets.export.write_portable", lambda *_, **__: pytest.fail("exported first"))
     old = (str(headers(tmp_path / "8", "#define NV_TENSORRT_MAJOR 8\n")),)
     plan("trt", quantize="int4", quantize_block=32, quantize_method="hqq", tensorrt_include=old)
     with pytest.raises(ConfigError, match=r"--quantize-block 16: the plugin for TensorRT 8\.6 has 32, 64, 128\."):
@@ -85,9 +86,7 @@ def test_what_tensorrt_has_not_is_refused_before_anything_is_read(
         with pytest.raises(
             UnsupportedError, match=rf"--quantize int4 beside --dtype {dtype}: .* multiplies with float16"
         ):
-            export_trt(
-                ExportOptions("m", dtype=dtype, quantize="int4"), TrtOptions(tensorrt_include=old), tmp_path / "x"
-            )
+            plan("trt", dtype=dtype, quantize="int4", tensorrt_include=old)
     assert not (tmp_path / "x").exists()
 
 

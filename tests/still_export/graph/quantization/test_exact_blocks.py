@@ -18,20 +18,23 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from still_export.errors import CheckpointError
+from still_export.graph.options import ExportOptions
 from still_export.graph.quantization.forms import EXACT, form_of
 from still_export.graph.quantization.policy import Quantization
 from still_export.graph.quantization.quantizers import quantize
 from still_export.graph.quantization.read import held_model, with_held_weights
 from still_export.mixers.roles import EMBEDDING, PROJECTION
 from still_export.models.gguf import BLOCKS, _read_blocks, _unpaired
+from still_export.models.source import find_source
 from still_export.models.weights import Deferred, SourceBlocks, value_of
 from still_export.package.calls import next_feed
 from still_export.runtime.ort import OrtModel
 from still_export.runtime.torch import TorchModel
-from still_export.targets.portable.package import ExportOptions, export_onnx, find_source
+from still_export.targets.export import export_model
+from still_export.targets.lower import lower_package
 from still_export.targets.trt.options import TrtOptions
-from still_export.targets.trt.package import lower_package
 from tests.still_export.graph.quantization.test_quantization import SIZES
+from tests.still_export.packages import portable_package
 from tests.still_export.tiny import MIXED, VOCAB, random_ids, still_model
 
 pytestmark = pytest.mark.slow  # each exports a model
@@ -118,7 +121,7 @@ def adapted(tmp_path: Path) -> ExportOptions:
 
 def test_pairs_stay_apart(adapted: ExportOptions, tmp_path: Path) -> None:
     """The base is rounded without them; the package adds their thin products."""
-    package = export_onnx(adapted, tmp_path / "package")
+    package = export_model(adapted, tmp_path / "package")
     graph = onnx.load(package.model_path, load_external_data=False).graph
     names = {i.name for i in graph.initializer}
     assert (
@@ -151,7 +154,7 @@ def test_pairs_stay_apart(adapted: ExportOptions, tmp_path: Path) -> None:
 def test_merged_pairs_are_rounded_with_the_weight(adapted: ExportOptions, tmp_path: Path) -> None:
     from dataclasses import replace
 
-    package = export_onnx(replace(adapted, lora="merged"), tmp_path / "package")
+    package = export_model(replace(adapted, lora="merged"), tmp_path / "package")
     graph = onnx.load(package.model_path, load_external_data=False).graph
     assert not [i.name for i in graph.initializer if i.name.endswith((".inner", ".outer"))]
     source = find_source(adapted)
@@ -174,10 +177,10 @@ def test_thin_products_of_one_value_keep_their_names_for_tensorrt(
         pairs[f"model.layers.0.self_attn.g_proj.lora_{part}.weight"] = torch.ones(shape)
     save_file(pairs, folder / "adapter_model.safetensors")
     options = replace(adapted, dtype="float16")
-    portable = export_onnx(options, tmp_path / "portable", final="trt-8")
+    portable = portable_package(options, tmp_path / "portable", "trt8")
     monkeypatch.setattr("still_export.targets.trt.package._write_plugins", lambda *a: {})
     (tmp_path / "lowered").mkdir()
-    package = lower_package(portable, TrtOptions(batch=2, prefill_tokens=32), tmp_path / "lowered")
+    package = lower_package(portable, TrtOptions(batch=2, prefill_tokens=32), tmp_path / "lowered", "trt8")
     names = {i.name for i in onnx.load(package.model_path, load_external_data=False).graph.initializer}
     inner = [n for n in names if n.endswith(".inner") and "layers.0.self_attn" in n]
     assert len(inner) == 2, names
@@ -216,7 +219,7 @@ def model_of_blocks(tmp_path: Path, monkeypatch: Any) -> Path:
 def test_our_product_takes_offsets(model_of_blocks: Path, tmp_path: Path) -> None:
     """Without thin products; its bodies equal PyTorch over what is read back."""
     options = ExportOptions(str(model_of_blocks), dtype="float16", quantize="int4")
-    package = export_onnx(options, tmp_path / "package", final="trt-8")
+    package = portable_package(options, tmp_path / "package", "trt8")
     graph = onnx.load(package.model_path, load_external_data=False).graph
     nodes = [n for n in graph.node if n.op_type == "MatMulNBits"]
     assert sum(len(n.input) == 5 and n.input[4].endswith(".offsets") and not n.input[3] for n in nodes) == 3 * 3
@@ -243,7 +246,7 @@ def test_offsets_are_a_product_of_block_sums(model_of_blocks: Path, tmp_path: Pa
     )
     (adapter / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 8.0}))
     options = ExportOptions(str(model_of_blocks), quantize="int4", overlays=(str(adapter),))
-    package = export_onnx(options, tmp_path / "package")
+    package = export_model(options, tmp_path / "package")
     graph = onnx.load(package.model_path, load_external_data=False).graph
     thin = [n for n in graph.node if n.op_type == "MatMul" and n.input[1].startswith("block_sums.")]
     assert len(thin) == 3 * 3 - 1  # of each layer o_proj, gate and up together, and down, but for the one with a pair

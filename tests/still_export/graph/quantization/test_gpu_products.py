@@ -9,14 +9,16 @@ import onnx
 import pytest
 
 from still_export.errors import ConfigError
-from still_export.graph.quantization.policy import GPU, Quantization, rounds_activations
+from still_export.graph.options import ExportOptions
+from still_export.graph.quantization.policy import Quantization, rounds_activations
 from still_export.graph.quantization.read import with_held_weights
+from still_export.models.source import find_source
 from still_export.package.calls import next_feed
 from still_export.package.folder import Package
 from still_export.runtime.ort import OrtModel, native_library
 from still_export.runtime.torch import TorchModel
 from still_export.targets.ort.kernels import kernel_variants
-from still_export.targets.portable.package import ExportOptions, find_source
+from still_export.targets.registry import target_of
 from still_graphs.passes.walk import attribute
 from tests.still_export.conftest import Exporter
 from tests.still_export.tiny import MIXED, VOCAB
@@ -78,5 +80,5 @@ def _variants_of_products(package: Package) -> list[Any]:
 
 def test_blocks_that_no_kernel_has_are_refused() -> None:
     with pytest.raises(ConfigError, match="--quantize-block 16: ONNX Runtime's kernels for GPUs has 32, 64, 128"):
-        Quantization("int4", block_size=16, target=GPU)
-    assert Quantization("int4", target=GPU, adapters=True).to == "onnx"
+        Quantization("int4", block_size=16, layout=target_of("ort-cuda").layout_for("float16"))
+    assert Quantization("int4", layout=target_of("ort-cuda").layout_for("float16"), adapters=True).to == "onnx"

@@ -15,21 +15,24 @@ import torch
 from onnx import TensorProto
 
 from still_export.cli.main import main
+from still_export.graph.options import ExportOptions
 from still_export.graph.quantization import read
 from still_export.graph.quantization.forms import EXACT, form_of
 from still_export.graph.quantization.gemm import _words
 from still_export.graph.quantization.policy import Quantization
 from still_export.graph.quantization.quantizers import quantize
 from still_export.graph.quantization.read import with_held_weights
+from still_export.models.source import find_source
 from still_export.models.weights import Deferred, value_of
 from still_export.package.calls import next_feed
 from still_export.package.folder import Package
 from still_export.package.trust import trust_package
 from still_export.runtime.ort import OrtModel
 from still_export.runtime.torch import TorchModel
-from still_export.targets.portable.package import ExportOptions, find_source
+from still_export.targets.lower import lower_package
+from still_export.targets.registry import target_of
 from still_export.targets.trt.options import TrtOptions
-from still_export.targets.trt.package import demand_kernels, kernel_variants, lower_package
+from still_export.targets.trt.package import demand_kernels, kernel_variants
 from still_graphs.passes.walk import attribute, opset_version
 from tests.still_export import fake_tensorrt
 from tests.still_export.conftest import Exporter
@@ -42,7 +45,7 @@ INT4, INT8 = ("int4", "float16"), pytest.param(("int8", "float16"), marks=pytest
 @pytest.fixture
 def portable(request: Any, export_tiny: Exporter) -> Package:
     scheme, dtype = request.param
-    return export_tiny("llama", dtype, {"quantize": scheme}, "trt-8", sizes=SIZES, layer_types=MIXED)
+    return export_tiny("llama", dtype, {"quantize": scheme}, "trt8", sizes=SIZES, layer_types=MIXED)
 
 
 def test_words_are_the_bytes() -> None:
@@ -61,7 +64,7 @@ def test_blocks_of_a_file_stay_as_they_are() -> None:
         blocks = SourceBlocks(bits, False, True, lambda bits=bits: quantize(weight, bits, 32, "rtn"))  # type: ignore[misc]
         given = Deferred((6, 64), torch.float32, lambda: weight, blocks=blocks)
         role = "feed_forward" if bits == 4 else "head"
-        methods = [form_of(given, role, Quantization("int4", target=t)) for t in ("trt-8", "trt")]
+        methods = [form_of(given, role, Quantization("int4", layout=target_of(t).layout)) for t in ("trt8", "trt")]
         assert [form.method for form in methods if form] == [EXACT, "rtn"], bits
 
 
@@ -117,7 +120,7 @@ def test_kernels_and_verify_of_an_engine(
     fake_tensorrt.install(monkeypatch, "8.6.1")
     folder = tmp_path / "package"
     folder.mkdir()
-    package = lower_package(portable, TrtOptions(batch=2, prefill_tokens=32), folder)
+    package = lower_package(portable, TrtOptions(batch=2, prefill_tokens=32), folder, "trt8")
     trust_package(folder)
     model = onnx.load(package.model_path)
     assert opset_version(model) == 17

@@ -16,8 +16,8 @@ from still_export.errors import ConfigError, UnsupportedError
 from still_export.package.folder import Package, open_package
 from still_export.runtime.ort import OrtModel
 from still_export.runtime.sampling import RunError, Sampling
+from still_export.targets.export import plan_job
 from still_export.targets.genai.package import CONFIG, GRAPH
-from still_export.targets.lower import plan_job
 from tests.still_export.linear_models import FAMILIES, linear_model
 from tests.still_export.targets.ort.test_native import built
 from tests.still_export.tiny import CHUNK, MIXED, VOCAB, still_model
@@ -149,7 +149,8 @@ def test_what_genai_cannot_have_is_refused_at_once(asked: dict[str, Any], said: 
 
 def test_a_capacity_without_rows_is_refused() -> None:
     """Where a state would have none, genai would take its dimension for an unknown one."""
-    from still_graphs.pipelines import run_pipeline
+    from still_export.targets.genai.package import STEPS
+    from still_graphs.pipelines import run_steps
     from tests.still_graphs.small_graph import small_graph
 
     model = small_graph()
@@ -158,4 +159,4 @@ def test_a_capacity_without_rows_is_refused() -> None:
         if "window" in info.name or "salient" in info.name:
             info.type.tensor_type.shape.dim[1].dim_value = 0
     with pytest.raises(UnsupportedError, match="have no row at this capacity"):
-        run_pipeline(model, "genai")
+        run_steps(model, STEPS)

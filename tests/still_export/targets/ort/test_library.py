@@ -15,11 +15,11 @@ import pytest
 
 from still_export.cli.main import main
 from still_export.errors import ConfigError
+from still_export.graph.options import ExportOptions
 from still_export.package.trust import trusts
 from still_export.targets.ort import headers, library
 from still_export.targets.ort.headers import CACHE_VARIABLE, HEADER, fetch_headers, find_onnxruntime_headers
 from still_export.targets.ort.library import LIBRARY, build_library, cached_library, find_library, this_cpu
-from still_export.targets.portable.package import ExportOptions
 from still_export.targets.trt.plugins import PluginBuildError
 from tests.still_export.conftest import Exporter
 from tests.still_export.targets.ort.test_native import built  # noqa: F401

@@ -19,14 +19,16 @@ from onnxruntime import OrtValue, SessionOptions
 
 from still_export.cli.main import main
 from still_export.errors import ConfigError, UnsupportedError
+from still_export.graph.options import ExportOptions
 from still_export.package.folder import Package, open_package, write_manifest
 from still_export.proof.sessions import Session
 from still_export.runtime.ort import OrtModel, native_library, open_session
 from still_export.runtime.sampling import RunError, Sampling
+from still_export.targets.export import export_model
 from still_export.targets.ort.headers import CACHE_VARIABLE
 from still_export.targets.ort.kernels import kernel_variants
 from still_export.targets.ort.library import LIBRARY
-from still_export.targets.portable.package import ExportOptions, _prefill_tokens, export_onnx
+from still_export.targets.ort.target import prefill_tokens
 from tests.still_export.conftest import Exporter
 from tests.still_export.tiny import CHUNK, VOCAB
 from tests.tolerances import MODEL
@@ -171,7 +173,7 @@ def test_other_machines_run_the_bodies(
 @pytest.mark.slow
 def test_the_manifest_repeats_it(built: None, export_tiny: Exporter, tmp_path: Path) -> None:
     package = native(export_tiny)
-    again = export_onnx(ExportOptions.from_manifest(package.manifest), tmp_path / "again")
+    again = export_model(ExportOptions.from_manifest(package.manifest), tmp_path / "again")
     assert again.manifest["native"] == package.manifest["native"]
 
 
@@ -212,8 +214,7 @@ def test_kernels_of_the_gpu_are_compiled_in(
     assert package.manifest["native"]["archs"] == ["sm_90"] and LIBRARY in package.manifest["files"]
     assert ExportOptions.from_manifest(package.manifest).archs == ("sm_90",)
     assert package.manifest["prefill_tokens"] == 8192
-    given = ExportOptions.from_manifest(package.manifest)
-    assert [_prefill_tokens(given, size) for size in (576, 1024, 1536, 2048, 4096, 8192)] == [
+    assert [prefill_tokens(("sm_90",), size) for size in (576, 1024, 1536, 2048, 4096, 8192)] == [
         8192,
         8192,
         4096,

@@ -11,12 +11,13 @@ import torch
 
 from still_export.cli.main import main
 from still_export.errors import ConfigError
+from still_export.graph.options import ExportOptions
+from still_export.models.source import load_source
 from still_export.package.calls import next_feed
 from still_export.package.folder import Package
 from still_export.runtime.ort import OrtModel
 from still_export.runtime.torch import TorchModel
-from still_export.targets.lower import plan_job
-from still_export.targets.portable.package import ExportOptions, export_onnx, load_source
+from still_export.targets.export import export_model, plan_job
 from tests.still_export.conftest import Exporter
 from tests.still_export.packages import with_library
 from tests.still_export.tiny import CHUNK, MIXED, VOCAB, still_model
@@ -86,7 +87,7 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(
         ConfigError, match="--cache float16 is for --dtype float32; keys and values of a float16 package"
     ):
-        export_onnx(options, tmp_path / "package")
+        export_model(options, tmp_path / "package")
     with pytest.raises(SystemExit, match="2"):
         main([str(tmp_path / "model"), "--to", "onnx", "--cache", "int3", "-o", str(tmp_path / "package")])
     assert "cache='int3' is unknown; known: float16" in capsys.readouterr().err

@@ -11,11 +11,12 @@ import torch
 
 from still_export.cli.main import main
 from still_export.errors import ConfigError
+from still_export.graph.options import ExportOptions
+from still_export.models.source import load_source
 from still_export.package.calls import next_feed
 from still_export.package.folder import Package
 from still_export.runtime.torch import TorchModel
-from still_export.targets.lower import plan_job
-from still_export.targets.portable.package import ExportOptions, export_onnx, load_source
+from still_export.targets.export import export_model, plan_job
 from tests.still_export.conftest import Exporter
 from tests.still_export.packages import with_library
 from tests.still_export.targets.portable.test_cache_types import KEPT, feed
@@ -84,7 +85,7 @@ def test_refusals(tmp_path: Path) -> None:
     still_model("llama", torch.float32).save_pretrained(tmp_path / "model")
     options = ExportOptions(str(tmp_path / "model"), still={"cache": "int8"})
     with pytest.raises(ConfigError, match="head_dim=10: rows of 8 bits have multiples of 4"):
-        export_onnx(options, tmp_path / "package")
+        export_model(options, tmp_path / "package")
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 

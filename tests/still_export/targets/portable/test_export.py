@@ -139,11 +139,12 @@ def test_graph_equals_pytorch(export_tiny: Exporter, family: str, dtype: str, st
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_untrained_attention_keeps_the_base_logits(family: str, tmp_path: Any) -> None:
     """Through the package, with the default chunks: every prompt of up to 128 tokens."""
-    from still_export.targets.portable.package import ExportOptions, export_onnx
+    from still_export.graph.options import ExportOptions
+    from still_export.targets.export import export_model
 
     base = plain_model(family, torch.float32)
     base.save_pretrained(tmp_path / "base")
-    package = export_onnx(
+    package = export_model(
         ExportOptions(str(tmp_path / "base"), attach_untrained=True, all_logits=True), tmp_path / "package"
     )
     runner, session = reference_of(package), session_of(package)

@@ -15,12 +15,13 @@ from still_export.errors import ConfigError, PackageError, UnsupportedError
 from still_export.package.folder import Package, open_package
 from still_export.runtime.tensorrt import TrtModel
 from still_export.runtime.trt_engine import TrtError
+from still_export.targets.registry import target_of
 from still_export.targets.trt.build import BuildOptions, build_engines, reopen
 from still_export.targets.trt.builder import BuildError, NoBuilderError, plugin_layers, runs_on, write_atomically
 from still_export.targets.trt.options import TrtOptions
 from still_export.targets.trt.package import demand_kernels, kernel_variants
 from still_graphs.passes.walk import drop_attribute
-from still_graphs.pipelines import run_pipeline
+from still_graphs.pipelines import run_steps
 from tests.still_export import fake_tensorrt
 from tests.still_export.packages import needs_rtx, onnx_package, rtx_package, trt_package
 from tests.still_graphs.small_graph import SALIENT, small_graph
@@ -310,7 +311,7 @@ def test_a_graph_without_creator_is_refused(tmp_path: Path, monkeypatch: pytest.
 
 def test_kernels_of_a_graph() -> None:
     model = small_graph("float16")
-    run_pipeline(model, "trt")
+    run_steps(model, target_of("trt").steps)
     (variant,) = kernel_variants(model)["HybridAttention"]
     assert (variant.dtype, variant.head_dim, variant.feature_rows, variant.chunk_size) == ("float16", 4, 5, 8)
     assert (variant.gate, variant.window_factor, variant.count_dtype, variant.select_scope) == (1, 0, "int32", "q_head")
@@ -318,7 +319,7 @@ def test_kernels_of_a_graph() -> None:
 
 def test_a_layer_without_kernel_is_refused_before_anything_is_compiled() -> None:
     model = small_graph("float16")
-    run_pipeline(model, "trt")
+    run_steps(model, target_of("trt").steps)
     with pytest.raises(UnsupportedError, match=r"covers attention: chunk_size=8; the kernels have one of .* --to onnx"):
         demand_kernels(model)
     (node,) = (n for n in model.graph.node if n.op_type == "HybridAttention")

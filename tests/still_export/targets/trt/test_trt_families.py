@@ -17,6 +17,7 @@ import torch
 
 from still_export.graph.lower import lower_program
 from still_export.graph.trace import trace_model
+from still_export.targets.registry import target_of
 from still_export.targets.trt.package import kernel_variants
 from still_graphs.ops import DOMAIN, OPS
 from still_graphs.passes.add_greedy_token import add_greedy_token
@@ -27,7 +28,7 @@ from still_graphs.passes.lower_opset import lower_opset
 from still_graphs.passes.replace_nonzero import replace_nonzero
 from still_graphs.passes.take_general_branches import take_general_branches
 from still_graphs.passes.walk import dimensions, initializers
-from still_graphs.pipelines import run_pipeline
+from still_graphs.pipelines import run_steps
 from tests.still_export.fake_engine import restore_bodies
 from tests.still_export.packages import needs_rtx
 from tests.still_export.tiny import FAMILIES, MIXED, still_model
@@ -91,7 +92,7 @@ def activations(node: onnx.NodeProto) -> list[str]:
 def test_lowering_keeps_the_numbers(family: str, one_row: bool) -> None:
     model = onnx.ModelProto.FromString(portable_mixed(family))
     expected = answers(model)
-    run_pipeline(model, "trt", one_row=one_row)
+    run_steps(model, target_of("trt").steps, traits=("one row",) if one_row else ())
     constants = {n.output[0] for n in model.graph.node if n.op_type == "Constant"} | set(initializers(model.graph))
     attended = {name for n in model.graph.node if n.domain == DOMAIN for name in (*activations(n), n.output[0])}
     shapes = dimensions(model.graph)
@@ -125,7 +126,7 @@ def test_strongly_typed_parser_reads_the_lowered_graph(family: str, dtype: torch
     model = portable(family, dtype, still)
     plugins = onnx.ModelProto()
     plugins.CopyFrom(model)
-    run_pipeline(plugins, "trt")
+    run_steps(plugins, target_of("trt").steps)
     onnx.checker.check_model(plugins)
     (variant,) = kernel_variants(plugins)["HybridAttention"]
     assert variant.dtype == str(dtype).removeprefix("torch.")

@@ -11,9 +11,11 @@ import onnxruntime as ort
 import pytest
 from onnx import helper
 
-from still_export.targets.portable.package import ExportOptions, export_onnx
+from still_export.graph.options import ExportOptions
+from still_export.targets.registry import target_of
 from still_export.targets.trt8.norms import norm_in_place
 from tests.still_export.linear_models import linear_model
+from tests.still_export.packages import portable_package
 
 
 def part_norm(kind: int, *, behind: str = "b") -> onnx.ModelProto:
@@ -57,6 +59,7 @@ def test_other_neighbours_stay(behind: str) -> None:
 @pytest.mark.slow
 def test_latents_are_normalized_in_place_for_tensorrt_8(tmp_path: Path) -> None:
     linear_model("kimi_linear").save_pretrained(tmp_path / "model")
-    export_onnx(ExportOptions(str(tmp_path / "model")), tmp_path / "package", final="trt-8")
-    graph = onnx.load(tmp_path / "package/model.onnx", load_external_data=False).graph
-    assert any(t.name.endswith("kv_a_layernorm.weight+ones") for t in graph.initializer)
+    package = portable_package(ExportOptions(str(tmp_path / "model")), tmp_path / "package", "trt8")
+    graph = ir.load(package.path / "portable.onnx")
+    assert norm_in_place in [step.run for step in target_of("trt8").weights] and norm_in_place(graph) > 0
+    assert any(name.endswith("kv_a_layernorm.weight+ones") for name in graph.graph.initializers)

@@ -1,0 +1,53 @@
+"""The model that an export, or the manifest of one, describes."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from still_export.mixers.config import StillConfig
+from still_export.models.load import Source, open_source, source_dtype
+
+
+class ModelOptions(Protocol):
+    """Which model, and how it is read; ExportOptions are."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def attach_untrained(self) -> bool: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def overlays(self) -> tuple[str, ...]: ...
+    @property
+    def revision(self) -> str | None: ...
+
+    def still_config(self) -> StillConfig | None:
+        """The STILL configuration asked for, None where nothing was."""
+
+    def deployment(self) -> dict[str, Any]:
+        """What is asked of any model's STILL configuration."""
+
+
+def find_source(options: ModelOptions) -> Source:
+    """The model that `options` describe, its weights unread."""
+    dtype = options.dtype
+    if dtype == "auto" and source_dtype(options.model, options.revision) == torch.bfloat16:
+        # Most checkpoints are stored so, and ONNX Runtime's CPU provider has no bfloat16: the package would run almost nowhere.
+        dtype = "float32"
+    return open_source(
+        options.model,
+        attach_untrained=options.attach_untrained,
+        still_config=options.still_config(),
+        deployment=options.deployment(),
+        overlays=options.overlays,
+        dtype=dtype,
+        revision=options.revision,
+    )
+
+
+def load_source(options: ModelOptions) -> Any:
+    """The PyTorch model that `options` describe."""
+    return find_source(options).read()

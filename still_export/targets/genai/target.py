@@ -1,0 +1,27 @@
+"""onnxruntime-genai: a package for ONNX Runtime's CPU provider with one more graph over the same weights, as genai feeds it."""
+
+from __future__ import annotations
+
+from still_export.graph.quantization.policy import ONNXRUNTIME
+from still_export.targets.genai.package import demand_genai, finish
+from still_export.targets.ort.options import OrtOptions
+from still_export.targets.ort.target import ORT_CPU, ready, traits
+from still_export.targets.target import Target
+
+GENAI = Target(
+    "genai",
+    "genai",
+    ("float32", "float16"),
+    ONNXRUNTIME,
+    OrtOptions,
+    steps=ORT_CPU.steps,
+    finish=finish,
+    weights=ORT_CPU.weights,
+    caches=("float16",),
+    fields=ORT_CPU.fields,
+    traits=traits,
+    demand=demand_genai,
+    check=ORT_CPU.check,
+    ready=ready,
+    runtime="ort",
+)

@@ -1,0 +1,195 @@
+"""ONNX Runtime: its own ops where they are faster; on CPUs over the portable package's weights, on GPUs with products merged."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from still_export.errors import ConfigError, UnsupportedError
+from still_export.graph.fuse import fuse_nodes
+from still_export.graph.merge import merge_products
+from still_export.graph.options import Progress
+from still_export.graph.quantization.policy import ONNXRUNTIME, PLUGIN, Layout
+from still_export.package.trust import trust
+from still_export.runtime.bundle import write_programs
+from still_export.targets.ort.kernels import add_native
+from still_export.targets.ort.library import build_library, demand_build, find_library
+from still_export.targets.ort.options import OrtOptions
+from still_export.targets.ort.scales import part_scales
+from still_export.targets.target import FLOAT_WEIGHTS, Lowering, Target
+from still_graphs.conditions import known_ops, no_functions
+from still_graphs.ops import DOMAIN, FUSED_OPSET, OPS, OPSET
+from still_graphs.passes.add_greedy_token import add_greedy_node
+from still_graphs.passes.attach_functions import attach_functions
+from still_graphs.passes.join_gates import join_all_gates
+from still_graphs.passes.join_low_rank import join_low_rank
+from still_graphs.passes.join_rotary_embeddings import join_rotary_embeddings
+from still_graphs.passes.strip_functions import strip_functions
+from still_graphs.pipelines import Step
+
+PREFILL_TOKENS, GPU_PREFILL_TOKENS, GPU_PREFILL_NUMBERS = 512, (2048, 8192), 1 << 23
+"""Tokens of one prefill call: longer ones take more memory and are not faster on CPUs; shorter ones keep a GPU waiting for its host. There
+a call has so many numbers of a hidden state, within those tokens: 8,192 tokens of a hidden size up to 1,024, 2,048 from 4,096 on
+(docs/notebook/onnxruntime.md)."""
+
+NATIVE_DTYPES = ("float32", "float16")
+"""What the native kernel computes; the rest of a model in bfloat16 would not run on ONNX Runtime's CPU provider either."""
+
+THREE = 3
+"""Parts of a product that ONNX Runtime's CUDA provider splits well."""
+
+OWN_OPS, NEW_OPS = "ops of ONNX Runtime", f"opset {FUSED_OPSET}"
+"""Traits: the graph may have ONNX Runtime's own ops; or it has those of the newer opset, for any host."""
+
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+def traits(options: OrtOptions) -> tuple[str, ...]:
+    """What steps ask for."""
+    return (OWN_OPS,) if options.opset == OPSET else (NEW_OPS,)
+
+
+def merge_three(model: Any) -> int:
+    """Merge the products of query, key and value, and those of a gated feed-forward layer."""
+    return merge_products(model, THREE)
+
+
+def take_new_opset(model: onnx.ModelProto) -> int:
+    """Say that the graph is of the newer opset."""
+    next(o for o in model.opset_import if o.domain == "").version = FUSED_OPSET
+    return 1
+
+
+def attach_own_functions(model: onnx.ModelProto) -> int:
+    """Give still:: nodes bodies that may have ONNX Runtime's own ops."""
+    return attach_functions(model, onnxruntime=True)
+
+
+SCALES = Step(part_scales, "its CUDA kernel of norms takes the first row of a scale for all of them")
+FUSE = Step(fuse_nodes, "a step of a small model costs its nodes", only=(OWN_OPS,))
+STRIP = Step(
+    strip_functions, "bodies are attached last, when the nodes are known", requires=known_ops, ensures=no_functions
+)
+ON_GPUS = (
+    Step(join_low_rank, "its CUDA provider launches what lies between two products node by node"),
+    Step(join_rotary_embeddings, "the same between a product and its attention"),
+    Step(join_all_gates, "the same of the gate of a feed-forward layer"),
+    Step(add_greedy_node, "greedy decoding stays on the device"),
+)
+BODIES = (
+    Step(take_new_opset, "a host of the newer opset has its ops", only=(NEW_OPS,)),
+    Step(attach_functions, "other hosts have none of ONNX Runtime's ops", only=(NEW_OPS,)),
+    Step(attach_own_functions, "its own ops are faster in bodies, too", only=(OWN_OPS,)),
+)
+
+
+def check(manifest: dict[str, Any], options: OrtOptions) -> None:
+    """Raise for what native kernels do not compute."""
+    dtype, cache = manifest["model"]["dtype"], manifest["still"].get("cache")
+    if options.native and not options.archs and dtype not in NATIVE_DTYPES:
+        raise UnsupportedError(
+            f"--native computes {' and '.join(NATIVE_DTYPES)}, not {dtype}. Export with --dtype float32, "
+            "without --native, or with --arch for GPUs."
+        )
+    if cache == "int8" and options.native and not options.archs and dtype != "float32":
+        raise ConfigError(f"--cache int8 with --native is for --dtype float32, not for {dtype}.")
+
+
+def ready(options: OrtOptions, say: Progress) -> None:
+    """Build the kernels that are asked for and not there yet; raise where they cannot be."""
+    if options.archs:
+        demand_build(options.onnxruntime_include)
+    elif options.native or options.cpu:
+        say("building the kernels")
+        build_library(options.cpu, options.onnxruntime_include)
+
+
+def finish(lowering: Lowering, graph: onnx.ModelProto) -> None:
+    """Write the native library and the runner."""
+    manifest, options = lowering.manifest, lowering.options
+    ops = {name: OPS[name].version for name in sorted({n.op_type for n in graph.graph.node if n.domain == DOMAIN})}
+    manifest.update(
+        target="onnx",
+        config={**manifest["config"], **options.config()},
+        ops={**manifest["ops"], **ops},
+        prefill_tokens=options.prefill_tokens or prefill_tokens(options.archs, manifest["model"]["hidden_size"]),
+    )
+    library = None if options.archs else _library(options, manifest)
+    if options.archs:
+        lowering.say("compiling the GPU kernels")
+    if options.archs or library:
+        manifest["native"] = add_native(
+            lowering.folder, library, options.cpu, options.onnxruntime_include, options.archs
+        )
+        trust(lowering.folder / manifest["native"]["library"])
+    write_programs(lowering.folder, ["ort"])
+
+
+def _library(options: OrtOptions, manifest: dict[str, Any]) -> Path | None:
+    """The library of kernels for CPUs that the package takes: one that is there by now, and computes its types; None: none."""
+    dtype, cache = manifest["model"]["dtype"], manifest["still"].get("cache")
+    if options.native is False or dtype not in NATIVE_DTYPES or (cache == "int8" and dtype != "float32"):
+        return None
+    return find_library(options.cpu)
+
+
+def prefill_tokens(archs: tuple[str, ...], hidden_size: int) -> int:
+    """Tokens of one prefill call on CPUs, or on the GPUs `archs`."""
+    if not archs:
+        return PREFILL_TOKENS
+    least, most = GPU_PREFILL_TOKENS
+    return max(least, min(most, 1 << (GPU_PREFILL_NUMBERS // hidden_size).bit_length() - 1))
+
+
+FIELDS = ("native", "cpu", "onnxruntime_include", "opset")
+
+ORT_CPU = Target(
+    "ort-cpu",
+    "onnx",
+    DTYPES,
+    ONNXRUNTIME,
+    OrtOptions,
+    steps=(STRIP, *BODIES),
+    finish=finish,
+    weights=(SCALES, FUSE),
+    caches=("float16", "int8"),
+    fields=FIELDS,
+    traits=traits,
+    check=check,
+    ready=ready,
+    portable=True,
+    runtime="ort",
+)
+
+ORT_CUDA = Target(
+    "ort-cuda",
+    "onnx",
+    DTYPES,
+    ONNXRUNTIME,
+    OrtOptions,
+    steps=(
+        STRIP,
+        *(replace(step, only=(OWN_OPS,)) for step in ON_GPUS),
+        *BODIES,
+    ),
+    finish=finish,
+    weights=(
+        SCALES,
+        FUSE,
+        Step(merge_three, "one product of several reads memory in longer runs", only=(OWN_OPS, FLOAT_WEIGHTS)),
+    ),
+    layouts={
+        "float16": Layout("ONNX Runtime's kernels for GPUs", (32, 64, 128), PLUGIN, True, True, True, adapters=True)
+    },
+    caches=("int8",),
+    fields=FIELDS,
+    traits=traits,
+    check=check,
+    ready=ready,
+    takes=lambda options: bool(options.archs),
+    runtime="ort",
+)
+"""Where a package has kernels for the CUDA provider; the CPU provider runs the bodies of what is fused."""

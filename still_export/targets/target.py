@@ -1,0 +1,112 @@
+"""What a target is: one record that says what it takes, the steps to it, its files and who runs it. Everything else asks the record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from still_export.errors import ConfigError, UnsupportedError
+from still_export.graph.options import ExportOptions, Progress, silent
+from still_export.graph.quantization.policy import Layout
+from still_graphs.pipelines import Dump, Step
+
+FLOAT_WEIGHTS = "float weights"
+"""Trait of a package whose weights are not quantized."""
+
+
+@dataclass
+class Lowering:
+    """A package on its way to a target.
+
+    Args:
+        folder: Where it is written.
+        manifest: The portable package's, to be changed.
+        options: Of the target.
+        say: Told each step.
+        dump: Gets the graph after each step.
+        passes: Changes by step.
+    """
+
+    folder: Path
+    manifest: dict[str, Any]
+    options: Any
+    say: Progress = silent
+    dump: Dump | None = None
+    passes: dict[str, int] = field(default_factory=dict)
+
+
+def _nothing(*_: Any) -> None:
+    """Demands nothing."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A target and the way to it.
+
+    Args:
+        name: Of the record.
+        to: As `--to` and the manifest have it; records that share one are told apart by `takes`.
+        dtypes: Activation types that it computes in.
+        layout: How it holds weights in few bits.
+        layouts: The same by activation type, where it is another.
+        caches: Types of keys and values beside that of the activations.
+        options: Class of what a deployment chooses.
+        fields: Of ExportOptions and of `options`, what it alone may be asked for.
+        weights: Steps on onnx_ir, which may change weights; in order, before `steps`.
+        steps: Steps on the saved graph, which read no weight.
+        finish: Writes the target's own files and completes the manifest; called with the graph.
+        traits: Of a package and the options, which steps ask for.
+        demand: Raises ConfigError for what the target cannot have of an export.
+        check: Raises for what it cannot have of a model, given its manifest and the options.
+        ready: Makes the tools that the options need ready; raises where one is not here.
+        takes: Whether options of `to` mean this record.
+        portable: The package stays one that others are lowered from.
+        runtime: Who runs it here, None: nobody.
+        built: It has engines, which a later verb builds.
+        decode_steps: Steps of greedy decoding that a verification compares.
+    """
+
+    name: str
+    to: str
+    dtypes: tuple[str, ...]
+    layout: Layout
+    options: Callable[..., Any]
+    steps: tuple[Step, ...]
+    finish: Callable[[Lowering, Any], None]
+    weights: tuple[Step, ...] = ()
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    caches: tuple[str, ...] = ()
+    fields: tuple[str, ...] = ()
+    traits: Callable[[Any], Collection[str]] = lambda options: ()
+    demand: Callable[[ExportOptions], None] = _nothing
+    check: Callable[[dict[str, Any], Any], None] = _nothing
+    ready: Callable[[Any, Progress], None] = _nothing
+    takes: Callable[[Any], bool] = lambda options: True
+    portable: bool = False
+    runtime: str | None = None
+    built: bool = False
+    decode_steps: int = 72
+
+    def layout_for(self, dtype: str) -> Layout:
+        """How weights in few bits are held beside activations of `dtype`."""
+        return self.layouts.get(dtype, self.layout)
+
+    def check_model(self, manifest: dict[str, Any], options: Any) -> None:
+        """Raise for a model that the target cannot hold.
+
+        Raises:
+            UnsupportedError, ConfigError: Its type, or the form of its quantized weights, is not one of the target's.
+        """
+        dtype, quantization = manifest["model"]["dtype"], manifest.get("quantization")
+        if dtype not in self.dtypes:
+            raise UnsupportedError(f"--to {self.to} takes {', '.join(self.dtypes)}, not {dtype}.")
+        layout = self.layout_for(dtype)
+        if quantization is not None and quantization["nodes"] != layout.nodes:
+            raise ConfigError(
+                f"the package holds {quantization['scheme']} weights as {quantization['nodes']}, {self.name} as {layout.nodes} "
+                f"({layout.form}): bits and their form are chosen at export. Export the model with --to {self.to} --quantize "
+                f"{quantization['scheme']}, or lower a package whose weights are not quantized."
+            )
+        self.check(manifest, options)

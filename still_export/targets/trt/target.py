@@ -1,0 +1,99 @@
+"""TensorRT 10 and later: plugins over kernels that were compiled ahead of time. 8.6 has a record of its own."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from still_export.graph.merge import merge_products
+from still_export.graph.options import Progress
+from still_export.graph.quantization.policy import Layout
+from still_export.targets.target import FLOAT_WEIGHTS, Target
+from still_export.targets.trt.options import TrtOptions
+from still_export.targets.trt.package import finish
+from still_export.targets.trt.plugins import find_tensorrt_headers
+from still_graphs.conditions import known_ops, no_functions, no_int64_io, plugin_nodes
+from still_graphs.passes.add_greedy_token import add_greedy_token
+from still_graphs.passes.fix_shapes import fix_shapes
+from still_graphs.passes.join_gates import join_gates
+from still_graphs.passes.join_heads import join_heads
+from still_graphs.passes.join_norms import join_norms
+from still_graphs.passes.join_products import join_products
+from still_graphs.passes.join_rotary import join_rotary
+from still_graphs.passes.join_rounding import join_rounding
+from still_graphs.passes.lower_integers import lower_integers
+from still_graphs.passes.lower_opset import lower_opset, lowered
+from still_graphs.passes.lower_plugin_nodes import lower_plugin_nodes
+from still_graphs.passes.strip_functions import strip_functions
+from still_graphs.passes.sum_in_float32 import sum_in_float32
+from still_graphs.passes.widen_sigmoids import widen_sigmoids
+from still_graphs.pipelines import Step
+
+ONE_ROW = "one row"
+"""Trait: the model is to run one row (sequence) at a time."""
+FIELDS = ("batch", "workspace_mib", "version_compatible", "strip_weights", "tensorrt_include")
+DTYPES = ("float16", "bfloat16", "float32")
+
+
+def traits(options: TrtOptions) -> tuple[str, ...]:
+    """What steps ask for."""
+    return (ONE_ROW,) if options.batch == 1 else ()
+
+
+def ready(options: TrtOptions, say: Progress) -> None:
+    """Raise where a folder that was named has no headers."""
+    find_tensorrt_headers(options.tensorrt_include)
+
+
+TRT = Target(
+    "trt",
+    "trt",
+    DTYPES,
+    Layout("TensorRT's INT4", (64, 128)),
+    TrtOptions,
+    weights=(
+        Step(
+            merge_products,
+            "engines whose weights can be replaced have none of their products merged by the compiler",
+            only=(FLOAT_WEIGHTS,),
+        ),
+    ),
+    steps=(
+        Step(
+            strip_functions,
+            "the parser prefers a function over a plugin",
+            requires=known_ops,
+            ensures=no_functions,
+        ),
+        Step(fix_shapes, "8.6 reserves memory for dimensions that are left to be computed"),
+        Step(join_heads, "8.6 tries each part of a model in one layout instead of two", only=(ONE_ROW,)),
+        Step(add_greedy_token, "greedy decoding stays on the device"),
+        Step(sum_in_float32, "8.6 sums products of prompts in half precision"),
+        Step(join_products, "8.6 compiles and launches what lies between two plugins apart"),
+        Step(join_norms, "the same between products that do not take norms"),
+        Step(join_gates, "the same between the products of a feed-forward layer in few bits"),
+        Step(join_rotary, "the same between a product and its attention"),
+        Step(join_rounding, "the same of caches in 8 bits"),
+        Step(
+            lower_opset,
+            "TensorRT 8.6 reads opset 17, and so do all later versions; quantized weights, for 10 and later, need 21",
+            requires=no_functions,
+            ensures=lowered,
+        ),
+        Step(widen_sigmoids, "8.6 finds no kernels for a part with sigmoids of two types"),
+        Step(lower_integers, "8.6 has no int64, and hosts bind int32 alike everywhere", ensures=no_int64_io),
+        Step(
+            lower_plugin_nodes,
+            "plugins get declared attributes, present inputs and int32 counts",
+            requires=known_ops,
+            ensures=plugin_nodes,
+        ),
+    ),
+    finish=partial(finish, plugins=True),
+    caches=("int8",),
+    fields=FIELDS,
+    traits=traits,
+    ready=ready,
+    runtime="trt",
+    built=True,
+    decode_steps=256,
+)

@@ -1,0 +1,1 @@
+"""TensorRT-RTX: no plugins, so that function bodies are inlined."""

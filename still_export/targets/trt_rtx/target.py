@@ -1,0 +1,45 @@
+"""TensorRT-RTX: no plugins, so that bodies are inlined; engines are built without a GPU and run in programs of one's own."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from still_export.graph.quantization.policy import Layout
+from still_export.targets.target import Target
+from still_export.targets.trt.options import RTX, TrtOptions
+from still_export.targets.trt.package import finish
+from still_export.targets.trt.target import DTYPES, FIELDS
+from still_graphs.conditions import known_ops, no_functions, no_int64_io, no_still_nodes, without
+from still_graphs.passes.add_greedy_token import add_greedy_token
+from still_graphs.passes.inline_functions import inline_functions
+from still_graphs.passes.lower_integers import lower_integers
+from still_graphs.passes.replace_nonzero import replace_nonzero
+from still_graphs.passes.take_general_branches import take_general_branches
+from still_graphs.pipelines import Step
+
+TRT_RTX = Target(
+    RTX,
+    RTX,
+    DTYPES,
+    Layout("TensorRT-RTX's INT4", (32, 64, 128), blocks_of_eight=True),
+    partial(TrtOptions, RTX),
+    steps=(
+        Step(inline_functions, "TensorRT-RTX has no plugins", requires=known_ops, ensures=no_still_nodes),
+        Step(
+            take_general_branches,
+            "its builder checks both branches of an If for every shape",
+            requires=no_functions,
+            ensures=without("If"),
+        ),
+        Step(
+            replace_nonzero,
+            "TensorRT-RTX has no operator whose output size depends on data",
+            ensures=without("NonZero"),
+        ),
+        Step(add_greedy_token, "greedy decoding stays on the device"),
+        Step(lower_integers, "hosts bind int32 alike everywhere", ensures=no_int64_io),
+    ),
+    finish=partial(finish, plugins=False),
+    fields=FIELDS,
+    built=True,
+)
