@@ -15,6 +15,7 @@ from still_export.package.calls import Arrays, next_feed
 from still_export.proof.cases import Case, fixed_pair, noise_of, same_best
 from still_export.proof.codes import as_numbers
 from still_export.proof.layerwise import Call, Chain, Keep, LayerwiseModel, everything, nothing
+from still_export.targets.registry import packaged_target
 from still_graphs.states import StateTable
 
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 1000, 4097)
@@ -60,7 +61,7 @@ class TorchCases:
         engine = next(iter(manifest.get("engines") or ()), manifest.get("trt", {"batch": ROWS}))
         self.rows = int(engine["batch"])
         # An engine holds at least the rows of a chunk.
-        self.least_room = 3 * self.chunk if manifest["target"] == "trt" else 0
+        self.least_room = 3 * self.chunk if packaged_target(manifest).runtime == "trt" else 0
         limit = table.capacity_tokens if table.bounded else 1 << 62
         self.lengths = tuple(n for n in lengths if n <= limit)
         self.longest = max(self.lengths, default=1)

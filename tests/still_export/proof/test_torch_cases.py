@@ -36,7 +36,7 @@ def test_rows_are_those_that_the_engine_takes(facts: dict[str, Any], batch: int)
     model = still_model("llama", torch.float32)
     manifest = {
         **facts,
-        "model": {"all_logits": False, "vocab_size": VOCAB},
+        "model": {"all_logits": False, "vocab_size": VOCAB, "layer_types": []},
         "ops": {},
         "states": [s.to_dict() for s in state_table(model.config, torch.float32)],
         "capacity": {"capacity_tokens": 12 * CHUNK, "bounded": True},
@@ -56,7 +56,7 @@ def test_short_prompts_are_not_held_to_the_rounding_of_one() -> None:
     model, half = still_model("llama", torch.float32), still_model("llama", torch.float16)
     manifest = {
         "target": "onnx",
-        "model": {"all_logits": False, "vocab_size": VOCAB},
+        "model": {"all_logits": False, "vocab_size": VOCAB, "layer_types": []},
         "ops": {},
         "states": [s.to_dict() for s in state_table(model.config, torch.float16)],
         "capacity": {"capacity_tokens": 12 * CHUNK, "bounded": True},
