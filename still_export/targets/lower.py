@@ -76,9 +76,9 @@ def demand(target: Target, asked: ExportOptions, options: Any) -> None:
 
 
 def demand_cache(target: Target, asked: ExportOptions) -> None:
-    """Raise ConfigError for a type of keys and values that `target` has not."""
+    """Raise ConfigError for a type of keys and values that other targets have and `target` has not."""
     cache = asked.still.get("cache")
-    if not cache or cache in target.caches:
+    if not any(cache in t.caches for t in TARGETS) or cache in target.caches:
         return
     here = [t for t in targets_of(target.to) if cache in t.caches]
     if here:

@@ -19,6 +19,7 @@ HERE = {
     "tokenizers": "0.23",
     "polygraphy": "0.5",
     "matplotlib": "3",
+    "nlohmann-json": "3.12",
 }
 
 

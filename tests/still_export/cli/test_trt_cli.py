@@ -123,8 +123,8 @@ def test_a_manifest_repeats_its_target_and_options(tmp_path: Path, monkeypatch: 
     path.write_text(json.dumps(manifest))
     seen: list[Any] = []
 
-    def export(options: Any, trt: Any, *arguments: Any, **more: Any) -> Package:
-        seen.extend([options, trt])
+    def export(options: Any, output: Path, **more: Any) -> Package:
+        seen.extend([options, more["engines"]])
         return package
 
     monkeypatch.setattr("still_export.targets.export.export_model", export)

@@ -20,6 +20,7 @@ from still_export.package.trust import trusts
 from still_export.targets.ort import headers, library
 from still_export.targets.ort.headers import CACHE_VARIABLE, HEADER, fetch_headers, find_onnxruntime_headers
 from still_export.targets.ort.library import LIBRARY, build_library, cached_library, find_library, this_cpu
+from still_export.targets.ort.options import OrtOptions
 from still_export.targets.trt.plugins import PluginBuildError
 from tests.still_export.conftest import Exporter
 from tests.still_export.targets.ort.test_native import built  # noqa: F401
@@ -110,7 +111,7 @@ def test_another_processor_needs_its_compiler(
 
 def test_flags_that_contradict() -> None:
     with pytest.raises(ConfigError, match="--cpu riscv64 is unknown; known: x86_64, aarch64"):
-        ExportOptions("model", cpu="riscv64")
+        OrtOptions(cpu="riscv64")
     with pytest.raises(ConfigError, match="--no-native leaves the kernels out"):
         ExportOptions("model", native=False, cpu="aarch64")
     with pytest.raises(ConfigError, match="leave out --cpu"):
