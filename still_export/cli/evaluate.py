@@ -10,7 +10,6 @@ import typer
 
 from still_export.cli.output import Output, ReportFile, command_line, report_folder
 from still_export.errors import ConfigError
-from still_export.extras import demand
 
 if TYPE_CHECKING:
     from still_export.evaluation.bench import Setting
@@ -102,7 +101,6 @@ def evaluate(
     from still_export.report import evaluate as looks
     from still_export.report.render import check_report, write_report
 
-    demand("matplotlib")
     if report is not None:
         check_report(report)
     options = EvaluationOptions(
