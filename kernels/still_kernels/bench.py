@@ -162,7 +162,7 @@ def plot(rows: Sequence[Row], ceilings: Ceilings, path: Path) -> None:
     """Roofline, a page: FLOP/s over FLOP per byte of every row that passed its check."""
     import altair
 
-    def log(values: list[dict[str, float | str]]) -> Any:
+    def log(values: list[dict[str, Any]]) -> Any:
         x, y = (
             altair.X("x:Q", title="FLOP per byte of device memory", scale=altair.Scale(type="log")),
             altair.Y("y:Q", title="FLOP/s", scale=altair.Scale(type="log"), axis=altair.Axis(format="~s")),
