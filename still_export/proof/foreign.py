@@ -28,7 +28,7 @@ STEPS = 24
 LEAST = 1e-6
 """Of a value's size, what no bound is below: float32 has 24 bits."""
 
-FLIPS = 0.02
+FLIPS = 0.05
 """Of the logits' standard deviation: what numbers rounded to 8 bits on the way move them by, where a sum falls on the other side."""
 
 QUANTIZED = ("MatMulNBits", "GatherBlockQuantized", "QMoE", "DequantizeLinear")
