@@ -51,19 +51,11 @@ ENGINES: dict[str, tuple[str, ...]] = {
 
 def export(target: str, place: Path, name: str, model: Any, *flags: Any, lengths: str | None = LENGTHS) -> Path:
     """One package, and PyTorch's answers for prompts of `lengths`, without which nothing is recorded."""
-    command = ["still-export", model, "--to", target, *flags, "-o", place / name, "--force", "--quiet"]
+    still = [sys.executable, "-m", "still_export.cli.main"]
+    command = [*still, model, "--to", target, *flags, "-o", place / name, "--force", "--quiet"]
     subprocess.run([str(c) for c in command], check=True)
     if lengths is not None:
-        record = [
-            "still-export",
-            "verify",
-            place / name,
-            "--record",
-            place / f"{name}.npz",
-            "--lengths",
-            lengths,
-            "--quiet",
-        ]
+        record = [*still, "verify", place / name, "--record", place / f"{name}.npz", "--lengths", lengths, "--quiet"]
         subprocess.run([str(c) for c in record], check=True)
     return place / name
 
@@ -127,20 +119,9 @@ def trt(options: argparse.Namespace) -> None:
             continue
         flags = ("--arch", options.arch, "--tensorrt-include", options.tensorrt_include, *ENGINES[f"trt-{name}"])
         export("trt", options.place, f"trt-{name}", model, *flags)
-    install = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--no-compile",
-        "--only-binary=:all:",
-        "--upgrade",
-        "--target",
-    ]
-    subprocess.run(
-        [*install, options.place / "site", "typer", "rich", "pydantic", "filelock"], check=True
-    )  # for TensorRT's Python
+    if not (site := options.place / "site").is_dir():  # for TensorRT's Python
+        install = [sys.executable, "-m", "pip", "install", "-q", "--no-compile", "--only-binary=:all:"]
+        subprocess.run([*install, "--target", site, "typer", "rich", "pydantic", "filelock"], check=True)
     shutil.rmtree(options.place / "blank", ignore_errors=True)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.conftest import Proof, TensorRt, prepared
+from tests.gpu.conftest import TENSORRT, Proof, TensorRt, prepared
 from tests.gpu.prepare import ENGINES
 
 pytestmark = pytest.mark.tensorrt
@@ -43,7 +43,7 @@ def test_engine(name: str, proof: Proof, tensorrt: TensorRt, tmp_path: Path) -> 
     vocabulary = json.loads((package / "manifest.json").read_text())["model"]["vocab_size"]
     ids = ",".join(str(7 * i % min(500, vocabulary - 3) + 3) for i in range(600))  # more than a prefill call
     run = tensorrt.run(f"still run {package} --runtime trt --prompt-ids {ids} --tokens 64 --json --quiet", 90, "run")
-    library = f"export LD_LIBRARY_PATH={os.environ.get('STILL_GPU_PLACE')}/lib:$LD_LIBRARY_PATH; "
+    library = f"export LD_LIBRARY_PATH={Path(os.environ.get(TENSORRT, '')).parent}/lib:$LD_LIBRARY_PATH; "
     direct = tensorrt.run(f"{library}{package}/still_run8 {package} --prompt-ids {ids} --tokens 64", 90, "still_run")
     python = json.loads(next(line for line in run.splitlines() if line.startswith("{")))["tokens"]
     cpp = [int(x) for x in re.findall(r"^[\d ]+$", direct, re.M)[0].split()]
