@@ -30,6 +30,8 @@ LENGTHS = "1,63,64,65,129,512"
 CONTEXT = 65536 + 256
 SMALL = ("small-float32", "small-float16", "small-bfloat16")
 OTHER_GPU = "other-gpu"
+REFERENCE: list[str] = []
+"""Flags of who answers; --reference-device fills it."""
 LINEAR_FAMILIES = (
     *("qwen3_5_text", "granitemoehybrid", "kimi_linear", "falcon_h1", "mamba2", "lfm2", "qwen3_next", "olmo_hybrid"),
     *("gated_deltanet", "delta_net", "gla", "hgrn2"),
@@ -56,7 +58,7 @@ def export(target: str, place: Path, name: str, model: Any, *flags: Any, lengths
     subprocess.run([str(c) for c in command], check=True)
     if lengths is not None:
         record = [*still, "verify", place / name, "--record", place / f"{name}.npz", "--lengths", lengths, "--quiet"]
-        subprocess.run([str(c) for c in record], check=True)
+        subprocess.run([str(c) for c in (*record, *REFERENCE)], check=True)
     return place / name
 
 
@@ -217,9 +219,11 @@ def main() -> None:
     parser.add_argument("--tensorrt-include", help="folder of NvInfer.h")
     parser.add_argument("--arch", default="sm_90")
     parser.add_argument("--model", help="model folder that `trt` proves beside those of this repository, untrained")
+    parser.add_argument("--reference-device", help="cuda: PyTorch answers on the GPU, where one is")
     parser.add_argument("--only", help="of the families of linear, of the packages of trt; commas between")
     options = parser.parse_args()
     options.place.mkdir(parents=True, exist_ok=True)
+    REFERENCE[:] = ["--reference-device", options.reference_device] if options.reference_device else []
     made[options.packages](options)
 
 
