@@ -8,7 +8,7 @@
   python -m tests.gpu.prepare PLACE pack                                      # PLACE/part00, part01 ...: what travels, in small pieces
 
 PLACE holds a folder a package and PyTorch's recorded answers beside it (NAME.npz). On the machine with the GPU,
-`STILL_GPU_PLACE=PLACE pytest -m "gpu or tensorrt" tests/gpu` proves what PLACE has; of pieces it is what
+`STILL_GPU_PLACE=PLACE pytest -n 8 --maxschedchunk 1 -m "gpu or tensorrt" tests/gpu` proves what PLACE has; of pieces it is what
 `cat part*/content.tar.* | tar xz -C PLACE` gives.
 """
 
