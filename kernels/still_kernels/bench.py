@@ -190,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--context", type=_numbers, default=[8192, 32768, 65536], help="tokens, comma-separated")
     parser.add_argument("--batch", type=_numbers, default=[1, 8], help="rows of a decode step, comma-separated")
     parser.add_argument("--layer", help="kinds of layers, comma-separated; default: all of the op")
-    parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
+    parser.add_argument("--dtype", choices=OpWork.dtypes, help="default: bfloat16, where the op has it")
     parser.add_argument("--json", type=Path, help="write all numbers here")
     parser.add_argument("--plot", type=Path, help="write a roofline plot here, an HTML file (needs altair)")
     options = parser.parse_args(arguments)
@@ -199,10 +199,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := [name for name in layers if name not in op.layers]:
         print(f"error: --layer {','.join(unknown)} is unknown; known: {', '.join(op.layers)}.", file=sys.stderr)
         return 2
+    if options.dtype not in (None, *op.dtypes):
+        print(f"error: --dtype {options.dtype}: {options.op} has {', '.join(op.dtypes)}.", file=sys.stderr)
+        return 2
     if not torch.cuda.is_available():
         print("error: no CUDA device; the kernels are timed on the GPU they run on.", file=sys.stderr)
         return 2
-    dtype = getattr(torch, options.dtype)
+    dtype = getattr(torch, options.dtype or op.dtypes[0])
     torch.manual_seed(0)
     ceilings = measure_ceilings(dtype)
     rows: list[Row] = []

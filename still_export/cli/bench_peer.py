@@ -18,6 +18,8 @@ Examples:
     still-export bench-peer BASE --work work -o peer.json
 
     still-export bench PACKAGE --beside peer.json
+
+    still-export bench-peer BASE --provider cuda --quantize int4     with onnxruntime-genai-cuda; float16 without --quantize
 """
 
 
@@ -39,10 +41,11 @@ def bench_peer(
     quantize: Annotated[
         str | None, typer.Option(help="int4: genai's weights in 4 bits, as export --quantize int4.")
     ] = None,
+    provider: Annotated[str, typer.Option(help="genai: cpu, or cuda (half precision, or int4).")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print the measurements as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
-    """Measure prefill, decode and peak memory of the base model with full attention in another runtime, on the CPU."""
+    """Measure prefill, decode and peak memory of the base model with full attention in another runtime."""
     from still_export.evaluation.bench import Setting, to_dict
     from still_export.evaluation.peer import GENAI, RUNTIMES, build, measure_peer
 
@@ -50,6 +53,8 @@ def bench_peer(
         raise ConfigError(f"--runtime {runtime} is unknown; known: {', '.join(RUNTIMES)}.")
     if quantize not in (None, "int4") or (quantize and runtime != GENAI):
         raise ConfigError(f"--quantize {quantize} with --runtime {runtime}: give int4 with genai, or leave it out.")
+    if provider not in ("cpu", "cuda") or (provider == "cuda" and runtime != GENAI):
+        raise ConfigError(f"--provider {provider} with --runtime {runtime}: give cpu, or with genai cuda.")
     if not model.exists():
         raise ConfigError(f"{model} is not there; give a model folder or a GGUF file.")
     try:
@@ -60,9 +65,9 @@ def bench_peer(
     out = Output(as_json, quiet)
     if runtime == GENAI:
         work.mkdir(parents=True, exist_ok=True)
-        model = build(model.resolve(), work, quantize or "fp32")
+        model = build(model.resolve(), work, quantize or ("fp16" if provider == "cuda" else "fp32"), provider)
     with out.bar("measuring", len(wanted)) as progress:
-        rows = measure_peer(runtime, model, wanted, Setting(steps, threads), progress)
+        rows = measure_peer(runtime, model, wanted, Setting(steps, threads, provider=provider), progress)
     output.write_text(json.dumps(to_dict(rows), indent=1) + "\n", encoding="utf-8")
     lines = (
         f"{r.length:>8} tokens: prefill {r.prefill_s:.2f} s, decode {r.decode_ms:.1f} ms, peak {r.peak_mb:.0f} MB"
