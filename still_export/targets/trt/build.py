@@ -19,10 +19,11 @@ from still_export.runtime.tensorrt import TrtModel
 from still_export.runtime.trt_engine import TrtError
 from still_export.targets.trt.builder import TIMING_CACHE, BuildError, EngineBuilder, NoBuilderError
 from still_export.targets.trt.builder_log import Progress
-from still_export.targets.trt.options import TrtOptions
+from still_export.targets.trt.options import RtxOptions, TrtOptions
 from still_export.targets.trt.row_check import WrongEngineError, check_rows
 
 MODULES = {"trt": "tensorrt", "trt-rtx": "tensorrt_rtx_bindings"}
+RECORDS = {record.target: record for record in (TrtOptions, RtxOptions)}
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def build_engines(
         )
     names = ("batch", "prefill_tokens", "workspace_mib", "optimization_level")
     changes = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    trt = TrtOptions.from_manifest(manifest, **changes)
+    trt = RECORDS[manifest["target"]].from_manifest(manifest, **changes)
     module = load_tensorrt(trt.target, package.path)
     try:
         with _kept(package):

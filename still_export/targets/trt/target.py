@@ -11,6 +11,7 @@ from still_export.targets.target import FLOAT_WEIGHTS, Target
 from still_export.targets.trt.options import TrtOptions
 from still_export.targets.trt.package import finish
 from still_export.targets.trt.plugins import find_tensorrt_headers
+from still_export.targets.trt.runtime import TENSORRT
 from still_graphs.conditions import known_ops, no_functions, no_int64_io, plugin_nodes
 from still_graphs.passes.add_greedy_token import add_greedy_token
 from still_graphs.passes.fix_shapes import fix_shapes
@@ -30,7 +31,6 @@ from still_graphs.pipelines import Step
 
 ONE_ROW = "one row"
 """Trait: the model is to run one row (sequence) at a time."""
-FIELDS = ("batch", "workspace_mib", "version_compatible", "strip_weights", "tensorrt_include")
 DTYPES = ("float16", "bfloat16", "float32")
 
 
@@ -90,10 +90,10 @@ TRT = Target(
     ),
     finish=partial(finish, plugins=True),
     caches=("int8",),
-    fields=FIELDS,
     traits=traits,
     ready=ready,
-    runtime="trt",
+    dtype="float16",
+    runtime=TENSORRT,
     built=True,
     decode_steps=256,
 )

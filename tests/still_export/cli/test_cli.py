@@ -126,11 +126,11 @@ def test_manifest_names_the_model_and_its_overlays_from_anywhere(
     """verify reads both again, perhaps from another working directory; hub ids stay what they are."""
     seen = []
 
-    def export(options: ExportOptions, *_: object, **__: object) -> None:
-        seen.append(options)
+    def export(asked: ExportOptions, *_: object, **__: object) -> None:
+        seen.append(asked)
         raise ConfigError("enough")
 
-    monkeypatch.setattr("still_export.targets.export.export_model", export)
+    monkeypatch.setattr("still_export.targets.export.export", export)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "base").mkdir()
     (tmp_path / "adapter").mkdir()
@@ -288,7 +288,7 @@ def test_version_and_help(capsys: Capture) -> None:
     for verb in ("export", "run", "verify", "inspect", "bench"):
         assert call(verb, "--help") == 0
         assert "Example" in capsys.readouterr().out
-    names = [command.name for command in app.registered_commands]
+    names = [command.name for command in app("export").registered_commands]
     assert len(names) == len(set(names)) > 5, "every call registers the verbs again"
 
 

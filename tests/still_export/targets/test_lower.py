@@ -14,7 +14,7 @@ import still_export
 from still_export.errors import ConfigError, PackageError
 from still_export.graph.options import ExportOptions
 from still_export.package.folder import Package
-from still_export.targets.export import export_model
+from still_export.targets.export import export
 from still_export.targets.lower import lower
 from still_export.targets.ort.options import OrtOptions
 from still_export.targets.registry import target_of
@@ -60,7 +60,7 @@ def test_lowered_is_exported_without_torch(
     assert done.returncode == 0, done.stderr[-800:]
     monkeypatch.setattr("still_export.targets.trt.package._write_plugins", lambda *a, **k: {})
     options = ExportOptions.from_manifest(portable.manifest)
-    direct = export_model(options, tmp_path / "direct", to=to)
+    direct = export(options, tmp_path / "direct", to=to)
     lowered, expected = contents(tmp_path / "lowered"), contents(direct.path)
     assert lowered.keys() == expected.keys()
     assert [name for name in expected if lowered[name] != expected[name]] == []

@@ -15,11 +15,11 @@ import pytest
 
 from still_export.cli.main import main
 from still_export.errors import ConfigError
-from still_export.graph.options import ExportOptions
 from still_export.package.trust import trusts
 from still_export.targets.ort import headers, library
 from still_export.targets.ort.headers import CACHE_VARIABLE, HEADER, fetch_headers, find_onnxruntime_headers
 from still_export.targets.ort.library import LIBRARY, build_library, cached_library, find_library, this_cpu
+from still_export.targets.ort.options import OrtOptions
 from still_export.targets.trt.plugins import PluginBuildError
 from tests.still_export.conftest import Exporter
 from tests.still_export.targets.ort.test_native import built  # noqa: F401
@@ -110,11 +110,11 @@ def test_another_processor_needs_its_compiler(
 
 def test_flags_that_contradict() -> None:
     with pytest.raises(ConfigError, match="--cpu riscv64 is unknown; known: x86_64, aarch64"):
-        ExportOptions("model", cpu="riscv64")
+        OrtOptions(cpu="riscv64")
     with pytest.raises(ConfigError, match="--no-native leaves the kernels out"):
-        ExportOptions("model", native=False, cpu="aarch64")
+        OrtOptions(native=False, cpu="aarch64")
     with pytest.raises(ConfigError, match="leave out --cpu"):
-        ExportOptions("model", cpu="aarch64", archs=("sm_90",))
+        OrtOptions(cpu="aarch64", archs=("sm_90",))
 
 
 @pytest.mark.slow
