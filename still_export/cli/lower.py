@@ -17,6 +17,8 @@ Examples:
     still-export lower package --to genai -o for_genai
 
     still-export lower package --to trt --arch sm_87 --batch 4 -o for_tensorrt
+
+    still-export lower package --to onnx --dtype float16 -o half
 """
 
 
@@ -29,6 +31,10 @@ def lower(
     asked: dict[str, Any],
     package: Annotated[Path, typer.Argument(help="Portable package, as `still-export MODEL -o PACKAGE` writes it.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Package folder to write.")],
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="Narrow a package in float32 to float16 or bfloat16.", show_default="as it was exported"),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing package.")] = False,
     dump_dir: Annotated[
         Path | None, typer.Option(help="Write the graph after each step here, without weights.")
@@ -36,7 +42,7 @@ def lower(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
-    """Lower a portable package to a target, without the model: type, bits and capacity stay as they were exported."""
+    """Lower a portable package to a target, without the model: bits and capacity stay as they were exported."""
     from still_export.targets import lower as lowering
     from still_export.targets.registry import names, targets_of
 
@@ -50,6 +56,7 @@ def lower(
             to,
             output,
             options=target.options(**asked),
+            dtype=dtype,
             force=force,
             command=command_line(),
             progress=progress,

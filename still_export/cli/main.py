@@ -108,7 +108,7 @@ def main(arguments: list[str] | None = None) -> None:
     debug = "--debug" in given
     given = [argument for argument in given if argument != "--debug"]
     every = app()
-    verbs = {command.name or "" for command in (*every.registered_commands, *every.registered_groups)}
+    verbs = {v.name or "" for v in every.registered_commands} | {v.name or "" for v in every.registered_groups}
     if given and given[0] not in verbs and given[0] not in ROOT_OPTIONS:
         near = difflib.get_close_matches(given[0], verbs, 1)
         if near and not given[0].startswith("-") and not Path(given[0]).exists():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from still_export.package.folder import GENERATED, Package, open_package, staged
 from still_export.runtime.bundle import PROGRAMS
 from still_export.targets import registry
 from still_export.targets.dump import dumper
+from still_export.targets.portable.narrow import demand_narrow, narrow_package
 from still_export.targets.registry import target_of, targets_of
 from still_export.targets.target import FLOAT_WEIGHTS, Lowering, Target
 from still_graphs.pipelines import Dump, run_steps
@@ -34,18 +37,20 @@ def lower(
     output: str | Path,
     *,
     options: Any = None,
+    dtype: str | None = None,
     force: bool = False,
     command: str = "",
     progress: Progress = silent,
     dump_dir: Path | None = None,
 ) -> Package:
-    """Make the package of a target from a portable one; type, bits and capacity are what that was exported with.
+    """Make the package of a target from a portable one; bits and capacity are what that was exported with.
 
     Args:
         package: Folder of a package that `still-export MODEL` wrote, whose files are compared with their hashes.
         to: Target, as `--to` has it, or the name of a record, such as trt8.
         output: The new package's folder; written whole or not at all.
         options: Of the target, OrtOptions or TrtOptions; None: their defaults.
+        dtype: float16 or bfloat16 of a package in float32; None: as it is.
         force: Replace `output`.
         command: The command line, for the manifest; empty: the export's.
         progress: Told each step.
@@ -60,11 +65,21 @@ def lower(
     source = open_package(Path(package))
     options = targets_of(to)[0].options() if options is None else options
     target = target_of(to, options)
-    demand(target, ExportOptions.from_manifest(source.manifest), options)
+    asked = ExportOptions.from_manifest(source.manifest)
+    if dtype is not None:
+        demand_narrow(source.manifest, dtype)
+    demand(target, asked if dtype is None else replace(asked, dtype=dtype), options)
     target.ready(options, progress)
     dump = None if dump_dir is None else dumper(dump_dir)
     with staged_folder(Path(output), force) as folder:
-        lower_into(source.path, folder, target, options, progress, shutil.copyfile, dump, command)
+        if dtype is None:
+            lower_into(source.path, folder, target, options, progress, shutil.copyfile, dump, command)
+        else:
+            hub = folder / PORTABLE_FOLDER
+            hub.mkdir()
+            narrow_package(demand_portable(source), hub, dtype, progress)
+            lower_into(hub, folder, target, options, progress, os.replace, dump, command)
+            shutil.rmtree(hub)
     return open_package(Path(output), check_hashes=False)
 
 
