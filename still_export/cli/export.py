@@ -13,6 +13,7 @@ from still_export.cli.output import Output, command_line
 
 if TYPE_CHECKING:
     from still_export.package.folder import Package
+    from still_export.targets.target import Target
 
 EXAMPLES = """
 Examples:
@@ -89,8 +90,8 @@ def export(
             progress=progress,
             dump_dir=dump_dir,
         )
-        engines, lacking = _engines(package, progress) if target.built else ([], "")
-    _say_what_lacks(package, out)
+        engines, lacking = _engines(package, target, progress)
+    _say_what_lacks(package, target, out)
     if lacking:
         out.log(f"no engine yet: {lacking}")
     manifest = package.manifest
@@ -103,24 +104,23 @@ def export(
     out.result(content, f"{output}: {made}", next_commands(output, target.to, ready=bool(engines) or not target.built))
 
 
-def _engines(package: Package, progress: Any) -> tuple[list[Path], str]:
-    """The engines of a package; or none, and why."""
-    from still_export.targets.trt.build import build_engines
-    from still_export.targets.trt.builder import NoBuilderError
+def _engines(package: Package, target: Target, progress: Any) -> tuple[list[Path], str]:
+    """The engines of a package, where its target has some; or none, and why."""
+    from still_export.targets.target import NoBuilderError
 
     try:
-        return build_engines(package, progress=progress), ""
+        return ([], "") if target.build is None else (target.build(package, None, progress), "")
     except NoBuilderError as error:
         return [], str(error)
 
 
-def _say_what_lacks(package: Package, out: Output) -> None:
+def _say_what_lacks(package: Package, target: Target, out: Output) -> None:
     """Say which native code the package could have and has not."""
     from still_export.targets.ort.library import find_library
 
     manifest = package.manifest
-    if "plugins" in manifest and manifest["value_types"] and not manifest["plugins"]:
+    if not manifest.get("plugins", True):  # where a target has plugins
         out.log(NO_PLUGIN)
-    native = manifest["config"].get("native")
-    if "engines" not in manifest and native is None and "native" not in manifest and find_library() is None:
+    taken = manifest["config"].get("native") is not None or "native" in manifest
+    if "native" in target.flags and not taken and find_library() is None:
         out.log(NO_KERNELS)

@@ -68,10 +68,9 @@ def app(verb: str = "") -> typer.Typer:
         rich_markup_mode="markdown",
     )
     made.callback()(_root)
-    for module in (export, lower, verify, bench, bench_peer, evaluate):
+    for module in (export, lower, build, verify, bench, bench_peer, evaluate):
         module.register(made, whole=verb == module.__name__.rpartition(".")[2].replace("_", "-"))
     for module in (
-        build,
         run,
         serve,
         inspect,

@@ -18,7 +18,7 @@ class Runtime:
         name: As `--runtime` has it.
         title: For people.
         open: The runner of a package: its folder, manifest, provider, threads, plugin library, and whether to compare hashes.
-        repeat: Of folder, manifest, provider and plugin library the command that repeats a call with polygraphy; None: it cannot.
+        repeat: Of folder, manifest, provider and plugin library the command that repeats a call with polygraphy.
         polygraphy: The runtime's name there.
         modules: Python modules without which it cannot start.
         providers: That `--provider` may name beside cpu.

@@ -7,15 +7,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from still_export.errors import ConfigError, UnsupportedError
+from still_export.errors import ConfigError, StillExportError, UnsupportedError
 from still_export.fields import names_of
 from still_export.graph.options import ExportOptions, Progress, silent
 from still_export.graph.quantization.policy import Layout
+from still_export.package.folder import Package
 from still_export.targets.runtime import Runtime
 from still_graphs.pipelines import Dump, Step
 
 FLOAT_WEIGHTS = "float weights"
 """Trait of a package whose weights are not quantized."""
+
+
+class BuildError(StillExportError):
+    """The builder of engines is missing, refused the graph, or built an engine that is not what was asked for."""
+
+
+class NoBuilderError(BuildError):
+    """This machine cannot build the engines; the package is complete and another machine can."""
 
 
 @dataclass
@@ -67,7 +76,7 @@ class Target:
         dtype: That it is exported in where nobody says.
         runtime: Who runs it here, None: nobody.
         host: Python module of what people run it with, where that is another than `runtime`; a verification asks it, too.
-        built: It has engines, which a later verb builds.
+        build: Builds its engines in a package, with options of its own, and tells each step; None: it has none.
         decode_steps: Steps of greedy decoding that a verification compares.
     """
 
@@ -90,8 +99,13 @@ class Target:
     dtype: str = "auto"
     runtime: Runtime | None = None
     host: str | None = None
-    built: bool = False
+    build: Callable[[Package, Any, Any], list[Path]] | None = None
     decode_steps: int = 72
+
+    @property
+    def built(self) -> bool:
+        """It has engines, which a later verb builds."""
+        return self.build is not None
 
     @property
     def flags(self) -> tuple[str, ...]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 from still_export.graph.merge import merge_products
 from still_export.graph.options import Progress
 from still_export.graph.quantization.policy import Layout
+from still_export.package.folder import Package
 from still_export.targets.target import FLOAT_WEIGHTS, Target
 from still_export.targets.trt.options import TrtOptions
 from still_export.targets.trt.package import finish
@@ -42,6 +45,13 @@ def traits(options: TrtOptions) -> tuple[str, ...]:
 def ready(options: TrtOptions, say: Progress) -> None:
     """Raise where a folder that was named has no headers."""
     find_tensorrt_headers(options.tensorrt_include)
+
+
+def build(package: Package, options: Any, progress: Any) -> list[Path]:
+    """The engines, built here (still_export.targets.trt.build)."""
+    from still_export.targets.trt.build import build_engines
+
+    return build_engines(package, options, progress)
 
 
 TRT = Target(
@@ -94,6 +104,6 @@ TRT = Target(
     ready=ready,
     dtype="float16",
     runtime=TENSORRT,
-    built=True,
+    build=build,
     decode_steps=256,
 )

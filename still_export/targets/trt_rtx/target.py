@@ -8,7 +8,7 @@ from still_export.graph.quantization.policy import Layout
 from still_export.targets.target import Target
 from still_export.targets.trt.options import RTX, RtxOptions
 from still_export.targets.trt.package import finish
-from still_export.targets.trt.target import DTYPES
+from still_export.targets.trt.target import DTYPES, build
 from still_graphs.conditions import known_ops, no_functions, no_int64_io, no_still_nodes, without
 from still_graphs.passes.add_greedy_token import add_greedy_token
 from still_graphs.passes.inline_functions import inline_functions
@@ -41,5 +41,5 @@ TRT_RTX = Target(
     ),
     finish=partial(finish, plugins=False),
     dtype="float16",
-    built=True,
+    build=build,
 )
