@@ -87,7 +87,7 @@ def narrow_package(source: Package, folder: Path, dtype: str, say: Progress) -> 
         if name not in apart and (source.path / name).parent == source.path:
             shutil.copyfile(source.path / name, folder / name)
     types = {value.name: value.dtype for value in model.graph.inputs}
-    names = {ir.DataType.FLOAT: "float32", TYPES[dtype]: dtype}
+    names: dict[ir.DataType | None, str] = {ir.DataType.FLOAT: "float32", TYPES[dtype]: dtype}
     content = {k: v for k, v in manifest.items() if k not in GENERATED and k != "native"}
     content["model"] = {**manifest["model"], "dtype": dtype}
     content["config"] = {**manifest["config"], "dtype": dtype}
