@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from still_export.cli.flags import flags_of, with_flags
+from still_export.cli.flags import add_verb
 from still_export.cli.output import Output, ReportFile, TrustNative, command_line, report_folder
 from still_export.errors import ConfigError
 from still_export.extras import demand
@@ -24,12 +24,7 @@ Examples:
 
 def register(app: typer.Typer, whole: bool = True) -> None:
     """Add the verb to `app`, `whole` with the flags of its options."""
-    flags = []
-    if whole:
-        from still_export.evaluation.bench import BenchOptions
-
-        flags = flags_of(BenchOptions)
-    app.command("bench", epilog=EXAMPLES)(with_flags(bench, *flags))
+    add_verb(app, bench, EXAMPLES, whole, "still_export.evaluation.bench.BenchOptions")
 
 
 def bench(

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from still_export.cli.flags import flags_of, with_flags
+from still_export.cli.flags import add_verb
 from still_export.cli.output import Output
 from still_export.errors import ConfigError
 from still_export.extras import demand
@@ -24,12 +24,14 @@ Examples:
 
 def register(app: typer.Typer, whole: bool = True) -> None:
     """Add the verb to `app`, `whole` with the flags of its options."""
-    flags = []
-    if whole:
-        from still_export.evaluation.bench import BenchOptions
-
-        flags = flags_of(BenchOptions, without=("batch", "runtime", "provider"))
-    app.command("bench-peer", epilog=EXAMPLES)(with_flags(bench_peer, *flags))
+    add_verb(
+        app,
+        bench_peer,
+        EXAMPLES,
+        whole,
+        "still_export.evaluation.bench.BenchOptions",
+        without=("batch", "runtime", "provider"),
+    )
 
 
 def bench_peer(

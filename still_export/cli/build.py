@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from still_export.cli.errors import ended_at_once
-from still_export.cli.flags import flags_of, with_flags
+from still_export.cli.flags import add_verb
 from still_export.cli.next_commands import next_commands
 from still_export.cli.output import Output, TrustNative
 
@@ -23,12 +23,7 @@ Examples:
 
 def register(app: typer.Typer, whole: bool = True) -> None:
     """Add the verb to `app`, `whole` with the flags of its options."""
-    flags = []
-    if whole:
-        from still_export.targets.trt.build import BuildOptions
-
-        flags = flags_of(BuildOptions)
-    app.command("build", epilog=EXAMPLES)(with_flags(build, *flags))
+    add_verb(app, build, EXAMPLES, whole, "still_export.targets.trt.build.BuildOptions")
 
 
 def build(

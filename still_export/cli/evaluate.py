@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from still_export.cli.flags import flags_of, with_flags
+from still_export.cli.flags import add_verb
 from still_export.cli.output import Output, ReportFile, command_line, report_folder
 from still_export.extras import demand
 
@@ -28,12 +28,7 @@ Examples:
 
 def register(app: typer.Typer, whole: bool = True) -> None:
     """Add the verb to `app`, `whole` with the flags of its options."""
-    flags = []
-    if whole:
-        from still_export.evaluation.evaluate import EvaluationOptions
-
-        flags = flags_of(EvaluationOptions)
-    app.command("evaluate", epilog=EXAMPLES)(with_flags(evaluate, *flags))
+    add_verb(app, evaluate, EXAMPLES, whole, "still_export.evaluation.evaluate.EvaluationOptions")
 
 
 def evaluate(

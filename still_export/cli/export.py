@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from still_export.cli.flags import flags_of, target_flags, with_flags
+from still_export.cli.flags import add_verb
 from still_export.cli.next_commands import next_commands
 from still_export.cli.output import Output, command_line
 
@@ -38,13 +38,8 @@ NO_PLUGIN = (
 
 def register(app: typer.Typer, whole: bool = True) -> None:
     """Add the verb to `app`, `whole` with the flags of the options' records."""
-    flags = []
-    if whole:
-        from still_export.graph.options import ExportOptions
-        from still_export.mixers.choices import StillChoices
-
-        flags = [*flags_of(ExportOptions), *flags_of(StillChoices), *target_flags()]
-    app.command("export", epilog=EXAMPLES)(with_flags(export, *flags))
+    model = ("still_export.graph.options.ExportOptions", "still_export.mixers.choices.StillChoices")
+    add_verb(app, export, EXAMPLES, whole, *model, targets=True)
 
 
 def export(

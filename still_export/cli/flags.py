@@ -5,12 +5,28 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import Field, fields
+from importlib import import_module
 from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
 from still_export.errors import ConfigError
 from still_export.fields import flag_of, names_of
+
+
+def add_verb(
+    app: typer.Typer,
+    verb: Callable[..., None],
+    epilog: str,
+    whole: bool,
+    *records: str,
+    without: Collection[str] = (),
+    targets: bool = False,
+) -> None:
+    """Add `verb` to `app`; `whole` with the flags of `records` (module.Name), `without` some, and with those of all `targets`."""
+    kinds = [getattr(import_module(r.rpartition(".")[0]), r.rpartition(".")[2]) for r in records if whole]
+    flags = [flag for kind in kinds for flag in flags_of(kind, without)] + (target_flags() if whole and targets else [])
+    app.command(verb.__name__.replace("_", "-"), epilog=epilog)(with_flags(verb, *flags))
 
 
 def with_flags(function: Callable[..., None], *flags: inspect.Parameter) -> Callable[..., None]:

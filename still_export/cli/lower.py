@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from still_export.cli.flags import target_flags, with_flags
+from still_export.cli.flags import add_verb
 from still_export.cli.next_commands import next_commands
 from still_export.cli.output import Output, command_line
 
@@ -24,7 +24,7 @@ Examples:
 
 def register(app: typer.Typer, whole: bool = True) -> None:
     """Add the verb to `app`, `whole` with the flags of the targets' records."""
-    app.command("lower", epilog=EXAMPLES)(with_flags(lower, *(target_flags() if whole else ())))
+    add_verb(app, lower, EXAMPLES, whole, targets=True)
 
 
 def lower(

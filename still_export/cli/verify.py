@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from still_export.cli.flags import flags_of, with_flags
+from still_export.cli.flags import add_verb
 from still_export.cli.output import Output, ReportFile, TrustNative, command_line, report_folder
 from still_export.cli.verify_served import REQUESTS, RUNTIME, check_flags, verify_served
 from still_export.errors import ConfigError
@@ -44,12 +44,7 @@ Examples:
 
 def register(app: typer.Typer, whole: bool = True) -> None:
     """Add the verb to `app`, `whole` with the flags of its options."""
-    flags = []
-    if whole:
-        from still_export.proof.package import VerifyOptions
-
-        flags = flags_of(VerifyOptions)
-    app.command("verify", epilog=EXAMPLES)(with_flags(verify, *flags))
+    add_verb(app, verify, EXAMPLES, whole, "still_export.proof.package.VerifyOptions")
 
 
 def verify(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,19 +92,33 @@ def verify(
         PackageError: The package is damaged, has no engine yet, or does not run here.
         ModelNotFoundError: The model that it was exported from is not there.
     """
-    proof = Proof(package, options)
-    proof.demand_engine()
-    added, host = proof.adapter[1], proof.asks_host
-    cases = proof.cases()
-    target = Target(proof.package, proof.runtime, options.provider, options.plugin, added, host)
+    proof = _Proof(package, options)
+    pairs: Mapping[str, tuple[Pair, ...]] = {}
+    added: dict[str, Any] = {}
+    manifest, folder = proof.package.manifest, proof.package.path
+    if proof.runtime.engines and not manifest["engines"]:
+        raise PackageError(f"{folder} has no engine yet. Build it on this machine: still-export build {folder}")
+    host = proof.target.host if options.runtime is None else None
+    demand(*filter(None, [host]))
+    if options.adapter is not None:
+        from still_export.runtime.adapters import adapter_inputs, read_pairs
+
+        pairs, added = read_pairs(options.adapter, manifest), adapter_inputs(options.adapter, manifest)
+    cases = proof.cases(pairs)
+    target = Target(proof.package, proof.runtime.name, options.provider, options.plugin, added, genai=host is not None)
     if output is None:
-        output = Path(package) / "verify"
+        output = folder / "verify"
         output.mkdir(exist_ok=True)
     try:
         report = Verifier(proof.package, cases, target, proof.steps).run(output, started(cases.count))
     except (RunError, CudaError) as error:
         raise PackageError(str(error)) from error
-    return Verdict(report, target, proof.price())
+    if not proof.quantized or options.calls is not None:
+        return Verdict(report, target)
+    from still_export.proof.quantized import price_of
+
+    wide = _options(proof.package, options.model, "float32")
+    return Verdict(report, target, price_of(wide, folder, manifest, options.text))
 
 
 def record(
@@ -129,10 +142,10 @@ def record(
         raise ConfigError("--adapter is compared where PyTorch answers: give it without --record and --calls.")
     if options.calls is not None:
         raise ConfigError("--record writes a file of answers and --calls reads one; give one of them.")
-    proof = Proof(package, options)
+    proof = _Proof(package, options)
     if options.text is not None:
         raise ConfigError(TEXT)
-    cases = proof.cases()
+    cases = proof.cases({})
     record_cases(cases, proof.package, path, started(cases.count))
     return cases.count
 
@@ -140,22 +153,13 @@ def record(
 TEXT = "--text tells the price of quantization: give it with a quantized package, without --record and --calls."
 
 
-class Proof:
-    """A package that is opened to be held to PyTorch.
-
-    Args:
-        package: Its folder.
-        options: Those of a verification.
-
-    Raises:
-        ConfigError, PackageError: As of `verify`.
-    """
+class _Proof:
+    """A package that is opened to be held to PyTorch; raises ConfigError and PackageError as `verify` does."""
 
     def __init__(self, package: str | Path, options: VerifyOptions) -> None:
         self.package, self.options = open_package(Path(package)), options
         manifest = self.package.manifest
-        self.target, self.record = packaged_target(manifest), runtime_of(manifest["target"], options.runtime)
-        self.runtime = self.record.name
+        self.target, self.runtime = packaged_target(manifest), runtime_of(manifest["target"], options.runtime)
         check_dtype(self.package)
         self.quantized = manifest.get("quantization") is not None
         if options.text is not None and (not self.quantized or options.calls is not None):
@@ -163,54 +167,14 @@ class Proof:
         _check_lengths(options.lengths, self.package)
         self.steps = self.target.decode_steps if options.decode_steps is None else options.decode_steps
 
-    @property
-    def asks_host(self) -> bool:
-        """Whether what people run the package with is asked beside the runner here.
-
-        Raises:
-            ModuleNotFoundError: It is not installed.
-        """
-        if self.target.host is None or self.options.runtime is not None:
-            return False
-        demand(self.target.host)
-        return True
-
-    def demand_engine(self) -> None:
-        """Raise PackageError where the runtime runs an engine that was not built yet."""
-        folder = self.package.path
-        if self.record.engines and not self.package.manifest["engines"]:
-            raise PackageError(f"{folder} has no engine yet. Build it on this machine: still-export build {folder}")
-
-    @cached_property
-    def adapter(self) -> tuple[Mapping[str, tuple[Pair, ...]], dict[str, Any]]:
-        """The pairs of the adapter by weight, and what it adds to the package's inputs."""
-        if self.options.adapter is None:
-            return {}, {}
-        from still_export.runtime.adapters import adapter_inputs, read_pairs
-
-        manifest = self.package.manifest
-        return read_pairs(self.options.adapter, manifest), adapter_inputs(self.options.adapter, manifest)
-
-    def cases(self) -> CaseSource:
-        """Calls with PyTorch's answers."""
-        asked = self.options
+    def cases(self, pairs: Mapping[str, tuple[Pair, ...]]) -> CaseSource:
+        """Calls with PyTorch's answers, which has an adapter's `pairs` added to its weights."""
+        asked, device = self.options, self.options.reference_device or "cpu"
         if asked.calls is not None:
             from still_export.proof.recorded import RecordedCases
 
             return RecordedCases(asked.calls, self.package)
-        device = asked.reference_device or "cpu"
-        return _torch_cases(
-            self.package, asked.model, asked.lengths or None, self.steps, asked.seed, self.adapter[0], device
-        )
-
-    def price(self) -> Price | None:
-        """What the bits of a quantized package cost, where PyTorch is asked."""
-        if not self.quantized or self.options.calls is not None:
-            return None
-        from still_export.proof.quantized import price_of
-
-        wide = _options(self.package, self.options.model, "float32")
-        return price_of(wide, self.package.path, self.package.manifest, self.options.text)
+        return _torch_cases(self.package, asked.model, asked.lengths or None, self.steps, asked.seed, pairs, device)
 
 
 def _check_lengths(lengths: tuple[int, ...], package: Package) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from still_export.errors import ConfigError
 from still_export.runtime.base import Runner
 from still_export.targets import registry
+from still_export.targets.runtime import Opening
 
 PROVIDERS = ("cpu", "cuda")
 
@@ -46,4 +47,4 @@ def open_runner(
         raise ConfigError(f"--provider {provider} is unknown; known: {', '.join(PROVIDERS)}.")
     if provider not in ("cpu", *record.providers):
         raise ConfigError(f"--provider {provider} is ONNX Runtime's; this package runs with {runtime}.")
-    return record.open(folder, manifest, provider, threads, plugin, check)
+    return record.open(Opening(folder, manifest, provider, threads, plugin, check))

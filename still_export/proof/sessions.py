@@ -14,6 +14,7 @@ from still_export.proof.checks import Check
 from still_export.proof.reference import open_runner
 from still_export.runtime.base import NUMPY_TYPES, Runner
 from still_export.targets.registry import runtime_named
+from still_export.targets.runtime import Opening
 
 
 class Session:
@@ -157,7 +158,7 @@ class Target:
 
     def command(self) -> list[str]:
         """Polygraphy's command, without inputs and tolerances."""
-        return self.record.repeat(self.package.path, self.package.manifest, self.provider, self.plugin)
+        return self.record.repeat(Opening(self.package.path, self.package.manifest, self.provider, plugin=self.plugin))
 
 
 def _narrow(arrays: Arrays) -> Arrays:

@@ -11,14 +11,27 @@ from still_export.runtime.base import Runner
 
 
 @dataclass(frozen=True)
+class Opening:
+    """A package that a runner is to open: provider of ONNX Runtime, threads (0: the runtime's choice), TensorRT's plugin library in the
+    place of the package's, whether weights are compared with their hashes."""
+
+    folder: Path
+    manifest: dict[str, Any]
+    provider: str = "cpu"
+    threads: int = 0
+    plugin: Path | None = None
+    check: bool = True
+
+
+@dataclass(frozen=True)
 class Runtime:
     """What runs packages here.
 
     Args:
         name: As `--runtime` has it.
         title: For people.
-        open: The runner of a package: its folder, manifest, provider, threads, plugin library, and whether to compare hashes.
-        repeat: Of folder, manifest, provider and plugin library the command that repeats a call with polygraphy.
+        open: The runner of a package; raises RunError where it does not run here.
+        repeat: The command that repeats a call with polygraphy.
         polygraphy: The runtime's name there.
         modules: Python modules without which it cannot start.
         providers: That `--provider` may name beside cpu.
@@ -27,8 +40,8 @@ class Runtime:
 
     name: str
     title: str
-    open: Callable[[Path, dict[str, Any], str, int, Path | None, bool], Runner]
-    repeat: Callable[[Path, dict[str, Any], str, Path | None], list[str]]
+    open: Callable[[Opening], Runner]
+    repeat: Callable[[Opening], list[str]]
     polygraphy: str
     modules: tuple[str, ...] = ()
     providers: tuple[str, ...] = ()
