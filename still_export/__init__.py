@@ -12,35 +12,57 @@ from still_export.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from still_export.api import load
+    from still_export.evaluation.bench import BenchOptions, bench
+    from still_export.evaluation.evaluate import EvaluationOptions
+    from still_export.evaluation.models import evaluate
+    from still_export.graph.options import ExportOptions
     from still_export.mixers.config import StillConfig
     from still_export.models import attach_untrained, forward_with_state
     from still_export.models.demo import demo_model_path
     from still_export.models.load import load_model, load_tokenizer
+    from still_export.proof.package import VerifyOptions, verify
     from still_export.runtime.language_model import LanguageModel
+    from still_export.targets.export import export
     from still_export.targets.lower import lower
 
 _HOME = {
+    "BenchOptions": "still_export.evaluation.bench",
+    "EvaluationOptions": "still_export.evaluation.evaluate",
+    "ExportOptions": "still_export.graph.options",
     "LanguageModel": "still_export.runtime.language_model",
     "StillConfig": "still_export.mixers.config",
+    "VerifyOptions": "still_export.proof.package",
     "attach_untrained": "still_export.models",
+    "bench": "still_export.evaluation.bench",
     "demo_model_path": "still_export.models.demo",
+    "evaluate": "still_export.evaluation.models",
+    "export": "still_export.targets.export",
     "forward_with_state": "still_export.models",
     "load": "still_export.api",
     "load_model": "still_export.models.load",
     "load_tokenizer": "still_export.models.load",
     "lower": "still_export.targets.lower",
+    "verify": "still_export.proof.package",
 }
 
 __all__ = [
+    "BenchOptions",
+    "EvaluationOptions",
+    "ExportOptions",
     "LanguageModel",
     "StillConfig",
+    "VerifyOptions",
     "attach_untrained",
+    "bench",
     "demo_model_path",
+    "evaluate",
+    "export",
     "forward_with_state",
     "load",
     "load_model",
     "load_tokenizer",
     "lower",
+    "verify",
 ]
 
 

@@ -11,7 +11,7 @@ from still_export.runtime.language_model import LanguageModel
 def load(
     package: str | Path,
     *,
-    runtime: Literal["ort", "trt", "torch"] | None = None,
+    runtime: str | None = None,
     provider: Literal["cpu", "cuda"] = "cpu",
     threads: int = 0,
     plugin: Path | None = None,

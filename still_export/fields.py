@@ -4,12 +4,36 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import field, fields
 from functools import cache
 from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from still_export.errors import StillExportError
+
+
+def option(default: Any, text: str, **more: Any) -> Any:
+    """A dataclass's field that is a flag of the command line, too (cli/flags.py).
+
+    Args:
+        default: Where nobody gives the flag.
+        text: The flag's help.
+        more: `flag`: its name, where that is not the field's with dashes. `shown`: the default in words. `panel`: title of the flags that
+            it stands among. `least`: smallest number. `commas`: of a tuple, values stand in one text; otherwise the flag is repeated.
+    """
+    return field(default=default, metadata={"help": text, **more})
+
+
+def names_of(kind: type) -> tuple[str, ...]:
+    """Fields of the dataclass `kind` that are flags."""
+    return tuple(entry.name for entry in fields(kind) if "help" in entry.metadata)
+
+
+def flag_of(kind: type, name: str) -> str:
+    """The flag of the dataclass `kind`'s field `name`."""
+    entry = next(entry for entry in fields(kind) if entry.name == name)
+    return str(entry.metadata.get("flag", f"--{name.replace('_', '-')}"))
 
 
 class Record(BaseModel):

@@ -188,7 +188,7 @@ void check_rules(Json const& manifest, std::string const& source)
         listed("plugins[\"" + major + "\"]", name);
     if (Json const native = manifest.value("native", Json()); !native.is_null())
         listed("native.library", native.at("library"));
-    if ((text_of(manifest.at("target")).rfind("trt", 0) == 0 || engines > 0) && manifest.value("trt", Json()).is_null())
+    if ((engines > 0 || !plugins.empty()) && manifest.value("trt", Json()).is_null())
         refuse(source, "trt", "is missing");
     size_t places = 0;
     if (Json const quantization = manifest.value("quantization", Json()); !quantization.is_null())

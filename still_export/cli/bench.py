@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from still_export.cli.flags import add_verb
 from still_export.cli.output import Output, ReportFile, TrustNative, command_line, report_folder
 from still_export.errors import ConfigError
 from still_export.extras import demand
@@ -21,23 +22,18 @@ Examples:
 """
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb to `app`."""
-    app.command("bench", epilog=EXAMPLES)(bench)
+def register(app: typer.Typer, whole: bool = True) -> None:
+    """Add the verb to `app`, `whole` with the flags of its options."""
+    add_verb(app, bench, EXAMPLES, whole, "still_export.evaluation.bench.BenchOptions")
 
 
 def bench(
+    asked: dict[str, Any],
     package: Annotated[Path, typer.Argument(help="Package folder.")],
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Folder for bench.json.", show_default="PACKAGE/bench"),
     ] = None,
-    lengths: Annotated[str | None, typer.Option(help="Context lengths.", show_default="1024,4096,8000")] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Decode steps per length.")] = 24,
-    threads: Annotated[int, typer.Option(min=0, help="0 = OMP_NUM_THREADS, or the runtime's choice.")] = 0,
-    batch: Annotated[int, typer.Option(min=1, help="Rows at once.")] = 1,
-    runtime: Annotated[str | None, typer.Option(help="ort, trt or torch.", show_default="the package's target")] = None,
-    provider: Annotated[str, typer.Option(help="Of ONNX Runtime: cpu or cuda.")] = "cpu",
     beside: Annotated[
         Path | None, typer.Option(help="JSON rows of another runtime (bench-peer) to compare and plot with.")
     ] = None,
@@ -48,38 +44,30 @@ def bench(
 ) -> None:
     """Measure prefill, decode and peak memory by context length with ONNX Runtime or TensorRT."""
     from still_export.doctor import machine
-    from still_export.evaluation.bench import LENGTHS, Measurement, Setting, to_dict
+    from still_export.evaluation.bench import LENGTHS, BenchOptions, Measurement, to_dict
     from still_export.evaluation.bench import bench as measure
     from still_export.package.folder import open_package
     from still_export.package.staging import staged_files
     from still_export.package.trust import trust_package
-    from still_export.proof.reference import runtime_of
     from still_export.report import bench as looks
     from still_export.report.render import check_report, write_report
+    from still_export.targets.registry import runtime_of
 
     if report is not None:
         check_report(report)
-    opened = open_package(package)
+    opened, out = open_package(package), Output(as_json, quiet)
     if trust_native:
         trust_package(package)
-    runtime = runtime_of(opened.manifest["target"], runtime)
-    demand(*(["onnxruntime"] if runtime == "ort" else []))
-    try:
-        wanted = tuple(int(n) for n in lengths.split(",")) if lengths else LENGTHS
-    except ValueError:
-        raise ConfigError(f"--lengths {lengths}: give numbers separated by commas.") from None
-    capacity, out = opened.manifest["capacity"], Output(as_json, quiet)
-    setting = Setting(steps, threads, batch, runtime, provider)
-    left_out = ""
-    if lengths is None and capacity["bounded"]:
-        held = tuple(n for n in wanted if setting.room(n) <= capacity["capacity_tokens"])
-        if left := sorted(set(wanted) - set(held)):
-            left_out = (
-                f"left out: {', '.join(map(str, left))} tokens, which with {steps} steps exceed the package's capacity of "
-                f"{capacity['capacity_tokens']}"
-            )
-            out.log(left_out)
-        wanted = held
+    runtime = runtime_of(opened.manifest["target"], asked.get("runtime"))
+    demand(*runtime.modules)
+    options = BenchOptions(**asked)
+    wanted, left_out = options.held(opened.manifest), ""
+    if left := sorted(set(LENGTHS) - set(wanted)) if not options.lengths else []:
+        left_out = (
+            f"left out: {', '.join(map(str, left))} tokens, which with {options.steps} steps exceed the package's capacity of "
+            f"{opened.manifest['capacity']['capacity_tokens']}"
+        )
+        out.log(left_out)
     peer: list[Measurement] = []
     if beside is not None:
         try:
@@ -88,13 +76,13 @@ def bench(
             raise ConfigError(f"{beside} holds no measurements: {error}.") from error
     folder = report_folder(output or package / "bench")
     with out.bar("measuring", len(wanted)) as progress:
-        rows = measure(package, wanted, setting, progress)
+        rows = measure(package, options, progress)
     content = {
         "package": str(package),
-        "threads": threads,
-        "batch": batch,
-        "runtime": runtime,
-        "provider": provider,
+        "threads": options.threads,
+        "batch": options.batch,
+        "runtime": runtime.name,
+        "provider": options.provider,
         "rows": to_dict(rows),
         "beside": to_dict(peer),
     }

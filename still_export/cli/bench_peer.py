@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from still_export.cli.flags import add_verb
 from still_export.cli.output import Output
 from still_export.errors import ConfigError
 from still_export.extras import demand
@@ -23,51 +24,52 @@ Examples:
 """
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb to `app`."""
-    app.command("bench-peer", epilog=EXAMPLES)(bench_peer)
+def register(app: typer.Typer, whole: bool = True) -> None:
+    """Add the verb to `app`, `whole` with the flags of its options."""
+    add_verb(
+        app,
+        bench_peer,
+        EXAMPLES,
+        whole,
+        "still_export.evaluation.bench.BenchOptions",
+        without=("batch", "runtime"),
+    )
 
 
 def bench_peer(
+    asked: dict[str, Any],
     model: Annotated[Path, typer.Argument(help="Base model: Hugging Face folder, or for genai a GGUF file.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="JSON rows for bench --beside.")] = Path("peer.json"),
     runtime: Annotated[str, typer.Option(help="genai (its own export, made first), or transformers.")] = "genai",
     work: Annotated[Path, typer.Option(help="Folder that keeps genai's export for the next run.")] = Path("work"),
-    lengths: Annotated[str, typer.Option(help="Context lengths.")] = "1024,4096,8000",
-    steps: Annotated[int, typer.Option(min=1, help="Decode steps per length.")] = 24,
-    threads: Annotated[
-        int, typer.Option(min=0, help="0 = the runtime's choice; genai's is half of the logical cores.")
-    ] = 0,
     quantize: Annotated[
         str | None, typer.Option(help="int4: genai's weights in 4 bits, as export --quantize int4.")
     ] = None,
-    provider: Annotated[str, typer.Option(help="genai: cpu, or cuda (half precision, or int4).")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print the measurements as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
     """Measure prefill, decode and peak memory of the base model with full attention in another runtime."""
-    from still_export.evaluation.bench import Setting, to_dict
+    from still_export.evaluation.bench import LENGTHS, BenchOptions, to_dict
     from still_export.evaluation.peer import GENAI, RUNTIMES, build, measure_peer
 
     if runtime not in RUNTIMES:
         raise ConfigError(f"--runtime {runtime} is unknown; known: {', '.join(RUNTIMES)}.")
     if quantize not in (None, "int4") or (quantize and runtime != GENAI):
         raise ConfigError(f"--quantize {quantize} with --runtime {runtime}: give int4 with genai, or leave it out.")
-    if provider not in ("cpu", "cuda") or (provider == "cuda" and runtime != GENAI):
-        raise ConfigError(f"--provider {provider} with --runtime {runtime}: give cpu, or with genai cuda.")
     if not model.exists():
         raise ConfigError(f"{model} is not there; give a model folder or a GGUF file.")
-    try:
-        wanted = [int(n) for n in lengths.split(",")]
-    except ValueError:
-        raise ConfigError(f"--lengths {lengths}: give numbers separated by commas.") from None
+    options = BenchOptions(**asked)
+    provider = options.provider
+    if provider not in ("cpu", "cuda") or (provider == "cuda" and runtime != GENAI):
+        raise ConfigError(f"--provider {provider} with --runtime {runtime}: give cpu, or with genai cuda.")
+    wanted = options.lengths or LENGTHS
     demand("onnxruntime_genai" if runtime == GENAI else "torch")
     out = Output(as_json, quiet)
     if runtime == GENAI:
         work.mkdir(parents=True, exist_ok=True)
         model = build(model.resolve(), work, quantize or ("fp16" if provider == "cuda" else "fp32"), provider)
     with out.bar("measuring", len(wanted)) as progress:
-        rows = measure_peer(runtime, model, wanted, Setting(steps, threads, provider=provider), progress)
+        rows = measure_peer(runtime, model, wanted, options, progress)
     output.write_text(json.dumps(to_dict(rows), indent=1) + "\n", encoding="utf-8")
     lines = (
         f"{r.length:>8} tokens: prefill {r.prefill_s:.2f} s, decode {r.decode_ms:.1f} ms, peak {r.peak_mb:.0f} MB"

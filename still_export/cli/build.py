@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from still_export.cli.errors import ended_at_once
+from still_export.cli.flags import add_verb
 from still_export.cli.next_commands import next_commands
 from still_export.cli.output import Output, TrustNative
 
@@ -20,24 +21,14 @@ Examples:
 """
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb to `app`."""
-    app.command("build", epilog=EXAMPLES)(build)
+def register(app: typer.Typer, whole: bool = True) -> None:
+    """Add the verb to `app`, `whole` with the flags of its options."""
+    add_verb(app, build, EXAMPLES, whole, "still_export.targets.trt.build.BuildOptions")
 
 
 def build(
+    asked: dict[str, Any],
     package: Annotated[Path, typer.Argument(help="Package folder, exported with --to trt or --to trt-rtx.")],
-    plugin: Annotated[Path | None, typer.Option(help="Plugin library in the place of the package's.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Most rows at once.", show_default="as exported")] = None,
-    prefill_tokens: Annotated[
-        int | None, typer.Option(help="Tokens of one prefill call.", show_default="as exported")
-    ] = None,
-    workspace: Annotated[
-        int | None, typer.Option(help="Limit of TensorRT's workspace, MiB.", show_default="as exported")
-    ] = None,
-    optimization_level: Annotated[
-        int | None, typer.Option(help="Effort of TensorRT's builder, 0 to 5.", show_default="3")
-    ] = None,
     trust_native: TrustNative = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
@@ -47,11 +38,10 @@ def build(
     from still_export.targets.trt.build import BuildOptions, build_engines, discard_staged, reopen
 
     out, opened = Output(as_json, quiet), reopen(package)
-    options = BuildOptions(plugin, batch, prefill_tokens, workspace, optimization_level)
     if trust_native:
         trust_package(package, engines=False)
     with out.steps() as progress, ended_at_once(lambda: discard_staged(package)):
-        engines = build_engines(opened, options, progress)
+        engines = build_engines(opened, BuildOptions(**asked), progress)
     out.result(
         {"package": str(package), "engines": [str(e) for e in engines]},
         *(f"{engine}: {engine.stat().st_size / 2**20:.0f} MiB" for engine in engines),

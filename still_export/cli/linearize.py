@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
 
+from still_export.cli.flags import flags_of, with_flags
 from still_export.cli.output import Output, ReportFile, command_line
 from still_export.errors import ConfigError
 from still_export.extras import EXTRAS, demand
@@ -36,42 +36,15 @@ def register(app: typer.Typer) -> None:
     app.command("linearize", epilog=EXAMPLES)(with_recipe_flags(linearize))
 
 
-def with_recipe_flags(function: Callable[..., None]) -> Callable[..., None]:
-    """`function` with a flag for every field of Recipe, passed in its `recipe_options` where the user gave it."""
+def with_recipe_flags(verb: Callable[..., None]) -> Callable[..., None]:
+    """`verb` with the flags of a recipe that it has none of its own for."""
     from still_export.linearization.recipe import Recipe
 
-    hints = get_type_hints(Recipe)
-    own = inspect.signature(function, eval_str=True)
-    flags = []
-    for entry in fields(Recipe):
-        if entry.name in ("base", "texts"):
-            continue
-        kind, default = hints[entry.name], entry.default
-        flag = f"--{entry.name.replace('_', '-')}"
-        if "tuple" in str(kind):
-            kind = next((list[t] for t in (float, int) if t.__name__ in str(kind)), list[str])  # type: ignore[valid-type]
-        shown = None if default is None else str(default)
-        help_option = typer.Option(flag, help=entry.metadata["help"], show_default=shown or False)
-        if kind is bool:
-            help_option = typer.Option(flag, help=entry.metadata["help"], show_default=False)
-        annotation = Annotated[kind | None, help_option]  # type: ignore[valid-type]
-        flags.append(inspect.Parameter(entry.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
-
-    def verb(**given: Any) -> None:
-        options = {flag.name: given.pop(flag.name) for flag in flags}
-        function(**given, recipe_options={name: value for name, value in options.items() if value not in (None, [])})
-
-    kept = [
-        p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own.parameters.values() if p.name != "recipe_options"
-    ]
-    verb.__signature__ = own.replace(parameters=kept + flags)  # type: ignore[attr-defined]
-    verb.__annotations__ = {p.name: p.annotation for p in kept + flags}
-    verb.__doc__ = function.__doc__
-    return verb
+    return with_flags(verb, *flags_of(Recipe, without=("base", "texts")))
 
 
 def linearize(
-    recipe_options: dict[str, Any],
+    asked: dict[str, Any],
     base: Annotated[
         str | None, typer.Argument(help="Softmax model: Hugging Face folder, hub id, or GGUF file.", show_default=False)
     ] = None,
@@ -125,14 +98,14 @@ def linearize(
     if adapter is not None:
         if base is None:
             raise typer.BadParameter("give the base model of the adapter", param_hint="BASE")
-        apply(base, adapter, output, tokenizer=recipe_options.get("tokenizer"), force=force)
+        apply(base, adapter, output, tokenizer=asked.get("tokenizer"), force=force)
         out.result(
             {"model": str(output)},
             f"{output}: {base} with {adapter}",
             f"next: still-export {output} --to onnx -o PACKAGE",
         )
         return
-    given = {**recipe_options, **({"base": base} if base else {}), **({"texts": tuple(text)} if text else {})}
+    given = {**asked, **({"base": base} if base else {}), **({"texts": tuple(text)} if text else {})}
     if config is not None and named is not None:
         raise ConfigError("--config and --recipe are two recipes; give one of them.")
     if config is None and named is None:

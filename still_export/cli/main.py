@@ -18,18 +18,6 @@ from still_export.errors import StillExportError
 from still_export.extras import installation
 from still_export.package.refusals import RunError
 
-app = typer.Typer(
-    name="still-export",
-    help="Export linearized LLMs to ONNX and TensorRT with their state, and prove every target against PyTorch.\n\n"
-    "still-export MODEL --to onnx -o DIR is short for still-export export MODEL --to onnx -o DIR. "
-    "--debug, with any verb, shows the traceback of an error.",
-    no_args_is_help=True,
-    add_completion=False,  # its options ask which shell called, and fail where none did
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    rich_markup_mode="markdown",
-)
-
 
 def _version(wanted: bool) -> None:
     if wanted:
@@ -37,7 +25,6 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _root(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
@@ -47,7 +34,8 @@ def _root(
 
 
 @functools.cache  # every call of `main` in a process would have all verbs more to build
-def _register() -> None:
+def app(verb: str = "") -> typer.Typer:
+    """The command line; of the verbs whose flags are made from records, whose imports take seconds, `verb` alone has them."""
     from still_export.cli import (
         audit,
         bench,
@@ -68,26 +56,34 @@ def _register() -> None:
         write_chats,
     )
 
+    made = typer.Typer(
+        name="still-export",
+        help="Export linearized LLMs to ONNX and TensorRT with their state, and prove every target against PyTorch.\n\n"
+        "still-export MODEL --to onnx -o DIR is short for still-export export MODEL --to onnx -o DIR. "
+        "--debug, with any verb, shows the traceback of an error.",
+        no_args_is_help=True,
+        add_completion=False,  # its options ask which shell called, and fail where none did
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        rich_markup_mode="markdown",
+    )
+    made.callback()(_root)
+    for module in (export, lower, build, verify, bench, bench_peer, evaluate):
+        module.register(made, whole=verb == module.__name__.rpartition(".")[2].replace("_", "-"))
     for module in (
-        export,
-        lower,
-        build,
         run,
         serve,
-        verify,
         inspect,
-        bench,
-        bench_peer,
         fetch_texts,
         write_chats,
         linearize,
-        evaluate,
         audit,
         select_layers,
         kernels,
         doctor,
     ):
-        module.register(app)
+        module.register(made)
+    return made
 
 
 ROOT_OPTIONS = ("-h", "--help", "--version")
@@ -107,13 +103,11 @@ def main(arguments: list[str] | None = None) -> None:
 
     An error is one line; with --debug, in any place, its traceback.
     """
-    _register()
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
     given = [argument for argument in given if argument != "--debug"]
-    verbs = {command.name or "" for command in app.registered_commands} | {
-        group.name or "" for group in app.registered_groups
-    }
+    every = app()
+    verbs = {v.name or "" for v in every.registered_commands} | {v.name or "" for v in every.registered_groups}
     if given and given[0] not in verbs and given[0] not in ROOT_OPTIONS:
         near = difflib.get_close_matches(given[0], verbs, 1)
         if near and not given[0].startswith("-") and not Path(given[0]).exists():
@@ -124,7 +118,7 @@ def main(arguments: list[str] | None = None) -> None:
         for number in INTERRUPTS:
             signal.signal(number, _interrupt)
     try:
-        app(given, standalone_mode=True)
+        app(given[0] if given else "")(given, standalone_mode=True)
     except (StillExportError, RunError) as error:
         if debug:
             raise

@@ -29,7 +29,7 @@ def register(app: typer.Typer) -> None:
 
 
 def select_layers(
-    recipe_options: dict[str, Any],
+    asked: dict[str, Any],
     base: Annotated[
         str | None, typer.Argument(help="Softmax model: Hugging Face folder, hub id, or GGUF file.", show_default=False)
     ] = None,
@@ -58,7 +58,7 @@ def select_layers(
     if output is None:
         raise typer.BadParameter("give the folder to write: -o DIR", param_hint="-o")
     out = Output(as_json, quiet)
-    given = {**recipe_options, **({"base": base} if base else {}), **({"texts": tuple(text)} if text else {})}
+    given = {**asked, **({"base": base} if base else {}), **({"texts": tuple(text)} if text else {})}
     recipe = read_recipe(config, given)
     choice = run(recipe, count, output, by=by, steps=steps, rounds=rounds, resume=resume, force=force, log=out.log)
     leave_processes()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,18 +14,18 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from still_export.cli.flags import add_verb
 from still_export.cli.output import Output, ReportFile, TrustNative, command_line, report_folder
 from still_export.cli.verify_served import REQUESTS, RUNTIME, check_flags, verify_served
-from still_export.errors import ConfigError, ModelNotFoundError, PackageError
-from still_export.extras import demand
+from still_export.errors import ConfigError
+from still_export.package.folder import open_package
 
 if TYPE_CHECKING:
-    from still_export.graph.options import ExportOptions
-    from still_export.models.weights import Pair
-    from still_export.package.folder import Package
-    from still_export.proof.cases import CaseSource
     from still_export.proof.verify import Report
 
+SERVED = "With --runtime vllm"
+WITH_BOTH = ("seed", "runtime", "provider")
+"""Fields of the options that vLLM's proof has, too, or lets pass."""
 SHOWN = 5
 """Mismatches that are printed; the report has all."""
 
@@ -41,51 +42,29 @@ Examples:
 """
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb to `app`."""
-    app.command("verify", epilog=EXAMPLES)(verify)
+def register(app: typer.Typer, whole: bool = True) -> None:
+    """Add the verb to `app`, `whole` with the flags of its options."""
+    add_verb(app, verify, EXAMPLES, whole, "still_export.proof.package.VerifyOptions")
 
 
 def verify(
+    asked: dict[str, Any],
     package: Annotated[Path, typer.Argument(help="Package folder; with --runtime vllm a STILL model's folder.")],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Folder for report and calls.", show_default="PACKAGE/verify")
     ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="The PyTorch model, if it is no longer where it was exported from.")
-    ] = None,
-    lengths: Annotated[str | None, typer.Option(help="Prompt lengths.", show_default="1,63,...,4097")] = None,
-    decode_steps: Annotated[
-        int | None, typer.Option(min=1, help="Single-token steps after a prefill.", show_default="72; trt: 256")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0,
-    runtime: Annotated[
-        str | None, typer.Option(help="ort, trt, torch or vllm.", show_default="the package's target")
-    ] = None,
-    requests: Annotated[
-        int | None, typer.Option(min=1, help="vllm: requests of each of three loads.", show_default="24")
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="vllm: float32, float16 or bfloat16.", show_default="as stored")
-    ] = None,
-    tensor_parallel_size: Annotated[
-        int | None, typer.Option(min=1, help="vllm: devices that share each layer.", show_default="1")
-    ] = None,
-    provider: Annotated[str, typer.Option(help="Of ONNX Runtime: cpu or cuda.")] = "cpu",
-    plugin: Annotated[Path | None, typer.Option(help="trt: plugin library in the place of the package's.")] = None,
-    adapter: Annotated[
-        Path | None, typer.Option(help="LoRA adapter to run a package with that was exported with --adapters.")
-    ] = None,
     record: Annotated[
         Path | None, typer.Option(help="Only write PyTorch's answers to this file, for a machine without PyTorch.")
     ] = None,
-    calls: Annotated[Path | None, typer.Option(help="Take PyTorch's answers from a file made with --record.")] = None,
-    text: Annotated[
-        Path | None,
-        typer.Option(help="Quantized packages: a text to tell the price of quantization on, in bits per byte."),
+    requests: Annotated[
+        int | None,
+        typer.Option(min=1, help="Requests of each of three loads.", rich_help_panel=SERVED, show_default="24"),
     ] = None,
-    reference_device: Annotated[
-        str | None, typer.Option(help="Where PyTorch answers: cpu or cuda.", show_default="cpu")
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, float16 or bfloat16.", rich_help_panel=SERVED, show_default="as stored")
+    ] = None,
+    tensor_parallel_size: Annotated[
+        int | None, typer.Option(min=1, help="Devices that share each layer.", rich_help_panel=SERVED, show_default="1")
     ] = None,
     report: ReportFile = None,
     trust_native: TrustNative = False,
@@ -95,28 +74,21 @@ def verify(
     """Compare ONNX Runtime or TensorRT with PyTorch on logits, every state tensor and every selection, or vLLM's answers under load
     with PyTorch's; exit 1 on a mismatch."""
     ours = {"--requests": requests, "--dtype": dtype, "--tensor-parallel-size": tensor_parallel_size}
-    others = {"--model": model, "--lengths": lengths, "--decode-steps": decode_steps, "--plugin": plugin}
-    others |= {"--record": record, "--calls": calls, "--text": text, "--report": report}
-    others |= {"--adapter": adapter, "--reference-device": reference_device}
+    others = {f"--{name.replace('_', '-')}": x for name, x in asked.items() if name not in WITH_BOTH}
+    others |= {"--record": record, "--report": report}
+    runtime, out = asked.get("runtime"), Output(as_json, quiet)
     check_flags(runtime, *({name: x is not None for name, x in flags.items()} for flags in (ours, others)))
     if runtime == RUNTIME:
-        ranks = tensor_parallel_size or 1
-        passed = verify_served(package, output, seed, requests or REQUESTS, dtype, ranks, Output(as_json, quiet))
+        ranks, seed = tensor_parallel_size or 1, asked.get("seed", 0)
+        passed = verify_served(package, output, seed, requests or REQUESTS, dtype, ranks, out)
         raise typer.Exit(0 if passed else 1)
     from still_export.doctor import machine
     from still_export.graph.quantization.policy import rounds_activations
-    from still_export.package.folder import open_package
     from still_export.package.staging import staged_files
     from still_export.package.trust import trust_package
-    from still_export.proof.recorded import RecordedCases, record_cases
-    from still_export.proof.reference import runtime_of
-    from still_export.proof.sessions import Target
-    from still_export.proof.verify import Verifier, check_dtype
+    from still_export.proof import package as proof
     from still_export.report import verify as looks
     from still_export.report.render import check_report, write_report
-    from still_export.runtime.cuda_driver import CudaError
-    from still_export.runtime.sampling import RunError
-    from still_export.targets.registry import target_of
 
     if report is not None:
         if record is not None:
@@ -124,68 +96,28 @@ def verify(
                 "--record compares nothing, so it has no --report; give that where the calls are compared."
             )
         check_report(report)
-    if adapter is not None and (record is not None or calls is not None):
-        raise ConfigError("--adapter is compared where PyTorch answers: give it without --record and --calls.")
-    if record is not None and calls is not None:
-        raise ConfigError("--record writes a file of answers and --calls reads one; give one of them.")
-    if reference_device is not None and calls is not None:
-        raise ConfigError("--calls is what PyTorch answered already: leave out --reference-device.")
-    try:
-        wanted = None if lengths is None else tuple(int(x) for x in lengths.split(","))
-    except ValueError:
-        raise ConfigError(f"--lengths {lengths}: give numbers separated by commas.") from None
-    opened, out = open_package(package), Output(as_json, quiet)
+    options = proof.VerifyOptions(**asked)
+    opened = open_package(package, check_hashes=False)
     if trust_native:
         trust_package(package)
-    kind = opened.manifest["target"]
-    genai = kind == "genai" and runtime is None and record is None
-    if genai:
-        demand("onnxruntime_genai")
-    runtime = runtime_of(kind, runtime)
-    check_dtype(opened)
-    quantized = opened.manifest.get("quantization") is not None
-    if text is not None and (not quantized or calls is not None or record is not None):
-        raise ConfigError(
-            "--text tells the price of quantization: give it with a quantized package, without --record and --calls."
-        )
-    _check_lengths(wanted or (), opened)
-    if runtime == "trt" and record is None and not opened.manifest["engines"]:
-        raise PackageError(f"{package} has no engine yet. Build it on this machine: still-export build {package}")
-    folder = report_folder((output or package / "verify") if record is None else record.parent)
-    steps = target_of(kind).decode_steps if decode_steps is None else decode_steps
-    pairs: Mapping[str, tuple[Pair, ...]] = {}
-    added: dict[str, Any] = {}
-    if adapter is not None:
-        from still_export.runtime.adapters import adapter_inputs, read_pairs
+    folder = (output or package / "verify") if record is None else record.parent
 
-        pairs, added = read_pairs(adapter, opened.manifest), adapter_inputs(adapter, opened.manifest)
-    cases: CaseSource
-    if calls is None:
-        cases = _torch_cases(opened, model, wanted, steps, seed, pairs, reference_device or "cpu")
-    else:
-        cases = RecordedCases(calls, opened)
-    if record is not None:
-        with out.bar("recording", cases.count) as progress:
-            record_cases(cases, opened, record, progress)
-        out.result(
-            {"calls": str(record)},
-            f"{record}: {cases.count} cases",
-            f"next: still-export verify {shlex.quote(str(package))} --calls {shlex.quote(str(record))}",
-        )
-        return
-    target = Target(opened, runtime, provider, plugin, added, genai)
-    try:
-        with out.bar("verifying", cases.count) as progress:
-            found = Verifier(opened, cases, target, steps).run(folder, progress)
-    except (RunError, CudaError) as error:
-        raise PackageError(str(error)) from error
-    content = found.to_dict()
-    price = None
-    if quantized and calls is None:
-        from still_export.proof.quantized import price_of
+    def started(cases: int) -> Callable[[str], None]:
+        report_folder(folder)
+        return bar.enter_context(out.bar("verifying" if record is None else "recording", cases))
 
-        price = price_of(_options(opened, model, "float32"), package, opened.manifest, text)
-        content["price"] = price.to_dict()
+    with contextlib.ExitStack() as bar:
+        if record is not None:
+            count = proof.record(package, record, options, started=started)
+            bar.close()
+            out.result(
+                {"calls": str(record)},
+                f"{record}: {count} cases",
+                f"next: still-export verify {shlex.quote(str(package))} --calls {shlex.quote(str(record))}",
+            )
+            return
+        found = proof.verify(package, options, folder, started=started)
+    content, target, price = found.to_dict(), found.target, found.price
     with staged_files(folder) as work:
         (work / "report.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     if report is not None:
@@ -196,82 +128,11 @@ def verify(
     else:
         rounded = rounds_activations(opened.manifest)
         own = "PyTorch's run with activations rounded to 8 bits" if rounded else "PyTorch's half precision run"
-        _print(found, folder, target.title, target.native, own, repeatable=adapter is None)
+        _print(found.report, folder, target.title, target.native, own, repeatable=options.adapter is None)
         if price is not None:
             print(price)
-        print("PASSED" if found.passed else "FAILED: the package does not compute what PyTorch computes")
-    raise typer.Exit(0 if found.passed else 1)
-
-
-def _check_lengths(lengths: tuple[int, ...], package: Package) -> None:
-    """Raise ConfigError for prompts that the package cannot hold; of the lengths not asked for, those are left out."""
-    capacity = package.manifest["capacity"]
-    limit = capacity["capacity_tokens"] if capacity["bounded"] else max(lengths, default=1)
-    for length in lengths:
-        if not 1 <= length <= limit:
-            raise ConfigError(f"--lengths {length} is outside 1..{limit}, the capacity of {package.path}.")
-
-
-def _torch_cases(
-    package: Package,
-    model: str | None,
-    lengths: tuple[int, ...] | None,
-    steps: int,
-    seed: int,
-    pairs: Mapping[str, tuple[Pair, ...]],
-    device: str,
-) -> CaseSource:
-    """Cases answered by PyTorch in float32 with the package's weights, and an adapter's `pairs`. A package that computes in less, half
-    precision or activations of 8 bits, is held to it beside PyTorch's own run of that kind. So is one in float32 with caches in 8 bits
-    beside half precision: where a number lies between two codes the last bit decides, and what follows differs by a step.
-
-    Raises:
-        ConfigError: PyTorch has no such `device` here.
-    """
-    import torch
-
-    from still_export.graph.quantization.policy import rounds_activations
-    from still_export.graph.quantization.read import held_names, held_source, round_activations
-    from still_export.mixers.excuses import excuses_of
-    from still_export.proof.layerwise import LayerwiseModel
-    from still_export.proof.torch_cases import LENGTHS, TorchCases
-
-    if device not in ("cpu", "cuda"):
-        raise ConfigError(f"--reference-device {device} is unknown; known: cpu, cuda.")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--reference-device cuda: PyTorch finds no such device here. Leave it out: the CPU answers.")
-    dtype, rounded = package.manifest["model"]["dtype"], rounds_activations(package.manifest)
-    if dtype == "float32" and any(state["dtype"] == "int32" for state in package.manifest["states"]):
-        dtype = "float16"
-    manifest = package.manifest
-    try:
-        wide, own = (
-            held_source(_options(package, model, kind), package.path, manifest, pairs) for kind in ("float32", dtype)
-        )
-    except ModelNotFoundError as error:
-        raise ModelNotFoundError(
-            f"{error} The package was exported from it; if the model lies elsewhere now, name it with --model."
-        ) from error
-
-    def round_inputs(model: Any) -> None:
-        round_activations(model, held_names(package.path), manifest["quantization"]["block_size"])
-
-    half = None
-    if rounded or dtype != "float32":
-        prepare = round_inputs if rounded else None
-        half = LayerwiseModel(manifest, own, excuses_of(manifest).alike, prepare, device)
-    reference = LayerwiseModel(manifest, wide, device=device)
-    return TorchCases(manifest, reference, half, lengths or LENGTHS, steps, seed)
-
-
-def _options(package: Package, model: str | None, dtype: str) -> ExportOptions:
-    """What was exported, in `dtype`, read from where `model` lies now."""
-    from dataclasses import replace
-
-    from still_export.graph.options import ExportOptions
-
-    options = ExportOptions.from_manifest(package.manifest)
-    return replace(options, model=model or options.model, dtype=dtype)
+        print("PASSED" if found.report.passed else "FAILED: the package does not compute what PyTorch computes")
+    raise typer.Exit(0 if found.report.passed else 1)
 
 
 def _print(report: Report, folder: Path, runtime: str, native: bool, own_run: str, repeatable: bool) -> None:

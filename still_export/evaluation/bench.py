@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from still_export.fields import option
 from still_export.package.checked import read_manifest
-from still_export.proof.reference import open_runner
+from still_export.proof.reference import open_runner, runtime_of
 from still_export.runtime.sampling import likeliest
 
 LENGTHS = (1024, 4096, 8000)
@@ -40,24 +41,34 @@ class Measurement:
 
 
 @dataclass(frozen=True)
-class Setting:
-    """How a package is measured: decode steps, threads (0 = the runtime's choice), rows, and the runner that `run` would open."""
+class BenchOptions:
+    """How a package is measured: with the runner that `run` would open. Context lengths are in tokens; the help of flags says the rest."""
 
-    steps: int = DECODE_STEPS
-    threads: int = 0
-    batch: int = 1
-    runtime: str = "ort"
-    provider: str = "cpu"
+    steps: int = option(DECODE_STEPS, "Decode steps per length.", least=1)
+    threads: int = option(0, "0 = OMP_NUM_THREADS, or the runtime's choice.", least=0)
+    batch: int = option(1, "Sequences at once.", least=1)
+    runtime: str | None = option(None, "ort, trt or torch.", shown="the package's target")
+    provider: str = option("cpu", "Of ONNX Runtime: cpu or cuda.")
+    lengths: tuple[int, ...] = option(
+        (), "Context lengths.", commas=True, shown=f"{','.join(map(str, LENGTHS))}, those that fit"
+    )
 
     def room(self, length: int) -> int:
         """Tokens that a package holds at the end of a measurement at `length`: a step before those that are timed captures them."""
         return length + self.steps + 1
 
+    def held(self, manifest: dict[str, Any]) -> tuple[int, ...]:
+        """The lengths that are measured: those asked for, or of the usual ones those that a package has room for."""
+        capacity = manifest["capacity"]
+        most = capacity["capacity_tokens"] if capacity["bounded"] else None
+        return self.lengths or tuple(n for n in LENGTHS if most is None or self.room(n) <= most)
 
-def measure(package: Path, length: int, setting: Setting) -> Measurement:
+
+def measure(package: Path, length: int, setting: BenchOptions) -> Measurement:
     """Measure one context length in this process: random tokens in pieces as a prompt is fed, then greedy decoding."""
     manifest = read_manifest(package)
-    model = open_runner(package, manifest, setting.runtime, setting.provider, setting.threads)
+    runtime = runtime_of(manifest["target"], setting.runtime)
+    model = open_runner(package, manifest, runtime, setting.provider, setting.threads)
     tokens = np.random.default_rng(0).integers(0, manifest["model"]["vocab_size"], (setting.batch, length))
     room = setting.room(length)
     if model.replays:  # the first call of a process loads code
@@ -81,12 +92,19 @@ def measure(package: Path, length: int, setting: Setting) -> Measurement:
 
 
 def bench(
-    package: Path,
-    lengths: tuple[int, ...] = LENGTHS,
-    setting: Setting = Setting(),
+    package: str | Path,
+    options: BenchOptions = BenchOptions(),
     progress: Callable[[str], None] = lambda done: None,
 ) -> list[Measurement]:
-    """Measure each of `lengths` in a process of its own.
+    """Measure prefill, decode and peak memory of a package by context length, each in a process of its own.
+
+    Args:
+        package: Its folder.
+        options: What is measured, with which runtime.
+        progress: Told each length that is done.
+
+    Returns:
+        A measurement for each length, in seconds, milliseconds and MB.
 
     Raises:
         PackageError: A measurement failed; the message holds its own.
@@ -94,9 +112,9 @@ def bench(
     from still_export.errors import PackageError
 
     rows = []
-    for length in lengths:
+    for length in options.held(read_manifest(Path(package))):
         command = [sys.executable, "-m", "still_export.evaluation.bench", str(package)]
-        command += [str(length), json.dumps(asdict(setting))]
+        command += [str(length), json.dumps(asdict(options))]
         done = subprocess.run(command, text=True, capture_output=True)
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
@@ -113,4 +131,4 @@ def to_dict(rows: list[Measurement]) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asdict(measure(Path(sys.argv[1]), int(sys.argv[2]), Setting(**json.loads(sys.argv[3]))))))
+    print(json.dumps(asdict(measure(Path(sys.argv[1]), int(sys.argv[2]), BenchOptions(**json.loads(sys.argv[3]))))))

@@ -19,6 +19,7 @@ from still_export.evaluation.chat import chat_ends, template, unseen
 from still_export.evaluation.code import code_prompts
 from still_export.evaluation.positions import perplexity_by_position
 from still_export.evaluation.questions import CHAT
+from still_export.fields import option
 from still_export.linearization.tasks import TaskWriter, task_named
 from still_export.linearization.texts import check_ids, read_text, tokenize
 from still_export.mixers.config import StillConfig
@@ -34,30 +35,43 @@ TOKENS_AT_ONCE = {"cuda": 1 << 16, "cpu": 1 << 13}
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """What is measured.
+    """What is measured, and of what; every field is a flag of `still-export evaluate`.
 
-    Args:
-        texts: Text files for bits per byte; context_lengths: at these contexts, every block on its own.
-        by_position: Perplexity by position in blocks of so many tokens of each text; 0 = not measured.
-        text_tokens: Tokens of each text at most.
-        tasks, lengths, depths, samples: Retrieval: samples prompts for each task, length and depth (0 = far, 1 = near the question).
-            The task "unseen" has forms of facts that no training row has; it is answered in a chat. "code" asks about files of
-            source code, in the first text, of half to the whole of a length.
-        chat: So many questions of a chat are answered, whose ends and repetitions are counted.
-        variants: Of a STILL model.
+    Bits per byte of `texts` are at `context_lengths`, every block on its own. Retrieval has `samples` prompts for each task, length and
+    depth (0 = far, 1 = near the question). The task "unseen" has forms of facts that no training row has; it is answered in a chat. "code"
+    asks about files of code, in the first text, of half to the whole of a length. Of `chat` answers ends and repetitions are counted.
+
+    Raises:
+        ConfigError: A task or variant is unknown, or a number out of range.
     """
 
-    texts: tuple[str, ...] = ()
-    context_lengths: tuple[int, ...] = (1024,)
-    by_position: int = 0
-    text_tokens: int = 1 << 17
-    tasks: tuple[str, ...] = ("needle", "passkey", "key_value")
-    lengths: tuple[int, ...] = (1024, 2048, 4096)
-    depths: int = 10
-    samples: int = 4
-    seed: int = 0
-    chat: int = 0
-    variants: tuple[str, ...] = VARIANTS
+    texts: tuple[str, ...] = option((), "Text file for bits per byte and as filler; repeatable.", flag="--text")
+    context_lengths: tuple[int, ...] = option(
+        (1024,), "Context lengths for bits per byte.", flag="--contexts", commas=True, shown="1024"
+    )
+    by_position: int = option(0, "Perplexity by position in blocks of so many tokens of each text; 0 = none.", least=0)
+    text_tokens: int = option(1 << 17, "Tokens of each text at most.", least=2)
+    tasks: tuple[str, ...] = option(
+        ("needle", "passkey", "key_value"),
+        "Retrieval tasks: needle, passkey, key_value, unseen, code; empty: none.",
+        commas=True,
+        shown="needle,passkey,key_value",
+    )
+    lengths: tuple[int, ...] = option(
+        (1024, 2048, 4096), "Prompt lengths of retrieval.", commas=True, shown="1024,2048,4096"
+    )
+    depths: int = option(10, "Depths at which the fact is hidden.", least=1)
+    samples: int = option(4, "Prompts for each task, length and depth.", least=1)
+    seed: int = option(0, "Of the prompts.")
+    chat: int = option(0, "Questions of a chat whose answers' ends are counted, at most 50.", least=0)
+    variants: tuple[str, ...] = option(VARIANTS, "Of a STILL model.", commas=True, shown="all that it has")
+    teacher: str | None = option(None, "The softmax model that MODEL was made from.")
+    tokenizer: str | None = option(None, "Folder of the tokenizer, if not beside the model.")
+    dtype: str = option("auto", "auto, float32, float16 or bfloat16.")
+    device: str = option("auto", "auto, cpu or cuda; a package runs where its runtime does.")
+    runtime: str | None = option(None, "Of packages: ort, trt or torch.", shown="the package's target")
+    provider: str = option("cpu", "Of ONNX Runtime: cpu or cuda.")
+    threads: int = option(0, "Of packages; 0 = the runtime's choice.", least=0)
 
     def __post_init__(self) -> None:
         for name in self.tasks:
@@ -126,7 +140,7 @@ class Evaluation:
         return "\n".join(lines)
 
 
-def evaluate(
+def measure(
     models: dict[str, Any],
     tokenizer: Any,
     options: EvaluationOptions,

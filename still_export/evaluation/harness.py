@@ -17,7 +17,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from still_export.evaluation.bench import Setting
+from still_export.evaluation.bench import BenchOptions
 from still_export.evaluation.packages import open_model
 from still_export.models.load import load_tokenizer
 from still_export.package.folder import open_package
@@ -48,7 +48,8 @@ class PackageLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
     ) -> None:
         super().__init__()
         opened = open_package(Path(package), check_hashes=False)  # the runner compares them
-        self.model = LanguageModel(open_model(opened, runtime, Setting(provider=provider, threads=int(threads))).runner)
+        setting = BenchOptions(threads=int(threads), runtime=runtime, provider=provider)
+        self.model = LanguageModel(open_model(opened, setting).runner)
         self.tokenizer = load_tokenizer(Path(package))
         self.max_tokens = int(max_tokens)
 

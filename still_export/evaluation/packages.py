@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from still_export.evaluation.bench import Setting, bench
+from still_export.evaluation.bench import BenchOptions, bench
 from still_export.package.folder import Package
 from still_export.proof.reference import open_runner, runtime_of
 from still_export.runtime.base import Runner
@@ -78,21 +78,20 @@ class PackageModel:
         return np.concatenate(pieces, axis=1) if self._all_logits else pieces[-1]
 
 
-def open_model(package: Package, runtime: str | None, setting: Setting) -> PackageModel:
+def open_model(package: Package, setting: BenchOptions) -> PackageModel:
     """A package with the runner that `run` would take.
 
     Raises:
         ConfigError: The runtime or the provider is not one of the package.
         RunError: It does not run here.
     """
-    asked = runtime_of(package.manifest["target"], runtime)
+    asked = runtime_of(package.manifest["target"], setting.runtime)
     return PackageModel(open_runner(package.path, package.manifest, asked, setting.provider, setting.threads))
 
 
-def costs(package: Package, runtime: str | None, length: int, setting: Setting) -> dict[str, float]:
+def costs(package: Package, length: int, setting: BenchOptions) -> dict[str, float]:
     """What a package takes at a context of `length` tokens: size and peak memory in MB, seconds of prefill, ms of a decode step."""
-    asked = runtime_of(package.manifest["target"], runtime)
-    (row,) = bench(package.path, (length,), replace(setting, runtime=asked))
+    (row,) = bench(package.path, replace(setting, lengths=(length,)))
     size = sum(entry["size_bytes"] for entry in package.manifest["files"].values())
     return {
         "size, MB": size / 1e6,

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from still_export.evaluation.bench import Measurement, Setting
+from still_export.evaluation.bench import BenchOptions, Measurement
 from still_export.models.gguf_folder import write_folder
 from still_export.runtime.sampling import RunError
 
@@ -56,7 +56,7 @@ def measure_peer(
     runtime: str,
     model: Path,
     lengths: Iterable[int],
-    setting: Setting,
+    setting: BenchOptions,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[Measurement]:
     """Measure every length in a process of its own: what `still-export bench` measures of a package.
@@ -76,7 +76,7 @@ def measure_peer(
     return rows
 
 
-def _genai(package: Path, length: int, setting: Setting) -> tuple[Callable[[], Any], Callable[[], Any]]:
+def _genai(package: Path, length: int, setting: BenchOptions) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """What reads a prompt of random tokens and chooses one, and what does a greedy step."""
     import onnxruntime_genai as genai
 
@@ -111,7 +111,7 @@ def _genai(package: Path, length: int, setting: Setting) -> tuple[Callable[[], A
     return prompt, step
 
 
-def _transformers(folder: Path, length: int, setting: Setting) -> tuple[Callable[[], Any], Callable[[], Any]]:
+def _transformers(folder: Path, length: int, setting: BenchOptions) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """The same, in float32, with what the first call alone costs paid."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -132,7 +132,7 @@ def _transformers(folder: Path, length: int, setting: Setting) -> tuple[Callable
     return lambda: feed(tokens), lambda: feed(state["token"])
 
 
-def _measure(runtime: str, model: Path, length: int, setting: Setting) -> Measurement:
+def _measure(runtime: str, model: Path, length: int, setting: BenchOptions) -> Measurement:
     prompt, step = {GENAI: _genai, TRANSFORMERS: _transformers}[runtime](model, length, setting)
     begin = time.perf_counter()
     prompt()
@@ -148,4 +148,4 @@ def _measure(runtime: str, model: Path, length: int, setting: Setting) -> Measur
 
 if __name__ == "__main__":
     asked, where, tokens_, given = sys.argv[1:]
-    print(json.dumps(asdict(_measure(asked, Path(where), int(tokens_), Setting(**json.loads(given))))))
+    print(json.dumps(asdict(_measure(asked, Path(where), int(tokens_), BenchOptions(**json.loads(given))))))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
 from still_export.errors import ConfigError
-from still_export.fields import check_types
+from still_export.fields import check_types, option
 from still_export.graph.quantization.policy import DEFAULT_LORA, DEFAULT_METHOD, Layout, Quantization
+from still_export.mixers.choices import MODEL
 from still_export.package.files import MANIFEST
-from still_graphs.ops import FUSED_OPSET, OPSET
 
 if TYPE_CHECKING:
     from still_export.mixers.config import StillConfig
@@ -25,62 +25,52 @@ def silent(step: str, done: int = 0, total: int = 0) -> None:
     """A Progress that tells nobody."""
 
 
+BITS = "Quantization"
+"""Group of flags."""
+
+
 @dataclass(frozen=True)
 class ExportOptions:
-    """What an export is asked for; `--config manifest.json` repeats it.
+    """What of a model is exported, for any target; a manifest's `config` records it, `--config manifest.json` repeats it.
 
     Args:
         model: Folder, hub id or GGUF file.
-        attach_untrained: Give a plain softmax model untrained STILL attention.
-        dtype: Of the weights: float32, float16, bfloat16, or auto = as stored, but bfloat16 as float32.
-        all_logits: Logits of every position instead of each row's last new token.
-        overlays: Adapters or feature maps to add.
-        revision: Of a hub id.
-        native: Put the kernels for CPUs into the package: True builds them where they are not there yet, None takes those that are there.
-        cpu: Processors that they are for, such as "aarch64"; None: this machine's.
-        archs: GPUs that its library has kernels for too, such as "sm_90".
         still: Fields of the STILL configuration: those of DEPLOYMENT of any model, others of models that do not carry one.
-        prefill_tokens: Tokens of one prefill call; None = what the target takes.
-        opset: Of ai.onnx in the graph: 23, or 27, which has linear attention and its convolution as ops of its own; no other domain's
-            ops are in the graph then but still's, which have bodies.
-        quantize: Scheme of the weights' bits (quantization/policy.py); None: as `dtype` says.
-        quantize_method, quantize_block, lora: With it: who rounds, how many weights share a scale, how LoRA pairs are kept.
-        adapters: Let products take a LoRA adapter while the package runs (`run --adapter`).
+
+    The others are flags of `still-export export`, whose help says what they are. `dtype` is that of the weights, "auto": as stored, but
+    bfloat16 as float32. `all_logits`: otherwise each sequence has those of its last new token. `quantize`: scheme of the weights' bits
+    (quantization/policy.py), None: as `dtype` says.
+
+    Raises:
+        ConfigError: Options of quantization without `quantize`.
     """
 
     model: str
-    attach_untrained: bool = False
-    dtype: str = "auto"
-    all_logits: bool = False
-    overlays: tuple[str, ...] = ()
-    revision: str | None = None
-    native: bool | None = None
-    cpu: str | None = None
-    archs: tuple[str, ...] = ()
+    attach_untrained: bool = option(False, "Give a plain softmax model untrained STILL attention.")
+    dtype: str = option(
+        "auto",
+        "float32, float16, bfloat16, or auto: as stored, but bfloat16 as float32.",
+        shown="auto, of engines float16",
+    )
+    all_logits: bool = option(False, "Logits of every position, not of the last token.", panel=MODEL)
+    overlays: tuple[str, ...] = option(
+        (), "LoRA adapter or feature maps to add; repeatable.", flag="--overlay", panel=MODEL
+    )
+    revision: str | None = option(None, "Revision of a hub id.", panel=MODEL)
     still: dict[str, Any] = field(default_factory=dict)
-    prefill_tokens: int | None = None
-    opset: int = OPSET
-    quantize: str | None = None
-    quantize_method: str | None = None
-    quantize_block: int | None = None
-    lora: str | None = None
-    adapters: bool = False
+    quantize: str | None = option(None, "Weights in int8 or int4, by a policy.", shown="no")
+    quantize_method: str | None = option(
+        None, "Who rounds to 4 bits: rtn, k_quant or hqq.", shown=DEFAULT_METHOD, panel=BITS
+    )
+    quantize_block: int | None = option(
+        None, "Weights that share a scale: 16 to 256, of engines 64 or 128.", shown="32, of engines 64", panel=BITS
+    )
+    lora: str | None = option(None, "LoRA pairs of an --overlay: apart or merged.", shown=DEFAULT_LORA, panel=BITS)
+    adapters: bool = option(False, "`run --adapter` may add a LoRA adapter.", panel=BITS)
 
     def __post_init__(self) -> None:
         if self.quantize is None and (self.quantize_method or self.quantize_block or self.lora or self.adapters):
             raise ConfigError("--quantize-method, --quantize-block, --lora and --adapters are for --quantize.")
-        if self.prefill_tokens is not None and self.prefill_tokens < 1:
-            raise ConfigError(f"prefill_tokens={self.prefill_tokens}; it must be at least 1.")
-        if self.opset not in (OPSET, FUSED_OPSET):
-            raise ConfigError(f"--opset {self.opset}: graphs are written at opset {OPSET} or {FUSED_OPSET}.")
-        if self.opset != OPSET and self.quantize:
-            raise ConfigError(f"--opset {self.opset} is not for --quantize, whose products are ONNX Runtime's own op.")
-        if self.native is False and (self.archs or self.cpu):
-            raise ConfigError(
-                "--no-native leaves the kernels out that --arch and --cpu are for; give one or the other."
-            )
-        if self.archs and self.cpu:
-            raise ConfigError("--arch compiles kernels for this kind of machine alone: leave out --cpu.")
 
     def still_config(self) -> StillConfig | None:
         """The STILL configuration asked for, None where nothing was."""
@@ -118,10 +108,10 @@ class ExportOptions:
             ConfigError: It records none.
         """
         try:
-            values = dict(manifest["config"])
-            check_types(cls, values, f"{MANIFEST}: config", ConfigError)
-            values |= {name: tuple(values.get(name, ())) for name in ("overlays", "archs")}
-            return cls(**values)
+            recorded = dict(manifest["config"])  # with what the target chose
+            check_types(cls, recorded, f"{MANIFEST}: config", ConfigError)
+            values = {entry.name: recorded[entry.name] for entry in fields(cls) if entry.name in recorded}
+            return cls(**{**values, "overlays": tuple(values.get("overlays", ()))})
         except (KeyError, TypeError) as error:
             raise ConfigError(
                 f"{MANIFEST}: config is no export configuration that this version reads: {error}."

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from still_export.errors import ConfigError
+from still_export.fields import option
 
 if TYPE_CHECKING:
     from still_export.mixers.config import StillConfig
@@ -38,11 +39,6 @@ ROW_TOKENS = 1024
 """Of a row, where nobody says otherwise and the model holds so many."""
 DEFAULT_PRESETS = {mixer: "quick" if mixer == "still" else mixer for mixer in LAYERS}
 """By mixer: the recipe where nobody names one."""
-
-
-def option(default: Any, text: str) -> Any:
-    """A field with the help text of its flag."""
-    return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ def check_rules(manifest: dict[str, Any], source: str) -> None:
     for field, name in named:
         if name not in files:
             raise _refusal(source, field, f"is {name!r:.60}, which files does not list")
-    if (manifest["target"].startswith("trt") or manifest.get("engines")) and manifest.get("trt") is None:
+    if (manifest.get("engines") or manifest.get("plugins")) and manifest.get("trt") is None:
         raise _refusal(source, "trt", "is missing")
     for i, place in enumerate((manifest.get("quantization") or {}).get("adapters", [])):
         if len(place["outputs"]) != len(place["weights"]):

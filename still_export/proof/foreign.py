@@ -117,7 +117,7 @@ class ForeignProof:
             raise ConfigError(f"--model {model}: transformers cannot read it: {str(error).splitlines()[0]}") from error
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.package = ForeignModel(path, size)
-        self.report = ForeignReport(**_rounding(self.package))
+        self.report = _report(self.package)
         self.reference = Reference(model, any(s.dtype == np.float16 for s in self.package.states))
         limit = getattr(config, "max_position_embeddings", max(lengths) + 1)
         self.lengths = tuple(n for n in lengths if n <= limit)
@@ -257,15 +257,15 @@ class ForeignProof:
             )
 
 
-def _rounding(package: ForeignModel) -> dict[str, bool]:
-    """Whether weights are stored in 8 bits or fewer, and whether activations are rounded to as many."""
+def _report(package: ForeignModel) -> ForeignReport:
+    """An empty report, with what nodes say of rounding."""
     import onnx
 
     files = {package.first.path, package.next.path}
     nodes = [node for file in files for node in onnx.load(file, load_external_data=False).graph.node]
     levels = {a.i for node in nodes for a in node.attribute if a.name == "accuracy_level"}
-    kinds = {node.op_type for node in nodes}
-    return {"quantized": bool(kinds & {*QUANTIZED, *INTEGER}), "rounds": 4 in levels or bool(kinds & {*INTEGER})}
+    kinds, integer = {node.op_type for node in nodes}, set(INTEGER)
+    return ForeignReport(quantized=bool(kinds & {*QUANTIZED, *integer}), rounds=4 in levels or bool(kinds & integer))
 
 
 def _off(found: np.ndarray, wanted: np.ndarray) -> float:

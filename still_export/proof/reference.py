@@ -7,29 +7,15 @@ from typing import Any
 
 from still_export.errors import ConfigError
 from still_export.runtime.base import Runner
-from still_export.targets.registry import target_of
+from still_export.targets import registry
+from still_export.targets.runtime import Opening
 
 PROVIDERS = ("cpu", "cuda")
 
 
 def runtime_of(target: str, asked: str | None) -> str:
-    """The runtime of packages for `target`: "ort", "trt" or "torch".
-
-    Args:
-        target: As in the manifest.
-        asked: The flag --runtime: the target's own runtime, torch, or None = the target's own.
-
-    Raises:
-        ConfigError: Another runtime was asked for, or nothing here runs such packages.
-    """
-    runtime = target_of(target).runtime
-    if runtime is None:
-        raise ConfigError(f"a package for {target} is built here, not run: its engines are for programs of your own.")
-    if asked not in (None, runtime, "torch"):
-        raise ConfigError(
-            f"a package for {target} does not run with --runtime {asked}; it runs with {runtime}, and with torch."
-        )
-    return asked or runtime
+    """The name of the runtime of packages for `target`; `asked` and errors as of `still_export.targets.registry.runtime_of`."""
+    return registry.runtime_of(target, asked).name
 
 
 def open_runner(
@@ -46,7 +32,7 @@ def open_runner(
     Args:
         folder: The package.
         manifest: Its manifest.
-        runtime: "ort", "trt" or "torch".
+        runtime: Name of a runtime of the package's.
         provider: Of ONNX Runtime, "cpu" or "cuda".
         threads: 0 = the runtime's choice.
         plugin: TensorRT's plugin library in the place of the package's.
@@ -56,24 +42,9 @@ def open_runner(
         ConfigError: The provider is unknown, or not one of this runtime.
         RunError: The package does not run here.
     """
+    record = registry.runtime_named(runtime)
     if provider not in PROVIDERS:
         raise ConfigError(f"--provider {provider} is unknown; known: {', '.join(PROVIDERS)}.")
-    if provider != "cpu" and runtime != "ort":
+    if provider not in ("cpu", *record.providers):
         raise ConfigError(f"--provider {provider} is ONNX Runtime's; this package runs with {runtime}.")
-    if runtime == "ort":
-        from still_export.runtime.ort import OrtModel
-
-        return OrtModel(folder, threads, provider, check=check)
-    if runtime == "trt":
-        from still_export.runtime.tensorrt import TrtModel
-
-        return TrtModel(folder, plugin)
-    import torch
-
-    from still_export.graph.options import ExportOptions
-    from still_export.graph.quantization.read import held_model
-    from still_export.runtime.torch import TorchModel
-
-    if threads:
-        torch.set_num_threads(threads)
-    return TorchModel(manifest, held_model(ExportOptions.from_manifest(manifest), folder, manifest), folder)
+    return record.open(Opening(folder, manifest, provider, threads, plugin, check))

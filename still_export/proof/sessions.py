@@ -13,6 +13,8 @@ from still_export.package.folder import Package
 from still_export.proof.checks import Check
 from still_export.proof.reference import open_runner
 from still_export.runtime.base import NUMPY_TYPES, Runner
+from still_export.targets.registry import runtime_named
+from still_export.targets.runtime import Opening
 
 
 class Session:
@@ -96,7 +98,7 @@ class Target:
 
     Args:
         package: With an engine for this machine, where it is for TensorRT.
-        runtime: "ort", "trt" or "torch".
+        runtime: Its name.
         provider: Of ONNX Runtime.
         plugin: TensorRT's plugin library in the place of the package's.
         adapter: What a LoRA adapter adds, as `Runner.use_adapter` takes it.
@@ -115,17 +117,16 @@ class Target:
         self.genai = genai
         self.package, self.runtime, self.provider, self.plugin = package, runtime, provider, plugin
         self.adapter = adapter or {}
-        self.name = {"ort": "onnxrt"}.get(runtime, runtime)
+        self.record = runtime_named(runtime)
+        self.name = self.record.polygraphy
         self.native = False
         """Whether the session that was opened last has the package's native kernel."""
 
     @property
     def title(self) -> str:
         """The runtime, for people."""
-        if self.runtime != "ort":
-            return {"trt": "TensorRT", "torch": "PyTorch's runner"}[self.runtime]
         native = " with the native kernel" if self.native else ""
-        return "ONNX Runtime" + (" CUDA" if self.provider == "cuda" else "") + native
+        return self.record.title + (" CUDA" if self.provider == "cuda" else "") + native
 
     @contextlib.contextmanager
     def open(self) -> Iterator[Session]:
@@ -150,23 +151,14 @@ class Target:
         """Calls that polygraphy's own command can repeat, with the types that it must pass."""
         manifest = self.package.manifest
         calls = [(typed_states(f, manifest), typed_states(e, manifest)) for f, e in zip(feeds, expected, strict=True)]
-        if self.runtime == "trt":  # those that fit the prefill profile; longer ones the runner feeds in pieces
+        if self.record.engines:  # those that fit the prefill profile; longer ones the runner feeds in pieces
             longest = int(manifest["engines"][0]["prefill_tokens"])
             calls = [(_narrow(f), _narrow(e)) for f, e in calls if f["input_ids"].shape[1] <= longest]
         return [f for f, _ in calls], [e for _, e in calls]
 
     def command(self) -> list[str]:
-        """Polygraphy's command, without inputs and tolerances. With ONNX Runtime it loads no custom op library: it runs the bodies."""
-        folder, manifest = self.package.path, self.package.manifest
-        if self.runtime != "trt":
-            providers = ["--providers", "cuda"] if self.provider == "cuda" else []
-            return ["polygraphy", "run", str(self.package.model_path), "--onnxrt", *providers]
-        entry = manifest["engines"][0]
-        library = self.plugin or folder / manifest["plugins"][entry["tensorrt"].split(".")[0]]
-        # Polygraphy only opens libraries: the variant that registers itself.
-        itself = library.with_name(f"{library.stem.removesuffix('_static')}_static.so")
-        engine = ["polygraphy", "run", str(folder / entry["file"]), "--model-type", "engine", "--trt"]
-        return [*engine, "--plugins", str(itself)]
+        """Polygraphy's command, without inputs and tolerances."""
+        return self.record.repeat(Opening(self.package.path, self.package.manifest, self.provider, plugin=self.plugin))
 
 
 def _narrow(arrays: Arrays) -> Arrays:

@@ -61,7 +61,8 @@ class TorchCases:
         engine = next(iter(manifest.get("engines") or ()), manifest.get("trt", {"batch": ROWS}))
         self.rows = int(engine["batch"])
         # An engine holds at least the rows of a chunk.
-        self.least_room = 3 * self.chunk if packaged_target(manifest).runtime == "trt" else 0
+        runtime = packaged_target(manifest).runtime
+        self.least_room = 3 * self.chunk if runtime is not None and runtime.engines else 0
         limit = table.capacity_tokens if table.bounded else 1 << 62
         self.lengths = tuple(n for n in lengths if n <= limit)
         self.longest = max(self.lengths, default=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -13,18 +14,21 @@ import onnx
 import onnx_ir as ir
 
 from still_export.errors import ConfigError, PackageError
+from still_export.fields import flag_of
 from still_export.graph.options import ExportOptions, Progress, silent
 from still_export.graph.weights_file import save_streaming
 from still_export.package.files import DATA, MANIFEST, MODEL, PORTABLE
 from still_export.package.folder import GENERATED, Package, open_package, staged_folder, write_manifest
 from still_export.runtime.bundle import PROGRAMS
+from still_export.targets import registry
 from still_export.targets.dump import dumper
-from still_export.targets.registry import TARGETS, target_of, targets_of
+from still_export.targets.portable.narrow import demand_narrow, narrow_package
+from still_export.targets.registry import target_of, targets_of
 from still_export.targets.target import FLOAT_WEIGHTS, Lowering, Target
 from still_graphs.pipelines import Dump, run_steps
 
-FLAGS = {"archs": "arch", "workspace_mib": "workspace"}
-"""Flags whose name is not their field's."""
+PORTABLE_FOLDER = ".portable.part"
+"""A name that no manifest lists."""
 
 
 def lower(
@@ -33,18 +37,20 @@ def lower(
     output: str | Path,
     *,
     options: Any = None,
+    dtype: str | None = None,
     force: bool = False,
     command: str = "",
     progress: Progress = silent,
     dump_dir: Path | None = None,
 ) -> Package:
-    """Make the package of a target from a portable one; type, bits and capacity are what that was exported with.
+    """Make the package of a target from a portable one; bits and capacity are what that was exported with.
 
     Args:
         package: Folder of a package that `still-export MODEL` wrote, whose files are compared with their hashes.
         to: Target, as `--to` has it, or the name of a record, such as trt8.
         output: The new package's folder; written whole or not at all.
         options: Of the target, OrtOptions or TrtOptions; None: their defaults.
+        dtype: float16 or bfloat16 of a package in float32; None: as it is.
         force: Replace `output`.
         command: The command line, for the manifest; empty: the export's.
         progress: Told each step.
@@ -59,46 +65,45 @@ def lower(
     source = open_package(Path(package))
     options = targets_of(to)[0].options() if options is None else options
     target = target_of(to, options)
-    demand(target, ExportOptions.from_manifest(source.manifest), options)
+    asked = ExportOptions.from_manifest(source.manifest)
+    if dtype is not None:
+        demand_narrow(source.manifest, dtype)
+    demand(target, asked if dtype is None else replace(asked, dtype=dtype), options)
     target.ready(options, progress)
     dump = None if dump_dir is None else dumper(dump_dir)
     with staged_folder(Path(output), force) as folder:
-        lower_into(source.path, folder, target, options, progress, shutil.copyfile, dump, command)
+        if dtype is None:
+            lower_into(source.path, folder, target, options, progress, shutil.copyfile, dump, command)
+        else:
+            hub = folder / PORTABLE_FOLDER
+            hub.mkdir()
+            narrow_package(demand_portable(source), hub, dtype, progress)
+            lower_into(hub, folder, target, options, progress, os.replace, dump, command)
+            shutil.rmtree(hub)
     return open_package(Path(output), check_hashes=False)
 
 
 def demand(target: Target, asked: ExportOptions, options: Any) -> None:
-    """Raise, before anything is read, for what `target` with `options` cannot have of an export as `asked`."""
-    deployed = {name: getattr(options, name, None) for name in ("native", "cpu", "archs", "opset")}
-    asked = replace(asked, **{name: value for name, value in deployed.items() if value is not None})
-    target.demand(asked)
-    demand_cache(target, asked)
-
-
-def demand_cache(target: Target, asked: ExportOptions) -> None:
-    """Raise ConfigError for a type of keys and values that other targets have and `target` has not."""
+    """Raise ConfigError, before anything is read, for what `target` with `options` cannot have of an export as `asked`."""
+    target.demand(asked, options)
     cache = asked.still.get("cache")
-    if not any(cache in t.caches for t in TARGETS) or cache in target.caches:
+    if not any(cache in t.caches for t in registry.TARGETS) or cache in target.caches:
         return
-    here = [t for t in targets_of(target.to) if cache in t.caches]
-    if here:
-        raise ConfigError(
-            f"--cache {cache} is for CPUs: kernels for {', '.join(asked.archs)} keep states as --dtype says."
-        )
-    known = " and ".join(dict.fromkeys(t.to for t in TARGETS if cache in t.caches))
+    if here := [t.name for t in targets_of(target.to) if cache in t.caches]:
+        raise ConfigError(f"--cache {cache} is for {', '.join(here)}: {target.name} keeps states as --dtype says.")
+    known = " and ".join(dict.fromkeys(t.to for t in registry.TARGETS if cache in t.caches))
     raise ConfigError(
         f"--cache {cache} is for --to {known}, not for --to {target.to}; states there are as --dtype says."
     )
 
 
 def refuse_flags_of_others(target: Target, given: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a flag that means nothing to the target."""
+    """Raise ConfigError for a flag, by its field, that means nothing to the target."""
     for name in given:
-        theirs = [t for t in TARGETS if name in t.fields]
-        if theirs and name not in target.fields:
-            flag = "--" + FLAGS.get(name, name).replace("_", "-")
+        theirs = [t for t in registry.TARGETS if name in t.flags]
+        if theirs and name not in target.flags:
             known = " and ".join(dict.fromkeys(t.to for t in theirs))
-            raise ConfigError(f"{flag}: for --to {known}, not for --to {target.to}.")
+            raise ConfigError(f"{flag_of(theirs[0].options, name)}: for --to {known}, not for --to {target.to}.")
 
 
 def lower_package(source: Package, options: Any, folder: Path, to: str = "") -> Package:
@@ -126,11 +131,7 @@ def lower_into(
     """
     manifest = json.loads((source / MANIFEST).read_text(encoding="utf-8"))
     files = manifest["files"]
-    if not (source / PORTABLE).is_file():
-        raise PackageError(
-            f"{source} was lowered for {manifest['target']}: targets are made from the portable package. "
-            f"Export it with `still-export MODEL -o DIR`, which writes {PORTABLE}."
-        )
+    demand_portable(Package(source, manifest))
     native = manifest.pop("native", None)  # ONNX Runtime's kernel
     content = {k: v for k, v in manifest.items() if k not in GENERATED}
     content |= {"portable": portable_identity(files), **({"command": command} if command else {})}
@@ -153,6 +154,16 @@ def lower_into(
     target.finish(lowering, graph)
     say("hashing")
     write_manifest(folder, content, {path.name: files[path.name] for path in brought})
+
+
+def demand_portable(package: Package) -> Package:
+    """`package`; raises PackageError where others cannot be lowered from it."""
+    if not (package.path / PORTABLE).is_file():
+        raise PackageError(
+            f"{package.path} was lowered for {package.manifest['target']}: targets are made from the portable package. "
+            f"Export it with `still-export MODEL -o DIR`, which writes {PORTABLE}."
+        )
+    return package
 
 
 def portable_identity(files: dict[str, Any]) -> str:

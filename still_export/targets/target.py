@@ -7,13 +7,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from still_export.errors import ConfigError, UnsupportedError
+from still_export.errors import ConfigError, StillExportError, UnsupportedError
+from still_export.fields import names_of
 from still_export.graph.options import ExportOptions, Progress, silent
 from still_export.graph.quantization.policy import Layout
+from still_export.package.folder import Package
+from still_export.targets.runtime import Runtime
 from still_graphs.pipelines import Dump, Step
 
 FLOAT_WEIGHTS = "float weights"
 """Trait of a package whose weights are not quantized."""
+
+
+class BuildError(StillExportError):
+    """The builder of engines is missing, refused the graph, or built an engine that is not what was asked for."""
+
+
+class NoBuilderError(BuildError):
+    """This machine cannot build the engines; the package is complete and another machine can."""
 
 
 @dataclass
@@ -52,19 +63,20 @@ class Target:
         layout: How it holds weights in few bits.
         layouts: The same by activation type, where it is another.
         caches: Types of keys and values beside that of the activations.
-        options: Class of what a deployment chooses.
-        fields: Of ExportOptions and of `options`, what it alone may be asked for.
+        options: Class of what a deployment chooses; its fields with a help text are flags. `from_manifest` gives what a manifest records.
         weights: Steps on onnx_ir, which may change weights; in order, before `steps`.
         steps: Steps on the saved graph, which read no weight.
         finish: Writes the target's own files and completes the manifest; called with the graph.
         traits: Of a package and the options, which steps ask for.
-        demand: Raises ConfigError for what the target cannot have of an export.
+        demand: Raises ConfigError for what the target with its options cannot have of an export.
         check: Raises for what it cannot have of a model, given its manifest and the options.
         ready: Makes the tools that the options need ready; raises where one is not here.
         takes: Whether options of `to` mean this record.
         portable: The package stays one that others are lowered from.
+        dtype: That it is exported in where nobody says.
         runtime: Who runs it here, None: nobody.
-        built: It has engines, which a later verb builds.
+        host: Python module of what people run it with, where that is another than `runtime`; a verification asks it, too.
+        build: Builds its engines in a package, with options of its own, and tells each step; None: it has none.
         decode_steps: Steps of greedy decoding that a verification compares.
     """
 
@@ -72,22 +84,33 @@ class Target:
     to: str
     dtypes: tuple[str, ...]
     layout: Layout
-    options: Callable[..., Any]
+    options: Any
     steps: tuple[Step, ...]
     finish: Callable[[Lowering, Any], None]
     weights: tuple[Step, ...] = ()
     layouts: dict[str, Layout] = field(default_factory=dict)
     caches: tuple[str, ...] = ()
-    fields: tuple[str, ...] = ()
     traits: Callable[[Any], Collection[str]] = lambda options: ()
-    demand: Callable[[ExportOptions], None] = _nothing
+    demand: Callable[[ExportOptions, Any], None] = _nothing
     check: Callable[[dict[str, Any], Any], None] = _nothing
     ready: Callable[[Any, Progress], None] = _nothing
     takes: Callable[[Any], bool] = lambda options: True
     portable: bool = False
-    runtime: str | None = None
-    built: bool = False
+    dtype: str = "auto"
+    runtime: Runtime | None = None
+    host: str | None = None
+    build: Callable[[Package, Any, Any], list[Path]] | None = None
     decode_steps: int = 72
+
+    @property
+    def built(self) -> bool:
+        """It has engines, which a later verb builds."""
+        return self.build is not None
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Fields of `options` that are flags."""
+        return names_of(self.options)
 
     def layout_for(self, dtype: str) -> Layout:
         """How weights in few bits are held beside activations of `dtype`."""

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from still_export.fields import names_of
 from still_export.graph.options import ExportOptions
 from still_export.package.folder import Package
-from still_export.targets.export import export_model
+from still_export.targets.export import export
+from still_export.targets.ort.options import OrtOptions
 from tests.still_export.packages import portable_package
 from tests.still_export.tiny import still_model
 
@@ -18,12 +20,12 @@ Exporter = Callable[..., Package]
 
 @pytest.fixture(scope="session")
 def export_tiny(tmp_path_factory: pytest.TempPathFactory) -> Exporter:
-    """Export a tiny STILL model; equal arguments share one package. `options` of the export, `still` of the model."""
+    """Export a tiny STILL model; equal arguments share one package. `options` of the export and of ONNX Runtime, `still` of the model."""
     import torch
 
     made: dict[str, Package] = {}
 
-    def export(
+    def exported(
         family: str = "llama",
         dtype: str = "float32",
         options: dict[str, Any] | None = None,
@@ -34,11 +36,15 @@ def export_tiny(tmp_path_factory: pytest.TempPathFactory) -> Exporter:
         if key not in made:
             folder = tmp_path_factory.mktemp("tiny")
             still_model(family, getattr(torch, dtype), **still).save_pretrained(folder / "model")
-            request = ExportOptions(str(folder / "model"), **(options or {}))
+            asked = options or {}
+            chosen = OrtOptions(**{name: asked[name] for name in names_of(OrtOptions) if name in asked})
+            request = ExportOptions(
+                str(folder / "model"), **{name: asked[name] for name in asked if name not in names_of(OrtOptions)}
+            )
             if final:
                 made[key] = portable_package(request, folder / "package", final)
             else:
-                made[key] = export_model(request, folder / "package", command="still-export tiny")
+                made[key] = export(request, folder / "package", options=chosen, command="still-export tiny")
         return made[key]
 
-    return export
+    return exported

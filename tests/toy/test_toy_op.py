@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from still_export.package.folder import Package
 from still_export.package.trust import trust_package
 from still_export.runtime.ort import OrtModel
 from still_export.runtime.sampling import Sampling
-from still_export.targets.export import export_model
+from still_export.targets.export import export
 from still_export.targets.lower import lower_package
 from still_export.targets.trt.options import TrtOptions
 from still_graphs.ops import OPS
@@ -28,6 +29,7 @@ from tests.still_export.tiny import VOCAB, still_model
 from tests.toy.mixer import DecayMixer
 from tests.toy.spec import DECAY
 
+ROOT = Path(__file__).resolve().parents[2]
 LAYERS = ("hybrid_attention", "decay", "full_attention")
 SIZES = ("--lengths", "1,17,40", "--decode-steps", "20")
 
@@ -42,7 +44,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def package(tmp_path: Path) -> Package:
     still_model("llama", torch.float32, layer_types=LAYERS).save_pretrained(tmp_path / "model")
-    return export_model(ExportOptions(str(tmp_path / "model")), tmp_path / "package", command="still-export toy")
+    return export(ExportOptions(str(tmp_path / "model")), tmp_path / "package", command="still-export toy")
 
 
 @pytest.fixture
@@ -123,3 +125,12 @@ def test_a_host_of_tensorrt_runs_it_as_a_plugin(
     assert call("build", folder, "--quiet") == 0
     assert call("verify", folder, *SIZES, "--quiet") == 0, capsys.readouterr().out
     assert call("run", folder, "--prompt-ids", "5,6,7", "--tokens", 3, "--quiet") == 0
+
+
+def test_nothing_else_knows_it() -> None:
+    """Files edited: its folder, and a line in each list of the fixture."""
+    rooms = [ROOT / room for room in ("still_export", "graphs", "kernels", "plugins", "tools")]
+    files = [p for room in rooms for p in room.rglob("*") if p.suffix in {".py", ".cpp", ".h", ".txt"} and p.is_file()]
+    known = re.compile(r"tests[./]toy|\bDecayMixer\b|still::Decay\b|[\"']Decay[\"']")
+    assert len(files) > 300 and not [p for p in files if known.search(p.read_text(encoding="utf-8", errors="ignore"))]
+    assert known.search((ROOT / "tests/toy/spec.py").read_text())

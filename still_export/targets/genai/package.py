@@ -12,7 +12,6 @@ from still_export.package.files import MODEL
 from still_export.targets.ort.target import finish as finish_ort
 from still_export.targets.target import Lowering
 from still_graphs.conditions import known_ops
-from still_graphs.ops import OPSET
 from still_graphs.passes.join_states import CACHE, RECURRENT, join_states, past_name, present_name
 from still_graphs.passes.take_lengths_from_mask import take_lengths_from_mask
 from still_graphs.passes.walk import dimensions
@@ -31,23 +30,15 @@ STEPS = (
 """From the graph for ONNX Runtime."""
 
 
-def demand_genai(options: ExportOptions) -> None:
+def demand_genai(asked: ExportOptions, options: Any) -> None:
     """Raise ConfigError for what a package for genai cannot have."""
-    if options.archs:
-        raise ConfigError(
-            f"--arch {','.join(options.archs)}: packages for genai run on the CPU; for CUDA export --to onnx."
-        )
-    if options.adapters:
+    if asked.adapters:
         raise ConfigError(
             "--adapters: genai has no inputs for adapters that are exchanged; add one with --overlay, or export --to onnx."
         )
-    if options.opset != OPSET:
-        raise ConfigError(
-            f"--opset {options.opset}: packages for genai have opset {OPSET}; for others export --to onnx."
-        )
-    if options.all_logits:
+    if asked.all_logits:
         raise ConfigError("--all-logits: genai reads the last token's logits alone; for all of them export --to onnx.")
-    if options.dtype == "bfloat16":
+    if asked.dtype == "bfloat16":
         raise ConfigError("--dtype bfloat16: packages for genai run on the CPU, which has float32 and float16.")
 
 

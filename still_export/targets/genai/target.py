@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from still_export.graph.quantization.policy import ONNXRUNTIME
 from still_export.targets.genai.package import demand_genai, finish
-from still_export.targets.ort.options import OrtOptions
+from still_export.targets.ort.options import GenaiOptions
+from still_export.targets.ort.runtime import ORT
 from still_export.targets.ort.target import ORT_CPU, ready, traits
 from still_export.targets.target import Target
 
@@ -13,15 +14,15 @@ GENAI = Target(
     "genai",
     ("float32", "float16"),
     ONNXRUNTIME,
-    OrtOptions,
+    GenaiOptions,
     steps=ORT_CPU.steps,
     finish=finish,
     weights=ORT_CPU.weights,
     caches=("float16",),
-    fields=ORT_CPU.fields,
     traits=traits,
     demand=demand_genai,
     check=ORT_CPU.check,
     ready=ready,
-    runtime="ort",
+    runtime=ORT,
+    host="onnxruntime_genai",
 )

@@ -2,47 +2,91 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from still_export.errors import ConfigError
+from still_export.fields import check_types, option
 from still_export.graph.options import ExportOptions
+from still_export.package.files import MANIFEST
 from still_export.targets.ort.library import CPUS
-from still_graphs.ops import OPSET
+from still_graphs.ops import FUSED_OPSET, OPSET
 
 
 @dataclass(frozen=True)
 class OrtOptions:
-    """What a package for ONNX Runtime is asked for beyond the model; the fields are those of ExportOptions.
+    """What a package for ONNX Runtime is asked for beyond the model.
 
     Args:
         native: Put the kernels for CPUs into the package: True builds them where they are not there yet, None takes those that are there.
         cpu: Processors that they are for, of CPUS; None: this machine's.
         archs: GPUs that its library has kernels for too, such as "sm_90".
-        opset: Of ai.onnx in the graph, 23 or 27.
+        opset: Of ai.onnx in the graph: 23, or 27, which has linear attention and its convolution as ops of its own; no other domain's
+            ops are in the graph then but still's, which have bodies.
         prefill_tokens: Tokens of one prefill call; None: what the target takes.
         onnxruntime_include: Folder of ONNX Runtime's C headers for a native kernel; None: the usual places.
+
+    Raises:
+        ConfigError: A value is unknown, or two contradict each other.
     """
 
-    native: bool | None = None
-    cpu: str | None = None
-    archs: tuple[str, ...] = ()
-    opset: int = OPSET
-    prefill_tokens: int | None = None
-    onnxruntime_include: Path | None = None
+    native: bool | None = option(
+        None,
+        "With kernels for CPUs, built (cmake, g++) where there are none yet, or without.",
+        flag="--native/--no-native",
+        shown="with, where they are there",
+    )
+    cpu: str | None = option(None, "CPUs of the kernels: x86_64 or aarch64.", shown="this machine's")
+    archs: tuple[str, ...] = option((), "GPUs to compile kernels for.", flag="--arch", commas=True, shown="none")
+    opset: int = option(OPSET, f"Of ai.onnx, {OPSET}, or {FUSED_OPSET} for hosts with its linear attention.")
+    prefill_tokens: int | None = option(None, "Tokens of one prefill call.", shown="512, with --arch 2048 to 8192")
+    onnxruntime_include: Path | None = option(
+        None, "Folder of onnxruntime_c_api.h to build kernels with.", shown="the usual places, else fetched"
+    )
 
     def __post_init__(self) -> None:
         if self.cpu not in (None, *CPUS):
             raise ConfigError(f"--cpu {self.cpu} is unknown; known: {', '.join(CPUS)}.")
+        if self.prefill_tokens is not None and self.prefill_tokens < 1:
+            raise ConfigError(f"prefill_tokens={self.prefill_tokens}; it must be at least 1.")
+        if self.opset not in (OPSET, FUSED_OPSET):
+            raise ConfigError(f"--opset {self.opset}: graphs are written at opset {OPSET} or {FUSED_OPSET}.")
+        if self.native is False and (self.archs or self.cpu):
+            raise ConfigError(
+                "--no-native leaves the kernels out that --arch and --cpu are for; give one or the other."
+            )
+        if self.archs and self.cpu:
+            raise ConfigError("--arch compiles kernels for this kind of machine alone: leave out --cpu.")
 
     @classmethod
-    def of(cls, options: ExportOptions, include: Path | None = None) -> OrtOptions:
-        """What `options` of an export say of ONNX Runtime."""
-        return cls(options.native, options.cpu, options.archs, options.opset, options.prefill_tokens, include)
+    def from_manifest(cls, manifest: dict[str, Any], **changes: Any) -> Self:
+        """The options that a manifest records, the defaults of an empty one, with `changes`.
+
+        Raises:
+            ConfigError: It records what this version does not know.
+        """
+        recorded = manifest.get("config", {})
+        check_types(cls, recorded, f"{MANIFEST}: config", ConfigError)
+        known = {f.name: recorded[f.name] for f in fields(cls) if f.init and f.name in recorded}
+        return cls(**{**known, **({"archs": tuple(known["archs"])} if "archs" in known else {}), **changes})
 
     def config(self) -> dict[str, Any]:
         """The same as a manifest's `config` has it."""
         config = asdict(self)
         del config["onnxruntime_include"]
         return {**config, "archs": list(self.archs)}
+
+
+@dataclass(frozen=True)
+class GenaiOptions(OrtOptions):
+    """Of those what onnxruntime-genai takes, which runs on the CPU and reads one opset."""
+
+    archs: tuple[str, ...] = field(default=(), init=False)
+    opset: int = field(default=OPSET, init=False)
+
+
+def demand(asked: ExportOptions, options: OrtOptions) -> None:
+    """Raise ConfigError for an export that contradicts `options`."""
+    if options.opset != OPSET and asked.quantize:
+        raise ConfigError(f"--opset {options.opset} is not for --quantize, whose products are ONNX Runtime's own op.")

@@ -17,7 +17,8 @@ from still_export.package.trust import trust
 from still_export.runtime.bundle import write_programs
 from still_export.targets.ort.kernels import add_native
 from still_export.targets.ort.library import build_library, demand_build, find_library
-from still_export.targets.ort.options import OrtOptions
+from still_export.targets.ort.options import OrtOptions, demand
+from still_export.targets.ort.runtime import ORT
 from still_export.targets.ort.scales import part_scales
 from still_export.targets.target import FLOAT_WEIGHTS, Lowering, Target
 from still_graphs.conditions import known_ops, no_functions
@@ -144,8 +145,6 @@ def prefill_tokens(archs: tuple[str, ...], hidden_size: int) -> int:
     return max(least, min(most, 1 << (GPU_PREFILL_NUMBERS // hidden_size).bit_length() - 1))
 
 
-FIELDS = ("native", "cpu", "onnxruntime_include", "opset")
-
 ORT_CPU = Target(
     "ort-cpu",
     "onnx",
@@ -156,12 +155,12 @@ ORT_CPU = Target(
     finish=finish,
     weights=(SCALES, FUSE),
     caches=("float16", "int8"),
-    fields=FIELDS,
     traits=traits,
+    demand=demand,
     check=check,
     ready=ready,
     portable=True,
-    runtime="ort",
+    runtime=ORT,
 )
 
 ORT_CUDA = Target(
@@ -185,11 +184,11 @@ ORT_CUDA = Target(
         "float16": Layout("ONNX Runtime's kernels for GPUs", (32, 64, 128), PLUGIN, True, True, True, adapters=True)
     },
     caches=("int8",),
-    fields=FIELDS,
     traits=traits,
+    demand=demand,
     check=check,
     ready=ready,
     takes=lambda options: bool(options.archs),
-    runtime="ort",
+    runtime=ORT,
 )
 """Where a package has kernels for the CUDA provider; the CPU provider runs the bodies of what is fused."""

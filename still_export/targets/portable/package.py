@@ -16,6 +16,7 @@ from still_export.package.chat_format import chat_format
 from still_export.package.files import DATA, PORTABLE
 from still_export.package.folder import Package, write_manifest
 from still_export.runtime.ort import RECORDED, recorded_text
+from still_export.targets.ort.options import OrtOptions
 from still_export.targets.ort.target import PREFILL_TOKENS
 from still_graphs.ops import DOMAIN, OPS
 from still_graphs.pipelines import Dump
@@ -120,14 +121,14 @@ def _describe(model: Any, options: ExportOptions, command: str) -> dict[str, Any
     return {
         "target": "onnx",
         "command": command,
-        "config": {**asdict(options), "overlays": list(options.overlays), "archs": list(options.archs)},
+        "config": {**asdict(options), "overlays": list(options.overlays), **OrtOptions().config()},
         **described,
         "model": {
             **described["model"],
             "linearized": not options.attach_untrained,
             "all_logits": options.all_logits,
         },
-        "prefill_tokens": options.prefill_tokens or PREFILL_TOKENS,
+        "prefill_tokens": PREFILL_TOKENS,
     }
 
 

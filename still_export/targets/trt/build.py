@@ -13,35 +13,33 @@ from typing import Any
 
 from still_export.errors import PackageError
 from still_export.extras import installation
+from still_export.fields import option
 from still_export.package.folder import BEFORE, GENERATED, MANIFEST, Package, open_package, write_manifest
 from still_export.package.trust import trust
 from still_export.runtime.tensorrt import TrtModel
 from still_export.runtime.trt_engine import TrtError
-from still_export.targets.trt.builder import TIMING_CACHE, BuildError, EngineBuilder, NoBuilderError
+from still_export.targets.target import BuildError, NoBuilderError
+from still_export.targets.trt.builder import TIMING_CACHE, EngineBuilder
 from still_export.targets.trt.builder_log import Progress
-from still_export.targets.trt.options import TrtOptions
+from still_export.targets.trt.options import RtxOptions, TrtOptions
 from still_export.targets.trt.row_check import WrongEngineError, check_rows
 
 MODULES = {"trt": "tensorrt", "trt-rtx": "tensorrt_rtx_bindings"}
+RECORDS = {record.target: record for record in (TrtOptions, RtxOptions)}
+
+
+EXPORTED = "as exported"
 
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """Overrides of what the export recorded; None keeps it.
+    """Overrides of what the export recorded; None keeps it. Every field is a flag of `still-export build`."""
 
-    Args:
-        plugin: Plugin library to load in the place of the package's.
-        batch: Largest batch.
-        prefill_tokens: Tokens of one prefill call.
-        workspace_mib: Limit of the workspace.
-        optimization_level: Effort of the builder.
-    """
-
-    plugin: Path | None = None
-    batch: int | None = None
-    prefill_tokens: int | None = None
-    workspace_mib: int | None = None
-    optimization_level: int | None = None
+    plugin: Path | None = option(None, "Plugin library in the place of the package's.")
+    batch: int | None = option(None, "Most sequences at once.", shown=EXPORTED)
+    prefill_tokens: int | None = option(None, "Tokens of one prefill call.", shown=EXPORTED)
+    workspace_mib: int | None = option(None, "Limit of TensorRT's workspace, MiB.", flag="--workspace", shown=EXPORTED)
+    optimization_level: int | None = option(None, "Effort of TensorRT's builder, 0 to 5.", shown="3")
 
 
 def build_engines(
@@ -71,7 +69,7 @@ def build_engines(
         )
     names = ("batch", "prefill_tokens", "workspace_mib", "optimization_level")
     changes = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    trt = TrtOptions.from_manifest(manifest, **changes)
+    trt = RECORDS[manifest["target"]].from_manifest(manifest, **changes)
     module = load_tensorrt(trt.target, package.path)
     try:
         with _kept(package):

@@ -10,24 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from still_export.errors import StillExportError
 from still_export.graph.quantization.policy import PLUGIN
 from still_export.package.archive import kernels_in
 from still_export.package.folder import MODEL, Package
 from still_export.runtime.trt_engine import TrtError, find_plugin_library, load_plugin_library
+from still_export.targets.target import BuildError
 from still_export.targets.trt.builder_log import Progress, file_logger, progress_monitor
 from still_export.targets.trt.options import QUANTIZED_MAJOR, TrtOptions
 from still_graphs.states import StateTable
 
 LOG, TIMING_CACHE = "build.log", "timing.cache"
-
-
-class BuildError(StillExportError):
-    """TensorRT is missing, refused the graph, or built an engine that is not what was asked for."""
-
-
-class NoBuilderError(BuildError):
-    """This machine cannot build the engines; the package is complete and another machine can."""
 
 
 @contextlib.contextmanager

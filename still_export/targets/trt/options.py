@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from still_export.errors import ConfigError
-from still_export.fields import check_types
+from still_export.fields import check_types, option
 
 PREFILL_TOKENS = 2048
 ARCHS = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90")
 RTX_ARCHS = ("sm_86", "sm_89", "sm_120")
 RTX = "trt-rtx"
 """Name of the target TensorRT-RTX."""
+GPUS = "GPUs to compile kernels for."
+"""As targets of ONNX Runtime say it."""
 QUANTIZED_MAJOR = 10
 """First TensorRT that reads weights in blocks of 4 bits and half precision scales. 8.6 has 8 bits alone, with scales in float32 and weakly
 typed, which no engine here has shown."""
@@ -35,14 +37,16 @@ class TrtOptions:
     """
 
     target: str = "trt"
-    archs: tuple[str, ...] = ()
-    prefill_tokens: int = PREFILL_TOKENS
-    batch: int = 1
-    version_compatible: bool = False
-    strip_weights: bool = False
-    workspace_mib: int = 0
+    archs: tuple[str, ...] = option((), GPUS, flag="--arch", commas=True, shown=",".join(ARCHS))
+    prefill_tokens: int = option(PREFILL_TOKENS, "Tokens of one prefill call.")
+    batch: int = option(1, "Most sequences at once; 8.6 builds for one in half the time.")
+    version_compatible: bool = option(False, "Engines that later versions run too.")
+    strip_weights: bool = option(False, "Engines without weights (TensorRT 10 and later).")
+    workspace_mib: int = option(0, "Limit of TensorRT's workspace, MiB.", flag="--workspace", shown="none")
     optimization_level: int = 3
-    tensorrt_include: tuple[str, ...] = ()
+    tensorrt_include: tuple[str, ...] = option(
+        (), "Folder of NvInfer.h to compile the plugin for; repeatable.", shown="the usual places"
+    )
 
     def __post_init__(self) -> None:
         if self.target not in ("trt", "trt-rtx"):
@@ -59,20 +63,17 @@ class TrtOptions:
             raise ConfigError(f"optimization_level={self.optimization_level}; it lies in 0..5.")
 
     @classmethod
-    def from_manifest(cls, manifest: dict[str, Any], **changes: Any) -> TrtOptions:
-        """The options that a manifest records, none in an empty one, with `changes`.
+    def from_manifest(cls, manifest: dict[str, Any], **changes: Any) -> Self:
+        """The options that a manifest of this target records, the defaults of another's, with `changes`.
 
         Raises:
             ConfigError: It records options that this version does not know.
         """
-        check_types(
-            cls, {k: v for k, v in manifest.get("trt", {}).items() if k != "passes"}, "manifest.json: trt", ConfigError
-        )
-        recorded = {
-            k: tuple(v) if isinstance(v, list) else v for k, v in manifest.get("trt", {}).items() if k != "passes"
-        }
+        of_this = manifest.get("target") == cls.target
+        recorded = {k: v for k, v in manifest.get("trt", {}).items() if k != "passes"} if of_this else {}
+        check_types(cls, recorded, "manifest.json: trt", ConfigError)
         try:
-            return cls(**{**recorded, **changes})
+            return cls(**{**{k: tuple(v) if isinstance(v, list) else v for k, v in recorded.items()}, **changes})
         except TypeError as error:
             raise ConfigError(f"the manifest has TensorRT options that this version does not know: {error}.") from error
 
@@ -80,3 +81,11 @@ class TrtOptions:
     def architectures(self) -> tuple[str, ...]:
         """Architectures asked for, or the target's defaults."""
         return self.archs or (ARCHS if self.target == "trt" else RTX_ARCHS)
+
+
+@dataclass(frozen=True)
+class RtxOptions(TrtOptions):
+    """The same of TensorRT-RTX."""
+
+    target: str = RTX
+    archs: tuple[str, ...] = option((), GPUS, flag="--arch", commas=True, shown=",".join(RTX_ARCHS))

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 from still_export.graph.merge import merge_products
 from still_export.graph.options import Progress
 from still_export.graph.quantization.policy import Layout
+from still_export.package.folder import Package
 from still_export.targets.target import FLOAT_WEIGHTS, Target
 from still_export.targets.trt.options import TrtOptions
 from still_export.targets.trt.package import finish
 from still_export.targets.trt.plugins import find_tensorrt_headers
+from still_export.targets.trt.runtime import TENSORRT
 from still_graphs.conditions import known_ops, no_functions, no_int64_io, plugin_nodes
 from still_graphs.passes.add_greedy_token import add_greedy_token
 from still_graphs.passes.fix_shapes import fix_shapes
@@ -30,7 +34,6 @@ from still_graphs.pipelines import Step
 
 ONE_ROW = "one row"
 """Trait: the model is to run one row (sequence) at a time."""
-FIELDS = ("batch", "workspace_mib", "version_compatible", "strip_weights", "tensorrt_include")
 DTYPES = ("float16", "bfloat16", "float32")
 
 
@@ -42,6 +45,13 @@ def traits(options: TrtOptions) -> tuple[str, ...]:
 def ready(options: TrtOptions, say: Progress) -> None:
     """Raise where a folder that was named has no headers."""
     find_tensorrt_headers(options.tensorrt_include)
+
+
+def build(package: Package, options: Any, progress: Any) -> list[Path]:
+    """The engines, built here (still_export.targets.trt.build)."""
+    from still_export.targets.trt.build import build_engines
+
+    return build_engines(package, options, progress)
 
 
 TRT = Target(
@@ -90,10 +100,10 @@ TRT = Target(
     ),
     finish=partial(finish, plugins=True),
     caches=("int8",),
-    fields=FIELDS,
     traits=traits,
     ready=ready,
-    runtime="trt",
-    built=True,
+    dtype="float16",
+    runtime=TENSORRT,
+    build=build,
     decode_steps=256,
 )

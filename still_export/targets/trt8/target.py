@@ -19,7 +19,7 @@ def takes(options: TrtOptions) -> bool:
     return any(tensorrt_major(include) < QUANTIZED_MAJOR for include in find_tensorrt_headers(options.tensorrt_include))
 
 
-def demand(asked: ExportOptions) -> None:
+def demand(asked: ExportOptions, options: TrtOptions) -> None:
     """Raise UnsupportedError for activations that the plugin does not multiply."""
     if asked.quantize and asked.dtype != "float16":
         raise UnsupportedError(

@@ -6,9 +6,9 @@ from functools import partial
 
 from still_export.graph.quantization.policy import Layout
 from still_export.targets.target import Target
-from still_export.targets.trt.options import RTX, TrtOptions
+from still_export.targets.trt.options import RTX, RtxOptions
 from still_export.targets.trt.package import finish
-from still_export.targets.trt.target import DTYPES, FIELDS
+from still_export.targets.trt.target import DTYPES, build
 from still_graphs.conditions import known_ops, no_functions, no_int64_io, no_still_nodes, without
 from still_graphs.passes.add_greedy_token import add_greedy_token
 from still_graphs.passes.inline_functions import inline_functions
@@ -22,7 +22,7 @@ TRT_RTX = Target(
     RTX,
     DTYPES,
     Layout("TensorRT-RTX's INT4", (32, 64, 128), blocks_of_eight=True),
-    partial(TrtOptions, RTX),
+    RtxOptions,
     steps=(
         Step(inline_functions, "TensorRT-RTX has no plugins", requires=known_ops, ensures=no_still_nodes),
         Step(
@@ -40,6 +40,6 @@ TRT_RTX = Target(
         Step(lower_integers, "hosts bind int32 alike everywhere", ensures=no_int64_io),
     ),
     finish=partial(finish, plugins=False),
-    fields=FIELDS,
-    built=True,
+    dtype="float16",
+    build=build,
 )

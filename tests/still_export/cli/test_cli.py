@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -17,7 +18,9 @@ import torch
 
 from still_export.cli.main import app, main
 from still_export.errors import ConfigError
+from still_export.fields import flag_of
 from still_export.graph.options import ExportOptions
+from still_export.targets.registry import TARGETS
 from tests.still_export.conftest import Exporter
 from tests.still_export.tiny import plain_model, still_model
 
@@ -125,11 +128,11 @@ def test_manifest_names_the_model_and_its_overlays_from_anywhere(
     """verify reads both again, perhaps from another working directory; hub ids stay what they are."""
     seen = []
 
-    def export(options: ExportOptions, *_: object, **__: object) -> None:
-        seen.append(options)
+    def export(asked: ExportOptions, *_: object, **__: object) -> None:
+        seen.append(asked)
         raise ConfigError("enough")
 
-    monkeypatch.setattr("still_export.targets.export.export_model", export)
+    monkeypatch.setattr("still_export.targets.export.export", export)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "base").mkdir()
     (tmp_path / "adapter").mkdir()
@@ -287,8 +290,33 @@ def test_version_and_help(capsys: Capture) -> None:
     for verb in ("export", "run", "verify", "inspect", "bench"):
         assert call(verb, "--help") == 0
         assert "Example" in capsys.readouterr().out
-    names = [command.name for command in app.registered_commands]
+    names = [command.name for command in app("export").registered_commands]
     assert len(names) == len(set(names)) > 5, "every call registers the verbs again"
+
+
+def test_help_has_what_everyone_needs_first_and_groups_by_target(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def groups(verb: str) -> dict[str, set[str]]:
+        assert call(verb, "--help") == 0
+        parts = re.split(r"╭─ (.+?) ─+╮", capsys.readouterr().out)[1:]
+        found = zip(parts[::2], parts[1::2], strict=True)
+        return {title: set(re.findall(r"^│[ *]+(--[a-z0-9-]+)", text, re.M)) for title, text in found}
+
+    exported, lowered = groups("export"), groups("lower")
+    assert len(exported["Options"]) <= 15 and {"--to", "--dtype", "--quantize"} < exported["Options"]
+    targets = {title: flags for title, flags in exported.items() if title.startswith("With --to")}
+    assert targets == {title: flags for title, flags in lowered.items() if title.startswith("With --to")}
+    for target in TARGETS:
+        for name in target.flags:
+            (title,) = (
+                title for title, flags in targets.items() if flag_of(target.options, name).split("/")[0] in flags
+            )
+            assert target.to in title.removeprefix("With --to ").split(", ")
+    everywhere = [flag for flags in exported.values() for flag in flags]
+    assert len(everywhere) == len(set(everywhere))
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from still_export.errors import ConfigError
 from still_export.graph.options import ExportOptions
 from still_export.package.folder import Package
 from still_export.proof.reference import runtime_of
-from still_export.targets.export import export_model
+from still_export.targets.export import export
 from still_export.targets.trt.options import TrtOptions
 from still_export.targets.trt.plugins import PluginBuildError
 from tests.still_export.packages import needs_rtx, onnx_package, trt_package
@@ -69,7 +69,7 @@ def test_a_package_without_plugin_library_says_so(
 ) -> None:
     """Its engine cannot be built or run without one, which would come out on the GPU's machine only."""
     package = trt_package(tmp_path / "trt", monkeypatch)
-    monkeypatch.setattr("still_export.targets.export.export_model", lambda *_, **__: package)
+    monkeypatch.setattr("still_export.targets.export.export", lambda *_, **__: package)
     monkeypatch.setitem(__import__("sys").modules, "tensorrt", None)
     for plugins in (package.manifest["plugins"], {}):
         package.manifest["plugins"] = plugins
@@ -83,7 +83,7 @@ def test_a_folder_without_headers_is_refused_before_the_export(tmp_path: Path, m
     monkeypatch.setattr("still_export.targets.export.write_portable", lambda *_, **__: pytest.fail("exported first"))
     trt = TrtOptions("trt", tensorrt_include=(str(tmp_path),))
     with pytest.raises(PluginBuildError, match="NvInfer"):
-        export_model(ExportOptions("model"), tmp_path / "x", to="trt", engines=trt)
+        export(ExportOptions("model"), tmp_path / "x", to="trt", options=trt)
 
 
 @needs_rtx
@@ -123,11 +123,11 @@ def test_a_manifest_repeats_its_target_and_options(tmp_path: Path, monkeypatch: 
     path.write_text(json.dumps(manifest))
     seen: list[Any] = []
 
-    def export(options: Any, output: Path, **more: Any) -> Package:
-        seen.extend([options, more["engines"]])
+    def export(asked: Any, *_: Any, options: Any, **more: Any) -> Package:
+        seen.extend([asked, options])
         return package
 
-    monkeypatch.setattr("still_export.targets.export.export_model", export)
+    monkeypatch.setattr("still_export.targets.export.export", export)
     monkeypatch.setitem(__import__("sys").modules, "tensorrt", None)
     assert run("export", "--config", path, "-o", tmp_path / "again", "--batch", 5, "--quiet") == 0
     options, trt = seen

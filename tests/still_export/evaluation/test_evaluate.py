@@ -24,8 +24,8 @@ from still_export.evaluation.evaluate import (
     answered,
     bits_per_byte,
     by_depth,
-    evaluate,
     load_any,
+    measure,
     measurements,
     without,
     write_evaluation,
@@ -156,7 +156,7 @@ def test_teacher_and_still_get_the_same_questions(tmp_path: Path) -> None:
     assert set(models) == {"teacher"}
     still = wide_model()
     done: list[str] = []
-    result = evaluate({**models, "still": still}, byte_tokenizer(), options, advance=done.append)
+    result = measure({**models, "still": still}, byte_tokenizer(), options, advance=done.append)
     assert len(done) == measurements(["teacher", "still"], options) == 5 * 4
     assert list(result.bits_per_byte) == ["teacher", *VARIANTS] and "@ 64" in next(iter(result.bits_per_byte["still"]))
     write_evaluation(result, options, tmp_path / "out", "the command")
@@ -171,9 +171,9 @@ def test_bad_input(tmp_path: Path) -> None:
     binary = tmp_path / "binary"
     binary.write_bytes(b"\0\1")
     with pytest.raises(DataError, match="zero bytes"):
-        evaluate({"teacher": Uniform()}, byte_tokenizer(), EvaluationOptions(texts=(str(binary),)))
+        measure({"teacher": Uniform()}, byte_tokenizer(), EvaluationOptions(texts=(str(binary),)))
     with pytest.raises(ConfigError, match="does not fit"):
-        evaluate({"teacher": Uniform()}, byte_tokenizer(), EvaluationOptions(lengths=(40,)))
+        measure({"teacher": Uniform()}, byte_tokenizer(), EvaluationOptions(lengths=(40,)))
 
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"

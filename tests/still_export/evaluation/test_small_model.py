@@ -16,10 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from still_export.cli.evaluate import _measured
-from still_export.evaluation.bench import Setting
+from still_export.evaluation.bench import BenchOptions
 from still_export.evaluation.chat import greedy
 from still_export.evaluation.evaluate import DEFAULT_HAYSTACK, answered, bits_per_byte, load_any, without
+from still_export.evaluation.models import _measured
 from still_export.evaluation.packages import open_model
 from still_export.graph.options import ExportOptions
 from still_export.linearization.tasks import TASKS, TaskWriter
@@ -31,7 +31,8 @@ from still_export.models.rows import DIAGONAL, SCALE
 from still_export.package.folder import open_package
 from still_export.runtime.ort import OrtModel
 from still_export.runtime.sampling import Sampling
-from still_export.targets.export import export_model
+from still_export.targets.export import export
+from still_export.targets.ort.options import OrtOptions
 from tests.still_export.test_api import call
 from tests.tolerances import MODEL
 
@@ -94,7 +95,7 @@ def test_adapters_are_complete(name: str, layers: int, heads: int, softmax: tupl
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("small") / "package"
-    export_model(ExportOptions(model=str(SMALL), dtype="float32"), folder)
+    export(ExportOptions(model=str(SMALL), dtype="float32"), folder)
     return folder
 
 
@@ -122,7 +123,7 @@ def test_without_salient_tokens_it_finds_less() -> None:
 def test_a_package_is_a_model(package: Path) -> None:
     """Logits of the last tokens and of all, from a package that gives one a call; answers of prompts of different lengths."""
     model = load_model(SMALL, dtype="float32")
-    opened = open_model(open_package(package), None, Setting(threads=1))
+    opened = open_model(open_package(package), BenchOptions(threads=1))
     ids = torch.from_numpy(np.random.default_rng(0).integers(0, 1024, (2, 150)))
     with torch.no_grad():
         whole = model(ids, use_cache=False).logits
@@ -136,8 +137,12 @@ def test_a_package_is_a_model(package: Path) -> None:
 
 @pytest.mark.slow
 def test_a_package_of_all_logits_is_read_in_whole_calls(tmp_path: Path) -> None:
-    export_model(ExportOptions(model=str(SMALL), dtype="float32", all_logits=True, prefill_tokens=64), tmp_path / "all")
-    opened = open_model(open_package(tmp_path / "all"), None, Setting(threads=1))
+    export(
+        ExportOptions(model=str(SMALL), dtype="float32", all_logits=True),
+        tmp_path / "all",
+        options=OrtOptions(prefill_tokens=64),
+    )
+    opened = open_model(open_package(tmp_path / "all"), BenchOptions(threads=1))
     ids = torch.from_numpy(np.random.default_rng(0).integers(0, 1024, (2, 150)))
     with torch.no_grad():
         whole = load_model(SMALL, dtype="float32")(ids, use_cache=False).logits
@@ -152,7 +157,7 @@ def test_costs_are_measured_where_every_package_has_room_for_steps() -> None:
     def package(tokens: int, bounded: bool = True) -> Any:
         return SimpleNamespace(manifest={"capacity": {"capacity_tokens": tokens, "bounded": bounded}})
 
-    setting = Setting()
+    setting = BenchOptions()
     for tokens, expected in ((4096, 4096 - setting.room(0)), (600, 600)):
         length = _measured(tokens, {"a": package(4096), "b": package(64, bounded=False)}, setting)
         assert length == expected and setting.room(length) <= 4096

@@ -14,7 +14,7 @@ from still_export.errors import CheckpointError
 from still_export.graph.options import ExportOptions
 from still_export.models import weights
 from still_export.models.load import load_model, open_source
-from still_export.targets.export import export_model
+from still_export.targets.export import export
 from tests.still_export.tiny import MIXED, still_model
 
 
@@ -39,7 +39,7 @@ def test_each_weight_is_read_once_and_forgotten(folder: Path, tmp_path: Path, mo
     monkeypatch.setattr("still_export.graph.lower.value_of", value_of)
     gc.collect()
     gc.freeze()  # what was there before the export need not be looked at for every weight
-    export_model(ExportOptions(str(folder)), tmp_path / "package")
+    export(ExportOptions(str(folder)), tmp_path / "package")
     names = open_source(str(folder)).weights
     assert len(read) == len({i for i, _ in read}) == len(names)
 
@@ -59,5 +59,5 @@ def test_damage_leaves_nothing(folder: Path, tmp_path: Path) -> None:
         model.model.layers[2].mlp.down_proj.weight[3, 5] = float("nan")
     model.save_pretrained(folder)
     with pytest.raises(CheckpointError, match=r"layers\.2\.mlp\.down_proj\.weight .* holds NaN"):
-        export_model(ExportOptions(str(folder)), tmp_path / "package")
+        export(ExportOptions(str(folder)), tmp_path / "package")
     assert [p.name for p in tmp_path.iterdir()] == ["model"]

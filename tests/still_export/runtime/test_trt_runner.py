@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from still_export.evaluation.bench import Setting, measure
+from still_export.evaluation.bench import BenchOptions, measure
 from still_export.package.folder import Package, open_package
 from still_export.package.refusals import CheckError
 from still_export.proof.sessions import Session
@@ -243,6 +243,6 @@ def test_memory_that_ends_while_the_state_grows_loses_nothing(
 
 
 def test_bench_measures_the_packages_runtime(package: Package, module: FakeTensorRT) -> None:
-    row = measure(package.path, 40, Setting(5, runtime="trt"))
+    row = measure(package.path, 40, BenchOptions(5, runtime="trt"))
     assert row.length == 40 and row.prefill_s > 0 and row.decode_ms > 0 and row.peak_mb > 0
     assert module.engines[-1].calls == [16] + [16, 16, 8] + [1] * 7  # warm-up; prefill; warm-up and six replays

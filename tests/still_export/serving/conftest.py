@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from still_export.graph.options import ExportOptions
-from still_export.targets.export import export_model
+from still_export.targets.export import export
 from tests.still_export.tiny import MIXED, still_model
 from tests.still_export.training import byte_tokenizer
 
@@ -26,7 +26,7 @@ def exported(folder: Path, family: str, **still: str) -> Path:
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder / "model")
     request = ExportOptions(str(folder / "model"))
-    return export_model(request, folder / "tiny", command="still-export tiny").path
+    return export(request, folder / "tiny", command="still-export tiny").path
 
 
 @pytest.fixture(scope="session")

@@ -11,28 +11,38 @@ from pathlib import Path
 import pytest
 
 from still_export.errors import ConfigError
+from still_export.targets.portable.runtime import TORCH
 from still_export.targets.registry import TARGETS, names, target_of, targets_of
 
 ROOT = Path(__file__).resolve().parents[3]
 PARTS = ("still_export", "graphs/still_graphs", "kernels/still_kernels")
-ASKING = ("still_export/targets/", "still_export/cli/")
-"""Rooms of the records, and of the command line, where a flag is a target's."""
+RECORDS = "still_export/targets/"
 NAMES = {t.name for t in TARGETS} | {t.to for t in TARGETS} - {"onnx"}
+RUNTIMES = {t.runtime.name for t in TARGETS if t.runtime is not None} | {TORCH.name}
 
 
 def compared(source: str) -> Iterator[tuple[int, str]]:
-    """Line and name of each comparison with a target's name; a runtime, which may be called alike, is no target."""
+    """Line and name of each comparison with the name of a target or of a runtime, and of each table that is asked with a runtime."""
     for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Subscript | ast.Call) and isinstance(table := _asked(node), ast.Dict):
+            keys = [key for key in table.keys if isinstance(key, ast.Constant) and key.value in RUNTIMES]
+            yield from ((node.lineno, str(key.value)) for key in keys if "runtime" in ast.unparse(node))
         if not isinstance(node, ast.Compare):
             continue
         sides = [node.left, *node.comparators]
-        if any(ast.unparse(side).endswith("runtime") for side in sides):
-            continue
+        names = NAMES | (RUNTIMES if any("runtime" in ast.unparse(side) for side in sides) else set())
         if isinstance(node.ops[0], ast.In | ast.NotIn):
             sides = node.comparators  # "trt" in manifest asks for a key
         for side in sides:
             values = side.elts if isinstance(side, ast.Tuple | ast.List | ast.Set) else [side]
-            yield from ((node.lineno, v.value) for v in values if isinstance(v, ast.Constant) and v.value in NAMES)
+            yield from ((node.lineno, v.value) for v in values if isinstance(v, ast.Constant) and v.value in names)
+
+
+def _asked(node: ast.Subscript | ast.Call) -> ast.expr:
+    """What is asked: the table of `{...}[x]` and of `{...}.get(x)`."""
+    if isinstance(node, ast.Subscript):
+        return node.value
+    return node.func.value if isinstance(node.func, ast.Attribute) else node.func
 
 
 def test_no_other_file_compares_the_name_of_a_target() -> None:
@@ -40,13 +50,22 @@ def test_no_other_file_compares_the_name_of_a_target() -> None:
     for part in PARTS:
         for path in sorted((ROOT / part).rglob("*.py")):
             name = path.relative_to(ROOT).as_posix()
-            if not name.startswith(ASKING) and (places := list(compared(path.read_text(encoding="utf-8")))):
+            if not name.startswith(RECORDS) and (places := list(compared(path.read_text(encoding="utf-8")))):
                 found[name] = places
     assert not found
 
 
 @pytest.mark.parametrize(
-    "line", ['x = target == "trt"', 'x = "genai" != kind', 'x = manifest["target"] in ("onnx", "trt-rtx")']
+    "line",
+    [
+        'x = target == "trt"',
+        'x = "genai" != kind',
+        'x = manifest["target"] in ("onnx", "trt-rtx")',
+        'x = runtime == "ort"',
+        'x = setting.runtime in ("torch", None)',
+        'x = {"ort": "onnxrt"}.get(runtime, runtime)',
+        'x = {"trt": "TensorRT"}[self.runtime]',
+    ],
 )
 def test_a_comparison_is_found(line: str) -> None:
     assert list(compared(line))

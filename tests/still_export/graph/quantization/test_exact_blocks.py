@@ -30,7 +30,7 @@ from still_export.models.weights import Deferred, SourceBlocks, value_of
 from still_export.package.calls import next_feed
 from still_export.runtime.ort import OrtModel
 from still_export.runtime.torch import TorchModel
-from still_export.targets.export import export_model
+from still_export.targets.export import export
 from still_export.targets.lower import lower_package
 from still_export.targets.trt.options import TrtOptions
 from tests.still_export.graph.quantization.test_quantization import SIZES
@@ -121,7 +121,7 @@ def adapted(tmp_path: Path) -> ExportOptions:
 
 def test_pairs_stay_apart(adapted: ExportOptions, tmp_path: Path) -> None:
     """The base is rounded without them; the package adds their thin products."""
-    package = export_model(adapted, tmp_path / "package")
+    package = export(adapted, tmp_path / "package")
     graph = onnx.load(package.model_path, load_external_data=False).graph
     names = {i.name for i in graph.initializer}
     assert (
@@ -154,7 +154,7 @@ def test_pairs_stay_apart(adapted: ExportOptions, tmp_path: Path) -> None:
 def test_merged_pairs_are_rounded_with_the_weight(adapted: ExportOptions, tmp_path: Path) -> None:
     from dataclasses import replace
 
-    package = export_model(replace(adapted, lora="merged"), tmp_path / "package")
+    package = export(replace(adapted, lora="merged"), tmp_path / "package")
     graph = onnx.load(package.model_path, load_external_data=False).graph
     assert not [i.name for i in graph.initializer if i.name.endswith((".inner", ".outer"))]
     source = find_source(adapted)
@@ -246,7 +246,7 @@ def test_offsets_are_a_product_of_block_sums(model_of_blocks: Path, tmp_path: Pa
     )
     (adapter / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 8.0}))
     options = ExportOptions(str(model_of_blocks), quantize="int4", overlays=(str(adapter),))
-    package = export_model(options, tmp_path / "package")
+    package = export(options, tmp_path / "package")
     graph = onnx.load(package.model_path, load_external_data=False).graph
     thin = [n for n in graph.node if n.op_type == "MatMul" and n.input[1].startswith("block_sums.")]
     assert len(thin) == 3 * 3 - 1  # of each layer o_proj, gate and up together, and down, but for the one with a pair

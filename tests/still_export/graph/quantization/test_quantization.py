@@ -31,7 +31,7 @@ from still_export.package.calls import next_feed
 from still_export.package.refusals import RunError
 from still_export.runtime.ort import OrtModel
 from still_export.runtime.torch import TorchModel
-from still_export.targets.export import export_model
+from still_export.targets.export import export
 from tests.still_export.conftest import Exporter
 from tests.still_export.tiny import MIXED, VOCAB, still_model
 
@@ -174,7 +174,7 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ExportOptions("m", quantize_method="rtn")
     still_model("llama", torch.float32).save_pretrained(tmp_path / "model")
     with pytest.raises(UnsupportedError, match=r"has 24 inputs, which blocks of 32 do not divide"):
-        export_model(ExportOptions(str(tmp_path / "model"), quantize="int4"), tmp_path / "package")
+        export(ExportOptions(str(tmp_path / "model"), quantize="int4"), tmp_path / "package")
     with pytest.raises(SystemExit, match="2"):
         main([str(tmp_path / "model"), "--to", "trt", "--quantize", "int3", "-o", str(tmp_path / "package")])
     assert "--quantize int3 is unknown" in capsys.readouterr().err

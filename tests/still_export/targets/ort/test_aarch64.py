@@ -10,6 +10,7 @@ import pytest
 
 from still_export.targets.ort.headers import CACHE_VARIABLE, find_onnxruntime_headers
 from still_export.targets.ort.library import build_library
+from still_export.targets.trt.plugins import PluginBuildError
 
 COMPILER, MACHINE = "aarch64-linux-gnu-g++", "qemu-aarch64"
 LOADS = """
@@ -29,9 +30,12 @@ int main(int, char** names)
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.skipif(not (shutil.which(COMPILER) and shutil.which(MACHINE)), reason=f"needs {COMPILER} and {MACHINE}")
-@pytest.mark.skipif(find_onnxruntime_headers() is None, reason="needs ONNX Runtime's C headers")
 def test_a_loader_of_its_own_machine_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    try:
+        find_onnxruntime_headers()
+    except PluginBuildError as error:
+        pytest.skip(str(error))
     library = build_library("aarch64")
     (tmp_path / "loads.cpp").write_text(LOADS)
     subprocess.run([COMPILER, tmp_path / "loads.cpp", "-o", tmp_path / "loads", "-ldl"], check=True)

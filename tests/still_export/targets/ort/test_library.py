@@ -15,7 +15,6 @@ import pytest
 
 from still_export.cli.main import main
 from still_export.errors import ConfigError
-from still_export.graph.options import ExportOptions
 from still_export.package.trust import trusts
 from still_export.targets.ort import headers, library
 from still_export.targets.ort.headers import CACHE_VARIABLE, HEADER, fetch_headers, find_onnxruntime_headers
@@ -113,9 +112,9 @@ def test_flags_that_contradict() -> None:
     with pytest.raises(ConfigError, match="--cpu riscv64 is unknown; known: x86_64, aarch64"):
         OrtOptions(cpu="riscv64")
     with pytest.raises(ConfigError, match="--no-native leaves the kernels out"):
-        ExportOptions("model", native=False, cpu="aarch64")
+        OrtOptions(native=False, cpu="aarch64")
     with pytest.raises(ConfigError, match="leave out --cpu"):
-        ExportOptions("model", cpu="aarch64", archs=("sm_90",))
+        OrtOptions(cpu="aarch64", archs=("sm_90",))
 
 
 @pytest.mark.slow

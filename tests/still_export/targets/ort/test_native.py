@@ -24,10 +24,11 @@ from still_export.package.folder import Package, open_package, write_manifest
 from still_export.proof.sessions import Session
 from still_export.runtime.ort import OrtModel, native_library, open_session
 from still_export.runtime.sampling import RunError, Sampling
-from still_export.targets.export import export_model
+from still_export.targets.export import export
 from still_export.targets.ort.headers import CACHE_VARIABLE
 from still_export.targets.ort.kernels import kernel_variants
 from still_export.targets.ort.library import LIBRARY
+from still_export.targets.ort.options import OrtOptions
 from still_export.targets.ort.target import prefill_tokens
 from tests.still_export.conftest import Exporter
 from tests.still_export.tiny import CHUNK, VOCAB
@@ -173,7 +174,11 @@ def test_other_machines_run_the_bodies(
 @pytest.mark.slow
 def test_the_manifest_repeats_it(built: None, export_tiny: Exporter, tmp_path: Path) -> None:
     package = native(export_tiny)
-    again = export_model(ExportOptions.from_manifest(package.manifest), tmp_path / "again")
+    again = export(
+        ExportOptions.from_manifest(package.manifest),
+        tmp_path / "again",
+        options=OrtOptions.from_manifest(package.manifest),
+    )
     assert again.manifest["native"] == package.manifest["native"]
 
 
@@ -212,7 +217,7 @@ def test_kernels_of_the_gpu_are_compiled_in(
     package = export_tiny(options={"archs": ("sm_90",)}, chunk_size=32)
     assert built["archive"] == "['GreedyToken', 'HybridAttention'] ('sm_90',)"
     assert package.manifest["native"]["archs"] == ["sm_90"] and LIBRARY in package.manifest["files"]
-    assert ExportOptions.from_manifest(package.manifest).archs == ("sm_90",)
+    assert OrtOptions.from_manifest(package.manifest).archs == ("sm_90",)
     assert package.manifest["prefill_tokens"] == 8192
     assert [prefill_tokens(("sm_90",), size) for size in (576, 1024, 1536, 2048, 4096, 8192)] == [
         8192,
@@ -223,7 +228,7 @@ def test_kernels_of_the_gpu_are_compiled_in(
         2048,
     ]
     with pytest.raises(ConfigError, match="--no-native leaves the kernels out"):
-        ExportOptions("model", native=False, archs=("sm_90",))
+        OrtOptions(native=False, archs=("sm_90",))
 
 
 @pytest.mark.slow

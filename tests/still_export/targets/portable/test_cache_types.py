@@ -17,7 +17,7 @@ from still_export.package.calls import next_feed
 from still_export.package.folder import Package
 from still_export.runtime.ort import OrtModel
 from still_export.runtime.torch import TorchModel
-from still_export.targets.export import export_model, plan_job
+from still_export.targets.export import export, plan_job
 from tests.still_export.conftest import Exporter
 from tests.still_export.packages import with_library
 from tests.still_export.tiny import CHUNK, MIXED, VOCAB, still_model
@@ -79,15 +79,15 @@ def test_calls_compute_with_what_later_calls_read(package: Package) -> None:
 @pytest.mark.slow
 def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="--cache float16 is for --to onnx and genai, not for --to trt; states"):
-        plan_job("trt", {"model": "m", "still": {"cache": "float16"}})
-    with pytest.raises(ConfigError, match="is for CPUs: kernels for sm_90 keep states"):
-        plan_job("onnx", {"model": "m", "native": True, "archs": ("sm_90",), "still": {"cache": "float16"}})
+        plan_job("trt", {"model": "m", "cache": "float16"})
+    with pytest.raises(ConfigError, match="is for ort-cpu: ort-cuda keeps states as --dtype says"):
+        plan_job("onnx", {"model": "m", "native": True, "archs": ("sm_90",), "cache": "float16"})
     still_model("llama", torch.float32).save_pretrained(tmp_path / "model")
     options = ExportOptions(str(tmp_path / "model"), dtype="float16", still={"cache": "float16"})
     with pytest.raises(
         ConfigError, match="--cache float16 is for --dtype float32; keys and values of a float16 package"
     ):
-        export_model(options, tmp_path / "package")
+        export(options, tmp_path / "package")
     with pytest.raises(SystemExit, match="2"):
         main([str(tmp_path / "model"), "--to", "onnx", "--cache", "int3", "-o", str(tmp_path / "package")])
     assert "cache='int3' is unknown; known: float16" in capsys.readouterr().err

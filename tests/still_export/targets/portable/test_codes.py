@@ -16,7 +16,7 @@ from still_export.models.source import load_source
 from still_export.package.calls import next_feed
 from still_export.package.folder import Package
 from still_export.runtime.torch import TorchModel
-from still_export.targets.export import export_model, plan_job
+from still_export.targets.export import export, plan_job
 from tests.still_export.conftest import Exporter
 from tests.still_export.packages import with_library
 from tests.still_export.targets.portable.test_cache_types import KEPT, feed
@@ -79,13 +79,13 @@ def test_any_split_stores_the_same_bytes(package: Package) -> None:
 @pytest.mark.slow
 def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--cache int8 is for --to onnx and trt, not for --to trt-rtx"):
-        plan_job("trt-rtx", {"model": "m", "still": {"cache": "int8"}})
+        plan_job("trt-rtx", {"model": "m", "cache": "int8"})
     with pytest.raises(ConfigError, match="--cache int8 is for --to onnx and trt, not for --to genai"):
-        plan_job("genai", {"model": "m", "still": {"cache": "int8"}})
+        plan_job("genai", {"model": "m", "cache": "int8"})
     still_model("llama", torch.float32).save_pretrained(tmp_path / "model")
     options = ExportOptions(str(tmp_path / "model"), still={"cache": "int8"})
     with pytest.raises(ConfigError, match="head_dim=10: rows of 8 bits have multiples of 4"):
-        export_model(options, tmp_path / "package")
+        export(options, tmp_path / "package")
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 

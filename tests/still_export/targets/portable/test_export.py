@@ -140,11 +140,11 @@ def test_graph_equals_pytorch(export_tiny: Exporter, family: str, dtype: str, st
 def test_untrained_attention_keeps_the_base_logits(family: str, tmp_path: Any) -> None:
     """Through the package, with the default chunks: every prompt of up to 128 tokens."""
     from still_export.graph.options import ExportOptions
-    from still_export.targets.export import export_model
+    from still_export.targets.export import export
 
     base = plain_model(family, torch.float32)
     base.save_pretrained(tmp_path / "base")
-    package = export_model(
+    package = export(
         ExportOptions(str(tmp_path / "base"), attach_untrained=True, all_logits=True), tmp_path / "package"
     )
     runner, session = reference_of(package), session_of(package)

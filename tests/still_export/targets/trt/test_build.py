@@ -16,8 +16,9 @@ from still_export.package.folder import Package, open_package
 from still_export.runtime.tensorrt import TrtModel
 from still_export.runtime.trt_engine import TrtError
 from still_export.targets.registry import target_of
+from still_export.targets.target import BuildError, NoBuilderError
 from still_export.targets.trt.build import BuildOptions, build_engines, reopen
-from still_export.targets.trt.builder import BuildError, NoBuilderError, plugin_layers, runs_on, write_atomically
+from still_export.targets.trt.builder import plugin_layers, runs_on, write_atomically
 from still_export.targets.trt.options import TrtOptions
 from still_export.targets.trt.package import demand_kernels, kernel_variants
 from still_graphs.passes.walk import drop_attribute

@@ -1,0 +1,118 @@
+"""Flags made from the fields of options records: an option's name, help and default stand in one place, where the option is."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import Field, fields
+from importlib import import_module
+from typing import Annotated, Any, get_args, get_type_hints
+
+import typer
+
+from still_export.errors import ConfigError
+from still_export.fields import flag_of, names_of
+
+
+def add_verb(
+    app: typer.Typer,
+    verb: Callable[..., None],
+    epilog: str,
+    whole: bool,
+    *records: str,
+    without: Collection[str] = (),
+    targets: bool = False,
+) -> None:
+    """Add `verb` to `app`; `whole` with the flags of `records` (module.Name), `without` some, and with those of all `targets`."""
+    kinds = [getattr(import_module(r.rpartition(".")[0]), r.rpartition(".")[2]) for r in records if whole]
+    flags = [flag for kind in kinds for flag in flags_of(kind, without)] + (target_flags() if whole and targets else [])
+    app.command(verb.__name__.replace("_", "-"), epilog=epilog)(with_flags(verb, *flags))
+
+
+def with_flags(function: Callable[..., None], *flags: inspect.Parameter) -> Callable[..., None]:
+    """The verb `function` with `flags`; those that the user gave are its argument `asked`, values by field."""
+
+    def verb(**given: Any) -> None:
+        asked = {flag.name: given.pop(flag.name) for flag in flags}
+        function(**given, asked={name: value for name, value in asked.items() if value not in (None, [])})
+
+    own = inspect.signature(function, eval_str=True)
+    kept = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own.parameters.values() if p.name != "asked"]
+    parameters = [*kept, *flags]
+    verb.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    verb.__annotations__ = {p.name: p.annotation for p in parameters}
+    verb.__doc__ = function.__doc__
+    return verb
+
+
+def flags_of(record: type, without: Collection[str] = ()) -> list[inspect.Parameter]:
+    """A flag for each option of a record, but `without` some."""
+    return [_flag(record, entry) for entry in _options(record) if entry.name not in without]
+
+
+def target_flags() -> list[inspect.Parameter]:
+    """`--to`, and the flags of every target's own options record in groups by the targets that have them."""
+    from still_export.targets.registry import TARGETS, names
+
+    places: dict[str, list[tuple[str, type]]] = {}
+    for to, record in dict.fromkeys((target.to, target.options) for target in TARGETS):
+        for name in names_of(record):
+            places.setdefault(name, []).append((to, record))
+    records = [target.name for target in TARGETS if target.name not in names()]
+    text = f"Target: {', '.join(names())}; or a record of theirs: {', '.join(records)}."
+    chosen = typer.Option("--to", help=text, show_default=names()[0])
+    flags = [_keyword("to", Annotated[str | None, chosen])]
+    for name, found in places.items():
+        entries = [(to, next(e for e in fields(record) if e.name == name)) for to, record in found]
+        more = {"help": _together([(to, e.metadata["help"]) for to, e in entries])}
+        more["shown"] = _together([(to, _shown(e)) for to, e in entries])
+        more["panel"] = f"With --to {', '.join(to for to, _ in found)}"
+        flags.append(_flag(found[0][1], entries[0][1], **more))
+    return flags
+
+
+def _together(said: list[tuple[str, str]]) -> str:
+    """What targets say, once where they say the same."""
+    by_text: dict[str, list[str]] = {}
+    for to, text in said:
+        by_text.setdefault(text, []).append(to)
+    return said[0][1] if len(by_text) == 1 else "; ".join(f"{', '.join(tos)}: {text}" for text, tos in by_text.items())
+
+
+def _options(record: type) -> Iterator[Field[Any]]:
+    return (entry for entry in fields(record) if "help" in entry.metadata)
+
+
+def _shown(entry: Field[Any]) -> str:
+    """The default in words, empty where it needs none."""
+    default = entry.default
+    if "shown" in entry.metadata:
+        return str(entry.metadata["shown"])
+    return "" if default is None or isinstance(default, bool) or default in ((), "") else str(default)
+
+
+def _flag(record: type, entry: Field[Any], **changes: Any) -> inspect.Parameter:
+    said = {**entry.metadata, **changes}
+    hint = get_type_hints(record)[entry.name]
+    kind = next(part for part in (get_args(hint) or (hint,)) if part is not type(None))
+    flag = flag_of(record, entry.name)
+    more: dict[str, Any] = {"min": said["least"]} if "least" in said else {}
+    if "tuple" in str(hint):
+        item: type = next((t for t in (float, int) if t.__name__ in str(hint)), str)
+        kind = tuple if said.get("commas") else list[item]  # type: ignore[valid-type]
+        if said.get("commas"):
+            more |= {"parser": lambda text: _parts(flag, text, item), "metavar": "A,B,..."}
+    shown = said.get("shown", _shown(entry)) or False
+    option = typer.Option(flag, help=said["help"], show_default=shown, rich_help_panel=said.get("panel"), **more)
+    return _keyword(entry.name, Annotated[kind | None, option])
+
+
+def _keyword(name: str, annotation: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _parts(flag: str, text: str, kind: Callable[[str], Any]) -> tuple[Any, ...]:
+    try:
+        return tuple(kind(part) for part in text.split(",") if part)
+    except ValueError:
+        raise ConfigError(f"{flag} {text}: give numbers separated by commas, such as 1024,4096.") from None

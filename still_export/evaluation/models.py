@@ -1,0 +1,117 @@
+"""Models and packages by their folders, measured in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from still_export.errors import ConfigError
+from still_export.evaluation.bench import BenchOptions
+from still_export.evaluation.evaluate import (
+    UNSEEN,
+    VARIANTS,
+    Evaluation,
+    EvaluationOptions,
+    load_any,
+    measure,
+    measurements,
+    pick_device,
+    variants_of,
+    write_evaluation,
+)
+from still_export.evaluation.packages import costs, open_model
+from still_export.models.load import load_tokenizer
+from still_export.package.folder import Package, is_package, open_package
+
+
+def evaluate(
+    models: Sequence[str | Path],
+    options: EvaluationOptions | None = None,
+    output: Path | None = None,
+    *,
+    command: str = "",
+    started: Callable[[int], Callable[[str], None]] = lambda count: lambda done: None,
+) -> Evaluation:
+    """Measure what models know: bits per byte, retrieval, chats; of packages also size, memory and speed.
+
+    Args:
+        models: Folder of a STILL model, whose parts are measured too, or of a softmax model; or packages, one or more.
+        options: What is measured; None: the defaults.
+        output: An existing folder for tables; None: none are written.
+        command: The command line, for the tables.
+        started: Told how many measurements there will be; what it returns is told each that is done.
+
+    Returns:
+        The results by model, or by variant of the one STILL model.
+
+    Raises:
+        ConfigError: Nothing is to be measured, several models are not all packages, or a package has no room for a length.
+        DataError: A text is unusable.
+    """
+    options = options or EvaluationOptions()
+    packages, model = _packages([str(m) for m in models]), str(models[0])
+    asked = (*(options.lengths if options.tasks else ()), *(options.context_lengths if options.texts else ()))
+    asked += (options.by_position,) if options.texts and options.by_position else ()
+    longest = max(asked, default=2)
+    if not asked and not options.chat:
+        raise ConfigError("nothing to measure. Give --text, --tasks or --chat.")
+    for name, package in packages.items():
+        _check_room(name, longest, package.manifest["capacity"])
+    writes = bool(options.chat) or UNSEEN in options.tasks
+    loaded = load_any(None if packages else model, options.teacher, options.dtype, generates=writes, tokens=longest)
+    if options.teacher is not None and not packages and "still" not in loaded:
+        raise ConfigError(f"{model} is a softmax model; --teacher is for STILL models.")
+    if "still" in loaded:
+        known = variants_of(loaded["still"])
+        absent = sorted(set(options.variants) - set(known)) if options.variants != VARIANTS else []
+        if absent:
+            raise ConfigError(f"{model} has no layers for the variant {', '.join(absent)}; it has {', '.join(known)}.")
+        options = replace(options, variants=tuple(v for v in options.variants if v in known))
+    setting = BenchOptions(threads=options.threads, provider=options.provider, runtime=options.runtime)
+    measured = _measured(longest, packages, setting)
+    advance = started(measurements([*loaded, *packages], options) + len(packages))
+    vocabulary, result = load_tokenizer(options.tokenizer or model), Evaluation()
+    for name, package in packages.items():
+        result.costs[name] = costs(package, measured, setting)
+        advance(f"{name}, costs")
+    result.add(measure(loaded, vocabulary, options, device=pick_device(options.device), advance=advance))
+    for name, package in packages.items():  # one at a time: memory
+        opened = {name: open_model(package, setting)}
+        result.add(measure(opened, vocabulary, options, advance=advance))
+        del opened
+    if output is not None:
+        write_evaluation(result, options, output, command)
+    return result
+
+
+def _packages(models: list[str]) -> dict[str, Package]:
+    """The packages by their folders' names; empty for one model that is none.
+
+    Raises:
+        ConfigError: Several are given and not all are packages, or two have one name.
+    """
+    folders = [Path(model) for model in models]
+    if not all(map(is_package, folders)):
+        if len(models) > 1:
+            raise ConfigError(f"{len(models)} models: several at once are packages. Evaluate each on its own.")
+        return {}
+    names = [folder.resolve().name for folder in folders]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"packages named {', '.join(names)}: give folders of different names.")
+    return {name: open_package(folder) for name, folder in zip(names, folders, strict=True)}
+
+
+def _check_room(name: str, tokens: int, capacity: dict[str, Any]) -> None:
+    if capacity["bounded"] and tokens > capacity["capacity_tokens"]:
+        raise ConfigError(
+            f"{name} holds {capacity['capacity_tokens']} tokens; {tokens} were asked for. Give smaller --lengths and --contexts."
+        )
+
+
+def _measured(tokens: int, packages: Mapping[str, Package], setting: BenchOptions) -> int:
+    """Of `tokens` what leaves every package room for the steps that are timed behind them."""
+    bounds = [p.manifest["capacity"] for p in packages.values()]
+    held = (b["capacity_tokens"] - setting.room(0) for b in bounds if b["bounded"])
+    return max(1, min((tokens, *held)))

@@ -1,0 +1,27 @@
+"""What an export may choose of a STILL configuration, as flags; apart from the configuration, so that naming them needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from still_export.fields import option
+
+MODEL = "The model and its states"
+"""Group of flags."""
+
+
+@dataclass(frozen=True)
+class StillChoices:
+    """Fields of a STILL configuration that an export may choose; None: the model's own, or the default."""
+
+    chunk_size: int | None = option(None, "Tokens per chunk.", shown="64", panel=MODEL)
+    salient_per_chunk: int | None = option(None, "Tokens per chunk that stay in softmax.", shown="4", panel=MODEL)
+    select_scope: str | None = option(None, "q_head, kv_group_max or kv_group_mean.", shown="q_head", panel=MODEL)
+    capacity_tokens: int | None = option(None, "Longest sequence.", shown="the model's own")
+    overflow: str | None = option(None, "Beyond it: error, fold_min_score or fold_oldest.", shown="error", panel=MODEL)
+    cache: str | None = option(
+        None,
+        "Keep keys and values in float16 (of float32) or int8.",
+        shown="as the activations",
+        panel=MODEL,
+    )

@@ -1,0 +1,248 @@
+"""A package held to PyTorch in one call: its options, its answers from PyTorch or from a file, the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from still_export.errors import ConfigError, ModelNotFoundError, PackageError
+from still_export.extras import demand
+from still_export.fields import option
+from still_export.package.folder import Package, open_package
+from still_export.proof.sessions import Target
+from still_export.proof.verify import Report, Verifier, check_dtype
+from still_export.runtime.cuda_driver import CudaError
+from still_export.runtime.sampling import RunError
+from still_export.targets.registry import packaged_target, runtime_of
+
+if TYPE_CHECKING:
+    from still_export.graph.options import ExportOptions
+    from still_export.models.weights import Pair
+    from still_export.proof.cases import CaseSource
+    from still_export.proof.quantized import Price
+
+Started = Callable[[int], Callable[..., None]]
+"""Told how many cases there are; what it returns is told each that is done."""
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """How a package is held to PyTorch; every field is a flag of `still-export verify`.
+
+    Raises:
+        ConfigError: Two options contradict each other.
+    """
+
+    model: str | None = option(None, "The PyTorch model, if it is no longer where it was exported from.")
+    lengths: tuple[int, ...] = option((), "Prompt lengths.", commas=True, shown="1,63,...,4097")
+    decode_steps: int | None = option(None, "Single-token steps after a prefill.", least=1, shown="72, of engines 256")
+    seed: int = option(0, "Seed of the prompts.")
+    runtime: str | None = option(None, "ort, trt, torch or vllm.", shown="the package's target")
+    provider: str = option("cpu", "Of ONNX Runtime: cpu or cuda.")
+    plugin: Path | None = option(None, "trt: plugin library in the place of the package's.")
+    adapter: Path | None = option(None, "LoRA adapter to run a package with that was exported with --adapters.")
+    calls: Path | None = option(None, "Take PyTorch's answers from a file made with --record.")
+    text: Path | None = option(
+        None, "Quantized packages: a text to tell the price of quantization on, in bits per byte."
+    )
+    reference_device: str | None = option(None, "Where PyTorch answers: cpu or cuda.", shown="cpu")
+
+    def __post_init__(self) -> None:
+        if self.adapter is not None and self.calls is not None:
+            raise ConfigError("--adapter is compared where PyTorch answers: give it without --record and --calls.")
+        if self.reference_device is not None and self.calls is not None:
+            raise ConfigError("--calls is what PyTorch answered already: leave out --reference-device.")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found; `price` of a quantized package is what its bits cost."""
+
+    report: Report
+    target: Target
+    price: Price | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Values that JSON can hold."""
+        return {**self.report.to_dict(), **({} if self.price is None else {"price": self.price.to_dict()})}
+
+
+def verify(
+    package: str | Path,
+    options: VerifyOptions = VerifyOptions(),
+    output: Path | None = None,
+    *,
+    started: Started = lambda count: lambda *done: None,
+) -> Verdict:
+    """Compare a package with PyTorch on logits, every state tensor and every selection.
+
+    Args:
+        package: Its folder.
+        options: What is compared, with which runtime.
+        output: An existing folder for the calls that polygraphy can repeat; None: the package's `verify`.
+        started: Told how many cases there are.
+
+    Returns:
+        The verdict, `report.passed` first.
+
+    Raises:
+        ConfigError: An option does not fit the package.
+        PackageError: The package is damaged, has no engine yet, or does not run here.
+        ModelNotFoundError: The model that it was exported from is not there.
+    """
+    proof = _Proof(package, options)
+    pairs: Mapping[str, tuple[Pair, ...]] = {}
+    added: dict[str, Any] = {}
+    manifest, folder = proof.package.manifest, proof.package.path
+    if proof.runtime.engines and not manifest["engines"]:
+        raise PackageError(f"{folder} has no engine yet. Build it on this machine: still-export build {folder}")
+    host = proof.target.host if options.runtime is None else None
+    demand(*filter(None, [host]))
+    if options.adapter is not None:
+        from still_export.runtime.adapters import adapter_inputs, read_pairs
+
+        pairs, added = read_pairs(options.adapter, manifest), adapter_inputs(options.adapter, manifest)
+    cases = proof.cases(pairs)
+    target = Target(proof.package, proof.runtime.name, options.provider, options.plugin, added, genai=host is not None)
+    if output is None:
+        output = folder / "verify"
+        output.mkdir(exist_ok=True)
+    try:
+        report = Verifier(proof.package, cases, target, proof.steps).run(output, started(cases.count))
+    except (RunError, CudaError) as error:
+        raise PackageError(str(error)) from error
+    if not proof.quantized or options.calls is not None:
+        return Verdict(report, target)
+    from still_export.proof.quantized import price_of
+
+    wide = _options(proof.package, options.model, "float32")
+    return Verdict(report, target, price_of(wide, folder, manifest, options.text))
+
+
+def record(
+    package: str | Path,
+    path: Path,
+    options: VerifyOptions = VerifyOptions(),
+    *,
+    started: Started = lambda count: lambda *done: None,
+) -> int:
+    """Write PyTorch's answers to the file `path`, for a machine without PyTorch and for every package lowered from the same one.
+
+    Returns:
+        The number of cases.
+
+    Raises:
+        As `verify`, but for the runtime, which is not asked.
+    """
+    from still_export.proof.recorded import record_cases
+
+    if options.adapter is not None:
+        raise ConfigError("--adapter is compared where PyTorch answers: give it without --record and --calls.")
+    if options.calls is not None:
+        raise ConfigError("--record writes a file of answers and --calls reads one; give one of them.")
+    proof = _Proof(package, options)
+    if options.text is not None:
+        raise ConfigError(TEXT)
+    cases = proof.cases({})
+    record_cases(cases, proof.package, path, started(cases.count))
+    return cases.count
+
+
+TEXT = "--text tells the price of quantization: give it with a quantized package, without --record and --calls."
+
+
+class _Proof:
+    """A package that is opened to be held to PyTorch; raises ConfigError and PackageError as `verify` does."""
+
+    def __init__(self, package: str | Path, options: VerifyOptions) -> None:
+        self.package, self.options = open_package(Path(package)), options
+        manifest = self.package.manifest
+        self.target, self.runtime = packaged_target(manifest), runtime_of(manifest["target"], options.runtime)
+        check_dtype(self.package)
+        self.quantized = manifest.get("quantization") is not None
+        if options.text is not None and (not self.quantized or options.calls is not None):
+            raise ConfigError(TEXT)
+        _check_lengths(options.lengths, self.package)
+        self.steps = self.target.decode_steps if options.decode_steps is None else options.decode_steps
+
+    def cases(self, pairs: Mapping[str, tuple[Pair, ...]]) -> CaseSource:
+        """Calls with PyTorch's answers, which has an adapter's `pairs` added to its weights."""
+        asked, device = self.options, self.options.reference_device or "cpu"
+        if asked.calls is not None:
+            from still_export.proof.recorded import RecordedCases
+
+            return RecordedCases(asked.calls, self.package)
+        return _torch_cases(self.package, asked.model, asked.lengths or None, self.steps, asked.seed, pairs, device)
+
+
+def _check_lengths(lengths: tuple[int, ...], package: Package) -> None:
+    """Raise ConfigError for prompts that the package cannot hold; of the lengths not asked for, those are left out."""
+    capacity = package.manifest["capacity"]
+    limit = capacity["capacity_tokens"] if capacity["bounded"] else max(lengths, default=1)
+    for length in lengths:
+        if not 1 <= length <= limit:
+            raise ConfigError(f"--lengths {length} is outside 1..{limit}, the capacity of {package.path}.")
+
+
+def _torch_cases(
+    package: Package,
+    model: str | None,
+    lengths: tuple[int, ...] | None,
+    steps: int,
+    seed: int,
+    pairs: Mapping[str, tuple[Pair, ...]],
+    device: str,
+) -> CaseSource:
+    """Cases answered by PyTorch in float32 with the package's weights, and an adapter's `pairs`. A package that computes in less, half
+    precision or activations of 8 bits, is held to it beside PyTorch's own run of that kind. So is one in float32 with caches in 8 bits
+    beside half precision: where a number lies between two codes the last bit decides, and what follows differs by a step.
+
+    Raises:
+        ConfigError: PyTorch has no such `device` here.
+    """
+    import torch
+
+    from still_export.graph.quantization.policy import rounds_activations
+    from still_export.graph.quantization.read import held_names, held_source, round_activations
+    from still_export.mixers.excuses import excuses_of
+    from still_export.proof.layerwise import LayerwiseModel
+    from still_export.proof.torch_cases import LENGTHS, TorchCases
+
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(f"--reference-device {device} is unknown; known: cpu, cuda.")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--reference-device cuda: PyTorch finds no such device here. Leave it out: the CPU answers.")
+    dtype, rounded = package.manifest["model"]["dtype"], rounds_activations(package.manifest)
+    if dtype == "float32" and any(state["dtype"] == "int32" for state in package.manifest["states"]):
+        dtype = "float16"
+    manifest = package.manifest
+    try:
+        wide, own = (
+            held_source(_options(package, model, kind), package.path, manifest, pairs) for kind in ("float32", dtype)
+        )
+    except ModelNotFoundError as error:
+        raise ModelNotFoundError(
+            f"{error} The package was exported from it; if the model lies elsewhere now, name it with --model."
+        ) from error
+
+    def round_inputs(model: Any) -> None:
+        round_activations(model, held_names(package.path), manifest["quantization"]["block_size"])
+
+    half = None
+    if rounded or dtype != "float32":
+        prepare = round_inputs if rounded else None
+        half = LayerwiseModel(manifest, own, excuses_of(manifest).alike, prepare, device)
+    reference = LayerwiseModel(manifest, wide, device=device)
+    return TorchCases(manifest, reference, half, lengths or LENGTHS, steps, seed)
+
+
+def _options(package: Package, model: str | None, dtype: str) -> ExportOptions:
+    """What was exported, in `dtype`, read from where `model` lies now."""
+    from dataclasses import replace
+
+    from still_export.graph.options import ExportOptions
+
+    options = ExportOptions.from_manifest(package.manifest)
+    return replace(options, model=model or options.model, dtype=dtype)
