@@ -195,7 +195,9 @@ def verify(
         out.result(content)
     else:
         rounded = rounds_activations(opened.manifest)
-        own = "PyTorch's run with activations rounded to 8 bits" if rounded else "PyTorch's half precision run"
+        own = (
+            "PyTorch's run with activations rounded to 8 bits" if rounded else "PyTorch's own run in the package's type"
+        )
         _print(found, folder, target.title, target.native, own, repeatable=adapter is None)
         if price is not None:
             print(price)
@@ -221,9 +223,9 @@ def _torch_cases(
     pairs: Mapping[str, tuple[Pair, ...]],
     device: str,
 ) -> CaseSource:
-    """Cases answered by PyTorch in float32 with the package's weights, and an adapter's `pairs`. A package that computes in less, half
-    precision or activations of 8 bits, is held to it beside PyTorch's own run of that kind. So is one in float32 with caches in 8 bits
-    beside half precision: where a number lies between two codes the last bit decides, and what follows differs by a step.
+    """Cases answered by PyTorch with the package's weights, and an adapter's `pairs`, in a wider type than the package's: float64 beside
+    PyTorch's own float32 run, float32 beside its run in half precision or with activations of 8 bits. A package in float32 with caches in
+    8 bits is held to half precision: where a number lies between two codes the last bit decides, and what follows differs by a step.
 
     Raises:
         ConfigError: PyTorch has no such `device` here.
@@ -256,12 +258,10 @@ def _torch_cases(
     def round_inputs(model: Any) -> None:
         round_activations(model, held_names(package.path), manifest["quantization"]["block_size"])
 
-    half = None
-    if rounded or dtype != "float32":
-        prepare = round_inputs if rounded else None
-        half = LayerwiseModel(manifest, own, excuses_of(manifest).alike, prepare, device)
-    reference = LayerwiseModel(manifest, wide, device=device)
-    return TorchCases(manifest, reference, half, lengths or LENGTHS, steps, seed)
+    exact = None if rounded or dtype != "float32" else torch.float64
+    reference = LayerwiseModel(manifest, wide, device=device, dtype=exact)
+    beside = LayerwiseModel(manifest, own, excuses_of(manifest).alike, round_inputs if rounded else None, device)
+    return TorchCases(manifest, reference, beside, lengths or LENGTHS, steps, seed)
 
 
 def _options(package: Package, model: str | None, dtype: str) -> ExportOptions:
@@ -277,11 +277,9 @@ def _options(package: Package, model: str | None, dtype: str) -> ExportOptions:
 def _print(report: Report, folder: Path, runtime: str, native: bool, own_run: str, repeatable: bool) -> None:
     """`repeatable`: by polygraphy's command, which can give no adapter."""
     console = Console(width=None if Console().is_terminal else 150)
-    half = any(entry.own_mean_abs for entry in report.outputs)
-    title = "errors of the logits, and of the worst state tensor" + (f"; own = {own_run}" if half else "")
+    title = f"errors of the logits, and of the worst state tensor; own = {own_run}"
     table = Table(title=f"PyTorch against {runtime}: {title}")
     columns = ["case", "logits max", "mean", "own", "cosine", "states max", "mean", "own", "cosine", "worst state", ""]
-    columns = [c for c in columns if half or c != "own"]
     for column in columns:
         table.add_column(column, justify="left" if column in ("case", "worst state") else "right", no_wrap=True)
     cases = defaultdict(list)
@@ -290,17 +288,17 @@ def _print(report: Report, folder: Path, runtime: str, native: bool, own_run: st
     for case, entries in cases.items():
         logits = next(e for e in entries if e.output == "logits")
         states = [e for e in entries if e.output != "logits"]
-        worst = max(states, key=lambda e: (not e.passed, e.mean_abs / e.bound if half and e.bound else e.max_abs))
+        worst = max(states, key=lambda e: (not e.passed, e.worst / e.bound if e.bound else e.max_abs))
         mean, own = (sum(getattr(e, name) for e in states) / len(states) for name in ("mean_abs", "own_mean_abs"))
         table.add_row(
             case,
             f"{logits.max_abs:.1e}",
             f"{logits.mean_abs:.1e}",
-            *([f"{logits.own_mean_abs:.1e}"] if half else []),
+            f"{logits.own_mean_abs:.1e}",
             f"{logits.cosine:.7f}",
             f"{worst.max_abs:.1e}",
             f"{mean:.1e}",
-            *([f"{own:.1e}"] if half else []),
+            f"{own:.1e}",
             f"{min(e.cosine for e in states):.7f}",
             worst.output.removeprefix("present_") if worst.max_abs else "-",
             "ok" if all(e.passed for e in entries) else "MISMATCH",
@@ -310,25 +308,18 @@ def _print(report: Report, folder: Path, runtime: str, native: bool, own_run: st
         print(f"{check.name}: " + ("yes" if check.passed else f"NO, {check.detail}"))
     chosen = report.selections
     print(
-        f"selections: {chosen.compared} choices compared, {chosen.near_ties} differ by a near tie "
-        f"(a lead of at most {report.tie:.1e}), {chosen.wrong} differ without one"
+        f"selections: {chosen.compared} choices compared, {chosen.near_ties} differ by a near tie (expected: at most some "
+        f"{chosen.expected:.1f}{': TOO MANY' if chosen.too_many else ''}), {chosen.wrong} differ without one"
     )
-    own_top1 = f" ({own_run} {report.own_top1:.4f})" if half else ""
     layer = "none" if report.first_diverging_layer is None else str(report.first_diverging_layer)
     for entry in [e for e in report.outputs if not e.passed][:SHOWN]:
-        print(
-            f"{entry.case}, {entry.output}: {'largest median of a part' if half else 'largest error'} {entry.worst:.1e} "
-            f"in call {entry.worst_call}, bound {entry.bound:.1e}"
-        )
-    print(f"top-1 agreement: {report.top1:.4f}{own_top1}; first diverging layer: {layer}")
+        part = "median error of head" if entry.by_median else f"call {entry.worst_call}, error of row"
+        place = f"{entry.case}, {entry.output}: {part} {list(entry.worst_place)}"
+        print(f"{place} {entry.worst:.1e}, bound {entry.bound:.1e}")
+    print(f"top-1 agreement: {report.top1:.4f} ({own_run} {report.own_top1:.4f}); first diverging layer: {layer}")
     print(f"report with every output: {folder / 'report.json'}")
     if not repeatable:
         return
-    print(
-        "the same without still-export, as far as single calls show it:"
-        if half
-        else "the verdict on the function bodies, which run where the kernel is not loaded, without still-export:"
-        if native
-        else "the same verdict without still-export:"
-    )
-    print(f"  sh {shlex.quote(str(folder / 'polygraphy.sh'))}" if half else f"  {report.command}")
+    bodies = ", on the function bodies, which run where the kernel is not loaded" if native else ""
+    print(f"the same without still-export, as far as single calls show it, under every output's largest bound{bodies}:")
+    print(f"  sh {shlex.quote(str(folder / 'polygraphy.sh'))}")
