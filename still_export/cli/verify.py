@@ -88,6 +88,7 @@ def verify(
         str | None, typer.Option(help="Where PyTorch answers: cpu or cuda.", show_default="cpu")
     ] = None,
     report: ReportFile = None,
+    junit: Annotated[Path | None, typer.Option(help="Write the verdict on every output as JUnit XML, for CI.")] = None,
     trust_native: TrustNative = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
@@ -96,7 +97,7 @@ def verify(
     with PyTorch's; exit 1 on a mismatch."""
     ours = {"--requests": requests, "--dtype": dtype, "--tensor-parallel-size": tensor_parallel_size}
     others = {"--model": model, "--lengths": lengths, "--decode-steps": decode_steps, "--plugin": plugin}
-    others |= {"--record": record, "--calls": calls, "--text": text, "--report": report}
+    others |= {"--record": record, "--calls": calls, "--text": text, "--report": report, "--junit": junit}
     others |= {"--adapter": adapter, "--reference-device": reference_device}
     check_flags(runtime, *({name: x is not None for name, x in flags.items()} for flags in (ours, others)))
     if runtime == RUNTIME:
@@ -113,17 +114,20 @@ def verify(
     from still_export.proof.sessions import Target
     from still_export.proof.verify import Verifier, check_dtype
     from still_export.report import verify as looks
+    from still_export.report.junit import junit as junit_report
     from still_export.report.render import check_report, write_report
     from still_export.runtime.cuda_driver import CudaError
     from still_export.runtime.sampling import RunError
     from still_export.targets.registry import target_of
 
+    if record is not None and (report is not None or junit is not None):
+        raise ConfigError(
+            "--record compares nothing, so it has no --report and no --junit; give them where the calls are compared."
+        )
     if report is not None:
-        if record is not None:
-            raise ConfigError(
-                "--record compares nothing, so it has no --report; give that where the calls are compared."
-            )
         check_report(report)
+    if junit is not None:
+        report_folder(junit.parent)
     if adapter is not None and (record is not None or calls is not None):
         raise ConfigError("--adapter is compared where PyTorch answers: give it without --record and --calls.")
     if record is not None and calls is not None:
@@ -188,6 +192,9 @@ def verify(
         content["price"] = price.to_dict()
     with staged_files(folder) as work:
         (work / "report.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    if junit is not None:
+        with staged_files(junit.parent) as work:
+            (work / junit.name).write_text(junit_report(content, package.name), encoding="utf-8")
     if report is not None:
         write_report(looks.page(content, target.title, str(package), machine(), command_line()), report)
         out.log(f"report to look at: {report}")
