@@ -13,9 +13,10 @@ from still_export.package.calls import Arrays
 from still_export.proof.cases import TINY, Case, row_errors
 from still_export.proof.codes import as_numbers
 
-ROW = 8.0
-"""Times the error of PyTorch's own run, in that row or over all rows of the output (root of the mean square), that any row may err."""
-MEDIAN = 3.0
+ROW = 12.0
+"""Times the error of PyTorch's own run, in that row or over all rows of the output (root of the mean square), that any row may err.
+Clean float16 packages on a CPU reach 7.1, and 2.7 in the median of a part (`python -m tests.faults`)."""
+MEDIAN = 4.0
 """Times the median error of PyTorch's rows, of the part or of the output, that the median of a part's rows may be."""
 FEWEST = 8
 """Rows of a part at least, that its median says something."""
@@ -85,15 +86,17 @@ class Bounds:
                     Verdict(float(np.nan_to_num(errors[at], posinf=np.inf)), float(bounds[at]), number + 1, place)
                 )
                 parts.append((_by_head(errors), _by_head(own)))
-        if parts:
+        worst = max(found, key=lambda verdict: verdict.share)
+        if parts and worst.share <= 1:  # a row says where
             errors, own = (np.concatenate(side, axis=2) for side in zip(*parts, strict=True))
             usual = np.fmax(_medians(own), self.median[output][:, None])
             bounds = np.maximum(MEDIAN * self.coarse * usual, self._sums(output))
             few = np.isfinite(errors).sum(2) < FEWEST
             medians = np.where(few, 0.0, np.nan_to_num(_medians(errors), posinf=np.inf))
             at = np.unravel_index(int((medians / np.maximum(bounds, TINY)).argmax()), medians.shape)
-            found.append(Verdict(float(medians[at]), float(bounds[at]), place=(int(at[1]),), median=True))
-        return max(found, key=lambda verdict: verdict.share)
+            median = Verdict(float(medians[at]), float(bounds[at]), place=(int(at[1]),), median=True)
+            worst = max(worst, median, key=lambda verdict: verdict.share)
+        return worst
 
     def arguments(self, half: bool) -> list[str]:
         """Polygraphy's flags: a median in half precision, where a tie may turn whole slots, else every number."""
