@@ -67,6 +67,7 @@ def verify(
         int | None, typer.Option(min=1, help="Devices that share each layer.", rich_help_panel=SERVED, show_default="1")
     ] = None,
     report: ReportFile = None,
+    junit: Annotated[Path | None, typer.Option(help="Write the verdict on every output as JUnit XML, for CI.")] = None,
     trust_native: TrustNative = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
@@ -75,7 +76,7 @@ def verify(
     with PyTorch's; exit 1 on a mismatch."""
     ours = {"--requests": requests, "--dtype": dtype, "--tensor-parallel-size": tensor_parallel_size}
     others = {f"--{name.replace('_', '-')}": x for name, x in asked.items() if name not in WITH_BOTH}
-    others |= {"--record": record, "--report": report}
+    others |= {"--record": record, "--report": report, "--junit": junit}
     runtime, out = asked.get("runtime"), Output(as_json, quiet)
     check_flags(runtime, *({name: x is not None for name, x in flags.items()} for flags in (ours, others)))
     if runtime == RUNTIME:
@@ -88,14 +89,17 @@ def verify(
     from still_export.package.trust import trust_package
     from still_export.proof import package as proof
     from still_export.report import verify as looks
+    from still_export.report.junit import junit as junit_report
     from still_export.report.render import check_report, write_report
 
+    if record is not None and (report is not None or junit is not None):
+        raise ConfigError(
+            "--record compares nothing, so it has no --report and no --junit; give them where the calls are compared."
+        )
     if report is not None:
-        if record is not None:
-            raise ConfigError(
-                "--record compares nothing, so it has no --report; give that where the calls are compared."
-            )
         check_report(report)
+    if junit is not None:
+        report_folder(junit.parent)
     options = proof.VerifyOptions(**asked)
     opened = open_package(package, check_hashes=False)
     if trust_native:
@@ -120,6 +124,9 @@ def verify(
     content, target, price = found.to_dict(), found.target, found.price
     with staged_files(folder) as work:
         (work / "report.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    if junit is not None:
+        with staged_files(junit.parent) as work:
+            (work / junit.name).write_text(junit_report(content, package.name), encoding="utf-8")
     if report is not None:
         write_report(looks.page(content, target.title, str(package), machine(), command_line()), report)
         out.log(f"report to look at: {report}")
@@ -127,7 +134,9 @@ def verify(
         out.result(content)
     else:
         rounded = rounds_activations(opened.manifest)
-        own = "PyTorch's run with activations rounded to 8 bits" if rounded else "PyTorch's half precision run"
+        own = (
+            "PyTorch's run with activations rounded to 8 bits" if rounded else "PyTorch's own run in the package's type"
+        )
         _print(found.report, folder, target.title, target.native, own, repeatable=options.adapter is None)
         if price is not None:
             print(price)
@@ -138,11 +147,9 @@ def verify(
 def _print(report: Report, folder: Path, runtime: str, native: bool, own_run: str, repeatable: bool) -> None:
     """`repeatable`: by polygraphy's command, which can give no adapter."""
     console = Console(width=None if Console().is_terminal else 150)
-    half = any(entry.own_mean_abs for entry in report.outputs)
-    title = "errors of the logits, and of the worst state tensor" + (f"; own = {own_run}" if half else "")
+    title = f"errors of the logits, and of the worst state tensor; own = {own_run}"
     table = Table(title=f"PyTorch against {runtime}: {title}")
     columns = ["case", "logits max", "mean", "own", "cosine", "states max", "mean", "own", "cosine", "worst state", ""]
-    columns = [c for c in columns if half or c != "own"]
     for column in columns:
         table.add_column(column, justify="left" if column in ("case", "worst state") else "right", no_wrap=True)
     cases = defaultdict(list)
@@ -151,17 +158,17 @@ def _print(report: Report, folder: Path, runtime: str, native: bool, own_run: st
     for case, entries in cases.items():
         logits = next(e for e in entries if e.output == "logits")
         states = [e for e in entries if e.output != "logits"]
-        worst = max(states, key=lambda e: (not e.passed, e.mean_abs / e.bound if half and e.bound else e.max_abs))
+        worst = max(states, key=lambda e: (not e.passed, e.worst / e.bound if e.bound else e.max_abs))
         mean, own = (sum(getattr(e, name) for e in states) / len(states) for name in ("mean_abs", "own_mean_abs"))
         table.add_row(
             case,
             f"{logits.max_abs:.1e}",
             f"{logits.mean_abs:.1e}",
-            *([f"{logits.own_mean_abs:.1e}"] if half else []),
+            f"{logits.own_mean_abs:.1e}",
             f"{logits.cosine:.7f}",
             f"{worst.max_abs:.1e}",
             f"{mean:.1e}",
-            *([f"{own:.1e}"] if half else []),
+            f"{own:.1e}",
             f"{min(e.cosine for e in states):.7f}",
             worst.output.removeprefix("present_") if worst.max_abs else "-",
             "ok" if all(e.passed for e in entries) else "MISMATCH",
@@ -171,25 +178,18 @@ def _print(report: Report, folder: Path, runtime: str, native: bool, own_run: st
         print(f"{check.name}: " + ("yes" if check.passed else f"NO, {check.detail}"))
     chosen = report.selections
     print(
-        f"selections: {chosen.compared} choices compared, {chosen.near_ties} differ by a near tie "
-        f"(a lead of at most {report.tie:.1e}), {chosen.wrong} differ without one"
+        f"selections: {chosen.compared} choices compared, {chosen.near_ties} differ by a near tie (expected: at most some "
+        f"{chosen.expected:.1f}{': TOO MANY' if chosen.too_many else ''}), {chosen.wrong} differ without one"
     )
-    own_top1 = f" ({own_run} {report.own_top1:.4f})" if half else ""
     layer = "none" if report.first_diverging_layer is None else str(report.first_diverging_layer)
     for entry in [e for e in report.outputs if not e.passed][:SHOWN]:
-        print(
-            f"{entry.case}, {entry.output}: {'largest median of a part' if half else 'largest error'} {entry.worst:.1e} "
-            f"in call {entry.worst_call}, bound {entry.bound:.1e}"
-        )
-    print(f"top-1 agreement: {report.top1:.4f}{own_top1}; first diverging layer: {layer}")
+        part = "median error of head" if entry.by_median else f"call {entry.worst_call}, error of row"
+        place = f"{entry.case}, {entry.output}: {part} {list(entry.worst_place)}"
+        print(f"{place} {entry.worst:.1e}, bound {entry.bound:.1e}")
+    print(f"top-1 agreement: {report.top1:.4f} ({own_run} {report.own_top1:.4f}); first diverging layer: {layer}")
     print(f"report with every output: {folder / 'report.json'}")
     if not repeatable:
         return
-    print(
-        "the same without still-export, as far as single calls show it:"
-        if half
-        else "the verdict on the function bodies, which run where the kernel is not loaded, without still-export:"
-        if native
-        else "the same verdict without still-export:"
-    )
-    print(f"  sh {shlex.quote(str(folder / 'polygraphy.sh'))}" if half else f"  {report.command}")
+    bodies = ", on the function bodies, which run where the kernel is not loaded" if native else ""
+    print(f"the same without still-export, as far as single calls show it, under every output's largest bound{bodies}:")
+    print(f"  sh {shlex.quote(str(folder / 'polygraphy.sh'))}")

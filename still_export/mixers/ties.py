@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,11 +11,19 @@ import numpy as np
 
 from still_export.package.calls import Arrays
 
-Leads = dict[int, np.ndarray]
-"""By layer, how clearly the reference chose, in an array of the op's own."""
+Scores = dict[int, np.ndarray]
+"""By layer, what was compared to choose, in an array of the op's own."""
 
-Ties = dict[str, float]
-"""Leads below which rounding may turn a choice, by the output that holds the scores, "" of the others."""
+Leads = dict[int, np.ndarray]
+"""By layer, how clearly the reference chose, in an array of the op's own: the lead of what it took, in parts of the lead that is a tie."""
+
+TIE = 8.0
+"""A lead is a tie up to so many times the error that PyTorch's own run makes in these very scores: what two of them differ by is spread
+1.4 times as wide as one, and kernels that sum in half precision err two to three times as far as PyTorch."""
+COARSE = 2.0
+"""Times PyTorch's own error that a runtime's may have where turned choices are counted."""
+SURE = 1e-6
+"""Chance below which more turned choices than expected are no chance."""
 
 Pairs = list[tuple[Arrays, Arrays]]
 """Outputs of each call, (PyTorch, target)."""
@@ -24,12 +32,23 @@ Pairs = list[tuple[Arrays, Arrays]]
 @dataclass
 class Choices:
     """Counts of what a runtime chooses by comparing numbers: compared, different where they nearly tie, different without that excuse;
-    `widest` is the largest lead among those that differ, in parts of the lead that is a tie."""
+    `widest` is the largest lead among those that differ, in parts of the lead that is a tie. `expected` is the number of choices that
+    rounding turns in a right runtime."""
 
     compared: int = 0
     near_ties: int = 0
     wrong: int = 0
     widest: float = 0.0
+    expected: float = 0.0
+
+    @property
+    def too_many(self) -> bool:
+        """Whether more choices differ by a near tie than rounding turns: the tail of a Poisson distribution is below SURE."""
+        term, below = math.exp(-self.expected), 0.0
+        for number in range(self.near_ties):
+            below += term
+            term *= self.expected / (number + 1)
+        return self.near_ties > self.expected and 1 - below < SURE
 
     def add(self, other: Choices) -> None:
         """Add the counts of `other`."""
@@ -37,18 +56,19 @@ class Choices:
         self.near_ties += other.near_ties
         self.wrong += other.wrong
         self.widest = max(self.widest, other.widest)
+        self.expected += other.expected
 
 
 class Excuse(Protocol):
     """Choices of one op that rounding may turn."""
 
     score: str
-    """The state that holds what is compared; twice the largest error of PyTorch's own half precision run on it is a tie."""
+    """The state that holds what is compared."""
 
-    def compare(self, pairs: Pairs, leads: Callable[[], Leads], ties: Ties) -> Choices:
-        """Compare what two runtimes chose. `leads` is asked only where they differ; `ties` are the leads below which either is right."""
+    def compare(self, pairs: Pairs, leads: Leads) -> Choices:
+        """Compare what two runtimes chose; where the lead is a tie, either is right."""
 
-    def settle(self, pairs: Pairs, leads: Callable[[], Leads], ties: Ties) -> Pairs:
+    def settle(self, pairs: Pairs, leads: Leads) -> Pairs:
         """The pairs with PyTorch's choice wherever the target made another one on a near tie."""
 
     def alike(self, expected: Arrays, actual: Arrays) -> bool:
@@ -57,14 +77,14 @@ class Excuse(Protocol):
     def chooses(self, lengths: np.ndarray) -> bool:
         """Whether a step after `lengths` [B] tokens chooses."""
 
-    def near_ties(self, leads: Leads, ties: Ties) -> int:
-        """How many of the reference's choices another right runtime may make otherwise."""
+    def scores(self, reference: Any, tokens: np.ndarray, counts: np.ndarray) -> Scores:
+        """The reference's scores on the sequences `tokens` [B, T] of `counts` [B] tokens; `reference` is a TorchModel."""
 
-    def leads(self, reference: Any, tokens: np.ndarray, counts: np.ndarray) -> Leads:
-        """The reference's leads on the sequences `tokens` [B, T] of `counts` [B] tokens; `reference` is a TorchModel."""
+    def leads(self, scores: Scores, own: Scores, counts: np.ndarray) -> Leads:
+        """Of the reference's `scores`, beside those of PyTorch's own run in the package's type; infinity where nothing was chosen yet."""
 
-    def closest(self, leads: Leads, counts: np.ndarray) -> float:
-        """The smallest lead of what was chosen along sequences of `counts` [B] tokens."""
+    def closest(self, scores: Scores, counts: np.ndarray) -> float:
+        """The smallest lead of what was chosen along sequences of `counts` [B] tokens, in units of the scores."""
 
 
 class Excuses:
@@ -73,17 +93,17 @@ class Excuses:
     def __init__(self, each: Iterable[Excuse] = ()) -> None:
         self.each = tuple(each)
 
-    def compare(self, pairs: Pairs, leads: Callable[[], Leads], ties: Ties) -> Choices:
+    def compare(self, pairs: Pairs, leads: Leads) -> Choices:
         """As of Excuse."""
         total = Choices()
         for excuse in self.each:
-            total.add(excuse.compare(pairs, leads, ties))
+            total.add(excuse.compare(pairs, leads))
         return total
 
-    def settle(self, pairs: Pairs, leads: Callable[[], Leads], ties: Ties) -> Pairs:
+    def settle(self, pairs: Pairs, leads: Leads) -> Pairs:
         """As of Excuse."""
         for excuse in self.each:
-            pairs = excuse.settle(pairs, leads, ties)
+            pairs = excuse.settle(pairs, leads)
         return pairs
 
     def alike(self, expected: Arrays, actual: Arrays) -> bool:
@@ -94,18 +114,29 @@ class Excuses:
         """As of Excuse."""
         return any(excuse.chooses(lengths) for excuse in self.each)
 
-    def near_ties(self, leads: Leads, ties: Ties) -> int:
-        """As of Excuse."""
-        return sum(excuse.near_ties(leads, ties) for excuse in self.each)
-
-    def leads(self, reference: Any, tokens: np.ndarray, counts: np.ndarray) -> Leads:
+    def scores(self, reference: Any, tokens: np.ndarray, counts: np.ndarray) -> Scores:
         """As of Excuse; layers have one op each."""
-        return {k: v for excuse in self.each for k, v in excuse.leads(reference, tokens, counts).items()}
+        return {k: v for excuse in self.each for k, v in excuse.scores(reference, tokens, counts).items()}
 
-    def closest(self, leads: Leads, counts: np.ndarray) -> float:
+    def leads(self, scores: Scores, own: Scores, counts: np.ndarray) -> Leads:
+        """As of Excuse."""
+        return {k: v for excuse in self.each for k, v in excuse.leads(scores, own, counts).items()}
+
+    def closest(self, scores: Scores, counts: np.ndarray) -> float:
         """As of Excuse; infinity where nothing is chosen."""
-        return min((excuse.closest(leads, counts) for excuse in self.each), default=math.inf)
+        return min((excuse.closest(scores, counts) for excuse in self.each), default=math.inf)
 
     def is_score(self, output: str) -> bool:
         """Whether `output` holds what an op compares."""
         return any(output.startswith(f"present_{excuse.score}.") for excuse in self.each)
+
+
+def near_ties(leads: Leads) -> int:
+    """How many of the reference's choices another right runtime may make otherwise."""
+    return sum(int((lead <= 1).sum()) for lead in leads.values())
+
+
+def expected_ties(leads: Leads) -> float:
+    """How many choices differ where a runtime errs COARSE times as far as PyTorch's own run, each score by itself."""
+    found = np.concatenate([lead[np.isfinite(lead)].ravel() for lead in leads.values()] or [np.zeros(0)])
+    return sum(0.5 * math.erfc(lead) for lead in (found * TIE / (2 * COARSE)).tolist())

@@ -1,12 +1,10 @@
-"""One comparison of verify, what PyTorch answered, and how far its own half precision run is off."""
+"""One comparison of verify, what PyTorch answered, and how far its own run in the package's type is off."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -14,27 +12,7 @@ from still_export.mixers.ties import Excuses, Leads, Pairs
 from still_export.package.calls import Arrays, next_feed, without_padding
 from still_export.proof.codes import as_numbers
 
-RARE = 0.99
-"""The part of PyTorch's own rounding errors that is called usual; the error at its end is what an engine is held to."""
-
-
-ROUNDINGS = 64
-"""Half units of float32's last place by which a sum may differ: as many as a chunk has terms. Half precision's unit is 8,192 of these."""
-
-
-class Noise(NamedTuple):
-    """Errors of PyTorch's half precision run on one output, where either run's number is not zero.
-
-    `usual` is the bound that all but a hundredth of them keep (RARE), `mean` and `largest` are over all, `part` is the largest
-    median of a part (`part_medians`). `sums` is what sums in float32 of the largest number may differ by in another order (ROUNDINGS):
-    where half precision changes nothing, as in a sum of constants, the others are 0.
-    """
-
-    usual: float
-    mean: float
-    largest: float
-    part: float = 0.0
-    sums: float = 0.0
+TINY = float(np.finfo(np.float64).tiny)
 
 
 @dataclass
@@ -44,28 +22,26 @@ class Case:
     Args:
         name: For the table.
         feeds, expected: Calls with fixed inputs and PyTorch's outputs, saved for polygraphy's own command.
-        find_leads: Computes PyTorch's lead of selected over rejected scores.
+        leads: PyTorch's leads of selected over rejected scores.
         steps: For decode: the tokens [B, 1] that follow the first feed one by one; the target carries its own state.
         places: Numbers of the steps whose calls the other feeds are: those at which something is chosen, and the last.
         step_logits: PyTorch's logits after every step, [B, steps, V].
-        noise: Of PyTorch's own half precision run, by output; empty for a package in float32.
-        own_top1: That run's best tokens that are float32's too, and all.
+        own: Of PyTorch's own run in the package's type the errors of each row (`row_errors`), for each of the pairs of `pairs`;
+            behind them, of further calls.
+        own_mean: The mean error of that run, by output.
+        own_top1: That run's best tokens that are the reference's too, and all.
     """
 
     name: str
     feeds: list[Arrays]
     expected: list[Arrays]
-    find_leads: Callable[[], Leads]
+    leads: Leads = field(default_factory=dict)
     steps: tuple[np.ndarray, ...] = ()
     places: tuple[int, ...] = ()
     step_logits: np.ndarray | None = None
-    noise: dict[str, Noise] = field(default_factory=dict)
+    own: list[Arrays] = field(default_factory=list)
+    own_mean: dict[str, float] = field(default_factory=dict)
     own_top1: tuple[int, int] = (0, 0)
-
-    @cached_property
-    def leads(self) -> Leads:
-        """PyTorch's lead of selected over rejected scores."""
-        return self.find_leads()
 
     def pairs(self, run: Steps, excuses: Excuses) -> tuple[Pairs, Pairs]:
         """PyTorch's and the target's outputs: of each call, or along the steps; and those of steps in which it chose otherwise. Rows in
@@ -130,41 +106,26 @@ def fixed_pair(feed: Arrays, expected: Arrays, actual: Arrays) -> tuple[Arrays, 
     return first, second
 
 
-def noise_of(pairs: list[tuple[np.ndarray, np.ndarray]]) -> Noise:
-    """Errors of the second arrays beside the first ones, where either is not zero; equal infinities do not differ."""
-    found = []
-    for expected, actual in pairs:
-        error = distance(expected, actual)
-        found.append(error[(expected != 0) | (actual != 0)].ravel())
-    errors = np.concatenate(found)
-    if not errors.size:
-        return Noise(0.0, 0.0, 0.0)
-    usual = float(np.quantile(errors, RARE, method="higher"))
-    worst = max(max(part_medians(*pair), default=0.0) for pair in pairs)
-    sizes = np.concatenate([np.abs(expected[np.isfinite(expected)], dtype=np.float64) for expected, _ in pairs])
-    sums = ROUNDINGS * float(np.finfo(np.float32).eps) / 2 * float(sizes.max(initial=0.0))
-    return Noise(usual, float(errors.mean()), float(errors.max()), worst, sums)
-
-
-def part_medians(expected: np.ndarray, actual: np.ndarray) -> list[float]:
-    """Median error of each part of an output: each row's logits, each head of each row of a state.
-
-    A whole output's median would not see one wrong row of a batch, nor a wrong slot among many that are still zero: only numbers count
-    that are not zero on both sides.
-    """
-    if not expected.size:
-        return []
-    count = math.prod(expected.shape[:2])
-    error, counted = distance(expected, actual), (expected != 0) | (actual != 0)
-    parts = zip(error.reshape(count, -1), counted.reshape(count, -1), strict=True)
-    return [float(np.median(part[mask])) for part, mask in parts if mask.any()]
+def row_errors(expected: np.ndarray, actual: np.ndarray) -> np.ndarray:
+    """Two errors of each row of an output, [2, ...] of [..., D] (a token's logits, a slot of a head, a feature of a linear state) or of
+    counts [B]: the largest of its numbers, and the part of the whole that lies along the row, which a factor shows in. NaN where both sides
+    hold nothing but zeros, infinity where either holds what is no number."""
+    error, held = distance(expected, actual), (expected != 0) | (actual != 0)
+    if error.ndim < 2:
+        error, held, expected, actual = (x[..., None] for x in (error, held, expected, actual))
+    exact = np.where(np.isfinite(expected), expected, 0).astype(np.float64)
+    signed = np.where(actual < expected, -error, error)
+    length = np.sqrt(np.square(exact).sum(-1))
+    along = np.abs(np.einsum("...d,...d->...", exact, signed)) / np.maximum(length, TINY)
+    found = np.stack([error.max(-1, initial=0), along])
+    return np.where(held.any(-1), np.where(np.isnan(found), np.inf, found), np.nan)
 
 
 def distance(expected: np.ndarray, actual: np.ndarray) -> np.ndarray:
     """Absolute difference in float64; 0 where both are the same infinity (position 0 has an infinite score)."""
     a, b = expected.astype(np.float64), actual.astype(np.float64)
     same = a == b
-    return np.abs(np.where(same, 0, a) - np.where(same, 0, b))
+    return np.asarray(np.abs(np.where(same, 0, a) - np.where(same, 0, b)))
 
 
 def same_best(expected: Arrays, actual: Arrays) -> np.ndarray:

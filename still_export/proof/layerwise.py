@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from still_export.mixers.cache import StillCache, empty_states, state_table
 from still_export.models.base import last_rows
 from still_export.models.load import Source
-from still_export.models.weights import value_of
+from still_export.models.weights import Weight, value_of
 from still_export.package.calls import Arrays
 from still_export.proof.codes import as_numbers
 
@@ -76,6 +76,7 @@ class LayerwiseModel:
         alike: Whether two calls' outputs chose the same; see `Call.right`.
         prepare: Changes the model before it runs, whose weights are not read yet.
         device: Where it computes.
+        dtype: What it computes in, None: as the source has it.
     """
 
     def __init__(
@@ -85,22 +86,23 @@ class LayerwiseModel:
         alike: Callable[[Arrays, Arrays], bool] = lambda right, found: True,
         prepare: Callable[[Any], None] | None = None,
         device: str | torch.device = "cpu",
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.source, self.alike, self.prepare, self.device = source, alike, prepare, torch.device(device)
         self.config = source.config
-        self.dtype = next(iter(source.weights.values())).dtype
+        self.asked, self.dtype = dtype, dtype or next(iter(source.weights.values())).dtype
         self.table = state_table(self.config, self.dtype)
         self.all_logits = bool(manifest["model"]["all_logits"])
 
     def empty_feed(self, batch: int, capacity: int) -> Arrays:
         """`past_length` and `past_*` of rows that have seen nothing, with room for `capacity` tokens."""
         states = empty_states(self.config, batch, self.dtype, capacity=capacity)
-        feed = {f"past_{name}.{i}": x.numpy() for i, layer in enumerate(states) for name, x in layer.items()}
+        feed = {f"past_{name}.{i}": _single(x) for i, layer in enumerate(states) for name, x in layer.items()}
         return {**feed, "past_length": np.zeros(batch, np.int64)}
 
     @torch.no_grad()
     def run(self, chains: Sequence[Chain]) -> list[list[Arrays]]:
-        """Outputs of every call of `chains`: `logits` float32, `present_length`, and the states that the call keeps."""
+        """Outputs of every call of `chains`: `logits` float32, `present_length`, and the states that the call keeps; float64 as float32."""
         with _Wide() as products:
             model = self._outline()
             work = [_Chain(chain, self.device) for chain in chains]
@@ -122,7 +124,7 @@ class LayerwiseModel:
         tensors = {}
         for name, weight in self.source.weights.items():
             layered = name.startswith("model.layers.")
-            tensors[name] = _stand_in(weight) if layered else value_of(weight).to(self.device)
+            tensors[name] = self._stand_in(weight) if layered else self._value(weight)
         model = self.source.model(tensors).to(self.device)
         if self.prepare is not None:
             self.prepare(model)
@@ -135,9 +137,15 @@ class LayerwiseModel:
         names = [name for name in self.source.weights if name.startswith(prefix)]
         weights = {name.removeprefix(prefix): self.source.weights[name] for name in names}
         layer = model.model.layers[index]
-        layer.load_state_dict({n: value_of(w).to(self.device) for n, w in weights.items()}, strict=False, assign=True)
+        layer.load_state_dict({n: self._value(w) for n, w in weights.items()}, strict=False, assign=True)
         yield
-        layer.load_state_dict({n: _stand_in(w) for n, w in weights.items()}, strict=False, assign=True)
+        layer.load_state_dict({n: self._stand_in(w) for n, w in weights.items()}, strict=False, assign=True)
+
+    def _value(self, weight: Weight) -> Tensor:
+        return value_of(weight).to(self.device, self.asked)
+
+    def _stand_in(self, weight: Weight) -> Tensor:
+        return torch.zeros((), dtype=self.asked or weight.dtype).expand(weight.shape)
 
     def _states_of(self, index: int) -> dict[str, torch.dtype]:
         """By name, the types of a layer's states."""
@@ -277,9 +285,9 @@ class _Wide(TorchFunctionMode):
         self._wide.clear()
 
 
-def _stand_in(weight: Any) -> Tensor:
-    return torch.zeros((), dtype=weight.dtype).expand(weight.shape)
+def _single(x: Tensor) -> np.ndarray:
+    return np.asarray((x.float() if x.dtype == torch.float64 else x).cpu().numpy())
 
 
 def _named(states: dict[str, Tensor], index: int) -> Arrays:
-    return {f"present_{name}.{index}": x.cpu().numpy() for name, x in states.items()}
+    return {f"present_{name}.{index}": _single(x) for name, x in states.items()}

@@ -195,9 +195,9 @@ def _torch_cases(
     pairs: Mapping[str, tuple[Pair, ...]],
     device: str,
 ) -> CaseSource:
-    """Cases answered by PyTorch in float32 with the package's weights, and an adapter's `pairs`. A package that computes in less, half
-    precision or activations of 8 bits, is held to it beside PyTorch's own run of that kind. So is one in float32 with caches in 8 bits
-    beside half precision: where a number lies between two codes the last bit decides, and what follows differs by a step.
+    """Cases answered by PyTorch with the package's weights, and an adapter's `pairs`, in a wider type than the package's: float64 beside
+    PyTorch's own float32 run, float32 beside its run in half precision or with activations of 8 bits. A package in float32 with caches in
+    8 bits is held to half precision: where a number lies between two codes the last bit decides, and what follows differs by a step.
 
     Raises:
         ConfigError: PyTorch has no such `device` here.
@@ -230,12 +230,10 @@ def _torch_cases(
     def round_inputs(model: Any) -> None:
         round_activations(model, held_names(package.path), manifest["quantization"]["block_size"])
 
-    half = None
-    if rounded or dtype != "float32":
-        prepare = round_inputs if rounded else None
-        half = LayerwiseModel(manifest, own, excuses_of(manifest).alike, prepare, device)
-    reference = LayerwiseModel(manifest, wide, device=device)
-    return TorchCases(manifest, reference, half, lengths or LENGTHS, steps, seed)
+    exact = None if rounded or dtype != "float32" else torch.float64
+    reference = LayerwiseModel(manifest, wide, device=device, dtype=exact)
+    beside = LayerwiseModel(manifest, own, excuses_of(manifest).alike, round_inputs if rounded else None, device)
+    return TorchCases(manifest, reference, beside, lengths or LENGTHS, steps, seed)
 
 
 def _options(package: Package, model: str | None, dtype: str) -> ExportOptions:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from torch import Tensor
 from still_export.errors import ConfigError
 from still_export.graph.options import ExportOptions
 from still_export.graph.quantization.policy import rounds_activations
-from still_export.graph.quantization.read import held_model
-from still_export.models.load import load_tokenizer
+from still_export.graph.quantization.read import held_names, round_activations, with_held_weights
+from still_export.models.load import Source, load_tokenizer
 from still_export.models.source import find_source
+from still_export.proof.layerwise import Chain, LayerwiseModel, nothing
 
 PRICE_TOKENS = 2048
 """Of a text, from its beginning."""
@@ -65,21 +67,19 @@ def price_of(options: ExportOptions, folder: Path, manifest: dict[str, Any], tex
         ConfigError: The text cannot be read, or has too few tokens.
     """
     tokens, size = _tokens(options, manifest, text)
-    original = _log_probabilities(find_source(options).read(), tokens)
-    weights = _log_probabilities(held_model(options, folder, manifest), tokens)
-    rounded = (
-        _log_probabilities(held_model(options, folder, manifest, rounded=True), tokens)
-        if rounds_activations(manifest)
-        else None
-    )
+    source = find_source(options)
+    held = with_held_weights(source, folder, manifest)
+
+    def round_inputs(model: Any) -> None:
+        round_activations(model, held_names(folder), manifest["quantization"]["block_size"])
+
+    original, weights = _log_probabilities(source, tokens), _log_probabilities(held, tokens)
     bits = [None if text is None else _bits(p, tokens) / size for p in (weights, original)]
-    return Price(
-        None if text is None else str(text),
-        tokens.shape[1],
-        _kl(original, weights),
-        None if rounded is None else _kl(original, rounded),
-        *bits,
-    )
+    kl, kl_rounded = _kl(original, weights), None
+    if rounds_activations(manifest):
+        del weights
+        kl_rounded = _kl(original, _log_probabilities(held, tokens, round_inputs))
+    return Price(None if text is None else str(text), tokens.shape[1], kl, kl_rounded, *bits)
 
 
 def _tokens(options: ExportOptions, manifest: dict[str, Any], text: Path | None) -> tuple[Tensor, int]:
@@ -100,14 +100,20 @@ def _tokens(options: ExportOptions, manifest: dict[str, Any], text: Path | None)
     return torch.tensor([ids]), len(tokenizer.decode(ids[1:]).encode())
 
 
-@torch.no_grad()
-def _log_probabilities(model: Any, tokens: Tensor) -> Tensor:
-    """Of every token after each position, [T, V]."""
-    return torch.log_softmax(model(tokens, use_cache=False).logits[0].float(), -1)
+def _log_probabilities(source: Source, tokens: Tensor, prepare: Callable[[Any], None] | None = None) -> Tensor:
+    """Of every token after each position, [T, V]; one layer's weights are in memory at a time."""
+    layers = LayerwiseModel({"model": {"all_logits": True}}, source, prepare=prepare)
+    feed = layers.empty_feed(1, tokens.shape[1])
+    feed |= {"input_ids": tokens.numpy(), "new_tokens": np.array([tokens.shape[1]])}
+    logits = torch.from_numpy(layers.run([Chain.of(feed, nothing)])[0][0]["logits"][0])
+    for row in logits:
+        row -= row.logsumexp(-1)
+    return logits
 
 
 def _kl(original: Tensor, other: Tensor) -> float:
-    return float((original.exp() * (original - other)).sum(-1).mean())
+    rows = [float((a.exp() * (a - b)).sum()) for a, b in zip(original, other, strict=True)]
+    return sum(rows) / len(rows)
 
 
 def _bits(log_probabilities: Tensor, tokens: Tensor) -> float:

@@ -13,18 +13,16 @@ from typing import Any
 import numpy as np
 
 from still_export.errors import PackageError
-from still_export.mixers.excuses import excuses_of
-from still_export.mixers.ties import Excuses
+from still_export.mixers.ties import near_ties
 from still_export.package.calls import Arrays
 from still_export.package.files import DATA, MODEL
 from still_export.package.folder import Package
-from still_export.proof.cases import Case, CaseSource, Noise
-from still_export.proof.tolerance import half_tolerance
+from still_export.proof.cases import Case, CaseSource
 
 ATTEMPTS = 3
 """Prompts kept of a case, where a near tie may call for another."""
 
-FORMAT = 2
+FORMAT = 3
 
 
 def record_cases(
@@ -43,7 +41,7 @@ def record_cases(
         return {name: keep(array) for name, array in call.items()}
 
     entries: list[list[dict[str, Any]]] = [[] for _ in range(cases.count)]
-    excuses, left = excuses_of(package.manifest), list(range(cases.count))
+    left = list(range(cases.count))
     for attempt in range(ATTEMPTS):
         if not left:
             break
@@ -58,11 +56,12 @@ def record_cases(
                     "steps": [keep(s) for s in case.steps],
                     "places": case.places,
                     "step_logits": None if case.step_logits is None else keep(case.step_logits),
-                    "noise": case.noise,
+                    "own": [keep_all(errors) for errors in case.own],
+                    "own_mean": case.own_mean,
                     "own_top1": case.own_top1,
                 }
             )
-            if not case.noise or _near_ties(case, excuses):
+            if near_ties(case.leads):
                 tied.append(number)
             if attempt == 0:
                 progress(case.name)
@@ -78,11 +77,6 @@ def record_cases(
         raise PackageError(f"cannot write {path}: {error.strerror}.") from error
     finally:
         staging.unlink(missing_ok=True)
-
-
-def _near_ties(case: Case, excuses: Excuses) -> int:
-    """Choices of PyTorch that another right runtime may make otherwise."""
-    return excuses.near_ties(case.leads, half_tolerance([case], excuses).ties)
 
 
 def _weights(package: Package) -> str:
@@ -104,7 +98,12 @@ class RecordedCases:
             head = json.loads(self._arrays["head"].tobytes())
         except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
             raise PackageError(f"{path} holds no recorded calls ({error}). Make it with --record.") from error
-        if head["format"] != FORMAT or head["weights"] != _weights(package):
+        if head.get("format") != FORMAT:
+            raise PackageError(
+                f"{path} holds answers of format {head.get('format')}, this version reads format {FORMAT}: older ones lack PyTorch's own "
+                "error of every row. Record it again."
+            )
+        if head["weights"] != _weights(package):
             raise PackageError(f"{path} was recorded for other weights than those of {package.path}. Record it again.")
         self._cases: list[list[dict[str, Any]]] = head["cases"]
         self.count = len(self._cases)
@@ -128,10 +127,11 @@ class RecordedCases:
             entry["name"],
             [read_all(keys) for keys in entry["feeds"]],
             [read_all(keys) for keys in entry["expected"]],
-            lambda: leads,
+            leads,
             tuple(self._arrays[key] for key in entry["steps"]),
             tuple(entry["places"]),
             None if entry["step_logits"] is None else self._arrays[entry["step_logits"]],
-            {name: Noise(*values) for name, values in entry["noise"].items()},
+            [read_all(keys) for keys in entry["own"]],
+            entry["own_mean"],
             tuple(entry["own_top1"]),
         )

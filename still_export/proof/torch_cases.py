@@ -12,7 +12,7 @@ import numpy as np
 from still_export.mixers.excuses import excuses_of
 from still_export.mixers.ties import Leads, Pairs
 from still_export.package.calls import Arrays, next_feed
-from still_export.proof.cases import Case, fixed_pair, noise_of, same_best
+from still_export.proof.cases import Case, distance, fixed_pair, row_errors, same_best
 from still_export.proof.codes import as_numbers
 from still_export.proof.layerwise import Call, Chain, Keep, LayerwiseModel, everything, nothing
 from still_export.targets.registry import packaged_target
@@ -34,8 +34,8 @@ class TorchCases:
 
     Args:
         manifest: Of the package.
-        reference: The PyTorch model that answers: in the package's type, or in float32 beside `half`.
-        half: The same model in half precision, whose errors a half precision package is held to.
+        reference: The PyTorch model that answers, in a wider type than the package's.
+        own: The same model as the package computes, whose errors that is held to.
         lengths: Prompt lengths, each prefilled at once; those beyond the capacity are left out.
         decode_steps: Single-token calls after a prefill; a quarter of them for several rows: four, or all that an engine takes.
         seed: Of the prompts.
@@ -45,12 +45,12 @@ class TorchCases:
         self,
         manifest: dict[str, Any],
         reference: LayerwiseModel,
-        half: LayerwiseModel | None = None,
+        own: LayerwiseModel,
         lengths: tuple[int, ...] = LENGTHS,
         decode_steps: int = 72,
         seed: int = 0,
     ) -> None:
-        self.reference, self.half = reference, half
+        self.reference, self.own = reference, own
         self.excuses = excuses_of(manifest)
         self.random = np.random.default_rng(seed)
         self.vocabulary = int(manifest["model"]["vocab_size"])
@@ -74,15 +74,11 @@ class TorchCases:
     def draw(self, numbers: Sequence[int]) -> list[Case]:
         """The cases of these numbers with fresh prompts."""
         drafts = [self._drafts[number]() for number in numbers]
-        chains = [
-            [d.chain, *([d.scored] if d.scored else []), *([Chain.of(d.more)] if d.more and self.half else [])]
-            for d in drafts
-        ]
+        chains = [[d.chain, *([d.scored] if d.scored else []), *([Chain.of(d.more)] if d.more else [])] for d in drafts]
         answers = iter(self.reference.run([chain for each in chains for chain in each]))
         answered = [[next(answers) for _ in each] for each in chains]
         cases = [self._case(draft, found) for draft, found in zip(drafts, answered, strict=True)]
-        if self.half is not None:
-            self._measure(self.half, drafts, cases, [found[-1] for found in answered])
+        self._measure(drafts, cases, answered)
         return cases
 
     def _kinds(self) -> Iterator[Callable[[], _Draft]]:
@@ -106,7 +102,7 @@ class TorchCases:
     def _prefill(self, length: int) -> _Draft:
         start = self._start(self._tokens(1, length), length)
         more = -(-ROUNDED // length) - 1
-        others = self._start(self._tokens(more, length), length) if more and self.half else None
+        others = self._start(self._tokens(more, length), length) if more else None
         scored = self._scored([start], everything)
         # The pieces that show how clearly was chosen are the prompt itself.
         return _Draft(f"prefill {length}", [start], scored or Chain.of(start), more=others, pieces=scored is not None)
@@ -146,7 +142,7 @@ class TorchCases:
         last of them keeps beside. None where nothing is chosen."""
         sequences = _sequences(feeds)
         plan = _Plan()
-        self.excuses.leads(plan, *sequences)
+        self.excuses.scores(plan, *sequences)
         if not plan.asked:
             return None
         calls = [replace(_call(feed), keep=self.excuses.is_score) for feed in plan.asked]
@@ -156,53 +152,55 @@ class TorchCases:
 
     def _case(self, draft: _Draft, found: list[list[Arrays]]) -> Case:
         """The case of a draft and the answers to its chains."""
-        answers = found[0]
-        if draft.pieces:
-            logits = [answer["logits"] for answer in answers]
-            answers = [
-                {**answers[-1], "logits": np.concatenate(logits, axis=1) if self.reference.all_logits else logits[-1]}
-            ]
-        scored = found[0] if draft.pieces else found[1] if draft.scored else []
-
-        def leads() -> Leads:
-            return self.excuses.leads(_Plan(scored), *_sequences(draft.feeds)) if scored else {}
-
+        answers = self._whole(found[0]) if draft.pieces else found[0]
         if not draft.steps:
             feeds = [
                 draft.feeds[0],
                 *({**next_feed(a, f["input_ids"])} for a, f in zip(answers, draft.feeds[1:], strict=False)),
             ]
-            return Case(draft.name, feeds, answers, leads)
+            return Case(draft.name, feeds, answers)
         feeds = [draft.feeds[0], *(next_feed(answers[place], draft.steps[place]) for place in draft.places)]
         expected = [answers[0], *(answers[place + 1] for place in draft.places)]
         along = np.concatenate([answer["logits"] for answer in answers[1:]], axis=1)
-        return Case(draft.name, feeds, expected, leads, draft.steps, draft.places, along)
+        return Case(draft.name, feeds, expected, {}, draft.steps, draft.places, along)
 
-    def _measure(
-        self, half: LayerwiseModel, drafts: list[_Draft], cases: list[Case], others: list[list[Arrays]]
-    ) -> None:
-        """Tell the cases the errors of PyTorch's half precision run on their calls, and on a draft's `more`, which `others` answers; it
-        carries its state as the target does."""
-        chains = [_half_chains(draft, case) for draft, case in zip(drafts, cases, strict=True)]
-        answers = iter(half.run([chain for each in chains for chain in each]))
-        for draft, case, own, other in zip(drafts, cases, chains, others, strict=True):
-            found = [next(answers) for _ in own]
-            pairs = (
-                _stepped_pairs(case, found[0])
-                if case.steps
-                else [
-                    fixed_pair(*each)
-                    for each in zip(
-                        case.feeds, case.expected, [calls[0] for calls in found[: len(case.feeds)]], strict=True
-                    )
+    def _whole(self, pieces: list[Arrays]) -> list[Arrays]:
+        """The answer to a call that was cut into `pieces`."""
+        logits = [answer["logits"] for answer in pieces]
+        return [{**pieces[-1], "logits": np.concatenate(logits, axis=1) if self.reference.all_logits else logits[-1]}]
+
+    def _measure(self, drafts: list[_Draft], cases: list[Case], answered: list[list[list[Arrays]]]) -> None:
+        """Tell the cases the errors of PyTorch's own run on their calls, and on a draft's `more`, the last of `answered`; it carries its
+        state as the target does. Where its choices differ by a tie, it counts with the reference's."""
+        chains = [_own_chains(draft, case) for draft, case in zip(drafts, cases, strict=True)]
+        answers = iter(self.own.run([chain for each in chains for chain in each]))
+        for draft, case, asked, right in zip(drafts, cases, chains, answered, strict=True):
+            found = [next(answers) for _ in asked]
+            case.leads = self._leads(draft, right, found)
+            if case.steps:
+                pairs = _stepped_pairs(case, found[0])
+            else:
+                calls = self._whole(found[0]) if draft.pieces else [calls[0] for calls in found]
+                pairs = [
+                    fixed_pair(*each) for each in zip(case.feeds, case.expected, calls[: len(case.feeds)], strict=True)
                 ]
-            )
-            if draft.more:
-                pairs.append(fixed_pair(draft.more, other[0], found[-1][0]))
-            for name in pairs[0][0]:
-                case.noise[name] = noise_of([(a[name], b[name]) for a, b in pairs])
             agree = np.concatenate([same_best(*pair) for pair in pairs])
             case.own_top1 = int(agree.sum()), agree.size
+            pairs = self.excuses.settle(pairs, case.leads)
+            if draft.more:
+                pairs.append(fixed_pair(draft.more, right[-1][0], found[-1][0]))
+            case.own = [{name: row_errors(a[name], b[name]).astype(np.float32) for name in a} for a, b in pairs]
+            errors = {name: [distance(a[name], b[name]).ravel() for a, b in pairs] for name in pairs[0][0]}
+            case.own_mean = {n: float(np.concatenate(e).mean()) if any(map(len, e)) else 0.0 for n, e in errors.items()}
+
+    def _leads(self, draft: _Draft, right: list[list[Arrays]], found: list[list[Arrays]]) -> Leads:
+        """How clearly was chosen along a draft's sequences, of the reference's answers and of PyTorch's own."""
+        if not (draft.pieces or draft.scored):
+            return {}
+        tokens, counts = _sequences(draft.feeds)
+        of = 0 if draft.pieces else -1 - bool(draft.more)
+        exact, own = (self.excuses.scores(_Plan(answers[of]), tokens, counts) for answers in (right, found))
+        return self.excuses.leads(exact, own, counts)
 
 
 @dataclass(frozen=True)
@@ -252,14 +250,18 @@ def _sequences(feeds: Sequence[Arrays]) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate([f["input_ids"] for f in feeds], axis=1), np.sum([f["new_tokens"] for f in feeds], axis=0)
 
 
-def _half_chains(draft: _Draft, case: Case) -> list[Chain]:
-    """The calls of `case` as a target makes them: each alone from PyTorch's state, or steps that carry their own."""
+def _own_chains(draft: _Draft, case: Case) -> list[Chain]:
+    """The calls of `case` as a target makes them, each alone from PyTorch's state or steps that carry their own; those whose scores tell
+    how clearly was chosen; and a draft's `more`."""
+    others = [*([draft.scored] if draft.scored else []), *([Chain.of(draft.more)] if draft.more else [])]
+    if draft.pieces:
+        return [draft.chain, *others]
     if not case.steps:
-        return [Chain.of(feed) for feed in case.feeds] + ([Chain.of(draft.more)] if draft.more else [])
+        return [Chain.of(feed) for feed in case.feeds] + others
     calls = [replace(draft.chain.calls[0], right=as_numbers(case.expected[0])), *draft.chain.calls[1:]]
     for place, feed, expected in zip(case.places, case.feeds[1:], case.expected[1:], strict=True):
         calls[place + 1] = replace(calls[place + 1], right=as_numbers(expected), feed=feed)
-    return [Chain(draft.chain.start, calls)]
+    return [Chain(draft.chain.start, calls), *others]
 
 
 def _stepped_pairs(case: Case, found: list[Arrays]) -> Pairs:

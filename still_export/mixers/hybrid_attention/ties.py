@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from still_export.mixers.ties import Choices, Leads, Pairs, Ties
+from still_export.mixers.ties import TIE, Choices, Leads, Pairs, Scores
 from still_export.package.calls import Arrays, next_feed
 
 KEY = "present_salient_key."
@@ -16,7 +15,8 @@ SMALLEST = float(np.finfo(np.float32).tiny)
 
 
 class SelectionExcuse:
-    """The salient cache of still::HybridAttention. Leads are those of the last selected score over the first rejected, [B, HS, chunks].
+    """The salient cache of still::HybridAttention. Leads are those of the last selected score over the first rejected, [B, HS, chunks]; a
+    choice is a chunk of a head.
 
     Args:
         manifest: Of the package.
@@ -29,28 +29,29 @@ class SelectionExcuse:
         self.chunk, self.salient = int(still["chunk_size"]), int(still["salient_per_chunk"])
         self.scope, self.kv_heads = str(still["select_scope"]), int(manifest["model"]["kv_heads"])
 
-    def compare(self, pairs: Pairs, leads: Callable[[], Leads], ties: Ties) -> Choices:
-        """Compare the salient caches of two runtimes row by row; ties in logits."""
+    def compare(self, pairs: Pairs, leads: Leads) -> Choices:
+        """Compare the salient caches of two runtimes, chunk by chunk of each head."""
         found = Choices()
         for expected, actual in pairs:
             for layer in _layers(expected):
-                differs, share = self._differing(expected, actual, layer, leads, ties)
-                found.compared += int(np.abs(expected[KEY + layer]).any(-1).sum())
-                found.near_ties += int((differs & (share <= 1)).sum())
-                found.wrong += int((differs & (share > 1)).sum())
-                found.widest = max(found.widest, float(share.max(where=differs & np.isfinite(share), initial=0)))
+                differs, lead = self._differing(expected, actual, layer, leads)
+                found.compared += int(self._chunks(np.asarray(np.abs(expected[KEY + layer]).any(-1))).sum())
+                found.near_ties += int((differs & (lead <= 1)).sum())
+                found.wrong += int((differs & (lead > 1)).sum())
+                found.widest = max(found.widest, float(lead.max(where=differs & np.isfinite(lead), initial=0)))
         return found
 
-    def settle(self, pairs: Pairs, leads: Callable[[], Leads], ties: Ties) -> Pairs:
-        """PyTorch's token in every slot where the target took another one on a near tie: both are right there."""
+    def settle(self, pairs: Pairs, leads: Leads) -> Pairs:
+        """PyTorch's tokens in every chunk of which the target took others on a near tie: both are right there."""
         settled = []
         for expected, actual in pairs:
             outputs = dict(actual)
             for layer in _layers(expected):
-                differs, share = self._differing(expected, actual, layer, leads, ties)
-                excused = differs & (share <= 1)
+                differs, lead = self._differing(expected, actual, layer, leads)
+                excused = (differs & (lead <= 1)).repeat(self.salient, axis=2)
                 for name in (n for n in expected if n.startswith("present_salient_") and n.endswith(f".{layer}")):
-                    mask = excused.reshape(*excused.shape, *[1] * (expected[name].ndim - 3))
+                    mask = excused[:, :, : expected[name].shape[2]]
+                    mask = mask.reshape(*mask.shape, *[1] * (expected[name].ndim - 3))
                     outputs[name] = np.where(mask, expected[name], actual[name])
             settled.append((expected, outputs))
         return settled
@@ -63,12 +64,8 @@ class SelectionExcuse:
         """The first token of a chunk promotes the chunk before the one before it."""
         return bool(np.any((lengths % self.chunk == 0) & (lengths >= 2 * self.chunk)))
 
-    def near_ties(self, leads: Leads, ties: Ties) -> int:
-        """Of all chunks, promoted or not."""
-        return sum(int((lead <= _tie(layer, ties)).sum()) for layer, lead in leads.items())
-
-    def leads(self, reference: Any, tokens: np.ndarray, counts: np.ndarray) -> Leads:
-        """The ring holds the scores of the two latest chunks, so feeding two chunks at a time shows every score once."""
+    def scores(self, reference: Any, tokens: np.ndarray, counts: np.ndarray) -> Scores:
+        """[B, HS, chunks, C]. The ring holds the scores of the two latest chunks: feeding two chunks at a time shows every score once."""
         feed = reference.empty_feed(tokens.shape[0], tokens.shape[1])
         parts: dict[int, list[np.ndarray]] = {}
         for start in range(0, tokens.shape[1], 2 * self.chunk):
@@ -77,43 +74,62 @@ class SelectionExcuse:
             outputs = reference.infer(feed)
             for name, score in outputs.items():
                 if name.startswith(f"present_{SCORE}."):
-                    parts.setdefault(int(name.rsplit(".", 1)[1]), []).append(self._lead(score))
+                    parts.setdefault(int(name.rsplit(".", 1)[1]), []).append(self._grouped(score.astype(np.float64)))
             feed = next_feed(outputs, piece)
         return {layer: np.concatenate(part, axis=2) for layer, part in parts.items()}
 
-    def closest(self, leads: Leads, counts: np.ndarray) -> float:
+    def leads(self, scores: Scores, own: Scores, counts: np.ndarray) -> Leads:
+        """A tie is TIE times the larger of two errors of PyTorch's own run: of the two scores between which was chosen, which one draw may
+        find small, and of all scores of the head's chunk (root of the mean square)."""
+        found = {}
+        for layer, exact in scores.items():
+            if not 0 < self.salient < self.chunk:
+                continue
+            infinite = np.isinf(exact) & (exact == own[layer])  # position 0
+            error = np.abs(np.where(infinite, 0, exact) - np.where(infinite, 0, own[layer]))
+            order = np.argsort(-exact, axis=-1, kind="stable")[..., self.salient - 1 : self.salient + 1]
+            last, first = np.moveaxis(np.take_along_axis(exact, order, -1), -1, 0)
+            least = np.maximum(np.sqrt(np.square(error).mean(-1)), np.take_along_axis(error, order, -1).max(-1))
+            lead = (last - first) / (TIE * np.maximum(least, SMALLEST))
+            found[layer] = np.where(self._promoted(counts, lead.shape[2]), lead, np.inf)
+        return found
+
+    def closest(self, scores: Scores, counts: np.ndarray) -> float:
         """Over the chunks that have been promoted."""
-        last = np.maximum(-(-counts // self.chunk) - 2, 0)[:, None, None]
-        found = [lead[np.broadcast_to(np.arange(lead.shape[2]) < last, lead.shape)] for lead in leads.values()]
+        found = []
+        for exact in scores.values():
+            if 0 < self.salient < self.chunk:
+                ranked = -np.sort(-exact, axis=-1)
+                lead = ranked[..., self.salient - 1] - ranked[..., self.salient]
+                found.append(lead[np.broadcast_to(self._promoted(counts, lead.shape[2]), lead.shape)])
         return min((float(lead.min()) for lead in found if lead.size), default=float("inf"))
 
-    def _differing(
-        self, expected: Arrays, actual: Arrays, layer: str, leads: Callable[[], Leads], ties: Ties
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Slots [B, HS, N] that hold other tokens, and for those the lead of their chunk in parts of a tie; up to 1 it is one."""
-        differs = _differs(expected, actual, layer)
-        share = np.full(differs.shape, np.inf)
-        if differs.any():
-            lead = leads()[int(layer)]
-            chunk = np.arange(differs.shape[2]) // self.salient
-            known = chunk < lead.shape[2]
-            share[..., known] = lead[..., chunk[known]] / max(_tie(layer, ties), SMALLEST)
-        return differs, share
+    def _promoted(self, counts: np.ndarray, chunks: int) -> np.ndarray:
+        """Which chunks have been promoted after `counts` [B] tokens, [B, 1, chunks]."""
+        return np.asarray(np.arange(chunks) < np.maximum(-(-counts // self.chunk) - 2, 0)[:, None, None])
 
-    def _lead(self, score: np.ndarray) -> np.ndarray:
-        """[B, HS, 2] from the ring's scores [B, H, 2C]."""
+    def _differing(self, expected: Arrays, actual: Arrays, layer: str, leads: Leads) -> tuple[np.ndarray, np.ndarray]:
+        """Chunks [B, HS, chunks] of which other tokens are held, and the leads of those choices; up to 1 it is a tie."""
+        differs = self._chunks(_differs(expected, actual, layer))
+        lead = np.full(differs.shape, np.inf)
+        known = leads.get(int(layer))
+        if known is not None:
+            count = min(differs.shape[2], known.shape[2])
+            lead[..., :count] = known[..., :count]
+        return differs, lead
+
+    def _chunks(self, slots: np.ndarray) -> np.ndarray:
+        """Whether any slot of a chunk, [B, HS, chunks], of slots [B, HS, N]."""
+        size = max(1, self.salient)
+        padded = np.pad(slots, ((0, 0), (0, 0), (0, -slots.shape[2] % size)))
+        return np.asarray(padded.reshape(*slots.shape[:2], -1, size).any(-1))
+
+    def _grouped(self, score: np.ndarray) -> np.ndarray:
+        """[B, HS, 2, C] from the ring's scores [B, H, 2C]."""
         if self.scope != "q_head":
             grouped = score.reshape(score.shape[0], self.kv_heads, -1, score.shape[2])
             score = grouped.max(2) if self.scope == "kv_group_max" else grouped.mean(2)
-        ranked = -np.sort(-score.reshape(*score.shape[:2], 2, self.chunk), axis=-1)
-        if not 0 < self.salient < self.chunk:
-            return np.full(ranked.shape[:3], np.inf)
-        return ranked[..., self.salient - 1] - ranked[..., self.salient]
-
-
-def _tie(layer: int | str, ties: Ties) -> float:
-    """The lead in `layer` that is a tie."""
-    return ties.get(f"present_{SCORE}.{layer}", ties[""])
+        return np.asarray(score.reshape(*score.shape[:2], 2, self.chunk))
 
 
 def _differs(expected: Arrays, actual: Arrays, layer: str) -> np.ndarray:

@@ -75,7 +75,7 @@ def decode_case() -> Case:
     empty = {f"past_{name}": np.zeros((1, 1)) for name in ("sum", "score", "choice")}
     start = {**empty, "past_length": np.zeros(1, int), "input_ids": np.array([[3, 5]]), "new_tokens": np.array([2])}
     outputs = right.infer(start)
-    case = Case("steps", [start], [{**outputs, "logits": outputs["logits"][:, -1:]}], dict)
+    case = Case("steps", [start], [{**outputs, "logits": outputs["logits"][:, -1:]}])
     case.steps = tuple(np.array([[i]]) for i in range(STEPS))
     logits, places = [], []
     for number, token in enumerate(case.steps):
@@ -148,7 +148,7 @@ def test_a_choice_that_scores_do_not_explain_is_kept_for_judgement() -> None:
 
 def test_calls_with_fixed_inputs_are_asked_one_by_one() -> None:
     case: Any = decode_case()
-    case = Case("calls", case.feeds, case.expected, dict)
+    case = Case("calls", case.feeds, case.expected)
     run = Toy()
     pairs, turned = case.pairs(run, Excuses())
     assert len(pairs) == len(case.feeds) == len(run.loads) and not turned

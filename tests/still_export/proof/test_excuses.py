@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from still_export.mixers.excuses import excuses_of
 from still_export.mixers.hybrid_attention.ties import SelectionExcuse
+from still_export.mixers.ties import Choices
 
 BATCH, HEADS, CHUNKS, SALIENT, DIM = 2, 3, 4, 2, 5
 EXCUSE = SelectionExcuse(
@@ -36,9 +38,9 @@ def test_ties_are_settled_and_nothing_else_is() -> None:
             actual[name][1, 0, 7] = other[name][1, 0, 7]  # chunk 3
     lead = np.full((BATCH, HEADS, CHUNKS), 1.0)
     lead[0, 2, 1] = 0.01
-    given = ([(expected, actual)], lambda: {1: lead}, {"": 1e9, "present_window_score.1": 0.05})
+    given = ([(expected, actual)], {1: lead / 0.05})
     found = EXCUSE.compare(*given)
-    assert (found.compared, found.near_ties, found.wrong) == (BATCH * HEADS * CHUNKS * SALIENT, 2, 1)
+    assert (found.compared, found.near_ties, found.wrong) == (BATCH * HEADS * CHUNKS, 1, 1)
     ((left, settled),) = EXCUSE.settle(*given)
     assert left is expected
     for name, value in settled.items():
@@ -53,9 +55,26 @@ def test_a_chunk_that_pytorch_never_completed_is_no_tie() -> None:
     expected["present_salient_key.1"][:, :, -SALIENT:] = 0
     actual = {name: value.copy() for name, value in expected.items()}
     actual["present_salient_key.1"][0, 0, -1] = 1
-    given = ([(expected, actual)], lambda: {1: np.zeros((BATCH, HEADS, CHUNKS - 1))}, {"": 0.05})
+    given = ([(expected, actual)], {1: np.zeros((BATCH, HEADS, CHUNKS - 1))})
     assert EXCUSE.compare(*given).wrong == 1
     assert EXCUSE.settle(*given)[0][1]["present_salient_key.1"][0, 0, -1].all()
+
+
+def test_a_tie_is_one_by_the_errors_of_the_scores_compared() -> None:
+    """Equal leads: where PyTorch's own run errs in that head's chunk it is a tie, in the next chunk and in another head it is none."""
+    scores = np.linspace(1, 0, 8) * np.ones((1, HEADS, CHUNKS, 1))
+    own = scores + 0.0
+    own[0, 1, 0, 1] += 0.05  # the last that is selected
+    leads = EXCUSE.leads({1: scores}, {1: own}, np.array([8 * CHUNKS]))[1]
+    assert leads[0, 1, 0] < 1 and (np.delete(leads[0, :, :2].ravel(), 2) > 1e6).all()
+    assert np.isinf(leads[..., 2:]).all(), "chunks that were not promoted yet"
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "too_many"), [(71, 70.0, False), (140, 70.0, True), (3, 0.01, True), (0, 0.0, False)]
+)
+def test_more_ties_than_expected_are_a_mismatch(found: int, expected: float, too_many: bool) -> None:
+    assert Choices(1000, found, 0, 0.5, expected).too_many == too_many
 
 
 def test_layers_that_select_nothing_need_no_excuse() -> None:

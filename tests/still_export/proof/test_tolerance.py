@@ -1,35 +1,84 @@
-"""The bounds of a float16 package: PyTorch's own run keeps them, a wrong row does not."""
+"""The bounds of a package: PyTorch's own run keeps them, a wrong row does not."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import pytest
 
-from still_export.mixers.ties import Excuses
-from still_export.proof.cases import Case, noise_of, part_medians
-from still_export.proof.tolerance import half_tolerance
+from still_export.proof.cases import Case, row_errors
+from still_export.proof.tolerance import Bounds
+
+STATE, LOGITS = "present_key.0", "logits"
 
 
-def test_rows_that_err_together_are_allowed_and_wrong_rows_are_not() -> None:
+def case_of(exact: np.ndarray, own: np.ndarray, name: str) -> Case:
+    return Case("decode", [], [{name: exact}], own=[{name: row_errors(exact, own)}])
+
+
+def judged(exact: np.ndarray, own: np.ndarray, actual: np.ndarray, name: str = LOGITS) -> Any:
+    case = case_of(exact, own, name)
+    return Bounds([case]).judge(case, name, [({name: exact}, {name: actual})])
+
+
+def drawn(shape: tuple[int, ...], scale: float = 1e-3) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     rng = np.random.default_rng(0)
-    exact = rng.standard_normal((1, 300, 50))
-    own = exact + 1e-3 * rng.standard_normal(exact.shape)
-    own[0, 7] += 0.1  # one row of 300, all of whose numbers err alike
-    case = Case("decode", [], [], lambda: {})
-    case.noise["logits"] = noise_of([(exact, own)])
-    bound = half_tolerance([case], Excuses()).absolute["logits"]
-    assert case.noise["logits"].usual < 0.01
-    assert max(part_medians(exact, own)) <= bound < 0.3
-    wrong = own.copy()
-    wrong[0, 3] = exact[0, 4]
-    assert max(part_medians(exact, wrong)) > bound
+    exact = rng.standard_normal(shape)
+    return exact, exact + scale * rng.standard_normal(shape), exact + scale * rng.standard_normal(shape)
+
+
+def test_a_row_may_err_where_pytorchs_own_does() -> None:
+    exact, own, actual = drawn((1, 300, 50))
+    for run in (own, actual):
+        run[0, 7] += 0.1  # one token of 300, all of whose logits err alike
+    assert judged(exact, own, actual).share <= 1
+    actual[0, 8] += 0.3
+    found = judged(exact, own, actual)
+    assert found.share > 1 and found.place == (0, 8) and 0.29 < found.worst < 0.4
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1e-6])
+def test_one_wrong_slot_of_one_head_is_found(scale: float) -> None:
+    exact, own, actual = drawn((2, 3, 40, 8), scale)
+    exact[:, :, 30:] = own[:, :, 30:] = actual[:, :, 30:] = 0  # empty slots say nothing
+    assert judged(exact, own, actual, STATE).share <= 1
+    actual[1, 2, 5, 3] += 40 * scale
+    assert judged(exact, own, actual, STATE).place == (1, 2, 5)
+    actual[1, 2, 5] = exact[1, 2, 5]
+    actual[0, 0, 35] = 1e-3 + 40 * scale  # nor may they be written
+    assert judged(exact, own, actual, STATE).share > 1
+
+
+def test_a_head_whose_numbers_are_all_a_little_off_is_found_by_its_median() -> None:
+    exact, own, actual = (1 + side - drawn((2, 3, 40, 8))[0] for side in drawn((2, 3, 40, 8)))
+    actual[:, 1] = 1 + 9e-3 * (-1.0) ** np.arange(8)  # less than a row may err, and no factor
+    found = judged(exact, own, actual, STATE)
+    assert found.share > 1 and found.median and found.place == (1,)
+
+
+def test_a_factor_is_found_that_moves_no_number_far() -> None:
+    exact, own, actual = drawn((1, 10, 4000))
+    actual[0, 4] *= 1.001
+    found = judged(exact, own, actual)
+    assert found.share > 1 and found.place == (0, 4)
+    assert np.abs(actual - exact).max() < 8 * np.abs(own - exact).max()
+
+
+def test_what_is_no_number_fails() -> None:
+    exact, own, actual = drawn((1, 3, 5))
+    actual[0, 1, 1] = np.nan
+    assert judged(exact, own, actual).share > 1
+    exact[0, 2, 2] = own[0, 2, 2] = np.inf
+    actual[0, 1, 1], actual[0, 2, 2] = exact[0, 1, 1], np.inf
+    assert judged(exact, own, actual).share <= 1, "equal infinities do not differ"
 
 
 def test_sums_of_constants_may_round_differently_and_may_not_lack_a_term() -> None:
-    """Half precision's run of such a state is float32's own, to the bit: the normaliser of a layer whose features are all the floor."""
+    """The own run of such a state is the reference's, to the bit: the normaliser of a layer whose features are all the floor."""
     term = np.float32(1e-12)
     chunk = np.cumsum(np.full(64, term))[-1]
     sums = np.full((1, 2, 3), np.cumsum(np.full(11, chunk))[-1])
-    case = Case("decode", [], [], lambda: {}, noise={"z_state": noise_of([(sums, sums)])})
-    bound = half_tolerance([case], Excuses()).absolute["z_state"]
-    assert 0 < max(part_medians(sums, np.full_like(sums, 704 * np.float64(term)))) <= bound
-    assert max(part_medians(sums, sums - term)) > 50 * bound
+    assert judged(sums, sums, np.full_like(sums, 704 * np.float64(term)), "z_state").share <= 1
+    found = judged(sums, sums, sums - term, "z_state")
+    assert found.share > 1 and found.worst > 50 * found.bound

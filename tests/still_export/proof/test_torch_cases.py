@@ -12,10 +12,10 @@ import torch
 from still_export.mixers.cache import state_table
 from still_export.mixers.ties import Excuses
 from still_export.package.calls import Arrays
-from still_export.proof.cases import part_medians
+from still_export.proof.cases import row_errors
 from still_export.proof.layerwise import Chain, LayerwiseModel
 from still_export.proof.sessions import Session
-from still_export.proof.tolerance import half_tolerance
+from still_export.proof.tolerance import Bounds
 from still_export.proof.torch_cases import ROUNDED, TorchCases
 from still_export.runtime.torch import TorchModel
 from tests.still_export.proof.test_layerwise import source_of
@@ -41,8 +41,9 @@ def test_rows_are_those_that_the_engine_takes(facts: dict[str, Any], batch: int)
         "states": [s.to_dict() for s in state_table(model.config, torch.float32)],
         "capacity": {"capacity_tokens": 12 * CHUNK, "bounded": True},
     }
-    reference = LayerwiseModel(manifest, source_of(model))
-    cases = TorchCases(manifest, reference, lengths=(1, CHUNK + 1), decode_steps=4)
+    reference = LayerwiseModel(manifest, source_of(model), dtype=torch.float64)
+    own = LayerwiseModel(manifest, source_of(model))
+    cases = TorchCases(manifest, reference, own, lengths=(1, CHUNK + 1), decode_steps=4)
     cases = cases.draw(range(cases.count))
     rows = {case.name: case.feeds[0]["input_ids"].shape[0] for case in cases}
     several = {name: count for name, count in rows.items() if count > 1}
@@ -73,9 +74,12 @@ def test_short_prompts_are_not_held_to_the_rounding_of_one() -> None:
     reference.run = run  # type: ignore[method-assign]
     (case,) = asked.draw([0])
     assert fed == [(1, 1), (ROUNDED - 1, 1)] and case.feeds[0]["input_ids"].shape == (1, 1)
-    alone = half_tolerance([case], Excuses()).absolute["logits"]
+    assert sum(call["logits"][0].size for call in case.own) == ROUNDED
     (pair,), _ = case.pairs(Session(TorchModel(manifest, half)), Excuses())
-    assert alone > 2 * part_medians(*(outputs["logits"] for outputs in pair))[0]
+    np.testing.assert_allclose(
+        row_errors(*(outputs["logits"] for outputs in pair))[0], case.own[0]["logits"][0], rtol=0.6
+    )
+    assert Bounds([case]).judge(case, "logits", [pair]).share <= 1
     fed.clear()
     asked.draw([1, 2])
     assert fed == [(1, ROUNDED // 2 - 1), (2, ROUNDED // 2 - 1), (1, ROUNDED)]

@@ -167,7 +167,7 @@ def test_run_and_bench(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_answers_travel_to_a_machine_without_pytorch(
-    built: Path, answers: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    built: Path, answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calls = answers
     absent = ("torch", "transformers", "onnx")
@@ -187,6 +187,16 @@ def test_answers_travel_to_a_machine_without_pytorch(
 
     refused("--calls", calls, "--record", calls, words="give one of them")
     refused("--calls", built / "manifest.json", words="holds no recorded calls")
+    with np.load(calls) as held:
+        arrays = dict(held)
+    head = json.loads(arrays["head"].tobytes())
+    for change, words in (
+        ({"format": 2}, "holds answers of format 2"),
+        ({"weights": "0"}, "was recorded for other weights"),
+    ):
+        arrays["head"] = np.frombuffer(json.dumps({**head, **change}).encode(), np.uint8)
+        np.savez(tmp_path / "other.npz", **arrays)
+        refused("--calls", tmp_path / "other.npz", words=words)
     manifest = json.loads((built / "manifest.json").read_text())
     manifest["files"]["model.onnx.data"]["sha256"] = "0" * 64
     (built / "manifest.json").write_text(json.dumps(manifest))
@@ -222,7 +232,8 @@ def test_a_wrong_state_row_fails(
     assert found["first_diverging_layer"] == 1
     (decode,) = [o for o in found["outputs"] if not o["passed"] and "decode" in o["case"]]
     assert decode["worst"] > decode["bound"] and 1 <= decode["worst_call"] <= 6
-    assert "5 decode steps, 4 rows, present_window_value.1: largest median of a part " in capsys.readouterr().out
+    where = f"call {decode['worst_call']}, error of row {decode['worst_place']} "
+    assert f"5 decode steps, 4 rows, present_window_value.1: {where}" in capsys.readouterr().out
 
 
 @pytest.mark.slow

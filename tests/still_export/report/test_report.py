@@ -38,6 +38,8 @@ def output(case: str, name: str, error: float = 1e-6, passed: bool = True) -> di
         "bound": 1e-4,
         "worst": error,
         "worst_call": 1,
+        "worst_place": (0, 1),
+        "by_median": False,
         "passed": passed,
     }
 
@@ -46,7 +48,7 @@ PROOF: dict[str, Any] = {
     "passed": True,
     "top1_agreement": 1.0,
     "pytorch_half_top1_agreement": 1.0,
-    "selections": {"compared": 640, "near_ties": 2, "wrong": 0, "tie": 1e-6},
+    "selections": {"compared": 640, "near_ties": 2, "wrong": 0, "expected": 1.5, "too_many": False},
     "checks": [{"name": "state is restored", "passed": True, "detail": ""}],
     "first_diverging_layer": None,
     "outputs": [
