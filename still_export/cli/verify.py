@@ -16,6 +16,7 @@ from rich.table import Table
 
 from still_export.cli.flags import add_verb
 from still_export.cli.output import Output, ReportFile, TrustNative, command_line, report_folder
+from still_export.cli.verify_foreign import is_foreign, verify_foreign
 from still_export.cli.verify_served import REQUESTS, RUNTIME, check_flags, verify_served
 from still_export.errors import ConfigError
 from still_export.package.folder import open_package
@@ -39,6 +40,8 @@ Examples:
     still-export verify package --record calls.npz     and, where there is a GPU and no PyTorch: --calls calls.npz
 
     still-export verify STILL_FOLDER --runtime vllm
+
+    still-export verify GENAI_FOLDER --model BASE     a decoder that onnxruntime-genai, optimum or transformers exported
 """
 
 
@@ -73,7 +76,7 @@ def verify(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
     """Compare ONNX Runtime or TensorRT with PyTorch on logits, every state tensor and every selection, or vLLM's answers under load
-    with PyTorch's; exit 1 on a mismatch."""
+    with PyTorch's, or another exporter's decoder with its model; exit 1 on a mismatch."""
     ours = {"--requests": requests, "--dtype": dtype, "--tensor-parallel-size": tensor_parallel_size}
     others = {f"--{name.replace('_', '-')}": x for name, x in asked.items() if name not in WITH_BOTH}
     others |= {"--record": record, "--report": report, "--junit": junit}
@@ -83,6 +86,9 @@ def verify(
         ranks, seed = tensor_parallel_size or 1, asked.get("seed", 0)
         passed = verify_served(package, output, seed, requests or REQUESTS, dtype, ranks, out)
         raise typer.Exit(0 if passed else 1)
+    if is_foreign(package):
+        flags = {"record": record, "report": report, "junit": junit, **asked}
+        raise typer.Exit(0 if verify_foreign(package, output, flags, out) else 1)
     from still_export.doctor import machine
     from still_export.graph.quantization.policy import rounds_activations
     from still_export.package.staging import staged_files

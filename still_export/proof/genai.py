@@ -17,8 +17,7 @@ from still_export.runtime.sampling import RunError
 NAME = "onnxruntime-genai"
 CONFIG = "genai_config.json"
 BOUND = 1e-3
-"""Of the largest logit: both run the same graph by ONNX Runtime, in batches and pieces of other sizes."""
-"""Both run one graph's products in the same calls, so that they differ by rounding alone, in any type."""
+"""Of the largest logit: both run one graph's linear layers in the same calls, so that they differ by rounding alone, in any type."""
 
 
 def genai_checks(package: Package, steps: int, seed: int = 0) -> list[Check]:

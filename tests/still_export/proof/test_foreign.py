@@ -12,6 +12,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from transformers import LlamaConfig
 
+from still_export.cli.main import main
 from still_export.errors import ConfigError, PackageError, UnsupportedError
 from still_export.proof import foreign
 from still_export.proof.foreign import ForeignProof, ForeignReport
@@ -131,6 +132,24 @@ def test_one_graph_for_prompts_and_one_for_steps(tmp_path: Path, model: str) -> 
     assert proven(tmp_path, model).passed
     graph(tmp_path / "decode.onnx", "state", mask=False)
     assert not proven(tmp_path, model).passed
+
+
+def test_the_verb(tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    good = graph(tmp_path / "model.onnx")
+    for command, code, said in (
+        ([good, "--model", model], 0, "PASSED"),
+        ([good], 2, "name the model that it was made from with --model"),
+        ([good, "--model", model, "--decode-steps", "3"], 2, "--decode-steps: not with a decoder of another exporter"),
+    ):
+        with pytest.raises(SystemExit) as left:
+            main(["verify", *map(str, command)])
+        shown = capsys.readouterr()
+        assert left.value.code == code and said in " ".join((shown.out + shown.err).split())
+    graph(tmp_path / "model.onnx", "state")
+    with pytest.raises(SystemExit, match=r"^1$"):
+        main(["verify", str(tmp_path), "--model", model, "--lengths", "20", "--json", "-q"])
+    found = json.loads(capsys.readouterr().out)
+    assert not found["passed"] and json.loads((tmp_path / "verify/report.json").read_text()) == found
 
 
 def test_names_of_exporters() -> None:

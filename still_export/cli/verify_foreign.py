@@ -1,0 +1,66 @@
+"""still-export verify of a decoder that another program exported: prove it against the model that it was made from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from still_export.cli.output import Output, report_folder
+from still_export.errors import ConfigError
+from still_export.extras import demand
+from still_export.package.files import MANIFEST
+
+FLAGS = ("model", "lengths", "seed")
+"""Fields of the options that mean something here."""
+
+
+def is_foreign(path: Path) -> bool:
+    """Whether `path` is an ONNX file, or a folder of them without this project's manifest."""
+    if path.is_file():
+        return path.suffix == ".onnx"
+    return not (path / MANIFEST).exists() and any(
+        path.glob(pattern) for pattern in ("*.onnx", "onnx/*.onnx", "genai_config.json")
+    )
+
+
+def verify_foreign(package: Path, output: Path | None, asked: Mapping[str, Any], out: Output) -> bool:
+    """Compare a decoder with its model in every way of `ForeignProof`, print and write the verdict.
+
+    Raises:
+        ConfigError: The model is not named or cannot be read, or a flag means nothing here.
+        PackageError, UnsupportedError: The decoder cannot be read, has no states, or inputs of unknown meaning.
+    """
+    from still_export.package.staging import staged_files
+    from still_export.proof.foreign import LENGTHS, ForeignProof
+
+    demand("onnxruntime")
+    if wrong := [
+        f"--{name.replace('_', '-')}" for name, value in asked.items() if value is not None and name not in FLAGS
+    ]:
+        raise ConfigError(
+            f"{', '.join(wrong)}: not with a decoder of another exporter. Leave {'it' if len(wrong) == 1 else 'them'} out."
+        )
+    if asked.get("model") is None:
+        raise ConfigError(
+            f"{package} was exported by another program: name the model that it was made from with --model."
+        )
+    proof = ForeignProof(package, asked["model"], asked.get("lengths") or LENGTHS, asked.get("seed") or 0)
+    where = report_folder(output or (package if package.is_dir() else package.parent) / "verify")
+    with out.steps() as step:
+        step("verifying")
+        report = proof.run()
+    where.mkdir(parents=True, exist_ok=True)
+    content = {"passed": report.passed, **asdict(report)}
+    with staged_files(where) as work:
+        (work / "report.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    out.result(
+        content,
+        *(f"{'ok   ' if check.passed else 'WRONG'} {check.name}: {check.detail}" for check in report.checks),
+        *(f"not seen: {line}" for line in report.unseen),
+        f"report: {where / 'report.json'}",
+        "PASSED" if report.passed else "FAILED: the decoder does not compute what the model computes",
+    )
+    return report.passed
