@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 EXTRAS = {
-    "onnx": ("onnx", "onnx_ir", "onnxscript", "onnxruntime", "polygraphy", "matplotlib"),
+    "onnx": ("onnx", "onnx_ir", "onnxscript", "onnxruntime", "polygraphy"),
     "gguf": ("gguf",),
     "gpu": ("triton",),
     "train": ("accelerate", "peft", "yaml"),

@@ -1,6 +1,6 @@
 """Speed of an op's kernels beside their peers and the machine's measured ceilings, in one process on one GPU.
 
-    python -m still_kernels.bench OP --context 8192,65536 --batch 1,8 --json bench.json --plot roofline.png
+    python -m still_kernels.bench OP --context 8192,65536 --batch 1,8 --json bench.json --plot roofline.html
 
 Every kernel is compared with the PyTorch form on the same inputs first; one that fails gets no speed. Decode steps are
 replayed from a CUDA graph of several layers, each with its own state, so that the caches of one step do not serve the next; beside them
@@ -159,29 +159,24 @@ def table(rows: Sequence[Row], ceilings: Ceilings) -> str:
 
 
 def plot(rows: Sequence[Row], ceilings: Ceilings, path: Path) -> None:
-    """Roofline: FLOP/s over FLOP per byte of every row that passed its check."""
-    import matplotlib
+    """Roofline, a page: FLOP/s over FLOP per byte of every row that passed its check."""
+    import altair
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 5))
-    span = [0.1, 1e5]
-    axes.loglog(span, [min(ceilings.copy * x, ceilings.gemm) for x in span], alpha=0)
-    knee = ceilings.gemm / ceilings.copy
-    axes.loglog([span[0], knee, span[1]], [span[0] * ceilings.copy, ceilings.gemm, ceilings.gemm], color="black")
-    for name in dict.fromkeys(row.name for row in rows if row.flop):
-        points = [row for row in rows if row.name == name and row.time_s]
-        axes.loglog(
-            [row.flop / row.size_bytes for row in points],
-            [row.flop / (row.time_s or 1) for row in points],
-            "o",
-            label=name,
+    def log(values: list[dict[str, Any]]) -> Any:
+        x, y = (
+            altair.X("x:Q", title="FLOP per byte of device memory", scale=altair.Scale(type="log")),
+            altair.Y("y:Q", title="FLOP/s", scale=altair.Scale(type="log"), axis=altair.Axis(format="~s")),
         )
-    axes.set_xlabel("FLOP per byte of device memory")
-    axes.set_ylabel("FLOP/s")
-    axes.legend(fontsize="small")
-    figure.savefig(path, dpi=120, bbox_inches="tight")
+        return altair.Chart(altair.Data(values=values)).encode(x=x, y=y)
+
+    knee = ceilings.gemm / ceilings.copy
+    roof = log([{"x": x, "y": min(ceilings.copy * x, ceilings.gemm)} for x in (0.1, knee, 1e5)]).mark_line()
+    points = [
+        {"x": row.flop / row.size_bytes, "y": row.flop / row.time_s, "row": row.name}
+        for row in rows
+        if row.flop and row.time_s
+    ]
+    (roof + log(points).mark_point(filled=True).encode(color="row:N")).properties(width=600, height=420).save(path)
 
 
 def _numbers(text: str) -> list[int]:
@@ -195,19 +190,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--context", type=_numbers, default=[8192, 32768, 65536], help="tokens, comma-separated")
     parser.add_argument("--batch", type=_numbers, default=[1, 8], help="rows of a decode step, comma-separated")
     parser.add_argument("--layer", help="kinds of layers, comma-separated; default: all of the op")
-    parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
+    parser.add_argument("--dtype", choices=OpWork.dtypes, help="default: bfloat16, where the op has it")
     parser.add_argument("--json", type=Path, help="write all numbers here")
-    parser.add_argument("--plot", type=Path, help="write a roofline plot here (needs matplotlib)")
+    parser.add_argument("--plot", type=Path, help="write a roofline plot here, an HTML file (needs altair)")
     options = parser.parse_args(arguments)
     op = work_of(options.op)
     layers = list(op.layers) if options.layer is None else options.layer.split(",")
     if unknown := [name for name in layers if name not in op.layers]:
         print(f"error: --layer {','.join(unknown)} is unknown; known: {', '.join(op.layers)}.", file=sys.stderr)
         return 2
+    if options.dtype not in (None, *op.dtypes):
+        print(f"error: --dtype {options.dtype}: {options.op} has {', '.join(op.dtypes)}.", file=sys.stderr)
+        return 2
     if not torch.cuda.is_available():
         print("error: no CUDA device; the kernels are timed on the GPU they run on.", file=sys.stderr)
         return 2
-    dtype = getattr(torch, options.dtype)
+    dtype = getattr(torch, options.dtype or op.dtypes[0])
     torch.manual_seed(0)
     ceilings = measure_ceilings(dtype)
     rows: list[Row] = []

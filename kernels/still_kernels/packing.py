@@ -30,6 +30,21 @@ class Packing:
         return {"query_start": self.query_start, "state_row": self.state_row}
 
 
+@dataclass(frozen=True)
+class PagedStates:
+    """States of packed sequences in the pages of an engine, which nobody clears.
+
+    memory: int8 [pages, bytes]; a page's bytes side by side, the op's `Pages.size_bytes` from one to the next.
+    length: Tokens of the call's B sequences before the call, [B], which the caller advances; one of length 0 starts empty, whatever its
+        pages hold.
+    packing: With `pages`, and a table of each sequence's pages: those of the tokens that it has after the call, any number behind them.
+    """
+
+    memory: Tensor
+    length: Tensor
+    packing: Packing
+
+
 def size_of_call(query: Tensor, packing: Packing | None, rows: int) -> tuple[int, int, tuple[int, int] | None]:
     """B, T and, where rows are packed, (tokens of all rows, rows of the state).
 

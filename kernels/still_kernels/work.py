@@ -88,6 +88,7 @@ class OpWork:
     instead: The kernel that a table may have run in the place of another, by that other, whose settings choose between them.
     shares: Of tune's time, 1 where nothing is said.
     misfit: Why the block sizes of a table do not go together on an architecture (90 for sm_90), or nothing.
+    dtypes: Activations that bench may draw, its choice first.
     """
 
     sizes: Mapping[str, int]
@@ -101,6 +102,7 @@ class OpWork:
     misfit: Callable[[TileTable, Any, int], str]
     instead: Mapping[str, str] = field(default_factory=dict)
     shares: Mapping[str, float] = field(default_factory=dict)
+    dtypes: tuple[str, ...] = ("bfloat16", "float16")
 
     def kind_of(self, kernel: str, context: int) -> Kind:
         """The call in which a kernel is timed."""

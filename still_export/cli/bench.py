@@ -32,9 +32,7 @@ def bench(
     package: Annotated[Path, typer.Argument(help="Package folder.")],
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output", "-o", help="Folder for bench.json and, without --json, bench.png.", show_default="PACKAGE/bench"
-        ),
+        typer.Option("--output", "-o", help="Folder for bench.json.", show_default="PACKAGE/bench"),
     ] = None,
     beside: Annotated[
         Path | None, typer.Option(help="JSON rows of another runtime (bench-peer) to compare and plot with.")
@@ -46,7 +44,7 @@ def bench(
 ) -> None:
     """Measure prefill, decode and peak memory by context length with ONNX Runtime or TensorRT."""
     from still_export.doctor import machine
-    from still_export.evaluation.bench import LENGTHS, BenchOptions, Measurement, plot, to_dict
+    from still_export.evaluation.bench import LENGTHS, BenchOptions, Measurement, to_dict
     from still_export.evaluation.bench import bench as measure
     from still_export.package.folder import open_package
     from still_export.package.staging import staged_files
@@ -61,7 +59,7 @@ def bench(
     if trust_native:
         trust_package(package)
     runtime = runtime_of(opened.manifest["target"], asked.get("runtime"))
-    demand(*([] if as_json else ["matplotlib"]), *runtime.modules)
+    demand(*runtime.modules)
     options = BenchOptions(**asked)
     wanted, left_out = options.held(opened.manifest), ""
     if left := sorted(set(LENGTHS) - set(wanted)) if not options.lengths else []:
@@ -90,12 +88,10 @@ def bench(
     }
     with staged_files(folder) as work:
         (work / "bench.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        if not as_json:
-            plot({"still-export": rows, **({beside.stem: peer} if beside else {})}, work / "bench.png")
     if report is not None:
         write_report(looks.page(content, left_out, machine(), command_line()), report)
         out.log(f"report to look at: {report}")
-    out.result(content, *_lines(rows, peer), f"results: {folder / 'bench.json'}, {folder / 'bench.png'}")
+    out.result(content, *_lines(rows, peer), f"results: {folder / 'bench.json'}")
 
 
 def _lines(rows: list, peer: list) -> list[str]:

@@ -19,6 +19,8 @@ Examples:
     still-export bench-peer BASE --work work -o peer.json
 
     still-export bench PACKAGE --beside peer.json
+
+    still-export bench-peer BASE --provider cuda --quantize int4     with onnxruntime-genai-cuda; float16 without --quantize
 """
 
 
@@ -30,7 +32,7 @@ def register(app: typer.Typer, whole: bool = True) -> None:
         EXAMPLES,
         whole,
         "still_export.evaluation.bench.BenchOptions",
-        without=("batch", "runtime", "provider"),
+        without=("batch", "runtime"),
     )
 
 
@@ -46,7 +48,7 @@ def bench_peer(
     as_json: Annotated[bool, typer.Option("--json", help="Print the measurements as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
-    """Measure prefill, decode and peak memory of the base model with full attention in another runtime, on the CPU."""
+    """Measure prefill, decode and peak memory of the base model with full attention in another runtime."""
     from still_export.evaluation.bench import LENGTHS, BenchOptions, to_dict
     from still_export.evaluation.peer import GENAI, RUNTIMES, build, measure_peer
 
@@ -54,15 +56,18 @@ def bench_peer(
         raise ConfigError(f"--runtime {runtime} is unknown; known: {', '.join(RUNTIMES)}.")
     if quantize not in (None, "int4") or (quantize and runtime != GENAI):
         raise ConfigError(f"--quantize {quantize} with --runtime {runtime}: give int4 with genai, or leave it out.")
+    options = BenchOptions(**asked)
+    provider = options.provider
+    if provider not in ("cpu", "cuda") or (provider == "cuda" and runtime != GENAI):
+        raise ConfigError(f"--provider {provider} with --runtime {runtime}: give cpu, or with genai cuda.")
     if not model.exists():
         raise ConfigError(f"{model} is not there; give a model folder or a GGUF file.")
-    options = BenchOptions(**asked)
     wanted = options.lengths or LENGTHS
     demand("onnxruntime_genai" if runtime == GENAI else "torch")
     out = Output(as_json, quiet)
     if runtime == GENAI:
         work.mkdir(parents=True, exist_ok=True)
-        model = build(model.resolve(), work, quantize or "fp32")
+        model = build(model.resolve(), work, quantize or ("fp16" if provider == "cuda" else "fp32"), provider)
     with out.bar("measuring", len(wanted)) as progress:
         rows = measure_peer(runtime, model, wanted, options, progress)
     output.write_text(json.dumps(to_dict(rows), indent=1) + "\n", encoding="utf-8")

@@ -11,7 +11,6 @@ import typer
 
 from still_export.cli.flags import add_verb
 from still_export.cli.output import Output, ReportFile, command_line, report_folder
-from still_export.extras import demand
 
 EXAMPLES = """
 Examples:
@@ -59,7 +58,6 @@ def evaluate(
     from still_export.report import evaluate as looks
     from still_export.report.render import check_report, write_report
 
-    demand("matplotlib")
     if report is not None:
         check_report(report)
     options, out = EvaluationOptions(**asked), Output(as_json, quiet)

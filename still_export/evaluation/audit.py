@@ -39,16 +39,10 @@ def values(results: Sequence[Audit]) -> dict[str, Any]:
 
 
 def write_audit(results: Sequence[Audit], folder: Path, command: str) -> None:
-    """Write audit.json and the plots."""
-    from still_export.evaluation import plots
+    """Write audit.json."""
     from still_export.package.staging import staged_files
 
     folder.mkdir(parents=True, exist_ok=True)
     content = {"command": command, **values(results)}
     with staged_files(folder) as work:
         (work / "audit.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        for result in results:
-            for name, profile in result.profiles().items():
-                plots.profile(profile, f"mean of {name}", work / f"{name}.png")
-            for name, counts in result.shares().items():
-                plots.shares(counts, name.replace("_", " "), work / f"{name}.png")

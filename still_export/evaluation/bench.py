@@ -125,29 +125,6 @@ def bench(
     return rows
 
 
-def plot(series: dict[str, list[Measurement]], path: Path) -> None:
-    """Write a figure of `series` (by label) to `path`: prefill, decode and memory over the context length."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    panels: list[tuple[str, Callable[[Measurement], float]]] = [
-        ("prefill, s", lambda m: m.prefill_s),
-        ("decode, ms a token", lambda m: m.decode_ms),
-        ("peak memory, MB", lambda m: m.peak_mb),
-    ]
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(12, 3.6), layout="constrained")
-    for axis, (title, value) in zip(axes, panels, strict=True):
-        for label, rows in series.items():
-            axis.plot([m.length for m in rows], [value(m) for m in rows], marker="o", label=label)
-        axis.set(title=title, xlabel="context, tokens", ylim=(0, None))
-        axis.grid(alpha=0.3)
-    axes[0].legend()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
 def to_dict(rows: list[Measurement]) -> list[dict[str, Any]]:
     """Values that JSON can hold."""
     return [asdict(row) for row in rows]

@@ -113,16 +113,6 @@ class Evaluation:
         row = self.retrieval[variant][task][length]
         return sum(row) / len(row)
 
-    def qualities(self) -> dict[str, dict[str, float]]:
-        """What a model's worth is plotted by, variant by variant: bits per byte of each text, accuracy of each task over all lengths."""
-        found: dict[str, dict[str, float]] = {}
-        for variant, values in self.bits_per_byte.items():
-            found.setdefault(variant, {}).update({f"bits/byte {text}": value for text, value in values.items()})
-        for variant, tasks in self.retrieval.items():
-            right = {f"{task}: right": float(np.mean(list(rows.values()))) for task, rows in tasks.items() if rows}
-            found.setdefault(variant, {}).update(right)
-        return found
-
     def table(self) -> str:
         """A Markdown table with one row per variant."""
         variants = list(dict.fromkeys([*self.bits_per_byte, *self.perplexity, *self.retrieval, *self.chat]))
@@ -363,21 +353,11 @@ DEFAULT_HAYSTACK = " ".join(
 
 
 def write_evaluation(result: Evaluation, options: EvaluationOptions, folder: Path, command: str) -> None:
-    """Write evaluation.json, evaluation.md and a heatmap per task."""
+    """Write evaluation.json and evaluation.md."""
     folder.mkdir(parents=True, exist_ok=True)
     content = {"command": command, "options": asdict(options), **asdict(result)}
-    from still_export.evaluation import plots
     from still_export.package.staging import staged_files
 
     with staged_files(folder) as work:
         (work / "evaluation.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         (work / "evaluation.md").write_text(f"{result.table()}\n\n`{command}`\n", encoding="utf-8")
-        if result.bits_per_byte and options.texts:
-            plots.bits_per_byte(result.bits_per_byte, work / "bits_per_byte.png")
-        if result.perplexity:
-            plots.perplexity(result.perplexity, work / "perplexity.png")
-        if result.costs and (qualities := result.qualities()):
-            plots.costs(result.costs, qualities, work / "costs.png")
-        for task in options.tasks:
-            if options.lengths:
-                plots.retrieval({v: rows[task] for v, rows in result.retrieval.items()}, task, work / f"{task}.png")

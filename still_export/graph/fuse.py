@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import onnx_ir as ir
-
 from still_export.graph.edits import CONTRIB, add_node, put_in_place, store
+from still_export.graph.later_ir import ir
 
 
 def fuse_nodes(model: ir.Model) -> int:

@@ -12,9 +12,9 @@ not; and both products of a gated feed-forward layer are. On the CPU the split c
 from __future__ import annotations
 
 import numpy as np
-import onnx_ir as ir
 
 from still_export.graph.edits import forget, put_in_place, store
+from still_export.graph.later_ir import ir
 
 THREE = 3
 """Parts of a product that ONNX Runtime's CUDA provider splits well."""

@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from still_export.errors import CapacityError, ShapeError, UnsupportedError, UnsupportedModelError
 from still_graphs.ops import OpSpec
 from still_graphs.ops.spec import AttributeValue
-from still_kernels.packing import Packing
+from still_kernels.packing import PagedStates
 
 if TYPE_CHECKING:
     from still_export.mixers.trainable import Trainable
@@ -314,6 +314,22 @@ Turn = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Queries and keys [.., heads, D] to what they are after RoPE, in the type that they have."""
 
 
+@dataclass(frozen=True)
+class PagedTokens:
+    """Packed tokens of a call as one rank of a layer gets them.
+
+    heads: Query [tokens, H, D], key and value [tokens, HK, D], after norms and before RoPE.
+    projected: By the names of the layer's `projections`, [tokens, H * size].
+    weights: This rank's `head_weights`.
+    turn: RoPE of query and key.
+    """
+
+    heads: tuple[Tensor, Tensor, Tensor]
+    projected: Mapping[str, Tensor]
+    weights: Mapping[str, Tensor]
+    turn: Turn
+
+
 class PagedLayer(Protocol):
     """One rank's heads of a layer, over packed tokens of many requests whose states lie in the pages of an engine.
 
@@ -333,24 +349,10 @@ class PagedLayer(Protocol):
     window: int = 0
     """Tokens, its own among them, that a softmax attention of the engine's own looks at beside; 0: there is none."""
 
-    def inputs(
-        self,
-        heads: tuple[Tensor, Tensor, Tensor],
-        projected: Mapping[str, Tensor],
-        weights: Mapping[str, Tensor],
-        turn: Turn,
-    ) -> dict[str, Tensor]:
-        """What `attend` takes, each [tokens, ...].
+    def inputs(self, given: PagedTokens) -> dict[str, Tensor]:
+        """What `attend` takes, each [tokens, ...]."""
 
-        Args:
-            heads: Query [tokens, H, D], key and value [tokens, HK, D], after norms and before RoPE.
-            projected: By the names of `projections`, [tokens, H * size].
-            weights: This rank's `head_weights`.
-        """
-
-    def result(
-        self, output: Tensor, window: Tensor | None, projected: Mapping[str, Tensor], weights: Mapping[str, Tensor]
-    ) -> Tensor:
+    def result(self, output: Tensor, window: Tensor | None, given: PagedTokens) -> Tensor:
         """What goes to the layer's last projection, [tokens, H, D], of the `output` of `attend` and of the engine's own attention."""
         return output
 
@@ -366,22 +368,14 @@ class PagedLayer(Protocol):
         """
 
     def attend(
-        self,
-        heads: Mapping[str, Tensor],
-        weights: Mapping[str, Tensor],
-        memory: Tensor,
-        length: Tensor,
-        packing: Packing,
-        output: Tensor,
+        self, heads: Mapping[str, Tensor], weights: Mapping[str, Tensor], states: PagedStates, output: Tensor
     ) -> None:
-        """Attend and update the states in place; a row of length 0 starts empty, whatever its pages hold.
+        """Attend and update the states in place.
 
         Args:
             heads: What `inputs` made.
             weights: This rank's `head_weights`.
-            memory: int8 [pages, bytes], the engine's.
-            length: Tokens that each of the packed rows has seen, [B].
-            packing: With the pages of each row and how states lie there.
+            states: The engine's.
             output: [tokens, H, D], written where the rows have tokens.
         """
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from still_export.report.description import Bars, Cell, Heatmap, Plots, Report, Table
+from still_export.report.description import Bars, Cell, Heatmap, Lines, Plots, Report, Table
 
 
 def page(content: Mapping[str, Any], model: str, depths: int, machine: Mapping[str, str], command: str) -> Report:
@@ -23,6 +23,8 @@ def page(content: Mapping[str, Any], model: str, depths: int, machine: Mapping[s
         parts.append(
             Table("What a package takes", ["package", *columns], rows, "Of one row, measured in a process of its own.")
         )
+        if plots := list(_trades(costs, _qualities(bits, found))):
+            parts.append(Plots("Quality over cost", plots))
     if bits:
         texts = list(next(iter(bits.values())))
         groups = {text: {_plain(variant): row[text] for variant, row in bits.items()} for text in texts}
@@ -46,6 +48,24 @@ def page(content: Mapping[str, Any], model: str, depths: int, machine: Mapping[s
         machine=machine,
         command=command,
     )
+
+
+def _qualities(bits: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """What a model's worth is plotted by, variant by variant: bits per byte of each text, accuracy of each task over all lengths."""
+    return {
+        variant: {f"bits/byte, {text}": value for text, value in bits.get(variant, {}).items()}
+        | {f"{_plain(task)}: right": _mean(rows) for task, rows in found.get(variant, {}).items() if rows}
+        for variant in dict.fromkeys([*bits, *found])
+    }
+
+
+def _trades(costs: Mapping[str, Mapping[str, float]], qualities: Mapping[str, Mapping[str, float]]) -> Iterator[Lines]:
+    """Quality over cost, a point a package, for every pair of the two."""
+    both = [name for name in costs if qualities.get(name)]
+    for measure in next((qualities[name] for name in both), {}):
+        for price in costs[both[0]]:
+            series = {name: [(costs[name][price], qualities[name][measure])] for name in both}
+            yield Lines(f"{measure} over {price}", price, measure, series, from_zero=False)
 
 
 def _plain(name: str) -> str:

@@ -39,7 +39,7 @@ def _without_weights(model: ir.Model) -> onnx.ModelProto:
     held = {value: value.const_value for value in model.graph.initializers.values()}
     for value, tensor in held.items():
         if tensor is not None and tensor.nbytes > SMALL_BYTES:
-            shape = ir.Shape(tensor.shape)
+            shape = ir.Shape(tensor.shape.numpy())
             value.const_value = ir.ExternalTensor(
                 "none", 0, tensor.nbytes, tensor.dtype, shape=shape, name=value.name or ""
             )

@@ -102,6 +102,11 @@ def run_command(command: str | list[str], log: Path, timeout_s: float, **environ
     return output
 
 
+def told_by_verify(said: str) -> list[str]:
+    """What it found beside its verdict: choices that differ, and how often the likeliest token is the same."""
+    return [line for line in said.splitlines() if line.startswith(("selections:", "top-1"))]
+
+
 @dataclass
 class TensorRt:
     """TensorRT's Python, which may be another than this one."""

@@ -8,7 +8,7 @@
   python -m tests.gpu.prepare PLACE pack                                      # PLACE/part00, part01 ...: what travels, in small pieces
 
 PLACE holds a folder a package and PyTorch's recorded answers beside it (NAME.npz). On the machine with the GPU,
-`STILL_GPU_PLACE=PLACE pytest -m "gpu or tensorrt" tests/gpu` proves what PLACE has; of pieces it is what
+`STILL_GPU_PLACE=PLACE pytest -n 8 --maxschedchunk 1 -m "gpu or tensorrt" tests/gpu` proves what PLACE has; of pieces it is what
 `cat part*/content.tar.* | tar xz -C PLACE` gives.
 """
 
@@ -30,6 +30,8 @@ LENGTHS = "1,63,64,65,129,512"
 CONTEXT = 65536 + 256
 SMALL = ("small-float32", "small-float16", "small-bfloat16")
 OTHER_GPU = "other-gpu"
+REFERENCE: list[str] = []
+"""Flags of who answers; --reference-device fills it."""
 LINEAR_FAMILIES = (
     *("qwen3_5_text", "granitemoehybrid", "kimi_linear", "falcon_h1", "mamba2", "lfm2", "qwen3_next", "olmo_hybrid"),
     *("gated_deltanet", "delta_net", "gla", "hgrn2"),
@@ -51,20 +53,12 @@ ENGINES: dict[str, tuple[str, ...]] = {
 
 def export(target: str, place: Path, name: str, model: Any, *flags: Any, lengths: str | None = LENGTHS) -> Path:
     """One package, and PyTorch's answers for prompts of `lengths`, without which nothing is recorded."""
-    command = ["still-export", model, "--to", target, *flags, "-o", place / name, "--force", "--quiet"]
+    still = [sys.executable, "-m", "still_export.cli.main"]
+    command = [*still, model, "--to", target, *flags, "-o", place / name, "--force", "--quiet"]
     subprocess.run([str(c) for c in command], check=True)
     if lengths is not None:
-        record = [
-            "still-export",
-            "verify",
-            place / name,
-            "--record",
-            place / f"{name}.npz",
-            "--lengths",
-            lengths,
-            "--quiet",
-        ]
-        subprocess.run([str(c) for c in record], check=True)
+        record = [*still, "verify", place / name, "--record", place / f"{name}.npz", "--lengths", lengths, "--quiet"]
+        subprocess.run([str(c) for c in (*record, *REFERENCE)], check=True)
     return place / name
 
 
@@ -127,20 +121,9 @@ def trt(options: argparse.Namespace) -> None:
             continue
         flags = ("--arch", options.arch, "--tensorrt-include", options.tensorrt_include, *ENGINES[f"trt-{name}"])
         export("trt", options.place, f"trt-{name}", model, *flags)
-    install = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--no-compile",
-        "--only-binary=:all:",
-        "--upgrade",
-        "--target",
-    ]
-    subprocess.run(
-        [*install, options.place / "site", "typer", "rich", "pydantic", "filelock"], check=True
-    )  # for TensorRT's Python
+    if not (site := options.place / "site").is_dir():  # for TensorRT's Python
+        install = [sys.executable, "-m", "pip", "install", "-q", "--no-compile", "--only-binary=:all:"]
+        subprocess.run([*install, "--target", site, "typer", "rich", "pydantic", "filelock"], check=True)
     shutil.rmtree(options.place / "blank", ignore_errors=True)
 
 
@@ -236,9 +219,11 @@ def main() -> None:
     parser.add_argument("--tensorrt-include", help="folder of NvInfer.h")
     parser.add_argument("--arch", default="sm_90")
     parser.add_argument("--model", help="model folder that `trt` proves beside those of this repository, untrained")
+    parser.add_argument("--reference-device", help="cuda: PyTorch answers on the GPU, where one is")
     parser.add_argument("--only", help="of the families of linear, of the packages of trt; commas between")
     options = parser.parse_args()
     options.place.mkdir(parents=True, exist_ok=True)
+    REFERENCE[:] = ["--reference-device", options.reference_device] if options.reference_device else []
     made[options.packages](options)
 
 

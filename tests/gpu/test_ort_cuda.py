@@ -12,7 +12,7 @@ import pytest
 
 from still_export.errors import StillExportError
 from still_export.package.refusals import RunError
-from tests.gpu.conftest import Proof, prepared, run_command
+from tests.gpu.conftest import Proof, prepared, run_command, told_by_verify
 from tests.gpu.ort_checks import CHECKS, difference, opened
 from tests.gpu.prepare import LINEAR_FAMILIES, OTHER_GPU, SMALL
 from tests.still_export.conftest import Exporter, export_tiny
@@ -45,7 +45,7 @@ def test_verify(name: str, proof: Proof, tmp_path: Path) -> None:
     ]
     said = run_command([*command, "--calls", f"{package}.npz", "--quiet"], tmp_path / "verify.log", 300)
     assert said.rstrip().endswith("PASSED"), said[-2000:]
-    proof.figures["verify"] = said.strip().splitlines()[-2:]
+    proof.figures["verify"] = told_by_verify(said)
 
 
 @pytest.mark.gpu

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.conftest import Proof, TensorRt, prepared
+from tests.gpu.conftest import TENSORRT, Proof, TensorRt, prepared, told_by_verify
 from tests.gpu.prepare import ENGINES
 
-pytestmark = pytest.mark.tensorrt
+pytestmark = [pytest.mark.tensorrt, pytest.mark.slow]  # slow: they come first, an engine takes minutes
 
 
 def tactics_of(engine: str) -> dict[str, int]:
@@ -37,13 +37,13 @@ def test_engine(name: str, proof: Proof, tensorrt: TensorRt, tmp_path: Path) -> 
     proof.figures["tactics"] = tactics_of((package / "engine.json").read_text(errors="replace"))
     said = tensorrt.run(f"still verify {package} --runtime trt --calls {source}.npz --quiet", 300, "verify")
     assert said.rstrip().endswith("PASSED"), said[-2000:]
-    proof.figures["verify"] = said.strip().splitlines()[-2:]
+    proof.figures["verify"] = told_by_verify(said)
     rates = re.findall(r"Pass Rate: ([\d.]+)%", tensorrt.run(f"sh {package}/verify/polygraphy.sh", 120, "polygraphy"))
     assert rates and float(rates[-1]) == 100, rates
     vocabulary = json.loads((package / "manifest.json").read_text())["model"]["vocab_size"]
     ids = ",".join(str(7 * i % min(500, vocabulary - 3) + 3) for i in range(600))  # more than a prefill call
     run = tensorrt.run(f"still run {package} --runtime trt --prompt-ids {ids} --tokens 64 --json --quiet", 90, "run")
-    library = f"export LD_LIBRARY_PATH={os.environ.get('STILL_GPU_PLACE')}/lib:$LD_LIBRARY_PATH; "
+    library = f"export LD_LIBRARY_PATH={Path(os.environ.get(TENSORRT, '')).parent}/lib:$LD_LIBRARY_PATH; "
     direct = tensorrt.run(f"{library}{package}/still_run8 {package} --prompt-ids {ids} --tokens 64", 90, "still_run")
     python = json.loads(next(line for line in run.splitlines() if line.startswith("{")))["tokens"]
     cpp = [int(x) for x in re.findall(r"^[\d ]+$", direct, re.M)[0].split()]

@@ -18,7 +18,7 @@ HERE = {
     "onnxruntime": "1.31",
     "tokenizers": "0.23",
     "polygraphy": "0.5",
-    "matplotlib": "3",
+    "nlohmann-json": "3.12",
 }
 
 

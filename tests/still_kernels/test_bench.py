@@ -12,7 +12,8 @@ import torch
 from still_kernels import bench, work
 from still_kernels.attention import cost as attention_cost
 from still_kernels.hybrid_attention import cost
-from still_kernels.registry import op_names, work_of
+from still_kernels.op_kernels import DTYPES
+from still_kernels.registry import kernels_of, op_names, work_of
 
 CEILINGS = bench.Ceilings(copy=4e12, gemm=800e12)
 
@@ -88,9 +89,10 @@ def test_failed_check_prints_no_speed(tmp_path: Path) -> None:
     text = bench.table([good, bad], CEILINGS)
     assert "50%" in text.splitlines()[2]
     assert "CHECK FAILED" in text.splitlines()[3] and "%" not in text.splitlines()[3]
-    pytest.importorskip("matplotlib")
-    bench.plot([good, bad], CEILINGS, tmp_path / "roofline.png")
-    assert (tmp_path / "roofline.png").stat().st_size > 1000
+    pytest.importorskip("altair")
+    bench.plot([good, bad], CEILINGS, tmp_path / "roofline.html")
+    page = (tmp_path / "roofline.html").read_text()
+    assert '"row": "decode"' in page and '"row": "prefill"' not in page
 
 
 def test_nan_fails_the_check() -> None:
@@ -103,6 +105,16 @@ def test_nan_fails_the_check() -> None:
 def test_refuses_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["Attention"]) == 2
     assert "no CUDA device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("op", op_names())
+def test_draws_what_the_kernels_take(op: str) -> None:
+    assert set(work_of(op).dtypes) <= set(getattr(kernels_of(op).variant, "DTYPES", DTYPES)) and work_of(op).dtypes
+
+
+def test_refuses_a_type_that_the_op_has_not(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["MatMulNBits", "--dtype", "bfloat16"]) == 2
+    assert "--dtype bfloat16: MatMulNBits has float16." in capsys.readouterr().err
 
 
 @pytest.mark.gpu

@@ -21,7 +21,7 @@ from still_kernels.hybrid_attention.paged import hybrid_attention_paged
 from still_kernels.hybrid_attention.pages import Pages
 from still_kernels.hybrid_attention.tiles import MANY_HEADS, for_many_rows, tile_table
 from still_kernels.hybrid_attention.variants import plan_constants
-from still_kernels.packing import Packing
+from still_kernels.packing import Packing, PagedStates
 
 SIZES = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "chunk_size": 8, "salient_per_chunk": 2}
 
@@ -82,9 +82,11 @@ def test_requests_that_share_pages_equal_each_alone(overflow: str, capacity: int
         hybrid_attention_paged(
             Inputs(**tokens, feature_q_weight=weights[0], feature_k_weight=weights[1]),
             config,
-            memory,
-            torch.tensor([seen[request] for request in rows]),
-            Packing(start, table, max(counts), pages),
+            PagedStates(
+                memory,
+                torch.tensor([seen[request] for request in rows]),
+                Packing(start, table, max(counts), pages),
+            ),
             output,
         )
         assert bool((output[int(start[-1]) :] == -7).all())
@@ -123,9 +125,7 @@ def test_a_kept_prefix_is_gone_on_from_again_and_again(overflow: str, capacity: 
             hybrid_attention_paged(
                 Inputs(**given, feature_q_weight=weights[0], feature_k_weight=weights[1]),
                 config,
-                memory,
-                length,
-                packing,
+                PagedStates(memory, length, packing),
                 output,
             )
             return output
@@ -164,9 +164,11 @@ def test_more_tokens_than_the_capacity_are_an_error() -> None:
         hybrid_attention_paged(
             Inputs(**tokens, feature_q_weight=torch.zeros(1, 8, 8), feature_k_weight=torch.zeros(1, 8, 8)),
             config,
-            memory_of(pages, pages.columns),
-            torch.zeros(1, dtype=torch.int64),
-            Packing(torch.tensor([0, 25]), torch.arange(pages.columns)[None].int(), 25, pages),
+            PagedStates(
+                memory_of(pages, pages.columns),
+                torch.zeros(1, dtype=torch.int64),
+                Packing(torch.tensor([0, 25]), torch.arange(pages.columns)[None].int(), 25, pages),
+            ),
             torch.empty_like(tokens["query"]),
         )
 
@@ -184,7 +186,7 @@ def test_kernels_get_contiguous_heads_and_states_in_their_pages(monkeypatch: pyt
     pages = Pages.of(config, config.capacity_slots, torch.float32)
     packing = Packing(torch.tensor([0, 5]), torch.arange(pages.columns)[None].int(), 16, pages)
     memory, length = memory_of(pages, 2 * pages.columns), torch.zeros(1, dtype=torch.int64)
-    hybrid_attention_paged(inputs, config, memory, length, packing, torch.empty(5, 4, 8))
+    hybrid_attention_paged(inputs, config, PagedStates(memory, length, packing), torch.empty(5, 4, 8))
     given, _, state = seen[0][:3]
     assert all(x.is_contiguous() for x in (given.query, given.key, given.value))
     for name, shape, dtype, offset in pages.states:
@@ -193,7 +195,9 @@ def test_kernels_get_contiguous_heads_and_states_in_their_pages(monkeypatch: pyt
         assert view[3].data_ptr() == memory[3].data_ptr() + offset, name
     for wrong in (memory[:, :-64], memory.float()):
         with pytest.raises(ShapeError, match=f"pages {pages.size_bytes} bytes apart"):
-            hybrid_attention_paged(inputs, config, wrong.contiguous(), length, packing, torch.empty(5, 4, 8))
+            hybrid_attention_paged(
+                inputs, config, PagedStates(wrong.contiguous(), length, packing), torch.empty(5, 4, 8)
+            )
 
 
 LLAMA = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}

@@ -129,6 +129,7 @@ def work_of_calls(op: StatelessOp, calls: Calls) -> OpWork:
         decode=calls.decode,
         instead=calls.instead,
         misfit=lambda table, layer, arch: "",
+        dtypes=tuple(dtype for dtype in OpWork.dtypes if dtype in op.kernels.variant.DTYPES),
     )
 
 

@@ -14,24 +14,20 @@ from still_kernels.hybrid_attention.inputs import Inputs
 from still_kernels.hybrid_attention.pages import Pages
 from still_kernels.hybrid_attention.reference.chunked import chunked_hybrid_attention
 from still_kernels.hybrid_attention.state import HybridAttentionState
-from still_kernels.packing import Packing
+from still_kernels.packing import PagedStates
 
 SALIENT = ("salient_key", "salient_value")
 
 
-def hybrid_attention_paged(
-    inputs: Inputs, config: HybridAttentionConfig, memory: Tensor, length: Tensor, packing: Packing, output: Tensor
-) -> None:
+def hybrid_attention_paged(inputs: Inputs, config: HybridAttentionConfig, paged: PagedStates, output: Tensor) -> None:
     """Hybrid attention of packed sequences whose states lie in pages.
 
-    A row of length 0 starts empty, whatever its pages hold. On CUDA nothing is read back to the host, and nothing of the states is
-    copied; on the CPU rows are gathered, computed by the chunked form and written back.
+    On CUDA nothing is read back to the host, and nothing of the states is copied; on the CPU rows are gathered, computed by the chunked
+    form and written back.
 
     Args:
         inputs: Tokens [tokens, H or HK, D], of these rows and of others.
-        memory: int8 [pages, bytes]; a page's bytes side by side, `Pages.size_bytes` from one to the next.
-        length: Tokens of the call's rows before the call, [B], which the caller advances.
-        packing: With `pages`, and a table of each row's pages: those of the tokens that it has after the call, any number behind them.
+        paged: Their states.
         output: [tokens, H, D], contiguous, written where the rows have tokens.
 
     Raises:
@@ -39,18 +35,18 @@ def hybrid_attention_paged(
         CapacityError: On the CPU: a row outgrows the salient cache with overflow="error"; on CUDA its output is NaN.
         ShapeError: The memory is not what `Pages` says.
     """
-    pages = packing.pages
+    pages = paged.packing.pages
     assert isinstance(pages, Pages)
-    _check_memory(memory, pages)
+    _check_memory(paged.memory, pages)
     if inputs.query.device.type == "cpu":
-        _in_chunks(inputs, config, pages, pages.views(memory), length, packing, output)
+        _in_chunks(inputs, config, pages, paged, output)
         return
     from still_kernels.hybrid_attention.launch import launch_hybrid_attention
 
     demand_kernel(config, inputs.query.dtype, inputs.query.device)
-    state = HybridAttentionState(**pages.views(memory), length=length)
+    state = HybridAttentionState(**pages.views(paged.memory), length=paged.length)
     given = with_contiguous_heads(with_weights_of_tokens(inputs))  # heads come as slices of one projection
-    launch_hybrid_attention(given, config, state, output, packing)
+    launch_hybrid_attention(given, config, state, output, paged.packing)
 
 
 def _check_memory(memory: Tensor, pages: Pages) -> None:
@@ -65,21 +61,14 @@ def _check_memory(memory: Tensor, pages: Pages) -> None:
         )
 
 
-def _in_chunks(
-    inputs: Inputs,
-    config: HybridAttentionConfig,
-    pages: Pages,
-    views: dict[str, Tensor],
-    length: Tensor,
-    packing: Packing,
-    output: Tensor,
-) -> None:
+def _in_chunks(inputs: Inputs, config: HybridAttentionConfig, pages: Pages, paged: PagedStates, output: Tensor) -> None:
+    packing, views = paged.packing, pages.views(paged.memory)
     counts = packing.query_start.diff().long()
     live = counts > 0
     if not bool(live.any()):
         return
     counts, start = counts[live], packing.query_start[:-1][live].long()
-    table, length = packing.state_row[live].long(), length[live].long()
+    table, length = packing.state_row[live].long(), paged.length[live].long()
     column = torch.arange(int(counts.max()))
     real = column < counts[:, None]
     place = torch.where(real, start[:, None] + column, 0)  # [B, T]

@@ -10,37 +10,35 @@ from torch import Tensor
 from still_kernels.linear_attention.chunked import chunked_linear_attention
 from still_kernels.linear_attention.inputs import Inputs
 from still_kernels.linear_attention.pages import Pages
-from still_kernels.packing import Packing
+from still_kernels.packing import Packing, PagedStates
 
 
-def linear_attention_paged(inputs: Inputs, memory: Tensor, length: Tensor, packing: Packing, output: Tensor) -> None:
+def linear_attention_paged(inputs: Inputs, paged: PagedStates, output: Tensor) -> None:
     """Linear attention of packed sequences whose states lie in pages.
 
-    A row of length 0 starts empty, whatever its page holds. On CUDA nothing is read back to the host, and nothing of the states is
-    copied; on the CPU rows are gathered, computed by the chunked form and written back.
+    On CUDA nothing is read back to the host, and nothing of the states is copied; on the CPU rows are gathered, computed by the chunked
+    form and written back.
 
     Args:
         inputs: Tokens [tokens, ...], of these rows and of others.
-        memory: int8 [pages, bytes]; a page's bytes side by side, `Pages.size_bytes` from one to the next.
-        length: Tokens of the call's rows before the call, [B], which the caller advances.
-        packing: With `pages`, and a table [B, 1] of each row's page.
+        paged: Their states, with a table [B, 1] of each row's page.
         output: [tokens, HQ, G, V], contiguous, written where the rows have tokens.
 
     Raises:
         UnsupportedError: No kernel covers the layer on its device.
         ShapeError: The memory is not what `Pages` says.
     """
-    pages = packing.pages
+    pages = paged.packing.pages
     assert isinstance(pages, Pages)
-    states = pages.view(memory)
+    states = pages.view(paged.memory)
     if inputs.query.device.type == "cpu":
-        _in_chunks(inputs, states, length, packing, output)
+        _in_chunks(inputs, states, paged.length, paged.packing, output)
         return
     from still_kernels.linear_attention.launch import launch_linear_attention
 
     given = {name: x.contiguous() for name, x in _tensors(inputs).items()}
     given |= {name: x.float() for name, x in given.items() if name in ("decay", "beta")}
-    launch_linear_attention(replace(inputs, **given), states, output, packing, past_length=length)  # type: ignore[arg-type]
+    launch_linear_attention(replace(inputs, **given), states, output, paged.packing, past_length=paged.length)  # type: ignore[arg-type]
 
 
 def _tensors(inputs: Inputs) -> dict[str, Tensor]:

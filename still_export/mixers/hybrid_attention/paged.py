@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from still_export.errors import UnsupportedModelError
-from still_export.mixers.base import PagedLayer, PagedProjection, Turn, heads_of_rank
+from still_export.mixers.base import PagedLayer, PagedProjection, PagedTokens, heads_of_rank
 from still_graphs.ops.hybrid_attention import SLOTS
 from still_graphs.states import rows_after
 from still_kernels.hybrid_attention import HybridAttentionConfig, Inputs
 from still_kernels.hybrid_attention.dispatch import refusals
 from still_kernels.hybrid_attention.paged import hybrid_attention_paged
 from still_kernels.hybrid_attention.pages import Pages
-from still_kernels.packing import Packing
+from still_kernels.packing import PagedStates
 
 
 class PagedHybridAttention(PagedLayer):
@@ -49,30 +49,19 @@ class PagedHybridAttention(PagedLayer):
         rule = SLOTS.resolve(self.config.attributes())
         return Pages.of(self.config, rows_after(rule, tokens, capacity_tokens), dtype)
 
-    def inputs(
-        self,
-        heads: tuple[Tensor, Tensor, Tensor],
-        projected: Mapping[str, Tensor],
-        weights: Mapping[str, Tensor],
-        turn: Turn,
-    ) -> dict[str, Tensor]:
-        query, key = turn(*heads[:2])
-        given = {"query": query, "key": key, "value": heads[2]}
-        if "g_proj" in projected:
-            given["gate"] = torch.sigmoid(projected["g_proj"]).view(query.shape)
-        return given
+    def inputs(self, given: PagedTokens) -> dict[str, Tensor]:
+        query, key, value = given.heads
+        query, key = given.turn(query, key)
+        made = {"query": query, "key": key, "value": value}
+        if "g_proj" in given.projected:
+            made["gate"] = torch.sigmoid(given.projected["g_proj"]).view(query.shape)
+        return made
 
     def attend(
-        self,
-        heads: Mapping[str, Tensor],
-        weights: Mapping[str, Tensor],
-        memory: Tensor,
-        length: Tensor,
-        packing: Packing,
-        output: Tensor,
+        self, heads: Mapping[str, Tensor], weights: Mapping[str, Tensor], states: PagedStates, output: Tensor
     ) -> None:
         inputs = Inputs(**{"gate": None, **heads, **weights})  # type: ignore[arg-type]
-        hybrid_attention_paged(inputs, self.config, memory, length, packing, output)
+        hybrid_attention_paged(inputs, self.config, states, output)
 
 
 def part_of(config: HybridAttentionConfig, ranks: int, rank: int) -> HybridAttentionConfig:

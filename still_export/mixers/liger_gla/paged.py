@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from still_export.mixers.base import PagedProjection, Turn
+from still_export.mixers.base import PagedProjection, PagedTokens
 from still_export.mixers.liger_gla.module import op_inputs
 from still_export.mixers.linear_attention.paged import PagedLinearAttention
 
@@ -21,17 +21,9 @@ class PagedLigerGLA(PagedLinearAttention):
         super().__init__("gated", 1.0, kv_heads, heads // kv_heads, dim, per_key=True)
         self.window = window
 
-    def inputs(
-        self,
-        heads: tuple[Tensor, Tensor, Tensor],
-        projected: Mapping[str, Tensor],
-        weights: Mapping[str, Tensor],
-        turn: Turn,
-    ) -> dict[str, Tensor]:
-        return op_inputs(*heads)
+    def inputs(self, given: PagedTokens) -> dict[str, Tensor]:
+        return op_inputs(*given.heads)
 
-    def result(
-        self, output: Tensor, window: Tensor | None, projected: Mapping[str, Tensor], weights: Mapping[str, Tensor]
-    ) -> Tensor:
+    def result(self, output: Tensor, window: Tensor | None, given: PagedTokens) -> Tensor:
         assert window is not None
         return 0.5 * window + 0.5 * output

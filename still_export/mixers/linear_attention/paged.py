@@ -12,7 +12,7 @@ from still_graphs.ops.linear_attention import DELTA
 from still_kernels.linear_attention import Inputs
 from still_kernels.linear_attention.paged import linear_attention_paged
 from still_kernels.linear_attention.pages import Pages
-from still_kernels.packing import Packing
+from still_kernels.packing import PagedStates
 from still_kernels.plan import Call
 from still_kernels.registry import kernels_of
 
@@ -43,13 +43,7 @@ class PagedLinearAttention(PagedLayer):
         return Pages.of(self.states, self.dim, self.dim)
 
     def attend(
-        self,
-        heads: Mapping[str, Tensor],
-        weights: Mapping[str, Tensor],
-        memory: Tensor,
-        length: Tensor,
-        packing: Packing,
-        output: Tensor,
+        self, heads: Mapping[str, Tensor], weights: Mapping[str, Tensor], states: PagedStates, output: Tensor
     ) -> None:
         inputs = Inputs(**heads, update_rule=self.rule, scale=self.scale)  # type: ignore[arg-type]
-        linear_attention_paged(inputs, memory, length, packing, output.unflatten(1, (-1, self.shared)))
+        linear_attention_paged(inputs, states, output.unflatten(1, (-1, self.shared)))

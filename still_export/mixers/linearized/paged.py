@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from torch import Tensor
 
-from still_export.mixers.base import Turn, heads_of_rank
+from still_export.mixers.base import PagedTokens, heads_of_rank
 from still_export.mixers.linear_attention.paged import PagedLinearAttention
 from still_export.mixers.linearized.module import LinearizedAttention
 
@@ -30,17 +28,9 @@ class PagedLinearized(PagedLinearAttention):
         self.projections = kind.projections(dim)
         self.head_weights = kind.head_weights(heads, dim)
 
-    def inputs(
-        self,
-        heads: tuple[Tensor, Tensor, Tensor],
-        projected: Mapping[str, Tensor],
-        weights: Mapping[str, Tensor],
-        turn: Turn,
-    ) -> dict[str, Tensor]:
-        given = self.kind.op_inputs(heads, projected, weights, turn)
-        return {name: x for name, x in given.items() if x is not None}
+    def inputs(self, given: PagedTokens) -> dict[str, Tensor]:
+        made = self.kind.op_inputs(given.heads, given.projected, given.weights, given.turn)
+        return {name: x for name, x in made.items() if x is not None}
 
-    def result(
-        self, output: Tensor, window: Tensor | None, projected: Mapping[str, Tensor], weights: Mapping[str, Tensor]
-    ) -> Tensor:
-        return self.kind.gated(self.kind.normed(output), projected, weights)
+    def result(self, output: Tensor, window: Tensor | None, given: PagedTokens) -> Tensor:
+        return self.kind.gated(self.kind.normed(output), given.projected, given.weights)

@@ -22,13 +22,13 @@ from vllm.model_executor.utils import set_weight_attrs
 from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
-from still_export.mixers.base import PagedLayer
+from still_export.mixers.base import PagedLayer, PagedTokens
 from still_export.mixers.projections import rotate
 from still_export.mixers.registry import mixer_of
 from still_export.serving.vllm import OP
 from still_export.serving.vllm.blocks import StatesSpec
 from still_export.serving.vllm.parts import rounded_up
-from still_kernels.packing import Packing
+from still_kernels.packing import Packing, PagedStates
 
 
 class ServedAttention(nn.Module):
@@ -152,14 +152,14 @@ class ServedAttention(nn.Module):
         else:
             assert isinstance(self.attn, PagedMixer)
             projected = {name: self.project(name, hidden_states) for name in self.projections}
-            weights = self.attn.weights
-            inputs = self.layer.inputs((query, key, value), projected, weights, turn)
+            given = PagedTokens((query, key, value), projected, self.attn.weights, turn)
+            inputs = self.layer.inputs(given)
             beside = None
             if self.window is not None:
                 heads = (*turn(query, key), value)
                 beside = self.window(*(x.reshape(len(x), -1) for x in heads)).view(len(query), -1, dim)
             output = self.attn(inputs, value.new_zeros(len(value), self.heads, dim))
-            mixed = self.layer.result(output, beside, projected, weights).flatten(1)
+            mixed = self.layer.result(output, beside, given).flatten(1)
         result: Tensor = self.o_proj(mixed)[0]
         return result
 
@@ -240,7 +240,7 @@ class PagedMixer(nn.Module, MambaBase):  # type: ignore[misc]  # vLLM has no typ
                 self.rehearse(heads, tokens, output)
             return
         for packing, length in metadata[self.prefix].calls:
-            self.layer.attend(heads, self.weights, self.kv_cache[0], length, packing, output)
+            self.layer.attend(heads, self.weights, PagedStates(self.kv_cache[0], length, packing), output)
 
     def rehearse(self, heads: dict[str, Tensor], tokens: int, output: Tensor) -> None:
         """A prompt of `tokens`, a step of one row and one of all, on pages of its own: kernels are compiled before requests come, and what
@@ -255,7 +255,7 @@ class PagedMixer(nn.Module, MambaBase):  # type: ignore[misc]  # vLLM has no typ
             packing = Packing(start, table.repeat(rows, 1), longest, pages)
             length = torch.full((rows,), seen, dtype=torch.int32, device=device)
             given = {name: x[: rows * count] for name, x in heads.items()}
-            self.layer.attend(given, self.weights, memory, length, packing, output[: rows * count])
+            self.layer.attend(given, self.weights, PagedStates(memory, length, packing), output[: rows * count])
 
 
 def _still_paged(inputs: list[Tensor], output: Tensor, layer_name: str) -> None:

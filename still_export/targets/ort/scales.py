@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import onnx_ir as ir
 
 from still_export.graph.edits import store
+from still_export.graph.later_ir import ir
 
 
 def part_scales(model: ir.Model) -> int:

@@ -8,9 +8,9 @@ with a mask, the same numbers come of elementwise operators alone.
 from __future__ import annotations
 
 import numpy as np
-import onnx_ir as ir
 
 from still_export.graph.edits import add_node, put_in_place, store, typed
+from still_export.graph.later_ir import ir
 
 
 def norm_in_place(model: ir.Model) -> int:

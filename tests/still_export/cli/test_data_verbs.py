@@ -64,6 +64,7 @@ def test_bench_peer_gives_rows_for_bench(base: Path, tmp_path: Path) -> None:
     [
         (["--runtime", "llama.cpp"], "--runtime llama.cpp is unknown"),
         (["--quantize", "int4", "--runtime", "transformers"], "give int4 with genai"),
+        (["--provider", "cuda", "--runtime", "transformers"], "--provider cuda with --runtime transformers: give cpu"),
         (["--lengths", "a"], "--lengths a: give numbers"),
     ],
 )

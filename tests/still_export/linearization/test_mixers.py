@@ -23,6 +23,7 @@ from still_export.linearization.objectives import TransferObjective, make_studen
 from still_export.linearization.recipe import LAYERS, Recipe, preset, read_recipe
 from still_export.linearization.run import Linearization, LinearizationRun
 from still_export.linearization.select_layers import select_layers
+from still_export.mixers.base import PagedTokens
 from still_export.mixers.cache import StillCache
 from still_export.mixers.config import StillConfig
 from still_export.mixers.hybrid_attention.window import windowed_attention
@@ -34,7 +35,7 @@ from still_export.models import attach_untrained
 from still_export.models.load import load_model
 from still_export.runtime.ort import OrtModel
 from still_export.runtime.sampling import Sampling
-from still_kernels.packing import Packing
+from still_kernels.packing import Packing, PagedStates
 from tests.still_export.tiny import FAMILIES, plain_model, random_ids
 from tests.still_export.training import make_base, make_text
 
@@ -363,18 +364,18 @@ def test_layers_of_an_engine_equal_the_modules(mixer: str) -> None:
                     return x[:, cut].flatten(0, 1)
 
                 turns = [packed(x.expand(rows, -1, -1))[:, None] for x in (cos, sin)]
-                given = {name: packed(x) for name, x in projected.items()}
-                inputs = layer.inputs(
-                    tuple(packed(x) for x in heads),
-                    given,
+                call = PagedTokens(
+                    tuple(packed(x) for x in heads),  # type: ignore[arg-type]  # three of them
+                    {name: packed(x) for name, x in projected.items()},
                     weights,
-                    lambda q, k, at=turns: (rotate(q, *at), rotate(k, *at)),
+                    lambda q, k, at=turns: (rotate(q, *at), rotate(k, *at)),  # type: ignore[misc]
                 )
+                inputs = layer.inputs(call)
                 assert tuple(inputs) == layer.names
                 output, count = torch.zeros(rows * (last - first), 3, dim), last - first
                 start, table = torch.arange(rows + 1) * count, torch.tensor([[2], [1]], dtype=torch.int32)
                 packing = Packing(start, table, count, pages)
-                layer.attend(inputs, weights, memory, torch.full((rows,), first), packing, output)
-                found = layer.result(output, None if window is None else packed(window), given, weights)
+                layer.attend(inputs, weights, PagedStates(memory, torch.full((rows,), first), packing), output)
+                found = layer.result(output, None if window is None else packed(window), call)
                 wanted = packed(seen[0].unflatten(-1, (6, dim))[:, :, mine])
                 torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)

@@ -10,6 +10,8 @@ import torch
 
 from still_export.evaluation.audit import audit, passed, write_audit
 from still_export.mixers.hybrid_attention import audit as module
+from still_export.report.audit import page
+from still_export.report.render import render
 from tests.still_export.tiny import CHUNK, random_ids, still_model
 from tests.still_export.training import byte_tokenizer
 
@@ -24,7 +26,11 @@ def test_a_sound_model_passes(tmp_path: Path) -> None:
     assert norms["direction alone"] != pytest.approx(norms["before the map"], rel=1e-2)
     write_audit(results, tmp_path, "command")
     assert json.loads((tmp_path / "audit.json").read_text())["passed"] is True
-    assert all((tmp_path / f"{name}.png").is_file() for name in ("norms", "salient_offsets"))
+    made = page(results, "model", {}, "command")
+    assert [part.title for part in made.parts] == ["norms", "salient offsets"] and made.passed
+    (chosen,) = made.parts[1].plots
+    assert len(chosen.cells) == 3 * CHUNK and max(chosen.cells.values()) == 1
+    assert "Where choices fall" in render(made)
 
 
 def test_wrong_attention_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -190,7 +190,7 @@ def test_what_does_not_fit_this_machine_is_said(
     refused(r"built by TensorRT 8\.6\.1, this is 10\.3\.0.*still-export build", tensorrt="8.6.1")
     refused(r"built for sm_80 .*this GPU is stand-in, sm_90.*still-export build", archs=["sm_80"])
     refused(r"engine\.plan has \d+ bytes, the manifest says 7: it is missing, truncated or replaced", size_bytes=7)
-    refused(r"gone\.plan has -1 bytes", file="gone.plan")
+    refused(r"engines\[0\]\.file is 'gone\.plan', which files does not list", file="gone.plan")
     plan.write_bytes(content[::-1])
     refused(r"engine\.plan is not the file that was exported")
     plan.write_bytes(content)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,3 +79,17 @@ def test_records_are_told_apart() -> None:
         assert target in targets_of(target.name) or target.name in names()
     with pytest.raises(ConfigError, match=r"--to cloud is unknown; known: onnx, genai, trt, trt-rtx\."):
         targets_of("cloud")
+
+
+def test_records_are_read_without_what_exports_need() -> None:
+    """Verbs that build, run and verify a package read them on machines that have a runtime, and neither PyTorch nor onnx_ir."""
+    code = """
+import sys
+sys.modules |= dict.fromkeys(("torch", "onnx_ir", "onnxscript", "onnxruntime", "transformers", "triton"))
+import still_export.proof.reference, still_export.proof.verify
+from pathlib import Path
+from still_export.cli.next_commands import next_commands
+next_commands(Path(), "trt")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert not done.returncode, done.stderr[-500:]

@@ -10,7 +10,7 @@ from still_graphs.errors import ShapeError
 from still_kernels.linear_attention import Inputs, chunked_linear_attention, empty_state
 from still_kernels.linear_attention.paged import linear_attention_paged
 from still_kernels.linear_attention.pages import ALIGNMENT, Pages
-from still_kernels.packing import Packing
+from still_kernels.packing import Packing, PagedStates
 
 H, HQ, G, HK, D, V = 6, 3, 2, 2, 5, 7
 
@@ -44,7 +44,7 @@ def test_requests_that_share_pages_equal_each_alone() -> None:
         table = torch.tensor([[owned[request]] for request in rows], dtype=torch.int32)
         length = torch.tensor([seen[request] for request in rows])
         packing = Packing(start, table, max(counts), pages)
-        linear_attention_paged(Inputs(**tokens), memory, length, packing, output.view(-1, H, G, V))
+        linear_attention_paged(Inputs(**tokens), PagedStates(memory, length, packing), output.view(-1, H, G, V))
         assert bool((output[int(start[-1]) :] == -7).all())
         assert bool(memory[0].view(torch.float32).isnan().all()), "the page that is nobody's was written"
         for request, count, begin in zip(rows, counts, start.tolist(), strict=False):

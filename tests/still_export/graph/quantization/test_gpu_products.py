@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,11 +28,18 @@ from tests.still_export.tiny import MIXED, VOCAB
 SIZES = dict(hidden_size=96, intermediate_size=160, num_attention_heads=8, head_dim=16, tie_word_embeddings=True)
 
 
+def empty_library(folder: Path, *_: Any) -> dict[str, Any]:
+    """What add_native says of a library, which is empty."""
+    (folder / "libstill_onnxruntime.so").touch()
+    system, machine = platform.system(), platform.machine()
+    return {"library": "libstill_onnxruntime.so", "system": system, "machine": machine, "archs": ["sm_90"]}
+
+
 @pytest.fixture
 def package(export_tiny: Exporter, monkeypatch: pytest.MonkeyPatch) -> Package:
-    """As for GPUs, but without the library."""
-    monkeypatch.setattr("still_export.targets.portable.package.demand_build", lambda *a: None)
-    monkeypatch.setattr("still_export.targets.portable.package._write_native", lambda *a: {})
+    """As for GPUs, but without what is in the library."""
+    monkeypatch.setattr("still_export.targets.ort.target.demand_build", lambda *a: None)
+    monkeypatch.setattr("still_export.targets.ort.target.add_native", empty_library)
     options = {"quantize": "int4", "native": True, "archs": ("sm_90",)}
     return export_tiny("llama", "float16", options, sizes=SIZES, layer_types=MIXED)
 
@@ -63,8 +72,7 @@ def test_the_library_gets_their_kernels_and_a_cpu_does_without(
 ) -> None:
     variants = _variants_of_products(package)
     assert {(v.bits, v.zero_points, v.dtype) for v in variants} == {(4, 1, "float16"), (8, 0, "float16")}
-    manifest = {**package.manifest, "native": {"library": "libstill_onnxruntime.so", "archs": ["sm_90"]}}
-    assert native_library(package.path, manifest) is None
+    assert native_library(package.path, package.manifest) is None
     assert "products are for GPUs: running without them" in capsys.readouterr().err
 
 

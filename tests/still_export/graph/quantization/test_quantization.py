@@ -19,7 +19,7 @@ from still_export.cli.main import main
 from still_export.errors import ConfigError, UnsupportedError
 from still_export.graph.options import ExportOptions
 from still_export.graph.quantization import read
-from still_export.graph.quantization.policy import METHODS, POLICY, Quantization
+from still_export.graph.quantization.policy import METHODS, ONNXRUNTIME, POLICY, Quantization
 from still_export.graph.quantization.quantizers import quantize
 from still_export.graph.quantization.read import eight_bits, held_names, round_activations, with_held_weights
 from still_export.mixers import roles
@@ -165,11 +165,11 @@ def test_dequantized_blocks() -> None:
 @pytest.mark.slow
 def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="--quantize int3 is unknown; known: int8, int4"):
-        ExportOptions("m", quantize="int3").quantization("onnx")
+        ExportOptions("m", quantize="int3").quantization(ONNXRUNTIME, "onnx")
     with pytest.raises(ConfigError, match="Did you mean k_quant"):
-        ExportOptions("m", quantize="int4", quantize_method="kquant").quantization("onnx")
+        ExportOptions("m", quantize="int4", quantize_method="kquant").quantization(ONNXRUNTIME, "onnx")
     with pytest.raises(ConfigError, match="MatMulNBits has 16, 32"):
-        ExportOptions("m", quantize="int4", quantize_block=48).quantization("onnx")
+        ExportOptions("m", quantize="int4", quantize_block=48).quantization(ONNXRUNTIME, "onnx")
     with pytest.raises(ConfigError, match="--adapters are for --quantize"):
         ExportOptions("m", quantize_method="rtn")
     still_model("llama", torch.float32).save_pretrained(tmp_path / "model")

@@ -78,7 +78,7 @@ def test_calls_compute_with_what_later_calls_read(package: Package) -> None:
 
 @pytest.mark.slow
 def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigError, match="--cache float16 is for --to onnx, not for --to trt; states"):
+    with pytest.raises(ConfigError, match="--cache float16 is for --to onnx and genai, not for --to trt; states"):
         plan_job("trt", {"model": "m", "cache": "float16"})
     with pytest.raises(ConfigError, match="is for ort-cpu: ort-cuda keeps states as --dtype says"):
         plan_job("onnx", {"model": "m", "native": True, "archs": ("sm_90",), "cache": "float16"})

@@ -1,0 +1,276 @@
+"""Packages of other exporters, proven against the model they were made from: logits, any split of a prompt, rows of a batch, padding,
+keys and values where names tell which they are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+
+from still_export.errors import ConfigError, UnsupportedError
+from still_export.proof.checks import Check
+from still_export.runtime.foreign import MASK, ForeignModel, ForeignState
+
+LENGTHS = (1, 7, 64, 65, 131)
+"""Of prompts: what was traced is short, and chunks of linear attention have 64 tokens."""
+
+FACTOR = 16
+"""How often PyTorch's own rounding another order of sums may be off; clean packages of other exporters are off twice at most."""
+
+STEPS = 24
+"""Single tokens behind a prompt."""
+
+LEAST = 1e-6
+"""Of a value's size, what no bound is below: float32 has 24 bits."""
+
+FLIPS = 0.05
+"""Of the logits' standard deviation: what numbers rounded to 8 bits on the way move them by, where a sum falls on the other side."""
+
+QUANTIZED = ("MatMulNBits", "GatherBlockQuantized", "QMoE", "DequantizeLinear")
+INTEGER = ("MatMulInteger", "DynamicQuantizeMatMul")
+
+
+class Reference:
+    """A model by its own class in transformers, in float64 and in the package's type.
+
+    Args:
+        model: Folder or hub id.
+        half: The package computes in float16.
+
+    Raises:
+        ConfigError: transformers cannot read it.
+    """
+
+    def __init__(self, model: str, half: bool) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        try:
+            self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(f"--model {model}: transformers cannot read it: {str(error).splitlines()[0]}") from error
+        self.config, self.dtype = self.model.config.get_text_config(), torch.float16 if half else torch.float32
+
+    def run(self, rows: np.ndarray, exact: bool) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Logits [B, T, vocabulary] of whole rows [B, T], and keys and values by "layer.key"."""
+        import torch
+
+        self.model.to(torch.float64 if exact else self.dtype)
+        with torch.no_grad():
+            result = self.model(torch.from_numpy(rows), use_cache=True)
+        kept = {}
+        for index, layer in enumerate(getattr(result.past_key_values, "layers", ())):
+            for kind in ("key", "value"):
+                tensor = getattr(layer, f"{kind}s", None)
+                if isinstance(tensor, torch.Tensor) and tensor.dim() == 4:  # [B, heads, T, D]
+                    kept[f"{index}.{kind}"] = tensor.double().numpy()
+        logits: np.ndarray = result.logits.double().numpy()
+        self.model.to(torch.float32)
+        return logits, kept
+
+
+@dataclass
+class ForeignReport:
+    """What was compared.
+
+    unseen: What could not be, and why.
+    quantized: The package's weights are not the model's.
+    rounds: Its activations are rounded to 8 bits, too.
+    """
+
+    checks: list[Check] = field(default_factory=list)
+    unseen: list[str] = field(default_factory=list)
+    quantized: bool = False
+    rounds: bool = False
+
+    @property
+    def passed(self) -> bool:
+        return bool(self.checks) and all(check.passed for check in self.checks)
+
+
+class ForeignProof:
+    """Compares a package with its model.
+
+    Args:
+        path: As of ForeignModel.
+        model: Folder or hub id of the model that it was made from.
+        lengths: Of prompts, tokens.
+        seed: Of the tokens.
+
+    Raises:
+        ConfigError: The model cannot be read.
+        PackageError: The package cannot be read.
+        UnsupportedError: It has no states, or inputs of unknown meaning.
+    """
+
+    def __init__(self, path: Path, model: str, lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> None:
+        from transformers import AutoConfig
+
+        try:
+            config = AutoConfig.from_pretrained(model).get_text_config()
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(f"--model {model}: transformers cannot read it: {str(error).splitlines()[0]}") from error
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.package = ForeignModel(path, size)
+        self.report = ForeignReport(**_rounding(self.package))
+        self.reference = Reference(model, any(s.dtype == np.float16 for s in self.package.states))
+        limit = getattr(config, "max_position_embeddings", max(lengths) + 1)
+        self.lengths = tuple(n for n in lengths if n <= limit)
+        if not self.lengths:
+            raise ConfigError(f"--lengths {','.join(map(str, lengths))}: the model has {limit} positions.")
+        draw = np.random.default_rng(seed)
+        self.rows = draw.integers(0, config.vocab_size, (2, max(self.lengths)))
+
+    @cached_property
+    def exact(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Of the model in float64; of a quantized package its own, of whole prompts."""
+        if not self.report.quantized:
+            return self.reference.run(self.rows, exact=True)
+        logits = []
+        for row in self.rows:
+            self.package.start(1)
+            logits.append(self.package.feed(row[None]))
+        return np.concatenate(logits).astype(np.float64), {}
+
+    @cached_property
+    def bounds(self) -> dict[str, float]:
+        """By what is compared, from how far the model's own type is off float64."""
+        exact, kept = self.reference.run(self.rows, exact=True)
+        rounded, others = self.reference.run(self.rows, exact=False)
+
+        def bound(a: np.ndarray, b: np.ndarray) -> float:
+            return max(FACTOR * float(np.abs(a - b).max()), LEAST * float(np.abs(a).max()))
+
+        logits = bound(exact, rounded)
+        if self.report.rounds:
+            logits = max(logits, FLIPS * float(self.exact[0].std()))
+        return {"logits": logits, **{name: bound(x, others[name]) for name, x in kept.items()}}
+
+    def run(self) -> ForeignReport:
+        """Every comparison that the package's inputs allow."""
+        most = self.lengths[-1]
+        steps = min(STEPS, most - 1)
+        for length in self.lengths:
+            self._compare(f"a prompt of {length}", 1, [length])
+        self._compare("two rows", 2, [most])
+        if self.package.apart and self.package.next.one_token():
+            self.report.unseen.append("a prompt in pieces: its graph of steps takes one token a call")
+        else:
+            for counts in ([most // 2, 1], [1], [most // 3, *[17] * (most // 34)]):
+                pieces = [*counts, most - sum(counts)]
+                self._compare(f"in pieces of {', '.join(map(str, pieces))}", 1, pieces)
+        if steps:
+            for rows in (1, 2):
+                self._compare(f"{steps} steps behind {most - steps}, batch {rows}", rows, [most - steps, *[1] * steps])
+            self._padding(most, steps)
+        self._unseen_states()
+        return self.report
+
+    def _compare(self, name: str, batch: int, pieces: list[int]) -> None:
+        """The first `batch` rows, read in calls of so many tokens."""
+        ends = list(accumulate(pieces))
+        exact, kept = self.exact
+
+        def read() -> Iterator[tuple[str, float]]:
+            self.package.start(batch)
+            for begin, end in zip([0, *ends], ends, strict=False):
+                found = self.package.feed(self.rows[:batch, begin:end])
+                yield "logits", _off(found, exact[:batch, end - found.shape[1] : end])
+            for state, key in self._named():
+                held = self.package.held[state.name]
+                if key in kept and held.shape[2] == ends[-1]:
+                    yield key, _off(held, kept[key][:batch, :, : ends[-1]])
+
+        self.report.checks.append(self._result(name, read))
+
+    def _padding(self, most: int, steps: int) -> None:
+        """A shorter row beside a longer one, padded on either side, and steps of both behind it; one of the two sides must hold."""
+        if not self.package.takes(MASK):
+            self.report.unseen.append(f"padding: there is no {MASK}")
+            return
+        long = most - steps
+        short, results = max(1, long // 2), []
+        for side, place in (("left", slice(long - short, long)), ("right", slice(0, short))):
+            tokens, mask = self.rows[:, :long].copy(), np.ones((2, long), np.int64)
+            tokens[1], mask[1] = self.rows[0, 0], 0
+            tokens[1, place], mask[1, place] = self.rows[1, :short], 1
+
+            def read(
+                tokens: np.ndarray = tokens, mask: np.ndarray = mask, place: slice = place
+            ) -> Iterator[tuple[str, float]]:
+                self.package.start(2)
+                found = self.package.feed(tokens, mask)
+                if found.shape[1] == long:
+                    yield "logits", _off(found[1, place], self.exact[0][1, :short])
+                    yield "logits", _off(found[0], self.exact[0][0, :long])
+                for step in range(steps):
+                    at = [long + step, short + step]
+                    found = self.package.feed(self.rows[[0, 1], at][:, None])
+                    yield "logits", _off(found[:, -1], self.exact[0][[0, 1], at])
+
+            results.append(self._result(f"padding on the {side}", read))
+        if any(check.passed for check in results):
+            self.report.unseen += [
+                f"{check.name} does not hold: {check.detail}" for check in results if not check.passed
+            ]
+            results = [check for check in results if check.passed]
+        self.report.checks += results
+
+    def _result(self, name: str, read: Callable[[], Iterator[tuple[str, float]]]) -> Check:
+        """The value that is off by most of its bound."""
+        try:
+            found = list(read())
+        except UnsupportedError as error:
+            return Check(name, False, str(error))
+        worst, off = max(found, key=lambda pair: pair[1] / self.bounds[pair[0]])
+        wrong = dict.fromkeys(what for what, error in found if error > self.bounds[what])
+        where = f" (wrong: {', '.join(wrong)})" if wrong else ""
+        return Check(name, not wrong, f"{worst} off by {off:.2g}, bound {self.bounds[worst]:.2g}{where}")
+
+    def _named(self) -> Iterator[tuple[ForeignState, str]]:
+        """States whose names say layer and kind, with the reference's name."""
+        for state in self.package.states:
+            if found := re.search(r"(\d+)\D*?(key|value)s?\b", state.name):
+                yield state, f"{found[1]}.{found[2]}"
+
+    def _unseen_states(self) -> None:
+        if self.report.quantized:
+            self.report.unseen.append(
+                "what quantizing costs: its weights are not the model's, so calls are compared with its own"
+            )
+            if self.report.rounds:
+                self.report.unseen.append(
+                    f"faults that move logits by less than {self.bounds['logits']:.2g}: activations are rounded"
+                )
+            return
+        known = {state.name for state, key in self._named() if key in self.exact[1]}
+        others = [state.name for state in self.package.states if state.name not in known]
+        if others:
+            shown = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+            self.report.unseen.append(
+                f"{len(others)} states by themselves ({shown}); logits of later calls show what is wrong in them"
+            )
+
+
+def _rounding(package: ForeignModel) -> dict[str, bool]:
+    """Whether weights are stored in 8 bits or fewer, and whether activations are rounded to as many."""
+    import onnx
+
+    files = {package.first.path, package.next.path}
+    nodes = [node for file in files for node in onnx.load(file, load_external_data=False).graph.node]
+    levels = {a.i for node in nodes for a in node.attribute if a.name == "accuracy_level"}
+    kinds = {node.op_type for node in nodes}
+    return {"quantized": bool(kinds & {*QUANTIZED, *INTEGER}), "rounds": 4 in levels or bool(kinds & {*INTEGER})}
+
+
+def _off(found: np.ndarray, wanted: np.ndarray) -> float:
+    """The largest difference; what is no number is off by infinity."""
+    if found.shape != wanted.shape:
+        return float("inf")
+    error = np.abs(found.astype(np.float64) - wanted)
+    return float(error.max()) if np.isfinite(error).all() else float("inf")
