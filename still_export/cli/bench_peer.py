@@ -56,12 +56,12 @@ def bench_peer(
         raise ConfigError(f"--runtime {runtime} is unknown; known: {', '.join(RUNTIMES)}.")
     if quantize not in (None, "int4") or (quantize and runtime != GENAI):
         raise ConfigError(f"--quantize {quantize} with --runtime {runtime}: give int4 with genai, or leave it out.")
-    if not model.exists():
-        raise ConfigError(f"{model} is not there; give a model folder or a GGUF file.")
     options = BenchOptions(**asked)
     provider = options.provider
     if provider not in ("cpu", "cuda") or (provider == "cuda" and runtime != GENAI):
         raise ConfigError(f"--provider {provider} with --runtime {runtime}: give cpu, or with genai cuda.")
+    if not model.exists():
+        raise ConfigError(f"{model} is not there; give a model folder or a GGUF file.")
     wanted = options.lengths or LENGTHS
     demand("onnxruntime_genai" if runtime == GENAI else "torch")
     out = Output(as_json, quiet)

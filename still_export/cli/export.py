@@ -94,7 +94,7 @@ def export(
     content = {"package": str(output), "size_bytes": size, "config": manifest["config"]}
     made = f"{len(manifest['files'])} files, {size / 2**20:.0f} MiB"
     if target.built:
-        content |= {"engines": [str(e) for e in engines], "trt": manifest["trt"]}
+        content |= {"engines": [str(e) for e in engines], "trt": manifest.get("trt")}
         made = ", ".join(e.name for e in engines) or "no engine yet"
     out.result(content, f"{output}: {made}", next_commands(output, target.to, ready=bool(engines) or not target.built))
 

@@ -88,7 +88,7 @@ def demand(target: Target, asked: ExportOptions, options: Any) -> None:
     target.demand(asked, options)
     cache = asked.still.get("cache")
     if not any(cache in t.caches for t in registry.TARGETS) or cache in target.caches:
-        return
+        return  # a type that no target has is refused with those that there are
     if here := [t.name for t in targets_of(target.to) if cache in t.caches]:
         raise ConfigError(f"--cache {cache} is for {', '.join(here)}: {target.name} keeps states as --dtype says.")
     known = " and ".join(dict.fromkeys(t.to for t in registry.TARGETS if cache in t.caches))
