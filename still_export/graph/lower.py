@@ -13,7 +13,8 @@ import torch
 from onnx_ir.tensor_adapters import TorchTensor, from_torch_dtype
 
 from still_export.graph.garbage import few_collections
-from still_export.graph.trace import TracedModel
+from still_export.graph.repeat import LayersDifferError, hidden_names, repeat_layers
+from still_export.graph.trace import TracedModel, trace_model
 from still_export.models.weights import Weight, Weights, value_of
 from still_export.version import __version__
 from still_graphs.ops import DOMAIN, OPS, OPSET, OpSpec
@@ -73,6 +74,18 @@ def _schema(spec: OpSpec) -> Any:
     )
 
 
+def portable_graph(model: Any, weights: Weights | None = None, all_logits: bool = False) -> ir.Model:
+    """`model` traced and lowered; layers that are alike once, where they read nothing of one another but hidden states.
+
+    Args, Returns: As of `trace_model` and `lower_program`.
+    """
+    try:
+        return lower_program(trace_model(model, all_logits), weights)
+    except LayersDifferError as error:
+        logging.getLogger(__name__).info("tracing every layer: %s", error)
+        return lower_program(trace_model(model, all_logits, whole=True), weights)
+
+
 def lower_program(traced: TracedModel, weights: Weights | None = None) -> ir.Model:
     """Lower a traced model to ONNX with bare still::* nodes; no weight is read before it is asked for.
 
@@ -83,14 +96,18 @@ def lower_program(traced: TracedModel, weights: Weights | None = None) -> ir.Mod
     Returns:
         Opset 23, IR 10, without function bodies (`attach_functions` adds them last). Weights have the model's names; those of products
         are stored as [in, out].
+
+    Raises:
+        LayersDifferError: Layers that were taken for alike are not.
     """
     traced_ops = [s for s in OPS.values() if s.traced]
     table = {getattr(getattr(torch.ops, s.domain), s.torch_name).default: _translation(s) for s in traced_ops}
+    absent = {name for s in traced.states if traced.alike[s.layer] != s.layer for name in (s.past, s.present)}
     with few_collections(), _without_exporter_noise():
         program = torch.onnx.export(
             traced.program,
-            input_names=traced.input_names,
-            output_names=traced.output_names,
+            input_names=[name for name in traced.input_names if name not in absent],
+            output_names=[*(name for name in traced.output_names if name not in absent), *hidden_names(traced.alike)],
             opset_version=OPSET,
             custom_translation_table=table,
             dynamo=True,
@@ -99,13 +116,12 @@ def lower_program(traced: TracedModel, weights: Weights | None = None) -> ir.Mod
         )
         assert program is not None  # only with a file name
         model = program.model
-        held = _take_weights(model, traced.weight_names)
+        for name in set(traced.weight_names).intersection(model.graph.initializers):
+            model.graph.initializers[name].const_value = None  # the optimizer shall neither read nor fold weights
         program.optimize()
         model = program.model
-    if weights is None:
-        weights = {
-            traced.weight_names[name]: value for name, value in traced.program.state_dict.items() if name in held
-        }
+        repeat_layers(model, traced.alike, traced.constants, traced.input_names, traced.output_names)
+    weights = traced.weights if weights is None else weights
     model.ir_version = IR_VERSION
     model.producer_name, model.producer_version = "still-export", __version__
     _drop_absent(model)
@@ -213,14 +229,6 @@ def _name_dimensions(model: ir.Model, states: StateTable) -> None:
                 value.shape[axis] = names[str(dim.value)]
 
 
-def _take_weights(model: ir.Model, names: dict[str, str]) -> set[str]:
-    """Take the weights' values away, so that the optimizer neither reads nor folds them; their names."""
-    taken = {name for name in model.graph.initializers if name in names}
-    for name in taken:
-        model.graph.initializers[name].const_value = None
-    return taken
-
-
 def _store_transposed(model: ir.Model, names: dict[str, str]) -> set[str]:
     """Let products read their weights as [in, out] in the place of a Transpose; the weights whose values must be turned.
 
@@ -241,7 +249,7 @@ def _store_transposed(model: ir.Model, names: dict[str, str]) -> set[str]:
 
 def _give_weights(model: ir.Model, names: dict[str, str], weights: Weights, turned: set[str]) -> None:
     """Name weights as the model does, and let each read its values when it is asked for them."""
-    for old in [name for name in model.graph.initializers if name in names]:
+    for old in [name for name in names if name in model.graph.initializers]:
         value, name = model.graph.initializers.pop(old), names[old]
         value.name, value.const_value = name, lazy_tensor(name, weights[name], old in turned)
         model.graph.initializers[name] = value

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from still_export.graph.garbage import few_collections
+from still_export.graph.repeat import Constants, Hidden, constants_of, like, only
 from still_export.mixers.cache import empty_states, state_table
 from still_export.models import forward_with_state
 from still_graphs.states import State, StateTable, rows_after
@@ -19,9 +20,11 @@ TRACE_BATCH, TRACE_TOKENS, TRACE_CAPACITY_PERIODS = 3, 5, 4
 
 @dataclass(frozen=True)
 class TracedModel:
-    """An ExportedProgram with the names of its inputs and outputs in order.
+    """An ExportedProgram with the names of the model's inputs and outputs in order.
 
-    `weight_names` gives the model's name of each of the program's weights; one that is tied has the name that comes first.
+    `weight_names` gives the model's name of each of the program's weights; one that is tied has the name that comes first. `weights` has
+    the values by the model's names. `alike` gives for each layer the one in the program that it is like; the program ends in the hidden
+    states of those (still_export.graph.repeat). `constants` are the layers' own.
     """
 
     program: torch.export.ExportedProgram
@@ -29,6 +32,9 @@ class TracedModel:
     output_names: list[str]
     states: StateTable
     weight_names: dict[str, str]
+    weights: dict[str, Tensor]
+    alike: list[int]
+    constants: list[Constants]
 
 
 def _name(state: State) -> str:
@@ -45,28 +51,34 @@ def _varies(states: StateTable, dimension: str) -> bool:
 class _StatefulForward(nn.Module):
     """`forward_with_state` with its states as one flat argument list."""
 
-    def __init__(self, model: Any, states: StateTable, last_only: bool) -> None:
+    def __init__(self, model: Any, states: StateTable, last_only: bool, alike: list[int]) -> None:
         super().__init__()
         self.model = model
-        self.states = states
+        self.states = [state for state in states if alike[state.layer] == state.layer]
         self.last_only = last_only
+        self.alike = alike
+        self.hidden = Hidden()
 
     def forward(self, input_ids: Tensor, new_tokens: Tensor, past_length: Tensor, past: list[Tensor]) -> list[Tensor]:
-        layers: list[dict[str, Tensor]] = [{} for _ in range(self.model.config.num_hidden_layers)]
+        given: dict[int, dict[str, Tensor]] = {layer: {} for layer in self.alike}
         for key, tensor in zip(self.states, past, strict=True):
-            layers[key.layer][_name(key)] = tensor
+            given[key.layer][_name(key)] = tensor
+        layers = [given[layer] for layer in self.alike]
+        self.hidden.states.clear()
         logits, present = forward_with_state(
             self.model, input_ids, new_tokens, past_length, layers, last_only=self.last_only
         )
-        return [logits.float(), *(present[key.layer][_name(key)] for key in self.states), past_length + new_tokens]
+        kept = [present[key.layer][_name(key)] for key in self.states]
+        return [logits.float(), *kept, past_length + new_tokens, *self.hidden.states]
 
 
-def trace_model(model: Any, all_logits: bool = False) -> TracedModel:
+def trace_model(model: Any, all_logits: bool = False, whole: bool = False) -> TracedModel:
     """Trace `model` with dynamic batch, tokens and rows of the states that grow.
 
     Args:
         model: A STILL model of any family, on the CPU; stand-ins for its weights will do.
         all_logits: Logits of every position instead of each row's last new token.
+        whole: Trace all layers, also those that are like others.
 
     Returns:
         The program; inputs `input_ids [B,T]`, `new_tokens [B]`, `past_length [B]`, `past_<state>.<layer>`; outputs `logits` (float32),
@@ -75,17 +87,19 @@ def trace_model(model: Any, all_logits: bool = False) -> TracedModel:
     config = model.config
     states = state_table(config, model.dtype)
     layers = empty_states(config, TRACE_BATCH, model.dtype, capacity=states.period * TRACE_CAPACITY_PERIODS)
-    past = [layers[state.layer][_name(state)] for state in states]
+    alike = list(range(config.num_hidden_layers)) if whole else like(model, states)
+    wrapper = _StatefulForward(model, states, not all_logits, alike).eval()
+    past = [layers[state.layer][_name(state)] for state in wrapper.states]
 
     batch = torch.export.Dim("batch", min=1, max=1 << 16)
     tokens = torch.export.Dim("tokens", min=1, max=1 << 24)
     growing = {name: torch.export.Dim(name, min=2, max=1 << 24) for name in states.growths if _varies(states, name)}
     named = {"batch": batch, **growing}
-    shapes = [{axis: named[d] for axis, d in enumerate(state.shape) if d in named} for state in states]
-    wrapper = _StatefulForward(model, states, last_only=not all_logits).eval()
+    shapes = [{axis: named[d] for axis, d in enumerate(state.shape) if d in named} for state in wrapper.states]
     counts = torch.zeros(TRACE_BATCH, dtype=torch.int64)
     arguments = (torch.zeros(TRACE_BATCH, TRACE_TOKENS, dtype=torch.int64), counts + TRACE_TOKENS, counts, past)
-    with few_collections(), torch.no_grad():
+    names, weights = _weight_names(wrapper), dict(model.named_parameters())
+    with few_collections(), torch.no_grad(), only(model, set(alike)) as wrapper.hidden:
         program = torch.export.export(
             wrapper,
             arguments,
@@ -97,7 +111,10 @@ def trace_model(model: Any, all_logits: bool = False) -> TracedModel:
         ["input_ids", "new_tokens", "past_length", *(key.past for key in states)],
         ["logits", *(key.present for key in states), "present_length"],
         states,
-        _weight_names(wrapper),
+        names,
+        weights,
+        alike,
+        [constants_of(layer) for layer in model.model.layers],
     )
 
 

@@ -244,7 +244,6 @@ def merge_lora(tensors: Weights, adapter: Mapping[str, Any] | None, source: str)
 
 def _merged(name: str, weight: Weight, a: Weight, b: Weight, scale: float) -> Tensor:
     """`weight` + scale b a, computed in float32."""
-    delta = value_of(b).to(torch.float32) @ value_of(a).to(torch.float32)
-    return in_range(
-        name, value_of(weight).to(torch.float32) + scale * delta, weight.dtype, " with its LoRA pair merged"
-    )
+    merged = value_of(b).to(torch.float32) @ value_of(a).to(torch.float32)
+    merged.mul_(scale).add_(value_of(weight).to(torch.float32))
+    return in_range(name, merged, weight.dtype, " with its LoRA pair merged")

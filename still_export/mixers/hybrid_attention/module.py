@@ -34,6 +34,12 @@ class HybridOpModule(ProjectedAttention):
         super().__init__(base, config.head_dim)
         self.still = config
 
+    @property
+    def constants(self) -> dict[str, Sequence[float]]:
+        """By name, inputs of the op that are the configuration's, [H]: constants of a graph, in which layers of a kind differ."""
+        factor = self.still.window_factor
+        return {} if factor is None else {"window_factor": factor}
+
     def attend(self, tensors: Sequence[Tensor | None], past_key_values: Any) -> Tensor:
         """Attention [B, T, H, D] of new tokens to themselves and to what the cache holds, which takes them in.
 

@@ -83,14 +83,11 @@ def _write_graph(
     """Write graph and weights; what the manifest says of the graph's ops, and of the weights' quantization where there is one."""
     import onnx
 
-    from still_export.graph.lower import lower_program
-    from still_export.graph.trace import trace_model
+    from still_export.graph.lower import portable_graph
     from still_export.graph.weights_file import save_streaming
     from still_graphs.passes.attach_functions import attach_functions
 
-    traced = trace_model(model, all_logits=options.all_logits)
-    say("lowering to ONNX")
-    lowered = lower_program(traced, weights)
+    lowered = portable_graph(model, weights, options.all_logits)
     said: dict[str, Any] = {}
     if dump is not None:
         dump("lower_program", lowered)

@@ -1,0 +1,308 @@
+"""Trace few of the layers that are alike, and write the others into the graph after one of them.
+
+Of each kind of layer the first two are traced: what the second one shares with the first (cosines, lengths, masks), all that follow share.
+So 30 layers of a kind cost what two cost; tracing, lowering and optimizing them is most of an export.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from torch import Tensor, nn
+
+from still_export.errors import StillExportError
+from still_export.graph.edits import store
+from still_graphs.ops import DOMAIN, OPS
+from still_graphs.states import StateTable
+
+FIRST = "hidden"
+"""Output of a trace for the hidden states that the first layer reads; those that a layer gives are `hidden.<layer>`."""
+
+TRACED = 2
+"""Layers of a kind that are traced."""
+
+
+class LayersDifferError(StillExportError):
+    """Layers that look alike read more of one another than hidden states."""
+
+
+def hidden_names(alike: Sequence[int]) -> list[str]:
+    """Names of the hidden states that a trace ends in; none, where it has all layers."""
+    traced = sorted(set(alike))
+    return [] if len(traced) == len(alike) else [FIRST, *(f"{FIRST}.{layer}" for layer in traced)]
+
+
+def like(model: Any, states: StateTable) -> list[int]:
+    """For each layer the traced one that it is like: itself, if it is one of the first two of its kind.
+
+    Args:
+        model: A STILL model of any family.
+        states: Of its layers.
+    """
+    types = getattr(model.config, "layer_types", None)
+    seen: dict[str, list[int]] = {}
+    found = []
+    for index, layer in enumerate(model.model.layers):
+        held = [(s.name.rsplit(".", 1)[0], s.shape, s.dtype, s.growth) for s in states if s.layer == index]
+        kind = repr([types and types[index], held, [*_parts(layer)]])
+        alike = seen.setdefault(kind, [])
+        if len(alike) < TRACED:
+            alike.append(index)
+        found.append(alike[-1])
+    return found
+
+
+Constants = Mapping[str, Sequence[float]]
+
+
+def constants_of(layer: Any) -> Constants:
+    """By name, inputs of a layer's op that are constants of its configuration."""
+    return {k: v for module in layer.modules() for k, v in getattr(module, "constants", {}).items()}
+
+
+def _parts(layer: Any) -> Iterator[Any]:
+    """All that may tell a layer from others but its number, its weights' values and its constants.
+
+    An object that does not say what it is, is like no other.
+    """
+    for name, module in layer.named_modules():
+        yield name, type(module)
+        constants = getattr(module, "constants", {})
+        yield {key: len(value) for key, value in constants.items()}
+        for key, value in vars(module).items():
+            if key.startswith("_") or key == "layer_idx":
+                continue
+            if is_dataclass(value) and not isinstance(value, type):
+                value = [type(value), {k: v for k, v in vars(value).items() if k not in constants}]
+            plain = isinstance(value, bool | int | float | str | tuple | list | dict | type | None)
+            yield key, repr(value) if plain else id(value)
+    for name, weight in layer.named_parameters():
+        yield name, weight.shape, weight.dtype
+    for name, buffer in layer.named_buffers():
+        yield name, buffer.tolist()
+
+
+class Hidden:
+    """The hidden states that the first layer got and that each traced one gave, to be emptied before each call; whether layers give them in
+    a tuple."""
+
+    def __init__(self) -> None:
+        self.states: list[Tensor] = []
+        self.in_tuple = False
+
+    def add(self, given: Tensor, result: Any) -> None:
+        """Of one layer."""
+        self.in_tuple = isinstance(result, tuple)
+        if self.in_tuple and any(part is not None for part in result[1:]):
+            raise LayersDifferError("layers give the next one more than hidden states.")
+        state = result[0] if self.in_tuple else result
+        self.states += [state] if self.states else [given, state]
+
+
+class _Skipped(nn.Module):
+    """Stands where a layer is that is not traced: passes hidden states on, has no weights, and says of itself what that layer does."""
+
+    def __init__(self, layer: nn.Module, hidden: Hidden) -> None:
+        super().__init__()
+        self._instead, self._hidden = (layer,), hidden
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._instead[0], name)
+
+    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Any:
+        return (hidden,) if self._hidden.in_tuple else hidden
+
+
+@contextlib.contextmanager
+def only(model: Any, traced: Collection[int]) -> Iterator[Hidden]:
+    """While this holds, the model has the layers `traced` alone; at the places of the others hidden states are passed on.
+
+    Yields:
+        What the layers give, where there are others.
+    """
+    layers, hidden = model.model.layers, Hidden()
+    whole = list(layers)
+    if len(traced) == len(whole):
+        yield hidden
+        return
+
+    def compute(own: Any, given: Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = own(given, *args, **kwargs)
+        hidden.add(given, result)
+        return result
+
+    try:
+        for index, layer in enumerate(whole):
+            if index in traced:
+                layer.forward = partial(compute, layer.forward)
+            else:
+                layers[index] = _Skipped(layer, hidden)
+        yield hidden
+    finally:
+        for index, layer in enumerate(whole):
+            layers[index] = layer
+            layer.__dict__.pop("forward", None)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A traced layer: its nodes in their order, the hidden states that it reads and gives, who reads those."""
+
+    nodes: list[ir.Node]
+    given: ir.Value
+    result: ir.Value
+    readers: Sequence[tuple[ir.Node, int]]
+
+
+def repeat_layers(
+    model: ir.Model,
+    alike: Sequence[int],
+    constants: Sequence[Constants],
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+) -> None:
+    """Write the layers that were not traced into `model`, in place.
+
+    Args:
+        model: The graph of the traced layers, with the outputs `hidden` and `hidden.<layer>`, which it loses.
+        alike: As of `like`.
+        constants: For each layer, as of `constants_of`.
+        inputs, outputs: Names of the whole model's, in order.
+
+    Raises:
+        LayersDifferError: A layer reads more of those before it than hidden states.
+    """
+    graph, traced = model.graph, sorted(set(alike))
+    if len(traced) == len(alike):
+        return
+    layers = _layers(graph, traced)
+    graph.outputs[:] = [value for value in graph.outputs if value.name in outputs]
+    ends = dict[int, ir.Value]()
+    for index, template in enumerate(alike):
+        if index == template:
+            run = index
+            hidden, after = layers[index].result, layers[index].nodes[-1]
+        else:
+            hidden, after = _copy(graph, layers[template], (template, index), constants[index], hidden, after)
+        ends[run] = hidden
+    for run, hidden in ends.items():  # last: templates are copied as they were traced
+        for node, place in layers[run].readers:
+            node.replace_input_with(place, hidden)
+    for values, names in ((graph.inputs, inputs), (graph.outputs, outputs)):
+        by_name = {value.name: value for value in values}
+        values[:] = [by_name[name] for name in names]
+
+
+def _layers(graph: ir.Graph, traced: Sequence[int]) -> dict[int, _Layer]:
+    """The traced layers: what their hidden states and states are made of, and layers before them are not."""
+    results = {str(value.name): value for value in graph.outputs}
+    hidden = results[FIRST]
+    known = _made_of([hidden], set())
+    owner = dict.fromkeys(known, -1)
+    found = {}
+    for layer in traced:
+        result = results[f"{FIRST}.{layer}"]
+        ends = [v for name, v in results.items() if name.startswith("present_") and name.endswith(f".{layer}")]
+        made = _made_of([result, *ends], known)
+        known |= made
+        owner |= dict.fromkeys(made, layer)
+        readers = [use for use in result.uses() if use.node not in made]
+        found[layer] = _Layer([node for node in graph if node in made], hidden, result, readers)
+        hidden = result
+    dependent = {results[FIRST]}
+    for node in graph:
+        here = owner.get(node, len(graph))
+        allowed = found[here].given if here in found else hidden
+        read = dependent.intersection(node.inputs)
+        for value in read:
+            maker = value.producer()
+            if value is not allowed and here >= 0 and (maker is None or owner.get(maker, len(graph)) != here):
+                raise LayersDifferError(f"{node.name} reads {value.name} of another layer, which is no hidden state.")
+        if read:
+            dependent.update(node.outputs)
+    return found
+
+
+def _made_of(values: Iterable[ir.Value], known: set[ir.Node]) -> set[ir.Node]:
+    """The nodes that `values` are computed by, without `known` ones and what those need."""
+    found, left = set[ir.Node](), list[ir.Value | None](values)
+    while left:
+        value = left.pop()
+        node = None if value is None else value.producer()
+        if node is not None and node not in known and node not in found:
+            found.add(node)
+            left += node.inputs
+    return found
+
+
+def _copy(
+    graph: ir.Graph,
+    layer: _Layer,
+    numbers: tuple[int, int],
+    constants: Constants,
+    hidden: ir.Value,
+    after: ir.Node,
+) -> tuple[ir.Value, ir.Node]:
+    """Write a traced layer, `numbers[0]`, again as `numbers[1]` behind the node `after`; its hidden states, its last node."""
+    template, number = numbers
+    values: dict[ir.Value | None, ir.Value | None] = {layer.given: hidden}
+
+    def named(value: ir.Value) -> ir.Value:
+        """The layer's own weight or state in the place of the template's."""
+        old = str(value.name)
+        name = old.replace(f".layers.{template}.", f".layers.{number}.")
+        if value.is_graph_input() and old.endswith(f".{template}"):
+            name = f"{old.removesuffix(f'.{template}')}.{number}"
+        if name == old or value.const_value is not None:  # a buffer, of which layers of a kind have the same
+            return value
+        new = ir.Value(name=name, shape=value.shape, type=value.type)
+        (graph.inputs.append if value.is_graph_input() else graph.initializers.add)(new)
+        return new
+
+    for node in layer.nodes:
+        for value in node.inputs:
+            if value is not None and value not in values:
+                values[value] = named(value) if value.producer() is None else value
+        read = [values.get(value) for value in node.inputs]
+        for place, name in enumerate(OPS[node.op_type].input_names() if constants and node.domain == DOMAIN else ()):
+            if name in constants:
+                read[place] = _constant(graph, constants[name], f"{node.name}.{name}.{number}")
+        copy = ir.Node(
+            node.domain,
+            node.op_type,
+            read,
+            node.attributes.values(),
+            overload=node.overload,
+            num_outputs=len(node.outputs),
+            name=f"{node.name}.{number}",
+        )
+        for old, new in zip(node.outputs, copy.outputs, strict=True):
+            new.shape, new.type = None if old.shape is None else ir.Shape(old.shape), old.type
+            if old.is_graph_output() and old is not layer.result:
+                new.name = f"{str(old.name).removesuffix(f'.{template}')}.{number}"
+                graph.outputs.append(new)
+            else:
+                new.name = f"{old.name}.{number}" if old.name else ""
+            values[old] = new
+        graph.insert_after(after, copy)
+        after = copy
+    result = values[layer.result]
+    assert result is not None
+    return result, after
+
+
+def _constant(graph: ir.Graph, values: Sequence[float], name: str) -> ir.Value:
+    """An initializer of these float32 `values`: one that is there, or a new one of this name."""
+    tensor = ir.tensor([*values], ir.DataType.FLOAT, name=name)
+    for value in graph.initializers.values():
+        held = value.const_value
+        if held is not None and (held.dtype, held.shape) == (tensor.dtype, tensor.shape):
+            if np.array_equal(held.numpy(), tensor.numpy()):
+                return value
+    return store(graph, tensor)
