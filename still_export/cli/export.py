@@ -42,7 +42,7 @@ def export(
         str | None, typer.Argument(help="STILL model: Hugging Face folder, hub id, or GGUF file.", show_default=False)
     ] = None,
     to: Annotated[
-        str | None, typer.Option("--to", help="Target: onnx, genai, trt or trt-rtx.", show_default="onnx")
+        str | None, typer.Option("--to", help="Target: onnx, genai, web, trt or trt-rtx.", show_default="onnx")
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Package folder to write.", show_default=False)

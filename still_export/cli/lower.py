@@ -29,7 +29,7 @@ def register(app: typer.Typer) -> None:
 def lower(
     package: Annotated[Path, typer.Argument(help="Portable package, as `still-export MODEL -o PACKAGE` writes it.")],
     to: Annotated[
-        str, typer.Option("--to", help="Target: onnx, genai, trt, trt8 or trt-rtx; onnx with --arch: for CUDA.")
+        str, typer.Option("--to", help="Target: onnx, genai, web, trt, trt8 or trt-rtx; onnx with --arch: for CUDA.")
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Package folder to write.")],
     force: Annotated[bool, typer.Option("--force", help="Replace an existing package.")] = False,

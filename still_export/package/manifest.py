@@ -152,7 +152,7 @@ class Manifest(Record):
     """manifest.json, docs/reference/manifest.md field by field."""
 
     format_version: Literal[2]
-    target: Literal["onnx", "genai", "trt", "trt-rtx"]
+    target: Literal["onnx", "genai", "web", "trt", "trt-rtx"]
     command: str
     config: dict[str, Any]
     ops: dict[str, Count]
