@@ -11,5 +11,5 @@ const common = { bundle: true, format: "esm", target: "es2022", logLevel: "warni
 await build({ ...common, entryPoints: ["src/index.ts"], outfile: "dist/index.js", packages: "external" });
 await build({ ...common, entryPoints: ["src/worker.ts"], outfile: "dist/page/worker.js", minify: true });
 cpSync("../still_export/serving/page", "dist/page", { recursive: true });
-cpSync("src/sw.js", "dist/page/sw.js");
+for (const name of ["sw.js", "ort.mjs"]) cpSync(`src/${name}`, `dist/page/${name}`);
 for (const kind of ["mjs", "wasm"]) cpSync(join(runtime, `ort-wasm-simd-threaded.${kind}`), `dist/page/ort-wasm-simd-threaded.${kind}`);

@@ -7,7 +7,7 @@ const [folder, asked] = [process.argv[2], JSON.parse(process.argv[3] ?? "{}")];
 const files = async (name) => new Uint8Array(await readFile(join(folder, name)));
 const said = {};
 try {
-  const model = await Model.open(files, { threads: 1 });
+  const model = await Model.open(files, { runtime: new URL("dist/page/", import.meta.url).href, threads: asked.threads ?? 1 });
   const sampling = () => new Sampling(asked.temperature ?? 0, asked.topK ?? 0, asked.topP ?? 1, asked.seed ?? 0);
   const all = async (pieces) => { const found = []; for await (const piece of pieces) found.push(piece); return found; };
   const ids = new Chat(model).encode(asked.prompt ?? "Once upon a time", true);

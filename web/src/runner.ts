@@ -3,10 +3,11 @@
 import { Tokenizer } from "@huggingface/tokenizers";
 import * as ort from "onnxruntime-web/wasm";
 
+import { Heap, type HeapTensor } from "./heap.js";
 import { Sampling, likeliest } from "./sampling.js";
 
 export interface Growth { dimension: string; axis: number; rows: number; per: number; lag: number; fixed: boolean }
-export interface State { name: string; shape: (number | string)[]; dtype: "float32"; growth: Growth | null }
+export interface State { name: string; shape: (number | string)[]; dtype: "float32"; in_place: boolean; growth: Growth | null }
 export interface Manifest {
   format_version: number;
   target: string;
@@ -31,12 +32,12 @@ const FORMAT = "still-export state 1";
 const SPARE_TOKENS = 256;
 const SIMD = Uint8Array.from([0, 97, 115, 109, 1, 0, 0, 0, 1, 5, 1, 96, 0, 1, 123, 3, 2, 1, 0, 10, 10, 1, 8, 0, 65, 0, 253, 15, 253, 98, 11]);
 
-export interface Options { threads?: number; wasmPaths?: string; progress?: Progress }
+/** `runtime`: where ort.mjs and onnxruntime-web's files lie. */
+export interface Options { runtime: string; threads?: number; progress?: Progress }
 
 const hex = (bytes: ArrayBuffer) => [...new Uint8Array(bytes)].map((b) => b.toString(16).padStart(2, "0")).join("");
 export const sha256 = async (bytes: Uint8Array<ArrayBuffer>) => hex(await crypto.subtle.digest("SHA-256", bytes));
 const size = (dims: readonly number[]) => dims.reduce((a, b) => a * b, 1);
-const int64 = (values: number[], dims: number[]) => new ort.Tensor("int64", BigInt64Array.from(values, BigInt), dims);
 
 /** The sentence of an error of the browser's or the runtime's. */
 export function sentence(error: unknown): string {
@@ -75,15 +76,21 @@ export async function readManifest(files: Files): Promise<Manifest> {
 export class Model {
   length = 0;
   room = 0;
-  private states: Arrays = {};
+  private readonly heap: Heap;
+  private readonly logits: HeapTensor;
+  private states: Record<string, HeapTensor> = {};
+  /** Where a call writes states that it may not write in place. */
+  private spare: Record<string, HeapTensor> = {};
 
   private constructor(readonly manifest: Manifest, readonly session: ort.InferenceSession, readonly tokenizer: Tokenizer | null) {
+    this.heap = new Heap(session);
+    this.logits = this.heap.tensor("float32", [1, 1, manifest.model.vocab_size]);
     this.start();
   }
 
   /** Open a package.
    *  @throws RunError The package is none, or damaged, or this browser cannot run it. */
-  static async open(files: Files, options: Options = {}): Promise<Model> {
+  static async open(files: Files, options: Options): Promise<Model> {
     if (!WebAssembly.validate(SIMD)) throw new RunError("this browser has no WebAssembly SIMD: take one of 2023 or later.");
     const manifest = await readManifest(files);
     const names = Object.keys(manifest.files).filter((n) => n.endsWith(".data"));
@@ -102,7 +109,7 @@ export class Model {
     }
     ort.env.logLevel = "error";
     ort.env.wasm.numThreads = options.threads ?? 0;
-    if (options.wasmPaths) ort.env.wasm.wasmPaths = options.wasmPaths;
+    ort.env.wasm.wasmPaths = { mjs: new URL("ort.mjs", options.runtime).href, wasm: new URL("ort-wasm-simd-threaded.wasm", options.runtime).href };
     // Weights in few bits are dequantized when the graph is loaded, not on every call (docs/notebook/web.md).
     const asked = { executionProviders: ["wasm"], externalData, extra: { session: { disable_quant_qdq: "1" } } };
     const session = await ort.InferenceSession.create(graph, asked).catch((error) => { throw new RunError(sentence(error)); });
@@ -110,24 +117,24 @@ export class Model {
   }
 
   /** Shapes of the states with room for `tokens` tokens. */
-  shapes(tokens: number): Record<string, number[]> {
+  shapes(tokens: number): { name: string; dims: number[]; in_place: boolean }[] {
     const capacity = this.manifest.capacity.capacity_tokens;
     const rows = (g: Growth) => g.rows * Math.max(0, Math.ceil((g.fixed ? capacity : tokens) / g.per) - g.lag);
     const resolved = (s: State) => s.shape.map((d) => (typeof d === "number" ? d : d === "batch" ? 1 : rows(s.growth!)));
-    return Object.fromEntries(this.manifest.states.map((s) => [s.name, resolved(s)]));
+    return this.manifest.states.map((s) => ({ name: s.name, dims: resolved(s), in_place: s.in_place }));
   }
 
   /** Bytes of the states now, and of full attention's keys and values after as many tokens. */
   memory(): { state: number; attention: number } {
     const { layers, kv_heads, head_dim } = this.manifest.model;
-    const state = Object.values(this.states).reduce((sum, t) => sum + 4 * t.size, 0);
+    const state = Object.values(this.states).reduce((sum, t) => sum + t.bytes, 0);
     return { state, attention: 2 * 4 * layers * kv_heads * head_dim * this.length };
   }
 
   /** Forget everything. */
   start(): void {
-    [this.length, this.states] = [0, {}];
-    this.resize(0);
+    this.length = 0;
+    this.resize(0, false);
   }
 
   /** Make room for `tokens` more tokens, keeping the state. */
@@ -142,16 +149,22 @@ export class Model {
     this.resize(bounded ? Math.min(ample, capacity_tokens) : ample);
   }
 
-  private resize(tokens: number): void {
-    const held = this.states;
-    const made: Arrays = {};
-    for (const [name, dims] of Object.entries(this.shapes(tokens))) {
-      const before = held[name];
-      made[name] = before && size(before.dims) === size(dims) ? before : new ort.Tensor("float32", new Float32Array(size(dims)), dims);
-      if (before && before !== made[name]) copyRows(before, made[name]!);
+  private resize(tokens: number, keep = true): void {
+    const states: Record<string, HeapTensor> = {}, spare: Record<string, HeapTensor> = {};
+    const held = keep ? this.states : {};
+    for (const { name, dims, in_place } of this.shapes(tokens)) {
+      const same = held[name]?.size === size(dims);
+      states[name] = same ? held[name]! : this.heap.tensor("float32", dims);
+      if (!in_place) spare[name] = same ? this.spare[name]! : this.heap.tensor("float32", dims);
     }
-    this.states = made;
-    this.room = tokens;
+    // Nothing was changed so far, should memory have ended.
+    for (const [name, state] of Object.entries(this.states)) {
+      if (states[name] === state) continue;
+      if (keep) copyRows(state.floats, state.dims, states[name]!.floats, states[name]!.dims);
+      state.free();
+      this.spare[name]?.free();
+    }
+    [this.states, this.spare, this.room] = [states, spare, tokens];
   }
 
   /** Outputs of one call over all its inputs. */
@@ -162,12 +175,26 @@ export class Model {
   /** Logits [V] after `ids`. */
   async feed(ids: number[]): Promise<Float32Array> {
     this.reserve(ids.length);
-    const feed: Arrays = { input_ids: int64(ids, [1, ids.length]), new_tokens: int64([ids.length], [1]), past_length: int64([this.length], [1]) };
-    for (const [name, state] of Object.entries(this.states)) feed[`past_${name}`] = state;
-    const found = await this.infer(feed);
-    for (const name of Object.keys(this.states)) this.states[name] = found[`present_${name}`]!;
+    const given = { input_ids: ids, new_tokens: [ids.length], past_length: [this.length] };
+    const inputs: Record<string, HeapTensor> = {}, outputs: Record<string, HeapTensor> = { logits: this.logits };
+    for (const [name, values] of Object.entries(given)) {
+      inputs[name] = this.heap.tensor("int64", name === "input_ids" ? [1, values.length] : [1]);
+      inputs[name].write(values);
+    }
+    for (const [name, state] of Object.entries(this.states)) {
+      inputs[`past_${name}`] = state;
+      outputs[`present_${name}`] = this.spare[name] ?? state;
+    }
+    try {
+      await this.heap.run(inputs, outputs);
+    } catch (error) {
+      throw new RunError(sentence(error));
+    } finally {
+      for (const name of Object.keys(given)) inputs[name]!.free();
+    }
+    for (const [name, spare] of Object.entries(this.spare)) [this.states[name], this.spare[name]] = [spare, this.states[name]!];
     this.length += ids.length;
-    return (found["logits"]!.data as Float32Array).slice(-this.manifest.model.vocab_size);
+    return this.logits.floats.slice();
   }
 
   /** Read a text in pieces; logits [V] of its last token. `stopped` is asked between pieces, and gives undefined. */
@@ -206,16 +233,16 @@ export class Model {
 
   /** What was read, as a file that `still-export run --load-state` takes too. */
   async save(place: string, unread: number[] = []): Promise<Uint8Array<ArrayBuffer>> {
-    const shapes = this.shapes(this.length);
+    const shapes = Object.fromEntries(this.shapes(this.length).map((s) => [s.name, s.dims]));
     const said = { length: this.length, package: await this.digest(), place, unread };
     const head: Record<string, unknown> = { __metadata__: { format: FORMAT, still_export: JSON.stringify(said) } };
     let end = 0;
     const parts: Float32Array[] = [];
     for (const name of Object.keys(shapes).sort()) {
-      const cut = new ort.Tensor("float32", new Float32Array(size(shapes[name]!)), shapes[name]!);
-      copyRows(this.states[name]!, cut);
-      parts.push(cut.data as Float32Array);
-      head[name] = { dtype: "F32", shape: shapes[name], data_offsets: [end, (end += 4 * cut.size)] };
+      const cut = new Float32Array(size(shapes[name]!));
+      copyRows(this.states[name]!.floats, this.states[name]!.dims, cut, shapes[name]!);
+      parts.push(cut);
+      head[name] = { dtype: "F32", shape: shapes[name], data_offsets: [end, (end += 4 * cut.length)] };
     }
     let text = JSON.stringify(head);
     text += " ".repeat(-new TextEncoder().encode(text).length & 7);
@@ -241,26 +268,24 @@ export class Model {
       throw wrong;
     }
     if (said.package !== (await this.digest())) throw new RunError("this state is of another package, or another export of the model: read the text again.");
-    const made: Arrays = {};
-    for (const [name, dims] of Object.entries(this.shapes(said.length))) {
+    const parts = this.shapes(said.length).map(({ name, dims }) => {
       const [from, to] = head[name]?.data_offsets ?? [0, -1];
       if (to - from !== 4 * size(dims) || begin + to > file.length) throw wrong;
-      made[name] = new ort.Tensor("float32", new Float32Array(file.slice(begin + from, begin + to).buffer), dims);
-    }
-    [this.states, this.length, this.room] = [made, said.length, said.length];
+      return { name, floats: new Float32Array(file.slice(begin + from, begin + to).buffer) };
+    });
+    this.resize(said.length, false);
+    for (const { name, floats } of parts) this.states[name]!.floats.set(floats);
+    this.length = said.length;
     return { place: said.place, unread: said.unread };
   }
 }
 
-/** Copy what two tensors that differ in one dimension share, from their beginning. */
-function copyRows(source: ort.Tensor, target: ort.Tensor): void {
-  const axis = Math.max(0, source.dims.findIndex((d, i) => d !== target.dims[i]));
-  const inner = size(source.dims.slice(axis + 1));
-  const [from, to] = [inner * source.dims[axis]!, inner * target.dims[axis]!];
-  const [read, write] = [source.data as Float32Array, target.data as Float32Array];
-  for (let i = 0; i < size(source.dims.slice(0, axis)); i++) {
-    write.set(read.subarray(i * from, i * from + Math.min(from, to)), i * to);
-  }
+/** Copy what two arrays whose shapes differ in one dimension share, from their beginning. */
+function copyRows(read: Float32Array, from: readonly number[], write: Float32Array, to: readonly number[]): void {
+  const axis = Math.max(0, from.findIndex((d, i) => d !== to[i]));
+  const inner = size(from.slice(axis + 1));
+  const [old, now] = [inner * from[axis]!, inner * to[axis]!];
+  for (let i = 0; i < size(from.slice(0, axis)); i++) write.set(read.subarray(i * old, i * old + Math.min(old, now)), i * now);
 }
 
 /** A chat that goes on; each message is read behind what the model has read already. */

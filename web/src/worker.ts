@@ -20,7 +20,7 @@ const opened = () => {
 const verbs: Record<string, (asked: Asked, say: (said: object, moved?: Transferable[]) => void) => Promise<object | void>> = {
   async open({ base, folder, threads }, say) {
     const files: Files = base ? (name) => fetched(new URL(name, base).href) : async (name) => bytesOf(folder.get(name));
-    const model = await Model.open(files, { threads, progress: (done, total) => say({ done, total }), wasmPaths: new URL("./", location.href).href });
+    const model = await Model.open(files, { threads, progress: (done, total) => say({ done, total }), runtime: location.href });
     chat = new Chat(model);
     const calls = await files("calls.npz").catch(() => undefined);
     return { manifest: model.manifest, memory: model.memory(), proof: Boolean(calls) };

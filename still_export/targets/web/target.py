@@ -41,6 +41,8 @@ def demand(options: ExportOptions) -> None:
     """Raise ConfigError for what a package for browsers cannot have."""
     if options.adapters:
         raise ConfigError("--adapters: a browser's runner takes none; add one with --overlay, or export --to onnx.")
+    if options.all_logits:
+        raise ConfigError("--all-logits: a browser's runner reads the last token's logits; export --to onnx for all.")
     if options.opset != OPSET:
         raise ConfigError(f"--opset {options.opset}: packages for browsers have opset {OPSET}.")
 

@@ -120,7 +120,12 @@ def test_weights_are_cut_into_files(
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"), [({"adapters": True, "quantize": "int4"}, "--adapters"), ({"opset": 27}, "--opset 27")]
+    ("asked", "message"),
+    [
+        ({"adapters": True, "quantize": "int4"}, "--adapters"),
+        ({"opset": 27}, "--opset 27"),
+        ({"all_logits": True}, "--all-logits"),
+    ],
 )
 def test_refusals(asked: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
