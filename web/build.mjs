@@ -8,7 +8,7 @@ const runtime = dirname(createRequire(import.meta.url).resolve("onnxruntime-web"
 rmSync("dist", { recursive: true, force: true });
 mkdirSync("dist/page", { recursive: true });
 const common = { bundle: true, format: "esm", target: "es2022", logLevel: "warning" };
-await build({ ...common, entryPoints: ["src/index.ts"], outfile: "dist/index.js", packages: "external" });
+await build({ ...common, entryPoints: ["src/index.ts"], outfile: "dist/index.js", packages: "bundle" });
 await build({ ...common, entryPoints: ["src/worker.ts"], outfile: "dist/page/worker.js", minify: true });
 cpSync("../still_export/serving/page", "dist/page", { recursive: true });
 for (const name of ["sw.js", "ort.mjs"]) cpSync(`src/${name}`, `dist/page/${name}`);
