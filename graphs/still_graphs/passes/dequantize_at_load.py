@@ -10,6 +10,8 @@ ensures: all products with weights in few bits compute in float32.
 
 from __future__ import annotations
 
+from collections import Counter
+
 import onnx
 from onnx import TensorProto, helper
 
@@ -34,6 +36,7 @@ def dequantize_at_load(model: onnx.ModelProto) -> int:
     """
     graph = model.graph
     weights = {tensor.name: tensor for tensor in graph.initializer}
+    shared = Counter(name for node in graph.node for name in node.input if name in weights)
     added: dict[str, TensorProto] = {}
     nodes: list[onnx.NodeProto] = []
     left, changed = EXPANDED_BYTES, 0
@@ -43,7 +46,8 @@ def dequantize_at_load(model: onnx.ModelProto) -> int:
             continue
         changed += 1
         rows, columns = attribute(node, "N"), attribute(node, "K")
-        made = _replaced(node, weights, added) if 4 * rows * columns <= left else []
+        alone = all(shared[name] == 1 for name in (node.input[1], *node.input[3:4]) if name)
+        made = _replaced(node, weights, added) if alone and 4 * rows * columns <= left else []
         if made:
             left -= 4 * rows * columns
         else:
@@ -52,7 +56,8 @@ def dequantize_at_load(model: onnx.ModelProto) -> int:
     del graph.node[:]
     graph.node.extend(nodes)
     used = {name for node in nodes for name in node.input}
-    kept = [tensor for tensor in (*graph.initializer, *added.values()) if tensor.name in used]
+    kept = [added.pop(tensor.name, tensor) for tensor in graph.initializer if tensor.name in used]
+    kept += added.values()
     del graph.initializer[:]
     graph.initializer.extend(kept)
     return changed
@@ -75,7 +80,7 @@ def _replaced(
         or (given[3] and not zero)
     ):
         return []
-    table = TensorProto(name=f"{given[1]}.{bits}x{columns}", data_type=TYPES[bits], dims=(rows, columns))
+    table = TensorProto(name=given[1], data_type=TYPES[bits], dims=(rows, columns))
     table.data_location = source.data_location
     table.external_data.extend(source.external_data)
     if not source.external_data:
@@ -84,7 +89,7 @@ def _replaced(
         middle = TensorProto(name=f"middle.{bits}.{rows}x{blocks}", data_type=TYPES[bits], dims=(rows, blocks))
         middle.raw_data = bytes([0x88 if bits == 4 else 0x80]) * (rows * blocks // PER_BYTE[bits])
     else:
-        middle = TensorProto(name=f"{zero.name}.{bits}x{blocks}", data_type=TYPES[bits], dims=(rows, blocks))
+        middle = TensorProto(name=zero.name, data_type=TYPES[bits], dims=(rows, blocks))
         middle.data_location = zero.data_location
         middle.external_data.extend(zero.external_data)
         if not zero.external_data:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import onnx
@@ -48,13 +49,24 @@ def demand(options: ExportOptions) -> None:
 
 
 def finish(lowering: Lowering, graph: Any) -> None:
-    """Cut the weights into shards and complete the manifest."""
+    """Cut the weights into shards, complete the manifest and the tokenizer's configuration."""
     lowering.manifest.update(
         target="web",
         prefill_tokens=lowering.options.prefill_tokens or PREFILL_TOKENS,
     )
+    add_chat_template(lowering)
     if (lowering.folder / DATA).is_file():
         shard_weights(lowering, graph, SHARD_BYTES)
+
+
+def add_chat_template(lowering: Lowering) -> None:
+    """Put the chat template where transformers.js 4 reads it, into the tokenizer's configuration."""
+    template, config = (lowering.folder / name for name in ("chat_template.jinja", "tokenizer_config.json"))
+    if template.is_file() and config.is_file():
+        said = json.loads(config.read_text(encoding="utf-8"))
+        said["chat_template"] = template.read_text(encoding="utf-8")
+        config.write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+        lowering.changed.add(config.name)
 
 
 def shard_weights(lowering: Lowering, graph: onnx.ModelProto, limit_bytes: int) -> int:

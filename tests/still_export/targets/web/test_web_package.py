@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ import torch
 
 from still_export.errors import ConfigError, UnsupportedError
 from still_export.graph.options import ExportOptions
+from still_export.graph.quantization.read import held_source
+from still_export.models.weights import value_of
 from still_export.package.files import DATA
 from still_export.package.folder import Package, open_package
 from still_export.runtime.ort import OrtModel
@@ -25,7 +28,9 @@ from still_export.targets.web import target as web
 from still_graphs.conditions import only_ops
 from still_graphs.passes import dequantize_at_load as passes
 from still_graphs.pipelines import run_steps
+from tests.still_export.serving.conftest import TEMPLATE
 from tests.still_export.tiny import CHUNK, VOCAB, still_model
+from tests.still_export.training import byte_tokenizer
 
 FOLDED = {"session.disable_quant_qdq": "1"}
 """What the browser's runner asks of a session."""
@@ -44,8 +49,12 @@ def logits(package: Package, ids: np.ndarray, config: dict[str, str] | None = No
     return model.feed(ids[None])
 
 
-def exported(folder: Path, **asked: Any) -> Package:
+def exported(folder: Path, tokenizer: bool = False, **asked: Any) -> Package:
     """A portable package whose matrices have whole blocks."""
+    if tokenizer:
+        words = byte_tokenizer()
+        words.chat_template = TEMPLATE
+        words.save_pretrained(folder / "model")
     sizes = {"hidden_size": 96, "intermediate_size": 64, "head_dim": 16}
     still_model("llama", torch.float32, sizes=sizes).save_pretrained(folder / "model")
     return export_model(
@@ -63,6 +72,10 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Package, Packa
 @pytest.mark.slow
 def test_the_web_graph_computes_in_float32(pair: tuple[Package, Package], tmp_path: Path) -> None:
     portable, made = pair
+    options = ExportOptions.from_manifest(portable.manifest)
+    read = [held_source(options, p.path, p.manifest).weights for p in (portable, made)]
+    for name, weight in read[0].items():
+        assert torch.equal(value_of(weight), value_of(read[1][name])), name
     assert made.manifest["target"] == "web" and made.manifest["prefill_tokens"] == web.PREFILL_TOKENS
     ids = np.random.default_rng(0).integers(3, VOCAB, 3 * CHUNK + 5)
     exact = onnx.load(portable.model_path)
@@ -117,6 +130,15 @@ def test_weights_are_cut_into_files(
     monkeypatch.setattr(web, "SHARD_BYTES", 1_000)
     with pytest.raises(UnsupportedError, match=r"a weight has [\d,]+ bytes, a file for browsers 1,000 at most"):
         lower(portable.path, "web", tmp_path / "none")
+
+
+@pytest.mark.slow
+def test_the_chat_template_lies_where_transformers_js_reads_it(tmp_path: Path) -> None:
+    portable = exported(tmp_path, tokenizer=True)
+    made = lower(portable.path, "web", tmp_path / "web")
+    open_package(made.path)
+    assert json.loads((made.path / "tokenizer_config.json").read_text())["chat_template"] == TEMPLATE
+    assert made.manifest["chat"] == portable.manifest["chat"]
 
 
 @pytest.mark.parametrize(
