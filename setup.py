@@ -78,7 +78,12 @@ setup(
     package_dir={**{name: f"{root}/{name}" for name, root in ROOTS.items()}, "still_plugins": "plugins"},
     package_data={
         "still_plugins": ["**/*"],
-        "still_export": ["package/manifest.schema.json", "report/page.html", "linearization/recipes/*.yaml"],
+        "still_export": [
+            "package/manifest.schema.json",
+            "report/page.html",
+            "serving/page/*",
+            "linearization/recipes/*.yaml",
+        ],
     },
     include_package_data=False,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import onnx
 from onnx import TensorProto
@@ -60,6 +60,24 @@ def without(*ops: str) -> Condition:
     return check
 
 
+def only_ops(contrib: Collection[str]) -> Condition:
+    """Every node is a standard one, one of com.microsoft's ops `contrib`, or has a function of such nodes."""
+
+    def check(model: onnx.ModelProto) -> str:
+        bodies = {(f.domain, f.name) for f in model.functions}
+        nodes = [n for part in (model.graph, *model.functions) for n in _nodes(part)]
+        left = {
+            f"{n.domain}::{n.op_type}"
+            for n in nodes
+            if n.domain not in ("", "ai.onnx")
+            and (n.domain, n.op_type) not in bodies
+            and not (n.domain == "com.microsoft" and n.op_type in contrib)
+        }
+        return f"nodes that the host has not, {', '.join(sorted(left))}" if left else ""
+
+    return check
+
+
 def no_int64_io(model: onnx.ModelProto) -> str:
     """Inputs and outputs have no 64-bit integers."""
     wide = [
@@ -73,7 +91,7 @@ def still_nodes(model: onnx.ModelProto) -> list[onnx.NodeProto]:
     return [n for n in model.graph.node if n.domain == DOMAIN]
 
 
-def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+def _nodes(graph: onnx.GraphProto | onnx.FunctionProto) -> Iterator[onnx.NodeProto]:
     for node in graph.node:
         yield node
         for attribute in node.attribute:

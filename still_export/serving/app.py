@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from importlib import resources
 from typing import Any
 
 from anyio import CapacityLimiter, to_thread
@@ -30,6 +31,9 @@ BODY_S = 30.0
 
 TOKENIZERS = 2
 """Prompts that are tokenized at the same time: a tokenizer takes a hundred bytes and more for each of a prompt's."""
+
+INDEX, PAGE = "index.html", {"page.js": "text/javascript", "style.css": "text/css"}
+"""The page of a browser, and its parts with their types; the rest of the folder `web` is for models in the browser itself."""
 
 GONE = 499
 """Status of a request whose client left, in metrics: nobody reads it."""
@@ -53,6 +57,8 @@ def make_app(worker: Worker, settings: Settings) -> Starlette:
     keyed, api = server.keyed, server.answered
     return Starlette(
         routes=[
+            Route("/", api(server.page)),
+            *(Route(f"/{name}", api(server.page)) for name in PAGE),
             Route("/health", api(server.health)),
             Route("/metrics", api(server.metrics_text)),
             Route("/v1/models", api(keyed(server.models))),
@@ -116,6 +122,14 @@ class _Server:
         message = f"{request.method} {request.url.path[:200]}: {str(error.detail).lower()}; {known}"
         self.metrics.responses.labels("other", str(error.status_code)).inc()
         return _json(ApiError(error.status_code, message).to_dict(), error.status_code, error.headers)
+
+    async def page(self, request: HttpRequest) -> Response:
+        """A chat with this server, and what its page is made of; it holds no secret, and asks for the key where there is one."""
+        name = request.url.path[1:] or INDEX
+        text = resources.files("still_export.serving").joinpath("page", name).read_text(encoding="utf-8")
+        headers = {"content-security-policy": "default-src 'self'; img-src data:", "cache-control": "no-cache"}
+        kind = PAGE.get(name, "text/html")
+        return Response(text.replace('data-mode="local"', 'data-mode="api"', 1), headers=headers, media_type=kind)
 
     async def health(self, request: HttpRequest) -> Response:
         """200 while requests are taken and the model answers."""

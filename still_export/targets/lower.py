@@ -153,7 +153,7 @@ def lower_into(
         bring(path, folder / path.name)
     target.finish(lowering, graph)
     say("hashing")
-    write_manifest(folder, content, {path.name: files[path.name] for path in brought})
+    write_manifest(folder, content, {p.name: files[p.name] for p in brought if p.name not in lowering.changed})
 
 
 def demand_portable(package: Package) -> Package:

@@ -14,8 +14,9 @@ from still_export.targets.target import Target
 from still_export.targets.trt.target import TRT
 from still_export.targets.trt8.target import TRT8
 from still_export.targets.trt_rtx.target import TRT_RTX
+from still_export.targets.web.target import WEB
 
-TARGETS: tuple[Target, ...] = (ORT_CUDA, ORT_CPU, GENAI, TRT8, TRT, TRT_RTX)
+TARGETS: tuple[Target, ...] = (ORT_CUDA, ORT_CPU, GENAI, WEB, TRT8, TRT, TRT_RTX)
 """Of records that share a name for `--to`, the first that takes the options is meant."""
 
 

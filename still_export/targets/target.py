@@ -38,6 +38,7 @@ class Lowering:
         say: Told each step.
         dump: Gets the graph after each step.
         passes: Changes by step.
+        changed: Files of the portable package that the target wrote anew.
     """
 
     folder: Path
@@ -46,6 +47,7 @@ class Lowering:
     say: Progress = silent
     dump: Dump | None = None
     passes: dict[str, int] = field(default_factory=dict)
+    changed: set[str] = field(default_factory=set)
 
 
 def _nothing(*_: Any) -> None:

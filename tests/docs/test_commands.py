@@ -89,6 +89,7 @@ SLOW = {
     "still-export BASE --overlay STILL/adapter --to onnx -o OVERLAID",
     "still-export verify DIR --record calls.npz",
     "still-export verify DIR --calls calls.npz",
+    "still-export verify WEB --record WEB/calls.npz",
     "still-export kernels build",
     "still-export MODEL --to onnx --native -o NATIVE",
     "still-export verify NATIVE --lengths 1,65 --decode-steps 4",

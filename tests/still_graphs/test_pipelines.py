@@ -72,5 +72,5 @@ def test_a_graph_that_a_pass_cannot_take_is_refused_before_it() -> None:
 
 
 def test_unknown_targets_are_listed() -> None:
-    with pytest.raises(ConfigError, match="--to tensorrt is unknown; known: onnx, genai, trt, trt-rtx"):
+    with pytest.raises(ConfigError, match="--to tensorrt is unknown; known: onnx, genai, web, trt, trt-rtx"):
         target_of("tensorrt")

@@ -110,10 +110,13 @@ def _held_weights(path: Path, block_size: int, sizes: Mapping[str, int]) -> dict
         tensor = parts.get(f"{names}.{part}")
         if tensor is None:
             return None
-        found = tensor.numpy()[(slice(None),) * axis + (rows,)]
+        whole = tensor.numpy()
+        if tensor.dtype.bitwidth < 8:  # two numbers a byte, in the order of MatMulNBits
+            whole = np.frombuffer(tensor.tobytes(), np.uint8).reshape(len(whole), -1)
+        found = whole[(slice(None),) * axis + (rows,)]
         return np.ascontiguousarray(found).view(np.uint8) if found.dtype == np.int32 else found  # words of bytes
 
-    def whole(names: str, rows: slice) -> Tensor:
+    def summed(names: str, rows: slice) -> Tensor:
         total: np.ndarray | int = 0
         signed = values(names, CODES, 1, rows)
         scales = values(names, "scales", 0, rows) if signed is None else None
@@ -160,7 +163,7 @@ def _held_weights(path: Path, block_size: int, sizes: Mapping[str, int]) -> dict
         if kind in ("scales", "outer"):
             start = 0
             for name in names.split(TOGETHER):
-                readers[name] = partial(whole, names, slice(start, start + sizes[name]))
+                readers[name] = partial(summed, names, slice(start, start + sizes[name]))
                 start += sizes[name]
     return readers
 

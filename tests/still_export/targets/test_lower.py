@@ -61,7 +61,7 @@ def contents(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("to", ["onnx", "genai", "trt", "trt8", "trt-rtx"])
+@pytest.mark.parametrize("to", ["onnx", "genai", "web", "trt", "trt8", "trt-rtx"])
 def test_lowered_is_exported_without_torch(
     portable: Package, to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

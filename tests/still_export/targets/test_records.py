@@ -77,7 +77,7 @@ def test_records_are_told_apart() -> None:
         assert target_of(name).to == name
     for target in TARGETS:
         assert target in targets_of(target.name) or target.name in names()
-    with pytest.raises(ConfigError, match=r"--to cloud is unknown; known: onnx, genai, trt, trt-rtx\."):
+    with pytest.raises(ConfigError, match=r"--to cloud is unknown; known: onnx, genai, web, trt, trt-rtx\."):
         targets_of("cloud")
 
 

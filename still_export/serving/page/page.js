@@ -1,0 +1,254 @@
+/** The page: a chat with the model in this tab (data-mode="local"), or with the server that it came from (data-mode="api"). */
+
+const $ = (id) => document.getElementById(id);
+const local = document.documentElement.dataset.mode === "local";
+const TOKENS = 512; // of an answer of this tab's model, at most
+const megabytes = (bytes) => `${(bytes / 1e6).toFixed(1)} MB`;
+
+const say = (text) => ($("status").textContent = text);
+const complain = (text) => ($("error").textContent = text);
+let busy = true;
+let ready = false;
+
+function show(running) {
+  busy = running;
+  for (const id of ["send", "clear", "save", "prove", "document", "load", "calls"]) $(id).disabled = busy || !ready;
+  $("folder").disabled = busy && ready;
+  $("stop").disabled = !busy || !ready;
+  if (!busy) $("progress").hidden = true;
+}
+
+function add(kind, text = "") {
+  const line = document.createElement("p");
+  line.className = kind;
+  line.textContent = text;
+  $("log").append(line);
+  $("log").scrollTop = $("log").scrollHeight;
+  return line;
+}
+
+/** Run something that takes a while; its error becomes a sentence, and nothing that was said is lost. */
+async function during(doing, work) {
+  if (busy && ready) return;
+  complain("");
+  show(true);
+  if (doing) say(doing);
+  try {
+    await work();
+  } catch (error) {
+    complain(error.message);
+  }
+  show(false);
+}
+
+// ---- the model in this tab
+
+let worker, calls, numbers = 0;
+
+function begin() {
+  worker?.terminate();
+  calls = new Map();
+  worker = new Worker("worker.js", { type: "module" });
+  const lost = () => {
+    ready = false;
+    for (const call of calls.values()) call.reject(new Error("this tab is out of memory, or the page's files are damaged: reload the page and choose the package again. What was said stays above."));
+    calls.clear();
+  };
+  worker.onerror = (event) => { event.preventDefault(); lost(); };
+  worker.onmessage = ({ data }) => {
+    const call = calls.get(data.id);
+    if (!call) return;
+    measure(data);
+    if (!data.ended) return call.told?.(data);
+    calls.delete(data.id);
+    data.error ? call.reject(new Error(data.error)) : call.resolve(data);
+  };
+}
+
+const ask = (verb, fields = {}, told) => new Promise((resolve, reject) => {
+  const id = ++numbers;
+  calls.set(id, { resolve, reject, told });
+  worker.postMessage({ id, verb, ...fields });
+});
+
+function measure({ memory, length, rate, first, done, total }) {
+  if (memory) {
+    const most = Math.max(memory.state, memory.attention, 1);
+    $("state-bar").style.width = `${(100 * memory.state) / most}%`;
+    $("attention-bar").style.width = `${(100 * memory.attention) / most}%`;
+    $("memory").textContent = `State: ${megabytes(memory.state)}${length === undefined ? "" : ` after ${length.toLocaleString("en")} tokens`}`;
+    $("attention").textContent = `Full attention would hold: ${megabytes(memory.attention)}`;
+  }
+  if (rate) $("rate").textContent = `${rate.toFixed(1)} tokens a second, first after ${(first / 1000).toFixed(1)} s`;
+  if (total) {
+    $("progress").hidden = done === total;
+    $("progress").max = total;
+    $("progress").value = done;
+  }
+}
+
+let base;
+
+function open(source) {
+  base = source.base;
+  return during("Opening the package: reading and checking its files.", async () => {
+    ready = false;
+    begin();
+    const threads = crossOriginIsolated ? Math.min(4, navigator.hardwareConcurrency) : 1;
+    const { manifest, proof } = await ask("open", { ...source, threads });
+    ready = true;
+    const { layers, hidden_size } = manifest.model;
+    say(`Ready: ${layers} layers of ${hidden_size}${proof ? ", with recorded calls" : ""}, ${threads} thread${threads > 1 ? "s" : ""}.`);
+    $("message").focus();
+  });
+}
+
+const named = (files) => new Map([...files].map((f) => [(f.webkitRelativePath || f.name).split("/").slice(-1)[0], f]));
+
+async function dropped(event) {
+  event.preventDefault();
+  const entry = event.dataTransfer.items[0]?.webkitGetAsEntry();
+  const file = event.dataTransfer.files[0];
+  if (!entry?.isDirectory) return file && chosen(file);
+  const reader = entry.createReader(), found = [];
+  for (let part; (part = await new Promise((done, fail) => reader.readEntries(done, fail))).length; ) found.push(...part);
+  const files = found.filter((e) => e.isFile).map((e) => new Promise((done, fail) => e.file(done, fail)));
+  await open({ folder: named(await Promise.all(files)) });
+}
+
+const chosen = (file) => (/\.npz$/.test(file.name) ? prove(file) : /\.safetensors$/.test(file.name) ? load(file) : read(file));
+const bytes = async (file) => new Uint8Array(await file.arrayBuffer());
+
+const read = (file) => during(`Reading ${file.name}.`, async () => {
+  $("log").replaceChildren();
+  const { whole, length } = await ask("read", { text: await file.text() });
+  add("note", `${file.name}: ${whole ? "read" : "read in part"}, ${length.toLocaleString("en")} tokens.`);
+  say("Ready: ask about the document.");
+});
+
+const load = (file) => during(`Opening ${file.name}.`, async () => {
+  const { length } = await ask("load", { file: await bytes(file) });
+  $("log").replaceChildren();
+  add("note", `${file.name}: ${length.toLocaleString("en")} tokens read before.`);
+  say("Ready: ask about what was read.");
+});
+
+const save = () => during("Saving what was read.", async () => {
+  const { file } = await ask("save");
+  const link = Object.assign(document.createElement("a"), { href: URL.createObjectURL(new Blob([file])), download: "reading.safetensors" });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
+  say(`Saved ${megabytes(file.length)}: this file opens here and with still-export run --load-state.`);
+});
+
+const prove = (file) => during("Running the recorded calls.", async () => {
+  const body = $("proof").tBodies[0];
+  body.replaceChildren();
+  $("proof").hidden = false;
+  let [cases, failed] = [0, 0];
+  const given = file && await bytes(file);
+  await ask("prove", { base, file: given }, ({ verdict }) => {
+    if (!verdict) return;
+    cases++;
+    failed += !verdict.passed;
+    const row = body.insertRow();
+    for (const text of [verdict.name, verdict.logits.toExponential(1), verdict.state.toExponential(1)]) row.insertCell().textContent = text;
+    Object.assign(row.insertCell(), { textContent: verdict.passed ? "passed" : "FAILED", className: verdict.passed ? "" : "wrong" });
+  });
+  say(failed ? `Not proven: ${failed} of ${cases} cases differ from PyTorch.` : `Proven: ${cases} cases agree with PyTorch.`);
+});
+
+// ---- the server that the page came from
+
+const turns = [];
+let model, leaving;
+
+async function request(path, body) {
+  const key = $("api-key").value;
+  const headers = { "content-type": "application/json", ...(key && { authorization: `Bearer ${key}` }) };
+  const answer = await fetch(path, { method: body ? "POST" : "GET", headers, body: body && JSON.stringify(body), signal: leaving?.signal });
+  if (answer.ok) return answer;
+  if (answer.status === 401) $("key").hidden = false;
+  throw new Error((await answer.json().catch(() => ({})))?.error?.message ?? `the server answered ${answer.status}.`);
+}
+
+async function served(message, line) {
+  leaving = new AbortController();
+  model ??= (await (await request("/v1/models")).json()).data[0].id;
+  const messages = [...turns, { role: "user", content: message }];
+  const answer = await request("/v1/chat/completions", { model, messages, stream: true });
+  let rest = "";
+  try {
+    for await (const part of answer.body.pipeThrough(new TextDecoderStream())) {
+      const lines = (rest + part).split("\n");
+      rest = lines.pop();
+      for (const said of lines.filter((l) => l.startsWith("data: {"))) {
+        const { error, choices } = JSON.parse(said.slice(6));
+        if (error) throw new Error(error.message);
+        line.textContent += choices[0]?.delta?.content ?? "";
+      }
+    }
+  } catch (error) {
+    if (error.name !== "AbortError") throw error;
+  }
+  turns.push({ role: "user", content: message }, { role: "assistant", content: line.textContent });
+}
+
+// ---- what both have
+
+$("form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const message = $("message").value.trim();
+  if (!message) return;
+  during("Answering.", async () => {
+    $("message").value = "";
+    const mine = add("user", message), line = add("assistant");
+    try {
+      if (local) await ask("ask", { message, tokens: TOKENS, temperature: 0, seed: 0 }, ({ text }) => { line.textContent += text ?? ""; });
+      else await served(message, line);
+      say("Ready.");
+    } catch (error) {
+      if (!line.textContent) [mine, line].forEach((l) => l.remove());
+      $("message").value ||= message;
+      throw error;
+    }
+  }).then(() => $("message").focus());
+});
+$("message").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey) {
+    event.preventDefault();
+    $("form").requestSubmit();
+  }
+});
+$("stop").addEventListener("click", () => (local ? worker.postMessage({ verb: "stop" }) : leaving?.abort()));
+$("clear").addEventListener("click", () => during("", async () => {
+  if (local) await ask("clear");
+  turns.length = 0;
+  $("log").replaceChildren();
+  say("Ready: a new conversation.");
+}));
+
+if (local) {
+  const inputs = { folder: (files) => open({ folder: named(files) }), document: ([f]) => read(f), load: ([f]) => load(f), calls: ([f]) => prove(f) };
+  for (const [id, use] of Object.entries(inputs)) $(id).addEventListener("change", async ({ target }) => {
+    if (target.files.length) await use([...target.files]);
+    target.value = "";
+  });
+  $("save").addEventListener("click", save);
+  $("prove").addEventListener("click", () => prove());
+  addEventListener("dragover", (event) => event.preventDefault());
+  addEventListener("drop", dropped);
+  // The service worker keeps the page for the next visit without a network, and isolates it, which threads need.
+  const kept = await navigator.serviceWorker?.register("sw.js").then(() => navigator.serviceWorker.ready).catch(() => undefined);
+  const from = new URLSearchParams(location.search).get("package");
+  if (kept && !crossOriginIsolated && !sessionStorage.getItem("isolated")) {
+    sessionStorage.setItem("isolated", "tried");
+    location.reload();
+  } else if (from) await open({ base: new URL(from.replace(/\/?$/, "/"), location.href).href });
+  else show(false);
+} else {
+  ready = true;
+  show(false);
+  say("Ready.");
+}
+document.documentElement.dataset.loaded = "yes";

@@ -1,0 +1,1 @@
+"""Browsers, by onnxruntime-web."""

@@ -1,0 +1,149 @@
+"""onnxruntime-web: standard and its own ops alone, weights in few bits dequantized once, in files that a browser can hold."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import onnx
+from onnx.external_data_helper import ExternalDataInfo
+
+from still_export.errors import ConfigError, UnsupportedError
+from still_export.graph.options import ExportOptions
+from still_export.graph.quantization.policy import ONNXRUNTIME
+from still_export.package.files import DATA, MODEL
+from still_export.targets.ort.options import GenaiOptions
+from still_export.targets.ort.runtime import ORT
+from still_export.targets.ort.target import FUSE, OWN_OPS, STRIP, attach_own_functions
+from still_export.targets.target import Lowering, Target
+from still_graphs.conditions import only_ops
+from still_graphs.passes.dequantize_at_load import dequantize_at_load
+from still_graphs.passes.walk import walk_graphs
+from still_graphs.pipelines import Step
+
+PREFILL_TOKENS = 256
+"""Tokens of one prefill call: a page answers between two of them, and a call's memory is never given back."""
+
+SHARD_BYTES = 256 << 20
+"""Of a file of weights: browsers hold a buffer of 2 GB at most, and a load that breaks off begins again at its shard."""
+
+CONTRIB_OPS = (
+    "CausalConvWithState",
+    "FusedMatMul",
+    "GatherBlockQuantized",
+    "LinearAttention",
+    "MatMulNBits",
+    "SkipSimplifiedLayerNormalization",
+)
+"""com.microsoft's that onnxruntime-web 1.30 has in wasm; of ai.onnx it has all of opset 23."""
+
+
+@dataclass(frozen=True)
+class WebOptions(GenaiOptions):
+    """Of ONNX Runtime's what its WebAssembly takes, which has no kernels of this project."""
+
+    native: bool | None = field(default=False, init=False)
+    cpu: str | None = field(default=None, init=False)
+    onnxruntime_include: Path | None = field(default=None, init=False)
+
+
+def demand(asked: ExportOptions, options: WebOptions) -> None:
+    """Raise ConfigError for what a package for browsers cannot have."""
+    if asked.adapters:
+        raise ConfigError("--adapters: a browser's runner takes none; add one with --overlay, or export --to onnx.")
+    if asked.all_logits:
+        raise ConfigError("--all-logits: a browser's runner reads the last token's logits; export --to onnx for all.")
+
+
+def finish(lowering: Lowering, graph: Any) -> None:
+    """Cut the weights into shards, complete the manifest and the tokenizer's configuration."""
+    lowering.manifest.update(
+        target="web",
+        prefill_tokens=lowering.options.prefill_tokens or PREFILL_TOKENS,
+    )
+    add_chat_template(lowering)
+    if (lowering.folder / DATA).is_file():
+        shard_weights(lowering, graph, SHARD_BYTES)
+
+
+def add_chat_template(lowering: Lowering) -> None:
+    """Put the chat template where transformers.js 4 reads it, into the tokenizer's configuration."""
+    template, config = (lowering.folder / name for name in ("chat_template.jinja", "tokenizer_config.json"))
+    if template.is_file() and config.is_file():
+        said = json.loads(config.read_text(encoding="utf-8"))
+        said["chat_template"] = template.read_text(encoding="utf-8")
+        config.write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+        lowering.changed.add(config.name)
+
+
+def shard_weights(lowering: Lowering, graph: onnx.ModelProto, limit_bytes: int) -> int:
+    """Cut the file of weights into `model.onnx.1.data`, ... of at most `limit_bytes`, where it is larger, and write the graph again.
+
+    Tensors that share bytes stay together.
+
+    Returns:
+        Files written.
+
+    Raises:
+        UnsupportedError: One tensor is larger.
+    """
+    source = lowering.folder / DATA
+    if source.stat().st_size <= limit_bytes:
+        return 0
+    places = [
+        (tensor, ExternalDataInfo(tensor))
+        for part in walk_graphs(graph.graph)
+        for tensor in part.initializer
+        if tensor.external_data
+    ]
+    lengths: dict[int, int] = {}
+    for _, info in places:
+        lengths[info.offset or 0] = max(lengths.get(info.offset or 0, 0), info.length or 0)
+    moved: dict[int, tuple[str, int]] = {}
+    number, size = 0, limit_bytes + 1
+    with source.open("rb") as weights:
+        for offset, length in sorted(lengths.items()):
+            if length > limit_bytes:
+                raise UnsupportedError(
+                    f"a weight has {length:,} bytes, a file for browsers {limit_bytes:,} at most: export with --quantize int4."
+                )
+            if size + length > limit_bytes:
+                number, size = number + 1, 0
+            name = f"{MODEL}.{number}.data"
+            weights.seek(offset)
+            with (lowering.folder / name).open("ab") as shard:
+                shard.write(weights.read(length))
+            moved[offset], size = (name, size), size + length
+    for tensor, info in places:
+        name, begin = moved[info.offset or 0]
+        del tensor.external_data[:]
+        entries = {"location": name, "offset": begin, "length": info.length}
+        tensor.external_data.extend(onnx.StringStringEntryProto(key=k, value=str(v)) for k, v in entries.items())
+    source.unlink()
+    onnx.save(graph, lowering.folder / MODEL)
+    return number
+
+
+WEB = Target(
+    "web",
+    "web",
+    ("float32",),
+    ONNXRUNTIME,
+    WebOptions,
+    steps=(
+        STRIP,
+        Step(dequantize_at_load, "it has no kernel for weights in few bits: each call would dequantize them"),
+        Step(
+            attach_own_functions,
+            "its own ops are faster in bodies",
+            ensures=only_ops(CONTRIB_OPS),
+        ),
+    ),
+    finish=finish,
+    weights=(FUSE,),
+    traits=lambda options: (OWN_OPS,),
+    demand=demand,
+    runtime=ORT,
+)

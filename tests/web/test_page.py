@@ -1,0 +1,193 @@
+"""The page in a real browser: it answers as `run` does, proves itself, sees a fault, needs no mouse and no network."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from still_export.package.folder import open_package, write_manifest
+from still_export.runtime.conversation import Conversation
+from still_export.runtime.ort import OrtModel
+from still_export.runtime.sampling import Sampling
+from still_export.runtime.snapshot import Snapshot
+from still_export.runtime.text import Text
+from tests.web.conftest import Visit
+
+pytestmark = pytest.mark.slow
+TOKENS = 512
+ALIKE = 96
+"""Characters that are compared: later ones of a random model may hang on a near tie."""
+DOCUMENT = "The ship left the harbour at dawn. " * 40
+
+
+def answered(package: Path, message: str, snapshot: Path | None = None) -> str:
+    """What `run --chat` answers."""
+    model = OrtModel(package, threads=1)
+    text = Text(model)
+    prefix = Snapshot.load(snapshot) if snapshot else None
+    return Conversation(model, text, TOKENS, Sampling(), prefix=prefix).ask(message, None).text
+
+
+def rewritten(package: Path) -> None:
+    """Make a changed package whole again: its manifest has the hashes of what lies there now."""
+    content = {k: v for k, v in open_package(package, check_hashes=False).manifest.items() if k != "files"}
+    write_manifest(package, content)
+
+
+def quiet(visit: Visit) -> None:
+    assert visit.said == []
+
+
+def test_chat_by_keyboard_alone_and_without_a_network(visit: Visit, package: Path) -> None:
+    visit.tab.goto(f"{visit.url}?package=package/")
+    visit.status("Ready")
+    assert visit.tab.evaluate("crossOriginIsolated && document.activeElement.id") == "message"
+    asked = len(visit.asked)
+    visit.tab.keyboard.type("Who?")
+    visit.tab.keyboard.press("Enter")
+    visit.status("Ready.")
+    question, answer = visit.log()
+    assert (question, answer[:ALIKE]) == ("Who?", answered(package, "Who?")[:ALIKE])
+    assert len(visit.asked) == asked, "a request after the load"
+    assert "tokens a second" in visit.tab.locator("#rate").text_content()
+    reached = []
+    for _ in range(12):
+        visit.tab.keyboard.press("Tab")
+        reached.append(visit.tab.evaluate("document.activeElement.id"))
+    assert {"send", "clear", "document", "save", "load", "prove", "calls", "folder"} <= set(reached)
+    visit.tab.context.set_offline(True)
+    visit.tab.reload()
+    visit.status("Ready")
+    visit.tab.keyboard.type("Who?")
+    visit.tab.keyboard.press("Enter")
+    visit.status("Ready.")
+    assert len(visit.log()) == 2
+    assert visit.tab.evaluate("document.documentElement.scrollWidth <= innerWidth"), "wider than a phone"
+    quiet(visit)
+
+
+def test_a_document_is_read_once_and_travels(visit: Visit, package: Path, tmp_path: Path) -> None:
+    paper, other = tmp_path / "paper.txt", tmp_path / "paper.safetensors"
+    paper.write_text(DOCUMENT)
+    visit.tab.goto(visit.url)
+    visit.status("Choose")
+    visit.tab.set_input_files("#folder", str(package))
+    visit.status("Ready")
+    visit.tab.set_input_files("#document", str(paper))
+    visit.status("ask about the document")
+    tokens = int(visit.log()[0].split("read, ")[1].split(" ")[0].replace(",", ""))
+    assert tokens > len(DOCUMENT)
+    before = visit.tab.locator("#memory").text_content()
+    with visit.tab.expect_download() as download:
+        visit.tab.click("#save")
+    download.value.save_as(other)
+    assert Snapshot.load(other).length == tokens and Snapshot.load(other).place == "user"
+    visit.tab.fill("#message", " Where?")
+    visit.tab.keyboard.press("Enter")
+    visit.status("Ready.")
+    expected = visit.log()[-1]
+    assert expected[:ALIKE] == answered(package, " Where?", other)[:ALIKE]
+    visit.tab.click("#clear")
+    visit.status("new conversation")
+    visit.tab.set_input_files("#load", str(other))
+    visit.status("ask about what was read")
+    assert visit.tab.locator("#memory").text_content() == before
+    visit.tab.fill("#message", " Where?")
+    visit.tab.keyboard.press("Enter")
+    visit.status("Ready.")
+    assert visit.log()[-1] == expected
+    other.write_bytes(b"no state at all")
+    visit.tab.set_input_files("#load", str(other))
+    visit.error("is no saved state")
+    assert visit.log()[-1] == expected, "the conversation stays"
+    quiet(visit)
+
+
+def test_reading_stops(visit: Visit, package: Path, tmp_path: Path) -> None:
+    paper = tmp_path / "long.txt"
+    paper.write_text(DOCUMENT * 2)
+    visit.tab.goto(f"{visit.url}?package=package/")
+    visit.status("Ready")
+    click = "new MutationObserver(() => document.getElementById('stop').click())"
+    visit.tab.evaluate(f"{click}.observe(document.getElementById('progress'), {{attributes: true}})")
+    visit.tab.set_input_files("#document", str(paper))
+    visit.status("ask about the document")
+    assert "read in part" in visit.log()[0]
+    quiet(visit)
+
+
+def test_the_proof_passes_and_a_fault_fails(visit: Visit, site: tuple[str, Path]) -> None:
+    visit.tab.goto(f"{visit.url}?package=package/")
+    visit.status("recorded calls")
+    visit.tab.click("#prove")
+    visit.status("Proven: ")
+    rows = visit.tab.locator("#proof tbody tr").all_text_contents()
+    assert len(rows) > 5 and all(row.endswith("passed") for row in rows)
+    faulty = site[1] / "faulty"
+    shutil.copytree(site[1] / "package", faulty)
+    graph = onnx.load(faulty / "model.onnx", load_external_data=False)
+    name = next(i for i in graph.graph.initializer if "q_proj" in i.name)
+    place = {e.key: e.value for e in name.external_data}
+    weights = np.memmap(
+        faulty / place["location"], np.float32, "r+", int(place["offset"]), (int(place["length"]) // 4,)
+    )
+    weights[7] += 1.0
+    weights.flush()
+    visit.tab.goto(f"{visit.url}?package=faulty/")
+    visit.error("is not the file that was exported")
+    rewritten(faulty)
+    visit.tab.evaluate("caches.delete('packages')")
+    visit.tab.goto(f"{visit.url}?package=faulty/")
+    visit.status("recorded calls")
+    visit.tab.click("#prove")
+    visit.status("Not proven: ")
+    quiet(visit)
+
+
+def test_what_is_wrong_is_a_sentence(visit: Visit, package: Path, tmp_path: Path) -> None:
+    visit.tab.goto(visit.url)
+    visit.status("Choose")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("nothing")
+    visit.tab.set_input_files("#folder", str(folder))
+    visit.error("this is no package: it has no manifest.json")
+    shutil.copytree(package, tmp_path / "package")
+    weights = tmp_path / "package" / "model.onnx.data"
+    whole = weights.read_bytes()
+    weights.unlink()
+    visit.tab.set_input_files("#folder", str(tmp_path / "package"))
+    visit.error("model.onnx.data is missing from this package")
+    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    visit.tab.set_input_files("#folder", str(tmp_path / "package"))
+    visit.error("model.onnx.data is not the file that was exported")
+    weights.write_bytes(whole)
+    visit.tab.set_input_files("#folder", str(tmp_path / "package"))
+    visit.status("Ready")
+    visit.tab.fill("#message", "x" * 5000)
+    visit.tab.keyboard.press("Enter")
+    visit.error("exceed this package's capacity of 4096 tokens")
+    assert visit.tab.input_value("#message") == "x" * 5000, "what was typed stays"
+    quiet(visit)
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ("WebAssembly.validate = () => false;", "this browser has no WebAssembly SIMD"),
+        (
+            "WebAssembly.Memory = class { constructor() { throw new RangeError('could not allocate memory'); } };",
+            "out of memory",
+        ),
+    ],
+    ids=["no SIMD", "no memory"],
+)
+def test_a_browser_that_cannot(visit: Visit, site: tuple[str, Path], broken: str, message: str) -> None:
+    worker = site[1] / "worker.js"
+    worker.write_text(broken + worker.read_text())
+    visit.tab.goto(f"{visit.url}?package=package/")
+    visit.error(message)
