@@ -132,7 +132,7 @@ class Target:
     def coarse(self) -> float:
         """Times PyTorch's own error that the runtime's is by its kind: kernels of GPUs that sum in half precision err two to three times as
         far, what runs on a CPU no further."""
-        return 1.5 if self.runtime == "trt" or self.provider == "cuda" else 1.0
+        return 1.5 if self.record.engines or self.provider == "cuda" else 1.0
 
     @contextlib.contextmanager
     def open(self) -> Iterator[Session]:
