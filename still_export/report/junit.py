@@ -29,9 +29,9 @@ def junit(content: Mapping[str, Any], package: str) -> str:
     )
     checks = {each["name"]: "" if each["passed"] else each["detail"] or "no" for each in content["checks"]}
     cases["whole package"] = {"selections": wrong, "near ties": many, **checks}
-    root = ElementTree.Element("testsuites", name=f"still-export verify {package}", **_counts(*cases.values()))
+    root = ElementTree.Element("testsuites", {"name": f"still-export verify {package}", **_counts(*cases.values())})
     for name, found in cases.items():
-        suite = ElementTree.SubElement(root, "testsuite", name=name, **_counts(found))
+        suite = ElementTree.SubElement(root, "testsuite", {"name": name, **_counts(found)})
         for test, failure in found.items():
             entry = ElementTree.SubElement(suite, "testcase", classname=f"{package}.{name}", name=test)
             if failure:
