@@ -1,0 +1,202 @@
+"""Small packages with and without planted faults, verified: what is found, and how far the faults that are not move the logits."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import onnx
+import torch
+from onnx import numpy_helper
+
+from still_export.cli.verify import _torch_cases
+from still_export.graph.options import ExportOptions
+from still_export.mixers.ties import Choices, near_ties
+from still_export.package.folder import GENERATED, Package, open_package, write_manifest
+from still_export.proof.cases import Case
+from still_export.proof.sessions import Session, Target
+from still_export.proof.tolerance import Bounds
+from still_export.proof.verify import Report, Verifier
+from still_export.runtime import ort
+from still_export.targets.export import export_model
+from tests.faults import graph, runner, states, weights  # noqa: F401 (they register faults)
+from tests.faults.registry import FAULTS, Fault
+from tests.still_export.linear_models import linear_model
+from tests.still_export.tiny import CHUNK, MIXED, still_model
+
+LENGTHS, STEPS = (1, CHUNK + 1, 5 * CHUNK), 3 * CHUNK
+WIDE = dict(hidden_size=96, intermediate_size=128, head_dim=16)
+MODELS: dict[str, Callable[[], Any]] = {
+    "hybrid": lambda: still_model("llama", torch.float32, seed=3, sizes=WIDE, layer_types=MIXED),
+    "grouped": lambda: still_model("qwen2", torch.float32, seed=4, select_scope="kv_group_max"),
+    **{name: lambda name=name: linear_model(name) for name in ("qwen3_5_text", "falcon_h1", "gla", "lfm2")},
+}
+TYPES: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "float16": {"dtype": "float16"},
+    "int8 cache": {"still": {"cache": "int8"}},
+    "int4": {"quantize": "int4"},
+}
+RUNTIMES = ("bodies", "kernels", "torch")
+"""ONNX Runtime with the ops' bodies, with the native kernels, and PyTorch's runner."""
+PLACES = {"bodies": {"graph", "kernels"}, "kernels": {"graph"}, "torch": set()}
+"""Where faults are planted beside weights, states and runner, by runtime."""
+
+
+def package_of(folder: Path, model: str, kind: str) -> Package:
+    """The package, made once."""
+    source, package = folder / model, folder / f"{model}-{kind.replace(' ', '-')}"
+    if not package.exists():
+        if not source.exists():
+            MODELS[model]().save_pretrained(source)
+        export_model(ExportOptions(str(source), **TYPES[kind]), package, command="faults")
+    return open_package(package)
+
+
+class Drawn:
+    """Cases drawn once and judged often; where PyTorch nearly ties, a second prompt of each."""
+
+    def __init__(self, package: Package, seed: int) -> None:
+        source = _torch_cases(package, None, LENGTHS, STEPS, seed, {}, "cpu")
+        self.count = source.count
+        first = source.draw(range(self.count))
+        tied = [number for number, case in enumerate(first) if near_ties(case.leads)]
+        more = dict(zip(tied, source.draw(tied), strict=True)) if tied else {}
+        self.cases = [[case, *([more[number]] if number in more else [])] for number, case in enumerate(first)]
+        self.begin()
+
+    def begin(self) -> None:
+        """Every case with its first prompt again."""
+        self.asked = [0] * self.count
+
+    def draw(self, numbers: Sequence[int]) -> list[Case]:
+        found = []
+        for number in numbers:
+            tries = self.cases[number]
+            found.append(tries[min(self.asked[number], len(tries) - 1)])
+            self.asked[number] += 1
+        return found
+
+
+@dataclass
+class Outcome:
+    """What verify said of a package with a fault.
+
+    Args:
+        moved: How far the fault moved any logit, in parts of their spread; infinity where that is no number.
+        changed: Whether any output differs at all.
+        refused: The runtime does not run it.
+    """
+
+    fault: str
+    where: str
+    found: bool
+    moved: float = 0.0
+    changed: bool = True
+    refused: bool = False
+
+
+@dataclass
+class Subject:
+    """A package on a runtime."""
+
+    package: Package
+    runtime: str
+    drawn: Drawn
+    scratch: Path
+    right: dict[int, Any] = field(default_factory=dict)
+    """By id of a case, the outputs of the package without faults."""
+
+    def open(self, folder: Path | None = None, arrays: dict[str, np.ndarray] | None = None) -> Any:
+        if self.runtime == "torch":
+            from still_export.proof.reference import open_runner
+
+            model = open_runner(self.package.path, self.package.manifest, "torch")
+            parameters = dict(model.model.named_parameters())
+            for name, array in (arrays or {}).items():
+                parameters[name].data.copy_(torch.from_numpy(array))
+            return model
+        library = self.package.path / self.package.manifest["native"]["library"] if self.runtime == "kernels" else None
+        with mock.patch.object(ort, "native_library", lambda *_: library):
+            return ort.OrtModel(folder or self.package.path, threads=1, check=False)
+
+    def judge(self, model: Any) -> tuple[Report, list[Any]]:
+        """Verify a runner."""
+        self.drawn.begin()
+        verifier = Verifier(self.package, self.drawn, Target(self.package), replays=0)
+        total = Choices()
+        judged = verifier._settled(Session(model), total, lambda done: None)
+        return verifier._judge(judged, Bounds([case for case, *_ in judged]), total, [], ""), judged
+
+    def clean(self) -> Report:
+        """Verify it without a fault."""
+        report, judged = self.judge(self.open())
+        self.right = {id(case): [actual for _, actual in pairs] for case, pairs, _ in judged}
+        return report
+
+    def with_fault(self, fault: Fault, seed: int) -> Outcome | None:
+        """Plant a fault; None where there is nothing of its kind."""
+        random = np.random.default_rng([seed, sum(fault.name.encode())])
+        try:
+            model = self._planted(fault, random)
+            if model is None:
+                return None
+            report, judged = self.judge(model)
+        except Exception:  # whatever the runtime says of a graph that is none
+            return Outcome(fault.name, fault.where, True, np.inf, refused=True)
+        moved, changed = 0.0, report.selections.wrong > 0
+        for case, pairs, _ in judged:
+            for (_, actual), right in zip(pairs, self.right.get(id(case), []), strict=False):
+                spread = float(right["logits"].std()) or 1.0
+                off = np.abs(actual["logits"] - right["logits"]).max(initial=0) / spread
+                moved = max(moved, float(off) if np.isfinite(off) else np.inf)
+                changed |= any(not np.array_equal(actual[n], right[n], equal_nan=True) for n in right)
+        return Outcome(fault.name, fault.where, not report.passed, moved, changed)
+
+    def _planted(self, fault: Fault, random: np.random.Generator) -> Any:
+        if fault.where in ("states", "runner"):
+            model = self.open()
+            return None if fault.plant(random, model) is False else model
+        if self.runtime == "torch":
+            parameters = self.open().model.named_parameters()
+            arrays = {name: p.detach().float().numpy().copy() for name, p in parameters}
+            before = {name: array.copy() for name, array in arrays.items()}
+            if fault.plant(random, arrays) is False:
+                return None
+            changed = {n: a for n, a in arrays.items() if not np.array_equal(a, before[n], equal_nan=True)}
+            return self.open(arrays=changed)
+        folder = self.scratch / "faulty"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(self.package.path, folder)
+        graph_ = onnx.load(folder / "model.onnx")
+        if fault.where == "weights":
+            tensors = {t.name: t for t in graph_.graph.initializer}
+            arrays = {name: numpy_helper.to_array(tensor).copy() for name, tensor in tensors.items()}
+            if fault.plant(random, arrays) is False:
+                return None
+            for name, tensor in tensors.items():
+                tensor.CopyFrom(numpy_helper.from_array(arrays[name], name))
+        elif fault.plant(random, graph_) is False:
+            return None
+        onnx.save(graph_, folder / "model.onnx")
+        kept = {k: v for k, v in self.package.manifest.items() if k not in GENERATED}
+        write_manifest(folder, kept)
+        return self.open(folder)
+
+
+def outcomes(subject: Subject, seeds: Sequence[int], faults: Sequence[Fault] = ()) -> Iterator[Outcome]:
+    """Every fault with every seed."""
+    places = {"weights", "states", "runner"} | PLACES[subject.runtime]
+    for fault in faults or FAULTS:
+        if fault.where in places:
+            for seed in seeds:
+                outcome = subject.with_fault(fault, seed)
+                if outcome is None:
+                    break
+                if outcome.changed:
+                    yield outcome

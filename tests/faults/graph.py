@@ -1,0 +1,293 @@
+"""Faults of a graph and of the bodies of its ops, onnx.ModelProto."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from tests.faults.registry import Random, fault, one, two
+
+FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16)
+
+
+def nodes_of(holder: Any) -> Iterator[Any]:
+    """(list, index) of every node of a graph or body, those of subgraphs too."""
+    for index, node in enumerate(holder.node):
+        yield holder.node, index
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                yield from nodes_of(attribute.g)
+
+
+def bodies(model: onnx.ModelProto) -> Iterator[Any]:
+    for function in model.functions:
+        yield from nodes_of(function)
+
+
+def picked(random: Random, places: Iterator[Any], *ops: str) -> Any:
+    """(list, index, node) of a random node of these types."""
+    found = one(random, [(held, i) for held, i in places if held[i].op_type in ops])
+    return None if found is None else (*found, found[0][found[1]])
+
+
+def renamed(kind: str, where: str, of: str, to: str, domain: str = "") -> None:
+    """A node of one type that is of another."""
+
+    def plant(random: Random, model: onnx.ModelProto) -> bool:
+        places = bodies(model) if where == "kernels" else nodes_of(model.graph)
+        found = picked(random, places, of)
+        if found is None:
+            return False
+        found[2].op_type = to
+        return True
+
+    fault(where, kind)(plant)
+
+
+for of, to in (
+    ("Less", "LessOrEqual"),
+    ("LessOrEqual", "Less"),
+    ("Greater", "GreaterOrEqual"),
+    ("GreaterOrEqual", "Greater"),
+    ("And", "Or"),
+    ("Add", "Sub"),
+    ("Sub", "Add"),
+    ("Max", "Min"),
+    ("Min", "Max"),
+    ("Mul", "Div"),
+):
+    renamed(f"a {to} for a {of} in a body", "kernels", of, to)
+renamed("a Sub for an Add", "graph", "Add", "Sub")
+renamed("an Add for a Mul", "graph", "Mul", "Add")
+renamed("a Sin for a Cos", "graph", "Cos", "Sin")
+renamed("a HardSigmoid for a Sigmoid", "graph", "Sigmoid", "HardSigmoid")
+
+
+def replaced(held: Any, index: int, node: Any, extra: list[Any]) -> None:
+    """Put `extra` behind a node, the last of which takes over the name of its first output."""
+    name = node.output[0]
+    node.output[0] = f"{name}__right"
+    extra[0].input[0] = node.output[0]
+    extra[-1].output[0] = name
+    for number, each in enumerate(extra):
+        held.insert(index + 1 + number, each)
+
+
+def rounding(kind: str, where: str, *ops: str) -> None:
+    """What a node gives is rounded to the next smaller type and back."""
+
+    def plant(random: Random, model: onnx.ModelProto) -> bool:
+        half = any(v.type.tensor_type.elem_type == TensorProto.FLOAT16 for v in model.graph.input)
+        small = TensorProto.BFLOAT16 if half else TensorProto.FLOAT16
+        found = picked(random, bodies(model) if where == "kernels" else nodes_of(model.graph), *ops)
+        if found is None:
+            return False
+        down = helper.make_node("Cast", ["?"], [f"{found[2].output[0]}__low"], to=small)
+        up = helper.make_node("CastLike", [down.output[0], f"{found[2].output[0]}__right"], ["?"])
+        replaced(*found, [down, up])
+        return True
+
+    fault(where, kind)(plant)
+
+
+rounding("a linear layer's result in the wrong precision", "graph", "MatMul", "Gemm")
+rounding("a norm in the wrong precision", "graph", "RMSNormalization", "SimplifiedLayerNormalization")
+rounding(
+    "an op's result in the wrong precision", "graph", "HybridAttention", "LinearAttention", "Attention", "CausalConv"
+)
+rounding("a product in a body in the wrong precision", "kernels", "MatMul", "Mul", "Softmax", "LinearAttention")
+
+
+@fault("graph", "the residual in the wrong precision")
+def _(random: Random, model: onnx.ModelProto) -> bool:
+    found = picked(random, nodes_of(model.graph), "SkipSimplifiedLayerNormalization")
+    if found is None:
+        return False
+    held, index, node = found
+    half = any(v.type.tensor_type.elem_type == TensorProto.FLOAT16 for v in model.graph.input)
+    names = [f"{node.name}__low", f"{node.name}__again"]
+    to = TensorProto.BFLOAT16 if half else TensorProto.FLOAT16
+    held.insert(index, helper.make_node("CastLike", [names[0], node.input[0]], [names[1]]))
+    held.insert(index, helper.make_node("Cast", [node.input[0]], [names[0]], to=to))
+    node.input[0] = names[1]
+    return True
+
+
+@fault("graph", "the residual added twice")
+def _(random: Random, model: onnx.ModelProto) -> bool:
+    found = picked(random, nodes_of(model.graph), "SkipSimplifiedLayerNormalization")
+    if found is None:
+        return False
+    found[2].input[0] = found[2].input[1]
+    return True
+
+
+def attribute(kind: str, change: Callable[[Any], bool]) -> None:
+    """An attribute of an op of ours that is another."""
+
+    def plant(random: Random, model: onnx.ModelProto) -> bool:
+        ours = [a for n in model.graph.node if n.domain == "still" for a in n.attribute]
+        for number in random.permutation(len(ours)):
+            if change(ours[number]):
+                return True
+        return False
+
+    fault("graph", kind)(plant)
+
+
+def _scaled(a: Any) -> bool:
+    a.f *= 1.01
+    return bool(a.type == onnx.AttributeProto.FLOAT and a.f)
+
+
+def _stepped(a: Any) -> bool:
+    if a.type != onnx.AttributeProto.INT or a.name in ("chunk_size", "salient_per_chunk"):
+        return False
+    a.i = 1 - a.i if a.i in (0, 1) else a.i - 1
+    return True
+
+
+def _other(a: Any) -> bool:
+    choices = {
+        b"kv_group_max": b"kv_group_mean",
+        b"softmax_pm": b"np_softmax_pm",
+        b"np_softmax_pm": b"softmax_pm",
+        b"silu": b"",
+        b"gated_delta": b"gated",
+        b"delta": b"linear",
+        b"gated": b"linear",
+    }
+    if a.type != onnx.AttributeProto.STRING or a.s not in choices:
+        return False
+    a.s = choices[a.s]
+    return True
+
+
+attribute("an attribute times 1.01", _scaled)
+attribute("an attribute off by one", _stepped)
+attribute("an attribute that says another way", _other)
+
+
+@fault("graph", "a norm's epsilon times 1000")
+def _(random: Random, model: onnx.ModelProto) -> bool:
+    found = one(random, [a for n in model.graph.node for a in n.attribute if a.name == "epsilon"])
+    if found is None:
+        return False
+    found.f *= 1000
+    return True
+
+
+def constant(kind: str, where: str, change: Callable[[Random, np.ndarray], np.ndarray | None]) -> None:
+    """A constant of the graph or of a body that is another; None: not this one."""
+
+    def plant(random: Random, model: onnx.ModelProto) -> bool:
+        if where == "kernels":
+            tensors = [
+                a.t for h, i in bodies(model) if h[i].op_type == "Constant" for a in h[i].attribute if a.name == "value"
+            ]
+        else:
+            tensors = [t for t in model.graph.initializer if np.prod(t.dims) <= 64 and "weight" not in t.name]
+        for number in random.permutation(len(tensors)):
+            found = change(random, numpy_helper.to_array(tensors[number]).copy())
+            if found is not None:
+                tensors[number].CopyFrom(numpy_helper.from_array(found, tensors[number].name))
+                return True
+        return False
+
+    fault(where, kind)(plant)
+
+
+def _times(random: Random, value: np.ndarray) -> np.ndarray | None:
+    if value.dtype.kind != "f" or not np.isfinite(value).all() or not value.any():
+        return None
+    flat = value.reshape(-1)
+    flat[int(random.integers(flat.size))] *= 1.01
+    return value
+
+
+def _more(random: Random, value: np.ndarray) -> np.ndarray | None:
+    return value + 1 if value.dtype.kind == "i" and value.size == 1 else None
+
+
+constant("a constant times 1.01 (a frequency of the rotation among them)", "graph", _times)
+constant("a constant times 1.01 in a body", "kernels", _times)
+constant("a number in a body off by one", "kernels", _more)
+
+
+def exchanged(kind: str, where: str, *ops: str) -> None:
+    """Two inputs of a node of these types, exchanged."""
+
+    def plant(random: Random, model: onnx.ModelProto) -> bool:
+        found = picked(random, bodies(model) if where == "kernels" else nodes_of(model.graph), *ops)
+        if found is None or len(found[2].input) < 2:
+            return False
+        a, b = (1, 2) if found[2].op_type == "Where" else two(random, min(len(found[2].input), 3))
+        found[2].input[a], found[2].input[b] = found[2].input[b], found[2].input[a]
+        return True
+
+    fault(where, kind)(plant)
+
+
+exchanged("the branches of a Where exchanged", "kernels", "Where")
+exchanged("the parts of a Concat exchanged", "kernels", "Concat")
+exchanged("the sides of a Sub or Div exchanged", "kernels", "Sub", "Div")
+exchanged("two inputs of an op exchanged", "graph", "HybridAttention", "LinearAttention", "Attention", "Concat")
+
+
+@fault("kernels", "what is clipped is not")
+def _(random: Random, model: onnx.ModelProto) -> bool:
+    found = picked(random, bodies(model), "Clip")
+    if found is None:
+        return False
+    found[2].op_type = "Identity"
+    del found[2].input[1:]
+    return True
+
+
+@fault("kernels", "a slice of a body that is not gathered")
+def _(random: Random, model: onnx.ModelProto) -> bool:
+    found = picked(random, bodies(model), "Mod")
+    if found is None:
+        return False
+    found[2].op_type = "Min"
+    del found[2].attribute[:]
+    return True
+
+
+def outputs(kind: str, side: str) -> None:
+    """Two layers' states of one kind, exchanged as outputs or as inputs."""
+
+    def plant(random: Random, model: onnx.ModelProto) -> bool:
+        names = [v.name for v in (model.graph.output if side == "present" else model.graph.input)]
+        first = one(random, [n for n in names if n.startswith(f"{side}_") and "." in n])
+        other = one(random, [n for n in names if n != first and n.split(".")[0] == str(first).split(".")[0]])
+        if other is None:
+            return False
+        swap = {first: other, other: first}
+        for node in model.graph.node:
+            ends = node.output if side == "present" else node.input
+            for number, name in enumerate(ends):
+                ends[number] = swap.get(name, name)
+        return True
+
+    fault("graph", kind)(plant)
+
+
+outputs("two layers' states exchanged as outputs", "present")
+outputs("two layers' states exchanged as inputs", "past")
+
+
+@fault("graph", "the logits times 1.02 in the graph")
+def _(random: Random, model: onnx.ModelProto) -> bool:
+    for index, node in enumerate(model.graph.node):
+        if "logits" in node.output:
+            kind = next(v.type.tensor_type.elem_type for v in model.graph.output if v.name == "logits")
+            factor = np.array(1.02, helper.tensor_dtype_to_np_dtype(kind))
+            model.graph.initializer.append(numpy_helper.from_array(factor, "fault_factor"))
+            replaced(model.graph.node, index, node, [helper.make_node("Mul", ["?", "fault_factor"], ["?"])])
+            return True
+    return False

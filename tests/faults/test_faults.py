@@ -1,0 +1,62 @@
+"""A sample of the planted faults: verify finds them, and nothing where nothing is planted. All of them: `python -m tests.faults`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults.campaign import Drawn, Subject, outcomes, package_of
+from tests.faults.registry import FAULTS
+
+SAMPLE = {
+    "float32": (
+        "a row of o_proj times 1.1",
+        "a matrix times 1.005",
+        "a linear state times 1.005",
+        "a salient slot of another token",
+        "logits times 1.02 in one call",
+        "positions off by one after a promotion",
+        "padding that counts",
+        "two sequences' states exchanged",
+        "the residual in the wrong precision",
+        "a GreaterOrEqual for a Greater in a body",
+    ),
+    "float16": (
+        "a matrix times 1.02",
+        "a linear state times 1.02 once",
+        "a salient slot of a neighbouring head",
+        "a ring read before it is written",
+        "logits times 1.02",
+        "a token that is another",
+        "two layers' states exchanged as outputs",
+    ),
+}
+
+
+def test_faults_are_many_and_named_once() -> None:
+    names = [each.name for each in FAULTS]
+    assert len(set(names)) == len(names) >= 60
+    assert {each.where for each in FAULTS} == {"weights", "graph", "kernels", "states", "runner"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SAMPLE)
+def test_planted_faults_are_found(kind: str, tmp_path: Path) -> None:
+    package = package_of(tmp_path, "hybrid", kind)
+    subject = Subject(package, "bodies", Drawn(package, 0), tmp_path)
+    assert subject.clean().passed
+    wanted = [each for each in FAULTS if each.name in SAMPLE[kind]]
+    found = list(outcomes(subject, [0], wanted))
+    assert len(found) >= 0.8 * len(wanted), "most of them change something"
+    assert not [each for each in found if not each.found]
+
+
+@pytest.mark.slow
+def test_a_fault_that_verify_should_not_see_is_not_found(tmp_path: Path) -> None:
+    """The count of what is found can be less than all: a harness that always says found would be worth nothing."""
+    package = package_of(tmp_path, "hybrid", "float16")
+    subject = Subject(package, "bodies", Drawn(package, 0), tmp_path)
+    subject.clean()
+    (outcome,) = outcomes(subject, [0], [each for each in FAULTS if each.name == "logits times 1.0002"])
+    assert not outcome.found and not outcome.refused and 0 < outcome.moved < 1e-2
