@@ -10,8 +10,9 @@ from onnx.external_data_helper import ExternalDataInfo
 
 from still_export.errors import ConfigError, UnsupportedError
 from still_export.graph.options import ExportOptions
-from still_export.graph.quantization.policy import ONNXRUNTIME
+from still_export.graph.quantization.policy import DEQUANTIZED, ONNXRUNTIME
 from still_export.package.files import DATA, MODEL
+from still_export.runtime.ort import RECORDED, recorded_text
 from still_export.targets.ort.options import OrtOptions
 from still_export.targets.ort.target import FUSE, OWN_OPS, STRIP, attach_own_functions
 from still_export.targets.target import Lowering, Target
@@ -54,6 +55,12 @@ def finish(lowering: Lowering, graph: Any) -> None:
         target="web",
         prefill_tokens=lowering.options.prefill_tokens or PREFILL_TOKENS,
     )
+    if quantization := lowering.manifest.get("quantization"):  # no product rounds what it reads
+        lowering.manifest["quantization"] = {**quantization, "nodes": DEQUANTIZED}
+        fields = {p.key: p.value for p in graph.metadata_props}
+        fields |= {key: recorded_text(lowering.manifest, name) for key, name in RECORDED.items() if key in fields}
+        onnx.helper.set_model_props(graph, fields)
+        onnx.save(graph, lowering.folder / MODEL)
     add_chat_template(lowering)
     if (lowering.folder / DATA).is_file():
         shard_weights(lowering, graph, SHARD_BYTES)
@@ -91,7 +98,7 @@ def shard_weights(lowering: Lowering, graph: onnx.ModelProto, limit_bytes: int) 
     ]
     lengths: dict[int, int] = {}
     for _, info in places:
-        lengths[info.offset or 0] = max(lengths.get(info.offset or 0, 0), info.length)
+        lengths[info.offset or 0] = max(lengths.get(info.offset or 0, 0), info.length or 0)
     moved: dict[int, tuple[str, int]] = {}
     number, size = 0, limit_bytes + 1
     with source.open("rb") as weights:
