@@ -93,6 +93,7 @@ REGISTRATIONS = {
 NAMESAKES = {
     "graphs/still_graphs/passes/join_states.py": {"conv_state", "recurrent_state"},
     "still_export/proof/genai.py": {"chunk_size"},
+    "still_export/proof/foreign.py": {"MatMulNBits"},
     "graphs/still_graphs/passes/dequantize_at_load.py": {"MatMulNBits"},
     "still_export/targets/web/target.py": {"MatMulNBits", "LinearAttention"},
 }

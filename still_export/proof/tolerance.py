@@ -99,7 +99,7 @@ class Bounds:
         return worst
 
     def arguments(self, half: bool) -> list[str]:
-        """Polygraphy's flags: a median in half precision, where a tie may turn whole slots, else every number."""
+        """Polygraphy's flags: a median in half precision, where a tie may turn whole rows, else every number."""
         bounds = [f"{name}:{bound}" for name, bound in self.absolute.items()]
         flags = ["--atol", "0.0", *bounds, "--rtol", "0.0", "--check-error-stat", "median" if half else "elemwise"]
         return [*flags, "--infinities-compare-equal"]

@@ -12,8 +12,9 @@ from onnx.external_data_helper import ExternalDataInfo
 
 from still_export.errors import ConfigError, UnsupportedError
 from still_export.graph.options import ExportOptions
-from still_export.graph.quantization.policy import ONNXRUNTIME
+from still_export.graph.quantization.policy import DEQUANTIZED, ONNXRUNTIME
 from still_export.package.files import DATA, MODEL
+from still_export.runtime.ort import RECORDED, recorded_text
 from still_export.targets.ort.options import GenaiOptions
 from still_export.targets.ort.runtime import ORT
 from still_export.targets.ort.target import FUSE, OWN_OPS, STRIP, attach_own_functions
@@ -63,6 +64,12 @@ def finish(lowering: Lowering, graph: Any) -> None:
         target="web",
         prefill_tokens=lowering.options.prefill_tokens or PREFILL_TOKENS,
     )
+    if quantization := lowering.manifest.get("quantization"):  # no product rounds what it reads
+        lowering.manifest["quantization"] = {**quantization, "nodes": DEQUANTIZED}
+        fields = {p.key: p.value for p in graph.metadata_props}
+        fields |= {key: recorded_text(lowering.manifest, name) for key, name in RECORDED.items() if key in fields}
+        onnx.helper.set_model_props(graph, fields)
+        onnx.save(graph, lowering.folder / MODEL)
     add_chat_template(lowering)
     if (lowering.folder / DATA).is_file():
         shard_weights(lowering, graph, SHARD_BYTES)

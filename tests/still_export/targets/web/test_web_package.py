@@ -14,6 +14,7 @@ import torch
 
 from still_export.errors import ConfigError, UnsupportedError
 from still_export.graph.options import ExportOptions
+from still_export.graph.quantization.policy import rounds_activations
 from still_export.graph.quantization.read import held_source
 from still_export.models.weights import value_of
 from still_export.package.files import DATA
@@ -72,6 +73,7 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Package, Packa
 @pytest.mark.slow
 def test_the_web_graph_computes_in_float32(pair: tuple[Package, Package], tmp_path: Path) -> None:
     portable, made = pair
+    assert not rounds_activations(made.manifest)
     options = ExportOptions.from_manifest(portable.manifest)
     read = [held_source(options, p.path, p.manifest).weights for p in (portable, made)]
     for name, weight in read[0].items():
