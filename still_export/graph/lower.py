@@ -13,7 +13,7 @@ import torch
 from onnx_ir.tensor_adapters import TorchTensor, from_torch_dtype
 
 from still_export.graph.garbage import few_collections
-from still_export.graph.repeat import LayersDifferError, hidden_names, repeat_layers
+from still_export.graph.repeat import LayersDiffer, hidden_names, repeat_layers
 from still_export.graph.trace import TracedModel, trace_model
 from still_export.models.weights import Weight, Weights, value_of
 from still_export.version import __version__
@@ -81,7 +81,7 @@ def portable_graph(model: Any, weights: Weights | None = None, all_logits: bool 
     """
     try:
         return lower_program(trace_model(model, all_logits), weights)
-    except LayersDifferError as error:
+    except LayersDiffer as error:
         logging.getLogger(__name__).info("tracing every layer: %s", error)
         return lower_program(trace_model(model, all_logits, whole=True), weights)
 
@@ -98,7 +98,7 @@ def lower_program(traced: TracedModel, weights: Weights | None = None) -> ir.Mod
         are stored as [in, out].
 
     Raises:
-        LayersDifferError: Layers that were taken for alike are not.
+        LayersDiffer: Layers that were taken for alike are not.
     """
     traced_ops = [s for s in OPS.values() if s.traced]
     table = {getattr(getattr(torch.ops, s.domain), s.torch_name).default: _translation(s) for s in traced_ops}

@@ -16,7 +16,6 @@ import numpy as np
 import onnx_ir as ir
 from torch import Tensor, nn
 
-from still_export.errors import StillExportError
 from still_export.graph.edits import store
 from still_graphs.ops import DOMAIN, OPS
 from still_graphs.states import StateTable
@@ -28,7 +27,7 @@ TRACED = 2
 """Layers of a kind that are traced."""
 
 
-class LayersDifferError(StillExportError):
+class LayersDiffer(Exception):  # noqa: N818 - caught where it is raised, no user sees it
     """Layers that look alike read more of one another than hidden states."""
 
 
@@ -100,7 +99,7 @@ class Hidden:
         """Of one layer."""
         self.in_tuple = isinstance(result, tuple)
         if self.in_tuple and any(part is not None for part in result[1:]):
-            raise LayersDifferError("layers give the next one more than hidden states.")
+            raise LayersDiffer("layers give the next one more than hidden states.")
         state = result[0] if self.in_tuple else result
         self.states += [state] if self.states else [given, state]
 
@@ -176,7 +175,7 @@ def repeat_layers(
         inputs, outputs: Names of the whole model's, in order.
 
     Raises:
-        LayersDifferError: A layer reads more of those before it than hidden states.
+        LayersDiffer: A layer reads more of those before it than hidden states.
     """
     graph, traced = model.graph, sorted(set(alike))
     if len(traced) == len(alike):
@@ -223,7 +222,7 @@ def _layers(graph: ir.Graph, traced: Sequence[int]) -> dict[int, _Layer]:
         for value in read:
             maker = value.producer()
             if value is not allowed and here >= 0 and (maker is None or owner.get(maker, len(graph)) != here):
-                raise LayersDifferError(f"{node.name} reads {value.name} of another layer, which is no hidden state.")
+                raise LayersDiffer(f"{node.name} reads {value.name} of another layer, which is no hidden state.")
         if read:
             dependent.update(node.outputs)
     return found
