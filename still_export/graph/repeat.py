@@ -27,7 +27,7 @@ TRACED = 2
 """Layers of a kind that are traced."""
 
 
-class LayersDiffer(Exception):  # noqa: N818 - caught where it is raised, no user sees it
+class LayersDiffer(Exception):
     """Layers that look alike read more of one another than hidden states."""
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from still_export.graph.lower import lower_program, portable_graph
-from still_export.graph.repeat import LayersDifferError
+from still_export.graph.repeat import LayersDiffer
 from still_export.graph.trace import trace_model
 from still_export.models.load import load_model
 from tests.still_export.linear_models import FAMILIES as LINEAR
@@ -98,6 +98,6 @@ def test_layers_that_read_one_another_are_all_traced() -> None:
             layer.mlp = Remembering(layer.mlp, index == 0, lambda: memory)
         return made
 
-    with pytest.raises(LayersDifferError, match="of another layer"):
+    with pytest.raises(LayersDiffer, match="of another layer"):
         lower_program(trace_model(model()))
     assert len(portable_graph(model()).graph) == len(lower_program(trace_model(model(), whole=True)).graph)
