@@ -75,19 +75,19 @@ OWN = (
 )
 REGISTRATIONS = {
     "graphs/still_graphs/passes/sum_in_float32.py": {"DenseMatMul", "dense_matmul"},
-    "graphs/still_graphs/passes/join_products.py": {"dense_matmul", "gated_mlp"},
-    "graphs/still_graphs/passes/join_rotary.py": {"RotaryQkv", "rotary_qkv"},
-    "graphs/still_graphs/passes/join_rotary_embeddings.py": {
+    "graphs/still_graphs/passes/fuse_linear_layers.py": {"dense_matmul", "gated_mlp"},
+    "graphs/still_graphs/passes/fuse_rotary.py": {"RotaryQkv", "rotary_qkv"},
+    "graphs/still_graphs/passes/fuse_rotary_embeddings.py": {
         "RotaryQkv",
         "rotary_qkv",
         "matmul_nbits",
         "low_rank_matmul",
     },
-    "graphs/still_graphs/passes/join_low_rank.py": {"LowRankMatMul", "low_rank_matmul"},
+    "graphs/still_graphs/passes/fuse_low_rank.py": {"LowRankMatMul", "low_rank_matmul"},
     "graphs/still_graphs/passes/add_greedy_token.py": {"GreedyToken", "greedy_token"},
-    "graphs/still_graphs/passes/join_norms.py": {"AddRmsNorm", "add_rms_norm", "dense_matmul", "matmul_nbits"},
-    "graphs/still_graphs/passes/join_rounding.py": {"RoundKeyValue", "round_key_value"},
-    "graphs/still_graphs/passes/join_gates.py": {"SwiGlu", "swi_glu", "dense_matmul", "matmul_nbits"},
+    "graphs/still_graphs/passes/fuse_norms.py": {"AddRmsNorm", "add_rms_norm", "dense_matmul", "matmul_nbits"},
+    "graphs/still_graphs/passes/fuse_rounding.py": {"RoundKeyValue", "round_key_value"},
+    "graphs/still_graphs/passes/fuse_gates.py": {"SwiGlu", "swi_glu", "dense_matmul", "matmul_nbits"},
 }
 """One line an op, and what stands in it; passes that put an op into graphs."""
 NAMESAKES = {

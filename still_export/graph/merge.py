@@ -20,7 +20,7 @@ THREE = 3
 """Parts of a product that ONNX Runtime's CUDA provider splits well."""
 
 
-def merge_products(model: ir.Model, parts: int | None = None) -> int:
+def merge_linear_layers(model: ir.Model, parts: int | None = None) -> int:
     """Merge in place. Weights side by side are read when they are asked for; the products' own are gone.
 
     Args:

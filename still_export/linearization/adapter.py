@@ -88,7 +88,7 @@ def take_window_factors(tensors: dict[str, Tensor], still: StillConfig, layers: 
 
 
 def save_adapter(folder: Path, tensors: Mapping[str, Tensor], still: StillConfig, recipe: Recipe) -> None:
-    """Write the adapter's weights, float16 or rows of few bits, and its configuration: PEFT's fields and the STILL configuration."""
+    """Write the adapter's weights, float16 or low-bit rows, and its configuration: PEFT's fields and the STILL configuration."""
     folder.mkdir(parents=True, exist_ok=True)
     stored = {}
     for name, given in tensors.items():

@@ -31,7 +31,7 @@ Pairs = list[tuple[Arrays, Arrays]]
 
 @dataclass
 class Choices:
-    """Counts of what a runtime chooses by comparing numbers: compared, different where they nearly tie, different without that excuse;
+    """Counts of what a runtime chooses by comparing numbers: compared, different where they nearly tie, different without a tie;
     `widest` is the largest lead among those that differ, in parts of the lead that is a tie. `expected` is the number of choices that
     rounding turns in a right runtime."""
 
@@ -59,7 +59,7 @@ class Choices:
         self.expected += other.expected
 
 
-class Excuse(Protocol):
+class OpTies(Protocol):
     """Choices of one op that rounding may turn."""
 
     score: str
@@ -87,48 +87,48 @@ class Excuse(Protocol):
         """The smallest lead of what was chosen along sequences of `counts` [B] tokens, in units of the scores."""
 
 
-class Excuses:
-    """All excuses of a package, asked together."""
+class Ties:
+    """The ties of all ops of a package, asked together."""
 
-    def __init__(self, each: Iterable[Excuse] = ()) -> None:
+    def __init__(self, each: Iterable[OpTies] = ()) -> None:
         self.each = tuple(each)
 
     def compare(self, pairs: Pairs, leads: Leads) -> Choices:
-        """As of Excuse."""
+        """As of OpTies."""
         total = Choices()
-        for excuse in self.each:
-            total.add(excuse.compare(pairs, leads))
+        for op in self.each:
+            total.add(op.compare(pairs, leads))
         return total
 
     def settle(self, pairs: Pairs, leads: Leads) -> Pairs:
-        """As of Excuse."""
-        for excuse in self.each:
-            pairs = excuse.settle(pairs, leads)
+        """As of OpTies."""
+        for op in self.each:
+            pairs = op.settle(pairs, leads)
         return pairs
 
     def alike(self, expected: Arrays, actual: Arrays) -> bool:
-        """As of Excuse."""
-        return all(excuse.alike(expected, actual) for excuse in self.each)
+        """As of OpTies."""
+        return all(op.alike(expected, actual) for op in self.each)
 
     def chooses(self, lengths: np.ndarray) -> bool:
-        """As of Excuse."""
-        return any(excuse.chooses(lengths) for excuse in self.each)
+        """As of OpTies."""
+        return any(op.chooses(lengths) for op in self.each)
 
     def scores(self, reference: Any, tokens: np.ndarray, counts: np.ndarray) -> Scores:
-        """As of Excuse; layers have one op each."""
-        return {k: v for excuse in self.each for k, v in excuse.scores(reference, tokens, counts).items()}
+        """As of OpTies; layers have one op each."""
+        return {k: v for op in self.each for k, v in op.scores(reference, tokens, counts).items()}
 
     def leads(self, scores: Scores, own: Scores, counts: np.ndarray) -> Leads:
-        """As of Excuse."""
-        return {k: v for excuse in self.each for k, v in excuse.leads(scores, own, counts).items()}
+        """As of OpTies."""
+        return {k: v for op in self.each for k, v in op.leads(scores, own, counts).items()}
 
     def closest(self, scores: Scores, counts: np.ndarray) -> float:
-        """As of Excuse; infinity where nothing is chosen."""
-        return min((excuse.closest(scores, counts) for excuse in self.each), default=math.inf)
+        """As of OpTies; infinity where nothing is chosen."""
+        return min((op.closest(scores, counts) for op in self.each), default=math.inf)
 
     def is_score(self, output: str) -> bool:
         """Whether `output` holds what an op compares."""
-        return any(output.startswith(f"present_{excuse.score}.") for excuse in self.each)
+        return any(output.startswith(f"present_{op.score}.") for op in self.each)
 
 
 def near_ties(leads: Leads) -> int:

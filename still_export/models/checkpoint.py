@@ -104,7 +104,7 @@ def refuse_pickle(path: Path) -> CheckpointError:
 
 
 def iterate_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of one safetensors file; rows of few bits as float32.
+    """Names and tensors of one safetensors file; low-bit rows as float32.
 
     Raises:
         CheckpointError: The file is damaged, truncated, or a pickle.

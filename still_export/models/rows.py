@@ -78,7 +78,7 @@ def from_rows(rows: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
         fits = diagonal is not None and diagonal.shape == scale.shape and rows.shape[-1] == (size + 3) // 4 * 3
         if rows.dtype != torch.uint8 or not fits:
             raise CheckpointError(
-                f"rows of few bits have type {rows.dtype} and shape {list(rows.shape)}, their diagonals "
+                f"low-bit rows have type {rows.dtype} and shape {list(rows.shape)}, their diagonals "
                 f"{None if diagonal is None else list(diagonal.shape)}: no square matrices of 6 bits. The file is damaged; "
                 "fetch it again."
             )
@@ -89,7 +89,7 @@ def from_rows(rows: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
         )
     if scale.dtype not in FLOAT_TYPES or scale.shape != rows.shape[:-1]:
         raise CheckpointError(
-            f"scales of rows of few bits have shape {list(scale.shape)} and type {scale.dtype}, the rows {list(rows.shape)}. The file is "
+            f"scales of low-bit rows have shape {list(scale.shape)} and type {scale.dtype}, the rows {list(rows.shape)}. The file is "
             "damaged; fetch it again."
         )
     tensor = rows.float() * scale.float()[..., None]

@@ -120,7 +120,7 @@ class AdapterPlace(Record):
 
 
 class Quantization(Record):
-    """Weights in few bits; `block_size` null: a scale for each output. `nodes`: what computes with them (quantization/policy.py)."""
+    """Low-bit weights; `block_size` null: a scale for each output. `nodes`: what computes with them (quantization/policy.py)."""
 
     scheme: Literal["int8", "int4"]
     nodes: str | None = None

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from still_export.mixers.ties import Excuses, Leads, Pairs
+from still_export.mixers.ties import Leads, Pairs, Ties
 from still_export.package.calls import Arrays, next_feed, without_padding
 from still_export.proof.codes import as_numbers
 
@@ -43,7 +43,7 @@ class Case:
     own_mean: dict[str, float] = field(default_factory=dict)
     own_top1: tuple[int, int] = (0, 0)
 
-    def pairs(self, run: Steps, excuses: Excuses) -> tuple[Pairs, Pairs]:
+    def pairs(self, run: Steps, ties: Ties) -> tuple[Pairs, Pairs]:
         """PyTorch's and the target's outputs: of each call, or along the steps; and those of steps in which it chose otherwise. Rows in
         8 bits are numbers.
 
@@ -55,7 +55,7 @@ class Case:
             calls = zip(self.feeds, self.expected, strict=True)
             return [fixed_pair(feed, expected, run.infer(feed)) for feed, expected in calls], []
         pairs, turned = [fixed_pair(self.feeds[0], self.expected[0], run.infer(self.feeds[0]))], []
-        if not excuses.alike(*pairs[0]):
+        if not ties.alike(*pairs[0]):
             run.load(next_feed(self.expected[0], self.steps[0]))
         done = 0
         for place, feed, expected in zip(self.places, self.feeds[1:], self.expected[1:], strict=True):
@@ -63,7 +63,7 @@ class Case:
                 found = as_numbers(run.step(self.steps[done:place]))
                 pairs.append((self.before(place, done, feed), found))
             found, expected = as_numbers(run.step(self.steps[place : place + 1])), as_numbers(expected)
-            if not excuses.alike(expected, found):
+            if not ties.alike(expected, found):
                 turned.append((expected, found))
                 found = as_numbers(run.infer(feed))
             pairs.append((expected, found))

@@ -206,7 +206,7 @@ def _torch_cases(
 
     from still_export.graph.quantization.policy import rounds_activations
     from still_export.graph.quantization.read import held_names, held_source, round_activations
-    from still_export.mixers.excuses import excuses_of
+    from still_export.mixers.op_ties import ties_of
     from still_export.proof.layerwise import LayerwiseModel
     from still_export.proof.torch_cases import LENGTHS, TorchCases
 
@@ -232,7 +232,7 @@ def _torch_cases(
 
     exact = None if rounded or dtype != "float32" else torch.float64
     reference = LayerwiseModel(manifest, wide, device=device, dtype=exact)
-    beside = LayerwiseModel(manifest, own, excuses_of(manifest).alike, round_inputs if rounded else None, device)
+    beside = LayerwiseModel(manifest, own, ties_of(manifest).alike, round_inputs if rounded else None, device)
     return TorchCases(manifest, reference, beside, lengths or LENGTHS, steps, seed)
 
 

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from still_export.mixers.excuses import excuses_of
-from still_export.mixers.ties import Excuses
+from still_export.mixers.op_ties import ties_of
+from still_export.mixers.ties import Ties
 from still_export.runtime.torch import TorchModel
 
 FLOAT32 = 5e-2
@@ -169,7 +169,7 @@ class ServedVerifier:
     def __init__(self, description: dict[str, Any], model: Any, half: Any, engine: Engine, seed: int = 0) -> None:
         self.reference = Reference(description, model)
         self.half = None if half is None else Reference(description, half)
-        self.excuses: Excuses = excuses_of(description)
+        self.ties: Ties = ties_of(description)
         self.engine = engine
         self.random = np.random.default_rng(seed)
         self.vocabulary = int(description["model"]["vocab_size"])
@@ -270,4 +270,4 @@ class ServedVerifier:
             return False  # the bounds hold such turns already
         tokens = np.array([[*request.prompt, *answer.tokens]], np.int64)
         counts = np.array([tokens.shape[1]])
-        return self.excuses.closest(self.excuses.scores(self.reference.runner, tokens, counts), counts) <= TIE
+        return self.ties.closest(self.ties.scores(self.reference.runner, tokens, counts), counts) <= TIE

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from still_export.mixers.excuses import excuses_of
+from still_export.mixers.op_ties import ties_of
 from still_export.mixers.ties import Leads, Pairs
 from still_export.package.calls import Arrays, next_feed
 from still_export.proof.cases import Case, distance, fixed_pair, row_errors, same_best
@@ -51,7 +51,7 @@ class TorchCases:
         seed: int = 0,
     ) -> None:
         self.reference, self.own = reference, own
-        self.excuses = excuses_of(manifest)
+        self.ties = ties_of(manifest)
         self.random = np.random.default_rng(seed)
         self.vocabulary = int(manifest["model"]["vocab_size"])
         table = StateTable.of(manifest)
@@ -129,7 +129,7 @@ class TorchCases:
         start = self._start(prompt, self.decode_prompt + steps, counts.astype(np.int64))
         tokens = tuple(self._tokens(len(counts), 1) for _ in range(steps))
         last = steps - 1
-        places = [n for n in range(steps) if n == last or self.excuses.chooses(start["new_tokens"] + n)]
+        places = [n for n in range(steps) if n == last or self.ties.chooses(start["new_tokens"] + n)]
         kept = {0, *places, *(place + 1 for place in places)}
         feeds = [start, *(next_feed({}, token) for token in tokens)]
         calls = [replace(_call(feed), keep=everything if i in kept else nothing) for i, feed in enumerate(feeds)]
@@ -142,12 +142,12 @@ class TorchCases:
         last of them keeps beside. None where nothing is chosen."""
         sequences = _sequences(feeds)
         plan = _Plan()
-        self.excuses.scores(plan, *sequences)
+        self.ties.scores(plan, *sequences)
         if not plan.asked:
             return None
-        calls = [replace(_call(feed), keep=self.excuses.is_score) for feed in plan.asked]
+        calls = [replace(_call(feed), keep=self.ties.is_score) for feed in plan.asked]
         return Chain(
-            feeds[0], [*calls[:-1], replace(calls[-1], keep=lambda name: last(name) or self.excuses.is_score(name))]
+            feeds[0], [*calls[:-1], replace(calls[-1], keep=lambda name: last(name) or self.ties.is_score(name))]
         )
 
     def _case(self, draft: _Draft, found: list[list[Arrays]]) -> Case:
@@ -186,7 +186,7 @@ class TorchCases:
                 ]
             agree = np.concatenate([same_best(*pair) for pair in pairs])
             case.own_top1 = int(agree.sum()), agree.size
-            pairs = self.excuses.settle(pairs, case.leads)
+            pairs = self.ties.settle(pairs, case.leads)
             if draft.more:
                 pairs.append(fixed_pair(draft.more, right[-1][0], found[-1][0]))
             case.own = [{name: row_errors(a[name], b[name]).astype(np.float32) for name in a} for a, b in pairs]
@@ -199,8 +199,8 @@ class TorchCases:
             return {}
         tokens, counts = _sequences(draft.feeds)
         of = 0 if draft.pieces else -1 - bool(draft.more)
-        exact, own = (self.excuses.scores(_Plan(answers[of]), tokens, counts) for answers in (right, found))
-        return self.excuses.leads(exact, own, counts)
+        exact, own = (self.ties.scores(_Plan(answers[of]), tokens, counts) for answers in (right, found))
+        return self.ties.leads(exact, own, counts)
 
 
 @dataclass(frozen=True)

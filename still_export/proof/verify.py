@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from still_export.errors import UnsupportedError
-from still_export.mixers.excuses import excuses_of
+from still_export.mixers.op_ties import ties_of
 from still_export.mixers.ties import Choices, Pairs, expected_ties
 from still_export.package.calls import Arrays
 from still_export.package.folder import Package
@@ -99,7 +99,7 @@ class Verifier:
     def __init__(self, package: Package, cases: CaseSource, target: Target, replays: int = DECODE_STEPS) -> None:
         check_dtype(package)
         self.package, self.cases, self.target, self.replays = package, cases, target, replays
-        self.excuses = excuses_of(package.manifest)
+        self.ties = ties_of(package.manifest)
 
     def run(self, folder: Path, progress: Callable[[str], None] = lambda done: None) -> Report:
         """Compare every case, save the calls to `folder` (inputs.json, outputs.json) for polygraphy's own command, and judge.
@@ -161,9 +161,9 @@ class Verifier:
                 break
             again = []
             for number, case in zip(left, self.cases.draw(left), strict=True):
-                pairs, turned = case.pairs(session, self.excuses)
-                judged[number] = case, self.excuses.settle(pairs, case.leads), turned
-                found = self.excuses.compare(pairs + turned, case.leads)
+                pairs, turned = case.pairs(session, self.ties)
+                judged[number] = case, self.ties.settle(pairs, case.leads), turned
+                found = self.ties.compare(pairs + turned, case.leads)
                 found.expected = expected_ties(case.leads)
                 redraw = attempt < ATTEMPTS - 1 and self._tied(*judged[number], pairs, found)
                 if redraw:
@@ -177,10 +177,10 @@ class Verifier:
 
     def _tied(self, case: Case, settled: Pairs, turned: Pairs, pairs: Pairs, found: Choices) -> bool:
         """Whether a tie within a call of the case asks for another prompt; `found` is what differs in `pairs` and in `turned`."""
-        within = self.excuses.compare(pairs, case.leads)
+        within = self.ties.compare(pairs, case.leads)
         if not within.near_ties or found.wrong > within.wrong:
             return False
-        call = self.excuses.compare(pairs[:1], case.leads) if case.steps else within
+        call = self.ties.compare(pairs[:1], case.leads) if case.steps else within
         if within.wrong > (call.wrong if call.near_ties else 0):
             return False
         bounds = Bounds([case], self.target.coarse)

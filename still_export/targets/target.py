@@ -62,7 +62,7 @@ class Target:
         name: Of the record.
         to: As `--to` and the manifest have it; records that share one are told apart by `takes`.
         dtypes: Activation types that it computes in.
-        layout: How it holds weights in few bits.
+        layout: How it holds low-bit weights.
         layouts: The same by activation type, where it is another.
         caches: Types of keys and values beside that of the activations.
         options: Class of what a deployment chooses; its fields with a help text are flags. `from_manifest` gives what a manifest records.
@@ -115,7 +115,7 @@ class Target:
         return names_of(self.options)
 
     def layout_for(self, dtype: str) -> Layout:
-        """How weights in few bits are held beside activations of `dtype`."""
+        """How low-bit weights are held beside activations of `dtype`."""
         return self.layouts.get(dtype, self.layout)
 
     def check_model(self, manifest: dict[str, Any], options: Any) -> None:

@@ -124,7 +124,7 @@ def small_graph(dtype: str = "float32", seed: int = 0, functions: bool = True) -
 
 
 def split_heads(node: onnx.NodeProto, rewriter: Rewriter, size: int) -> onnx.NodeProto:
-    """Undo join_heads at a still node with heads of `size`: reshapes in front, appended; the one that belongs behind it."""
+    """Undo merge_heads at a still node with heads of `size`: reshapes in front, appended; the one that belongs behind it."""
     for index, tensor in enumerate(OPS[node.op_type].inputs):
         if len(tensor.shape) == 4 and node.input[index]:
             heads = rewriter.constant([0, 0, -1, size], "int64")

@@ -15,9 +15,9 @@ from onnx import helper, numpy_helper
 from still_export.targets.ort.target import ON_GPUS
 from still_graphs.passes.add_greedy_token import add_greedy_node
 from still_graphs.passes.attach_functions import attach_functions
-from still_graphs.passes.join_gates import join_all_gates
-from still_graphs.passes.join_low_rank import join_low_rank
-from still_graphs.passes.join_rotary_embeddings import join_rotary_embeddings
+from still_graphs.passes.fuse_gates import fuse_all_gates
+from still_graphs.passes.fuse_low_rank import fuse_low_rank
+from still_graphs.passes.fuse_rotary_embeddings import fuse_rotary_embeddings
 from still_graphs.pipelines import run_steps
 
 WIDTH, RANK, SIZE, HEADS, KV_HEADS, MIDDLE, VOCABULARY = 48, 5, 8, 4, 2, 20, 77
@@ -138,16 +138,16 @@ def test_bodies_of_standard_ops() -> None:
 @pytest.mark.parametrize(
     ("join", "change"),
     [
-        (join_low_rank, {"dtype": "float32"}),
-        (join_low_rank, {"more": ("low", "gate.low")}),
-        (join_rotary_embeddings, {"dtype": "float32"}),
-        (join_rotary_embeddings, {"more": ("q",)}),
-        (join_rotary_embeddings, {"k.turned": ["k", "cos.half", "cos.half"]}),
-        (join_rotary_embeddings, {"q.turned": ["q", "cos.other", "sin.half"], "k.turned": ["k", "cos.other", "sin.half"]}),
-        (join_all_gates, {"more": ("silu",)}),
-        (join_all_gates, {"more": ("first",)}),
-        (join_all_gates, {"silu": ["up", "bent"], "product": ["silu", "up"]}),
-        (join_all_gates, {"product": ["silu", "bent"]}),
+        (fuse_low_rank, {"dtype": "float32"}),
+        (fuse_low_rank, {"more": ("low", "gate.low")}),
+        (fuse_rotary_embeddings, {"dtype": "float32"}),
+        (fuse_rotary_embeddings, {"more": ("q",)}),
+        (fuse_rotary_embeddings, {"k.turned": ["k", "cos.half", "cos.half"]}),
+        (fuse_rotary_embeddings, {"q.turned": ["q", "cos.other", "sin.half"], "k.turned": ["k", "cos.other", "sin.half"]}),
+        (fuse_all_gates, {"more": ("silu",)}),
+        (fuse_all_gates, {"more": ("first",)}),
+        (fuse_all_gates, {"silu": ["up", "bent"], "product": ["silu", "up"]}),
+        (fuse_all_gates, {"product": ["silu", "bent"]}),
     ],
     ids=lambda value: value.__name__ if callable(value) else str(value),
 )  # fmt: skip
@@ -160,7 +160,7 @@ def test_what_something_else_reads_stays(join: Callable[[onnx.ModelProto], int],
 def test_parts_of_a_layer() -> None:
     """A pair whose sum is read on, and one without a sum; a gate without a bias, and one that something else reads."""
     model = model_of(more=("thin",))
-    assert join_low_rank(model) == 2 and kinds(model)["Add"] == 2
+    assert fuse_low_rank(model) == 2 and kinds(model)["Add"] == 2
     model = model_of(gate=["gate.low.out"])
     model.graph.node.remove(next(node for node in model.graph.node if node.output[0] == "gate.sum"))
     assert rotary_of(model).input[2:] == ["sin", "", "gate.low.out"] and rotary_of(model).output[3] == "gate"
@@ -170,8 +170,8 @@ def test_parts_of_a_layer() -> None:
 
 def rotary_of(model: onnx.ModelProto) -> onnx.NodeProto:
     """The node of the rotation, joined where it is not yet."""
-    join_low_rank(model)
-    join_rotary_embeddings(model)
+    fuse_low_rank(model)
+    fuse_rotary_embeddings(model)
     (found,) = (node for node in model.graph.node if node.op_type == "RotaryQkv")
     return found
 
@@ -180,9 +180,9 @@ def test_a_large_matrix_between_is_no_thin_one() -> None:
     """Few inputs, or many numbers between, are products like others."""
     model = model_of()
     model.graph.initializer[1].CopyFrom(numpy_helper.from_array(np.zeros((5, 5), np.float16), "a"))
-    assert join_low_rank(model) == 1
+    assert fuse_low_rank(model) == 1
     model.graph.initializer[3].CopyFrom(numpy_helper.from_array(np.zeros((999, 300), np.float16), "gate.a"))
-    assert join_low_rank(model_of()) == 2 and join_low_rank(model) == 0
+    assert fuse_low_rank(model_of()) == 2 and fuse_low_rank(model) == 0
 
 
 def test_the_token_is_said_once() -> None:

@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from still_graphs.ops import DOMAIN
 from still_graphs.passes.attach_functions import attach_functions
-from still_graphs.passes.join_rotary import join_rotary
+from still_graphs.passes.fuse_rotary import fuse_rotary
 from still_graphs.passes.walk import attribute
 
 HEADS, KV_HEADS, SIZE, VALUE, GATE = 5, 3, 8, 12, 28
@@ -99,7 +99,7 @@ def kinds(model: onnx.ModelProto) -> list[str]:
 def test_one_node_of_the_same_numbers(gate: bool, bias: bool, joined: bool) -> None:
     model = model_of(gate=gate, bias=bias, joined=joined)
     expected = run(model)
-    assert join_rotary(model) == 1
+    assert fuse_rotary(model) == 1
     views = [] if joined else ["Constant", "Reshape"] * 2
     assert kinds(model) == ["RotaryQkv", *views]
     node = model.graph.node[0]
@@ -111,7 +111,7 @@ def test_one_node_of_the_same_numbers(gate: bool, bias: bool, joined: bool) -> N
     attach_functions(model)
     for got, wanted in zip(run(model), expected, strict=True):
         np.testing.assert_allclose(got, wanted, rtol=2e-3, atol=2e-3)
-    assert join_rotary(model) == 0
+    assert fuse_rotary(model) == 0
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_one_node_of_the_same_numbers(gate: bool, bias: bool, joined: bool) -> N
 def test_what_others_read_and_other_rotations_stay(change: dict[str, Any]) -> None:
     model = model_of(**change)
     before = kinds(model)
-    assert join_rotary(model) == 0 and kinds(model) == before
+    assert fuse_rotary(model) == 0 and kinds(model) == before
 
 
 def test_angles_that_are_made_later_stay() -> None:
@@ -142,6 +142,6 @@ def test_angles_that_are_made_later_stay() -> None:
     for node in graph.node:
         if list(node.input) == ["cos", "spread"]:
             node.input[0] = "late"
-    assert join_rotary(model) == 0
+    assert fuse_rotary(model) == 0
     graph.node.insert(0, graph.node.pop(1))
-    assert join_rotary(model) == 1
+    assert fuse_rotary(model) == 1

@@ -26,11 +26,11 @@ def test_trt_graph_is_valid_and_typed(dtype: str, one_row: bool) -> None:
     without = [name for name, count in counts.items() if not count and name != "sum_in_float32"]
     assert without == [
         "fix_shapes",
-        "join_products",
-        "join_norms",
-        "join_gates",
-        "join_rotary",
-        "join_rounding",
+        "fuse_linear_layers",
+        "fuse_norms",
+        "fuse_gates",
+        "fuse_rotary",
+        "fuse_rounding",
         "widen_sigmoids",
     ], "it has none"
     assert opset_version(model) == 17 and not model.functions

@@ -5,7 +5,7 @@ onnxruntime-web has no kernel of MatMulNBits: it dequantizes the whole matrix on
 another type and shape over the same place of the file. What does not fit in EXPANDED_BYTES stays, computed in float32 as well.
 
 requires: weights of MatMulNBits are initializers in a file, scales are constant.
-ensures: all products with weights in few bits compute in float32.
+ensures: all products with low-bit weights compute in float32.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class Draw:
         return self._own(torch.randn(shape, device=self.device, generator=self._generator).to(self.dtype))
 
     def scales(self, *shape: int) -> Tensor:
-        """Scales of blocks of a weight in few bits."""
+        """Scales of blocks of a low-bit weight."""
         return self._own(torch.rand(shape, device=self.device, generator=self._generator).to(self.dtype) / 64)
 
     def words(self, *shape: int) -> Tensor:

@@ -13,7 +13,7 @@ from still_export.mixers.roles import EMBEDDING, FEATURE_MAP, FEED_FORWARD, GATE
 
 SCHEMES = ("int8", "int4")
 NODES = "com.microsoft", "dequantized", "plugin"
-"""What computes with weights in few bits: nodes of ONNX Runtime's own, standard nodes that dequantize before a product, kernels of ours."""
+"""What computes with low-bit weights: nodes of ONNX Runtime's own, standard nodes that dequantize before a product, kernels of ours."""
 RUNTIME, DEQUANTIZED, PLUGIN = NODES
 METHODS = ("rtn", "k_quant", "hqq")
 HALF = 16
@@ -28,7 +28,7 @@ DEFAULT_LORA = "apart"
 
 @dataclass(frozen=True)
 class Layout:
-    """How a target holds weights in few bits.
+    """How a target holds low-bit weights.
 
     Args:
         form: Its name for people.
@@ -76,7 +76,7 @@ POLICY = {
     ),
     FEATURE_MAP: Rule(16, 16, "its errors stay in the state and add up over the context; a fiftieth of the bytes"),
     NORM: Rule(None, None, "vectors: no bytes to win"),
-    EMBEDDING: Rule(8, 8, "read one row a token, so few bits win no time; shared with the head where they are tied"),
+    EMBEDDING: Rule(8, 8, "read one row a token, so fewer bits win no time; shared with the head where they are tied"),
     HEAD: Rule(8, 8, "its errors go into the logits directly"),
 }
 """By role; 16 bits are half precision."""
@@ -92,7 +92,7 @@ class Quantization:
         block_size: Weights along the inputs of a product that share a scale and a zero point; 0: the target's default, and with
             8 bits those of an output where the target has no such blocks.
         lora: Of LORA: pairs of an adapter stay apart, as two thin products, or are merged into the weight, which is then rounded.
-        layout: How the target holds weights in few bits.
+        layout: How the target holds low-bit weights.
         adapters: Products take LoRA pairs while they run.
         to: The target's name, for messages.
 

@@ -14,7 +14,7 @@ SCORE = "window_score"
 SMALLEST = float(np.finfo(np.float32).tiny)
 
 
-class SelectionExcuse:
+class SelectionTies:
     """The salient cache of still::HybridAttention. Leads are those of the last selected score over the first rejected, [B, HS, chunks]; a
     choice is a chunk of a head.
 
@@ -48,9 +48,9 @@ class SelectionExcuse:
             outputs = dict(actual)
             for layer in _layers(expected):
                 differs, lead = self._differing(expected, actual, layer, leads)
-                excused = (differs & (lead <= 1)).repeat(self.salient, axis=2)
+                tied = (differs & (lead <= 1)).repeat(self.salient, axis=2)
                 for name in (n for n in expected if n.startswith("present_salient_") and n.endswith(f".{layer}")):
-                    mask = excused[:, :, : expected[name].shape[2]]
+                    mask = tied[:, :, : expected[name].shape[2]]
                     mask = mask.reshape(*mask.shape, *[1] * (expected[name].ndim - 3))
                     outputs[name] = np.where(mask, expected[name], actual[name])
             settled.append((expected, outputs))

@@ -10,7 +10,7 @@ import onnx
 
 from still_export.errors import ConfigError, UnsupportedError
 from still_export.graph.fuse import fuse_nodes
-from still_export.graph.merge import merge_products
+from still_export.graph.merge import merge_linear_layers
 from still_export.graph.options import Progress
 from still_export.graph.quantization.policy import ONNXRUNTIME, PLUGIN, Layout
 from still_export.package.trust import trust
@@ -25,9 +25,9 @@ from still_graphs.conditions import known_ops, no_functions
 from still_graphs.ops import DOMAIN, FUSED_OPSET, OPS, OPSET
 from still_graphs.passes.add_greedy_token import add_greedy_node
 from still_graphs.passes.attach_functions import attach_functions
-from still_graphs.passes.join_gates import join_all_gates
-from still_graphs.passes.join_low_rank import join_low_rank
-from still_graphs.passes.join_rotary_embeddings import join_rotary_embeddings
+from still_graphs.passes.fuse_gates import fuse_all_gates
+from still_graphs.passes.fuse_low_rank import fuse_low_rank
+from still_graphs.passes.fuse_rotary_embeddings import fuse_rotary_embeddings
 from still_graphs.passes.strip_functions import strip_functions
 from still_graphs.pipelines import Step
 
@@ -55,7 +55,7 @@ def traits(options: OrtOptions) -> tuple[str, ...]:
 
 def merge_three(model: Any) -> int:
     """Merge the products of query, key and value, and those of a gated feed-forward layer."""
-    return merge_products(model, THREE)
+    return merge_linear_layers(model, THREE)
 
 
 def take_new_opset(model: onnx.ModelProto) -> int:
@@ -75,9 +75,9 @@ STRIP = Step(
     strip_functions, "bodies are attached last, when the nodes are known", requires=known_ops, ensures=no_functions
 )
 ON_GPUS = (
-    Step(join_low_rank, "its CUDA provider launches what lies between two products node by node"),
-    Step(join_rotary_embeddings, "the same between a product and its attention"),
-    Step(join_all_gates, "the same of the gate of a feed-forward layer"),
+    Step(fuse_low_rank, "its CUDA provider launches what lies between two products node by node"),
+    Step(fuse_rotary_embeddings, "the same between a product and its attention"),
+    Step(fuse_all_gates, "the same of the gate of a feed-forward layer"),
     Step(add_greedy_node, "greedy decoding stays on the device"),
 )
 BODIES = (

@@ -41,7 +41,7 @@ def write_portable(
     Args:
         options: What to export and how.
         folder: Of the package, which has no graph for a runtime yet.
-        layout: How weights in few bits are held, by the activations' type.
+        layout: How low-bit weights are held, by the activations' type.
         to: The target's name, for messages.
         check: Raises for what the target cannot have of a model, given its manifest; asked before the model is traced.
         command: The command line, for the manifest.

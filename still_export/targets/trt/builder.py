@@ -58,7 +58,7 @@ class EngineBuilder:
                 f"smaller --batch (now {self.trt.batch}), --prefill-tokens (now {self.trt.prefill_tokens}) or --workspace."
             )
         if any("could not find any implementation" in error.lower() for error in self.errors):
-            joined = "join_heads" in self.package.manifest["trt"].get("passes", {})
+            joined = "merge_heads" in self.package.manifest["trt"].get("passes", {})
             settings = {"optimization-level": self.trt.optimization_level, "prefill-tokens": self.trt.prefill_tokens}
             settings |= {} if joined else {"batch": self.trt.batch}
             settings |= {"workspace": self.trt.workspace_mib} if self.trt.workspace_mib else {}

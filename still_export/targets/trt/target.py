@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from still_export.graph.merge import merge_products
+from still_export.graph.merge import merge_linear_layers
 from still_export.graph.options import Progress
 from still_export.graph.quantization.policy import Layout
 from still_export.package.folder import Package
@@ -18,15 +18,15 @@ from still_export.targets.trt.runtime import TENSORRT
 from still_graphs.conditions import known_ops, no_functions, no_int64_io, plugin_nodes
 from still_graphs.passes.add_greedy_token import add_greedy_token
 from still_graphs.passes.fix_shapes import fix_shapes
-from still_graphs.passes.join_gates import join_gates
-from still_graphs.passes.join_heads import join_heads
-from still_graphs.passes.join_norms import join_norms
-from still_graphs.passes.join_products import join_products
-from still_graphs.passes.join_rotary import join_rotary
-from still_graphs.passes.join_rounding import join_rounding
+from still_graphs.passes.fuse_gates import fuse_gates
+from still_graphs.passes.fuse_linear_layers import fuse_linear_layers
+from still_graphs.passes.fuse_norms import fuse_norms
+from still_graphs.passes.fuse_rotary import fuse_rotary
+from still_graphs.passes.fuse_rounding import fuse_rounding
 from still_graphs.passes.lower_integers import lower_integers
 from still_graphs.passes.lower_opset import lower_opset, lowered
 from still_graphs.passes.lower_plugin_nodes import lower_plugin_nodes
+from still_graphs.passes.merge_heads import merge_heads
 from still_graphs.passes.strip_functions import strip_functions
 from still_graphs.passes.sum_in_float32 import sum_in_float32
 from still_graphs.passes.widen_sigmoids import widen_sigmoids
@@ -62,7 +62,7 @@ TRT = Target(
     TrtOptions,
     weights=(
         Step(
-            merge_products,
+            merge_linear_layers,
             "engines whose weights can be replaced have none of their products merged by the compiler",
             only=(FLOAT_WEIGHTS,),
         ),
@@ -75,14 +75,14 @@ TRT = Target(
             ensures=no_functions,
         ),
         Step(fix_shapes, "8.6 reserves memory for dimensions that are left to be computed"),
-        Step(join_heads, "8.6 tries each part of a model in one layout instead of two", only=(ONE_ROW,)),
+        Step(merge_heads, "8.6 tries each part of a model in one layout instead of two", only=(ONE_ROW,)),
         Step(add_greedy_token, "greedy decoding stays on the device"),
         Step(sum_in_float32, "8.6 sums products of prompts in half precision"),
-        Step(join_products, "8.6 compiles and launches what lies between two plugins apart"),
-        Step(join_norms, "the same between products that do not take norms"),
-        Step(join_gates, "the same between the products of a feed-forward layer in few bits"),
-        Step(join_rotary, "the same between a product and its attention"),
-        Step(join_rounding, "the same of caches in 8 bits"),
+        Step(fuse_linear_layers, "8.6 compiles and launches what lies between two plugins apart"),
+        Step(fuse_norms, "the same between products that do not take norms"),
+        Step(fuse_gates, "the same between the products of a low-bit feed-forward layer"),
+        Step(fuse_rotary, "the same between a product and its attention"),
+        Step(fuse_rounding, "the same of caches in 8 bits"),
         Step(
             lower_opset,
             "TensorRT 8.6 reads opset 17, and so do all later versions; quantized weights, for 10 and later, need 21",

@@ -1,4 +1,4 @@
-"""TensorRT 8.6: what TensorRT takes, with weights in few bits in a plugin of this project and norms of a part written out."""
+"""TensorRT 8.6: what TensorRT takes, with low-bit weights in a plugin of this project and norms of a part written out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from still_graphs.pipelines import Step
 
 
 def takes(options: TrtOptions) -> bool:
-    """Whether a library is compiled for a TensorRT that reads no weights in few bits."""
+    """Whether a library is compiled for a TensorRT that reads no low-bit weights."""
     return any(tensorrt_major(include) < QUANTIZED_MAJOR for include in find_tensorrt_headers(options.tensorrt_include))
 
 

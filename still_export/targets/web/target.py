@@ -1,4 +1,4 @@
-"""onnxruntime-web: standard and its own ops alone, weights in few bits dequantized once, in files that a browser can hold."""
+"""onnxruntime-web: standard and its own ops alone, low-bit weights dequantized once, in files that a browser can hold."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ WEB = Target(
     WebOptions,
     steps=(
         STRIP,
-        Step(dequantize_at_load, "it has no kernel for weights in few bits: each call would dequantize them"),
+        Step(dequantize_at_load, "it has no kernel for low-bit weights: each call would dequantize them"),
         Step(
             attach_own_functions,
             "its own ops are faster in bodies",

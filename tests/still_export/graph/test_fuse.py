@@ -14,7 +14,7 @@ import torch
 
 from still_export.graph.fuse import fuse_nodes
 from still_export.graph.lower import lower_program
-from still_export.graph.merge import merge_products
+from still_export.graph.merge import merge_linear_layers
 from still_export.graph.trace import trace_model
 from still_export.targets.ort.scales import part_scales
 from still_export.targets.ort.target import ON_GPUS, THREE
@@ -67,7 +67,7 @@ def test_fused_nodes_compute_the_same(family: str, dtype: torch.dtype, layer_typ
     assert gone == before.total() - after.total() > 0
     assert after["RotaryEmbedding"] == before["Neg"] > 0 and after["Neg"] == 0
     assert {i.name for i in plain.graph.initializer} <= {i.name for i in fused.graph.initializer}
-    gone = merge_products(model, THREE)
+    gone = merge_linear_layers(model, THREE)
     merged = ir.to_proto(model)
     products = sum(node.op_type == "MatMul" for node in merged.graph.node)
     # query, key and value of each layer, and both products of its feed-forward layer
@@ -77,7 +77,7 @@ def test_fused_nodes_compute_the_same(family: str, dtype: torch.dtype, layer_typ
     joined.CopyFrom(merged)
     counts = run_steps(joined, ON_GPUS)
     of_each = len(layer_types) if dtype == torch.float16 else 0
-    assert counts["join_all_gates"] == counts["join_rotary_embeddings"] == of_each
+    assert counts["fuse_all_gates"] == counts["fuse_rotary_embeddings"] == of_each
     for graph in (plain, fused, merged, joined):
         attach_functions(graph)
     bound = {torch.float32: 2e-6, torch.float16: 4e-3}[dtype]

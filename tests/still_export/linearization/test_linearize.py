@@ -185,7 +185,7 @@ def test_stage_2_trains_maps_where_asked(base: Path, text: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int6"])
-def test_adapter_of_few_bits(dtype: str, base: Path, finished: tuple[Path, Linearization], tmp_path: Path) -> None:
+def test_a_low_bit_adapter(dtype: str, base: Path, finished: tuple[Path, Linearization], tmp_path: Path) -> None:
     """Smaller than the float16 one, of its quality; parts that are not those of the rows are refused."""
     output, result = finished
     recipe = read_recipe(None, {"base": str(base), "adapter_dtype": dtype, "lora_rank": 2})
@@ -213,7 +213,7 @@ def test_adapter_of_few_bits(dtype: str, base: Path, finished: tuple[Path, Linea
     for end in {".scale", ".diagonal"} & {Path(name).suffix for name in stored}:
         name = next(n for n in stored if n.endswith(end))
         save_file({**stored, name: stored[name][..., :1].contiguous()}, path)
-        with pytest.raises(CheckpointError, match="rows of few bits"):
+        with pytest.raises(CheckpointError, match="low-bit rows"):
             apply(str(base), tmp_path / "adapter", tmp_path / "again")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from still_export.mixers.ties import Excuses
+from still_export.mixers.ties import Ties
 from still_export.package.calls import Arrays, next_feed
 from still_export.proof.cases import Case
 
@@ -71,7 +71,7 @@ class Chosen:
 
 def decode_case() -> Case:
     """A start of two tokens and eleven steps, answered by Toy."""
-    right, excuses = Toy(), Excuses([Chosen()])  # type: ignore[list-item]
+    right, ties = Toy(), Ties([Chosen()])  # type: ignore[list-item]
     empty = {f"past_{name}": np.zeros((1, 1)) for name in ("sum", "score", "choice")}
     start = {**empty, "past_length": np.zeros(1, int), "input_ids": np.array([[3, 5]]), "new_tokens": np.array([2])}
     outputs = right.infer(start)
@@ -82,7 +82,7 @@ def decode_case() -> Case:
         feed = next_feed(outputs, token)
         outputs = right.infer(feed)
         logits.append(outputs["logits"])
-        if number == STEPS - 1 or excuses.chooses(feed["past_length"]):
+        if number == STEPS - 1 or ties.chooses(feed["past_length"]):
             case.feeds.append(feed)
             case.expected.append(outputs)
             places.append(number)
@@ -100,7 +100,7 @@ def compared(run: Toy) -> tuple[list[str], int]:
             return {**outputs, "logits": outputs["logits"][:, -1:]}
 
     run.__class__ = Last
-    pairs, turned = decode_case().pairs(run, Excuses([Chosen()]))  # type: ignore[list-item]
+    pairs, turned = decode_case().pairs(run, Ties([Chosen()]))  # type: ignore[list-item]
     wrong = [
         f"{number} {name}"
         for number, (expected, actual) in enumerate(pairs)
@@ -150,5 +150,5 @@ def test_calls_with_fixed_inputs_are_asked_one_by_one() -> None:
     case: Any = decode_case()
     case = Case("calls", case.feeds, case.expected)
     run = Toy()
-    pairs, turned = case.pairs(run, Excuses())
+    pairs, turned = case.pairs(run, Ties())
     assert len(pairs) == len(case.feeds) == len(run.loads) and not turned

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from still_export.mixers.ties import Choices, Excuses
+from still_export.mixers.ties import Choices, Ties
 from still_export.package.folder import Package
 from still_export.proof.cases import Case
 from still_export.proof.sessions import Target
@@ -36,7 +36,7 @@ def drawn(draws: list[tuple[int, float]] | list[tuple[int, int, float]]) -> int:
     left = iter(enumerate(draws))
 
     class Draw(Case):
-        def pairs(self, run: Any, excuses: Any) -> Any:
+        def pairs(self, run: Any, ties: Any) -> Any:
             expected, pairs = np.ones((1, 50)), []
             for kind in self.kinds:
                 actual = {"logits": expected + self.error, "kind": np.array([kind])}
@@ -53,7 +53,7 @@ def drawn(draws: list[tuple[int, float]] | list[tuple[int, int, float]]) -> int:
             return [case]
 
     verifier = Verifier.__new__(Verifier)
-    verifier.excuses, verifier.cases, verifier.target = Excuses([Chooser()]), Draws(), Target(Package(Path(), {}))
+    verifier.ties, verifier.cases, verifier.target = Ties([Chooser()]), Draws(), Target(Package(Path(), {}))
     ((case, *_),) = verifier._settled(None, Choices(), lambda name: None)  # type: ignore[arg-type]
     return int(case.number)  # type: ignore[attr-defined]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from still_export.mixers.cache import state_table
-from still_export.mixers.ties import Excuses
+from still_export.mixers.ties import Ties
 from still_export.package.calls import Arrays
 from still_export.proof.cases import row_errors
 from still_export.proof.layerwise import Chain, LayerwiseModel
@@ -75,7 +75,7 @@ def test_short_prompts_are_not_held_to_the_rounding_of_one() -> None:
     (case,) = asked.draw([0])
     assert fed == [(1, 1), (ROUNDED - 1, 1)] and case.feeds[0]["input_ids"].shape == (1, 1)
     assert sum(call["logits"][0].size for call in case.own) == ROUNDED
-    (pair,), _ = case.pairs(Session(TorchModel(manifest, half)), Excuses())
+    (pair,), _ = case.pairs(Session(TorchModel(manifest, half)), Ties())
     np.testing.assert_allclose(
         row_errors(*(outputs["logits"] for outputs in pair))[0], case.own[0]["logits"][0], rtol=0.6
     )

@@ -113,7 +113,7 @@ def test_verify_passes_beside_pytorch(built: Path, capsys: pytest.CaptureFixture
 @pytest.mark.slow
 @pytest.mark.parametrize("built", [("float16", "8.6.1", 1)], indirect=True)
 def test_verify_passes_with_heads_side_by_side(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert json.loads((built / "manifest.json").read_text())["trt"]["passes"]["join_heads"] > 0
+    assert json.loads((built / "manifest.json").read_text())["trt"]["passes"]["merge_heads"] > 0
     assert call("verify", built, *SIZES, "--quiet") == 0, capsys.readouterr().out
     shown = capsys.readouterr().out
     assert "PASSED" in shown and "ragged batch" not in shown

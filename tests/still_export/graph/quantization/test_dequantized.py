@@ -1,4 +1,4 @@
-"""Weights in few bits for TensorRT: standard nodes that dequantize them, which TensorRT-RTX reads and builds."""
+"""Low-bit weights for TensorRT: standard nodes that dequantize them, which TensorRT-RTX reads and builds."""
 
 from __future__ import annotations
 

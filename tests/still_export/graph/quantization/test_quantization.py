@@ -1,4 +1,4 @@
-"""Weights in few bits: blocks, quantizers, policy, graph, package."""
+"""Low-bit weights: blocks, quantizers, policy, graph, package."""
 
 from __future__ import annotations
 

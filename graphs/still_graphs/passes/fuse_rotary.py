@@ -1,4 +1,4 @@
-"""Join what lies between the product of a layer's queries, keys, values and gates, and its attention: still::RotaryQkv.
+"""Fuse what lies between the product of a layer's queries, keys, values and gates, and its attention: still::RotaryQkv.
 
 TensorRT 8.6 runs the split, both rotations and the gate in 15 launches, four of which only move halves of heads; a decode step of a small
 model is bound by launches. Nothing is left there for it to compile either, which took seconds a layer.
@@ -48,28 +48,28 @@ class _Found(NamedTuple):
     gate: str
 
 
-def join_rotary(model: onnx.ModelProto) -> int:
+def fuse_rotary(model: onnx.ModelProto) -> int:
     """Rewrite the main graph, in place; results keep their names.
 
     Returns:
-        Number of splits that were joined with what follows.
+        Number of splits that were fused with what follows.
     """
-    joiner = _Joiner(model.graph)
-    found = {id(node): joiner.match(node) for node in model.graph.node if node.op_type == "Split"}
+    fuser = _Fuser(model.graph)
+    found = {id(node): fuser.match(node) for node in model.graph.node if node.op_type == "Split"}
     for node in model.graph.node:
         match = found.get(id(node))
         if match is not None:
-            joiner.join(match)
-        elif not joiner.replaced.intersection(node.output):
-            joiner.rewriter.nodes.append(node)
-    joiner.rewriter.finish()
+            fuser.fuse(match)
+        elif not fuser.replaced.intersection(node.output):
+            fuser.rewriter.nodes.append(node)
+    fuser.rewriter.finish()
     if any(found.values()):
         set_opset(model, DOMAIN, ROTARY_QKV.version)
         drop_unused(model.graph)
     return sum(match is not None for match in found.values())
 
 
-class _Joiner:
+class _Fuser:
     """The graph, who makes and uses its values, and the nodes that it will have."""
 
     def __init__(self, graph: onnx.GraphProto) -> None:
@@ -81,7 +81,7 @@ class _Joiner:
         self.replaced: set[str] = set()
 
     def match(self, split: onnx.NodeProto) -> _Found | None:
-        """What is made of the parts of a split, where all of it can be joined."""
+        """What is made of the parts of a split, where all of it can be fused."""
         given = self.dims.get(split.input[0], [])
         kind = self.types.get(split.input[0])
         if len(given) != 3 or attribute(split, "axis", 0) not in (-1, 2) or len(split.output) not in (3, 4):
@@ -151,15 +151,15 @@ class _Joiner:
         """The node that alone uses `name`, where it is a `kind`."""
         return only_reader(self.users, name, kind)
 
-    def join(self, found: _Found) -> None:
+    def fuse(self, found: _Found) -> None:
         """Append the node in the place of the split, and what tells heads apart for those that want them so."""
         split, widths = found.split, [int(self.dims[name][-1] or 0) for name in found.split.output]
         views, names = [], []
         for part, rotation in zip(split.output, (found.query, found.key), strict=False):
-            joined = self.only_user(rotation.result, "Reshape")
-            if joined is not None and self.dims.get(joined.output[0]) == self.dims[part]:
-                names.append(joined.output[0])  # heads side by side again
-                self.replaced.add(joined.output[0])
+            fused = self.only_user(rotation.result, "Reshape")
+            if fused is not None and self.dims.get(fused.output[0]) == self.dims[part]:
+                names.append(fused.output[0])  # heads side by side again
+                self.replaced.add(fused.output[0])
             else:
                 names.append(self.rewriter.fresh(f"{rotation.result}.flat"))
                 views.append((names[-1], rotation.result))

@@ -1,4 +1,4 @@
-"""Join what rounds keys and values to caches in 8 bits: still::RoundKeyValue.
+"""Fuse what rounds keys and values to caches in 8 bits: still::RoundKeyValue.
 
 TensorRT 8.6 runs it in 18 launches a layer, which cost a decode step more than small caches save.
 
@@ -21,7 +21,7 @@ from still_graphs.passes.walk import constant_value, dimensions, drop_unused, el
 NAMES = ROUND_KEY_VALUE.input_names()
 
 
-def join_rounding(model: onnx.ModelProto) -> int:
+def fuse_rounding(model: onnx.ModelProto) -> int:
     """Rewrite the main graph, in place; results keep their names.
 
     Returns:
@@ -31,7 +31,7 @@ def join_rounding(model: onnx.ModelProto) -> int:
     types, dims = element_types(graph), dimensions(graph)
     makers = {name: node for node in graph.node for name in node.output}
     order = {name: place for place, node in enumerate(graph.node) for name in node.output}
-    joined = 0
+    fused = 0
     for node in graph.node:
         if node.domain != DOMAIN or not set(NAMES) <= set(OPS[node.op_type].input_names()):
             continue
@@ -52,11 +52,11 @@ def join_rounding(model: onnx.ModelProto) -> int:
         last.CopyFrom(
             helper.make_node(ROUND_KEY_VALUE.name, both[2:], made, name=f"{node.name}.rounding", domain=DOMAIN)
         )
-        joined += 1
-    if joined:
+        fused += 1
+    if fused:
         set_opset(model, DOMAIN, ROUND_KEY_VALUE.version)
         drop_unused(graph)
-    return joined
+    return fused
 
 
 def rounded_rows(graph: onnx.GraphProto, makers: Mapping[str, onnx.NodeProto], name: str) -> str | None:

@@ -1,10 +1,10 @@
-"""Join what lies between both products of a feed-forward layer: still::SwiGlu.
+"""Fuse what lies between both products of a feed-forward layer: still::SwiGlu.
 
 TensorRT 8.6 splits the halves and gates in three launches a layer, and tries kernels for them over all rows and tokens; where products are
-not in few bits join_products joins them, too. ONNX Runtime's CUDA provider has three launches.
+not of low bits fuse_linear_layers fuses them, too. ONNX Runtime's CUDA provider has three launches.
 
-requires: merged products of gate and up (merge_projections); for join_gates those of join_products.
-ensures: no silu(gate) * up of the halves of a product, of one in few bits for join_gates, is left, float16 or bfloat16 [B, T, I].
+requires: merged products of gate and up (merge_projections); for fuse_gates those of fuse_linear_layers.
+ensures: no silu(gate) * up of the halves of a product, of a low-bit one for fuse_gates, is left, float16 or bfloat16 [B, T, I].
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ RESIDUAL = DENSE_MATMUL.input_names().index("residual")
 WIDTH = SWI_GLU.attributes[0].name
 
 
-def join_gates(model: onnx.ModelProto) -> int:
+def fuse_gates(model: onnx.ModelProto) -> int:
     """Rewrite the main graph, in place; results keep their names.
 
     Returns:
-        Number of gates that were joined.
+        Number of gates that were fused.
     """
-    return _join(model, in_few_bits)
+    return _fuse(model, is_low_bit)
 
 
-def join_all_gates(model: onnx.ModelProto) -> int:
+def fuse_all_gates(model: onnx.ModelProto) -> int:
     """The same whatever the product is."""
-    return _join(model, lambda name, makers: True)
+    return _fuse(model, lambda name, makers: True)
 
 
-def _join(model: onnx.ModelProto, wanted: Callable[[str, Mapping[str, onnx.NodeProto]], bool]) -> int:
+def _fuse(model: onnx.ModelProto, wanted: Callable[[str, Mapping[str, onnx.NodeProto]], bool]) -> int:
     graph = model.graph
     types, dims, users = element_types(graph), dimensions(graph), readers(graph)
     makers = {name: node for node in graph.node for name in node.output}
-    joined = 0
+    fused = 0
     for node in graph.node:
         split = gated_halves(node, makers, users, dims)
         if split is None or not wanted(split.input[0], makers):
@@ -56,15 +56,15 @@ def _join(model: onnx.ModelProto, wanted: Callable[[str, Mapping[str, onnx.NodeP
             continue
         width: dict[str, Any] = {WIDTH: dims[split.output[0]][-1]}
         node.CopyFrom(helper.make_node(SWI_GLU.name, [given], [made], name=f"{node.name}.gate", domain=DOMAIN, **width))
-        joined += 1
-    if joined:
+        fused += 1
+    if fused:
         set_opset(model, DOMAIN, SWI_GLU.version)
         drop_unused(graph)
-    return joined
+    return fused
 
 
-def in_few_bits(name: str, makers: Mapping[str, onnx.NodeProto]) -> bool:
-    """Whether a value is a product in few bits, to which others, an adapter's, may be added."""
+def is_low_bit(name: str, makers: Mapping[str, onnx.NodeProto]) -> bool:
+    """Whether a value is a low-bit product, to which others, an adapter's, may be added."""
     node = makers.get(name)
     while node is not None and node.domain == DOMAIN and node.op_type == DENSE_MATMUL.name:
         node = makers.get(node.input[RESIDUAL]) if len(node.input) > RESIDUAL else None

@@ -1,7 +1,7 @@
-"""Join products with what is around them: a norm before, a residual behind, and the products of a feed-forward layer with its gate.
+"""Fuse products with what is around them: a norm before, a residual behind, and the products of a feed-forward layer with its gate.
 
 TensorRT 8.6 compiles what lies between two plugins as a part of its own, a second each, and runs it in launches of its own; a decode step
-of a small model is bound by launches. With these joined one part a layer is left.
+of a small model is bound by launches. With these fused one part a layer is left.
 
 requires: the products of sum_in_float32; RMSNormalization as ai.onnx has it since opset 23.
 ensures: no norm of tokens [B, T, I] stands before one product alone; no sum of a product, used once, and activations is left.
@@ -31,22 +31,22 @@ EPSILON = DENSE_MATMUL.attributes[0].name
 NORM, RESIDUAL = NAMES.index("norm_weight"), NAMES.index("residual")
 
 
-def join_products(model: onnx.ModelProto) -> int:
+def fuse_linear_layers(model: onnx.ModelProto) -> int:
     """Rewrite the main graph, in place.
 
     Returns:
-        Number of norms, residuals and feed-forward layers that were joined.
+        Number of norms, residuals and feed-forward layers that were fused.
     """
-    joiner = _Joiner(model.graph)
-    changed = sum(joiner.norm(node) for node in joiner.products())
-    changed += sum(joiner.residual(node) for node in joiner.products())
-    changed += sum(joiner.layer(node) for node in joiner.products())
+    fuser = _Fuser(model.graph)
+    changed = sum(fuser.norm(node) for node in fuser.products())
+    changed += sum(fuser.residual(node) for node in fuser.products())
+    changed += sum(fuser.layer(node) for node in fuser.products())
     if changed:
         drop_unused(model.graph)
     return changed
 
 
-class _Joiner:
+class _Fuser:
     """The graph and who makes and uses its values."""
 
     def __init__(self, graph: onnx.GraphProto) -> None:

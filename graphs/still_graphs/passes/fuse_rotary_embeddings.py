@@ -1,10 +1,10 @@
-"""Join what lies between the products of a layer and its attention where ONNX Runtime's rotations are in the graph: still::RotaryQkv.
+"""Fuse what lies between the products of a layer and its attention where ONNX Runtime's rotations are in the graph: still::RotaryQkv.
 
 Its CUDA provider runs the split, both rotations, the bias of the gate and its sigmoid in five launches.
 
 requires: query, key and value of one product, which is split; RotaryEmbedding of heads side by side, by the first halves of angles
     [B, T, D] whose halves are alike (export/fuse.py).
-ensures: no such split in float16 or bfloat16 is left; a gate beside it, the sigmoid of another product of the same tokens, is joined too.
+ensures: no such split in float16 or bfloat16 is left; a gate beside it, the sigmoid of another product of the same tokens, is fused too.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from still_graphs.passes.walk import (
 PRODUCTS = ("MatMul", MATMUL_NBITS.name, LOW_RANK_MATMUL.name)
 
 
-def join_rotary_embeddings(model: onnx.ModelProto) -> int:
+def fuse_rotary_embeddings(model: onnx.ModelProto) -> int:
     """Rewrite the main graph, in place; results keep their names.
 
     Returns:
-        Number of splits that were joined with what follows.
+        Number of splits that were fused with what follows.
     """
-    joiner = _Joiner(model.graph)
+    fuser = _Fuser(model.graph)
     for split in model.graph.node:
         if split.op_type == "Split" and len(split.output) == 3:
-            joiner.join(split)
-    if joiner.instead:
-        exchange(model.graph, joiner.instead)
+            fuser.fuse(split)
+    if fuser.instead:
+        exchange(model.graph, fuser.instead)
         set_opset(model, DOMAIN, ROTARY_QKV.version)
-    return joiner.joined
+    return fuser.fused
 
 
-class _Joiner:
+class _Fuser:
     """The graph, who makes and uses its values, and the nodes that it will have."""
 
     def __init__(self, graph: onnx.GraphProto) -> None:
@@ -56,10 +56,10 @@ class _Joiner:
         self.makers = {name: node for node in graph.node for name in node.output}
         self.users = readers(graph)
         self.instead: dict[str, onnx.NodeProto | None] = {}
-        self.joined = 0
+        self.fused = 0
 
-    def join(self, split: onnx.NodeProto) -> None:
-        """Join one split, where its first two parts are rotated alike."""
+    def fuse(self, split: onnx.NodeProto) -> None:
+        """Fuse one split, where its first two parts are rotated alike."""
         if self.types.get(split.input[0]) not in (TensorProto.FLOAT16, TensorProto.BFLOAT16):
             return
         if len(self.dims.get(split.input[0], [])) != 3 or attribute(split, "axis", 0) not in (-1, 2):
@@ -86,9 +86,9 @@ class _Joiner:
         self.instead |= {split.output[0]: None, query.output[0]: None, key.output[0]: None}
         values: dict[str, Any] = dict(zip((a.name for a in ROTARY_QKV.attributes), (*widths, gates), strict=True))
         self.instead[outputs[0]] = helper.make_node(
-            ROTARY_QKV.name, inputs, outputs, name=f"{split.name or outputs[0]}.joined", domain=DOMAIN, **values
+            ROTARY_QKV.name, inputs, outputs, name=f"{split.name or outputs[0]}.fused", domain=DOMAIN, **values
         )
-        self.joined += 1
+        self.fused += 1
 
     def width(self, name: str) -> int:
         """Numbers of a token, 0 where they are not known."""

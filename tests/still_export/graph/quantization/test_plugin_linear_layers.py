@@ -1,4 +1,4 @@
-"""Weights in few bits for TensorRT 8.6, which has none: products of a plugin, with the blocks of com.microsoft::MatMulNBits in words."""
+"""Low-bit weights for TensorRT 8.6, which has none: products of a plugin, with the blocks of com.microsoft::MatMulNBits in words."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from still_graphs.ops.spec import TensorSpec
 from still_graphs.passes.walk import Rewriter, dimensions, drop_unused, element_types, inner_names, value_names
 
 
-def join_heads(model: onnx.ModelProto) -> int:
+def merge_heads(model: onnx.ModelProto) -> int:
     """Rewrite the main graph, in place.
 
     Returns:

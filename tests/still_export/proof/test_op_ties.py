@@ -1,16 +1,16 @@
-"""Which differences of two salient caches are excused, and what is left of them."""
+"""Which differences of two salient caches are ties, and what is left of them."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from still_export.mixers.excuses import excuses_of
-from still_export.mixers.hybrid_attention.ties import SelectionExcuse
+from still_export.mixers.hybrid_attention.ties import SelectionTies
+from still_export.mixers.op_ties import ties_of
 from still_export.mixers.ties import Choices
 
 BATCH, HEADS, CHUNKS, SALIENT, DIM = 2, 3, 4, 2, 5
-EXCUSE = SelectionExcuse(
+TIES = SelectionTies(
     {
         "still": {"chunk_size": 8, "salient_per_chunk": SALIENT, "select_scope": "q_head"},
         "model": {"kv_heads": HEADS},
@@ -39,9 +39,9 @@ def test_ties_are_settled_and_nothing_else_is() -> None:
     lead = np.full((BATCH, HEADS, CHUNKS), 1.0)
     lead[0, 2, 1] = 0.01
     given = ([(expected, actual)], {1: lead / 0.05})
-    found = EXCUSE.compare(*given)
+    found = TIES.compare(*given)
     assert (found.compared, found.near_ties, found.wrong) == (BATCH * HEADS * CHUNKS, 1, 1)
-    ((left, settled),) = EXCUSE.settle(*given)
+    ((left, settled),) = TIES.settle(*given)
     assert left is expected
     for name, value in settled.items():
         if "salient" in name:
@@ -56,8 +56,8 @@ def test_a_chunk_that_pytorch_never_completed_is_no_tie() -> None:
     actual = {name: value.copy() for name, value in expected.items()}
     actual["present_salient_key.1"][0, 0, -1] = 1
     given = ([(expected, actual)], {1: np.zeros((BATCH, HEADS, CHUNKS - 1))})
-    assert EXCUSE.compare(*given).wrong == 1
-    assert EXCUSE.settle(*given)[0][1]["present_salient_key.1"][0, 0, -1].all()
+    assert TIES.compare(*given).wrong == 1
+    assert TIES.settle(*given)[0][1]["present_salient_key.1"][0, 0, -1].all()
 
 
 def test_a_tie_is_one_by_the_errors_of_the_scores_compared() -> None:
@@ -65,7 +65,7 @@ def test_a_tie_is_one_by_the_errors_of_the_scores_compared() -> None:
     scores = np.linspace(1, 0, 8) * np.ones((1, HEADS, CHUNKS, 1))
     own = scores + 0.0
     own[0, 1, 0, 1] += 0.05  # the last that is selected
-    leads = EXCUSE.leads({1: scores}, {1: own}, np.array([8 * CHUNKS]))[1]
+    leads = TIES.leads({1: scores}, {1: own}, np.array([8 * CHUNKS]))[1]
     assert leads[0, 1, 0] < 1 and (np.delete(leads[0, :, :2].ravel(), 2) > 1e6).all()
     assert np.isinf(leads[..., 2:]).all(), "chunks that were not promoted yet"
 
@@ -77,7 +77,7 @@ def test_more_ties_than_expected_are_a_mismatch(found: int, expected: float, too
     assert Choices(1000, found, 0, 0.5, expected).too_many == too_many
 
 
-def test_layers_that_select_nothing_need_no_excuse() -> None:
+def test_layers_that_select_nothing_have_no_ties() -> None:
     """A window is the same op, without settings in the manifest."""
     manifest = {"ops": {"HybridAttention": 1}, "still": {}, "model": {"layer_types": ["liger_gla", "full_attention"]}}
-    assert not excuses_of(manifest).each
+    assert not ties_of(manifest).each

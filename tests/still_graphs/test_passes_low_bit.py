@@ -1,4 +1,4 @@
-"""Passes around products in few bits: the gate between two of them, and the first norm of a model; the same numbers by one node each."""
+"""Passes around low-bit products: the gate between two of them, and the first norm of a model; the same numbers by one node each."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from still_graphs.ops import DOMAIN
 from still_graphs.passes.attach_functions import attach_functions
-from still_graphs.passes.join_gates import join_gates
-from still_graphs.passes.join_norms import join_norms
+from still_graphs.passes.fuse_gates import fuse_gates
+from still_graphs.passes.fuse_norms import fuse_norms
 from still_graphs.passes.sum_in_float32 import sum_in_float32
 from still_graphs.passes.walk import attribute
 
@@ -43,7 +43,7 @@ def model_of(
     late: bool = False,
     axis: int = -1,
 ) -> onnx.ModelProto:
-    """Tokens, a norm and a feed-forward layer as exports in few bits write them; `late`: something reads the tokens before the norm."""
+    """Tokens, a norm and a feed-forward layer as low-bit exports write them; `late`: something reads the tokens before the norm."""
     make, kind = helper.make_node, helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
     random = np.random.default_rng(0)
     given = {
@@ -118,7 +118,7 @@ def test_a_layer_of_the_same_numbers(adapter: bool) -> None:
     model = model_of(adapter=adapter)
     expected = run(model)
     sum_in_float32(model)
-    assert join_norms(model) == join_gates(model) == 1
+    assert fuse_norms(model) == fuse_gates(model) == 1
     thin = ["DenseMatMul", "DenseMatMul"] if adapter else []
     assert kinds(model) == ["Mul", "AddRmsNorm", "MatMulNBits", *thin, "SwiGlu", "MatMulNBits", "Add"]
     nodes = {node.op_type: node for node in model.graph.node}
@@ -129,7 +129,7 @@ def test_a_layer_of_the_same_numbers(adapter: bool) -> None:
     assert list(gate.input) == ["both"] and list(gate.output) == ["middle"] and attribute(gate, "width") == MIDDLE
     onnx.checker.check_model(model)
     assert np.linalg.norm(run(model) - expected) <= 2e-3 * np.linalg.norm(expected)
-    assert join_norms(model) == join_gates(model) == 0
+    assert fuse_norms(model) == fuse_gates(model) == 0
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_other_gates_stay(change: dict[str, Any]) -> None:
     model = model_of(**change)
     sum_in_float32(model)
     before = kinds(model)
-    assert join_gates(model) == 0 and kinds(model) == before
+    assert fuse_gates(model) == 0 and kinds(model) == before
 
 
 @pytest.mark.parametrize(
@@ -161,11 +161,11 @@ def test_other_first_norms_stay(change: dict[str, Any]) -> None:
     model = model_of(**change)
     sum_in_float32(model)
     before = kinds(model)
-    assert join_norms(model) == 0 and kinds(model) == before
+    assert fuse_norms(model) == 0 and kinds(model) == before
 
 
 def test_results_have_types() -> None:
     model = model_of()
-    join_norms(model)
+    fuse_norms(model)
     types = {info.name: info.type.tensor_type.elem_type for info in model.graph.value_info}
     assert types["x.read"] == TensorProto.FLOAT16

@@ -1,12 +1,12 @@
-"""Join the sum of a product and activations with the norm behind it, and take the first norm of a model: still::AddRmsNorm.
+"""Fuse the sum of a product and activations with the norm behind it, and take the first norm of a model: still::AddRmsNorm.
 
-Products in few bits take neither, other than those of join_products. TensorRT 8.6 compiles each sum and norm as a part of its own: half of
+Low-bit products take neither, other than those of fuse_linear_layers. TensorRT 8.6 compiles each sum and norm as a part of its own: half of
 the build of a small model (docs/notebook/quantization.md). The first norm, of embeddings, has no sum; TensorRT compiles it with their
 table, of which it then keeps a copy for each profile.
 
-requires: products of join_products; RMSNormalization as ai.onnx has it since opset 23.
+requires: products of fuse_linear_layers; RMSNormalization as ai.onnx has it since opset 23.
 ensures: no norm of the sum of a product and activations [B, T, I], both float16 or bfloat16, is left where something else reads the sum;
-nor one of other activations that something else reads too, where a product in few bits reads the norm.
+nor one of other activations that something else reads too, where a low-bit product reads the norm.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ PRODUCTS = (MATMUL_NBITS.name, DENSE_MATMUL.name)
 EPSILON = ADD_RMS_NORM.attributes[0].name
 
 
-def join_norms(model: onnx.ModelProto) -> int:
+def fuse_norms(model: onnx.ModelProto) -> int:
     """Rewrite the main graph, in place; results keep their names.
 
     Returns:
-        Number of norms that were joined.
+        Number of norms that were fused.
     """
-    joiner = _Joiner(model)
-    norms = [node for node in model.graph.node if node.op_type == "RMSNormalization" and joiner.fits(node)]
-    sums = {norm.output[0]: total for norm in norms if (total := joiner.sum_of(norm)) is not None}
-    firsts = [norm for norm in norms if norm.output[0] not in sums and joiner.is_first(norm)]
+    fuser = _Fuser(model)
+    norms = [node for node in model.graph.node if node.op_type == "RMSNormalization" and fuser.fits(node)]
+    sums = {norm.output[0]: total for norm in norms if (total := fuser.sum_of(norm)) is not None}
+    firsts = [norm for norm in norms if norm.output[0] not in sums and fuser.is_first(norm)]
     for norm in norms:
         if norm.output[0] in sums:
-            joiner.join(norm, sums[norm.output[0]])
+            fuser.fuse(norm, sums[norm.output[0]])
     for norm in firsts:
-        joiner.join_first(norm)
+        fuser.fuse_first(norm)
     if sums or firsts:
         set_opset(model, DOMAIN, ADD_RMS_NORM.version)
     return len(sums) + len(firsts)
 
 
-class _Joiner:
+class _Fuser:
     """The main graph, and who makes and reads its values."""
 
     def __init__(self, model: onnx.ModelProto) -> None:
@@ -87,7 +87,7 @@ class _Joiner:
         return total if any(node.domain == DOMAIN and node.op_type in PRODUCTS for node in made) else None
 
     def is_first(self, norm: onnx.NodeProto) -> bool:
-        """Whether a product in few bits reads the norm, and nodes of this graph alone, behind the norm, what it reads."""
+        """Whether a low-bit product reads the norm, and nodes of this graph alone, behind the norm, what it reads."""
         x, users = norm.input[0], self.users[norm.input[0]]
         if x not in self.makers or any(node is None or x not in node.input for node in users):
             return False
@@ -96,12 +96,12 @@ class _Joiner:
         reading = [node for node in self.users.get(norm.output[0], []) if node is not None]
         return any(node.domain == DOMAIN and node.op_type == MATMUL_NBITS.name for node in reading)
 
-    def join(self, norm: onnx.NodeProto, total: onnx.NodeProto) -> None:
+    def fuse(self, norm: onnx.NodeProto, total: onnx.NodeProto) -> None:
         """Let one node make what both did, in the place of the sum."""
         total.CopyFrom(self._node(norm, list(total.input), total.output[0]))
         self.graph.node.remove(norm)
 
-    def join_first(self, norm: onnx.NodeProto) -> None:
+    def fuse_first(self, norm: onnx.NodeProto) -> None:
         """Let what the norm reads go through its node, so that this node alone reads it."""
         x, through = norm.input[0], self.names.fresh(f"{norm.input[0]}.read")
         for node in self.graph.node:
@@ -114,4 +114,4 @@ class _Joiner:
     def _node(self, norm: onnx.NodeProto, terms: list[str], total: str) -> onnx.NodeProto:
         values = {EPSILON: attribute(norm, "epsilon", 1e-5)}
         inputs, outputs = [*terms, norm.input[1]], [total, norm.output[0]]
-        return helper.make_node(ADD_RMS_NORM.name, inputs, outputs, name=f"{norm.name}.joined", domain=DOMAIN, **values)
+        return helper.make_node(ADD_RMS_NORM.name, inputs, outputs, name=f"{norm.name}.fused", domain=DOMAIN, **values)

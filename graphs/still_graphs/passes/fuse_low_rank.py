@@ -1,4 +1,4 @@
-"""Join both products with thin matrices, and the sum behind them: still::LowRankMatMul.
+"""Fuse both products with thin matrices, and the sum behind them: still::LowRankMatMul.
 
 A LoRA pair that stays apart, or a gate of low rank, is two products whose matrices are read in no time: they cost two launches and two
 waits for memory, and the sum a third.
@@ -29,11 +29,11 @@ RANK = 256
 """Most numbers between both products: of a few rows each program computes all of them."""
 
 
-def join_low_rank(model: onnx.ModelProto) -> int:
+def fuse_low_rank(model: onnx.ModelProto) -> int:
     """Rewrite the main graph, in place; results keep their names.
 
     Returns:
-        Number of pairs that were joined.
+        Number of pairs that were fused.
     """
     graph = model.graph
     weights, types, dims, users = initializers(graph), element_types(graph), dimensions(graph), readers(graph)
@@ -61,7 +61,7 @@ def join_low_rank(model: onnx.ModelProto) -> int:
         inputs = [first.input[0], first.input[1], second.input[1], *([base] if base else [])]
         instead |= {node.output[0]: None for node in (first, second)}
         instead[total.output[0]] = helper.make_node(
-            LOW_RANK_MATMUL.name, inputs, total.output, name=f"{total.name or total.output[0]}.joined", domain=DOMAIN
+            LOW_RANK_MATMUL.name, inputs, total.output, name=f"{total.name or total.output[0]}.fused", domain=DOMAIN
         )
     if instead:
         exchange(graph, instead)

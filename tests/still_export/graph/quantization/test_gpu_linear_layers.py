@@ -1,4 +1,4 @@
-"""Weights in few bits for ONNX Runtime's CUDA provider: products of our kernels, whose bodies are ONNX Runtime's own op."""
+"""Low-bit weights for ONNX Runtime's CUDA provider: products of our kernels, whose bodies are ONNX Runtime's own op."""
 
 from __future__ import annotations
 
