@@ -233,7 +233,7 @@ def test_one_file_of_answers_verifies_every_package(
             found = verify(package.path, VerifyOptions(calls=answers, runtime=runtime, **asked))
             assert found.report.passed, target.name
         held.append(target.name)
-    assert held == ["ort-cuda", "ort-cpu", "genai", "trt8", "trt", "trt-rtx"]
+    assert held == ["ort-cuda", "ort-cpu", "genai", "web", "trt8", "trt", "trt-rtx"]
     other = lower(portable.path, "onnx", tmp_path / "half", dtype="float16")
     with pytest.raises(PackageError, match="other weights"):
         verify(other.path, VerifyOptions(calls=answers, **asked))
