@@ -14,16 +14,16 @@ import onnx
 import torch
 from onnx import numpy_helper
 
-from still_export.cli.verify import _torch_cases
 from still_export.graph.options import ExportOptions
 from still_export.mixers.ties import Choices, near_ties
 from still_export.package.folder import GENERATED, Package, open_package, write_manifest
 from still_export.proof.cases import Case
+from still_export.proof.package import _torch_cases
 from still_export.proof.sessions import Session, Target
 from still_export.proof.tolerance import Bounds
 from still_export.proof.verify import Report, Verifier
 from still_export.runtime import ort
-from still_export.targets.export import export_model
+from still_export.targets.export import export
 from tests.faults import graph, runner, states, weights  # noqa: F401 (they register faults)
 from tests.faults.registry import FAULTS, Fault
 from tests.still_export.linear_models import linear_model
@@ -54,7 +54,7 @@ def package_of(folder: Path, model: str, kind: str) -> Package:
     if not package.exists():
         if not source.exists():
             MODELS[model]().save_pretrained(source)
-        export_model(ExportOptions(str(source), **TYPES[kind]), package, command="faults")
+        export(ExportOptions(str(source), **TYPES[kind]), package, command="faults")
     return open_package(package)
 
 
