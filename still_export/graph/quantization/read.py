@@ -111,7 +111,7 @@ def _held_weights(path: Path, block_size: int, sizes: Mapping[str, int]) -> dict
         if tensor is None:
             return None
         whole = tensor.numpy()
-        if tensor.dtype.bitwidth < 8:  # two numbers a byte, in the order of MatMulNBits
+        if tensor.dtype == ir.DataType.UINT4:  # two numbers a byte, in the order of MatMulNBits
             whole = np.frombuffer(tensor.tobytes(), np.uint8).reshape(len(whole), -1)
         found = whole[(slice(None),) * axis + (rows,)]
         return np.ascontiguousarray(found).view(np.uint8) if found.dtype == np.int32 else found  # words of bytes
