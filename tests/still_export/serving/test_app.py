@@ -246,7 +246,7 @@ def test_what_asks_for_nothing_is_taken(served: Served) -> None:
 
 def test_other_paths_and_bodies(served: Served) -> None:
     for method, path, body, headers, status, message in (
-        ("GET", "/", None, None, 404, "this server has /v1/chat/completions"),
+        ("GET", "/nothing", None, None, 404, "this server has /v1/chat/completions"),
         ("GET", "/v1/completions", None, None, 405, "method not allowed"),
         ("GET", "/v1/models/other", None, None, 404, "no such model"),
         ("POST", "/v1/completions", b"{", None, 400, "the body is no JSON"),
