@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from still_export.fields import names_of
 from still_export.graph.options import ExportOptions
 from still_export.package.folder import Package
 from still_export.targets.export import export
+from still_export.targets.ort.headers import CACHE_VARIABLE
 from still_export.targets.ort.options import OrtOptions
 from tests.still_export.packages import portable_package
 from tests.still_export.tiny import still_model
@@ -32,7 +34,8 @@ def export_tiny(tmp_path_factory: pytest.TempPathFactory) -> Exporter:
         final: str = "",
         **still: Any,
     ) -> Package:
-        key = repr((family, dtype, options, final, still))
+        kernels = os.environ.get(CACHE_VARIABLE)  # a package takes those that are there
+        key = repr((family, dtype, options, final, still, kernels))
         if key not in made:
             folder = tmp_path_factory.mktemp("tiny")
             still_model(family, getattr(torch, dtype), **still).save_pretrained(folder / "model")
