@@ -25,6 +25,7 @@ def preloaded() -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_kernels_under_the_sanitizers() -> None:
     """All ops, each instruction set, both element types, full caches and refused calls: no finding, and the same answers."""
     builds.demand_headers()

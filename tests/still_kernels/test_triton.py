@@ -191,7 +191,14 @@ OTHERS_SHOW_IT = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in REST if name not in OTHERS_SHOW_IT])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long if name == "group mean" else ())
+        for name in REST
+        if name not in OTHERS_SHOW_IT
+    ],
+)
 def test_interpreter_rest(name: str) -> None:
     check(interpreted(tuple(name for name in REST if name not in OTHERS_SHOW_IT))[name], torch.float32)
 
