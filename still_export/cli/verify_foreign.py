@@ -36,7 +36,7 @@ def verify_foreign(package: Path, output: Path | None, asked: Mapping[str, Any],
     from still_export.package.staging import staged_files
     from still_export.proof.foreign import LENGTHS, ForeignProof
 
-    demand("onnxruntime")
+    demand("onnx", "onnxruntime")
     if wrong := [
         f"--{name.replace('_', '-')}" for name, value in asked.items() if value is not None and name not in FLAGS
     ]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -50,11 +51,8 @@ class Reference:
         import torch
         from transformers import AutoModelForCausalLM
 
-        try:
-            self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-        except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(f"--model {model}: transformers cannot read it: {str(error).splitlines()[0]}") from error
-        self.config, self.dtype = self.model.config.get_text_config(), torch.float16 if half else torch.float32
+        self.model = _read(AutoModelForCausalLM, model, dtype=torch.float32).eval()
+        self.dtype = torch.float16 if half else torch.float32
 
     def run(self, rows: np.ndarray, exact: bool) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Logits [B, T, vocabulary] of whole rows [B, T], and keys and values by "layer.key"."""
@@ -111,10 +109,7 @@ class ForeignProof:
     def __init__(self, path: Path, model: str, lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> None:
         from transformers import AutoConfig
 
-        try:
-            config = AutoConfig.from_pretrained(model).get_text_config()
-        except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(f"--model {model}: transformers cannot read it: {str(error).splitlines()[0]}") from error
+        config = _read(AutoConfig, model).get_text_config()
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.package = ForeignModel(path, size)
         self.report = _report(self.package)
@@ -266,6 +261,14 @@ def _report(package: ForeignModel) -> ForeignReport:
     levels = {a.i for node in nodes for a in node.attribute if a.name == "accuracy_level"}
     kinds, integer = {node.op_type for node in nodes}, set(INTEGER)
     return ForeignReport(quantized=bool(kinds & {*QUANTIZED, *integer}), rounds=4 in levels or bool(kinds & integer))
+
+
+def _read(kind: Any, model: str, **how: Any) -> Any:
+    """What a class of transformers reads of a model."""
+    try:
+        return kind.from_pretrained(model, **how)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"--model {model}: transformers cannot read it: {str(error).splitlines()[0]}") from error
 
 
 def _off(found: np.ndarray, wanted: np.ndarray) -> float:

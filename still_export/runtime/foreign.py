@@ -62,7 +62,7 @@ class Graph:
 
     Raises:
         PackageError: ONNX Runtime cannot read it.
-        UnsupportedError: It has inputs of unknown meaning, or a state that no output goes on from.
+        UnsupportedError: It has inputs of unknown meaning or type, or a state that no output goes on from.
     """
 
     def __init__(self, path: Path, head_size: int) -> None:
@@ -81,6 +81,10 @@ class Graph:
             raise UnsupportedError(
                 f"{path} is no decoder: it has no {TOKENS} and logits, but {', '.join(self.inputs)}."
             )
+        if odd := [f"{i.name} ({i.type})" for i in self.inputs.values() if i.type not in TYPES]:
+            raise UnsupportedError(
+                f"{path} has inputs of a type that NumPy has not: {', '.join(odd)}. Export it in float32 or float16."
+            )
         self.presents = {shared_name(name): name for name in self.outputs if name != "logits"}
         self.states: list[ForeignState] = []
         unknown = []
@@ -88,7 +92,7 @@ class Graph:
             if name in (TOKENS, MASK, POSITIONS):
                 continue
             present = self.presents.get(shared_name(name))
-            if present is None:
+            if present is None or len(self.inputs[name].shape) != len(self.outputs[present].shape):
                 unknown.append(name)
             else:
                 self.states.append(self._state(name, present, head_size))

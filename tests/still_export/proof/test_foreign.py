@@ -74,6 +74,8 @@ def graph(path: Path, fault: str = "", mask: bool = True) -> Path:
     if fault == "stateless":
         inputs, outputs = [inputs[0]], outputs[:1]
         nodes = [nodes[0], ("MatMul", ["embedded", "head"], ["logits"], {})]
+    if fault == "type":
+        inputs.append(("past_state.1.sum", TensorProto.BFLOAT16, ["B", SIZE]))
     if fault == "unknown":
         inputs.append(("image", real, ["B"]))
     made = helper.make_graph(
@@ -170,6 +172,8 @@ def test_refusals(tmp_path: Path, model: str) -> None:
         proven(graph(tmp_path / "a.onnx", "stateless"), model)
     with pytest.raises(UnsupportedError, match=r"neither input_ids, .* nor a past with its present: image"):
         proven(graph(tmp_path / "a.onnx", "unknown"), model)
+    with pytest.raises(UnsupportedError, match=r"a type that NumPy has not: past_state\.1\.sum \(tensor\(bfloat16\)\)"):
+        proven(graph(tmp_path / "a.onnx", "type"), model)
     (tmp_path / "a.onnx").write_bytes(b"no graph")
     with pytest.raises(PackageError, match=r"a\.onnx: ONNX Runtime cannot read it"):
         proven(tmp_path / "a.onnx", model)
