@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
+
 from still_export.mixers.config import StillConfig
 from still_export.models.load import load_model
 from tests.docs.pages import ROOT
@@ -43,3 +47,13 @@ def make_stand_ins(folder: Path) -> None:
     tokenizer.save_pretrained(folder / "MODEL")
     for name in ("tools", "assets", "plugins"):
         (folder / name).symlink_to(ROOT / name)
+
+
+def make_decoder(folder: Path) -> None:
+    """Write DECODER: what transformers' own exporter makes of BASE."""
+    base = AutoModelForCausalLM.from_pretrained(folder / "BASE", dtype=torch.float32).eval()
+    ids = torch.randint(3, base.config.vocab_size, (2, 7))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    OnnxExporter().export_for_generation(base, inputs, config=OnnxConfig(dynamic=True)).save_pretrained(
+        folder / "DECODER"
+    )

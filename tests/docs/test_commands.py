@@ -24,7 +24,7 @@ import typer.main
 from still_export.cli import main as cli
 from still_export.targets.ort.headers import CACHE_VARIABLE
 from tests.docs.pages import GUIDE, ROOT, SESSIONS, USERS, commands, name
-from tests.docs.stand_ins import make_stand_ins
+from tests.docs.stand_ins import make_decoder, make_stand_ins
 
 CPU_TORCH = "pip install torch --index-url https://download.pytorch.org/whl/cpu"
 
@@ -85,6 +85,7 @@ ELSEWHERE = {
 }
 
 SLOW = {
+    "still-export verify DECODER --model BASE",
     "still-export export --config DIR/manifest.json --capacity-tokens 1024 -o SHORTER",
     "still-export BASE --overlay STILL/adapter --to onnx -o OVERLAID",
     "still-export verify DIR --record calls.npz",
@@ -136,6 +137,8 @@ def run_here(command: str) -> None:
 def run_session(pages: list[Path], folder: Path, slow: bool) -> None:
     """Run the commands of `pages` in `folder`, one after the other."""
     make_stand_ins(folder)
+    if slow:
+        make_decoder(folder)
     for page in pages:
         for command in commands(page):
             print(f"{name(page)}: {command}")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
 from still_export.serving.wire import line, to_the_end
 
+httpx = pytest.importorskip("httpx2")  # what openai speaks through
 openai = pytest.importorskip("openai")
 
 
@@ -29,31 +28,19 @@ def passed(breaks: bool) -> list[str]:
     return asyncio.run(collect())
 
 
-class Handler(BaseHTTPRequestHandler):
-    """Answers each request with what its server was given."""
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["content-length"]))
-        self.send_response(200)
-        self.send_header("content-type", "text/event-stream")
-        self.end_headers()
-        self.wfile.write(self.server.body)  # type: ignore[attr-defined]
-
-    def log_message(self, *_: object) -> None: ...
-
-
 def read(lines: list[str]) -> tuple[str, str]:
-    """The text that OpenAI's client hands out, and the error that it raises."""
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.body = "".join(lines).encode()  # type: ignore[attr-defined]
-        threading.Thread(target=server.handle_request, daemon=True).start()
-        client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.server_port}/v1", api_key="x", max_retries=0)
-        text = ""
-        try:
-            for chunk in client.completions.create(model="m", prompt="p", stream=True):
-                text += chunk.choices[0].text
-        except openai.APIError as error:
-            return text, str(error)
+    """The text that OpenAI's client hands out of these lines, and the error that it raises."""
+    answer = httpx.Response(200, headers={"content-type": "text/event-stream"}, content="".join(lines).encode())
+    transport = httpx.MockTransport(lambda _: answer)
+    client = openai.OpenAI(
+        base_url="http://server/v1", api_key="x", http_client=httpx.Client(transport=transport), max_retries=0
+    )
+    text = ""
+    try:
+        for chunk in client.completions.create(model="m", prompt="p", stream=True):
+            text += chunk.choices[0].text
+    except openai.APIError as error:
+        return text, str(error)
     return text, ""
 
 
