@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from still_export.evaluation.bench import BenchOptions, bench
     from still_export.evaluation.evaluate import EvaluationOptions
     from still_export.evaluation.models import evaluate
+    from still_export.evaluation.prove import ProveOptions, prove
     from still_export.graph.options import ExportOptions
     from still_export.mixers.config import StillConfig
     from still_export.models import attach_untrained, forward_with_state
@@ -30,6 +31,7 @@ _HOME = {
     "EvaluationOptions": "still_export.evaluation.evaluate",
     "ExportOptions": "still_export.graph.options",
     "LanguageModel": "still_export.runtime.language_model",
+    "ProveOptions": "still_export.evaluation.prove",
     "StillConfig": "still_export.mixers.config",
     "VerifyOptions": "still_export.proof.package",
     "attach_untrained": "still_export.models",
@@ -42,6 +44,7 @@ _HOME = {
     "load_model": "still_export.models.load",
     "load_tokenizer": "still_export.models.load",
     "lower": "still_export.targets.lower",
+    "prove": "still_export.evaluation.prove",
     "verify": "still_export.proof.package",
 }
 
@@ -50,6 +53,7 @@ __all__ = [
     "EvaluationOptions",
     "ExportOptions",
     "LanguageModel",
+    "ProveOptions",
     "StillConfig",
     "VerifyOptions",
     "attach_untrained",
@@ -62,6 +66,7 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "lower",
+    "prove",
     "verify",
 ]
 

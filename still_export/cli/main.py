@@ -49,6 +49,7 @@ def app(verb: str = "") -> typer.Typer:
         kernels,
         linearize,
         lower,
+        prove,
         run,
         select_layers,
         serve,
@@ -68,7 +69,7 @@ def app(verb: str = "") -> typer.Typer:
         rich_markup_mode="markdown",
     )
     made.callback()(_root)
-    for module in (export, lower, build, verify, bench, bench_peer, evaluate):
+    for module in (export, lower, build, verify, bench, prove, bench_peer, evaluate):
         module.register(made, whole=verb == module.__name__.rpartition(".")[2].replace("_", "-"))
     for module in (
         run,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
 import re
@@ -64,6 +65,7 @@ class Record(Strict):
         verdict: Of a proof whether it passed; of a benchmark "measured".
         figures: What it showed, with the unit in each name.
         sources: The sources that it covers, by room, hashed.
+        digest: SHA-256 of all the rest, so that what is edited later is seen.
     """
 
     kind: Literal["proof", "benchmark"]
@@ -78,6 +80,7 @@ class Record(Strict):
     verdict: Literal["passed", "failed", "measured"]
     figures: dict[str, JsonValue]
     sources: dict[Room, Sha256]
+    digest: Sha256
 
     @model_validator(mode="after")
     def _is_whole(self) -> Record:
@@ -87,6 +90,8 @@ class Record(Strict):
             )
         if self.date.tzinfo is None:
             raise ValueError("date has no zone: end it with Z")
+        if self.digest != _digest(self.model_dump(mode="json", exclude={"digest"})):
+            raise ValueError("it was changed after it was written")
         return self
 
     def stale_rooms(self) -> list[str]:
@@ -113,20 +118,21 @@ def make_record(
         command: Its words; this process's own without them.
         versions: Beside those that can be found here.
     """
-    return Record(
-        kind=kind,
-        name=name,
-        subject=subject,
-        command=shlex.join(command or _own_command()),
-        date=datetime.now(UTC).replace(microsecond=0),
-        commit=find_commit(),
-        machine=find_machine(),
-        versions={**find_versions(), **(versions or {})},
-        seed=seed,
-        verdict="measured" if kind == "benchmark" else "passed" if passed else "failed",
-        figures=figures,
-        sources={room: hash_room(room) for room in rooms},
-    )
+    found: dict[str, Any] = {
+        "kind": kind,
+        "name": name,
+        "subject": subject,
+        "command": shlex.join(command or _own_command()),
+        "date": f"{datetime.now(UTC).replace(microsecond=0):%Y-%m-%dT%H:%M:%SZ}",
+        "commit": find_commit(),
+        "machine": find_machine().model_dump(),
+        "versions": {**find_versions(), **(versions or {})},
+        "seed": seed,
+        "verdict": "measured" if kind == "benchmark" else "passed" if passed else "failed",
+        "figures": figures,
+        "sources": {room: hash_room(room) for room in rooms},
+    }
+    return Record.model_validate({**found, "digest": _digest(found)})
 
 
 def write_record(record: Record, folder: Path) -> Path:
@@ -211,6 +217,10 @@ def find_commit() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def _digest(values: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 @cache

@@ -69,6 +69,7 @@ def test_a_room_that_is_not_there_is_named() -> None:
         ({"date": "2026-11-23T10:00:00"}, "no zone"),
         ({"more": 1}, "more"),
         ({"commit": 7}, "commit"),
+        ({"figures": {"logits_error": 1e-6}}, "changed after it was written"),
     ],
 )
 def test_a_record_that_was_edited_is_refused(room: Path, tmp_path: Path, changed: dict, message: str) -> None:

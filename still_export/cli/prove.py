@@ -1,0 +1,54 @@
+"""still-export prove: all that this machine can show of a package, as a record for the ledger."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from still_export.cli.flags import add_verb
+from still_export.cli.output import Output, TrustNative, report_folder
+
+EXAMPLES = """
+Examples:
+
+    still-export prove package
+
+    still-export prove package --calls calls.npz -o proofs     on a board without PyTorch
+"""
+
+
+def register(app: typer.Typer, whole: bool = True) -> None:
+    """Add the verb to `app`, `whole` with the flags of its options."""
+    add_verb(app, prove, EXAMPLES, whole, "still_export.evaluation.prove.ProveOptions")
+
+
+def prove(
+    asked: dict[str, Any],
+    package: Annotated[Path, typer.Argument(help="Package folder.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder for the record.", show_default="PACKAGE/proofs")
+    ] = None,
+    trust_native: TrustNative = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+) -> None:
+    """Build engines, compare with PyTorch, measure, and write a record of it; exit 1 on a mismatch. What cannot be shown here is said."""
+    from still_export.evaluation.prove import ProveOptions
+    from still_export.evaluation.prove import prove as show
+    from still_export.package.trust import trust_package
+    from still_export.proof.ledger import figures
+    from still_export.proof.records import write_record
+
+    if trust_native:
+        trust_package(package)
+    out, options, folder = Output(as_json, quiet), ProveOptions(**asked), report_folder(output or package / "proofs")
+    with out.steps() as progress:
+        proven = show(package, options, progress)
+    made = proven.record
+    path = write_record(made, folder)
+    lines = [f"{made.verdict}: {figures(made.figures)}", *(f"not shown here: {each}" for each in proven.missing)]
+    content = {**made.model_dump(mode="json"), "record": str(path), "missing": proven.missing}
+    out.result(content, *lines, f"record: {path}")
+    raise typer.Exit(1 if made.verdict == "failed" else 0)

@@ -1,0 +1,137 @@
+"""All that this machine can show of a package, in one call: engines built, held to PyTorch, measured, and a record of it for the ledger."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from still_export.errors import ModelNotFoundError
+from still_export.evaluation.bench import LENGTHS, BenchOptions, Measurement, bench
+from still_export.extras import demand
+from still_export.fields import option
+from still_export.package.files import MANIFEST
+from still_export.package.folder import Package, open_package
+from still_export.proof.package import VerifyOptions, verify
+from still_export.proof.records import PLUGINS, Record, make_record
+from still_export.proof.verify import Report
+from still_export.targets.registry import packaged_target, runtime_of
+
+INNER = ("package", "mixers", "models", "graph", "targets", "runtime", "proof")
+ROOMS = (*(f"still_export.{room}" for room in INNER), "still_graphs", "still_kernels", PLUGINS)
+"""Sources that a proof covers."""
+
+
+@dataclass(frozen=True)
+class ProveOptions:
+    """How a package is proven; every field is a flag of `still-export prove`, and means what it does for `verify` and `bench`."""
+
+    model: str | None = option(None, "The PyTorch model, if it is no longer where it was exported from.")
+    calls: Path | None = option(None, "Take PyTorch's answers from a file made with verify --record.")
+    provider: str = option("cpu", "Of ONNX Runtime: cpu or cuda.")
+    seed: int = option(0, "Seed of the prompts.")
+    lengths: tuple[int, ...] = option(
+        (), "Context lengths that are measured.", commas=True, shown=f"{','.join(map(str, LENGTHS))}, those that fit"
+    )
+
+
+@dataclass(frozen=True)
+class Proven:
+    """The record, and what could not be shown here, a sentence each."""
+
+    record: Record
+    missing: list[str]
+
+
+def prove(
+    package: str | Path, options: ProveOptions = ProveOptions(), say: Callable[[str], None] = lambda done: None
+) -> Proven:
+    """Build, verify and measure a package, as far as this machine can.
+
+    Args:
+        package: Its folder.
+        options: What is shown, with which provider.
+        say: Told each step.
+
+    Returns:
+        A record, of kind proof where PyTorch's answers were there, and what is missing from it.
+
+    Raises:
+        ConfigError: No runtime of this project runs packages of this target.
+        PackageError: The package is damaged or does not run here.
+        ModuleNotFoundError: The target's runtime is not installed.
+    """
+    opened = open_package(Path(package))
+    target = packaged_target(opened.manifest)
+    runtime = runtime_of(opened.manifest["target"], None)
+    demand(*runtime.modules)
+    if target.build is not None and not opened.manifest["engines"]:
+        from still_export.targets.trt.build import BuildOptions
+
+        say("building")
+        target.build(opened, BuildOptions(), say)
+        opened = open_package(Path(package))
+    missing: list[str] = []
+    begin = time.monotonic()
+    report = _verified(opened, options, missing, say)
+    figures: dict[str, Any] = {} if report is None else _figures(report)
+    figures["seconds"] = round(time.monotonic() - begin, 1)
+    say("measuring")
+    setting = BenchOptions(provider=options.provider, lengths=options.lengths)
+    if left := sorted(set(LENGTHS) - set(setting.held(opened.manifest))) if not options.lengths else []:
+        missing.append(f"speed at {', '.join(map(str, left))} tokens, which are beyond the package's capacity")
+    for row in bench(opened.path, setting, say):
+        figures |= _speed(row)
+    manifest = opened.manifest
+    quantized = manifest.get("quantization")
+    subject = {
+        "package": opened.path.resolve().name,
+        "target": target.name,
+        "dtype": manifest["model"]["dtype"],
+        "quantize": "" if quantized is None else quantized["scheme"],
+        "provider": "" if runtime.engines else options.provider,
+    }
+    given = {name: text for name, text in subject.items() if text}
+    passed = None if report is None else report.passed
+    kind: Literal["proof", "benchmark"] = "benchmark" if passed is None else "proof"
+    held = hashlib.sha256((opened.path / MANIFEST).read_bytes()).hexdigest()[:12]
+    made = make_record(kind, "prove", given, figures, ROOMS, passed, options.seed, versions={"manifest": held})
+    return Proven(made, missing)
+
+
+def _verified(package: Package, options: ProveOptions, missing: list[str], say: Callable[[str], None]) -> Report | None:
+    """The verdict, None where PyTorch's answers are not here."""
+
+    def started(count: int) -> Callable[..., None]:
+        return lambda *done: say(f"verified {done[0]}" if done else "verified")
+
+    asked = VerifyOptions(model=options.model, calls=options.calls, provider=options.provider, seed=options.seed)
+    try:
+        say("verifying")
+        return verify(package.path, asked, started=started).report
+    except ModuleNotFoundError as error:
+        if options.calls is not None or error.name not in ("torch", "transformers"):
+            raise
+        missing.append(f"a comparison with PyTorch: {error.name} is not installed; bring answers with --calls")
+    except ModelNotFoundError as error:
+        missing.append(f"a comparison with PyTorch: {error}")
+    return None
+
+
+def _figures(report: Report) -> dict[str, Any]:
+    worst = max(report.outputs, key=lambda each: each.worst / each.bound if each.bound else 0.0)
+    return {
+        "cases": len({each.case for each in report.outputs}),
+        "worst_of_its_bound": round(worst.worst / worst.bound, 4) if worst.bound else 0.0,
+        "worst_output": worst.output,
+        "top1": report.top1,
+        "near_ties": report.selections.near_ties,
+    }
+
+
+def _speed(row: Measurement) -> dict[str, float]:
+    at = f"at_{row.length}"
+    return {f"prefill_s_{at}": row.prefill_s, f"decode_ms_{at}": row.decode_ms, f"peak_mb_{at}": round(row.peak_mb)}
