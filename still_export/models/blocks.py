@@ -38,6 +38,19 @@ class BlockWeight:
             values += self.offsets[:, :, None]
         return values.reshape(outputs, -1)
 
+    def split(self, size: int) -> BlockWeight:
+        """The same weight in blocks of `size`, which divides its own: parts of a block have its scale and zero point."""
+        outputs, blocks, width = self.packed.shape
+        times = width * 8 // self.bits // size
+        if times == 1:
+            return self
+        zero = self.zero_points
+        if zero is not None:
+            zero = pack(np.repeat(unpack(zero, self.bits)[:, :blocks], times, axis=1), self.bits)
+        offsets = None if self.offsets is None else np.repeat(self.offsets, times, axis=1)
+        packed = self.packed.reshape(outputs, blocks * times, -1)
+        return BlockWeight(packed, np.repeat(self.scales, times, axis=1), zero, self.bits, offsets)
+
     def rows(self, order: np.ndarray) -> BlockWeight:
         """The same weight with its outputs in another order."""
         zero, offsets = (None if x is None else x[order] for x in (self.zero_points, self.offsets))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
     Raises:
         ModelNotFoundError: The folder is no model.
-        CheckpointError: The file is damaged, or the weights are quantized.
+        CheckpointError: The file is damaged.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -40,12 +41,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     if "model_type" not in read_json(path):
         raise CheckpointError(f"{path} names no model_type, so the family is unknown. Fetch the model again.")
     config = _with_infinities(read_checked(path, Config, ConfigError))
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown")
-        raise CheckpointError(
-            f"{path} says that the weights are quantized ({method}); they are read as float32, float16 or bfloat16. "
-            "Use the unquantized model, or a GGUF file, which is dequantized while it is read."
-        )
     return config
 
 
@@ -125,12 +120,20 @@ def iterate_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
         ) from error
 
 
-def open_tensors(files: list[Path], dtype: torch.dtype | None = None) -> dict[str, Deferred]:
+def open_tensors(
+    files: list[Path], dtype: torch.dtype | None = None, quantized: Mapping[str, Any] | None = None
+) -> dict[str, Deferred]:
     """All tensors of `files` as `dtype` (None: as stored); their values are read, and checked to be finite, when they are asked for.
+
+    Args:
+        quantized: `quantization_config` of a checkpoint whose weights have few bits.
 
     Raises:
         CheckpointError: A file is damaged, or holds a type other than floats.
     """
+    if quantized:
+        raw = {name: tensor for path in files for name, tensor in iterate_tensors(path)}  # views of the files, as below
+        return _dequantizing(raw, dtype, quantized, files[0].parent)
     tensors: dict[str, Deferred] = {}
     for path in files:
         for name, tensor in iterate_tensors(path):  # a view of the file: no page of it is read yet
@@ -144,6 +147,27 @@ def open_tensors(files: list[Path], dtype: torch.dtype | None = None) -> dict[st
             )
     if not tensors:
         raise CheckpointError(f"{', '.join(map(str, files))}: no tensors. The file is damaged; fetch it again.")
+    return tensors
+
+
+def _dequantizing(
+    raw: Mapping[str, Tensor], dtype: torch.dtype | None, quantized: Mapping[str, Any], folder: Path
+) -> dict[str, Deferred]:
+    """Those of a quantized checkpoint, with the codes of their weights."""
+    from still_export.models.quantized import dequantizing
+
+    def read(name: str, weight: Tensor | Deferred) -> Tensor:
+        value = weight.read() if isinstance(weight, Deferred) else weight
+        return checked(name, value, dtype, str(folder))
+
+    tensors = {}
+    for name, weight in dequantizing(raw, quantized, str(folder)).items():
+        if isinstance(weight, Deferred):
+            kind = dtype or torch.float32
+            tensors[name] = replace(weight, dtype=kind, read=partial(read, name, weight))
+        else:
+            _demand_float(name, weight, str(folder))
+            tensors[name] = Deferred(weight.shape, dtype or weight.dtype, partial(read, name, weight))
     return tensors
 
 

@@ -290,11 +290,13 @@ def _read(path: Path, dtype: torch.dtype | None) -> _Checkpoint:
         model_type, values, blocks = read_gguf(path, dtype or torch.float32)
         return _Checkpoint(model_type, values, dict(blocks))
     config = read_config(path)
+    quantized = config.pop("quantization_config", None)
     config = language_model(config)
+    quantized = config.pop("quantization_config", quantized)
     known = config["model_type"]
     if known != "still":
         family_of(known)  # before gigabytes are read
-    tensors: dict[str, Weight] = dict(open_tensors(weight_files(path), dtype or stored_dtype(config)))
+    tensors: dict[str, Weight] = dict(open_tensors(weight_files(path), dtype or stored_dtype(config), quantized))
     adapter, generation = path / "adapter_config.json", path / "generation_config.json"
     return _Checkpoint(
         known,

@@ -19,12 +19,15 @@ TOGETHER = "|"
 
 @dataclass(frozen=True)
 class SourceBlocks:
-    """Blocks of 32 in a source: their bits, whether they have offsets, whether their scales are half precision; `read` gets them."""
+    """Blocks of `size` inputs in a source: their bits, whether they have offsets or zero points, whether their scales are half precision;
+    `read` gets them."""
 
     bits: int
     offsets: bool
     half_scales: bool
     read: Callable[[], BlockWeight]
+    size: int = 32
+    zero_points: bool = False
 
 
 @dataclass(frozen=True)

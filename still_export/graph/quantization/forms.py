@@ -10,7 +10,6 @@ from still_export.models.weights import Deferred, Pair, Weight
 
 EXACT = "exact"
 """The method of blocks that are taken over from the source as they are."""
-SOURCE_BLOCK = 32
 CODES = "codes"
 """Suffix of a weight's codes [K, N] in the shape that DequantizeLinear reads."""
 LEAST = "least"
@@ -48,8 +47,8 @@ class Form:
 def form_of(weight: Weight, role: str, asked: Quantization) -> Form | None:
     """The form of a weight with `role`; None: as it is.
 
-    Blocks of a GGUF file are taken over where they have no more bits than the policy gives. Of 5 and 6 bits, which no form has, 8 are
-    kept: the file's maker gave those weights more.
+    Blocks of the source are taken over where they have no more bits than the policy gives and its blocks divide them. Of 5 and 6 bits,
+    which no form has, 8 are kept: the file's maker gave those weights more.
     """
     bits = asked.bits(role)
     if bits is None:
@@ -67,13 +66,14 @@ def form_of(weight: Weight, role: str, asked: Quantization) -> Form | None:
         # Rows have a form of 8 bits without offsets only.
         if (
             blocks
-            and asked.block_of(blocks.bits, weight.shape[1]) == SOURCE_BLOCK
+            and blocks.size % asked.block_of(blocks.bits, weight.shape[1]) == 0
             and blocks.bits <= bits
+            and (asked.layout.zero_points or not blocks.zero_points)
             # TensorRT wants positive scales, which a file may not have.
             and (blocks.bits < 8 or asked.layout.nodes != DEQUANTIZED)
             and (role != EMBEDDING or blocks.bits == 8)
         ):
-            return Form(blocks.bits, EXACT, base, False, blocks.offsets, blocks.half_scales, pairs)
+            return Form(blocks.bits, EXACT, base, blocks.zero_points, blocks.offsets, blocks.half_scales, pairs)
         if base.bits in (5, 6):
             bits = 8
     zero_points = bits < 8 and asked.layout.zero_points

@@ -37,6 +37,8 @@ def quantize_graph(model: ir.Model, weights: Weights, roles: Mapping[str, str], 
     Raises:
         UnsupportedError: The block size does not divide a weight, or a weight is read in a way that has no quantized form.
     """
+    held = [(w.blocks.size, w.shape[1]) for w in weights.values() if isinstance(w, Deferred) and w.blocks is not None]
+    asked = asked.fitted([size for size, inputs in held if size < inputs])
     forms = {
         name: form for name, weight in weights.items() if (form := form_of(weight, roles[name], asked)) is not None
     }

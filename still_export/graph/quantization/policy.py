@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from still_export.errors import ConfigError
@@ -107,6 +107,7 @@ class Quantization:
     layout: Layout = ONNXRUNTIME
     adapters: bool = False
     to: str = "onnx"
+    block_given: bool = field(init=False)
 
     def __post_init__(self) -> None:
         given = (
@@ -126,6 +127,7 @@ class Quantization:
                 f"--quantize-method {self.method} gives zero points, which {self.layout.form} has not; --to {self.to} takes "
                 f"{DEFAULT_METHOD}."
             )
+        object.__setattr__(self, "block_given", bool(self.block_size))
         sizes = self.layout.block_sizes
         if self.scheme == "int8" and not self.layout.blocks_of_eight:
             if self.block_size:
@@ -139,6 +141,13 @@ class Quantization:
             raise ConfigError(
                 f"--quantize-block {self.block_size}: {self.layout.form} has {', '.join(map(str, sorted(sizes)))}."
             )
+
+    def fitted(self, sizes: Sequence[int]) -> Quantization:
+        """With the commonest of a source's block `sizes`, where none was asked for and the target has it."""
+        usual = next((size for size, _ in Counter(sizes).most_common(1)), 0)
+        if self.block_given or usual not in self.layout.block_sizes or not self.block_size:
+            return self
+        return replace(self, block_size=usual)
 
     def bits(self, role: str) -> int | None:
         """Bits of the weights of `role`; None: as they are."""

@@ -32,7 +32,7 @@ class StoredWeight:
             assert base is not None
             if self.form.method == EXACT:
                 assert isinstance(base, Deferred) and base.blocks is not None
-                self._made = base.blocks.read()
+                self._made = base.blocks.read().split(self.asked.block_of(bits, self.inputs))
             else:
                 values = narrow_value_of(base).detach()
                 if bits == 8 and not self.asked.layout.blocks_of_eight:

@@ -199,7 +199,7 @@ def model_of_blocks(tmp_path: Path, monkeypatch: Any) -> Path:
     ).save_pretrained(tmp_path / "model")
     original = load.open_tensors
 
-    def with_blocks(files: Any, dtype: Any = None) -> Any:
+    def with_blocks(files: Any, dtype: Any = None, quantized: Any = None) -> Any:
         found = original(files, dtype)
         for seed, (name, weight) in enumerate(found.items()):
             if "lora" not in name and (".mlp." in name or "o_proj" in name):

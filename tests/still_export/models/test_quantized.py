@@ -1,0 +1,312 @@
+"""Quantized checkpoints of others: their weights to the last bit, and their codes in the graph."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from still_export.errors import CheckpointError
+from still_export.graph.options import ExportOptions
+from still_export.models.blocks import BlockWeight
+from still_export.models.load import load_model, open_source
+from still_export.models.quantized import AWQ_ORDER, Grouped, _grouped, dequantizing
+from still_export.models.weights import Deferred, value_of
+from still_export.targets.export import export
+from tests.still_export.training import make_base
+
+BITS, GROUP = 4, 32
+Maker = Callable[[str, Tensor, dict[str, Tensor]], Tensor]
+"""Puts the tensors of a layer with this weight into the file's; gives the weight that they stand for, float32."""
+
+
+def words(fields: np.ndarray, bits: int = BITS) -> Tensor:
+    """Numbers [..., W * 32 / bits] in int32 words, by definition."""
+    per = 32 // bits
+    out = np.zeros((*fields.shape[:-1], fields.shape[-1] // per), np.int64)
+    for i in range(per):
+        out |= fields[..., i::per].astype(np.int64) << (bits * i)
+    return torch.from_numpy(out.astype(np.uint32).view(np.int32))
+
+
+def grouped(
+    weight: Tensor, bits: int, symmetric: bool, groups: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, Tensor]:
+    """Random codes [N, K], scales and zero points [N, G], and the weight."""
+    random = np.random.default_rng(weight.numel())
+    outputs, count = len(weight), int(groups.max()) + 1
+    codes = random.integers(0, 1 << bits, weight.shape)
+    scales = (random.random((outputs, count)) * 0.02 + 1e-3).astype(np.float16)
+    zero = np.full_like(scales, 1 << (bits - 1)) if symmetric else random.integers(1, 1 << bits, scales.shape)
+    value = (codes - zero[:, groups]).astype(np.float32) * scales[:, groups].astype(np.float32)
+    return codes, scales, zero.astype(np.int64), torch.from_numpy(value)
+
+
+def gptq(bits: int = BITS, symmetric: bool = False, act_order: bool = False, format_2: bool = False) -> Maker:
+    def make(module: str, weight: Tensor, file: dict[str, Tensor]) -> Tensor:
+        groups = np.arange(weight.shape[1]) // GROUP
+        if act_order:
+            groups = np.random.default_rng(1).permutation(groups)
+        codes, scales, zero, value = grouped(weight, bits, symmetric, groups)
+        file[f"{module}.qweight"] = words(codes, bits).t().contiguous()
+        file[f"{module}.qzeros"] = words((zero.T - (0 if format_2 else 1)) % (1 << bits), bits)
+        file[f"{module}.scales"] = torch.from_numpy(scales.T.copy())
+        file[f"{module}.g_idx"] = torch.from_numpy(groups.astype(np.int32))
+        return value
+
+    return make
+
+
+def awq(module: str, weight: Tensor, file: dict[str, Tensor]) -> Tensor:
+    codes, scales, zero, value = grouped(weight, BITS, False, np.arange(weight.shape[1]) // GROUP)
+
+    def reordered(fields: np.ndarray) -> Tensor:
+        return words(fields.reshape(len(fields), -1, 8)[..., list(AWQ_ORDER)].reshape(len(fields), -1))
+
+    file[f"{module}.qweight"], file[f"{module}.qzeros"] = reordered(codes.T), reordered(zero.T)
+    file[f"{module}.scales"] = torch.from_numpy(scales.T.copy())
+    return value
+
+
+def packed(symmetric: bool) -> Maker:
+    def make(module: str, weight: Tensor, file: dict[str, Tensor]) -> Tensor:
+        codes, scales, zero, value = grouped(weight, BITS, symmetric, np.arange(weight.shape[1]) // GROUP)
+        file[f"{module}.weight_packed"] = words(codes)
+        file[f"{module}.weight_scale"] = torch.from_numpy(scales)
+        file[f"{module}.weight_shape"] = torch.tensor(weight.shape)
+        if not symmetric:
+            file[f"{module}.weight_zero_point"] = words(zero.T).t().contiguous()
+        return value
+
+    return make
+
+
+def integers(module: str, weight: Tensor, file: dict[str, Tensor]) -> Tensor:
+    codes, scales, _, value = grouped(weight, 8, True, np.zeros(weight.shape[1], np.int64))
+    file[f"{module}.weight"] = torch.from_numpy((codes - 128).astype(np.int8))
+    file[f"{module}.weight_scale"] = torch.from_numpy(scales)
+    return value
+
+
+def float8(block: tuple[int, int] | None) -> Maker:
+    def make(module: str, weight: Tensor, file: dict[str, Tensor]) -> Tensor:
+        narrow = (weight * 100).to(torch.float8_e4m3fn)
+        file[f"{module}.weight"] = narrow
+        high, wide = block or (1, weight.shape[1])
+        shape = (-(-weight.shape[0] // high), -(-weight.shape[1] // wide))
+        scales = torch.rand(shape, generator=torch.Generator().manual_seed(1)) * 0.01 + 1e-3
+        file[f"{module}.weight_scale_inv" if block else f"{module}.weight_scale"] = scales
+        value = narrow.float()
+        for i in range(shape[0]):
+            for j in range(shape[1]):
+                value[i * high : (i + 1) * high, j * wide : (j + 1) * wide] *= scales[i, j]
+        return value
+
+    return make
+
+
+FORMS: dict[str, tuple[Maker, dict[str, Any], bool]] = {
+    "gptq": (gptq(), {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": False}, True),
+    "gptq symmetric": (gptq(symmetric=True), {"quant_method": "gptq", "bits": 4, "sym": True}, True),
+    "gptq v2": (
+        gptq(format_2=True),
+        {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"},
+        True,
+    ),
+    "gptq act-order": (gptq(act_order=True), {"quant_method": "gptq", "bits": 4, "desc_act": True}, False),
+    "gptq 8 bits": (gptq(8, symmetric=True), {"quant_method": "gptq", "bits": 8, "sym": True}, False),
+    "awq": (awq, {"quant_method": "awq", "bits": 4, "zero_point": True}, True),
+    "packed": (packed(False), {"quant_method": "compressed-tensors", "format": "pack-quantized"}, True),
+    "packed symmetric": (packed(True), {"quant_method": "compressed-tensors", "format": "pack-quantized"}, True),
+    "int8": (integers, {"quant_method": "compressed-tensors", "format": "int-quantized"}, False),
+    "fp8": (float8((32, 16)), {"quant_method": "fp8", "weight_block_size": [32, 16]}, False),
+    "fp8 channels": (float8(None), {"quant_method": "compressed-tensors", "format": "float-quantized"}, False),
+}
+"""By name: who makes it, quantization_config, whether int4 takes its codes over."""
+
+
+def quantized_folder(base: Path, folder: Path, name: str) -> dict[str, Tensor]:
+    """`base` with the linear layers of its first layer in this form; the weights that they stand for."""
+    maker, config, _ = FORMS[name]
+    shutil.copytree(base, folder)
+    file = load_file(folder / "model.safetensors")
+    found = {}
+    for key in [key for key in file if "layers.0." in key and key.endswith("_proj.weight")]:
+        weight = file.pop(key)
+        found[key] = maker(key.removesuffix(".weight"), weight, file)
+    save_file(file, folder / "model.safetensors", {"format": "pt"})
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**described, "quantization_config": config}))
+    return found
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base") / "base"
+    make_base(folder, num_hidden_layers=2, num_attention_heads=4, hidden_size=64, intermediate_size=96, head_dim=16)
+    return folder
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_weights_are_those_of_the_file(name: str, base: Path, tmp_path: Path) -> None:
+    expected = quantized_folder(base, tmp_path / "model", name)
+    source = open_source(tmp_path / "model", attach_untrained=True, dtype="float32")
+    assert len(expected) == 7
+    for key, value in expected.items():
+        assert torch.equal(value_of(source.weights[key]), value), key
+        weight = source.weights[key]
+        assert isinstance(weight, Deferred)
+        if weight.blocks is not None:
+            assert np.array_equal(weight.blocks.read().dequantized(), value.numpy()), key
+            assert np.array_equal(weight.blocks.read().split(16).dequantized(), value.numpy()), key
+    model = source.read()
+    assert torch.isfinite(model(input_ids=torch.arange(5)[None])[0]).all()
+    assert getattr(model.config, "quantization_config", None) is None
+    half = load_model(tmp_path / "model", attach_untrained=True, dtype="float16")
+    key = next(iter(expected))
+    assert torch.equal(half.state_dict()[key], expected[key].half())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    ["gptq", "gptq act-order", "int8"]
+    + [pytest.param(name, marks=pytest.mark.long) for name in ("gptq symmetric", "awq", "packed", "fp8")],
+)
+def test_graphs_hold_the_codes(name: str, base: Path, tmp_path: Path) -> None:
+    expected = quantized_folder(base, tmp_path / "model", name)
+    scheme, exact = ("int8", name == "int8") if name in ("int8", "fp8") else ("int4", FORMS[name][2])
+    options = ExportOptions(str(tmp_path / "model"), attach_untrained=True, dtype="float32", quantize=scheme)
+    package = export(options, tmp_path / "package")
+    said = package.manifest["quantization"]
+    counted = {
+        (e["bits"], e["method"]): e["weights"] for role in ("projection", "feed_forward") for e in said["roles"][role]
+    }
+    assert said["block_size"] == 32 and (counted.get((8 if name == "int8" else 4, "exact"), 0) > 0) == exact
+    graph = onnx.load(package.path / "model.onnx")
+    stored = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.graph.initializer}
+    key = next(key for key in expected if "down_proj" in key)
+    node = next(n for n in graph.graph.node if n.op_type == "MatMulNBits" and n.input[1] == f"{key}.blocks")
+    scales = stored.get(f"{key}.scales")
+    zero = next((stored[i] for i in node.input if i.endswith(".zero_points")), None)
+    assert scales is not None
+    found = BlockWeight(stored[f"{key}.blocks"], scales, zero, next(a.i for a in node.attribute if a.name == "bits"))
+    error = np.abs(found.dequantized() - expected[key].numpy()).max()
+    assert (error == 0) == exact and error < 0.05
+
+
+@pytest.mark.parametrize(
+    "name, change, message",
+    [
+        ("gptq", lambda f, m: f.update({f"{m}.scales": f[f"{m}.scales"][:-1]}), "qzeros has shape"),
+        ("gptq", lambda f, m: f.pop(f"{m}.qzeros"), "lacks 'qzeros'"),
+        ("gptq", lambda f, m: f[f"{m}.g_idx"].fill_(9), "g_idx names groups outside 0..1"),
+        ("awq", lambda f, m: f.update({f"{m}.qzeros": f[f"{m}.qzeros"][:, 1:].contiguous()}), "qzeros has shape"),
+        ("packed", lambda f, m: f.pop(f"{m}.weight_shape"), "lacks 'weight_shape'"),
+        ("packed", lambda f, m: f.update({f"{m}.weight_scale": f[f"{m}.weight_scale"][:3]}), "weight_scale has shape"),
+        ("int8", lambda f, m: f.pop(f"{m}.weight_scale"), "lacks 'weight_scale'"),
+        ("fp8", lambda f, m: f.update({f"{m}.weight_scale_inv": torch.ones(3, 3)}), "scales of blocks has shape"),
+    ],
+)
+def test_damaged_layers_are_named(
+    name: str, change: Callable[[dict[str, Tensor], str], Any], message: str, base: Path, tmp_path: Path
+) -> None:
+    quantized_folder(base, tmp_path / "model", name)
+    path, module = tmp_path / "model" / "model.safetensors", "model.layers.0.self_attn.q_proj"
+    file = load_file(path)
+    change(file, module)
+    save_file(file, path, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"{module} in .*{message}"):
+        open_source(tmp_path / "model", attach_untrained=True)
+
+
+def test_unknown_methods_and_groups_that_do_not_divide(base: Path, tmp_path: Path) -> None:
+    quantized_folder(base, tmp_path / "model", "gptq")
+    path = tmp_path / "model" / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["quant_method"] = "aqlm"
+    path.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="quantized by aqlm; gptq, awq"):
+        open_source(tmp_path / "model", attach_untrained=True)
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 3}
+    path.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="3 bits, where 2, 4 and 8 are read"):
+        open_source(tmp_path / "model", attach_untrained=True)
+    shape = (8, 40)
+    nothing = torch.zeros
+    with pytest.raises(ValueError, match="3 groups do not divide 40 inputs"):
+        _grouped(Grouped(shape, 4, 3, lambda: nothing(shape), lambda: nothing(8, 3), None))
+
+
+def test_four_bit_floats_by_definition(tmp_path: Path) -> None:
+    """NVFP4 as compressed-tensors and as modelopt have it, and NF4 with scales that are quantized themselves."""
+    random = torch.Generator().manual_seed(0)
+    packed = torch.randint(0, 256, (6, 16), generator=random, dtype=torch.uint8)
+    scales = (torch.rand(6, 2, generator=random) + 0.1).to(torch.float8_e4m3fn)
+    expected = torch.empty(6, 32)
+    for i in range(6):
+        for j in range(32):
+            code = int(packed[i, j // 2]) >> 4 * (j % 2) & 15
+            expected[i, j] = (-1) ** (code >> 3) * (0, 0.5, 1, 1.5, 2, 3, 4, 6)[code & 7] * float(scales[i, j // 16])
+    theirs = {"a.weight_packed": packed, "a.weight_scale": scales, "a.weight_global_scale": torch.tensor([4.0])}
+    found = dequantizing(theirs, {"quant_method": "compressed-tensors"}, "here")
+    assert list(found) == ["a.weight"] and torch.equal(value_of(found["a.weight"]), expected / 4)
+    theirs = {"a.weight": packed, "a.weight_scale": scales, "a.weight_scale_2": torch.tensor(0.25), "a.bias": scales[0]}
+    found = dequantizing(theirs, {"quant_method": "modelopt"}, "here")
+    assert set(found) == {"a.weight", "a.bias"} and torch.equal(value_of(found["a.weight"]), expected / 4)
+
+    table, nested = torch.linspace(-1, 1, 16), torch.linspace(0, 1, 256)
+    most, outer = torch.randint(0, 256, (3,), generator=random, dtype=torch.uint8), torch.tensor([0.5, 0.75])
+    state = {"shape": [6, 32], "blocksize": 64, "nested_blocksize": 2, "nested_offset": 0.125}
+    text = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    theirs = {
+        "a.weight": packed.reshape(-1, 1),
+        "a.weight.absmax": most,
+        "a.weight.quant_map": table,
+        "a.weight.nested_absmax": outer,
+        "a.weight.nested_quant_map": nested,
+        "a.weight.quant_state.bitsandbytes__nf4": text,
+    }
+    found = dequantizing(theirs, {"quant_method": "bitsandbytes"}, "here")
+    flat = value_of(found["a.weight"]).flatten()
+    for at in range(192):
+        code = int(packed.flatten()[at // 2]) >> 4 * (1 - at % 2) & 15
+        scale = nested[int(most[at // 64])] * outer[at // 64 // 2] + 0.125
+        assert torch.isclose(flat[at], table[code] * scale, rtol=1e-6)
+    theirs["a.weight.absmax"] = most[:2]
+    with pytest.raises(CheckpointError, match="a in here is no layer of bitsandbytes: weight and absmax have 96 and 2"):
+        dequantizing(theirs, {"quant_method": "bitsandbytes"}, "here")
+
+
+def test_blocks_of_float8_are_those_of_transformers(base: Path, tmp_path: Path) -> None:
+    expected = quantized_folder(base, tmp_path / "model", "fp8")
+    how = transformers.FineGrainedFP8Config(dequantize=True, weight_block_size=(32, 16))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", dtype=torch.float32, quantization_config=how
+    ).state_dict()
+    assert all(torch.equal(theirs[key], value) for key, value in expected.items())
+
+
+@pytest.mark.parametrize("bits, symmetric", [(4, True), (4, False), (8, True), (8, False)])
+def test_packed_integers_are_those_of_compressed_tensors(bits: int, symmetric: bool) -> None:
+    library = pytest.importorskip("compressed_tensors.compressors.pack_quantized.base").PackedQuantizationCompressor
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    weight = torch.randn(40, 96, generator=torch.Generator().manual_seed(bits))
+    how = quantization.QuantizationArgs(num_bits=bits, group_size=32, strategy="group", symmetric=symmetric)
+    groups = weight.unflatten(1, (3, 32))
+    scales, zero = quantization.utils.calculate_qparams(groups.amin(-1), groups.amax(-1), how)
+    scheme = quantization.QuantizationScheme(targets=["Linear"], weights=how)
+    held = library.compress({"weight": weight, "weight_scale": scales, "weight_zero_point": zero}, scheme)
+    theirs = library.decompress(dict(held), scheme)["weight"]
+    named = {f"a.{name}": tensor for name, tensor in held.items()}
+    assert torch.equal(value_of(dequantizing(named, {"quant_method": "compressed-tensors"}, "")["a.weight"]), theirs)
