@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from still_export.graph.edits import CONTRIB, add_node, put_in_place, store
-from still_export.graph.later_ir import ir
+from still_graphs.edits import CONTRIB, add_node, put_in_place, store
+from still_graphs.later_ir import ir
 
 
 def fuse_nodes(model: ir.Model) -> int:

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from still_export.graph.edits import forget, put_in_place, store
-from still_export.graph.later_ir import ir
+from still_graphs.edits import forget, put_in_place, store
+from still_graphs.later_ir import ir
 
 THREE = 3
 """Parts of a product that ONNX Runtime's CUDA provider splits well."""

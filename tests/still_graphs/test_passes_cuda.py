@@ -18,7 +18,7 @@ from still_graphs.passes.attach_functions import attach_functions
 from still_graphs.passes.fuse_gates import fuse_all_gates
 from still_graphs.passes.fuse_low_rank import fuse_low_rank
 from still_graphs.passes.fuse_rotary_embeddings import fuse_rotary_embeddings
-from still_graphs.pipelines import run_steps
+from tests.still_graphs.steps import run_steps
 
 WIDTH, RANK, SIZE, HEADS, KV_HEADS, MIDDLE, VOCABULARY = 48, 5, 8, 4, 2, 20, 77
 PARTS = (HEADS * SIZE, KV_HEADS * SIZE, KV_HEADS * SIZE)

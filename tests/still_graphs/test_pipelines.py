@@ -11,8 +11,8 @@ from still_export.targets.registry import target_of
 from still_graphs.errors import ConfigError, UnsupportedError
 from still_graphs.ops import DOMAIN
 from still_graphs.passes.walk import opset_version, walk_nodes
-from still_graphs.pipelines import run_steps
 from tests.still_graphs.small_graph import small_graph
+from tests.still_graphs.steps import run_steps
 from tests.still_graphs.test_passes_trt import assert_same, rollout
 
 

@@ -10,12 +10,14 @@ import onnx
 from onnx import TensorProto, helper
 
 from still_graphs.errors import UnsupportedError
+from still_graphs.on_proto import on_proto
 from still_graphs.ops import DOMAIN
 from still_graphs.ops.greedy_token import GREEDY_TOKEN
 from still_graphs.passes.walk import Rewriter, set_opset, value_names
 from still_graphs.states import NEXT_TOKEN
 
 
+@on_proto
 def add_greedy_token(model: onnx.ModelProto) -> int:
     """Append the output, in place; nothing when it is there.
 
@@ -34,6 +36,7 @@ def add_greedy_token(model: onnx.ModelProto) -> int:
     return 1
 
 
+@on_proto
 def add_greedy_node(model: onnx.ModelProto) -> int:
     """The same by a node of ours: ONNX Runtime's CUDA provider has no ArgMax of this opset, and all logits would go to the host for it.
 

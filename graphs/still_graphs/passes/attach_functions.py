@@ -12,6 +12,7 @@ import onnx
 
 from still_graphs.errors import UnsupportedError
 from still_graphs.functions import function_body
+from still_graphs.on_proto import on_proto
 from still_graphs.ops import DOMAIN, OPS, OpSpec
 from still_graphs.ops.spec import CACHE, StateSpec, TensorSpec, dimension
 from still_graphs.passes.walk import attribute
@@ -20,6 +21,7 @@ _Key = tuple[str, bytes, tuple[bool, ...], tuple[bool, ...], int, int, tuple[tup
 _Types = dict[str, tuple[int, tuple[int | None, ...]]]
 
 
+@on_proto
 def attach_functions(model: onnx.ModelProto, onnxruntime: bool = False) -> int:
     """Attach a function to every still:: node of the main graph, in place; nodes that agree in attributes, present inputs and
     outputs and element type share one.

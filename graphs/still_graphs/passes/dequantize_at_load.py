@@ -15,6 +15,7 @@ from collections import Counter
 import onnx
 from onnx import TensorProto, helper
 
+from still_graphs.on_proto import on_proto
 from still_graphs.passes.walk import attribute
 
 EXPANDED_BYTES = 1 << 30
@@ -28,6 +29,7 @@ TYPES = {4: TensorProto.UINT4, 8: TensorProto.UINT8}
 PER_BYTE = {4: 2, 8: 1}
 
 
+@on_proto
 def dequantize_at_load(model: onnx.ModelProto) -> int:
     """Replace nodes in their order until EXPANDED_BYTES are spent; the others compute in float32 too.
 

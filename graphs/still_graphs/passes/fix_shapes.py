@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import onnx
 
+from still_graphs.on_proto import on_proto
 from still_graphs.passes.walk import Rewriter, constant_value, dimensions, drop_attribute, drop_unused, value_names
 
 
+@on_proto
 def fix_shapes(model: onnx.ModelProto) -> int:
     """Replace computed shapes by constants, in place.
 

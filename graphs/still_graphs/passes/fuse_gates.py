@@ -15,6 +15,7 @@ from typing import Any
 import onnx
 from onnx import TensorProto, helper
 
+from still_graphs.on_proto import on_proto
 from still_graphs.ops import DOMAIN
 from still_graphs.ops.dense_matmul import DENSE_MATMUL
 from still_graphs.ops.matmul_nbits import MATMUL_NBITS
@@ -26,6 +27,7 @@ RESIDUAL = DENSE_MATMUL.input_names().index("residual")
 WIDTH = SWI_GLU.attributes[0].name
 
 
+@on_proto
 def fuse_gates(model: onnx.ModelProto) -> int:
     """Rewrite the main graph, in place; results keep their names.
 
@@ -35,6 +37,7 @@ def fuse_gates(model: onnx.ModelProto) -> int:
     return _fuse(model, is_low_bit)
 
 
+@on_proto
 def fuse_all_gates(model: onnx.ModelProto) -> int:
     """The same whatever the product is."""
     return _fuse(model, lambda name, makers: True)

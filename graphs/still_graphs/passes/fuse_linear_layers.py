@@ -12,6 +12,7 @@ from __future__ import annotations
 import onnx
 from onnx import helper
 
+from still_graphs.on_proto import on_proto
 from still_graphs.ops import DOMAIN
 from still_graphs.ops.dense_matmul import DENSE_MATMUL
 from still_graphs.ops.gated_mlp import GATED_MLP
@@ -31,6 +32,7 @@ EPSILON = DENSE_MATMUL.attributes[0].name
 NORM, RESIDUAL = NAMES.index("norm_weight"), NAMES.index("residual")
 
 
+@on_proto
 def fuse_linear_layers(model: onnx.ModelProto) -> int:
     """Rewrite the main graph, in place.
 

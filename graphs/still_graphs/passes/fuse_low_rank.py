@@ -13,6 +13,7 @@ from __future__ import annotations
 import onnx
 from onnx import TensorProto, helper
 
+from still_graphs.on_proto import on_proto
 from still_graphs.ops import DOMAIN
 from still_graphs.ops.low_rank_matmul import LOW_RANK_MATMUL
 from still_graphs.passes.walk import (
@@ -29,6 +30,7 @@ RANK = 256
 """Most numbers between both products: of a few rows each program computes all of them."""
 
 
+@on_proto
 def fuse_low_rank(model: onnx.ModelProto) -> int:
     """Rewrite the main graph, in place; results keep their names.
 

@@ -16,6 +16,7 @@ from collections import Counter
 import onnx
 from onnx import TensorProto, helper
 
+from still_graphs.on_proto import on_proto
 from still_graphs.ops import DOMAIN
 from still_graphs.ops.add_rms_norm import ADD_RMS_NORM
 from still_graphs.ops.dense_matmul import DENSE_MATMUL
@@ -35,6 +36,7 @@ PRODUCTS = (MATMUL_NBITS.name, DENSE_MATMUL.name)
 EPSILON = ADD_RMS_NORM.attributes[0].name
 
 
+@on_proto
 def fuse_norms(model: onnx.ModelProto) -> int:
     """Rewrite the main graph, in place; results keep their names.
 

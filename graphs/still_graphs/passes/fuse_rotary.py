@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import onnx
 from onnx import TensorProto, helper
 
+from still_graphs.on_proto import on_proto
 from still_graphs.ops import DOMAIN
 from still_graphs.ops.rotary_qkv import ROTARY_QKV
 from still_graphs.passes.walk import (
@@ -48,6 +49,7 @@ class _Found(NamedTuple):
     gate: str
 
 
+@on_proto
 def fuse_rotary(model: onnx.ModelProto) -> int:
     """Rewrite the main graph, in place; results keep their names.
 

@@ -14,6 +14,7 @@ from typing import Any
 import onnx
 from onnx import TensorProto, helper
 
+from still_graphs.on_proto import on_proto
 from still_graphs.ops import DOMAIN
 from still_graphs.ops.low_rank_matmul import LOW_RANK_MATMUL
 from still_graphs.ops.matmul_nbits import MATMUL_NBITS
@@ -32,6 +33,7 @@ from still_graphs.passes.walk import (
 PRODUCTS = ("MatMul", MATMUL_NBITS.name, LOW_RANK_MATMUL.name)
 
 
+@on_proto
 def fuse_rotary_embeddings(model: onnx.ModelProto) -> int:
     """Rewrite the main graph, in place; results keep their names.
 

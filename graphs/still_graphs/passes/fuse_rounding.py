@@ -14,6 +14,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from still_graphs.functions.codes import STEPS
+from still_graphs.on_proto import on_proto
 from still_graphs.ops import DOMAIN, OPS
 from still_graphs.ops.round_key_value import ROUND_KEY_VALUE
 from still_graphs.passes.walk import constant_value, dimensions, drop_unused, element_types, set_opset
@@ -21,6 +22,7 @@ from still_graphs.passes.walk import constant_value, dimensions, drop_unused, el
 NAMES = ROUND_KEY_VALUE.input_names()
 
 
+@on_proto
 def fuse_rounding(model: onnx.ModelProto) -> int:
     """Rewrite the main graph, in place; results keep their names.
 

@@ -10,10 +10,12 @@ import onnx
 import onnx.inliner
 
 from still_graphs.errors import UnsupportedError
+from still_graphs.on_proto import on_proto
 from still_graphs.ops import DOMAIN
 from still_graphs.passes.walk import walk_nodes
 
 
+@on_proto
 def inline_functions(model: onnx.ModelProto) -> int:
     """Inline all local functions, in place.
 

@@ -25,6 +25,7 @@ from onnx import TensorProto, helper
 from still_graphs.conditions import still_nodes
 from still_graphs.errors import UnsupportedError
 from still_graphs.functions.joined import PREFIX, STATES, joined_body, part_of, written
+from still_graphs.on_proto import on_proto
 from still_graphs.ops import OPS, OpSpec
 from still_graphs.ops.spec import StateSpec
 from still_graphs.passes.walk import Rewriter, attribute, opset_version, value_names
@@ -60,6 +61,7 @@ class _State:
     dtype: int
 
 
+@on_proto
 def join_states(model: onnx.ModelProto) -> int:
     """Replace the states, in place.
 

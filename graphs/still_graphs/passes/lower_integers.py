@@ -12,9 +12,11 @@ from __future__ import annotations
 import onnx
 from onnx import TensorProto
 
+from still_graphs.on_proto import on_proto
 from still_graphs.passes.walk import Rewriter, value_names, walk_graphs
 
 
+@on_proto
 def lower_integers(model: onnx.ModelProto) -> int:
     """Turn int64 inputs and outputs of the main graph into int32, in place.
 

@@ -16,6 +16,7 @@ from onnx import TensorProto, helper
 
 from still_graphs.conditions import opset_at_most
 from still_graphs.errors import UnsupportedError
+from still_graphs.on_proto import on_proto
 from still_graphs.passes.walk import (
     Rewriter,
     attribute,
@@ -51,11 +52,13 @@ def lowest_opset(model: onnx.ModelProto) -> int:
     return QUANTIZED_OPSET if quantized else OPSET
 
 
+@on_proto
 def lowered(model: onnx.ModelProto) -> str:
     """The graph is written in no newer opset than `lower_opset` writes."""
     return opset_at_most(lowest_opset(model))(model)
 
 
+@on_proto
 def lower_opset(model: onnx.ModelProto) -> int:
     """Rewrite what is newer than the opset that TensorRT reads, in place.
 

@@ -15,6 +15,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from still_graphs.errors import UnsupportedError
+from still_graphs.on_proto import on_proto
 from still_graphs.ops import DOMAIN, OPS, OpSpec
 from still_graphs.ops.spec import CACHE
 from still_graphs.passes.walk import Rewriter, attribute, drop_attribute, element_types, value_names
@@ -28,6 +29,7 @@ TYPE_NAMES: dict[int, str] = {
 }
 
 
+@on_proto
 def lower_plugin_nodes(model: onnx.ModelProto) -> int:
     """Rewrite the still:: nodes of the main graph, in place.
 

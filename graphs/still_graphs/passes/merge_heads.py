@@ -18,11 +18,13 @@ import onnx
 from onnx import helper
 
 from still_graphs.errors import UnsupportedError
+from still_graphs.on_proto import on_proto
 from still_graphs.ops import DOMAIN, OPS, OpSpec
 from still_graphs.ops.spec import TensorSpec
 from still_graphs.passes.walk import Rewriter, dimensions, drop_unused, element_types, inner_names, value_names
 
 
+@on_proto
 def merge_heads(model: onnx.ModelProto) -> int:
     """Rewrite the main graph, in place.
 

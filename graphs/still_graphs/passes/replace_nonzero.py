@@ -13,9 +13,11 @@ import onnx
 from onnx import TensorProto
 
 from still_graphs.errors import UnsupportedError
+from still_graphs.on_proto import on_proto
 from still_graphs.passes.walk import Rewriter, attribute, value_names, walk_graphs
 
 
+@on_proto
 def replace_nonzero(model: onnx.ModelProto) -> int:
     """Rewrite every NonZero of the model, in place.
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import onnx
 
+from still_graphs.on_proto import on_proto
 from still_graphs.ops import DOMAIN
 from still_graphs.passes.walk import walk_nodes
 
 
+@on_proto
 def strip_functions(model: onnx.ModelProto) -> int:
     """Remove the domain's functions, in place.
 

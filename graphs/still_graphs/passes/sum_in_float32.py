@@ -13,11 +13,13 @@ from __future__ import annotations
 import onnx
 from onnx import TensorProto, helper
 
+from still_graphs.on_proto import on_proto
 from still_graphs.ops import DOMAIN
 from still_graphs.ops.dense_matmul import DENSE_MATMUL
 from still_graphs.passes.walk import attribute, dimensions, drop_unused, element_types, initializers, set_opset
 
 
+@on_proto
 def sum_in_float32(model: onnx.ModelProto) -> int:
     """Rewrite the main graph, in place.
 

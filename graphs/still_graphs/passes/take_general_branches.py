@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import onnx
 
+from still_graphs.on_proto import on_proto
 from still_graphs.passes.walk import Rewriter, attribute, value_names
 
 
+@on_proto
 def take_general_branches(model: onnx.ModelProto) -> int:
     """Splice the else branches into the main graph, in place.
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import onnx
 from onnx import TensorProto, helper
 
+from still_graphs.on_proto import on_proto
 from still_graphs.passes.walk import Rewriter, value_names
 
 MASK = "attention_mask"
@@ -19,6 +20,7 @@ COUNTS = ("new_tokens", "past_length")
 LENGTH = "present_length"
 
 
+@on_proto
 def take_lengths_from_mask(model: onnx.ModelProto) -> int:
     """Replace the inputs, in place.
 

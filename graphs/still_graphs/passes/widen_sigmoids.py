@@ -12,12 +12,14 @@ from __future__ import annotations
 import onnx
 from onnx import TensorProto
 
+from still_graphs.on_proto import on_proto
 from still_graphs.passes.walk import Rewriter, element_types, value_names
 
 BENT = ("Sigmoid", "Softplus")
 """Operators made of e^x and 1."""
 
 
+@on_proto
 def widen_sigmoids(model: onnx.ModelProto) -> int:
     """Put casts around them, in place.
 

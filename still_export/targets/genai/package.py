@@ -14,7 +14,6 @@ from still_export.targets.target import Lowering
 from still_graphs.conditions import known_ops
 from still_graphs.passes.join_states import CACHE, RECURRENT, join_states, past_name, present_name
 from still_graphs.passes.take_lengths_from_mask import take_lengths_from_mask
-from still_graphs.passes.walk import dimensions
 from still_graphs.pipelines import Step, run_steps
 
 GRAPH = "genai.onnx"
@@ -54,13 +53,12 @@ def finish(lowering: Lowering, graph: Any) -> None:
 
 def _write_graph(lowering: Lowering) -> dict[str, list[int]]:
     """Write the graph as genai feeds it, with the weights where they are; dimensions of its inputs but the batch."""
-    import onnx
+    import onnx_ir as ir
 
-    graph = onnx.load(lowering.folder / MODEL, load_external_data=False)
-    run_steps(graph, STEPS, lowering.dump)
-    onnx.save(graph, lowering.folder / GRAPH)
-    known = dimensions(graph.graph)
-    return {info.name: [d for d in known[info.name] if isinstance(d, int)] for info in graph.graph.input}
+    model = ir.load(lowering.folder / MODEL)
+    run_steps(model, STEPS, lowering.dump)
+    ir.save(model, lowering.folder / GRAPH)
+    return {str(value.name): [d for d in value.shape or () if isinstance(d, int)] for value in model.graph.inputs}
 
 
 def genai_config(folder: Path, manifest: dict[str, Any], shapes: dict[str, list[int]]) -> dict[str, Any]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from still_export.graph.edits import store
-from still_export.graph.later_ir import ir
+from still_graphs.edits import store
+from still_graphs.later_ir import ir
 
 
 def part_scales(model: ir.Model) -> int:

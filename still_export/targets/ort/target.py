@@ -22,6 +22,7 @@ from still_export.targets.ort.runtime import ORT
 from still_export.targets.ort.scales import part_scales
 from still_export.targets.target import FLOAT_WEIGHTS, Lowering, Target
 from still_graphs.conditions import known_ops, no_functions
+from still_graphs.on_proto import on_proto
 from still_graphs.ops import DOMAIN, FUSED_OPSET, OPS, OPSET
 from still_graphs.passes.add_greedy_token import add_greedy_node
 from still_graphs.passes.attach_functions import attach_functions
@@ -58,12 +59,14 @@ def merge_three(model: Any) -> int:
     return merge_linear_layers(model, THREE)
 
 
+@on_proto
 def take_new_opset(model: onnx.ModelProto) -> int:
     """Say that the graph is of the newer opset."""
     next(o for o in model.opset_import if o.domain == "").version = FUSED_OPSET
     return 1
 
 
+@on_proto
 def attach_own_functions(model: onnx.ModelProto) -> int:
     """Give still:: nodes bodies that may have ONNX Runtime's own ops."""
     return attach_functions(model, onnxruntime=True)
@@ -151,9 +154,8 @@ ORT_CPU = Target(
     DTYPES,
     ONNXRUNTIME,
     OrtOptions,
-    steps=(STRIP, *BODIES),
+    steps=(SCALES, FUSE, STRIP, *BODIES),
     finish=finish,
-    weights=(SCALES, FUSE),
     caches=("float16", "int8"),
     traits=traits,
     demand=demand,
@@ -170,16 +172,14 @@ ORT_CUDA = Target(
     ONNXRUNTIME,
     OrtOptions,
     steps=(
+        SCALES,
+        FUSE,
+        Step(merge_three, "one product of several reads memory in longer runs", only=(OWN_OPS, FLOAT_WEIGHTS)),
         STRIP,
         *(replace(step, only=(OWN_OPS,)) for step in ON_GPUS),
         *BODIES,
     ),
     finish=finish,
-    weights=(
-        SCALES,
-        FUSE,
-        Step(merge_three, "one product of several reads memory in longer runs", only=(OWN_OPS, FLOAT_WEIGHTS)),
-    ),
     layouts={
         "float16": Layout("ONNX Runtime's kernels for GPUs", (32, 64, 128), PLUGIN, True, True, True, adapters=True)
     },

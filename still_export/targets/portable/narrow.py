@@ -16,12 +16,12 @@ import onnx
 import onnx_ir as ir
 
 from still_export.errors import ConfigError, UnsupportedError
-from still_export.graph.edits import add_node, forget, store, typed
 from still_export.graph.options import Progress
 from still_export.graph.weights_file import VIEW, save_streaming
 from still_export.package.files import DATA, MODEL, PORTABLE
 from still_export.package.folder import GENERATED, Package, write_manifest
 from still_export.runtime.bundle import PROGRAMS
+from still_graphs.edits import add_node, forget, store, typed
 from still_graphs.ops import DOMAIN, OPS
 from still_graphs.passes.attach_functions import attach_functions
 

@@ -60,14 +60,12 @@ TRT = Target(
     DTYPES,
     Layout("TensorRT's INT4", (64, 128)),
     TrtOptions,
-    weights=(
+    steps=(
         Step(
             merge_linear_layers,
             "engines whose weights can be replaced have none of their products merged by the compiler",
             only=(FLOAT_WEIGHTS,),
         ),
-    ),
-    steps=(
         Step(
             strip_functions,
             "the parser prefers a function over a plugin",

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from still_export.graph.edits import add_node, put_in_place, store, typed
-from still_export.graph.later_ir import ir
+from still_graphs.edits import add_node, put_in_place, store, typed
+from still_graphs.later_ir import ir
 
 
 def norm_in_place(model: ir.Model) -> int:

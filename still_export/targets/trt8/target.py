@@ -34,9 +34,9 @@ TRT8 = replace(
     TRT,
     name="trt8",
     layout=LAYOUT,
-    weights=(
+    steps=(
         Step(norm_in_place, "8.6 compiles a norm of the first channels for prompts, but not for one token"),
-        *TRT.weights,
+        *TRT.steps,
     ),
     demand=demand,
     takes=takes,

@@ -140,6 +140,7 @@ WEB = Target(
     ONNXRUNTIME,
     WebOptions,
     steps=(
+        FUSE,
         STRIP,
         Step(dequantize_at_load, "it has no kernel for low-bit weights: each call would dequantize them"),
         Step(
@@ -149,7 +150,6 @@ WEB = Target(
         ),
     ),
     finish=finish,
-    weights=(FUSE,),
     traits=lambda options: (OWN_OPS,),
     demand=demand,
     runtime=ORT,

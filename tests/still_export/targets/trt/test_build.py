@@ -22,10 +22,10 @@ from still_export.targets.trt.builder import plugin_layers, runs_on, write_atomi
 from still_export.targets.trt.options import TrtOptions
 from still_export.targets.trt.package import demand_kernels, kernel_variants
 from still_graphs.passes.walk import drop_attribute
-from still_graphs.pipelines import run_steps
 from tests.still_export import fake_tensorrt
 from tests.still_export.packages import needs_rtx, onnx_package, rtx_package, trt_package
 from tests.still_graphs.small_graph import SALIENT, small_graph
+from tests.still_graphs.steps import run_steps
 
 
 @pytest.mark.slow

@@ -28,10 +28,10 @@ from still_graphs.passes.lower_opset import lower_opset
 from still_graphs.passes.replace_nonzero import replace_nonzero
 from still_graphs.passes.take_general_branches import take_general_branches
 from still_graphs.passes.walk import dimensions, initializers
-from still_graphs.pipelines import run_steps
 from tests.still_export.fake_engine import restore_bodies
 from tests.still_export.packages import needs_rtx
 from tests.still_export.tiny import FAMILIES, MIXED, still_model
+from tests.still_graphs.steps import run_steps
 
 INLINED = (inline_functions, take_general_branches, replace_nonzero, add_greedy_token, lower_opset, lower_integers)
 CASES = [(torch.float16, {}), (torch.bfloat16, {"layer_types": MIXED})]

@@ -27,10 +27,10 @@ from still_export.targets.ort.options import OrtOptions
 from still_export.targets.web import target as web
 from still_graphs.conditions import only_ops
 from still_graphs.passes import dequantize_at_load as passes
-from still_graphs.pipelines import run_steps
 from tests.still_export.serving.conftest import TEMPLATE
 from tests.still_export.tiny import CHUNK, VOCAB, still_model
 from tests.still_export.training import byte_tokenizer
+from tests.still_graphs.steps import run_steps
 
 FOLDED = {"session.disable_quant_qdq": "1"}
 """What the browser's runner asks of a session."""

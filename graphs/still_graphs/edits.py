@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from still_export.graph.later_ir import ir
+from still_graphs.later_ir import ir
 
 CONTRIB = "com.microsoft"
 """Domain of ONNX Runtime's own ops."""
