@@ -16,6 +16,7 @@ from still_graphs.passes.fuse_gates import fuse_gates
 from still_graphs.passes.fuse_norms import fuse_norms
 from still_graphs.passes.sum_in_float32 import sum_in_float32
 from still_graphs.passes.walk import attribute
+from tests.still_graphs.steps import applied
 
 WIDTH, MIDDLE, THIN, EPSILON = 32, 64, 8, 3e-4
 SHAPES: dict[str, list[str | int]] = {
@@ -118,7 +119,7 @@ def test_a_layer_of_the_same_numbers(adapter: bool) -> None:
     model = model_of(adapter=adapter)
     expected = run(model)
     sum_in_float32(model)
-    assert fuse_norms(model) == fuse_gates(model) == 1
+    assert applied(fuse_norms, model) == applied(fuse_gates, model) == 1
     thin = ["DenseMatMul", "DenseMatMul"] if adapter else []
     assert kinds(model) == ["Mul", "AddRmsNorm", "MatMulNBits", *thin, "SwiGlu", "MatMulNBits", "Add"]
     nodes = {node.op_type: node for node in model.graph.node}
@@ -129,7 +130,7 @@ def test_a_layer_of_the_same_numbers(adapter: bool) -> None:
     assert list(gate.input) == ["both"] and list(gate.output) == ["middle"] and attribute(gate, "width") == MIDDLE
     onnx.checker.check_model(model)
     assert np.linalg.norm(run(model) - expected) <= 2e-3 * np.linalg.norm(expected)
-    assert fuse_norms(model) == fuse_gates(model) == 0
+    assert applied(fuse_norms, model) == applied(fuse_gates, model) == 0
 
 
 @pytest.mark.parametrize(
@@ -149,7 +150,7 @@ def test_other_gates_stay(change: dict[str, Any]) -> None:
     model = model_of(**change)
     sum_in_float32(model)
     before = kinds(model)
-    assert fuse_gates(model) == 0 and kinds(model) == before
+    assert applied(fuse_gates, model) == 0 and kinds(model) == before
 
 
 @pytest.mark.parametrize(
@@ -161,11 +162,11 @@ def test_other_first_norms_stay(change: dict[str, Any]) -> None:
     model = model_of(**change)
     sum_in_float32(model)
     before = kinds(model)
-    assert fuse_norms(model) == 0 and kinds(model) == before
+    assert applied(fuse_norms, model) == 0 and kinds(model) == before
 
 
 def test_results_have_types() -> None:
     model = model_of()
-    fuse_norms(model)
+    applied(fuse_norms, model)
     types = {info.name: info.type.tensor_type.elem_type for info in model.graph.value_info}
     assert types["x.read"] == TensorProto.FLOAT16
