@@ -11,6 +11,7 @@ from still_export.targets.trt.options import QUANTIZED_MAJOR, TrtOptions
 from still_export.targets.trt.plugins import find_tensorrt_headers, tensorrt_major
 from still_export.targets.trt.target import TRT
 from still_export.targets.trt8.norms import norm_in_place, whole_norms
+from still_export.targets.trt8.shapes import shape_before_widening, shaped_before_widening
 from still_export.targets.trt8.sigmoids import sigmoids_of_one_type, widen_sigmoids
 from still_graphs.conditions import known_ops
 from still_graphs.passes.lower_opset import lower_opset, lowered
@@ -46,6 +47,12 @@ TRT8 = replace(
             ensures=whole_norms,
         ),
         *TRT.steps[:BEHIND_OPSET],
+        Step(
+            shape_before_widening,
+            "8.6 loses track of the type of a float32 reshape",
+            requires=lowered,
+            ensures=shaped_before_widening,
+        ),
         Step(
             widen_sigmoids,
             "8.6 finds no kernels for a part with sigmoids of two types",
