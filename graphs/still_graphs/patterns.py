@@ -2,10 +2,10 @@
 
 A pattern is written as the expression that it finds, from what goes in to what comes out. Each of its objects stands for one value or node:
 
-    X, ANGLES = Val(), Val()
+    X = Val()
     SPLIT = Op("Split", X, ..., outputs=2)
-    GATED = Op("Mul", SPLIT[0], Op("Sigmoid", SPLIT[0]))
-    Fusion((Op("Mul", GATED, SPLIT[1]),), replace, where)
+    SILU = Op("Mul", SPLIT[0], Op("Sigmoid", SPLIT[0]))
+    Fusion((Op("Mul", SILU, SPLIT[1]),), replace, where)
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import EllipsisType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from still_graphs.edits import drop_unused, put_in_place
 from still_graphs.later_ir import ir
@@ -26,7 +26,7 @@ COMMUTES = ("Add", "Mul")
 class Val:
     """Any value, the same wherever this object stands; `check` must hold for it."""
 
-    def __init__(self, check: Callable[[ir.Value], bool] | None = None) -> None:
+    def __init__(self, check: Callable[[ir.Value], bool] = lambda value: True) -> None:
         self.check = check
 
 
@@ -49,60 +49,64 @@ class Op:
         domain: str = "",
         outputs: int | None = None,
         kept: bool = False,
-        check: Callable[[ir.Node], bool] | None = None,
+        check: Callable[[ir.Node], bool] = lambda node: True,
     ) -> None:
-        self.ops = (op,) if isinstance(op, str) else tuple(op)
+        self.ops, self.domain = ((op,) if isinstance(op, str) else tuple(op)), domain
         self.more = bool(inputs) and inputs[-1] is ...
         self.inputs = cast("tuple[Pattern, ...]", inputs[:-1] if self.more else inputs)
-        self.domain, self.outputs, self.kept, self.check = domain, outputs, kept, check
+        self.outputs, self.kept, self.check = outputs, kept, check
 
     def __getitem__(self, index: int) -> Result:
         return Result(self, index)
 
+    def takes(self, node: ir.Node, inputs: Sequence[ir.Value | None]) -> bool:
+        """Whether `node` may be it, whatever its inputs are."""
+        fits = node.op_type in self.ops and node.domain == self.domain and self.outputs in (None, len(node.outputs))
+        many = len(inputs) >= len(self.inputs) if self.more else len(inputs) == len(self.inputs)
+        return fits and many and self.check(node)
 
-@dataclass(frozen=True)
-class Result:
+
+class Result(NamedTuple):
     """The result `index` of a node."""
 
     of: Op
     index: int
 
 
-class Either:
-    """The first of some patterns that fits."""
+class Either(NamedTuple):
+    """The first of two patterns that fits."""
 
-    def __init__(self, *patterns: Pattern) -> None:
-        self.patterns = patterns
+    first: Pattern
+    second: Pattern
 
 
 Pattern = Val | Op | Result | Either | None
+Found = Mapping[Val | Op, Any]
+"""Values and nodes by the objects that stand for them."""
 
 
 class Match:
-    """What the objects of a pattern stand for, and the nodes that come in its place."""
+    """What a pattern stands for; gets the nodes that come in its place."""
 
-    def __init__(self, found: Mapping[Any, Any], results: Sequence[ir.Value]) -> None:
-        self._found, self.results = found, results
-        self.new: list[ir.Node] = []
+    def __init__(self, found: Found, results: Sequence[Op | Result]) -> None:
+        self.found, self.new = found, list[ir.Node]()
+        self.results = [self.value(result) for result in results]
+        self.gone = {node for pattern, node in found.items() if isinstance(pattern, Op) and not pattern.kept}
 
     def __contains__(self, pattern: Val | Op) -> bool:
         """Whether an alternative that has `pattern` was found."""
-        return pattern in self._found
+        return pattern in self.found
 
     def value(self, pattern: Val | Op | Result) -> ir.Value:
         """The value of a pattern, of an Op its first result."""
         if isinstance(pattern, Val):
-            return cast("ir.Value", self._found[pattern])
-        of, index = (pattern.of, pattern.index) if isinstance(pattern, Result) else (pattern, 0)
+            return cast("ir.Value", self.found[pattern])
+        of, index = _result(pattern)
         return self.node(of).outputs[index]
 
     def node(self, pattern: Op) -> ir.Node:
         """The node of a pattern."""
-        return cast("ir.Node", self._found[pattern])
-
-    def nodes(self) -> dict[Op, ir.Node]:
-        """The nodes of all patterns."""
-        return {pattern: node for pattern, node in self._found.items() if isinstance(pattern, Op)}
+        return cast("ir.Node", self.found[pattern])
 
     def add(
         self,
@@ -117,6 +121,12 @@ class Match:
         """A node that comes in the place of the pattern; its results."""
         self.new.append(ir.node(op, inputs, attributes or {}, domain=domain, name=name, num_outputs=outputs))
         return self.new[-1].outputs
+
+    def closed(self) -> bool:
+        """Whether only the pattern reads what it computes, but for its results."""
+        inside = [value for node in self.gone for value in node.outputs if value not in self.results]
+        readers = {use.node for value in inside for use in value.uses()}
+        return readers <= self.gone and not any(value.is_graph_output() for value in inside)
 
 
 @dataclass(frozen=True)
@@ -139,22 +149,19 @@ class Fusion:
 
     def match(self, graph: ir.Graph, root: ir.Node) -> Match | None:
         """The pattern whose first result `root` makes, if it is there and may be fused."""
-        for found in _all_results(graph, self.results, root, {}):
-            match = Match(found, [])
-            match.results = [match.value(result) for result in self.results]
-            if (not self.alone or _closed(match)) and self.where(match):
-                return match
-        return None
+        matches = (Match(found, self.results) for found in _found(graph, self.results, root, {}))
+        return next((match for match in matches if (not self.alone or match.closed()) and self.where(match)), None)
 
     def apply(self, graph: ir.Graph, match: Match) -> None:
         """Put the new nodes in the place of the pattern's."""
         new = self.replace(match)
-        place = match.node(self.at or _op(self.results[0]))
-        graph.insert_before(place, match.new)
+        graph.insert_before(match.node(self.at or _result(self.results[0]).of), match.new)
         for old, value in zip(match.results, new, strict=True):
             put_in_place(old, value)
         if self.alone:
-            graph.remove([node for pattern, node in match.nodes().items() if not pattern.kept], safe=True)
+            graph.remove(match.gone, safe=True)
+        for domain, op in {(node.domain, node.op_type) for node in match.new if node.domain}:
+            graph.opset_imports[domain] = OPS[op].version if domain == DOMAIN else 1
 
 
 def fuse(model: ir.Model, *fusions: Fusion) -> int:
@@ -163,97 +170,66 @@ def fuse(model: ir.Model, *fusions: Fusion) -> int:
     for fusion in fusions:
         for root in list(graph):
             match = fusion.match(graph, root) if root.graph is graph else None
-            if match is None:
-                continue
-            fusion.apply(graph, match)
-            for node in match.new:
-                if node.domain:
-                    graph.opset_imports[node.domain] = OPS[node.op_type].version if node.domain == DOMAIN else 1
-            count += 1
+            if match is not None:
+                fusion.apply(graph, match)
+                count += 1
     if count:
         graph.sort()  # a result may have had readers before what else its pattern reads
         drop_unused(graph)
     return count
 
 
-def _op(pattern: Op | Result) -> Op:
-    return pattern.of if isinstance(pattern, Result) else pattern
+def fused(*fusions: Fusion) -> Callable[[ir.Model], str]:
+    """The condition that nothing is left of what the patterns find."""
+
+    def check(model: ir.Model) -> str:
+        left = next((node for node in model.graph for fusion in fusions if fusion.match(model.graph, node)), None)
+        return f"nodes behind {left.name or left.op_type} that could be one" if left is not None else ""
+
+    return check
 
 
-def _all_results(
-    graph: ir.Graph, results: Sequence[Op | Result], root: ir.Node, found: Mapping[Any, Any]
-) -> Iterator[Mapping[Any, Any]]:
+def _result(pattern: Op | Result) -> Result:
+    return pattern if isinstance(pattern, Result) else pattern[0]
+
+
+def _found(graph: ir.Graph, results: Sequence[Op | Result], root: ir.Node, found: Found) -> Iterator[Found]:
     """What fits `root` as the maker of the first result, and any nodes as those of the others."""
-    for bound in _node(_op(results[0]), root, found):
-        rest = results[1:]
-        while rest and _op(rest[0]) in bound:
-            rest = rest[1:]
-        if not rest:
-            yield bound
-            continue
-        for node in graph:
-            if node.op_type in _op(rest[0]).ops:
-                yield from _all_results(graph, rest, node, bound)
+    for bound in _node(_result(results[0]).of, root, found):
+        rest = [result for result in results[1:] if _result(result).of not in bound]
+        nodes = [node for node in graph if node.op_type in _result(rest[0]).of.ops] if rest else []
+        yield from (more for node in nodes for more in _found(graph, rest, node, bound)) if rest else (bound,)
 
 
-def _node(pattern: Op, node: ir.Node, found: Mapping[Any, Any]) -> Iterator[Mapping[Any, Any]]:
+def _node(pattern: Op, node: ir.Node, found: Found) -> Iterator[Found]:
+    """The ways in which `node` fits."""
+    inputs = list(node.inputs)
+    while inputs and inputs[-1] is None:
+        inputs.pop()
     if pattern in found:
-        if found[pattern] is node:
-            yield found
-        return
-    given = list(node.inputs)
-    while given and given[-1] is None:
-        given.pop()
-    if node.op_type not in pattern.ops or node.domain not in ((pattern.domain,) if pattern.domain else ("", "ai.onnx")):
-        return
-    if pattern.outputs not in (None, len(node.outputs)):
-        return
-    if not pattern.kept and any(node is other for other in found.values()):
-        return  # two parts of a pattern are two nodes
-    if len(given) < len(pattern.inputs) if pattern.more else len(given) != len(pattern.inputs):
-        return
-    if pattern.check is not None and not pattern.check(node):
-        return
-    orders = [given, given[::-1]] if node.op_type in COMMUTES else [given]
-    for order in orders:
-        yield from _inputs(pattern.inputs, order, {**found, pattern: node})
+        yield from [found] if found[pattern] is node else []
+    # Two parts of a pattern are two nodes.
+    elif pattern.takes(node, inputs) and (pattern.kept or not any(node is other for other in found.values())):
+        for order in [inputs, inputs[::-1]] if node.op_type in COMMUTES else [inputs]:
+            yield from _values(pattern.inputs, order, {**found, pattern: node})
 
 
-def _inputs(
-    patterns: Sequence[Pattern], values: Sequence[ir.Value | None], found: Mapping[Any, Any]
-) -> Iterator[Mapping[Any, Any]]:
+def _values(patterns: Sequence[Pattern], values: Sequence[ir.Value | None], found: Found) -> Iterator[Found]:
     if not patterns:
         yield found
-        return
-    for bound in _value(patterns[0], values[0], found):
-        yield from _inputs(patterns[1:], values[1:], bound)
-
-
-def _value(pattern: Pattern, value: ir.Value | None, found: Mapping[Any, Any]) -> Iterator[Mapping[Any, Any]]:
-    if pattern is None or value is None:
-        if pattern is value:
-            yield found
-    elif isinstance(pattern, Either):
-        for option in pattern.patterns:
-            yield from _value(option, value, found)
-    elif isinstance(pattern, Val):
-        if pattern in found:
-            if found[pattern] is value:
-                yield found
-        elif pattern.check is None or pattern.check(value):
-            yield {**found, pattern: value}
     else:
-        of, index = (pattern.of, pattern.index) if isinstance(pattern, Result) else (pattern, 0)
+        for bound in _value(patterns[0], values[0], found):
+            yield from _values(patterns[1:], values[1:], bound)
+
+
+def _value(pattern: Pattern, value: ir.Value | None, found: Found) -> Iterator[Found]:
+    if pattern is None or value is None:
+        yield from [found] if pattern is value else []
+    elif isinstance(pattern, Either):
+        yield from (bound for option in pattern for bound in _value(option, value, found))
+    elif isinstance(pattern, Val):
+        yield from [{**found, pattern: value}] if found.get(pattern, value) is value and pattern.check(value) else []
+    else:
+        of, index = _result(pattern)
         maker = value.producer()
-        if maker is not None and value.index() == index:
-            yield from _node(of, maker, found)
-
-
-def _closed(match: Match) -> bool:
-    """Whether only the pattern reads what it computes but for its results."""
-    inside = {node for pattern, node in match.nodes().items() if not pattern.kept}
-    return all(
-        value in match.results or (not value.is_graph_output() and all(use.node in inside for use in value.uses()))
-        for node in inside
-        for value in node.outputs
-    )
+        yield from _node(of, maker, found) if maker is not None and value.index() == index else []
