@@ -184,7 +184,7 @@ def fused(*fusions: Fusion) -> Callable[[ir.Model], str]:
 
     def check(model: ir.Model) -> str:
         left = next((node for node in model.graph for fusion in fusions if fusion.match(model.graph, node)), None)
-        return f"nodes behind {left.name or left.op_type} that could be one" if left is not None else ""
+        return f"nodes up to {left.name or left.op_type} that could be one" if left is not None else ""
 
     return check
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from still_graphs.edits import CONTRIB, add_node, on_last, rank, store
 from still_graphs.later_ir import ir
-from still_graphs.patterns import Fusion, Match, Op, Val, fuse
+from still_graphs.patterns import Fusion, Match, Op, Val, fuse, fused
 
 
 def fuse_nodes(model: ir.Model) -> int:
@@ -116,3 +116,5 @@ ROTARY = Fusion((ROTATED,), _rotary, _is_rotary, alone=False)
 
 NORM_OF_SUM = Fusion((NORM, TOTAL), _skip_norm, _has_kernel, at=TOTAL)
 """x + y, which an RMSNorm over the last axis reads, and perhaps others: one op gives both."""
+
+nodes_fused = fused(ROTARY, NORM_OF_SUM)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from still_graphs.patterns import Either, Fusion, Match, Op, Val, fuse
+from still_graphs.patterns import Either, Fusion, Match, Op, Val, fuse, fused
 
 X, BIAS = Val(), Val()
 SPLIT = Op("Split", X, ..., outputs=2)
@@ -195,3 +195,11 @@ def test_absent_inputs_are_written_as_none() -> None:
     ):
         fusion = Fusion((clipped,), lambda match: match.add("Min", [match.value(X), match.value(BIAS)], name="m"))
         assert fuse(model_of([node]), fusion) == found, node
+
+
+def test_what_is_left_is_named() -> None:
+    model = model_of()
+    model.graph[-1].name = "last"
+    assert fused(GATE)(model) == "nodes up to last that could be one"
+    fuse(model, GATE)
+    assert fused(GATE)(model) == ""

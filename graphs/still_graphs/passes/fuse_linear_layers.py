@@ -17,7 +17,7 @@ from still_graphs.ops import DOMAIN
 from still_graphs.ops.dense_matmul import DENSE_MATMUL
 from still_graphs.ops.gated_mlp import GATED_MLP
 from still_graphs.passes.fuse_gates import gated, halved
-from still_graphs.patterns import Fusion, Match, Op, Val, fuse
+from still_graphs.patterns import Fusion, Match, Op, Val, fuse, fused
 
 NAMES = DENSE_MATMUL.input_names()
 EPSILON = DENSE_MATMUL.attributes[0].name
@@ -85,3 +85,4 @@ FUSIONS = (
     Fusion((TOTAL,), _with_residual, _takes_residual),
     Fusion((LAYER,), _layer, lambda match: halved(match.node(SPLIT))),
 )
+linear_layers_fused = fused(*FUSIONS)

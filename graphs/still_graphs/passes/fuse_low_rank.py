@@ -16,7 +16,7 @@ from still_graphs.edits import in_half, is_weight, rank
 from still_graphs.later_ir import ir
 from still_graphs.ops import DOMAIN
 from still_graphs.ops.low_rank_matmul import LOW_RANK_MATMUL
-from still_graphs.patterns import Fusion, Match, Op, Val, fuse
+from still_graphs.patterns import Fusion, Match, Op, Val, fuse, fused
 
 RANK = 256
 """Most numbers between both products: of a few rows each program computes all of them."""
@@ -28,7 +28,7 @@ def fuse_low_rank(model: ir.Model) -> int:
     Returns:
         Number of pairs that were fused.
     """
-    return fuse(model, Fusion((TOTAL,), _replace, _with_base), Fusion((SECOND,), _replace, _thin))
+    return fuse(model, *FUSIONS)
 
 
 def _matrix(value: ir.Value) -> bool:
@@ -57,3 +57,7 @@ def _replace(match: Match) -> Sequence[ir.Value]:
     inputs = [match.value(pattern) for pattern in (X, INNER, OUTER, BASE) if pattern in match]
     last = match.node(TOTAL if TOTAL in match else SECOND)
     return match.add(LOW_RANK_MATMUL.name, inputs, name=f"{last.name or last.outputs[0].name}.fused", domain=DOMAIN)
+
+
+FUSIONS = Fusion((TOTAL,), _replace, _with_base), Fusion((SECOND,), _replace, _thin)
+low_rank_fused = fused(*FUSIONS)

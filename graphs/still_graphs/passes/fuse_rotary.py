@@ -17,7 +17,7 @@ from still_graphs.edits import in_half, is_weight, on_last, rank, width
 from still_graphs.later_ir import ir
 from still_graphs.ops import DOMAIN
 from still_graphs.ops.rotary_qkv import ROTARY_QKV
-from still_graphs.patterns import Either, Fusion, Match, Op, Result, Val, fuse
+from still_graphs.patterns import Either, Fusion, Match, Op, Result, Val, fuse, fused
 
 
 def fuse_rotary(model: ir.Model) -> int:
@@ -109,3 +109,4 @@ def _heads(match: Match, rotation: _Rotation, flat: ir.Value) -> ir.Value:
 
 
 FUSIONS = [_fusion(gated, flat) for gated in (True, False) for flat in product((True, False), repeat=2)]
+rotary_fused = fused(*FUSIONS)

@@ -17,7 +17,7 @@ from still_graphs.ops import DOMAIN
 from still_graphs.ops.low_rank_matmul import LOW_RANK_MATMUL
 from still_graphs.ops.matmul_nbits import MATMUL_NBITS
 from still_graphs.ops.rotary_qkv import ROTARY_QKV
-from still_graphs.patterns import Either, Fusion, Match, Op, Val, fuse
+from still_graphs.patterns import Either, Fusion, Match, Op, Val, fuse, fused
 
 PRODUCTS = ("MatMul", MATMUL_NBITS.name, LOW_RANK_MATMUL.name)
 
@@ -28,7 +28,7 @@ def fuse_rotary_embeddings(model: ir.Model) -> int:
     Returns:
         Number of splits that were fused with what follows.
     """
-    return fuse(model, Fusion((*PARTS, GATE), _replace, _gated), Fusion(PARTS, _replace, _fits))
+    return fuse(model, *FUSIONS)
 
 
 WHOLE, COS, SIN = (Val(lambda value: rank(value) == 3) for _ in range(3))
@@ -71,3 +71,7 @@ def _replace(match: Match) -> Sequence[ir.Value]:
     values = dict(zip((a.name for a in ROTARY_QKV.attributes), widths, strict=True))
     name = f"{split.name or match.results[0].name}.fused"
     return match.add(ROTARY_QKV.name, inputs, values, name=name, domain=DOMAIN, outputs=3 + (GATE in match))
+
+
+FUSIONS = Fusion((*PARTS, GATE), _replace, _gated), Fusion(PARTS, _replace, _fits)
+rotary_embeddings_fused = fused(*FUSIONS)

@@ -15,7 +15,7 @@ from still_graphs.functions.codes import STEPS
 from still_graphs.later_ir import ir
 from still_graphs.ops import DOMAIN, OPS
 from still_graphs.ops.round_key_value import ROUND_KEY_VALUE
-from still_graphs.patterns import Either, Fusion, Match, Op, Val, fuse
+from still_graphs.patterns import Either, Fusion, Match, Op, Val, fuse, fused
 
 NAMES = ROUND_KEY_VALUE.input_names()
 
@@ -26,7 +26,7 @@ def fuse_rounding(model: ir.Model) -> int:
     Returns:
         Number of pairs of keys and values.
     """
-    return fuse(model, Fusion((ROUNDED[0], ROUNDED[1]), _replace, _is_pair, alone=False))
+    return fuse(model, PAIR)
 
 
 def _is_steps(value: ir.Value) -> bool:
@@ -67,3 +67,7 @@ def _replace(match: Match) -> Sequence[ir.Value]:
     assert attention is not None
     name = f"{attention.name}.rounding"
     return match.add(ROUND_KEY_VALUE.name, [match.value(x) for x in GIVEN], name=name, domain=DOMAIN, outputs=2)
+
+
+PAIR = Fusion((ROUNDED[0], ROUNDED[1]), _replace, _is_pair, alone=False)
+rounding_fused = fused(PAIR)
