@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from still_graphs.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 
 @dataclass(frozen=True)
@@ -17,11 +20,11 @@ class Step:
     what all graphs have. `only`: traits of the model or its deployment without which the step is left out.
     """
 
-    run: Callable[[Any], int]
+    run: Callable[[ir.Model], int]
     reason: str
     only: tuple[str, ...] = ()
-    requires: Callable[[Any], str] | None = None
-    ensures: Callable[[Any], str] | None = None
+    requires: Callable[[ir.Model], str] | None = None
+    ensures: Callable[[ir.Model], str] | None = None
 
     @property
     def name(self) -> str:
@@ -29,17 +32,17 @@ class Step:
         return self.run.__name__
 
 
-Dump = Callable[[str, Any], None]
+Dump = Callable[[str, "ir.Model"], None]
 """Called with each step's name and the graph after it."""
 
 
 def run_steps(
-    model: Any, steps: Sequence[Step], dump: Dump | None = None, traits: Collection[str] = ()
+    model: ir.Model, steps: Sequence[Step], dump: Dump | None = None, traits: Collection[str] = ()
 ) -> dict[str, int]:
     """Run `steps` over `model`, in place.
 
     Args:
-        model: The graph in the form that the steps take, an onnx.ModelProto or an onnx_ir.Model; its weights may lie in files beside it.
+        model: The graph, an onnx_ir.Model; its weights may lie in files beside it.
         steps: In order.
         dump: Called after each.
         traits: Of the model or its deployment, which steps ask for.
@@ -65,7 +68,7 @@ def run_steps(
     return counts
 
 
-def _demand(condition: Callable[[Any], str] | None, model: Any, when: str) -> None:
+def _demand(condition: Callable[[ir.Model], str] | None, model: ir.Model, when: str) -> None:
     """Raise UnsupportedError where the graph is not what a pass needs or promises."""
     wrong = condition(model) if condition is not None else ""
     if wrong:

@@ -16,7 +16,7 @@ import numpy as np
 import onnx_ir as ir
 from torch import Tensor, nn
 
-from still_export.graph.edits import store
+from still_graphs.edits import store
 from still_graphs.ops import DOMAIN, OPS
 from still_graphs.states import StateTable
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
-from still_export.graph.edits import forget
+from still_graphs.edits import forget
 
 INSIDE_BYTES = 256
 """Tensors below this size stay in the graph."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import onnx
 import onnx_ir as ir
@@ -19,10 +18,8 @@ def dumper(folder: Path) -> Dump:
     folder.mkdir(parents=True, exist_ok=True)
     written: list[str] = []
 
-    def dump(name: str, model: Any) -> None:
-        bare = _without_weights(model) if isinstance(model, ir.Model) else onnx.ModelProto()
-        if isinstance(model, onnx.ModelProto):
-            bare.CopyFrom(model)
+    def dump(name: str, model: ir.Model) -> None:
+        bare = _without_weights(model)
         for tensor in bare.graph.initializer:
             if len(tensor.raw_data) > SMALL_BYTES:
                 tensor.ClearField("raw_data")

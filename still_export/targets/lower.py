@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import onnx
 import onnx_ir as ir
 
 from still_export.errors import ConfigError, PackageError
@@ -171,19 +170,13 @@ def portable_identity(files: dict[str, Any]) -> str:
     return str(files.get(DATA, files[PORTABLE])["sha256"])
 
 
-def _lowered(source: Path, lowering: Lowering, target: Target, traits: set[str]) -> tuple[onnx.ModelProto, bool]:
+def _lowered(source: Path, lowering: Lowering, target: Target, traits: set[str]) -> tuple[ir.Model, bool]:
     """Run the target's steps and write the graph, and the weights where steps changed them; whether they did."""
-    path, rewritten, start = lowering.folder / MODEL, False, source / PORTABLE
-    if target.weights:
-        model = ir.load(start)
-        lowering.passes |= run_steps(model, target.weights, lowering.dump, traits)
-        rewritten = any(isinstance(value.const_value, ir.LazyTensor) for value in model.graph.initializers.values())
-        if rewritten:
-            save_streaming(model, path, DATA, lambda done, total: lowering.say("writing the weights", done, total))
-        else:
-            ir.save(model, path)
-        start = path
-    graph = onnx.load(start, load_external_data=False)  # no step from here on reads a weight
-    lowering.passes |= run_steps(graph, target.steps, lowering.dump, traits)
-    onnx.save(graph, path)
-    return graph, rewritten
+    path, model = lowering.folder / MODEL, ir.load(source / PORTABLE)
+    lowering.passes |= run_steps(model, target.steps, lowering.dump, traits)
+    rewritten = any(isinstance(value.const_value, ir.LazyTensor) for value in model.graph.initializers.values())
+    if rewritten:
+        save_streaming(model, path, DATA, lambda done, total: lowering.say("writing the weights", done, total))
+    else:
+        ir.save(model, path)
+    return model, rewritten

@@ -66,8 +66,7 @@ class Target:
         layouts: The same by activation type, where it is another.
         caches: Types of keys and values beside that of the activations.
         options: Class of what a deployment chooses; its fields with a help text are flags. `from_manifest` gives what a manifest records.
-        weights: Steps on onnx_ir, which may change weights; in order, before `steps`.
-        steps: Steps on the saved graph, which read no weight.
+        steps: From the portable graph to the target's, in order; they read no weight, but may say what is written in its place.
         finish: Writes the target's own files and completes the manifest; called with the graph.
         traits: Of a package and the options, which steps ask for.
         demand: Raises ConfigError for what the target with its options cannot have of an export.
@@ -89,7 +88,6 @@ class Target:
     options: Any
     steps: tuple[Step, ...]
     finish: Callable[[Lowering, Any], None]
-    weights: tuple[Step, ...] = ()
     layouts: dict[str, Layout] = field(default_factory=dict)
     caches: tuple[str, ...] = ()
     traits: Callable[[Any], Collection[str]] = lambda options: ()

@@ -11,9 +11,9 @@ import pytest
 
 from still_export.targets.genai.package import STEPS as PASSES
 from still_graphs.errors import UnsupportedError
-from still_graphs.pipelines import run_steps
 from tests.still_graphs.genai_host import GenaiHost
 from tests.still_graphs.small_graph import SIZES, VOCABULARY, empty_state, small_graph
+from tests.still_graphs.steps import run_steps
 from tests.still_graphs.test_functions import session
 
 CAPACITY = 120

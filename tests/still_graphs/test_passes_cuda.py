@@ -14,11 +14,11 @@ from onnx import helper, numpy_helper
 
 from still_export.targets.ort.target import ON_GPUS
 from still_graphs.passes.add_greedy_token import add_greedy_node
-from still_graphs.passes.attach_functions import attach_functions
 from still_graphs.passes.fuse_gates import fuse_all_gates
 from still_graphs.passes.fuse_low_rank import fuse_low_rank
 from still_graphs.passes.fuse_rotary_embeddings import fuse_rotary_embeddings
-from still_graphs.pipelines import run_steps
+from still_graphs.passes.strip_functions import strip_functions
+from tests.still_graphs.steps import applied, attach_functions, run_steps
 
 WIDTH, RANK, SIZE, HEADS, KV_HEADS, MIDDLE, VOCABULARY = 48, 5, 8, 4, 2, 20, 77
 PARTS = (HEADS * SIZE, KV_HEADS * SIZE, KV_HEADS * SIZE)
@@ -121,6 +121,7 @@ def test_a_layer() -> None:
     assert token.dtype == np.int32 and np.array_equal(token, found["logits"].argmax(-1))
     for name, value in expected.items():
         np.testing.assert_allclose(found[name].astype(float), value.astype(float), rtol=4e-3, atol=4e-3, err_msg=name)
+    applied(strip_functions, model)
     assert not any(count for count in run_steps(model, ON_GPUS).values())
 
 
@@ -154,13 +155,13 @@ def test_bodies_of_standard_ops() -> None:
 def test_what_something_else_reads_stays(join: Callable[[onnx.ModelProto], int], change: dict[str, Any]) -> None:
     model = model_of(**change)
     before = kinds(model)
-    assert join(model) == 0 and kinds(model) == before
+    assert applied(join, model) == 0 and kinds(model) == before
 
 
 def test_parts_of_a_layer() -> None:
     """A pair whose sum is read on, and one without a sum; a gate without a bias, and one that something else reads."""
     model = model_of(more=("thin",))
-    assert fuse_low_rank(model) == 2 and kinds(model)["Add"] == 2
+    assert applied(fuse_low_rank, model) == 2 and kinds(model)["Add"] == 2
     model = model_of(gate=["gate.low.out"])
     model.graph.node.remove(next(node for node in model.graph.node if node.output[0] == "gate.sum"))
     assert rotary_of(model).input[2:] == ["sin", "", "gate.low.out"] and rotary_of(model).output[3] == "gate"
@@ -170,8 +171,8 @@ def test_parts_of_a_layer() -> None:
 
 def rotary_of(model: onnx.ModelProto) -> onnx.NodeProto:
     """The node of the rotation, joined where it is not yet."""
-    fuse_low_rank(model)
-    fuse_rotary_embeddings(model)
+    applied(fuse_low_rank, model)
+    applied(fuse_rotary_embeddings, model)
     (found,) = (node for node in model.graph.node if node.op_type == "RotaryQkv")
     return found
 
@@ -180,11 +181,11 @@ def test_a_large_matrix_between_is_no_thin_one() -> None:
     """Few inputs, or many numbers between, are products like others."""
     model = model_of()
     model.graph.initializer[1].CopyFrom(numpy_helper.from_array(np.zeros((5, 5), np.float16), "a"))
-    assert fuse_low_rank(model) == 1
+    assert applied(fuse_low_rank, model) == 1
     model.graph.initializer[3].CopyFrom(numpy_helper.from_array(np.zeros((999, 300), np.float16), "gate.a"))
-    assert fuse_low_rank(model_of()) == 2 and fuse_low_rank(model) == 0
+    assert applied(fuse_low_rank, model_of()) == 2 and applied(fuse_low_rank, model) == 0
 
 
 def test_the_token_is_said_once() -> None:
     model = model_of(dtype="float32")
-    assert add_greedy_node(model) == 1 and add_greedy_node(model) == 0
+    assert applied(add_greedy_node, model) == 1 and applied(add_greedy_node, model) == 0

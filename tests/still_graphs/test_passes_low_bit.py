@@ -11,11 +11,11 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from still_graphs.ops import DOMAIN
-from still_graphs.passes.attach_functions import attach_functions
 from still_graphs.passes.fuse_gates import fuse_gates
 from still_graphs.passes.fuse_norms import fuse_norms
 from still_graphs.passes.sum_in_float32 import sum_in_float32
-from still_graphs.passes.walk import attribute
+from tests.still_graphs.protos import attribute
+from tests.still_graphs.steps import applied, attach_functions
 
 WIDTH, MIDDLE, THIN, EPSILON = 32, 64, 8, 3e-4
 SHAPES: dict[str, list[str | int]] = {
@@ -117,8 +117,8 @@ def kinds(model: onnx.ModelProto) -> list[str]:
 def test_a_layer_of_the_same_numbers(adapter: bool) -> None:
     model = model_of(adapter=adapter)
     expected = run(model)
-    sum_in_float32(model)
-    assert fuse_norms(model) == fuse_gates(model) == 1
+    applied(sum_in_float32, model)
+    assert applied(fuse_norms, model) == applied(fuse_gates, model) == 1
     thin = ["DenseMatMul", "DenseMatMul"] if adapter else []
     assert kinds(model) == ["Mul", "AddRmsNorm", "MatMulNBits", *thin, "SwiGlu", "MatMulNBits", "Add"]
     nodes = {node.op_type: node for node in model.graph.node}
@@ -129,7 +129,7 @@ def test_a_layer_of_the_same_numbers(adapter: bool) -> None:
     assert list(gate.input) == ["both"] and list(gate.output) == ["middle"] and attribute(gate, "width") == MIDDLE
     onnx.checker.check_model(model)
     assert np.linalg.norm(run(model) - expected) <= 2e-3 * np.linalg.norm(expected)
-    assert fuse_norms(model) == fuse_gates(model) == 0
+    assert applied(fuse_norms, model) == applied(fuse_gates, model) == 0
 
 
 @pytest.mark.parametrize(
@@ -147,9 +147,9 @@ def test_a_layer_of_the_same_numbers(adapter: bool) -> None:
 )
 def test_other_gates_stay(change: dict[str, Any]) -> None:
     model = model_of(**change)
-    sum_in_float32(model)
+    applied(sum_in_float32, model)
     before = kinds(model)
-    assert fuse_gates(model) == 0 and kinds(model) == before
+    assert applied(fuse_gates, model) == 0 and kinds(model) == before
 
 
 @pytest.mark.parametrize(
@@ -159,13 +159,13 @@ def test_other_gates_stay(change: dict[str, Any]) -> None:
 )
 def test_other_first_norms_stay(change: dict[str, Any]) -> None:
     model = model_of(**change)
-    sum_in_float32(model)
+    applied(sum_in_float32, model)
     before = kinds(model)
-    assert fuse_norms(model) == 0 and kinds(model) == before
+    assert applied(fuse_norms, model) == 0 and kinds(model) == before
 
 
 def test_results_have_types() -> None:
     model = model_of()
-    fuse_norms(model)
+    applied(fuse_norms, model)
     types = {info.name: info.type.tensor_type.elem_type for info in model.graph.value_info}
     assert types["x.read"] == TensorProto.FLOAT16

@@ -11,8 +11,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from still_graphs.ops import DOMAIN
-from still_graphs.passes.attach_functions import attach_functions
 from still_graphs.passes.fuse_rounding import fuse_rounding
+from tests.still_graphs.steps import applied, attach_functions
 
 SHAPE: list[str | int] = ["b", "t", 3, 8]
 
@@ -84,13 +84,13 @@ def run(model: onnx.ModelProto) -> list[np.ndarray]:
 def test_one_node_of_the_same_numbers() -> None:
     model = model_of()
     expected = run(model)
-    assert fuse_rounding(model) == 1
+    assert applied(fuse_rounding, model) == 1
     node, attention = model.graph.node
     assert node.op_type == "RoundKeyValue" and list(node.input) == ["key", "value"]
     assert list(node.output) == list(attention.input)[1:3] == ["key.rounded", "value.rounded"]
     for found, before in zip(run(model), expected, strict=True):
         np.testing.assert_array_equal(found, before)
-    assert fuse_rounding(model) == 0
+    assert applied(fuse_rounding, model) == 0
 
 
 @pytest.mark.parametrize(
@@ -107,4 +107,4 @@ def test_one_node_of_the_same_numbers() -> None:
 def test_what_is_another_stays(change: dict[str, Any]) -> None:
     model = model_of(**change)
     before = [node.op_type for node in model.graph.node]
-    assert fuse_rounding(model) == 0 and [node.op_type for node in model.graph.node] == before
+    assert applied(fuse_rounding, model) == 0 and [node.op_type for node in model.graph.node] == before

@@ -11,8 +11,9 @@ from still_graphs.errors import UnsupportedError
 from still_graphs.ops import DOMAIN
 from still_graphs.passes.fix_shapes import fix_shapes
 from still_graphs.passes.merge_heads import merge_heads
-from still_graphs.passes.walk import Rewriter, attribute, value_names
+from tests.still_graphs.protos import Rewriter, attribute, value_names
 from tests.still_graphs.small_graph import SIZES, small_graph, split_heads
+from tests.still_graphs.steps import applied
 from tests.still_graphs.test_passes_trt import assert_same, rollout
 
 
@@ -47,7 +48,7 @@ def test_shapes_become_constants(expected: list[dict[str, np.ndarray]]) -> None:
     model = small_graph()
     compute_shapes(model)
     assert_same(model, expected, "float32", 0)
-    assert fix_shapes(model) == 5
+    assert applied(fix_shapes, model) == 5
     values = {n.output[0]: attribute(n, "value") for n in model.graph.node if n.op_type == "Constant"}
     shapes = {
         n.output[0]: onnx.numpy_helper.to_array(values[n.input[1]]).tolist()
@@ -58,7 +59,7 @@ def test_shapes_become_constants(expected: list[dict[str, np.ndarray]]) -> None:
     assert not {n.op_type for n in model.graph.node} & {"Shape", "Concat"}, "nothing computes a shape any more"
     onnx.checker.check_model(model, full_check=True)
     assert_same(model, expected, "float32", 0)
-    assert fix_shapes(model) == 0
+    assert applied(fix_shapes, model) == 0
 
 
 def test_shapes_that_move_a_free_dimension_stay() -> None:
@@ -67,7 +68,7 @@ def test_shapes_that_move_a_free_dimension_stay() -> None:
     shape = onnx.numpy_helper.from_array(np.array([2, -1, 2]), "shape")
     node = helper.make_node("Reshape", ["a", "shape"], ["b"])
     model = helper.make_model(helper.make_graph([node], "g", *ends, [shape]))
-    assert fix_shapes(model) == 0 and model.graph.node[0].input[1] == "shape"
+    assert applied(fix_shapes, model) == 0 and model.graph.node[0].input[1] == "shape"
 
 
 def test_heads_lie_side_by_side_at_the_plugin(expected: list[dict[str, np.ndarray]]) -> None:
@@ -78,7 +79,7 @@ def test_heads_lie_side_by_side_at_the_plugin(expected: list[dict[str, np.ndarra
     model.graph.node.insert(attention, helper.make_node("Neg", ["query"], ["turned"]))  # as a rotation: on single heads
     model.graph.node[attention + 1].input[0] = "turned"
     turned = rollout(model)
-    assert merge_heads(model) == 2, "in front for query; behind it"
+    assert applied(merge_heads, model) == 2, "in front for query; behind it"
     (node,) = [n for n in model.graph.node if n.domain == DOMAIN]
     assert list(node.input[1:4]) == ["k_flat", "v_flat", "g_open"], "no way there and back"
     assert next(n for n in model.graph.node if n.op_type == "MatMul" and "o" in n.input).input[0] == node.output[0]
@@ -104,7 +105,7 @@ def test_views_are_made_where_they_are_used() -> None:
     infos = {name: helper.make_tensor_value_info(name, kind, shape) for name, shape in shapes.items()}
     graph = helper.make_graph(nodes, "g", [infos["a"]], [infos["c"]], [axis], value_info=[infos["view"], infos["b"]])
     model = helper.make_model(graph)
-    assert merge_heads(model) == 3 and merge_heads(model) == 0
+    assert applied(merge_heads, model) == 3 and applied(merge_heads, model) == 0
     assert not [n for n in model.graph.node if n.op_type == "Unsqueeze"]
     uses = [name for n in model.graph.node for name in n.input if name.startswith("view") and "shape" not in name]
     assert len(uses) == len(set(uses)) == 3
@@ -129,7 +130,7 @@ def test_what_is_key_and_value_for_all_heads_is_handed_over_as_it_is() -> None:
         [onnx.numpy_helper.from_array(np.array([2]), "axis")], value_info=[info("view", kind, shapes["view"])],
     )  # fmt: skip
     model = helper.make_model(graph)
-    assert merge_heads(model) == 2, "in front for query; behind it"
+    assert applied(merge_heads, model) == 2, "in front for query; behind it"
     (node,) = [n for n in model.graph.node if n.domain == DOMAIN]
     assert list(node.input[1:3]) == ["latent", "latent"]
     assert [n.op_type for n in model.graph.node if n.op_type != "Constant"] == ["Reshape", "Attention", "Reshape"]
@@ -152,7 +153,7 @@ def test_other_views_stay(given: list[int | str], axes: list[int], view: list[in
     model = helper.make_model(
         helper.make_graph(nodes, "g", *ends, [axes_tensor], value_info=[info("view", kind, view)])
     )
-    assert merge_heads(model) == 0 and [n.op_type for n in model.graph.node] == ["Unsqueeze", "Neg"]
+    assert applied(merge_heads, model) == 0 and [n.op_type for n in model.graph.node] == ["Unsqueeze", "Neg"]
 
 
 def test_names_that_others_know_stay() -> None:
@@ -181,7 +182,7 @@ def test_names_that_others_know_stay() -> None:
             value_info=[info("b", kind, ["n", 2, 3]), info("back", kind, ["n", 6])],
         )  # fmt: skip
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-        merge_heads(model)
+        applied(merge_heads, model)
         kept = {name for n in model.graph.node for name in n.output}
         assert ("back" in kept) == (last.op_type == "If")
         onnx.checker.check_model(model, full_check=True)
@@ -191,4 +192,4 @@ def test_unknown_heads_are_refused() -> None:
     model = small_graph()
     del model.graph.value_info[:]
     with pytest.raises(UnsupportedError, match="node attention: the heads of query are unknown"):
-        merge_heads(model)
+        applied(merge_heads, model)

@@ -9,63 +9,71 @@ ensures: no silu(gate) * up of the halves of a product, of a low-bit one for fus
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
-import onnx
-from onnx import TensorProto, helper
-
+from still_graphs.edits import in_half, on_last, rank, width
+from still_graphs.later_ir import ir
 from still_graphs.ops import DOMAIN
 from still_graphs.ops.dense_matmul import DENSE_MATMUL
 from still_graphs.ops.matmul_nbits import MATMUL_NBITS
 from still_graphs.ops.swi_glu import SWI_GLU
-from still_graphs.passes.gates import gated_halves
-from still_graphs.passes.walk import attribute, dimensions, drop_unused, element_types, readers, set_opset
+from still_graphs.patterns import Fusion, Match, Op, Pattern, Val, fuse, fused
 
 RESIDUAL = DENSE_MATMUL.input_names().index("residual")
 WIDTH = SWI_GLU.attributes[0].name
 
 
-def fuse_gates(model: onnx.ModelProto) -> int:
+def fuse_gates(model: ir.Model) -> int:
     """Rewrite the main graph, in place; results keep their names.
 
     Returns:
         Number of gates that were fused.
     """
-    return _fuse(model, is_low_bit)
+    return fuse(model, OF_LOW_BITS)
 
 
-def fuse_all_gates(model: onnx.ModelProto) -> int:
+def fuse_all_gates(model: ir.Model) -> int:
     """The same whatever the product is."""
-    return _fuse(model, lambda name, makers: True)
+    return fuse(model, GATES)
 
 
-def _fuse(model: onnx.ModelProto, wanted: Callable[[str, Mapping[str, onnx.NodeProto]], bool]) -> int:
-    graph = model.graph
-    types, dims, users = element_types(graph), dimensions(graph), readers(graph)
-    makers = {name: node for node in graph.node for name in node.output}
-    fused = 0
-    for node in graph.node:
-        split = gated_halves(node, makers, users, dims)
-        if split is None or not wanted(split.input[0], makers):
-            continue
-        given, made = split.input[0], node.output[0]
-        if {types.get(given), types.get(made)} not in ({TensorProto.FLOAT16}, {TensorProto.BFLOAT16}):
-            continue
-        if len(dims.get(given, [])) != 3 or attribute(split, "axis", 0) not in (-1, 2):
-            continue
-        width: dict[str, Any] = {WIDTH: dims[split.output[0]][-1]}
-        node.CopyFrom(helper.make_node(SWI_GLU.name, [given], [made], name=f"{node.name}.gate", domain=DOMAIN, **width))
-        fused += 1
-    if fused:
-        set_opset(model, DOMAIN, SWI_GLU.version)
-        drop_unused(graph)
-    return fused
+def gated(whole: Pattern) -> tuple[Op, Op]:
+    """silu(gate) * up of the halves of one value, and the Split."""
+    split = Op("Split", whole, ..., outputs=2)
+    return Op("Mul", Op("Mul", split[0], Op("Sigmoid", split[0])), split[1]), split
 
 
-def is_low_bit(name: str, makers: Mapping[str, onnx.NodeProto]) -> bool:
+def halved(split: ir.Node) -> bool:
+    """Whether a Split makes halves of one known size."""
+    first, second = map(width, split.outputs)
+    return first == second > 0
+
+
+def is_low_bit(value: ir.Value | None) -> bool:
     """Whether a value is a low-bit product, to which others, an adapter's, may be added."""
-    node = makers.get(name)
+    node = value.producer() if value is not None else None
     while node is not None and node.domain == DOMAIN and node.op_type == DENSE_MATMUL.name:
-        node = makers.get(node.input[RESIDUAL]) if len(node.input) > RESIDUAL else None
+        residual = node.inputs[RESIDUAL] if len(node.inputs) > RESIDUAL else None
+        node = residual.producer() if residual is not None else None
     return node is not None and node.domain == DOMAIN and node.op_type == MATMUL_NBITS.name
+
+
+WHOLE = Val(lambda value: rank(value) == 3)
+GATED, SPLIT = gated(WHOLE)
+
+
+def _fits(match: Match) -> bool:
+    split = match.node(SPLIT)
+    return halved(split) and on_last(split) and in_half(match.value(WHOLE), match.value(GATED))
+
+
+def _replace(match: Match) -> Sequence[ir.Value]:
+    values = {WIDTH: width(match.value(SPLIT))}
+    name = f"{match.node(GATED).name}.gate"
+    return match.add(SWI_GLU.name, [match.value(WHOLE)], values, name=name, domain=DOMAIN)
+
+
+GATES = Fusion((GATED,), _replace, _fits)
+OF_LOW_BITS = replace(GATES, where=lambda match: _fits(match) and is_low_bit(match.value(WHOLE)))
+low_bit_gates_fused, all_gates_fused = fused(OF_LOW_BITS), fused(GATES)

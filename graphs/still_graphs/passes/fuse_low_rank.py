@@ -10,60 +10,54 @@ ensures: no product of float16 or bfloat16 tokens [B, T, I] with two matrices on
 
 from __future__ import annotations
 
-import onnx
-from onnx import TensorProto, helper
+from collections.abc import Sequence
 
+from still_graphs.edits import in_half, is_weight, rank
+from still_graphs.later_ir import ir
 from still_graphs.ops import DOMAIN
 from still_graphs.ops.low_rank_matmul import LOW_RANK_MATMUL
-from still_graphs.passes.walk import (
-    dimensions,
-    element_types,
-    exchange,
-    initializers,
-    only_reader,
-    readers,
-    set_opset,
-)
+from still_graphs.patterns import Fusion, Match, Op, Val, fuse, fused
 
 RANK = 256
 """Most numbers between both products: of a few rows each program computes all of them."""
 
 
-def fuse_low_rank(model: onnx.ModelProto) -> int:
+def fuse_low_rank(model: ir.Model) -> int:
     """Rewrite the main graph, in place; results keep their names.
 
     Returns:
         Number of pairs that were fused.
     """
-    graph = model.graph
-    weights, types, dims, users = initializers(graph), element_types(graph), dimensions(graph), readers(graph)
-    instead: dict[str, onnx.NodeProto | None] = {}
-    for first in graph.node:
-        if first.op_type != "MatMul" or first.output[0] in instead:
-            continue
-        second = only_reader(users, first.output[0], "MatMul")
-        if second is None or second.input[0] != first.output[0]:
-            continue
-        inner, outer = (
-            list(weights[node.input[1]].dims) if node.input[1] in weights else [] for node in (first, second)
-        )
-        if len(inner) != 2 or len(outer) != 2 or inner[1] > RANK or inner[1] >= inner[0]:
-            continue
-        kinds = {types.get(name) for name in (first.input[0], first.input[1], second.input[1])}
-        if kinds not in ({TensorProto.FLOAT16}, {TensorProto.BFLOAT16}) or len(dims.get(first.input[0], [])) != 3:
-            continue
-        total, base = second, ""
-        added = only_reader(users, second.output[0], "Add")
-        if added is not None:
-            other = next((name for name in added.input if name != second.output[0]), "")
-            if other and other not in weights and dims.get(other) == dims.get(second.output[0], ""):
-                total, base = added, other
-        inputs = [first.input[0], first.input[1], second.input[1], *([base] if base else [])]
-        instead |= {node.output[0]: None for node in (first, second)}
-        instead[total.output[0]] = helper.make_node(
-            LOW_RANK_MATMUL.name, inputs, total.output, name=f"{total.name or total.output[0]}.fused", domain=DOMAIN
-        )
-    if instead:
-        exchange(graph, instead)
-        set_opset(model, DOMAIN, LOW_RANK_MATMUL.version)
-    return sum(node is not None for node in instead.values())
+    return fuse(model, *FUSIONS)
+
+
+def _matrix(value: ir.Value) -> bool:
+    return is_weight(value) and rank(value) == 2
+
+
+X, BASE = Val(lambda value: rank(value) == 3), Val(lambda value: not is_weight(value))
+INNER, OUTER = Val(_matrix), Val(_matrix)
+SECOND = Op("MatMul", Op("MatMul", X, INNER), OUTER)
+TOTAL = Op("Add", SECOND, BASE)
+
+
+def _thin(match: Match) -> bool:
+    x, inner, outer = (match.value(pattern) for pattern in (X, INNER, OUTER))
+    assert inner.shape is not None
+    rows, columns = inner.shape.numpy()
+    return columns <= RANK and columns < rows and in_half(x, inner, outer)
+
+
+def _with_base(match: Match) -> bool:
+    base, second = match.value(BASE), match.value(SECOND)
+    return _thin(match) and base is not second and base.shape is not None and base.shape == second.shape
+
+
+def _replace(match: Match) -> Sequence[ir.Value]:
+    inputs = [match.value(pattern) for pattern in (X, INNER, OUTER, BASE) if pattern in match]
+    last = match.node(TOTAL if TOTAL in match else SECOND)
+    return match.add(LOW_RANK_MATMUL.name, inputs, name=f"{last.name or last.outputs[0].name}.fused", domain=DOMAIN)
+
+
+FUSIONS = Fusion((TOTAL,), _replace, _with_base), Fusion((SECOND,), _replace, _thin)
+low_rank_fused = fused(*FUSIONS)

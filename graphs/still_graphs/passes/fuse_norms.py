@@ -11,107 +11,92 @@ nor one of other activations that something else reads too, where a low-bit prod
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Sequence
 
-import onnx
-from onnx import TensorProto, helper
-
+from still_graphs.edits import in_half, is_weight, on_last, rank
+from still_graphs.later_ir import ir
 from still_graphs.ops import DOMAIN
 from still_graphs.ops.add_rms_norm import ADD_RMS_NORM
 from still_graphs.ops.dense_matmul import DENSE_MATMUL
 from still_graphs.ops.matmul_nbits import MATMUL_NBITS
-from still_graphs.passes.walk import (
-    Rewriter,
-    attribute,
-    dimensions,
-    element_types,
-    initializers,
-    readers,
-    set_opset,
-    value_names,
-)
+from still_graphs.patterns import Fusion, Match, Op, Val, fuse, fused
 
-PRODUCTS = (MATMUL_NBITS.name, DENSE_MATMUL.name)
 EPSILON = ADD_RMS_NORM.attributes[0].name
 
 
-def fuse_norms(model: onnx.ModelProto) -> int:
+def fuse_norms(model: ir.Model) -> int:
     """Rewrite the main graph, in place; results keep their names.
 
     Returns:
         Number of norms that were fused.
     """
-    fuser = _Fuser(model)
-    norms = [node for node in model.graph.node if node.op_type == "RMSNormalization" and fuser.fits(node)]
-    sums = {norm.output[0]: total for norm in norms if (total := fuser.sum_of(norm)) is not None}
-    firsts = [norm for norm in norms if norm.output[0] not in sums and fuser.is_first(norm)]
-    for norm in norms:
-        if norm.output[0] in sums:
-            fuser.fuse(norm, sums[norm.output[0]])
-    for norm in firsts:
-        fuser.fuse_first(norm)
-    if sums or firsts:
-        set_opset(model, DOMAIN, ADD_RMS_NORM.version)
-    return len(sums) + len(firsts)
+    return fuse(model, *FUSIONS)
 
 
-class _Fuser:
-    """The main graph, and who makes and reads its values."""
+X = Val()
+TERMS = Val(lambda value: not is_weight(value)), Val(lambda value: not is_weight(value))
+SCALE = Val(is_weight)
+TOTAL = Op("Add", *TERMS)
+NORM, FIRST = Op("RMSNormalization", TOTAL, SCALE), Op("RMSNormalization", X, SCALE)
 
-    def __init__(self, model: onnx.ModelProto) -> None:
-        self.graph = graph = model.graph
-        self.weights, self.types, self.dims = initializers(graph), element_types(graph), dimensions(graph)
-        self.makers = {name: node for node in graph.node for name in node.output}
-        self.users, self.names = readers(graph), Rewriter(graph, value_names(graph))
-        self.normed = Counter(node.input[0] for node in graph.node if node.op_type == "RMSNormalization")
 
-    def fits(self, norm: onnx.NodeProto) -> bool:
-        """Whether a kernel takes the norm: of tokens, in half precision, alone but not the only one to read them."""
-        x, scale = norm.input
-        types = {self.types.get(name) for name in (x, scale, norm.output[0])}
-        if types not in ({TensorProto.FLOAT16}, {TensorProto.BFLOAT16}) or scale not in self.weights:
-            return False
-        if attribute(norm, "axis", -1) not in (-1, 2) or self.normed[x] != 1 or len(self.users[x]) < 2:
-            return False
-        return len(self.dims.get(x, [])) == 3 and self.dims[x] == self.dims.get(norm.output[0])
+def _fits(x: ir.Value, norm: ir.Node) -> bool:
+    """Whether a kernel takes the norm of `x`: of tokens, in half precision, alone but not the only one to read them."""
+    norms = [node for node, place in x.uses() if node.op_type == norm.op_type and place == 0]
+    readers = len(x.uses()) + x.is_graph_output()
+    made, scale = norm.outputs[0], norm.inputs[1]
+    if scale is None or not in_half(x, scale, made) or not on_last(norm, -1) or len(norms) != 1 or readers < 2:
+        return False
+    return rank(x) == 3 and x.shape == made.shape
 
-    def sum_of(self, norm: onnx.NodeProto) -> onnx.NodeProto | None:
-        """The sum of a product and activations that a norm reads."""
-        total = self.makers.get(norm.input[0])
-        if total is None or total.op_type != "Add" or set(total.input) & set(self.weights):
-            return None
-        kind, shape = self.types[total.output[0]], self.dims[total.output[0]]
-        if any(self.types.get(name) != kind or self.dims.get(name) != shape for name in total.input):
-            return None
-        made = [self.makers[name] for name in total.input if name in self.makers]
-        return total if any(node.domain == DOMAIN and node.op_type in PRODUCTS for node in made) else None
 
-    def is_first(self, norm: onnx.NodeProto) -> bool:
-        """Whether a low-bit product reads the norm, and nodes of this graph alone, behind the norm, what it reads."""
-        x, users = norm.input[0], self.users[norm.input[0]]
-        if x not in self.makers or any(node is None or x not in node.input for node in users):
-            return False
-        if users[0] is None or list(users[0].output) != list(norm.output):
-            return False
-        reading = [node for node in self.users.get(norm.output[0], []) if node is not None]
-        return any(node.domain == DOMAIN and node.op_type == MATMUL_NBITS.name for node in reading)
+def _is_sum(match: Match) -> bool:
+    """Whether a product and activations make what the norm reads."""
+    total, terms = match.value(TOTAL), [match.value(term) for term in TERMS]
+    if not _fits(total, match.node(NORM)) or any(x.dtype != total.dtype or x.shape != total.shape for x in terms):
+        return False
+    return any(_of(x, MATMUL_NBITS.name, DENSE_MATMUL.name) for x in terms)
 
-    def fuse(self, norm: onnx.NodeProto, total: onnx.NodeProto) -> None:
-        """Let one node make what both did, in the place of the sum."""
-        total.CopyFrom(self._node(norm, list(total.input), total.output[0]))
-        self.graph.node.remove(norm)
 
-    def fuse_first(self, norm: onnx.NodeProto) -> None:
-        """Let what the norm reads go through its node, so that this node alone reads it."""
-        x, through = norm.input[0], self.names.fresh(f"{norm.input[0]}.read")
-        for node in self.graph.node:
-            node.input[:] = [through if name == x else name for name in node.input]
-        norm.CopyFrom(self._node(norm, [x, ""], through))
-        info = next(info for info in self.graph.value_info if info.name == x)
-        self.graph.value_info.add().CopyFrom(info)
-        self.graph.value_info[-1].name = through
+def _of(value: ir.Value, *ops: str) -> bool:
+    node = value.producer()
+    return node is not None and node.domain == DOMAIN and node.op_type in ops
 
-    def _node(self, norm: onnx.NodeProto, terms: list[str], total: str) -> onnx.NodeProto:
-        values = {EPSILON: attribute(norm, "epsilon", 1e-5)}
-        inputs, outputs = [*terms, norm.input[1]], [total, norm.output[0]]
-        return helper.make_node(ADD_RMS_NORM.name, inputs, outputs, name=f"{norm.name}.fused", domain=DOMAIN, **values)
+
+def _is_first(match: Match) -> bool:
+    """Whether a low-bit product reads the norm, and nodes of this graph alone, behind the norm, what it reads."""
+    x, norm = match.value(X), match.node(FIRST)
+    if not _fits(x, norm) or x.producer() is None or x.is_graph_output() or norm.graph is None:
+        return False
+    users = {node for node, _ in x.uses()}
+    if any(node.graph is not norm.graph for node in users) or next(n for n in norm.graph if n in users) is not norm:
+        return False
+    readers = {node for node, _ in norm.outputs[0].uses()}
+    return any(node.domain == DOMAIN and node.op_type == MATMUL_NBITS.name for node in readers)
+
+
+def _fuse_sum(match: Match) -> Sequence[ir.Value]:
+    """One node makes what both did."""
+    total, normed = _add(match, match.node(NORM), [match.value(term) for term in TERMS])
+    return normed, total
+
+
+def _fuse_first(match: Match) -> Sequence[ir.Value]:
+    """What the norm reads goes through its node, so that this node alone reads it."""
+    x, norm = match.value(X), match.node(FIRST)
+    uses = [use for use in x.uses() if use.node is not norm]
+    through, normed = _add(match, norm, [x, None])
+    through.name, through.shape, through.type = f"{x.name}.read", x.shape, x.type
+    for node, place in uses:
+        node.replace_input_with(place, through)
+    return (normed,)
+
+
+def _add(match: Match, norm: ir.Node, terms: list[ir.Value | None]) -> Sequence[ir.Value]:
+    values = {EPSILON: norm.attributes.get_float("epsilon", 1e-5)}
+    inputs = [*terms, match.value(SCALE)]
+    return match.add(ADD_RMS_NORM.name, inputs, values, name=f"{norm.name}.fused", domain=DOMAIN, outputs=2)
+
+
+FUSIONS = Fusion((NORM, TOTAL), _fuse_sum, _is_sum, at=TOTAL), Fusion((FIRST,), _fuse_first, _is_first)
+norms_fused = fused(*FUSIONS)

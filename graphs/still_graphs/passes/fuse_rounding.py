@@ -8,76 +8,66 @@ ensures: no attention reads keys and values [B, T, HK, D], float16 or bfloat16, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
-import onnx
-from onnx import TensorProto, helper
-
+from still_graphs.edits import in_half, rank, width
 from still_graphs.functions.codes import STEPS
+from still_graphs.later_ir import ir
 from still_graphs.ops import DOMAIN, OPS
 from still_graphs.ops.round_key_value import ROUND_KEY_VALUE
-from still_graphs.passes.walk import constant_value, dimensions, drop_unused, element_types, set_opset
+from still_graphs.patterns import Either, Fusion, Match, Op, Val, fuse, fused
 
 NAMES = ROUND_KEY_VALUE.input_names()
 
 
-def fuse_rounding(model: onnx.ModelProto) -> int:
+def fuse_rounding(model: ir.Model) -> int:
     """Rewrite the main graph, in place; results keep their names.
 
     Returns:
         Number of pairs of keys and values.
     """
-    graph = model.graph
-    types, dims = element_types(graph), dimensions(graph)
-    makers = {name: node for node in graph.node for name in node.output}
-    order = {name: place for place, node in enumerate(graph.node) for name in node.output}
-    fused = 0
-    for node in graph.node:
-        if node.domain != DOMAIN or not set(NAMES) <= set(OPS[node.op_type].input_names()):
-            continue
-        given = dict(zip(OPS[node.op_type].input_names(), node.input, strict=False))
-        made = [given[name] for name in NAMES]
-        rows = [rounded_rows(graph, makers, name) for name in made]
-        if None in rows or len(set(made)) != 2:
-            continue
-        both = [*made, *(x for x in rows if x is not None)]
-        if {types.get(name) for name in both} not in ({TensorProto.FLOAT16}, {TensorProto.BFLOAT16}):
-            continue
-        shape = dims.get(both[0], [])
-        if len(shape) != 4 or not isinstance(shape[3], int) or any(dims.get(name) != shape for name in both):
-            continue
-        last = makers[max(made, key=order.__getitem__)]
-        for name in made:
-            makers[name].output[:] = [f"{name}.unused"]  # dropped: nothing reads it
-        last.CopyFrom(
-            helper.make_node(ROUND_KEY_VALUE.name, both[2:], made, name=f"{node.name}.rounding", domain=DOMAIN)
-        )
-        fused += 1
-    if fused:
-        set_opset(model, DOMAIN, ROUND_KEY_VALUE.version)
-        drop_unused(graph)
-    return fused
+    return fuse(model, PAIR)
 
 
-def rounded_rows(graph: onnx.GraphProto, makers: Mapping[str, onnx.NodeProto], name: str) -> str | None:
-    """What a value is the rounding of, if it is one."""
+def _is_steps(value: ir.Value) -> bool:
+    tensor = ir.convenience.get_const_tensor(value)
+    return tensor is not None and tensor.size == 1 and float(tensor.numpy().item()) == STEPS
 
-    def inputs(name: str, kind: str, count: int) -> list[str]:
-        node = makers.get(name)
-        return (
-            list(node.input)[:count] if node is not None and node.op_type == kind and not node.domain else [""] * count
-        )
 
-    (product,) = inputs(name, "Cast", 1)
-    codes, scale = inputs(product, "Mul", 2)
-    (shares,) = inputs(codes, "Round", 1)
-    wide, divisor = inputs(shares, "Div", 2)
-    most, steps = inputs(scale, "Div", 2)
-    (largest,) = inputs(most, "Clip", 1)
-    (magnitudes,) = inputs(largest, "ReduceMax", 1)
-    if inputs(magnitudes, "Abs", 1) != [wide] or divisor != scale or not wide:
-        return None
-    value = constant_value(graph, inputs(steps, "Expand", 1)[0] or steps)
-    if value is None or value.size != 1 or float(value.item()) != STEPS:
-        return None
-    return inputs(wide, "Cast", 1)[0] or None
+def _rounded(given: Val) -> Op:
+    """What still_kernels.codes.rounded makes of a value."""
+    wide, steps = Op("Cast", given), Val(_is_steps)
+    largest = Op("Clip", Op("ReduceMax", Op("Abs", wide), ...), ...)
+    scale = Op("Div", largest, Either(Op("Expand", steps, ...), steps))
+    return Op("Cast", Op("Mul", Op("Round", Op("Div", wide, scale)), scale))
+
+
+GIVEN = Val(lambda value: rank(value) == 4), Val(lambda value: rank(value) == 4)
+ROUNDED = _rounded(GIVEN[0]), _rounded(GIVEN[1])
+
+
+def _attention(match: Match) -> ir.Node | None:
+    """The first node that reads both as its keys and values."""
+    key, value = match.results
+    for node, place in key.uses():
+        names = OPS[node.op_type].input_names() if node.domain == DOMAIN else []
+        if set(NAMES) <= set(names) and [node.inputs[names.index(name)] for name in NAMES] == [key, value]:
+            return node if names[place] == NAMES[0] else None
+    return None
+
+
+def _is_pair(match: Match) -> bool:
+    both = [*match.results, *(match.value(given) for given in GIVEN)]
+    alike = width(both[0]) > 0 and all(value.shape == both[0].shape for value in both)
+    return alike and in_half(*both) and _attention(match) is not None
+
+
+def _replace(match: Match) -> Sequence[ir.Value]:
+    attention = _attention(match)
+    assert attention is not None
+    name = f"{attention.name}.rounding"
+    return match.add(ROUND_KEY_VALUE.name, [match.value(x) for x in GIVEN], name=name, domain=DOMAIN, outputs=2)
+
+
+PAIR = Fusion((ROUNDED[0], ROUNDED[1]), _replace, _is_pair, alone=False)
+rounding_fused = fused(PAIR)

@@ -14,16 +14,14 @@ size nothing else tells); every Unsqueeze to [B, T, 1, D] is a Reshape of its ow
 
 from __future__ import annotations
 
-import onnx
-from onnx import helper
-
+from still_graphs.edits import drop_unused, fresh_names, sizes
 from still_graphs.errors import UnsupportedError
-from still_graphs.ops import DOMAIN, OPS, OpSpec
+from still_graphs.later_ir import ir
+from still_graphs.ops import DOMAIN, OPS
 from still_graphs.ops.spec import TensorSpec
-from still_graphs.passes.walk import Rewriter, dimensions, drop_unused, element_types, inner_names, value_names
 
 
-def merge_heads(model: onnx.ModelProto) -> int:
+def merge_heads(model: ir.Model) -> int:
     """Rewrite the main graph, in place.
 
     Returns:
@@ -32,113 +30,98 @@ def merge_heads(model: onnx.ModelProto) -> int:
     Raises:
         UnsupportedError: The number of heads or their size is unknown.
     """
-    graph = model.graph
-    joiner = _Joiner(graph)
-    for node in graph.node:
-        joiner.visit(node)
-    joiner.rewriter.finish()
-    drop_unused(graph)
-    return joiner.added
+    merger = _Merger(model.graph)
+    for node in list(model.graph):
+        merger.visit(node)
+    drop_unused(model.graph)
+    return merger.added
 
 
-class _Joiner:
+class _Merger:
     """Rewrites node by node."""
 
-    def __init__(self, graph: onnx.GraphProto) -> None:
-        self.graph = graph
-        self.rewriter = Rewriter(graph, value_names(graph))
-        self.dims, self.types = dimensions(graph), element_types(graph)
-        # Names that others know.
-        self.fixed = {name for node in graph.node for name in inner_names(node)} | {
-            output.name for output in graph.output
-        }
-        self.sources: dict[str, str] = {}  # what each Reshape reads
-        self.views: dict[str, str] = {}  # what each Unsqueeze to [B, T, 1, D] reads
-        self.renamed: dict[str, str] = {}
+    def __init__(self, graph: ir.Graph) -> None:
+        self.graph, self.fresh = graph, fresh_names(graph)
+        self.sources: dict[ir.Value, ir.Value] = {}  # what each Reshape reads
+        self.views: dict[ir.Value, ir.Value] = {}  # what each Unsqueeze to [B, T, 1, D] reads
         self.added = 0
 
-    def visit(self, node: onnx.NodeProto) -> None:
-        """Append `node` with what belongs before and behind it."""
-        for index, name in enumerate(node.input):
-            node.input[index] = self.renamed.get(name, name)
-        still = node.domain == DOMAIN and node.op_type in OPS
-        if still:
-            self.join_inputs(node, OPS[node.op_type])
-        for index, name in enumerate(node.input):
-            if name in self.views:
-                node.input[index] = self.reshape(self.views[name], self.dims[name], name)
-        if still:
-            self.rewriter.nodes.append(node)
-            self.part_outputs(node, OPS[node.op_type])
-            return
-        if node.domain == "" and node.op_type == "Unsqueeze" and self.spread(node):
-            self.views[node.output[0]] = node.input[0]
-        if node.domain == "" and node.op_type == "Reshape":
-            source, dims = self.sources.get(node.input[0]), self.dims.get(node.output[0], [None])
-            if (
-                source is not None
-                and None not in dims
-                and dims == self.dims.get(source)
-                and node.output[0] not in self.fixed
-            ):
-                self.renamed[node.output[0]] = source  # there and back
-                return
-            self.sources[node.output[0]] = node.input[0]
-        self.rewriter.nodes.append(node)
+    def visit(self, node: ir.Node) -> None:
+        """Write what belongs before and behind `node`."""
+        spec = OPS.get(node.op_type) if node.domain == DOMAIN else None
+        for place, value in enumerate(node.inputs):
+            if value is not None and spec is not None and place < len(spec.inputs) and _has_heads(spec.inputs[place]):
+                node.replace_input_with(place, self.merged_input(value, node))
+            elif value in self.views:
+                node.replace_input_with(place, self.reshape(self.views[value], sizes(value), str(value.name), node))
+        if spec is not None:
+            for value, tensor in zip(node.outputs, spec.outputs, strict=False):
+                if value.name and _has_heads(tensor):
+                    self.part(value, node)
+        elif node.domain == "" and node.op_type == "Unsqueeze" and node.inputs[0] is not None and _spread(node):
+            self.views[node.outputs[0]] = node.inputs[0]
+        elif node.domain == "" and node.op_type == "Reshape" and node.inputs[0] is not None:
+            self.follow(node, node.inputs[0])
 
-    def spread(self, node: onnx.NodeProto) -> bool:
-        """True where values of each token, [B, T, D], become [B, T, 1, D], for all heads."""
-        given, dims = self.dims.get(node.input[0], [None]), self.dims.get(node.output[0], [])
-        return len(dims) == 4 and isinstance(dims[3], int) and None not in given and dims == [*given[:2], 1, *given[2:]]
+    def follow(self, node: ir.Node, given: ir.Value) -> None:
+        """Note what a Reshape reads; let those who read it read what they would get there and back."""
+        source, result = self.sources.get(given), node.outputs[0]
+        known_here = not result.is_graph_output() and all(use.node.graph is self.graph for use in result.uses())
+        there = sizes(result)
+        if source is not None and known_here and there and None not in there and there == sizes(source):
+            ir.convenience.replace_all_uses_with(result, source)
+        else:
+            self.sources[result] = given
 
-    def join_inputs(self, node: onnx.NodeProto, spec: OpSpec) -> None:
-        """Give a still node its activations with their heads side by side."""
-        for index, tensor in enumerate(spec.inputs):
-            name = node.input[index]
-            if name and _has_heads(tensor):
-                source = self.sources.get(name, self.views.get(name))
-                joined = self.joined(name, node)
-                node.input[index] = (
-                    source
-                    if source and None not in joined and self.dims.get(source) == joined
-                    else self.reshape(name, joined, f"{name}.joined")
-                )
+    def merged_input(self, value: ir.Value, node: ir.Node) -> ir.Value:
+        """Activations of a still node with their heads side by side."""
+        source, dims = self.sources.get(value, self.views.get(value)), _merged(value, node)
+        if source is not None and None not in dims and sizes(source) == dims:
+            return source
+        return self.reshape(value, dims, f"{value.name}.joined", node)
 
-    def part_outputs(self, node: onnx.NodeProto, spec: OpSpec) -> None:
-        """Let a still node leave its heads side by side, and append what parts them."""
-        for index, tensor in enumerate(spec.outputs):
-            name = node.output[index]
-            if name and _has_heads(tensor):
-                inner = self.rewriter.fresh(f"{name}.joined")
-                self.declare(inner, self.joined(name, node), name)
-                node.output[index] = inner
-                self.reshape(inner, self.dims[name], name, output=name)
-                self.sources[name] = inner
+    def part(self, value: ir.Value, node: ir.Node) -> None:
+        """Let a still node leave its heads side by side, and write what parts them behind it."""
+        name, dims = str(value.name), _merged(value, node)
+        apart = self.reshape(value, sizes(value), name, node, behind=True)
+        apart.type, self.sources[apart] = value.type, value
+        ir.convenience.replace_all_uses_with(value, apart, replace_graph_outputs=True)
+        reshape = apart.producer()
+        assert reshape is not None
+        reshape.replace_input_with(0, value)
+        value.name, apart.name, reshape.name = self.fresh(f"{name}.joined"), name, f"{name}/Reshape"
+        value.shape = ir.Shape(dims)
 
-    def joined(self, name: str, node: onnx.NodeProto) -> list[int | str | None]:
-        """Shape of activations with their heads side by side."""
-        dims = self.dims.get(name, [])
-        if len(dims) != 4 or not all(isinstance(size, int) for size in dims[2:]):
-            raise UnsupportedError(
-                f"node {node.name or node.op_type}: the heads of {name} are unknown; run onnx.shape_inference before lowering."
-            )
-        return [*dims[:2], int(dims[2] or 0) * int(dims[3] or 0)]
-
-    def reshape(self, name: str, dims: list[int | str | None], hint: str, output: str | None = None) -> str:
-        """Append a Reshape to `dims`, whose first two are those of `name`; its output's name."""
-        shape = self.rewriter.constant([0, 0, *dims[2:]], "int64", f"{hint}.shape")
-        result = self.rewriter.node("Reshape", [name, shape], output, hint=hint)
-        if output is None:
-            self.declare(result, dims, name)
+    def reshape(
+        self, value: ir.Value, dims: list[int | str | None], hint: str, node: ir.Node, behind: bool = False
+    ) -> ir.Value:
+        """A Reshape to `dims`, whose first two are those of `value`, before or behind `node`; its result."""
+        name = self.fresh(f"{hint}.shape")
+        tensor = ir.tensor([0, 0, *dims[2:]], dtype=ir.DataType.INT64, name=name)
+        shape = ir.node("Constant", [], {"value": tensor}, name=f"{name}/Constant")
+        shape.outputs[0].name, result = name, hint if behind else self.fresh(hint)
+        made = ir.node("Reshape", [value, shape.outputs[0]], name=f"{result}/Reshape")
+        made.outputs[0].name, made.outputs[0].shape, made.outputs[0].type = result, ir.Shape(dims), value.type
+        (self.graph.insert_after if behind else self.graph.insert_before)(node, [shape, made])
         self.added += 1
-        return result
+        return made.outputs[0]
 
-    def declare(self, name: str, dims: list[int | str | None], like: str) -> None:
-        """Tell shape and type of a new value; the type is that of `like`, where it is known."""
-        self.dims[name] = dims
-        if like in self.types:
-            self.types[name] = self.types[like]
-            self.graph.value_info.append(helper.make_tensor_value_info(name, self.types[like], dims))
+
+def _spread(node: ir.Node) -> bool:
+    """True where values of each token, [B, T, D], become [B, T, 1, D], for all heads."""
+    assert node.inputs[0] is not None
+    given, dims = sizes(node.inputs[0]) or [None], sizes(node.outputs[0])
+    return len(dims) == 4 and isinstance(dims[3], int) and None not in given and dims == [*given[:2], 1, *given[2:]]
+
+
+def _merged(value: ir.Value, node: ir.Node) -> list[int | str | None]:
+    """Shape of activations with their heads side by side."""
+    dims = sizes(value)
+    if len(dims) != 4 or not isinstance(dims[2], int) or not isinstance(dims[3], int):
+        raise UnsupportedError(
+            f"node {node.name or node.op_type}: the heads of {value.name} are unknown; run onnx.shape_inference before lowering."
+        )
+    return [*dims[:2], dims[2] * dims[3]]
 
 
 def _has_heads(tensor: TensorSpec) -> bool:

@@ -18,13 +18,13 @@ import onnx_ir as ir
 import torch
 
 from still_export.errors import UnsupportedError
-from still_export.graph.edits import CONTRIB, add_node, store, typed
 from still_export.graph.quantization.forms import CODES, LEAST, MIDDLE, SUMS
 from still_export.graph.quantization.policy import NODES
 from still_export.graph.quantization.stored import StoredWeight, at_start, cast_value, replace_nodes, store_values
 from still_export.mixers.roles import FEED_FORWARD, GATE, PROJECTION
 from still_export.models.blocks import BlockWeight, unpack
 from still_export.models.weights import LORA_A, LORA_B, TOGETHER, value_of
+from still_graphs.edits import CONTRIB, add_node, store, typed
 from still_graphs.ops.matmul_nbits import MATMUL_NBITS
 from still_graphs.ops.spec import DOMAIN
 

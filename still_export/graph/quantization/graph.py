@@ -11,7 +11,6 @@ import onnx_ir as ir
 import torch
 
 from still_export.errors import UnsupportedError
-from still_export.graph.edits import CONTRIB, add_node, store
 from still_export.graph.lower import lazy_tensor
 from still_export.graph.quantization.forms import ROWS, form_of
 from still_export.graph.quantization.gemm import PRODUCTS
@@ -20,6 +19,7 @@ from still_export.graph.quantization.stored import StoredWeight, cast_value, rep
 from still_export.graph.weights_file import VIEW
 from still_export.models.checkpoint import in_range
 from still_export.models.weights import Deferred, Weight, Weights, value_of
+from still_graphs.edits import CONTRIB, add_node, store
 
 
 def quantize_graph(model: ir.Model, weights: Weights, roles: Mapping[str, str], asked: Quantization) -> dict[str, Any]:

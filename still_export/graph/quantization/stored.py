@@ -7,12 +7,12 @@ from collections.abc import Callable
 import numpy as np
 import onnx_ir as ir
 
-from still_export.graph.edits import put_in_place, store
 from still_export.graph.quantization.forms import EXACT, Form
 from still_export.graph.quantization.policy import Quantization
 from still_export.graph.quantization.quantizers import quantize, quantize_outputs
 from still_export.models.blocks import BlockWeight
 from still_export.models.weights import Deferred, Weight, narrow_value_of
+from still_graphs.edits import put_in_place, store
 
 
 class StoredWeight:

@@ -17,7 +17,6 @@ GENAI = Target(
     GenaiOptions,
     steps=ORT_CPU.steps,
     finish=finish,
-    weights=ORT_CPU.weights,
     caches=("float16",),
     traits=traits,
     demand=demand_genai,

@@ -150,8 +150,8 @@ def test_what_genai_cannot_have_is_refused_at_once(asked: dict[str, Any], said: 
 def test_a_capacity_without_rows_is_refused() -> None:
     """Where a state would have none, genai would take its dimension for an unknown one."""
     from still_export.targets.genai.package import STEPS
-    from still_graphs.pipelines import run_steps
     from tests.still_graphs.small_graph import small_graph
+    from tests.still_graphs.steps import run_steps
 
     model = small_graph()
     onnx.helper.set_model_props(model, {"still.capacity": '{"capacity_tokens": 0, "bounded": true}'})

@@ -1,0 +1,235 @@
+"""Patterns of a graph and what stands in their place: one matcher for all fusions.
+
+A pattern is written as the expression that it finds, from what goes in to what comes out. Each of its objects stands for one value or node:
+
+    X = Val()
+    SPLIT = Op("Split", X, ..., outputs=2)
+    SILU = Op("Mul", SPLIT[0], Op("Sigmoid", SPLIT[0]))
+    Fusion((Op("Mul", SILU, SPLIT[1]),), replace, where)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import EllipsisType
+from typing import Any, NamedTuple, cast
+
+from still_graphs.edits import drop_unused, put_in_place
+from still_graphs.later_ir import ir
+from still_graphs.ops import DOMAIN, OPS
+
+COMMUTES = ("Add", "Mul")
+"""Ops whose two inputs are found in either order."""
+
+
+class Val:
+    """Any value, the same wherever this object stands; `check` must hold for it."""
+
+    def __init__(self, check: Callable[[ir.Value], bool] = lambda value: True) -> None:
+        self.check = check
+
+
+class Op:
+    """A node and, as an input of another, its first result; `pattern[i]` is another of its results.
+
+    Args:
+        op: Its type, or the types that it may have.
+        inputs: Patterns of all its inputs, None: one that is absent; with `...` in the end of the first ones.
+        domain: Of the type.
+        outputs: How many results it has, None: any number.
+        kept: It stays, for it has other readers; what nobody reads after all goes.
+        check: Must hold for it.
+    """
+
+    def __init__(
+        self,
+        op: str | Collection[str],
+        *inputs: Pattern | EllipsisType,
+        domain: str = "",
+        outputs: int | None = None,
+        kept: bool = False,
+        check: Callable[[ir.Node], bool] = lambda node: True,
+    ) -> None:
+        self.ops, self.domain = ((op,) if isinstance(op, str) else tuple(op)), domain
+        self.more = bool(inputs) and inputs[-1] is ...
+        self.inputs = cast("tuple[Pattern, ...]", inputs[:-1] if self.more else inputs)
+        self.outputs, self.kept, self.check = outputs, kept, check
+
+    def __getitem__(self, index: int) -> Result:
+        return Result(self, index)
+
+    def takes(self, node: ir.Node, inputs: Sequence[ir.Value | None]) -> bool:
+        """Whether `node` may be it, whatever its inputs are."""
+        fits = node.op_type in self.ops and node.domain == self.domain and self.outputs in (None, len(node.outputs))
+        many = len(inputs) >= len(self.inputs) if self.more else len(inputs) == len(self.inputs)
+        return fits and many and self.check(node)
+
+
+class Result(NamedTuple):
+    """The result `index` of a node."""
+
+    of: Op
+    index: int
+
+
+class Either(NamedTuple):
+    """The first of two patterns that fits."""
+
+    first: Pattern
+    second: Pattern
+
+
+Pattern = Val | Op | Result | Either | None
+Found = Mapping[Val | Op, Any]
+"""Values and nodes by the objects that stand for them."""
+
+
+class Match:
+    """What a pattern stands for; gets the nodes that come in its place."""
+
+    def __init__(self, found: Found, results: Sequence[Op | Result]) -> None:
+        self.found, self.new = found, list[ir.Node]()
+        self.results = [self.value(result) for result in results]
+        self.gone = {node for pattern, node in found.items() if isinstance(pattern, Op) and not pattern.kept}
+
+    def __contains__(self, pattern: Val | Op) -> bool:
+        """Whether an alternative that has `pattern` was found."""
+        return pattern in self.found
+
+    def value(self, pattern: Val | Op | Result) -> ir.Value:
+        """The value of a pattern, of an Op its first result."""
+        if isinstance(pattern, Val):
+            return cast("ir.Value", self.found[pattern])
+        of, index = _result(pattern)
+        return self.node(of).outputs[index]
+
+    def node(self, pattern: Op) -> ir.Node:
+        """The node of a pattern."""
+        return cast("ir.Node", self.found[pattern])
+
+    def add(
+        self,
+        op: str,
+        inputs: Sequence[ir.Value | None],
+        attributes: Mapping[str, Any] | None = None,
+        *,
+        name: str,
+        domain: str = "",
+        outputs: int = 1,
+    ) -> Sequence[ir.Value]:
+        """A node that comes in the place of the pattern; its results."""
+        self.new.append(ir.node(op, inputs, attributes or {}, domain=domain, name=name, num_outputs=outputs))
+        return self.new[-1].outputs
+
+    def closed(self) -> bool:
+        """Whether only the pattern reads what it computes, but for its results."""
+        inside = [value for node in self.gone for value in node.outputs if value not in self.results]
+        readers = {use.node for value in inside for use in value.uses()}
+        return readers <= self.gone and not any(value.is_graph_output() for value in inside)
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """A pattern and what comes in its place.
+
+    Args:
+        results: What others may read of the pattern, from which it is found backwards; the first is looked for in the order of the graph.
+        replace: Adds nodes to the match; gives for each result the value that has its name and readers from then on.
+        where: What must hold for the whole.
+        at: The node in whose place the new ones come; None: that of the first result.
+        alone: Nothing else reads what is computed inside; else that stays for those who do.
+    """
+
+    results: tuple[Op | Result, ...]
+    replace: Callable[[Match], Sequence[ir.Value]]
+    where: Callable[[Match], bool] = field(default=lambda match: True)
+    at: Op | None = None
+    alone: bool = True
+
+    def match(self, graph: ir.Graph, root: ir.Node) -> Match | None:
+        """The pattern whose first result `root` makes, if it is there and may be fused."""
+        matches = (Match(found, self.results) for found in _found(graph, self.results, root, {}))
+        return next((match for match in matches if (not self.alone or match.closed()) and self.where(match)), None)
+
+    def apply(self, graph: ir.Graph, match: Match) -> None:
+        """Put the new nodes in the place of the pattern's."""
+        new = self.replace(match)
+        graph.insert_before(match.node(self.at or _result(self.results[0]).of), match.new)
+        for old, value in zip(match.results, new, strict=True):
+            put_in_place(old, value)
+        if self.alone:
+            graph.remove(match.gone, safe=True)
+        for domain, op in {(node.domain, node.op_type) for node in match.new if node.domain}:
+            graph.opset_imports[domain] = OPS[op].version if domain == DOMAIN else 1
+
+
+def fuse(model: ir.Model, *fusions: Fusion) -> int:
+    """Replace what the patterns find in the main graph, in place, one fusion after the other; how many were found."""
+    graph, count = model.graph, 0
+    for fusion in fusions:
+        for root in list(graph):
+            match = fusion.match(graph, root) if root.graph is graph else None
+            if match is not None:
+                fusion.apply(graph, match)
+                count += 1
+    if count:
+        graph.sort()  # a result may have had readers before what else its pattern reads
+        drop_unused(graph)
+    return count
+
+
+def fused(*fusions: Fusion) -> Callable[[ir.Model], str]:
+    """The condition that nothing is left of what the patterns find."""
+
+    def check(model: ir.Model) -> str:
+        left = next((node for node in model.graph for fusion in fusions if fusion.match(model.graph, node)), None)
+        return f"nodes up to {left.name or left.op_type} that could be one" if left is not None else ""
+
+    return check
+
+
+def _result(pattern: Op | Result) -> Result:
+    return pattern if isinstance(pattern, Result) else pattern[0]
+
+
+def _found(graph: ir.Graph, results: Sequence[Op | Result], root: ir.Node, found: Found) -> Iterator[Found]:
+    """What fits `root` as the maker of the first result, and any nodes as those of the others."""
+    for bound in _node(_result(results[0]).of, root, found):
+        rest = [result for result in results[1:] if _result(result).of not in bound]
+        nodes = [node for node in graph if node.op_type in _result(rest[0]).of.ops] if rest else []
+        yield from (more for node in nodes for more in _found(graph, rest, node, bound)) if rest else (bound,)
+
+
+def _node(pattern: Op, node: ir.Node, found: Found) -> Iterator[Found]:
+    """The ways in which `node` fits."""
+    inputs = list(node.inputs)
+    while inputs and inputs[-1] is None:
+        inputs.pop()
+    if pattern in found:
+        yield from [found] if found[pattern] is node else []
+    # Two parts of a pattern are two nodes.
+    elif pattern.takes(node, inputs) and (pattern.kept or not any(node is other for other in found.values())):
+        for order in [inputs, inputs[::-1]] if node.op_type in COMMUTES else [inputs]:
+            yield from _values(pattern.inputs, order, {**found, pattern: node})
+
+
+def _values(patterns: Sequence[Pattern], values: Sequence[ir.Value | None], found: Found) -> Iterator[Found]:
+    if not patterns:
+        yield found
+    else:
+        for bound in _value(patterns[0], values[0], found):
+            yield from _values(patterns[1:], values[1:], bound)
+
+
+def _value(pattern: Pattern, value: ir.Value | None, found: Found) -> Iterator[Found]:
+    if pattern is None or value is None:
+        yield from [found] if pattern is value else []
+    elif isinstance(pattern, Either):
+        yield from (bound for option in pattern for bound in _value(option, value, found))
+    elif isinstance(pattern, Val):
+        yield from [{**found, pattern: value}] if found.get(pattern, value) is value and pattern.check(value) else []
+    else:
+        of, index = _result(pattern)
+        maker = value.producer()
+        yield from _node(of, maker, found) if maker is not None and value.index() == index else []
