@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
 
 from still_graphs.later_ir import ir
 
@@ -112,3 +115,82 @@ def fresh_names(graph: ir.Graph) -> Callable[[str], str]:
         return name
 
     return fresh
+
+
+def known_sizes(value: ir.Value) -> list[int]:
+    """Dimensions of a value, 0 for those that are no numbers."""
+    return [size if isinstance(size, int) else 0 for size in sizes(value)]
+
+
+def graphs_of(model: ir.Model) -> Iterator[ir.Graph]:
+    """The main graph and every graph inside it, outer ones first."""
+    yield model.graph
+    yield from model.graph.subgraphs()
+
+
+def attribute(node: ir.Node, name: str, default: Any = None) -> Any:
+    """Value of an attribute; `default` where the node has none."""
+    found = node.attributes.get(name)
+    return default if found is None else found.value
+
+
+def is_standard(node: ir.Node, *ops: str) -> bool:
+    """Whether `node` is one of these operators of ONNX."""
+    return node.domain == "" and node.op_type in ops
+
+
+def constant_value(value: ir.Value | None) -> np.ndarray | None:
+    """The value of a small constant (initializer or Constant node), None where it is computed or lies in a file."""
+    tensor = None if value is None else ir.convenience.get_const_tensor(value)
+    return None if tensor is None or isinstance(tensor, (ir.ExternalTensor, ir.LazyTensor)) else tensor.numpy()
+
+
+class Writer:
+    """Adds nodes to one graph, before the node `place` or, where that is None, at its end; fresh names are unique in the whole model.
+
+    Args:
+        graph: Gets the nodes.
+        fresh: Gives names, where several graphs of a model are written; None: of `graph` and the graphs inside it.
+    """
+
+    def __init__(self, graph: ir.Graph, fresh: Callable[[str], str] | None = None) -> None:
+        self.graph, self.fresh = graph, fresh or fresh_names(graph)
+        self.place: ir.Node | None = None
+
+    def node(
+        self,
+        op: str,
+        inputs: Sequence[ir.Value | None],
+        output: str | None = None,
+        *,
+        hint: str = "",
+        domain: str = "",
+        **attributes: Any,
+    ) -> ir.Value:
+        """The result of a new node with one output, named `output` or freshly."""
+        first = inputs[0].name if inputs and inputs[0] is not None else ""
+        name = output or self.fresh(hint or f"{first}.{op.lower()}")
+        return self.add(ir.node(op, inputs, attributes, domain=domain, name=f"{name}/{op}"), [name])[0]
+
+    def add(self, node: ir.Node, names: Sequence[str | None]) -> Sequence[ir.Value]:
+        """The results of a node that has no graph yet, which get names."""
+        for value, name in zip(node.outputs, names, strict=True):
+            value.name = name
+        if self.place is None:
+            self.graph.append(node)
+        else:
+            self.graph.insert_before(self.place, node)
+        return node.outputs
+
+    def constant(self, value: Any, dtype: str | np.dtype[Any], hint: str = "constant") -> ir.Value:
+        """The result of a new Constant node."""
+        name = self.fresh(hint)
+        tensor = ir.tensor(np.asarray(value, dtype=dtype), name=name)
+        return self.node("Constant", [], name, value=tensor)
+
+    def instead(self, old: ir.Node, op: str, inputs: Sequence[ir.Value | None], **attributes: Any) -> ir.Value:
+        """The result of a new node in the place of `old`, which goes with its one result."""
+        result = self.node(op, inputs, old.outputs[0].name, **attributes)
+        put_in_place(old.outputs[0], result)
+        self.graph.remove(old, safe=True)
+        return result

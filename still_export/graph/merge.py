@@ -30,6 +30,20 @@ def merge_linear_layers(model: ir.Model, parts: int | None = None) -> int:
     Returns:
         Number of products that are gone.
     """
+    found = _groups(model, parts)
+    for group in found:
+        _merge(model.graph, group)
+    return sum(len(group) - 1 for group in found)
+
+
+def merged(model: ir.Model) -> str:
+    """No value is read by several products that could be one."""
+    left = [str(group[0].name) for group in _groups(model, None)]
+    return f"products that read one value apart, {', '.join(left[:3])}" if left else ""
+
+
+def _groups(model: ir.Model, parts: int | None) -> list[list[ir.Node]]:
+    """Products of one value, `parts` of them; all where it is None."""
     groups: dict[tuple[ir.Value, object, object], list[ir.Node]] = {}
     for node in model.graph:
         weight = node.inputs[1] if node.op_type == "MatMul" and node.domain == "" else None
@@ -38,10 +52,7 @@ def merge_linear_layers(model: ir.Model, parts: int | None = None) -> int:
         # A weight that is used elsewhere stays; beside a merged copy it would be there twice.
         if len(weight.shape) == 2 and len(weight.uses()) == 1 and weight.name in model.graph.initializers:
             groups.setdefault((node.inputs[0], weight.dtype, weight.shape[0]), []).append(node)
-    found = [group[:parts] for group in groups.values() if len(group) >= (parts or 2) or _alike(group)]
-    for group in found:
-        _merge(model.graph, group)
-    return sum(len(group) - 1 for group in found)
+    return [group[:parts] for group in groups.values() if len(group) >= (parts or 2) or _alike(group)]
 
 
 def _alike(group: list[ir.Node]) -> bool:

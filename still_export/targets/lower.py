@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import onnx
 import onnx_ir as ir
 
 from still_export.errors import ConfigError, PackageError
@@ -171,7 +170,7 @@ def portable_identity(files: dict[str, Any]) -> str:
     return str(files.get(DATA, files[PORTABLE])["sha256"])
 
 
-def _lowered(source: Path, lowering: Lowering, target: Target, traits: set[str]) -> tuple[onnx.ModelProto, bool]:
+def _lowered(source: Path, lowering: Lowering, target: Target, traits: set[str]) -> tuple[ir.Model, bool]:
     """Run the target's steps and write the graph, and the weights where steps changed them; whether they did."""
     path, model = lowering.folder / MODEL, ir.load(source / PORTABLE)
     lowering.passes |= run_steps(model, target.steps, lowering.dump, traits)
@@ -180,4 +179,4 @@ def _lowered(source: Path, lowering: Lowering, target: Target, traits: set[str])
         save_streaming(model, path, DATA, lambda done, total: lowering.say("writing the weights", done, total))
     else:
         ir.save(model, path)
-    return ir.to_proto(model), rewritten
+    return model, rewritten

@@ -17,7 +17,6 @@ import pytest
 from still_export.targets.trt.plugins import pack_archive
 from still_graphs.ops import OpSpec
 from still_graphs.ops.swi_glu import SWI_GLU
-from still_graphs.passes.attach_functions import attach_functions
 from tests.plugins import builds
 from tests.plugins.builds import FOLDERS
 from tests.plugins.core_abi import Core, Recorder, shapes_of
@@ -32,6 +31,7 @@ from tests.plugins.test_adapters import (
     stand_in_driver,
 )
 from tests.still_graphs import test_functions as body
+from tests.still_graphs.steps import attach_functions
 
 Call = tuple[OpSpec, dict[str, Any], set[str], dict[str, int], tuple[str, ...]]
 

@@ -19,9 +19,9 @@ import pytest
 
 from still_export.package.archive import MAGIC as ARCHIVE
 from still_graphs.ops import DOMAIN, OPS
-from still_graphs.passes.walk import attribute
 from tests.still_export.fake_cuda import HostDriver
 from tests.still_export.fake_engine import Engine, restore_bodies
+from tests.still_graphs.protos import attribute
 
 
 def library_text(version: str = "1", archs: Iterable[str] = ("sm_90",)) -> str:

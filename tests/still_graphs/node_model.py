@@ -11,7 +11,7 @@ import torch
 from onnx import TensorProto, helper
 
 from still_graphs.ops import DOMAIN, FUSED_OPSET, OpSpec
-from still_graphs.passes.attach_functions import attach_functions
+from tests.still_graphs.steps import attach_functions
 from tests.still_graphs.test_functions import ELEMENT, session, value
 
 fused = pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from onnx import TensorProto, helper, numpy_helper
 from still_graphs.ops import DOMAIN, OPS
 from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 from still_graphs.ops.spec import CACHE
-from still_graphs.passes.attach_functions import attach_functions
-from still_graphs.passes.walk import Rewriter
+from tests.still_graphs.protos import Rewriter
+from tests.still_graphs.steps import attach_functions
 
 VOCABULARY, HIDDEN = 23, 20
 SIZES = {"H": 6, "HK": 3, "HS": 6, "D": 4, "P": 5, "F": 10, "C": 8}

@@ -9,6 +9,7 @@ import onnx
 import onnx_ir as ir
 
 from still_graphs import pipelines
+from still_graphs.passes import attach_functions as passes
 from still_graphs.pipelines import Dump, Step
 
 
@@ -26,3 +27,9 @@ def run_steps(
     """`still_graphs.pipelines.run_steps` over `model`, in place."""
     counts: dict[str, int] = applied(pipelines.run_steps, model, steps, dump, traits)
     return counts
+
+
+def attach_functions(model: onnx.ModelProto, onnxruntime: bool = False) -> int:
+    """`still_graphs.passes.attach_functions` over `model`, in place."""
+    count: int = applied(passes.attach_functions, model, onnxruntime)
+    return count

@@ -9,10 +9,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from still_graphs.ops import DOMAIN
-from still_graphs.passes.attach_functions import attach_functions
 from still_graphs.passes.fuse_linear_layers import fuse_linear_layers
 from still_graphs.passes.sum_in_float32 import sum_in_float32
-from tests.still_graphs.steps import applied
+from tests.still_graphs.steps import applied, attach_functions
 
 WIDTH, MIDDLE, EPSILON = 24, 40, 3e-4
 RANDOM = np.random.default_rng(0)
@@ -79,7 +78,7 @@ def kinds(model: onnx.ModelProto) -> list[str]:
 def test_a_layer_and_a_head_become_two_nodes_of_the_same_numbers() -> None:
     model = model_of(layer())
     expected = run(model)
-    assert sum_in_float32(model) == 3
+    assert applied(sum_in_float32, model) == 3
     assert kinds(model).count("DenseMatMul") == 3 and "MatMul" not in kinds(model)
     assert applied(fuse_linear_layers, model) == 3, "a norm, a residual, a layer"
     assert kinds(model) == ["GatedMlp", "DenseMatMul"]
@@ -88,7 +87,7 @@ def test_a_layer_and_a_head_become_two_nodes_of_the_same_numbers() -> None:
     assert first.attribute[0].f == pytest.approx(EPSILON) and list(head.input) == ["y", "", "head"]
     attach_functions(model)
     np.testing.assert_allclose(run(model), expected, rtol=4e-3, atol=4e-3)
-    assert sum_in_float32(model) == 0
+    assert applied(sum_in_float32, model) == 0
 
 
 @pytest.mark.parametrize(
@@ -107,7 +106,7 @@ def test_what_others_read_stays(change: dict[str, str], outputs: tuple[str, ...]
     """A layer whose up gates, and values that something else uses: joined as far as numbers stay those of the graph."""
     model = model_of(layer(**change), outputs)  # type: ignore[arg-type]
     expected = run(model)
-    sum_in_float32(model)
+    applied(sum_in_float32, model)
     applied(fuse_linear_layers, model)
     assert kinds(model) == left
     attach_functions(model)
@@ -117,12 +116,12 @@ def test_what_others_read_stays(change: dict[str, str], outputs: tuple[str, ...]
 def test_other_types_are_left_to_the_runtime() -> None:
     model = model_of(layer(), dtype="float32")
     before = kinds(model)
-    assert sum_in_float32(model) == 0 == applied(fuse_linear_layers, model) and kinds(model) == before
+    assert applied(sum_in_float32, model) == 0 == applied(fuse_linear_layers, model) and kinds(model) == before
 
 
 def test_results_have_types() -> None:
     model = model_of(layer())
     del model.graph.value_info[:]
     model.graph.value_info.append(helper.make_tensor_value_info("normed", TensorProto.FLOAT16, ["b", "t", WIDTH]))
-    assert sum_in_float32(model) == 1, "no more is known to be float16"
+    assert applied(sum_in_float32, model) == 1, "no more is known to be float16"
     assert model.graph.value_info[-1].name == "both"

@@ -11,12 +11,11 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from still_graphs.ops import DOMAIN
-from still_graphs.passes.attach_functions import attach_functions
 from still_graphs.passes.fuse_gates import fuse_gates
 from still_graphs.passes.fuse_norms import fuse_norms
 from still_graphs.passes.sum_in_float32 import sum_in_float32
-from still_graphs.passes.walk import attribute
-from tests.still_graphs.steps import applied
+from tests.still_graphs.protos import attribute
+from tests.still_graphs.steps import applied, attach_functions
 
 WIDTH, MIDDLE, THIN, EPSILON = 32, 64, 8, 3e-4
 SHAPES: dict[str, list[str | int]] = {
@@ -118,7 +117,7 @@ def kinds(model: onnx.ModelProto) -> list[str]:
 def test_a_layer_of_the_same_numbers(adapter: bool) -> None:
     model = model_of(adapter=adapter)
     expected = run(model)
-    sum_in_float32(model)
+    applied(sum_in_float32, model)
     assert applied(fuse_norms, model) == applied(fuse_gates, model) == 1
     thin = ["DenseMatMul", "DenseMatMul"] if adapter else []
     assert kinds(model) == ["Mul", "AddRmsNorm", "MatMulNBits", *thin, "SwiGlu", "MatMulNBits", "Add"]
@@ -148,7 +147,7 @@ def test_a_layer_of_the_same_numbers(adapter: bool) -> None:
 )
 def test_other_gates_stay(change: dict[str, Any]) -> None:
     model = model_of(**change)
-    sum_in_float32(model)
+    applied(sum_in_float32, model)
     before = kinds(model)
     assert applied(fuse_gates, model) == 0 and kinds(model) == before
 
@@ -160,7 +159,7 @@ def test_other_gates_stay(change: dict[str, Any]) -> None:
 )
 def test_other_first_norms_stay(change: dict[str, Any]) -> None:
     model = model_of(**change)
-    sum_in_float32(model)
+    applied(sum_in_float32, model)
     before = kinds(model)
     assert applied(fuse_norms, model) == 0 and kinds(model) == before
 

@@ -11,11 +11,10 @@ import pytest
 from onnx import helper, numpy_helper
 
 from still_graphs.ops import DOMAIN
-from still_graphs.passes.attach_functions import attach_functions
 from still_graphs.passes.fuse_norms import fuse_norms
 from still_graphs.passes.sum_in_float32 import sum_in_float32
-from still_graphs.passes.walk import attribute
-from tests.still_graphs.steps import applied
+from tests.still_graphs.protos import attribute
+from tests.still_graphs.steps import applied, attach_functions
 
 WIDTH, EPSILON = 24, 3e-2
 
@@ -73,7 +72,7 @@ def kinds(model: onnx.ModelProto) -> list[str]:
 def test_one_node_of_the_same_numbers(terms: tuple[str, str]) -> None:
     model = model_of(terms=terms)
     expected = run(model)
-    sum_in_float32(model)
+    applied(sum_in_float32, model)
     assert applied(fuse_norms, model) == 1
     assert kinds(model) == ["DenseMatMul", "AddRmsNorm", "Add"]
     node = model.graph.node[1]
@@ -98,6 +97,6 @@ def test_one_node_of_the_same_numbers(terms: tuple[str, str]) -> None:
 )
 def test_other_sums_and_norms_stay(change: dict[str, Any]) -> None:
     model = model_of(**change)
-    sum_in_float32(model)
+    applied(sum_in_float32, model)
     before = kinds(model)
     assert applied(fuse_norms, model) == 0 and kinds(model) == before

@@ -11,10 +11,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from still_graphs.ops import DOMAIN
-from still_graphs.passes.attach_functions import attach_functions
 from still_graphs.passes.fuse_rotary import fuse_rotary
-from still_graphs.passes.walk import attribute
-from tests.still_graphs.steps import applied
+from tests.still_graphs.protos import attribute
+from tests.still_graphs.steps import applied, attach_functions
 
 HEADS, KV_HEADS, SIZE, VALUE, GATE = 5, 3, 8, 12, 28
 SIZES = [HEADS * SIZE, KV_HEADS * SIZE, VALUE, GATE]

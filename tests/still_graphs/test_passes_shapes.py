@@ -11,7 +11,7 @@ from still_graphs.errors import UnsupportedError
 from still_graphs.ops import DOMAIN
 from still_graphs.passes.fix_shapes import fix_shapes
 from still_graphs.passes.merge_heads import merge_heads
-from still_graphs.passes.walk import Rewriter, attribute, value_names
+from tests.still_graphs.protos import Rewriter, attribute, value_names
 from tests.still_graphs.small_graph import SIZES, small_graph, split_heads
 from tests.still_graphs.steps import applied
 from tests.still_graphs.test_passes_trt import assert_same, rollout
@@ -48,7 +48,7 @@ def test_shapes_become_constants(expected: list[dict[str, np.ndarray]]) -> None:
     model = small_graph()
     compute_shapes(model)
     assert_same(model, expected, "float32", 0)
-    assert fix_shapes(model) == 5
+    assert applied(fix_shapes, model) == 5
     values = {n.output[0]: attribute(n, "value") for n in model.graph.node if n.op_type == "Constant"}
     shapes = {
         n.output[0]: onnx.numpy_helper.to_array(values[n.input[1]]).tolist()
@@ -59,7 +59,7 @@ def test_shapes_become_constants(expected: list[dict[str, np.ndarray]]) -> None:
     assert not {n.op_type for n in model.graph.node} & {"Shape", "Concat"}, "nothing computes a shape any more"
     onnx.checker.check_model(model, full_check=True)
     assert_same(model, expected, "float32", 0)
-    assert fix_shapes(model) == 0
+    assert applied(fix_shapes, model) == 0
 
 
 def test_shapes_that_move_a_free_dimension_stay() -> None:
@@ -68,7 +68,7 @@ def test_shapes_that_move_a_free_dimension_stay() -> None:
     shape = onnx.numpy_helper.from_array(np.array([2, -1, 2]), "shape")
     node = helper.make_node("Reshape", ["a", "shape"], ["b"])
     model = helper.make_model(helper.make_graph([node], "g", *ends, [shape]))
-    assert fix_shapes(model) == 0 and model.graph.node[0].input[1] == "shape"
+    assert applied(fix_shapes, model) == 0 and model.graph.node[0].input[1] == "shape"
 
 
 def test_heads_lie_side_by_side_at_the_plugin(expected: list[dict[str, np.ndarray]]) -> None:

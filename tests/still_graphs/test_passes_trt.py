@@ -19,9 +19,9 @@ from still_graphs.passes.lower_plugin_nodes import lower_plugin_nodes
 from still_graphs.passes.replace_nonzero import replace_nonzero
 from still_graphs.passes.strip_functions import strip_functions
 from still_graphs.passes.take_general_branches import take_general_branches
-from still_graphs.passes.walk import attribute, opset_version, walk_nodes
-from still_graphs.passes.widen_sigmoids import widen_sigmoids
+from tests.still_graphs.protos import attribute, opset_version, walk_nodes
 from tests.still_graphs.small_graph import HYBRID, VOCABULARY, empty_state, small_graph
+from tests.still_graphs.steps import applied
 
 SLOTS = 20
 SPLITS = (13, 1, 1, 1, 8, 1, 17, 1, 1)
@@ -71,22 +71,22 @@ def expected() -> list[dict[str, np.ndarray]]:
 
 def test_replace_nonzero_keeps_every_output(expected: list[dict[str, np.ndarray]]) -> None:
     model = small_graph()
-    assert inline_functions(model) == 1
-    assert replace_nonzero(model) == 1
+    assert applied(inline_functions, model) == 1
+    assert applied(replace_nonzero, model) == 1
     assert not [n for n in walk_nodes(model.graph) if n.op_type == "NonZero" or n.domain == DOMAIN]
     assert not model.functions and [o.domain for o in model.opset_import] == [""]
     assert_same(model, expected, "float32", 0)
-    assert replace_nonzero(model) == 0
+    assert applied(replace_nonzero, model) == 0
 
 
 def test_general_branches_hold_for_every_call(expected: list[dict[str, np.ndarray]]) -> None:
     model = small_graph()
-    inline_functions(model)
-    assert take_general_branches(model) == 1
+    applied(inline_functions, model)
+    assert applied(take_general_branches, model) == 1
     assert not [n for n in walk_nodes(model.graph) if n.op_type == "If"]
     onnx.checker.check_model(model)
     assert_same(model, expected, "float32", 1e-5)
-    assert take_general_branches(model) == 0
+    assert applied(take_general_branches, model) == 0
 
 
 def test_replace_nonzero_refuses_other_uses() -> None:
@@ -99,20 +99,20 @@ def test_replace_nonzero_refuses_other_uses() -> None:
         nodes, "g", [info("mask", TensorProto.BOOL, ["r", "c"])], [info("total", TensorProto.INT64, None)]
     )
     with pytest.raises(UnsupportedError, match="ReduceSum of what NonZero chose"):
-        replace_nonzero(helper.make_model(graph))
+        applied(replace_nonzero, helper.make_model(graph))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("float16", 4e-3)])
 def test_lower_opset_keeps_every_output(dtype: str, tolerance: float) -> None:
     model = small_graph(dtype)
     expected = rollout(model, dtype)
-    inline_functions(model)
-    assert lower_opset(model) > 5
+    applied(inline_functions, model)
+    assert applied(lower_opset, model) > 5
     assert opset_version(model) == 17 and model.ir_version == 8
     onnx.checker.check_model(model, full_check=True)
     assert not [n for n in walk_nodes(model.graph) if n.op_type == "RMSNormalization"]
     assert_same(model, expected, dtype, tolerance)
-    assert lower_opset(model) == 0
+    assert applied(lower_opset, model) == 0
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_lower_opset_single_operators(op: str, attributes: dict[str, str]) -> No
     )
     x = np.linspace(-4, 4, 15, dtype=np.float32).reshape(3, 5)
     before = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x": x})[0]
-    assert lower_opset(model) == 1
+    assert applied(lower_opset, model) == 1
     onnx.checker.check_model(model, full_check=True)
     after = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x": x})[0]
     np.testing.assert_allclose(after, before, atol=1e-6)
@@ -149,7 +149,7 @@ def test_parts_of_shapes_are_picked_from_the_whole(start: int, end: int | None, 
     ends = [info("x", TensorProto.FLOAT, ["a", "b", "c"])], [info("y", TensorProto.INT64, ["n"])]
     opsets = [helper.make_opsetid("", 23)]
     model = helper.make_model(helper.make_graph([node], "g", *ends), opset_imports=opsets, ir_version=10)
-    lower_opset(model)
+    applied(lower_opset, model)
     assert not [n for n in model.graph.node if n.op_type == "Shape" and attribute(n, "end") is not None]
     feeds = {"x": np.zeros((3, 5, 7), np.float32)}
     assert onnxruntime.InferenceSession(model.SerializeToString()).run(None, feeds)[0].tolist() == expected
@@ -170,7 +170,7 @@ def test_full_attention_is_written_out(dtype: str, tolerance: float) -> None:
     feeds["mask"] = np.where(feeds["mask"] > 0, 0, np.finfo(dtype).min).astype(dtype)
     feeds["mask"][..., 0] = 0
     before = onnxruntime.InferenceSession(model.SerializeToString()).run(None, feeds)[0]
-    assert lower_opset(model) == 1
+    assert applied(lower_opset, model) == 1
     onnx.checker.check_model(model, full_check=True)
     after = onnxruntime.InferenceSession(model.SerializeToString()).run(None, feeds)[0]
     np.testing.assert_allclose(after, before, atol=tolerance)
@@ -192,7 +192,7 @@ def test_rotary_embedding_is_written_out() -> None:
     shapes = {i.name: [d.dim_value for d in i.type.tensor_type.shape.dim] for i in model.graph.input}
     feeds = {n: random.standard_normal(shape).astype("float32") for n, shape in shapes.items()}
     before = onnxruntime.InferenceSession(model.SerializeToString()).run(None, feeds)[0]
-    assert lower_opset(model) == 1
+    assert applied(lower_opset, model) == 1
     onnx.checker.check_model(model, full_check=True)
     after = onnxruntime.InferenceSession(model.SerializeToString()).run(None, feeds)[0]
     np.testing.assert_allclose(after, before, atol=1e-6)
@@ -208,7 +208,7 @@ def test_other_rotary_embeddings_are_refused(what: str) -> None:
     with pytest.raises(
         UnsupportedError, match="node turn: RotaryEmbedding cannot be written in opset 17: it is handled for"
     ):
-        lower_opset(model)
+        applied(lower_opset, model)
 
 
 def test_lower_opset_names_what_it_cannot_write() -> None:
@@ -217,12 +217,12 @@ def test_lower_opset_names_what_it_cannot_write() -> None:
     ends = [info(n, TensorProto.FLOAT, [1, 2, 3, 4]) for n in "qkv"], [info("y", TensorProto.FLOAT, None)]
     model = helper.make_model(helper.make_graph([node], "g", *ends), opset_imports=[helper.make_opsetid("", 23)])
     with pytest.raises(UnsupportedError, match="node attend: Attention cannot be written in opset 17"):
-        lower_opset(model)
+        applied(lower_opset, model)
 
 
 def test_lower_integers_keeps_every_output(expected: list[dict[str, np.ndarray]]) -> None:
     model = small_graph()
-    assert lower_integers(model) == 4
+    assert applied(lower_integers, model) == 4
     onnx.checker.check_model(model)
     ends = {i.name: i.type.tensor_type.elem_type for i in (*model.graph.input, *model.graph.output)}
     assert TensorProto.INT64 not in ends.values()
@@ -233,17 +233,17 @@ def test_lower_integers_keeps_every_output(expected: list[dict[str, np.ndarray]]
         "present_length",
     }
     assert_same(model, expected, "float32", 0)
-    assert lower_integers(model) == 0
+    assert applied(lower_integers, model) == 0
 
 
 def test_counts_are_added_in_int32() -> None:
     model = small_graph()
-    lower_integers(model)
+    applied(lower_integers, model)
     (made,) = [n for n in model.graph.node if "present_length" in n.output]
     assert made.op_type == "Add" and set(made.input) == {"past_length", "new_tokens"}
     model = small_graph()
     model.graph.node.append(helper.make_node("Mul", ["present_length", "new_tokens"], ["read"]))  # in int64
-    lower_integers(model)
+    applied(lower_integers, model)
     (made,) = [n for n in model.graph.node if "present_length" in n.output]
     assert made.op_type == "Cast"
     onnx.checker.check_model(model)
@@ -253,20 +253,20 @@ def test_lower_integers_passes_an_input_through() -> None:
     info = helper.make_tensor_value_info
     ends = [info("a", TensorProto.INT64, ["n"])], [info("b", TensorProto.INT64, ["n"])]
     model = helper.make_model(helper.make_graph([helper.make_node("Identity", ["a"], ["b"])], "g", *ends))
-    lower_integers(model)
+    applied(lower_integers, model)
     onnx.checker.check_model(model, full_check=True)
 
 
 def test_strip_functions_leaves_bare_nodes() -> None:
     model = small_graph()
-    assert strip_functions(model) == 1 and not model.functions
-    assert strip_functions(model) == 0
+    assert applied(strip_functions, model) == 1 and not model.functions
+    assert applied(strip_functions, model) == 0
 
 
 def test_plugin_nodes_say_all_that_the_plugin_needs() -> None:
     model = small_graph("float16", functions=False)
-    lower_integers(model)
-    assert lower_plugin_nodes(model) == 1
+    applied(lower_integers, model)
+    assert applied(lower_plugin_nodes, model) == 1
     (node,) = [n for n in model.graph.node if n.domain == DOMAIN]
     assert "" not in [*node.input, *node.output]
     assert attribute(node, "plugin_namespace") == "still" and attribute(node, "plugin_version") == "1"
@@ -279,19 +279,20 @@ def test_plugin_nodes_say_all_that_the_plugin_needs() -> None:
     assert unsaid == [CACHE], "what only caches in 8 bits need is not there without them"
     position = [n for n in names if n not in absent].index("new_tokens")
     assert list(node.input[position : position + 2]) == ["new_tokens", "past_length"], "the graph's own inputs, int32"
-    assert lower_plugin_nodes(model) == 1
-    assert attribute(node, "absent_inputs") is not None
+    before = model.SerializeToString(deterministic=True)
+    assert applied(lower_plugin_nodes, model) == 0 and model.SerializeToString(deterministic=True) == before
 
 
 def test_counts_that_the_graph_computes_are_cast_for_the_plugin() -> None:
     model = small_graph("float16", functions=False)
-    lower_integers(model)
+    applied(lower_integers, model)
     (node,) = [n for n in model.graph.node if n.domain == DOMAIN]
     position = HYBRID_ATTENTION.input_names().index("past_length")
     assert node.input[position] == "past_length.int64"
     model.graph.node.insert(2, helper.make_node("Add", ["past_length.int64", "new_tokens.int64"], ["later"]))
     node.input[position] = "later"
-    lower_plugin_nodes(model)
+    applied(lower_plugin_nodes, model)
+    (node,) = [n for n in model.graph.node if n.domain == DOMAIN]
     kinds = {n.output[0]: attribute(n, "to") for n in model.graph.node if n.op_type == "Cast"}
     assert "later" not in node.input and kinds["later.int32"] == TensorProto.INT32 and "later.int32" in node.input
 
@@ -304,49 +305,19 @@ def test_plugin_nodes_need_a_known_type_and_op() -> None:
         if tensor.name.startswith("feature"):
             model.graph.initializer.remove(tensor)
     with pytest.raises(UnsupportedError, match="node attention: the type of its activations is unknown"):
-        lower_plugin_nodes(model)
+        applied(lower_plugin_nodes, model)
     model = small_graph(functions=False)
     next(n for n in model.graph.node if n.domain == DOMAIN).op_type = "HybridMixer"
     with pytest.raises(
         UnsupportedError,
         match=r"still::HybridMixer is no op of this version; known: AddRmsNorm, Attention, .*HybridAttention",
     ):
-        lower_plugin_nodes(model)
-
-
-def test_sigmoids_are_of_one_type() -> None:
-    kinds = {"x": TensorProto.FLOAT16, "y": TensorProto.FLOAT}
-
-    def model(*given: str) -> onnx.ModelProto:
-        nodes = [helper.make_node("Sigmoid", [x], [f"{x}.gate"]) for x in given]
-        nodes += [helper.make_node("Softplus", [f"{x}.gate"], [f"{x}.out"]) for x in given]
-        values = {
-            x: [helper.make_tensor_value_info(f"{x}{end}", kinds[x], [7]) for end in ("", ".gate", ".out")]
-            for x in given
-        }
-        graph = helper.make_graph(
-            nodes,
-            "gates",
-            [v[0] for v in values.values()],
-            [v[2] for v in values.values()],
-            value_info=[v[1] for v in values.values()],
-        )
-        return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-
-    both = model("x", "y")
-    feeds = {"x": np.linspace(-9, 9, 7, dtype=np.float16), "y": np.linspace(-9, 9, 7, dtype=np.float32)}
-    expected = session(model("x", "y")).run(None, feeds)  # type: ignore[attr-defined]
-    assert widen_sigmoids(both) == 2 and widen_sigmoids(both) == 0
-    onnx.checker.check_model(both, full_check=True)
-    for found, wanted in zip(session(both).run(None, feeds), expected, strict=True):  # type: ignore[attr-defined]
-        assert found.dtype == wanted.dtype
-        np.testing.assert_allclose(found, wanted, rtol=1e-3)
-    assert widen_sigmoids(model("x")) == widen_sigmoids(model("y")) == 0, "of one type they stay"
+        applied(lower_plugin_nodes, model)
 
 
 def test_greedy_token_is_the_best_logit() -> None:
     model = small_graph()
-    assert add_greedy_token(model) == 1 and add_greedy_token(model) == 0
+    assert applied(add_greedy_token, model) == 1 and applied(add_greedy_token, model) == 0
     onnx.checker.check_model(model)
     for outputs in rollout(model)[:4]:
         tokens = outputs["logits"].shape[1]

@@ -31,7 +31,7 @@ class ToyOptions:
 def finish(lowering: Lowering, graph: Any) -> None:
     """Write the note and the runner."""
     note = lowering.options.toy_note
-    (lowering.folder / "note.txt").write_text(f"{note}: {len(graph.graph.node)} nodes\n")
+    (lowering.folder / "note.txt").write_text(f"{note}: {len(graph.graph)} nodes\n")
     lowering.manifest.update(target="toy", config={**lowering.manifest["config"], "toy_note": note})
     write_programs(lowering.folder, ["ort"])
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime as ort
 from onnx import TensorProto, helper
 
@@ -50,9 +51,9 @@ def model_of(
     node = helper.make_node(
         spec.name, names, [n for n in spec.output_names() if n in found], domain=DOMAIN, **attributes
     )
-    made = one_node(node, found, DOMAIN)
+    made = ir.from_proto(one_node(node, found, DOMAIN))
     attach_functions(made, onnxruntime)
-    return made
+    return ir.to_proto(made)
 
 
 def own_model(found: Shapes, absent: set[str], rule: str) -> onnx.ModelProto:

@@ -6,23 +6,18 @@ ensures: each node names a function of the model (domain, op type, overload); bo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
-import onnx
-
+from still_graphs.edits import attribute, sizes
 from still_graphs.errors import UnsupportedError
 from still_graphs.functions import function_body
-from still_graphs.on_proto import on_proto
+from still_graphs.later_ir import ir
 from still_graphs.ops import DOMAIN, OPS, OpSpec
 from still_graphs.ops.spec import CACHE, StateSpec, TensorSpec, dimension
-from still_graphs.passes.walk import attribute
-
-_Key = tuple[str, bytes, tuple[bool, ...], tuple[bool, ...], int, int, tuple[tuple[str, int], ...]]
-_Types = dict[str, tuple[int, tuple[int | None, ...]]]
 
 
-@on_proto
-def attach_functions(model: onnx.ModelProto, onnxruntime: bool = False) -> int:
+def attach_functions(model: ir.Model, onnxruntime: bool = False) -> int:
     """Attach a function to every still:: node of the main graph, in place; nodes that agree in attributes, present inputs and
     outputs and element type share one.
 
@@ -35,28 +30,31 @@ def attach_functions(model: onnx.ModelProto, onnxruntime: bool = False) -> int:
     Raises:
         UnsupportedError: No body for a node, or its activations' type cannot be told.
     """
-    opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 0)
-    found: dict[_Key, str] = {}
-    used = {(f.domain, f.name, f.overload) for f in model.functions}
-    nodes = [node for node in model.graph.node if node.domain == DOMAIN]
-    if not nodes:
-        return 0
-    types = _element_types(model.graph)
-    for node in nodes:
+    found: dict[Any, str] = {}
+    for node in [node for node in model.graph if node.domain == DOMAIN]:
         _drop_scales(node)
-        dtype, dims = _activation_type(node, types), _dimensions(node, types)
-        kept = _kept_type(node, types) or dtype
-        key = _key(node, dtype, kept, dims)
+        dtype, dims = _activation_type(node), _dimensions(node)
+        kept = _kept_type(node) or dtype
+        proto = ir.to_proto(node)
+        key = (
+            node.op_type,
+            b"".join(sorted(a.SerializeToString(deterministic=True) for a in proto.attribute)),
+            tuple(map(bool, proto.input)),
+            tuple(map(bool, proto.output)),
+            dtype,
+            kept,
+            tuple(sorted(dims.items())),
+        )
         if key not in found:
-            function = function_body(node, dtype, opset, kept=kept, dims=dims, onnxruntime=onnxruntime)
+            opset = model.opset_imports.get("", 0)
+            body = function_body(proto, dtype, opset, kept=kept, dims=dims, onnxruntime=onnxruntime)
             # The first function of an op needs no overload; tools that do not know overloads can read it.
-            overload = next(o for o in _overloads() if (function.domain, function.name, o) not in used)
-            used.add((function.domain, function.name, overload))
-            function.overload = overload
-            model.functions.append(function)
-            known = {o.domain for o in model.opset_import}
-            model.opset_import.extend(o for o in function.opset_import if o.domain not in known)
-            found[key] = overload
+            body.overload = next(o for o in _overloads() if (body.domain, body.name, o) not in model.functions)
+            function = ir.from_proto(body)
+            model.functions[function.identifier()] = function
+            for domain, version in function.opset_imports.items():
+                model.opset_imports.setdefault(domain, version)
+            found[key] = function.overload
         node.overload = found[key]
     return len(found)
 
@@ -69,55 +67,34 @@ def _overloads() -> Iterator[str]:
         number += 1
 
 
-def _key(node: onnx.NodeProto, dtype: int, kept: int, dims: dict[str, int]) -> _Key:
-    attributes = b"".join(sorted(a.SerializeToString(deterministic=True) for a in node.attribute))
-    return (
-        node.op_type,
-        attributes,
-        tuple(map(bool, node.input)),
-        tuple(map(bool, node.output)),
-        dtype,
-        kept,
-        tuple(sorted(dims.items())),
-    )
-
-
-def _element_types(graph: onnx.GraphProto) -> _Types:
-    """Element type and known dimensions of the values that the graph declares."""
-    types: _Types = {i.name: (i.data_type, tuple(i.dims)) for i in graph.initializer}
-    for info in (*graph.input, *graph.value_info, *graph.output):
-        tensor = info.type.tensor_type
-        shape = tuple(d.dim_value if d.HasField("dim_value") else None for d in tensor.shape.dim)
-        types[info.name] = tensor.elem_type, shape
-    return types
-
-
-def _spec(node: onnx.NodeProto) -> OpSpec:
+def _spec(node: ir.Node) -> OpSpec:
     if node.op_type not in OPS:
         raise UnsupportedError(f"{DOMAIN}::{node.op_type} is no op of this version; known: {', '.join(sorted(OPS))}.")
     return OPS[node.op_type].resolve({CACHE.name: attribute(node, CACHE.name, CACHE.default)})
 
 
-def _drop_scales(node: onnx.NodeProto) -> None:
+def _drop_scales(node: ir.Node) -> None:
     """Take the scales of caches in 8 bits, which come last, from a node that names them as absent: its function does not have them."""
     spec = _spec(node)
-    for names, tensors in ((node.input, spec.all_inputs()), (node.output, spec.all_outputs())):
-        if any(names[len(tensors) :]):
+    for values, tensors, resize in (
+        (node.inputs, spec.all_inputs(), node.resize_inputs),
+        (node.outputs, spec.all_outputs(), node.resize_outputs),
+    ):
+        if extra := [str(v.name) for v in values[len(tensors) :] if v is not None and v.name]:
             raise UnsupportedError(
-                f"{node.name or node.op_type}: {', '.join(names[len(tensors) :])} are beyond the {len(tensors)} tensors of the op, "
+                f"{node.name or node.op_type}: {', '.join(extra)} are beyond the {len(tensors)} tensors of the op, "
                 f"which has scales with {CACHE.name}=int8 alone."
             )
-        del names[len(tensors) :]
+        resize(min(len(values), len(tensors)))
 
 
-def _dimensions(node: onnx.NodeProto, types: _Types) -> dict[str, int]:
+def _dimensions(node: ir.Node) -> dict[str, int]:
     """Sizes of the OpSpec's symbols that are fixed in the graph, and WH, the heads of the weights (1 = shared)."""
     spec = _spec(node)
     dims: dict[str, int] = {}
-    for name, tensor in zip(node.input, spec.all_inputs(), strict=False):
-        _, shape = types.get(name, (0, ()))
-        for dim, size in zip(tensor.shape, shape, strict=False):
-            if isinstance(dim, str) and size is not None:
+    for value, tensor in zip(node.inputs, spec.all_inputs(), strict=False):
+        for dim, size in zip(tensor.shape, [] if value is None else sizes(value), strict=False):
+            if isinstance(dim, str) and isinstance(size, int):
                 factor, symbol, divisor = dimension(dim)
                 if factor > 1:
                     continue
@@ -131,26 +108,23 @@ def _narrow(tensor: TensorSpec | StateSpec) -> bool:
     return isinstance(tensor, StateSpec) and tensor.narrow
 
 
-def _kept_type(node: onnx.NodeProto, types: _Types) -> int:
+def _declared(node: ir.Node, wanted: Callable[[TensorSpec | StateSpec], bool]) -> int:
+    """Element type of the first input or output that is `wanted` and declares one; 0: none does."""
+    spec = _spec(node)
+    given = [*zip(node.inputs, spec.all_inputs(), strict=False), *zip(node.outputs, spec.all_outputs(), strict=False)]
+    return next((int(v.dtype) for v, tensor in given if v is not None and v.dtype is not None and wanted(tensor)), 0)
+
+
+def _kept_type(node: ir.Node) -> int:
     """Element type of the states that may be narrower than activations; 0: unknown, or the op has none."""
-    spec = _spec(node)
-    given = [*zip(node.input, spec.all_inputs(), strict=False), *zip(node.output, spec.all_outputs(), strict=False)]
-    return next((types[name][0] for name, tensor in given if _narrow(tensor) and name in types), 0)
+    return _declared(node, _narrow)
 
 
-def _activation_type(node: onnx.NodeProto, types: _Types) -> int:
+def _activation_type(node: ir.Node) -> int:
     """Element type of the activations: of any input or output that shares it (the weights, the output, state that may not be narrower)."""
-    spec = _spec(node)
-    kinds = [t.dtype for t in spec.inputs] + ["" if s.narrow else s.dtype for s in spec.states]
-    for name, kind in zip(node.input, kinds, strict=False):
-        if kind == "T" and name in types and types[name][0]:
-            return types[name][0]
-    for name, tensor in zip(node.output, spec.all_outputs(), strict=False):
-        if tensor.dtype == "T" and not _narrow(tensor) and name in types and types[name][0]:
-            return types[name][0]
     # Where nothing else is declared, states are as the activations.
-    if kept := _kept_type(node, types):
-        return kept
+    if found := _declared(node, lambda tensor: tensor.dtype == "T" and not _narrow(tensor)) or _kept_type(node):
+        return found
     raise UnsupportedError(
         f"node {node.name or node.op_type}: the type of its activations is unknown; no input or output of it is declared. "
         "Run onnx.shape_inference before attaching functions."

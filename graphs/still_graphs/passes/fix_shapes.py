@@ -9,36 +9,48 @@ ensures: a Reshape of the main graph has a constant shape unless it merges, spli
 
 from __future__ import annotations
 
-import onnx
+from collections.abc import Sequence
 
-from still_graphs.on_proto import on_proto
-from still_graphs.passes.walk import Rewriter, constant_value, dimensions, drop_attribute, drop_unused, value_names
+from still_graphs.edits import Writer, constant_value, drop_unused, is_standard, sizes
+from still_graphs.later_ir import ir
 
 
-@on_proto
-def fix_shapes(model: onnx.ModelProto) -> int:
+def fix_shapes(model: ir.Model) -> int:
     """Replace computed shapes by constants, in place.
 
     Returns:
         Number of Reshape nodes changed.
     """
-    graph = model.graph
-    dims, rewriter, changed = dimensions(graph), Rewriter(graph, value_names(graph)), 0
-    for node in graph.node:
-        if node.op_type == "Reshape" and node.domain == "":
-            now = constant_value(graph, node.input[1])
-            shape = _copied(dims.get(node.input[0], []), dims.get(node.output[0], []))
+    found, writer = _computed(model.graph), Writer(model.graph)
+    for node, shape in found:
+        writer.place = node
+        node.replace_input_with(1, writer.constant(shape, "int64", f"{node.outputs[0].name}.shape"))
+        node.attributes.pop("allowzero", None)  # 0 copies
+    drop_unused(model.graph)
+    return len(found)
+
+
+def fixed_shapes(model: ir.Model) -> str:
+    """No Reshape computes a shape that is known."""
+    left = [str(node.name) for node, _ in _computed(model.graph)]
+    return f"Reshape nodes with a computed shape, {', '.join(left[:3])}" if left else ""
+
+
+def _computed(graph: ir.Graph) -> list[tuple[ir.Node, list[int]]]:
+    """Reshapes whose shape is not constant, with the one that it can be."""
+    found = []
+    for node in graph:
+        if is_standard(node, "Reshape"):
+            now, shape = (
+                constant_value(node.inputs[1]),
+                _copied(*map(sizes, (node.inputs[0], node.outputs[0]))),
+            )
             if shape and (now is None or (now < 0).any()):
-                node.input[1] = rewriter.constant(shape, "int64", f"{node.output[0]}.shape")
-                drop_attribute(node, "allowzero")  # 0 copies
-                changed += 1
-        rewriter.nodes.append(node)
-    rewriter.finish()
-    drop_unused(graph)
-    return changed
+                found.append((node, shape))
+    return found
 
 
-def _copied(given: list[int | str | None], wanted: list[int | str | None]) -> list[int]:
+def _copied(given: Sequence[int | str | None], wanted: Sequence[int | str | None]) -> list[int]:
     """The shape as Reshape takes it, 0 for a dimension that is copied; nothing where one is neither known nor copied."""
     shape = []
     for axis, size in enumerate(wanted):

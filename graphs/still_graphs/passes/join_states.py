@@ -19,16 +19,13 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass
 
-import onnx
-from onnx import TensorProto, helper
-
 from still_graphs.conditions import still_nodes
+from still_graphs.edits import Writer, attribute, is_standard, known_sizes, put_in_place, sizes, typed
 from still_graphs.errors import UnsupportedError
 from still_graphs.functions.joined import PREFIX, STATES, joined_body, part_of, written
-from still_graphs.on_proto import on_proto
+from still_graphs.later_ir import ir
 from still_graphs.ops import OPS, OpSpec
 from still_graphs.ops.spec import StateSpec
-from still_graphs.passes.walk import Rewriter, attribute, opset_version, value_names
 from still_graphs.states import rows_after
 
 CAPACITY = "still.capacity"
@@ -53,16 +50,14 @@ def present_name(layer: int | str, name: str) -> str:
 class _State:
     """A state of a node: where it stands, and its dimensions but the batch."""
 
-    node: onnx.NodeProto
+    node: ir.Node
     spec: StateSpec
-    past: str
-    present: str
+    past: ir.Value
+    present: ir.Value
     shape: list[int]
-    dtype: int
 
 
-@on_proto
-def join_states(model: onnx.ModelProto) -> int:
+def join_states(model: ir.Model) -> int:
     """Replace the states, in place.
 
     Returns:
@@ -73,74 +68,63 @@ def join_states(model: onnx.ModelProto) -> int:
     """
     layers: dict[int, list[_State]] = defaultdict(list)
     for state in _states(model):
-        layers[int(state.past.rpartition(".")[2])].append(state)
+        layers[int(str(state.past.name).rpartition(".")[2])].append(state)
     return _Joiner(model, layers).run()
 
 
-def _states(model: onnx.ModelProto) -> list[_State]:
-    recorded = {prop.key: prop.value for prop in model.metadata_props}
-    if CAPACITY not in recorded:
+def joined_states(model: ir.Model) -> str:
+    """There are no states but genai's."""
+    sides = (model.graph.inputs, "past_", past_name), (model.graph.outputs, "present_", present_name)
+    left = [
+        str(value.name)
+        for values, start, of in sides
+        for value in values
+        if str(value.name).startswith(start) and "." in str(value.name)
+        if not str(value.name).startswith(of("", "")[:-1])
+    ]
+    return f"states that genai does not keep, {', '.join(left[:3])}" if left else ""
+
+
+def _states(model: ir.Model) -> list[_State]:
+    if CAPACITY not in model.metadata_props:
         raise UnsupportedError(f"the graph's metadata has no {CAPACITY}; genai's states have a fixed size.")
-    capacity = int(json.loads(recorded[CAPACITY])["capacity_tokens"])
-    infos = {info.name: info.type.tensor_type for info in model.graph.input}
+    capacity = int(json.loads(model.metadata_props[CAPACITY])["capacity_tokens"])
     found = []
     for node in still_nodes(model):
         spec = OPS[node.op_type]
         values = {a.name: attribute(node, a.name, a.default) for a in spec.attributes}
-        pasts, presents = node.input[len(spec.inputs) :], node.output[len(spec.outputs) :]
+        pasts, presents = node.inputs[len(spec.inputs) :], node.outputs[len(spec.outputs) :]
         for state, past, present in zip(spec.states, pasts, presents, strict=False):
-            if not past:
+            if past is None:
                 continue
-            shape = [d.dim_value for d in infos[past].shape.dim][1:]
+            shape = known_sizes(past)[1:]
             if state.growth is not None:
                 shape[state.growth.axis - 1] = rows_after(state.growth.resolve(values), capacity, capacity)
-            found.append(_State(node, state, past, present, shape, infos[past].elem_type))
+            found.append(_State(node, state, past, present, shape))
     return found
 
 
 class _Joiner:
-    def __init__(self, model: onnx.ModelProto, layers: dict[int, list[_State]]) -> None:
+    def __init__(self, model: ir.Model, layers: dict[int, list[_State]]) -> None:
         self.model, self.layers = model, layers
         self.graph = model.graph
-        self.rewriter = Rewriter(self.graph, value_names(self.graph))
-        self.before: dict[str, list[onnx.NodeProto]] = defaultdict(
-            list
-        )  # by the name of the first output of the node behind them
-        self.after: list[onnx.NodeProto] = []
-        self.inputs: list[onnx.ValueInfoProto] = []
-        self.outputs: list[onnx.ValueInfoProto] = []
-        self.renamed: dict[str, str] = {}
-        self.shapes: dict[str, tuple[int, tuple[int, ...], int]] = {}  # of genai's tensors: layer, shape, type
+        self.writer = Writer(self.graph)
+        self.inputs: list[ir.Value] = []
+        self.outputs: list[ir.Value] = []
+        self.shapes: dict[str, tuple[int, tuple[int, ...], ir.DataType]] = {}  # of genai's tensors: layer, shape, type
         self.functions: dict[tuple[str, str, str], str] = {}
 
     def run(self) -> int:
-        gone = {name for states in self.layers.values() for s in states for name in (s.past, s.present)}
+        gone = {value for states in self.layers.values() for s in states for value in (s.past, s.present)}
+        kept = [[value for value in values if value not in gone] for values in (self.graph.inputs, self.graph.outputs)]
         for layer, states in self.layers.items():
             self._cache(layer, [s for s in states if _is_cache(s)])
             self._recurrent(layer, [s for s in states if not _is_cache(s)])
-        if not any(info.name.endswith(CACHE) for info in self.inputs):
+        if not any(str(value.name).endswith(CACHE) for value in self.inputs):
             for name in CACHE:
-                self._tensor(min(self.layers), name, [1, 1, 1], TensorProto.FLOAT)
-                self._pass_on(min(self.layers), name)
-        nodes = []
-        for node in self.graph.node:
-            nodes += [*self.before.get(node.output[0], []), node]
-        self.rewriter.nodes = [*nodes, *self.after]
-        self.rewriter.finish()
-        for node in self.graph.node:
-            node.input[:] = [self.renamed.get(name, name) for name in node.input]
-            node.output[:] = [self.renamed.get(name, name) for name in node.output]
-            # The exporter takes the number of rows from any input.
-            if (
-                node.op_type == "Shape"
-                and node.input[0] in gone
-                and (attribute(node, "start"), attribute(node, "end")) == (0, 1)
-            ):
-                node.input[0] = "input_ids"
-        for infos, new in ((self.graph.input, self.inputs), (self.graph.output, self.outputs)):
-            kept = [info for info in infos if info.name not in gone]
-            del infos[:]
-            infos.extend([*kept, *new])
+                self._pass_on(min(self.layers), name, [1, 1, 1], ir.DataType.FLOAT)
+        self.graph.inputs[:] = [*kept[0], *self.inputs]
+        self.graph.outputs[:] = [*kept[1], *self.outputs]
         return len(self.inputs)
 
     def _cache(self, layer: int, states: list[_State]) -> None:
@@ -151,72 +135,86 @@ class _Joiner:
             names = ", ".join(f"{s.spec.name} {s.shape}" for s in states)
             raise UnsupportedError(f"layer {layer} keeps {names}; genai keeps one key and one value of the same size.")
         for name, state in zip(CACHE, states, strict=True):
-            self._tensor(layer, name, state.shape, state.dtype)
             self._rename(layer, name, state)
 
     def _recurrent(self, layer: int, states: list[_State]) -> None:
         """All other states of a layer."""
         if not states:
             return
-        if len({s.node.output[0] for s in states}) == 1 < len(states):
+        if len({s.node for s in states}) == 1 < len(states):
             self._join_node(layer, states)
             return
         for part, name in enumerate(RECURRENT):
-            own = [s for s in states if part_of(OPS[s.node.op_type], s.spec.name) == part]
+            own = [s for s in states if _part(s) == part]
             if len(own) == 1 and len(own[0].shape) + 1 <= RANKS[part]:
-                self._tensor(layer, name, own[0].shape, own[0].dtype)
                 self._rename(layer, name, own[0])
             elif own:
                 self._join_values(layer, part, own)
             else:
-                self._tensor(layer, name, [1] * (RANKS[part] - 1), states[0].dtype if not part else TensorProto.FLOAT)
-                self._pass_on(layer, name)
+                dtype = ir.DataType.FLOAT if part else _type(states[0])
+                self._pass_on(layer, name, [1] * (RANKS[part] - 1), dtype)
 
     def _join_node(self, layer: int, states: list[_State]) -> None:
         """Put the joined form of the op in the place of its node."""
         node, spec = states[0].node, OPS[states[0].node.op_type]
         shapes = {s.spec.name: s.shape for s in states}
+        pasts = []
         for part, name in enumerate(RECURRENT):
-            own = [s for s in states if part_of(spec, s.spec.name) == part]
+            own = [s for s in states if _part(s) == part]
             size = sum(math.prod(s.shape) for s in own)
-            self._tensor(layer, name, [1] * (RANKS[part] - 2) + [size], own[0].dtype)
-        overload = self._function(node, spec, shapes)
-        inputs = [*node.input[: len(spec.inputs)], *(past_name(layer, name) for name in RECURRENT)]
-        outputs = [*node.output[: len(spec.outputs)], *(present_name(layer, name) for name in RECURRENT)]
-        node.op_type, node.overload = PREFIX + node.op_type, overload
-        node.input[:], node.output[:] = inputs, outputs
-        node.attribute.append(helper.make_attribute(STATES, written(shapes)))
+            pasts.append(self._tensor(layer, name, [1] * (RANKS[part] - 2) + [size], _type(own[0])))
+        joined = ir.node(
+            PREFIX + node.op_type,
+            [*node.inputs[: len(spec.inputs)], *pasts],
+            {**node.attributes, STATES: written(shapes)},
+            domain=node.domain,
+            overload=self._function(node, spec, shapes),
+            num_outputs=len(spec.outputs) + len(RECURRENT),
+            name=node.name,
+        )
+        self.writer.place = node
+        self.writer.add(joined, [*(v.name for v in node.outputs[: len(spec.outputs)]), *RECURRENT])
+        for old, new in zip(node.outputs, joined.outputs[: len(spec.outputs)], strict=False):
+            put_in_place(old, new)
+        for past, present in zip(pasts, joined.outputs[len(spec.outputs) :], strict=True):
+            self._give(past, present)
+        for state in states:
+            self._take_batch_elsewhere(state.past)
+            self.graph.outputs.remove(state.present)
+        self.graph.remove(node, safe=True)
 
-    def _function(self, node: onnx.NodeProto, spec: OpSpec, shapes: dict[str, list[int]]) -> str:
+    def _function(self, node: ir.Node, spec: OpSpec, shapes: dict[str, list[int]]) -> str:
         """Overload of the joined form's function, made once for nodes that are alike."""
         key = node.op_type, node.overload, written(shapes)
         if key not in self.functions:
             self.functions[key] = str(len(self.functions) or "")
-            version = opset_version(self.model)
-            self.model.functions.append(joined_body(node, spec, self.functions[key], shapes, version))
+            version = self.model.opset_imports[""]
+            body = ir.from_proto(joined_body(ir.to_proto(node), spec, self.functions[key], shapes, version))
+            self.model.functions[body.identifier()] = body
         return self.functions[key]
 
     def _join_values(self, layer: int, part: int, states: list[_State]) -> None:
         """Several small states side by side in one tensor, by standard ops."""
-        sizes, name = [math.prod(s.shape) for s in states], RECURRENT[part]
+        counts, name = [math.prod(s.shape) for s in states], RECURRENT[part]
         ones = [1] * (RANKS[part] - 2)
         axis = len(ones) + 1
-        self._tensor(layer, name, [*ones, sum(sizes)], states[0].dtype)
-        r, pieces, begin = self.rewriter, [], 0
-        for state, size in zip(states, sizes, strict=True):
-            r.nodes = self.before[state.node.output[0]]
-            bounds = [r.constant([n], "int64", hint=f"{state.past}.bound") for n in (begin, begin + size, axis)]
-            piece = r.node("Slice", [past_name(layer, name), *bounds], hint=f"{state.past}.piece")
-            shape = r.constant([0, *state.shape], "int64", hint=f"{state.past}.shape")
-            r.node("Reshape", [piece, shape], state.past)
-            r.nodes = self.after
-            shape = r.constant([0, *ones, size], "int64", hint=f"{state.present}.shape")
-            pieces.append(r.node("Reshape", [state.present, shape], hint=f"{state.present}.piece"))
+        whole = self._tensor(layer, name, [*ones, sum(counts)], _type(states[0]))
+        r, pieces, begin = self.writer, [], 0
+        for state, size in zip(states, counts, strict=True):
+            r.place, past, present = state.node, state.past.name, state.present.name
+            self._take_batch_elsewhere(state.past)
+            bounds = [r.constant([n], "int64", hint=f"{past}.bound") for n in (begin, begin + size, axis)]
+            piece = r.node("Slice", [whole, *bounds], hint=f"{past}.piece")
+            shape = r.constant([0, *state.shape], "int64", hint=f"{past}.shape")
+            put_in_place(state.past, r.node("Reshape", [piece, shape], past))
+            r.place = None
+            shape = r.constant([0, *ones, size], "int64", hint=f"{present}.shape")
+            pieces.append(r.node("Reshape", [state.present, shape], hint=f"{present}.piece"))
             begin += size
-        r.node("Concat", pieces, present_name(layer, name), axis=axis)
+        self._give(whole, r.node("Concat", pieces, name, axis=axis))
 
-    def _tensor(self, layer: int, name: str, shape: list[int], dtype: int) -> None:
-        """Declare one of genai's tensors; those of a name are alike in all layers."""
+    def _tensor(self, layer: int, name: str, shape: list[int], dtype: ir.DataType) -> ir.Value:
+        """One of genai's tensors, an input; those of a name are alike in all layers."""
         known = self.shapes.setdefault(name, (layer, tuple(shape), dtype))
         if known[1:] != (tuple(shape), dtype):
             raise UnsupportedError(
@@ -227,16 +225,42 @@ class _Joiner:
             raise UnsupportedError(
                 f"the states of layer {layer} have no row at this capacity. Export with a larger --capacity-tokens."
             )
-        for infos, full in ((self.inputs, past_name(layer, name)), (self.outputs, present_name(layer, name))):
-            infos.append(helper.make_tensor_value_info(full, dtype, ["batch", *shape]))
+        self.inputs.append(typed(ir.Value(name=past_name(layer, name)), ["batch", *shape], dtype))
+        return self.inputs[-1]
+
+    def _give(self, past: ir.Value, present: ir.Value) -> None:
+        """Let `present` be the output that becomes `past`."""
+        assert past.dtype is not None
+        present.name = "present" + str(past.name).removeprefix("past_key_values")
+        self.outputs.append(typed(present, sizes(past), past.dtype))
 
     def _rename(self, layer: int, name: str, state: _State) -> None:
-        self.renamed |= {state.past: past_name(layer, name), state.present: present_name(layer, name)}
+        past = self._tensor(layer, name, state.shape, _type(state))
+        state.past.replace_all_uses_with(past)
+        self._give(past, state.present)
 
-    def _pass_on(self, layer: int, name: str) -> None:
+    def _pass_on(self, layer: int, name: str, shape: list[int], dtype: ir.DataType) -> None:
         """A tensor that genai wants and nothing uses."""
-        self.rewriter.nodes = self.after
-        self.rewriter.node("Identity", [past_name(layer, name)], present_name(layer, name))
+        self.writer.place = None
+        past = self._tensor(layer, name, shape, dtype)
+        self._give(past, self.writer.node("Identity", [past], present_name(layer, name)))
+
+    def _take_batch_elsewhere(self, past: ir.Value) -> None:
+        """Take the number of rows, which the exporter takes from any input, from the tokens."""
+        tokens = next(value for value in self.graph.inputs if value.name == "input_ids")
+        for node, index in list(past.uses()):
+            if is_standard(node, "Shape") and (attribute(node, "start"), attribute(node, "end")) == (0, 1):
+                node.replace_input_with(index, tokens)
+
+
+def _type(state: _State) -> ir.DataType:
+    assert state.past.dtype is not None
+    return state.past.dtype
+
+
+def _part(state: _State) -> int:
+    """Which of genai's two tensors has it."""
+    return part_of(OPS[state.node.op_type], state.spec.name)
 
 
 def _is_cache(state: _State) -> bool:

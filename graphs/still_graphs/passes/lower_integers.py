@@ -9,54 +9,40 @@ ensures: no int64 input or output; the names are unchanged.
 
 from __future__ import annotations
 
-import onnx
-from onnx import TensorProto
-
-from still_graphs.on_proto import on_proto
-from still_graphs.passes.walk import Rewriter, value_names, walk_graphs
+from still_graphs.edits import Writer, is_standard
+from still_graphs.later_ir import ir
 
 
-@on_proto
-def lower_integers(model: onnx.ModelProto) -> int:
+def lower_integers(model: ir.Model) -> int:
     """Turn int64 inputs and outputs of the main graph into int32, in place.
 
     Returns:
         Number of inputs and outputs changed.
     """
-    graph = model.graph
-    rewriter = Rewriter(graph, value_names(graph))
-    renamed: dict[str, str] = {}
-    changed = 0
-    for info in graph.input:
-        if info.type.tensor_type.elem_type == TensorProto.INT64:
-            info.type.tensor_type.elem_type = TensorProto.INT32
-            renamed[info.name] = rewriter.node("Cast", [info.name], hint=f"{info.name}.int64", to=TensorProto.INT64)
-            changed += 1
-    outputs: dict[str, str] = {}
-    for info in graph.output:
-        if info.type.tensor_type.elem_type == TensorProto.INT64:
-            info.type.tensor_type.elem_type = TensorProto.INT32
-            outputs[info.name] = rewriter.fresh(f"{info.name}.int64")
-            changed += 1
-    head = list(rewriter.nodes)
-    for node in graph.node:
-        node.output[:] = [outputs.get(name, name) for name in node.output]
-    mapping = renamed | outputs
-    for inner in walk_graphs(graph):
-        for node in inner.node:
-            node.input[:] = [mapping.get(name, name) for name in node.input]
-    rewriter.nodes = [*head, *graph.node]
-    narrow = {wide: name for name, wide in renamed.items()}
-    read = {name for inner in walk_graphs(graph) for node in inner.node for name in node.input}
-    for name, wide in outputs.items():
-        sums = [n for n in graph.node if n.op_type == "Add" and wide in n.output and set(n.input) <= set(narrow)]
-        if sums and wide not in read:
-            sums[0].input[:] = [narrow[n] for n in sums[0].input]
-            sums[0].output[:] = [name]
+    graph, writer = model.graph, Writer(model.graph)
+    int32, int64 = ir.DataType.INT32, ir.DataType.INT64
+    writer.place = graph[0]
+    narrow: dict[ir.Value | None, ir.Value] = {}
+    for value in [v for v in graph.inputs if v.dtype == int64]:
+        cast = writer.node("Cast", [], hint=f"{value.name}.int64", to=int64)
+        value.replace_all_uses_with(cast)
+        maker = cast.producer()
+        assert maker is not None
+        maker.resize_inputs(1)
+        maker.replace_input_with(0, value)
+        value.dtype = int32
+        narrow[cast] = value
+    writer.place = None
+    wide = [(i, v) for i, v in enumerate(graph.outputs) if v.dtype == int64]
+    for index, value in wide:
+        maker, name = value.producer(), value.name
+        assert maker is not None
+        if is_standard(maker, "Add") and not value.uses() and all(term in narrow for term in maker.inputs):
+            for position, term in enumerate(maker.inputs):
+                maker.replace_input_with(position, narrow[term])
+            value.dtype = int32
         else:
-            rewriter.node("Cast", [renamed.get(wide, wide)], name, to=TensorProto.INT32)
-    rewriter.finish()
-    for info in list(graph.value_info):
-        if info.name in outputs:
-            graph.value_info.remove(info)
-    return changed
+            value.name = writer.fresh(f"{name}.int64")
+            graph.outputs[index] = cast = writer.node("Cast", [value], name, to=int32)
+            cast.shape, cast.dtype = value.shape, int32
+    return len(narrow) + len(wide)

@@ -11,26 +11,18 @@ activations' type; counts are int32.
 
 from __future__ import annotations
 
-import onnx
-from onnx import TensorProto, helper
-
+from still_graphs.conditions import ABSENT_INPUTS, still_nodes
+from still_graphs.edits import Writer, attribute, is_standard, put_in_place
 from still_graphs.errors import UnsupportedError
-from still_graphs.on_proto import on_proto
-from still_graphs.ops import DOMAIN, OPS, OpSpec
+from still_graphs.later_ir import ir
+from still_graphs.ops import DOMAIN, OPS
 from still_graphs.ops.spec import CACHE
-from still_graphs.passes.walk import Rewriter, attribute, drop_attribute, element_types, value_names
 
-ABSENT_INPUTS = "absent_inputs"
 ACTIVATION_TYPE = "activation_type"
-TYPE_NAMES: dict[int, str] = {
-    TensorProto.FLOAT: "float32",
-    TensorProto.FLOAT16: "float16",
-    TensorProto.BFLOAT16: "bfloat16",
-}
+TYPE_NAMES = {"FLOAT": "float32", "FLOAT16": "float16", "BFLOAT16": "bfloat16"}
 
 
-@on_proto
-def lower_plugin_nodes(model: onnx.ModelProto) -> int:
+def lower_plugin_nodes(model: ir.Model) -> int:
     """Rewrite the still:: nodes of the main graph, in place.
 
     Returns:
@@ -39,70 +31,64 @@ def lower_plugin_nodes(model: onnx.ModelProto) -> int:
     Raises:
         UnsupportedError: An unknown op, or the activations' type cannot be told.
     """
-    graph = model.graph
-    types = element_types(graph)
-    rewriter = Rewriter(graph, value_names(graph))
-    narrowed = _int32_origins(graph, types)
-    changed = 0
-    for node in graph.node:
-        spec = OPS.get(node.op_type) if node.domain == DOMAIN else None
-        if node.domain == DOMAIN and spec is None:
-            raise UnsupportedError(
-                f"{DOMAIN}::{node.op_type} is no op of this version; known: {', '.join(sorted(OPS))}."
-            )
-        if spec is not None:
-            _rewrite(node, spec, types, rewriter, narrowed)
-            changed += 1
-        rewriter.nodes.append(node)
-    rewriter.finish()
-    return changed
+    writer = Writer(model.graph)
+    # The int32 value by the int64 value that was cast from it: plugins read the engine's own inputs, without two casts between.
+    narrowed: dict[ir.Value, ir.Value] = {}
+    for node in model.graph:
+        if is_standard(node, "Cast") and attribute(node, "to") == ir.DataType.INT64:
+            if node.inputs[0] is not None and node.inputs[0].dtype == ir.DataType.INT32:
+                narrowed[node.outputs[0]] = node.inputs[0]
+    nodes = [node for node in still_nodes(model) if ABSENT_INPUTS not in node.attributes]
+    for node in nodes:
+        _rewrite(node, writer, narrowed)
+    return len(nodes)
 
 
-def _int32_origins(graph: onnx.GraphProto, types: dict[str, int]) -> dict[str, str]:
-    """The int32 value by the int64 value that was cast from it: plugins read the engine's own inputs, without two casts between."""
-    return {
-        node.output[0]: node.input[0]
-        for node in graph.node
-        if node.op_type == "Cast"
-        and types.get(node.input[0]) == TensorProto.INT32
-        and attribute(node, "to") == TensorProto.INT64
-    }
-
-
-def _rewrite(
-    node: onnx.NodeProto, spec: OpSpec, types: dict[str, int], rewriter: Rewriter, narrowed: dict[str, str]
-) -> None:
-    spec = spec.resolve({CACHE.name: attribute(node, CACHE.name, CACHE.default)})
-    inputs = list(node.input) + [""] * (len(spec.input_names()) - len(node.input))
+def _rewrite(node: ir.Node, writer: Writer, narrowed: dict[ir.Value, ir.Value]) -> None:
+    if node.op_type not in OPS:
+        raise UnsupportedError(f"{DOMAIN}::{node.op_type} is no op of this version; known: {', '.join(sorted(OPS))}.")
+    spec = OPS[node.op_type].resolve({CACHE.name: attribute(node, CACHE.name, CACHE.default)})
+    inputs = [*node.inputs, *[None] * (len(spec.input_names()) - len(node.inputs))]
     kinds = [t.dtype for t in spec.inputs] + [s.dtype for s in spec.states]
-    activation = next((types[n] for n, kind in zip(inputs, kinds, strict=True) if kind == "T" and n in types), None)
-    if activation not in TYPE_NAMES:
+    given = [(v, kind) for v, kind in zip(inputs, kinds, strict=True) if v is not None]
+    activation = next((v.dtype for v, kind in given if kind == "T" and v.dtype is not None), None)
+    if activation is None or activation.name not in TYPE_NAMES:
         raise UnsupportedError(
             f"node {node.name or node.op_type}: the type of its activations is unknown or no floating point type; "
             "run onnx.shape_inference before lowering."
         )
-    for index, (name, kind) in enumerate(zip(inputs, kinds, strict=True)):
-        if kind == "int64" and name and types.get(name) != TensorProto.INT32:
-            if name not in narrowed:
-                narrowed[name] = rewriter.node("Cast", [name], hint=f"{name}.int32", to=TensorProto.INT32)
-            inputs[index] = narrowed[name]
-    absent = sum(1 << index for index, name in enumerate(inputs) if not name)
-    missing = {n for n, given in zip(spec.input_names(), inputs, strict=True) if not given}
-    outputs = []
-    for name, output in zip(spec.output_names(), node.output, strict=False):
-        if name.replace("present_", "past_", 1) not in missing:
-            outputs.append(output or rewriter.fresh(f"{node.name or node.op_type}.{name}"))
-    node.input[:] = [name for name in inputs if name]
-    node.output[:] = outputs
-    for declared in spec.attributes:
-        if attribute(node, declared.name) is None and declared != CACHE:
-            node.attribute.append(helper.make_attribute(declared.name, declared.default))
-    values = {
+    writer.place = node
+    for value, kind in given:
+        if kind == "int64" and value.dtype != ir.DataType.INT32:
+            if value not in narrowed:
+                narrowed[value] = writer.node("Cast", [value], hint=f"{value.name}.int32", to=ir.DataType.INT32)
+            inputs[inputs.index(value)] = narrowed[value]
+    absent = [index for index, value in enumerate(inputs) if value is None]
+    missing = {spec.input_names()[index] for index in absent}
+    kept = [
+        (name, output)
+        for name, output in zip(spec.output_names(), node.outputs, strict=False)
+        if name.replace("present_", "past_", 1) not in missing
+    ]
+    attributes = {a.name: a.default for a in spec.attributes if a != CACHE} | {
+        k: a.value for k, a in node.attributes.items()
+    }
+    attributes |= {
         "plugin_namespace": spec.domain,
         "plugin_version": str(spec.version),
-        ABSENT_INPUTS: absent,
-        ACTIVATION_TYPE: TYPE_NAMES[activation],
+        ABSENT_INPUTS: sum(1 << index for index in absent),
+        ACTIVATION_TYPE: TYPE_NAMES[activation.name],
     }
-    for key, value in values.items():
-        drop_attribute(node, key)
-        node.attribute.append(helper.make_attribute(key, value))
+    plugin = ir.node(
+        node.op_type,
+        [value for value in inputs if value is not None],
+        attributes,
+        domain=DOMAIN,
+        num_outputs=len(kept),
+        name=node.name,
+    )
+    writer.add(plugin, [output.name or writer.fresh(f"{node.name or node.op_type}.{name}") for name, output in kept])
+    for (_, old), new in zip(kept, plugin.outputs, strict=True):
+        if old.name:
+            put_in_place(old, new)
+    writer.graph.remove(node, safe=True)

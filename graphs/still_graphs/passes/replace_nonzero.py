@@ -9,16 +9,14 @@ ensures: no NonZero is left; results are the same.
 
 from __future__ import annotations
 
-import onnx
-from onnx import TensorProto
+from collections.abc import Callable
 
+from still_graphs.edits import Writer, attribute, fresh_names, graphs_of
 from still_graphs.errors import UnsupportedError
-from still_graphs.on_proto import on_proto
-from still_graphs.passes.walk import Rewriter, attribute, value_names, walk_graphs
+from still_graphs.later_ir import ir
 
 
-@on_proto
-def replace_nonzero(model: onnx.ModelProto) -> int:
+def replace_nonzero(model: ir.Model) -> int:
     """Rewrite every NonZero of the model, in place.
 
     Returns:
@@ -27,62 +25,60 @@ def replace_nonzero(model: onnx.ModelProto) -> int:
     Raises:
         UnsupportedError: The indices are used otherwise than required.
     """
-    used = value_names(model.graph)
-    return sum(_rewrite_graph(graph, used) for graph in walk_graphs(model.graph))
+    fresh = fresh_names(model.graph)
+    return sum(_rewrite_graph(graph, fresh) for graph in graphs_of(model))
 
 
-def _rewrite_graph(graph: onnx.GraphProto, used: set[str]) -> int:
-    targets = [node for node in graph.node if node.op_type == "NonZero"]
-    if not targets:
-        return 0
-    masks = {node.output[0]: node.input[0] for node in targets}
-    derived = {name: name for name in masks}  # value -> the NonZero that it depends on through indices
-    rewriter = Rewriter(graph, used)
-    anywhere: dict[str, str] = {}
-    for node in graph.node:
-        source = next((derived[name] for name in node.input if name in derived), None)
+def _rewrite_graph(graph: ir.Graph, fresh: Callable[[str], str]) -> int:
+    writer, count = Writer(graph, fresh), 0
+    anywhere: dict[
+        ir.Value | None, ir.Value
+    ] = {}  # value -> whether any place is true of the NonZero that it depends on through indices
+    for node in list(graph):
+        source = next((anywhere[value] for value in node.inputs if value in anywhere), None)
+        writer.place = node
         if node.op_type == "NonZero":
-            anywhere[node.output[0]] = _enumerate(rewriter, node)
-            continue
-        if source is not None and node.op_type == "ScatterND":
-            if node.input[0] in derived or attribute(node, "reduction", "none") != "none":
+            places, any_true = _enumerate(writer, node)
+            anywhere[places] = any_true
+            count += 1
+        elif source is not None and node.op_type == "ScatterND":
+            if node.inputs[0] in anywhere or attribute(node, "reduction", "none") != "none":
                 raise UnsupportedError(
-                    f"node {node.output[0]}: a ScatterND of rows that NonZero chose must replace rows."
+                    f"node {node.outputs[0].name}: a ScatterND of rows that NonZero chose must replace rows."
                 )
-            _guard(rewriter, node, anywhere[source])
-            continue
-        if source is not None and node.op_type in ("NonZero", "Loop", "Scan", "If", "TopK", "ReduceSum", "ReduceMax"):
-            raise UnsupportedError(f"node {node.output[0]}: {node.op_type} of what NonZero chose cannot be rewritten.")
-        if source is not None:
-            derived.update(dict.fromkeys(node.output, source))
-        rewriter.nodes.append(node)
-    rewriter.finish()
-    return len(targets)
+            _guard(writer, node, source)
+        elif source is not None and node.op_type in ("Loop", "Scan", "If", "TopK", "ReduceSum", "ReduceMax"):
+            raise UnsupportedError(
+                f"node {node.outputs[0].name}: {node.op_type} of what NonZero chose cannot be rewritten."
+            )
+        elif source is not None:
+            anywhere.update(dict.fromkeys(node.outputs, source))
+    return count
 
 
-def _enumerate(r: Rewriter, node: onnx.NodeProto) -> str:
-    """Write the places [2, M] in the name of `node`'s output; the name of a bool [1]: any place is true."""
-    mask, hint = node.input[0], node.output[0]
-    ints = r.node("Cast", [mask], hint=f"{hint}.mask", to=TensorProto.INT64)
+def _enumerate(r: Writer, node: ir.Node) -> tuple[ir.Value, ir.Value]:
+    """The places [2, M] in the stead of `node`'s output, and a bool [1]: any place is true."""
+    mask, hint = node.inputs[0], node.outputs[0].name
+    ints = r.node("Cast", [mask], hint=f"{hint}.mask", to=ir.DataType.INT64)
     columns = r.node("Shape", [mask], hint=f"{hint}.columns", start=1, end=2)
     flat = r.node("Reshape", [ints, r.constant([-1], "int64")], hint=f"{hint}.flat")
     size = r.node("Squeeze", [r.node("Shape", [flat])], hint=f"{hint}.size")
     place = r.node("Range", [r.constant(0, "int64"), size, r.constant(1, "int64")], hint=f"{hint}.place")
     last = r.node("ReduceMax", [r.node("Mul", [flat, place])], hint=f"{hint}.last", keepdims=1)
-    chosen = r.node("Where", [r.node("Cast", [flat], to=TensorProto.BOOL), place, last], hint=f"{hint}.chosen")
+    chosen = r.node("Where", [r.node("Cast", [flat], to=ir.DataType.BOOL), place, last], hint=f"{hint}.chosen")
     row = r.node("Div", [chosen, columns], hint=f"{hint}.row")
     column = r.node("Sub", [chosen, r.node("Mul", [row, columns])], hint=f"{hint}.column")
     axis = r.constant([0], "int64")
-    r.node("Concat", [r.node("Unsqueeze", [row, axis]), r.node("Unsqueeze", [column, axis])], hint, axis=0)
+    pair = [r.node("Unsqueeze", [row, axis]), r.node("Unsqueeze", [column, axis])]
     most = r.node("ReduceMax", [flat], hint=f"{hint}.most", keepdims=1)
-    return r.node("Cast", [most], hint=f"{hint}.any", to=TensorProto.BOOL)
+    any_true = r.node("Cast", [most], hint=f"{hint}.any", to=ir.DataType.BOOL)
+    return r.instead(node, "Concat", pair, axis=0), any_true
 
 
-def _guard(r: Rewriter, node: onnx.NodeProto, any_true: str) -> None:
+def _guard(r: Writer, node: ir.Node, any_true: ir.Value) -> None:
     """Let a scatter write the rows that are there unless some place is true; indices are kept from below 0."""
-    data, index, updates = node.input
-    safe = r.node("Max", [index, r.constant(0, "int64")], hint=f"{node.output[0]}.index")
-    there = r.node("GatherND", [data, safe], hint=f"{node.output[0]}.there")
-    rows = r.node("Where", [any_true, updates, there], hint=f"{node.output[0]}.rows")
-    node.input[:] = [data, safe, rows]
-    r.nodes.append(node)
+    (data, index, updates), name = node.inputs, node.outputs[0].name
+    safe = r.node("Max", [index, r.constant(0, "int64")], hint=f"{name}.index")
+    there = r.node("GatherND", [data, safe], hint=f"{name}.there")
+    node.replace_input_with(1, safe)
+    node.replace_input_with(2, r.node("Where", [any_true, updates, there], hint=f"{name}.rows"))

@@ -8,26 +8,20 @@ ensures: no function of the domain is left, no still:: node names an overload, a
 
 from __future__ import annotations
 
-import onnx
-
-from still_graphs.on_proto import on_proto
+from still_graphs.later_ir import ir
 from still_graphs.ops import DOMAIN
-from still_graphs.passes.walk import walk_nodes
 
 
-@on_proto
-def strip_functions(model: onnx.ModelProto) -> int:
+def strip_functions(model: ir.Model) -> int:
     """Remove the domain's functions, in place.
 
     Returns:
         Number of functions removed and overloads cleared.
     """
-    kept = [f for f in model.functions if f.domain != DOMAIN]
-    changed = len(model.functions) - len(kept)
-    del model.functions[:]
-    model.functions.extend(kept)
-    for node in walk_nodes(model.graph):
-        if node.domain == DOMAIN and node.overload:
-            node.overload = ""
-            changed += 1
-    return changed
+    gone = [key for key, function in model.functions.items() if function.domain == DOMAIN]
+    for key in gone:
+        del model.functions[key]
+    named = [node for node in model.graph.all_nodes() if node.domain == DOMAIN and node.overload]
+    for node in named:
+        node.overload = ""
+    return len(gone) + len(named)

@@ -10,47 +10,53 @@ ensures: no product of tokens [B, T, I] and a float16 weight is left to the runt
 
 from __future__ import annotations
 
-import onnx
-from onnx import TensorProto, helper
-
-from still_graphs.on_proto import on_proto
+from still_graphs.edits import attribute, drop_unused, is_standard, put_in_place, typed
+from still_graphs.later_ir import ir
 from still_graphs.ops import DOMAIN
 from still_graphs.ops.dense_matmul import DENSE_MATMUL
-from still_graphs.passes.walk import attribute, dimensions, drop_unused, element_types, initializers, set_opset
 
 
-@on_proto
-def sum_in_float32(model: onnx.ModelProto) -> int:
+def sum_in_float32(model: ir.Model) -> int:
     """Rewrite the main graph, in place.
 
     Returns:
         Number of products.
     """
     graph = model.graph
-    weights, dims, types = initializers(graph), dimensions(graph), element_types(graph)
-    turned = {
-        node.output[0]: node.input[0]
-        for node in graph.node
-        if node.op_type == "Transpose" and list(attribute(node, "perm", [1, 0])) == [1, 0] and node.input[0] in weights
-    }
-    changed = 0
-    for node in graph.node:
-        if node.domain not in ("", "ai.onnx") or node.op_type != "MatMul":
-            continue
-        left, right = node.input
-        weight = weights.get(turned.get(right, right))
-        if weight is None or weight.data_type != TensorProto.FLOAT16 or len(weight.dims) != 2:
-            continue
-        if types.get(left) != TensorProto.FLOAT16 or len(dims.get(left, ())) != 3:
-            continue
-        node.input[:] = [left, "", weight.name] if right in turned else [left, weight.name]
-        node.op_type, node.domain = DENSE_MATMUL.name, DOMAIN
-        if node.output[0] not in types:  # which nothing infers behind a node of ours
-            outputs = weight.dims[0 if right in turned else 1]
-            info = helper.make_tensor_value_info(node.output[0], TensorProto.FLOAT16, [*dims[left][:2], outputs])
-            graph.value_info.append(info)
-        changed += 1
-    if changed:
-        set_opset(model, DOMAIN, DENSE_MATMUL.version)
+    found = [(node, *parts) for node in graph if (parts := _parts(node)) is not None]
+    for node, tokens, weight, turned in found:
+        product = ir.node(
+            DENSE_MATMUL.name, [tokens, None, weight] if turned else [tokens, weight], domain=DOMAIN, name=node.name
+        )
+        graph.insert_before(node, product)
+        old, new = node.outputs[0], product.outputs[0]
+        put_in_place(old, new)
+        if new.type is None:  # which nothing infers behind a node of ours
+            assert tokens.shape is not None and weight.shape is not None
+            typed(new, [*tokens.shape[:2], weight.shape[0 if turned else 1]], ir.DataType.FLOAT16)
+        graph.remove(node, safe=True)
+    if found:
+        graph.opset_imports[DOMAIN] = DENSE_MATMUL.version
         drop_unused(graph)
-    return changed
+    return len(found)
+
+
+def sums_in_float32(model: ir.Model) -> str:
+    """No product in half precision is left to the runtime."""
+    left = [str(node.name) for node in model.graph if _parts(node) is not None]
+    return f"products that sum in half precision, {', '.join(left[:3])}" if left else ""
+
+
+def _parts(node: ir.Node) -> tuple[ir.Value, ir.Value, bool] | None:
+    """Tokens and weight of a product in half precision, and whether the weight lies transposed; None: it is something else."""
+    if not is_standard(node, "MatMul"):
+        return None
+    tokens, weight = node.inputs
+    maker = None if weight is None else weight.producer()
+    turned = maker is not None and is_standard(maker, "Transpose") and list(attribute(maker, "perm", [1, 0])) == [1, 0]
+    if turned and maker is not None:
+        weight = maker.inputs[0]
+    if tokens is None or weight is None or not weight.is_initializer() or weight.shape is None:
+        return None
+    halves = tokens.dtype == weight.dtype == ir.DataType.FLOAT16
+    return (tokens, weight, turned) if halves and len(weight.shape) == 2 and len(tokens.shape or ()) == 3 else None

@@ -10,35 +10,29 @@ ensures: no If is left; results are the same.
 
 from __future__ import annotations
 
-import onnx
-
-from still_graphs.on_proto import on_proto
-from still_graphs.passes.walk import Rewriter, attribute, value_names
+from still_graphs.edits import is_standard, put_in_place
+from still_graphs.later_ir import ir
 
 
-@on_proto
-def take_general_branches(model: onnx.ModelProto) -> int:
+def take_general_branches(model: ir.Model) -> int:
     """Splice the else branches into the main graph, in place.
 
     Returns:
         Number of If nodes replaced.
     """
-    graph = model.graph
-    rewriter = Rewriter(graph, value_names(graph))
-    changed = 0
-    pending = list(graph.node)[::-1]
-    while pending:
-        node = pending.pop()
-        if node.op_type != "If" or node.domain not in ("", "ai.onnx"):
-            rewriter.nodes.append(node)
-            continue
-        branch = attribute(node, "else_branch")
-        ends = [
-            onnx.helper.make_node("Identity", [inner.name], [outer])
-            for inner, outer in zip(branch.output, node.output, strict=True)
-        ]
-        graph.initializer.extend(branch.initializer)
-        pending.extend([*branch.node, *ends][::-1])
+    graph, changed = model.graph, 0
+    while node := next((n for n in graph if is_standard(n, "If")), None):
+        branch = node.attributes["else_branch"].as_graph()
+        results, inner = list(branch.outputs), list(branch)
+        weights = list(branch.initializers.values())
+        branch.outputs.clear()
+        branch.initializers.clear()
+        branch.remove(inner)
+        for weight in weights:
+            graph.initializers.add(weight)
+        graph.insert_before(node, inner)
+        for old, new in zip(list(node.outputs), results, strict=True):
+            put_in_place(old, new)
+        graph.remove(node, safe=True)
         changed += 1
-    rewriter.finish()
     return changed

@@ -9,36 +9,42 @@ ensures: an input `attention_mask` [batch, total_tokens] in their place; no outp
 
 from __future__ import annotations
 
-import onnx
-from onnx import TensorProto, helper
-
-from still_graphs.on_proto import on_proto
-from still_graphs.passes.walk import Rewriter, value_names
+from still_graphs.edits import Writer, put_in_place, typed
+from still_graphs.later_ir import ir
 
 MASK = "attention_mask"
 COUNTS = ("new_tokens", "past_length")
 LENGTH = "present_length"
 
 
-@on_proto
-def take_lengths_from_mask(model: onnx.ModelProto) -> int:
+def take_lengths_from_mask(model: ir.Model) -> int:
     """Replace the inputs, in place.
 
     Returns:
         Number of inputs and outputs that are gone.
     """
-    graph = model.graph
-    r = Rewriter(graph, value_names(graph))
-    total = r.node("ReduceSum", [MASK, r.constant([1], "int64")], hint=f"{MASK}.total", keepdims=0)
-    shape = r.node("Shape", ["input_ids"], hint="tokens", start=1, end=2)
-    r.node("Min", [total, shape], "new_tokens")
-    r.node("Sub", [total, "new_tokens"], "past_length")
-    r.nodes += [node for node in graph.node if LENGTH not in node.output]
-    r.finish()
-    before = len(graph.input) + len(graph.output) + 1
-    for infos, gone in ((graph.input, COUNTS), (graph.output, (LENGTH,))):
-        kept = [info for info in infos if info.name not in gone]
-        del infos[:]
-        infos.extend(kept)
-    graph.input.insert(1, helper.make_tensor_value_info(MASK, TensorProto.INT64, ["batch", "total_tokens"]))
-    return before - len(graph.input) - len(graph.output)
+    graph, r = model.graph, Writer(model.graph)
+    inputs = {str(value.name): value for value in graph.inputs}
+    mask = typed(ir.Value(name=MASK), ["batch", "total_tokens"], ir.DataType.INT64)
+    r.place = graph[0]
+    total = r.node("ReduceSum", [mask, r.constant([1], "int64")], hint=f"{MASK}.total", keepdims=0)
+    shape = r.node("Shape", [inputs["input_ids"]], hint="tokens", start=1, end=2)
+    new = r.node("Min", [total, shape], COUNTS[0])
+    counts = new, r.node("Sub", [total, new], COUNTS[1])
+    for name, count in zip(COUNTS, counts, strict=True):
+        put_in_place(inputs[name], count)
+        graph.inputs.remove(inputs[name])
+    gone = [value for value in graph.outputs if value.name == LENGTH]
+    for value in gone:
+        graph.outputs.remove(value)
+        maker = value.producer()
+        assert maker is not None
+        graph.remove(maker, safe=True)
+    graph.inputs.insert(1, mask)
+    return len(COUNTS) + len(gone)
+
+
+def lengths_from_mask(model: ir.Model) -> str:
+    """Lengths are not the host's to give."""
+    left = [str(v.name) for v in (*model.graph.inputs, *model.graph.outputs) if v.name in (*COUNTS, LENGTH)]
+    return f"inputs or outputs that genai has not, {', '.join(left)}" if left else ""

@@ -59,10 +59,7 @@ class GatedDeltaNet(FixedStateModule):
         return self.in_proj_qkv(hidden), self.in_proj_z(hidden), self.in_proj_b(hidden), self.in_proj_a(hidden)
 
     def decay(self, a: Tensor) -> Tensor:
-        """Logarithm of what stays of the state, [B, T, H, 1 or D], in at least float32: exp(A_log) may be beyond float16.
-
-        Shapes are made before numbers become float32: TensorRT 8.6 loses track of the type of a float32 reshape.
-        """
+        """Logarithm of what stays of the state, [B, T, H, 1 or D], in at least float32: exp(A_log) may be beyond float16."""
         steps = a[..., None].to(torch.promote_types(a.dtype, torch.float32))
         return -self.A_log[:, None].to(steps.dtype).exp() * softplus(steps + self.dt_bias[:, None])
 

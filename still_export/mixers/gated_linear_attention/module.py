@@ -45,10 +45,7 @@ class GatedLinearAttention(FixedStateModule):
         self.least: float | None = getattr(base, "clamp_min", None)
 
     def parts(self, hidden: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What the rule reads as queries and keys, and the decay's logarithm in at least float32, each [B, T, heads, D].
-
-        Shapes are made before numbers become float32: TensorRT 8.6 loses track of the type of a float32 reshape.
-        """
+        """What the rule reads as queries and keys, and the decay's logarithm in at least float32, each [B, T, heads, D]."""
         forget = self.gk_proj(hidden).unflatten(-1, (self.heads, self.dim))
         decay = -softplus(-forget.to(torch.promote_types(forget.dtype, torch.float32))) / LOGIT_NORMALIZER
         return query, key, decay if self.least is None else decay.clamp_min(self.least)

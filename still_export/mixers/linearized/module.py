@@ -182,9 +182,7 @@ class LinearizedGLA(LinearizedAttention):
     def rule_inputs(
         cls, query: Tensor, key: Tensor, projected: Mapping[str, Tensor], weights: Mapping[str, Tensor], turn: Turn
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        shape, forget = query.shape[-2:], projected["gk_proj"]
-        # Before it is float32: TensorRT 8.6 loses track of the type of a float32 reshape.
-        forget = forget.unflatten(-1, shape)
+        forget = projected["gk_proj"].unflatten(-1, query.shape[-2:])
         decay = -softplus(-forget.to(torch.promote_types(forget.dtype, torch.float32))) / LOGIT_NORMALIZER
         return *turn(query, key), decay, None
 

@@ -74,7 +74,6 @@ class Mamba2(FixedStateModule):
         mixed, columns = causal_conv(taps, states["conv_state"])
         channels, key, query = mixed.split((inner, keys, keys), dim=-1)
         x = channels.unflatten(-1, (self.heads, self.size))
-        # Shapes are made before numbers become float32, in the whole layer: TensorRT 8.6 loses track of the type of a float32 reshape.
         step = softplus((step + self.dt_bias)[..., None])
         # Within its limits in every call, as transformers has it in a whole forward; its single steps leave them out.
         if self.limits != (0.0, math.inf):

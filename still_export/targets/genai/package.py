@@ -8,12 +8,12 @@ from typing import Any
 
 from still_export.errors import ConfigError
 from still_export.graph.options import ExportOptions
-from still_export.package.files import MODEL
 from still_export.targets.ort.target import finish as finish_ort
 from still_export.targets.target import Lowering
-from still_graphs.conditions import known_ops
-from still_graphs.passes.join_states import CACHE, RECURRENT, join_states, past_name, present_name
-from still_graphs.passes.take_lengths_from_mask import take_lengths_from_mask
+from still_graphs.conditions import bodies
+from still_graphs.later_ir import ir
+from still_graphs.passes.join_states import CACHE, RECURRENT, join_states, joined_states, past_name, present_name
+from still_graphs.passes.take_lengths_from_mask import lengths_from_mask, take_lengths_from_mask
 from still_graphs.pipelines import Step, run_steps
 
 GRAPH = "genai.onnx"
@@ -23,8 +23,13 @@ NO_LIMIT = 1 << 20
 
 
 STEPS = (
-    Step(join_states, "it keeps two tensors of fixed size a layer", requires=known_ops),
-    Step(take_lengths_from_mask, "it gives an attention mask, and no lengths"),
+    Step(join_states, "it keeps two tensors of fixed size a layer", requires=bodies, ensures=joined_states),
+    Step(
+        take_lengths_from_mask,
+        "it gives an attention mask, and no lengths",
+        requires=joined_states,
+        ensures=lengths_from_mask,
+    ),
 )
 """From the graph for ONNX Runtime."""
 
@@ -45,20 +50,12 @@ def finish(lowering: Lowering, graph: Any) -> None:
     """Write what a package for ONNX Runtime has, genai's graph over its weights and genai's configuration."""
     finish_ort(lowering, graph)
     lowering.say("joining the states for genai")
-    shapes = _write_graph(lowering)
+    run_steps(graph, STEPS, lowering.dump)
+    ir.save(graph, lowering.folder / GRAPH)
+    shapes = {str(v.name): [d for d in v.shape or () if isinstance(d, int)] for v in graph.graph.inputs}
     config = genai_config(lowering.folder, lowering.manifest, shapes)
     (lowering.folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
     lowering.manifest["target"] = "genai"
-
-
-def _write_graph(lowering: Lowering) -> dict[str, list[int]]:
-    """Write the graph as genai feeds it, with the weights where they are; dimensions of its inputs but the batch."""
-    import onnx_ir as ir
-
-    model = ir.load(lowering.folder / MODEL)
-    run_steps(model, STEPS, lowering.dump)
-    ir.save(model, lowering.folder / GRAPH)
-    return {str(value.name): [d for d in value.shape or () if isinstance(d, int)] for value in model.graph.inputs}
 
 
 def genai_config(folder: Path, manifest: dict[str, Any], shapes: dict[str, list[int]]) -> dict[str, Any]:

@@ -47,13 +47,12 @@ def kernel_variants(model: Path) -> dict[str, list[Any]]:
     Raises:
         UnsupportedError: No kernel covers a node; names it, and what the kernels have.
     """
-    import onnx
+    import onnx_ir as ir
 
     from still_kernels.registry import kernels_of
 
-    graph = onnx.load(model, load_external_data=False).graph
     variants: dict[str, list[Any]] = {}
-    for node, call in _calls(graph):
+    for node, call in _calls(ir.load(model)):
         reasons = kernels_of(node.op_type).refusals(call, ahead=True)
         if reasons:
             raise UnsupportedError(
@@ -65,23 +64,21 @@ def kernel_variants(model: Path) -> dict[str, list[Any]]:
     return variants
 
 
-def _calls(graph: Any) -> Iterator[tuple[Any, Any]]:
+def _calls(model: Any) -> Iterator[tuple[Any, Any]]:
     """Nodes of still ops with what is known of their calls: dimensions that are numbers, attributes, types, which inputs there are."""
+    from still_graphs.edits import attribute, known_sizes
     from still_graphs.ops import DOMAIN, OPS
     from still_graphs.passes.lower_plugin_nodes import TYPE_NAMES
-    from still_graphs.passes.walk import attribute, dimensions, element_types
     from still_kernels.plan import Call
 
-    types = element_types(graph)
-    known = {name: [d if isinstance(d, int) else 0 for d in dims] for name, dims in dimensions(graph).items()}
-    known |= {i.name: list(i.dims) for i in graph.initializer}
-    for node in graph.node:
+    for node in model.graph:
         if node.domain != DOMAIN or node.op_type not in OPS:
             continue
         spec = OPS[node.op_type]
-        given = {n: (t, value) for n, t, value in zip(spec.input_names(), spec.all_inputs(), node.input) if value}  # noqa: B905
-        shapes = {name: tuple(known.get(value, [0] * len(t.shape))) for name, (t, value) in given.items()}
-        dtypes = {TYPE_NAMES.get(types.get(value, 0)) for t, value in given.values() if t.dtype == "T"} - {None}
-        values = {a.name: attribute(node, a.name) for a in spec.attributes}
-        attributes = {a.name: a.default if values[a.name] is None else values[a.name] for a in spec.attributes}
+        named = zip(spec.input_names(), spec.all_inputs(), node.inputs, strict=False)
+        given = {name: (t, value) for name, t, value in named if value is not None}
+        shapes = {name: tuple(known_sizes(value) or [0] * len(t.shape)) for name, (t, value) in given.items()}
+        types = {v.dtype.name for t, v in given.values() if t.dtype == "T" and v.dtype is not None}
+        dtypes = {TYPE_NAMES[name] for name in types if name in TYPE_NAMES}
+        attributes = {a.name: attribute(node, a.name, a.default) for a in spec.attributes}
         yield node, Call.of(spec, shapes, attributes, dtypes.pop() if dtypes else None, "int64")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
-from still_graphs.edits import store
+from still_graphs.edits import is_standard, store
 from still_graphs.later_ir import ir
 
 
@@ -14,12 +16,9 @@ def part_scales(model: ir.Model) -> int:
     Returns:
         Number of norms.
     """
-    found = 0
-    for node in list(model.graph):
-        scale = node.inputs[1] if node.op_type == "RMSNormalization" and node.domain == "" else None
-        if scale is None or scale.shape is None or len(scale.shape) == 1:
-            continue
-        assert scale.dtype is not None
+    norms = list(_norms(model))
+    for node, scale in norms:
+        assert scale.shape is not None and scale.dtype is not None
         ones = np.ones(scale.shape.numpy()[-1:], scale.dtype.numpy())
         node.replace_input_with(1, store(model.graph, ir.tensor(ones, name=f"{node.name}.ones")))
         output = node.outputs[0]
@@ -28,5 +27,18 @@ def part_scales(model: ir.Model) -> int:
         ir.convenience.replace_all_uses_with(output, apart.outputs[0])
         apart.replace_input_with(0, output)
         model.graph.insert_after(node, apart)
-        found += 1
-    return found
+    return len(norms)
+
+
+def scales_of_one_row(model: ir.Model) -> str:
+    """Norms have scales of one row."""
+    left = [str(node.name) for node, _ in _norms(model)]
+    return f"norms with scales of several rows, {', '.join(left[:3])}" if left else ""
+
+
+def _norms(model: ir.Model) -> Iterator[tuple[ir.Node, ir.Value]]:
+    """Norms whose scale has several rows, and the scale."""
+    for node in model.graph:
+        scale = node.inputs[1] if is_standard(node, "RMSNormalization") else None
+        if scale is not None and scale.shape is not None and len(scale.shape) > 1:
+            yield node, scale

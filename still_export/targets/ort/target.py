@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-import onnx
 
 from still_export.errors import ConfigError, UnsupportedError
 from still_export.graph.fuse import fuse_nodes
@@ -19,12 +18,12 @@ from still_export.targets.ort.kernels import add_native
 from still_export.targets.ort.library import build_library, demand_build, find_library
 from still_export.targets.ort.options import OrtOptions, demand
 from still_export.targets.ort.runtime import ORT
-from still_export.targets.ort.scales import part_scales
+from still_export.targets.ort.scales import part_scales, scales_of_one_row
 from still_export.targets.target import FLOAT_WEIGHTS, Lowering, Target
-from still_graphs.conditions import known_ops, no_functions
-from still_graphs.on_proto import on_proto
-from still_graphs.ops import DOMAIN, FUSED_OPSET, OPS, OPSET
-from still_graphs.passes.add_greedy_token import add_greedy_node
+from still_graphs.conditions import bodies, imported, known_ops, no_functions, opset_at_least, still_nodes
+from still_graphs.later_ir import ir
+from still_graphs.ops import FUSED_OPSET, OPS, OPSET
+from still_graphs.passes.add_greedy_token import add_greedy_node, greedy_token
 from still_graphs.passes.attach_functions import attach_functions
 from still_graphs.passes.fuse_gates import fuse_all_gates
 from still_graphs.passes.fuse_low_rank import fuse_low_rank
@@ -54,39 +53,49 @@ def traits(options: OrtOptions) -> tuple[str, ...]:
     return (OWN_OPS,) if options.opset == OPSET else (NEW_OPS,)
 
 
-def merge_three(model: Any) -> int:
+def merge_three(model: ir.Model) -> int:
     """Merge the products of query, key and value, and those of a gated feed-forward layer."""
     return merge_linear_layers(model, THREE)
 
 
-@on_proto
-def take_new_opset(model: onnx.ModelProto) -> int:
+def take_new_opset(model: ir.Model) -> int:
     """Say that the graph is of the newer opset."""
-    next(o for o in model.opset_import if o.domain == "").version = FUSED_OPSET
+    model.opset_imports[""] = FUSED_OPSET
     return 1
 
 
-@on_proto
-def attach_own_functions(model: onnx.ModelProto) -> int:
+def attach_own_functions(model: ir.Model) -> int:
     """Give still:: nodes bodies that may have ONNX Runtime's own ops."""
     return attach_functions(model, onnxruntime=True)
 
 
-SCALES = Step(part_scales, "its CUDA kernel of norms takes the first row of a scale for all of them")
-FUSE = Step(fuse_nodes, "a step of a small model costs its nodes", only=(OWN_OPS,))
+SCALES = Step(
+    part_scales, "its CUDA kernel of norms takes the first row of a scale for all of them", ensures=scales_of_one_row
+)
+FUSE = Step(
+    fuse_nodes, "a step of a small model costs its nodes", only=(OWN_OPS,), requires=known_ops, ensures=imported
+)
 STRIP = Step(
     strip_functions, "bodies are attached last, when the nodes are known", requires=known_ops, ensures=no_functions
 )
+FUSED = partial(Step, requires=no_functions, ensures=imported)
 ON_GPUS = (
-    Step(fuse_low_rank, "its CUDA provider launches what lies between two products node by node"),
-    Step(fuse_rotary_embeddings, "the same between a product and its attention"),
-    Step(fuse_all_gates, "the same of the gate of a feed-forward layer"),
-    Step(add_greedy_node, "greedy decoding stays on the device"),
+    FUSED(fuse_low_rank, "its CUDA provider launches what lies between two products node by node"),
+    FUSED(fuse_rotary_embeddings, "the same between a product and its attention"),
+    FUSED(fuse_all_gates, "the same of the gate of a feed-forward layer"),
+    Step(add_greedy_node, "greedy decoding stays on the device", requires=no_functions, ensures=greedy_token),
 )
+ATTACHED = partial(Step, requires=no_functions, ensures=bodies)
 BODIES = (
-    Step(take_new_opset, "a host of the newer opset has its ops", only=(NEW_OPS,)),
-    Step(attach_functions, "other hosts have none of ONNX Runtime's ops", only=(NEW_OPS,)),
-    Step(attach_own_functions, "its own ops are faster in bodies, too", only=(OWN_OPS,)),
+    Step(
+        take_new_opset,
+        "a host of the newer opset has its ops",
+        only=(NEW_OPS,),
+        requires=no_functions,
+        ensures=opset_at_least(FUSED_OPSET),
+    ),
+    ATTACHED(attach_functions, "other hosts have none of ONNX Runtime's ops", only=(NEW_OPS,)),
+    ATTACHED(attach_own_functions, "its own ops are faster in bodies, too", only=(OWN_OPS,)),
 )
 
 
@@ -111,10 +120,10 @@ def ready(options: OrtOptions, say: Progress) -> None:
         build_library(options.cpu, options.onnxruntime_include)
 
 
-def finish(lowering: Lowering, graph: onnx.ModelProto) -> None:
+def finish(lowering: Lowering, graph: ir.Model) -> None:
     """Write the native library and the runner."""
     manifest, options = lowering.manifest, lowering.options
-    ops = {name: OPS[name].version for name in sorted({n.op_type for n in graph.graph.node if n.domain == DOMAIN})}
+    ops = {name: OPS[name].version for name in sorted({n.op_type for n in still_nodes(graph)})}
     manifest.update(
         target="onnx",
         config={**manifest["config"], **options.config()},
@@ -174,7 +183,13 @@ ORT_CUDA = Target(
     steps=(
         SCALES,
         FUSE,
-        Step(merge_three, "one product of several reads memory in longer runs", only=(OWN_OPS, FLOAT_WEIGHTS)),
+        Step(
+            merge_three,
+            "one product of several reads memory in longer runs",
+            only=(OWN_OPS, FLOAT_WEIGHTS),
+            requires=known_ops,
+            ensures=imported,
+        ),
         STRIP,
         *(replace(step, only=(OWN_OPS,)) for step in ON_GPUS),
         *BODIES,

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 
 from still_export.errors import ConfigError, UnsupportedError
@@ -24,6 +23,7 @@ from still_export.runtime.bundle import PROGRAMS
 from still_graphs.edits import add_node, forget, store, typed
 from still_graphs.ops import DOMAIN, OPS
 from still_graphs.passes.attach_functions import attach_functions
+from still_graphs.passes.strip_functions import strip_functions
 
 TYPES = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
 LOGITS = "logits"
@@ -72,15 +72,10 @@ def narrow_package(source: Package, folder: Path, dtype: str, say: Progress) -> 
     demand_narrow(manifest, dtype)
     say(f"narrowing to {dtype}")
     model = ir.load(source.path / PORTABLE)
-    model.functions.clear()
-    for node in model.graph:
-        node.overload = ""
+    strip_functions(model)
     _Narrowing(model.graph, dtype).run()
-    path = folder / PORTABLE
-    save_streaming(model, path, DATA, lambda done, total: say("writing the weights", done, total))
-    graph = onnx.load(path, load_external_data=False)
-    attach_functions(graph)
-    onnx.save(graph, path)
+    attach_functions(model)
+    save_streaming(model, folder / PORTABLE, DATA, lambda done, total: say("writing the weights", done, total))
     native = manifest.get("native") or {"library": ""}
     apart = {MODEL, DATA, PORTABLE, *PROGRAMS.values(), native["library"]}
     for name in manifest["files"]:

@@ -81,8 +81,6 @@ def _write_graph(
     dump: Dump | None,
 ) -> dict[str, Any]:
     """Write graph and weights; what the manifest says of the graph's ops, and of the weights' quantization where there is one."""
-    import onnx
-
     from still_export.graph.lower import portable_graph
     from still_export.graph.weights_file import save_streaming
     from still_graphs.passes.attach_functions import attach_functions
@@ -98,17 +96,15 @@ def _write_graph(
         said = {"quantization": quantize_graph(lowered, weights, weight_roles(model), asked)}
         if dump is not None:
             dump("quantize_graph", lowered)
-    path = folder / PORTABLE
-    save_streaming(lowered, path, DATA, lambda done, total: say("writing the weights", done, total))
-    graph = onnx.load(path, load_external_data=False)
-    ours = {node.op_type for node in graph.graph.node if node.domain == DOMAIN}
+    ours = {node.op_type for node in lowered.graph if node.domain == DOMAIN}
     said["ops"] = {**manifest["ops"], **{name: OPS[name].version for name in sorted(ours)}}
-    attach_functions(graph)
+    attach_functions(lowered)
     # Beside the manifest, where an edit would go unnoticed.
-    onnx.helper.set_model_props(
-        graph, {field: recorded_text({**manifest, **said}, name) for field, name in RECORDED.items()}
+    lowered.metadata_props.clear()
+    lowered.metadata_props.update(
+        {field: recorded_text({**manifest, **said}, name) for field, name in RECORDED.items()}
     )
-    onnx.save(graph, path)
+    save_streaming(lowered, folder / PORTABLE, DATA, lambda done, total: say("writing the weights", done, total))
     return said
 
 

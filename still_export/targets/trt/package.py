@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -47,25 +48,19 @@ def _plugin_nodes(graph: Any) -> dict[str, int]:
     """Number of nodes of each op that must become plugin layers."""
     from still_graphs.ops import DOMAIN
 
-    counts: dict[str, int] = {}
-    for node in graph.graph.node:
-        if node.domain == DOMAIN:
-            counts[node.op_type] = counts.get(node.op_type, 0) + 1
-    return counts
+    return dict(Counter(node.op_type for node in graph.graph if node.domain == DOMAIN))
 
 
 def _value_types(graph: Any) -> dict[str, str]:
     """Element type of every floating point value that a node computes; builders without strong typing are held to them."""
     import onnx
+    import onnx_ir as ir
 
-    names = {
-        onnx.TensorProto.FLOAT: "float32",
-        onnx.TensorProto.FLOAT16: "float16",
-        onnx.TensorProto.BFLOAT16: "bfloat16",
-    }
-    inferred = onnx.shape_inference.infer_shapes(graph).graph
-    values = (*inferred.value_info, *inferred.output)
-    return {v.name: names[kind] for v in values if (kind := v.type.tensor_type.elem_type) in names}
+    from still_graphs.passes.lower_plugin_nodes import TYPE_NAMES
+
+    inferred = onnx.shape_inference.infer_shapes(ir.to_proto(graph)).graph
+    types = {v.name: ir.DataType(v.type.tensor_type.elem_type).name for v in (*inferred.value_info, *inferred.output)}
+    return {name: TYPE_NAMES[kind] for name, kind in types.items() if kind in TYPE_NAMES}
 
 
 def _write_plugins(graph: Any, folder: Path, trt: TrtOptions, say: Progress) -> dict[str, str]:
@@ -115,20 +110,16 @@ def kernel_variants(graph: Any) -> dict[str, list[Any]]:
 
 def _plugin_calls(graph: Any) -> Iterator[tuple[Any, Any]]:
     """Plugin nodes with what is known of their calls: dimensions that are numbers, attributes, types, which inputs there are."""
+    from still_graphs.edits import attribute, known_sizes
     from still_graphs.ops import DOMAIN, OPS
     from still_graphs.passes.lower_plugin_nodes import ABSENT_INPUTS, ACTIVATION_TYPE
-    from still_graphs.passes.walk import attribute
     from still_kernels.plan import Call
 
-    known = {i.name: list(i.dims) for i in graph.graph.initializer}
-    for info in (*graph.graph.input, *graph.graph.value_info):
-        known[info.name] = [d.dim_value for d in info.type.tensor_type.shape.dim]
-    for node in graph.graph.node:
+    for node in graph.graph:
         if node.domain != DOMAIN or node.op_type not in OPS:
             continue
         spec, absent = OPS[node.op_type], attribute(node, ABSENT_INPUTS)
-        given = {a.name: attribute(node, a.name) for a in spec.attributes}
-        attributes = {a.name: a.default if given[a.name] is None else given[a.name] for a in spec.attributes}
+        attributes = {a.name: attribute(node, a.name, a.default) for a in spec.attributes}
         names = [name for i, name in enumerate(spec.resolve(attributes).input_names()) if not absent >> i & 1]
-        shapes = {name: tuple(known[value]) for name, value in zip(names, node.input, strict=True)}
+        shapes = {name: tuple(known_sizes(value)) for name, value in zip(names, node.inputs, strict=True)}
         yield node, Call.of(spec, shapes, attributes, attribute(node, ACTIVATION_TYPE), "int32")

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from still_export.graph.merge import merge_linear_layers
+from still_export.graph.merge import merge_linear_layers, merged
 from still_export.graph.options import Progress
 from still_export.graph.quantization.policy import Layout
 from still_export.package.folder import Package
@@ -15,9 +15,9 @@ from still_export.targets.trt.options import TrtOptions
 from still_export.targets.trt.package import finish
 from still_export.targets.trt.plugins import find_tensorrt_headers
 from still_export.targets.trt.runtime import TENSORRT
-from still_graphs.conditions import known_ops, no_functions, no_int64_io, plugin_nodes
-from still_graphs.passes.add_greedy_token import add_greedy_token
-from still_graphs.passes.fix_shapes import fix_shapes
+from still_graphs.conditions import imported, known_ops, no_functions, no_int64_io, plugin_nodes
+from still_graphs.passes.add_greedy_token import add_greedy_token, greedy_token
+from still_graphs.passes.fix_shapes import fix_shapes, fixed_shapes
 from still_graphs.passes.fuse_gates import fuse_gates
 from still_graphs.passes.fuse_linear_layers import fuse_linear_layers
 from still_graphs.passes.fuse_norms import fuse_norms
@@ -28,12 +28,13 @@ from still_graphs.passes.lower_opset import lower_opset, lowered
 from still_graphs.passes.lower_plugin_nodes import lower_plugin_nodes
 from still_graphs.passes.merge_heads import merge_heads
 from still_graphs.passes.strip_functions import strip_functions
-from still_graphs.passes.sum_in_float32 import sum_in_float32
-from still_graphs.passes.widen_sigmoids import widen_sigmoids
+from still_graphs.passes.sum_in_float32 import sum_in_float32, sums_in_float32
 from still_graphs.pipelines import Step
 
 ONE_ROW = "one row"
 """Trait: the model is to run one row (sequence) at a time."""
+FUSE = partial(Step, requires=no_functions, ensures=imported)
+"""A step that fuses nodes to ones of ours."""
 DTYPES = ("float16", "bfloat16", "float32")
 
 
@@ -65,6 +66,8 @@ TRT = Target(
             merge_linear_layers,
             "engines whose weights can be replaced have none of their products merged by the compiler",
             only=(FLOAT_WEIGHTS,),
+            requires=known_ops,
+            ensures=merged,
         ),
         Step(
             strip_functions,
@@ -72,23 +75,42 @@ TRT = Target(
             requires=known_ops,
             ensures=no_functions,
         ),
-        Step(fix_shapes, "8.6 reserves memory for dimensions that are left to be computed"),
-        Step(merge_heads, "8.6 tries each part of a model in one layout instead of two", only=(ONE_ROW,)),
-        Step(add_greedy_token, "greedy decoding stays on the device"),
-        Step(sum_in_float32, "8.6 sums products of prompts in half precision"),
-        Step(fuse_linear_layers, "8.6 compiles and launches what lies between two plugins apart"),
-        Step(fuse_norms, "the same between products that do not take norms"),
-        Step(fuse_gates, "the same between the products of a low-bit feed-forward layer"),
-        Step(fuse_rotary, "the same between a product and its attention"),
-        Step(fuse_rounding, "the same of caches in 8 bits"),
+        Step(
+            fix_shapes,
+            "dimensions that are left to be computed hide which are equal; 8.6 reserves memory for them",
+            ensures=fixed_shapes,
+        ),
+        Step(
+            merge_heads,
+            "no reshape parts a product from its attention; 8.6 tries each part in one layout instead of two",
+            only=(ONE_ROW,),
+            requires=fixed_shapes,
+            ensures=fixed_shapes,
+        ),
+        Step(add_greedy_token, "greedy decoding stays on the device", ensures=greedy_token),
+        Step(
+            sum_in_float32,
+            "8.6 sums products of prompts in half precision; of later versions nothing here has shown how they sum",
+            requires=no_functions,
+            ensures=sums_in_float32,
+        ),
+        FUSE(fuse_linear_layers, "what lies between two plugins is compiled and launched apart"),
+        FUSE(fuse_norms, "the same between products that do not take norms"),
+        FUSE(fuse_gates, "the same between the products of a low-bit feed-forward layer"),
+        FUSE(fuse_rotary, "the same between a product and its attention"),
+        FUSE(fuse_rounding, "the same of caches in 8 bits"),
         Step(
             lower_opset,
-            "TensorRT 8.6 reads opset 17, and so do all later versions; quantized weights, for 10 and later, need 21",
+            "every TensorRT since 8.6 reads opset 17; quantized weights, for 10 and later, need 21",
             requires=no_functions,
             ensures=lowered,
         ),
-        Step(widen_sigmoids, "8.6 finds no kernels for a part with sigmoids of two types"),
-        Step(lower_integers, "8.6 has no int64, and hosts bind int32 alike everywhere", ensures=no_int64_io),
+        Step(
+            lower_integers,
+            "plugins take counts in int32, and hosts bind int32 alike everywhere",
+            requires=greedy_token,
+            ensures=no_int64_io,
+        ),
         Step(
             lower_plugin_nodes,
             "plugins get declared attributes, present inputs and int32 counts",

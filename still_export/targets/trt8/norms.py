@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from still_graphs.edits import add_node, put_in_place, store, typed
+from still_graphs.edits import add_node, is_standard, put_in_place, store, typed
 from still_graphs.later_ir import ir
 
 
@@ -19,30 +19,34 @@ def norm_in_place(model: ir.Model) -> int:
     Returns:
         Number of norms.
     """
-    found = 0
-    for node in list(model.graph):
-        norm, split = _parts(node)
-        if norm is not None and split is not None:
-            _rewrite(model.graph, node, norm, split)
-            found += 1
-    return found
+    found = [(node, *parts) for node in model.graph if (parts := _parts(node)) is not None]
+    for node, norm, split in found:
+        _rewrite(model.graph, node, norm, split)
+    return len(found)
 
 
-def _parts(node: ir.Node) -> tuple[ir.Node | None, ir.Node | None]:
-    """The norm and the Split that a Concat puts together again."""
-    if node.op_type != "Concat" or node.domain != "" or len(node.inputs) != 2 or node.inputs[0] is None:
-        return None, None
+def whole_norms(model: ir.Model) -> str:
+    """No norm takes a part of the channels."""
+    left = [str(parts[0].name) for node in model.graph if (parts := _parts(node)) is not None]
+    return f"norms of a part of the channels, {', '.join(left[:3])}" if left else ""
+
+
+def _parts(node: ir.Node) -> tuple[ir.Node, ir.Node] | None:
+    """The norm and the Split that a Concat puts together again; None: it is something else."""
+    if not is_standard(node, "Concat") or len(node.inputs) != 2 or node.inputs[0] is None:
+        return None
     norm, rest = node.inputs[0].producer(), node.inputs[1]
-    if norm is None or norm.op_type != "RMSNormalization" or norm.inputs[0] is None or rest is None:
-        return None, None
+    if norm is None or not is_standard(norm, "RMSNormalization") or norm.inputs[0] is None or rest is None:
+        return None
     split = norm.inputs[0].producer()
-    whole = split is not None and split.op_type == "Split" and tuple(split.outputs) == (norm.inputs[0], rest)
+    if split is None or not is_standard(split, "Split") or tuple(split.outputs) != (norm.inputs[0], rest):
+        return None
     alone = len(node.inputs[0].uses()) == len(norm.inputs[0].uses()) == len(rest.uses()) == 1
-    last = [n.attributes.get_int("axis", d) for n, d in ((node, 0), (norm, -1), (split or node, 0))]
+    last = [n.attributes.get_int("axis", d) for n, d in ((node, 0), (norm, -1), (split, 0))]
     rank = len(rest.shape or ())
     scale = norm.inputs[1]
     known = scale is not None and scale.const_value is not None and len(scale.const_value.shape) == 1
-    return (norm, split) if whole and alone and known and all(a in (-1, rank - 1) for a in last) else (None, None)
+    return (norm, split) if alone and known and all(a in (-1, rank - 1) for a in last) else None
 
 
 def _rewrite(graph: ir.Graph, node: ir.Node, norm: ir.Node, split: ir.Node) -> None:

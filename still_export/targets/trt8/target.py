@@ -10,7 +10,11 @@ from still_export.graph.quantization.policy import PLUGIN, Layout
 from still_export.targets.trt.options import QUANTIZED_MAJOR, TrtOptions
 from still_export.targets.trt.plugins import find_tensorrt_headers, tensorrt_major
 from still_export.targets.trt.target import TRT
-from still_export.targets.trt8.norms import norm_in_place
+from still_export.targets.trt8.norms import norm_in_place, whole_norms
+from still_export.targets.trt8.shapes import shape_before_widening, shaped_before_widening
+from still_export.targets.trt8.sigmoids import sigmoids_of_one_type, widen_sigmoids
+from still_graphs.conditions import known_ops
+from still_graphs.passes.lower_opset import lower_opset, lowered
 from still_graphs.pipelines import Step
 
 
@@ -28,6 +32,7 @@ def demand(asked: ExportOptions, options: TrtOptions) -> None:
         )
 
 
+BEHIND_OPSET = [step.run for step in TRT.steps].index(lower_opset) + 1
 LAYOUT = Layout("the plugin for TensorRT 8.6", (32, 64, 128), PLUGIN, True, True)
 
 TRT8 = replace(
@@ -35,8 +40,26 @@ TRT8 = replace(
     name="trt8",
     layout=LAYOUT,
     steps=(
-        Step(norm_in_place, "8.6 compiles a norm of the first channels for prompts, but not for one token"),
-        *TRT.steps,
+        Step(
+            norm_in_place,
+            "8.6 compiles a norm of the first channels for prompts, but not for one token",
+            requires=known_ops,
+            ensures=whole_norms,
+        ),
+        *TRT.steps[:BEHIND_OPSET],
+        Step(
+            shape_before_widening,
+            "8.6 loses track of the type of a float32 reshape",
+            requires=lowered,
+            ensures=shaped_before_widening,
+        ),
+        Step(
+            widen_sigmoids,
+            "8.6 finds no kernels for a part with sigmoids of two types",
+            requires=lowered,
+            ensures=sigmoids_of_one_type,
+        ),
+        *TRT.steps[BEHIND_OPSET:],
     ),
     demand=demand,
     takes=takes,

@@ -7,9 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import onnx
-from onnx.external_data_helper import ExternalDataInfo
-
 from still_export.errors import ConfigError, UnsupportedError
 from still_export.graph.options import ExportOptions
 from still_export.graph.quantization.policy import DEQUANTIZED, ONNXRUNTIME
@@ -19,9 +16,10 @@ from still_export.targets.ort.options import GenaiOptions
 from still_export.targets.ort.runtime import ORT
 from still_export.targets.ort.target import FUSE, OWN_OPS, STRIP, attach_own_functions
 from still_export.targets.target import Lowering, Target
-from still_graphs.conditions import only_ops
-from still_graphs.passes.dequantize_at_load import dequantize_at_load
-from still_graphs.passes.walk import walk_graphs
+from still_graphs.conditions import no_functions, only_ops
+from still_graphs.edits import graphs_of
+from still_graphs.later_ir import ir
+from still_graphs.passes.dequantize_at_load import dequantize_at_load, float32_products
 from still_graphs.pipelines import Step
 
 PREFILL_TOKENS = 256
@@ -66,10 +64,9 @@ def finish(lowering: Lowering, graph: Any) -> None:
     )
     if quantization := lowering.manifest.get("quantization"):  # no product rounds what it reads
         lowering.manifest["quantization"] = {**quantization, "nodes": DEQUANTIZED}
-        fields = {p.key: p.value for p in graph.metadata_props}
+        fields = graph.metadata_props
         fields |= {key: recorded_text(lowering.manifest, name) for key, name in RECORDED.items() if key in fields}
-        onnx.helper.set_model_props(graph, fields)
-        onnx.save(graph, lowering.folder / MODEL)
+        ir.save(graph, lowering.folder / MODEL)
     add_chat_template(lowering)
     if (lowering.folder / DATA).is_file():
         shard_weights(lowering, graph, SHARD_BYTES)
@@ -85,7 +82,7 @@ def add_chat_template(lowering: Lowering) -> None:
         lowering.changed.add(config.name)
 
 
-def shard_weights(lowering: Lowering, graph: onnx.ModelProto, limit_bytes: int) -> int:
+def shard_weights(lowering: Lowering, graph: ir.Model, limit_bytes: int) -> int:
     """Cut the file of weights into `model.onnx.1.data`, ... of at most `limit_bytes`, where it is larger, and write the graph again.
 
     Tensors that share bytes stay together.
@@ -99,15 +96,15 @@ def shard_weights(lowering: Lowering, graph: onnx.ModelProto, limit_bytes: int) 
     source = lowering.folder / DATA
     if source.stat().st_size <= limit_bytes:
         return 0
-    places = [
-        (tensor, ExternalDataInfo(tensor))
-        for part in walk_graphs(graph.graph)
-        for tensor in part.initializer
-        if tensor.external_data
+    stored = [
+        (value, tensor)
+        for part in graphs_of(graph)
+        for value in part.initializers.values()
+        if isinstance(tensor := value.const_value, ir.ExternalTensor)
     ]
     lengths: dict[int, int] = {}
-    for _, info in places:
-        lengths[info.offset or 0] = max(lengths.get(info.offset or 0, 0), info.length or 0)
+    for _, tensor in stored:
+        lengths[tensor.offset or 0] = max(lengths.get(tensor.offset or 0, 0), tensor.length or 0)
     moved: dict[int, tuple[str, int]] = {}
     number, size = 0, limit_bytes + 1
     with source.open("rb") as weights:
@@ -123,13 +120,17 @@ def shard_weights(lowering: Lowering, graph: onnx.ModelProto, limit_bytes: int) 
             with (lowering.folder / name).open("ab") as shard:
                 shard.write(weights.read(length))
             moved[offset], size = (name, size), size + length
-    for tensor, info in places:
-        name, begin = moved[info.offset or 0]
-        del tensor.external_data[:]
-        entries = {"location": name, "offset": begin, "length": info.length}
-        tensor.external_data.extend(onnx.StringStringEntryProto(key=k, value=str(v)) for k, v in entries.items())
+    for value, tensor in stored:
+        value.const_value = ir.ExternalTensor(
+            *moved[tensor.offset or 0],
+            tensor.length,
+            tensor.dtype,
+            shape=tensor.shape,
+            name=tensor.name,
+            base_dir=lowering.folder,
+        )
     source.unlink()
-    onnx.save(graph, lowering.folder / MODEL)
+    ir.save(graph, lowering.folder / MODEL)
     return number
 
 
@@ -142,10 +143,16 @@ WEB = Target(
     steps=(
         FUSE,
         STRIP,
-        Step(dequantize_at_load, "it has no kernel for low-bit weights: each call would dequantize them"),
+        Step(
+            dequantize_at_load,
+            "it has no kernel for low-bit weights: each call would dequantize them",
+            requires=no_functions,
+            ensures=float32_products,
+        ),
         Step(
             attach_own_functions,
             "its own ops are faster in bodies",
+            requires=no_functions,
             ensures=only_ops(CONTRIB_OPS),
         ),
     ),

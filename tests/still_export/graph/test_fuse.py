@@ -18,9 +18,8 @@ from still_export.graph.merge import merge_linear_layers
 from still_export.graph.trace import trace_model
 from still_export.targets.ort.scales import part_scales
 from still_export.targets.ort.target import ON_GPUS, THREE
-from still_graphs.passes.attach_functions import attach_functions
 from tests.still_export.tiny import FAMILIES, MIXED, still_model
-from tests.still_graphs.steps import run_steps
+from tests.still_graphs.steps import attach_functions, run_steps
 
 CASES: list[Any] = [
     # mistral's graph is llama's

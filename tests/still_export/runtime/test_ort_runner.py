@@ -20,9 +20,9 @@ from still_export.runtime.ort import MOST_THREADS, OrtModel, default_threads
 from still_export.runtime.program import talk
 from still_export.runtime.sampling import RunError, Sampling
 from still_graphs.passes.add_greedy_token import add_greedy_node
-from still_graphs.passes.attach_functions import attach_functions
 from tests.still_export.conftest import Exporter
 from tests.still_export.tiny import CHUNK, MIXED, VOCAB
+from tests.still_graphs.steps import applied, attach_functions
 from tests.tolerances import MODEL
 
 pytestmark = pytest.mark.slow  # each exports a model
@@ -281,7 +281,7 @@ def test_a_graph_that_says_the_token_keeps_logits_where_they_are(
     model.start()
     expected = greedy(model, 12)
     graph = onnx.load(package.model_path)
-    add_greedy_node(graph)
+    applied(add_greedy_node, graph)
     attach_functions(graph)
     onnx.save(graph, tmp_path / "model.onnx")
     model.session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])

@@ -33,11 +33,11 @@ from still_export.targets.trt.build import build_engines
 from still_export.targets.trt.builder import BuildError
 from still_export.targets.trt.options import TrtOptions
 from still_export.targets.trt.plugins import INCLUDE_VARIABLE, PluginBuildError, tensorrt_major
-from still_graphs.passes.walk import attribute, opset_version
 from tests.still_export import fake_tensorrt
 from tests.still_export.conftest import Exporter
 from tests.still_export.packages import needs_rtx, trt_package
 from tests.still_export.tiny import MIXED, VOCAB
+from tests.still_graphs.protos import attribute, opset_version
 
 SIZES = dict(hidden_size=128, intermediate_size=192, num_attention_heads=8, head_dim=16, tie_word_embeddings=False)
 

@@ -21,9 +21,9 @@ from still_export.runtime.ort import OrtModel, native_library
 from still_export.runtime.torch import TorchModel
 from still_export.targets.ort.kernels import kernel_variants
 from still_export.targets.registry import target_of
-from still_graphs.passes.walk import attribute
 from tests.still_export.conftest import Exporter
 from tests.still_export.tiny import MIXED, VOCAB
+from tests.still_graphs.protos import attribute
 
 SIZES = dict(hidden_size=96, intermediate_size=160, num_attention_heads=8, head_dim=16, tie_word_embeddings=True)
 

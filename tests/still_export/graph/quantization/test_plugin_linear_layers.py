@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
 from onnx import TensorProto
@@ -33,10 +34,10 @@ from still_export.targets.lower import lower_package
 from still_export.targets.registry import target_of
 from still_export.targets.trt.options import TrtOptions
 from still_export.targets.trt.package import demand_kernels, kernel_variants
-from still_graphs.passes.walk import attribute, opset_version
 from tests.still_export import fake_tensorrt
 from tests.still_export.conftest import Exporter
 from tests.still_export.tiny import MIXED, VOCAB
+from tests.still_graphs.protos import attribute, opset_version
 
 SIZES = dict(hidden_size=96, intermediate_size=160, num_attention_heads=8, head_dim=16, tie_word_embeddings=False)
 INT4, INT8 = ("int4", "float16"), pytest.param(("int8", "float16"), marks=pytest.mark.long)
@@ -126,8 +127,8 @@ def test_kernels_and_verify_of_an_engine(
     assert opset_version(model) == 17
     for node in [n for n in model.graph.node if n.domain == "still" and n.op_type != "MatMulNBits"]:
         model.graph.node.remove(node)  # of chunks too small for kernels
-    demand_kernels(model)
-    variants = {(v.bits, v.zero_points, v.block_size) for v in kernel_variants(model)["MatMulNBits"]}
+    demand_kernels(ir.from_proto(model))
+    variants = {(v.bits, v.zero_points, v.block_size) for v in kernel_variants(ir.from_proto(model))["MatMulNBits"]}
     assert variants == {(4, 1, 32), (8, 0, 32)}
     assert package.manifest["plugin_layers"]["MatMulNBits"] == 15
     arguments = [str(folder), "--lengths", "1,9", "--decode-steps", "5", "--quiet"]

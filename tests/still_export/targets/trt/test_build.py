@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+import onnx_ir as ir
 import pytest
 
 from still_export.errors import ConfigError, PackageError, UnsupportedError
@@ -21,9 +22,9 @@ from still_export.targets.trt.build import BuildOptions, build_engines, reopen
 from still_export.targets.trt.builder import plugin_layers, runs_on, write_atomically
 from still_export.targets.trt.options import TrtOptions
 from still_export.targets.trt.package import demand_kernels, kernel_variants
-from still_graphs.passes.walk import drop_attribute
 from tests.still_export import fake_tensorrt
 from tests.still_export.packages import needs_rtx, onnx_package, rtx_package, trt_package
+from tests.still_graphs.protos import drop_attribute
 from tests.still_graphs.small_graph import SALIENT, small_graph
 from tests.still_graphs.steps import run_steps
 
@@ -313,7 +314,7 @@ def test_a_graph_without_creator_is_refused(tmp_path: Path, monkeypatch: pytest.
 def test_kernels_of_a_graph() -> None:
     model = small_graph("float16")
     run_steps(model, target_of("trt").steps)
-    (variant,) = kernel_variants(model)["HybridAttention"]
+    (variant,) = kernel_variants(ir.from_proto(model))["HybridAttention"]
     assert (variant.dtype, variant.head_dim, variant.feature_rows, variant.chunk_size) == ("float16", 4, 5, 8)
     assert (variant.gate, variant.window_factor, variant.count_dtype, variant.select_scope) == (1, 0, "int32", "q_head")
 
@@ -322,17 +323,17 @@ def test_a_layer_without_kernel_is_refused_before_anything_is_compiled() -> None
     model = small_graph("float16")
     run_steps(model, target_of("trt").steps)
     with pytest.raises(UnsupportedError, match=r"covers attention: chunk_size=8; the kernels have one of .* --to onnx"):
-        demand_kernels(model)
+        demand_kernels(ir.from_proto(model))
     (node,) = (n for n in model.graph.node if n.op_type == "HybridAttention")
     drop_attribute(node, "chunk_size")
     node.attribute.append(onnx.helper.make_attribute("chunk_size", 64))
-    demand_kernels(model)  # head size 4 is masked
+    demand_kernels(ir.from_proto(model))  # head size 4 is masked
     for info in (*model.graph.input, *model.graph.value_info):  # tensors of the layer are [..., 4]
         dims = info.type.tensor_type.shape.dim
         if dims and dims[-1].dim_value == 4:
             dims[-1].dim_value = 512
     with pytest.raises(UnsupportedError, match="head_dim=512; the kernels have"):
-        demand_kernels(model)
+        demand_kernels(ir.from_proto(model))
 
 
 def test_where_kernels_run() -> None:

@@ -21,17 +21,16 @@ from still_export.targets.registry import target_of
 from still_export.targets.trt.package import kernel_variants
 from still_graphs.ops import DOMAIN, OPS
 from still_graphs.passes.add_greedy_token import add_greedy_token
-from still_graphs.passes.attach_functions import attach_functions
 from still_graphs.passes.inline_functions import inline_functions
 from still_graphs.passes.lower_integers import lower_integers
 from still_graphs.passes.lower_opset import lower_opset
 from still_graphs.passes.replace_nonzero import replace_nonzero
 from still_graphs.passes.take_general_branches import take_general_branches
-from still_graphs.passes.walk import dimensions, initializers
 from tests.still_export.fake_engine import restore_bodies
 from tests.still_export.packages import needs_rtx
 from tests.still_export.tiny import FAMILIES, MIXED, still_model
-from tests.still_graphs.steps import run_steps
+from tests.still_graphs.protos import dimensions, initializers
+from tests.still_graphs.steps import applied, attach_functions, run_steps
 
 INLINED = (inline_functions, take_general_branches, replace_nonzero, add_greedy_token, lower_opset, lower_integers)
 CASES = [(torch.float16, {}), (torch.bfloat16, {"layer_types": MIXED})]
@@ -128,8 +127,8 @@ def test_strongly_typed_parser_reads_the_lowered_graph(family: str, dtype: torch
     plugins.CopyFrom(model)
     run_steps(plugins, target_of("trt").steps)
     onnx.checker.check_model(plugins)
-    (variant,) = kernel_variants(plugins)["HybridAttention"]
+    (variant,) = kernel_variants(onnx_ir.from_proto(plugins))["HybridAttention"]
     assert variant.dtype == str(dtype).removeprefix("torch.")
     for step in INLINED:
-        step(model)
+        applied(step, model)
     assert refusals(model) == []

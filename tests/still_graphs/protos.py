@@ -1,8 +1,8 @@
-"""Walking and editing ONNX graphs: what several passes need."""
+"""Walking and editing graphs in protobuf, which tests build, check and run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -60,15 +60,6 @@ def value_names(graph: onnx.GraphProto) -> set[str]:
     return names
 
 
-def element_types(graph: onnx.GraphProto) -> dict[str, int]:
-    """Element type by value name, as far as `graph` declares it."""
-    types = {i.name: i.data_type for i in graph.initializer}
-    for info in (*graph.value_info, *graph.input, *graph.output):
-        if info.type.tensor_type.elem_type:
-            types[info.name] = info.type.tensor_type.elem_type
-    return types
-
-
 def dimensions(graph: onnx.GraphProto) -> dict[str, list[int | str | None]]:
     """Dimensions by value name, as far as `graph` declares them: numbers, names of free ones, None for unknown ones."""
     return {
@@ -84,92 +75,6 @@ def dimensions(graph: onnx.GraphProto) -> dict[str, list[int | str | None]]:
 def initializers(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
     """Initializers by name."""
     return {i.name: i for i in graph.initializer}
-
-
-def constant_value(graph: onnx.GraphProto, name: str) -> np.ndarray | None:
-    """The value of a small constant (initializer or Constant node) of `graph`, None where `name` is computed or external."""
-    for tensor in graph.initializer:
-        if tensor.name == name:
-            return None if tensor.external_data else numpy_helper.to_array(tensor)
-    for node in graph.node:
-        if node.op_type == "Constant" and name in node.output:
-            tensor = attribute(node, "value")
-            return None if tensor is None else numpy_helper.to_array(tensor)
-    return None
-
-
-def inner_names(node: onnx.NodeProto) -> set[str]:
-    """Names that the graphs inside `node` use, those of outer values among them."""
-    graphs = [each for inner in subgraphs(node) for each in walk_graphs(inner)]
-    used = {name for graph in graphs for each in graph.node for name in each.input}
-    return used | {output.name for graph in graphs for output in graph.output}
-
-
-Readers = Mapping[str, Sequence[onnx.NodeProto | None]]
-"""Nodes that read a value, by its name; None: it is an output of the graph."""
-
-
-def readers(graph: onnx.GraphProto) -> dict[str, list[onnx.NodeProto | None]]:
-    """Who reads each value of `graph`, by name, as often as it does; a node also for the graphs inside of it."""
-    found: dict[str, list[onnx.NodeProto | None]] = {output.name: [None] for output in graph.output}
-    for node in graph.node:
-        for name in (*node.input, *inner_names(node)):
-            found.setdefault(name, []).append(node)
-    return found
-
-
-def only_reader(found: Readers, name: str, *kinds: str) -> onnx.NodeProto | None:
-    """The node that alone reads `name`, where it is one of `kinds`."""
-    nodes = found.get(name, [])
-    return nodes[0] if len(nodes) == 1 and nodes[0] is not None and nodes[0].op_type in kinds else None
-
-
-def drop_unused(graph: onnx.GraphProto) -> int:
-    """Remove the nodes of `graph` that no output depends on, and what it declares of values that are gone; how many nodes there were."""
-    needed = {output.name for output in graph.output}
-    kept = []
-    for node in reversed(graph.node):
-        if needed.intersection(node.output):
-            kept.append(node)
-            needed |= {*node.input, *inner_names(node)}
-    dropped = len(graph.node) - len(kept)
-    if dropped:
-        del graph.node[:]
-        graph.node.extend(reversed(kept))
-        made = {name for node in kept for name in node.output}
-        infos = [info for info in graph.value_info if info.name in made]
-        del graph.value_info[:]
-        graph.value_info.extend(infos)
-    return dropped
-
-
-def exchange(graph: onnx.GraphProto, instead: Mapping[str, onnx.NodeProto | None]) -> None:
-    """Put nodes in the place of those that make the values of these names, which must be the first that they make; None: it goes.
-
-    Nodes whose inputs are made later then come behind them, and what nobody reads goes too.
-    """
-    made = {name for node in graph.node if node.output[0] not in instead for name in node.output}
-    made |= {name for node in instead.values() if node is not None for name in node.output}
-    made.discard("")  # an output that is left out
-    ready: list[onnx.NodeProto] = []
-    waiting: list[onnx.NodeProto] = []
-    for old in graph.node:
-        node = instead.get(old.output[0], old)
-        waiting += [] if node is None else [node]
-        left = None
-        while left != len(waiting):  # nearly always one round over one node
-            left, held = len(waiting), waiting
-            waiting = []
-            for each in held:
-                if made.intersection((*each.input, *inner_names(each))):
-                    waiting.append(each)
-                else:
-                    ready.append(each)
-                    made.difference_update(each.output)
-    assert not waiting, f"nodes wait for each other: {[node.name for node in waiting[:3]]}"
-    del graph.node[:]
-    graph.node.extend(ready)
-    drop_unused(graph)
 
 
 def set_opset(model: onnx.ModelProto, domain: str, version: int) -> None:
