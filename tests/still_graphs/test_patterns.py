@@ -150,26 +150,24 @@ def test_the_same_object_is_the_same_value_and_two_are_two_nodes() -> None:
 
 
 def test_several_results_and_readers_before_the_last_one() -> None:
-    """Both halves are results: their readers come behind the node, which reads what was made between them."""
-    x, shift = Val(), Val()
+    """One half is read before what the other half takes is made: that comes first, then the node, then its readers."""
+    x, shifts = Val(), (Val(), Val())
     split = Op("Split", x, ..., outputs=2)
-    lifted, lowered = Op("Add", split[0], shift), Op("Sub", split[1], shift)
+    lifted, lowered = (Op(op, split[place], shifts[place]) for place, op in enumerate(("Add", "Sub")))
 
     def both(match: Match) -> Sequence[ir.Value]:
-        late = match.add("Concat", [match.value(shift)] * 2, {"axis": 0}, name="twice")
-        signs = match.add(
-            "Constant", [], {"value": ir.tensor(np.array([1, 1, 1, 1, -1, -1, -1, -1], np.float32))}, name="s"
-        )
-        moved = match.add("Mul", [*late, *signs], name="moved")
-        whole = match.add("Add", [match.value(x), *moved], name="whole")
+        up, down = (match.value(shift) for shift in shifts)
+        back = match.add("Neg", [down], name="back")
+        moves = match.add("Concat", [up, *back], {"axis": 0}, name="moves")
+        whole = match.add("Add", [match.value(x), *moves], name="whole")
         return match.add("Split", whole, {"axis": -1, "num_outputs": 2}, name="parts", outputs=2)
 
     nodes = [
         "first, second = Split <axis = -1, num_outputs = 2> (x)",
-        "wide = Neg (bias)",
-        "up = Add (first, wide)",
+        "up = Add (first, bias)",
         "early = Neg (up)",
-        "down = Sub (second, wide)",
+        "late = Neg (bias)",
+        "down = Sub (second, late)",
     ]
     model, feeds = model_of(nodes, ["early", "down"]), {"x": np.arange(16, dtype=np.float32).reshape(2, 8)}
     feeds |= {"z": feeds["x"], "bias": np.array([3, 1, 4, 1], np.float32)}
