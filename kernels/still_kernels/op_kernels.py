@@ -17,6 +17,7 @@ from still_kernels.plan.compiled import failures
 from still_kernels.tile import KernelTile
 
 if TYPE_CHECKING:
+    from still_kernels.ties import OpTies
     from still_kernels.work import OpWork
 
 
@@ -155,6 +156,19 @@ def imported(module: str, name: str) -> Callable[[], Any]:
     return lambda: getattr(import_module(module), name)
 
 
+def offers(package: str, *parts: str) -> Callable[[str], Any]:
+    """The `__getattr__` of an op's package: names of its modules `parts` need torch, so these are imported when one is asked for."""
+
+    def attribute(name: str) -> Any:
+        for part in parts:
+            module = import_module(f"{package}.{part}")
+            if hasattr(module, name):
+                return getattr(module, name)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return attribute
+
+
 @dataclass(frozen=True)
 class Op:
     """One op as `still_kernels.registry` finds it: `OP` of `op.py` in its folder.
@@ -162,7 +176,9 @@ class Op:
     Args:
         kernels: What is launched, and what kernels are compiled for.
         work: What bench and tune ask, which imports torch; None where an op is neither timed nor tuned.
+        ties: What makes the tie tolerance of the layers that a package's manifest describes; None where an op chooses nothing.
     """
 
     kernels: OpKernels
     work: Callable[[], OpWork] | None = None
+    ties: Callable[[], Callable[[Mapping[str, Any]], OpTies | None]] | None = None

@@ -206,9 +206,9 @@ def _torch_cases(
 
     from still_export.graph.quantization.policy import rounds_activations
     from still_export.graph.quantization.read import held_names, held_source, round_activations
-    from still_export.mixers.op_ties import ties_of
     from still_export.proof.layerwise import LayerwiseModel
     from still_export.proof.torch_cases import LENGTHS, TorchCases
+    from still_kernels.registry import ties_of
 
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"--reference-device {device} is unknown; known: cpu, cuda.")
