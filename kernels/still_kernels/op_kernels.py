@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 
 DTYPES = ("float16", "bfloat16", "float32")
+HALVES = DTYPES[:2]
+"""Types of activations of most ops without a state."""
 COUNT_DTYPES = ("int32", "int64")
 """Types of activations, and of lengths and counts, that every op's kernels have."""
 

@@ -98,6 +98,8 @@ def work_of_calls(op: StatelessOp, calls: Calls) -> OpWork:
             op.launch(state.inputs, *(p.view(x.shape) for p, x in zip(parts, outputs, strict=True)), table=table)
 
         def plain(state: Held) -> Tensor:
+            if calls.plain is None:
+                return _joined(op.definition.__wrapped__(state.beside, dtype))  # type: ignore[attr-defined]
             return _joined(calls.plain(state.beside))
 
         return Work(

@@ -7,104 +7,18 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING
 
-from still_graphs.errors import ConfigError, ShapeError
+from still_graphs.errors import ConfigError
 from still_graphs.ops.matmul_nbits import MATMUL_NBITS
-from still_kernels.common.stateless import Calls, StatelessInputs, StatelessVariant, stateless_op
+from still_kernels.common.stateless import Calls, StatelessInputs, StatelessVariant, defined, keyed, stateless_op
 from still_kernels.plan import Branch, Check, Launch, Let, Loop, Plan, Region
 from still_kernels.tile import SHARED_BYTES, KernelTile, Setting, TileTable, one, stages
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, dtype
 
     from still_kernels.common.calls import Draw
 
 WORD_BITS = 32
-
-
-@dataclass(frozen=True)
-class Inputs(StatelessInputs):
-    """Tokens and weight of one call.
-
-    input: [B, T, I].
-    blocks: Codes of [O, I], WORD_BITS / bits in a word, the first one lowest, int32 [O, I * bits / WORD_BITS].
-    scales: One for each block, of the type of input, [O, I / block_size].
-    zero_points: The codes of 0, those of an output in whole words, int32 [O, ceil(I / block_size * bits / WORD_BITS)]; None: the middle,
-        2^(bits - 1).
-    offsets: Added to the numbers of each block, of the type and shape of the scales; None: 0.
-    bits: 4 or 8.
-    block_size: Inputs that share a scale.
-    """
-
-    SPEC = MATMUL_NBITS
-    input: Tensor
-    blocks: Tensor
-    scales: Tensor
-    zero_points: Tensor | None = None
-    bits: int = 4
-    block_size: int = 32
-    offsets: Tensor | None = None
-
-    def check(self) -> None:
-        """Raise ShapeError naming the tensor or attribute that does not fit."""
-        if self.bits not in (4, 8) or self.block_size < 1:
-            raise ShapeError(f"bits={self.bits}, block_size={self.block_size}: expected 4 or 8 bits, and blocks.")
-        if self.input.dim() != 3 or self.input.shape[2] % self.block_size:
-            raise ShapeError(f"input: expected [B, T, a multiple of {self.block_size}], got {list(self.input.shape)}.")
-        inputs = self.input.shape[2]
-        blocks = inputs // self.block_size
-        words, zeros = inputs * self.bits // WORD_BITS, -(-blocks * self.bits // WORD_BITS)
-        self.check_shapes(IW=words, IS=blocks, IZ=zeros)
-
-
-def dequantized(inputs: Inputs) -> Tensor:
-    """The weight scale * (code - zero point) + offset [O, I], rounded to the type of the activations."""
-    import torch
-
-    inputs.check()
-    outputs, blocks = inputs.scales.shape
-    shifts = torch.arange(0, WORD_BITS, inputs.bits, dtype=torch.int32, device=inputs.blocks.device)
-    most = (1 << inputs.bits) - 1
-    codes = (inputs.blocks[..., None] >> shifts & most).view(outputs, blocks, inputs.block_size)
-    zero: Tensor | int = 1 << (inputs.bits - 1)
-    if inputs.zero_points is not None:
-        zero = (inputs.zero_points[..., None] >> shifts & most).view(outputs, -1)[:, :blocks, None]
-    wide = torch.promote_types(inputs.scales.dtype, torch.float32)
-    weight = (codes - zero).to(wide) * inputs.scales.to(wide)[..., None]
-    if inputs.offsets is not None:
-        weight += inputs.offsets.to(wide)[..., None]
-    return weight.to(inputs.scales.dtype).view(outputs, -1)
-
-
-def naive_matmul_nbits(inputs: Inputs) -> Tensor:
-    """Tokens times the transposed weight [B, T, O], dtype of input, in at least float32. ShapeError: A tensor does not fit."""
-    import torch
-
-    weight = dequantized(inputs)
-    wide = torch.promote_types(inputs.input.dtype, torch.float32)
-    return (inputs.input.to(wide) @ weight.to(wide).T).to(inputs.input.dtype)
-
-
-@dataclass(frozen=True)
-class Variant(StatelessVariant):
-    """What kernels are compiled for.
-
-    zero_points, offsets: Whether there are any.
-    aligned: Whether outputs are a multiple of 8, which may be stored at once.
-    span: How many there are (SPANS).
-    """
-
-    DTYPES = ("float16",)  # codes become numbers by half precision's own bits
-    bits: int = 4
-    block_size: int = 32
-    zero_points: int = 1
-    aligned: int = 1
-    span: int = 2
-    offsets: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.bits not in (4, 8):
-            raise ConfigError(f"bits={self.bits} is unknown; known: 4, 8.")
 
 
 GROUP_ROWS = 8
@@ -117,16 +31,14 @@ multiprocessor."""
 
 PLAN = Plan(
     MATMUL_NBITS,
-    key={
-        "dtype": "dtype",
-        "bits": "bits",
-        "block_size": "block_size",
-        "zero_points": "has(zero_points)",
-        "offsets": "has(offsets)",
-        "aligned": "O % 8 == 0",  # stores of 16 bytes
-        "span": f"0 if O <= {SPANS[0]} else 1 if O <= {SPANS[1]} else 2",  # of fewer programs each has more warps
-        "count_dtype": "'int32'",  # there are no counts
-    },
+    key=keyed(
+        bits="bits",
+        block_size="block_size",
+        zero_points="has(zero_points)",
+        offsets="has(offsets)",
+        aligned="O % 8 == 0",  # stores of 16 bytes
+        span=f"0 if O <= {SPANS[0]} else 1 if O <= {SPANS[1]} else 2",  # of fewer programs each has more warps
+    ),
     constants=(
         "few_outputs",  # of one program of a few rows
         "unpack_outputs",
@@ -180,6 +92,77 @@ PLAN = Plan(
         ),
     ),
 )
+
+
+@dataclass(frozen=True)
+class Inputs(StatelessInputs, plan=PLAN):
+    """Tokens and weight of one call.
+
+    input: [B, T, I].
+    blocks: Codes of [O, I], WORD_BITS / bits in a word, the first one lowest, int32 [O, I * bits / WORD_BITS].
+    scales: One for each block, of the type of input, [O, I / block_size].
+    zero_points: The codes of 0, those of an output in whole words, int32 [O, ceil(I / block_size * bits / WORD_BITS)]; None: the middle,
+        2^(bits - 1).
+    offsets: Added to the numbers of each block, of the type and shape of the scales; None: 0.
+    bits: 4 or 8.
+    block_size: Inputs that share a scale.
+    """
+
+    input: Tensor
+    blocks: Tensor
+    scales: Tensor
+    zero_points: Tensor | None = None
+    bits: int = 4
+    block_size: int = 32
+    offsets: Tensor | None = None
+
+
+def dequantized(inputs: Inputs) -> Tensor:
+    """The weight scale * (code - zero point) + offset [O, I], rounded to the type of the activations."""
+    import torch
+
+    outputs, blocks = inputs.scales.shape
+    shifts = torch.arange(0, WORD_BITS, inputs.bits, dtype=torch.int32, device=inputs.blocks.device)
+    most = (1 << inputs.bits) - 1
+    codes = (inputs.blocks[..., None] >> shifts & most).view(outputs, blocks, inputs.block_size)
+    zero: Tensor | int = 1 << (inputs.bits - 1)
+    if inputs.zero_points is not None:
+        zero = (inputs.zero_points[..., None] >> shifts & most).view(outputs, -1)[:, :blocks, None]
+    wide = torch.promote_types(inputs.scales.dtype, torch.float32)
+    weight = (codes - zero).to(wide) * inputs.scales.to(wide)[..., None]
+    if inputs.offsets is not None:
+        weight += inputs.offsets.to(wide)[..., None]
+    return weight.to(inputs.scales.dtype).view(outputs, -1)
+
+
+@defined
+def naive_matmul_nbits(inputs: Inputs, wide: dtype) -> Tensor:
+    """Tokens times the transposed weight [B, T, O]."""
+    return inputs.input.to(wide) @ dequantized(inputs).to(wide).T
+
+
+@dataclass(frozen=True)
+class Variant(StatelessVariant):
+    """What kernels are compiled for.
+
+    zero_points, offsets: Whether there are any.
+    aligned: Whether outputs are a multiple of 8, which may be stored at once.
+    span: How many there are (SPANS).
+    """
+
+    DTYPES = ("float16",)  # codes become numbers by half precision's own bits
+    bits: int = 4
+    block_size: int = 32
+    zero_points: int = 1
+    aligned: int = 1
+    span: int = 2
+    offsets: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bits not in (4, 8):
+            raise ConfigError(f"bits={self.bits} is unknown; known: 4, 8.")
+
 
 DENSE_WEIGHTS = 1 << 26
 """Weights that are half precision numbers at a time: 128 MB, of which products of 2,048 rows have several waves of blocks."""

@@ -50,8 +50,8 @@ def test_definition(name: str) -> None:
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"weight": None}, "one of them is wanted"),
-        ({"turned_weight": torch.zeros(72, 200)}, "one of them is wanted"),
+        ({"weight": None}, "one of weight and turned_weight is wanted"),
+        ({"turned_weight": torch.zeros(72, 200).half()}, "one of weight and turned_weight is wanted"),
         ({"weight": torch.zeros(199, 72).half()}, r"weight: expected \[200, 72\], got \[199, 72\]"),
         ({"weight": torch.zeros(200, 72)}, "weight: expected torch.float16, got torch.float32"),
         ({"norm_weight": torch.zeros(72).half()}, r"norm_weight: expected \[200\]"),
