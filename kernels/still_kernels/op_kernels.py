@@ -64,9 +64,8 @@ class OpKernels:
         build: Of a variant and an architecture (90 for sm_90); ConfigError where there is none.
         functions: Triton's functions by kernel; imports Triton. Pointers are the first arguments and named p_*, descriptors of matrices
             of the plan d_*; integers at run time are left unspecialised.
-        folder: Of triton_*.py, gluon_*.py, tiles.py and plan.py, whose bytes the archive's source hash covers.
         covered: What the kernels need of a call, as far as shapes, attributes and dtype tell; messages say what they have.
-        covered_ahead: The same for kernels that are compiled ahead of time.
+        covered_ahead: The same for kernels that are compiled ahead of time, by default what all need.
     """
 
     plan: Plan
@@ -74,21 +73,23 @@ class OpKernels:
     default_variants: Callable[[], list[Any]]
     build: Callable[..., Build]
     functions: Callable[[], Mapping[str, Any]]
-    folder: Path
     covered: Sequence[Check] = ()
-    covered_ahead: Sequence[Check] = ()
+    covered_ahead: Sequence[Check] | None = None
 
     @property
     def spec(self) -> OpSpec:
         """The op."""
         return self.plan.spec
 
+    @property
+    def folder(self) -> Path:
+        """Of triton_*.py, gluon_*.py, tiles.py and plan.py, whose bytes the archive's source hash covers: that of the variant."""
+        return Path(str(import_module(self.variant.__module__).__file__)).parent
+
     @cached_property
     def _rules(self) -> dict[bool, list[Any]]:
-        return {
-            ahead: self.plan.compiled.compile_checks(self.covered_ahead if ahead else self.covered)
-            for ahead in (False, True)
-        }
+        ahead = self.covered if self.covered_ahead is None else self.covered_ahead
+        return {False: self.plan.compiled.compile_checks(self.covered), True: self.plan.compiled.compile_checks(ahead)}
 
     def refusals(self, call: Call, ahead: bool = False) -> list[str]:
         """Why no kernel covers a call, one line per property with what is covered; empty if one does."""

@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
-from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from still_kernels.op_kernels import HALVES, Build, Op, OpKernels, check_types, imported
@@ -138,6 +136,11 @@ class StatelessOp(Op):
         self._kernels.launch(inputs, *outputs, table=table)
 
 
+def values_of(variant: Any, *names: str) -> dict[str, Any]:
+    """Compile-time values that are fields of a variant, where it has them."""
+    return {name.upper(): getattr(variant, name) for name in names if hasattr(variant, name)}
+
+
 def stateless_op(
     plan: Plan,
     variant: type[StatelessVariant],
@@ -149,9 +152,7 @@ def stateless_op(
     module: str,
     covers: str = "",
     also: Sequence[Check] = (),
-    compiled: Callable[[Any], dict[str, Any]] = lambda variant: {
-        name.upper(): getattr(variant, name) for name in ("aligned", "whole") if hasattr(variant, name)
-    },
+    compiled: Callable[[Any], dict[str, Any]] | None = None,
     blocks: Mapping[str, str] | None = None,
     optional: Mapping[str, str] | None = None,
 ) -> StatelessOp:
@@ -163,7 +164,7 @@ def stateless_op(
         module: Of the op's Triton functions, with `FUNCTIONS` by kernel.
         covers: Who has kernels for some types only, as a message says it: "gates have".
         also: What the kernels need of a call beside their types.
-        compiled: Compile-time values of a variant beside those of tiles.
+        compiled: Compile-time values of a variant beside those of tiles; by default ALIGNED and WHOLE.
         blocks: The plan's constants that are constants of a kernel, "kernel.NAME" each.
         optional: Tensors that a call may lack, each with the variant's field that says whether it is there.
     """
@@ -175,7 +176,7 @@ def stateless_op(
         }
         return Build(
             table.kernels(),
-            compiled(variant),
+            compiled(variant) if compiled else values_of(variant, "aligned", "whole"),
             {name: values[place] for name, place in (blocks or {}).items()} | dict(table.host),
             frozenset(name for name, given in (optional or {}).items() if not getattr(variant, given)),
         )
@@ -184,18 +185,13 @@ def stateless_op(
         f"dtype in ({', '.join(map(repr, variant.DTYPES))},)",
         f"activations are {{dtype}}; {covers} kernels for {', '.join(variant.DTYPES)}.",
     )
-    covered = (*([types] if covers else []), *also)
-    folder = import_module(variant.__module__).__file__
-    assert folder is not None
     kernels = OpKernels(
         plan=plan,
         variant=variant,
         default_variants=lambda: list(defaults),
         build=build,
         functions=imported(module, "FUNCTIONS"),
-        folder=Path(folder).parent,
-        covered=covered,
-        covered_ahead=covered,
+        covered=(*([types] if covers else []), *also),
     )
 
     def work() -> OpWork:

@@ -139,7 +139,7 @@ def _layers(outputs: Arrays) -> list[str]:
 
 def ties_of(manifest: Mapping[str, Any]) -> SelectionTies | None:
     """The ties of a package; None where its layers of this op select nothing, as windows do: their settings are not in the manifest."""
-    names = "chunk_size", "salient_per_chunk", "select_scope"
-    if not manifest["still"].keys() >= set(names):
+    still, heads = manifest["still"], manifest["model"]["kv_heads"]
+    if "salient_per_chunk" not in still:
         return None
-    return SelectionTies(*(manifest["still"][name] for name in names), manifest["model"]["kv_heads"])
+    return SelectionTies(still["chunk_size"], still["salient_per_chunk"], still["select_scope"], heads)
