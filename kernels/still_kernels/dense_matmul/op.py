@@ -160,7 +160,7 @@ OP = stateless_op(
         **blocks.gemm_calls((GEMM, []), split="split"),
     ),
     module="still_kernels.dense_matmul.triton_dense",
-    covers="products with dense weights have",
+    covers="GEMMs with dense weights have",
     blocks=GEMM.constants,
     optional={"weight": "plain", "turned_weight": "turned", "norm_weight": "normed", "residual": "residual"},
 )

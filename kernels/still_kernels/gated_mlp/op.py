@@ -112,6 +112,6 @@ OP = stateless_op(
         **blocks.gemm_calls((GATED, one("BN", 32)), (DOWN, []), split="split_down"),
     ),
     module="still_kernels.gated_mlp.triton_gated",
-    covers="products with dense weights have",
+    covers="GEMMs with dense weights have",
     blocks=GATED.constants | DOWN.constants,
 )

@@ -1,4 +1,4 @@
-"""still::LowRankMatMul: a product with two thin matrices."""
+"""still::LowRankMatMul: two GEMMs with thin matrices."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Inputs(StatelessInputs, plan=PLAN):
 
     input: [B, T, I].
     inner, outer: [I, R], [R, O].
-    base: [B, T, O], added to the product; None: 0.
+    base: [B, T, O], added to the result; None: 0.
     """
 
     input: Tensor
@@ -66,7 +66,7 @@ def naive_low_rank_matmul(inputs: Inputs, wide: dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Variant(StatelessVariant):
-    """base: Whether the product is added to something. aligned: Whether sizes are multiples of 8, read and stored at once."""
+    """base: Whether the result is added to something. aligned: Whether sizes are multiples of 8, read and stored at once."""
 
     base: int = 0
     aligned: int = 1
@@ -105,7 +105,7 @@ OP = stateless_op(
         peer="cuBLAS",
     ),
     module="still_kernels.low_rank_matmul.triton_low_rank",
-    covers="products with dense weights have",
+    covers="GEMMs with dense weights have",
     blocks=dict(zip(PLAN.constants, ("low_rank.BN", "lower.BM", "lower.BN", "raise.BM", "raise.BN"), strict=True)),
     optional={"base": "base"},
 )

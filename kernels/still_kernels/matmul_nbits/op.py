@@ -26,7 +26,7 @@ GROUP_ROWS = 8
 FEW = f"tokens <= {8 * GROUP_ROWS}"
 """So few rows that reading the weight for each group of them costs less than writing it as half precision numbers and reading those."""
 SPANS = (4224, 8192)
-"""Outputs up to which a product is of span 0 and 1; beyond them of span 2. Of span 0 an H200 holds 16 outputs in two programs of 8 warps a
+"""Outputs up to which a GEMM is of span 0 and 1; beyond them of span 2. Of span 0 an H200 holds 16 outputs in two programs of 8 warps a
 multiprocessor."""
 
 PLAN = Plan(
@@ -165,24 +165,22 @@ class Variant(StatelessVariant):
 
 
 DENSE_WEIGHTS = 1 << 26
-"""Weights that are half precision numbers at a time: 128 MB, of which products of 2,048 rows have several waves of blocks."""
+"""Weights that are half precision numbers at a time: 128 MB, of which GEMMs of 2,048 rows have several waves of blocks."""
 WIDE_SHARED = 150 << 10
 """Shared memory that blocks of 128 x 256 take."""
 
 FEW_TILES = {4: ((16, 8, 2, 1), (16, 4, 2, 1), (32, 2, 2, 0)), 8: ((16, 8, 2, 2), (16, 4, 4, 2), (32, 2, 2, 2))}
 """Outputs, warps, units and what is asked for ahead (`gluon_few.few_kernel`) of a few rows, by bits and span. Best of 84 and 22 on an H200
-over the products of Llama-3.1-8B at one and at eight rows (docs/notebook/quantization.md)."""
+over the linear layers of Llama-3.1-8B at one and at eight rows (docs/notebook/quantization.md)."""
 
 
 def tile_table(variant: Variant, arch: int) -> TileTable:
     """Block sizes on an architecture (90 for sm_90)."""
     wide = variant.aligned and SHARED_BYTES[arch] >= WIDE_SHARED and arch >= 90
-    product = (
-        (256, 128, 64, 3) if wide else (128, 128, 64, 3) if SHARED_BYTES[arch] >= WIDE_SHARED else (128, 128, 32, 3)
-    )
+    sizes = (256, 128, 64, 3) if wide else (128, 128, 64, 3) if SHARED_BYTES[arch] >= WIDE_SHARED else (128, 128, 32, 3)
     few_outputs, warps, units, ahead = FEW_TILES[variant.bits][variant.span]
     few = {"BN": few_outputs, "SPLITS": warps, "UNITS": units, "AHEAD": ahead}
-    rows, outputs, inner, stages = product
+    rows, outputs, inner, stages = sizes
     tiles = {
         "few": KernelTile(few, warps),
         "unpack": KernelTile({"BN": 8, "BW": 64}, 4),
@@ -213,7 +211,7 @@ MOVES: dict[str, list[Setting]] = {
 
 
 def _draw(sizes: Mapping[str, int], layer: str, draw: Draw) -> Inputs:
-    """Products of a transformer, those of one value as one; 4 bits have zero points."""
+    """Linear layers of a transformer, those of one value as one; 4 bits have zero points."""
     hidden, bits, size = sizes["heads"] * sizes["head_dim"], sizes["bits"], sizes["block_size"]
     outputs, inputs = {
         "query, key, value": (hidden + 2 * sizes["kv_heads"] * sizes["head_dim"], hidden),
@@ -249,7 +247,7 @@ OP = stateless_op(
         peer="cuBLAS, 16 bits",
     ),
     module="still_kernels.matmul_nbits.functions",
-    covers="products with weights in blocks have",
+    covers="GEMMs with weights in blocks have",
     also=(
         Check("bits == 4 or bits == 8", "bits={bits}; the kernels have 4 and 8."),
         Check("block_size > 0 and block_size % 32 == 0", "block_size={block_size}; the kernels have multiples of 32."),

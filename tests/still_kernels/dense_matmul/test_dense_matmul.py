@@ -71,7 +71,7 @@ def test_refusals() -> None:
     kernels, sizes = kernels_of("DenseMatMul"), {"B": 1, "T": 1, "I": 64, "O": 8}
     seen = Call(sizes, {"norm_epsilon": 1e-5}, dtype="float32", present=frozenset({"weight"}))
     assert kernels.refusals(seen) == [
-        "activations are float32; products with dense weights have kernels for float16, bfloat16."
+        "activations are float32; GEMMs with dense weights have kernels for float16, bfloat16."
     ]
     with pytest.raises(UnsupportedError, match="one of weight and turned_weight is wanted"):
         kernels.plan.check(Call(sizes, {"norm_epsilon": 1e-5}, dtype="float16", present=frozenset()))
