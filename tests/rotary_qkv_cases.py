@@ -54,8 +54,9 @@ def call(case: Case, batch: int, count: int, dtype: torch.dtype = torch.float16)
 
 def exact(given: Inputs) -> list[Tensor]:
     """The results, float64, element by element of a head."""
+    widths = given.query_width, given.key_width, given.value_width, given.gate_width
     whole = given.input if given.gate_input is None else torch.cat((given.input, given.gate_input), -1)
-    query, key, value, gate = whole.double().split(given.widths, -1)
+    query, key, value, gate = whole.double().split(widths, -1)
     size, results = given.cos.shape[2], []
     for part in (query, key):
         result = torch.empty_like(part)

@@ -62,6 +62,15 @@ def test_loads_without(module: str, absent: list[str]) -> None:
     assert done.returncode == 0, done.stderr[-800:]
 
 
+def test_records_of_ops_load_without_torch() -> None:
+    """Where a package is lowered, or verified by recorded answers, there is none."""
+    program = (
+        "import sys; sys.modules['torch'] = None; from still_kernels.registry import *; list(map(op_of, op_names()))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-800:]
+
+
 # Rooms of an op, of models and their training, and of the command line, where options of a configuration are flags.
 OWN = (
     "graphs/still_graphs/ops/",

@@ -26,7 +26,7 @@ from still_kernels.work import CHECK_LIMIT, Kind, OpWork, Work, relative_error, 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What this machine reaches: bytes/s of a large copy (read + written), FLOP/s of a large matrix product."""
+    """What this machine reaches: bytes/s of a large copy (read + written), FLOP/s of a large GEMM."""
 
     copy: float
     gemm: float
@@ -68,7 +68,7 @@ def median_s(run: Callable[[], Any], repeats: int = 20) -> float:
 
 
 def measure_ceilings(dtype: torch.dtype) -> Ceilings:
-    """Copy and matrix-product rates on random data."""
+    """Copy and GEMM rates on random data."""
     source = torch.randn(2**29, device="cuda", dtype=dtype)
     target = torch.empty_like(source)
     copy = 2 * source.numel() * source.element_size() / median_s(lambda: target.copy_(source), 10)
@@ -145,7 +145,7 @@ def bench_peers(context: int, heads: int, dim: int, dtype: torch.dtype) -> list[
 
 def table(rows: Sequence[Row], ceilings: Ceilings) -> str:
     """Text table; a kernel that failed its check says so instead of a time."""
-    lines = [f"ceilings: copy {ceilings.copy / 1e12:.2f} TB/s, matrix product {ceilings.gemm / 1e12:.0f} TFLOP/s"]
+    lines = [f"ceilings: copy {ceilings.copy / 1e12:.2f} TB/s, GEMM {ceilings.gemm / 1e12:.0f} TFLOP/s"]
     lines.append(f"{'kernel':34}{'context':>9}{'batch':>7}{'time us':>12}{'floor us':>11}{'share':>8}{'error':>10}")
     for row in rows:
         share = row.share(ceilings)

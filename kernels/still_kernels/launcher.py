@@ -8,16 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from still_graphs.errors import UnsupportedError
+from still_graphs.errors import ShapeError, UnsupportedError
 from still_kernels.op_kernels import Build, OpKernels
 from still_kernels.plan import Call, Launches
-from still_kernels.tile import KernelTile
+from still_kernels.tile import KernelTile, TileTable
 
 _compiled: dict[tuple[Any, ...], Any] = {}  # kernels that ran before, by name, function, variant and kinds of pointers
 
@@ -104,6 +104,33 @@ def prepare_call(kernels: OpKernels, call: Call, build: Callable[[Any], Build], 
     launches = kernels.plan.evaluate(replace(call, constants=built.plan_constants))
     known = None if arch is None else variant_of(arch, variant)
     return prepare(launches, kernels.functions(), built.tiles, built.constants, known)
+
+
+def kept(prepare: Callable[..., Prepared]) -> Callable[..., Prepared]:
+    """What lays out launches, `prepare(arch, table, *call)`, as a function of a device, a table and a call: with the block sizes of the
+    device (a table of None) they are kept, for a layer is called once per token."""
+
+    @lru_cache(1024)
+    def own(device: torch.device, *call: Any) -> Prepared:
+        return prepare(arch_of(device), None, *call)
+
+    def prepared(device: torch.device, table: TileTable | None, *call: Any) -> Prepared:
+        return own(device, *call) if table is None else prepare(arch_of(device), table, *call)
+
+    return prepared
+
+
+def check_device(tensor: Tensor) -> None:
+    """Raise UnsupportedError where kernels do not run."""
+    if tensor.device.type != "cuda":
+        raise UnsupportedError(f"device {tensor.device.type!r} has no kernel; known: cpu (PyTorch), cuda (Triton).")
+
+
+def written(state: Tensor, in_place: bool) -> Tensor:
+    """What kernels write: a state, or a copy of it. ShapeError: A state that is not contiguous cannot be written in place."""
+    if in_place and not state.is_contiguous():
+        raise ShapeError("the state is not contiguous, and the kernels write it in place.")
+    return state if in_place else state.clone(memory_format=torch.contiguous_format)
 
 
 @cache

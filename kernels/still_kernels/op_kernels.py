@@ -17,10 +17,13 @@ from still_kernels.plan.compiled import failures
 from still_kernels.tile import KernelTile
 
 if TYPE_CHECKING:
+    from still_kernels.ties import OpTies
     from still_kernels.work import OpWork
 
 
 DTYPES = ("float16", "bfloat16", "float32")
+HALVES = DTYPES[:2]
+"""Types of activations of most ops without a state."""
 COUNT_DTYPES = ("int32", "int64")
 """Types of activations, and of lengths and counts, that every op's kernels have."""
 
@@ -61,9 +64,8 @@ class OpKernels:
         build: Of a variant and an architecture (90 for sm_90); ConfigError where there is none.
         functions: Triton's functions by kernel; imports Triton. Pointers are the first arguments and named p_*, descriptors of matrices
             of the plan d_*; integers at run time are left unspecialised.
-        folder: Of triton_*.py, gluon_*.py, tiles.py and plan.py, whose bytes the archive's source hash covers.
         covered: What the kernels need of a call, as far as shapes, attributes and dtype tell; messages say what they have.
-        covered_ahead: The same for kernels that are compiled ahead of time.
+        covered_ahead: The same for kernels that are compiled ahead of time, by default what all need.
     """
 
     plan: Plan
@@ -71,21 +73,23 @@ class OpKernels:
     default_variants: Callable[[], list[Any]]
     build: Callable[..., Build]
     functions: Callable[[], Mapping[str, Any]]
-    folder: Path
     covered: Sequence[Check] = ()
-    covered_ahead: Sequence[Check] = ()
+    covered_ahead: Sequence[Check] | None = None
 
     @property
     def spec(self) -> OpSpec:
         """The op."""
         return self.plan.spec
 
+    @property
+    def folder(self) -> Path:
+        """Of triton_*.py, gluon_*.py, tiles.py and plan.py, whose bytes the archive's source hash covers: that of the variant."""
+        return Path(str(import_module(self.variant.__module__).__file__)).parent
+
     @cached_property
     def _rules(self) -> dict[bool, list[Any]]:
-        return {
-            ahead: self.plan.compiled.compile_checks(self.covered_ahead if ahead else self.covered)
-            for ahead in (False, True)
-        }
+        ahead = self.covered if self.covered_ahead is None else self.covered_ahead
+        return {False: self.plan.compiled.compile_checks(self.covered), True: self.plan.compiled.compile_checks(ahead)}
 
     def refusals(self, call: Call, ahead: bool = False) -> list[str]:
         """Why no kernel covers a call, one line per property with what is covered; empty if one does."""
@@ -155,6 +159,19 @@ def imported(module: str, name: str) -> Callable[[], Any]:
     return lambda: getattr(import_module(module), name)
 
 
+def offers(package: str, *parts: str) -> Callable[[str], Any]:
+    """The `__getattr__` of an op's package: names of its modules `parts` need torch, so these are imported when one is asked for."""
+
+    def attribute(name: str) -> Any:
+        for part in parts:
+            module = import_module(f"{package}.{part}")
+            if hasattr(module, name):
+                return getattr(module, name)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return attribute
+
+
 @dataclass(frozen=True)
 class Op:
     """One op as `still_kernels.registry` finds it: `OP` of `op.py` in its folder.
@@ -162,7 +179,9 @@ class Op:
     Args:
         kernels: What is launched, and what kernels are compiled for.
         work: What bench and tune ask, which imports torch; None where an op is neither timed nor tuned.
+        ties: What makes the tie tolerance of the layers that a package's manifest describes; None where an op chooses nothing.
     """
 
     kernels: OpKernels
     work: Callable[[], OpWork] | None = None
+    ties: Callable[[], Callable[[Mapping[str, Any]], OpTies | None]] | None = None

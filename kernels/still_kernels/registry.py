@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from still_graphs.errors import UnsupportedError
 from still_graphs.ops import OPS
 from still_kernels.op_kernels import Op, OpKernels
+from still_kernels.ties import Ties
 
 if TYPE_CHECKING:
     from still_kernels.work import OpWork
@@ -49,6 +51,13 @@ def work_of(name: str) -> OpWork:
     if work is None:
         raise UnsupportedError(f"op {name} says nothing of its calls, so it can be neither timed nor tuned.")
     return work()
+
+
+def ties_of(manifest: Mapping[str, Any]) -> Ties:
+    """The ties of the ops that a package has, by its manifest. No torch."""
+    makers = (op_of(name).ties for name in op_names() if name in manifest["ops"])
+    found = (make()(manifest) for make in makers if make)
+    return Ties(ties for ties in found if ties)
 
 
 def _place(name: str) -> str:

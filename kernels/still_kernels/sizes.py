@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from still_graphs.errors import ShapeError
+from still_graphs.errors import ShapeError, UnsupportedError
 from still_graphs.ops.spec import OpSpec, dimension, in_numbers
+from still_kernels.plan import Call, Plan
 
 
 def tensors_of(inputs: object) -> dict[str, Tensor]:
@@ -43,15 +44,21 @@ def sizes_of(spec: OpSpec, shapes: Mapping[str, Sequence[int]], **known: int) ->
     return symbols
 
 
-def check(spec: OpSpec, inputs: object, **known: int) -> None:
-    """Raise ShapeError naming the tensor whose type or shape is not the spec's; `known` as of `sizes_of`.
+def check(plan: Plan, inputs: object) -> None:
+    """Raise ShapeError naming the tensor whose type or shape is not the spec's, or with the message of the plan's check that fails.
 
     The activations' type is that of the first input.
     """
-    given = tensors_of(inputs)
+    spec, given = plan.spec, tensors_of(inputs)
     own = given[spec.inputs[0].name].dtype
     for tensor in spec.inputs:
         expected = own if tensor.dtype == "T" else getattr(torch, tensor.dtype)
         if tensor.name in given and given[tensor.name].dtype != expected:
             raise ShapeError(f"{tensor.name}: expected {expected}, got {given[tensor.name].dtype}.")
-    sizes_of(spec, {name: x.shape for name, x in given.items()}, **known)
+    shapes = {name: x.shape for name, x in given.items()}
+    attributes = {a.name: getattr(inputs, a.name) for a in spec.attributes}
+    sizes_of(spec, shapes, **{name: value for name, value in attributes.items() if isinstance(value, int)})
+    try:
+        plan.check(Call.of(spec, shapes, attributes, str(own).removeprefix("torch."), None))
+    except UnsupportedError as error:
+        raise ShapeError(str(error)) from None

@@ -94,12 +94,12 @@ class OpWork:
     sizes: Mapping[str, int]
     layers: Mapping[str, Any]
     layer: Callable[[Mapping[str, int], str, int], Any]
-    kinds: Callable[[int, Sequence[int]], list[Kind]]
     work: Callable[[Any, Kind, torch.dtype, str], Work]
     table: Callable[[Any, torch.device, bool], TileTable]
     moves: Mapping[str, list[Setting]]
     decode: frozenset[str]
-    misfit: Callable[[TileTable, Any, int], str]
+    misfit: Callable[[TileTable, Any, int], str] = lambda table, layer, arch: ""
+    kinds: Callable[[int, Sequence[int]], list[Kind]] = kinds
     instead: Mapping[str, str] = field(default_factory=dict)
     shares: Mapping[str, float] = field(default_factory=dict)
     dtypes: tuple[str, ...] = ("bfloat16", "float16")

@@ -127,7 +127,7 @@ def verify(
             )
             return
         found = proof.verify(package, options, folder, started=started)
-    content, target, price = found.to_dict(), found.target, found.price
+    content, target, loss = found.to_dict(), found.target, found.loss
     with staged_files(folder) as work:
         (work / "report.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     if junit is not None:
@@ -144,8 +144,8 @@ def verify(
             "PyTorch's run with activations rounded to 8 bits" if rounded else "PyTorch's own run in the package's type"
         )
         _print(found.report, folder, target.title, target.native, own, repeatable=options.adapter is None)
-        if price is not None:
-            print(price)
+        if loss is not None:
+            print(loss)
         print("PASSED" if found.report.passed else "FAILED: the package does not compute what PyTorch computes")
     raise typer.Exit(0 if found.report.passed else 1)
 

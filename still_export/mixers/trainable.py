@@ -91,7 +91,7 @@ def attention_mode(modules: Sequence[Trainable], mode: str) -> Iterator[None]:
 
 @functools.cache
 def fused(function: Callable[..., Any], device: torch.device, dynamic: bool | None = False) -> Callable[..., Any]:
-    """`function`, on CUDA compiled: elementwise work on float32 copies costs more than the products around it unless it is fused.
+    """`function`, on CUDA compiled: elementwise work on float32 copies costs more than the GEMMs around it unless it is fused.
 
     Args:
         dynamic: As of torch.compile; None = the second length of rows is compiled for all others.
@@ -100,7 +100,7 @@ def fused(function: Callable[..., Any], device: torch.device, dynamic: bool | No
 
 
 FUSED = ("RMSNorm", "MLP")
-"""How the names of classes end whose modules work on each token alone, in a few products with much elementwise work around them."""
+"""How the names of classes end whose modules work on each token alone, in a few linear layers with much elementwise work around them."""
 
 
 def fuse_layers(model: nn.Module, device: torch.device) -> None:

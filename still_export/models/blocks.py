@@ -1,4 +1,4 @@
-"""Weights in blocks along a product's inputs, in the layout of com.microsoft::MatMulNBits."""
+"""Weights in blocks along a linear layer's inputs, in the layout of com.microsoft::MatMulNBits."""
 
 from __future__ import annotations
 

@@ -8,9 +8,9 @@ from typing import Protocol
 
 import numpy as np
 
-from still_export.mixers.ties import Leads, Pairs, Ties
 from still_export.package.calls import Arrays, next_feed, without_padding
 from still_export.proof.codes import as_numbers
+from still_kernels.ties import Leads, Pairs, Ties
 
 TINY = float(np.finfo(np.float64).tiny)
 

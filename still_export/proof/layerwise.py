@@ -103,7 +103,7 @@ class LayerwiseModel:
     @torch.no_grad()
     def run(self, chains: Sequence[Chain]) -> list[list[Arrays]]:
         """Outputs of every call of `chains`: `logits` float32, `present_length`, and the states that the call keeps; float64 as float32."""
-        with _Wide() as products:
+        with _Wide() as linear:
             model = self._outline()
             work = [_Chain(chain, self.device) for chain in chains]
             cache = StillCache.empty(self.config)
@@ -114,7 +114,7 @@ class LayerwiseModel:
                         chain.through(
                             index, _Layer(model, cache, index, index == last, self._states_of(index)), self.alike
                         )
-                products.forget()
+                linear.forget()
             for chain in work:
                 chain.answer(model, self.all_logits)
         return [chain.outputs for chain in work]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from still_export.graph.options import ExportOptions
     from still_export.models.weights import Pair
     from still_export.proof.cases import CaseSource
-    from still_export.proof.quantized import Price
+    from still_export.proof.quantized import QuantizationLoss
 
 Started = Callable[[int], Callable[..., None]]
 """Told how many cases there are; what it returns is told each that is done."""
@@ -44,9 +44,7 @@ class VerifyOptions:
     plugin: Path | None = option(None, "trt: plugin library in the place of the package's.")
     adapter: Path | None = option(None, "LoRA adapter to run a package with that was exported with --adapters.")
     calls: Path | None = option(None, "Take PyTorch's answers from a file made with --record.")
-    text: Path | None = option(
-        None, "Quantized packages: a text to tell the price of quantization on, in bits per byte."
-    )
+    text: Path | None = option(None, "Quantized packages: a text to tell the quantization loss on, in bits per byte.")
     reference_device: str | None = option(None, "Where PyTorch answers: cpu or cuda.", shown="cpu")
 
     def __post_init__(self) -> None:
@@ -58,15 +56,15 @@ class VerifyOptions:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found; `price` of a quantized package is what its bits cost."""
+    """What was found; `loss` of a quantized package is what its bits cost."""
 
     report: Report
     target: Target
-    price: Price | None = None
+    loss: QuantizationLoss | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Values that JSON can hold."""
-        return {**self.report.to_dict(), **({} if self.price is None else {"price": self.price.to_dict()})}
+        return {**self.report.to_dict(), **({} if self.loss is None else {"price": self.loss.to_dict()})}
 
 
 def verify(
@@ -115,10 +113,10 @@ def verify(
         raise PackageError(str(error)) from error
     if not proof.quantized or options.calls is not None:
         return Verdict(report, target)
-    from still_export.proof.quantized import price_of
+    from still_export.proof.quantized import quantization_loss_of
 
     wide = _options(proof.package, options.model, "float32")
-    return Verdict(report, target, price_of(wide, folder, manifest, options.text))
+    return Verdict(report, target, quantization_loss_of(wide, folder, manifest, options.text))
 
 
 def record(
@@ -150,7 +148,7 @@ def record(
     return cases.count
 
 
-TEXT = "--text tells the price of quantization: give it with a quantized package, without --record and --calls."
+TEXT = "--text tells the quantization loss: give it with a quantized package, without --record and --calls."
 
 
 class _Proof:
@@ -206,9 +204,9 @@ def _torch_cases(
 
     from still_export.graph.quantization.policy import rounds_activations
     from still_export.graph.quantization.read import held_names, held_source, round_activations
-    from still_export.mixers.op_ties import ties_of
     from still_export.proof.layerwise import LayerwiseModel
     from still_export.proof.torch_cases import LENGTHS, TorchCases
+    from still_kernels.registry import ties_of
 
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"--reference-device {device} is unknown; known: cpu, cuda.")

@@ -20,17 +20,17 @@ from still_export.models.load import Source, load_tokenizer
 from still_export.models.source import find_source
 from still_export.proof.layerwise import Chain, LayerwiseModel, nothing
 
-PRICE_TOKENS = 2048
+LOSS_TOKENS = 2048
 """Of a text, from its beginning."""
 RANDOM_TOKENS = 256
 
 
 @dataclass(frozen=True)
-class Price:
+class QuantizationLoss:
     """What quantization costs against the original in float32, teacher-forced: mean KL in nats, and bits a byte of a text or None.
 
-    `kl` and `bits_per_byte` are of the package's weights, `kl_rounded` of those with activations rounded to 8 bits, where its products
-    round them, else None.
+    `kl` and `bits_per_byte` are of the package's weights, `kl_rounded` of those with activations rounded to 8 bits, where its linear
+    layers round them, else None.
     """
 
     text: str | None
@@ -46,7 +46,7 @@ class Price:
 
     def __str__(self) -> str:
         where = f"{self.tokens:,} {'tokens of ' + self.text if self.text else 'random tokens'}"
-        line = f"price of the quantization on {where}: KL {self.kl:.4f} nats"
+        line = f"quantization loss on {where}: KL {self.kl:.4f} nats"
         if self.kl_rounded is not None:
             line += f" ({self.kl_rounded:.4f} with activations rounded to 8 bits)"
         if self.bits_per_byte is None or self.original_bits_per_byte is None:
@@ -55,8 +55,10 @@ class Price:
         return f"{line}; bits per byte {self.bits_per_byte:.4f}, unquantized {self.original_bits_per_byte:.4f} ({change:+.2f}%)"
 
 
-def price_of(options: ExportOptions, folder: Path, manifest: dict[str, Any], text: Path | None = None) -> Price:
-    """The price of a package's quantization.
+def quantization_loss_of(
+    options: ExportOptions, folder: Path, manifest: dict[str, Any], text: Path | None = None
+) -> QuantizationLoss:
+    """The quantization loss of a package.
 
     Args:
         options: What was exported.
@@ -79,13 +81,13 @@ def price_of(options: ExportOptions, folder: Path, manifest: dict[str, Any], tex
     if rounds_activations(manifest):
         del weights
         kl_rounded = _kl(original, _log_probabilities(held, tokens, round_inputs))
-    return Price(None if text is None else str(text), tokens.shape[1], kl, kl_rounded, *bits)
+    return QuantizationLoss(None if text is None else str(text), tokens.shape[1], kl, kl_rounded, *bits)
 
 
 def _tokens(options: ExportOptions, manifest: dict[str, Any], text: Path | None) -> tuple[Tensor, int]:
     """Tokens [1, T], and the bytes of text that all but the first stand for."""
     capacity = manifest["capacity"]
-    most = capacity["capacity_tokens"] if capacity["bounded"] else PRICE_TOKENS
+    most = capacity["capacity_tokens"] if capacity["bounded"] else LOSS_TOKENS
     if text is None:
         count, vocabulary = min(RANDOM_TOKENS, most), manifest["model"]["vocab_size"]
         return torch.from_numpy(np.random.default_rng(0).integers(0, vocabulary, (1, count))), 0
@@ -94,7 +96,7 @@ def _tokens(options: ExportOptions, manifest: dict[str, Any], text: Path | None)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--text {text} cannot be read as UTF-8 text: {error}.") from error
     tokenizer = load_tokenizer(options.model, options.revision)
-    ids = tokenizer(content, add_special_tokens=False)["input_ids"][: min(PRICE_TOKENS, most)]
+    ids = tokenizer(content, add_special_tokens=False)["input_ids"][: min(LOSS_TOKENS, most)]
     if len(ids) < 2:
         raise ConfigError(f"--text {text} has {len(ids)} tokens; two at least are needed.")
     return torch.tensor([ids]), len(tokenizer.decode(ids[1:]).encode())

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from still_export.errors import PackageError
-from still_export.mixers.ties import near_ties
 from still_export.package.calls import Arrays
 from still_export.package.files import DATA, MODEL
 from still_export.package.folder import Package
 from still_export.proof.cases import Case, CaseSource
+from still_kernels.ties import near_ties
 
 ATTEMPTS = 3
 """Prompts kept of a case, where a near tie may call for another."""

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from still_export.mixers.op_ties import ties_of
-from still_export.mixers.ties import Ties
 from still_export.runtime.torch import TorchModel
+from still_kernels.registry import ties_of
+from still_kernels.ties import Ties
 
 FLOAT32 = 5e-2
 """Of a log-probability in float32, twice that of a token behind the likeliest. PyTorch's own float32 logits of SmolLM2-135M (magnitude 25)

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from still_export.mixers.op_ties import ties_of
-from still_export.mixers.ties import Leads, Pairs
 from still_export.package.calls import Arrays, next_feed
 from still_export.proof.cases import Case, distance, fixed_pair, row_errors, same_best
 from still_export.proof.codes import as_numbers
 from still_export.proof.layerwise import Call, Chain, Keep, LayerwiseModel, everything, nothing
 from still_export.targets.registry import packaged_target
 from still_graphs.states import StateTable
+from still_kernels.registry import ties_of
+from still_kernels.ties import Leads, Pairs
 
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 1000, 4097)
 ROWS = 4

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 
 from still_export.errors import UnsupportedError
-from still_export.mixers.op_ties import ties_of
-from still_export.mixers.ties import Choices, Pairs, expected_ties
 from still_export.package.calls import Arrays
 from still_export.package.folder import Package
 from still_export.package.staging import staged_files
@@ -21,6 +19,8 @@ from still_export.proof.checks import Check
 from still_export.proof.codes import in_codes
 from still_export.proof.sessions import Session, Target
 from still_export.proof.tolerance import Bounds
+from still_kernels.registry import ties_of
+from still_kernels.ties import Choices, Pairs, expected_ties
 
 DECODE_STEPS = 256
 """More than a chunk, so that a promotion happens between plain steps."""

@@ -112,8 +112,8 @@ def _facts(content: Mapping[str, Any]) -> Table:
         ["of them differ without one", f"{chosen['wrong']:,}"],
         *([check["name"], "yes" if check["passed"] else f"NO: {check['detail']}"] for check in content["checks"]),
     ]
-    if price := content.get("price"):
-        rows += [[f"price of quantization: {name.replace('_', ' ')}", value] for name, value in price.items()]
+    if loss := content.get("price"):
+        rows += [[f"quantization loss: {name.replace('_', ' ')}", value] for name, value in loss.items()]
     return Table("Agreement", ["what", "value"], rows)
 
 

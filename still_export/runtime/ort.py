@@ -76,7 +76,7 @@ def native_library(folder: Path, manifest: dict[str, Any], provider: str = "cpu"
     if native is None:
         return None
     if provider == "cpu" and (manifest.get("quantization") or {}).get("nodes") == KERNELS_OF_OURS:
-        print("the native kernels of this package's products are for GPUs: running without them", file=sys.stderr)
+        print("the native kernels of this package's linear layers are for GPUs: running without them", file=sys.stderr)
         return None
     if (native["system"], native["machine"]) != (platform.system(), platform.machine()):
         print(f"the native kernel is for {native['system']} {native['machine']}: running without it", file=sys.stderr)
@@ -116,7 +116,7 @@ def open_session(
             raise RunError(
                 f"{native} cannot be loaded: {error}. Export the model again, on this machine or without --native."
             ) from error
-    # float32 is float32: its products would be rounded to 10 bits otherwise
+    # float32 is float32: its GEMMs would be rounded to 10 bits otherwise
     cuda = [(CUDA, {"use_tf32": "0", "enable_cuda_graph": str(int(replay))})] if provider == "cuda" else []
     path = folder / MODEL
     config = manifest.get("config")

@@ -15,7 +15,6 @@ import torch
 from onnx import numpy_helper
 
 from still_export.graph.options import ExportOptions
-from still_export.mixers.ties import Choices, near_ties
 from still_export.package.folder import GENERATED, Package, open_package, write_manifest
 from still_export.proof.cases import Case
 from still_export.proof.package import _torch_cases
@@ -24,6 +23,7 @@ from still_export.proof.tolerance import Bounds
 from still_export.proof.verify import Report, Verifier
 from still_export.runtime import ort
 from still_export.targets.export import export
+from still_kernels.ties import Choices, near_ties
 from tests.faults import graph, runner, states, weights  # noqa: F401 (they register faults)
 from tests.faults.registry import FAULTS, Fault
 from tests.still_export.linear_models import linear_model

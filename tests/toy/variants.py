@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -39,7 +38,6 @@ KERNELS = OpKernels(
     default_variants=lambda: [Variant()],
     build=lambda variant, arch: Build(TILES, {}, CONSTANTS),
     functions=functions,
-    folder=Path(__file__).parent,
 )
 
 

@@ -8,18 +8,30 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from still_graphs.ops.add_rms_norm import ADD_RMS_NORM
-from still_kernels.common.stateless import HALVES, Calls, StatelessInputs, StatelessVariant, stateless_op
+from still_kernels.common.stateless import Calls, StatelessInputs, StatelessVariant, defined, keyed, stateless_op
+from still_kernels.op_kernels import HALVES
 from still_kernels.plan import Launch, Plan
 from still_kernels.tile import KernelTile, TileTable, one
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, dtype
 
     from still_kernels.common.calls import Draw
 
 
+COLUMNS = 1024
+"""Numbers of a token up to which a narrow block holds them."""
+
+PLAN = Plan(
+    ADD_RMS_NORM,
+    key=keyed(wide=f"I > {COLUMNS}", summed="has(residual)", aligned="I % 8 == 0"),  # loads and stores of 16 bytes
+    arguments={"K": "I", "epsilon": "norm_epsilon"},
+    steps=(Launch("add_norm", ("tokens", "1", "1")),),
+)
+
+
 @dataclass(frozen=True)
-class Inputs(StatelessInputs):
+class Inputs(StatelessInputs, plan=PLAN):
     """Tokens of one call, of one type.
 
     input, residual: [B, T, I], added; a residual of None: 0.
@@ -27,21 +39,19 @@ class Inputs(StatelessInputs):
     norm_epsilon: Added to the mean square of a token before its root divides the token.
     """
 
-    SPEC = ADD_RMS_NORM
     input: Tensor
     residual: Tensor | None
     norm_weight: Tensor
     norm_epsilon: float = 1e-5
 
 
-def naive_add_rms_norm(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """The sum, and the norm of the rounded sum, [B, T, I] each, dtype of input, computed in at least float32. ShapeError: A tensor does
-    not fit."""
+@defined
+def naive_add_rms_norm(inputs: Inputs, wide: dtype) -> tuple[Tensor, Tensor]:
+    """The sum, and the norm of the rounded sum, [B, T, I] each."""
     from still_kernels.common.naive import naive_norm
 
-    inputs.check()
     total = inputs.input if inputs.residual is None else inputs.input + inputs.residual
-    return total, naive_norm(total, inputs.norm_weight, inputs.norm_epsilon)
+    return total, naive_norm(total, inputs.norm_weight, inputs.norm_epsilon, wide)
 
 
 @dataclass(frozen=True)
@@ -58,22 +68,6 @@ class Variant(StatelessVariant):
     aligned: int = 1
 
 
-COLUMNS = 1024
-"""Numbers of a token up to which a narrow block holds them."""
-
-PLAN = Plan(
-    ADD_RMS_NORM,
-    key={
-        "dtype": "dtype",
-        "wide": f"I > {COLUMNS}",
-        "summed": "has(residual)",
-        "aligned": "I % 8 == 0",  # loads and stores of 16 bytes
-        "count_dtype": "'int32'",  # there are no counts
-    },
-    arguments={"K": "I", "epsilon": "norm_epsilon"},
-    steps=(Launch("add_norm", ("tokens", "1", "1")),),
-)
-
 TILES = [TileTable({"add_norm": tile}) for tile in (KernelTile({"BC": COLUMNS}, 4), KernelTile({"BC": 4 * COLUMNS}, 8))]
 """Narrow and wide: a token of a step in one block, SmolLM2's 576 numbers, Llama-3.1-8B's 4,096, which are 16 a thread."""
 
@@ -81,14 +75,6 @@ TILES = [TileTable({"add_norm": tile}) for tile in (KernelTile({"BC": COLUMNS}, 
 def _draw(sizes: Mapping[str, int], layer: str, draw: Draw) -> Inputs:
     width = sizes["heads"] * sizes["head_dim"]
     return Inputs(draw.tokens(width), draw.tokens(width), draw.norm(width))
-
-
-def _plain(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    from torch.nn.functional import rms_norm
-
-    assert inputs.residual is not None  # _draw gives one
-    total = inputs.input + inputs.residual
-    return total, rms_norm(total, inputs.norm_weight.shape, inputs.norm_weight, inputs.norm_epsilon)
 
 
 OP = stateless_op(
@@ -100,7 +86,6 @@ OP = stateless_op(
     Calls(
         draw=_draw,
         flop=lambda inputs: 5.0 * inputs.input.numel(),
-        plain=_plain,
         moves={"add_norm": [*one("BC", 512, 1024, 2048, 4096), *one("num_warps", 2, 4, 8, 16)]},
     ),
     module="still_kernels.add_rms_norm.triton_norm",

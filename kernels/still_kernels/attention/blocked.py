@@ -1,4 +1,4 @@
-"""The PyTorch form: appends to the cache, then attends to what is filled. Query heads of a group are rows of one product."""
+"""The PyTorch form: appends to the cache, then attends to what is filled. Query heads of a group are rows of one GEMM."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from still_kernels.attention.state import AttentionState
 from still_kernels.codes import dequantized, quantized
 
 BLOCK = 256
-"""Query tokens of one product: a mask beside 8,192 keys is then 24 MB for three heads a group, whatever the prompt's length."""
+"""Query tokens of one GEMM: a mask beside 8,192 keys is then 24 MB for three heads a group, whatever the prompt's length."""
 
 
 def blocked_attention(inputs: Inputs, state: AttentionState, in_place: bool = False) -> tuple[Tensor, AttentionState]:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from still_graphs.errors import ShapeError, UnsupportedError
 from still_graphs.ops.spec import CACHE
 from still_kernels import launcher
-from still_kernels.attention.functions import FUNCTIONS
 from still_kernels.attention.inputs import Inputs
-from still_kernels.attention.plan import PLAN
 from still_kernels.attention.state import AttentionState
 from still_kernels.attention.tiles import tile_table
-from still_kernels.attention.variants import KERNELS, constants_of, plan_constants
+from still_kernels.attention.variants import KERNELS, build
 from still_kernels.packing import Packing, size_of_call
 from still_kernels.plan import Call
 from still_kernels.tile import TileTable
@@ -27,10 +23,11 @@ def device_table(head_dim: int, device: torch.device, wide: bool) -> TileTable:
     return tile_table(launcher.arch_of(device), head_dim, wide)
 
 
-def _prepare(
+@launcher.kept
+def _prepared(
+    arch: int,
+    table: TileTable | None,
     dtype: torch.dtype,
-    table: TileTable,
-    variant: object | None,
     heads: tuple[int, int, int],
     batch: int,
     tokens: int,
@@ -41,6 +38,7 @@ def _prepare(
     """The launches of a kind of call.
 
     Args:
+        table: Block sizes; None: those of the architecture.
         heads: H, HK, D.
         rows: N.
         cache: The op's attribute.
@@ -50,24 +48,14 @@ def _prepare(
     seen = Call(
         sizes,
         {CACHE.name: cache},
-        plan_constants(table),
         dtype=str(dtype).removeprefix("torch."),
+        count_dtype="int64",  # Triton looks at the counts itself
         present=frozenset({"key_scale", "value_scale"} if cache == "int8" else ()),
         tokens=None if packed is None else packed[0],
         rows=None if packed is None else packed[1],
     )
-    reasons = KERNELS.refusals(seen)
-    if reasons:
-        raise UnsupportedError(f"no Triton kernel of still::Attention covers this layer: {' '.join(reasons)}")
-    constants = constants_of(heads[2], dtype == torch.float32, packed is not None, cache)
-    return launcher.prepare(PLAN.evaluate(seen), FUNCTIONS, table.kernels(), constants, variant)
-
-
-@lru_cache(1024)
-def _prepared(device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int], *call: Any) -> launcher.Prepared:
-    """The same with the block sizes of the device; kept, for a layer is called once per token."""
-    variant = launcher.variant_of(device, dtype, heads[2], call[-2], call[-1] is not None)
-    return _prepare(dtype, device_table(heads[2], device, dtype == torch.float32), variant, heads, *call)
+    own = arch if table is None else None
+    return launcher.prepare_call(KERNELS, seen, partial(build, arch=arch, table=table), own)
 
 
 def launch_attention(
@@ -89,11 +77,8 @@ def launch_attention(
     """
     query, heads = inputs.query, (inputs.query.shape[-2], inputs.key.shape[-2], inputs.query.shape[-1])
     batch, tokens, packed = size_of_call(query, packing, state.length.shape[0])
-    call = (heads, batch, tokens, state.rows, state.cache, packed)
-    if table is None:
-        prepared = _prepared(query.device, query.dtype, *call)
-    else:
-        prepared = _prepare(query.dtype, table, None, *call)
+    call = (query.dtype, heads, batch, tokens, state.rows, state.cache, packed)
+    prepared = _prepared(query.device, table, *call)
     tensors = {
         **vars(inputs),
         **_states(state),
@@ -108,16 +93,8 @@ def bind_decode(query: Tensor, state: AttentionState) -> launcher.Bound:
     """Decode steps with such a query [B, 1, H, D] on `state`, in place: output, query, key, value, new_tokens and past_length are those
     of each call."""
     batch, rows = query.shape[0], state.rows
-    prepared = _prepared(
-        query.device,
-        query.dtype,
-        (query.shape[2], state.key.shape[1], query.shape[3]),
-        batch,
-        1,
-        rows,
-        state.cache,
-        None,
-    )
+    heads = (query.shape[2], state.key.shape[1], query.shape[3])
+    prepared = _prepared(query.device, None, query.dtype, heads, batch, 1, rows, state.cache, None)
     names = ("output", "query", "key", "value", "new_tokens", "past_length")
     return launcher.Bound(prepared, query.dtype, _states(state), names)
 
@@ -134,16 +111,11 @@ def triton_attention(inputs: Inputs, state: AttentionState, in_place: bool = Fal
     batch, tokens = inputs.check()
     state.check(inputs)
     query, new_tokens = inputs.query, inputs.new_tokens
-    if query.device.type != "cuda":
-        raise UnsupportedError(f"device {query.device.type!r} has no kernel; known: cpu (PyTorch), cuda (Triton).")
-    states = {name: x for name, x in state.tensors().items() if name != "length"}
-    if in_place and not all(x.is_contiguous() for x in states.values()):
-        raise ShapeError("the state's keys or values are not contiguous, and the kernels write them in place.")
+    launcher.check_device(query)
+    states = {name: launcher.written(x, in_place) for name, x in state.tensors().items() if name != "length"}
     if new_tokens is None:
         new_tokens = torch.full((batch,), tokens, dtype=state.length.dtype, device=query.device)
     length = state.length.contiguous()
-    if not in_place:
-        states = {name: x.clone(memory_format=torch.contiguous_format) for name, x in states.items()}
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     given = (x.contiguous() for x in (query, inputs.key, inputs.value, new_tokens))
     launch_attention(Inputs(*given), AttentionState(**states, length=length), output)

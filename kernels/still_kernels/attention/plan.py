@@ -6,7 +6,7 @@ from still_graphs.ops.attention import ATTENTION
 from still_kernels.plan import Branch, Check, Launch, Plan, Region
 
 DECODE = "T == 1 or T * (H // HK) <= 32"
-"""So few tokens that the cache, not the products, is what a call waits for."""
+"""So few tokens that the cache, not the GEMMs, is what a call waits for."""
 
 PLAN = Plan(
     ATTENTION,

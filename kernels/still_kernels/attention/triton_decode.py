@@ -1,6 +1,6 @@
 """A few tokens per row in one launch: the filled rows of a cache are shared by several programs, merged by the last to arrive.
 
-The rows of a program's products are the query heads of a group at the call's tokens, so the cache is read once for all of them.
+The rows of a program's GEMMs are the query heads of a group at the call's tokens, so the cache is read once for all of them.
 Programs with one key/value head and block of rows share a counter: each writes its partial result, then counts itself; the last one
 merges all. The counters are zero between launches, so the launch can be captured in a CUDA graph.
 """

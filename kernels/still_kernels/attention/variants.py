@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from still_graphs.errors import ConfigError
@@ -62,10 +61,10 @@ def plan_constants(table: TileTable) -> dict[str, int]:
     return {"attend_rows": attend["BM"], "decode_rows": decode["BR"], "most_splits": decode["BS"], **table.host}
 
 
-def build(variant: Variant, arch: int) -> Build:
-    """What a variant is on an architecture."""
+def build(variant: Variant, arch: int, table: TileTable | None = None) -> Build:
+    """What a variant is on an architecture, or with other block sizes."""
     wide = variant.dtype == "float32"
-    table = tile_table(arch, variant.head_dim, wide)
+    table = tile_table(arch, variant.head_dim, wide) if table is None else table
     return Build(
         table.kernels(),
         constants_of(variant.head_dim, wide, bool(variant.packed), variant.cache),
@@ -77,18 +76,14 @@ def build(variant: Variant, arch: int) -> Build:
     )
 
 
-_COVERED = (
-    Check(f"dtype in {DTYPES}", f"dtype={{dtype}}; the kernels have {', '.join(DTYPES)}."),
-    Check(f"D <= {MAX_HEAD_DIM}", f"head_dim={{D}}; the kernels have at most {MAX_HEAD_DIM}."),
-)
-
 KERNELS = OpKernels(
     plan=PLAN,
     variant=Variant,
     default_variants=default_variants,
     build=build,
     functions=imported("still_kernels.attention.functions", "FUNCTIONS"),
-    folder=Path(__file__).parent,
-    covered=_COVERED,
-    covered_ahead=_COVERED,
+    covered=(
+        Check(f"dtype in {DTYPES}", f"dtype={{dtype}}; the kernels have {', '.join(DTYPES)}."),
+        Check(f"D <= {MAX_HEAD_DIM}", f"head_dim={{D}}; the kernels have at most {MAX_HEAD_DIM}."),
+    ),
 )

@@ -15,7 +15,7 @@ from still_kernels.attention.inputs import Inputs
 from still_kernels.attention.settings import MOVES, misfit
 from still_kernels.attention.state import AttentionState
 from still_kernels.tile import TileTable
-from still_kernels.work import Kind, OpWork, Work, filled, kinds
+from still_kernels.work import Kind, OpWork, Work, filled
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,6 @@ WORK = OpWork(
     sizes={"heads": 32, "kv_heads": 8, "head_dim": 128},
     layers={"softmax": None},
     layer=layer,
-    kinds=kinds,
     work=work,
     table=_table,
     moves=MOVES,

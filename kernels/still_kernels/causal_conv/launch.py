@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from still_graphs.errors import ShapeError, UnsupportedError
 from still_kernels import launcher
 from still_kernels.causal_conv.inputs import Inputs
 from still_kernels.causal_conv.variants import KERNELS, build
@@ -17,7 +15,8 @@ from still_kernels.plan import Call
 from still_kernels.tile import TileTable
 
 
-def _prepare(
+@launcher.kept
+def _prepared(
     arch: int,
     table: TileTable | None,
     sizes: tuple[int, int, int, int],
@@ -47,12 +46,6 @@ def _prepare(
     return launcher.prepare_call(KERNELS, seen, partial(build, arch=arch, table=table), own)
 
 
-@lru_cache(1024)
-def _prepared(device: torch.device, *call: Any) -> launcher.Prepared:
-    """The same with the block sizes of the device; kept, for a layer is called once per token."""
-    return _prepare(launcher.arch_of(device), None, *call)
-
-
 def launch_causal_conv(
     inputs: Inputs, state: Tensor, output: Tensor, packing: Packing | None = None, table: TileTable | None = None
 ) -> None:
@@ -70,10 +63,7 @@ def launch_causal_conv(
     batch, tokens, packed = size_of_call(tokens_of, packing, state.shape[0])
     sizes = (batch, tokens, tokens_of.shape[-1], inputs.weight.shape[2])
     call = (sizes, tokens_of.dtype, inputs.activation, inputs.bias is not None, packed)
-    if table is None:
-        prepared = _prepared(tokens_of.device, *call)
-    else:
-        prepared = _prepare(launcher.arch_of(tokens_of.device), table, *call)
+    prepared = _prepared(tokens_of.device, table, *call)
     tensors = {
         **{name: x for name, x in vars(inputs).items() if x is None or isinstance(x, Tensor)},
         "conv_state": state,
@@ -86,16 +76,11 @@ def launch_causal_conv(
 def triton_causal_conv(inputs: Inputs, state: Tensor, in_place: bool = False) -> tuple[Tensor, Tensor]:
     """`dispatch.causal_conv` by the Triton kernels, on CUDA; the state must be contiguous where it is written in place."""
     inputs.check(state)
-    if inputs.input.device.type != "cuda":
-        raise UnsupportedError(
-            f"device {inputs.input.device.type!r} has no kernel; known: cpu (PyTorch), cuda (Triton)."
-        )
-    if in_place and not state.is_contiguous():
-        raise ShapeError("the state is not contiguous, and the kernels write it in place.")
+    launcher.check_device(inputs.input)
+    present = launcher.written(state, in_place)
     given = {name: x.contiguous() for name, x in vars(inputs).items() if isinstance(x, Tensor)}
     given |= {name: x.to(inputs.input.dtype) for name, x in given.items() if name in ("weight", "bias")}
     given["new_tokens"] = inputs.counts().contiguous()
-    present = state if in_place else state.clone(memory_format=torch.contiguous_format)
     output = torch.empty_like(given["input"])
     launch_causal_conv(Inputs(**given, activation=inputs.activation), present, output)  # type: ignore[arg-type]
     return output, present

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from still_graphs.errors import ConfigError
@@ -88,18 +87,14 @@ def build(variant: Variant, arch: int, table: TileTable | None = None) -> Build:
     )
 
 
-_COVERED = (
-    Check(f"dtype in {DTYPES}", f"dtype={{dtype}}; the kernels have {', '.join(DTYPES)}."),
-    Check(f"K <= {MAX_TAPS}", f"{{K}} taps; the kernels have at most {MAX_TAPS}."),
-)
-
 KERNELS = OpKernels(
     plan=PLAN,
     variant=Variant,
     default_variants=default_variants,
     build=build,
     functions=imported("still_kernels.causal_conv.functions", "FUNCTIONS"),
-    folder=Path(__file__).parent,
-    covered=_COVERED,
-    covered_ahead=_COVERED,
+    covered=(
+        Check(f"dtype in {DTYPES}", f"dtype={{dtype}}; the kernels have {', '.join(DTYPES)}."),
+        Check(f"K <= {MAX_TAPS}", f"{{K}} taps; the kernels have at most {MAX_TAPS}."),
+    ),
 )

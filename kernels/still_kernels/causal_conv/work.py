@@ -15,7 +15,7 @@ from still_kernels.causal_conv.settings import MOVES
 from still_kernels.causal_conv.tiles import tile_table
 from still_kernels.causal_conv.whole import whole_causal_conv
 from still_kernels.tile import TileTable
-from still_kernels.work import Kind, OpWork, Work, kinds
+from still_kernels.work import Kind, OpWork, Work
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,8 @@ WORK = OpWork(
     sizes={"heads": 32, "kv_heads": 16, "head_dim": 128, "taps": 4},
     layers={"silu": None, "none": None},
     layer=layer,
-    kinds=kinds,
     work=work,
     table=_table,
     moves=MOVES,
     decode=frozenset({"step"}),
-    misfit=lambda table, layer, arch: "",
 )

@@ -14,7 +14,7 @@ from still_kernels.common.launches import outputs_of
 from still_kernels.plan import Call
 from still_kernels.sizes import tensors_of
 from still_kernels.tile import TileTable
-from still_kernels.work import Held, Kind, OpWork, Work, kinds
+from still_kernels.work import Held, Kind, OpWork, Work
 
 if TYPE_CHECKING:
     from still_kernels.common.stateless import Calls, StatelessOp
@@ -98,6 +98,8 @@ def work_of_calls(op: StatelessOp, calls: Calls) -> OpWork:
             op.launch(state.inputs, *(p.view(x.shape) for p, x in zip(parts, outputs, strict=True)), table=table)
 
         def plain(state: Held) -> Tensor:
+            if calls.plain is None:
+                return _joined(op.definition.__wrapped__(state.beside, dtype))  # type: ignore[attr-defined]
             return _joined(calls.plain(state.beside))
 
         return Work(
@@ -122,13 +124,11 @@ def work_of_calls(op: StatelessOp, calls: Calls) -> OpWork:
         sizes={**SIZES, **calls.sizes},
         layers=dict.fromkeys(calls.layers),
         layer=lambda sizes, name, context: (sizes, name),
-        kinds=kinds,
         work=work,
         table=table,
         moves=calls.moves,
         decode=calls.decode,
         instead=calls.instead,
-        misfit=lambda table, layer, arch: "",
         dtypes=tuple(dtype for dtype in OpWork.dtypes if dtype in op.kernels.variant.DTYPES),
     )
 

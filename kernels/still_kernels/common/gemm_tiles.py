@@ -2,43 +2,97 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from still_kernels.common.gemm_plan import INNER
-from still_kernels.tile import KernelTile, Setting, one, stages
+from still_kernels.common.gemm_plan import HOST, INNER, Gemm
+from still_kernels.tile import SHARED_BYTES, KernelTile, Setting, one, stages
 
 WIDE_SHARED = 150 << 10
 """Shared memory that blocks of 128 x 256 take."""
 
-FEW = ((16, 128, 4, 4), (32, 128, 8, 4), (64, 128, 8, 4), (128, 64, 8, 4))
-"""By span: outputs, inputs at a time, warps and stages of a few rows. Best of 13 on an H200 over the products of SmolLM2-135M (spans 0
-and 1) and Llama-3.1-8B (docs/notebook/tensorrt.md)."""
-MANY = ((64, 64, 4, 4), (128, 128, 4, 3), (128, 256, 8, 3), (256, 128, 8, 3))
-"""By span: rows, outputs, warps and stages of many rows, 64 inputs at a time. Best of 11 there."""
-SOME = ((64, 64, 4, 4), (64, 64, 4, 4), (64, 128, 4, 4), (64, 128, 4, 4))
-"""The same of some rows: 129 rows of Llama-3.1-8B's products."""
-SOME_TMA = ((64, 64, 4, 6), (64, 64, 4, 6), (64, 128, 4, 6), (64, 256, 8, 4))
-MANY_TMA = ((64, 64, 4, 4), (128, 128, 8, 4), (128, 256, 8, 4), (128, 256, 8, 4))
-"""The same of kernels that copy by TMA, best of 5 to 8 (docs/notebook/tensorrt.md)."""
+
+@dataclass(frozen=True)
+class GemmTiles:
+    """Block sizes of kernels by span (`gemm_plan.SPANS`).
+
+    Args:
+        few: Outputs, inputs at a time, warps and stages of a few rows.
+        some, many: Rows, outputs, warps and stages of some and of many rows, 64 inputs at a time.
+        some_tma, many_tma: The same of kernels that copy by TMA.
+        narrow: The same of many rows from span `narrow_from` where wide sums would not fit into registers or shared memory.
+        few_inner: Inputs at a time of a few rows where shared memory is short, at most.
+    """
+
+    few: Sequence[tuple[int, int, int, int]]
+    some: Sequence[tuple[int, int, int, int]]
+    many: Sequence[tuple[int, int, int, int]]
+    some_tma: Sequence[tuple[int, int, int, int]]
+    many_tma: Sequence[tuple[int, int, int, int]]
+    narrow: tuple[int, int, int, int]
+    narrow_from: int
+    few_inner: int
+
+    def tiles(self, gemm: Gemm, span: int, aligned: int, arch: int, tma: bool) -> dict[str, KernelTile]:
+        """Of the kernels of a GEMM on an architecture (90 for sm_90), which copy by TMA or not."""
+        suffix = gemm.suffix
+        roomy = SHARED_BYTES[arch] >= WIDE_SHARED
+        outputs, inner, warps, stages = self.few[span]
+        inner, stages = (inner, stages) if roomy else (min(inner, self.few_inner), 3)
+        few = {f"few{suffix}": KernelTile({"BN": outputs, "BK": inner, "STAGES": stages}, warps, stages)}
+        if tma:
+            copied = {gemm.left: ("BM", "BK"), gemm.right: ("BK", "BN")}
+            some, many = (replace(_block(sizes[span], True), blocks=copied) for sizes in (self.some_tma, self.many_tma))
+            return few | {f"some{suffix}_tma": some, f"many{suffix}_tma": many}
+        narrow = span >= self.narrow_from and not (roomy and aligned and arch >= 90)
+        many = _block(self.narrow if narrow else self.many[span], roomy)
+        return few | {f"some{suffix}": _block(self.some[span], roomy), f"many{suffix}": many}
+
+
+def _block(sizes: tuple[int, int, int, int], roomy: bool) -> KernelTile:
+    rows, outputs, warps, stages = sizes
+    inner = INNER if roomy else INNER // 2
+    return KernelTile({"BM": rows, "BN": outputs, "BK": inner, "GROUP": 8, "STAGES": stages}, warps, stages)
+
+
+DENSE = GemmTiles(
+    few=((16, 128, 4, 4), (32, 128, 8, 4), (64, 128, 8, 4), (128, 64, 8, 4)),
+    some=((64, 64, 4, 4), (64, 64, 4, 4), (64, 128, 4, 4), (64, 128, 4, 4)),
+    many=((64, 64, 4, 4), (128, 128, 4, 3), (128, 256, 8, 3), (256, 128, 8, 3)),
+    some_tma=((64, 64, 4, 6), (64, 64, 4, 6), (64, 128, 4, 6), (64, 256, 8, 4)),
+    many_tma=((64, 64, 4, 4), (128, 128, 8, 4), (128, 256, 8, 4), (128, 256, 8, 4)),
+    narrow=(128, 128, 8, 3),
+    narrow_from=2,
+    few_inner=128,
+)
+"""Best of 13 of a few rows on an H200 over the linear layers of SmolLM2-135M (spans 0 and 1) and Llama-3.1-8B, of 11 of many, of 129 rows
+of Llama-3.1-8B's for some; by TMA of 5 to 8 (docs/notebook/tensorrt.md)."""
+GATED = GemmTiles(
+    few=((16, 64, 4, 6), (16, 64, 4, 6), (32, 128, 8, 4), (64, 64, 8, 4)),
+    some=((64, 32, 4, 4), (64, 32, 4, 4), (64, 64, 4, 4), (64, 128, 4, 3)),
+    many=((64, 32, 4, 4), (128, 64, 4, 3), (128, 128, 8, 3), (128, 128, 8, 3)),
+    some_tma=((64, 64, 4, 4), (64, 64, 4, 4), (64, 128, 8, 4), (64, 128, 8, 4)),
+    many_tma=((64, 64, 4, 4), (128, 64, 8, 4), (128, 128, 8, 4), (128, 128, 8, 4)),
+    narrow=(128, 64, 8, 3),
+    narrow_from=1,
+    few_inner=64,
+)
+"""With half the outputs: a program computes a gate and a number beside it."""
 SPLIT = ((32, 64, 4, 6, 512), (64, 64, 4, 6, 512), (128, 64, 4, 4, 1024), (128, 64, 4, 4, 1024))
-"""The same of a few rows whose programs share inputs, and the inputs that each has at least. Best of 44 and 30 for Llama-3.1-8B's output
-and down; of spans 0 and 1 of 36 for SmolLM2's and Qwen2.5-1.5B's."""
+"""By span: outputs, inputs at a time, warps and stages of a few rows whose programs share inputs, and the inputs that each has at least.
+Best of 44 and 30 for Llama-3.1-8B's output and down; of spans 0 and 1 of 36 for SmolLM2's and Qwen2.5-1.5B's."""
 SPLIT_PROGRAMS = 128
 """Programs that fill the chip."""
-NORM_COLUMNS = 4096
+NORM = KernelTile({"BC": 4096}, 4)
+"""Of the norm in front of a GEMM."""
 NORM_APART = 1 << 24
 """Numbers of a weight behind a norm from which programs that share inputs are worth a launch for the norm."""
 
 
-def few_tile(span: int, roomy: bool) -> KernelTile:
-    """Of a few rows."""
-    outputs, inner, warps, stages = FEW[span]
-    stages = stages if roomy else 3
-    return KernelTile({"BN": outputs, "BK": inner, "STAGES": stages}, warps, stages)
-
-
-def split_tile(span: int, roomy: bool, aligned: int) -> KernelTile:
+def split_tile(span: int, aligned: int, arch: int) -> KernelTile:
     """Of a few rows whose programs share inputs."""
+    roomy = SHARED_BYTES[arch] >= WIDE_SHARED
     outputs, inner, warps, stages, _ = SPLIT[span]
     if outputs == 128 and not (roomy and aligned):
         warps, stages = 8, 3  # with 4 warps they spill on sm_89 and where sizes are odd
@@ -46,35 +100,14 @@ def split_tile(span: int, roomy: bool, aligned: int) -> KernelTile:
 
 
 def host_constants(span: int, tma: bool) -> dict[str, int]:
-    """What the plans of dense products ask beside the kernels' blocks, for a span and kernels that copy by TMA or not."""
+    """Values of `gemm_plan.HOST` for a span and kernels that copy by TMA or not."""
     outputs, *_, inputs = SPLIT[span]
-    return {"split_outputs": outputs, "split_inputs": inputs, "split_programs": SPLIT_PROGRAMS, "tma": int(tma)}
+    return dict(zip(HOST, (outputs, inputs, SPLIT_PROGRAMS, int(tma)), strict=True))
 
 
-def block_tile(sizes: tuple[int, int, int, int], roomy: bool) -> KernelTile:
-    """Of blocks of rows and outputs, with so many warps and stages."""
-    rows, outputs, warps, stages = sizes
-    inner = INNER if roomy else INNER // 2
-    return KernelTile({"BM": rows, "BN": outputs, "BK": inner, "GROUP": 8, "STAGES": stages}, warps, stages)
-
-
-def many_tile(span: int, roomy: bool, aligned: int, arch: int) -> KernelTile:
-    """Of many rows."""
-    narrow = span >= 2 and not (roomy and aligned and arch >= 90)
-    return block_tile((128, 128, 8, 3) if narrow else MANY[span], roomy)
-
-
-def by_tma(roomy: bool, aligned: int, arch: int) -> bool:
+def by_tma(aligned: int, arch: int) -> bool:
     """Whether there are kernels that copy by TMA."""
-    return roomy and bool(aligned) and arch == 90
-
-
-def tma_tile(sizes: tuple[int, int, int, int], left: str, right: str) -> KernelTile:
-    """Of blocks of rows and outputs that are copied by TMA.
-
-    left, right: Names of the matrices.
-    """
-    return replace(block_tile(sizes, True), blocks={left: ("BM", "BK"), right: ("BK", "BN")})
+    return SHARED_BYTES[arch] >= WIDE_SHARED and bool(aligned) and arch == 90
 
 
 FEW_MOVES: list[Setting] = [
@@ -96,3 +129,17 @@ MANY_MOVES: list[Setting] = [
     *stages(2, 3, 4),
     *one("num_warps", 4, 8),
 ]
+
+
+def gemm_calls(*gemms: tuple[Gemm, list[Setting]], split: str) -> dict[str, Any]:
+    """Of `stateless.Calls`: what tune tries, for GEMMs and beside that for their blocks; which of it belongs to a step; and what takes
+    its place with TMA.
+
+    split: The kernel whose programs share inputs.
+    """
+    moves = {split: SPLIT_MOVES}
+    for gemm, more in gemms:
+        kinds = {"few": FEW_MOVES, "some": [*MANY_MOVES, *more], "many": [*MANY_MOVES, *more]}
+        moves |= {f"{kind}{gemm.suffix}": settings for kind, settings in kinds.items()}
+    few = frozenset(name for name in moves if name.startswith(("few", "split")))
+    return {"moves": moves, "decode": few, "instead": {n: f"{n}_tma" for n in moves.keys() - few}, "peer": "cuBLAS"}

@@ -5,42 +5,56 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from importlib import import_module
-from pathlib import Path
+from functools import cached_property, wraps
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from still_graphs.ops import OpSpec
-from still_kernels.op_kernels import Build, Op, OpKernels, check_types, imported
+from still_kernels.op_kernels import HALVES, Build, Op, OpKernels, check_types, imported
 from still_kernels.plan import Check, Plan
 from still_kernels.tile import Setting, TileTable
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from still_kernels.common.calls import Draw
     from still_kernels.common.launches import Stateless
     from still_kernels.work import OpWork
 
-HALVES = ("float16", "bfloat16")
-"""Types of activations that most such ops have kernels for."""
-
 
 class StatelessInputs:
-    """What a call reads: a frozen dataclass with the names of its SPEC, tensors and attributes."""
+    """What a call reads: a frozen dataclass with the names of the plan's op, tensors and attributes."""
 
-    SPEC: ClassVar[OpSpec]
+    PLAN: ClassVar[Plan]
+
+    def __init_subclass__(cls, plan: Plan) -> None:
+        cls.PLAN = plan
 
     def check(self) -> None:
-        """Raise ShapeError naming the tensor that does not fit."""
-        self.check_shapes()
-
-    def check_shapes(self, **known: int) -> None:
-        """The same; attributes are sizes of their names, beside those that are `known`."""
+        """Raise ShapeError naming the tensor that does not fit, or with the message of the plan's check that fails."""
         from still_kernels.sizes import check
 
-        sizes = {a.name: getattr(self, a.name) for a in self.SPEC.attributes if isinstance(a.default, int)}
-        check(self.SPEC, self, **sizes, **known)
+        check(self.PLAN, self)
+
+
+def defined(compute: Callable[[Any, torch.dtype], Any]) -> Callable[[Any], Any]:
+    """The definition of an op by what computes its results in a type: inputs are checked, their type is widened to at least float32, and
+    results are rounded to it."""
+
+    @wraps(compute)
+    def definition(inputs: Any) -> Any:
+        import torch
+
+        inputs.check()
+        dtype = getattr(inputs, inputs.PLAN.spec.inputs[0].name).dtype
+        results = compute(inputs, torch.promote_types(dtype, torch.float32))
+        return results.to(dtype) if isinstance(results, torch.Tensor) else tuple(x.to(dtype) for x in results)
+
+    return definition
+
+
+def keyed(**own: str) -> dict[str, str]:
+    """The `Plan.key` of an op: the type of activations and what else its variants have; there are no counts."""
+    return {"dtype": "dtype", **own, "count_dtype": "'int32'"}
 
 
 @dataclass(frozen=True)
@@ -62,25 +76,26 @@ class Calls:
     Args:
         draw: Inputs of a call, from sizes, kind of layer and what draws them.
         flop: Of the call with these inputs.
-        plain: The op by PyTorch's operators in the activations' own type, of what `beside` makes; results as those of the definition.
         moves: What tune tries from the current setting and then from better ones, by kernel.
         decode: Those of `moves` that belong to a step.
         layers: Kinds of layers; the first is what tune takes.
         instead: As of `still_kernels.work.OpWork`.
         peer: Whose operators `plain` takes.
         sizes: Beside those that all models have.
+        plain: The op by PyTorch's operators in the activations' own type, of what `beside` makes; results as those of the definition,
+            which it is by default.
         beside: What `plain` takes in the place of inputs, made once for each state.
     """
 
     draw: Callable[[Mapping[str, int], str, Draw], Any]
     flop: Callable[[Any], float]
-    plain: Callable[[Any], Tensor | tuple[Tensor, ...]]
     moves: Mapping[str, list[Setting]]
     decode: frozenset[str] = frozenset()
     layers: Sequence[str] = ("",)
     instead: Mapping[str, str] = field(default_factory=dict)
     peer: str = "PyTorch"
     sizes: Mapping[str, int] = field(default_factory=dict)
+    plain: Callable[[Any], Tensor | tuple[Tensor, ...]] | None = None
     beside: Callable[[Any], Any] = lambda inputs: inputs
 
 
@@ -121,6 +136,11 @@ class StatelessOp(Op):
         self._kernels.launch(inputs, *outputs, table=table)
 
 
+def values_of(variant: Any, *names: str) -> dict[str, Any]:
+    """Compile-time values that are fields of a variant, where it has them."""
+    return {name.upper(): getattr(variant, name) for name in names if hasattr(variant, name)}
+
+
 def stateless_op(
     plan: Plan,
     variant: type[StatelessVariant],
@@ -132,7 +152,7 @@ def stateless_op(
     module: str,
     covers: str = "",
     also: Sequence[Check] = (),
-    compiled: Callable[[Any], dict[str, Any]] = lambda variant: {"ALIGNED": variant.aligned},
+    compiled: Callable[[Any], dict[str, Any]] | None = None,
     blocks: Mapping[str, str] | None = None,
     optional: Mapping[str, str] | None = None,
 ) -> StatelessOp:
@@ -144,7 +164,7 @@ def stateless_op(
         module: Of the op's Triton functions, with `FUNCTIONS` by kernel.
         covers: Who has kernels for some types only, as a message says it: "gates have".
         also: What the kernels need of a call beside their types.
-        compiled: Compile-time values of a variant beside those of tiles.
+        compiled: Compile-time values of a variant beside those of tiles; by default ALIGNED and WHOLE.
         blocks: The plan's constants that are constants of a kernel, "kernel.NAME" each.
         optional: Tensors that a call may lack, each with the variant's field that says whether it is there.
     """
@@ -156,7 +176,7 @@ def stateless_op(
         }
         return Build(
             table.kernels(),
-            compiled(variant),
+            compiled(variant) if compiled else values_of(variant, "aligned", "whole"),
             {name: values[place] for name, place in (blocks or {}).items()} | dict(table.host),
             frozenset(name for name, given in (optional or {}).items() if not getattr(variant, given)),
         )
@@ -165,18 +185,13 @@ def stateless_op(
         f"dtype in ({', '.join(map(repr, variant.DTYPES))},)",
         f"activations are {{dtype}}; {covers} kernels for {', '.join(variant.DTYPES)}.",
     )
-    covered = (*([types] if covers else []), *also)
-    folder = import_module(variant.__module__).__file__
-    assert folder is not None
     kernels = OpKernels(
         plan=plan,
         variant=variant,
         default_variants=lambda: list(defaults),
         build=build,
         functions=imported(module, "FUNCTIONS"),
-        folder=Path(folder).parent,
-        covered=covered,
-        covered_ahead=covered,
+        covered=(*([types] if covers else []), *also),
     )
 
     def work() -> OpWork:

@@ -79,7 +79,7 @@ def store_sum(p_residual, p_output, b_sum, o_row, o_output, M, N):
 
 
 @triton.jit
-def product_block(p_rows, p_weight, p_turned_weight, p_residual, p_output, o_row, o_output, M, N, K, BM: tl.constexpr, BN: tl.constexpr,
+def gemm_block(p_rows, p_weight, p_turned_weight, p_residual, p_output, o_row, o_output, M, N, K, BM: tl.constexpr, BN: tl.constexpr,
                   BK: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr, p_norm_weight=None, epsilon=0.0):  # fmt: skip
     """Outputs `o_output` [BN] of the rows `o_row` [BM]. WHOLE: K is a multiple of BK, so that no inputs are masked."""
     p_left = left_of(p_rows, o_row, M, K, BK)

@@ -121,7 +121,7 @@ def scales_at(p_scale, offset, CODES: tl.constexpr):
 
 @triton.jit
 def settle(b_acc, SETTLE: tl.constexpr):
-    """b_acc, complete: the pipeliner then does not carry an unfinished matrix product into the next iteration.
+    """b_acc, complete: the pipeliner then does not carry an unfinished matrix instruction into the next iteration.
 
     Left alone it does, and ptxas (12.8 to 13.0, C7515) answers by waiting after every matrix instruction of the kernel.
     No instruction at all, output tied to input: a move would stay in the machine code, one per register of the accumulator.

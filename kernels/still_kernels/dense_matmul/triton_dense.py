@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from still_kernels.common.triton_gemm import block_of, copied_block, norm_kernel, product_block, split_block
+from still_kernels.common.triton_gemm import block_of, copied_block, gemm_block, norm_kernel, split_block
 
 
 @triton.jit(do_not_specialize=["M", "N", "K"])
@@ -18,7 +18,7 @@ def few_kernel(p_input, p_norm_weight, p_weight, p_turned_weight, p_residual, p_
         N, K = N // 8 * 8, K // 8 * 8  # which tells the compiler
     o_row = tl.program_id(0) * 16 + tl.arange(0, 16)
     o_output = tl.program_id(1) * BN + tl.arange(0, BN)
-    product_block(
+    gemm_block(
         p_input, p_weight, p_turned_weight, p_residual, p_output, o_row, o_output, M, N, K, 16, BN, BK, STAGES, False,
         p_norm_weight, epsilon,
     )  # fmt: skip
@@ -31,7 +31,7 @@ def many_kernel(p_rows, p_weight, p_turned_weight, p_residual, p_output, M, N, K
     if ALIGNED:
         N, K = N // 8 * 8, K // 8 * 8  # which tells the compiler
     o_row, o_output = block_of(tl.program_id(0), M, N, BM, BN, GROUP)
-    product_block(
+    gemm_block(
         p_rows, p_weight, p_turned_weight, p_residual, p_output, o_row, o_output, M, N, K, BM, BN, BK, STAGES, WHOLE
     )
 

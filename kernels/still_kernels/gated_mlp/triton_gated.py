@@ -1,4 +1,4 @@
-"""Two products of the same rows, one of which gates the other; and the product behind them."""
+"""Two GEMMs of the same rows, one of which gates the other; and the GEMM behind them."""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
@@ -10,10 +10,10 @@ from still_kernels.common.triton_gemm import (
     block_of,
     copied_block,
     corner_of,
+    gemm_block,
     left_of,
     norm_kernel,
     normed_block,
-    product_block,
     right_of,
     scales_of,
     split_block,
@@ -98,7 +98,7 @@ def few_down_kernel(p_middle, p_down, p_input, p_output, M, N, K, BN: tl.constex
         N, K = N // 8 * 8, K // 8 * 8  # which tells the compiler
     o_row = tl.program_id(0) * 16 + tl.arange(0, 16)
     o_output = tl.program_id(1) * BN + tl.arange(0, BN)
-    product_block(p_middle, p_down, None, p_input, p_output, o_row, o_output, M, K, N, 16, BN, BK, STAGES, False)
+    gemm_block(p_middle, p_down, None, p_input, p_output, o_row, o_output, M, K, N, 16, BN, BK, STAGES, False)
 
 
 @triton.jit(do_not_specialize=["M", "N", "K"])
@@ -117,7 +117,7 @@ def many_down_kernel(p_middle, p_down, p_input, p_output, M, N, K, BM: tl.conste
     if ALIGNED:
         N, K = N // 8 * 8, K // 8 * 8  # which tells the compiler
     o_row, o_output = block_of(tl.program_id(0), M, K, BM, BN, GROUP)
-    product_block(p_middle, p_down, None, p_input, p_output, o_row, o_output, M, K, N, BM, BN, BK, STAGES, WHOLE)
+    gemm_block(p_middle, p_down, None, p_input, p_output, o_row, o_output, M, K, N, BM, BN, BK, STAGES, WHOLE)
 
 
 @triton.jit(do_not_specialize=["M", "N", "K"])

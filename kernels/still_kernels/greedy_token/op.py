@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from still_graphs.ops.greedy_token import GREEDY_TOKEN
-from still_kernels.common.stateless import Calls, StatelessInputs, StatelessVariant, stateless_op
+from still_kernels.common.stateless import Calls, StatelessInputs, StatelessVariant, keyed, stateless_op
 from still_kernels.op_kernels import DTYPES
 from still_kernels.plan import Launch, Plan
 from still_kernels.tile import KernelTile, TileTable, one
@@ -15,11 +15,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+PLAN = Plan(
+    GREEDY_TOKEN,
+    key=keyed(aligned="V % 8 == 0"),  # loads of 16 bytes
+    arguments={"V": "V"},
+    steps=(Launch("greedy", ("tokens", "1", "1")),),
+)
+
+
 @dataclass(frozen=True)
-class Inputs(StatelessInputs):
+class Inputs(StatelessInputs, plan=PLAN):
     """logits: [B, T, V]."""
 
-    SPEC = GREEDY_TOKEN
     logits: Tensor
 
 
@@ -39,17 +46,6 @@ class Variant(StatelessVariant):
     DTYPES = DTYPES
     aligned: int = 1
 
-
-PLAN = Plan(
-    GREEDY_TOKEN,
-    key={
-        "dtype": "dtype",
-        "aligned": "V % 8 == 0",  # loads of 16 bytes
-        "count_dtype": "'int32'",  # there are no counts
-    },
-    arguments={"V": "V"},
-    steps=(Launch("greedy", ("tokens", "1", "1")),),
-)
 
 TILES = TileTable({"greedy": KernelTile({"BC": 8192}, 16)})
 """One for every variant and architecture. One program reads all of a row of logits, so many in flight: 49,152 in six turns, Llama's

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from still_graphs.errors import ConfigError
@@ -223,7 +222,6 @@ KERNELS = OpKernels(
     default_variants=default_variants,
     build=build,
     functions=imported("still_kernels.hybrid_attention.functions", "FUNCTIONS"),
-    folder=Path(__file__).parent,
     covered=(Check(f"D in {HEAD_DIMS}", f"head_dim={{D}}; the kernels have one of {HEAD_DIMS}."), *_COVERED),
     # Ahead of time also the sizes between the measured ones: the rest of a power of two is masked.
     covered_ahead=(

@@ -1,4 +1,4 @@
-"""The PyTorch form: chunks of tokens by matrix products, the state from chunk to chunk."""
+"""The PyTorch form: chunks of tokens by GEMMs, the state from chunk to chunk."""
 
 from __future__ import annotations
 

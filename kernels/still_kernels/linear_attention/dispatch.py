@@ -70,7 +70,7 @@ class _RecomputeWhole(torch.autograd.Function):
 
 @functools.cache
 def _whole_on(device: torch.device) -> Callable[[Inputs], Tensor]:
-    """What differentiates whole sequences on a device: on CUDA, elementwise work costs more than the products unless it is fused."""
+    """What differentiates whole sequences on a device: on CUDA, elementwise work costs more than the GEMMs unless it is fused."""
     return whole_linear_attention if device.type == "cpu" else torch.compile(whole_linear_attention, dynamic=False)
 
 

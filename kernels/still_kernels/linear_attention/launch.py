@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache, partial
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from still_graphs.errors import ShapeError, UnsupportedError
 from still_kernels import launcher
 from still_kernels.linear_attention.inputs import Inputs
 from still_kernels.linear_attention.pages import Pages
@@ -20,7 +18,8 @@ from still_kernels.plan import Call
 from still_kernels.tile import TileTable
 
 
-def _prepare(
+@launcher.kept
+def _prepared(
     arch: int,
     table: TileTable | None,
     sizes: tuple[tuple[str, int], ...],
@@ -61,12 +60,6 @@ def _prepare(
     return replace(made, variant=None if own is None else launcher.variant_of(made.variant, page))
 
 
-@lru_cache(1024)
-def _prepared(device: torch.device, *call: Any) -> launcher.Prepared:
-    """The same with the block sizes of the device; kept, for a layer is called once per token."""
-    return _prepare(launcher.arch_of(device), None, *call)
-
-
 def launch_linear_attention(
     inputs: Inputs,
     state: Tensor,
@@ -98,10 +91,7 @@ def launch_linear_attention(
         assert isinstance(packing.pages, Pages) and past_length is not None
         page = packing.pages.size_bytes // 4
     call = (tuple(sizes.items()), query.dtype, inputs.update_rule, inputs.scale, packed, page)
-    if table is None:
-        prepared = _prepared(query.device, *call)
-    else:
-        prepared = _prepare(launcher.arch_of(query.device), table, *call)
+    prepared = _prepared(query.device, table, *call)
     tensors = {
         **{name: x for name, x in vars(inputs).items() if x is None or isinstance(x, Tensor)},
         "recurrent_state": state,
@@ -116,16 +106,13 @@ def triton_linear_attention(inputs: Inputs, state: Tensor, in_place: bool = Fals
     """`dispatch.linear_attention` by the Triton kernels, on CUDA; the state must be contiguous where it is written in place."""
     sizes = inputs.check(state)
     query = inputs.query
-    if query.device.type != "cuda":
-        raise UnsupportedError(f"device {query.device.type!r} has no kernel; known: cpu (PyTorch), cuda (Triton).")
-    if in_place and not state.is_contiguous():
-        raise ShapeError("the state is not contiguous, and the kernels write it in place.")
+    launcher.check_device(query)
+    present = launcher.written(state, in_place)
     new_tokens = inputs.new_tokens
     if new_tokens is None:
         new_tokens = torch.full((sizes.B,), sizes.T, dtype=torch.int64, device=query.device)
     given = {name: x.contiguous() for name, x in vars(inputs).items() if isinstance(x, Tensor)}
     given |= {name: x.float() for name, x in given.items() if name in ("decay", "beta")}
-    present = state if in_place else state.clone(memory_format=torch.contiguous_format)
     output = torch.empty(sizes.B, sizes.T, sizes.H, sizes.G, sizes.V, dtype=query.dtype, device=query.device)
     whole = {**given, "new_tokens": new_tokens.contiguous()}
     launch_linear_attention(

@@ -6,7 +6,7 @@ from still_graphs.ops.linear_attention import DELTA, GATED, LINEAR_ATTENTION
 from still_kernels.plan import Branch, Check, Launch, Let, Loop, Plan, Region
 
 DECODE = "T <= 8"
-"""So few tokens that reading and writing the state, not the products, is what a call waits for."""
+"""So few tokens that reading and writing the state, not the GEMMs, is what a call waits for."""
 PER_KEY = "(E > 1 if has(decay) else 0)"
 _CHUNKS = f"not ({DECODE})"
 _OF_KEYS = f"{_CHUNKS} and {PER_KEY}"

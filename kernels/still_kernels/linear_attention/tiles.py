@@ -29,13 +29,13 @@ def tile_table(
     room = SHARED_BYTES.get(arch, 99 << 10)
     dim, size = pow2(head_dim), 4 if wide else 2
     chunk = 32 if wide or dim > 128 or room < (160 << 10) else 64
-    # A program's columns are rows of its products: 64 are what instructions of sm_90 take, which float32's registers have no room for.
+    # A program's columns are rows of its GEMMs: 64 are what instructions of sm_90 take, which float32's registers have no room for.
     columns = 64 if arch == 90 and not wide else min(pow2(value_dim), 16 if wide and dim > 128 else 32)
-    # A stage holds what a chunk reads; beside the stages lies what products pass on.
+    # A stage holds what a chunk reads; beside the stages lies what GEMMs pass on.
     stage = size * chunk * (dim * (1 + int(delta and per_key)) + columns) + 4 * chunk * chunk * int(delta)
     fixed = size * columns * (dim + chunk) + (16 << 10)
     stages = max(1, min(4 if arch == 90 else 3, (room - fixed) // stage))
-    # Four programs a multiprocessor, which wait for their own products, in place of two; elsewhere it spills.
+    # Four programs a multiprocessor, which wait for their own GEMMs, in place of two; elsewhere it spills.
     registers = 128 if arch == 90 and not (wide or per_key) else None
     # Without a correction rows of the state do not meet: twice the programs. float16's columns have one divisor.
     rows = min(dim, 64) if arch == 90 and dtype == "bfloat16" and not delta else dim

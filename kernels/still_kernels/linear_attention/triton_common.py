@@ -77,6 +77,6 @@ def halves(b_x):
 
 
 @triton.jit
-def product_of_halves(b_a, b_a_low, b_b, b_b_low):
-    """Matrix product of what `halves` gives, in float32; the lower halves' own product is beyond its 16 bits."""
+def gemm_of_halves(b_a, b_a_low, b_b, b_b_low):
+    """GEMM of what `halves` gives, in float32; the lower halves' own product is beyond its 16 bits."""
     return tl.dot(b_a, b_b, tl.dot(b_a, b_b_low, tl.dot(b_a_low, b_b)))

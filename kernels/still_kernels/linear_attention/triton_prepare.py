@@ -16,11 +16,11 @@ from still_kernels.common.triton_shared import ROWS, rounded, row_of
 from still_kernels.linear_attention.triton_common import (
     EXACT,
     decay_between,
+    gemm_of_halves,
     halves,
     load_rows,
     log_decay_of_heads,
     log_decay_of_keys,
-    product_of_halves,
     sums_of_decay,
 )
 
@@ -48,8 +48,8 @@ def inverse_of_unit(b_a, C: tl.constexpr, LEVELS: tl.constexpr, WIDE: tl.constex
             b_joined = tl.dot(tl.dot(b_x, b_a, input_precision=EXACT), b_x, input_precision=EXACT)
         else:
             b_x_high, b_x_low = halves(b_x)
-            b_y_high, b_y_low = halves(product_of_halves(b_x_high, b_x_low, b_high, b_low))
-            b_joined = product_of_halves(b_y_high, b_y_low, b_x_high, b_x_low)
+            b_y_high, b_y_low = halves(gemm_of_halves(b_x_high, b_x_low, b_high, b_low))
+            b_joined = gemm_of_halves(b_y_high, b_y_low, b_x_high, b_x_low)
         b_x -= tl.where(between_halves(o_row, o_column, level), b_joined, 0.0)
     return b_x
 

@@ -5,7 +5,7 @@ new values, which are left in the workspace. With T = (I + A)^-1 diag(beta) new 
 float32, so that a memory that holds what it is told loses no digits. T, whose entries may be large and of either sign, and the difference
 are rounded to 16 bits, not 8: to bfloat16 it doubled the error of the outputs (delta rule, beta up to 2).
 
-Everything is transposed, [columns, ..]: a product's left matrix can come out of registers, as the one before left it, and the state and
+Everything is transposed, [columns, ..]: a GEMM's left matrix can come out of registers, as the one before left it, and the state and
 the new values always stand on the left.
 """
 
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from still_kernels.common.triton_shared import ROWS, row_of
-from still_kernels.linear_attention.triton_common import EXACT, halves, load_rows, product_of_halves, state_of_head
+from still_kernels.linear_attention.triton_common import EXACT, gemm_of_halves, halves, load_rows, state_of_head
 
 LEAST_UNIT = tl.constexpr(1e-30)
 """What a column of the state is divided by at least, for its inverse to be finite."""
@@ -91,9 +91,9 @@ def scan_kernel(
     )
     p_state = p_state + o_dim[None, :] * V + o_column[:, None]
     b_state = tl.load(p_state, mask=m_known, other=0.0)
-    # A product with it transposes in the tensor cores; a trip through shared memory has eight barriers.
+    # A GEMM with it transposes in the tensor cores; a trip through shared memory has eight barriers.
     b_one = tl.where(o_inner[:, None] == o_inner[None, :], 1.0, 0.0).to(KIND)
-    # What is multiplied and not given to a product nothing loads ahead, and a chunk would wait for it: it comes a chunk early.
+    # What is multiplied and not given to a GEMM nothing loads ahead, and a chunk would wait for it: it comes a chunk early.
     if DECAY == 1:
         left = tl.load(p_left + i_first * C + C - 1)
         b_rest = tl.load(p_rest + i_first * C + o_inner)
@@ -143,7 +143,7 @@ def scan_kernel(
                 b_high, b_low = halves(b_missing)
                 b_inverse = tl.trans(tl.load(p_solution))
                 b_inverse_low = tl.trans(tl.load(p_solution + C * C))
-                b_new = product_of_halves(b_high, b_low, b_inverse, b_inverse_low)
+                b_new = gemm_of_halves(b_high, b_low, b_inverse, b_inverse_low)
             tl.store(p_new + i_tile * (V * C) + o_new, b_new.to(KIND), mask=m_column)
         else:
             b_new = tl.trans(b_value)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from still_graphs.errors import ConfigError
@@ -116,19 +115,15 @@ def build(variant: Variant, arch: int, table: TileTable | None = None) -> Build:
     return Build(table.kernels(), constants_of(variant), plan_constants(table), absent(variant))
 
 
-_COVERED = (
-    Check(f"dtype in {DTYPES}", f"dtype={{dtype}}; the kernels have {', '.join(DTYPES)}."),
-    Check(f"D <= {MAX_HEAD_DIM}", f"head_dim={{D}}; the kernels have at most {MAX_HEAD_DIM}."),
-    Check(f"G <= {MAX_SHARED}", f"{{G}} query heads share a state; the kernels have at most {MAX_SHARED}."),
-)
-
 KERNELS = OpKernels(
     plan=PLAN,
     variant=Variant,
     default_variants=default_variants,
     build=build,
     functions=imported("still_kernels.linear_attention.functions", "FUNCTIONS"),
-    folder=Path(__file__).parent,
-    covered=_COVERED,
-    covered_ahead=_COVERED,
+    covered=(
+        Check(f"dtype in {DTYPES}", f"dtype={{dtype}}; the kernels have {', '.join(DTYPES)}."),
+        Check(f"D <= {MAX_HEAD_DIM}", f"head_dim={{D}}; the kernels have at most {MAX_HEAD_DIM}."),
+        Check(f"G <= {MAX_SHARED}", f"{{G}} query heads share a state; the kernels have at most {MAX_SHARED}."),
+    ),
 )

@@ -18,7 +18,7 @@ from still_kernels.linear_attention.inputs import Inputs
 from still_kernels.linear_attention.settings import MOVES, misfit
 from still_kernels.linear_attention.variants import Variant
 from still_kernels.tile import TileTable
-from still_kernels.work import Kind, OpWork, Work, kinds
+from still_kernels.work import Kind, OpWork, Work
 
 LAYERS = {"gated_delta": False, "gated_delta_per_key": True, "gated": False, "delta": False}
 """Rules by the name of the layer, and whether the decay is one per key."""
@@ -144,7 +144,6 @@ WORK = OpWork(
     sizes={"heads": 32, "kv_heads": 32, "head_dim": 128},
     layers=LAYERS,
     layer=layer,
-    kinds=kinds,
     work=work,
     table=_table,
     moves=MOVES,

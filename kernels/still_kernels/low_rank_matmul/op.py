@@ -1,4 +1,4 @@
-"""still::LowRankMatMul: a product with two thin matrices."""
+"""still::LowRankMatMul: two GEMMs with thin matrices."""
 
 from __future__ import annotations
 
@@ -8,77 +8,69 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from still_graphs.ops.low_rank_matmul import LOW_RANK_MATMUL
-from still_kernels.common.gemm_plan import FEW, GROUP_ROWS
-from still_kernels.common.stateless import HALVES, Calls, StatelessInputs, StatelessVariant, stateless_op
-from still_kernels.plan import Branch, Launch, Plan, Region
+from still_kernels.common.gemm_plan import FEW, block_launch, few_launch
+from still_kernels.common.stateless import Calls, StatelessInputs, StatelessVariant, defined, keyed, stateless_op
+from still_kernels.op_kernels import HALVES
+from still_kernels.plan import Branch, Plan, Region
 from still_kernels.tile import KernelTile, TileTable, one, stages
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, dtype
 
     from still_kernels.common.calls import Draw
 
 
-@dataclass(frozen=True)
-class Inputs(StatelessInputs):
-    """Tokens of one call and weights, of one type.
-
-    input: [B, T, I].
-    inner, outer: [I, R], [R, O].
-    base: [B, T, O], added to the product; None: 0.
-    """
-
-    SPEC = LOW_RANK_MATMUL
-    input: Tensor
-    inner: Tensor
-    outer: Tensor
-    base: Tensor | None = None
-
-
-def naive_low_rank_matmul(inputs: Inputs) -> Tensor:
-    """base + (input inner) outer [B, T, O], dtype of input, computed in at least float32; what lies between the products is rounded.
-    ShapeError: A tensor does not fit."""
-    import torch
-
-    inputs.check()
-    dtype = inputs.input.dtype
-    wide = torch.promote_types(dtype, torch.float32)
-    low = (inputs.input.to(wide) @ inputs.inner.to(wide)).to(dtype)
-    result = low.to(wide) @ inputs.outer.to(wide)
-    return (result if inputs.base is None else result + inputs.base.to(wide)).to(dtype)
-
-
-@dataclass(frozen=True)
-class Variant(StatelessVariant):
-    """base: Whether the product is added to something. aligned: Whether sizes are multiples of 8, read and stored at once."""
-
-    base: int = 0
-    aligned: int = 1
-
-
 PLAN = Plan(
     LOW_RANK_MATMUL,
-    key={
-        "dtype": "dtype",
-        "base": "has(base)",
-        "aligned": "I % 8 == 0 and R % 8 == 0 and O % 8 == 0",  # loads and stores of 16 bytes
-        "count_dtype": "'int32'",  # there are no counts
-    },
+    key=keyed(base="has(base)", aligned="I % 8 == 0 and R % 8 == 0 and O % 8 == 0"),  # loads and stores of 16 bytes
     constants=("few_outputs", "low_rows", "low_block", "row_block", "output_block"),
     workspace=(Region("low", "T", ("tokens", "R"), f"not ({FEW})"),),
     arguments={"M": "tokens", "N": "O", "K": "I", "R": "R"},
     steps=(
         Branch(
             FEW,
-            # Each program has the whole first product, which costs less than a launch of its own.
-            (Launch("low_rank", (f"ceil_div(tokens, {GROUP_ROWS})", "ceil_div(O, few_outputs)", "1")),),
             (
-                Launch("lower", ("ceil_div(tokens, low_rows) * ceil_div(R, low_block)", "1", "1")),
-                Launch("raise", ("ceil_div(tokens, row_block) * ceil_div(O, output_block)", "1", "1")),
+                few_launch("low_rank", "O", "few_outputs"),
+            ),  # each program has all of the first, which costs less than a launch
+            (
+                block_launch("lower", "low_rows", "low_block", "R"),
+                block_launch("raise", "row_block", "output_block", "O"),
             ),
         ),
     ),
 )
+
+
+@dataclass(frozen=True)
+class Inputs(StatelessInputs, plan=PLAN):
+    """Tokens of one call and weights, of one type.
+
+    input: [B, T, I].
+    inner, outer: [I, R], [R, O].
+    base: [B, T, O], added to the result; None: 0.
+    """
+
+    input: Tensor
+    inner: Tensor
+    outer: Tensor
+    base: Tensor | None = None
+
+
+@defined
+def naive_low_rank_matmul(inputs: Inputs, wide: dtype) -> Tensor:
+    """base + (input inner) outer [B, T, O]; what lies between the GEMMs is rounded."""
+    low = (inputs.input.to(wide) @ inputs.inner.to(wide)).to(inputs.input.dtype)
+    result = low.to(wide) @ inputs.outer.to(wide)
+    return result if inputs.base is None else result + inputs.base.to(wide)
+
+
+@dataclass(frozen=True)
+class Variant(StatelessVariant):
+    """base: Whether the result is added to something. aligned: Whether sizes are multiples of 8, read and stored at once."""
+
+    base: int = 0
+    aligned: int = 1
+
 
 _MANY = {"BM": 64, "BN": 64, "BK": 64, "GROUP": 8, "STAGES": 3}
 _RAISE = {**_MANY, "BN": 128, "BK": 32}
@@ -107,14 +99,13 @@ OP = stateless_op(
     Calls(
         draw=_draw,
         flop=lambda x: 2.0 * x.input[..., 0].numel() * (x.inner.numel() + x.outer.numel()),
-        plain=lambda x: x.base + (x.input @ x.inner) @ x.outer,
         moves={"low_rank": _FEW, "lower": _MOVES, "raise": _MOVES},
         decode=frozenset({"low_rank"}),
         layers=("query, key, value", "output"),
         peer="cuBLAS",
     ),
     module="still_kernels.low_rank_matmul.triton_low_rank",
-    covers="products with dense weights have",
+    covers="GEMMs with dense weights have",
     blocks=dict(zip(PLAN.constants, ("low_rank.BN", "lower.BM", "lower.BN", "raise.BM", "raise.BN"), strict=True)),
     optional={"base": "base"},
 )

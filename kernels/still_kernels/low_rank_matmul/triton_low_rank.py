@@ -1,4 +1,4 @@
-"""Products with two thin matrices: in one launch for a few rows, one behind the other for many."""
+"""Two GEMMs with thin matrices: in one launch for a few rows, one behind the other for many."""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from still_kernels.common.triton_gemm import block_of, left_of, product_block, right_of, store_block
+from still_kernels.common.triton_gemm import block_of, gemm_block, left_of, right_of, store_block
 
 
 @triton.jit(do_not_specialize=["M", "N", "K", "R"])
@@ -50,7 +50,7 @@ def lower_kernel(p_input, p_inner, p_low, M, K, R, BM: tl.constexpr, BN: tl.cons
     if ALIGNED:
         K, R = K // 8 * 8, R // 8 * 8  # which tells the compiler
     o_row, o_rank = block_of(tl.program_id(0), M, R, BM, BN, GROUP)
-    product_block(p_input, p_inner, None, None, p_low, o_row, o_rank, M, R, K, BM, BN, BK, STAGES, False)
+    gemm_block(p_input, p_inner, None, None, p_low, o_row, o_rank, M, R, K, BM, BN, BK, STAGES, False)
 
 
 @triton.jit(do_not_specialize=["M", "N", "R"])
@@ -60,7 +60,7 @@ def raise_kernel(p_low, p_outer, p_base, p_output, M, N, R, BM: tl.constexpr, BN
     if ALIGNED:
         N, R = N // 8 * 8, R // 8 * 8  # which tells the compiler
     o_row, o_output = block_of(tl.program_id(0), M, N, BM, BN, GROUP)
-    product_block(p_low, p_outer, None, p_base, p_output, o_row, o_output, M, N, R, BM, BN, BK, STAGES, False)
+    gemm_block(p_low, p_outer, None, p_base, p_output, o_row, o_output, M, N, R, BM, BN, BK, STAGES, False)
 
 
 FUNCTIONS = {"low_rank": low_rank_kernel, "lower": lower_kernel, "raise": raise_kernel}

@@ -47,7 +47,7 @@ def inputs_layout(SPLITS, UNITS, CHUNK):
 
 
 @gluon.constexpr_function
-def product_layout(SPLITS):
+def sums_layout(SPLITS):
     """Of sums [SPLITS, outputs, 8]."""
     return gl.NVMMADistributedLayout([2, 0], [SPLITS, 1, 1], instr_shape=[1, 16, 8])
 
@@ -309,7 +309,7 @@ def _add(
     CODES: gl.constexpr = 32 // BITS
     STEP: gl.constexpr = 4 * UNITS
     GROUP: gl.constexpr = BLOCK // 4
-    product_in: gl.constexpr = product_layout(SPLITS)
+    sums_in: gl.constexpr = sums_layout(SPLITS)
     blocks_in: gl.constexpr = gl.SliceLayout(3, words_layout(SPLITS, BN, UNITS))
     scale = _twice(b_scale)
     offset = _twice(b_offset) if OFFSETS else None
@@ -341,8 +341,8 @@ def _add(
         b_input = gl.permute(gl.reshape(b_input, [SPLITS, 8, UNITS, 4, 4, 2, 2]), (0, 2, 4, 5, 3, 6, 1))
     weight = gl.reshape(weight, [SPLITS, BN, STEP * CHUNK])
     b_input = gl.reshape(b_input, [SPLITS, STEP * CHUNK, 8])
-    weight = gl.convert_layout(weight, gl.DotOperandLayout(0, product_in, 2), assert_trivial=True)
-    b_input = gl.convert_layout(b_input, gl.DotOperandLayout(1, product_in, 2), assert_trivial=True)
+    weight = gl.convert_layout(weight, gl.DotOperandLayout(0, sums_in, 2), assert_trivial=True)
+    b_input = gl.convert_layout(b_input, gl.DotOperandLayout(1, sums_in, 2), assert_trivial=True)
     return mma_v2(weight, b_input, b_sum)
 
 
@@ -377,8 +377,8 @@ def few_kernel(
     TURN: gl.constexpr = 4 * UNITS * SPLITS
     words_in: gl.constexpr = words_layout(SPLITS, BN, UNITS)
     inputs_in: gl.constexpr = inputs_layout(SPLITS, UNITS, CHUNK)
-    product_in: gl.constexpr = product_layout(SPLITS)
-    total_in: gl.constexpr = gl.SliceLayout(0, product_in)
+    sums_in: gl.constexpr = sums_layout(SPLITS)
+    total_in: gl.constexpr = gl.SliceLayout(0, sums_in)
     K = K // 32 * 32  # which tells the compiler
     chunks = K // CHUNK
     first_row = gl.program_id(0) * 8
@@ -393,7 +393,7 @@ def few_kernel(
     p_zeros = None if p_zero_points is None else p_zero_points + row * ZW
     p_offset = None if p_offsets is None else p_offsets + row * (K // BLOCK)
 
-    b_sum = gl.zeros([SPLITS, BN, 8], gl.float32, layout=product_in)
+    b_sum = gl.zeros([SPLITS, BN, 8], gl.float32, layout=sums_in)
     ZERO_POINTS: gl.constexpr = p_zero_points is not None
     OFFSETS: gl.constexpr = p_offsets is not None
     full = chunks // TURN * TURN

@@ -7,104 +7,18 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING
 
-from still_graphs.errors import ConfigError, ShapeError
+from still_graphs.errors import ConfigError
 from still_graphs.ops.matmul_nbits import MATMUL_NBITS
-from still_kernels.common.stateless import Calls, StatelessInputs, StatelessVariant, stateless_op
+from still_kernels.common.stateless import Calls, StatelessInputs, StatelessVariant, defined, keyed, stateless_op
 from still_kernels.plan import Branch, Check, Launch, Let, Loop, Plan, Region
 from still_kernels.tile import SHARED_BYTES, KernelTile, Setting, TileTable, one, stages
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, dtype
 
     from still_kernels.common.calls import Draw
 
 WORD_BITS = 32
-
-
-@dataclass(frozen=True)
-class Inputs(StatelessInputs):
-    """Tokens and weight of one call.
-
-    input: [B, T, I].
-    blocks: Codes of [O, I], WORD_BITS / bits in a word, the first one lowest, int32 [O, I * bits / WORD_BITS].
-    scales: One for each block, of the type of input, [O, I / block_size].
-    zero_points: The codes of 0, those of an output in whole words, int32 [O, ceil(I / block_size * bits / WORD_BITS)]; None: the middle,
-        2^(bits - 1).
-    offsets: Added to the numbers of each block, of the type and shape of the scales; None: 0.
-    bits: 4 or 8.
-    block_size: Inputs that share a scale.
-    """
-
-    SPEC = MATMUL_NBITS
-    input: Tensor
-    blocks: Tensor
-    scales: Tensor
-    zero_points: Tensor | None = None
-    bits: int = 4
-    block_size: int = 32
-    offsets: Tensor | None = None
-
-    def check(self) -> None:
-        """Raise ShapeError naming the tensor or attribute that does not fit."""
-        if self.bits not in (4, 8) or self.block_size < 1:
-            raise ShapeError(f"bits={self.bits}, block_size={self.block_size}: expected 4 or 8 bits, and blocks.")
-        if self.input.dim() != 3 or self.input.shape[2] % self.block_size:
-            raise ShapeError(f"input: expected [B, T, a multiple of {self.block_size}], got {list(self.input.shape)}.")
-        inputs = self.input.shape[2]
-        blocks = inputs // self.block_size
-        words, zeros = inputs * self.bits // WORD_BITS, -(-blocks * self.bits // WORD_BITS)
-        self.check_shapes(IW=words, IS=blocks, IZ=zeros)
-
-
-def dequantized(inputs: Inputs) -> Tensor:
-    """The weight scale * (code - zero point) + offset [O, I], rounded to the type of the activations."""
-    import torch
-
-    inputs.check()
-    outputs, blocks = inputs.scales.shape
-    shifts = torch.arange(0, WORD_BITS, inputs.bits, dtype=torch.int32, device=inputs.blocks.device)
-    most = (1 << inputs.bits) - 1
-    codes = (inputs.blocks[..., None] >> shifts & most).view(outputs, blocks, inputs.block_size)
-    zero: Tensor | int = 1 << (inputs.bits - 1)
-    if inputs.zero_points is not None:
-        zero = (inputs.zero_points[..., None] >> shifts & most).view(outputs, -1)[:, :blocks, None]
-    wide = torch.promote_types(inputs.scales.dtype, torch.float32)
-    weight = (codes - zero).to(wide) * inputs.scales.to(wide)[..., None]
-    if inputs.offsets is not None:
-        weight += inputs.offsets.to(wide)[..., None]
-    return weight.to(inputs.scales.dtype).view(outputs, -1)
-
-
-def naive_matmul_nbits(inputs: Inputs) -> Tensor:
-    """Tokens times the transposed weight [B, T, O], dtype of input, in at least float32. ShapeError: A tensor does not fit."""
-    import torch
-
-    weight = dequantized(inputs)
-    wide = torch.promote_types(inputs.input.dtype, torch.float32)
-    return (inputs.input.to(wide) @ weight.to(wide).T).to(inputs.input.dtype)
-
-
-@dataclass(frozen=True)
-class Variant(StatelessVariant):
-    """What kernels are compiled for.
-
-    zero_points, offsets: Whether there are any.
-    aligned: Whether outputs are a multiple of 8, which may be stored at once.
-    span: How many there are (SPANS).
-    """
-
-    DTYPES = ("float16",)  # codes become numbers by half precision's own bits
-    bits: int = 4
-    block_size: int = 32
-    zero_points: int = 1
-    aligned: int = 1
-    span: int = 2
-    offsets: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.bits not in (4, 8):
-            raise ConfigError(f"bits={self.bits} is unknown; known: 4, 8.")
 
 
 GROUP_ROWS = 8
@@ -112,21 +26,19 @@ GROUP_ROWS = 8
 FEW = f"tokens <= {8 * GROUP_ROWS}"
 """So few rows that reading the weight for each group of them costs less than writing it as half precision numbers and reading those."""
 SPANS = (4224, 8192)
-"""Outputs up to which a product is of span 0 and 1; beyond them of span 2. Of span 0 an H200 holds 16 outputs in two programs of 8 warps a
+"""Outputs up to which a GEMM is of span 0 and 1; beyond them of span 2. Of span 0 an H200 holds 16 outputs in two programs of 8 warps a
 multiprocessor."""
 
 PLAN = Plan(
     MATMUL_NBITS,
-    key={
-        "dtype": "dtype",
-        "bits": "bits",
-        "block_size": "block_size",
-        "zero_points": "has(zero_points)",
-        "offsets": "has(offsets)",
-        "aligned": "O % 8 == 0",  # stores of 16 bytes
-        "span": f"0 if O <= {SPANS[0]} else 1 if O <= {SPANS[1]} else 2",  # of fewer programs each has more warps
-        "count_dtype": "'int32'",  # there are no counts
-    },
+    key=keyed(
+        bits="bits",
+        block_size="block_size",
+        zero_points="has(zero_points)",
+        offsets="has(offsets)",
+        aligned="O % 8 == 0",  # stores of 16 bytes
+        span=f"0 if O <= {SPANS[0]} else 1 if O <= {SPANS[1]} else 2",  # of fewer programs each has more warps
+    ),
     constants=(
         "few_outputs",  # of one program of a few rows
         "unpack_outputs",
@@ -181,25 +93,94 @@ PLAN = Plan(
     ),
 )
 
+
+@dataclass(frozen=True)
+class Inputs(StatelessInputs, plan=PLAN):
+    """Tokens and weight of one call.
+
+    input: [B, T, I].
+    blocks: Codes of [O, I], WORD_BITS / bits in a word, the first one lowest, int32 [O, I * bits / WORD_BITS].
+    scales: One for each block, of the type of input, [O, I / block_size].
+    zero_points: The codes of 0, those of an output in whole words, int32 [O, ceil(I / block_size * bits / WORD_BITS)]; None: the middle,
+        2^(bits - 1).
+    offsets: Added to the numbers of each block, of the type and shape of the scales; None: 0.
+    bits: 4 or 8.
+    block_size: Inputs that share a scale.
+    """
+
+    input: Tensor
+    blocks: Tensor
+    scales: Tensor
+    zero_points: Tensor | None = None
+    bits: int = 4
+    block_size: int = 32
+    offsets: Tensor | None = None
+
+
+def dequantized(inputs: Inputs) -> Tensor:
+    """The weight scale * (code - zero point) + offset [O, I], rounded to the type of the activations."""
+    import torch
+
+    outputs, blocks = inputs.scales.shape
+    shifts = torch.arange(0, WORD_BITS, inputs.bits, dtype=torch.int32, device=inputs.blocks.device)
+    most = (1 << inputs.bits) - 1
+    codes = (inputs.blocks[..., None] >> shifts & most).view(outputs, blocks, inputs.block_size)
+    zero: Tensor | int = 1 << (inputs.bits - 1)
+    if inputs.zero_points is not None:
+        zero = (inputs.zero_points[..., None] >> shifts & most).view(outputs, -1)[:, :blocks, None]
+    wide = torch.promote_types(inputs.scales.dtype, torch.float32)
+    weight = (codes - zero).to(wide) * inputs.scales.to(wide)[..., None]
+    if inputs.offsets is not None:
+        weight += inputs.offsets.to(wide)[..., None]
+    return weight.to(inputs.scales.dtype).view(outputs, -1)
+
+
+@defined
+def naive_matmul_nbits(inputs: Inputs, wide: dtype) -> Tensor:
+    """Tokens times the transposed weight [B, T, O]."""
+    return inputs.input.to(wide) @ dequantized(inputs).to(wide).T
+
+
+@dataclass(frozen=True)
+class Variant(StatelessVariant):
+    """What kernels are compiled for.
+
+    zero_points, offsets: Whether there are any.
+    aligned: Whether outputs are a multiple of 8, which may be stored at once.
+    span: How many there are (SPANS).
+    """
+
+    DTYPES = ("float16",)  # codes become numbers by half precision's own bits
+    bits: int = 4
+    block_size: int = 32
+    zero_points: int = 1
+    aligned: int = 1
+    span: int = 2
+    offsets: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bits not in (4, 8):
+            raise ConfigError(f"bits={self.bits} is unknown; known: 4, 8.")
+
+
 DENSE_WEIGHTS = 1 << 26
-"""Weights that are half precision numbers at a time: 128 MB, of which products of 2,048 rows have several waves of blocks."""
+"""Weights that are half precision numbers at a time: 128 MB, of which GEMMs of 2,048 rows have several waves of blocks."""
 WIDE_SHARED = 150 << 10
 """Shared memory that blocks of 128 x 256 take."""
 
 FEW_TILES = {4: ((16, 8, 2, 1), (16, 4, 2, 1), (32, 2, 2, 0)), 8: ((16, 8, 2, 2), (16, 4, 4, 2), (32, 2, 2, 2))}
 """Outputs, warps, units and what is asked for ahead (`gluon_few.few_kernel`) of a few rows, by bits and span. Best of 84 and 22 on an H200
-over the products of Llama-3.1-8B at one and at eight rows (docs/notebook/quantization.md)."""
+over the linear layers of Llama-3.1-8B at one and at eight rows (docs/notebook/quantization.md)."""
 
 
 def tile_table(variant: Variant, arch: int) -> TileTable:
     """Block sizes on an architecture (90 for sm_90)."""
     wide = variant.aligned and SHARED_BYTES[arch] >= WIDE_SHARED and arch >= 90
-    product = (
-        (256, 128, 64, 3) if wide else (128, 128, 64, 3) if SHARED_BYTES[arch] >= WIDE_SHARED else (128, 128, 32, 3)
-    )
+    sizes = (256, 128, 64, 3) if wide else (128, 128, 64, 3) if SHARED_BYTES[arch] >= WIDE_SHARED else (128, 128, 32, 3)
     few_outputs, warps, units, ahead = FEW_TILES[variant.bits][variant.span]
     few = {"BN": few_outputs, "SPLITS": warps, "UNITS": units, "AHEAD": ahead}
-    rows, outputs, inner, stages = product
+    rows, outputs, inner, stages = sizes
     tiles = {
         "few": KernelTile(few, warps),
         "unpack": KernelTile({"BN": 8, "BW": 64}, 4),
@@ -230,7 +211,7 @@ MOVES: dict[str, list[Setting]] = {
 
 
 def _draw(sizes: Mapping[str, int], layer: str, draw: Draw) -> Inputs:
-    """Products of a transformer, those of one value as one; 4 bits have zero points."""
+    """Linear layers of a transformer, those of one value as one; 4 bits have zero points."""
     hidden, bits, size = sizes["heads"] * sizes["head_dim"], sizes["bits"], sizes["block_size"]
     outputs, inputs = {
         "query, key, value": (hidden + 2 * sizes["kv_heads"] * sizes["head_dim"], hidden),
@@ -266,7 +247,7 @@ OP = stateless_op(
         peer="cuBLAS, 16 bits",
     ),
     module="still_kernels.matmul_nbits.functions",
-    covers="products with weights in blocks have",
+    covers="GEMMs with weights in blocks have",
     also=(
         Check("bits == 4 or bits == 8", "bits={bits}; the kernels have 4 and 8."),
         Check("block_size > 0 and block_size % 32 == 0", "block_size={block_size}; the kernels have multiples of 32."),

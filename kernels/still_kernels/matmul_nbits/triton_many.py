@@ -1,4 +1,4 @@
-"""Many rows times a weight in blocks: the weight as half precision numbers in memory, part by part, then a product of matrices."""
+"""Many rows times a weight in blocks: the weight as half precision numbers in memory, part by part, then a GEMM."""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
@@ -70,7 +70,7 @@ def multiply_kernel(
     STAGES: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Outputs first .. first + count - 1 of a product of p_input [M, K] and p_dense [count, K]. Grid (ceil(M / BM) * ceil(count / BN)).
+    """Outputs first .. first + count - 1 of p_input [M, K] times p_dense [count, K]. Grid (ceil(M / BM) * ceil(count / BN)).
 
     GROUP blocks of rows beside each other share what they read of the weight.
     """

@@ -8,7 +8,8 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from still_graphs.ops.round_key_value import ROUND_KEY_VALUE
-from still_kernels.common.stateless import HALVES, Calls, StatelessInputs, StatelessVariant, stateless_op
+from still_kernels.common.stateless import Calls, StatelessInputs, StatelessVariant, keyed, stateless_op
+from still_kernels.op_kernels import HALVES
 from still_kernels.plan import Check, Launch, Plan
 from still_kernels.tile import KernelTile, TileTable, one, pow2
 
@@ -18,11 +19,19 @@ if TYPE_CHECKING:
     from still_kernels.common.calls import Draw
 
 
+PLAN = Plan(
+    ROUND_KEY_VALUE,
+    key=keyed(head_dim="D"),
+    constants=("row_block",),
+    arguments={"M": "tokens * HK"},
+    steps=(Launch("round", ("ceil_div(tokens * HK, row_block)", "2", "1")),),
+)
+
+
 @dataclass(frozen=True)
-class Inputs(StatelessInputs):
+class Inputs(StatelessInputs, plan=PLAN):
     """key, value: [B, T, HK, D], of one type."""
 
-    SPEC = ROUND_KEY_VALUE
     key: Tensor
     value: Tensor
 
@@ -42,18 +51,6 @@ class Variant(StatelessVariant):
 
     head_dim: int = 128
 
-
-PLAN = Plan(
-    ROUND_KEY_VALUE,
-    key={
-        "dtype": "dtype",
-        "head_dim": "D",
-        "count_dtype": "'int32'",  # there are no counts
-    },
-    constants=("row_block",),
-    arguments={"M": "tokens * HK"},
-    steps=(Launch("round", ("ceil_div(tokens * HK, row_block)", "2", "1")),),
-)
 
 MAX_HEAD_DIM = 256
 TILES = TileTable({"round": KernelTile({"BR": 4}, 2)})

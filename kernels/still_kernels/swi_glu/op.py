@@ -6,36 +6,43 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from still_graphs.ops.swi_glu import SWI_GLU
-from still_kernels.common.stateless import HALVES, Calls, StatelessInputs, StatelessVariant, stateless_op
+from still_kernels.common.stateless import Calls, StatelessInputs, StatelessVariant, defined, keyed, stateless_op
+from still_kernels.op_kernels import HALVES
 from still_kernels.plan import Check, Launch, Plan
 from still_kernels.tile import KernelTile, TileTable, one
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, dtype
+
+
+PLAN = Plan(
+    SWI_GLU,
+    key=keyed(aligned="width % 8 == 0"),  # loads and stores of 16 bytes
+    constants=("column_block",),
+    checks=(Check("width > 0", "width={width}: expected numbers."),),
+    arguments={"N": "width"},
+    steps=(Launch("swi_glu", ("tokens", "ceil_div(width, column_block)", "1")),),
+)
 
 
 @dataclass(frozen=True)
-class Inputs(StatelessInputs):
+class Inputs(StatelessInputs, plan=PLAN):
     """Numbers of tokens of one call.
 
     input: [B, T, 2 * width], gate and up side by side.
     width: Numbers of each.
     """
 
-    SPEC = SWI_GLU
     input: Tensor
     width: int
 
 
-def naive_swi_glu(inputs: Inputs) -> Tensor:
-    """silu(gate) * up [B, T, width], dtype of input, computed in at least float32. ShapeError: The input has not twice the width."""
-    import torch
-    from torch.nn.functional import silu
+@defined
+def naive_swi_glu(inputs: Inputs, wide: dtype) -> Tensor:
+    """silu(gate) * up [B, T, width]."""
+    from still_kernels.common.naive import naive_gate
 
-    inputs.check()
-    x = inputs.input
-    gate, up = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, -1)
-    return (silu(gate) * up).to(x.dtype)
+    return naive_gate(inputs.input.to(wide))
 
 
 @dataclass(frozen=True)
@@ -45,30 +52,9 @@ class Variant(StatelessVariant):
     aligned: int = 1
 
 
-PLAN = Plan(
-    SWI_GLU,
-    key={
-        "dtype": "dtype",
-        "aligned": "width % 8 == 0",  # loads and stores of 16 bytes
-        "count_dtype": "'int32'",  # there are no counts
-    },
-    constants=("column_block",),
-    checks=(Check("width > 0", "width={width}: expected numbers."),),
-    arguments={"N": "width"},
-    steps=(Launch("swi_glu", ("tokens", "ceil_div(width, column_block)", "1")),),
-)
-
 TILES = TileTable({"swi_glu": KernelTile({"BC": 1024}, 4)})
 """One for every variant and architecture, as time is that of a launch, or of reading memory. A program has 16 bytes of each half a
 thread: SmolLM2's 1,536 numbers in two programs, Llama-3.1-8B's 14,336 in fourteen."""
-
-
-def _plain(inputs: Inputs) -> Tensor:
-    from torch.nn.functional import silu
-
-    gate, up = inputs.input.chunk(2, -1)
-    return silu(gate) * up
-
 
 OP = stateless_op(
     PLAN,
@@ -79,7 +65,6 @@ OP = stateless_op(
     Calls(
         draw=lambda sizes, layer, draw: Inputs(draw.tokens(2 * sizes["width"]), sizes["width"]),
         flop=lambda inputs: 2.0 * inputs.input.numel(),
-        plain=_plain,
         moves={"swi_glu": [*one("BC", 256, 512, 1024, 2048, 4096), *one("num_warps", 1, 2, 4, 8)]},
     ),
     module="still_kernels.swi_glu.triton_swi_glu",

@@ -2,7 +2,7 @@
 // tasks at once.
 //
 // New keys and values go to their rows of the cache, in place. Then blocks of new tokens attend to what is filled: all query heads of a
-// key/value head are columns of one product, so the cache is read once for them and never expanded. Where blocks are few, their keys
+// key/value head are columns of one GEMM, so the cache is read once for them and never expanded. Where blocks are few, their keys
 // are cut into parts, and whoever finishes the last part of a block merges them.
 #pragma once
 

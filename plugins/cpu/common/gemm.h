@@ -1,4 +1,4 @@
-// Matrix products of a few dozen rows: the right factor lies row by row, the left one anyhow.
+// GEMMs of a few dozen rows: the right factor lies row by row, the left one anyhow.
 #pragma once
 
 #include "simd.h"

@@ -2,7 +2,7 @@
 // run tasks at once.
 //
 // A task is one head of one row, whose state stays in the second cache. With a decay per head or none, tokens go in chunks: products
-// with the state are products of matrices, and the delta rules' triangular system is solved row by row. A decay per key, and calls of a
+// with the state are GEMMs, and the delta rules' triangular system is solved row by row. A decay per key, and calls of a
 // few tokens, take the recurrence token by token, which reads the state once and writes it once.
 #pragma once
 

@@ -1,1 +1,1 @@
-"""STILL's hybrid attention: module, cache, traced op, mixer; ties, which need no torch."""
+"""STILL's hybrid attention: module, cache, traced op, mixer."""

@@ -71,7 +71,7 @@ class TrainableAttention(StillAttention):
         return self._attend(*arguments)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, gate: Tensor | None) -> Tensor:
-        # The kernel chooses its own precision: S, z and the features are float32 whatever the matrix products around it use.
+        # The kernel chooses its own precision: S, z and the features are float32 whatever the GEMMs around it use.
         with torch.autocast(query.device.type, enabled=False):
             exponent = self.window_factor_exponent
             factor = None if exponent is None else window_factor(exponent.float())

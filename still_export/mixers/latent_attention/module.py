@@ -29,7 +29,7 @@ class LatentAttention(SoftmaxAttention):
     weight_roles: ClassVar[dict[str, str]] = {
         **dict.fromkeys(("q_proj.weight", "q_a_proj.weight", "q_b_proj.weight", "o_proj.weight"), PROJECTION),
         "kv_a_proj_with_mqa.weight": PROJECTION,
-        "kv_b_proj.weight": FEATURE_MAP,  # a matrix per head on either side of the op, no product with all of a layer's inputs
+        "kv_b_proj.weight": FEATURE_MAP,  # a matrix per head on either side of the op, not a linear layer over all of a layer's inputs
     }
 
     def __init__(self, base: Any) -> None:

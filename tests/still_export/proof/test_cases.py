@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from still_export.mixers.ties import Ties
 from still_export.package.calls import Arrays, next_feed
 from still_export.proof.cases import Case
+from still_kernels.ties import Ties
 
 PERIOD, STEPS = 4, 11
 PLACES = (2, 6, 10)

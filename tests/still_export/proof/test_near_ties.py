@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from still_export.mixers.ties import Choices, Ties
 from still_export.package.folder import Package
 from still_export.proof.cases import Case
 from still_export.proof.sessions import Target
 from still_export.proof.verify import Verifier
+from still_kernels.ties import Choices, Ties
 
 OWN = {"logits": np.full((2, 1), 5e-3), "kind": np.full((2, 1), 1e9)}
 """Errors of PyTorch's own run: 0.005 is within the bounds, 0.5 is not."""

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from still_export.mixers.cache import state_table
-from still_export.mixers.ties import Ties
 from still_export.package.calls import Arrays
 from still_export.proof.cases import row_errors
 from still_export.proof.layerwise import Chain, LayerwiseModel
@@ -18,6 +17,7 @@ from still_export.proof.sessions import Session
 from still_export.proof.tolerance import Bounds
 from still_export.proof.torch_cases import ROUNDED, TorchCases
 from still_export.runtime.torch import TorchModel
+from still_kernels.ties import Ties
 from tests.still_export.proof.test_layerwise import source_of
 from tests.still_export.tiny import CHUNK, VOCAB, still_model
 

@@ -50,8 +50,8 @@ def test_definition(name: str) -> None:
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"weight": None}, "one of them is wanted"),
-        ({"turned_weight": torch.zeros(72, 200)}, "one of them is wanted"),
+        ({"weight": None}, "one of weight and turned_weight is wanted"),
+        ({"turned_weight": torch.zeros(72, 200).half()}, "one of weight and turned_weight is wanted"),
         ({"weight": torch.zeros(199, 72).half()}, r"weight: expected \[200, 72\], got \[199, 72\]"),
         ({"weight": torch.zeros(200, 72)}, "weight: expected torch.float16, got torch.float32"),
         ({"norm_weight": torch.zeros(72).half()}, r"norm_weight: expected \[200\]"),
@@ -71,7 +71,7 @@ def test_refusals() -> None:
     kernels, sizes = kernels_of("DenseMatMul"), {"B": 1, "T": 1, "I": 64, "O": 8}
     seen = Call(sizes, {"norm_epsilon": 1e-5}, dtype="float32", present=frozenset({"weight"}))
     assert kernels.refusals(seen) == [
-        "activations are float32; products with dense weights have kernels for float16, bfloat16."
+        "activations are float32; GEMMs with dense weights have kernels for float16, bfloat16."
     ]
     with pytest.raises(UnsupportedError, match="one of weight and turned_weight is wanted"):
         kernels.plan.check(Call(sizes, {"norm_epsilon": 1e-5}, dtype="float16", present=frozenset()))

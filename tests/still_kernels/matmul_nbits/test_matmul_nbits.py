@@ -68,10 +68,10 @@ def test_definition_of_one_weight() -> None:
     "change, message",
     [
         ({"bits": 3}, "bits=3"),
-        ({"block_size": 256}, "a multiple of 256"),
-        ({"blocks": torch.zeros(3, 5, dtype=torch.int32)}, r"blocks: expected \[3, 4\]"),
+        ({"block_size": 256}, "block_size=256 does not divide I=32"),
+        ({"blocks": torch.zeros(3, 5, dtype=torch.int32)}, "blocks have 5 words for I=32 inputs of 4 bits"),
         ({"scales": torch.zeros(3, 1)}, "scales: expected torch.float16, got torch.float32"),
-        ({"zero_points": torch.zeros(3, 2, dtype=torch.int32)}, r"zero_points: expected \[3, 1\]"),
+        ({"zero_points": torch.zeros(3, 2, dtype=torch.int32)}, "zero_points have 2 words for 1 blocks of 4 bits"),
     ],
     ids=str,
 )

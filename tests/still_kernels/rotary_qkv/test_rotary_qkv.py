@@ -52,12 +52,12 @@ def test_definition(name: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"input": torch.zeros(1, 1, 335).half()}, r"input: expected \[1, 1, 336\]"),
+        ({"input": torch.zeros(1, 1, 335).half()}, "are not the input's 335 together"),
         ({"cos": torch.zeros(1, 1, 16)}, "cos: expected torch.float16, got torch.float32"),
         ({"sin": torch.zeros(1, 1, 8).half()}, r"sin: expected \[1, 1, 16\]"),
         ({"gate_bias": torch.zeros(9).half()}, r"gate_bias: expected \[104\]"),
-        ({"query_width": 136, "value_width": 48}, "heads of an even size, cos has 16"),
-        ({"value_width": 0, "gate_width": 144, "gate_bias": None}, "expected query, key and value"),
+        ({"query_width": 136, "value_width": 48}, "query_width=136, key_width=48 are no heads of an even D=16"),
+        ({"value_width": 0, "gate_width": 144, "gate_bias": None}, "query, key and value must have numbers"),
     ],
     ids=str,
 )

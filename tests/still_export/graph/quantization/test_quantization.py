@@ -190,7 +190,7 @@ def test_verify_tells_faults_from_the_price(
     with pytest.raises(SystemExit, match="0"):
         main(arguments)
     said = capsys.readouterr().out
-    assert "activations rounded to 8 bits" in said and "price of the quantization on 256 random tokens: KL" in said
+    assert "activations rounded to 8 bits" in said and "quantization loss on 256 random tokens: KL" in said
     price = json.loads((tmp_path / "report.json").read_text())["price"]
     assert 0 < price["kl"] <= price["kl_rounded"] * 1.5 and price["bits_per_byte"] is None
 

@@ -9,8 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from still_export.package.calls import Arrays
-
+Arrays = dict[str, np.ndarray]
 Scores = dict[int, np.ndarray]
 """By layer, what was compared to choose, in an array of the op's own."""
 
@@ -60,7 +59,7 @@ class Choices:
 
 
 class OpTies(Protocol):
-    """Choices of one op that rounding may turn."""
+    """Choices of one op that rounding may turn; `op_kernels.Op` names what makes them."""
 
     score: str
     """The state that holds what is compared."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from still_export.mixers.ties import TIE, Choices, Leads, Pairs, Scores
-from still_export.package.calls import Arrays, next_feed
+from still_kernels.ties import TIE, Arrays, Choices, Leads, Pairs, Scores
 
 KEY = "present_salient_key."
 SCORE = "window_score"
@@ -16,18 +16,12 @@ SMALLEST = float(np.finfo(np.float32).tiny)
 
 class SelectionTies:
     """The salient cache of still::HybridAttention. Leads are those of the last selected score over the first rejected, [B, HS, chunks]; a
-    choice is a chunk of a head.
-
-    Args:
-        manifest: Of the package.
-    """
+    choice is a chunk of a head. Settings as of `HybridAttentionConfig`."""
 
     score = SCORE
 
-    def __init__(self, manifest: dict[str, Any]) -> None:
-        still = manifest["still"]
-        self.chunk, self.salient = int(still["chunk_size"]), int(still["salient_per_chunk"])
-        self.scope, self.kv_heads = str(still["select_scope"]), int(manifest["model"]["kv_heads"])
+    def __init__(self, chunk_size: int, salient_per_chunk: int, select_scope: str, kv_heads: int) -> None:
+        self.chunk, self.salient, self.scope, self.kv_heads = chunk_size, salient_per_chunk, select_scope, kv_heads
 
     def compare(self, pairs: Pairs, leads: Leads) -> Choices:
         """Compare the salient caches of two runtimes, chunk by chunk of each head."""
@@ -75,7 +69,7 @@ class SelectionTies:
             for name, score in outputs.items():
                 if name.startswith(f"present_{SCORE}."):
                     parts.setdefault(int(name.rsplit(".", 1)[1]), []).append(self._grouped(score.astype(np.float64)))
-            feed = next_feed(outputs, piece)
+            feed = {n.replace("present", "past", 1): x for n, x in outputs.items() if n.startswith("present_")}
         return {layer: np.concatenate(part, axis=2) for layer, part in parts.items()}
 
     def leads(self, scores: Scores, own: Scores, counts: np.ndarray) -> Leads:
@@ -141,3 +135,11 @@ def _differs(expected: Arrays, actual: Arrays, layer: str) -> np.ndarray:
 def _layers(outputs: Arrays) -> list[str]:
     """Numbers of the layers that have a salient cache."""
     return [name.removeprefix(KEY) for name in outputs if name.startswith(KEY)]
+
+
+def ties_of(manifest: Mapping[str, Any]) -> SelectionTies | None:
+    """The ties of a package; None where its layers of this op select nothing, as windows do: their settings are not in the manifest."""
+    still, heads = manifest["still"], manifest["model"]["kv_heads"]
+    if "salient_per_chunk" not in still:
+        return None
+    return SelectionTies(still["chunk_size"], still["salient_per_chunk"], still["select_scope"], heads)

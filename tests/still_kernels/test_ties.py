@@ -5,17 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from still_export.mixers.hybrid_attention.ties import SelectionTies
-from still_export.mixers.op_ties import ties_of
-from still_export.mixers.ties import Choices
+from still_kernels.hybrid_attention.ties import SelectionTies
+from still_kernels.registry import ties_of
+from still_kernels.ties import Choices
 
 BATCH, HEADS, CHUNKS, SALIENT, DIM = 2, 3, 4, 2, 5
-TIES = SelectionTies(
-    {
-        "still": {"chunk_size": 8, "salient_per_chunk": SALIENT, "select_scope": "q_head"},
-        "model": {"kv_heads": HEADS},
-    }
-)
+TIES = SelectionTies(8, SALIENT, "q_head", HEADS)
 
 
 def caches(seed: int) -> dict[str, np.ndarray]:
@@ -79,5 +74,9 @@ def test_more_ties_than_expected_are_a_mismatch(found: int, expected: float, too
 
 def test_layers_that_select_nothing_have_no_ties() -> None:
     """A window is the same op, without settings in the manifest."""
-    manifest = {"ops": {"HybridAttention": 1}, "still": {}, "model": {"layer_types": ["liger_gla", "full_attention"]}}
+    manifest = {"ops": {"HybridAttention": 1, "Attention": 1}, "still": {}, "model": {"kv_heads": HEADS}}
     assert not ties_of(manifest).each
+    manifest["still"] = {"chunk_size": 8, "salient_per_chunk": SALIENT, "select_scope": "kv_group_max"}
+    (found,) = ties_of(manifest).each
+    assert vars(found) == {"chunk": 8, "salient": SALIENT, "scope": "kv_group_max", "kv_heads": HEADS}
+    assert not ties_of({**manifest, "ops": {"Attention": 1, "Foreign": 1}}).each
