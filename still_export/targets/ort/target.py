@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from still_export.errors import ConfigError, UnsupportedError
-from still_export.graph.fuse import fuse_nodes
+from still_export.graph.fuse import fuse_nodes, nodes_fused
 from still_export.graph.merge import merge_linear_layers
 from still_export.graph.options import Progress
 from still_export.graph.quantization.policy import ONNXRUNTIME, PLUGIN, Layout
@@ -25,9 +25,9 @@ from still_graphs.later_ir import ir
 from still_graphs.ops import FUSED_OPSET, OPS, OPSET
 from still_graphs.passes.add_greedy_token import add_greedy_node, greedy_token
 from still_graphs.passes.attach_functions import attach_functions
-from still_graphs.passes.fuse_gates import fuse_all_gates
-from still_graphs.passes.fuse_low_rank import fuse_low_rank
-from still_graphs.passes.fuse_rotary_embeddings import fuse_rotary_embeddings
+from still_graphs.passes.fuse_gates import all_gates_fused, fuse_all_gates
+from still_graphs.passes.fuse_low_rank import fuse_low_rank, low_rank_fused
+from still_graphs.passes.fuse_rotary_embeddings import fuse_rotary_embeddings, rotary_embeddings_fused
 from still_graphs.passes.strip_functions import strip_functions
 from still_graphs.pipelines import Step
 
@@ -73,29 +73,31 @@ SCALES = Step(
     part_scales, "its CUDA kernel of norms takes the first row of a scale for all of them", ensures=scales_of_one_row
 )
 FUSE = Step(
-    fuse_nodes, "a step of a small model costs its nodes", only=(OWN_OPS,), requires=known_ops, ensures=imported
+    fuse_nodes, "a step of a small model costs its nodes", only=(OWN_OPS,), requires=imported, ensures=nodes_fused
 )
 STRIP = Step(
     strip_functions, "bodies are attached last, when the nodes are known", requires=known_ops, ensures=no_functions
 )
-FUSED = partial(Step, requires=no_functions, ensures=imported)
+BARE = partial(Step, requires=no_functions)
 ON_GPUS = (
-    FUSED(fuse_low_rank, "its CUDA provider launches what lies between two products node by node"),
-    FUSED(fuse_rotary_embeddings, "the same between a product and its attention"),
-    FUSED(fuse_all_gates, "the same of the gate of a feed-forward layer"),
-    Step(add_greedy_node, "greedy decoding stays on the device", requires=no_functions, ensures=greedy_token),
+    BARE(
+        fuse_low_rank,
+        "its CUDA provider launches what lies between two products node by node",
+        ensures=low_rank_fused,
+    ),
+    BARE(fuse_rotary_embeddings, "the same between a product and its attention", ensures=rotary_embeddings_fused),
+    BARE(fuse_all_gates, "the same of the gate of a feed-forward layer", ensures=all_gates_fused),
+    BARE(add_greedy_node, "greedy decoding stays on the device", ensures=greedy_token),
 )
-ATTACHED = partial(Step, requires=no_functions, ensures=bodies)
 BODIES = (
-    Step(
+    BARE(
         take_new_opset,
         "a host of the newer opset has its ops",
         only=(NEW_OPS,),
-        requires=no_functions,
         ensures=opset_at_least(FUSED_OPSET),
     ),
-    ATTACHED(attach_functions, "other hosts have none of ONNX Runtime's ops", only=(NEW_OPS,)),
-    ATTACHED(attach_own_functions, "its own ops are faster in bodies, too", only=(OWN_OPS,)),
+    BARE(attach_functions, "other hosts have none of ONNX Runtime's ops", only=(NEW_OPS,), ensures=bodies),
+    BARE(attach_own_functions, "its own ops are faster in bodies, too", only=(OWN_OPS,), ensures=bodies),
 )
 
 

@@ -15,14 +15,14 @@ from still_export.targets.trt.options import TrtOptions
 from still_export.targets.trt.package import finish
 from still_export.targets.trt.plugins import find_tensorrt_headers
 from still_export.targets.trt.runtime import TENSORRT
-from still_graphs.conditions import imported, known_ops, no_functions, no_int64_io, plugin_nodes
+from still_graphs.conditions import known_ops, no_functions, no_int64_io, plugin_nodes
 from still_graphs.passes.add_greedy_token import add_greedy_token, greedy_token
 from still_graphs.passes.fix_shapes import fix_shapes, fixed_shapes
-from still_graphs.passes.fuse_gates import fuse_gates
-from still_graphs.passes.fuse_linear_layers import fuse_linear_layers
-from still_graphs.passes.fuse_norms import fuse_norms
-from still_graphs.passes.fuse_rotary import fuse_rotary
-from still_graphs.passes.fuse_rounding import fuse_rounding
+from still_graphs.passes.fuse_gates import fuse_gates, low_bit_gates_fused
+from still_graphs.passes.fuse_linear_layers import fuse_linear_layers, linear_layers_fused
+from still_graphs.passes.fuse_norms import fuse_norms, norms_fused
+from still_graphs.passes.fuse_rotary import fuse_rotary, rotary_fused
+from still_graphs.passes.fuse_rounding import fuse_rounding, rounding_fused
 from still_graphs.passes.lower_integers import lower_integers
 from still_graphs.passes.lower_opset import lower_opset, lowered
 from still_graphs.passes.lower_plugin_nodes import lower_plugin_nodes
@@ -33,7 +33,7 @@ from still_graphs.pipelines import Step
 
 ONE_ROW = "one row"
 """Trait: the model is to run one row (sequence) at a time."""
-FUSE = partial(Step, requires=no_functions, ensures=imported)
+FUSE = partial(Step, requires=no_functions)
 """A step that fuses nodes to ones of ours."""
 DTYPES = ("float16", "bfloat16", "float32")
 
@@ -94,11 +94,15 @@ TRT = Target(
             requires=no_functions,
             ensures=sums_in_float32,
         ),
-        FUSE(fuse_linear_layers, "what lies between two plugins is compiled and launched apart"),
-        FUSE(fuse_norms, "the same between products that do not take norms"),
-        FUSE(fuse_gates, "the same between the products of a low-bit feed-forward layer"),
-        FUSE(fuse_rotary, "the same between a product and its attention"),
-        FUSE(fuse_rounding, "the same of caches in 8 bits"),
+        FUSE(
+            fuse_linear_layers,
+            "what lies between two plugins is compiled and launched apart",
+            ensures=linear_layers_fused,
+        ),
+        FUSE(fuse_norms, "the same between products that do not take norms", ensures=norms_fused),
+        FUSE(fuse_gates, "the same between the products of a low-bit feed-forward layer", ensures=low_bit_gates_fused),
+        FUSE(fuse_rotary, "the same between a product and its attention", ensures=rotary_fused),
+        FUSE(fuse_rounding, "the same of caches in 8 bits", ensures=rounding_fused),
         Step(
             lower_opset,
             "every TensorRT since 8.6 reads opset 17; quantized weights, for 10 and later, need 21",

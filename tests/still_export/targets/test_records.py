@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from still_export.errors import ConfigError
+from still_export.targets.genai.package import STEPS
 from still_export.targets.portable.runtime import TORCH
 from still_export.targets.registry import TARGETS, names, target_of, targets_of
 
@@ -93,3 +94,8 @@ next_commands(Path(), "trt")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert not done.returncode, done.stderr[-500:]
+
+
+def test_every_step_says_why_and_what_it_needs_or_leaves() -> None:
+    bare = {s.name for t in TARGETS for s in (*t.steps, *STEPS) if not s.reason or not (s.requires or s.ensures)}
+    assert not bare
