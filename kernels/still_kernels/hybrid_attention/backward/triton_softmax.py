@@ -238,27 +238,14 @@ def backward_query_kernel(
 
 @triton.jit
 def _towards_keys(
-    p_query,
-    p_grad,
-    p_lse,
-    p_delta,
-    b_key,
-    b_value,
-    b_dk,
-    b_dv,
-    i_batch,
-    T,
-    H,
-    i_head,
-    o_query,
-    o_from,
-    factor,
-    scale2,
-    o_dim,
-    D: tl.constexpr,
-    DOT: tl.constexpr,
-):
-    """A block of queries into the gradients of keys (without scale) and values; a key is seen from position o_from on."""
+    queries, at, b_key, b_value, b_dk, b_dv, o_query, o_from, factor, scale2, o_dim, D: tl.constexpr, DOT: tl.constexpr
+):  # fmt: skip
+    """A block of queries into the gradients of keys (without scale) and values; a key is seen from position o_from on.
+
+    queries: Pointers to them, their gradients, lse and delta. at: i_batch, T, H, i_head.
+    """
+    p_query, p_grad, p_lse, p_delta = queries
+    i_batch, T, H, i_head = at
     b_q = load_rows(p_query, i_batch, T, H, i_head, o_query, o_dim, D)
     b_grad = load_rows(p_grad, i_batch, T, H, i_head, o_query, o_dim, D)
     m_query = o_query < T
@@ -309,6 +296,7 @@ def backward_salient_kernel(
     mask = (o_slot < N)[:, None] & (o_dim < D)[None, :]
     b_key = tl.load(p_salient_key + o_place, mask=mask, other=0.0)
     b_value = tl.load(p_salient_value + o_place, mask=mask, other=0.0)
+    queries = (p_query, p_grad, p_lse, p_delta)
     b_dk = tl.zeros([BN, DP], tl.float32)
     b_dv = tl.zeros([BN, DP], tl.float32)
     o_from = (o_slot // K + 2) * C
@@ -319,26 +307,9 @@ def backward_salient_kernel(
             factor = tl.load(p_window_factor + i_head)
         for o_first in tl.range(begin, T, BM, num_stages=STAGES):
             b_dk, b_dv = _towards_keys(
-                p_query,
-                p_grad,
-                p_lse,
-                p_delta,
-                b_key,
-                b_value,
-                b_dk,
-                b_dv,
-                i_batch,
-                T,
-                H,
-                i_head,
-                o_first + tl.arange(0, BM),
-                o_from,
-                factor,
-                scale * LOG2E,
-                o_dim,
-                D,
-                DOT,
-            )
+                queries, (i_batch, T, H, i_head), b_key, b_value, b_dk, b_dv, o_first + tl.arange(0, BM), o_from, factor,
+                scale * LOG2E, o_dim, D, DOT,
+            )  # fmt: skip
     tl.store(p_grad_salient_key + o_place, b_dk * scale, mask=mask)
     tl.store(p_grad_salient_value + o_place, b_dv, mask=mask)
 
@@ -388,6 +359,7 @@ def backward_key_kernel(
     o_dim = tl.arange(0, DP)
     b_key = load_rows(p_key, i_batch, T, HK, i_kv, o_key, o_dim, D)
     b_value = load_rows(p_value, i_batch, T, HK, i_kv, o_key, o_dim, D)
+    queries = (p_query, p_grad, p_lse, p_delta)
     b_dk = tl.zeros([C, DP], tl.float32)
     b_dv = tl.zeros([C, DP], tl.float32)
     for i_head in range(i_kv * G, (i_kv + 1) * G):
@@ -396,26 +368,9 @@ def backward_key_kernel(
             factor = tl.load(p_window_factor + i_head)
         for o_first in tl.range(i_chunk * C, tl.minimum((i_chunk + 2) * C, T), BM, num_stages=STAGES):
             b_dk, b_dv = _towards_keys(
-                p_query,
-                p_grad,
-                p_lse,
-                p_delta,
-                b_key,
-                b_value,
-                b_dk,
-                b_dv,
-                i_batch,
-                T,
-                H,
-                i_head,
-                o_first + tl.arange(0, BM),
-                o_key,
-                factor,
-                scale * LOG2E,
-                o_dim,
-                D,
-                DOT,
-            )
+                queries, (i_batch, T, H, i_head), b_key, b_value, b_dk, b_dv, o_first + tl.arange(0, BM), o_key, factor,
+                scale * LOG2E, o_dim, D, DOT,
+            )  # fmt: skip
     b_dk *= scale
     if i_chunk < late:
         for i_head in range(i_kv * G, (i_kv + 1) * G):
