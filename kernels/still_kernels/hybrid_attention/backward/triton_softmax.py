@@ -40,20 +40,10 @@ def kept_turn(p_kept, o_row):
 
 @triton.jit(do_not_specialize=["T", "HK", "GS", "K"])
 def gather_kernel(
-    p_key,
-    p_value,
-    p_folds,
-    p_salient_key,
-    p_salient_value,
-    T,
-    HK,
-    GS,
-    K,
-    n_flags,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-):
+    p_key, p_value, p_folds, p_salient_key, p_salient_value,
+    T, HK, GS, K, n_flags,
+    C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+):  # fmt: skip
     """Keys and values that stay in softmax, salient_* [B, HS, chunks * K, D]. Grid (promoted chunks, HS, B).
 
     p_folds: 0 where a token stays, [B, n_flags, HS, C], those of chunk c at c + 2. GS: select heads of a key head.
@@ -94,42 +84,12 @@ def _towards_query(b_dot, b_grad, b_key, b_value, b_lse, b_delta, b_dq, b_row, s
 
 @triton.jit(do_not_specialize=["T", "H", "HK", "HS", "K", "N", "phantom"])
 def backward_query_kernel(
-    p_query,
-    p_key,
-    p_value,
-    p_output,
-    p_grad,
-    p_window_factor,
-    p_salient_key,
-    p_salient_value,
-    p_phi_q,
-    p_prefix_z,
-    p_grad_query,
-    p_lse,
-    p_inverse,
-    p_delta,
-    p_grad_factor,
-    T,
-    H,
-    HK,
-    HS,
-    K,
-    N,
-    phantom,
-    scale,
-    epsilon,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    F: tl.constexpr,
-    FP: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    STAGES: tl.constexpr,
-    FACTOR: tl.constexpr,
-    TOWARDS: tl.constexpr,
-    DOT: tl.constexpr,
-):
+    p_query, p_key, p_value, p_output, p_grad, p_window_factor, p_salient_key, p_salient_value, p_phi_q, p_prefix_z,
+    p_grad_query, p_lse, p_inverse, p_delta, p_grad_factor,
+    T, H, HK, HS, K, N, phantom, scale, epsilon,
+    C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    STAGES: tl.constexpr, FACTOR: tl.constexpr, TOWARDS: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
     """Gradient of the queries through the softmax terms, and what the kernels after it need of each query.
 
     First pass: maximum and sum of the row, hence lse, inverse = 1 / denominator and delta = grad . output. Second pass, where TOWARDS: the
@@ -263,30 +223,11 @@ def _towards_keys(
 
 @triton.jit(do_not_specialize=["T", "H", "HS", "K", "N"])
 def backward_salient_kernel(
-    p_query,
-    p_grad,
-    p_window_factor,
-    p_salient_key,
-    p_salient_value,
-    p_lse,
-    p_delta,
-    p_grad_salient_key,
-    p_grad_salient_value,
-    T,
-    H,
-    HS,
-    K,
-    N,
-    scale,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    STAGES: tl.constexpr,
-    FACTOR: tl.constexpr,
-    DOT: tl.constexpr,
-):
+    p_query, p_grad, p_window_factor, p_salient_key, p_salient_value, p_lse, p_delta, p_grad_salient_key, p_grad_salient_value,
+    T, H, HS, K, N, scale,
+    C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    FACTOR: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
     """Gradients of the salient keys and values through the softmax, float32 [B, HS, N, D]. Grid (ceil(N / BN), HS, B)."""
     i_select = tl.program_id(1)
     i_batch = tl.program_id(2)
@@ -316,36 +257,12 @@ def backward_salient_kernel(
 
 @triton.jit(do_not_specialize=["T", "H", "HK", "HS", "K", "late", "n_flags"])
 def backward_key_kernel(
-    p_query,
-    p_key,
-    p_value,
-    p_grad,
-    p_window_factor,
-    p_folds,
-    p_lse,
-    p_delta,
-    p_linear_grad_key,
-    p_linear_grad_value,
-    p_grad_salient_key,
-    p_grad_salient_value,
-    p_grad_key,
-    p_grad_value,
-    T,
-    H,
-    HK,
-    HS,
-    K,
-    late,
-    n_flags,
-    scale,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    BM: tl.constexpr,
-    STAGES: tl.constexpr,
-    FACTOR: tl.constexpr,
+    p_query, p_key, p_value, p_grad, p_window_factor, p_folds, p_lse, p_delta, p_linear_grad_key, p_linear_grad_value,
+    p_grad_salient_key, p_grad_salient_value, p_grad_key, p_grad_value,
+    T, H, HK, HS, K, late, n_flags, scale,
+    C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, FACTOR: tl.constexpr,
     DOT: tl.constexpr,
-):
+):  # fmt: skip
     """Gradients of keys and values: through the window, and what the kernels of salient and linear terms found of them.
 
     linear_grad_*: [B, late * C, H, D]; grad_salient_*: [B, HS, late * K, D]. BM divides C. Grid (ceil(T / C), HK, B).

@@ -278,23 +278,8 @@ def linear_slice(
 
 @triton.jit
 def _fold_whole(
-    at,
-    states,
-    heads,
-    i_kv,
-    b_phi,
-    b_psi,
-    old,
-    length,
-    p_weight,
-    p_state,
-    p_mass,
-    p_gate,
-    p_lin,
-    p_den,
-    K,
-    c: tl.constexpr,
-):
+    at, states, heads, i_kv, b_phi, b_psi, old, length, p_weight, p_state, p_mass, p_gate, p_lin, p_den, K, c: tl.constexpr,
+):  # fmt: skip
     """`_fold_chunk` for all slices of S, whose features are made once; what they add to the output goes to where that has been stored."""
     o_feature = tl.arange(0, c.PP)
     o_dim = tl.arange(0, c.DK)

@@ -12,7 +12,7 @@ zeros where there is nothing, for a weight of 0 times what memory happens to hol
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -39,55 +39,14 @@ BN = gl.constexpr(128)
 """Keys of a block, and rows of the box of keys and values."""
 HEADS = gl.constexpr(8)
 """Query heads whose tiles run side by side, so that what they share is still in L2."""
-
-
-class Buffers(NamedTuple):
-    """Shared memory: [2, BM, D] for the consumers' queries, linear parts, and gates that outputs take the place of; [SLOTS, BN, D]."""
-
-    query: Any
-    key: Any
-    value: Any
-    linear: Any
-    out: Any
-
-
-class Barriers(NamedTuple):
-    """Of the buffers, whether they are full or empty; `end` of linear parts and gates."""
-
-    q_full: Any
-    q_empty: Any
-    k_full: Any
-    k_empty: Any
-    v_full: Any
-    v_empty: Any
-    end_full: Any
-    end_empty: Any
-
-
-class Sizes(NamedTuple):
-    """Integers of the call."""
-
-    T: Any
-    H: Any
-    HK: Any
-    HS: Any
-    K: Any
-    N: Any
-    first_tile: Any
-    n_tiles: Any
-    total: Any
-
-
-class Constants(NamedTuple):
-    """What a build of the kernel fixes."""
-
-    C: Any
-    D: Any
-    SLOTS: Any
-    GATE: Any
-    FACTOR: Any
-    RAGGED: Any
-    PAGES: Any
+Buffers = namedtuple("Buffers", "query key value linear out")
+"""Shared memory: [2, BM, D] for the consumers' queries, linear parts, and gates that outputs take the place of; [SLOTS, BN, D]."""
+Barriers = namedtuple("Barriers", "q_full q_empty k_full k_empty v_full v_empty end_full end_empty")
+"""Of the buffers, whether they are full or empty; `end` of linear parts and gates."""
+Sizes = namedtuple("Sizes", "T H HK HS K N first_tile n_tiles total")
+"""Integers of the call."""
+Constants = namedtuple("Constants", "C D SLOTS GATE FACTOR RAGGED PAGES")
+"""What a build of the kernel fixes."""
 
 
 @gluon.jit
@@ -426,45 +385,12 @@ def _consume(
     do_not_specialize_on_alignment=ROWS,
 )
 def attend_tma_kernel(
-    d_query,
-    d_key,
-    d_value,
-    d_salient_key,
-    d_salient_value,
-    d_linear,
-    d_gate,
-    d_output,
-    p_key,
-    p_value,
-    p_window_factor,
-    p_window_key,
-    p_window_value,
-    p_new_tokens,
-    p_past_length,
-    p_query_start,
-    p_state_row,
-    p_linear_sum,
-    p_output,
-    B,
-    T,
-    H,
-    HK,
-    HS,
-    K,
-    N,
-    first_tile,
-    n_tiles,
-    phantom,
-    scale,
-    epsilon,
-    C: gl.constexpr,
-    D: gl.constexpr,
-    SLOTS: gl.constexpr,
-    GATE: gl.constexpr,
-    FACTOR: gl.constexpr,
-    RAGGED: gl.constexpr,
+    d_query, d_key, d_value, d_salient_key, d_salient_value, d_linear, d_gate, d_output, p_key, p_value, p_window_factor,
+    p_window_key, p_window_value, p_new_tokens, p_past_length, p_query_start, p_state_row, p_linear_sum, p_output,
+    B, T, H, HK, HS, K, N, first_tile, n_tiles, phantom, scale, epsilon,
+    C: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, GATE: gl.constexpr, FACTOR: gl.constexpr, RAGGED: gl.constexpr,
     PAGES: gl.constexpr,
-):
+):  # fmt: skip
     """Output of the queries of chunks c0 + first_tile .. + n_tiles - 1, B rows, H heads. Any number of programs shares the tiles.
 
     Descriptors (d_) are of rows of D columns: query, gate, output [tokens, H * D]; key, value [tokens, HK * D]; salient_key and

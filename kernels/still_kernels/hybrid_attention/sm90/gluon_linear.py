@@ -9,7 +9,7 @@ promoted between the two enters the second one's result by products of features.
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -33,50 +33,14 @@ from still_kernels.hybrid_attention.sm90.gluon_common import (
 FEATURE_FLOOR = gl.constexpr(1e-12)
 
 
-class Buffers(NamedTuple):
-    """Shared memory: a projection [P, D], queries [2, C, D], S [2, P, D], features [2, C, P] and values [C, D] of the chunk between."""
-
-    w: Any
-    q: Any
-    s: Any
-    phi: Any
-    v: Any
-
-
-class Barriers(NamedTuple):
-    """Of the buffers, whether they are full or empty."""
-
-    w_full: Any
-    q_full: Any
-    q_empty: Any
-    s_full: Any
-    s_empty: Any
-    phi_full: Any
-    phi_empty: Any
-    v_full: Any
-    v_empty: Any
-
-
-class Sizes(NamedTuple):
-    """Integers of the call."""
-
-    T: Any
-    H: Any
-    HK: Any
-    W_HEADS: Any
-    first_tile: Any
-    n_tiles: Any
-    B: Any
-
-
-class Constants(NamedTuple):
-    """What a build of the kernel fixes."""
-
-    C: Any
-    D: Any
-    P: Any
-    FEATURE: Any
-    RAGGED: Any
+Buffers = namedtuple("Buffers", "w q s phi v")
+"""Shared memory: a projection [P, D], queries [2, C, D], S [2, P, D], features [2, C, P] and values [C, D] of the chunk between."""
+Barriers = namedtuple("Barriers", "w_full q_full q_empty s_full s_empty phi_full phi_empty v_full v_empty")
+"""Of the buffers, whether they are full or empty."""
+Sizes = namedtuple("Sizes", "T H HK W_HEADS first_tile n_tiles B")
+"""Integers of the call."""
+Constants = namedtuple("Constants", "C D P FEATURE RAGGED")
+"""What a build of the kernel fixes."""
 
 
 @gluon.jit
@@ -289,33 +253,11 @@ def _consume(
     do_not_specialize=["B", "T", "H", "HK", "W_HEADS", "first_tile", "n_tiles"], do_not_specialize_on_alignment=ROWS
 )
 def linear_tma_kernel(
-    d_query,
-    d_value,
-    d_feature_q_weight,
-    d_phi_k,
-    d_prefix_kv,
-    d_linear,
-    p_value,
-    p_window_value,
-    p_new_tokens,
-    p_past_length,
-    p_query_start,
-    p_state_row,
-    p_prefix_z,
-    p_linear_sum,
-    B,
-    T,
-    H,
-    HK,
-    W_HEADS,
-    first_tile,
-    n_tiles,
-    C: gl.constexpr,
-    D: gl.constexpr,
-    P: gl.constexpr,
-    FEATURE: gl.constexpr,
-    RAGGED: gl.constexpr,
-):
+    d_query, d_value, d_feature_q_weight, d_phi_k, d_prefix_kv, d_linear, p_value, p_window_value, p_new_tokens, p_past_length,
+    p_query_start, p_state_row, p_prefix_z, p_linear_sum,
+    B, T, H, HK, W_HEADS, first_tile, n_tiles,
+    C: gl.constexpr, D: gl.constexpr, P: gl.constexpr, FEATURE: gl.constexpr, RAGGED: gl.constexpr,
+):  # fmt: skip
     """phi(q)^T S and phi(q)^T z of chunks c0 + first_tile .. + n_tiles - 1, B rows, H heads. Any number of programs shares the tiles.
 
     Writes linear [B, n_tiles, H, C, D] and linear_sum [B, n_tiles, H, C], nothing for chunks 0 and 1; S and z are stored for every

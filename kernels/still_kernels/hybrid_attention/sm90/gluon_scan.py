@@ -8,7 +8,7 @@ values of the next chunks are on their way through a ring of slots.
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -32,35 +32,12 @@ from still_kernels.hybrid_attention.sm90.gluon_common import (
 
 SB = gl.constexpr(64)
 """Features of a group, columns of a program, and rows and columns of the boxes."""
-
-
-class Barriers(NamedTuple):
-    """Of the slots of features and values, whether they are full or empty."""
-
-    phi_full: Any
-    phi_empty: Any
-    v_full: Any
-    v_empty: Any
-
-
-class Sizes(NamedTuple):
-    """Integers of the call."""
-
-    T: Any
-    H: Any
-    HK: Any
-    first_tile: Any
-    n_tiles: Any
-
-
-class Constants(NamedTuple):
-    """What a build of the kernel fixes."""
-
-    C: Any
-    D: Any
-    F: Any
-    SLOTS: Any
-    RAGGED: Any
+Barriers = namedtuple("Barriers", "phi_full phi_empty v_full v_empty")
+"""Of the slots of features and values, whether they are full or empty."""
+Sizes = namedtuple("Sizes", "T H HK first_tile n_tiles")
+"""Integers of the call."""
+Constants = namedtuple("Constants", "C D F SLOTS RAGGED")
+"""What a build of the kernel fixes."""
 
 
 @gluon.jit
@@ -179,29 +156,11 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["T", "H", "HK", "first_tile", "n_tiles"], do_not_specialize_on_alignment=ROWS)
 def scan_tma_kernel(
-    d_value,
-    d_phi_k,
-    d_prefix_kv,
-    p_value,
-    p_window_value,
-    p_kv_state,
-    p_z_state,
-    p_new_tokens,
-    p_past_length,
-    p_query_start,
-    p_state_row,
-    p_prefix_z,
-    T,
-    H,
-    HK,
-    first_tile,
-    n_tiles,
-    C: gl.constexpr,
-    D: gl.constexpr,
-    F: gl.constexpr,
-    SLOTS: gl.constexpr,
-    RAGGED: gl.constexpr,
-):
+    d_value, d_phi_k, d_prefix_kv, p_value, p_window_value, p_kv_state, p_z_state, p_new_tokens, p_past_length, p_query_start,
+    p_state_row, p_prefix_z,
+    T, H, HK, first_tile, n_tiles,
+    C: gl.constexpr, D: gl.constexpr, F: gl.constexpr, SLOTS: gl.constexpr, RAGGED: gl.constexpr,
+):  # fmt: skip
     """Fold promoted chunks into S and z in chunk order; leave what each chunk c0 + first_tile + 2 i sees. Grid (F / 128 * D / 64, H, B).
 
     prefix_kv [B, ceil(n_tiles / 2), H, F, D], prefix_z [B, ceil(n_tiles / 2), H, F]. Descriptors (d_): value [tokens, HK * D],
