@@ -16,11 +16,6 @@ Examples:
 """
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb to `app`."""
-    app.command("audit", epilog=EXAMPLES)(audit)
-
-
 def audit(
     model: Annotated[str, typer.Argument(help="STILL model.", show_default=False)],
     output: Annotated[

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-from still_export.cli.flags import add_verb
 from still_export.cli.output import Output, ReportFile, TrustNative, command_line, report_folder
 from still_export.errors import ConfigError
 from still_export.extras import demand
@@ -20,11 +19,6 @@ Examples:
 
     still-export bench package --lengths 1024,4096,8000 --beside peer.json -o results
 """
-
-
-def register(app: typer.Typer, whole: bool = True) -> None:
-    """Add the verb to `app`, `whole` with the flags of its options."""
-    add_verb(app, bench, EXAMPLES, whole, "still_export.evaluation.bench.BenchOptions")
 
 
 def bench(

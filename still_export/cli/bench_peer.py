@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-from still_export.cli.flags import add_verb
 from still_export.cli.output import Output
 from still_export.errors import ConfigError
 from still_export.extras import demand
@@ -22,18 +21,6 @@ Examples:
 
     still-export bench-peer BASE --provider cuda --quantize int4     with onnxruntime-genai-cuda; float16 without --quantize
 """
-
-
-def register(app: typer.Typer, whole: bool = True) -> None:
-    """Add the verb to `app`, `whole` with the flags of its options."""
-    add_verb(
-        app,
-        bench_peer,
-        EXAMPLES,
-        whole,
-        "still_export.evaluation.bench.BenchOptions",
-        without=("batch", "runtime"),
-    )
 
 
 def bench_peer(

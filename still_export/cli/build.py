@@ -8,7 +8,6 @@ from typing import Annotated, Any
 import typer
 
 from still_export.cli.errors import ended_at_once
-from still_export.cli.flags import add_verb
 from still_export.cli.next_commands import next_commands
 from still_export.cli.output import Output, TrustNative
 
@@ -19,11 +18,6 @@ Examples:
 
     still-export build package --batch 4 --prefill-tokens 1024
 """
-
-
-def register(app: typer.Typer, whole: bool = True) -> None:
-    """Add the verb to `app`, `whole` with the flags of its options."""
-    add_verb(app, build, EXAMPLES, whole, "still_export.targets.trt.build.BuildOptions")
 
 
 def build(

@@ -10,11 +10,6 @@ import typer
 from still_export.cli.output import Output
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb to `app`."""
-    app.command("doctor")(doctor)
-
-
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False) -> None:
     """Say what this machine can export, build, run and train, and what to install for the rest."""
     from still_export.doctor import examine, machine

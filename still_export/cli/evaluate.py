@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import typer
 
-from still_export.cli.flags import add_verb
 from still_export.cli.output import Output, ReportFile, command_line, report_folder
 
 EXAMPLES = """
@@ -23,11 +22,6 @@ Examples:
 
     still-export evaluate INT4 INT8 FLOAT32 --text held_out.txt --tasks needle --lengths 2048 -o which
 """
-
-
-def register(app: typer.Typer, whole: bool = True) -> None:
-    """Add the verb to `app`, `whole` with the flags of its options."""
-    add_verb(app, evaluate, EXAMPLES, whole, "still_export.evaluation.evaluate.EvaluationOptions")
 
 
 def evaluate(

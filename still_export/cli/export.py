@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from still_export.cli.flags import add_verb
 from still_export.cli.next_commands import next_commands
 from still_export.cli.output import Output, command_line
 
@@ -34,12 +33,6 @@ NO_PLUGIN = (
     "no plugin library: there is no NvInfer.h in the usual places. Name its folder with --tensorrt-include, or the engine's "
     "machine will need --plugin."
 )
-
-
-def register(app: typer.Typer, whole: bool = True) -> None:
-    """Add the verb to `app`, `whole` with the flags of the options' records."""
-    model = ("still_export.graph.options.ExportOptions", "still_export.mixers.choices.StillChoices")
-    add_verb(app, export, EXAMPLES, whole, *model, targets=True)
 
 
 def export(

@@ -16,11 +16,6 @@ Examples:
 """
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb to `app`."""
-    app.command("fetch-texts", epilog=EXAMPLES)(fetch_texts)
-
-
 def fetch_texts(
     folder: Annotated[Path, typer.Argument(help="Where the .txt files go.", show_default=False)],
     as_json: Annotated[bool, typer.Option("--json", help="Print the files as JSON.")] = False,

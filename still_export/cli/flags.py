@@ -17,9 +17,9 @@ from still_export.fields import flag_of, names_of
 def add_verb(
     app: typer.Typer,
     verb: Callable[..., None],
-    epilog: str,
+    epilog: str | None,
     whole: bool,
-    *records: str,
+    records: Collection[str] = (),
     without: Collection[str] = (),
     targets: bool = False,
 ) -> None:

@@ -19,11 +19,6 @@ Examples:
 """
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb to `app`."""
-    app.command("inspect", epilog=EXAMPLES)(inspect)
-
-
 def inspect(
     package: Annotated[Path, typer.Argument(help="Package folder.")],
     report: ReportFile = None,

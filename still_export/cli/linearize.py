@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from still_export.cli.flags import flags_of, with_flags
 from still_export.cli.output import Output, ReportFile, command_line
 from still_export.errors import ConfigError
 from still_export.extras import EXTRAS, demand
@@ -29,18 +27,6 @@ Examples:
 
     torchrun --nproc-per-node 2 -m still_export.cli.main linearize --config recipe.yaml -o DIR
 """
-
-
-def register(app: typer.Typer) -> None:
-    """Add the verb to `app`."""
-    app.command("linearize", epilog=EXAMPLES)(with_recipe_flags(linearize))
-
-
-def with_recipe_flags(verb: Callable[..., None]) -> Callable[..., None]:
-    """`verb` with the flags of a recipe that it has none of its own for."""
-    from still_export.linearization.recipe import Recipe
-
-    return with_flags(verb, *flags_of(Recipe, without=("base", "texts")))
 
 
 def linearize(

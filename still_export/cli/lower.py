@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import typer
 
-from still_export.cli.flags import add_verb
 from still_export.cli.next_commands import next_commands
 from still_export.cli.output import Output, command_line
 
@@ -20,11 +19,6 @@ Examples:
 
     still-export lower package --to onnx --dtype float16 -o half
 """
-
-
-def register(app: typer.Typer, whole: bool = True) -> None:
-    """Add the verb to `app`, `whole` with the flags of the targets' records."""
-    add_verb(app, lower, EXAMPLES, whole, targets=True)
 
 
 def lower(

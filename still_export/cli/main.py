@@ -7,8 +7,9 @@ import functools
 import signal
 import sys
 import threading
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -33,29 +34,32 @@ def _root(
     pass
 
 
+PLAIN: dict[str, Any] = {}
+RECIPE = {"records": ("still_export.linearization.recipe.Recipe",), "without": ("base", "texts")}
+MODEL = ("still_export.graph.options.ExportOptions", "still_export.mixers.choices.StillChoices")
+VERBS: dict[str, dict[str, Any]] = {
+    "export": {"records": MODEL, "targets": True},
+    "lower": {"targets": True},
+    "build": {"records": ("still_export.targets.trt.build.BuildOptions",)},
+    "verify": {"records": ("still_export.proof.package.VerifyOptions",)},
+    "bench": {"records": ("still_export.evaluation.bench.BenchOptions",)},
+    "prove": {"records": ("still_export.evaluation.prove.ProveOptions",)},
+    "bench_peer": {"records": ("still_export.evaluation.bench.BenchOptions",), "without": ("batch", "runtime")},
+    "evaluate": {"records": ("still_export.evaluation.evaluate.EvaluationOptions",)},
+    **dict.fromkeys(("run", "serve", "inspect", "fetch_texts", "write_chats"), PLAIN),
+    "linearize": RECIPE,
+    "audit": PLAIN,
+    "select_layers": RECIPE,
+    "doctor": PLAIN,
+}
+"""Verbs in the order of the help, a file each with a function of its name, and what flags are made from beside those of the function."""
+
+
 @functools.cache  # every call of `main` in a process would have all verbs more to build
 def app(verb: str = "") -> typer.Typer:
     """The command line; of the verbs whose flags are made from records, whose imports take seconds, `verb` alone has them."""
-    from still_export.cli import (
-        audit,
-        bench,
-        bench_peer,
-        build,
-        doctor,
-        evaluate,
-        export,
-        fetch_texts,
-        inspect,
-        kernels,
-        linearize,
-        lower,
-        prove,
-        run,
-        select_layers,
-        serve,
-        verify,
-        write_chats,
-    )
+    from still_export.cli import kernels
+    from still_export.cli.flags import add_verb
 
     made = typer.Typer(
         name="still-export",
@@ -69,21 +73,14 @@ def app(verb: str = "") -> typer.Typer:
         rich_markup_mode="markdown",
     )
     made.callback()(_root)
-    for module in (export, lower, build, verify, bench, prove, bench_peer, evaluate):
-        module.register(made, whole=verb == module.__name__.rpartition(".")[2].replace("_", "-"))
-    for module in (
-        run,
-        serve,
-        inspect,
-        fetch_texts,
-        write_chats,
-        linearize,
-        audit,
-        select_layers,
-        kernels,
-        doctor,
-    ):
-        module.register(made)
+    for file, flags in VERBS.items():
+        module, name = import_module(f"still_export.cli.{file}"), file.replace("_", "-")
+        function, examples = getattr(module, file), getattr(module, "EXAMPLES", None)
+        if flags is PLAIN:
+            made.command(name, epilog=examples)(function)
+        else:  # a recipe's take no time
+            add_verb(made, function, examples, verb == name or flags is RECIPE, **flags)
+    kernels.register(made)
     return made
 
 

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import typer
 
-from still_export.cli.flags import add_verb
 from still_export.cli.output import Output, TrustNative, report_folder
 
 EXAMPLES = """
@@ -17,11 +16,6 @@ Examples:
 
     still-export prove package --calls calls.npz -o proofs     on a board without PyTorch
 """
-
-
-def register(app: typer.Typer, whole: bool = True) -> None:
-    """Add the verb to `app`, `whole` with the flags of its options."""
-    add_verb(app, prove, EXAMPLES, whole, "still_export.evaluation.prove.ProveOptions")
 
 
 def prove(

@@ -29,11 +29,6 @@ A long text is read once and asked many times:
 """
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb to `app`."""
-    app.command("run", epilog=EXAMPLES)(run)
-
-
 def run(
     package: Annotated[Path, typer.Argument(help="Package folder.")],
     prompt: Annotated[

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-from still_export.cli.linearize import with_recipe_flags
 from still_export.cli.output import Output
 from still_export.extras import EXTRAS, demand
 
@@ -21,11 +20,6 @@ Examples:
 
     still-export linearize BASE --text book.txt --softmax-layers 2 -o DIR
 """
-
-
-def register(app: typer.Typer) -> None:
-    """Add the verb to `app`."""
-    app.command("select-layers", epilog=EXAMPLES)(with_recipe_flags(select_layers))
 
 
 def select_layers(

@@ -20,11 +20,6 @@ Examples:
 """
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb to `app`."""
-    app.command("serve", epilog=EXAMPLES)(serve)
-
-
 def serve(
     package: Annotated[Path, typer.Argument(help="Package folder.")],
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 = every one of this machine.")] = "127.0.0.1",

@@ -14,7 +14,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from still_export.cli.flags import add_verb
 from still_export.cli.output import Output, ReportFile, TrustNative, command_line, report_folder
 from still_export.cli.verify_foreign import is_foreign, verify_foreign
 from still_export.cli.verify_served import REQUESTS, RUNTIME, check_flags, verify_served
@@ -43,11 +42,6 @@ Examples:
 
     still-export verify GENAI_FOLDER --model BASE     a decoder that onnxruntime-genai, optimum or transformers exported
 """
-
-
-def register(app: typer.Typer, whole: bool = True) -> None:
-    """Add the verb to `app`, `whole` with the flags of its options."""
-    add_verb(app, verify, EXAMPLES, whole, "still_export.proof.package.VerifyOptions")
 
 
 def verify(

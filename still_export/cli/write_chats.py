@@ -18,11 +18,6 @@ Examples:
 """
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb to `app`."""
-    app.command("write-chats", epilog=EXAMPLES)(write_chats)
-
-
 def write_chats(
     base: Annotated[str, typer.Argument(help="Model folder or GGUF file with a chat template.", show_default=False)],
     output: Annotated[

@@ -6,6 +6,8 @@ AutoModelForCausalLM without remote code, and a process that has not imported th
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,77 +30,6 @@ from transformers import (
 from still_export.models.base import StillConfigMixin, StillModelMixin
 
 
-@strict
-class StillLlamaConfig(StillConfigMixin, LlamaConfig):
-    """Llama, and all who share its architecture: SmolLM, SmolLM2, TinyLlama."""
-
-    model_type = "still_llama"
-    still_config: dict[str, Any] | None = None
-
-
-@strict
-class StillMistralConfig(StillConfigMixin, MistralConfig):
-    """Mistral without an effective sliding window."""
-
-    model_type = "still_mistral"
-    sliding_window: int | None = None  # transformers makes a default configuration to print or write any
-    still_config: dict[str, Any] | None = None
-
-
-@strict
-class StillQwen2Config(StillConfigMixin, Qwen2Config):
-    """Qwen2 and Qwen2.5: biases on q, k and v."""
-
-    model_type = "still_qwen2"
-    still_config: dict[str, Any] | None = None
-
-
-@strict
-class StillQwen3Config(StillConfigMixin, Qwen3Config):
-    """Qwen3: queries and keys are normed per head."""
-
-    model_type = "still_qwen3"
-    still_config: dict[str, Any] | None = None
-
-
-@strict
-class StillSmolLM3Config(StillConfigMixin, SmolLM3Config):
-    """SmolLM3: some layers have no positions."""
-
-    model_type = "still_smollm3"
-    still_config: dict[str, Any] | None = None
-
-
-class StillLlamaForCausalLM(StillModelMixin, LlamaForCausalLM):
-    """Llama with hybrid attention."""
-
-    config_class = StillLlamaConfig
-
-
-class StillMistralForCausalLM(StillModelMixin, MistralForCausalLM):
-    """Mistral with hybrid attention."""
-
-    config_class = StillMistralConfig
-
-
-class StillQwen2ForCausalLM(StillModelMixin, Qwen2ForCausalLM):
-    """Qwen2 with hybrid attention."""
-
-    config_class = StillQwen2Config
-
-
-class StillQwen3ForCausalLM(StillModelMixin, Qwen3ForCausalLM):
-    """Qwen3 with hybrid attention."""
-
-    config_class = StillQwen3Config
-
-
-class StillSmolLM3ForCausalLM(StillModelMixin, SmolLM3ForCausalLM):
-    """SmolLM3 with hybrid attention."""
-
-    config_class = StillSmolLM3Config
-
-
 @dataclass(frozen=True)
 class Family:
     """A family's plain and STILL classes; `name` is its model_type in transformers.
@@ -113,18 +44,51 @@ class Family:
     linear: bool = False
 
 
+def make_family(
+    module: str,
+    config: Any,
+    model: Any,
+    mixins: tuple[type, type] = (StillConfigMixin, StillModelMixin),
+    *,
+    title: str = "",
+    name: str = "",
+    linear: bool = False,
+    fields: Mapping[str, tuple[Any, Any]] | None = None,
+    **attributes: Any,
+) -> Family:
+    """A family whose STILL classes are named after the plain ones, registered and part of `module`, where pickles look for them.
+
+    Args:
+        config, model: The plain classes.
+        mixins: Go before them.
+        title, name: Of the STILL classes, and of the family; where not given, as the plain ones say.
+        fields: Of the STILL configuration beside its own: type and default.
+        attributes: Of its class.
+    """
+    name = name or config.model_type
+    own = {"still_config": (dict[str, Any] | None, None), **(fields or {})}
+    body = {"__annotations__": {field: kind for field, (kind, _) in own.items()}, "model_type": f"still_{name}"}
+    body |= {field: default for field, (_, default) in own.items()} | attributes | {"__module__": module}
+    configured: Any = type(f"Still{title + 'Config' if title else config.__name__}", (mixins[0], config), body)
+    still_config = strict(configured)
+    called = f"Still{title + 'ForCausalLM' if title else model.__name__}"
+    still_model = type(called, (mixins[1], model), {"config_class": still_config, "__module__": module})
+    for made in (still_config, still_model):
+        setattr(sys.modules[module], made.__name__, made)
+    AutoConfig.register(f"still_{name}", still_config)
+    AutoModelForCausalLM.register(still_config, still_model)
+    return Family(name, config, still_config, still_model, linear)
+
+
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
-        Family("llama", LlamaConfig, StillLlamaConfig, StillLlamaForCausalLM),
-        Family("mistral", MistralConfig, StillMistralConfig, StillMistralForCausalLM),
-        Family("qwen2", Qwen2Config, StillQwen2Config, StillQwen2ForCausalLM),
-        Family("qwen3", Qwen3Config, StillQwen3Config, StillQwen3ForCausalLM),
-        Family("smollm3", SmolLM3Config, StillSmolLM3Config, StillSmolLM3ForCausalLM),
+        make_family(__name__, LlamaConfig, LlamaForCausalLM),  # SmolLM, SmolLM2 and TinyLlama are Llama too
+        # No window: transformers makes a default configuration to print or write any.
+        make_family(__name__, MistralConfig, MistralForCausalLM, fields={"sliding_window": (int | None, None)}),
+        make_family(__name__, Qwen2Config, Qwen2ForCausalLM),  # and Qwen2.5
+        make_family(__name__, Qwen3Config, Qwen3ForCausalLM),
+        make_family(__name__, SmolLM3Config, SmolLM3ForCausalLM),
     )
 }
 """Families by transformers' model_type."""
-
-for _family in FAMILIES.values():
-    AutoConfig.register(_family.still_config.model_type, _family.still_config)  # type: ignore[attr-defined]
-    AutoModelForCausalLM.register(_family.still_config, _family.still_model)

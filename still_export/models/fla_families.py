@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, ClassVar
-
-from huggingface_hub.dataclasses import strict
+from typing import Any
 
 from still_export.errors import ConfigError
 from still_export.mixers.config import LayersConfig
 from still_export.mixers.layers import FULL, MOST_ROWS, WINDOWED
-from still_export.models.families import Family
+from still_export.models.families import Family, make_family
 from still_export.models.fla import FlaConfig, fla_stack
 from still_export.models.fla_config import LINEAR
 from still_export.models.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
 from still_export.models.stack import Stack, StackForCausalLM
 
 
-class StillFlaConfig(LinearConfigMixin):
+class FlaConfigMixin(LinearConfigMixin):
     """Softmax layers have a window where it is shorter than what they may see."""
 
     sliding_window: int | None
@@ -32,81 +30,25 @@ class StillFlaConfig(LinearConfigMixin):
         return replace(still, layer_types=tuple(WINDOWED if name == FULL else name for name in still.layer_types or ()))
 
 
-def _places(mixer: str) -> dict[str, Place]:
-    return {LINEAR: Place(mixer, ("attn",)), FULL: Place(FULL, ("attn",))}
-
-
-@strict
-class StillGLAConfig(StillFlaConfig, FlaConfig):
-    """GLA: the gated rule with a decay per key channel."""
-
-    model_type = "still_gla"
-    places: ClassVar[dict[str, Place]] = _places("gated_linear_attention")
-    still_config: dict[str, Any] | None = None
-
-
-@strict
-class StillHGRN2Config(StillFlaConfig, FlaConfig):
-    """HGRN2: the same, what is written follows from what is forgotten."""
-
-    model_type = "still_hgrn2"
-    places: ClassVar[dict[str, Place]] = _places("gated_linear_attention")
-    still_config: dict[str, Any] | None = None
-
-
-@strict
-class StillDeltaNetConfig(StillFlaConfig, FlaConfig):
-    """DeltaNet: the delta rule."""
-
-    model_type = "still_delta_net"
-    places: ClassVar[dict[str, Place]] = _places("delta_net")
-    still_config: dict[str, Any] | None = None
-
-
-@strict
-class StillGatedDeltaNetConfig(StillFlaConfig, FlaConfig):
-    """Gated DeltaNet: the gated delta rule."""
-
-    model_type = "still_gated_deltanet"
-    places: ClassVar[dict[str, Place]] = _places("gated_delta_net")
-    still_config: dict[str, Any] | None = None
-
-
-class StillFlaForCausalLM(LinearModelMixin, StackForCausalLM):
-    """A model of flash-linear-attention."""
+class FlaModelMixin(LinearModelMixin):
+    """On the stack of layers that they share."""
 
     def stack(self, config: Any) -> Stack:
         return fla_stack(config)
 
 
-class StillGLAForCausalLM(StillFlaForCausalLM):
-    """GLA."""
-
-    config_class = StillGLAConfig
-
-
-class StillHGRN2ForCausalLM(StillFlaForCausalLM):
-    """HGRN2."""
-
-    config_class = StillHGRN2Config
-
-
-class StillDeltaNetForCausalLM(StillFlaForCausalLM):
-    """DeltaNet."""
-
-    config_class = StillDeltaNetConfig
-
-
-class StillGatedDeltaNetForCausalLM(StillFlaForCausalLM):
-    """Gated DeltaNet."""
-
-    config_class = StillGatedDeltaNetConfig
+def _family(name: str, title: str, mixer: str) -> Family:
+    places = {LINEAR: Place(mixer, ("attn",)), FULL: Place(FULL, ("attn",))}
+    mixins = (FlaConfigMixin, FlaModelMixin)
+    return make_family(
+        __name__, FlaConfig, StackForCausalLM, mixins, title=title, name=name, linear=True, places=places
+    )
 
 
 FLA_FAMILIES: tuple[Family, ...] = (
-    Family("gla", FlaConfig, StillGLAConfig, StillGLAForCausalLM, linear=True),
-    Family("hgrn2", FlaConfig, StillHGRN2Config, StillHGRN2ForCausalLM, linear=True),
-    Family("delta_net", FlaConfig, StillDeltaNetConfig, StillDeltaNetForCausalLM, linear=True),
-    Family("gated_deltanet", FlaConfig, StillGatedDeltaNetConfig, StillGatedDeltaNetForCausalLM, linear=True),
+    _family("gla", "GLA", "gated_linear_attention"),  # the gated rule with a decay per key channel
+    _family("hgrn2", "HGRN2", "gated_linear_attention"),  # the same, what is written follows from what is forgotten
+    _family("delta_net", "DeltaNet", "delta_net"),
+    _family("gated_deltanet", "GatedDeltaNet", "gated_delta_net"),
 )
 """By flash-linear-attention's model_type."""

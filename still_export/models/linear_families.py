@@ -5,14 +5,11 @@ Such a model is exported as it is: nothing is linearized, nothing untrained atta
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import Tensor
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
     FalconH1Config,
     FalconH1ForCausalLM,
     GraniteMoeHybridConfig,
@@ -35,7 +32,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedd
 from still_export.errors import UnsupportedModelError
 from still_export.mixers.config import LayersConfig
 from still_export.mixers.layers import FULL
-from still_export.models.families import Family
+from still_export.models.families import Family, make_family
 from still_export.models.fla_families import FLA_FAMILIES
 from still_export.models.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
 from still_export.models.stack import Stack, StackForCausalLM
@@ -46,43 +43,8 @@ _GATED_DELTA = {
 }
 
 
-@strict
-class StillQwen3_5TextConfig(LinearConfigMixin, Qwen3_5TextConfig):
-    """Qwen3.5, its text: gated delta rule, softmax with an output gate."""
-
-    model_type = "still_qwen3_5_text"
-    places = _GATED_DELTA
-    still_config: dict[str, Any] | None = None
-
-
-@strict
-class StillQwen3NextConfig(LinearConfigMixin, Qwen3NextConfig):
-    """Qwen3-Next without experts: as Qwen3.5."""
-
-    model_type = "still_qwen3_next"
-    places = _GATED_DELTA
-    still_config: dict[str, Any] | None = None
-
-
-@strict
-class StillOlmoHybridConfig(LinearConfigMixin, OlmoHybridConfig):
-    """OLMo-Hybrid: gated delta rule with beta up to 2, softmax with norms over all heads."""
-
-    model_type = "still_olmo_hybrid"
-    places = _GATED_DELTA
-    still_config: dict[str, Any] | None = None
-
-
-@strict
-class StillKimiLinearConfig(LinearConfigMixin, KimiLinearConfig):
-    """Kimi Linear without experts: gated delta rule with a decay per key channel, attention to latents without positions."""
-
-    model_type = "still_kimi_linear"
-    places: ClassVar[dict[str, Place]] = {
-        "linear_attention": Place("gated_delta_net", ("self_attn",)),
-        "full_attention": Place("latent_attention", ("self_attn",)),
-    }
-    still_config: dict[str, Any] | None = None
+class KimiConfigMixin(LinearConfigMixin):
+    """Kimi Linear's names, and what of it is not covered."""
 
     linear_num_key_heads = linear_num_value_heads = property(lambda self: self.linear_num_heads)
     linear_key_head_dim = linear_value_head_dim = property(lambda self: self.linear_head_dim)
@@ -93,50 +55,6 @@ class StillKimiLinearConfig(LinearConfigMixin, KimiLinearConfig):
             raise UnsupportedModelError(
                 "mla_use_nope=false in config.json: attention to latents is covered without positions alone, as transformers has it."
             )
-
-
-@strict
-class StillGraniteMoeHybridConfig(LinearConfigMixin, GraniteMoeHybridConfig):
-    """Granite 4 without experts: Mamba-2, softmax with or without positions."""
-
-    model_type = "still_granitemoehybrid"
-    places: ClassVar[dict[str, Place]] = {
-        "linear_attention": Place("mamba2", ("mamba",)),
-        "full_attention": Place(FULL, ("self_attn",)),
-    }
-    still_config: dict[str, Any] | None = None
-
-
-@strict
-class StillLfm2Config(LinearConfigMixin, Lfm2Config):
-    """LFM2: short convolutions, softmax."""
-
-    model_type = "still_lfm2"
-    places: ClassVar[dict[str, Place]] = {
-        "conv": Place("short_conv", ("conv",)),
-        "full_attention": Place(FULL, ("self_attn",)),
-    }
-    still_config: dict[str, Any] | None = None
-
-
-@strict
-class StillMamba2Config(LinearConfigMixin, Mamba2Config):
-    """Mamba-2 alone: no softmax, no feed-forward layers; nothing in it has a position, so its context is as long as one likes."""
-
-    model_type = "still_mamba2"
-    attribute_map: ClassVar[dict[str, str]] = {"num_attention_heads": "num_heads", "num_key_value_heads": "num_heads"}
-    places: ClassVar[dict[str, Place]] = {"linear_attention": Place("mamba2", ("mixer",))}
-    max_position_embeddings: int = 1 << 20
-    still_config: dict[str, Any] | None = None
-
-
-@strict
-class StillFalconH1Config(LinearConfigMixin, FalconH1Config):
-    """Falcon-H1: softmax and Mamba-2 side by side in every layer."""
-
-    model_type = "still_falcon_h1"
-    places: ClassVar[dict[str, Place]] = {"hybrid": Place("parallel_mamba2", ("mamba", "self_attn"))}
-    still_config: dict[str, Any] | None = None
 
 
 class Qwen3_5TextPositions(Qwen3_5TextRotaryEmbedding):
@@ -150,56 +68,30 @@ class Qwen3_5TextPositions(Qwen3_5TextRotaryEmbedding):
         return tuple((turn * self.attention_scaling).to(x.dtype) for turn in (angles.cos(), angles.sin()))  # type: ignore[return-value]
 
 
-class StillQwen3_5ForCausalLM(LinearModelMixin, Qwen3_5ForCausalLM):
-    """Qwen3.5's text."""
+class Qwen3_5ModelMixin(LinearModelMixin):
+    """Positions of text."""
 
-    def __init__(self, config: StillQwen3_5TextConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)  # type: ignore[call-arg]
         self.model.rotary_emb = Qwen3_5TextPositions(config)
 
-    config_class = StillQwen3_5TextConfig
 
-
-class StillQwen3NextForCausalLM(LinearModelMixin, Qwen3NextForCausalLM):
-    """Qwen3-Next."""
-
-    config_class = StillQwen3NextConfig
-
-
-class StillOlmoHybridForCausalLM(LinearModelMixin, OlmoHybridForCausalLM):
-    """OLMo-Hybrid."""
-
-    config_class = StillOlmoHybridConfig
-
-
-class StillKimiLinearForCausalLM(LinearModelMixin, KimiLinearForCausalLM):
-    """Kimi Linear."""
-
-    config_class = StillKimiLinearConfig
-
-
-class StillGraniteMoeHybridForCausalLM(LinearModelMixin, GraniteMoeHybridForCausalLM):
-    """Granite 4."""
-
-    config_class = StillGraniteMoeHybridConfig
+class GraniteModelMixin(LinearModelMixin):
+    """Logits that are divided."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         return super().logits(hidden) / self.config.logits_scaling
 
 
-class StillFalconH1ForCausalLM(LinearModelMixin, FalconH1ForCausalLM):
-    """Falcon-H1."""
-
-    config_class = StillFalconH1Config
+class FalconModelMixin(LinearModelMixin):
+    """Logits that are multiplied."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         return super().logits(hidden) * self.config.lm_head_multiplier
 
 
-class StillMamba2ForCausalLM(LinearModelMixin, StackForCausalLM):
+class Mamba2ModelMixin(LinearModelMixin):
     """Mamba-2 alone."""
-
-    config_class = StillMamba2Config
 
     def stack(self, config: Any) -> Stack:
         layers = [Mamba2Block(config, index) for index in range(config.num_hidden_layers)]
@@ -215,29 +107,59 @@ class StillMamba2ForCausalLM(LinearModelMixin, StackForCausalLM):
         return inputs
 
 
-class StillLfm2ForCausalLM(LinearModelMixin, Lfm2ForCausalLM):
-    """LFM2."""
-
-    config_class = StillLfm2Config
+def _family(
+    config: Any,
+    model: Any,
+    places: dict[str, Place],
+    mixins: tuple[type, type] = (LinearConfigMixin, LinearModelMixin),
+    **more: Any,
+) -> Family:
+    return make_family(__name__, config, model, mixins, linear=True, places=places, **more)
 
 
 LINEAR_FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
-        Family("qwen3_5_text", Qwen3_5TextConfig, StillQwen3_5TextConfig, StillQwen3_5ForCausalLM, linear=True),
-        Family("qwen3_next", Qwen3NextConfig, StillQwen3NextConfig, StillQwen3NextForCausalLM, linear=True),
-        Family("olmo_hybrid", OlmoHybridConfig, StillOlmoHybridConfig, StillOlmoHybridForCausalLM, linear=True),
-        Family(
-            "granitemoehybrid",
+        # the text of Qwen3.5
+        _family(Qwen3_5TextConfig, Qwen3_5ForCausalLM, _GATED_DELTA, (LinearConfigMixin, Qwen3_5ModelMixin)),
+        _family(Qwen3NextConfig, Qwen3NextForCausalLM, _GATED_DELTA),
+        _family(OlmoHybridConfig, OlmoHybridForCausalLM, _GATED_DELTA),
+        _family(
             GraniteMoeHybridConfig,
-            StillGraniteMoeHybridConfig,
-            StillGraniteMoeHybridForCausalLM,
-            linear=True,
+            GraniteMoeHybridForCausalLM,
+            {"linear_attention": Place("mamba2", ("mamba",)), "full_attention": Place(FULL, ("self_attn",))},
+            (LinearConfigMixin, GraniteModelMixin),
         ),
-        Family("kimi_linear", KimiLinearConfig, StillKimiLinearConfig, StillKimiLinearForCausalLM, linear=True),
-        Family("lfm2", Lfm2Config, StillLfm2Config, StillLfm2ForCausalLM, linear=True),
-        Family("falcon_h1", FalconH1Config, StillFalconH1Config, StillFalconH1ForCausalLM, linear=True),
-        Family("mamba2", Mamba2Config, StillMamba2Config, StillMamba2ForCausalLM, linear=True),
+        _family(
+            KimiLinearConfig,
+            KimiLinearForCausalLM,
+            {
+                "linear_attention": Place("gated_delta_net", ("self_attn",)),
+                "full_attention": Place("latent_attention", ("self_attn",)),
+            },
+            (KimiConfigMixin, LinearModelMixin),
+        ),
+        _family(
+            Lfm2Config,
+            Lfm2ForCausalLM,
+            {"conv": Place("short_conv", ("conv",)), "full_attention": Place(FULL, ("self_attn",))},
+        ),
+        _family(
+            FalconH1Config,
+            FalconH1ForCausalLM,
+            {"hybrid": Place("parallel_mamba2", ("mamba", "self_attn"))},
+            (LinearConfigMixin, FalconModelMixin),
+        ),
+        # no softmax, no feed-forward layers; nothing in it has a position, so its context is as long as one likes
+        _family(
+            Mamba2Config,
+            StackForCausalLM,
+            {"linear_attention": Place("mamba2", ("mixer",))},
+            (LinearConfigMixin, Mamba2ModelMixin),
+            title="Mamba2",
+            fields={"max_position_embeddings": (int, 1 << 20)},
+            attribute_map={"num_attention_heads": "num_heads", "num_key_value_heads": "num_heads"},
+        ),
         *FLA_FAMILIES,
     )
 }
@@ -261,7 +183,3 @@ NOT_COVERED = {
     "zamba2": "its softmax blocks are shared between layers",
 }
 """Linear families that are refused, and why."""
-
-for _family in LINEAR_FAMILIES.values():
-    AutoConfig.register(_family.still_config.model_type, _family.still_config)  # type: ignore[attr-defined]
-    AutoModelForCausalLM.register(_family.still_config, _family.still_model)

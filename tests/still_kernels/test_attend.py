@@ -82,16 +82,16 @@ def test_gluon_in_threads(name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "instead", "why"),
     [
-        ("_clear(v_buffer.index(entry % SLOTS), known - block * BN, D)", "pass", "wrong"),
+        ("_clear(held.value.index(entry % c.SLOTS), known - block * BN, c.D)", "pass", "wrong"),
         ("(o_slot < seen)[None, :]", "(o_slot < seen + 1)[None, :]", "wrong|error"),
         (
-            "p_window_value + p_old,\n                    begin,\n                    length,\n                    end,",
-            "p_window_value + p_old,\n                    begin,\n                    length,\n                    end + 9,",
+            "p_window_value + p_old, begin, length, end,",
+            "p_window_value + p_old, begin, length, end + 9,",
             "wrong|outside",
         ),
-        ("mbarrier.arrive(v_empty.index(slot), count=1)\n\n            # Linear", "# Linear", "waits for"),
-        ("_pass_over(entry + 1, k_full", "_pass_over(entry, k_full", "arrivals|waits for|changed"),
-        ("mbarrier.wait(v_full.index(v_slot), (before // SLOTS) & 1)", "pass", "wrong|error|changed|arrivals"),
+        ("mbarrier.arrive(bars.v_empty.index(slot), count=1)\n\n            # Linear", "# Linear", "waits for"),
+        ("_pass_over(entry + 1, bars", "_pass_over(entry, bars", "arrivals|waits for|changed"),
+        ("mbarrier.wait(bars.v_full.index(v_slot), (before // SLOTS) & 1)", "pass", "wrong|error|changed|arrivals"),
         ("number += 1\n        else:", "number += 2\n        else:", "waits for|changed|wrong|error|arrivals"),
     ],
     ids=lambda text: text[:40],

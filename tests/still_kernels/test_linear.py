@@ -335,10 +335,10 @@ def test_scan_in_threads(name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "instead", "why"),
     [
-        ("mbarrier.wait(q_empty.index(c), phase)", "pass", "changed|arrivals|wrong|waits for"),
-        ("mbarrier.arrive(v_empty, count=1)\n", "\n", "waits for"),
-        ("(2 * group + GROUP < n_tiles)", "(2 * group + GROUP <= n_tiles)", "outside|wrong"),
-        ("mbarrier.wait(s_full.index(1), number & 1)", "pass", "changed|wrong|arrivals|waits for"),
+        ("mbarrier.wait(bars.q_empty.index(g), phase)", "pass", "changed|arrivals|wrong|waits for"),
+        ("mbarrier.arrive(bars.v_empty, count=1)\n", "\n", "waits for"),
+        ("(2 * group + GROUP < n.n_tiles)", "(2 * group + GROUP <= n.n_tiles)", "outside|wrong"),
+        ("mbarrier.wait(bars.s_full.index(1), number & 1)", "pass", "changed|wrong|arrivals|waits for"),
         ("(projections - 1) & 1", "projections & 1", "waits for|wrong|changed"),
     ],
     ids=lambda text: text[:40],

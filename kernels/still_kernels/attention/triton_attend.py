@@ -77,33 +77,12 @@ def absorb_fresh(
 
 @triton.jit(do_not_specialize=["T", "H", "HK", "N"])
 def attend_kernel(
-    p_query,
-    p_key,
-    p_value,
-    p_present_key,
-    p_present_value,
-    p_key_scale,
-    p_value_scale,
-    p_new_tokens,
-    p_past_length,
-    p_query_start,
-    p_state_row,
-    p_output,
-    T,
-    H,
-    HK,
-    N,
-    scale,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    STAGES: tl.constexpr,
-    SETTLE: tl.constexpr,
-    RAGGED: tl.constexpr,
-    CODES: tl.constexpr,
-    DOT: tl.constexpr,
-):
+    p_query, p_key, p_value, p_present_key, p_present_value, p_key_scale, p_value_scale, p_new_tokens, p_past_length,
+    p_query_start, p_state_row, p_output,
+    T, H, HK, N, scale,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, SETTLE: tl.constexpr,
+    RAGGED: tl.constexpr, CODES: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
     """Output of BM tokens of one query head; the first head of a group appends their keys and values. Grid (ceil(T / BM), H, B).
 
     The cache is read up to the row's length before the call only, so programs may run in any order. The longest start first.

@@ -32,38 +32,12 @@ def _merge_row(p_acc, p_ml, p_to, parts, beyond, o_dim, D: tl.constexpr, BR: tl.
 
 @triton.jit(do_not_specialize=["T", "H", "HK", "N", "NS"])
 def decode_kernel(
-    p_query,
-    p_key,
-    p_value,
-    p_present_key,
-    p_present_value,
-    p_key_scale,
-    p_value_scale,
-    p_new_tokens,
-    p_past_length,
-    p_query_start,
-    p_state_row,
-    p_part_acc,
-    p_part_ml,
-    p_counters,
-    p_output,
-    T,
-    H,
-    HK,
-    N,
-    NS,
-    scale,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    BR: tl.constexpr,
-    BN: tl.constexpr,
-    BS: tl.constexpr,
-    STAGES: tl.constexpr,
-    SETTLE: tl.constexpr,
-    RAGGED: tl.constexpr,
-    CODES: tl.constexpr,
-    DOT: tl.constexpr,
-):
+    p_query, p_key, p_value, p_present_key, p_present_value, p_key_scale, p_value_scale, p_new_tokens, p_past_length,
+    p_query_start, p_state_row, p_part_acc, p_part_ml, p_counters, p_output,
+    T, H, HK, N, NS, scale,
+    D: tl.constexpr, DP: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, STAGES: tl.constexpr,
+    SETTLE: tl.constexpr, RAGGED: tl.constexpr, CODES: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
     """Output of all new tokens of the rows. Grid (NS, HK * blocks, B), `blocks` of BR rows for T tokens of a group's heads; NS <= BS.
 
     How a row's cache is cut follows from its length, not from the size of the cache: what is not filled is not read.

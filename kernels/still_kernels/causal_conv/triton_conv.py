@@ -56,23 +56,10 @@ def keep_latest(p_input, p_state, count, C, o_channel, K: tl.constexpr, KP: tl.c
 
 @triton.jit(do_not_specialize=["T", "C"])
 def conv_kernel(
-    p_input,
-    p_weight,
-    p_bias,
-    p_conv_state,
-    p_new_tokens,
-    p_query_start,
-    p_state_row,
-    p_output,
-    T,
-    C,
-    K: tl.constexpr,
-    BT: tl.constexpr,
-    BC: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    SILU: tl.constexpr,
-    RAGGED: tl.constexpr,
-):
+    p_input, p_weight, p_bias, p_conv_state, p_new_tokens, p_query_start, p_state_row, p_output,
+    T, C,
+    K: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, ALIGNED: tl.constexpr, SILU: tl.constexpr, RAGGED: tl.constexpr,
+):  # fmt: skip
     """Output of BT tokens and BC channels; the state is read and left. Grid (ceil(T / BT), ceil(C / BC), B)."""
     if ALIGNED:
         C = C // 8 * 8  # which tells the compiler
@@ -90,19 +77,10 @@ def conv_kernel(
 
 @triton.jit(do_not_specialize=["T", "C"])
 def commit_kernel(
-    p_input,
-    p_conv_state,
-    p_new_tokens,
-    p_query_start,
-    p_state_row,
-    T,
-    C,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    BC: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    RAGGED: tl.constexpr,
-):
+    p_input, p_conv_state, p_new_tokens, p_query_start, p_state_row,
+    T, C,
+    K: tl.constexpr, KP: tl.constexpr, BC: tl.constexpr, ALIGNED: tl.constexpr, RAGGED: tl.constexpr,
+):  # fmt: skip
     """The state behind a prompt, after everyone has read that before it. Grid (ceil(C / BC), B)."""
     if ALIGNED:
         C = C // 8 * 8  # which tells the compiler
@@ -113,25 +91,11 @@ def commit_kernel(
 
 @triton.jit(do_not_specialize=["T", "C"])
 def step_kernel(
-    p_input,
-    p_weight,
-    p_bias,
-    p_conv_state,
-    p_new_tokens,
-    p_query_start,
-    p_state_row,
-    p_output,
-    T,
-    C,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    BC: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    SILU: tl.constexpr,
-    RAGGED: tl.constexpr,
-    SETTLE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    p_input, p_weight, p_bias, p_conv_state, p_new_tokens, p_query_start, p_state_row, p_output,
+    T, C,
+    K: tl.constexpr, KP: tl.constexpr, BC: tl.constexpr, ALIGNED: tl.constexpr, SILU: tl.constexpr, RAGGED: tl.constexpr,
+    SETTLE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """A few tokens of a row, one after the other, and the state behind them, BC channels. Grid (ceil(C / BC), B)."""
     if PDL and SETTLE:  # not in the interpreter
         # The kernel ahead may still run: wait for it before touching memory. The next kernel may be launched meanwhile.

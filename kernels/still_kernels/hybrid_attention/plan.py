@@ -11,6 +11,49 @@ FLAGGED = f"{PREFILL} or {FOLDS}"
 # Sums over features take the tensor cores in bfloat16, whatever the 16-bit type: float16 would overflow.
 LINEAR = "'float32' if dtype == 'float32' else 'bfloat16'"
 
+PART = {"first_tile": "first", "n_tiles": "count"}  # the chunks of a segment
+
+DECODE_STEPS = (
+    Branch(
+        "folds",
+        (
+            Launch("select", ("1", "HS", "B"), first_tile="0"),
+            Launch("features", ("1", "H", "B"), first_tile="0", n_tiles="1"),
+            Launch("scan", ("scan_programs", "H", "B"), first_tile="0", n_tiles="1", store_prefix="0"),
+        ),
+    ),
+    Launch("decode", ("H // HS * (value_slices + window_parts + 1) + splits", "HS", "B")),
+)
+LINEAR_TILES = "min(linear_programs, ceil_div(count, 2) * H * B)"
+ATTEND_TILES = "min(attend_programs, ceil_div(count * C, attend_rows) * H * B)"
+SEGMENT_STEPS = (
+    Let("count", "min(segment, tiles - first)"),
+    # the cache is right for one chunk at a time
+    Branch("folds", (Launch("select", ("1", "HS", "B"), first_tile="first"),)),
+    Launch("features", ("ceil_div(count, features_tiles)", "H", "B"), **PART),
+    Branch(
+        "scan_tma > 0",
+        (Launch("scan_tma", ("scan_programs", "H", "B"), **PART),),
+        (Launch("scan", ("scan_programs", "H", "B"), **PART, store_prefix="1"),),
+    ),
+    Branch(
+        "linear_programs > 0",
+        (Launch("linear_tma", (LINEAR_TILES, "1", "1"), **PART),),
+        (Launch("linear", ("ceil_div(count * C, linear_rows)", "H", "B"), **PART),),
+    ),
+    Branch(
+        "attend_programs > 0",
+        (Launch("attend_tma", (ATTEND_TILES, "1", "1"), **PART),),
+        (Launch("attend", ("ceil_div(count * C, attend_rows)", "H", "B"), **PART),),
+    ),
+)
+PREFILL_STEPS = (
+    Launch("score", ("tiles * score_blocks_per_chunk", "HK", "B")),
+    Branch("not folds", (Launch("select", ("tiles", "HS", "B"), first_tile="0"),)),
+    Loop("first", "0", "tiles", "segment", SEGMENT_STEPS),
+    Launch("commit", ("H", "B", "1")),
+)
+
 PLAN = Plan(
     HYBRID_ATTENTION,
     key={
@@ -130,93 +173,5 @@ PLAN = Plan(
         "scale": "rsqrt(D)",
         "epsilon": "mix_epsilon",
     },
-    steps=(
-        Branch(
-            DECODE,
-            (
-                Branch(
-                    "folds",
-                    (
-                        Launch("select", ("1", "HS", "B"), first_tile="0"),
-                        Launch("features", ("1", "H", "B"), first_tile="0", n_tiles="1"),
-                        Launch("scan", ("scan_programs", "H", "B"), first_tile="0", n_tiles="1", store_prefix="0"),
-                    ),
-                ),
-                Launch("decode", ("H // HS * (value_slices + window_parts + 1) + splits", "HS", "B")),
-            ),
-            (
-                Launch("score", ("tiles * score_blocks_per_chunk", "HK", "B")),
-                Branch("not folds", (Launch("select", ("tiles", "HS", "B"), first_tile="0"),)),
-                Loop(
-                    "first",
-                    "0",
-                    "tiles",
-                    "segment",
-                    (
-                        Let("count", "min(segment, tiles - first)"),
-                        # the cache is right for one chunk at a time
-                        Branch("folds", (Launch("select", ("1", "HS", "B"), first_tile="first"),)),
-                        Launch(
-                            "features",
-                            ("ceil_div(count, features_tiles)", "H", "B"),
-                            first_tile="first",
-                            n_tiles="count",
-                        ),
-                        Branch(
-                            "scan_tma > 0",
-                            (Launch("scan_tma", ("scan_programs", "H", "B"), first_tile="first", n_tiles="count"),),
-                            (
-                                Launch(
-                                    "scan",
-                                    ("scan_programs", "H", "B"),
-                                    first_tile="first",
-                                    n_tiles="count",
-                                    store_prefix="1",
-                                ),
-                            ),
-                        ),
-                        Branch(
-                            "linear_programs > 0",
-                            (
-                                Launch(
-                                    "linear_tma",
-                                    ("min(linear_programs, ceil_div(count, 2) * H * B)", "1", "1"),
-                                    first_tile="first",
-                                    n_tiles="count",
-                                ),
-                            ),
-                            (
-                                Launch(
-                                    "linear",
-                                    ("ceil_div(count * C, linear_rows)", "H", "B"),
-                                    first_tile="first",
-                                    n_tiles="count",
-                                ),
-                            ),
-                        ),
-                        Branch(
-                            "attend_programs > 0",
-                            (
-                                Launch(
-                                    "attend_tma",
-                                    ("min(attend_programs, ceil_div(count * C, attend_rows) * H * B)", "1", "1"),
-                                    first_tile="first",
-                                    n_tiles="count",
-                                ),
-                            ),
-                            (
-                                Launch(
-                                    "attend",
-                                    ("ceil_div(count * C, attend_rows)", "H", "B"),
-                                    first_tile="first",
-                                    n_tiles="count",
-                                ),
-                            ),
-                        ),
-                    ),
-                ),
-                Launch("commit", ("H", "B", "1")),
-            ),
-        ),
-    ),
+    steps=(Branch(DECODE, DECODE_STEPS, PREFILL_STEPS),),
 )

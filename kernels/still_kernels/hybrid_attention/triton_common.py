@@ -128,20 +128,10 @@ def feature_pair(b_direction, b_square, P: tl.constexpr, PP: tl.constexpr, FEATU
 
 @triton.jit
 def ranked_scores(
-    p_score,
-    p_window_score,
-    o_position,
-    length,
-    end,
-    start,
-    row,
-    i_select,
-    H,
-    GR,
-    SCOPE: tl.constexpr,
-    GP: tl.constexpr,
-    C: tl.constexpr,
-):
+    p_score, p_window_score,
+    o_position, length, end, start, row, i_select, H, GR,
+    SCOPE: tl.constexpr, GP: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
     """Scores that the selection ranks, of one select head at absolute positions; GR <= GP query heads per select head."""
     m_new = (o_position >= length) & (o_position < end)
     m_old = (o_position >= 0) & (o_position < length)
@@ -165,21 +155,10 @@ def ranked_scores(
 
 @triton.jit
 def select_chunk(
-    p_score,
-    p_window_score,
-    chunk,
-    length,
-    end,
-    start,
-    row,
-    i_select,
-    H,
-    GR,
-    K,
-    SCOPE: tl.constexpr,
-    GP: tl.constexpr,
-    C: tl.constexpr,
-):
+    p_score, p_window_score,
+    chunk, length, end, start, row, i_select, H, GR, K,
+    SCOPE: tl.constexpr, GP: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
     """True for the K highest scores of a chunk (ties: lower position), int1 [C], and the scores, [C]."""
     o_row = tl.arange(0, C)
     b_score = ranked_scores(

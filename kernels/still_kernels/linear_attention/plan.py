@@ -14,6 +14,15 @@ _OF_HEADS = f"{_CHUNKS} and has(decay) and not {PER_KEY}"
 _PREPARED = "(has(decay) or has(beta))"
 _CORRECTED = f"{_CHUNKS} and has(beta)"
 
+_STEP = (Launch("decode", ("ceil_div(V, decode_block)", "H", "B")),)
+_PART = {"first": "first", "n_chunks": "n_chunks"}  # the chunks of a segment
+_SEGMENT = (
+    Let("n_chunks", "min(segment_chunks, chunks - first)"),
+    Launch("prepare", (f"n_chunks if {_PREPARED} else 0", "H", "B"), **_PART),
+    Launch("scan", ("ceil_div(V, value_block) * ceil_div(D, key_block)", "H", "B"), **_PART),
+    Launch("output", ("n_chunks * ceil_div(V, output_block)", "H", "B"), **_PART),
+)
+
 PLAN = Plan(
     LINEAR_ATTENTION,
     key={
@@ -65,36 +74,5 @@ PLAN = Plan(
         "W": "W if has(beta) else 1",
         "scale": "scale if scale != 0 else rsqrt(D)",
     },
-    steps=(
-        Branch(
-            DECODE,
-            (Launch("decode", ("ceil_div(V, decode_block)", "H", "B")),),
-            (
-                Loop(
-                    "first",
-                    "0",
-                    "chunks",
-                    "segment_chunks",
-                    (
-                        Let("n_chunks", "min(segment_chunks, chunks - first)"),
-                        Launch(
-                            "prepare", (f"n_chunks if {_PREPARED} else 0", "H", "B"), first="first", n_chunks="n_chunks"
-                        ),
-                        Launch(
-                            "scan",
-                            ("ceil_div(V, value_block) * ceil_div(D, key_block)", "H", "B"),
-                            first="first",
-                            n_chunks="n_chunks",
-                        ),
-                        Launch(
-                            "output",
-                            ("n_chunks * ceil_div(V, output_block)", "H", "B"),
-                            first="first",
-                            n_chunks="n_chunks",
-                        ),
-                    ),
-                ),
-            ),
-        ),
-    ),
+    steps=(Branch(DECODE, _STEP, (Loop("first", "0", "chunks", "segment_chunks", _SEGMENT),)),),
 )

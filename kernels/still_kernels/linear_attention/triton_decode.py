@@ -12,35 +12,12 @@ from still_kernels.linear_attention.triton_common import LEAST, state_of_head
 
 @triton.jit(do_not_specialize=["T", "H", "HQ", "HK", "W"], do_not_specialize_on_alignment=ROWS)
 def decode_kernel(
-    p_query,
-    p_key,
-    p_value,
-    p_decay,
-    p_beta,
-    p_recurrent_state,
-    p_new_tokens,
-    p_query_start,
-    p_state_row,
-    p_past_length,
+    p_query, p_key, p_value, p_decay, p_beta, p_recurrent_state, p_new_tokens, p_query_start, p_state_row, p_past_length,
     p_output,
-    T,
-    H,
-    HQ,
-    HK,
-    W,
-    scale,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    V: tl.constexpr,
-    BV: tl.constexpr,
-    G: tl.constexpr,
-    DELTA: tl.constexpr,
-    DECAY: tl.constexpr,
-    RAGGED: tl.constexpr,
-    PAGE: tl.constexpr,
-    SETTLE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    T, H, HQ, HK, W, scale,
+    D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, G: tl.constexpr, DELTA: tl.constexpr,
+    DECAY: tl.constexpr, RAGGED: tl.constexpr, PAGE: tl.constexpr, SETTLE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Token after token on BV columns of one head's state, in float32. Grid (ceil(V / BV), H, B)."""
     if PDL and SETTLE:  # not in the interpreter
         # The kernel ahead may still run: wait for it before touching memory. The next kernel may be launched meanwhile.

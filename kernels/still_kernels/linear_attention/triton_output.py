@@ -12,38 +12,12 @@ from still_kernels.linear_attention.triton_common import decay_between, load_row
 
 @triton.jit(do_not_specialize=["T", "H", "HQ", "HK", "first", "n_chunks"], do_not_specialize_on_alignment=ROWS)
 def output_kernel(
-    p_query,
-    p_key,
-    p_value,
-    p_decay,
-    p_new_tokens,
-    p_query_start,
-    p_state_row,
-    p_scores,
-    p_asked,
-    p_before,
-    p_unit,
-    p_new,
+    p_query, p_key, p_value, p_decay, p_new_tokens, p_query_start, p_state_row, p_scores, p_asked, p_before, p_unit, p_new,
     p_output,
-    T,
-    H,
-    HQ,
-    HK,
-    first,
-    n_chunks,
-    scale,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    V: tl.constexpr,
-    BV: tl.constexpr,
-    G: tl.constexpr,
-    C: tl.constexpr,
-    DELTA: tl.constexpr,
-    DECAY: tl.constexpr,
-    RAGGED: tl.constexpr,
-    NARROW: tl.constexpr,
-    DOT: tl.constexpr,
-):
+    T, H, HQ, HK, first, n_chunks, scale,
+    D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, G: tl.constexpr, C: tl.constexpr, DELTA: tl.constexpr,
+    DECAY: tl.constexpr, RAGGED: tl.constexpr, NARROW: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
     """Chunk `first` + i of one head, BV columns. Grid (n_chunks * ceil(V / BV), H, B); blocks of one chunk are neighbours."""
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     i_chunk = tl.program_id(0) // BLOCKS

@@ -56,40 +56,12 @@ def inverse_of_unit(b_a, C: tl.constexpr, LEVELS: tl.constexpr, WIDE: tl.constex
 
 @triton.jit(do_not_specialize=["T", "H", "HQ", "HK", "W", "first", "n_chunks"], do_not_specialize_on_alignment=ROWS)
 def prepare_kernel(
-    p_query,
-    p_key,
-    p_decay,
-    p_beta,
-    p_new_tokens,
-    p_query_start,
-    p_state_row,
-    p_scores,
-    p_inverse,
-    p_left,
-    p_rest,
-    p_asked,
-    p_taken,
-    p_added,
-    T,
-    H,
-    HQ,
-    HK,
-    W,
-    first,
-    n_chunks,
-    scale,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    G: tl.constexpr,
-    C: tl.constexpr,
-    LEVELS: tl.constexpr,
-    BD: tl.constexpr,
-    DELTA: tl.constexpr,
-    DECAY: tl.constexpr,
-    RAGGED: tl.constexpr,
-    WIDE: tl.constexpr,
-    DOT: tl.constexpr,
-):
+    p_query, p_key, p_decay, p_beta, p_new_tokens, p_query_start, p_state_row, p_scores, p_inverse, p_left, p_rest, p_asked,
+    p_taken, p_added,
+    T, H, HQ, HK, W, first, n_chunks, scale,
+    D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, BD: tl.constexpr,
+    DELTA: tl.constexpr, DECAY: tl.constexpr, RAGGED: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
     """Chunk `first` + i of one head, C = 2^LEVELS tokens. DECAY 0: none, 1: per head, 2: per key, BD at a time. Grid (n_chunks, H, B).
 
     inverse [.., 1, C, C], its columns times beta, or its `halves` [.., 2, C, C] (not WIDE); with a decay per head left, rest [.., C]; per

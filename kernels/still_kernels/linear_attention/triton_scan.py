@@ -24,40 +24,13 @@ LEAST_UNIT = tl.constexpr(1e-30)
 
 @triton.jit(do_not_specialize=["T", "H", "HK", "first", "n_chunks"], do_not_specialize_on_alignment=ROWS)
 def scan_kernel(
-    p_key,
-    p_value,
-    p_recurrent_state,
-    p_new_tokens,
-    p_query_start,
-    p_state_row,
-    p_past_length,
-    p_inverse,
-    p_left,
-    p_rest,
-    p_taken,
-    p_added,
-    p_before,
-    p_unit,
-    p_new,
-    T,
-    H,
-    HK,
-    first,
-    n_chunks,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    V: tl.constexpr,
-    BV: tl.constexpr,
-    C: tl.constexpr,
-    STAGES: tl.constexpr,
-    DELTA: tl.constexpr,
-    DECAY: tl.constexpr,
-    RAGGED: tl.constexpr,
-    PAGE: tl.constexpr,
-    NARROW: tl.constexpr,
-    WIDE: tl.constexpr,
-    DOT: tl.constexpr,
-):
+    p_key, p_value, p_recurrent_state, p_new_tokens, p_query_start, p_state_row, p_past_length, p_inverse, p_left, p_rest,
+    p_taken, p_added, p_before, p_unit, p_new,
+    T, H, HK, first, n_chunks,
+    D: tl.constexpr, BD: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, STAGES: tl.constexpr,
+    DELTA: tl.constexpr, DECAY: tl.constexpr, RAGGED: tl.constexpr, PAGE: tl.constexpr, NARROW: tl.constexpr,
+    WIDE: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
     """BV columns of one head's state through chunks first .. first + n_chunks - 1. Grid (ceil(V / BV) * ceil(D / BD), H, B).
 
     A program has BD channels of the keys; all of them with DELTA, which reads the state as it goes, and with NARROW.

@@ -206,19 +206,9 @@ def _eight_bits(words, zero, scale, offset):
 
 @gluon.jit
 def _read_weight(
-    begin,
-    end,
-    p_blocks,
-    p_scales,
-    p_zero_points,
-    p_offsets,
-    BITS: gl.constexpr,
-    BLOCK: gl.constexpr,
-    BN: gl.constexpr,
-    SPLITS: gl.constexpr,
-    UNITS: gl.constexpr,
-    TURN: gl.constexpr,
-):
+    begin, end, p_blocks, p_scales, p_zero_points, p_offsets, BITS: gl.constexpr, BLOCK: gl.constexpr, BN: gl.constexpr,
+    SPLITS: gl.constexpr, UNITS: gl.constexpr, TURN: gl.constexpr,
+):  # fmt: skip
     """Chunks from `begin` on, 4 * UNITS for each of the SPLITS warps: words of codes, scales, words of zero points, offsets.
 
     p_blocks, p_scales, p_zero_points, p_offsets: Of the outputs' rows, [1, BN, 1].
@@ -287,23 +277,10 @@ def _read_input(
 
 @gluon.jit
 def _add(
-    b_sum,
-    words,
-    b_scale,
-    zeros,
-    b_offset,
-    b_input,
-    begin,
-    chunks,
-    ZERO_POINTS: gl.constexpr,
-    OFFSETS: gl.constexpr,
-    BITS: gl.constexpr,
-    BLOCK: gl.constexpr,
-    BN: gl.constexpr,
-    SPLITS: gl.constexpr,
-    UNITS: gl.constexpr,
-    LAST: gl.constexpr,
-):
+    b_sum, words, b_scale, zeros, b_offset, b_input, begin, chunks,
+    ZERO_POINTS: gl.constexpr, OFFSETS: gl.constexpr, BITS: gl.constexpr, BLOCK: gl.constexpr, BN: gl.constexpr,
+    SPLITS: gl.constexpr, UNITS: gl.constexpr, LAST: gl.constexpr,
+):  # fmt: skip
     """b_sum and the products of what `_read_weight` and `_read_input` gave."""
     CHUNK: gl.constexpr = 128 // BITS
     CODES: gl.constexpr = 32 // BITS
@@ -348,23 +325,10 @@ def _add(
 
 @gluon.jit(do_not_specialize=["M", "N", "K", "ZW"])
 def few_kernel(
-    p_input,
-    p_blocks,
-    p_scales,
-    p_zero_points,
-    p_offsets,
-    p_output,
-    M,
-    N,
-    K,
-    ZW,
-    BITS: gl.constexpr,
-    BLOCK: gl.constexpr,
-    BN: gl.constexpr,
-    SPLITS: gl.constexpr,
-    UNITS: gl.constexpr,
-    AHEAD: gl.constexpr,
-):
+    p_input, p_blocks, p_scales, p_zero_points, p_offsets, p_output,
+    M, N, K, ZW,
+    BITS: gl.constexpr, BLOCK: gl.constexpr, BN: gl.constexpr, SPLITS: gl.constexpr, UNITS: gl.constexpr, AHEAD: gl.constexpr,
+):  # fmt: skip
     """BN outputs of up to 8 rows. Grid (ceil(M / 8), ceil(N / BN)).
 
     AHEAD: What is asked for a turn of the loop before it is multiplied: 0: nothing, 1: the weight, 2: activations, too.

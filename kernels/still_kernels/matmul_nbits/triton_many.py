@@ -9,20 +9,10 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["first", "count", "K", "ZW"])
 def unpack_kernel(
-    p_blocks,
-    p_scales,
-    p_zero_points,
-    p_offsets,
-    p_dense,
-    first,
-    count,
-    K,
-    ZW,
-    BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BN: tl.constexpr,
-    BW: tl.constexpr,
-):
+    p_blocks, p_scales, p_zero_points, p_offsets, p_dense,
+    first, count, K, ZW,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr,
+):  # fmt: skip
     """Outputs first .. first + count - 1 of a weight, [count, K]. Grid (ceil(K * BITS / 32 / BW), ceil(count / BN)).
 
     p_blocks, p_scales, p_zero_points, p_offsets: As `gluon_few.few_kernel` has them.
@@ -55,21 +45,10 @@ def unpack_kernel(
 
 @triton.jit(do_not_specialize=["first", "count", "M", "N", "K"])
 def multiply_kernel(
-    p_input,
-    p_dense,
-    p_output,
-    first,
-    count,
-    M,
-    N,
-    K,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    GROUP: tl.constexpr,
-    STAGES: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
+    p_input, p_dense, p_output,
+    first, count, M, N, K,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
     """Outputs first .. first + count - 1 of p_input [M, K] times p_dense [count, K]. Grid (ceil(M / BM) * ceil(count / BN)).
 
     GROUP blocks of rows beside each other share what they read of the weight.

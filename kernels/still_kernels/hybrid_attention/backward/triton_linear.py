@@ -17,27 +17,11 @@ from still_kernels.hybrid_attention.triton_common import FEATURE_FLOOR, kept_fea
 
 @triton.jit(do_not_specialize=["T", "H", "HX", "W_HEADS", "HS", "n_flags", "first", "last"])
 def backward_features_kernel(
-    p_x,
-    p_weight,
-    p_folds,
-    p_phi,
-    T,
-    H,
-    HX,
-    W_HEADS,
-    HS,
-    n_flags,
-    first,
-    last,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    P: tl.constexpr,
-    PP: tl.constexpr,
-    F: tl.constexpr,
-    FEATURE: tl.constexpr,
-    DOT: tl.constexpr,
-):
+    p_x, p_weight, p_folds, p_phi,
+    T, H, HX, W_HEADS, HS, n_flags, first, last,
+    C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, F: tl.constexpr,
+    FEATURE: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
     """Features phi [B, H, T, F] of chunks first .. last - 1 of x [B, T, HX, D]. Grid (last - first, H, B).
 
     p_folds: Where given, as of gather_kernel: tokens that stay in softmax have features of 0.
@@ -68,22 +52,11 @@ def backward_features_kernel(
 
 @triton.jit(do_not_specialize=["T", "H", "HK", "late"])
 def backward_scan_kernel(
-    p_value,
-    p_phi_k,
-    p_prefix_kv,
-    p_prefix_z,
-    T,
-    H,
-    HK,
-    late,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    F: tl.constexpr,
-    FB: tl.constexpr,
-    DB: tl.constexpr,
-    STAGES: tl.constexpr,
+    p_value, p_phi_k, p_prefix_kv, p_prefix_z,
+    T, H, HK, late,
+    C: tl.constexpr, D: tl.constexpr, F: tl.constexpr, FB: tl.constexpr, DB: tl.constexpr, STAGES: tl.constexpr,
     DOT: tl.constexpr,
-):
+):  # fmt: skip
     """States after each promoted chunk. Grid (ceil(F / FB) * ceil(D / DB), H, B)."""
     parts = (D + DB - 1) // DB
     o_feature = (tl.program_id(0) // parts) * FB + tl.arange(0, FB)
@@ -120,25 +93,11 @@ def _linear_grad(p_grad, p_gate, b_inverse, i_batch, T, H, i_head, o_token, o_di
 
 @triton.jit(do_not_specialize=["T", "H", "late"])
 def backward_reverse_kernel(
-    p_grad,
-    p_gate,
-    p_phi_q,
-    p_inverse,
-    p_delta,
-    p_grad_kv,
-    p_grad_z,
-    T,
-    H,
-    late,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    F: tl.constexpr,
-    FB: tl.constexpr,
-    DB: tl.constexpr,
-    STAGES: tl.constexpr,
-    GATE: tl.constexpr,
-    DOT: tl.constexpr,
-):
+    p_grad, p_gate, p_phi_q, p_inverse, p_delta, p_grad_kv, p_grad_z,
+    T, H, late,
+    C: tl.constexpr, D: tl.constexpr, F: tl.constexpr, FB: tl.constexpr, DB: tl.constexpr, STAGES: tl.constexpr,
+    GATE: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
     """Gradients of what each promoted chunk adds to the states, from the last chunk to the first. Grid as of backward_scan_kernel."""
     parts = (D + DB - 1) // DB
     o_feature = (tl.program_id(0) // parts) * FB + tl.arange(0, FB)
@@ -207,33 +166,11 @@ def _through_features(
 
 @triton.jit(do_not_specialize=["T", "H", "W_HEADS", "late"])
 def backward_linear_query_kernel(
-    p_query,
-    p_gate,
-    p_grad,
-    p_weight,
-    p_inverse,
-    p_delta,
-    p_prefix_kv,
-    p_prefix_z,
-    p_grad_query,
-    p_grad_gate,
-    p_grad_weight,
-    T,
-    H,
-    W_HEADS,
-    late,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    P: tl.constexpr,
-    PP: tl.constexpr,
-    F: tl.constexpr,
-    BM: tl.constexpr,
-    TB: tl.constexpr,
-    FEATURE: tl.constexpr,
-    GATE: tl.constexpr,
-    DOT: tl.constexpr,
-):
+    p_query, p_gate, p_grad, p_weight, p_inverse, p_delta, p_prefix_kv, p_prefix_z, p_grad_query, p_grad_gate, p_grad_weight,
+    T, H, W_HEADS, late,
+    C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, F: tl.constexpr, BM: tl.constexpr,
+    TB: tl.constexpr, FEATURE: tl.constexpr, GATE: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
     """Gradients of queries (added to grad_query), gates and of the queries' projection through the linear terms.
 
     TB blocks of BM queries of chunks 2 and later a program, whose part of the projection's gradient is one of grad_weight
@@ -291,33 +228,11 @@ def backward_linear_query_kernel(
 
 @triton.jit(do_not_specialize=["T", "H", "HK", "HS", "W_HEADS", "late", "n_flags"])
 def backward_linear_key_kernel(
-    p_key,
-    p_value,
-    p_weight,
-    p_folds,
-    p_grad_kv,
-    p_grad_z,
-    p_linear_grad_key,
-    p_linear_grad_value,
-    p_grad_weight,
-    T,
-    H,
-    HK,
-    HS,
-    W_HEADS,
-    late,
-    n_flags,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    P: tl.constexpr,
-    PP: tl.constexpr,
-    F: tl.constexpr,
-    BM: tl.constexpr,
-    TB: tl.constexpr,
-    FEATURE: tl.constexpr,
-    DOT: tl.constexpr,
-):
+    p_key, p_value, p_weight, p_folds, p_grad_kv, p_grad_z, p_linear_grad_key, p_linear_grad_value, p_grad_weight,
+    T, H, HK, HS, W_HEADS, late, n_flags,
+    C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, F: tl.constexpr, BM: tl.constexpr,
+    TB: tl.constexpr, FEATURE: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
     """Gradients of keys and values [B, late * C, H, D], and of the keys' projection, through the linear terms.
 
     Blocks, grid and grad_weight as of backward_linear_query_kernel, from chunk 0 on.

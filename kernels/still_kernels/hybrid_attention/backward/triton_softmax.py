@@ -40,20 +40,10 @@ def kept_turn(p_kept, o_row):
 
 @triton.jit(do_not_specialize=["T", "HK", "GS", "K"])
 def gather_kernel(
-    p_key,
-    p_value,
-    p_folds,
-    p_salient_key,
-    p_salient_value,
-    T,
-    HK,
-    GS,
-    K,
-    n_flags,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-):
+    p_key, p_value, p_folds, p_salient_key, p_salient_value,
+    T, HK, GS, K, n_flags,
+    C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+):  # fmt: skip
     """Keys and values that stay in softmax, salient_* [B, HS, chunks * K, D]. Grid (promoted chunks, HS, B).
 
     p_folds: 0 where a token stays, [B, n_flags, HS, C], those of chunk c at c + 2. GS: select heads of a key head.
@@ -94,42 +84,12 @@ def _towards_query(b_dot, b_grad, b_key, b_value, b_lse, b_delta, b_dq, b_row, s
 
 @triton.jit(do_not_specialize=["T", "H", "HK", "HS", "K", "N", "phantom"])
 def backward_query_kernel(
-    p_query,
-    p_key,
-    p_value,
-    p_output,
-    p_grad,
-    p_window_factor,
-    p_salient_key,
-    p_salient_value,
-    p_phi_q,
-    p_prefix_z,
-    p_grad_query,
-    p_lse,
-    p_inverse,
-    p_delta,
-    p_grad_factor,
-    T,
-    H,
-    HK,
-    HS,
-    K,
-    N,
-    phantom,
-    scale,
-    epsilon,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    F: tl.constexpr,
-    FP: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    STAGES: tl.constexpr,
-    FACTOR: tl.constexpr,
-    TOWARDS: tl.constexpr,
-    DOT: tl.constexpr,
-):
+    p_query, p_key, p_value, p_output, p_grad, p_window_factor, p_salient_key, p_salient_value, p_phi_q, p_prefix_z,
+    p_grad_query, p_lse, p_inverse, p_delta, p_grad_factor,
+    T, H, HK, HS, K, N, phantom, scale, epsilon,
+    C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    STAGES: tl.constexpr, FACTOR: tl.constexpr, TOWARDS: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
     """Gradient of the queries through the softmax terms, and what the kernels after it need of each query.
 
     First pass: maximum and sum of the row, hence lse, inverse = 1 / denominator and delta = grad . output. Second pass, where TOWARDS: the
@@ -238,27 +198,14 @@ def backward_query_kernel(
 
 @triton.jit
 def _towards_keys(
-    p_query,
-    p_grad,
-    p_lse,
-    p_delta,
-    b_key,
-    b_value,
-    b_dk,
-    b_dv,
-    i_batch,
-    T,
-    H,
-    i_head,
-    o_query,
-    o_from,
-    factor,
-    scale2,
-    o_dim,
-    D: tl.constexpr,
-    DOT: tl.constexpr,
-):
-    """A block of queries into the gradients of keys (without scale) and values; a key is seen from position o_from on."""
+    queries, at, b_key, b_value, b_dk, b_dv, o_query, o_from, factor, scale2, o_dim, D: tl.constexpr, DOT: tl.constexpr
+):  # fmt: skip
+    """A block of queries into the gradients of keys (without scale) and values; a key is seen from position o_from on.
+
+    queries: Pointers to them, their gradients, lse and delta. at: i_batch, T, H, i_head.
+    """
+    p_query, p_grad, p_lse, p_delta = queries
+    i_batch, T, H, i_head = at
     b_q = load_rows(p_query, i_batch, T, H, i_head, o_query, o_dim, D)
     b_grad = load_rows(p_grad, i_batch, T, H, i_head, o_query, o_dim, D)
     m_query = o_query < T
@@ -276,30 +223,11 @@ def _towards_keys(
 
 @triton.jit(do_not_specialize=["T", "H", "HS", "K", "N"])
 def backward_salient_kernel(
-    p_query,
-    p_grad,
-    p_window_factor,
-    p_salient_key,
-    p_salient_value,
-    p_lse,
-    p_delta,
-    p_grad_salient_key,
-    p_grad_salient_value,
-    T,
-    H,
-    HS,
-    K,
-    N,
-    scale,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    STAGES: tl.constexpr,
-    FACTOR: tl.constexpr,
-    DOT: tl.constexpr,
-):
+    p_query, p_grad, p_window_factor, p_salient_key, p_salient_value, p_lse, p_delta, p_grad_salient_key, p_grad_salient_value,
+    T, H, HS, K, N, scale,
+    C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    FACTOR: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
     """Gradients of the salient keys and values through the softmax, float32 [B, HS, N, D]. Grid (ceil(N / BN), HS, B)."""
     i_select = tl.program_id(1)
     i_batch = tl.program_id(2)
@@ -309,6 +237,7 @@ def backward_salient_kernel(
     mask = (o_slot < N)[:, None] & (o_dim < D)[None, :]
     b_key = tl.load(p_salient_key + o_place, mask=mask, other=0.0)
     b_value = tl.load(p_salient_value + o_place, mask=mask, other=0.0)
+    queries = (p_query, p_grad, p_lse, p_delta)
     b_dk = tl.zeros([BN, DP], tl.float32)
     b_dv = tl.zeros([BN, DP], tl.float32)
     o_from = (o_slot // K + 2) * C
@@ -319,62 +248,21 @@ def backward_salient_kernel(
             factor = tl.load(p_window_factor + i_head)
         for o_first in tl.range(begin, T, BM, num_stages=STAGES):
             b_dk, b_dv = _towards_keys(
-                p_query,
-                p_grad,
-                p_lse,
-                p_delta,
-                b_key,
-                b_value,
-                b_dk,
-                b_dv,
-                i_batch,
-                T,
-                H,
-                i_head,
-                o_first + tl.arange(0, BM),
-                o_from,
-                factor,
-                scale * LOG2E,
-                o_dim,
-                D,
-                DOT,
-            )
+                queries, (i_batch, T, H, i_head), b_key, b_value, b_dk, b_dv, o_first + tl.arange(0, BM), o_from, factor,
+                scale * LOG2E, o_dim, D, DOT,
+            )  # fmt: skip
     tl.store(p_grad_salient_key + o_place, b_dk * scale, mask=mask)
     tl.store(p_grad_salient_value + o_place, b_dv, mask=mask)
 
 
 @triton.jit(do_not_specialize=["T", "H", "HK", "HS", "K", "late", "n_flags"])
 def backward_key_kernel(
-    p_query,
-    p_key,
-    p_value,
-    p_grad,
-    p_window_factor,
-    p_folds,
-    p_lse,
-    p_delta,
-    p_linear_grad_key,
-    p_linear_grad_value,
-    p_grad_salient_key,
-    p_grad_salient_value,
-    p_grad_key,
-    p_grad_value,
-    T,
-    H,
-    HK,
-    HS,
-    K,
-    late,
-    n_flags,
-    scale,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    BM: tl.constexpr,
-    STAGES: tl.constexpr,
-    FACTOR: tl.constexpr,
+    p_query, p_key, p_value, p_grad, p_window_factor, p_folds, p_lse, p_delta, p_linear_grad_key, p_linear_grad_value,
+    p_grad_salient_key, p_grad_salient_value, p_grad_key, p_grad_value,
+    T, H, HK, HS, K, late, n_flags, scale,
+    C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, FACTOR: tl.constexpr,
     DOT: tl.constexpr,
-):
+):  # fmt: skip
     """Gradients of keys and values: through the window, and what the kernels of salient and linear terms found of them.
 
     linear_grad_*: [B, late * C, H, D]; grad_salient_*: [B, HS, late * K, D]. BM divides C. Grid (ceil(T / C), HK, B).
@@ -388,6 +276,7 @@ def backward_key_kernel(
     o_dim = tl.arange(0, DP)
     b_key = load_rows(p_key, i_batch, T, HK, i_kv, o_key, o_dim, D)
     b_value = load_rows(p_value, i_batch, T, HK, i_kv, o_key, o_dim, D)
+    queries = (p_query, p_grad, p_lse, p_delta)
     b_dk = tl.zeros([C, DP], tl.float32)
     b_dv = tl.zeros([C, DP], tl.float32)
     for i_head in range(i_kv * G, (i_kv + 1) * G):
@@ -396,26 +285,9 @@ def backward_key_kernel(
             factor = tl.load(p_window_factor + i_head)
         for o_first in tl.range(i_chunk * C, tl.minimum((i_chunk + 2) * C, T), BM, num_stages=STAGES):
             b_dk, b_dv = _towards_keys(
-                p_query,
-                p_grad,
-                p_lse,
-                p_delta,
-                b_key,
-                b_value,
-                b_dk,
-                b_dv,
-                i_batch,
-                T,
-                H,
-                i_head,
-                o_first + tl.arange(0, BM),
-                o_key,
-                factor,
-                scale * LOG2E,
-                o_dim,
-                D,
-                DOT,
-            )
+                queries, (i_batch, T, H, i_head), b_key, b_value, b_dk, b_dv, o_first + tl.arange(0, BM), o_key, factor,
+                scale * LOG2E, o_dim, D, DOT,
+            )  # fmt: skip
     b_dk *= scale
     if i_chunk < late:
         for i_head in range(i_kv * G, (i_kv + 1) * G):

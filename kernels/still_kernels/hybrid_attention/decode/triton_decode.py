@@ -42,24 +42,9 @@ def _load_parts(p_acc, p_ml, s, parts, GR, o_dim, D: tl.constexpr, BS: tl.conste
 
 @triton.jit
 def _merge(
-    g,
-    heads,
-    i_group,
-    i_out,
-    i_part,
-    i_score,
-    length,
-    live,
-    promoting,
-    count,
-    room,
-    epsilon,
-    parts,
-    p_window_factor,
-    p_window_score,
-    p_output,
-    c: tl.constexpr,
-):
+    g, heads, i_group, i_out, i_part, i_score, length, live, promoting, count, room, epsilon, parts, p_window_factor,
+    p_window_score, p_output, c: tl.constexpr,
+):  # fmt: skip
     """Combine the partials of query head g of a group against their global maximum; store output and score.
 
     i_group, i_out, i_score: The group's first head in the workspace, the activations, the scores. i_part: Its first part of
@@ -181,104 +166,26 @@ def _bring(
             prefetch(states.window_value + o_slot * c.D, o_kept, c.SETTLE)
 
 
-@triton.jit
-def _stamp(p_trace, K: tl.constexpr):
-    """Write the multiprocessor's clock to column K of the program's row of the trace, at the start its number and the time too."""
-    if p_trace is not None:
-        i_program = tl.program_id(0) + tl.num_programs(0) * (tl.program_id(1) + tl.num_programs(1) * tl.program_id(2))
-        clock = tl.inline_asm_elementwise("mov.u64 $0, %clock64;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
-        tl.store(p_trace + i_program * 8 + K, clock)
-        time = tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
-        tl.store(p_trace + i_program * 8 + (4 if K == 0 else 5), time)
-        if K == 0:
-            place = tl.inline_asm_elementwise("mov.u32 $0, %smid;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
-            tl.store(p_trace + i_program * 8 + 6, place.to(tl.int64))
-
-
 @triton.jit(do_not_specialize=["H", "HK", "G", "K", "N", "W_HEADS", "NS", "phantom"])
 def decode_kernel(
-    p_query,
-    p_key,
-    p_value,
-    p_gate,
-    p_feature_q_weight,
-    p_feature_k_weight,
-    p_window_factor,
-    p_window_key,
-    p_window_value,
-    p_window_score,
-    p_salient_key,
-    p_salient_value,
-    p_kv_state,
-    p_z_state,
-    p_window_key_scale,
-    p_window_value_scale,
-    p_salient_key_scale,
-    p_salient_value_scale,
-    p_new_tokens,
-    p_past_length,
-    p_query_start,
-    p_state_row,
-    p_part_acc,
-    p_part_ml,
-    p_part_lin,
-    p_part_den,
-    p_part_window,
-    p_counters,
-    p_output,
-    p_present_length,
-    p_trace,
-    H,
-    HK,
-    G,
-    K,
-    N,
-    W_HEADS,
-    NS,
-    phantom,
-    scale,
-    epsilon,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    DK: tl.constexpr,
-    P: tl.constexpr,
-    PP: tl.constexpr,
-    KP: tl.constexpr,
-    GP: tl.constexpr,
-    DS: tl.constexpr,
-    LF: tl.constexpr,
-    LS: tl.constexpr,
-    WG: tl.constexpr,
-    DW: tl.constexpr,
-    BN: tl.constexpr,
-    SN: tl.constexpr,
-    BG: tl.constexpr,
-    SG: tl.constexpr,
-    BL: tl.constexpr,
-    BS: tl.constexpr,
-    RB: tl.constexpr,
-    FEATURE: tl.constexpr,
-    SCOPE: tl.constexpr,
-    RELEASED: tl.constexpr,
-    OVERFLOW: tl.constexpr,
-    GATE: tl.constexpr,
-    FACTOR: tl.constexpr,
-    RAGGED: tl.constexpr,
-    PAGES: tl.constexpr,
-    CODES: tl.constexpr,
-    SETTLE: tl.constexpr,
-    PDL: tl.constexpr,
-    AHEAD: tl.constexpr,
-    DOT: tl.constexpr,
-):
+    p_query, p_key, p_value, p_gate, p_feature_q_weight, p_feature_k_weight, p_window_factor, p_window_key, p_window_value,
+    p_window_score, p_salient_key, p_salient_value, p_kv_state, p_z_state, p_window_key_scale, p_window_value_scale,
+    p_salient_key_scale, p_salient_value_scale, p_new_tokens, p_past_length, p_query_start, p_state_row, p_part_acc, p_part_ml,
+    p_part_lin, p_part_den, p_part_window, p_counters, p_output, p_present_length,
+    H, HK, G, K, N, W_HEADS, NS, phantom, scale, epsilon,
+    C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DK: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, KP: tl.constexpr,
+    GP: tl.constexpr, DS: tl.constexpr, LF: tl.constexpr, LS: tl.constexpr, WG: tl.constexpr, DW: tl.constexpr,
+    BN: tl.constexpr, SN: tl.constexpr, BG: tl.constexpr, SG: tl.constexpr, BL: tl.constexpr, BS: tl.constexpr,
+    RB: tl.constexpr, FEATURE: tl.constexpr, SCOPE: tl.constexpr, RELEASED: tl.constexpr, OVERFLOW: tl.constexpr,
+    GATE: tl.constexpr, FACTOR: tl.constexpr, RAGGED: tl.constexpr, PAGES: tl.constexpr, CODES: tl.constexpr,
+    SETTLE: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
     """Output of one token per row (rows with new_tokens 0 get zeros). Grid (GR * (ND + WP + 1) + NS, HS, B).
 
     ND = D / DS slices of S, WP = 2C / BL parts of the window, one program for rows on their way into the cache; with LF one program for
     all of S, and the first split sees to these rows. With overflow "error" a promotion is part of this launch; with a folding policy it
     has happened before (select, features, scan).
     p_present_length, where given, gets the lengths after the step; it must not be past_length, which others still read.
-    p_trace is for tools/benchmarks/decode_phases.py: int64 [programs, 8] of clocks; None, as everywhere else, leaves no code.
     """
     ND: tl.constexpr = 1 if LF else DP // DS
     WP: tl.constexpr = 2 * C // BL
@@ -306,7 +213,6 @@ def decode_kernel(
         # The kernel ahead may still run: wait for it before touching memory. The next kernel may be launched meanwhile.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    _stamp(p_trace, 0)
     row = i_batch.to(tl.int64)
     start = row
     if RAGGED:
@@ -370,22 +276,8 @@ def decode_kernel(
                     p_ml = parts.ml + i_part * 2
                     p_window = parts.window + ((i_group + g) * WP + i_job - ND) * 4
                     window_part(
-                        at,
-                        states,
-                        heads,
-                        i_head,
-                        i_kv,
-                        i_job - ND,
-                        p_q,
-                        p_k,
-                        p_v,
-                        phantom,
-                        scale2,
-                        p_acc,
-                        p_ml,
-                        p_window,
-                        c,
-                    )
+                        at, states, heads, i_head, i_kv, i_job - ND, p_q, p_k, p_v, phantom, scale2, p_acc, p_ml, p_window, c
+                    )  # fmt: skip
             else:
                 p_acc = parts.acc + i_part * D
                 p_ml = parts.ml + i_part * 2
@@ -414,7 +306,6 @@ def decode_kernel(
                         at, states, heads, i_kv, i, p_q + i * D, room, scale2, p_acc, parts.ml + (i_part + i) * 2, c
                     )
 
-    _stamp(p_trace, 1)
     tl.debug_barrier()
     # Who is last at a query head merges it: where heads share splits, several programs may merge at the same time.
     p_counter = p_counters + i_batch * (2 * H) + i_select * GR
@@ -431,7 +322,6 @@ def decode_kernel(
         b_arrived = tl.atomic_add(p_counter + o_head, tl.full([GP], 1, tl.int32), mask=m_head, sem="acq_rel")
         m_last = m_head & (b_arrived == JOBS + NS - 1)
         merged = tl.sum(m_last.to(tl.int32), 0)
-    _stamp(p_trace, 2)
     if merged == 0:
         return
     length, live, promoting = step_of(at, c)
@@ -455,7 +345,6 @@ def decode_kernel(
                     g, heads, i_group, i_out, i_first, row * H + i_select * GR, length, live, promoting, NS + WP + 1, room, epsilon,
                     parts, p_window_factor, p_window_score, p_output, c,
                 )  # fmt: skip
-    _stamp(p_trace, 3)
     if FUSED:
         if promoting:
             tl.debug_barrier()

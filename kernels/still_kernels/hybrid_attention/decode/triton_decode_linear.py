@@ -34,21 +34,8 @@ def _selected_of(at, states, heads, i_kv, old, length, o_feature, p_weight, K, c
     prefetch(states.window_value + o_token, o_kept, c.SETTLE)
     prefetch(p_weight + tl.minimum(o_feature, c.P - 1) * c.D, o_line, c.SETTLE)
     b_selected, _ = select_chunk(
-        states.window_score,
-        states.window_score,
-        old,
-        length,
-        length,
-        0,
-        at.row,
-        heads.i_select,
-        heads.H,
-        heads.GR,
-        K,
-        c.SCOPE,
-        c.GP,
-        c.C,
-    )
+        states.window_score, states.window_score, old, length, length, 0, at.row, heads.i_select, heads.H, heads.GR, K, c.SCOPE, c.GP, c.C
+    )  # fmt: skip
     return b_selected
 
 
@@ -114,17 +101,8 @@ def _fold_chunk(
             b_rows = _half_of(b_direction, b_square, b_keep, b_scale, o_feature, half, c)
             b_query = b_phi if half == 0 else b_psi
             b_out, b_mass = _add_rows(
-                b_rows,
-                b_query,
-                b_v,
-                old + r > 0,
-                p_state + half * (c.P * c.D),
-                p_mass + half * c.P,
-                o_feature,
-                o_column,
-                m_mass,
-                c,
-            )
+                b_rows, b_query, b_v, old + r > 0, p_state + half * (c.P * c.D), p_mass + half * c.P, o_feature, o_column, m_mass, c
+            )  # fmt: skip
             b_more += b_out
             b_more_mass += b_mass
         if c.RB < c.C:
@@ -300,23 +278,8 @@ def linear_slice(
 
 @triton.jit
 def _fold_whole(
-    at,
-    states,
-    heads,
-    i_kv,
-    b_phi,
-    b_psi,
-    old,
-    length,
-    p_weight,
-    p_state,
-    p_mass,
-    p_gate,
-    p_lin,
-    p_den,
-    K,
-    c: tl.constexpr,
-):
+    at, states, heads, i_kv, b_phi, b_psi, old, length, p_weight, p_state, p_mass, p_gate, p_lin, p_den, K, c: tl.constexpr,
+):  # fmt: skip
     """`_fold_chunk` for all slices of S, whose features are made once; what they add to the output goes to where that has been stored."""
     o_feature = tl.arange(0, c.PP)
     o_dim = tl.arange(0, c.DK)

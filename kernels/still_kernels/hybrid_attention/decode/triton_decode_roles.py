@@ -351,21 +351,9 @@ def fresh_part(at, states, heads, i_kv, g, p_q, room, scale2, p_acc, p_ml, c: tl
         old = length // c.C - 2
         b_q = tl.load(p_q + o_dim, mask=m_dim, other=0.0).to(tl.float32) * scale2
         b_selected, _ = select_chunk(
-            states.window_score,
-            states.window_score,
-            old,
-            length,
-            length,
-            0,
-            at.row,
-            heads.i_select,
-            heads.H,
-            heads.GR,
-            room.K,
-            c.SCOPE,
-            c.GP,
-            c.C,
-        )
+            states.window_score, states.window_score, old, length, length, 0, at.row, heads.i_select, heads.H, heads.GR,
+            room.K, c.SCOPE, c.GP, c.C,
+        )  # fmt: skip
         o_rank = tl.arange(0, c.KP)
         m_rank = (o_rank < room.K) & (old * room.K + o_rank < room.N)
         o_from = (at.row * heads.HK + i_kv) * (2 * c.C) + (old & 1) * c.C + selected_offsets(b_selected, c.KP, c.C)
@@ -376,31 +364,11 @@ def fresh_part(at, states, heads, i_kv, g, p_q, room, scale2, p_acc, p_ml, c: tl
         if g == 0:
             base = (at.row * heads.HS + heads.i_select) * room.N
             b_key = rows_of(
-                states.salient_key,
-                at.p_state_row,
-                at.i_batch,
-                base,
-                heads.i_select,
-                old * room.K,
-                o_rank,
-                m_rank,
-                0,
-                c.D,
-                c.PAGES,
-            )
+                states.salient_key, at.p_state_row, at.i_batch, base, heads.i_select, old * room.K, o_rank, m_rank, 0, c.D, c.PAGES
+            )  # fmt: skip
             b_value = rows_of(
-                states.salient_value,
-                at.p_state_row,
-                at.i_batch,
-                base,
-                heads.i_select,
-                old * room.K,
-                o_rank,
-                m_rank,
-                1,
-                c.D,
-                c.PAGES,
-            )
+                states.salient_value, at.p_state_row, at.i_batch, base, heads.i_select, old * room.K, o_rank, m_rank, 1, c.D, c.PAGES
+            )  # fmt: skip
             tl.store(states.salient_key + (b_key[:, None] * c.D + o_dim[None, :]), b_k, mask=mask)
             tl.store(states.salient_value + (b_value[:, None] * c.D + o_dim[None, :]), b_v, mask=mask)
             if c.CODES:

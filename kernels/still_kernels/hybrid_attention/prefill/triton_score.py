@@ -37,30 +37,11 @@ def _keys(
 
 @triton.jit(do_not_specialize=["T", "H", "HK"], do_not_specialize_on_alignment=ROWS)
 def score_kernel(
-    p_query,
-    p_key,
-    p_window_key,
-    p_window_key_scale,
-    p_new_tokens,
-    p_past_length,
-    p_query_start,
-    p_state_row,
-    p_score,
-    T,
-    H,
-    HK,
-    scale,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    BM: tl.constexpr,
-    STAGES: tl.constexpr,
-    RELEASED: tl.constexpr,
-    RAGGED: tl.constexpr,
-    PAGES: tl.constexpr,
-    CODES: tl.constexpr,
-    DOT: tl.constexpr,
-):
+    p_query, p_key, p_window_key, p_window_key_scale, p_new_tokens, p_past_length, p_query_start, p_state_row, p_score,
+    T, H, HK, scale,
+    C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, RELEASED: tl.constexpr,
+    RAGGED: tl.constexpr, PAGES: tl.constexpr, CODES: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
     """Scores of the call's tokens, score [tokens, H]. Grid (tiles * C / BM, HK, B): chunk length // C + i, rows in blocks of BM.
 
     The query heads of a key head are taken one after the other: they share its blocks of keys.

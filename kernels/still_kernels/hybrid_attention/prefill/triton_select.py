@@ -26,31 +26,17 @@ def _worst(b_score, b_order, m_alive, worst_score, worst_order, last_score, last
 
 @triton.jit
 def _copy_row(
-    p_new,
-    p_ring,
-    p_ring_scale,
-    p_cache,
-    p_cache_scale,
-    p_state_row,
-    i_batch,
-    position,
-    slot,
-    start,
-    row,
-    length,
-    i_select,
-    i_kv,
-    HK,
-    HS,
-    N,
-    o_dim,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    VALUE: tl.constexpr,
-    PAGES: tl.constexpr,
+    tokens, cache, at, heads, position, slot, o_dim, C: tl.constexpr, D: tl.constexpr, VALUE: tl.constexpr, PAGES: tl.constexpr,
     CODES: tl.constexpr,
-):
-    """A token's key or value into the cache; nowhere beyond the capacity: the output is NaN, memory stays intact."""
+):  # fmt: skip
+    """A token's key or value into the cache; nowhere beyond the capacity: the output is NaN, memory stays intact.
+
+    tokens, cache: Pointers to the call's, the ring and its scales, to the cache and its scales. at, heads: As the kernel has them.
+    """
+    p_new, p_ring, p_ring_scale = tokens
+    p_cache, p_cache_scale = cache
+    p_state_row, i_batch, start, row, length = at
+    i_select, i_kv, HK, HS, N = heads
     if CODES:
         to = rows_of(
             p_cache, p_state_row, i_batch, (row * HS + i_select) * N, i_select, 0, slot, slot < N, VALUE, D, PAGES
@@ -75,45 +61,13 @@ def _copy_row(
 
 @triton.jit(do_not_specialize=["T", "H", "HK", "K", "N", "R", "first_tile"], do_not_specialize_on_alignment=ROWS)
 def select_kernel(
-    p_key,
-    p_value,
-    p_window_key,
-    p_window_value,
-    p_window_score,
-    p_salient_key,
-    p_salient_value,
-    p_salient_score,
-    p_window_key_scale,
-    p_window_value_scale,
-    p_salient_key_scale,
-    p_salient_value_scale,
-    p_new_tokens,
-    p_past_length,
-    p_query_start,
-    p_state_row,
-    p_score,
-    p_flags,
-    p_evicted_key,
-    p_evicted_value,
-    p_evicted_count,
-    T,
-    H,
-    HK,
-    K,
-    N,
-    R,
-    first_tile,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    KP: tl.constexpr,
-    GP: tl.constexpr,
-    SCOPE: tl.constexpr,
-    OVERFLOW: tl.constexpr,
-    RAGGED: tl.constexpr,
-    PAGES: tl.constexpr,
-    CODES: tl.constexpr,
-):
+    p_key, p_value, p_window_key, p_window_value, p_window_score, p_salient_key, p_salient_value, p_salient_score,
+    p_window_key_scale, p_window_value_scale, p_salient_key_scale, p_salient_value_scale, p_new_tokens, p_past_length,
+    p_query_start, p_state_row, p_score, p_flags, p_evicted_key, p_evicted_value, p_evicted_count,
+    T, H, HK, K, N, R, first_tile,
+    C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr, GP: tl.constexpr, SCOPE: tl.constexpr,
+    OVERFLOW: tl.constexpr, RAGGED: tl.constexpr, PAGES: tl.constexpr, CODES: tl.constexpr,
+):  # fmt: skip
     """Selection of chunk c-2 for every chunk c that begins within the call.
 
     Writes flags [B, R, HS, C] (1: fold the token into S and z) and the salient cache; with a folding policy also the rows
@@ -151,58 +105,18 @@ def select_kernel(
     p_flag = p_flags + ((i_batch.to(tl.int64) * R + i_tile) * HS + i_select) * C
     if OVERFLOW == 0:
         token = -1
+        at = (p_state_row, i_batch, start, row, length)
+        heads = (i_select, i_kv, HK, HS, N)
         for rank in range(K):
             token = tl.min(tl.where(b_selected & (o_row > token), o_row, C), 0)
+            keys = (p_key, p_window_key, p_window_key_scale)
             _copy_row(
-                p_key,
-                p_window_key,
-                p_window_key_scale,
-                p_salient_key,
-                p_salient_key_scale,
-                p_state_row,
-                i_batch,
-                old * C + token,
-                old * K + rank,
-                start,
-                row,
-                length,
-                i_select,
-                i_kv,
-                HK,
-                HS,
-                N,
-                o_dim,
-                C,
-                D,
-                0,
-                PAGES,
-                CODES,
-            )
+                keys, (p_salient_key, p_salient_key_scale), at, heads, old * C + token, old * K + rank, o_dim, C, D, 0, PAGES, CODES
+            )  # fmt: skip
+            values = (p_value, p_window_value, p_window_value_scale)
             _copy_row(
-                p_value,
-                p_window_value,
-                p_window_value_scale,
-                p_salient_value,
-                p_salient_value_scale,
-                p_state_row,
-                i_batch,
-                old * C + token,
-                old * K + rank,
-                start,
-                row,
-                length,
-                i_select,
-                i_kv,
-                HK,
-                HS,
-                N,
-                o_dim,
-                C,
-                D,
-                1,
-                PAGES,
-                CODES,
-            )
+                values, (p_salient_value, p_salient_value_scale), at, heads, old * C + token, old * K + rank, o_dim, C, D, 1, PAGES, CODES
+            )  # fmt: skip
         tl.store(p_flag + o_row, tl.where(b_selected, 0, 1).to(tl.int8))
     else:
         b_offset = selected_offsets(b_selected, KP, C)

@@ -23,18 +23,9 @@ def meet(x):
 
 @gluon.jit
 def fill_rows(
-    buffer,
-    p_new,
-    p_ring,
-    first,
-    length,
-    end,
-    stride,
-    ROWS: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    C: gl.constexpr,
+    buffer, p_new, p_ring, first, length, end, stride, ROWS: gl.constexpr, COLUMNS: gl.constexpr, C: gl.constexpr,
     D: gl.constexpr,
-):
+):  # fmt: skip
     """COLUMNS of ROWS keys or values from position `first` on, of the call's tokens or of the ring; zeros where there are none.
 
     p_new: the head's row of the row's first token, `stride` elements between tokens. p_ring: the head's ring, of rows of D.
