@@ -121,5 +121,5 @@ def test_the_kernels_take_the_nodes(library: str, tmp_path: Path) -> None:
 def test_wrong_counts_are_refused(library: str, counts: list[int]) -> None:
     node = StatefulNode(LINEAR_ATTENTION, body.layer_model(Layer()), empty_state(2, 6, 10, 7), False, library=library)
     call = next(iter(calls(Layer(), [5])))
-    with pytest.raises(Exception, match="LinearAttention: row 1 has past_length 0 and new_tokens"):
+    with pytest.raises(Exception, match="LinearAttention: sequence 1 has past_length 0 and new_tokens"):
         node(feeds(call) | {"new_tokens": torch.tensor(counts)}, call.output.float())

@@ -166,11 +166,11 @@ def one_call(library: str, **changes: Any) -> Any:
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"past_length": torch.tensor([0, 60])}, "row 1 grows to 65 tokens"),
+        ({"past_length": torch.tensor([0, 60])}, "sequence 1 grows to 65 tokens"),
         ({"new_tokens": torch.tensor([5, 6])}, "new_tokens 6"),
         ({"past_length": torch.tensor([-1, 0])}, "past_length -1"),
         # Sums that have no place in 64 bits.
-        ({"past_length": torch.tensor([2**63 - 1, 0])}, "row 0 has past_length 9223372036854775807"),
+        ({"past_length": torch.tensor([2**63 - 1, 0])}, "sequence 0 has past_length 9223372036854775807"),
         ({"past_length": torch.tensor([0, 2**62]), "new_tokens": torch.tensor([5, 2**62])}, "past_length 461168601"),
         ({"new_tokens": torch.tensor([5, 2**63 - 1])}, "new_tokens 9223372036854775807"),
         ({"feature_k_weight": torch.zeros(6, 7, 8)}, "feature_k_weight: expected"),

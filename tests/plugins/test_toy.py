@@ -93,7 +93,7 @@ def test_its_kernel_runs_in_onnx_runtime(library: str) -> None:
         np.testing.assert_allclose(got[0], output.numpy(), rtol=1e-6, atol=1e-6)
         np.testing.assert_allclose(got[1], expected.numpy(), rtol=1e-6, atol=1e-6)
         total, length = expected, length + new
-    with pytest.raises(Exception, match="Decay: row 1 has past_length 0 and new_tokens 8"):
+    with pytest.raises(Exception, match="Decay: sequence 1 has past_length 0 and new_tokens 8"):
         bad = {"new_tokens": np.array([0, 8]), "past_length": np.array([0, 0])}
         run.run(None, {name: tensor.numpy() for name, tensor in feeds.items()} | bad)
 

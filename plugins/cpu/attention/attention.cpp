@@ -69,7 +69,7 @@ struct Call
     }
 };
 
-// The new keys and values of one row and head, written behind what the cache holds.
+// The new keys and values of one sequence and head, written behind what the cache holds.
 void append(Layer const& l, Tensors const& x, Kernels const& kernels, int row, int head, int64_t past, int64_t brought)
 {
     size_t const dim = static_cast<size_t>(l.dim), bytes = dim * static_cast<size_t>(l.element_size());

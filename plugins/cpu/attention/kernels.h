@@ -10,12 +10,12 @@ namespace still_cpu::softmax
 constexpr int kBlockColumns = 128;
 constexpr int kTileKeys = 128;
 
-// New tokens of one row for one key/value head. Column t * G + g is query head g of the group at token t.
+// New tokens of one sequence for one key/value head. Column t * G + g is query head g of the group at token t.
 struct Block
 {
     int row;
     int head;
-    int64_t token;    // first one, of the row's new tokens
+    int64_t token;    // first one, of the sequence's new tokens
     int count;        // of tokens
     int64_t position; // of the first one
 };

@@ -60,7 +60,7 @@ public:
         {
             check_counts(op_.spec(), row, past[row], brought[row], sizes.tokens);
             if (past[row] + brought[row] > sizes.layer.rows)
-                still::fail("Attention: row ", row, " grows to ", past[row] + brought[row], " tokens; the state has room for ",
+                still::fail("Attention: sequence ", row, " grows to ", past[row] + brought[row], " tokens; the state has room for ",
                     sizes.layer.rows, ". Give a larger state.");
         }
         softmax::Tensors x{};

@@ -1,6 +1,6 @@
 // A causal convolution of each channel, on the CPU. Knows no host: a host gives tensors, scratch memory and a way to run tasks at once.
 //
-// A task is a few vectors of channels of one row: their latest tokens and taps are copied side by side, then every token is a sum over
+// A task is a few vectors of channels of one sequence: their latest tokens and taps are copied side by side, then every token is a sum over
 // the taps. Past columns are read before they are written, by the one task that has the channels.
 #pragma once
 

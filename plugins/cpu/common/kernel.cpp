@@ -73,7 +73,7 @@ void check_heads(still::Call const& call)
 void check_counts(still::OpSpec const& spec, int row, int64_t past, int64_t brought, int64_t tokens)
 {
     if (past < 0 || past > kMostTokens || brought < 0 || brought > tokens)
-        fail(spec.name, ": row ", row, " has past_length ", past, " and new_tokens ", brought, "; expected 0 to ", kMostTokens,
+        fail(spec.name, ": sequence ", row, " has past_length ", past, " and new_tokens ", brought, "; expected 0 to ", kMostTokens,
             ", and new_tokens at most ", tokens, ".");
 }
 

@@ -1,4 +1,4 @@
-// One head of one row in a step: where its data lies, its features, its share of the linear state, its output.
+// One head of one sequence in a step: where its data lies, its features, its share of the linear state, its output.
 #pragma once
 
 #include "../common/elements.h"
@@ -13,7 +13,7 @@ using still_cpu::hybrid::Step;
 using still_cpu::hybrid::Task;
 using still_cpu::hybrid::Tensors;
 
-// What one head of one row reads and writes; S is the type of window and cache.
+// What one head of one sequence reads and writes; S is the type of window and cache.
 template <typename T, typename S>
 struct Head
 {

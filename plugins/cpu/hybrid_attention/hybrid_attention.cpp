@@ -23,7 +23,7 @@ struct Call
     int batch;
     Step* steps = nullptr; // rows that take part
     int count = 0;
-    int most_tasks = 0; // of one head of one row, blocks or parts
+    int most_tasks = 0; // of one head of one sequence, blocks or parts
     // Scratch.
     float* rooms = nullptr;
     size_t room_size = 0;
@@ -160,7 +160,7 @@ void combine(Call& call, size_t index, size_t lane)
                 + (static_cast<size_t>(s.row) * heads + index % heads) * static_cast<size_t>(call.parts) * partial_size(call.layer));
 }
 
-// Plans the next step of every row; false when all rows are done.
+// Plans the next step of every sequence; false when all sequences are done.
 bool next_step(Call& call, int64_t const* past, int64_t const* brought, int64_t* done)
 {
     Layer const& l = call.layer;

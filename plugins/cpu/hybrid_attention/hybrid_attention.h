@@ -98,7 +98,7 @@ struct Step
 {
     int row;
     int64_t chunk; // absolute
-    int64_t token; // first one, of the row's new tokens
+    int64_t token; // first one, of the sequence's new tokens
     int offset;    // first one's place in the chunk
     int count;
     bool promotes; // chunk - 2 leaves the window

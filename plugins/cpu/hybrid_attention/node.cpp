@@ -95,7 +95,7 @@ Sizes read_sizes(Layer layer, still::Call const& call)
     return {layer, dimension(call, "B", 0, most), call.size("T"), call.tensor("output")};
 }
 
-// Throws for counts outside their range and for rows that outgrow the salient cache.
+// Throws for counts outside their range and for sequences that outgrow the salient cache.
 void check_rows(still::OpSpec const& spec, Sizes const& sizes, int64_t const* past, int64_t const* brought)
 {
     Layer const& l = sizes.layer;
@@ -105,7 +105,7 @@ void check_rows(still::OpSpec const& spec, Sizes const& sizes, int64_t const* pa
         int64_t const length = past[row] + brought[row];
         int64_t const slots = l.salient * std::max<int64_t>(0, (length + l.chunk - 1) / l.chunk - 2);
         if (l.overflow == Overflow::kError && slots > l.slots)
-            fail("HybridAttention: row ", row, " grows to ", length, " tokens, which fill ", slots, " salient slots; the state has ",
+            fail("HybridAttention: sequence ", row, " grows to ", length, " tokens, which fill ", slots, " salient slots; the state has ",
                 l.slots, ". Give a larger state.");
     }
 }

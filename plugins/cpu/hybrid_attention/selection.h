@@ -6,7 +6,7 @@
 namespace still_cpu::hybrid
 {
 
-// What one selection head of one row works with.
+// What one selection head of one sequence works with.
 struct Selection
 {
     Layer const* layer;

@@ -26,7 +26,7 @@ size_t room(Layer const& l)
                                + kChunk * l.size + 3 * l.dim + l.size + l.shared + kChunk + 16 * 10);
 }
 
-// One head of one row.
+// One head of one sequence.
 template <typename T>
 struct Head
 {

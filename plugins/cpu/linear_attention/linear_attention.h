@@ -1,7 +1,7 @@
 // One layer of linear attention with a recurrent state, on the CPU. Knows no host: a host gives tensors, scratch memory and a way to
 // run tasks at once.
 //
-// A task is one head of one row, whose state stays in the second cache. With a decay per head or none, tokens go in chunks: products
+// A task is one head of one sequence, whose state stays in the second cache. With a decay per head or none, tokens go in chunks: products
 // with the state are GEMMs, and the delta rules' triangular system is solved row by row. A decay per key, and calls of a
 // few tokens, take the recurrence token by token, which reads the state once and writes it once.
 #pragma once
