@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -54,7 +55,7 @@ class Visit:
 @pytest.fixture(scope="session")
 def dist() -> Path:
     """The npm package, built."""
-    if shutil.which("node") is None or not (WEB / "node_modules" / "esbuild").is_dir():
+    if shutil.which("node") is None or not (WEB / "node_modules" / "axe-core").is_dir():
         pytest.skip("needs Node.js and, in the folder web, npm install --ignore-scripts")
     subprocess.run(["node", "build.mjs"], cwd=WEB, check=True)
     return WEB / "dist"
@@ -124,14 +125,21 @@ def site(dist: Path, package: Path, tmp_path: Path) -> Iterator[tuple[str, Path]
     server.server_close()
 
 
-@pytest.fixture
-def visit(browser: Any, site: tuple[str, Path]) -> Iterator[Visit]:
-    """A tab of its own storage; what it loads is up to the test. At its end the page must not have complained to the console."""
+@contextmanager
+def another_visitor(browser: Any, url: str) -> Iterator[Visit]:
+    """A phone's tab of its own storage."""
     context = browser.new_context(viewport={"width": 390, "height": 800})
     tab = context.new_page()
-    found = Visit(tab, site[0])
+    found = Visit(tab, url)
     tab.on("console", lambda message: found.said.append(f"{message.type}: {message.text}"))
     tab.on("pageerror", lambda error: found.said.append(str(error)))
     context.on("request", lambda request: found.asked.append(request.url))
     yield found
     context.close()
+
+
+@pytest.fixture
+def visit(browser: Any, site: tuple[str, Path]) -> Iterator[Visit]:
+    """What the tab loads is up to the test; at its end the page must not have complained to the console."""
+    with another_visitor(browser, site[0]) as found:
+        yield found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -15,7 +16,7 @@ from still_export.runtime.ort import OrtModel
 from still_export.runtime.sampling import Sampling
 from still_export.runtime.snapshot import Snapshot
 from still_export.runtime.text import Text
-from tests.web.conftest import Visit
+from tests.web.conftest import WEB, Visit, another_visitor
 
 pytestmark = pytest.mark.slow
 TOKENS = 512
@@ -27,9 +28,8 @@ DOCUMENT = "The ship left the harbour at dawn. " * 40
 def answered(package: Path, message: str, snapshot: Path | None = None) -> str:
     """What `run --chat` answers."""
     model = OrtModel(package, threads=1)
-    text = Text(model)
     prefix = Snapshot.load(snapshot) if snapshot else None
-    return Conversation(model, text, TOKENS, Sampling(), prefix=prefix).ask(message, None).text
+    return Conversation(model, Text(model), TOKENS, Sampling(), prefix=prefix).ask(message, None).text
 
 
 def rewritten(package: Path) -> None:
@@ -40,6 +40,30 @@ def rewritten(package: Path) -> None:
 
 def quiet(visit: Visit) -> None:
     assert visit.said == []
+
+
+def say(visit: Visit, message: str) -> str:
+    """Type a message; what is answered."""
+    visit.tab.fill("#message", message)
+    visit.tab.keyboard.press("Enter")
+    visit.status("Ready.", 180)
+    return visit.log()[-1]
+
+
+def undisturbed(browser: Any, url: str) -> list[str]:
+    """Two answers of one conversation in which nothing goes wrong."""
+    with another_visitor(browser, url) as visit:
+        visit.tab.goto(f"{url}?package=package/")
+        visit.status("Ready")
+        return [say(visit, "Who?"), say(visit, "Where?")]
+
+
+def drop(visit: Visit, path: Path) -> None:
+    """Let a file or a folder of this machine fall onto the page."""
+    devices = visit.tab.context.new_cdp_session(visit.tab)
+    data = {"items": [], "files": [str(path)], "dragOperationsMask": 1}
+    for kind in ("dragEnter", "dragOver", "drop"):
+        devices.send("Input.dispatchDragEvent", {"type": kind, "x": 50, "y": 50, "data": data})
 
 
 def test_chat_by_keyboard_alone_and_without_a_network(visit: Visit, package: Path) -> None:
@@ -70,36 +94,38 @@ def test_chat_by_keyboard_alone_and_without_a_network(visit: Visit, package: Pat
     quiet(visit)
 
 
-def test_a_document_is_read_once_and_travels(visit: Visit, package: Path, tmp_path: Path) -> None:
+def test_a_document_is_read_once_and_travels(visit: Visit, browser: Any, package: Path, tmp_path: Path) -> None:
     paper, other = tmp_path / "paper.txt", tmp_path / "paper.safetensors"
     paper.write_text(DOCUMENT)
     visit.tab.goto(visit.url)
     visit.status("Choose")
-    visit.tab.set_input_files("#folder", str(package))
+    drop(visit, package)
     visit.status("Ready")
-    visit.tab.set_input_files("#document", str(paper))
+    visit.tab.evaluate(
+        "self.seen = []; new MutationObserver(() => seen.push(document.getElementById('progress').value))"
+        ".observe(document.getElementById('progress'), {attributes: true})"
+    )
+    drop(visit, paper)
     visit.status("ask about the document")
     tokens = int(visit.log()[0].split("read, ")[1].split(" ")[0].replace(",", ""))
     assert tokens > len(DOCUMENT)
+    pieces = {at for at in visit.tab.evaluate("seen") if at > 1}
+    assert len(pieces) >= tokens // 256, "progress is shown between the pieces"
     before = visit.tab.locator("#memory").text_content()
     with visit.tab.expect_download() as download:
         visit.tab.click("#save")
     download.value.save_as(other)
     assert Snapshot.load(other).length == tokens and Snapshot.load(other).place == "user"
-    visit.tab.fill("#message", " Where?")
-    visit.tab.keyboard.press("Enter")
-    visit.status("Ready.")
-    expected = visit.log()[-1]
+    expected = say(visit, " Where?")
     assert expected[:ALIKE] == answered(package, " Where?", other)[:ALIKE]
-    visit.tab.click("#clear")
-    visit.status("new conversation")
-    visit.tab.set_input_files("#load", str(other))
-    visit.status("ask about what was read")
-    assert visit.tab.locator("#memory").text_content() == before
-    visit.tab.fill("#message", " Where?")
-    visit.tab.keyboard.press("Enter")
-    visit.status("Ready.")
-    assert visit.log()[-1] == expected
+    with another_visitor(browser, visit.url) as next_one:
+        next_one.tab.goto(f"{visit.url}?package=package/")
+        next_one.status("Ready")
+        next_one.tab.set_input_files("#load", str(other))
+        next_one.status("ask about what was read")
+        assert next_one.tab.locator("#memory").text_content() == before
+        assert say(next_one, " Where?") == expected
+        quiet(next_one)
     other.write_bytes(b"no state at all")
     visit.tab.set_input_files("#load", str(other))
     visit.error("is no saved state")
@@ -148,7 +174,7 @@ def test_the_proof_passes_and_a_fault_fails(visit: Visit, site: tuple[str, Path]
     quiet(visit)
 
 
-def test_what_is_wrong_is_a_sentence(visit: Visit, package: Path, tmp_path: Path) -> None:
+def test_what_is_wrong_is_a_sentence(visit: Visit, browser: Any, package: Path, tmp_path: Path) -> None:
     visit.tab.goto(visit.url)
     visit.status("Choose")
     folder = tmp_path / "folder"
@@ -168,10 +194,15 @@ def test_what_is_wrong_is_a_sentence(visit: Visit, package: Path, tmp_path: Path
     weights.write_bytes(whole)
     visit.tab.set_input_files("#folder", str(tmp_path / "package"))
     visit.status("Ready")
+    first = say(visit, "Who?")
+    visit.tab.set_input_files("#folder", str(folder))
+    visit.error("this is no package")
     visit.tab.fill("#message", "x" * 5000)
     visit.tab.keyboard.press("Enter")
     visit.error("exceed this package's capacity of 4096 tokens")
     assert visit.tab.input_value("#message") == "x" * 5000, "what was typed stays"
+    assert visit.log() == ["Who?", first]
+    assert [first, say(visit, "Where?")] == undisturbed(browser, visit.url), "the conversation goes on"
     quiet(visit)
 
 
@@ -191,3 +222,42 @@ def test_a_browser_that_cannot(visit: Visit, site: tuple[str, Path], broken: str
     worker.write_text(broken + worker.read_text())
     visit.tab.goto(f"{visit.url}?package=package/")
     visit.error(message)
+
+
+NO_ROOM = """
+self.addEventListener("message", ({ data }) => {
+  self.whole ??= self.stillWasm?._malloc;
+  if (self.whole) self.stillWasm._malloc = data.message === "More?" ? () => 0 : self.whole;
+});
+"""
+
+
+def test_a_conversation_outlives_the_end_of_memory(visit: Visit, browser: Any, site: tuple[str, Path]) -> None:
+    worker = site[1] / "worker.js"
+    worker.write_text(NO_ROOM + worker.read_text())
+    visit.tab.goto(f"{visit.url}?package=package/")
+    visit.status("Ready")
+    first = say(visit, "Who?")
+    visit.tab.fill("#message", "More?")
+    visit.tab.keyboard.press("Enter")
+    visit.error("this tab is out of memory")
+    assert visit.log() == ["Who?", first] and visit.tab.input_value("#message") == "More?"
+    assert [first, say(visit, "Where?")] == undisturbed(browser, visit.url)
+    quiet(visit)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_everybody_can_use_it(visit: Visit, scheme: str) -> None:
+    visit.tab.emulate_media(color_scheme=scheme)
+    visit.tab.goto(f"{visit.url}?package=package/")
+    visit.status("recorded calls")
+    say(visit, "Who?")
+    visit.tab.click("#prove")
+    visit.status("Proven: ")
+    visit.tab.add_script_tag(path=WEB / "node_modules" / "axe-core" / "axe.min.js")
+    found = visit.tab.evaluate("axe.run()")
+    assert [(v["id"], [n["html"] for n in v["nodes"]]) for v in found["violations"]] == []
+    assert {"color-contrast", "label", "button-name"} <= {p["id"] for p in found["passes"]}
+    sizes = "[...document.querySelectorAll('button, .file')].map(e => e.getBoundingClientRect()).map(r => [r.width, r.height])"
+    assert all(min(size) >= 44 for size in visit.tab.evaluate(sizes)), "smaller than a finger"
+    quiet(visit)

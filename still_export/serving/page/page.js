@@ -3,6 +3,7 @@
 const $ = (id) => document.getElementById(id);
 const local = document.documentElement.dataset.mode === "local";
 const TOKENS = 512; // of an answer of this tab's model, at most
+const IDLE = $("status").textContent;
 const megabytes = (bytes) => `${(bytes / 1e6).toFixed(1)} MB`;
 
 const say = (text) => ($("status").textContent = text);
@@ -37,25 +38,26 @@ async function during(doing, work) {
     await work();
   } catch (error) {
     complain(error.message);
+    say(ready ? "Ready: go on, or try again." : IDLE);
   }
   show(false);
 }
 
 // ---- the model in this tab
 
-let worker, calls, numbers = 0;
+let worker, numbers = 0;
+const calls = new Map();
 
 function begin() {
-  worker?.terminate();
-  calls = new Map();
-  worker = new Worker("worker.js", { type: "module" });
-  const lost = () => {
-    ready = false;
-    for (const call of calls.values()) call.reject(new Error("this tab is out of memory, or the page's files are damaged: reload the page and choose the package again. What was said stays above."));
-    calls.clear();
+  const made = new Worker("worker.js", { type: "module" });
+  made.onerror = (event) => {
+    event.preventDefault();
+    if (made === worker) ready = false;
+    for (const [id, call] of calls) if (call.to === made && calls.delete(id)) {
+      call.reject(new Error("this tab is out of memory, or the page's files are damaged: reload the page and choose the package again. What was said stays above."));
+    }
   };
-  worker.onerror = (event) => { event.preventDefault(); lost(); };
-  worker.onmessage = ({ data }) => {
+  made.onmessage = ({ data }) => {
     const call = calls.get(data.id);
     if (!call) return;
     measure(data);
@@ -63,12 +65,13 @@ function begin() {
     calls.delete(data.id);
     data.error ? call.reject(new Error(data.error)) : call.resolve(data);
   };
+  return made;
 }
 
-const ask = (verb, fields = {}, told) => new Promise((resolve, reject) => {
+const ask = (verb, fields = {}, told, to = worker) => new Promise((resolve, reject) => {
   const id = ++numbers;
-  calls.set(id, { resolve, reject, told });
-  worker.postMessage({ id, verb, ...fields });
+  calls.set(id, { resolve, reject, told, to });
+  to.postMessage({ id, verb, ...fields });
 });
 
 function measure({ memory, length, rate, first, done, total }) {
@@ -89,19 +92,20 @@ function measure({ memory, length, rate, first, done, total }) {
 
 let base;
 
-function open(source) {
-  base = source.base;
-  return during("Opening the package: reading and checking its files.", async () => {
-    ready = false;
-    begin();
-    const threads = crossOriginIsolated ? Math.min(4, navigator.hardwareConcurrency) : 1;
-    const { manifest, proof } = await ask("open", { ...source, threads });
-    ready = true;
-    const { layers, hidden_size } = manifest.model;
-    say(`Ready: ${layers} layers of ${hidden_size}${proof ? ", with recorded calls" : ""}, ${threads} thread${threads > 1 ? "s" : ""}.`);
-    $("message").focus();
+/** Open a package in a worker of its own: where it cannot be opened, the conversation goes on with the model that was there. */
+const open = (source) => during("Opening the package: reading and checking its files.", async () => {
+  const next = begin();
+  const threads = crossOriginIsolated ? Math.min(4, navigator.hardwareConcurrency) : 1;
+  const { manifest, proof } = await ask("open", { ...source, threads }, undefined, next).catch((error) => {
+    next.terminate();
+    throw error;
   });
-}
+  worker?.terminate();
+  [worker, base, ready] = [next, source.base, true];
+  if ($("log").childElementCount) add("note", "Another model, which has not read what is above.");
+  const { layers, hidden_size } = manifest.model;
+  say(`Ready: ${layers} layers of ${hidden_size}${proof ? ", with recorded calls" : ""}, ${threads} thread${threads > 1 ? "s" : ""}.`);
+}).then(() => ready && $("message").focus());
 
 const named = (files) => new Map([...files].map((f) => [(f.webkitRelativePath || f.name).split("/").slice(-1)[0], f]));
 
