@@ -24,6 +24,9 @@ def inline_functions(model: ir.Model) -> int:
     from onnx_ir.passes.common import InlinePass
 
     count = sum(node.domain == DOMAIN for node in model.graph.all_nodes())
+    for function in model.functions.values():
+        for node in function.all_nodes():  # InlinePass numbers nodes without a name, each by counting from 2 again
+            node.name = node.name or node.outputs[0].name
     InlinePass()(model)
     left = next((node for node in model.graph.all_nodes() if node.domain == DOMAIN), None)
     if left is not None:
