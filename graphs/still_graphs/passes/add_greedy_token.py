@@ -34,7 +34,7 @@ def add_greedy_node(model: ir.Model) -> int:
     return _add(model, ours=True)
 
 
-def greedy_token(model: ir.Model) -> str:
+def gives_next_token(model: ir.Model) -> str:
     """The graph gives the most likely token."""
     return "" if NEXT_TOKEN in [v.name for v in model.graph.outputs] else f"no output {NEXT_TOKEN}"
 

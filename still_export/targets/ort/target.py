@@ -23,7 +23,7 @@ from still_export.targets.target import FLOAT_WEIGHTS, Lowering, Target
 from still_graphs.conditions import bodies, imported, known_ops, no_functions, opset_at_least, still_nodes
 from still_graphs.later_ir import ir
 from still_graphs.ops import FUSED_OPSET, OPS, OPSET
-from still_graphs.passes.add_greedy_token import add_greedy_node, greedy_token
+from still_graphs.passes.add_greedy_token import add_greedy_node, gives_next_token
 from still_graphs.passes.attach_functions import attach_functions
 from still_graphs.passes.fuse_gates import all_gates_fused, fuse_all_gates
 from still_graphs.passes.fuse_low_rank import fuse_low_rank, low_rank_fused
@@ -87,7 +87,7 @@ ON_GPUS = (
     ),
     BARE(fuse_rotary_embeddings, "the same between a product and its attention", ensures=rotary_embeddings_fused),
     BARE(fuse_all_gates, "the same of the gate of a feed-forward layer", ensures=all_gates_fused),
-    BARE(add_greedy_node, "greedy decoding stays on the device", ensures=greedy_token),
+    BARE(add_greedy_node, "greedy decoding stays on the device", ensures=gives_next_token),
 )
 BODIES = (
     BARE(

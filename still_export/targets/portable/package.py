@@ -18,10 +18,14 @@ from still_export.package.folder import Package, write_manifest
 from still_export.runtime.ort import RECORDED, recorded_text
 from still_export.targets.ort.options import OrtOptions
 from still_export.targets.ort.target import PREFILL_TOKENS
-from still_graphs.ops import DOMAIN, OPS
-from still_graphs.pipelines import Dump
+from still_graphs.conditions import bodies, imported, known_ops, no_functions, still_nodes
+from still_graphs.ops import OPS
+from still_graphs.passes.attach_functions import attach_functions
+from still_graphs.pipelines import Dump, Step, run_steps
 
 if TYPE_CHECKING:
+    import onnx_ir as ir
+
     from still_export.models.weights import Weights
 
 
@@ -83,22 +87,30 @@ def _write_graph(
     """Write graph and weights; what the manifest says of the graph's ops, and of the weights' quantization where there is one."""
     from still_export.graph.lower import portable_graph
     from still_export.graph.weights_file import save_streaming
-    from still_graphs.passes.attach_functions import attach_functions
 
     lowered = portable_graph(model, weights, options.all_logits)
-    said: dict[str, Any] = {}
     if dump is not None:
         dump("lower_program", lowered)
+    said: dict[str, Any] = {}
+    steps = [
+        Step(attach_functions, "a runtime without kernels runs the bodies", requires=no_functions, ensures=bodies),
+    ]
     if asked := options.quantization(layout, to):
         from still_export.graph.quantization.graph import quantize_graph
         from still_export.models.roles import weight_roles
 
-        said = {"quantization": quantize_graph(lowered, weights, weight_roles(model), asked)}
-        if dump is not None:
-            dump("quantize_graph", lowered)
-    ours = {node.op_type for node in lowered.graph if node.domain == DOMAIN}
-    said["ops"] = {**manifest["ops"], **{name: OPS[name].version for name in sorted(ours)}}
-    attach_functions(lowered)
+        def quantize(graph: ir.Model) -> int:
+            said["quantization"] = quantize_graph(graph, weights, weight_roles(model), asked)
+            return sum(
+                part["weights"] for role in said["quantization"]["roles"].values() for part in role if part["method"]
+            )
+
+        steps.insert(0, Step(quantize, "fewer bits are asked for", requires=known_ops, ensures=imported))
+    run_steps(lowered, steps, dump)
+    said["ops"] = {
+        **manifest["ops"],
+        **{n: OPS[n].version for n in sorted({node.op_type for node in still_nodes(lowered)})},
+    }
     # Beside the manifest, where an edit would go unnoticed.
     lowered.metadata_props.clear()
     lowered.metadata_props.update(

@@ -16,7 +16,7 @@ from still_export.targets.trt.package import finish
 from still_export.targets.trt.plugins import find_tensorrt_headers
 from still_export.targets.trt.runtime import TENSORRT
 from still_graphs.conditions import known_ops, no_functions, no_int64_io, plugin_nodes
-from still_graphs.passes.add_greedy_token import add_greedy_token, greedy_token
+from still_graphs.passes.add_greedy_token import add_greedy_token, gives_next_token
 from still_graphs.passes.fix_shapes import fix_shapes, fixed_shapes
 from still_graphs.passes.fuse_gates import fuse_gates, low_bit_gates_fused
 from still_graphs.passes.fuse_linear_layers import fuse_linear_layers, linear_layers_fused
@@ -87,7 +87,7 @@ TRT = Target(
             requires=fixed_shapes,
             ensures=fixed_shapes,
         ),
-        Step(add_greedy_token, "greedy decoding stays on the device", ensures=greedy_token),
+        Step(add_greedy_token, "greedy decoding stays on the device", ensures=gives_next_token),
         Step(
             sum_in_float32,
             "8.6 sums products of prompts in half precision; of later versions nothing here has shown how they sum",
@@ -112,7 +112,7 @@ TRT = Target(
         Step(
             lower_integers,
             "plugins take counts in int32, and hosts bind int32 alike everywhere",
-            requires=greedy_token,
+            requires=gives_next_token,
             ensures=no_int64_io,
         ),
         Step(

@@ -10,7 +10,7 @@ from still_export.targets.trt.options import RTX, RtxOptions
 from still_export.targets.trt.package import finish
 from still_export.targets.trt.target import DTYPES, build
 from still_graphs.conditions import known_ops, no_functions, no_int64_io, no_still_nodes, without
-from still_graphs.passes.add_greedy_token import add_greedy_token, greedy_token
+from still_graphs.passes.add_greedy_token import add_greedy_token, gives_next_token
 from still_graphs.passes.inline_functions import inline_functions
 from still_graphs.passes.lower_integers import lower_integers
 from still_graphs.passes.replace_nonzero import replace_nonzero
@@ -37,8 +37,8 @@ TRT_RTX = Target(
             requires=without("If"),
             ensures=without("NonZero"),
         ),
-        Step(add_greedy_token, "greedy decoding stays on the device", ensures=greedy_token),
-        Step(lower_integers, "hosts bind int32 alike everywhere", requires=greedy_token, ensures=no_int64_io),
+        Step(add_greedy_token, "greedy decoding stays on the device", ensures=gives_next_token),
+        Step(lower_integers, "hosts bind int32 alike everywhere", requires=gives_next_token, ensures=no_int64_io),
     ),
     finish=partial(finish, plugins=False),
     dtype="float16",
