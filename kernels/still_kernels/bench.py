@@ -188,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m still_kernels.bench", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("op", choices=op_names())
     parser.add_argument("--context", type=_numbers, default=[8192, 32768, 65536], help="tokens, comma-separated")
-    parser.add_argument("--batch", type=_numbers, default=[1, 8], help="rows of a decode step, comma-separated")
+    parser.add_argument("--batch", type=_numbers, default=[1, 8], help="sequences of a decode step, comma-separated")
     parser.add_argument("--layer", help="kinds of layers, comma-separated; default: all of the op")
     parser.add_argument("--dtype", choices=OpWork.dtypes, help="default: bfloat16, where the op has it")
     parser.add_argument("--json", type=Path, help="write all numbers here")

@@ -1,4 +1,4 @@
-"""Rows of different lengths, one behind the other, each with its own row of a larger state."""
+"""Sequences of different lengths, one behind the other, each with its own row of a larger state."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the B rows of packed tokens begin, and which row of the state each owns.
+    """Where the B sequences of packed tokens begin, and which row of the state each owns.
 
-    query_start: First token of each row, then the number of all, int32 or int64 [B + 1].
+    query_start: First token of each sequence, then the number of all, int32 or int64 [B + 1].
     state_row: Row of the state, distinct, int32 or int64 [B].
-    max_tokens: An upper bound of the tokens of one row; 1 takes the decode kernels.
-    pages: Where an engine owns the states: how they lie in its pages, as the op has it. state_row is then the table of each row's pages,
-        int32 [B, columns], contiguous; lengths are those of the call's B rows, not of the state's, and what a page holds of an earlier
-        row counts for nothing. None: every state is contiguous.
+    max_tokens: An upper bound of the tokens of one sequence; 1 takes the decode kernels.
+    pages: Where an engine owns the states: how they lie in its pages, as the op has it. state_row is then the table of their pages,
+        int32 [B, columns], contiguous; lengths are those of the call's B sequences, not of the state's rows, and what a page holds of
+        an earlier one counts for nothing. None: every state is contiguous.
     """
 
     query_start: Tensor
@@ -46,7 +46,7 @@ class PagedStates:
 
 
 def size_of_call(query: Tensor, packing: Packing | None, rows: int) -> tuple[int, int, tuple[int, int] | None]:
-    """B, T and, where rows are packed, (tokens of all rows, rows of the state).
+    """B, T and, where sequences are packed, (tokens of all of them, rows of the state).
 
     Args:
         query: [B, T, H, D], or [tokens, H, D] with a packing.

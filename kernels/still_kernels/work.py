@@ -14,7 +14,7 @@ from still_kernels.tile import Setting, TileTable
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of call: `batch` rows bring `tokens` each after `length`."""
+    """One kind of call: `batch` sequences bring `tokens` each after `length`."""
 
     name: str
     batch: int
@@ -80,7 +80,7 @@ class OpWork:
     sizes: Of a layer by name, with their defaults: those of Llama-3.1-8B.
     layers: Kinds of layers by name; the first is what tune takes.
     layer: From sizes, a kind and tokens that the layer has room for, to what the functions below call layer.
-    kinds: Calls to be measured, from context and rows of a step; prefill first, then steps of one token.
+    kinds: Calls to be measured, from context and sequences of a step; prefill first, then steps of one token.
     work: From layer, kind, dtype and device.
     table: Block sizes, from layer, device and "float32 activations".
     moves: What tune tries, by kernel, or by a name of its own for settings of a whole call.

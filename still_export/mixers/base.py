@@ -25,9 +25,9 @@ LayerT = TypeVar("LayerT", bound="StillCacheLayer")
 
 
 class Progress:
-    """How far the rows of a cache are: one for all its layers.
+    """How far the sequences of a cache are: one for all its layers.
 
-    `length` and `new_tokens` are int64 [B]: tokens that each row has seen and brings; None before the first call. `columns` counts the
+    `length` and `new_tokens` are int64 [B]: tokens that each sequence has seen and brings; None before the first call. `columns` counts the
     columns of the batch so far, padding included: an upper bound of every length that transformers' bookkeeping and the growth of
     buffers need.
     """
@@ -44,15 +44,15 @@ class Progress:
         return self._columns
 
     def start(self, batch: int, device: torch.device) -> Tensor:
-        """Tokens that each of `batch` rows has seen before the next call, [B]."""
+        """Tokens that each of `batch` sequences has seen before the next call, [B]."""
         if self.length is None:
             self.length = torch.zeros(batch, dtype=torch.int64, device=device)
         if batch != self.length.shape[0]:
-            raise ShapeError(f"the cache has {self.length.shape[0]} rows and the call {batch}. Make one for as many.")
+            raise ShapeError(f"the cache has {len(self.length)} sequences and the call {batch}. Make one for as many.")
         return self.length
 
     def every(self, tokens: int) -> Tensor:
-        """[B] that says that each row brings `tokens`; for a decode step nothing new is made."""
+        """[B] that says that each sequence brings `tokens`; for a decode step nothing new is made."""
         assert self.length is not None
         if tokens != 1:
             return torch.full_like(self.length, tokens)
@@ -61,7 +61,7 @@ class Progress:
         return self.ones
 
     def begin(self, new_tokens: Tensor, columns: int | None) -> None:
-        """Announce the next call: tokens per row, and the columns that it adds; None leaves every buffer as it is."""
+        """Announce the next call: tokens per sequence, and the columns that it adds; None leaves every buffer as it is."""
         self.new_tokens, self.grows = new_tokens, columns is not None
         self._columns += columns or 0
 
@@ -103,7 +103,7 @@ class FixedProgress(Progress):
 
     def begin(self, new_tokens: Tensor, columns: int | None) -> None:
         assert columns is not None
-        # A decode step asks nothing of the device; a row that grows beyond its room then gets NaN, on the CPU an error.
+        # A decode step asks nothing of the device; a sequence that grows beyond its room then gets NaN, on the CPU an error.
         if columns > 1 and not torch.compiler.is_compiling() and self.columns + columns > self.capacity:
             raise CapacityError(
                 f"the static cache has room for {self.capacity} columns, has seen {self.columns} and is to take {columns} more. "
@@ -134,11 +134,11 @@ def refill(tensor: Tensor, values: Tensor) -> None:
     """Put `values` into a tensor that stays where it is.
 
     Raises:
-        UnsupportedError: There are more or fewer rows than it has.
+        UnsupportedError: There are more or fewer sequences than it has.
     """
     if values.shape != tensor.shape:
         raise UnsupportedError(
-            f"a static cache keeps its {len(tensor)} rows and cannot have {len(values)}. Make it for as many, or leave "
+            f"a static cache keeps its {len(tensor)} sequences and cannot have {len(values)}. Make it for as many, or leave "
             "cache_implementation unset."
         )
     if values is not tensor:
@@ -170,7 +170,7 @@ class StillCacheLayer(CacheLayerMixin):
         return self.progress.new_tokens
 
     def allocate(self, batch: int, tokens: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Make tensors for `batch` rows of at most `tokens` tokens, which stay where they are.
+        """Make tensors for `batch` sequences of at most `tokens` tokens, which stay where they are.
 
         Raises:
             CapacityError: The layer does not take so many.
@@ -196,7 +196,7 @@ class StillCacheLayer(CacheLayerMixin):
         raise NotImplementedError
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Apply `change` to every tensor; rows are the first dimension of each."""
+        """Apply `change` to every tensor; sequences are the first dimension of each."""
         raise NotImplementedError
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -376,7 +376,7 @@ class PagedLayer(Protocol):
             heads: What `inputs` made.
             weights: This rank's `head_weights`.
             states: The engine's.
-            output: [tokens, H, D], written where the rows have tokens.
+            output: [tokens, H, D], written where the sequences have tokens.
         """
 
 

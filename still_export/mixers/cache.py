@@ -35,7 +35,7 @@ class StillCache(Cache):
     def static(
         cls, config: Any, batch: int, tokens: int, dtype: torch.dtype, device: torch.device | str | None = None
     ) -> StillCache:
-        """The same for `batch` rows of at most `tokens` tokens, whose tensors stay where they are: a decode step with it compiles to one
+        """The same for `batch` sequences of at most `tokens` tokens, whose tensors stay in place: a decode step with it compiles to one
         CUDA graph.
 
         Args:
@@ -67,7 +67,7 @@ class StillCache(Cache):
 
     @property
     def length(self) -> Tensor | None:
-        """Tokens that each row has seen, int64 [B]; None before the first call."""
+        """Tokens that each sequence has seen, int64 [B]; None before the first call."""
         return self.progress.length
 
     @property

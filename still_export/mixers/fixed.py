@@ -60,7 +60,7 @@ class FixedStates(StillCacheLayer):
 
 
 def zero_states(ops: Sequence[LayerOp], batch: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """States by name of `batch` rows that have seen nothing; those that are always float32 are float64 for float64 activations."""
+    """States by name of `batch` sequences that have seen nothing; those that are always float32 are float64 for float64 activations."""
     wide = torch.promote_types(dtype, torch.float32)
     return {
         state.name: torch.zeros(

@@ -47,7 +47,7 @@ class ProjectedAttention(nn.Module):
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """The call of a transformers decoder layer. `attention_mask` is not used: the cache knows the rows' new tokens, and without a
+        """The call of a transformers decoder layer. `attention_mask` is not used: the cache knows the sequences' new tokens, and without a
         cache right padding comes after every real token."""
         return self.mix(hidden_states, position_embeddings, past_key_values), None
 

@@ -22,7 +22,7 @@ class Trainable(Protocol):
     mode: "student"; "softmax", the base model's attention; "transfer": softmax is computed and passed on, the student is compared with it,
         and the difference is kept in `difference`.
     save_memory: The student of a transfer is computed again in the backward pass.
-    selection_queries: Positions [b, n] of the first b rows whose attention says which tokens should be salient; None = `selection`
+    selection_queries: Positions [b, n] of the first b sequences whose attention says which tokens should be salient; None = `selection`
         is not computed. A layer that selects nothing never computes it.
     selection_target: That attention where it was taken beforehand, without gradients, in softmax mode; None = the student's own.
     difference: Squared error relative to the teacher's mean square, by head or of all together, [H or 1].
@@ -94,7 +94,7 @@ def fused(function: Callable[..., Any], device: torch.device, dynamic: bool | No
     """`function`, on CUDA compiled: elementwise work on float32 copies costs more than the GEMMs around it unless it is fused.
 
     Args:
-        dynamic: As of torch.compile; None = the second length of rows is compiled for all others.
+        dynamic: As of torch.compile; None = the second length of sequences is compiled for all others.
     """
     return function if device.type == "cpu" else torch.compile(function, dynamic=dynamic)
 

@@ -93,9 +93,9 @@ class StillModelMixin:
 
         Args:
             attention_mask: [B, T] or [B, past columns + T]; 1 at tokens, 0 at padding on the left or right of them.
-            position_ids: Only the positions that follow from the cache (each row continues at its own length) are taken.
+            position_ids: Only the positions that follow from the cache (each sequence continues at its own length) are taken.
             past_key_values: A StillCache; None with use_cache starts one.
-            logits_to_keep: n keeps the last n tokens *of each row*, so that `logits[:, -1]` continues right-padded rows too.
+            logits_to_keep: n keeps the last n tokens *of each sequence*, so that `logits[:, -1]` continues right-padded sequences too.
 
         Raises:
             PaddingError: The mask has padding between tokens, or contradicts the cache.
@@ -118,7 +118,7 @@ class StillModelMixin:
             new_tokens, columns = progress.every(tokens), None
         else:
             new_tokens, columns = new_tokens_of_mask(attention_mask, batch, tokens, length)
-        if columns is not None:  # chunks are counted from a row's first token: padding goes to the right
+        if columns is not None:  # chunks are counted from a sequence's first token: padding goes to the right
             input_ids, inputs_embeds, position_ids = (
                 None if each is None else _columns(each, columns) for each in (input_ids, inputs_embeds, position_ids)
             )
@@ -129,7 +129,7 @@ class StillModelMixin:
             real = torch.arange(tokens, device=given.device) < new_tokens[:, None]
             if not bool(((position_ids == positions) | ~real).all()):
                 raise PaddingError(
-                    "position_ids differ from the rows' own positions; leave them out: each row continues at its length."
+                    "position_ids differ from the sequences' own positions; leave them out: each sequence continues at its length."
                 )
         progress.begin(new_tokens, tokens)
         outputs = self.decode(positions, cache, input_ids=input_ids, inputs_embeds=inputs_embeds, **kwargs)
@@ -189,7 +189,7 @@ class StillModelMixin:
             and bool((mask == 0).any())
         ):
             raise PaddingError(
-                "prefill_chunk_size with a padded batch: transformers takes every row's logits from the last chunk, which short rows do "
+                "prefill_chunk_size with a padded batch: transformers takes all logits from the last chunk, which short sequences do "
                 "not reach. Leave it out; long calls are cut inside the attention anyway."
             )
         with _without_left_padding_advice():
@@ -226,19 +226,19 @@ class StillModelMixin:
             )
         # Never smaller than before, as transformers has it: compiled steps would be compiled again.
         tokens = max(tokens, generation.max_cache_len or 0, getattr(self, "_most_cached", 0))
-        rows = batch * max(generation.num_beams, generation.num_return_sequences)
-        cache = StillCache.static(self.config, rows, tokens, self.dtype, self.device)  # type: ignore[attr-defined]
+        sequences = batch * max(generation.num_beams, generation.num_return_sequences)
+        cache = StillCache.static(self.config, sequences, tokens, self.dtype, self.device)  # type: ignore[attr-defined]
         self._most_cached = tokens
         return cache
 
     @staticmethod
     def create_masks_for_generate(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
-        """The mask as it is: transformers would make one of the whole static cache, and the cache knows its rows' lengths."""
+        """The mask as it is: transformers would make one of the whole static cache, and the cache knows its sequences' lengths."""
         return attention_mask
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Leaves position_ids out: transformers continues a padded row after its padding, the cache after its tokens. Leaves the mask of
-        a decode step out: each row brings one token, and to look would make the host wait."""
+        """Leaves position_ids out: transformers continues sequences after their padding, the cache after its tokens. Leaves the mask of
+        a decode step out: each sequence brings one token, and to look would make the host wait."""
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
         inputs.pop("position_ids", None)
         ids, first = inputs.get("input_ids"), kwargs.get("is_first_iteration", False)
@@ -263,7 +263,7 @@ def _without_left_padding_advice() -> Iterator[None]:
 
 
 def new_tokens_of_mask(mask: Tensor, batch: int, tokens: int, length: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Tokens that each row brings, int64 [B], and where padding lies on the left of some, which column goes to which, [B, T].
+    """Tokens that each sequence brings, int64 [B], and where padding lies on the left of some, which column goes to which, [B, T].
 
     Args:
         mask: [B, S] with S >= T: the last T columns are this call's, those before are what the cache has seen.
@@ -285,26 +285,26 @@ def new_tokens_of_mask(mask: Tensor, batch: int, tokens: int, length: Tensor) ->
         first = present.int().argmax(1)
         columns = (order + first[:, None]) % tokens
         if not bool((present.gather(1, columns) == (order < new_tokens[:, None])).all()):
-            raise PaddingError("attention_mask has zeros between tokens; pad rows on the left or on the right.")
+            raise PaddingError("attention_mask has zeros between tokens; pad sequences on the left or on the right.")
     seen = (mask[:, : mask.shape[1] - tokens] != 0).sum(1).to(length.device)
     if mask.shape[1] > tokens and not bool((seen == length).all()):
         raise PaddingError(
-            f"attention_mask says that the rows have seen {seen.tolist()} tokens and the cache says {length.tolist()}; "
+            f"attention_mask says that the sequences have seen {seen.tolist()} tokens and the cache says {length.tolist()}; "
             "pass the mask of all columns so far, or of the new ones only."
         )
     return new_tokens, columns
 
 
 def _columns(x: Tensor, columns: Tensor) -> Tensor:
-    """`x` [B, T, ...] with each row's columns in the order `columns` [B, T]; rows that all share (B = 1) are repeated."""
+    """`x` [B, T, ...] with each sequence's columns in the order `columns` [B, T]; sequences that all share (B = 1) are repeated."""
     x = x.expand(len(columns), *x.shape[1:])
     return x.gather(1, columns.reshape(*columns.shape, *[1] * (x.dim() - 2)).expand(*columns.shape, *x.shape[2:]))
 
 
 def last_rows(hidden: Tensor, new_tokens: Tensor, keep: int | Tensor) -> Tensor:
-    """The last `keep` tokens of each row of `hidden` [B, T, channels]; 0 keeps all, a tensor of columns keeps those.
+    """The last `keep` tokens of each sequence of `hidden` [B, T, channels]; 0 keeps all, a tensor of columns keeps those.
 
-    A row with fewer tokens repeats its first one in front.
+    A sequence with fewer tokens repeats its first one in front.
     """
     if isinstance(keep, Tensor):
         return hidden[:, keep]
@@ -315,7 +315,7 @@ def last_rows(hidden: Tensor, new_tokens: Tensor, keep: int | Tensor) -> Tensor:
 
 
 def no_mask(config: Any, like: Tensor) -> Tensor | dict[str, Tensor]:
-    """A placeholder that keeps the family's base model from making a mask: the attention modules know the rows' lengths."""
+    """A placeholder that keeps the family's base model from making a mask: the attention modules know the sequences' lengths."""
     mask = like.new_zeros(1, 1, 1, 1)
     types = getattr(config, "layer_types", None)
     # Layers of two kinds at once ask for the masks of both.

@@ -25,11 +25,11 @@ def forward_with_state(
     Args:
         model: A STILL model of any family.
         input_ids: [B, T], right-padded.
-        new_tokens: Tokens that each row brings, int64 [B].
-        past_length: Tokens that each row has seen, int64 [B].
+        new_tokens: Tokens that each sequence brings, int64 [B].
+        past_length: Tokens that each sequence has seen, int64 [B].
         states: Per layer, tensors by name, those of its ops' OpSpecs. All-zero states with past_length 0 start a sequence; see
             `still_export.mixers.cache.empty_states`.
-        last_only: Logits of each row's last new token instead of all.
+        last_only: Logits of each sequence's last new token instead of all.
 
     Returns:
         Logits [B, 1, V] or [B, T, V], and the states after the call in the order and shapes of `states`.

@@ -129,6 +129,6 @@ def distance(expected: np.ndarray, actual: np.ndarray) -> np.ndarray:
 
 
 def same_best(expected: Arrays, actual: Arrays) -> np.ndarray:
-    """Where both find the same token the likeliest, over the rows that brought tokens."""
+    """Where both find the same token the likeliest, over the sequences that brought tokens."""
     real = np.any(expected["logits"] != 0, axis=-1)
     return (expected["logits"].argmax(-1) == actual["logits"].argmax(-1))[real]

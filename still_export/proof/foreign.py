@@ -1,4 +1,4 @@
-"""Packages of other exporters, proven against the model they were made from: logits, any split of a prompt, rows of a batch, padding,
+"""Packages of other exporters, proven against the model they were made from: logits, any split of a prompt, sequences of a batch, padding,
 keys and values where names tell which they are."""
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ class Reference:
         self.model = _read(AutoModelForCausalLM, model, dtype=torch.float32).eval()
         self.dtype = torch.float16 if half else torch.float32
 
-    def run(self, rows: np.ndarray, exact: bool) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Logits [B, T, vocabulary] of whole rows [B, T], and keys and values by "layer.key"."""
+    def run(self, sequences: np.ndarray, exact: bool) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Logits [B, T, vocabulary] of whole sequences [B, T], and keys and values by "layer.key"."""
         import torch
 
         self.model.to(torch.float64 if exact else self.dtype)
         with torch.no_grad():
-            result = self.model(torch.from_numpy(rows), use_cache=True)
+            result = self.model(torch.from_numpy(sequences), use_cache=True)
         kept = {}
         for index, layer in enumerate(getattr(result.past_key_values, "layers", ())):
             for kind in ("key", "value"):
@@ -119,24 +119,24 @@ class ForeignProof:
         if not self.lengths:
             raise ConfigError(f"--lengths {','.join(map(str, lengths))}: the model has {limit} positions.")
         draw = np.random.default_rng(seed)
-        self.rows = draw.integers(0, config.vocab_size, (2, max(self.lengths)))
+        self.sequences = draw.integers(0, config.vocab_size, (2, max(self.lengths)))
 
     @cached_property
     def exact(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Of the model in float64; of a quantized package its own, of whole prompts."""
         if not self.report.quantized:
-            return self.reference.run(self.rows, exact=True)
+            return self.reference.run(self.sequences, exact=True)
         logits = []
-        for row in self.rows:
+        for sequence in self.sequences:
             self.package.start(1)
-            logits.append(self.package.feed(row[None]))
+            logits.append(self.package.feed(sequence[None]))
         return np.concatenate(logits).astype(np.float64), {}
 
     @cached_property
     def bounds(self) -> dict[str, float]:
         """By what is compared, from how far the model's own type is off float64."""
-        exact, kept = self.reference.run(self.rows, exact=True)
-        rounded, others = self.reference.run(self.rows, exact=False)
+        exact, kept = self.reference.run(self.sequences, exact=True)
+        rounded, others = self.reference.run(self.sequences, exact=False)
 
         def bound(a: np.ndarray, b: np.ndarray) -> float:
             return max(FACTOR * float(np.abs(a - b).max()), LEAST * float(np.abs(a).max()))
@@ -160,21 +160,21 @@ class ForeignProof:
                 pieces = [*counts, most - sum(counts)]
                 self._compare(f"in pieces of {', '.join(map(str, pieces))}", 1, pieces)
         if steps:
-            for rows in (1, 2):
-                self._compare(f"{steps} steps behind {most - steps}, batch {rows}", rows, [most - steps, *[1] * steps])
+            for n in (1, 2):
+                self._compare(f"{steps} steps behind {most - steps}, batch {n}", n, [most - steps, *[1] * steps])
             self._padding(most, steps)
         self._unseen_states()
         return self.report
 
     def _compare(self, name: str, batch: int, pieces: list[int]) -> None:
-        """The first `batch` rows, read in calls of so many tokens."""
+        """The first `batch` sequences, read in calls of so many tokens."""
         ends = list(accumulate(pieces))
         exact, kept = self.exact
 
         def read() -> Iterator[tuple[str, float]]:
             self.package.start(batch)
             for begin, end in zip([0, *ends], ends, strict=False):
-                found = self.package.feed(self.rows[:batch, begin:end])
+                found = self.package.feed(self.sequences[:batch, begin:end])
                 yield "logits", _off(found, exact[:batch, end - found.shape[1] : end])
             for state, key in self._named():
                 held = self.package.held[state.name]
@@ -184,16 +184,16 @@ class ForeignProof:
         self.report.checks.append(self._result(name, read))
 
     def _padding(self, most: int, steps: int) -> None:
-        """A shorter row beside a longer one, padded on either side, and steps of both behind it; one of the two sides must hold."""
+        """A shorter sequence beside a longer one, padded on either side, and steps of both behind it; one of the two sides must hold."""
         if not self.package.takes(MASK):
             self.report.unseen.append(f"padding: there is no {MASK}")
             return
         long = most - steps
         short, results = max(1, long // 2), []
         for side, place in (("left", slice(long - short, long)), ("right", slice(0, short))):
-            tokens, mask = self.rows[:, :long].copy(), np.ones((2, long), np.int64)
-            tokens[1], mask[1] = self.rows[0, 0], 0
-            tokens[1, place], mask[1, place] = self.rows[1, :short], 1
+            tokens, mask = self.sequences[:, :long].copy(), np.ones((2, long), np.int64)
+            tokens[1], mask[1] = self.sequences[0, 0], 0
+            tokens[1, place], mask[1, place] = self.sequences[1, :short], 1
 
             def read(
                 tokens: np.ndarray = tokens, mask: np.ndarray = mask, place: slice = place
@@ -205,7 +205,7 @@ class ForeignProof:
                     yield "logits", _off(found[0], self.exact[0][0, :long])
                 for step in range(steps):
                     at = [long + step, short + step]
-                    found = self.package.feed(self.rows[[0, 1], at][:, None])
+                    found = self.package.feed(self.sequences[[0, 1], at][:, None])
                     yield "logits", _off(found[:, -1], self.exact[0][[0, 1], at])
 
             results.append(self._result(f"padding on the {side}", read))

@@ -74,9 +74,9 @@ def _config(package: Package) -> dict[str, Any]:
     return dict(json.loads((package.path / CONFIG).read_text(encoding="utf-8")))
 
 
-def _generator(og: Any, model: Any, rows: int, **options: Any) -> Any:
+def _generator(og: Any, model: Any, sequences: int, **options: Any) -> Any:
     parameters = og.GeneratorParams(model)
-    parameters.set_search_options(batch_size=rows, **options)
+    parameters.set_search_options(batch_size=sequences, **options)
     return og.Generator(model, parameters)
 
 
@@ -118,14 +118,14 @@ class _Both:
 
     def _genai(self, prompts: np.ndarray, piece: int) -> tuple[np.ndarray, np.ndarray]:
         """Logits before each token, [steps, B, V], and the tokens, [steps, B]."""
-        rows, most = prompts.shape[0], prompts.shape[1] + self.steps
+        sequences, most = prompts.shape[0], prompts.shape[1] + self.steps
         pieces = {"chunk_size": piece} if piece else {}
         # Its own way to let no text end early.
-        generator = _generator(self.og, self.model, rows, max_length=most, min_length=most, **pieces)
-        generator.append_tokens(prompts.astype(np.int32) if rows > 1 else prompts[0].astype(np.int32))
+        generator = _generator(self.og, self.model, sequences, max_length=most, min_length=most, **pieces)
+        generator.append_tokens(prompts.astype(np.int32) if sequences > 1 else prompts[0].astype(np.int32))
         logits, tokens = [], []
         for _ in range(self.steps):
-            logits.append(np.array(generator.get_logits(), np.float32).reshape(rows, -1))
+            logits.append(np.array(generator.get_logits(), np.float32).reshape(sequences, -1))
             generator.generate_next_token()
             tokens.append(np.array(generator.get_next_tokens()))
         return np.array(logits), np.array(tokens)

@@ -39,7 +39,7 @@ class Call:
 
     Args:
         tokens: [B, T], right-padded.
-        new_tokens: Tokens that each row brings, int64 [B].
+        new_tokens: Tokens that each sequence brings, int64 [B].
         keep: Of the outputs `present_<state>.<layer>`, those that are kept.
         right: Outputs whose choices every layer must have made. A layer that chose otherwise repeats the call from the states of `feed`,
             or, without one, leaves those of `right` to the next call.
@@ -95,7 +95,7 @@ class LayerwiseModel:
         self.all_logits = bool(manifest["model"]["all_logits"])
 
     def empty_feed(self, batch: int, capacity: int) -> Arrays:
-        """`past_length` and `past_*` of rows that have seen nothing, with room for `capacity` tokens."""
+        """`past_length` and `past_*` of sequences that have seen nothing, with room for `capacity` tokens."""
         states = empty_states(self.config, batch, self.dtype, capacity=capacity)
         feed = {f"past_{name}.{i}": _single(x) for i, layer in enumerate(states) for name, x in layer.items()}
         return {**feed, "past_length": np.zeros(batch, np.int64)}

@@ -59,7 +59,7 @@ class Load:
         rows: Requests that run at the same time.
         context_tokens: Of a request at most.
         preempt_every: Steps after which everything that runs is thrown out, to be begun again; 0: never.
-        tight: The cache holds so many times what all rows begin with and one long request grows to; 0: as much as the engine takes.
+        tight: The cache holds so many times what all sequences begin with and one long request grows to; 0: as much as the engine takes.
         eager: Without compilation and CUDA graphs.
         prefix_tokens: States are kept after every so many tokens, and prompts begin alike; 0: neither.
     """

@@ -46,7 +46,7 @@ class Session:
     def _outputs(self, logits: np.ndarray) -> Arrays:
         outputs = {"logits": logits, "present_length": self.model.length}
         for name, array in self.model.state_arrays().items():
-            # The runner may have more room than was given, or less, where rows are left empty.
+            # The runner may have more room than was given, or less, where sequences are left empty.
             found = np.zeros(self._shapes[name], array.dtype)
             part = tuple(slice(0, min(n, m)) for n, m in zip(found.shape, array.shape, strict=True))
             found[part] = array[part]
@@ -87,7 +87,7 @@ class Session:
             self.model.reserve(self.model.room + 1 - int(self.model.length.max()))
 
     def _begin(self, start: Arrays) -> np.ndarray:
-        """Feed `start` with the least room; the likeliest token of each row, [B]."""
+        """Feed `start` with the least room; the likeliest token of each sequence, [B]."""
         self.model.start(start["input_ids"].shape[0])
         logits = self.model.feed(start["input_ids"], start["new_tokens"])
         return last_logits(logits, start["new_tokens"])[:, 0].argmax(-1).astype(np.int32)

@@ -37,7 +37,7 @@ class TorchCases:
         reference: The PyTorch model that answers, in a wider type than the package's.
         own: The same model as the package computes, whose errors that is held to.
         lengths: Prompt lengths, each prefilled at once; those beyond the capacity are left out.
-        decode_steps: Single-token calls after a prefill; a quarter of them for several rows: four, or all that an engine takes.
+        decode_steps: Single-token calls after a prefill; a quarter of them for several sequences: four, or all that an engine takes.
         seed: Of the prompts.
     """
 
@@ -56,10 +56,10 @@ class TorchCases:
         self.vocabulary = int(manifest["model"]["vocab_size"])
         table = StateTable.of(manifest)
         self.chunk = table.period if table.period > 1 else CHUNK
-        # An engine that takes more rows may run other kernels for them, one that takes fewer takes those. Its own batch may
+        # An engine that takes more sequences may run other kernels for them, one that takes fewer takes those. Its own batch may
         # differ from the package's: `build --batch`.
         engine = next(iter(manifest.get("engines") or ()), manifest.get("trt", {"batch": ROWS}))
-        self.rows = int(engine["batch"])
+        self.sequences = int(engine["batch"])
         # An engine holds at least the rows of a chunk.
         runtime = packaged_target(manifest).runtime
         self.least_room = 3 * self.chunk if runtime is not None and runtime.engines else 0
@@ -84,12 +84,12 @@ class TorchCases:
     def _kinds(self) -> Iterator[Callable[[], _Draft]]:
         for length in self.lengths:
             yield partial(self._prefill, length)
-        if self.rows > 1:
+        if self.sequences > 1:
             yield self._ragged
         yield self._pieces
         yield partial(self._decode, self.decode_steps, np.array([self.decode_prompt]))
-        if self.rows > 1:
-            counts = np.resize([self.decode_prompt, 1, self.chunk, self.chunk + 1], self.rows)
+        if self.sequences > 1:
+            counts = np.resize([self.decode_prompt, 1, self.chunk, self.chunk + 1], self.sequences)
             yield partial(self._decode, -(-self.decode_steps // 4), np.minimum(counts, self.decode_prompt))
 
     def _tokens(self, *shape: int) -> np.ndarray:
@@ -108,11 +108,11 @@ class TorchCases:
         return _Draft(f"prefill {length}", [start], scored or Chain.of(start), more=others, pieces=scored is not None)
 
     def _ragged(self) -> _Draft:
-        """Rows of different lengths in one call, one of them empty."""
+        """Sequences of different lengths in one call, one of them empty."""
         longest = min(3 * self.chunk + 1, self.longest)
-        counts = np.resize(np.array([longest, 0, 1, min(longest, self.chunk + 1)], np.int64), self.rows)
-        start = self._start(self._tokens(self.rows, longest), longest, counts)
-        return _Draft(f"ragged batch of {self.rows}", [start], Chain.of(start), self._scored([start]))
+        counts = np.resize(np.array([longest, 0, 1, min(longest, self.chunk + 1)], np.int64), self.sequences)
+        start = self._start(self._tokens(self.sequences, longest), longest, counts)
+        return _Draft(f"ragged batch of {self.sequences}", [start], Chain.of(start), self._scored([start]))
 
     def _pieces(self) -> _Draft:
         """Prefill in pieces across chunk boundaries; each call starts from PyTorch's state."""
@@ -277,10 +277,10 @@ def _stepped_pairs(case: Case, found: list[Arrays]) -> Pairs:
 
 
 def _packed(prompt: np.ndarray, counts: np.ndarray, steps: tuple[np.ndarray, ...]) -> np.ndarray:
-    """Each row's prompt without its padding, then its steps, [B, T]."""
+    """Each sequence's prompt without its padding, then its steps, [B, T]."""
     packed = np.zeros((len(counts), prompt.shape[1] + len(steps)), np.int64)
     following = np.concatenate(steps, axis=1) if steps else np.zeros((len(counts), 0), np.int64)
-    for row, count in enumerate(counts):
-        packed[row, :count] = prompt[row, :count]
-        packed[row, count : count + len(steps)] = following[row]
+    for sequence, count in enumerate(counts):
+        packed[sequence, :count] = prompt[sequence, :count]
+        packed[sequence, count : count + len(steps)] = following[sequence]
     return packed

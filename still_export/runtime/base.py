@@ -48,7 +48,7 @@ def checked_prompt(tokens: Iterable[int], vocabulary: int) -> np.ndarray:
 class Runner(ABC):
     """A package's model with its state: feed tokens, get logits.
 
-    Subclasses are runtimes. `batch` rows have seen `length` [B] tokens each; the state has room for `room` tokens a row and grows when
+    Subclasses are runtimes. `batch` sequences have seen `length` [B] tokens each; the state has room for `room` tokens each and grows when
     needed.
     """
 
@@ -93,14 +93,14 @@ class Runner(ABC):
 
     @property
     def most_rows(self) -> int | None:
-        """Rows that it takes at most; None: as many as memory holds."""
+        """Sequences that it takes at most; None: as many as memory holds."""
         return None
 
     def start(self, batch: int = 1, tokens: int = 0) -> None:
-        """Forget everything; `batch` rows, room for `tokens` tokens at once.
+        """Forget everything; `batch` sequences, room for `tokens` tokens at once.
 
         Raises:
-            RunError: The package does not take so many rows or tokens, or memory ends.
+            RunError: The package does not take so many sequences or tokens, or memory ends.
         """
         self.batch, self.room = batch, 0
         self.length = np.zeros(batch, np.int64)
@@ -108,13 +108,13 @@ class Runner(ABC):
         self._resize(tokens)
 
     def reserve(self, tokens: int | np.ndarray, first: int = 0) -> None:
-        """Make room for `tokens` more tokens of every row, or [R] of the rows from `first` on, keeping the state.
+        """Make room for `tokens` more tokens of every sequence, or [R] of the sequences from `first` on, keeping the state.
 
         Raises:
             RunError: They are more than the package holds; nothing is changed then.
         """
-        rows = self.length if np.ndim(tokens) == 0 else self.length[first : first + np.size(tokens)]
-        needed = int((rows + tokens).max())
+        seen = self.length if np.ndim(tokens) == 0 else self.length[first : first + np.size(tokens)]
+        needed = int((seen + tokens).max())
         self.check_capacity(needed)
         if needed > self.room:
             self._resize(needed)
@@ -141,15 +141,15 @@ class Runner(ABC):
 
     @abstractmethod
     def feed(self, input_ids: np.ndarray, new_tokens: np.ndarray | None = None, first: int = 0) -> np.ndarray:
-        """Run one call on the R rows from `first` on; all others are left alone.
+        """Run one call on the R sequences from `first` on; all others are left alone.
 
         Args:
             input_ids: Integers [R, T], right-padded.
             new_tokens: Tokens that each of them brings, [R]; None = T.
-            first: Of the rows.
+            first: Of the sequences.
 
         Returns:
-            Logits float32, [R, 1, V] of each row's last new token, or [R, T, V] if the package was exported so.
+            Logits float32, [R, 1, V] of each sequence's last new token, or [R, T, V] if the package was exported so.
         """
 
     def feed_greedy(self, input_ids: np.ndarray, new_tokens: np.ndarray | None = None, first: int = 0) -> np.ndarray:
@@ -160,24 +160,24 @@ class Runner(ABC):
         """
         return likeliest(self.feed(input_ids, new_tokens, first))
 
-    def forget(self, row: int) -> None:
-        """Make one row empty, for another sequence; room and the other rows stay as they are."""
-        self._zero(row)
+    def forget(self, sequence: int) -> None:
+        """Make one sequence empty, for another; room and the others stay as they are."""
+        self._zero(sequence)
         self.length = self.length.copy()  # callers may hold it
-        self.length[row] = 0
+        self.length[sequence] = 0
 
     @abstractmethod
-    def _zero(self, row: int) -> None:
-        """Write zeros, which are an empty state, over one row of every state."""
+    def _zero(self, sequence: int) -> None:
+        """Write zeros, which are an empty state, over one sequence of every state."""
 
     def _among_all(self, input_ids: np.ndarray, counts: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:
-        """A call on some rows as one on all [B], where the others bring nothing."""
+        """A call on some sequences as one on all [B], where the others bring nothing."""
         if len(input_ids) == self.batch:
             return input_ids, counts
-        rows = slice(first, first + len(input_ids))
+        sequences = slice(first, first + len(input_ids))
         ids = np.zeros((self.batch, input_ids.shape[1]), input_ids.dtype)
         new = np.zeros(self.batch, counts.dtype)
-        ids[rows], new[rows] = input_ids, counts
+        ids[sequences], new[sequences] = input_ids, counts
         return ids, new
 
     @abstractmethod
@@ -227,7 +227,7 @@ class Runner(ABC):
         return self.table.shapes(self.batch, self.table.rows(self.room, self.least_rows))
 
     def prefill(self, tokens: Iterable[int], progress: Progress | None = None) -> np.ndarray:
-        """Feed a prompt to the single row in pieces of `prefill_tokens`; logits [V] of its last token."""
+        """Feed a prompt to the single sequence in pieces of `prefill_tokens`; logits [V] of its last token."""
         prompt = checked_prompt(tokens, self.manifest["model"]["vocab_size"])
         self.reserve(prompt.size)
         for start in range(0, prompt.size, self.prefill_tokens):
@@ -243,7 +243,7 @@ class Runner(ABC):
             yield token
 
     def step(self, token: np.ndarray) -> np.ndarray:
-        """Feed one token to every row, [B]; logits [B, V]."""
+        """Feed one token to every sequence, [B]; logits [B, V]."""
         return self.feed(token[:, None])[:, -1]
 
     def generate(
@@ -254,7 +254,7 @@ class Runner(ABC):
         stop: Iterable[int] = (),
         progress: Progress | None = None,
     ) -> Iterator[int]:
-        """Tokens that follow `prompt` in the single row, at most `count`, ending after one of `stop` (which is not yielded).
+        """Tokens that follow `prompt` in the single sequence, at most `count`, ending after one of `stop` (which is not yielded).
 
         The last one is not fed to the model.
 

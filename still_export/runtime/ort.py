@@ -340,15 +340,15 @@ class OrtModel(Runner):
             return (array.astype(np.uint32) << 16).view(np.float32)
         return array.copy()
 
-    def _binding(self, first: int, rows: int, tokens: int, wanted: str) -> tuple[Any, dict[str, Any]]:
-        """I/O binding for calls of `tokens` tokens of `rows` rows from `first` on in the current turn that give `wanted`, with the values
+    def _binding(self, first: int, sequences: int, tokens: int, wanted: str) -> tuple[Any, dict[str, Any]]:
+        """I/O binding for calls of `tokens` tokens of so many `sequences` from `first` on in this turn that give `wanted`, with the values
         that it reads its inputs from."""
-        key = (first, rows, tokens, self._turn, wanted)
+        key = (first, sequences, tokens, self._turn, wanted)
         if key not in self._bindings:
             for other in [k for k in self._bindings if k[2] not in (tokens, 1)]:
                 del self._bindings[other]
             binding = self.session.io_binding()
-            shapes = {"input_ids": (rows, tokens), "new_tokens": (rows,), "past_length": (rows,)}
+            shapes = {"input_ids": (sequences, tokens), "new_tokens": (sequences,), "past_length": (sequences,)}
             # On the session's device: a host array would be copied there when it is bound, before it is filled.
             inputs = {
                 n: self._value.ortvalue_from_numpy(np.zeros(s, np.int64), self.device, 0) for n, s in shapes.items()
@@ -359,14 +359,14 @@ class OrtModel(Runner):
             binding.bind_output("present_length", "cpu")
             for state in self.table:
                 past = self._past[state.name]
-                shape = [rows, *past.shape()[1:]]
-                if rows < self.batch and past.tensor_size_in_bytes():  # in place; the batch is the first dimension
+                shape = [sequences, *past.shape()[1:]]
+                if sequences < self.batch and past.tensor_size_in_bytes():  # in place; the batch is the first dimension
                     address = past.data_ptr() + first * past.tensor_size_in_bytes() // self.batch
                     memory = self.device, 0, ONNX_TYPES[state.dtype], shape, address
                     binding.bind_input(state.past, *memory)
                     binding.bind_output(state.present, *memory)
                     continue
-                if rows < self.batch:
+                if sequences < self.batch:
                     past = self._tensor(np.zeros(shape, NUMPY_TYPES[state.dtype]), state.dtype)
                 binding.bind_ortvalue_input(state.past, past)
                 binding.bind_ortvalue_output(state.present, past if self._in_place(state) else self._spare[state.name])
@@ -391,8 +391,8 @@ class OrtModel(Runner):
         if self._spare:  # what is not written in place changes its buffer as a whole
             input_ids, counts = self._among_all(input_ids, counts, first)
             begin = 0
-        rows = slice(begin, begin + len(counts))
-        given = {"input_ids": input_ids, "new_tokens": counts, "past_length": self.length[rows]}
+        sequences = slice(begin, begin + len(counts))
+        given = {"input_ids": input_ids, "new_tokens": counts, "past_length": self.length[sequences]}
         try:
             binding, inputs = self._binding(begin, len(counts), tokens, wanted)
             for name, array in given.items():
@@ -402,18 +402,18 @@ class OrtModel(Runner):
             raise RunError(f"ONNX Runtime cannot run {self.folder / MODEL}: {' '.join(str(error).split())}") from error
         found = self._floats(binding.get_outputs()[0])  # a copy: the next run writes into the same memory
         self.length = self.length.copy()  # callers may hold it
-        self.length[rows] += counts
+        self.length[sequences] += counts
         for name, spare in self._spare.items():
             self._past[name], self._spare[name] = spare, self._past[name]
         if self._spare:
             self._turn ^= 1
         return found[first - begin : first - begin + count]
 
-    def _zero(self, row: int) -> None:
+    def _zero(self, sequence: int) -> None:
         for state in self.table:
             value = self._past[state.name]
             array = self._array(value)
-            array[row] = 0
+            array[sequence] = 0
             if self.device != "cpu" or state.dtype == "bfloat16":  # a copy; elsewhere it is the value's own memory
                 value.update_inplace(self._tensor(array, state.dtype))
 
@@ -481,7 +481,7 @@ class OrtModel(Runner):
         return self._floats(self._replay(token)["logits"])[:, -1] if self.replays else super().step(token)
 
     def _replay(self, token: np.ndarray) -> dict[str, Any]:
-        """Replay the captured step over one token of every row, [B]; what it reads and gives, on the device."""
+        """Replay the captured step over one token of every sequence, [B]; what it reads and gives, on the device."""
         self.reserve(1)
         binding, values, options = self._replayed_step()
         values["input_ids"].update_inplace(np.ascontiguousarray(token[:, None], np.int64))

@@ -19,7 +19,7 @@ PLACES = ("text", "user", "answer")
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state of a model's single row after `length` tokens.
+    """The state of a model's single sequence after `length` tokens.
 
     arrays: State tensors by name, cut to the rows that hold something; bfloat16 as uint16.
     package: Digest of the files that give the state its meaning.
@@ -35,7 +35,7 @@ class Snapshot:
 
     @classmethod
     def of(cls, model: Runner, place: str = "text", unread: tuple[int, ...] = ()) -> Snapshot:
-        """What `model` has read in its single row."""
+        """What `model` has read in its single sequence."""
         length = int(model.length[0])
         shapes = model.table.shapes(1, model.table.rows(length))
         arrays = {}

@@ -124,17 +124,17 @@ class TrtModel(TrtEngine, Runner):
         held = sum(buffer.size for buffer in self._state.values())
         free = held + self.driver.memory()[0]
         texts = []
-        for rows in {self.batch, 1}:
+        for count in {self.batch, 1}:
             least, most = 0, tokens
             while least < most:  # the largest room whose state is at most `free`
                 middle = (least + most + 1) // 2
-                least, most = (middle, most) if self._bytes(rows, middle) <= free else (least, middle - 1)
+                least, most = (middle, most) if self._bytes(count, middle) <= free else (least, middle - 1)
             if least:
-                texts.append(f"{least} tokens of {rows} rows" if rows > 1 else f"{least} tokens of one row")
-        return f"The state of {self.batch} rows for {tokens} tokens does not fit; {' or '.join(texts) or 'none'} would."
+                texts.append(f"{least} tokens of {count} sequences" if count > 1 else f"{least} tokens of one sequence")
+        return f"The state of {self.batch} sequences for {tokens} tokens does not fit; {' or '.join(texts) or 'none'} would."
 
     def _bytes(self, batch: int, tokens: int) -> int:
-        """State memory of `batch` rows of `tokens` tokens."""
+        """State memory of `batch` sequences of `tokens` tokens."""
         return self.table.size_bytes(batch, self.table.rows(tokens, self.least_rows))
 
     def _bind(self, profile: int, tokens: int) -> Any:
@@ -167,10 +167,10 @@ class TrtModel(TrtEngine, Runner):
         (count, tokens), step = input_ids.shape, self.prefill_tokens
         counts = np.full(count, tokens, np.int32) if new_tokens is None else np.asarray(new_tokens, np.int32)
         self.reserve(counts, first)
-        rows = slice(first, first + count)
+        sequences = slice(first, first + count)
         input_ids, counts = self._among_all(input_ids, counts, first)  # addresses inside a state may not be aligned
         if tokens <= step:
-            return self._call(input_ids, counts)[rows]
+            return self._call(input_ids, counts)[sequences]
         pieces: list[np.ndarray] = []
         for begin in range(0, tokens, step):
             here = np.clip(counts - begin, 0, step).astype(np.int32)
@@ -178,7 +178,7 @@ class TrtModel(TrtEngine, Runner):
             if pieces and not self.manifest["model"]["all_logits"]:
                 logits = np.where((here > 0)[:, None, None], logits, pieces.pop())
             pieces.append(logits)
-        return np.concatenate(pieces, axis=1)[rows]
+        return np.concatenate(pieces, axis=1)[sequences]
 
     def _call(self, input_ids: np.ndarray, counts: np.ndarray) -> np.ndarray:
         tokens = input_ids.shape[1]
@@ -191,11 +191,11 @@ class TrtModel(TrtEngine, Runner):
         shape = self.batch, rows, self.manifest["model"]["vocab_size"]
         return self._floats(self._io["logits"].read(np.empty(shape, self._logit_type)))
 
-    def _zero(self, row: int) -> None:
+    def _zero(self, sequence: int) -> None:
         for state in self.table:
             size = math.prod(self._state_shapes[state.name][1:]) * ITEM_BYTES[state.dtype]
             if size:
-                self._state[state.name].zero(row * size, size)
+                self._state[state.name].zero(sequence * size, size)
 
     def _write_states(self, arrays: dict[str, np.ndarray]) -> None:
         for name, array in arrays.items():
@@ -233,7 +233,7 @@ class TrtModel(TrtEngine, Runner):
             yield self._io["input_ids"].read(np.empty(self.batch, np.int32))
 
     def lengths_on_device(self) -> np.ndarray:
-        """Tokens of every row, [B] int32, as the last call left them."""
+        """Tokens of every sequence, [B] int32, as the last call left them."""
         return self._io["present_length"].read(np.empty(self.batch, np.int32))
 
     def state_arrays(self) -> dict[str, np.ndarray]:

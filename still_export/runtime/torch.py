@@ -33,7 +33,7 @@ class TorchModel(Runner):
         self._states: list[dict[str, Tensor]] = []
 
     def empty_feed(self, batch: int, capacity: int) -> Arrays:
-        """`past_length` and `past_*` of rows that have seen nothing, with room for `capacity` tokens."""
+        """`past_length` and `past_*` of sequences that have seen nothing, with room for `capacity` tokens."""
         feed = _named("past", empty_states(self.model.config, batch, self.model.dtype, capacity=capacity))
         return {**feed, "past_length": np.zeros(batch, np.int64)}
 
@@ -72,19 +72,19 @@ class TorchModel(Runner):
 
     @torch.no_grad()
     def feed(self, input_ids: np.ndarray, new_tokens: np.ndarray | None = None, first: int = 0) -> np.ndarray:
-        rows, tokens = input_ids.shape
-        counts = np.full(rows, tokens, np.int64) if new_tokens is None else np.asarray(new_tokens, np.int64)
+        sequences, tokens = input_ids.shape
+        counts = np.full(sequences, tokens, np.int64) if new_tokens is None else np.asarray(new_tokens, np.int64)
         self.reserve(counts, first)
         ids, counts = self._among_all(input_ids, counts, first)
         logits, self._states = self._call(ids, counts, self.length, self._states)
         self.length = self.length + counts
-        return logits[first : first + rows]
+        return logits[first : first + sequences]
 
-    def _zero(self, row: int) -> None:
+    def _zero(self, sequence: int) -> None:
         for layer in self._states:
             for name, tensor in layer.items():
                 layer[name] = tensor.clone()  # what a call returned may be a view
-                layer[name][row] = 0
+                layer[name][sequence] = 0
 
     def state_arrays(self) -> dict[str, np.ndarray]:
         return {f"{name}.{i}": x.numpy().copy() for i, layer in enumerate(self._states) for name, x in layer.items()}

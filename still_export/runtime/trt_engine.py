@@ -20,7 +20,7 @@ from still_export.runtime.cuda_driver import Buffer, CudaError, Driver
 from still_export.runtime.sampling import RunError
 
 PREFILL, DECODE, DECODE_ROWS = 0, 1, 2
-"""Profiles of an engine, and its contexts: calls of several tokens, of one token of one row, of one token of several rows."""
+"""Profiles of an engine, and its contexts: calls of several tokens, of one token of one sequence, of one token of several sequences."""
 
 
 class TrtError(RunError):

@@ -85,5 +85,5 @@ def test_wrong_counts_are_refused(library: str, changes: dict[str, Any]) -> None
     layer = Layer(rows=12)
     runner = body.Runner(layer, torch.float32, 2, False, library=library)
     call = next(iter(calls(layer, [5], torch.float32)))
-    with pytest.raises(Exception, match=r"Attention: row [01] (has past_length|grows to 65 tokens)"):
+    with pytest.raises(Exception, match=r"Attention: sequence [01] (has past_length|grows to 65 tokens)"):
         runner(call.feeds | {name: torch.tensor(counts) for name, counts in changes.items()})

@@ -19,7 +19,7 @@ def blocked_attention(inputs: Inputs, state: AttentionState, in_place: bool = Fa
     """Causal softmax attention of new tokens to themselves and to the cache; any split of a sequence gives the same.
 
     Args:
-        state: What the rows have seen; only filled rows of it are read.
+        state: What the sequences have seen; only filled rows of it are read.
         in_place: Write into `state`'s keys and values, and return them.
 
     Returns:
@@ -27,7 +27,7 @@ def blocked_attention(inputs: Inputs, state: AttentionState, in_place: bool = Fa
 
     Raises:
         ShapeError: A tensor does not fit.
-        CapacityError: A row outgrows the state.
+        CapacityError: A sequence outgrows the state.
     """
     batch, tokens = inputs.check()
     state.check(inputs)
@@ -37,11 +37,11 @@ def blocked_attention(inputs: Inputs, state: AttentionState, in_place: bool = Fa
     for row, (length, count) in enumerate(zip(past, new, strict=True)):
         if length < 0 or not 0 <= count <= tokens:
             raise ShapeError(
-                f"row {row} has length {length} and {count} new tokens; expected at least 0, at most {tokens} new."
+                f"sequence {row} has length {length} and {count} new tokens; expected at least 0, at most {tokens} new."
             )
         if length + count > state.rows:
             raise CapacityError(
-                f"row {row} grows to {length + count} tokens; the state has room for {state.rows}. Give a larger state."
+                f"sequence {row} grows to {length + count} tokens; the state has room for {state.rows}. Give a larger state."
             )
     present = {name: x if in_place else x.clone() for name, x in state.tensors().items() if name != "length"}
     alike = len(set(past)) == 1 and len(set(new)) == 1
@@ -63,7 +63,7 @@ def blocked_attention(inputs: Inputs, state: AttentionState, in_place: bool = Fa
 
 
 def _rows(state: dict[str, Tensor], name: str, rows: slice, end: int, dtype: torch.dtype) -> Tensor:
-    """Keys or values [B, HK, end, D] of these rows of the batch, in the type of the activations."""
+    """Keys or values [B, HK, end, D] of these sequences of the batch, in the type of the activations."""
     held, scale = state[name][rows, :, :end], state.get(f"{name}_scale")
     return held.to(dtype) if scale is None else dequantized(held, scale[rows, :, :end], dtype)
 

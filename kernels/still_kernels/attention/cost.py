@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def prefill_cost(heads: int, kv_heads: int, dim: int, tokens: int) -> tuple[float, float]:
-    """Of one empty row: activations once, keys and values written to the cache; half of all pairs, as key and as value."""
+    """Of one empty sequence: activations once, keys and values written to the cache; half of all pairs, as key and as value."""
     return tokens * dim * 2 * (2 * heads + 4 * kv_heads), 2.0 * heads * dim * tokens * (tokens + 1)
 
 

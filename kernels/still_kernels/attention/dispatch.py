@@ -14,7 +14,7 @@ from still_kernels.launcher import Bound
 def attention(inputs: Inputs, state: AttentionState, in_place: bool = False) -> tuple[Tensor, AttentionState]:
     """Softmax attention with a cache by the fastest form that covers the call; results and errors as of `blocked_attention`.
 
-    On CUDA the Triton kernels, without reading anything back to the host: a row that outgrows the state gets NaN outputs there
+    On CUDA the Triton kernels, without reading anything back to the host: a sequence that outgrows the state gets NaN outputs there
     instead of an exception. Where gradients are asked for, and on the CPU, the PyTorch form.
 
     Raises:

@@ -42,7 +42,7 @@ def _prepared(
         heads: H, HK, D.
         rows: N.
         cache: The op's attribute.
-        packed: Tokens of all rows and rows of the state, where rows are packed.
+        packed: Tokens of all sequences and rows of the state, where they are packed.
     """
     sizes = dict(zip(("H", "HK", "D"), heads, strict=True)) | {"B": batch, "T": tokens, "N": rows}
     seen = Call(

@@ -26,7 +26,7 @@ PLAN = Plan(
     define={
         "blocks": "ceil_div(T * (H // HK), decode_rows)",
         "fill": "ceil_div(decode_programs, B * HK * blocks)",
-        # Programs that share the cache of one key/value head; a row that has filled less of it uses fewer.
+        # Programs that share the cache of one key/value head; a sequence that has filled less of it uses fewer.
         "splits": "max(1, min(min(ceil_div(N, 128), fill), most_splits))",
     },
     workspace=(

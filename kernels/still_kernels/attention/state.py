@@ -15,7 +15,7 @@ from still_kernels.attention.inputs import Inputs
 
 @dataclass(frozen=True)
 class AttentionState:
-    """Keys and values after `length` [B] tokens, [B, HK, N, D] each; position p of a row lies in its row p. All-zero means empty.
+    """Keys and values after `length` [B] tokens, [B, HK, N, D] each; position p of a sequence lies in its row p. All-zero means empty.
 
     Kept in 8 bits they are words, [B, HK, N, D / 4] int32, and have scales, [B, HK, N] float32 (`still_kernels.codes`).
     """
@@ -37,7 +37,7 @@ class AttentionState:
         device: torch.device | str | None = None,
         cache: str = CACHE.choices[0],
     ) -> AttentionState:
-        """State of `batch` rows that have seen nothing, with room for `rows` tokens of `heads` key/value heads."""
+        """State of `batch` sequences that have seen nothing, with room for `rows` tokens of `heads` key/value heads."""
         symbols = {"B": batch, "HK": heads, "N": rows, "D": dim}
         tensors = {
             s.name: torch.zeros(

@@ -18,7 +18,7 @@ class Inputs:
     input: [B, T, C].
     weight: A tap for each of the latest K tokens, oldest first, [C, 1, K].
     bias: [C], or None.
-    new_tokens: Tokens that each row brings, the rest of the row is padding, int [B]; None = T for every row.
+    new_tokens: Tokens that each sequence brings, the rest of its T is padding, int [B]; None = T for all.
     activation: none or silu.
 
     Packed tokens are [tokens, C], and their counts those of a Packing.
@@ -40,7 +40,7 @@ class Inputs:
         return torch.is_grad_enabled() and any(x.requires_grad for x in vars(self).values() if isinstance(x, Tensor))
 
     def counts(self) -> Tensor:
-        """Tokens that each row brings, [B]."""
+        """Tokens that each sequence brings, [B]."""
         batch, tokens, _ = self.input.shape
         if self.new_tokens is None:
             return torch.full((batch,), tokens, dtype=torch.int64, device=self.input.device)
@@ -80,5 +80,5 @@ def empty_state(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """State [B, C, K - 1] of rows that have seen nothing: zeros stand for the tokens before the first."""
+    """State [B, C, K - 1] of sequences that have seen nothing: zeros stand for the tokens before the first."""
     return torch.zeros(batch, channels, taps - 1, dtype=dtype, device=device)

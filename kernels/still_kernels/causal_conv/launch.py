@@ -30,7 +30,7 @@ def _prepared(
     Args:
         table: Block sizes; None: those of the architecture.
         sizes: B, T, C, K.
-        packed: Tokens of all rows and rows of the state, where rows are packed.
+        packed: Tokens of all sequences and rows of the state, where they are packed.
     """
     batch, tokens, channels, taps = sizes
     seen = Call(

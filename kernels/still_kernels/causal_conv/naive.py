@@ -13,7 +13,7 @@ def naive_causal_conv(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """The weighted sum of each channel's latest K tokens, in at least float32, then bias and activation.
 
     Args:
-        state: The latest K - 1 tokens that the rows have seen, oldest first, [B, C, K - 1].
+        state: The latest K - 1 tokens that the sequences have seen, oldest first, [B, C, K - 1].
 
     Returns:
         output [B, T, C], dtype of input, 0 at padding, which enters nothing; and the state after the call.

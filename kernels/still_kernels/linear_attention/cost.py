@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def prefill_cost(heads: int, key_heads: int, dim: int, size: int, tokens: int, delta: bool) -> tuple[float, float]:
-    """Of one empty row: activations once; per token the state is read by the query, written by the key, corrected by what it has."""
+    """Of one empty sequence: activations once; per token the state is read by the query, written by the key, corrected by what it has."""
     moved = tokens * 2 * (2 * key_heads * dim + 2 * heads * size)
     return moved, (6.0 if delta else 4.0) * heads * dim * size * tokens
 

@@ -31,7 +31,7 @@ def linear_attention(inputs: Inputs, state: Tensor, in_place: bool = False) -> t
 
 
 def linear_attention_whole(inputs: Inputs) -> Tensor:
-    """Linear attention of rows that are new and equally long, without their state: what training calls.
+    """Linear attention of sequences that are new and equally long, without their state: what training calls.
 
     Returns:
         [B, T, H, G, V]. Gradients on CUDA come from recomputation, so that a layer keeps no more than its inputs.

@@ -32,7 +32,7 @@ class Inputs:
     value: [B, T, H, V].
     decay: Logarithm of what stays of the state at each token, at most 0, [B, T, H, 1] or [B, T, H, D]; for the gated rules.
     beta: Step size, [B, T, H] or [B, T, 1]; for the delta rules.
-    new_tokens: Tokens that each row brings, the rest of the row is padding, int [B]; None = T for every row.
+    new_tokens: Tokens that each sequence brings, the rest of its T is padding, int [B]; None = T for all.
     update_rule: linear, gated, delta or gated_delta.
     scale: Of the output; 0 = 1 / sqrt(D).
 
@@ -133,6 +133,6 @@ def empty_state(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """State [B, H, D, V] of rows that have seen nothing; float64 for float64 activations."""
+    """State [B, H, D, V] of sequences that have seen nothing; float64 for float64 activations."""
     kind = torch.promote_types(dtype, torch.float32)
     return torch.zeros(batch, heads, dim, size, dtype=kind, device=device)

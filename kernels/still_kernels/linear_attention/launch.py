@@ -34,7 +34,7 @@ def _prepared(
     Args:
         table: Block sizes; None: those of the architecture.
         sizes: By symbol of the OpSpec; E and W where there are decay and beta.
-        packed: Tokens of all rows and rows of the state, where rows are packed.
+        packed: Tokens of all sequences and rows of the state, where they are packed.
         page: As the kernels have it, `triton_common.state_of_head`.
     """
     known = dict(sizes)
@@ -75,7 +75,7 @@ def launch_linear_attention(
         output: [B, T, H, G, V] or [tokens, H, G, V], dtype of query.
         state: With pages in the packing their `view`.
         table: Block sizes; by default those of the device. With others Triton looks for the compiled kernels at each launch.
-        past_length: With pages: tokens that each of the call's rows has seen, [B].
+        past_length: With pages: tokens that each of the call's sequences has seen, [B].
 
     Raises:
         UnsupportedError: No kernel covers the call; the message lists what is covered.

@@ -17,7 +17,7 @@ def naive_linear_attention(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tenso
         S := exp(g) S,  S := S + k (v)^T  or  S + b k (v - S^T k)^T,  output = scale * S^T q
 
     Args:
-        state: What the rows have seen, [B, H, D, V].
+        state: What the sequences have seen, [B, H, D, V].
 
     Returns:
         output [B, T, H, G, V], dtype of query, 0 at padding, which enters nothing; and the state after the call.

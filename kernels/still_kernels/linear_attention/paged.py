@@ -16,13 +16,13 @@ from still_kernels.packing import Packing, PagedStates
 def linear_attention_paged(inputs: Inputs, paged: PagedStates, output: Tensor) -> None:
     """Linear attention of packed sequences whose states lie in pages.
 
-    On CUDA nothing is read back to the host, and nothing of the states is copied; on the CPU rows are gathered, computed by the chunked
+    On CUDA nothing is read back to the host, and no state is copied; on the CPU sequences are gathered, computed by the chunked
     form and written back.
 
     Args:
-        inputs: Tokens [tokens, ...], of these rows and of others.
-        paged: Their states, with a table [B, 1] of each row's page.
-        output: [tokens, HQ, G, V], contiguous, written where the rows have tokens.
+        inputs: Tokens [tokens, ...], of these sequences and of others.
+        paged: Their states, with a table [B, 1] of each sequence's page.
+        output: [tokens, HQ, G, V], contiguous, written where the sequences have tokens.
 
     Raises:
         UnsupportedError: No kernel covers the layer on its device.

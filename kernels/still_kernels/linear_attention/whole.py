@@ -14,7 +14,7 @@ from still_kernels.linear_attention.inputs import Inputs, empty_state
 
 
 def whole_linear_attention(inputs: Inputs) -> Tensor:
-    """Linear attention of rows that have seen nothing; output and errors as of `naive_linear_attention`."""
+    """Linear attention of sequences that have seen nothing; output and errors as of `naive_linear_attention`."""
     batch, tokens = inputs.query.shape[:2]
     heads, size = inputs.value.shape[2:]
     state = empty_state(batch, heads, inputs.query.shape[-1], size, inputs.query.dtype, inputs.query.device)

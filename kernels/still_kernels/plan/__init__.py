@@ -19,11 +19,11 @@ Python launcher (`launcher.py`) and the C++ core (plugins/core) execute it alike
     )
 
 A kernel's pointers go by name without p_: a tensor of the op (a state's present one by its plain name, or by `present_<name>` where an
-input has that), `query_start` and `state_row` of packed rows, a workspace or persistent region, an alias. What a call does not have is
+input has that), `query_start` and `state_row` of packed sequences, a workspace or persistent region, an alias. What a call does not have is
 null. Its integers and reals are those of the step, then those of the plan; what is left over are constants of the compiled kernel.
 
-Padded rows are [B, T, ...]; `tokens` is B * T and `rows` is B. Packed rows are [tokens, ...] with states of `rows` rows, of which the
-call has B; T is then the most tokens of a row, `packed` is 1. A call without rows or tokens launches nothing.
+Padded sequences are [B, T, ...]; `tokens` is B * T and `rows` is B. Packed ones are [tokens, ...] with states of `rows` rows, of which the
+call has B; T is then the most tokens of a sequence, `packed` is 1. A call without sequences or tokens launches nothing.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from still_graphs.ops import OpSpec
 from still_graphs.ops.spec import dimension
 
 CALL = {"tokens": "integer", "rows": "integer", "packed": "integer", "dtype": "text", "count_dtype": "text"}
-"""Of any call: its tokens of all rows, rows of its state, whether rows are packed, types of its activations and of its counts."""
+"""Of any call: its tokens of all sequences, rows of its state, whether they are packed, types of its activations and of its counts."""
 DEPTH = 24
 NODES = 256
 """Bounds of one expression; plugins/core has the same."""

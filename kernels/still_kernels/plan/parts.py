@@ -144,7 +144,7 @@ class Call:
         dtype, count_dtype: Types of activations and of counts, "float16", "int64"; None where they are not known.
         present: Tensors of the call that are optional in the op, by plain name.
         shapes: Of the tensors that the plan asks for with dim().
-        tokens, rows: Of packed rows; None = padded.
+        tokens, rows: Of packed sequences; None = padded.
     """
 
     sizes: Mapping[str, int]

@@ -59,7 +59,7 @@ class GatedLinearAttention(FixedStateModule):
     def forward(
         self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
-        """The call of a decoder layer. `attention_mask` is not used: the cache knows the rows' new tokens."""
+        """The call of a decoder layer. `attention_mask` is not used: the cache knows the sequences' new tokens."""
         before, new_tokens, layer = self.begin(hidden_states, cache_params)
         after: dict[str, Tensor] = {}
         mixed = torch.cat([getattr(self, name)(hidden_states) for name in self.names], dim=-1)

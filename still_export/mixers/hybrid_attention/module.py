@@ -45,7 +45,7 @@ class HybridOpModule(ProjectedAttention):
 
         Args:
             tensors: Query, key and value after norm and RoPE, gate or None, the two feature weights.
-            past_key_values: A StillCache, or None: every row is new, and nothing is kept.
+            past_key_values: A StillCache, or None: every sequence is new, and nothing is kept.
         """
         query = tensors[0]
         assert query is not None

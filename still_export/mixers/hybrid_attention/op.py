@@ -48,7 +48,7 @@ def hybrid_attention(
     Args:
         inputs: With `new_tokens`; the window factors, where the layer has some, are its own.
         config: The layer; its capacity is that of `state`.
-        state: What the rows have seen.
+        state: What the sequences have seen.
 
     Returns:
         output [B, T, H, D] and the state after the call.

@@ -1,4 +1,4 @@
-"""Linear attention as a layer calls it: on the states of a cache, or on whole rows without one."""
+"""Linear attention as a layer calls it: on the states of a cache, or on whole sequences without one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def recurrent(inputs: Inputs, cache: Any, index: int, ops: Sequence[LayerOp]) ->
 
     Args:
         inputs: Without new_tokens, which the cache knows.
-        cache: A StillCache, or None: rows are new and equally long, and gradients go through.
+        cache: A StillCache, or None: sequences are new and equally long, and gradients go through.
     """
     if cache is None:
         return linear_attention_whole(inputs)

@@ -66,7 +66,7 @@ class Mamba2(FixedStateModule):
     def forward(
         self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
-        """The call of a transformers decoder layer. `attention_mask` is not used: the cache knows the rows' new tokens."""
+        """The call of a transformers decoder layer. `attention_mask` is not used: the cache knows the sequences' new tokens."""
         states, new_tokens, layer = self.begin(hidden_states, cache_params)
         inner, keys = self.heads * self.size, self.groups * self.dim
         gate, mixed, step = self.project(hidden_states).split((inner, inner + 2 * keys, self.heads), dim=-1)

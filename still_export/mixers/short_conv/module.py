@@ -43,7 +43,7 @@ class ShortConv(FixedStateModule):
     def forward(
         self, hidden_states: Tensor, past_key_values: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
-        """The call of a transformers decoder layer. `attention_mask` is not used: the cache knows the rows' new tokens."""
+        """The call of a transformers decoder layer. `attention_mask` is not used: the cache knows the sequences' new tokens."""
         states, new_tokens, layer = self.begin(hidden_states, past_key_values)
         before, after, x = self.in_proj(hidden_states).chunk(3, dim=-1)
         mixed, columns = causal_conv(

@@ -118,7 +118,7 @@ def test_beams_reorder_rows_where_they_are(mixed: Any) -> None:
     more = {"max_new_tokens": 9, "do_sample": False, "num_beams": 3}
     assert torch.equal(mixed.generate(ids, cache_implementation="static", **more), mixed.generate(ids, **more))
     cache = StillCache.static(mixed.config, 2, 16, torch.float64)
-    with pytest.raises(UnsupportedError, match="2 rows"):
+    with pytest.raises(UnsupportedError, match="2 sequences"):
         cache.batch_repeat_interleave(2)
 
 
@@ -151,7 +151,7 @@ def test_too_many_tokens_are_refused_ahead(mixed: Any) -> None:
         mixed(ids, past_key_values=cache)
         with pytest.raises(CapacityError, match="room for 20 columns, has seen 12 and is to take 12 more"):
             mixed(ids, past_key_values=cache)
-        with pytest.raises(ShapeError, match="1 rows and the call 2"):
+        with pytest.raises(ShapeError, match="1 sequences and the call 2"):
             mixed(random_ids(2, 3), past_key_values=cache)
 
 

@@ -219,7 +219,7 @@ def test_batches_and_memory_have_limits(package: Package, module: FakeTensorRT) 
         model.start(4)
     model.driver.limit = 20_000  # three rows take 27 KB, one takes 9
     with pytest.raises(
-        TrtError, match=r"out of device memory: .* are free.* 3 rows for 96 tokens does not fit; \d+ tokens"
+        TrtError, match=r"out of device memory: .* are free.* 3 sequences for 96 tokens does not fit; \d+ tokens"
     ):
         model.start(3, tokens=96)
 

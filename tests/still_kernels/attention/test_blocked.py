@@ -72,7 +72,7 @@ def test_wrong_calls_are_refused() -> None:
     layer = Layer(rows=12)
     call = next(iter(calls(layer, [5], torch.float32)))
     state = AttentionState.empty(2, layer.kv_heads, layer.dim, 12)
-    with pytest.raises(CapacityError, match="row 1 grows to 15 tokens"):
+    with pytest.raises(CapacityError, match="sequence 1 grows to 15 tokens"):
         run(call, AttentionState(state.key, state.value, torch.tensor([0, 10])))
     with pytest.raises(ShapeError, match="6 new tokens"):
         run(dataclasses.replace(call, feeds=call.feeds | {"new_tokens": torch.tensor([5, 6])}), state)
