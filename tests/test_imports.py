@@ -148,7 +148,7 @@ def test_generic_rooms_name_no_op_no_state_and_no_attribute() -> None:
 def test_generic_sources_of_the_plugins_name_no_op() -> None:
     """Core, hosts and programs take ops from specs, archives and entries; the lists of folders of ops are in CMake."""
     words = {word for op in OPS.values() for word in (op.name, op.torch_name)} - {"Attention", "attention"}
-    rooms = {ROOT / "plugins/cpu" / op.torch_name for op in OPS.values()} | {ROOT / "plugins/fuzz"}
+    rooms = {ROOT / "plugins/cpu" / op.torch_name for op in OPS.values()} | {ROOT / "tests/plugins/fuzz"}
     found = {}
     for path in (ROOT / "plugins").rglob("*"):
         if path.suffix not in (".cpp", ".h", ".S", ".map") or rooms & set(path.parents):

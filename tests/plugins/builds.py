@@ -77,7 +77,7 @@ def sanitized(target: str) -> Path:
     """Build `target` under the address and undefined behaviour sanitizers; the build folder."""
     demand_tools()
     options: dict[str, Path | str | None] = {
-        "STILL_FUZZ": "ON",
+        "STILL_FUZZ": Path(__file__).parent / "fuzz",
         "ONNXRUNTIME_INCLUDE_DIR": headers(),
         "STILL_CPU_OPTIMIZATION": "-O1",
     }

@@ -1,6 +1,6 @@
-"""The fuzz targets of plugins/fuzz for some seconds each, under the address and undefined behaviour sanitizers.
+"""The fuzz targets of tests/plugins/fuzz for some seconds each, under the address and undefined behaviour sanitizers.
 
-`python tools/attack fuzz --seconds 3600` runs them for longer; a finding is repeated by its number (plugins/fuzz/driver.cpp).
+`python tests/attack fuzz --seconds 3600` runs them for longer; a finding is repeated by its number (tests/plugins/fuzz/driver.cpp).
 """
 
 from __future__ import annotations

@@ -72,27 +72,9 @@ def _twice(x):
 @gluon.jit
 def _zeros(word, shift, BITS: gl.constexpr):
     """-(1024 + zero) twice, as half precision numbers: 0x6400 with an integer below 1024 in its lowest bits is 1024 more than that."""
-    if BITS == 4:
-        return gl.inline_asm_elementwise(
-            """{
-            .reg .b32 x;
-            shr.u32 x, $1, $2;
-            lop3.b32 x, x, 0x0000000F, 0x0000E400, 0xEA;
-            prmt.b32 $0, x, x, 0x1010;
-            }""",
-            "=r,r,r",
-            [word, shift],
-            dtype=gl.int32,
-            is_pure=True,
-            pack=1,
-        )
+    MASK: gl.constexpr = "0x0000000F" if BITS == 4 else "0x000000FF"
     return gl.inline_asm_elementwise(
-        """{
-        .reg .b32 x;
-        shr.u32 x, $1, $2;
-        lop3.b32 x, x, 0x000000FF, 0x0000E400, 0xEA;
-        prmt.b32 $0, x, x, 0x1010;
-        }""",
+        "{ .reg .b32 x; shr.u32 x, $1, $2; lop3.b32 x, x, " + MASK + ", 0x0000E400, 0xEA; prmt.b32 $0, x, x, 0x1010; }",
         "=r,r,r",
         [word, shift],
         dtype=gl.int32,

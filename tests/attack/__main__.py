@@ -1,10 +1,10 @@
 """Attacks on still-export: damaged inputs, killed processes, hostile libraries, fuzzed native code; with seeds, so that each repeats.
 
-python tools/attack damage --count 2000       # packages, models, adapters, tokenizers, over every verb and run_ort.py
-python tools/attack kills --count 100         # export, export --force, linearize, verify
-python tools/attack libraries                 # native code that nobody asked for
-python tools/attack fuzz --seconds 3600       # each target of plugins/fuzz, under the sanitizers
-python tools/attack all                       # a few of each
+python tests/attack damage --count 2000       # packages, models, adapters, tokenizers, over every verb and run_ort.py
+python tests/attack kills --count 100         # export, export --force, linearize, verify
+python tests/attack libraries                 # native code that nobody asked for
+python tests/attack fuzz --seconds 3600       # each target of tests/plugins/fuzz, under the sanitizers
+python tests/attack all                       # a few of each
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The fuzz targets of plugins/fuzz for so many processor seconds each, under the address and undefined behaviour sanitizers."""
+"""The fuzz targets of tests/plugins/fuzz for so many processor seconds each, under the address and undefined behaviour sanitizers."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 // Attributes, shapes and counts of a call, as hosts take them from a graph and its inputs: what the core's binding and the CPU kernel of
 // any op let pass is computed, in memory of exactly its size.
-#include "../core/error.h"
-#include "../cpu/common/instruction_sets.h"
-#include "../cpu/common/kernel.h"
+#include "core/error.h"
+#include "cpu/common/instruction_sets.h"
+#include "cpu/common/kernel.h"
 #include "input.h"
 
 #include <algorithm>

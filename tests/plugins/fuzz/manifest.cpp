@@ -1,8 +1,8 @@
 // A package's manifest as still_run reads it, and the sizes of its states for few and for many tokens.
-#include "../core/error.h"
-#include "../runner/files.h"
-#include "../runner/manifest.h"
-#include "../runner/states.h"
+#include "core/error.h"
+#include "runner/files.h"
+#include "runner/manifest.h"
+#include "runner/states.h"
 
 #include <cstdlib>
 

@@ -1,4 +1,4 @@
-"""A few of the attacks of tools/attack; its own command line runs thousands."""
+"""A few of the attacks of tests/attack; its own command line runs thousands."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ ROOT = Path(__file__).resolve().parents[2]
 )
 def test_a_few(attack: list[str], tmp_path: Path) -> None:
     """Each damaged input ends in an answer or in one line; each kill leaves the old folder, and nothing after the next run."""
-    command = [sys.executable, "tools/attack", *attack, "--seed", "7", "--work", str(tmp_path)]
+    command = [sys.executable, "tests/attack", *attack, "--seed", "7", "--work", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]

@@ -1,9 +1,9 @@
 // An archive of kernels: bytes as a file has them, or an index alone, which is wrapped so that damage reaches what reads it. Calls of the
 // archive's ops follow, with the driver STILL_FUZZ_DRIVER where that is set: a damaged launch plan is an error of the call at most.
-#include "../core/archive.h"
-#include "../core/driver.h"
-#include "../core/error.h"
-#include "../core/op.h"
+#include "core/archive.h"
+#include "core/driver.h"
+#include "core/error.h"
+#include "core/op.h"
 
 #include <cstdlib>
 #include <cstring>

@@ -1,7 +1,7 @@
 // What still_run says of manifests, one after another, for tests that compare readers: each comes as a line with its length in bytes and
 // these bytes, and is answered by a line; an empty one: accepted.
-#include "../core/error.h"
-#include "../runner/manifest.h"
+#include "core/error.h"
+#include "runner/manifest.h"
 
 #include <iostream>
 
