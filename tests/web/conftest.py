@@ -79,7 +79,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
 
     folder = tmp_path_factory.mktemp("web")
-    sizes = dict(vocab_size=257, eos_token_id=256, bos_token_id=None, pad_token_id=None)
+    sizes: Any = dict(vocab_size=257, eos_token_id=256, bos_token_id=None, pad_token_id=None)
     model = still_model("llama", torch.float32, sizes=sizes, capacity_tokens=4096)
     model.save_pretrained(folder / "model")
     tokenizer = byte_tokenizer()

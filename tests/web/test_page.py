@@ -146,7 +146,7 @@ def test_reading_stops(visit: Visit, package: Path, tmp_path: Path) -> None:
     quiet(visit)
 
 
-def test_the_proof_passes_and_a_fault_fails(visit: Visit, site: tuple[str, Path]) -> None:
+def test_the_proof_passes_and_a_fault_fails(visit: Visit, site: tuple[str, Path], tmp_path: Path) -> None:
     visit.tab.goto(f"{visit.url}?package=package/")
     visit.status("recorded calls")
     visit.tab.click("#prove")
@@ -171,6 +171,10 @@ def test_the_proof_passes_and_a_fault_fails(visit: Visit, site: tuple[str, Path]
     visit.status("recorded calls")
     visit.tab.click("#prove")
     visit.status("Not proven: ")
+    other = tmp_path / "other.npz"
+    other.write_bytes(b"no archive")
+    visit.tab.set_input_files("#calls", str(other))
+    visit.error("this file holds no recorded calls, or is damaged")
     quiet(visit)
 
 
