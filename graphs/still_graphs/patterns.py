@@ -67,10 +67,10 @@ class Op:
 
 
 class Result(NamedTuple):
-    """The result `index` of a node."""
+    """The result `place` of a node."""
 
     of: Op
-    index: int
+    place: int
 
 
 class Either(NamedTuple):

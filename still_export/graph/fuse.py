@@ -71,7 +71,7 @@ def _rotary(match: Match) -> Sequence[ir.Value]:
         flat = add_node(graph, add, "Reshape", [x, _shape(graph, "joined", [0, 0, shape[2] * shape[3]])], "joined")
     inputs = [flat, *(_half(graph, match.value(angles)) for angles in ANGLES)]
     rotary = add_node(graph, add, "RotaryEmbedding", inputs, "rotary", {"num_heads": shape[2]})
-    return (add_node(graph, add, "Reshape", [rotary, _shape(graph, "heads", [0, 0, *shape[2:]])], "heads"),)
+    return (add_node(graph, add, "Reshape", [rotary, _shape(graph, "heads", [0, 0, shape[2], shape[3]])], "heads"),)
 
 
 def _half(graph: ir.Graph, angles: ir.Value) -> ir.Value:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import product
 from typing import NamedTuple
 
-from still_graphs.edits import in_half, is_weight, on_last, rank, width
+from still_graphs.edits import in_half, is_weight, known_sizes, on_last, rank, width
 from still_graphs.later_ir import ir
 from still_graphs.ops import DOMAIN
 from still_graphs.ops.rotary_qkv import ROTARY_QKV
@@ -99,14 +99,13 @@ def _fits(match: Match, rotation: _Rotation) -> bool:
 def _heads(match: Match, rotation: _Rotation, flat: ir.Value) -> ir.Value:
     """Heads of what the node makes, told apart."""
     part, result, x = (match.value(pattern) for pattern in (rotation.part, rotation.total, rotation.x))
-    assert x.shape is not None
     flat.name, flat.shape, flat.type = f"{result.name}.flat", part.shape, part.type
     name = f"{result.name}.heads"
-    sizes = ir.tensor([0, 0, *x.shape[2:]], dtype=ir.DataType.INT64, name=name)
+    sizes = ir.tensor([0, 0, *known_sizes(x)[2:]], dtype=ir.DataType.INT64, name=name)
     (shape,) = match.add("Constant", [], {"value": sizes}, name=f"{name}/Constant")
     shape.name = name
     return match.add("Reshape", [flat, shape], name=f"{result.name}/Reshape")[0]
 
 
-FUSIONS = [_fusion(gated, flat) for gated in (True, False) for flat in product((True, False), repeat=2)]
+FUSIONS = [_fusion(gated, (query, key)) for gated, query, key in product((True, False), repeat=3)]
 rotary_fused = fused(*FUSIONS)

@@ -63,7 +63,8 @@ def _gated(match: Match) -> bool:
 
 
 def _replace(match: Match) -> Sequence[ir.Value]:
-    split, inputs = match.node(SPLIT), [match.value(pattern) for pattern in (WHOLE, COS, SIN)]
+    split = match.node(SPLIT)
+    inputs: list[ir.Value | None] = [match.value(pattern) for pattern in (WHOLE, COS, SIN)]
     widths = [*(width(part) for part in split.outputs), 0]
     if GATE in match:
         inputs += [match.value(BIAS) if BIAS in match else None, match.value(SOURCE)]

@@ -97,7 +97,7 @@ class _Merger:
     ) -> ir.Value:
         """A Reshape to `dims`, whose first two are those of `value`, before or behind `node`; its result."""
         name = self.fresh(f"{hint}.shape")
-        tensor = ir.tensor([0, 0, *dims[2:]], dtype=ir.DataType.INT64, name=name)
+        tensor = ir.tensor([0, 0, *(int(size or 0) for size in dims[2:])], dtype=ir.DataType.INT64, name=name)
         shape = ir.node("Constant", [], {"value": tensor}, name=f"{name}/Constant")
         shape.outputs[0].name, result = name, hint if behind else self.fresh(hint)
         made = ir.node("Reshape", [value, shape.outputs[0]], name=f"{result}/Reshape")
