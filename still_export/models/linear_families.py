@@ -72,7 +72,7 @@ class Qwen3_5ModelMixin(LinearModelMixin):
     """Positions of text."""
 
     def __init__(self, config: Any) -> None:
-        super().__init__(config)  # type: ignore[call-arg]
+        super().__init__(config)
         self.model.rotary_emb = Qwen3_5TextPositions(config)
 
 
@@ -98,7 +98,7 @@ class Mamba2ModelMixin(LinearModelMixin):
         return Stack(config, layers, Mamba2RMSNorm(config.hidden_size, config.layer_norm_epsilon))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return super().logits(hidden.to(self.dtype))  # the sums of layers are float32
+        return super().logits(hidden.to(self.dtype))  # type: ignore[attr-defined]  # the sums of layers are float32
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Without the cache that transformers makes for classes with "mamba" in their name, beside the one that it is given."""
