@@ -83,9 +83,10 @@ def only_ops(contrib: Collection[str]) -> Condition:
     """Every node is a standard one, one of com.microsoft's ops `contrib`, or has a function of such nodes."""
 
     def check(model: ir.Model) -> str:
+        parts: tuple[ir.Graph | ir.Function, ...] = (model.graph, *model.functions.values())
         left = {
             f"{n.domain}::{n.op_type}"
-            for part in (model.graph, *model.functions.values())
+            for part in parts
             for n in part.all_nodes()
             if n.domain != "" and n.op_identifier() not in model.functions
             if not (n.domain == CONTRIB and n.op_type in contrib)

@@ -50,7 +50,7 @@ def attach_functions(model: ir.Model, onnxruntime: bool = False) -> int:
             body = function_body(proto, dtype, opset, kept=kept, dims=dims, onnxruntime=onnxruntime)
             # The first function of an op needs no overload; tools that do not know overloads can read it.
             body.overload = next(o for o in _overloads() if (body.domain, body.name, o) not in model.functions)
-            function = ir.from_proto(body)
+            function = ir.serde.deserialize_function(body)
             model.functions[function.identifier()] = function
             for domain, version in function.opset_imports.items():
                 model.opset_imports.setdefault(domain, version)

@@ -96,4 +96,4 @@ def _retype(value: ir.Value, dtype: ir.DataType, shape: list[int]) -> None:
 
 
 def _tensor(raw: bytes, dtype: ir.DataType, shape: list[int], name: str) -> ir.TensorProtocol:
-    return ir.from_proto(onnx.TensorProto(raw_data=raw, data_type=dtype, dims=shape, name=name))
+    return ir.serde.deserialize_tensor(onnx.TensorProto(raw_data=raw, data_type=dtype, dims=shape, name=name))

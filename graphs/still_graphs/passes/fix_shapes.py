@@ -41,10 +41,8 @@ def _computed(graph: ir.Graph) -> list[tuple[ir.Node, list[int]]]:
     found = []
     for node in graph:
         if is_standard(node, "Reshape"):
-            now, shape = (
-                constant_value(node.inputs[1]),
-                _copied(*map(sizes, (node.inputs[0], node.outputs[0]))),
-            )
+            source, now = node.inputs[0], constant_value(node.inputs[1])
+            shape = None if source is None else _copied(sizes(source), sizes(node.outputs[0]))
             if shape and (now is None or (now < 0).any()):
                 found.append((node, shape))
     return found

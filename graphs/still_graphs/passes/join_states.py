@@ -189,7 +189,8 @@ class _Joiner:
         if key not in self.functions:
             self.functions[key] = str(len(self.functions) or "")
             version = self.model.opset_imports[""]
-            body = ir.from_proto(joined_body(ir.to_proto(node), spec, self.functions[key], shapes, version))
+            joined = joined_body(ir.to_proto(node), spec, self.functions[key], shapes, version)
+            body = ir.serde.deserialize_function(joined)
             self.model.functions[body.identifier()] = body
         return self.functions[key]
 

@@ -97,7 +97,7 @@ def _check(node: ir.Node, current: int, opset: int) -> None:
     if new.since_version > opset and not old.min_input <= len(node.inputs) <= old.max_input:
         raise _unsupported(node, "has other inputs in it")
     for name in [name for name in node.attributes if name not in old.attributes]:
-        if attribute(node, name) != ir.from_proto(new.attributes[name].default_value).value:
+        if attribute(node, name) != ir.serde.deserialize_attribute(new.attributes[name].default_value).value:
             raise _unsupported(node, f"has no {name} in it")
         del node.attributes[name]
 

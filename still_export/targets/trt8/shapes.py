@@ -55,7 +55,7 @@ def _move(graph: ir.Graph, node: ir.Node, chain: list[ir.Node]) -> None:
     """Let `node` reshape what the first of `chain` reads, and the last give its result."""
     shaped, first, last = node.outputs[0], chain[0], chain[-1]
     narrow = first.inputs[0]
-    assert narrow is not None
+    assert narrow is not None and narrow.dtype is not None
     # What is between has the new shape; the names of both ends change places.
     last.outputs[0].name, shaped.name = shaped.name, last.outputs[0].name
     shaped.replace_all_uses_with(last.outputs[0], replace_graph_outputs=True)
