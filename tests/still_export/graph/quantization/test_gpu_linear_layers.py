@@ -73,7 +73,7 @@ def test_the_library_gets_their_kernels_and_a_cpu_does_without(
     variants = _variants_of_products(package)
     assert {(v.bits, v.zero_points, v.dtype) for v in variants} == {(4, 1, "float16"), (8, 0, "float16")}
     assert native_library(package.path, package.manifest) is None
-    assert "products are for GPUs: running without them" in capsys.readouterr().err
+    assert "linear layers are for GPUs: running without them" in capsys.readouterr().err
 
 
 def _variants_of_products(package: Package) -> list[Any]:
