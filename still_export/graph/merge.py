@@ -57,7 +57,8 @@ def _groups(model: ir.Model, parts: int | None) -> list[list[ir.Node]]:
 
 def _alike(group: list[ir.Node]) -> bool:
     """Whether these are two products of the same size."""
-    shapes = [node.inputs[1].shape for node in group if node.inputs[1] is not None]
+    held = [node.inputs[1].const_value for node in group if node.inputs[1] is not None]
+    shapes = [weight.shape for weight in held if weight is not None]
     return len(shapes) == 2 and shapes[0] == shapes[1]
 
 

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "attack",
-    [["damage", "--count", "12"], pytest.param(["kills", "--count", "2"], marks=pytest.mark.long)],
+    [["damage", "--count", "6"], pytest.param(["kills", "--count", "2"], marks=pytest.mark.long)],
     ids=["damage", "kills"],
 )
 def test_a_few(attack: list[str], tmp_path: Path) -> None:

@@ -50,9 +50,15 @@ LOADS = "print(type(AutoModelForCausalLM.from_pretrained(sys.argv[1])).__name__)
     [
         "import still_export; from transformers import AutoModelForCausalLM",
         "from transformers import AutoModelForCausalLM; import still_export",
-        "import transformers, still_export; from transformers import AutoConfig, AutoModelForCausalLM",
+        pytest.param(
+            "import transformers, still_export; from transformers import AutoConfig, AutoModelForCausalLM",
+            marks=pytest.mark.long,
+        ),
         "import still_export, transformers.modeling_utils; from transformers import AutoModelForCausalLM",
-        "import still_export, transformers.processing_utils; from transformers import AutoModelForCausalLM",
+        pytest.param(
+            "import still_export, transformers.processing_utils; from transformers import AutoModelForCausalLM",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_auto_classes_know_still_models(imports: str, folder: Path) -> None:

@@ -323,7 +323,7 @@ MATRIX = ("score", "features", "scan", "linear", "attend", "decode")
             MATRIX,
             # float16 has bfloat16's layouts, 96 is of two widths as 80 is.
             marks=[pytest.mark.slow, pytest.mark.long]
-            if more or dtype == "float16" or dim == 96 or (dim != 128 and dtype == "float32")
+            if more or dtype == "float16" or dim in (80, 96) or (dim != 128 and dtype == "float32")
             else pytest.mark.slow,
         )
         for dtype in ("bfloat16", "float16", "float32")

@@ -61,8 +61,9 @@ def dist() -> Path:
     return WEB / "dist"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
+    """For one file: while Playwright runs no other test of this process can have an event loop."""
     playwright = pytest.importorskip("playwright.sync_api")
     path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if path is None:

@@ -37,6 +37,7 @@ def exit_code(*arguments: object) -> int | str | None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_bench_peer_gives_rows_for_bench(base: Path, tmp_path: Path) -> None:
     rows = tmp_path / "peer.json"
     given = [

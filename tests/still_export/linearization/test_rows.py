@@ -185,6 +185,7 @@ def test_answers_are_learned_from_themselves() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_stage_of_several_lengths(tmp_path: Path) -> None:
     """Lengths, natural rows, chat and answers of equal weight in one run that goes on where it was killed."""
     tokenizer = chat_tokenizer()

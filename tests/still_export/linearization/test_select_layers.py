@@ -79,6 +79,7 @@ def test_finds_the_layer_that_matters_and_resumes(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_share_the_candidates(base: Path, text: Path, tmp_path: Path) -> None:
     recipe = small_recipe(base, text, sequence_length=96)
     alone = select_layers(recipe, 1, tmp_path / "alone", steps=1, rounds=1)

@@ -137,6 +137,7 @@ def test_exports_take_it_without_a_flag(export_tiny: Exporter, tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_where_there_is_none_the_export_says_how_to_get_it(
     export_tiny: Exporter, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
