@@ -321,7 +321,7 @@ MATRIX = ("score", "features", "scan", "linear", "attend", "decode")
         pytest.param(
             {"dtype": dtype, "head_dim": dim, "feature_rows": dim, **more},
             MATRIX,
-            # float16 has bfloat16's layouts, 96 is of two widths as 80 is.
+            # float16 has bfloat16's layouts; 80 and 96, of two widths, take half a minute each.
             marks=[pytest.mark.slow, pytest.mark.long]
             if more or dtype == "float16" or dim in (80, 96) or (dim != 128 and dtype == "float32")
             else pytest.mark.slow,
