@@ -100,6 +100,8 @@ class Verifier:
         check_dtype(package)
         self.package, self.cases, self.target, self.replays = package, cases, target, replays
         self.ties = ties_of(package.manifest)
+        codes = any(state["dtype"] == "int32" for state in package.manifest["states"])  # held to half precision
+        self.dtype = "float16" if codes else package.manifest["model"]["dtype"]
 
     def run(self, folder: Path, progress: Callable[[str], None] = lambda done: None) -> Report:
         """Compare every case, save the calls to `folder` (inputs.json, outputs.json) for polygraphy's own command, and judge.
@@ -120,7 +122,7 @@ class Verifier:
                     checks += session.checks(case.feeds[0], min(self.replays, len(case.steps)))
         checks += self.target.checks(self.replays)
         cases = [case for case, *_ in judged]
-        bounds = Bounds(cases, self.target.coarse)
+        bounds = Bounds(cases, self.target.coarse, self.dtype)
         command = self.target.command()
         command += ["--load-inputs", str(folder / "inputs.json"), "--load-outputs", str(folder / "outputs.json")]
         line = shlex.join(command + bounds.arguments(half=self.package.manifest["model"]["dtype"] != "float32"))
@@ -183,7 +185,7 @@ class Verifier:
         call = self.ties.compare(pairs[:1], case.leads) if case.steps else within
         if within.wrong > (call.wrong if call.near_ties else 0):
             return False
-        bounds = Bounds([case], self.target.coarse)
+        bounds = Bounds([case], self.target.coarse, self.dtype)
         return bool(within.wrong) or any(bounds.judge(case, name, settled).share > 1 for name in pairs[0][0])
 
     def _judge(

@@ -131,7 +131,9 @@ class Subject:
         verifier = Verifier(self.package, self.drawn, Target(self.package), replays=0)
         total = Choices()
         judged = verifier._settled(Session(model), total, lambda done: None)
-        return verifier._judge(judged, Bounds([case for case, *_ in judged]), total, [], ""), judged
+        return verifier._judge(
+            judged, Bounds([case for case, *_ in judged], dtype=verifier.dtype), total, [], ""
+        ), judged
 
     def clean(self) -> Report:
         """Verify it without a fault."""
