@@ -106,7 +106,7 @@ def dequantizing(tensors: Mapping[str, Tensor], config: Mapping[str, Any], origi
             parts = {key[len(module) + 1 :]: tensors[key] for key in _beside(module, tensors)}
             try:
                 weight = read(parts, config)
-            except (KeyError, ValueError, RuntimeError, TypeError, IndexError) as error:
+            except (KeyError, ValueError, RuntimeError, TypeError, IndexError, AttributeError) as error:
                 lacks = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
                 raise CheckpointError(
                     f"{module} in {origin} is no layer of {method}: {lacks}. The files are damaged or incomplete; fetch them again."
@@ -138,8 +138,7 @@ def _grouped(weight: Grouped) -> Deferred:
         raise ValueError(f"{weight.groups} groups do not divide {inputs} inputs into multiples of 8")
     blocks = None
     if weight.order is None and weight.bits in (4, 8) and (weight.bits == 4 or weight.zero_points is None):
-        exact = weight.zero_points is not None
-        blocks = SourceBlocks(weight.bits, False, False, weight.blocks, weight.size, exact)
+        blocks = SourceBlocks(weight.bits, False, False, weight.blocks, weight.size, weight.zero_points is not None)
     return Deferred(torch.Size((outputs, inputs)), torch.float32, weight.values, blocks, weight.bits)
 
 
@@ -147,6 +146,16 @@ def _check(name: str, tensor: Tensor, *shape: int) -> Tensor:
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} has shape {list(tensor.shape)}, and {list(shape)} is expected")
     return tensor
+
+
+def _order(stored: Tensor | None, inputs: int, groups: int) -> Tensor | None:
+    """Group of each input; None: they are in order."""
+    if stored is None or not 0 < groups <= inputs:
+        return None  # of too many groups or none `_grouped` says so
+    _check("g_idx", stored, inputs)
+    if int(stored.min()) < 0 or int(stored.max()) >= groups:
+        raise ValueError(f"g_idx names groups outside 0..{groups - 1}")
+    return None if torch.equal(stored.long(), torch.arange(inputs) // (inputs // groups)) else stored
 
 
 def _fields(words: Tensor, bits: int) -> Tensor:
@@ -167,13 +176,7 @@ def _gptq(parts: Parts, config: Mapping[str, Any]) -> Deferred:
     inputs, outputs, groups = packed.shape[0] * 32 // bits, packed.shape[1], scales.shape[0]
     _check("scales", scales, groups, outputs)
     _check("qzeros", zeros, groups, outputs * bits // 32)
-    order = parts.get("g_idx")
-    if order is not None:
-        _check("g_idx", order, inputs)
-        if int(order.min()) < 0 or int(order.max()) >= groups:
-            raise ValueError(f"g_idx names groups outside 0..{groups - 1}")
-        if torch.equal(order, (torch.arange(inputs) // (inputs // groups)).to(order.dtype)):
-            order = None
+    order = _order(parts.get("g_idx"), inputs, groups)
     # The first format of files stores zero points less one; they wrap around.
     more = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
 
@@ -234,9 +237,7 @@ def _packed(parts: Parts, config: Mapping[str, Any]) -> Deferred:
         else:
             _check("weight_zero_point", stored, outputs, groups)
             zero = lambda: (stored.short() + (1 << (bits - 1))).to(torch.uint8)  # noqa: E731
-    order = parts.get("weight_g_idx")
-    if order is not None and torch.equal(order.long(), torch.arange(inputs) // (inputs // groups)):
-        order = None
+    order = _order(parts.get("weight_g_idx"), inputs, groups)
     return _grouped(
         Grouped((outputs, inputs), bits, groups, lambda: _fields(packed, bits), lambda: scales, zero, order)
     )

@@ -22,6 +22,7 @@ from still_export.models.blocks import BlockWeight
 from still_export.models.load import load_model, open_source
 from still_export.models.quantized import AWQ_ORDER, Grouped, _grouped, dequantizing
 from still_export.models.weights import Deferred, value_of
+from still_export.proof.package import VerifyOptions, verify
 from still_export.targets.export import export
 from tests.still_export.training import make_base
 
@@ -201,6 +202,8 @@ def test_graphs_hold_the_codes(name: str, base: Path, tmp_path: Path) -> None:
     zero = next((stored[i] for i in node.input if i.endswith(".zero_points")), None)
     assert scales is not None
     found = BlockWeight(stored[f"{key}.blocks"], scales, zero, next(a.i for a in node.attribute if a.name == "bits"))
+    if name == "gptq":
+        assert verify(package.path, VerifyOptions(lengths=(1, 65), decode_steps=4)).report.passed
     error = np.abs(found.dequantized() - expected[key].numpy()).max()
     assert (error == 0) == exact and error < 0.05
 
@@ -211,6 +214,11 @@ def test_graphs_hold_the_codes(name: str, base: Path, tmp_path: Path) -> None:
         ("gptq", lambda f, m: f.update({f"{m}.scales": f[f"{m}.scales"][:-1]}), "qzeros has shape"),
         ("gptq", lambda f, m: f.pop(f"{m}.qzeros"), "lacks 'qzeros'"),
         ("gptq", lambda f, m: f[f"{m}.g_idx"].fill_(9), "g_idx names groups outside 0..1"),
+        (
+            "gptq",
+            lambda f, m: [f.update({f"{m}.{n}": f[f"{m}.{n}"][:0]}) for n in ("scales", "qzeros")],
+            "0 groups do not",
+        ),
         ("awq", lambda f, m: f.update({f"{m}.qzeros": f[f"{m}.qzeros"][:, 1:].contiguous()}), "qzeros has shape"),
         ("packed", lambda f, m: f.pop(f"{m}.weight_shape"), "lacks 'weight_shape'"),
         ("packed", lambda f, m: f.update({f"{m}.weight_scale": f[f"{m}.weight_scale"][:3]}), "weight_scale has shape"),
