@@ -174,6 +174,9 @@ def run_cmake(source: Path, build: Path, options: dict[str, Path | str | None], 
         raise PluginBuildError(
             "cmake is missing. Install cmake and a C++17 compiler, or use a prebuilt plugin library."
         )
+    cache = build / "CMakeCache.txt"
+    if cache.is_file() and f"CMAKE_HOME_DIRECTORY:INTERNAL={source}\n" not in cache.read_text(encoding="utf-8"):
+        shutil.rmtree(build)  # the same sources in another checkout, which CMake refuses
     configure = [cmake, "-S", str(source), "-B", str(build)]
     if shutil.which("ninja"):
         configure += ["-G", "Ninja"]
