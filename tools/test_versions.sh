@@ -3,6 +3,7 @@
 # TensorRT, and models are those of transformers. usage: bash tools/test_versions.sh [newest|oldest ...] [-- PYTEST ARGUMENTS]
 # Environments of several GB under build/versions (torch brings CUDA's libraries there); uv resolves them, which pip cannot do downwards.
 set -euo pipefail
+unset PYTHONDONTWRITEBYTECODE  # modules are compiled once, not in each of a hundred processes
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python3}
 which=()
