@@ -32,6 +32,7 @@ class ProveOptions:
     model: str | None = option(None, "The PyTorch model, if it is no longer where it was exported from.")
     calls: Path | None = option(None, "Take PyTorch's answers from a file made with verify --record.")
     provider: str = option("cpu", "Of ONNX Runtime: cpu or cuda.")
+    reference_device: str = option("cpu", "Where PyTorch answers: cpu or cuda.")
     seed: int = option(0, "Seed of the prompts.")
     lengths: tuple[int, ...] = option(
         (), "Context lengths that are measured.", commas=True, shown=f"{','.join(map(str, LENGTHS))}, those that fit"
@@ -108,7 +109,13 @@ def _verified(package: Package, options: ProveOptions, missing: list[str], say: 
     def started(count: int) -> Callable[..., None]:
         return lambda *done: say(f"verified {done[0]}" if done else "verified")
 
-    asked = VerifyOptions(model=options.model, calls=options.calls, provider=options.provider, seed=options.seed)
+    asked = VerifyOptions(
+        model=options.model,
+        calls=options.calls,
+        provider=options.provider,
+        reference_device=options.reference_device,
+        seed=options.seed,
+    )
     try:
         say("verifying")
         return verify(package.path, asked, started=started).report

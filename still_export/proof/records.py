@@ -31,6 +31,8 @@ DISTRIBUTIONS = (
 """Whose versions a record has, where they are installed."""
 PLUGINS = "plugins"
 """The room of the C++ sources, which are no package."""
+COMMIT = "STILL_COMMIT"
+"""Environment variable: the commit of sources that were carried to this machine without their clone."""
 
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Room = Annotated[str, Field(pattern=r"^\w+(\.\w+)*$")]
@@ -60,7 +62,7 @@ class Record(Strict):
         subject: What was run: package, model, target, runtime, type and whatever else tells it from its neighbours.
         command: What repeats it.
         date: When it ended, with its zone.
-        commit: Of the sources, with "-dirty" where files differed from it; None outside a clone.
+        commit: Of the sources, with "-dirty" where files differed from it; None where that is not known.
         versions: Of Python and of DISTRIBUTIONS, and those that the caller knows of, such as a driver's.
         verdict: Of a proof whether it passed; of a benchmark "measured".
         figures: What it showed, with the unit in each name.
@@ -209,14 +211,14 @@ def find_versions() -> dict[str, str]:
 
 
 def find_commit() -> str | None:
-    """The commit of the sources, "-dirty" behind it where tracked files differ; None outside a clone."""
+    """The commit of the sources, "-dirty" behind it where tracked files differ; outside a clone what COMMIT says, or None."""
     root = Path(__file__).resolve().parents[2]
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None if done.returncode == 0 else None
+        return os.environ.get(COMMIT)
+    return done.stdout.strip() if done.returncode == 0 else os.environ.get(COMMIT)
 
 
 def _digest(values: dict[str, Any]) -> str:

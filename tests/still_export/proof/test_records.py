@@ -77,3 +77,12 @@ def test_a_record_that_was_edited_is_refused(room: Path, tmp_path: Path, changed
     path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
     with pytest.raises(ConfigError, match=rf"is no record: .*{message}"):
         read_record(path)
+
+
+def test_sources_without_their_clone_say_their_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "__file__", str(tmp_path / "still_export/proof/records.py"))
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    monkeypatch.delenv(records.COMMIT, raising=False)
+    assert records.find_commit() is None
+    monkeypatch.setenv(records.COMMIT, "0123456789ab")
+    assert records.find_commit() == "0123456789ab"
