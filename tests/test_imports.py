@@ -53,6 +53,15 @@ def test_runners_know_no_model_and_no_sibling_runtime() -> None:
         pytest.param("still_export.models.load", ["onnx", "onnxruntime", "triton", "tensorrt"], marks=pytest.mark.slow),
         ("still_export.cli.main", ["torch", "transformers", "onnx", "onnxruntime"]),
         ("still_export.runtime.ort", ["torch", "transformers", "onnx"]),
+        *(
+            (module, ["torch", "transformers", "onnx", "onnx_ir", "onnxruntime", "safetensors"])
+            for module in (
+                "still_export.targets.registry",
+                "still_export.targets.trt.build",
+                "still_export.evaluation.prove",
+                "still_export.serving.server",
+            )
+        ),  # where TensorRT alone is
     ],
 )
 def test_loads_without(module: str, absent: list[str]) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 from still_graphs.edits import attribute, sizes
 from still_graphs.errors import UnsupportedError
-from still_graphs.functions import function_body
 from still_graphs.later_ir import ir
 from still_graphs.ops import DOMAIN, OPS, OpSpec
 from still_graphs.ops.spec import CACHE, StateSpec, TensorSpec, dimension
@@ -30,6 +29,8 @@ def attach_functions(model: ir.Model, onnxruntime: bool = False) -> int:
     Raises:
         UnsupportedError: No body for a node, or its activations' type cannot be told.
     """
+    from still_graphs.functions import function_body
+
     found: dict[Any, str] = {}
     for node in [node for node in model.graph if node.domain == DOMAIN]:
         _drop_scales(node)

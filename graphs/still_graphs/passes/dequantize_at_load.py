@@ -10,8 +10,6 @@ ensures: all products with low-bit weights compute in float32.
 
 from __future__ import annotations
 
-import onnx
-
 from still_graphs.edits import CONTRIB, Writer, attribute, put_in_place, store, typed
 from still_graphs.later_ir import ir
 
@@ -96,4 +94,6 @@ def _retype(value: ir.Value, dtype: ir.DataType, shape: list[int]) -> None:
 
 
 def _tensor(raw: bytes, dtype: ir.DataType, shape: list[int], name: str) -> ir.TensorProtocol:
+    import onnx
+
     return ir.serde.deserialize_tensor(onnx.TensorProto(raw_data=raw, data_type=dtype, dims=shape, name=name))

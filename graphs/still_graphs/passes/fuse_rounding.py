@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from still_graphs.edits import in_half, rank, width
-from still_graphs.functions.codes import STEPS
 from still_graphs.later_ir import ir
 from still_graphs.ops import DOMAIN, OPS
 from still_graphs.ops.round_key_value import ROUND_KEY_VALUE
@@ -30,6 +29,8 @@ def fuse_rounding(model: ir.Model) -> int:
 
 
 def _is_steps(value: ir.Value) -> bool:
+    from still_graphs.functions.codes import STEPS  # with onnx, which programs that run packages lack
+
     tensor = ir.convenience.get_const_tensor(value)
     return tensor is not None and tensor.size == 1 and float(tensor.numpy().item()) == STEPS
 

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from still_graphs.conditions import still_nodes
 from still_graphs.edits import Writer, attribute, is_standard, known_sizes, put_in_place, sizes, typed
 from still_graphs.errors import UnsupportedError
-from still_graphs.functions.joined import PREFIX, STATES, joined_body, part_of, written
 from still_graphs.later_ir import ir
 from still_graphs.ops import OPS, OpSpec
 from still_graphs.ops.spec import StateSpec
@@ -156,6 +155,12 @@ class _Joiner:
 
     def _join_node(self, layer: int, states: list[_State]) -> None:
         """Put the joined form of the op in the place of its node."""
+        from still_graphs.functions.joined import (  # with onnx, which programs that run packages lack
+            PREFIX,
+            STATES,
+            written,
+        )
+
         node, spec = states[0].node, OPS[states[0].node.op_type]
         shapes = {s.spec.name: s.shape for s in states}
         pasts = []
@@ -185,6 +190,8 @@ class _Joiner:
 
     def _function(self, node: ir.Node, spec: OpSpec, shapes: dict[str, list[int]]) -> str:
         """Overload of the joined form's function, made once for nodes that are alike."""
+        from still_graphs.functions.joined import joined_body, written
+
         key = node.op_type, node.overload, written(shapes)
         if key not in self.functions:
             self.functions[key] = str(len(self.functions) or "")
@@ -261,6 +268,8 @@ def _type(state: _State) -> ir.DataType:
 
 def _part(state: _State) -> int:
     """Which of genai's two tensors has it."""
+    from still_graphs.functions.joined import part_of
+
     return part_of(OPS[state.node.op_type], state.spec.name)
 
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-import onnx
-
 from still_graphs.conditions import opset_at_most
 from still_graphs.edits import Writer, attribute, constant_value, fresh_names, graphs_of, is_standard
 from still_graphs.errors import UnsupportedError
@@ -89,6 +87,8 @@ def _check(node: ir.Node, current: int, opset: int) -> None:
     """Pass a node whose operator only gained types and attributes since `opset`; drop attributes that it lacks there."""
     if node.domain != "":
         return
+    import onnx
+
     new = onnx.defs.get_schema(node.op_type, current)
     try:
         old = onnx.defs.get_schema(node.op_type, opset)
