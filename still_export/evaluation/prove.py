@@ -32,7 +32,7 @@ class ProveOptions:
     model: str | None = option(None, "The PyTorch model, if it is no longer where it was exported from.")
     calls: Path | None = option(None, "Take PyTorch's answers from a file made with verify --record.")
     provider: str = option("cpu", "Of ONNX Runtime: cpu or cuda.")
-    reference_device: str = option("cpu", "Where PyTorch answers: cpu or cuda.")
+    reference_device: str | None = option(None, "Where PyTorch answers: cpu or cuda.", shown="cpu")
     seed: int = option(0, "Seed of the prompts.")
     lengths: tuple[int, ...] = option(
         (), "Context lengths that are measured.", commas=True, shown=f"{','.join(map(str, LENGTHS))}, those that fit"
