@@ -13,6 +13,24 @@ Condition = Callable[["ir.Model"], str]
 ABSENT_INPUTS = "absent_inputs"
 
 
+def whole(model: ir.Model) -> str:
+    """Every value that is read or given is an input, a weight, or made before."""
+    return _unmade(model.graph, frozenset())
+
+
+def _unmade(graph: ir.Graph, outer: Collection[ir.Value]) -> str:
+    known = {*outer, *graph.inputs, *graph.initializers.values()}
+    for node in graph:
+        if lost := [v for v in node.inputs if v is not None and v not in known]:
+            return f"the node {node.name}, which reads {lost[0].name} that nothing before it makes"
+        for inner in (a.as_graph() for a in node.attributes.values() if a.type == ir.AttributeType.GRAPH):
+            if wrong := _unmade(inner, known):
+                return wrong
+        known.update(node.outputs)
+    lost = [v for v in graph.outputs if v not in known]
+    return f"the output {lost[0].name}, which nothing makes" if lost else ""
+
+
 def no_functions(model: ir.Model) -> str:
     """No local function is left."""
     names = sorted({f.name for f in model.functions.values()})

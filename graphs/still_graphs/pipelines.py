@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from still_graphs.conditions import whole
 from still_graphs.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ class Step:
     """One pass over a graph: `run` edits it in place and counts its changes; `reason` says why the target needs it.
 
     `requires` and `ensures` hold before and after it (still_graphs.conditions) and give what is wrong, or nothing; None: nothing beyond
-    what all graphs have. `only`: traits of the model or its deployment without which the step is left out.
+    what all graphs have, which is to be `whole`. `only`: traits of the model or its deployment without which the step is left out.
     """
 
     run: Callable[[ir.Model], int]
@@ -62,7 +63,8 @@ def run_steps(
             counts[step.name] = step.run(model)
         except UnsupportedError as error:
             raise UnsupportedError(f"pass {step.name}: {error}") from error
-        _demand(step.ensures, model, f"after the pass {step.name}")
+        for ensured in (whole, step.ensures):
+            _demand(ensured, model, f"after the pass {step.name}")
         if dump is not None:
             dump(step.name, model)
     return counts

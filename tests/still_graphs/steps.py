@@ -9,14 +9,16 @@ import onnx
 import onnx_ir as ir
 
 from still_graphs import pipelines
+from still_graphs.conditions import whole
 from still_graphs.passes import attach_functions as passes
 from still_graphs.pipelines import Dump, Step
 
 
 def applied(run: Callable[..., Any], model: onnx.ModelProto, *arguments: Any, **named: Any) -> Any:
-    """Run a pass, or a condition, over `model`, in place; what it returns."""
+    """Run a pass, or a condition, over `model`, in place; what it returns. Nothing is read that nothing makes."""
     graph = ir.from_proto(model)
     result = run(graph, *arguments, **named)
+    assert not (wrong := whole(graph)), wrong
     model.CopyFrom(ir.to_proto(graph))
     return result
 

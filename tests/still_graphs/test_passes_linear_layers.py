@@ -113,6 +113,23 @@ def test_what_others_read_stays(change: dict[str, str], outputs: tuple[str, ...]
     np.testing.assert_allclose(run(model), expected, rtol=4e-3, atol=4e-3)
 
 
+def test_a_product_of_a_product_reads_the_new_one() -> None:
+    """LoRA apart from its weight: what reads the first product's old result would read nothing."""
+    nodes = [helper.make_node("MatMul", ["x", "thin"], ["low"]), helper.make_node("MatMul", ["low", "wide"], ["z"])]
+    half = TensorProto.FLOAT16
+    weights = [
+        numpy_helper.from_array(RANDOM.standard_normal(shape).astype(np.float16), name)
+        for name, shape in (("thin", (WIDTH, 4)), ("wide", (4, MIDDLE)))
+    ]
+    sides = {"x": WIDTH, "z": MIDDLE, "low": 4}
+    x, z, low = (helper.make_tensor_value_info(name, half, ["b", "t", size]) for name, size in sides.items())
+    graph = helper.make_graph(nodes, "g", [x], [z], weights, value_info=[low])
+    opsets = [helper.make_opsetid("", 23), helper.make_opsetid(DOMAIN, 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    assert applied(sum_in_float32, model) == 2
+    assert kinds(model) == ["DenseMatMul"] * 2 and list(model.graph.node[1].input) == ["low", "wide"]
+
+
 def test_other_types_are_left_to_the_runtime() -> None:
     model = model_of(layer(), dtype="float32")
     before = kinds(model)

@@ -289,7 +289,9 @@ def test_counts_that_the_graph_computes_are_cast_for_the_plugin() -> None:
     (node,) = [n for n in model.graph.node if n.domain == DOMAIN]
     position = HYBRID_ATTENTION.input_names().index("past_length")
     assert node.input[position] == "past_length.int64"
-    model.graph.node.insert(2, helper.make_node("Add", ["past_length.int64", "new_tokens.int64"], ["later"]))
+    later = helper.make_node("Add", ["past_length.int64", "new_tokens.int64"], ["later"])
+    model.graph.node.insert(list(model.graph.node).index(node), later)
+    (node,) = [n for n in model.graph.node if n.domain == DOMAIN]
     node.input[position] = "later"
     applied(lower_plugin_nodes, model)
     (node,) = [n for n in model.graph.node if n.domain == DOMAIN]

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import onnx
+import onnx_ir as ir
 import pytest
 
 from still_export.targets.registry import target_of
 from still_graphs.errors import ConfigError, UnsupportedError
 from still_graphs.ops import DOMAIN
+from still_graphs.pipelines import Step
 from tests.still_graphs.protos import opset_version, walk_nodes
 from tests.still_graphs.small_graph import small_graph
 from tests.still_graphs.steps import run_steps
@@ -54,6 +56,18 @@ def test_dump_sees_every_pass() -> None:
     seen: list[str] = []
     run_steps(small_graph(), target_of("trt").steps, lambda name, model: seen.append(name))
     assert seen == [s.name for s in target_of("trt").steps if not s.only]
+
+
+def test_a_pass_that_loses_a_value_is_named() -> None:
+    def lose(model: ir.Model) -> int:
+        (node,) = [n for n in model.graph if n.domain == DOMAIN]
+        model.graph.remove(node)
+        return 1
+
+    with pytest.raises(
+        UnsupportedError, match=r"after the pass lose the graph has the .* that nothing before it makes"
+    ):
+        run_steps(small_graph(), [Step(lose, "it is wrong")])
 
 
 def test_a_pass_that_breaks_its_promise_is_named() -> None:

@@ -23,8 +23,12 @@ def sum_in_float32(model: ir.Model) -> int:
         Number of products.
     """
     graph = model.graph
-    found = [(node, *parts) for node in graph if (parts := _parts(node)) is not None]
-    for node, tokens, weight, turned in found:
+    count = 0
+    for node in list(graph):
+        if (parts := _parts(node)) is None:  # asked here: what a product reads may be one that was just replaced
+            continue
+        count += 1
+        tokens, weight, turned = parts
         product = ir.node(
             DENSE_MATMUL.name, [tokens, None, weight] if turned else [tokens, weight], domain=DOMAIN, name=node.name
         )
@@ -35,10 +39,10 @@ def sum_in_float32(model: ir.Model) -> int:
             assert tokens.shape is not None and weight.shape is not None
             typed(new, [*tokens.shape[:2], weight.shape[0 if turned else 1]], ir.DataType.FLOAT16)
         graph.remove(node, safe=True)
-    if found:
+    if count:
         graph.opset_imports[DOMAIN] = DENSE_MATMUL.version
         drop_unused(graph)
-    return len(found)
+    return count
 
 
 def sums_in_float32(model: ir.Model) -> str:
