@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 from still_export.errors import CheckpointError, ConfigError, UnsupportedModelError
 from still_export.mixers.config import LayersConfig, StillConfig
 from still_export.mixers.projections import ProjectedAttention
+from still_export.models.experts import stacked_experts
 from still_export.models.families import FAMILIES, Family
 from still_export.models.linear_families import LINEAR_FAMILIES, NOT_COVERED
 from still_export.models.weights import Deferred, Weight, Weights, value_of
@@ -80,6 +81,7 @@ def complete_weights(family: Family, config: Any, weights: Weights, fresh: bool 
         CheckpointError: Names or shapes do not match the model.
         UnsupportedModelError: `weights` has attention parameters that the family has no place for.
     """
+    weights = stacked_experts(weights)
     dtype = next(iter(weights.values())).dtype
     numbers = {int(match[1]) for name in weights if (match := _LAYER.match(name))}
     if config.num_hidden_layers != max(numbers, default=-1) + 1:  # before as many are made

@@ -22,6 +22,8 @@ from transformers import (
     OlmoHybridConfig,
     OlmoHybridForCausalLM,
     Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
@@ -122,6 +124,7 @@ LINEAR_FAMILIES: dict[str, Family] = {
     for family in (
         # the text of Qwen3.5
         _family(Qwen3_5TextConfig, Qwen3_5ForCausalLM, _GATED_DELTA, (LinearConfigMixin, Qwen3_5ModelMixin)),
+        _family(Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM, _GATED_DELTA, (LinearConfigMixin, Qwen3_5ModelMixin)),
         _family(Qwen3NextConfig, Qwen3NextForCausalLM, _GATED_DELTA),
         _family(OlmoHybridConfig, OlmoHybridForCausalLM, _GATED_DELTA),
         _family(
@@ -170,7 +173,7 @@ _MAMBA_1 = "Mamba-1 decays each channel's states apart, which needs an op of its
 _SPARSE = "its softmax layers select keys"
 _BEFORE = "RWKV reads its state before the token's update, which no rule of the op does"
 NOT_COVERED = {
-    **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text", "lfm2_moe", "minimax", "bailing_hybrid"), _EXPERTS),
+    **dict.fromkeys(("lfm2_moe", "minimax", "bailing_hybrid"), _EXPERTS),
     **dict.fromkeys(("mamba", "falcon_mamba", "jamba", "zamba", "samba"), _MAMBA_1),
     **dict.fromkeys(("qwen4_exp", "glm5_next", "minicpm_sala", "deepseek_v32", "nsa"), _SPARSE),
     **dict.fromkeys(("rwkv", "rwkv6"), _BEFORE),

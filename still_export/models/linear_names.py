@@ -43,7 +43,7 @@ _CONVOLUTIONS = re.compile(r"(.*)\.([qkvfi])_conv1d\.weight")
 _LOWER_BOUNDS = "model.lower_bounds"
 
 
-_TEXT_OF = {"qwen3_5": "qwen3_5_text"}
+_TEXT_OF = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 """Models of text and images, and the model_type of their language model."""
 
 

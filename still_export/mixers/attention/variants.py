@@ -97,6 +97,7 @@ def _rotated(query: Tensor, key: Tensor, position_embeddings: tuple[Tensor, Tens
 
 _VARIANTS: dict[str, type[SoftmaxAttention]] = {
     "Qwen3_5Attention": GatedAttention,
+    "Qwen3_5MoeAttention": GatedAttention,
     "Qwen3NextAttention": GatedAttention,
     "OlmoHybridAttention": OlmoHybridAttention,
     "GraniteMoeHybridAttention": GraniteAttention,

@@ -188,6 +188,7 @@ class KimiDeltaAttention(GatedDeltaNet):
 
 MODULES: dict[str, type[GatedDeltaNet]] = {
     "Qwen3_5GatedDeltaNet": GatedDeltaNet,
+    "Qwen3_5MoeGatedDeltaNet": GatedDeltaNet,
     "Qwen3NextGatedDeltaNet": Qwen3NextGatedDeltaNet,
     "OlmoHybridGatedDeltaNet": OlmoHybridGatedDeltaNet,
     "FlaGatedDeltaNet": FlaGatedDeltaNet,

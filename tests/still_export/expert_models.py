@@ -1,0 +1,46 @@
+"""Random models with experts, as transformers has them: dimensions all differ, routers are not flat."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.still_export.linear_models import SIZES, linear_model
+
+_QWEN: dict[str, Any] = dict(
+    SIZES["qwen3_next"],
+    num_experts=7,
+    num_experts_per_tok=3,
+    moe_intermediate_size=18,
+    shared_expert_intermediate_size=22,
+)
+SPARSE: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_5_moe": ("qwen3_5_moe_text", _QWEN),
+    "qwen3_next": ("qwen3_next", dict(_QWEN, mlp_only_layers=[1])),
+    "qwen3_next, not normalized": ("qwen3_next", dict(_QWEN, norm_topk_prob=False)),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        dict(num_local_experts=7, num_experts_per_tok=3, intermediate_size=18),
+    ),
+    "kimi_linear": (
+        "kimi_linear",
+        dict(
+            mlp_layer_types=["dense", "sparse", "sparse"],
+            num_local_experts=8,
+            num_experts_per_tok=3,
+            moe_intermediate_size=18,
+            n_group=4,
+            topk_group=2,
+        ),
+    ),
+}
+"""Family and what its configuration has beside that of the dense one."""
+
+
+def expert_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
+    """As of `linear_model`, by a name of SPARSE."""
+    family, sizes = SPARSE[name]
+    model = linear_model(family, dtype, seed, **{**sizes, **changes})
+    model.config._experts_implementation = "eager"  # the others want sizes that are multiples
+    return model
