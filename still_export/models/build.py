@@ -139,8 +139,9 @@ def build_model(family: Family, config: Any, tensors: Mapping[str, Tensor]) -> A
     model.tie_weights()
     device, dtype = (getattr(next(iter(tensors.values())), name) for name in ("device", "dtype"))
     # Its frequencies are no part of a checkpoint. Families without positions have none.
-    if (rotary := getattr(model.model, "rotary_emb", None)) is not None:
-        model.model.rotary_emb = type(rotary)(config).to(device)
+    for name in ("rotary_emb", "pos_emb"):
+        if (rotary := getattr(model.model, name, None)) is not None:
+            setattr(model.model, name, type(rotary)(config).to(device))
     assert not any(x.is_meta for x in (*model.parameters(), *model.buffers())), "a tensor was left without a value"
     config.dtype = dtype
     for parameter in model.parameters():

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    BailingHybridConfig,
+    BailingHybridForCausalLM,
     FalconH1Config,
     FalconH1ForCausalLM,
     GraniteMoeHybridConfig,
@@ -18,6 +20,8 @@ from transformers import (
     KimiLinearForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
+    Lfm2MoeConfig,
+    Lfm2MoeForCausalLM,
     Mamba2Config,
     OlmoHybridConfig,
     OlmoHybridForCausalLM,
@@ -43,10 +47,15 @@ _GATED_DELTA = {
     "linear_attention": Place("gated_delta_net", ("linear_attn",)),
     "full_attention": Place(FULL, ("self_attn",)),
 }
+_LATENT = {
+    "linear_attention": Place("gated_delta_net", ("self_attn",)),
+    "full_attention": Place("latent_attention", ("self_attn",)),
+}
+_SHORT_CONV = {"conv": Place("short_conv", ("conv",)), "full_attention": Place(FULL, ("self_attn",))}
 
 
 class KimiConfigMixin(LinearConfigMixin):
-    """Kimi Linear's names, and what of it is not covered."""
+    """Kimi Linear's names, which Ling has too, and what of it is not covered."""
 
     linear_num_key_heads = linear_num_value_heads = property(lambda self: self.linear_num_heads)
     linear_key_head_dim = linear_value_head_dim = property(lambda self: self.linear_head_dim)
@@ -136,17 +145,16 @@ LINEAR_FAMILIES: dict[str, Family] = {
         _family(
             KimiLinearConfig,
             KimiLinearForCausalLM,
-            {
-                "linear_attention": Place("gated_delta_net", ("self_attn",)),
-                "full_attention": Place("latent_attention", ("self_attn",)),
-            },
+            _LATENT,
             (KimiConfigMixin, LinearModelMixin),
         ),
+        _family(BailingHybridConfig, BailingHybridForCausalLM, _LATENT, (KimiConfigMixin, LinearModelMixin)),
         _family(
             Lfm2Config,
             Lfm2ForCausalLM,
-            {"conv": Place("short_conv", ("conv",)), "full_attention": Place(FULL, ("self_attn",))},
+            _SHORT_CONV,
         ),
+        _family(Lfm2MoeConfig, Lfm2MoeForCausalLM, _SHORT_CONV),
         _family(
             FalconH1Config,
             FalconH1ForCausalLM,
@@ -168,12 +176,11 @@ LINEAR_FAMILIES: dict[str, Family] = {
 }
 """Families by transformers' model_type."""
 
-_EXPERTS = "its layers have experts"
 _MAMBA_1 = "Mamba-1 decays each channel's states apart, which needs an op of its own"
 _SPARSE = "its softmax layers select keys"
 _BEFORE = "RWKV reads its state before the token's update, which no rule of the op does"
 NOT_COVERED = {
-    **dict.fromkeys(("lfm2_moe", "minimax", "bailing_hybrid"), _EXPERTS),
+    "minimax": "Lightning attention has no mixer here yet",
     **dict.fromkeys(("mamba", "falcon_mamba", "jamba", "zamba", "samba"), _MAMBA_1),
     **dict.fromkeys(("qwen4_exp", "glm5_next", "minicpm_sala", "deepseek_v32", "nsa"), _SPARSE),
     **dict.fromkeys(("rwkv", "rwkv6"), _BEFORE),

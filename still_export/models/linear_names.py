@@ -28,6 +28,13 @@ _KIMI = (
     *((f".self_attn.{x}", f".self_attn.forget_gate.{x}") for x in ("f_a_proj", "f_b_proj", "dt_bias", "A_log")),
     (".block_sparse_moe.", ".mlp."),
 )
+_BAILING = (
+    ("model.word_embeddings.", "model.embed_tokens."),
+    (".attention.", ".self_attn."),
+    *((f".self_attn.{x}", f".self_attn.forget_gate.{x}") for x in ("f_proj", "dt_bias", "A_log")),
+    (".self_attn.dense.", ".self_attn.o_proj."),
+    (".mlp.gate.expert_bias", ".mlp.gate.e_score_correction_bias"),
+)
 _FLA = (
     ("model.embeddings.", "model.embed_tokens."),
     (".attn.g_norm_swish_gate.", ".attn.o_norm."),
@@ -36,6 +43,7 @@ _NAMES: dict[str, tuple[tuple[str, str], ...]] = {
     "olmo_hybrid": _OLMO_HYBRID,
     "mamba2": _MAMBA2,
     "kimi_linear": _KIMI,
+    "bailing_hybrid": _BAILING,
     **dict.fromkeys(MIXERS, _FLA),
     "gla": (*_FLA, (".attn.g_norm.", ".attn.o_norm.")),
 }

@@ -34,6 +34,34 @@ SPARSE: dict[str, tuple[str, dict[str, Any]]] = {
             topk_group=2,
         ),
     ),
+    "bailing_hybrid": (
+        "bailing_hybrid",
+        dict(
+            num_key_value_heads=6,
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+            mlp_layer_types=["dense", "sparse", "sparse"],
+            head_dim=12,
+            kv_lora_rank=14,
+            qk_rope_head_dim=4,
+            qk_nope_head_dim=6,
+            v_head_dim=10,
+            num_local_experts=8,
+            num_experts_per_tok=3,
+            moe_intermediate_size=18,
+            n_group=4,
+            topk_group=2,
+        ),
+    ),
+    "lfm2_moe": (
+        "lfm2_moe",
+        dict(
+            layer_types=["conv", "full_attention", "conv"],
+            num_dense_layers=1,
+            num_experts=7,
+            num_experts_per_tok=3,
+            moe_intermediate_size=18,
+        ),
+    ),
 }
 """Family and what its configuration has beside that of the dense one."""
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from still_export.errors import CheckpointError, ConfigError, UnsupportedModelError
 from still_export.mixers.cache import StillCache
-from still_export.mixers.experts.module import RoutedExperts
+from still_export.mixers.experts.module import RoutedExperts, Router, Stacked
 from still_export.models import checkpoint
 from still_export.models.load import load_model, open_source
 from still_export.models.roles import weight_roles
@@ -32,7 +33,7 @@ def calm_seed(name: str) -> int:
     for seed in range(16):
         model = expert_model(name, seed=seed)
         found = model(ids(), use_cache=False).logits
-        if far(found, model.double()(ids(), use_cache=False).logits) <= LOGITS / 3:
+        if far(found, model.double()(ids(), use_cache=False).logits) <= LOGITS / 2:
             return seed
     raise AssertionError(f"{name}: transformers' own float32 loses too much of 16 random models")
 
@@ -152,7 +153,6 @@ def test_faults_are_seen(fault: str, tmp_path: Path) -> None:
         ),
         ("kimi_linear", dict(num_expert_group=3), "3 groups, of which a token takes 2, do not fit 8 experts"),
         ("kimi_linear", dict(topk_group=1), "a token goes to 3 experts and has 2 of 8"),
-        ("kimi_linear", dict(hidden_act="gelu"), "experts have the activation .* with a gate; covered are silu"),
     ],
 )
 def test_bad_configurations_are_refused(name: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -161,6 +161,14 @@ def test_bad_configurations_are_refused(name: str, changes: dict[str, Any], mess
     (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
     with pytest.raises((ConfigError, UnsupportedModelError), match=message):
         load_model(tmp_path)
+
+
+def test_an_activation_that_is_not_covered_is_refused() -> None:
+    base = SimpleNamespace(act_fn=torch.nn.GELU(), gate_up_proj=None, down_proj=None)
+    with pytest.raises(UnsupportedModelError, match="experts have the activation GELU with a gate; covered are silu"):
+        Stacked(base)
+    with pytest.raises(UnsupportedModelError, match="Linear is no router that is covered: Qwen3_5MoeTopKRouter, "):
+        Router(torch.nn.Linear(3, 4), None)
 
 
 def change_file(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
