@@ -15,4 +15,5 @@ set(STILL_OP_FOLDERS
     "${CMAKE_CURRENT_LIST_DIR}/cpu/greedy_token"
     "${CMAKE_CURRENT_LIST_DIR}/cpu/route"
     "${CMAKE_CURRENT_LIST_DIR}/cpu/experts"
+    "${CMAKE_CURRENT_LIST_DIR}/cpu/experts_nbits"
 )

@@ -7,6 +7,7 @@ from still_graphs.ops.attention import ATTENTION
 from still_graphs.ops.causal_conv import CAUSAL_CONV
 from still_graphs.ops.dense_matmul import DENSE_MATMUL
 from still_graphs.ops.experts import EXPERTS
+from still_graphs.ops.experts_nbits import EXPERTS_NBITS
 from still_graphs.ops.gated_mlp import GATED_MLP
 from still_graphs.ops.greedy_token import GREEDY_TOKEN
 from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
@@ -37,6 +38,7 @@ OPS: dict[str, OpSpec] = {
         GREEDY_TOKEN,
         ROUTE,
         EXPERTS,
+        EXPERTS_NBITS,
     )
 }
 """Every op of the domain by its ONNX name."""
