@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from still_export.errors import CheckpointError
-from still_export.models.weights import Deferred, Weight, Weights, value_of
+from still_export.models.weights import Deferred, Weight, Weights, narrow_value_of, value_of
 
 _PARTS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
 _ONE = re.compile(rf"(.*\.experts)\.(\d{{1,6}})\.({'|'.join(_PARTS)})\.weight")
@@ -89,7 +89,7 @@ def _stacked(name: str, parts: list[Mapping[int, Weight]], count: int) -> Deferr
                     f"{name}: expert {number} has {list(weight.shape)}, expert 0 {list(one.shape)}. The files belong to different models."
                 )
     shape = torch.Size((count, len(parts) * one.shape[0], one.shape[1]))
-    return Deferred(shape, one.dtype, partial(_read, parts, shape, one.dtype))
+    return Deferred(shape, one.dtype, partial(_read, parts, shape, one.dtype), part=partial(_part, parts))
 
 
 def _read(parts: list[Mapping[int, Weight]], shape: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -98,3 +98,8 @@ def _read(parts: list[Mapping[int, Weight]], shape: torch.Size, dtype: torch.dty
         for number, weight in each.items():
             whole[number, place :: len(parts)] = value_of(weight)
     return whole
+
+
+def _part(parts: list[Mapping[int, Weight]], number: int) -> Tensor:
+    """One expert."""
+    return torch.stack([narrow_value_of(each[number]) for each in parts], dim=1).flatten(0, 1)

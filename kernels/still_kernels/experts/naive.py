@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,7 @@ class Inputs:
     gate_up: [E, 2 M, I], the rows g0, u0, g1, u1, ..; with relu2 [E, M, I].
     down: [E, I, M].
     activation: swiglu or relu2.
+    rounded: What becomes of the rows that each matrix reads, for runtimes that round them; None: nothing.
     """
 
     input: Tensor
@@ -30,6 +32,7 @@ class Inputs:
     gate_up: Tensor
     down: Tensor
     activation: str = "swiglu"
+    rounded: Callable[[Tensor], Tensor] | None = None
 
     def check(self) -> None:
         """Raise ShapeError naming the tensor or attribute that does not fit."""
@@ -53,13 +56,14 @@ def naive_experts(inputs: Inputs) -> Tensor:
     tokens, shares = inputs.input.flatten(0, 1).to(wide), inputs.weight.flatten(0, 1).to(wide)
     expert = inputs.expert.flatten(0, 1)
     output = torch.zeros_like(tokens)
+    rounded = inputs.rounded or (lambda rows: rows)
     for number in expert.unique().tolist():
         token, place = (expert == number).nonzero(as_tuple=True)
-        inner = tokens[token] @ inputs.gate_up[number].to(wide).T
+        inner = rounded(tokens[token]) @ inputs.gate_up[number].to(wide).T
         if inputs.activation == "swiglu":
             inner = silu(inner[:, ::2]) * inner[:, 1::2]
         else:
             inner = inner.relu().square()
-        part = inner @ inputs.down[number].to(wide).T
+        part = rounded(inner) @ inputs.down[number].to(wide).T
         output = output.index_add(0, token, part * shares[token, place, None])
     return output.view(inputs.input.shape).to(inputs.input.dtype)

@@ -116,10 +116,12 @@ class Stacked(nn.Module):
             )
         self.gate_up: nn.Parameter = base.gate_up_proj if gated else base.up_proj
         self.down: nn.Parameter = base.down_proj
+        self.rounded: Callable[[Tensor], Tensor] | None = None
+        """What a runtime makes of all that the matrices read."""
 
     def forward(self, hidden: Tensor, expert: Tensor, weight: Tensor) -> Tensor:
         """As of `experts`."""
-        return experts(Inputs(hidden, expert, weight, self.gate_up, self.down, self.activation))[0]
+        return experts(Inputs(hidden, expert, weight, self.gate_up, self.down, self.activation, self.rounded))[0]
 
 
 class RoutedExperts(nn.Module):
