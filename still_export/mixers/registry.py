@@ -6,6 +6,7 @@ from typing import Any
 
 from still_export.mixers.attention.mixer import AttentionMixer
 from still_export.mixers.base import Mixer
+from still_export.mixers.feed_forward import FeedForwardMixer
 from still_export.mixers.gated_delta_net.mixer import DeltaNetMixer, GatedDeltaNetMixer
 from still_export.mixers.gated_linear_attention.mixer import GatedLinearAttentionMixer
 from still_export.mixers.hybrid_attention.mixer import HybridAttentionMixer
@@ -33,6 +34,7 @@ MIXERS: dict[str, Mixer] = {
         Mamba2Mixer(),
         ParallelMamba2Mixer(),
         ShortConvMixer(),
+        FeedForwardMixer(),
     )
 }
 

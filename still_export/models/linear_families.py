@@ -23,6 +23,7 @@ from transformers import (
     Lfm2MoeConfig,
     Lfm2MoeForCausalLM,
     Mamba2Config,
+    NemotronHConfig,
     OlmoHybridConfig,
     OlmoHybridForCausalLM,
     Qwen3_5ForCausalLM,
@@ -33,6 +34,7 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Block, Mamba2RMSNorm
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHBlock, NemotronHRMSNorm
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
 
 from still_export.errors import UnsupportedModelError
@@ -118,6 +120,14 @@ class Mamba2ModelMixin(LinearModelMixin):
         return inputs
 
 
+class NemotronModelMixin(LinearModelMixin):
+    """Layers that are a single block each."""
+
+    def stack(self, config: Any) -> Stack:
+        layers = [NemotronHBlock(config, index) for index in range(config.num_hidden_layers)]
+        return Stack(config, layers, NemotronHRMSNorm(config.hidden_size, config.layer_norm_epsilon))
+
+
 def _family(
     config: Any,
     model: Any,
@@ -171,6 +181,17 @@ LINEAR_FAMILIES: dict[str, Family] = {
             fields={"max_position_embeddings": (int, 1 << 20)},
             attribute_map={"num_attention_heads": "num_heads", "num_key_value_heads": "num_heads"},
         ),
+        _family(
+            NemotronHConfig,
+            StackForCausalLM,
+            {
+                "linear_attention": Place("mamba2", ("mixer",)),
+                "full_attention": Place(FULL, ("mixer",)),
+                **dict.fromkeys(("mlp", "moe"), Place("feed_forward", ())),
+            },
+            (LinearConfigMixin, NemotronModelMixin),
+            title="NemotronH",
+        ),
         *FLA_FAMILIES,
     )
 }
@@ -189,7 +210,6 @@ NOT_COVERED = {
     "xlstm": "xLSTM's exponential gate needs a running maximum as a state",
     "recurrent_gemma": "RG-LRU has no mixer here yet",
     "bamba": "Bamba has no family here yet",
-    "nemotron_h": "its layers are single blocks, which have no family here yet",
     "zamba2": "its softmax blocks are shared between layers",
 }
 """Linear families that are refused, and why."""

@@ -24,6 +24,7 @@ _MAMBA2 = (
     ("backbone.norm_f.", "model.norm."),
     ("backbone.", "model."),
 )
+_NEMOTRON = (*_MAMBA2, ("model.embeddings.", "model.embed_tokens."), ("model.norm_f.", "model.norm."))
 _KIMI = (
     *((f".self_attn.{x}", f".self_attn.forget_gate.{x}") for x in ("f_a_proj", "f_b_proj", "dt_bias", "A_log")),
     (".block_sparse_moe.", ".mlp."),
@@ -42,6 +43,7 @@ _FLA = (
 _NAMES: dict[str, tuple[tuple[str, str], ...]] = {
     "olmo_hybrid": _OLMO_HYBRID,
     "mamba2": _MAMBA2,
+    "nemotron_h": _NEMOTRON,
     "kimi_linear": _KIMI,
     "bailing_hybrid": _BAILING,
     **dict.fromkeys(MIXERS, _FLA),

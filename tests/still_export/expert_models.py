@@ -15,6 +15,18 @@ _QWEN: dict[str, Any] = dict(
     moe_intermediate_size=18,
     shared_expert_intermediate_size=22,
 )
+_NEMOTRON: dict[str, Any] = dict(
+    num_hidden_layers=None,
+    head_dim=10,
+    mamba_num_heads=6,
+    mamba_head_dim=8,
+    ssm_state_size=14,
+    n_groups=2,
+    n_routed_experts=8,
+    num_experts_per_tok=3,
+    moe_intermediate_size=18,
+    moe_shared_expert_intermediate_size=22,
+)
 SPARSE: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_moe": ("qwen3_5_moe_text", _QWEN),
     "qwen3_next": ("qwen3_next", dict(_QWEN, mlp_only_layers=[1])),
@@ -51,6 +63,21 @@ SPARSE: dict[str, tuple[str, dict[str, Any]]] = {
             n_group=4,
             topk_group=2,
         ),
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        dict(
+            _NEMOTRON,
+            layer_types=["linear_attention", "moe", "full_attention", "mlp", "moe"],
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=2.5,
+        ),
+    ),
+    "nemotron_h, dense": ("nemotron_h", dict(_NEMOTRON, layer_types=["linear_attention", "mlp", "full_attention"])),
+    "nemotron_h, latent": (
+        "nemotron_h",
+        dict(_NEMOTRON, layer_types=["linear_attention", "moe", "full_attention"], moe_latent_size=16),
     ),
     "lfm2_moe": (
         "lfm2_moe",

@@ -101,6 +101,7 @@ _VARIANTS: dict[str, type[SoftmaxAttention]] = {
     "Qwen3NextAttention": GatedAttention,
     "OlmoHybridAttention": OlmoHybridAttention,
     "GraniteMoeHybridAttention": GraniteAttention,
+    "NemotronHAttention": GraniteAttention,
     "FalconH1Attention": FalconH1Attention,
     "Lfm2Attention": Lfm2Attention,
     "Lfm2MoeAttention": Lfm2Attention,
