@@ -23,6 +23,8 @@ from transformers import (
     Lfm2MoeConfig,
     Lfm2MoeForCausalLM,
     Mamba2Config,
+    MiniMaxConfig,
+    MiniMaxForCausalLM,
     NemotronHConfig,
     OlmoHybridConfig,
     OlmoHybridForCausalLM,
@@ -40,6 +42,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedd
 from still_export.errors import UnsupportedModelError
 from still_export.mixers.config import LayersConfig
 from still_export.mixers.layers import FULL
+from still_export.models.base import no_mask
 from still_export.models.families import Family, make_family
 from still_export.models.fla_families import FLA_FAMILIES
 from still_export.models.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
@@ -120,6 +123,27 @@ class Mamba2ModelMixin(LinearModelMixin):
         return inputs
 
 
+class MiniMaxConfigMixin(LinearConfigMixin):
+    """What of MiniMax is not covered."""
+
+    def check(self, still: LayersConfig) -> None:
+        super().check(still)
+        if (window := getattr(self, "sliding_window", None)) is not None:
+            raise UnsupportedModelError(
+                f"sliding_window={window} in config.json: MiniMax is covered without a window alone."
+            )
+
+
+class MiniMaxModelMixin(LinearModelMixin):
+    """Its base model takes no cache but its own where it is to be told of one."""
+
+    def decode(self, positions: Tensor, cache: Any, **kwargs: Any) -> Any:
+        masks = no_mask(self.config, self.model.embed_tokens.weight)
+        return self.model(
+            attention_mask=masks, position_ids=positions, past_key_values=cache, use_cache=False, **kwargs
+        )
+
+
 class NemotronModelMixin(LinearModelMixin):
     """Layers that are a single block each."""
 
@@ -182,6 +206,15 @@ LINEAR_FAMILIES: dict[str, Family] = {
             attribute_map={"num_attention_heads": "num_heads", "num_key_value_heads": "num_heads"},
         ),
         _family(
+            MiniMaxConfig,
+            MiniMaxForCausalLM,
+            {
+                "linear_attention": Place("lightning_attention", ("self_attn",)),
+                "full_attention": Place(FULL, ("self_attn",)),
+            },
+            (MiniMaxConfigMixin, MiniMaxModelMixin),
+        ),
+        _family(
             NemotronHConfig,
             StackForCausalLM,
             {
@@ -201,7 +234,6 @@ _MAMBA_1 = "Mamba-1 decays each channel's states apart, which needs an op of its
 _SPARSE = "its softmax layers select keys"
 _BEFORE = "RWKV reads its state before the token's update, which no rule of the op does"
 NOT_COVERED = {
-    "minimax": "Lightning attention has no mixer here yet",
     **dict.fromkeys(("mamba", "falcon_mamba", "jamba", "zamba", "samba"), _MAMBA_1),
     **dict.fromkeys(("qwen4_exp", "glm5_next", "minicpm_sala", "deepseek_v32", "nsa"), _SPARSE),
     **dict.fromkeys(("rwkv", "rwkv6"), _BEFORE),

@@ -17,6 +17,8 @@ from still_export.models.weights import Deferred, Weight, Weights, value_of
 
 _ELSEWHERE = ("mtp.", "model.visual.")
 """Tensors of other things than the language model: further heads that guess tokens ahead, images. transformers leaves them out, too."""
+_FOLLOWS = tuple(f".self_attn.{name}" for name in ("slope_rate", "query_decay", "key_decay", "diagonal_decay"))
+"""Tensors of MiniMax that follow from a layer's number."""
 _OLMO_HYBRID = (("attention_layer_norm", "input_layernorm"), ("feedforward_layer_norm", "post_attention_layernorm"))
 _MAMBA2 = (
     ("backbone.embeddings.", "model.embed_tokens."),
@@ -44,6 +46,7 @@ _NAMES: dict[str, tuple[tuple[str, str], ...]] = {
     "olmo_hybrid": _OLMO_HYBRID,
     "mamba2": _MAMBA2,
     "nemotron_h": _NEMOTRON,
+    "minimax": ((".block_sparse_moe.", ".mlp."),),
     "kimi_linear": _KIMI,
     "bailing_hybrid": _BAILING,
     **dict.fromkeys(MIXERS, _FLA),
@@ -78,7 +81,7 @@ def published_names(model_type: str, tensors: Weights) -> dict[str, Weight]:
     kept = {
         name.replace("model.language_model.", "model.", 1): tensor
         for name, tensor in tensors.items()
-        if not name.startswith(_ELSEWHERE)
+        if not name.startswith(_ELSEWHERE) and not name.endswith(_FOLLOWS)
     }
     parts = _NAMES.get(model_type.removeprefix("still_"), ())
     renamed = {_renamed(name, parts): tensor for name, tensor in kept.items()}

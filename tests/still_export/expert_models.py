@@ -79,6 +79,20 @@ SPARSE: dict[str, tuple[str, dict[str, Any]]] = {
         "nemotron_h",
         dict(_NEMOTRON, layer_types=["linear_attention", "moe", "full_attention"], moe_latent_size=16),
     ),
+    "minimax": (
+        "minimax",
+        dict(
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+            head_dim=10,
+            intermediate_size=18,
+            num_local_experts=7,
+            num_experts_per_tok=3,
+            block_size=32,
+            linear_attn_alpha_factor=1.3,
+            full_attn_beta_factor=0.7,
+            mlp_alpha_factor=1.1,
+        ),
+    ),
     "lfm2_moe": (
         "lfm2_moe",
         dict(
