@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -79,7 +79,7 @@ def _in_turns(concatenated: Tensor) -> Tensor:
     return concatenated.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
 
 
-def _stacked(name: str, parts: list[Mapping[int, Weight]], count: int) -> Deferred:
+def _stacked(name: str, parts: Sequence[Mapping[int, Weight]], count: int) -> Deferred:
     """Experts of one or two matrices each, whose rows take turns."""
     one = parts[0][0]
     for each in parts:
@@ -92,7 +92,7 @@ def _stacked(name: str, parts: list[Mapping[int, Weight]], count: int) -> Deferr
     return Deferred(shape, one.dtype, partial(_read, parts, shape, one.dtype), part=partial(_part, parts))
 
 
-def _read(parts: list[Mapping[int, Weight]], shape: torch.Size, dtype: torch.dtype) -> Tensor:
+def _read(parts: Sequence[Mapping[int, Weight]], shape: torch.Size, dtype: torch.dtype) -> Tensor:
     whole = torch.empty(shape, dtype=dtype)
     for place, each in enumerate(parts):
         for number, weight in each.items():
@@ -100,6 +100,6 @@ def _read(parts: list[Mapping[int, Weight]], shape: torch.Size, dtype: torch.dty
     return whole
 
 
-def _part(parts: list[Mapping[int, Weight]], number: int) -> Tensor:
+def _part(parts: Sequence[Mapping[int, Weight]], number: int) -> Tensor:
     """One expert."""
     return torch.stack([narrow_value_of(each[number]) for each in parts], dim=1).flatten(0, 1)

@@ -50,8 +50,8 @@ def naive_experts_nbits(inputs: Inputs) -> Tensor:
         ShapeError: A tensor or attribute does not fit.
     """
     sizes_of(EXPERTS_NBITS, {name: x.shape for name, x in tensors_of(inputs).items()})
-    matrices = (inputs.dequantized(name) for name in ("gate_up", "down"))
-    return naive_experts(Dense(inputs.input, inputs.expert, inputs.weight, *matrices, inputs.activation))
+    gate_up, down = (inputs.dequantized(name) for name in ("gate_up", "down"))
+    return naive_experts(Dense(inputs.input, inputs.expert, inputs.weight, gate_up, down, inputs.activation))
 
 
 def _codes(words: Tensor, bits: int) -> Tensor:

@@ -94,10 +94,9 @@ def quantize_experts(model: ir.Model, stacks: Mapping[str, StackedWeight]) -> No
         for weight in both:
             del model.graph.initializers[weight.name]
             inputs += weight.stored(model, dtype or ir.DataType.FLOAT)
-        attributes = {**node.attributes, "bits": first.form.bits, "block_size": first.asked.block_size}
-        made = ir.node(
-            EXPERTS_NBITS.name, inputs, attributes, domain=EXPERTS_NBITS.domain, name=node.name, num_outputs=1
-        )
+        sizes = {"bits": first.form.bits, "block_size": first.asked.block_size}
+        attributes = [*node.attributes.values(), *(ir.AttrInt64(name, value) for name, value in sizes.items())]
+        made = ir.Node(EXPERTS_NBITS.domain, EXPERTS_NBITS.name, inputs, attributes, num_outputs=1, name=node.name)
         model.graph.insert_before(node, made)
         put_in_place(node.outputs[0], made.outputs[0])
         model.graph.remove(node, safe=True)

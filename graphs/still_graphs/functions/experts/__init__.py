@@ -61,7 +61,7 @@ def loop_over_experts(b: Scope, activation: str, dtype: int, dims: Mapping[str, 
     body = turn.graph(
         "of_one_expert",
         [("goes_on", BOOL), ("sum_after", FLOAT)],
-        [("turn", INT64, []), ("go_on", BOOL, []), ("sum_before", FLOAT, ["tokens", dims["I"]])],
+        [("turn", INT64, []), ("go_on", BOOL, []), ("sum_before", FLOAT, None)],
     )
     total = b("Loop", b("Size", chosen), True, b("Mul", tokens, 0.0), body=body)
     b.cast(b("Reshape", total, b("Shape", "input")), dtype, out="output")
