@@ -50,8 +50,8 @@ class LatentAttention(SoftmaxAttention):
         wide = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden))) if self.low_rank else self.q_proj(hidden)
         query, own = wide.unflatten(-1, (-1, self.key_size + self.shared)).split((self.key_size, self.shared), dim=-1)
         latent, shared = self.kv_a_proj_with_mqa(hidden).split((self.rank, self.shared), dim=-1)
-        own, shared = self.turn(own, shared[:, :, None], position_embeddings)
-        key = torch.cat([self.kv_a_layernorm(latent)[:, :, None], shared], dim=-1)
+        own, shared = self.turn(own, shared, position_embeddings)
+        key = torch.cat([self.kv_a_layernorm(latent), shared], dim=-1)[:, :, None]
         up = self.kv_b_proj.weight.unflatten(0, (-1, self.key_size + self.value_size))  # [H, key and value, rank]
         of_key, of_value = up.split((self.key_size, self.value_size), dim=1)
         query = torch.cat([_by_head(query, of_key), own], dim=-1)
@@ -61,7 +61,7 @@ class LatentAttention(SoftmaxAttention):
     def turn(
         self, own: Tensor, shared: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor]:
-        """The parts of queries [B, T, H, R] and keys [B, T, 1, R] that may have positions: here none has."""
+        """The parts of queries [B, T, H, R] and keys [B, T, R] that may have positions: here none has."""
         return own, shared
 
     def gated(self, values: Tensor, hidden: Tensor) -> Tensor:
@@ -79,7 +79,8 @@ class BailingLatentAttention(LatentAttention):
     ) -> tuple[Tensor, Tensor]:
         # Pairs lie in halves from here on, in queries and keys alike.
         own, shared = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (own, shared))
-        return rotated(own, shared, position_embeddings)
+        own, shared = rotated(own, shared[:, :, None], position_embeddings)
+        return own, shared[:, :, 0]
 
     def gated(self, values: Tensor, hidden: Tensor) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
