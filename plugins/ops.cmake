@@ -13,4 +13,7 @@ set(STILL_OP_FOLDERS
     "${CMAKE_CURRENT_LIST_DIR}/cpu/round_key_value"
     "${CMAKE_CURRENT_LIST_DIR}/cpu/low_rank_matmul"
     "${CMAKE_CURRENT_LIST_DIR}/cpu/greedy_token"
+    "${CMAKE_CURRENT_LIST_DIR}/cpu/route"
+    "${CMAKE_CURRENT_LIST_DIR}/cpu/experts"
+    "${CMAKE_CURRENT_LIST_DIR}/cpu/experts_nbits"
 )

@@ -31,11 +31,11 @@ def _translation(spec: OpSpec) -> Callable[..., Any]:
     opset = values.Opset(spec.domain, spec.version)
     tensors = len(spec.input_names())
 
-    def translate(*arguments: Any) -> tuple[Any, ...]:
+    def translate(*arguments: Any) -> Any:
         inputs, attributes = arguments[:tensors], arguments[tensors:]
         op = values.Op(opset, spec.name, _schema(spec))
         results = op(*inputs, **dict(zip((a.name for a in spec.attributes), attributes, strict=True)))
-        return tuple(results)
+        return tuple(results) if len(spec.output_names()) > 1 else results
 
     return translate
 
@@ -46,7 +46,7 @@ def _schema(spec: OpSpec) -> Any:
 
     kinds = {int: defs.OpSchema.AttrType.INT, float: defs.OpSchema.AttrType.FLOAT, str: defs.OpSchema.AttrType.STRING}
     optional, single = defs.OpSchema.FormalParameterOption.Optional, defs.OpSchema.FormalParameterOption.Single
-    types = {"float32": "tensor(float)", "int64": "tensor(int64)", "kept": "S"}
+    types = {"float32": "tensor(float)", "int64": "tensor(int64)", "int32": "tensor(int32)", "kept": "S"}
     floats = ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"]
     narrow = (
         [("S", [*floats, "tensor(int32)"], "states that may be narrower")] if any(s.narrow for s in spec.states) else []

@@ -44,28 +44,35 @@ def register(spec: OpSpec, compute: Compute) -> None:
         attributes = dict(zip((a.name for a in spec.attributes), arguments[len(names) :], strict=True))
         return dict(zip(names, arguments, strict=False)), attributes
 
-    def eager(*arguments: Any) -> tuple[Tensor, ...]:
+    def eager(*arguments: Any) -> Tensor | tuple[Tensor, ...]:
         given, attributes = split(arguments)
         found = compute(given, attributes, False)
         like: Tensor = given[names[0]]
         missing = (like.new_empty(0, dtype=torch.float32) for _ in outputs)  # outputs must not share memory
-        return tuple(found.get(name, nothing).contiguous() for name, nothing in zip(outputs, missing, strict=True))
+        return _returned(
+            [found.get(name, nothing).contiguous() for name, nothing in zip(outputs, missing, strict=True)]
+        )
 
-    def fake(*arguments: Any) -> tuple[Tensor, ...]:
+    def shaped(*arguments: Any) -> list[Tensor]:
         """Shapes and dtypes of the results, all contiguous; states have the sizes that came in."""
-        given, _ = split(arguments)
-        sizes = {
+        given, attributes = split(arguments)
+        sizes: dict[Any, Any] = {
             dim: tensor.shape[axis]
             for spec_of in spec.inputs
             if (tensor := given[spec_of.name]) is not None
             for axis, dim in enumerate(spec_of.shape)
         }
         like: Tensor = given[names[0]]
-        results = [like.new_empty([sizes[d] for d in t.shape]) for t in spec.outputs]
+        sizes |= attributes  # a symbol with the name of one has its value
+        types = {"T": like.dtype, "int32": torch.int32, "float32": torch.promote_types(like.dtype, torch.float32)}
+        results = [like.new_empty([sizes[d] for d in t.shape], dtype=types[t.dtype]) for t in spec.outputs]
         for state in spec.states:
             past = given[f"past_{state.name}"]
             results.append(like.new_empty(0, dtype=torch.float32) if past is None else past.new_empty(past.shape))
-        return tuple(results)
+        return results
+
+    def fake(*arguments: Any) -> Tensor | tuple[Tensor, ...]:
+        return _returned(shaped(*arguments))
 
     def eager_in_place(*arguments: Any) -> Tensor | tuple[Tensor, ...]:
         given, attributes = split(arguments)
@@ -77,7 +84,7 @@ def register(spec: OpSpec, compute: Compute) -> None:
         return _returned([found[t.name].contiguous() for t in spec.outputs])
 
     def fake_in_place(*arguments: Any) -> Tensor | tuple[Tensor, ...]:
-        return _returned(list(fake(*arguments)[: len(spec.outputs)]))
+        return _returned(shaped(*arguments)[: len(spec.outputs)])
 
     for in_place, kernel, shapes in ((False, eager, fake), (True, eager_in_place, fake_in_place)):
         _LIBRARY.define(torch_schema(spec, in_place))
@@ -95,6 +102,7 @@ def call(spec: OpSpec, given: Given, attributes: Mapping[str, AttributeValue]) -
     """Call the op with inputs by name, absent ones left out; its outputs by name, states that it does not have left out."""
     op = getattr(getattr(torch.ops, spec.domain), spec.torch_name)
     results = op(*(given.get(name) for name in spec.input_names()), *(attributes[a.name] for a in spec.attributes))
+    results = (results,) if isinstance(results, Tensor) else results
     absent = {f"present_{s.name}" for s in spec.states if not s.exists(attributes)}
     return {n: tensor for n, tensor in zip(spec.output_names(), results, strict=True) if n not in absent}
 
@@ -124,5 +132,27 @@ def op_of_one_state(
         given = {t.name: getattr(inputs, t.name) for t in spec.inputs} | {past: before}
         results = call(spec, given, {a.name: getattr(inputs, a.name) for a in spec.attributes})
         return results[output.name], results[present]
+
+    return run
+
+
+def op_without_state(
+    spec: OpSpec, inputs_type: type[Inputs], compute: Callable[[Inputs], tuple[Tensor, ...]]
+) -> Callable[[Inputs], tuple[Tensor, ...]]:
+    """The same of an op without states: its outputs in their order."""
+    names = [t.name for t in spec.outputs]
+
+    def computed(given: Given, attributes: Mapping[str, AttributeValue], in_place: bool) -> dict[str, Tensor]:
+        fields: dict[str, Any] = {**given, **attributes}
+        return dict(zip(names, compute(inputs_type(**fields)), strict=True))
+
+    register(spec, computed)
+
+    def run(inputs: Inputs) -> tuple[Tensor, ...]:
+        if not torch.compiler.is_compiling():
+            return compute(inputs)
+        given = {t.name: getattr(inputs, t.name) for t in spec.inputs}
+        results = call(spec, given, {a.name: getattr(inputs, a.name) for a in spec.attributes})
+        return tuple(results[name] for name in names)
 
     return run

@@ -15,6 +15,7 @@ from still_export.errors import CapacityError, PaddingError, UnsupportedError
 from still_export.mixers.base import Progress
 from still_export.mixers.cache import StillCache
 from still_export.mixers.config import LayersConfig, StillConfig
+from still_export.mixers.experts.module import swap_experts
 from still_export.mixers.layers import head_size
 from still_export.mixers.projections import ProjectedAttention
 from still_export.mixers.registry import mixer_of
@@ -70,6 +71,7 @@ class StillModelMixin:
         for index, layer in enumerate(self.model.layers):
             check_attention(layer.self_attn, f"layers.{index}.self_attn", head_size(config))
             layer.self_attn = mixer_of(config, index).module(layer.self_attn, config, index)
+            swap_experts(layer)
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, ProjectedAttention) and module.fresh:

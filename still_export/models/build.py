@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 from still_export.errors import CheckpointError, ConfigError, UnsupportedModelError
 from still_export.mixers.config import LayersConfig, StillConfig
 from still_export.mixers.projections import ProjectedAttention
+from still_export.models.experts import stacked_experts
 from still_export.models.families import FAMILIES, Family
 from still_export.models.linear_families import LINEAR_FAMILIES, NOT_COVERED
 from still_export.models.weights import Deferred, Weight, Weights, value_of
@@ -80,6 +81,7 @@ def complete_weights(family: Family, config: Any, weights: Weights, fresh: bool 
         CheckpointError: Names or shapes do not match the model.
         UnsupportedModelError: `weights` has attention parameters that the family has no place for.
     """
+    weights = stacked_experts(weights)
     dtype = next(iter(weights.values())).dtype
     numbers = {int(match[1]) for name in weights if (match := _LAYER.match(name))}
     if config.num_hidden_layers != max(numbers, default=-1) + 1:  # before as many are made
@@ -137,8 +139,9 @@ def build_model(family: Family, config: Any, tensors: Mapping[str, Tensor]) -> A
     model.tie_weights()
     device, dtype = (getattr(next(iter(tensors.values())), name) for name in ("device", "dtype"))
     # Its frequencies are no part of a checkpoint. Families without positions have none.
-    if (rotary := getattr(model.model, "rotary_emb", None)) is not None:
-        model.model.rotary_emb = type(rotary)(config).to(device)
+    for name in ("rotary_emb", "pos_emb"):
+        if (rotary := getattr(model.model, name, None)) is not None:
+            setattr(model.model, name, type(rotary)(config).to(device))
     assert not any(x.is_meta for x in (*model.parameters(), *model.buffers())), "a tensor was left without a value"
     config.dtype = dtype
     for parameter in model.parameters():

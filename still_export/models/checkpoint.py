@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from still_export.errors import CheckpointError, ConfigError, ModelNotFoundError
+from still_export.models.experts import FLOAT32
 from still_export.models.files import Config, read_checked, read_json
 from still_export.models.rows import FLOAT_TYPES, PARTS, from_rows, is_part
 from still_export.models.weights import Deferred
@@ -138,16 +139,21 @@ def open_tensors(
     for path in files:
         for name, tensor in iterate_tensors(path):  # a view of the file: no page of it is read yet
             _demand_float(name, tensor, str(path))
-            as_type = partial(checked, name, tensor, origin=str(path))
+            as_type, kind = partial(checked, name, tensor, origin=str(path)), _kind(name, dtype)
             tensors[name] = Deferred(
                 tensor.shape,
-                dtype or tensor.dtype,
-                partial(as_type, dtype=dtype),
-                narrow=partial(as_type, dtype=None) if dtype == torch.float32 and tensor.dtype.itemsize == 2 else None,
+                kind or tensor.dtype,
+                partial(as_type, dtype=kind),
+                narrow=partial(as_type, dtype=None) if kind == torch.float32 and tensor.dtype.itemsize == 2 else None,
             )
     if not tensors:
         raise CheckpointError(f"{', '.join(map(str, files))}: no tensors. The file is damaged; fetch it again.")
     return tensors
+
+
+def _kind(name: str, dtype: torch.dtype | None) -> torch.dtype | None:
+    """The type of a tensor in a model of `dtype`."""
+    return torch.float32 if name.endswith(FLOAT32) else dtype
 
 
 def _dequantizing(
@@ -158,7 +164,7 @@ def _dequantizing(
 
     def read(name: str, weight: Tensor | Deferred) -> Tensor:
         value = weight.read() if isinstance(weight, Deferred) else weight
-        return checked(name, value, dtype, str(folder))
+        return checked(name, value, _kind(name, dtype), str(folder))
 
     tensors = {}
     for name, weight in dequantizing(raw, quantized, str(folder)).items():
@@ -167,7 +173,7 @@ def _dequantizing(
             tensors[name] = replace(weight, dtype=kind, read=partial(read, name, weight))
         else:
             _demand_float(name, weight, str(folder))
-            tensors[name] = Deferred(weight.shape, dtype or weight.dtype, partial(read, name, weight))
+            tensors[name] = Deferred(weight.shape, _kind(name, dtype) or weight.dtype, partial(read, name, weight))
     return tensors
 
 

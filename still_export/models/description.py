@@ -14,6 +14,7 @@ def describe_model(model: Any) -> dict[str, Any]:
     config, still = model.config, model.config.still
     layer_types = [still.layer_type(i) for i in range(config.num_hidden_layers)]
     used = [op.spec for i in range(config.num_hidden_layers) for op in mixer_of(config, i).ops(config, i)]
+    used += [spec for module in model.modules() for spec in getattr(module, "specs", ())]
     states = state_table(config, model.dtype)
     eos = model.generation_config.eos_token_id
     return {

@@ -23,6 +23,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
@@ -88,6 +90,7 @@ FAMILIES: dict[str, Family] = {
         make_family(__name__, MistralConfig, MistralForCausalLM, fields={"sliding_window": (int | None, None)}),
         make_family(__name__, Qwen2Config, Qwen2ForCausalLM),  # and Qwen2.5
         make_family(__name__, Qwen3Config, Qwen3ForCausalLM),
+        make_family(__name__, Qwen3MoeConfig, Qwen3MoeForCausalLM),
         make_family(__name__, SmolLM3Config, SmolLM3ForCausalLM),
     )
 }

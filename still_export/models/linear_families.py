@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    BailingHybridConfig,
+    BailingHybridForCausalLM,
     FalconH1Config,
     FalconH1ForCausalLM,
     GraniteMoeHybridConfig,
@@ -18,20 +20,29 @@ from transformers import (
     KimiLinearForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
+    Lfm2MoeConfig,
+    Lfm2MoeForCausalLM,
     Mamba2Config,
+    MiniMaxConfig,
+    MiniMaxForCausalLM,
+    NemotronHConfig,
     OlmoHybridConfig,
     OlmoHybridForCausalLM,
     Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Block, Mamba2RMSNorm
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHBlock, NemotronHRMSNorm
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
 
 from still_export.errors import UnsupportedModelError
 from still_export.mixers.config import LayersConfig
 from still_export.mixers.layers import FULL
+from still_export.models.base import no_mask
 from still_export.models.families import Family, make_family
 from still_export.models.fla_families import FLA_FAMILIES
 from still_export.models.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
@@ -41,10 +52,15 @@ _GATED_DELTA = {
     "linear_attention": Place("gated_delta_net", ("linear_attn",)),
     "full_attention": Place(FULL, ("self_attn",)),
 }
+_LATENT = {
+    "linear_attention": Place("gated_delta_net", ("self_attn",)),
+    "full_attention": Place("latent_attention", ("self_attn",)),
+}
+_SHORT_CONV = {"conv": Place("short_conv", ("conv",)), "full_attention": Place(FULL, ("self_attn",))}
 
 
 class KimiConfigMixin(LinearConfigMixin):
-    """Kimi Linear's names, and what of it is not covered."""
+    """Kimi Linear's names, which Ling has too, and what of it is not covered."""
 
     linear_num_key_heads = linear_num_value_heads = property(lambda self: self.linear_num_heads)
     linear_key_head_dim = linear_value_head_dim = property(lambda self: self.linear_head_dim)
@@ -107,6 +123,35 @@ class Mamba2ModelMixin(LinearModelMixin):
         return inputs
 
 
+class MiniMaxConfigMixin(LinearConfigMixin):
+    """What of MiniMax is not covered."""
+
+    def check(self, still: LayersConfig) -> None:
+        super().check(still)
+        if (window := getattr(self, "sliding_window", None)) is not None:
+            raise UnsupportedModelError(
+                f"sliding_window={window} in config.json: MiniMax is covered without a window alone."
+            )
+
+
+class MiniMaxModelMixin(LinearModelMixin):
+    """Its base model takes no cache but its own where it is to be told of one."""
+
+    def decode(self, positions: Tensor, cache: Any, **kwargs: Any) -> Any:
+        masks = no_mask(self.config, self.model.embed_tokens.weight)
+        return self.model(
+            attention_mask=masks, position_ids=positions, past_key_values=cache, use_cache=False, **kwargs
+        )
+
+
+class NemotronModelMixin(LinearModelMixin):
+    """Layers that are a single block each."""
+
+    def stack(self, config: Any) -> Stack:
+        layers = [NemotronHBlock(config, index) for index in range(config.num_hidden_layers)]
+        return Stack(config, layers, NemotronHRMSNorm(config.hidden_size, config.layer_norm_epsilon))
+
+
 def _family(
     config: Any,
     model: Any,
@@ -122,6 +167,7 @@ LINEAR_FAMILIES: dict[str, Family] = {
     for family in (
         # the text of Qwen3.5
         _family(Qwen3_5TextConfig, Qwen3_5ForCausalLM, _GATED_DELTA, (LinearConfigMixin, Qwen3_5ModelMixin)),
+        _family(Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM, _GATED_DELTA, (LinearConfigMixin, Qwen3_5ModelMixin)),
         _family(Qwen3NextConfig, Qwen3NextForCausalLM, _GATED_DELTA),
         _family(OlmoHybridConfig, OlmoHybridForCausalLM, _GATED_DELTA),
         _family(
@@ -133,17 +179,16 @@ LINEAR_FAMILIES: dict[str, Family] = {
         _family(
             KimiLinearConfig,
             KimiLinearForCausalLM,
-            {
-                "linear_attention": Place("gated_delta_net", ("self_attn",)),
-                "full_attention": Place("latent_attention", ("self_attn",)),
-            },
+            _LATENT,
             (KimiConfigMixin, LinearModelMixin),
         ),
+        _family(BailingHybridConfig, BailingHybridForCausalLM, _LATENT, (KimiConfigMixin, LinearModelMixin)),
         _family(
             Lfm2Config,
             Lfm2ForCausalLM,
-            {"conv": Place("short_conv", ("conv",)), "full_attention": Place(FULL, ("self_attn",))},
+            _SHORT_CONV,
         ),
+        _family(Lfm2MoeConfig, Lfm2MoeForCausalLM, _SHORT_CONV),
         _family(
             FalconH1Config,
             FalconH1ForCausalLM,
@@ -160,17 +205,35 @@ LINEAR_FAMILIES: dict[str, Family] = {
             fields={"max_position_embeddings": (int, 1 << 20)},
             attribute_map={"num_attention_heads": "num_heads", "num_key_value_heads": "num_heads"},
         ),
+        _family(
+            MiniMaxConfig,
+            MiniMaxForCausalLM,
+            {
+                "linear_attention": Place("lightning_attention", ("self_attn",)),
+                "full_attention": Place(FULL, ("self_attn",)),
+            },
+            (MiniMaxConfigMixin, MiniMaxModelMixin),
+        ),
+        _family(
+            NemotronHConfig,
+            StackForCausalLM,
+            {
+                "linear_attention": Place("mamba2", ("mixer",)),
+                "full_attention": Place(FULL, ("mixer",)),
+                **dict.fromkeys(("mlp", "moe"), Place("feed_forward", ())),
+            },
+            (LinearConfigMixin, NemotronModelMixin),
+            title="NemotronH",
+        ),
         *FLA_FAMILIES,
     )
 }
 """Families by transformers' model_type."""
 
-_EXPERTS = "its layers have experts"
 _MAMBA_1 = "Mamba-1 decays each channel's states apart, which needs an op of its own"
 _SPARSE = "its softmax layers select keys"
 _BEFORE = "RWKV reads its state before the token's update, which no rule of the op does"
 NOT_COVERED = {
-    **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text", "lfm2_moe", "minimax", "bailing_hybrid"), _EXPERTS),
     **dict.fromkeys(("mamba", "falcon_mamba", "jamba", "zamba", "samba"), _MAMBA_1),
     **dict.fromkeys(("qwen4_exp", "glm5_next", "minicpm_sala", "deepseek_v32", "nsa"), _SPARSE),
     **dict.fromkeys(("rwkv", "rwkv6"), _BEFORE),
@@ -179,7 +242,6 @@ NOT_COVERED = {
     "xlstm": "xLSTM's exponential gate needs a running maximum as a state",
     "recurrent_gemma": "RG-LRU has no mixer here yet",
     "bamba": "Bamba has no family here yet",
-    "nemotron_h": "its layers are single blocks, which have no family here yet",
     "zamba2": "its softmax blocks are shared between layers",
 }
 """Linear families that are refused, and why."""

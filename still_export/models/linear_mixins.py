@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from still_export.errors import UnsupportedModelError
 from still_export.mixers.config import LayersConfig, StillConfig
+from still_export.mixers.experts.module import swap_experts
 from still_export.mixers.registry import mixer_of
 from still_export.models.base import StillConfigMixin, StillModelMixin
 from still_export.models.support import check_heads, check_rope
@@ -46,12 +47,8 @@ class LinearModelMixin(StillModelMixin):
     """Goes before a family's `...ForCausalLM`: its mixers by ours, tensor-only cache, batches padded on either side."""
 
     def swap_mixers(self) -> None:
-        experts = next((name for name, _ in self.named_modules() if name.rsplit(".", 1)[-1] == "experts"), None)  # type: ignore[attr-defined]
-        if experts is not None:
-            raise UnsupportedModelError(
-                f"{experts} holds experts; of {self.config.model_type.removeprefix('still_')} only dense models are covered."
-            )
         config = self.config
         for index, layer in enumerate(self.model.layers):
             for name in config.places[config.layer_types[index]].attributes:
                 setattr(layer, name, mixer_of(config, index).module(getattr(layer, name), config, index))
+            swap_experts(layer)

@@ -17,6 +17,8 @@ from still_export.models.weights import Deferred, Weight, Weights, value_of
 
 _ELSEWHERE = ("mtp.", "model.visual.")
 """Tensors of other things than the language model: further heads that guess tokens ahead, images. transformers leaves them out, too."""
+_FOLLOWS = tuple(f".self_attn.{name}" for name in ("slope_rate", "query_decay", "key_decay", "diagonal_decay"))
+"""Tensors of MiniMax that follow from a layer's number."""
 _OLMO_HYBRID = (("attention_layer_norm", "input_layernorm"), ("feedforward_layer_norm", "post_attention_layernorm"))
 _MAMBA2 = (
     ("backbone.embeddings.", "model.embed_tokens."),
@@ -24,9 +26,17 @@ _MAMBA2 = (
     ("backbone.norm_f.", "model.norm."),
     ("backbone.", "model."),
 )
+_NEMOTRON = (*_MAMBA2, ("model.embeddings.", "model.embed_tokens."), ("model.norm_f.", "model.norm."))
 _KIMI = (
     *((f".self_attn.{x}", f".self_attn.forget_gate.{x}") for x in ("f_a_proj", "f_b_proj", "dt_bias", "A_log")),
     (".block_sparse_moe.", ".mlp."),
+)
+_BAILING = (
+    ("model.word_embeddings.", "model.embed_tokens."),
+    (".attention.", ".self_attn."),
+    *((f".self_attn.{x}", f".self_attn.forget_gate.{x}") for x in ("f_proj", "dt_bias", "A_log")),
+    (".self_attn.dense.", ".self_attn.o_proj."),
+    (".mlp.gate.expert_bias", ".mlp.gate.e_score_correction_bias"),
 )
 _FLA = (
     ("model.embeddings.", "model.embed_tokens."),
@@ -35,7 +45,10 @@ _FLA = (
 _NAMES: dict[str, tuple[tuple[str, str], ...]] = {
     "olmo_hybrid": _OLMO_HYBRID,
     "mamba2": _MAMBA2,
+    "nemotron_h": _NEMOTRON,
+    "minimax": ((".block_sparse_moe.", ".mlp."),),
     "kimi_linear": _KIMI,
+    "bailing_hybrid": _BAILING,
     **dict.fromkeys(MIXERS, _FLA),
     "gla": (*_FLA, (".attn.g_norm.", ".attn.o_norm.")),
 }
@@ -43,7 +56,7 @@ _CONVOLUTIONS = re.compile(r"(.*)\.([qkvfi])_conv1d\.weight")
 _LOWER_BOUNDS = "model.lower_bounds"
 
 
-_TEXT_OF = {"qwen3_5": "qwen3_5_text"}
+_TEXT_OF = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 """Models of text and images, and the model_type of their language model."""
 
 
@@ -68,7 +81,7 @@ def published_names(model_type: str, tensors: Weights) -> dict[str, Weight]:
     kept = {
         name.replace("model.language_model.", "model.", 1): tensor
         for name, tensor in tensors.items()
-        if not name.startswith(_ELSEWHERE)
+        if not name.startswith(_ELSEWHERE) and not name.endswith(_FOLLOWS)
     }
     parts = _NAMES.get(model_type.removeprefix("still_"), ())
     renamed = {_renamed(name, parts): tensor for name, tensor in kept.items()}

@@ -41,6 +41,7 @@ class Deferred:
         bits: Of the source's codes; 0: it has none.
         adapted: What they are the sum of, where they have LoRA pairs.
         narrow: Reads the same values in a type of half the bytes, where the source has them so.
+        part: Reads one of the first dimension, as `narrow` where that is, of what is read in parts; None: it is read whole.
     """
 
     shape: torch.Size
@@ -50,6 +51,7 @@ class Deferred:
     bits: int = 0
     adapted: Adapted | None = None
     narrow: Callable[[], Tensor] | None = None
+    part: Callable[[int], Tensor] | None = None
 
     def dim(self) -> int:
         """Number of dimensions."""

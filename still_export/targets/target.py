@@ -65,6 +65,7 @@ class Target:
         layout: How it holds low-bit weights.
         layouts: The same by activation type, where it is another.
         caches: Types of keys and values beside that of the activations.
+        lacks: Ops of models that it has no form of, or none that was proven.
         options: Class of what a deployment chooses; its fields with a help text are flags. `from_manifest` gives what a manifest records.
         steps: From the portable graph to the target's, in order; they read no weight, but may say what is written in its place.
         finish: Writes the target's own files and completes the manifest; called with the graph.
@@ -90,6 +91,7 @@ class Target:
     finish: Callable[[Lowering, Any], None]
     layouts: dict[str, Layout] = field(default_factory=dict)
     caches: tuple[str, ...] = ()
+    lacks: tuple[str, ...] = ()
     traits: Callable[[Any], Collection[str]] = lambda options: ()
     demand: Callable[[ExportOptions, Any], None] = _nothing
     check: Callable[[dict[str, Any], Any], None] = _nothing
@@ -120,11 +122,16 @@ class Target:
         """Raise for a model that the target cannot hold.
 
         Raises:
-            UnsupportedError, ConfigError: Its type, or the form of its quantized weights, is not one of the target's.
+            UnsupportedError, ConfigError: Its type, an op of its layers, or the form of its quantized weights, is not one of the target's.
         """
         dtype, quantization = manifest["model"]["dtype"], manifest.get("quantization")
         if dtype not in self.dtypes:
             raise UnsupportedError(f"--to {self.to} takes {', '.join(self.dtypes)}, not {dtype}.")
+        if lacking := [op for op in manifest["ops"] if op in self.lacks]:
+            raise UnsupportedError(
+                f"--to {self.to} holds no {' and '.join(lacking)} yet, which layers of this {manifest['model']['family']} model are. "
+                "Export with --to onnx."
+            )
         layout = self.layout_for(dtype)
         if quantization is not None and quantization["nodes"] != layout.nodes:
             raise ConfigError(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from still_export.models.experts import FLOAT32
 from still_export.models.linear_families import LINEAR_FAMILIES
 from tests.still_export.fla_models import SIZES as FLA_SIZES
 from tests.still_export.fla_models import SOFTMAX, FlaModel
@@ -129,7 +130,7 @@ def published_pair(family: str) -> dict[str, Any]:
 
 def linear_config(family: str, **changes: Any) -> Any:
     """A plain configuration of transformers."""
-    given = {**COMMON, **SIZES[family], **changes}
+    given = {**COMMON, **SIZES.get(family, {}), **changes}
     return LINEAR_FAMILIES[family].config(**{name: value for name, value in given.items() if value is not None})
 
 
@@ -146,6 +147,8 @@ def linear_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0,
             return bounds[0] + (bounds[1] - bounds[0]) * torch.rand(shape, generator=generator)
         # Taps so large that no output is lost in the norm that follows it: that would multiply rounding, in transformers too.
         values = torch.randn(shape, generator=generator) * (2.0 if name.endswith(_TAPS) else 0.2 * narrow)
+        if name.endswith((".gate.weight", ".router.weight", "_bias")) and "norm" not in name:
+            values = values * (1.5 if name.endswith("_bias") else 4.0)  # of routers, which are not flat
         one = "norm" in name and not (family.startswith("qwen3") and "linear_attn" not in name)
         return values + 1.0 if one else values
 
@@ -154,6 +157,7 @@ def linear_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0,
     model = AutoModelForCausalLM.from_config(linear_config(family, **changes)).to(dtype).eval()
     model.generation_config.eos_token_id = None  # random models must not stop by chance
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(drawn(name, parameter.shape))
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if isinstance(tensor, torch.nn.Parameter) or name.endswith(FLOAT32):
+                tensor.copy_(drawn(name, tensor.shape))
     return model

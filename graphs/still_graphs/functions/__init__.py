@@ -69,14 +69,14 @@ def function_body(
             f"{node.name or node.op_type}: dimension {', '.join(missing)} is not fixed in the graph; declare the shapes of "
             "weights and past state."
         )
+    function = None
     if onnxruntime and body.runtime:
-        imports = {"": opset, FUSED_DOMAIN: 1}
-        function = body.runtime(node, dims, imports, FUSED_DOMAIN)
-    elif body.fused and (onnxruntime or opset >= FUSED_OPSET):
+        function = body.runtime(node, dtype, dims, {"": opset, FUSED_DOMAIN: 1}, FUSED_DOMAIN)
+    if function is None and body.fused and (onnxruntime or opset >= FUSED_OPSET):
         domain = "" if opset >= FUSED_OPSET else FUSED_DOMAIN
         imports = {"": opset, **({domain: 1} if domain else {})}
         function = body.fused(node, dtype, dims, imports, domain)
-    else:
+    if function is None:
         function = body.write(without_scales(node), dtype, opset, dims)
     if has_codes(node):
         keep_codes(function, node, dtype, dims["D"])

@@ -27,13 +27,14 @@ class Body:
         write: From a node, element type, opset and dims, as of `still_graphs.functions.function_body`.
         symbols: Those of `dims` that it needs.
         fused: Writes a body around the op that other domains have.
-        runtime: Writes one around an op of ONNX Runtime alone, or around kernels of its own for parts of it.
+        runtime: Writes one around an op of ONNX Runtime alone, or around kernels of its own for parts of it; None where it has none
+            for the node.
     """
 
     write: Writer
     symbols: tuple[str, ...] = ()
     fused: Callable[..., onnx.FunctionProto] | None = None
-    runtime: Callable[..., onnx.FunctionProto] | None = None
+    runtime: Callable[..., onnx.FunctionProto | None] | None = None
 
 
 class Scope:

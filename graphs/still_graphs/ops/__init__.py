@@ -6,6 +6,8 @@ from still_graphs.ops.add_rms_norm import ADD_RMS_NORM
 from still_graphs.ops.attention import ATTENTION
 from still_graphs.ops.causal_conv import CAUSAL_CONV
 from still_graphs.ops.dense_matmul import DENSE_MATMUL
+from still_graphs.ops.experts import EXPERTS
+from still_graphs.ops.experts_nbits import EXPERTS_NBITS
 from still_graphs.ops.gated_mlp import GATED_MLP
 from still_graphs.ops.greedy_token import GREEDY_TOKEN
 from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
@@ -14,6 +16,7 @@ from still_graphs.ops.low_rank_matmul import LOW_RANK_MATMUL
 from still_graphs.ops.matmul_nbits import MATMUL_NBITS
 from still_graphs.ops.rotary_qkv import ROTARY_QKV
 from still_graphs.ops.round_key_value import ROUND_KEY_VALUE
+from still_graphs.ops.route import ROUTE
 from still_graphs.ops.spec import DOMAIN, OpSpec
 from still_graphs.ops.swi_glu import SWI_GLU
 
@@ -33,6 +36,9 @@ OPS: dict[str, OpSpec] = {
         ROUND_KEY_VALUE,
         LOW_RANK_MATMUL,
         GREEDY_TOKEN,
+        ROUTE,
+        EXPERTS,
+        EXPERTS_NBITS,
     )
 }
 """Every op of the domain by its ONNX name."""

@@ -66,7 +66,7 @@ def form_of(weight: Weight, role: str, asked: Quantization) -> Form | None:
         # Rows have a form of 8 bits without offsets only.
         if (
             blocks
-            and blocks.size % asked.block_of(blocks.bits, weight.shape[1]) == 0
+            and blocks.size % asked.block_of(blocks.bits, weight.shape[-1]) == 0
             and blocks.bits <= bits
             and (asked.layout.zero_points or not blocks.zero_points)
             # TensorRT wants positive scales, which a file may not have.

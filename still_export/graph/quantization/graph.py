@@ -12,6 +12,7 @@ import torch
 
 from still_export.errors import UnsupportedError
 from still_export.graph.lower import lazy_tensor
+from still_export.graph.quantization.experts import STACKED, StackedWeight, quantize_experts
 from still_export.graph.quantization.forms import ROWS, form_of
 from still_export.graph.quantization.gemm import PRODUCTS
 from still_export.graph.quantization.policy import HALF, Quantization, account
@@ -43,7 +44,7 @@ def quantize_graph(model: ir.Model, weights: Weights, roles: Mapping[str, str], 
         name: form for name, weight in weights.items() if (form := form_of(weight, roles[name], asked)) is not None
     }
     for name, form in forms.items():
-        inputs = weights[name].shape[1]
+        inputs = weights[name].shape[-1]
         if form.bits != HALF and form.base is not None and inputs % asked.block_of(form.bits, inputs):
             raise UnsupportedError(
                 f"{name} has {inputs} inputs, which blocks of {asked.block_size} do not divide. "
@@ -51,9 +52,13 @@ def quantize_graph(model: ir.Model, weights: Weights, roles: Mapping[str, str], 
             )
     groups: dict[tuple[object, ...], list[tuple[StoredWeight, ir.Node]]] = {}
     gathers: list[tuple[StoredWeight, ir.Node]] = []
+    stacks: dict[str, StackedWeight] = {}
     for name, form in forms.items():
         if form.bits == HALF:
             _halve(model, name, weights[name])
+            continue
+        if weights[name].dim() == STACKED:
+            stacks[name] = StackedWeight(name, weights[name], form, asked)
             continue
         weight = StoredWeight(name, weights[name], form, asked, roles[name])
         products, rows = _readers(model, weight)
@@ -69,6 +74,7 @@ def quantize_graph(model: ir.Model, weights: Weights, roles: Mapping[str, str], 
         places += [product.place] if product.place else []
     for weight, node in gathers:  # after the products: rows of a tied embedding are the head's blocks
         _write_rows(model, weight, node)
+    quantize_experts(model, stacks)
     for domain in {PRODUCTS[asked.layout.nodes].domain, CONTRIB if gathers else ""} - {""}:
         model.graph.opset_imports[domain] = 1
     made = {name: (form.bits if form.base is not None else None, form.method) for name, form in forms.items()}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from still_export.errors import ConfigError
-from still_export.mixers.roles import EMBEDDING, FEATURE_MAP, FEED_FORWARD, GATE, HEAD, NORM, PROJECTION
+from still_export.mixers.roles import EMBEDDING, FEATURE_MAP, FEED_FORWARD, GATE, HEAD, NORM, PROJECTION, ROUTER
 
 SCHEMES = ("int8", "int4")
 NODES = "com.microsoft", "dequantized", "plugin"
@@ -75,6 +75,7 @@ POLICY = {
         8, 8, "an error scales all that the linear state gives; 4-bit gates took a hybrid's perplexity from 10 to 65"
     ),
     FEATURE_MAP: Rule(16, 16, "its errors stay in the state and add up over the context; a fiftieth of the bytes"),
+    ROUTER: Rule(16, 16, "an error chooses other experts; a thousandth of the bytes"),
     NORM: Rule(None, None, "vectors: no bytes to win"),
     EMBEDDING: Rule(8, 8, "read one row a token, so fewer bits win no time; shared with the head where they are tied"),
     HEAD: Rule(8, 8, "its errors go into the logits directly"),

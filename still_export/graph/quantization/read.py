@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from still_export.graph.quantization.forms import CODES, LEAST, MIDDLE, ROWS, SUMS
+from still_export.mixers.experts.module import Stacked
 from still_export.models.blocks import BlockWeight
 from still_export.models.weights import TOGETHER, Deferred, Pair, Weight, value_of
 from still_export.package.files import MODEL
@@ -129,9 +130,15 @@ def _held_weights(path: Path, block_size: int, sizes: Mapping[str, int]) -> dict
             codes = values(names, "blocks", 0, rows)
             codes = values(names, ROWS, 0, rows) if codes is None else codes
             assert codes is not None
+            whole, scales = (
+                scales.shape,
+                scales.reshape(-1, scales.shape[-1]),
+            )  # of experts in a stack as of one below another
             packed = codes.reshape(*scales.shape, -1)
             zero_points = values(names, "zero_points", 0, rows)
+            zero_points = None if zero_points is None else zero_points.reshape(len(scales), -1)
             total = BlockWeight(packed, scales, zero_points, packed.shape[-1] * 8 // block_size).dequantized()
+            total = total.reshape(*whole[:-1], -1)
         offsets, least = values(names, "offsets", 0, rows), values(names, LEAST, 0, rows)
         if least is not None:
             assert scales is not None
@@ -179,6 +186,8 @@ def round_activations(model: nn.Module, names: Iterable[str], block_size: int) -
     for module in model.modules():
         if isinstance(module, nn.Linear) and id(module.weight) in rounded:
             module.register_forward_pre_hook(hook)
+        elif isinstance(module, Stacked) and id(module.gate_up) in rounded:
+            module.rounded = partial(eight_bits, block_size=block_size)
 
 
 def eight_bits(x: Tensor, block_size: int) -> Tensor:

@@ -33,7 +33,7 @@ class OlmoHybridAttention(SoftmaxAttention):
         assert self.q_norm is not None and self.k_norm is not None
         wide = self.q_norm(self.q_proj(hidden)), self.k_norm(self.k_proj(hidden)), self.v_proj(hidden)
         query, key, value = (x.unflatten(-1, (-1, self.head_dim)) for x in wide)
-        return *_rotated(query, key, position_embeddings), value
+        return *rotated(query, key, position_embeddings), value
 
 
 class GraniteAttention(SoftmaxAttention):
@@ -49,7 +49,7 @@ class GraniteAttention(SoftmaxAttention):
         query, key, value = (
             proj(hidden).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        return *_rotated(self.factor * query, key, position_embeddings), value
+        return *rotated(self.factor * query, key, position_embeddings), value
 
 
 class FalconH1Attention(SoftmaxAttention):
@@ -83,11 +83,11 @@ class Lfm2Attention(SoftmaxAttention):
         query, key, value = (
             proj(hidden).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        query, key = _rotated(self.q_layernorm(query), self.k_layernorm(key), position_embeddings)
+        query, key = rotated(self.q_layernorm(query), self.k_layernorm(key), position_embeddings)
         return self.out_proj(self.attend(query, key, value, past_key_values).flatten(2))
 
 
-def _rotated(query: Tensor, key: Tensor, position_embeddings: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+def rotated(query: Tensor, key: Tensor, position_embeddings: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
     """Query and key [B, T, heads, D] turned by their positions, where the model has any."""
     if position_embeddings is None:
         return query, key
@@ -97,11 +97,14 @@ def _rotated(query: Tensor, key: Tensor, position_embeddings: tuple[Tensor, Tens
 
 _VARIANTS: dict[str, type[SoftmaxAttention]] = {
     "Qwen3_5Attention": GatedAttention,
+    "Qwen3_5MoeAttention": GatedAttention,
     "Qwen3NextAttention": GatedAttention,
     "OlmoHybridAttention": OlmoHybridAttention,
     "GraniteMoeHybridAttention": GraniteAttention,
+    "NemotronHAttention": GraniteAttention,
     "FalconH1Attention": FalconH1Attention,
     "Lfm2Attention": Lfm2Attention,
+    "Lfm2MoeAttention": Lfm2Attention,
 }
 """By the class of transformers that each takes the place of; others are plain."""
 

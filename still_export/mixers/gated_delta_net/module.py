@@ -186,12 +186,35 @@ class KimiDeltaAttention(GatedDeltaNet):
         return -self.forget_gate.A_log.to(steps.dtype).exp() * steps
 
 
+class BailingDeltaAttention(KimiDeltaAttention):
+    """Ling: a decay of one projection, which is bounded where `lower_bound` says so, and a gate of one."""
+
+    weight_roles: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight"), PROJECTION),
+        **dict.fromkeys(("forget_gate.f_proj.weight", "b_proj.weight", "g_proj.weight"), GATE),
+        "conv1d.weight": NORM,
+    }
+
+    def project(self, hidden: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+        mixed = torch.cat([self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)], dim=-1)
+        return mixed, self.g_proj(hidden), self.b_proj(hidden), self.forget_gate.f_proj(hidden)
+
+    def decay(self, a: Tensor) -> Tensor:
+        gate = self.forget_gate
+        steps = a.unflatten(-1, (self.heads, self.dim)).to(torch.promote_types(a.dtype, torch.float32))
+        steps = steps + gate.dt_bias.view(self.heads, self.dim)
+        rate = gate.A_log.to(steps.dtype).exp()[:, None]
+        return gate.lower_bound * (rate * steps).sigmoid() if gate.safe_gate else -rate * softplus(steps)
+
+
 MODULES: dict[str, type[GatedDeltaNet]] = {
     "Qwen3_5GatedDeltaNet": GatedDeltaNet,
+    "Qwen3_5MoeGatedDeltaNet": GatedDeltaNet,
     "Qwen3NextGatedDeltaNet": Qwen3NextGatedDeltaNet,
     "OlmoHybridGatedDeltaNet": OlmoHybridGatedDeltaNet,
     "FlaGatedDeltaNet": FlaGatedDeltaNet,
     "FlaDeltaNet": FlaDeltaNet,
     "KimiLinearDeltaAttention": KimiDeltaAttention,
+    "BailingHybridDeltaAttention": BailingDeltaAttention,
 }
 """By the class that each takes the place of."""

@@ -9,7 +9,8 @@ from torch import nn
 from still_export.mixers.attention.cache import AttentionLayer
 from still_export.mixers.attention.mixer import attributes
 from still_export.mixers.base import LayerOp, Mixer
-from still_export.mixers.latent_attention.module import LatentAttention
+from still_export.mixers.fixed import class_for
+from still_export.mixers.latent_attention.module import MODULES
 from still_graphs.ops.attention import ATTENTION
 
 
@@ -27,7 +28,7 @@ class LatentAttentionMixer(Mixer):
         return AttentionLayer(1, _width(config), config.still.deployment.cache)
 
     def module(self, base: nn.Module, config: Any, index: int) -> nn.Module:
-        module = LatentAttention(base)
+        module = class_for(base, MODULES, "latent attention")(base)
         module.cache = config.still.deployment.cache
         return module
 

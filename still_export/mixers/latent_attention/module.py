@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from still_export.errors import UnsupportedModelError
 from still_export.mixers.attention.module import SoftmaxAttention
-from still_export.mixers.roles import FEATURE_MAP, PROJECTION
+from still_export.mixers.attention.variants import rotated
+from still_export.mixers.roles import FEATURE_MAP, GATE, PROJECTION
 
 
 class LatentAttention(SoftmaxAttention):
@@ -22,8 +22,6 @@ class LatentAttention(SoftmaxAttention):
     Args:
         base: The family's module; its submodules are taken over, not copied.
 
-    Raises:
-        UnsupportedModelError: `base` is another kind of module.
     """
 
     weight_roles: ClassVar[dict[str, str]] = {
@@ -34,14 +32,10 @@ class LatentAttention(SoftmaxAttention):
 
     def __init__(self, base: Any) -> None:
         nn.Module.__init__(self)
-        if type(base).__name__ != "KimiLinearAttention":
-            raise UnsupportedModelError(
-                f"{type(base).__name__} is no latent attention that is covered: KimiLinearAttention."
-            )
         self.layer_idx: int = base.layer_idx
         for name, child in base.named_children():
             self.add_module(name, child)
-        self.low_rank = base.q_lora_rank is not None
+        self.low_rank = hasattr(base, "q_a_proj") and base.q_a_proj is not None
         self.rank, self.shared = base.kv_lora_rank, base.qk_rope_head_dim
         self.key_size, self.value_size = base.qk_nope_head_dim, base.v_head_dim
         self.head_dim = self.rank + self.shared
@@ -56,12 +50,48 @@ class LatentAttention(SoftmaxAttention):
         wide = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden))) if self.low_rank else self.q_proj(hidden)
         query, own = wide.unflatten(-1, (-1, self.key_size + self.shared)).split((self.key_size, self.shared), dim=-1)
         latent, shared = self.kv_a_proj_with_mqa(hidden).split((self.rank, self.shared), dim=-1)
+        own, shared = self.turn(own, shared, position_embeddings)
         key = torch.cat([self.kv_a_layernorm(latent), shared], dim=-1)[:, :, None]
         up = self.kv_b_proj.weight.unflatten(0, (-1, self.key_size + self.value_size))  # [H, key and value, rank]
         of_key, of_value = up.split((self.key_size, self.value_size), dim=1)
         query = torch.cat([_by_head(query, of_key), own], dim=-1)
         found = self.attend(self.factor * query, key, key, past_key_values)[..., : self.rank]
-        return self.o_proj(_by_head(found, of_value.transpose(1, 2)).flatten(2))
+        return self.o_proj(self.gated(_by_head(found, of_value.transpose(1, 2)), hidden).flatten(2))
+
+    def turn(
+        self, own: Tensor, shared: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
+        """The parts of queries [B, T, H, R] and keys [B, T, R] that may have positions: here none has."""
+        return own, shared
+
+    def gated(self, values: Tensor, hidden: Tensor) -> Tensor:
+        """What the heads found, [B, T, H, V], as it goes to the last projection."""
+        return values
+
+
+class BailingLatentAttention(LatentAttention):
+    """Ling's: rotated pairs of neighbours, and a gate for each head."""
+
+    weight_roles: ClassVar[dict[str, str]] = {**LatentAttention.weight_roles, "g_proj.weight": GATE}
+
+    def turn(
+        self, own: Tensor, shared: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
+        # Pairs lie in halves from here on, in queries and keys alike.
+        own, shared = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (own, shared))
+        own, shared = rotated(own, shared[:, :, None], position_embeddings)
+        return own, shared[:, :, 0]
+
+    def gated(self, values: Tensor, hidden: Tensor) -> Tensor:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        return values * self.g_proj(hidden).to(wide).sigmoid().to(hidden.dtype)[..., None]
+
+
+MODULES: dict[str, type[LatentAttention]] = {
+    "KimiLinearAttention": LatentAttention,
+    "BailingHybridAttention": BailingLatentAttention,
+}
+"""By the class that each takes the place of."""
 
 
 def _by_head(values: Tensor, weight: Tensor) -> Tensor:

@@ -13,13 +13,13 @@ from still_graphs.ops.causal_conv import CAUSAL_CONV
 from still_graphs.ops.linear_attention import LINEAR_ATTENTION
 
 _NAMES = {
-    "heads": ("mamba_n_heads", "num_heads"),
+    "heads": ("mamba_n_heads", "mamba_num_heads", "num_heads"),
     "groups": ("mamba_n_groups", "n_groups"),
-    "dim": ("mamba_d_state", "state_size"),
-    "size": ("mamba_d_head", "head_dim"),
+    "dim": ("mamba_d_state", "ssm_state_size", "state_size"),
+    "size": ("mamba_d_head", "mamba_head_dim", "head_dim"),
     "taps": ("mamba_d_conv", "conv_kernel"),
 }
-"""What hybrid families and Mamba-2 itself call the sizes."""
+"""What hybrid families, Nemotron-H and Mamba-2 itself call the sizes."""
 
 
 class Mamba2Mixer(Mixer):

@@ -124,6 +124,7 @@ class FalconH1Mamba2(Mamba2):
 MODULES: dict[str, type[Mamba2]] = {
     "GraniteMoeHybridMambaLayer": Mamba2,
     "Mamba2Mixer": Mamba2,
+    "NemotronHMamba2Mixer": Mamba2,
     "FalconH1Mixer": FalconH1Mamba2,
 }
 """By the class of transformers that each takes the place of."""

@@ -14,6 +14,8 @@ from still_export.mixers.fixed import FixedStateModule
 from still_export.mixers.roles import NORM, PROJECTION
 from still_kernels.causal_conv import Inputs
 
+COVERED = ("Lfm2ShortConv", "Lfm2MoeShortConv")
+
 
 class ShortConv(FixedStateModule):
     """The convolution with its projections.
@@ -35,9 +37,9 @@ class ShortConv(FixedStateModule):
 
     def __init__(self, base: Any, ops: Sequence[LayerOp]) -> None:
         super().__init__(base, ops)
-        if type(base).__name__ != "Lfm2ShortConv":
+        if type(base).__name__ not in COVERED:
             raise UnsupportedModelError(
-                f"{type(base).__name__} is no short convolution that is covered: Lfm2ShortConv."
+                f"{type(base).__name__} is no short convolution that is covered: {', '.join(COVERED)}."
             )
 
     def forward(

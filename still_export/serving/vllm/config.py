@@ -28,9 +28,13 @@ class ServedConfig:
 
         Raises:
             ConfigError: --max-model-len exceeds the capacity.
-            UnsupportedModelError: As of `paged_layers`.
+            UnsupportedModelError: The model has experts; or as of `paged_layers`.
         """
         config = model_config.hf_config
+        if number := getattr(config, "num_experts", 0):
+            raise UnsupportedModelError(
+                f"num_experts={number} in config.json: models with experts are not served by this plugin yet. Export them with --to onnx."
+            )
         layers = paged_layers(config)
         # Where vLLM counts layers by kind it looks here.
         config.layers_block_type = ["attention" if layer is None else "mamba" for layer in layers]

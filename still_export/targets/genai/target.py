@@ -18,6 +18,7 @@ GENAI = Target(
     steps=ORT_CPU.steps,
     finish=finish,
     caches=("float16",),
+    lacks=("Experts",),
     traits=traits,
     demand=demand_genai,
     check=ORT_CPU.check,

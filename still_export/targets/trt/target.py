@@ -124,6 +124,7 @@ TRT = Target(
     ),
     finish=partial(finish, plugins=True),
     caches=("int8",),
+    lacks=("Experts",),
     traits=traits,
     ready=ready,
     dtype="float16",

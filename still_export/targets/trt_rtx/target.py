@@ -41,6 +41,7 @@ TRT_RTX = Target(
         Step(lower_integers, "hosts bind int32 alike everywhere", requires=gives_next_token, ensures=no_int64_io),
     ),
     finish=partial(finish, plugins=False),
+    lacks=("Experts",),
     dtype="float16",
     build=build,
 )

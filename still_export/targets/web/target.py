@@ -157,6 +157,7 @@ WEB = Target(
         ),
     ),
     finish=finish,
+    lacks=("Experts",),
     traits=lambda options: (OWN_OPS,),
     demand=demand,
     runtime=ORT,

@@ -18,13 +18,13 @@ from still_export.graph.merge import merge_linear_layers
 from still_export.graph.trace import trace_model
 from still_export.targets.ort.scales import part_scales
 from still_export.targets.ort.target import ON_GPUS, THREE
-from tests.still_export.tiny import FAMILIES, MIXED, still_model
+from tests.still_export.tiny import DENSE, MIXED, still_model
 from tests.still_graphs.steps import attach_functions, run_steps
 
 CASES: list[Any] = [
     # mistral's graph is llama's
     pytest.param(family, torch.float32, MIXED, marks=[pytest.mark.long] if family == "mistral" else [])
-    for family in FAMILIES
+    for family in DENSE
 ]
 CASES.append(("llama", torch.float16, ("hybrid_attention",) * 3))
 

@@ -20,6 +20,8 @@ from tests.still_export.tiny import CHUNK, MIXED, family_config, padded, plain_m
 from tests.tolerances import REFERENCE
 
 DOUBLE = REFERENCE[torch.float64]
+PLAIN = {"qwen3_moe": 1e-6}
+"""Where the plain model itself rounds: transformers' router computes in float32 in a model of any type."""
 EXACT = dict(mix_epsilon=0.0, chunk_size=CHUNK)
 families = pytest.mark.parametrize("family", FAMILIES)
 layers = pytest.mark.parametrize("layer_types", [None, MIXED], ids=["hybrid", "mixed"])
@@ -33,7 +35,7 @@ def test_full_selection_is_the_plain_model(family: str) -> None:
     ids = random_ids(2, 5 * CHUNK + 3)
     assert sum(isinstance(m, StillAttention) for m in still.modules()) == 3
     with torch.no_grad():
-        torch.testing.assert_close(still(ids).logits, plain(ids).logits, rtol=0, atol=DOUBLE)
+        torch.testing.assert_close(still(ids).logits, plain(ids).logits, rtol=0, atol=PLAIN.get(family, DOUBLE))
 
 
 @families
@@ -46,7 +48,7 @@ def test_untrained_attention_is_the_plain_model_within_two_chunks(
     ids = random_ids(2, 2 * CHUNK + 9)
     with torch.no_grad():
         ours, base = still(ids).logits, plain(ids).logits
-    torch.testing.assert_close(ours[:, : 2 * CHUNK], base[:, : 2 * CHUNK], rtol=0, atol=DOUBLE)
+    torch.testing.assert_close(ours[:, : 2 * CHUNK], base[:, : 2 * CHUNK], rtol=0, atol=PLAIN.get(family, DOUBLE))
     assert (ours[:, 2 * CHUNK :] - base[:, 2 * CHUNK :]).abs().max() > 1e-4  # else the linear part is not there
 
 

@@ -187,6 +187,12 @@ def test_layers_are_named_as_vllm_counts_them(model: Any) -> None:
     assert config.max_model_len == model.config.still.deployment.capacity(model.config)
 
 
+def test_experts_are_refused_by_name() -> None:
+    config = SimpleNamespace(hf_config=still_model("qwen3_moe", torch.float32).config)
+    with pytest.raises(UnsupportedModelError, match="models with experts are not served by this plugin"):
+        ServedConfig.verify_and_update_model_config(config)
+
+
 def vllm_config(model: Any, **changes: Any) -> Any:
     """As much of vLLM's as the hook reads."""
     given = {

@@ -42,7 +42,7 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
 
 
 def runtime_body(
-    node: onnx.NodeProto, dims: Mapping[str, int], imports: Mapping[str, int], domain: str
+    node: onnx.NodeProto, dtype: int, dims: Mapping[str, int], imports: Mapping[str, int], domain: str
 ) -> onnx.FunctionProto:
     """The function of `node` around `domain`'s op, which reads bytes: of constants they are made once, when a session is opened."""
     bits, block = _form(node, dims)

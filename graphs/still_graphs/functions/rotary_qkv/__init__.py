@@ -33,7 +33,7 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
 
 
 def runtime_body(
-    node: onnx.NodeProto, dims: Mapping[str, int], imports: Mapping[str, int], domain: str
+    node: onnx.NodeProto, dtype: int, dims: Mapping[str, int], imports: Mapping[str, int], domain: str
 ) -> onnx.FunctionProto:
     """The function of `node` by ONNX's op, which takes half of the angles: both halves must be alike."""
     b, widths = Scope(), _widths(node)

@@ -24,7 +24,6 @@ from still_export.graph.quantization.quantizers import quantize
 from still_export.graph.quantization.read import eight_bits, held_names, round_activations, with_held_weights
 from still_export.mixers import roles
 from still_export.models.blocks import BlockWeight, pack, unpack
-from still_export.models.families import FAMILIES
 from still_export.models.roles import weight_roles
 from still_export.models.source import find_source
 from still_export.package.calls import next_feed
@@ -33,7 +32,7 @@ from still_export.runtime.ort import OrtModel
 from still_export.runtime.torch import TorchModel
 from still_export.targets.export import export
 from tests.still_export.conftest import Exporter
-from tests.still_export.tiny import MIXED, VOCAB, still_model
+from tests.still_export.tiny import DENSE, MIXED, VOCAB, still_model
 
 SIZES = dict(hidden_size=96, intermediate_size=128, head_dim=16)
 
@@ -69,7 +68,7 @@ def test_slabs_change_nothing(monkeypatch: Any) -> None:
     assert np.array_equal(whole.packed, parts.packed) and np.array_equal(whole.scales, parts.scales)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DENSE)
 def test_every_weight_has_a_role(family: str) -> None:
     model = still_model(family, torch.float32, layer_types=MIXED)
     found = weight_roles(model)

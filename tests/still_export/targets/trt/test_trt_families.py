@@ -28,7 +28,7 @@ from still_graphs.passes.replace_nonzero import replace_nonzero
 from still_graphs.passes.take_general_branches import take_general_branches
 from tests.still_export.fake_engine import restore_bodies
 from tests.still_export.packages import needs_rtx
-from tests.still_export.tiny import FAMILIES, MIXED, still_model
+from tests.still_export.tiny import DENSE, MIXED, still_model
 from tests.still_graphs.protos import dimensions, initializers
 from tests.still_graphs.steps import applied, attach_functions, run_steps
 
@@ -87,7 +87,7 @@ def activations(node: onnx.NodeProto) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("one_row", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DENSE)
 def test_lowering_keeps_the_numbers(family: str, one_row: bool) -> None:
     model = onnx.ModelProto.FromString(portable_mixed(family))
     expected = answers(model)
@@ -118,7 +118,7 @@ def test_lowering_keeps_the_numbers(family: str, one_row: bool) -> None:
             id=f"{str(dtype).removeprefix('torch.')}-{family}",
         )
         for dtype, still in CASES
-        for family in FAMILIES
+        for family in DENSE
     ],
 )
 def test_strongly_typed_parser_reads_the_lowered_graph(family: str, dtype: torch.dtype, still: dict[str, Any]) -> None:

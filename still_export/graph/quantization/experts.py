@@ -1,0 +1,113 @@
+"""Experts with quantized matrices: rounded one at a time, stored as still::ExpertsNBits reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import numpy as np
+import onnx_ir as ir
+
+from still_export.errors import UnsupportedError
+from still_export.graph.quantization.forms import Form
+from still_export.graph.quantization.policy import RUNTIME, Quantization
+from still_export.graph.quantization.quantizers import quantize
+from still_export.graph.quantization.stored import store_values
+from still_export.models.blocks import BlockWeight
+from still_export.models.weights import Deferred, Weight, narrow_value_of
+from still_graphs.edits import put_in_place
+from still_graphs.ops.experts import EXPERTS
+from still_graphs.ops.experts_nbits import EXPERTS_NBITS
+
+STACKED = 3
+"""Dimensions of a weight that holds experts."""
+WORD = 4
+"""Bytes of a word."""
+
+
+class StackedWeight:
+    """A weight [E, rows, inputs] in blocks, made once for all that is stored of it.
+
+    Raises:
+        UnsupportedError: The target has no experts of few bits.
+    """
+
+    def __init__(self, name: str, weight: Weight, form: Form, asked: Quantization) -> None:
+        if asked.layout.nodes != RUNTIME:
+            raise UnsupportedError(f"--to {asked.to} has no quantized experts ({name}). Export with --to onnx.")
+        self.name, self.weight, self.form, self.asked = name, weight, form, asked
+        self.shape: tuple[int, ...] = tuple(weight.shape)
+        self._made: list[BlockWeight] = []
+
+    @property
+    def made(self) -> list[BlockWeight]:
+        """The blocks of each expert, kept until `forget`."""
+        if not self._made:
+            whole = self.weight
+            if isinstance(whole, Deferred) and whole.part is not None:
+                read = whole.part
+            else:
+                read = narrow_value_of(whole).detach().__getitem__
+            one = partial(quantize, bits=self.form.bits, block_size=self.asked.block_size, method=self.form.method)
+            self._made = [one(read(number)) for number in range(self.shape[0])]
+        return self._made
+
+    def stored(self, model: ir.Model, dtype: ir.DataType) -> list[ir.Value | None]:
+        """Words of codes, scales, words of zero points where there are any; the last that is written forgets the blocks."""
+        experts, rows, inputs = self.shape
+        blocks, bits = inputs // self.asked.block_size, self.form.bits
+
+        def add(part: str, columns: int, kind: ir.DataType, read: Callable[[BlockWeight], np.ndarray]) -> ir.Value:
+            def values() -> np.ndarray:
+                found = np.stack([read(each) for each in self.made])
+                if part == "scales":
+                    self._made = []
+                return found
+
+            return store_values(model, f"{self.name}.{part}", [experts, rows, columns], kind, values)
+
+        codes = add(
+            "blocks", inputs * bits // 8 // WORD, ir.DataType.INT32, lambda x: _words(x.packed.reshape(rows, -1))
+        )
+        zero = None
+        if self.form.zero_points:
+            zero = add(
+                "zero_points",
+                -(-blocks * bits // (8 * WORD)),
+                ir.DataType.INT32,
+                lambda x: _words(_there(x.zero_points)),
+            )
+        scales = add("scales", blocks, dtype, lambda x: x.scales.astype(dtype.numpy()))
+        return [codes, scales, zero]
+
+
+def quantize_experts(model: ir.Model, stacks: Mapping[str, StackedWeight]) -> None:
+    """Replace the nodes that read `stacks`, by the weights' names, in place."""
+    for node in [node for node in model.graph if node.op_type == EXPERTS.name and node.domain == EXPERTS.domain]:
+        values = node.inputs[-2:]
+        found = [stacks.get(str(value.name)) for value in values if value is not None]
+        both = [weight for weight in found if weight is not None]
+        if len(both) != len(values):
+            continue
+        first, dtype = both[0], values[0].dtype if values[0] is not None else None
+        inputs = list(node.inputs[:-2])
+        for weight in both:
+            del model.graph.initializers[weight.name]
+            inputs += weight.stored(model, dtype or ir.DataType.FLOAT)
+        sizes = {"bits": first.form.bits, "block_size": first.asked.block_size}
+        attributes = [*node.attributes.values(), *(ir.AttrInt64(name, value) for name, value in sizes.items())]
+        made = ir.Node(EXPERTS_NBITS.domain, EXPERTS_NBITS.name, inputs, attributes, num_outputs=1, name=node.name)
+        model.graph.insert_before(node, made)
+        put_in_place(node.outputs[0], made.outputs[0])
+        model.graph.remove(node, safe=True)
+
+
+def _words(packed: np.ndarray) -> np.ndarray:
+    """Bytes [rows, n] as words, the first byte lowest; filled up with 0."""
+    short = -packed.shape[1] % WORD
+    return np.ascontiguousarray(np.pad(packed, ((0, 0), (0, short)))).view("<i4")
+
+
+def _there(values: np.ndarray | None) -> np.ndarray:
+    assert values is not None
+    return values

@@ -1,0 +1,178 @@
+"""Router, experts and what lies beside them, in the place of a family's block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from still_export.errors import ConfigError, UnsupportedModelError
+from still_export.mixers.experts.op import experts, route
+from still_export.mixers.roles import FEED_FORWARD, GATE, ROUTER
+from still_graphs.ops.experts import EXPERTS
+from still_graphs.ops.route import ROUTE
+from still_kernels.experts.naive import Inputs
+from still_kernels.route.naive import Inputs as RouteInputs
+
+BIAS = "e_score_correction_bias"
+"""Added to scores where experts are chosen; float32 in a model of any type."""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Attributes of the router's op."""
+
+    k: int
+    score: str = "softmax"
+    normalize: int = 1
+    epsilon: float = 0.0
+    scaling: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+
+
+def _softmax(base: Any) -> Routing:
+    return Routing(base.top_k, normalize=int(getattr(base, "norm_topk_prob", True)))
+
+
+def _sigmoid(base: Any) -> Routing:
+    return Routing(base.top_k, "sigmoid", int(base.norm_topk_prob), 1e-6, float(base.routed_scaling_factor))
+
+
+def _groups(base: Any) -> Routing:
+    scaling = float(base.routed_scaling_factor)
+    return Routing(base.top_k, "sigmoid", int(base.norm_topk_prob), 1e-20, scaling, base.num_group, base.topk_group)
+
+
+ROUTERS: dict[str, Callable[[Any], Routing]] = {
+    "Qwen3_5MoeTopKRouter": _softmax,
+    "Qwen3NextTopKRouter": _softmax,
+    "Qwen3MoeTopKRouter": _softmax,
+    "GraniteMoeHybridTopKRouter": _softmax,  # over the logits of the chosen: the same
+    "MiniMaxTopKRouter": _softmax,
+    "Lfm2MoeTopKRouter": _sigmoid,
+    "KimiLinearTopkRouter": _groups,
+    "BailingHybridTopkRouter": _groups,
+    "NemotronHTopkRouter": _groups,
+}
+"""By the class that each takes the place of."""
+ACTIVATIONS = {"SiLU": "swiglu", "SiLUActivation": "swiglu", "silu": "swiglu", "ReLUSquaredActivation": "relu2"}
+"""The op's by the names of classes and functions."""
+SHARED, SHARED_GATE = ("shared_expert", "shared_experts"), "shared_expert_gate"
+NARROW, WIDEN = "fc1_latent_proj", "fc2_latent_proj"
+
+
+class Router(nn.Module):
+    """The router of a block: `weight` [E, I], and `e_score_correction_bias` [E] where there is one.
+
+    Raises:
+        UnsupportedModelError: Another kind of router.
+        ConfigError: Experts, groups and those that are chosen do not go together.
+    """
+
+    def __init__(self, base: Any, bias: Tensor | None) -> None:
+        super().__init__()
+        kind = type(base).__name__
+        if kind not in ROUTERS:
+            raise UnsupportedModelError(f"{kind} is no router that is covered: {', '.join(ROUTERS)}.")
+        self.weight: nn.Parameter = base.weight
+        bias = getattr(base, BIAS, bias)
+        setattr(self, BIAS, None if bias is None else nn.Parameter(torch.empty_like(bias), requires_grad=False))
+        self.routing = ROUTERS[kind](base)
+        number, at = len(self.weight), self.routing
+        if at.groups < 1 or number % at.groups or not 1 <= at.top_groups <= at.groups:
+            raise ConfigError(
+                f"{at.groups} groups, of which a token takes {at.top_groups}, do not fit {number} experts: groups must divide them, and no "
+                "more than there are can be taken."
+            )
+        candidates = number // at.groups * at.top_groups
+        if not 1 <= at.k <= candidates:
+            raise ConfigError(f"a token goes to {at.k} experts and has {candidates} of {number} to choose from.")
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        """As of `route`."""
+        return route(RouteInputs(hidden, self.weight, getattr(self, BIAS), **asdict(self.routing)))
+
+
+class Stacked(nn.Module):
+    """The matrices of a block's experts: `gate_up`, whose rows take turns, and `down`, as of the op.
+
+    Raises:
+        UnsupportedModelError: Another activation.
+    """
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        name = getattr(base.act_fn, "__name__", type(base.act_fn).__name__)
+        gated = hasattr(base, "gate_up_proj")
+        self.activation = ACTIVATIONS.get(name, name)
+        if self.activation != ("swiglu" if gated else "relu2"):
+            kind = "with" if gated else "without"
+            raise UnsupportedModelError(
+                f"the experts have the activation {name} {kind} a gate; covered are silu with a gate and relu2 without."
+            )
+        self.gate_up: nn.Parameter = base.gate_up_proj if gated else base.up_proj
+        self.down: nn.Parameter = base.down_proj
+        self.rounded: Callable[[Tensor], Tensor] | None = None
+        """What a runtime makes of all that the matrices read."""
+
+    def forward(self, hidden: Tensor, expert: Tensor, weight: Tensor) -> Tensor:
+        """As of `experts`."""
+        return experts(Inputs(hidden, expert, weight, self.gate_up, self.down, self.activation, self.rounded))[0]
+
+
+class RoutedExperts(nn.Module):
+    """A feed-forward block of experts; what lies beside them (shared experts and their gate, projections around) is the family's own.
+
+    Args:
+        base: The family's block; its submodules are taken over, not copied.
+
+    Raises:
+        UnsupportedModelError, ConfigError: As of `Router` and `Stacked`; or the block has parts that are not known.
+    """
+
+    specs = (ROUTE, EXPERTS)
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        children = dict(base.named_children())
+        router = "gate" if "gate" in children else "router"
+        known = {router, "experts", *SHARED, SHARED_GATE, NARROW, WIDEN}
+        if extra := sorted(children.keys() - known) + sorted({router, "experts"} - children.keys()):
+            raise UnsupportedModelError(
+                f"{type(base).__name__} is no block of experts that is covered: {', '.join(extra)}."
+            )
+        self.gate, self.experts = (
+            Router(children.pop(router), getattr(base, "expert_bias", None)),
+            Stacked(children.pop("experts")),
+        )
+        for name, child in children.items():
+            self.add_module(name, child)
+        self.shared = next((name for name in SHARED if name in children), None)
+        special = {"gate.weight": ROUTER, f"{SHARED_GATE}.weight": GATE}
+        self.weight_roles = {
+            name: special.get(name, FEED_FORWARD) for name, x in self.named_parameters() if x.dim() > 1
+        }
+        """Of parameters that are no vectors, by name (mixers/roles.py)."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[B, T, channels] to the same."""
+        expert, weight = self.gate(hidden)
+        around = hasattr(self, NARROW)
+        mixed: Tensor = self.experts(getattr(self, NARROW)(hidden) if around else hidden, expert, weight)
+        if around:
+            mixed = getattr(self, WIDEN)(mixed)
+        if self.shared is None:
+            return mixed
+        beside = getattr(self, self.shared)(hidden)
+        return mixed + (getattr(self, SHARED_GATE)(hidden).sigmoid() * beside if hasattr(self, SHARED_GATE) else beside)
+
+
+def swap_experts(layer: nn.Module) -> None:
+    """Replace the blocks of experts of a family's layer, in place; errors as of RoutedExperts."""
+    for name, block in list(layer.named_children()):
+        if hasattr(block, "experts"):
+            setattr(layer, name, RoutedExperts(block))

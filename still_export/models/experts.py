@@ -1,0 +1,105 @@
+"""Experts of checkpoints, a tensor each or concatenated, as the model holds them: stacked, rows of gate and up projection in turns."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from still_export.errors import CheckpointError
+from still_export.models.weights import Deferred, Weight, Weights, narrow_value_of, value_of
+
+_PARTS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
+_ONE = re.compile(rf"(.*\.experts)\.(\d{{1,6}})\.({'|'.join(_PARTS)})\.weight")
+_ALL = re.compile(r"(.*\.experts)\.(gate_up_proj|up_proj|down_proj)")
+_NAMES = (
+    (".block_sparse_moe.input_linear.weight", ".block_sparse_moe.experts.gate_up_proj"),
+    (".block_sparse_moe.output_linear.weight", ".block_sparse_moe.experts.down_proj"),
+    (".block_sparse_moe.router.layer.weight", ".block_sparse_moe.gate.weight"),
+    (".block_sparse_moe.router.weight", ".block_sparse_moe.gate.weight"),
+    (".feed_forward.expert_bias", ".feed_forward.gate.e_score_correction_bias"),
+)
+"""Granite's and LFM2's, and ours."""
+FLOAT32 = ("e_score_correction_bias", "expert_bias")
+"""Ends of the names of tensors that are float32 in a model of any type: what they decide is not rounded."""
+
+
+def stacked_experts(tensors: Weights) -> dict[str, Weight]:
+    """`tensors` with the experts of each layer as `experts.gate_up` [E, R, I] and `experts.down` [E, I, M], which are read one expert
+    at a time.
+
+    Raises:
+        CheckpointError: An expert is missing, or its parts do not fit the others'.
+    """
+    result: dict[str, Weight] = {}
+    found: dict[str, dict[str, dict[int, Weight]]] = {}
+    for name, tensor in tensors.items():
+        for theirs, ours in _NAMES:
+            name = name.replace(theirs, ours)
+        if one := _ONE.fullmatch(name):
+            found.setdefault(one[1], {}).setdefault(_PARTS[one[3]], {})[int(one[2])] = tensor
+        elif (whole := _ALL.fullmatch(name)) and tensor.dim() == 3:
+            turns = whole[2] == "gate_up_proj" and tensor.shape[1] % 2 == 0
+            value = replace_read(tensor, _in_turns) if turns else tensor
+            result[f"{whole[1]}.{'down' if whole[2] == 'down_proj' else 'gate_up'}"] = value
+        else:
+            result[name] = tensor
+    for module, parts in found.items():
+        first = {"gate", "up"} & parts.keys()
+        lacks = sorted({"up", "down"} - parts.keys())
+        counts = range(1 + max(number for each in parts.values() for number in each))
+        lacks += [f"{part} of expert {n}" for part, each in parts.items() for n in counts if n not in each]
+        if lacks:
+            raise CheckpointError(
+                f"{module} has no {', '.join(lacks[:4])}. The files are incomplete; fetch the model again."
+            )
+        for name, own in (("gate_up", [parts[p] for p in ("gate", "up") if p in first]), ("down", [parts["down"]])):
+            result[f"{module}.{name}"] = _stacked(f"{module}.{name}", own, len(counts))
+    return result
+
+
+def replace_read(weight: Weight, change: Callable[[Tensor], Tensor]) -> Weight:
+    """A weight of the same shape and type whose values are changed when they are read."""
+    if isinstance(weight, Tensor):
+        return Deferred(weight.shape, weight.dtype, lambda: change(weight))
+    narrow = weight.narrow
+    return replace(
+        weight,
+        read=lambda: change(weight.read()),
+        narrow=None if narrow is None else lambda: change(narrow()),
+    )
+
+
+def _in_turns(concatenated: Tensor) -> Tensor:
+    """Rows [E, 2 M, I] of gate and up projection one after the other, from all of the one before all of the other."""
+    return concatenated.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+
+
+def _stacked(name: str, parts: Sequence[Mapping[int, Weight]], count: int) -> Deferred:
+    """Experts of one or two matrices each, whose rows take turns."""
+    one = parts[0][0]
+    for each in parts:
+        for number, weight in each.items():
+            if weight.shape != one.shape or weight.dtype != one.dtype or weight.dim() != 2:
+                raise CheckpointError(
+                    f"{name}: expert {number} has {list(weight.shape)}, expert 0 {list(one.shape)}. The files belong to different models."
+                )
+    shape = torch.Size((count, len(parts) * one.shape[0], one.shape[1]))
+    return Deferred(shape, one.dtype, partial(_read, parts, shape, one.dtype), part=partial(_part, parts))
+
+
+def _read(parts: Sequence[Mapping[int, Weight]], shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    whole = torch.empty(shape, dtype=dtype)
+    for place, each in enumerate(parts):
+        for number, weight in each.items():
+            whole[number, place :: len(parts)] = value_of(weight)
+    return whole
+
+
+def _part(parts: Sequence[Mapping[int, Weight]], number: int) -> Tensor:
+    """One expert."""
+    return torch.stack([narrow_value_of(each[number]) for each in parts], dim=1).flatten(0, 1)

@@ -1,0 +1,242 @@
+"""Families with experts against transformers' own classes in float64: whole, in pieces, padded; published names; what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from still_export.errors import CheckpointError, ConfigError, UnsupportedModelError
+from still_export.mixers.cache import StillCache
+from still_export.mixers.experts.module import RoutedExperts, Router, Stacked
+from still_export.models import checkpoint
+from still_export.models.load import load_model, open_source
+from still_export.models.roles import weight_roles
+from still_export.models.weights import value_of
+from tests.still_export.expert_models import SPARSE, expert_model
+from tests.still_export.models.test_linear_families import LOGITS, far, ids, pieces
+from tests.still_export.tiny import padded
+
+
+@cache
+@torch.no_grad()
+def calm_seed(name: str) -> int:
+    """Of the first random model that transformers' own float32 follows well: in others a choice nearly ties."""
+    for seed in range(16):
+        model = expert_model(name, seed=seed)
+        found = model(ids(), use_cache=False).logits
+        if far(found, model.double()(ids(), use_cache=False).logits) <= LOGITS / 2:
+            return seed
+    raise AssertionError(f"{name}: transformers' own float32 loses too much of 16 random models")
+
+
+@pytest.fixture(params=SPARSE)
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, Any]:
+    """A model as transformers has it, in float64, and ours of the folder that it wrote, in float32."""
+    model = expert_model(request.param, seed=calm_seed(request.param))
+    model.save_pretrained(tmp_path)
+    return model.double(), load_model(tmp_path)
+
+
+@torch.no_grad()
+def test_logits_are_those_of_transformers(pair: tuple[Any, Any]) -> None:
+    theirs, ours = pair
+    expected = theirs(ids(), use_cache=False).logits
+    assert far(ours(ids(), use_cache=False).logits, expected) <= LOGITS
+    assert far(pieces(ours, ids(), [70, 1, 129])[0], expected) <= LOGITS
+    assert far(pieces(ours, ids()[:, :9], [1] * 9)[0], expected[:, :9]) <= 2 * LOGITS
+    rows, mask = padded([ids()[0, :17], ids()[1, :9]])
+    rows[mask == 0] = 50
+    cache = StillCache.empty(ours.config)
+    ours(rows, attention_mask=mask, past_key_values=cache)
+    logits = ours(torch.stack([ids()[0, 17:20], ids()[1, 9:12]]), past_key_values=cache).logits
+    for row, place in enumerate((17, 9)):
+        assert far(logits[row], expected[row, place : place + 3]) <= LOGITS
+
+
+def test_every_weight_has_a_role_and_a_gradient(pair: tuple[Any, Any]) -> None:
+    _, ours = pair
+    assert set(weight_roles(ours)) == {name for name, _ in ours.named_parameters()}
+    ours(ids(1, 70), labels=ids(1, 70), use_cache=False).loss.backward()
+    for name, parameter in ours.named_parameters():
+        assert name.endswith("_bias") or (parameter.grad is not None and bool(parameter.grad.isfinite().all())), name
+
+
+def blocks(model: Any) -> list[RoutedExperts]:
+    return [module for module in model.modules() if isinstance(module, RoutedExperts)]
+
+
+def change_routing(**values: Any) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        for block in blocks(model):
+            block.gate.routing = replace(block.gate.routing, **values)
+
+    return change
+
+
+def change_experts(part: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], None]:
+    def changed(model: Any) -> None:
+        for block in blocks(model):
+            matrices = getattr(block.experts, part)
+            matrices.copy_(change(matrices))
+
+    return changed
+
+
+def weigh_with_bias(model: Any) -> None:
+    """The correction stays in the weights."""
+    for block in blocks(model):
+
+        def routed(hidden: torch.Tensor, own: Any = block.gate.forward, gate: Any = block.gate) -> Any:
+            expert, _ = own(hidden)
+            scores = (hidden @ gate.weight.T).sigmoid() + gate.e_score_correction_bias
+            weight = scores.gather(-1, expert.long())
+            return expert, weight / weight.sum(-1, keepdim=True) * gate.routing.scaling
+
+        block.gate.forward = routed  # type: ignore[method-assign]
+
+
+def drop_shared_gate(model: Any) -> None:
+    for block in blocks(model):
+        del block.shared_expert_gate
+
+
+def shift_one(matrices: torch.Tensor) -> torch.Tensor:
+    return torch.cat([matrices[:1].roll(1, 1), matrices[1:]])
+
+
+FAULTS: dict[str, tuple[str, Callable[[Any], None]]] = {
+    "gate and up exchanged": (
+        "granitemoehybrid",
+        change_experts("gate_up", lambda x: x.unflatten(1, (-1, 2)).flip(2).flatten(1, 2)),
+    ),
+    "concatenated read as interleaved": (
+        "qwen3_next",
+        change_experts("gate_up", lambda x: x.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)),
+    ),
+    "no renormalisation": ("qwen3_5_moe", change_routing(normalize=0)),
+    "correction bias inside the weight": ("kimi_linear", weigh_with_bias),
+    "factor missing": ("kimi_linear", change_routing(scaling=1.0)),
+    "groups missing": ("kimi_linear", change_routing(groups=1, top_groups=1)),
+    "one expert's rows shifted": ("qwen3_5_moe", change_experts("down", shift_one)),
+    "shared expert's gate missing": ("qwen3_5_moe", drop_shared_gate),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@torch.no_grad()
+def test_faults_are_seen(fault: str, tmp_path: Path) -> None:
+    name, change = FAULTS[fault]
+    theirs = expert_model(name, seed=calm_seed(name))
+    theirs.save_pretrained(tmp_path)
+    ours, expected = load_model(tmp_path), theirs.double()(ids(), use_cache=False).logits
+    assert far(ours(ids(), use_cache=False).logits, expected) <= LOGITS
+    change(ours)
+    assert far(ours(ids(), use_cache=False).logits, expected) > 100 * LOGITS
+
+
+@pytest.mark.parametrize(
+    "name, changes, message",
+    [
+        (
+            "qwen3_next",
+            dict(num_experts_per_tok=8),
+            "config.json of .*: a token goes to 8 experts and has 7 of 7 to choose from",
+        ),
+        ("kimi_linear", dict(num_expert_group=3), "3 groups, of which a token takes 2, do not fit 8 experts"),
+        ("kimi_linear", dict(topk_group=1), "a token goes to 3 experts and has 2 of 8"),
+    ],
+)
+def test_bad_configurations_are_refused(name: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    expert_model(name).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises((ConfigError, UnsupportedModelError), match=message):
+        load_model(tmp_path)
+
+
+def test_an_activation_that_is_not_covered_is_refused() -> None:
+    base = SimpleNamespace(act_fn=torch.nn.GELU(), gate_up_proj=None, down_proj=None)
+    with pytest.raises(UnsupportedModelError, match="experts have the activation GELU with a gate; covered are silu"):
+        Stacked(base)
+    with pytest.raises(UnsupportedModelError, match="Linear is no router that is covered: Qwen3_5MoeTopKRouter, "):
+        Router(torch.nn.Linear(3, 4), None)
+
+
+def change_file(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda t: t.pop("model.layers.0.mlp.experts.4.up_proj.weight"), "mlp.experts has no up of expert 4"),
+        (lambda t: t.pop("model.layers.2.mlp.experts.6.down_proj.weight"), "mlp.experts has no down of expert 6"),
+        (
+            lambda t: [t.pop(n) for n in list(t) if ".experts.6." in n],
+            r"gate_up has shape \[6, 36, 24\], .* \[7, 36, 24\]",
+        ),
+        (
+            lambda t: t.update({"model.layers.0.mlp.experts.3.down_proj.weight": torch.zeros(24, 17)}),
+            r"expert 3 has \[24, 17\], expert 0 \[24, 18\]",
+        ),
+        (lambda t: t["model.layers.0.mlp.gate.weight"].fill_(torch.nan), "mlp.gate.weight in .* holds NaN"),
+    ],
+    ids=["up missing", "down missing", "expert missing", "other size", "NaN in a router"],
+)
+def test_damaged_files_are_refused(change: Any, message: str, tmp_path: Path) -> None:
+    expert_model("qwen3_5_moe").save_pretrained(tmp_path)
+    change_file(tmp_path, change)
+    with pytest.raises(CheckpointError, match=message):
+        load_model(tmp_path)
+
+
+def test_concatenated_experts_and_the_text_of_a_model_that_sees_images(tmp_path: Path) -> None:
+    """Qwen3.5 with experts as it is published: all experts of a layer in one tensor, the language model beside others."""
+    theirs = expert_model("qwen3_5_moe")
+    theirs.save_pretrained(tmp_path)
+    expected = load_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5_moe", "text_config": config}))
+    named = {n.replace("model.", "model.language_model.", 1): x for n, x in theirs.state_dict().items()}
+    assert "model.language_model.layers.0.mlp.experts.gate_up_proj" in named
+    save_file(named | {"mtp.fc.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors", {"format": "pt"})
+    found = load_model(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), expected.parameters(), strict=True))
+
+
+def test_an_own_folder_is_read_again_and_corrections_stay_float32(tmp_path: Path) -> None:
+    expert_model("kimi_linear").save_pretrained(tmp_path / "theirs")
+    ours = load_model(tmp_path / "theirs", dtype="float16")
+    ours.save_pretrained(tmp_path / "ours")
+    again = load_model(tmp_path / "ours")
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), again.parameters(), strict=True))
+    types = {name.endswith("_bias"): p.dtype for name, p in again.named_parameters()}
+    assert types == {True: torch.float32, False: torch.float16}
+
+
+def test_experts_are_read_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a layer the stacked tensor is held, and one of the tensors that it is made of."""
+    expert_model("qwen3_5_moe").save_pretrained(tmp_path)
+    held: list[str] = []
+    own = checkpoint.checked
+
+    def noted(name: str, *rest: Any, **more: Any) -> torch.Tensor:
+        held.append(name)
+        return own(name, *rest, **more)
+
+    monkeypatch.setattr(checkpoint, "checked", noted)
+    source = open_source(tmp_path)
+    assert not held
+    value = value_of(source.weights["model.layers.1.mlp.experts.gate_up"])
+    assert value.shape == (7, 36, 24) and len(held) == 14 and all(".layers.1.mlp.experts." in name for name in held)
