@@ -16,6 +16,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from still_export.errors import ConfigError
 from still_export.proof.ledger import newest, table
 from still_export.proof.records import Record, read_record, read_records, write_record
 from still_export.targets.registry import TARGETS
@@ -144,8 +145,11 @@ def filled(page: str, records: list[Record]) -> str:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("records", nargs="*", type=Path)
-    for path in parser.parse_args(arguments).records:
-        write_record(read_record(path), PROOFS)
+    try:
+        for record in [read_record(path) for path in parser.parse_args(arguments).records]:
+            write_record(record, PROOFS)
+    except ConfigError as error:
+        parser.error(str(error))
     records = read_records(PROOFS)
     for page in (ROOT / name for name in PAGES):
         page.write_text(filled(page.read_text(encoding="utf-8"), records), encoding="utf-8")

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from still_export.errors import ConfigError
 from still_export.proof import records
 from still_export.proof.records import Record, make_record, read_records, write_record
 from still_export.targets.registry import TARGETS
@@ -37,7 +36,9 @@ def test_every_page_with_marks_is_written() -> None:
     assert marked == set(ledger.PAGES)
 
 
-def test_the_tool_keeps_a_record_and_writes_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tool_keeps_a_record_and_writes_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(ledger, "PROOFS", tmp_path / "proofs")
     monkeypatch.setattr(ledger, "ROOT", tmp_path)
     monkeypatch.setattr(ledger, "PAGES", ("page.md",))
@@ -53,8 +54,9 @@ def test_the_tool_keeps_a_record_and_writes_pages(tmp_path: Path, monkeypatch: p
         assert "| 1,024 | 0.05 | 0.6 | 116 |" in text and "| 64 |  | 0.5 |  |" in text
     assert len(read_records(tmp_path / "proofs")) == 1
     made.write_text(made.read_text().replace("0.6", "0.5"))
-    with pytest.raises(ConfigError, match="changed after it was written"):
+    with pytest.raises(SystemExit, match=r"^2$"):
         ledger.main([str(made)])
+    assert "changed after it was written. Run what made it again" in " ".join(capsys.readouterr().err.split())
 
 
 def test_targets_are_told_apart() -> None:
