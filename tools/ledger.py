@@ -109,7 +109,7 @@ def benchmarks(records: list[Record]) -> str:
     """What the tools of tools/benchmarks measured, a table each."""
     parts = []
     for record in newest(records):
-        rows = record.figures.get("rows")
+        rows: Any = record.figures.get("rows")
         if isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows):
             columns = list(dict.fromkeys(name for row in rows for name in row))
             cells = ([f"{v:.4g}" if isinstance(v := row.get(c, ""), float) else v for c in columns] for row in rows)

@@ -25,7 +25,7 @@ HOPS = 4
 COMMON, OFTEN, SELDOM = 10, 30, 3
 """Common words, and how often they and all others stand in the list."""
 TRIES = 8
-PEOPLE = "Daniel Mary John Sandra Fred Julie".split()
+PEOPLE = "Daniel Mary John Sandra".split()
 PLACES = "kitchen garden office bathroom hallway bedroom".split()
 OBJECTS = "football apple milk".split()
 
@@ -172,7 +172,7 @@ def _story(supporting: int) -> Maker:
         told: list[str] = []
         asked: list[tuple[str, str, str]] = []
         while len(told) < 6 + 4 * supporting or not asked:
-            who = pick(PEOPLE[:4])
+            who = pick(PEOPLE)
             here = where.get(who, [])
             if supporting > 1 and here and rng.random() < 0.5:
                 thing = pick(OBJECTS)
