@@ -74,7 +74,7 @@ ELSEWHERE = {
         "fetches a task; tests/still_export/evaluation/test_small_model.py has one of local files"
     ),
     "still-export evaluate http://127.0.0.1:8000/v1 --tokenizer MODEL --tasks niah_multikey,babi_1 --lengths 4096 -o SERVED": Elsewhere(
-        "asks a server; tests/still_export/serving/test_app.py does that"
+        "asks a server; tests/still_export/serving/test_evaluated.py does that"
     ),
     "still-export serve DIR": Elsewhere("serves until it is stopped; tests/still_export/serving/test_app.py does that"),
     "still-export build TRT": Elsewhere(GPU),

@@ -25,14 +25,11 @@ from hypothesis import strategies as st
 
 import still_export
 from still_export.cli.main import main
-from still_export.evaluation.evaluate import answered
-from still_export.evaluation.served import ServedModel
 from still_export.serving.app import Settings
 from still_export.serving.scheduler import Scheduler
 from still_export.serving.server import Server, listen
 from still_export.serving.worker import Worker
 from tests.still_export.serving.conftest import CONTEXT
-from tests.still_export.training import byte_tokenizer
 
 openai = pytest.importorskip("openai")
 KEY = "sésame"
@@ -119,49 +116,6 @@ def test_completions_are_those_of_run(served: Served, model: still_export.Langua
     # seeds that nobody gave differ
     texts = {client.completions.create(model="tiny", prompt="a", max_tokens=30).choices[0].text for _ in range(3)}
     assert len(texts) == 3
-
-
-def test_a_server_is_evaluated(
-    served: Served,
-    model: still_export.LanguageModel,
-    byte_package: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """What it says is what `run` says; a server that is not there, or is asked for logits, is refused."""
-    address = f"http://127.0.0.1:{served.port}/v1"
-    asked = ServedModel(address, 257)
-    prompt = list(b"Once upon a time")
-    assert asked.complete(prompt, 20) == model.generate(prompt, max_tokens=20).text
-    ids = np.array([[*prompt, *b"?"]])
-    right = np.array([[*prompt, *model.generate(prompt, max_tokens=1).tokens]])
-    tokenizer = byte_tokenizer()
-    assert (answered(asked, tokenizer, ids, [1]), answered(asked, tokenizer, right, [1])) == (0, 1)
-    command = [
-        "evaluate",
-        address,
-        "--tokenizer",
-        str(byte_package),
-        "--tasks",
-        "needle",
-        "--lengths",
-        "190",
-        "-o",
-        str(tmp_path),
-    ]
-    command += ["--depths", "2", "--samples", "1", "-q"]
-    for changed, said in (
-        (command, ""),
-        ([*command[:2], *command[4:]], "name the folder of its tokenizer"),
-        ([*command, "--chat", "1"], "a server shows no logits"),
-        ([*command[:8], *command[10:]], "name one for the tables with -o"),
-        (["evaluate", address.replace("v1", "v2"), *command[2:]], "does not answer as OpenAI's interface does"),
-    ):
-        with pytest.raises(SystemExit) as end:
-            main(changed)
-        told = " ".join(capsys.readouterr().err.split())
-        assert (int(end.value.code or 0) > 0) == bool(said) and said in told, told
-    assert json.loads((tmp_path / "evaluation.json").read_text())["retrieval"][address]["needle"]["190"] == [0.0, 0.0]
 
 
 def test_ignore_eos(served: Served, model: still_export.LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
