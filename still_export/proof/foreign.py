@@ -115,7 +115,7 @@ class ForeignProof:
         given = self.package.next.outputs["logits"].shape[-1]
         if isinstance(given, int) and given != config.vocab_size:
             raise ConfigError(
-                f"--model {model}: {path} gives logits of {given} tokens, the model {config.vocab_size}. Name the one that it was made from."
+                f"--model {model}: {path} gives logits of {given} tokens, the model {config.vocab_size}. Name the one it was made from."
             )
         self.report = _report(self.package)
         self.reference = Reference(model, any(s.dtype == np.float16 for s in self.package.states))
