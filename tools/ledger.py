@@ -1,37 +1,158 @@
-"""Write the page of the ledger from the records in proofs/. usage: python -m tools.ledger [RECORD ...]
+"""Write what pages say of records in proofs/: the ledger's page, and tables of other pages that stand between marks.
 
-Records that are named, from `still-export prove` here or on another machine, are read, checked and kept in proofs/ first.
+usage: python -m tools.ledger [RECORD ...]
+
+Records that are named, from `still-export prove` here or on another machine, are read, checked and kept in proofs/ first. A page marks its
+place with `<!-- ledger: NAME -->` and `<!-- ledger ends -->`, each on a line of its own; tests/docs/test_ledger.py compares.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
+import textwrap
+from collections.abc import Callable, Iterable
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
-from still_export.proof.ledger import table
-from still_export.proof.records import read_record, read_records, write_record
+from still_export.errors import ConfigError
+from still_export.proof.ledger import newest, table
+from still_export.proof.records import Record, read_record, read_records, write_record
+from still_export.targets.registry import TARGETS
 
 ROOT = Path(__file__).resolve().parents[1]
-PROOFS, PAGE = ROOT / "proofs", ROOT / "docs/reference/ledger.md"
-HEAD = """# Ledger
-
-What was shown, by the machine that showed it: one record in `proofs/` a row, the newest of each. **Stale** names the rooms whose sources
-changed since. `still-export prove PACKAGE` makes a record on any machine; `python -m tools.ledger RECORD` keeps it and writes this page.
-
-"""
+PROOFS = ROOT / "proofs"
+PAGES = ("docs/reference/ledger.md", "docs/reference/targets.md", "README.md")
+MARKED = re.compile(r"(<!-- ledger: (\w+) -->\n\n).*?(\n<!-- ledger ends -->)", re.DOTALL)
+WIDTH = 138
+SPEED = re.compile(r"(prefill_s|decode_ms|peak_mb)_at_(\d+)")
 
 
-def page() -> str:
-    """The page's text."""
-    return HEAD + table(read_records(PROOFS))
+def target_named(record: Record) -> str:
+    """The target's record that a proof is of; manifests name what `--to` takes. Kernels and engines of others have names of their own."""
+    subject = record.subject
+    name = subject.get("target") or subject.get("runtime") or ("kernels" if "op" in subject else record.name)
+    found = [t.name for t in TARGETS if name in (t.name, t.to)]
+    marks = {"cuda": subject.get("provider") == "cuda", "8": record.versions.get("tensorrt", "").startswith("8.")}
+    for mark, meant in marks.items():
+        found = [each for each in found if each.endswith(mark) == meant] or found
+    return found[0] if found else name
+
+
+def machine_of(record: Record) -> str:
+    return record.machine.gpu or record.machine.processor
+
+
+def markdown(head: tuple[str, ...], rows: Iterable[Iterable[Any]]) -> str:
+    """A table; "not recorded" where there is no row."""
+    lines = [head, ("---",) * len(head), *rows]
+    text = "".join(f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+    return text if len(lines) > 2 else "Not recorded yet.\n"
+
+
+def proofs(records: list[Record]) -> str:
+    return table(records)
+
+
+def targets(records: list[Record]) -> str:
+    """Each target with the proofs that there are of it, by machine."""
+
+    def key(record: Record) -> tuple[str, str]:
+        return target_named(record), machine_of(record)
+
+    rows: list[tuple[str, ...]] = []
+    for (target, machine), group in groupby(sorted((r for r in newest(records) if r.kind == "proof"), key=key), key):
+        found = list(group)
+        types = sorted({f"{r.subject.get('quantize', '')} {r.subject.get('dtype', '')}".strip() for r in found} - {""})
+        failed = sum(r.verdict == "failed" for r in found)
+        stale = sorted({room.removeprefix("still_export.") for r in found for room in r.stale_rooms()})
+        last = max(found, key=lambda r: r.date)
+        rows.append(
+            (
+                target,
+                f"{len(found)} passed" if not failed else f"**{failed} failed**, {len(found) - failed} passed",
+                ", ".join(types),
+                machine,
+                f"{last.date:%Y-%m-%d}, `{last.commit}`",
+                f"**stale**: {', '.join(stale)}" if stale else "as they are",
+            )
+        )
+    left = [t.name for t in TARGETS if t.name not in {row[0] for row in rows}]
+    rows += [(name, "not recorded", "", "", "", "") for name in left]
+    return markdown(("target", "proofs", "types", "machine", "newest", "sources"), sorted(rows))
+
+
+def speeds(records: list[Record]) -> str:
+    """Prefill, decode and memory by context, of `still-export prove`."""
+    rows = []
+    for record in newest(records):
+        by_length: dict[int, dict[str, float]] = {}
+        for name, value in record.figures.items():
+            if (found := SPEED.fullmatch(name)) and isinstance(value, int | float):
+                by_length.setdefault(int(found[2]), {})[found[1]] = value
+        subject = record.subject
+        what = (
+            subject.get("package", record.name),
+            target_named(record),
+            subject.get("quantize") or subject.get("dtype"),
+        )
+        for length, row in sorted(by_length.items()):
+            figures = (f"{row[name]:.3g}" if name in row else "" for name in ("prefill_s", "decode_ms", "peak_mb"))
+            rows.append((*what, machine_of(record), f"{length:,}", *figures, f"{record.date:%Y-%m-%d}"))
+    return markdown(
+        ("package", "target", "type", "machine", "context", "prefill, s", "decode, ms", "peak, MB", "date"), rows
+    )
+
+
+def benchmarks(records: list[Record]) -> str:
+    """What the tools of tools/benchmarks measured, a table each."""
+    parts = []
+    for record in newest(records):
+        rows: Any = record.figures.get("rows")
+        if isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows):
+            columns = list(dict.fromkeys(name for row in rows for name in row))
+            cells = ([f"{v:.4g}" if isinstance(v := row.get(c, ""), float) else v for c in columns] for row in rows)
+            about = ", ".join([record.name, *(f"{name} {value}" for name, value in record.subject.items())])
+            stale = f" Stale: {', '.join(record.stale_rooms())}." if record.stale_rooms() else ""
+            head = f"{about}: {machine_of(record)}, {record.date:%Y-%m-%d}, `{record.commit}`.{stale}\n\n"
+            parts.append(f"{head}{markdown(tuple(name.replace('_', ' ') for name in columns), cells)}")
+    return "\n".join(parts) or "Not recorded yet.\n"
+
+
+def summary(records: list[Record]) -> str:
+    """One sentence: which targets have a record, and which have none."""
+    found = [r for r in newest(records) if r.kind == "proof" and r.verdict == "passed"]
+    by_target = {
+        name: sorted({machine_of(r) for r in found if target_named(r) == name}) for name in map(target_named, found)
+    }
+    have = "; ".join(f"{name} on {', '.join(machines)}" for name, machines in sorted(by_target.items()))
+    left = ", ".join(t.name for t in TARGETS if t.name not in by_target)
+    text = f"Proofs on record: {have or 'none'}. Without one: {left or 'none'}."
+    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False) + "\n"
+
+
+TABLES: dict[str, Callable[[list[Record]], str]] = {
+    made.__name__: made for made in (proofs, targets, speeds, benchmarks, summary)
+}
+
+
+def filled(page: str, records: list[Record]) -> str:
+    """A page's text with what stands between its marks made anew."""
+    return MARKED.sub(lambda found: f"{found[1]}{TABLES[found[2]](records)}{found[3]}", page)
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("records", nargs="*", type=Path)
-    for path in parser.parse_args(arguments).records:
-        write_record(read_record(path), PROOFS)
-    PAGE.write_text(page(), encoding="utf-8")
+    try:
+        for record in [read_record(path) for path in parser.parse_args(arguments).records]:
+            write_record(record, PROOFS)
+    except ConfigError as error:
+        parser.error(str(error))
+    records = read_records(PROOFS)
+    for page in (ROOT / name for name in PAGES):
+        page.write_text(filled(page.read_text(encoding="utf-8"), records), encoding="utf-8")
 
 
 if __name__ == "__main__":

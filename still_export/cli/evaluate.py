@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from still_export.cli.output import Output, ReportFile, command_line, report_folder
+from still_export.errors import ConfigError
 
 EXAMPLES = """
 Examples:
@@ -20,6 +21,10 @@ Examples:
 
     still-export evaluate MODEL --teacher BASE --text code.txt --tasks unseen --lengths 2048 --chat 50 -o evaluation
 
+    still-export evaluate PACKAGE --text held_out.txt --contexts "" --tasks niah_multikey,babi_2 --lengths 4096 --depths 5 -o ruler
+
+    still-export evaluate http://127.0.0.1:8000/v1 --tokenizer MODEL --tasks niah_single --lengths 4096 -o served
+
     still-export evaluate INT4 INT8 FLOAT32 --text held_out.txt --tasks needle --lengths 2048 -o which
 """
 
@@ -29,7 +34,9 @@ def evaluate(
     models: Annotated[
         list[str],
         typer.Argument(
-            metavar="MODEL", help="STILL model folder, a softmax model, or packages, one or more.", show_default=False
+            metavar="MODEL",
+            help="STILL model folder, a softmax model, or packages and addresses of servers (http://HOST/v1), one or more.",
+            show_default=False,
         ),
     ],
     output: Annotated[
@@ -49,12 +56,15 @@ def evaluate(
     from still_export.doctor import machine
     from still_export.evaluation.evaluate import EvaluationOptions
     from still_export.evaluation.models import evaluate as run
+    from still_export.evaluation.served import is_served
     from still_export.report import evaluate as looks
     from still_export.report.render import check_report, write_report
 
     if report is not None:
         check_report(report)
     options, out = EvaluationOptions(**asked), Output(as_json, quiet)
+    if output is None and is_served(models[0]):
+        raise ConfigError("a server has no folder: name one for the tables with -o.")
     folder = output or Path(models[0]) / "evaluation"
 
     def started(count: int) -> Callable[[str], None]:

@@ -1,54 +1,18 @@
-"""What a model writes in a chat: replies to questions about a text, and how a chat's answers end."""
+"""What a model writes: replies to prompts, and how a chat's answers end."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from still_export.errors import ConfigError
-from still_export.evaluation.questions import holds, repeated, unseen_prompt
+from still_export.evaluation.questions import repeated
 from still_export.package.chat_format import chat_format
 
-REPLY_TOKENS, CHAT_TOKENS = 40, 200
-"""Tokens of a reply at most, to a question about a text and in a chat."""
-
-
-def unseen(
-    model: Any,
-    tokenizer: Any,
-    fillers: Sequence[np.ndarray],
-    length: int,
-    depths: int,
-    samples: int,
-    rng: np.random.Generator,
-    at_once: int,
-) -> list[float]:
-    """Share of the replies that hold the answer, by depth, of facts in forms that no training row has.
-
-    Args:
-        fillers: Token ids of texts; a depth's samples take them in turn, so facts stand in source code where one is code.
-        length: Tokens of a prompt. at_once: Prompts of a batch.
-
-    Raises:
-        ConfigError: The tokenizer has no chat template, or a length has no room.
-    """
-    chat = template(tokenizer)
-    prompts = []
-    for depth in range(depths):
-        place = depth / max(1, depths - 1)
-        for sample in range(samples):
-            prompts.append(unseen_prompt(tokenizer, chat, fillers[sample % len(fillers)], length, place, rng))
-    found: list[bool] = []
-    for start in range(0, len(prompts), at_once):
-        part = prompts[start : start + at_once]
-        replies = greedy(model, tokenizer, [ids.tolist() for ids, _ in part], REPLY_TOKENS)
-        for reply, (_, answer) in zip(replies, part, strict=True):
-            found.append(holds(tokenizer.decode(reply, skip_special_tokens=True), answer))
-    shares: list[float] = np.array(found).reshape(depths, samples).mean(1).tolist()
-    return shares
+CHAT_TOKENS = 200
+"""Tokens of an answer at most."""
 
 
 def chat_ends(model: Any, tokenizer: Any, questions: Sequence[str]) -> dict[str, float]:
@@ -69,6 +33,14 @@ def chat_ends(model: Any, tokenizer: Any, questions: Sequence[str]) -> dict[str,
         "ended": sum(len(reply) < CHAT_TOKENS for reply in replies) / len(replies),
         "repeated": sum(map(repeated, replies)) / len(replies),
     }
+
+
+def replies(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], tokens: int) -> list[str]:
+    """The most likely continuations of at most `tokens` tokens, as texts; a served model writes them itself."""
+    if hasattr(model, "complete"):
+        return [model.complete(prompt, tokens) for prompt in prompts]
+    said = greedy(model, tokenizer, prompts, tokens)
+    return [tokenizer.decode(reply, skip_special_tokens=True) for reply in said]
 
 
 @torch.no_grad()
@@ -101,6 +73,6 @@ def template(tokenizer: Any) -> dict[str, str]:
     chat = chat_format(tokenizer)
     if chat is None:
         raise ConfigError(
-            "the tokenizer has no chat template, so a chat cannot be evaluated. Leave out --chat and the task unseen."
+            "the tokenizer has no chat template, so a chat cannot be evaluated. Leave out --chat and the tasks unseen and code."
         )
     return chat

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,13 +13,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from still_export.errors import ConfigError, NotLinearizedError
-from still_export.evaluation.chat import chat_ends, template, unseen
+from still_export.errors import ConfigError, DataError, NotLinearizedError
+from still_export.evaluation.chat import chat_ends, template
 from still_export.evaluation.code import code_prompts
+from still_export.evaluation.intervals import share
 from still_export.evaluation.positions import perplexity_by_position
 from still_export.evaluation.questions import CHAT
+from still_export.evaluation.synthetic import MAKERS, PromptWriter, replied, words_of
 from still_export.fields import option
 from still_export.linearization.tasks import TaskWriter, task_named
 from still_export.linearization.texts import check_ids, read_text, tokenize
@@ -28,7 +31,7 @@ from still_export.mixers.registry import MIXERS, mixer_of
 from still_export.models.load import load_model, open_source
 
 VARIANTS = ("still", *(part for mixer in MIXERS.values() for part in mixer.parts))
-TEACHER, UNSEEN, CODE = "teacher", "unseen", "code"
+TEACHER, CODE = "teacher", "code"
 TOKENS_AT_ONCE = {"cuda": 1 << 16, "cpu": 1 << 13}
 """Tokens of one forward pass; bounds the logits, 1.6 GB for 8K tokens of a 49K vocabulary."""
 
@@ -39,7 +42,8 @@ class EvaluationOptions:
 
     Bits per byte of `texts` are at `context_lengths`, every block on its own. Retrieval has `samples` prompts for each task, length and
     depth (0 = far, 1 = near the question). The task "unseen" has forms of facts that no training row has; it is answered in a chat. "code"
-    asks about files of code, in the first text, of half to the whole of a length. Of `chat` answers ends and repetitions are counted.
+    asks about files of code, in the first text, of half to the whole of a length. RULER's tasks and BABILong's (`synthetic.MAKERS`) are
+    answered in words, in a chat where the tokenizer has a template. Of `chat` answers ends and repetitions are counted.
 
     Raises:
         ConfigError: A task or variant is unknown, or a number out of range.
@@ -53,7 +57,7 @@ class EvaluationOptions:
     text_tokens: int = option(1 << 17, "Tokens of each text at most.", least=2)
     tasks: tuple[str, ...] = option(
         ("needle", "passkey", "key_value"),
-        "Retrieval tasks: needle, passkey, key_value, unseen, code; empty: none.",
+        f"Retrieval tasks: needle, passkey, key_value, code, {', '.join(MAKERS)}; empty: none.",
         commas=True,
         shown="needle,passkey,key_value",
     )
@@ -75,8 +79,8 @@ class EvaluationOptions:
 
     def __post_init__(self) -> None:
         for name in self.tasks:
-            if name not in (UNSEEN, CODE):
-                task_named(name)
+            if name not in (CODE, *MAKERS):
+                task_named(name, (CODE, *MAKERS))
         for name in self.variants:
             if name not in VARIANTS:
                 raise ConfigError(f"the variant {name!r} is unknown; known: {', '.join(VARIANTS)}.")
@@ -92,7 +96,7 @@ class Evaluation:
     """Results by variant.
 
     bits_per_byte: variant -> "file @ context" -> value. perplexity: variant -> file -> "first-end" of positions -> value.
-    retrieval: variant -> task -> length -> accuracy by depth.
+    retrieval: variant -> task -> length -> accuracy by depth. prompts: Of each task and length, over all depths.
     chat: variant -> "tokens" (mean length), "ended" (share that ended by itself), "repeated" (share of 4-grams that occurred before).
     costs: of packages, name -> what is measured -> value (`packages.costs`).
     """
@@ -102,11 +106,13 @@ class Evaluation:
     retrieval: dict[str, dict[str, dict[int, list[float]]]] = field(default_factory=dict)
     chat: dict[str, dict[str, float]] = field(default_factory=dict)
     costs: dict[str, dict[str, float]] = field(default_factory=dict)
+    prompts: int = 0
 
     def add(self, other: Evaluation) -> None:
         """Take in what was measured of other models."""
         for name in ("bits_per_byte", "perplexity", "retrieval", "chat", "costs"):
             getattr(self, name).update(getattr(other, name))
+        self.prompts = self.prompts or other.prompts
 
     def accuracy(self, variant: str, task: str, length: int) -> float:
         """Mean over depths."""
@@ -114,7 +120,7 @@ class Evaluation:
         return sum(row) / len(row)
 
     def table(self) -> str:
-        """A Markdown table with one row per variant."""
+        """A Markdown table with one row per variant; shares with the intervals that hold the truth in 95 cases of 100."""
         variants = list(dict.fromkeys([*self.bits_per_byte, *self.perplexity, *self.retrieval, *self.chat]))
         texts = list(next(iter(self.bits_per_byte.values()), {}))
         cells = [(t, n) for t, row in next(iter(self.retrieval.values()), {}).items() for n in row]
@@ -133,7 +139,7 @@ class Evaluation:
         for variant in variants:
             bits = [f"{self.bits_per_byte[variant][t]:.4f}" for t in texts]
             bits += [f"{self.perplexity[variant][t][s]:.3f}" for t, s in spans]
-            found = [f"{self.accuracy(variant, t, n):.0%}" for t, n in cells]
+            found = [share(self.accuracy(variant, t, n), self.prompts) for t, n in cells]
             talk = [f"{self.chat[variant][c]:.3g}" for c in said]
             price = [f"{self.costs[variant][c]:.3g}" if variant in self.costs else "" for c in prices]
             lines.append(f"| {' | '.join([variant.replace('_', ' '), *bits, *found, *talk, *price])} |")
@@ -159,7 +165,7 @@ def measure(
         DataError: A text is unusable, or the tokenizer does not fit.
         ConfigError: A task does not fit into a length.
     """
-    result = Evaluation()
+    result = Evaluation(prompts=options.depths * options.samples)
     texts = {Path(path).name: read_text(Path(path)) for path in options.texts}
     for name, model in models.items():
         model.to(device)
@@ -192,13 +198,14 @@ def by_depth(
     """Share of right answers of a task at a length."""
     if task == CODE:
         return about_code(model, tokenizer, length, options, texts)
-    if task != UNSEEN:
+    if task not in MAKERS:
         return retrieval(model, tokenizer, task, length, options, texts)
     hay = [text[: 200 * length] for text in texts.values()] or [DEFAULT_HAYSTACK]
     fillers = [tokenize(text, tokenizer, int(model.config.vocab_size)) for text in hay]
     at_once = max(1, TOKENS_AT_ONCE[model.device.type] // length)
     rng = np.random.default_rng((options.seed, length, 1))
-    return unseen(model, tokenizer, fillers, length, options.depths, options.samples, rng, at_once)
+    writer = PromptWriter(tokenizer, task, fillers, words_of(hay))
+    return replied(model, writer, length, options.depths, options.samples, rng, at_once)
 
 
 def about_code(
@@ -209,10 +216,7 @@ def about_code(
     text = next(iter(texts.values()), "")
     rows = code_prompts(tokenizer, template(tokenizer), text, length, options.depths, options.samples, rng)
     # Prompts differ in length, and padding is not worth while for a few.
-    return [
-        sum(answered(model, torch.from_numpy(ids[None]).to(model.device), [count]) for ids, count in part) / len(part)
-        for part in rows
-    ]
+    return [sum(answered(model, tokenizer, ids[None], [count]) for ids, count in part) / len(part) for part in rows]
 
 
 def load_any(
@@ -324,17 +328,32 @@ def retrieval(
             part = prompts[start : start + at_once]
             ids = np.stack([row for row, _ in part])
             check_ids(ids, int(model.config.vocab_size))
-            hits += answered(model, torch.from_numpy(ids).to(model.device), [count for _, count in part])
+            check_answers(tokenizer, part)
+            hits += answered(model, tokenizer, ids, [count for _, count in part])
         found.append(hits / len(prompts))
     return found
 
 
+def check_answers(tokenizer: Any, prompts: Sequence[tuple[np.ndarray, int]]) -> None:
+    """Raise DataError unless the last tokens of each prompt are a number that its text has just once before."""
+    for ids, count in prompts:
+        text, answer = (tokenizer.decode(part.tolist()) for part in (ids[:-count], ids[-count:]))
+        if not answer.strip().isdigit() or len(re.findall(rf"(?<!\d){answer.strip()}(?!\d)", text)) != 1:
+            raise DataError(
+                f"a prompt of {len(ids)} tokens does not have its answer {answer!r} once: the tokenizer takes numbers apart, or the text "
+                "has the number. Use another --text or --seed."
+            )
+
+
 @torch.no_grad()
-def answered(model: Any, ids: Tensor, counts: Sequence[int]) -> int:
-    """Rows of `ids` [B, T] whose last `counts` tokens are each the most likely continuation."""
-    longest = max(counts)
-    likely = model(ids, use_cache=False, logits_to_keep=longest + 1).logits[:, :-1].argmax(-1)
-    right = likely == ids[:, -longest:]
+def answered(model: Any, tokenizer: Any, ids: np.ndarray, counts: Sequence[int]) -> int:
+    """Rows of `ids` [B, T] whose last `counts` tokens are each the most likely continuation; a served model writes them as text."""
+    if hasattr(model, "complete"):
+        pairs = [(row[:-count].tolist(), row[-count:].tolist()) for row, count in zip(ids, counts, strict=True)]
+        return sum(model.complete(given, len(rest)).strip() == tokenizer.decode(rest).strip() for given, rest in pairs)
+    rows, longest = torch.from_numpy(ids).to(model.device), max(counts)
+    likely = model(rows, use_cache=False, logits_to_keep=longest + 1).logits[:, :-1].argmax(-1)
+    right = likely == rows[:, -longest:]
     return sum(bool(row[longest - count :].all()) for row, count in zip(right, counts, strict=True))
 
 

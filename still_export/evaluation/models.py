@@ -10,7 +10,6 @@ from typing import Any
 from still_export.errors import ConfigError
 from still_export.evaluation.bench import BenchOptions
 from still_export.evaluation.evaluate import (
-    UNSEEN,
     VARIANTS,
     Evaluation,
     EvaluationOptions,
@@ -22,6 +21,8 @@ from still_export.evaluation.evaluate import (
     write_evaluation,
 )
 from still_export.evaluation.packages import costs, open_model
+from still_export.evaluation.served import ServedModel, is_served
+from still_export.evaluation.synthetic import MAKERS
 from still_export.models.load import load_tokenizer
 from still_export.package.folder import Package, is_package, open_package
 
@@ -37,7 +38,7 @@ def evaluate(
     """Measure what models know: bits per byte, retrieval, chats; of packages also size, memory and speed.
 
     Args:
-        models: Folder of a STILL model, whose parts are measured too, or of a softmax model; or packages, one or more.
+        models: Folder of a STILL model, whose parts are measured too, or of a softmax model; or packages, and addresses of servers.
         options: What is measured; None: the defaults.
         output: An existing folder for tables; None: none are written.
         command: The command line, for the tables.
@@ -47,11 +48,17 @@ def evaluate(
         The results by model, or by variant of the one STILL model.
 
     Raises:
-        ConfigError: Nothing is to be measured, several models are not all packages, or a package has no room for a length.
+        ConfigError: Nothing is to be measured, several models are not all packages, a package has no room for a length, or a server
+            is asked for what needs logits.
+        RunError: A server does not answer.
         DataError: A text is unusable.
     """
     options = options or EvaluationOptions()
-    packages, model = _packages([str(m) for m in models]), str(models[0])
+    model, given = str(models[0]), [str(m) for m in models]
+    served = [m for m in given if is_served(m)]
+    packages = _packages([m for m in given if m not in served], alone=not served)
+    if served:
+        _check_served(options)
     asked = (*(options.lengths if options.tasks else ()), *(options.context_lengths if options.texts else ()))
     asked += (options.by_position,) if options.texts and options.by_position else ()
     longest = max(asked, default=2)
@@ -59,9 +66,10 @@ def evaluate(
         raise ConfigError("nothing to measure. Give --text, --tasks or --chat.")
     for name, package in packages.items():
         _check_room(name, longest, package.manifest["capacity"])
-    writes = bool(options.chat) or UNSEEN in options.tasks
-    loaded = load_any(None if packages else model, options.teacher, options.dtype, generates=writes, tokens=longest)
-    if options.teacher is not None and not packages and "still" not in loaded:
+    writes = bool(options.chat) or not MAKERS.keys().isdisjoint(options.tasks)
+    source = None if packages or served else model
+    loaded = load_any(source, options.teacher, options.dtype, generates=writes, tokens=longest)
+    if options.teacher is not None and source is not None and "still" not in loaded:
         raise ConfigError(f"{model} is a softmax model; --teacher is for STILL models.")
     if "still" in loaded:
         known = variants_of(loaded["still"])
@@ -71,7 +79,7 @@ def evaluate(
         options = replace(options, variants=tuple(v for v in options.variants if v in known))
     setting = BenchOptions(threads=options.threads, provider=options.provider, runtime=options.runtime)
     measured = _measured(longest, packages, setting)
-    advance = started(measurements([*loaded, *packages], options) + len(packages))
+    advance = started(measurements([*loaded, *packages, *served], options) + len(packages))
     vocabulary, result = load_tokenizer(options.tokenizer or model), Evaluation()
     for name, package in packages.items():
         result.costs[name] = costs(package, measured, setting)
@@ -81,21 +89,33 @@ def evaluate(
         opened = {name: open_model(package, setting)}
         result.add(measure(opened, vocabulary, options, advance=advance))
         del opened
+    for address in served:
+        result.add(measure({address: ServedModel(address, len(vocabulary))}, vocabulary, options, advance=advance))
     if output is not None:
         write_evaluation(result, options, output, command)
     return result
 
 
-def _packages(models: list[str]) -> dict[str, Package]:
-    """The packages by their folders' names; empty for one model that is none.
+def _check_served(options: EvaluationOptions) -> None:
+    """Raise ConfigError where a server is asked for more than words, or its tokenizer is not named."""
+    if options.tokenizer is None:
+        raise ConfigError("a server is asked in token ids: name the folder of its tokenizer with --tokenizer.")
+    if options.chat or (options.texts and (options.context_lengths or options.by_position)):
+        raise ConfigError('a server shows no logits: leave out --chat and --by-position, and give --contexts "".')
+
+
+def _packages(models: list[str], alone: bool) -> dict[str, Package]:
+    """The packages by their folders' names; empty for one model that is none, if it is `alone`.
 
     Raises:
         ConfigError: Several are given and not all are packages, or two have one name.
     """
     folders = [Path(model) for model in models]
     if not all(map(is_package, folders)):
-        if len(models) > 1:
-            raise ConfigError(f"{len(models)} models: several at once are packages. Evaluate each on its own.")
+        if len(models) > 1 or not alone:
+            raise ConfigError(
+                f"{len(models)} models: several at once are packages, or servers. Evaluate each on its own."
+            )
         return {}
     names = [folder.resolve().name for folder in folders]
     if len(set(names)) < len(names):

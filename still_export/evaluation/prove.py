@@ -19,10 +19,12 @@ from still_export.proof.package import VerifyOptions, verify
 from still_export.proof.records import PLUGINS, Record, make_record
 from still_export.proof.verify import Report
 from still_export.targets.registry import packaged_target, runtime_of
+from still_export.targets.runtime import Runtime
+from still_export.targets.target import Target
 
-INNER = ("package", "mixers", "models", "graph", "targets", "runtime", "proof")
-ROOMS = (*(f"still_export.{room}" for room in INNER), "still_graphs", "still_kernels", PLUGINS)
-"""Sources that a proof covers."""
+INNER = ("package", "mixers", "models", "graph", "runtime", "proof")
+ROOMS = (*(f"still_export.{room}" for room in INNER), "still_graphs", "still_kernels", "still_export.targets.portable")
+"""Sources that a proof covers, whatever the target."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,16 @@ def prove(
     passed = None if report is None else report.passed
     kind: Literal["proof", "benchmark"] = "benchmark" if passed is None else "proof"
     held = hashlib.sha256((opened.path / MANIFEST).read_bytes()).hexdigest()[:12]
-    made = make_record(kind, "prove", given, figures, ROOMS, passed, options.seed, versions={"manifest": held})
+    rooms = rooms_of(target, runtime, opened.manifest)
+    made = make_record(kind, "prove", given, figures, rooms, passed, options.seed, versions={"manifest": held})
     return Proven(made, missing)
+
+
+def rooms_of(target: Target, runtime: Runtime, manifest: dict[str, Any]) -> list[str]:
+    """Sources that a proof of a package covers: what others' targets have is not among them, and C++ only where the package has some."""
+    own = "ort" if target.name.startswith("ort-") else target.name.replace("-", "_")
+    homes = {f"still_export.targets.{own}", runtime.open.__module__.rpartition(".")[0]}
+    return [*ROOMS, *sorted(homes), *([PLUGINS] if runtime.engines or manifest.get("native") else [])]
 
 
 def _verified(package: Package, options: ProveOptions, missing: list[str], say: Callable[[str], None]) -> Report | None:

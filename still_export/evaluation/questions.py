@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-
-from still_export.linearization.tasks import hide, piece, room_for_filler, stretch
 
 WORDS = {
     "who": "Agatha Bruno Clement Dorothea Emil Frieda Gustav Henrietta Ignatius Josephine Konrad Lavinia Mortimer Ottilie Percival "
@@ -124,30 +121,6 @@ def unseen_fact(rng: np.random.Generator) -> tuple[str, str, str]:
     }
     around = AROUND[int(rng.integers(len(AROUND)))]
     return around.format(sentence.format(**values)), question.format(**values), values[kind]
-
-
-def unseen_prompt(
-    tokenizer: Any, chat: dict[str, str], filler: np.ndarray, length: int, depth: float, rng: np.random.Generator
-) -> tuple[np.ndarray, str]:
-    """A chat whose user gives a text and asks for something in it: ids int64 [length], ready to be answered, and the answer.
-
-    Args:
-        chat: Pieces of the chat template, as of `chat_format`.
-        filler: Token ids to take the text from.
-        depth: Where the fact stands, 0 = at the beginning, 1 = at the end.
-
-    Raises:
-        ConfigError: It does not fit into `length`.
-    """
-    fact, question, answer = unseen_fact(rng)
-
-    def encode(text: str) -> np.ndarray:
-        return piece((tokenizer(text, add_special_tokens=False)["input_ids"], 1))
-
-    start, hidden = encode(chat["start"]), encode(fact)
-    end = encode(f"\n\n{question}{chat['user_to_assistant']}")
-    room = room_for_filler(length, [start, hidden, end], [])
-    return hide(start, stretch(filler, room, rng), [(depth, hidden)], end)[0].astype(np.int64), answer
 
 
 def holds(reply: str, answer: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,16 +55,17 @@ TASKS: dict[str, Task] = {
 }
 
 
-def task_named(name: str) -> Task:
-    """The task `name`.
+def task_named(name: str, others: Iterable[str] = ()) -> Task:
+    """The task `name`; `others` are known, too, and are not looked up here.
 
     Raises:
         ConfigError: Unknown, with the known ones.
     """
     if name not in TASKS:
-        near = difflib.get_close_matches(name, TASKS, 1)
+        known = [*TASKS, *others]
+        near = difflib.get_close_matches(name, known, 1)
         raise ConfigError(
-            f"the task {name!r} is unknown; known: {', '.join(TASKS)}."
+            f"the task {name!r} is unknown; known: {', '.join(known)}."
             + (f" Did you mean {near[0]!r}?" if near else "")
         )
     return TASKS[name]

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import zipfile
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ def record_cases(
 
     def keep(array: np.ndarray) -> str:
         content = np.ascontiguousarray(array)
-        key = hashlib.sha256(f"{content.dtype}{content.shape}".encode() + content.tobytes()).hexdigest()[:24]
+        key = _name(content)
         arrays[key] = content
         return key
 
@@ -79,6 +80,11 @@ def record_cases(
         staging.unlink(missing_ok=True)
 
 
+def _name(content: np.ndarray) -> str:
+    """Of an array in the file: what it holds."""
+    return hashlib.sha256(f"{content.dtype}{content.shape}".encode() + content.tobytes()).hexdigest()[:24]
+
+
 def _weights(package: Package) -> str:
     """What tells the package's weights from others, whatever target they were lowered for."""
     files = package.manifest["files"]
@@ -89,12 +95,12 @@ class RecordedCases:
     """The cases that `record_cases` wrote.
 
     Raises:
-        PackageError: The file is not readable, or belongs to other weights.
+        PackageError: The file is not readable, or belongs to other weights; of what is drawn, that it was changed.
     """
 
     def __init__(self, path: Path, package: Package) -> None:
         try:
-            self._arrays = np.load(path)
+            self._path, self._arrays = path, np.load(path)
             head = json.loads(self._arrays["head"].tobytes())
         except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
             raise PackageError(f"{path} holds no recorded calls ({error}). Make it with --record.") from error
@@ -118,19 +124,35 @@ class RecordedCases:
             self._drawn[number] += 1
         return found
 
+    def _array(self, key: str) -> np.ndarray:
+        """The array of this name, which is what it holds.
+
+        Raises:
+            PackageError: It is another, or is gone.
+        """
+        try:
+            found: np.ndarray = self._arrays[key]
+        except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error):
+            found = np.zeros(0)
+        if _name(np.ascontiguousarray(found)) != key:
+            raise PackageError(
+                f"{self._path} was changed after it was recorded: {key} holds something else. Record it again."
+            )
+        return found
+
     def _read(self, entry: dict[str, Any]) -> Case:
         def read_all(keys: dict[str, str]) -> Arrays:
-            return {name: self._arrays[key] for name, key in keys.items()}
+            return {name: self._array(key) for name, key in keys.items()}
 
-        leads = {int(layer): self._arrays[key] for layer, key in entry["leads"].items()}
+        leads = {int(layer): self._array(key) for layer, key in entry["leads"].items()}
         return Case(
             entry["name"],
             [read_all(keys) for keys in entry["feeds"]],
             [read_all(keys) for keys in entry["expected"]],
             leads,
-            tuple(self._arrays[key] for key in entry["steps"]),
+            tuple(self._array(key) for key in entry["steps"]),
             tuple(entry["places"]),
-            None if entry["step_logits"] is None else self._arrays[entry["step_logits"]],
+            None if entry["step_logits"] is None else self._array(entry["step_logits"]),
             [read_all(keys) for keys in entry["own"]],
             entry["own_mean"],
             tuple(entry["own_top1"]),

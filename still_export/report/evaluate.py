@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from still_export.evaluation.intervals import share
 from still_export.report.description import Bars, Cell, Heatmap, Lines, Plots, Report, Table
 
 
@@ -12,11 +13,11 @@ def page(content: Mapping[str, Any], model: str, depths: int, machine: Mapping[s
     """The page of an evaluation.
 
     Args:
-        content: bits_per_byte, perplexity, retrieval, chat and costs, by variant (evaluation.json).
+        content: bits_per_byte, perplexity, retrieval, chat and costs, by variant, and prompts (evaluation.json).
         depths: At which facts were hidden.
     """
     bits, found, chat = content["bits_per_byte"], content["retrieval"], content["chat"]
-    parts: list[Table | Plots] = [_table(bits, found, chat)]
+    parts: list[Table | Plots] = [_table(bits, found, chat, content["prompts"])]
     if costs := content["costs"]:
         columns = list(next(iter(costs.values())))
         rows: list[list[Cell]] = [[name, *(row[c] for c in columns)] for name, row in costs.items()]
@@ -88,7 +89,7 @@ def _verdict(bits: Mapping[str, Any], found: Mapping[str, Any]) -> str:
     return "; ".join(said) or "Nothing was measured."
 
 
-def _table(bits: Mapping[str, Any], found: Mapping[str, Any], chat: Mapping[str, Any]) -> Table:
+def _table(bits: Mapping[str, Any], found: Mapping[str, Any], chat: Mapping[str, Any], prompts: int) -> Table:
     variants = list(dict.fromkeys([*bits, *found, *chat]))
     texts = list(next(iter(bits.values()), {}))
     cells = [(task, length) for task, rows in next(iter(found.values()), {}).items() for length in rows]
@@ -97,7 +98,7 @@ def _table(bits: Mapping[str, Any], found: Mapping[str, Any], chat: Mapping[str,
         [
             _plain(variant),
             *(bits[variant][text] for text in texts),
-            *(f"{_mean({0: found[variant][task][length]}):.0%}" for task, length in cells),
+            *(share(_mean({0: found[variant][task][length]}), prompts) for task, length in cells),
             *(chat[variant][name] for name in said),
         ]
         for variant in variants
@@ -108,8 +109,8 @@ def _table(bits: Mapping[str, Any], found: Mapping[str, Any], chat: Mapping[str,
         *(f"{_plain(t)}, {n}" for t, n in cells),
         *(f"chat, {c}" for c in said),
     ]
-    note = "Retrieval: share of answers that are right, mean over depths, by prompt length in tokens." if cells else ""
-    return Table("Results", columns, rows, note)
+    note = f"Retrieval: share of right answers of {prompts} prompts of a length in tokens; where the truth is in 95 cases of 100."
+    return Table("Results", columns, rows, note if cells else "")
 
 
 def _heatmap(variant: str, rows: Mapping[Any, list[float]], depths: int) -> Heatmap:

@@ -73,6 +73,9 @@ ELSEWHERE = {
     "python -m still_export.evaluation.harness run --model still-export --model_args package=BITS4 --tasks hellaswag": Elsewhere(
         "fetches a task; tests/still_export/evaluation/test_small_model.py has one of local files"
     ),
+    "still-export evaluate http://127.0.0.1:8000/v1 --tokenizer MODEL --tasks niah_multikey,babi_1 --lengths 4096 -o SERVED": Elsewhere(
+        "asks a server; tests/still_export/serving/test_evaluated.py does that"
+    ),
     "still-export serve DIR": Elsewhere("serves until it is stopped; tests/still_export/serving/test_app.py does that"),
     "still-export build TRT": Elsewhere(GPU),
     'still-export run TRT --prompt "Once upon a time"': Elsewhere(GPU),

@@ -100,10 +100,12 @@ def test_bits_per_byte_is_the_cross_entropy() -> None:
 
 
 def test_answered_needs_every_token_right() -> None:
-    ids = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 8], [5, 6, 7, 8]])
+    ids = np.array([[5, 6, 7, 8], [5, 6, 7, 8], [5, 6, 7, 8]])
     said = [(7, 8), (7, 9), (9, 8)]
 
     class Fixed(nn.Module):
+        device = torch.device("cpu")
+
         def forward(self, ids: Tensor, logits_to_keep: int, **_: Any) -> Any:
             assert logits_to_keep == 3
             logits = torch.zeros(3, 3, 10)
@@ -112,8 +114,8 @@ def test_answered_needs_every_token_right() -> None:
                     logits[row, column, token] = 1
             return type("Output", (), {"logits": logits})
 
-    assert answered(Fixed(), ids, [2, 2, 2]) == 1
-    assert answered(Fixed(), ids, [2, 2, 1]) == 2  # the last row's first token is no part of its answer
+    assert answered(Fixed(), None, ids, [2, 2, 2]) == 1
+    assert answered(Fixed(), None, ids, [2, 2, 1]) == 2  # the last row's first token is no part of its answer
 
 
 def test_variants_switch_off_what_they_say() -> None:

@@ -11,14 +11,14 @@ import pytest
 
 from still_export.cli.main import main
 from still_export.errors import ConfigError, PackageError
-from still_export.evaluation.prove import ProveOptions, prove
+from still_export.evaluation.prove import ProveOptions, prove, rooms_of
 from still_export.package.files import MANIFEST, MODEL
 from still_export.package.folder import write_manifest
 from still_export.proof import records
 from still_export.proof.ledger import newest, table
-from still_export.proof.records import make_record, read_records, write_record
+from still_export.proof.records import hash_room, make_record, read_records
+from still_export.targets.registry import TARGETS
 from tests.still_export.conftest import Exporter
-from tools import ledger
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +40,20 @@ def test_a_package_is_proven_and_measured(
     assert (record.kind, record.verdict, record.subject["target"]) == ("proof", "passed", "ort-cpu")
     assert record.figures["decode_ms_at_20"] > 0 < record.figures["prefill_s_at_40"]
     assert 0 < record.figures["worst_of_its_bound"] <= 1 and record.stale_rooms() == []
-    assert "still_export.runtime" in record.sources
+    assert {"still_export.runtime", "still_export.targets.ort"} <= set(record.sources)
+
+
+def test_a_record_covers_what_its_target_depends_on() -> None:
+    """A package's C++ counts where it has some; what other targets have does not."""
+    rooms = {t.name: set(rooms_of(t, t.runtime, {})) for t in TARGETS if t.runtime is not None}
+    for name, held in rooms.items():
+        assert all(map(hash_room, held)), name
+        assert ("plugins" in held) == name.startswith("trt") and {"still_kernels", "still_graphs"} <= held
+    assert (
+        "still_export.targets.ort" in rooms["genai"] and "still_export.targets.trt" in rooms["trt8"] - rooms["ort-cpu"]
+    )
+    ort = next(t for t in TARGETS if t.name == "ort-cpu")
+    assert ort.runtime is not None and "plugins" in rooms_of(ort, ort.runtime, {"native": {"library": "lib.so"}})
 
 
 def test_without_its_model_a_package_is_measured_alone(export_tiny: Exporter, tmp_path: Path) -> None:
@@ -77,23 +90,6 @@ def test_the_ledger_shows_the_newest_and_what_went_stale(monkeypatch: pytest.Mon
         records, "_hash_or_none", lambda room: "0" * 64 if room.endswith("errors") else new.sources[room]
     )
     assert table([new]).count("**stale**: still_export.errors |") == 1
-
-
-def test_the_page_is_what_the_records_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What went stale since is marked anew by the tool; the rest of a row stands."""
-
-    def rows(text: str) -> list[str]:
-        return [line.rpartition(" | ")[0] for line in text.splitlines()]
-
-    assert rows(ledger.page()) == rows(ledger.PAGE.read_text(encoding="utf-8"))
-    monkeypatch.setattr(ledger, "PROOFS", tmp_path / "proofs")
-    monkeypatch.setattr(ledger, "PAGE", tmp_path / "ledger.md")
-    made = write_record(make_record("benchmark", "prefill", {}, {"ms": 2.0}, ["still_export.errors"]), tmp_path)
-    ledger.main([str(made)])
-    assert read_records(tmp_path / "proofs") and "| prefill |" in (tmp_path / "ledger.md").read_text()
-    made.write_text(made.read_text().replace("2.0", "1.0"))
-    with pytest.raises(ConfigError, match="changed after it was written"):
-        ledger.main([str(made)])
 
 
 def test_refusals(tmp_path: Path, export_tiny: Exporter) -> None:

@@ -17,10 +17,11 @@ import torch
 from safetensors.torch import load_file
 
 from still_export.evaluation.bench import BenchOptions
-from still_export.evaluation.chat import greedy
+from still_export.evaluation.chat import greedy, replies
 from still_export.evaluation.evaluate import DEFAULT_HAYSTACK, answered, bits_per_byte, load_any, without
 from still_export.evaluation.models import _measured
 from still_export.evaluation.packages import open_model
+from still_export.evaluation.synthetic import PromptWriter
 from still_export.graph.options import ExportOptions
 from still_export.linearization.tasks import TASKS, TaskWriter
 from still_export.linearization.texts import tokenize
@@ -115,7 +116,7 @@ def test_without_salient_tokens_it_finds_less() -> None:
     model = load_model(SMALL, dtype="float32")
     asked = prompts(1024, 6)
     with torch.no_grad(), without(model, "no_salient_tokens"):
-        hits = sum(answered(model, torch.from_numpy(ids[None]), [count]) for ids, count in asked)
+        hits = sum(answered(model, None, ids[None], [count]) for ids, count in asked)
     assert hits <= 2
 
 
@@ -133,6 +134,15 @@ def test_a_package_is_a_model(package: Path) -> None:
     tokenizer, asked = load_tokenizer(SMALL), [prompt[0][:-4].tolist() for prompt in prompts(300, 2)]
     asked[1] = asked[1][20:]
     assert greedy(opened, tokenizer, asked, 8) == greedy(model, tokenizer, asked, 8)
+    writer = PromptWriter(tokenizer, "babi_1", [tokenize(DEFAULT_HAYSTACK, tokenizer, 1024)], [])
+    told = [writer.prompt(400, 0.5, 0, np.random.default_rng(seed)).ids.tolist() for seed in range(2)]
+    assert replies(opened, tokenizer, told, 8) == replies(model, tokenizer, told, 8)
+    right = wrong = 0
+    for row, count in prompts(600, 4):
+        planted = row.copy()
+        planted[-count:] = np.roll(row[-count:], 1) if len(set(row[-count:])) > 1 else row[-count:] + 1
+        right, wrong = (n + answered(opened, tokenizer, x[None], [count]) for n, x in ((right, row), (wrong, planted)))
+    assert right >= 3 and wrong == 0
 
 
 @pytest.mark.slow

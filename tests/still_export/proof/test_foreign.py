@@ -138,8 +138,15 @@ def test_one_graph_for_prompts_and_one_for_steps(tmp_path: Path, model: str) -> 
 
 def test_the_verb(tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
     good = graph(tmp_path / "model.onnx")
+    faulty = {fault: graph(tmp_path / f"{fault}.onnx", fault) for fault in ("stateless", "unknown", "type")}
+    other = tmp_path / "other"
+    LlamaConfig(vocab_size=VOCABULARY + 1, hidden_size=SIZE, num_attention_heads=1).save_pretrained(other)
     for command, code, said in (
         ([good, "--model", model], 0, "PASSED"),
+        ([faulty["stateless"], "--model", model], 2, "has no past and present states"),
+        ([faulty["unknown"], "--model", model], 2, "has inputs that are neither"),
+        ([faulty["type"], "--model", model], 2, "of a type that NumPy has not"),
+        ([good, "--model", other], 2, "gives logits of 29 tokens, the model 30"),
         ([good], 2, "name the model that it was made from with --model"),
         ([good, "--model", model, "--decode-steps", "3"], 2, "--decode-steps: not with a decoder of another exporter"),
     ):

@@ -104,6 +104,7 @@ def evaluation() -> Report:
         },
         "retrieval": {variant: {"needle": {1024: [1.0, 0.5], 2048: [0.25, 0.0]}} for variant in variants},
         "chat": {},
+        "prompts": 8,
         "costs": {"int4": {"size, MB": 122.0, "decode 2048, ms": 11.2}},
     }
     return evaluate.page(content, "MODEL", 2, MACHINE, COMMAND)

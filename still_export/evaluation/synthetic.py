@@ -1,0 +1,330 @@
+"""Prompts that are answered in words: RULER's synthetic tasks and BABILong's, over any text, made anew from their papers
+(arXiv:2404.06654, arXiv:2406.10149); and facts in unseen forms. Each prompt is read again before it counts."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from still_export.errors import ConfigError
+from still_export.evaluation.chat import replies, template
+from still_export.evaluation.questions import holds, unseen_fact
+from still_export.linearization.tasks import COLOURS, THINGS, hide, piece, room_for_filler, stretch
+from still_export.package.chat_format import chat_format
+
+REPLY_TOKENS = 40
+"""Of a reply at most, where a task has no number of its own; long lists of answers have."""
+MANY = 4
+"""Values, keys, distractors of RULER's harder needles."""
+HOPS = 4
+COMMON, OFTEN, SELDOM = 10, 30, 3
+"""Common words, and how often they and all others stand in the list."""
+TRIES = 8
+PEOPLE = "Daniel Mary John Sandra".split()
+PLACES = "kitchen garden office bathroom hallway bedroom".split()
+OBJECTS = "football apple milk".split()
+
+
+@dataclass(frozen=True)
+class Item:
+    """What is hidden and asked.
+
+    Args:
+        facts: Depth (0 = far, 1 = at the end) and text of each, in the order in which they are told.
+        question: Behind the text. lead: How the reply begins.
+        answers: That the reply must hold; each counts.
+        choices: The first of these in the reply is what it says.
+        words: In the place of the filler, tokens' worth of these: word and how often; or a share of all where it is below 1.
+        ranked: The answers are the most frequent of `words`.
+        chance: The filler may hold an answer by chance.
+        tokens: Of a reply at most.
+    """
+
+    question: str
+    answers: tuple[str, ...]
+    facts: tuple[tuple[float, str], ...] = ()
+    lead: str = ""
+    choices: tuple[str, ...] = ()
+    words: tuple[tuple[str, float], ...] = ()
+    chance: bool = False
+    tokens: int = REPLY_TOKENS
+
+    def score(self, reply: str) -> float:
+        """Share of the answers that the reply has, 0 to 1."""
+        if self.choices:
+            said = re.search(rf"(?<!\w)({'|'.join(self.choices)})(?!\w)", reply, re.IGNORECASE)
+            return float(said is not None and said[1].lower() == self.answers[0].lower())
+        return sum(holds(reply, answer) for answer in self.answers) / len(self.answers)
+
+    def fault(self, text: str) -> str:
+        """What is wrong with a prompt that reads `text`; empty: nothing."""
+        at = 0
+        for part in (*(fact for _, fact in sorted(self.facts, key=lambda f: f[0])), self.question):
+            at = text.find(_plain(part), at)
+            if at < 0:
+                return f"{_plain(part)!r} is not in it as a whole"
+        if self.words:
+            body = text[:at]
+            counts = Counter(re.findall(r"\w+", body)).most_common(len(self.answers) + 1)
+            if {word for word, _ in counts[:-1]} != set(self.answers) or counts[-2][1] <= counts[-1][1]:
+                return f"its most frequent words are {', '.join(word for word, _ in counts)}"
+        elif not self.chance:
+            given = _plain(" ".join((*(fact for _, fact in self.facts), self.question, self.lead)))
+            for answer in self.answers:
+                if len(re.findall(rf"\b{answer}\b", text)) != len(re.findall(rf"\b{answer}\b", given)):
+                    return f"its text has {answer!r}, too"
+        return ""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids int64 [n], ready to be answered, and what is asked."""
+
+    ids: np.ndarray
+    item: Item
+
+
+Maker = Callable[[np.random.Generator, float, Sequence[str]], Item]
+"""An item from random numbers, the depth of what is asked for, and the different words of the text."""
+
+
+def _needles(keys: int, values: int, asked: int) -> Maker:
+    """`keys` things with `values` codes each; those of the first `asked` things are asked for."""
+
+    def make(rng: np.random.Generator, depth: float, words: Sequence[str]) -> Item:
+        drawn = rng.choice(len(COLOURS) * len(THINGS), keys, replace=False)
+        names = [f"{COLOURS[i % len(COLOURS)]} {THINGS[i // len(COLOURS)]}" for i in drawn]
+        numbers = rng.choice(9_000_000, (keys, values), replace=False) + 1_000_000
+        places = rng.random((keys, values))
+        if asked * values == 1:
+            places[0, 0] = depth
+        facts = [
+            (float(places[i, j]), f" A code of the {name} is {numbers[i, j]}.")
+            for i, name in enumerate(names)
+            for j in range(values)
+        ]
+        wanted = ", the ".join(names[:asked])
+        every, verb = ("the code", "is") if asked * values == 1 else ("all codes", "are")
+        question = f"\nWhat {verb} {every} of the {wanted} that the text names?"
+        lead = f" In the text {every} of the {wanted} {verb}"
+        answers = tuple(str(n) for n in numbers[:asked].flat)
+        return Item(question, answers, tuple(facts), lead, tokens=16 + 12 * len(answers))
+
+    return make
+
+
+def _variables(rng: np.random.Generator, depth: float, words: Sequence[str]) -> Item:
+    """A chain of assignments: every variable that has the first one's value."""
+    names: list[str] = []
+    while len(names) <= HOPS:
+        name = "".join(chr(65 + int(n)) for n in rng.integers(0, 26, 5))
+        names += [name] * (name not in names)
+    value = str(rng.integers(10_000, 100_000))
+    told = [
+        f" VAR {name} = {source}." for name, source in zip(names, [value, *(f"VAR {n}" for n in names)], strict=False)
+    ]
+    facts = tuple(zip(sorted(rng.random(len(told)).tolist()), told, strict=True))
+    question = (
+        f"\nSome variables of the text have the value {value}, directly or from another variable. Which are they?"
+    )
+    lead = f" These {len(names)} variables have the value {value}:"
+    return Item(question, tuple(names), facts, lead, tokens=16 + 10 * len(names))
+
+
+def _common(rng: np.random.Generator, depth: float, words: Sequence[str]) -> Item:
+    """Ten words that stand in a list ten times as often as all others."""
+    order = [words[int(i)] for i in rng.permutation(len(words))]
+    listed = [(word, float(OFTEN if i < COMMON else SELDOM)) for i, word in enumerate(order)]
+    question = f"\nWhich {COMMON} words are the most frequent of the list above?"
+    lead = f" The {COMMON} most frequent words are"
+    return Item(question, tuple(order[:COMMON]), (), lead, words=tuple(listed), tokens=16 + 8 * COMMON)
+
+
+def _frequent(rng: np.random.Generator, depth: float, words: Sequence[str]) -> Item:
+    """Three words of a text of made-up ones, whose frequencies fall with the square of their rank."""
+    made = ["".join(chr(97 + int(n)) for n in rng.integers(0, 26, 6)) for _ in range(64)]
+    shares = [(word, 0.6 / (rank + 1) ** 2) for rank, word in enumerate(made)]
+    question = "\nThe text above is in a secret script. Which three words are its most frequent?"
+    lead = " The three most frequent words are"
+    return Item(question, tuple(made[:3]), (), lead, words=tuple(shares), tokens=16 + 8 * 3)
+
+
+def _story(supporting: int) -> Maker:
+    """bAbI's first three kinds of stories: people who go about, take and leave things, told between the sentences of the text.
+
+    Args:
+        supporting: Facts that an answer needs.
+    """
+
+    def make(rng: np.random.Generator, depth: float, words: Sequence[str]) -> Item:
+        where: dict[str, list[str]] = {}
+        holder: dict[str, str] = {}
+        seen: dict[str, list[str]] = {thing: [] for thing in OBJECTS}  # places of a thing, in order
+
+        def pick(options: Sequence[str]) -> str:
+            return options[int(rng.integers(len(options)))]
+
+        told: list[str] = []
+        asked: list[tuple[str, str, str]] = []
+        while len(told) < 6 + 4 * supporting or not asked:
+            who = pick(PEOPLE)
+            here = where.get(who, [])
+            if supporting > 1 and here and rng.random() < 0.5:
+                thing = pick(OBJECTS)
+                if holder.get(thing) == who:
+                    del holder[thing]
+                    told.append(f" {who} left the {thing} there.")
+                elif thing not in holder and (not seen[thing] or seen[thing][-1] == here[-1]):
+                    holder[thing] = who
+                    seen[thing] = seen[thing] or [here[-1]]
+                    told.append(f" {who} took the {thing} there.")
+            else:
+                place = pick([p for p in PLACES if p not in here[-1:]])
+                where.setdefault(who, []).append(place)
+                told.append(f" {who} went to the {place}.")
+                for thing in (t for t, by in holder.items() if by == who):
+                    seen[thing].append(place)
+            if supporting == 1:
+                asked = [(f"Where is {w}?", f"{w} is in the", p[-1]) for w, p in where.items()]
+            elif supporting == 2:
+                asked = [(f"Where is the {t}?", f"The {t} is in the", p[-1]) for t, p in seen.items() if len(p) > 1]
+            else:
+                asked = [
+                    (f"Where was the {t} before the {p[-1]}?", f"Before the {p[-1]} the {t} was in the", p[-2])
+                    for t, p in seen.items()
+                    if len(p) > 1 and p.count(p[-1]) == 1
+                ]
+        question, lead, answer = asked[int(rng.integers(len(asked)))]
+        facts = tuple(zip(sorted(rng.random(len(told)).tolist()), told, strict=True))
+        return Item(
+            f"\n{question} Answer with a place.", (answer,), facts, f" {lead}", tuple(PLACES), chance=True, tokens=8
+        )
+
+    return make
+
+
+def _unseen(rng: np.random.Generator, depth: float, words: Sequence[str]) -> Item:
+    fact, question, answer = unseen_fact(rng)
+    return Item(f"\n\n{question}", (answer,), ((depth, fact),), chance=True)
+
+
+MAKERS: dict[str, Maker] = {
+    "unseen": _unseen,
+    "niah_single": _needles(1, 1, 1),
+    "niah_multikey": _needles(MANY, 1, 1),
+    "niah_multivalue": _needles(1, MANY, 1),
+    "niah_multiquery": _needles(MANY, 1, MANY),
+    "variable_tracking": _variables,
+    "common_words": _common,
+    "frequent_words": _frequent,
+    "babi_1": _story(1),
+    "babi_2": _story(2),
+    "babi_3": _story(3),
+}
+"""By name; the tasks of bAbI by how many facts an answer needs."""
+UNSEEN = "unseen"
+
+
+def _plain(text: str) -> str:
+    """With single spaces, as tokenizers differ in those that they put between pieces."""
+    return " ".join(text.split())
+
+
+class PromptWriter:
+    """Writes prompts of one task, in the chat template where the tokenizer has one.
+
+    Args:
+        fillers: Texts as token ids; prompts take them in turn.
+        words: The different words of the texts.
+
+    Raises:
+        ConfigError: The task is for chats, and the tokenizer has no chat template.
+    """
+
+    def __init__(self, tokenizer: Any, task: str, fillers: Sequence[np.ndarray], words: Sequence[str]) -> None:
+        self.tokenizer, self.task, self.fillers, self.words = tokenizer, task, fillers, words
+        chat = template(tokenizer) if task == UNSEEN else chat_format(tokenizer)
+        self.end = "" if chat is None else chat["user_to_assistant"]
+        self.start = tokenizer("")["input_ids"] if chat is None else self._encode(chat["start"])
+
+    def prompt(self, length: int, depth: float, number: int, rng: np.random.Generator) -> Prompt:
+        """The prompt `number` of a depth; with its reply it has `length` tokens, or a word less. "unseen" is replied to beyond them.
+
+        Raises:
+            ConfigError: It does not fit, or none came out whole.
+        """
+        for _ in range(TRIES):
+            item = MAKERS[self.task](rng, depth, self.words)
+            lead = item.lead.lstrip() if self.end else item.lead
+            start, end = (piece((ids, 1)) for ids in (self.start, self._encode(f"{item.question}{self.end}{lead}")))
+            facts = [(place, piece((self._encode(fact), 1))) for place, fact in item.facts]
+            most = length - (0 if self.task == UNSEEN else item.tokens)
+            room = room_for_filler(most, [start, *(fact for _, fact in facts), end], [])
+            filler = self._listed(item, room, rng) if item.words else stretch(self._filler(number), room, rng)
+            ids = hide(start, filler, facts, end)[0].astype(np.int64)
+            text = _plain(self.tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False))
+            if not (fault := f"it has {len(ids)} tokens" if len(ids) > most else item.fault(text)):
+                return Prompt(ids, item)
+        raise ConfigError(
+            f"none of {TRIES} prompts of {self.task} at {length} tokens came out whole: {fault}. Use another text or length."
+        )
+
+    def _filler(self, number: int) -> np.ndarray:
+        return self.fillers[number % len(self.fillers)]
+
+    def _listed(self, item: Item, room: int, rng: np.random.Generator) -> np.ndarray:
+        """Token ids of the item's words in any order, as many as fit.
+
+        Raises:
+            ConfigError: The words are too few, or too long.
+        """
+        encoded = self.tokenizer([f" {word}" for word, _ in item.words], add_special_tokens=False)["input_ids"]
+        asked = np.array([count for _, count in item.words])
+        sizes = np.array([len(ids) for ids in encoded])
+        if asked[0] < 1:  # shares of all
+            counts = np.floor(asked * room / (asked * sizes).sum()).astype(int)
+        else:
+            counts = np.where((asked * sizes).cumsum() <= room, asked, 0).astype(int)
+            if len(counts) <= COMMON or counts[-1]:
+                raise ConfigError(
+                    f"{self.task}: {len(counts)} different words do not fill {room} tokens. Give more --text."
+                )
+            if not counts[COMMON]:
+                raise ConfigError(f"{self.task}: its common words take more than {room} tokens. Use a greater length.")
+        order = rng.permutation(np.repeat(np.arange(len(counts)), counts))
+        return np.concatenate([np.asarray(encoded[i], np.int64) for i in order])
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def replied(
+    model: Any, writer: PromptWriter, length: int, depths: int, samples: int, rng: np.random.Generator, at_once: int
+) -> list[float]:
+    """Mean score of the replies by depth.
+
+    Args:
+        length: Tokens of a prompt with its reply. at_once: Prompts of a batch.
+
+    Raises:
+        ConfigError: A length has no room.
+    """
+    places = [depth / max(1, depths - 1) for depth in range(depths)]
+    prompts = [writer.prompt(length, place, number, rng) for place in places for number in range(samples)]
+    scores: list[float] = []
+    for start in range(0, len(prompts), at_once):
+        part = prompts[start : start + at_once]
+        said = replies(model, writer.tokenizer, [p.ids.tolist() for p in part], part[0].item.tokens)
+        scores += [p.item.score(text) for p, text in zip(part, said, strict=True)]
+    found: list[float] = np.array(scores).reshape(depths, samples).mean(1).tolist()
+    return found
+
+
+def words_of(texts: Sequence[str]) -> list[str]:
+    """Different words of 4 to 10 small letters, in the order of the alphabet."""
+    return sorted({word for text in texts for word in re.findall(r"\b[a-z]{4,10}\b", text)})

@@ -1,0 +1,95 @@
+"""Pages that show records: what stands between their marks is what proofs/ says of today's sources."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from still_export.proof import records
+from still_export.proof.records import Record, make_record, read_records, write_record
+from still_export.targets.registry import TARGETS
+from tests.docs.pages import PAGES, ROOT, name
+from tools import ledger
+
+SPEED = {"prefill_s_at_1024": 0.05, "decode_ms_at_1024": 0.6, "peak_mb_at_1024": 116, "decode_ms_at_64": 0.5}
+
+
+def proof(passed: bool = True, **subject: str) -> Record:
+    given = {"package": "small", "dtype": "float16", **subject}
+    return make_record("proof", "prove", given, SPEED, ["still_export.errors"], passed)
+
+
+@pytest.mark.parametrize("page", ledger.PAGES)
+def test_pages_say_what_the_records_say(page: str) -> None:
+    """Stale rows among it: sources that a record covers and that changed since are marked on the page, or this fails."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert ledger.MARKED.search(text) and text.count("<!-- ledger: ") == text.count("<!-- ledger ends -->")
+    assert ledger.filled(text, read_records(ledger.PROOFS)) == text, (
+        f"{page} is not what proofs/ says: python -m tools.ledger"
+    )
+
+
+def test_every_page_with_marks_is_written() -> None:
+    marked = {name(page) for page in PAGES if "<!-- ledger: " in page.read_text(encoding="utf-8")}
+    assert marked == set(ledger.PAGES)
+
+
+def test_the_tool_keeps_a_record_and_writes_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ledger, "PROOFS", tmp_path / "proofs")
+    monkeypatch.setattr(ledger, "ROOT", tmp_path)
+    monkeypatch.setattr(ledger, "PAGES", ("page.md",))
+    page = tmp_path / "page.md"
+    page.write_text("before\n\n<!-- ledger: speeds -->\n\nold\n\n<!-- ledger ends -->\n\nafter\n")
+    made = write_record(proof(target="ort-cpu"), tmp_path)
+    for _ in range(2):
+        ledger.main([str(made)])
+        text = page.read_text()
+        assert text.startswith("before\n\n<!-- ledger: speeds -->\n\n| package |") and text.endswith(
+            "|\n\n<!-- ledger ends -->\n\nafter\n"
+        )
+        assert "| 1,024 | 0.05 | 0.6 | 116 |" in text and "| 64 |  | 0.5 |  |" in text
+    assert len(read_records(tmp_path / "proofs")) == 1
+    made.write_text(made.read_text().replace("0.6", "0.5"))
+    with pytest.raises(SystemExit, match=r"^2$"):
+        ledger.main([str(made)])
+    assert "changed after it was written. Run what made it again" in " ".join(capsys.readouterr().err.split())
+
+
+def test_targets_are_told_apart() -> None:
+    trt8 = {**json.loads(proof(target="trt").model_dump_json()), "versions": {"tensorrt": "8.6.1"}}
+    for record, expected in (
+        (proof(target="ort-cpu"), "ort-cpu"),
+        (proof(target="onnx", provider="cuda"), "ort-cuda"),
+        (proof(target="onnx"), "ort-cpu"),
+        (proof(target="trt"), "trt"),
+        (Record.model_construct(**trt8), "trt8"),
+        (proof(runtime="vllm"), "vllm"),
+        (proof(op="HybridAttention"), "kernels"),
+    ):
+        assert ledger.target_named(record) == expected
+
+
+def test_targets_without_a_record_say_so_and_stale_ones_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = [proof(target="ort-cpu"), proof(False, target="ort-cpu", quantize="int4")]
+    rows = ledger.targets(made).splitlines()[2:]
+    assert sum("not recorded" in row for row in rows) == len(TARGETS) - 1 == len(rows) - 1
+    (row,) = (row for row in rows if row.startswith("| ort-cpu "))
+    assert "**1 failed**, 1 passed | float16, int4 float16 |" in row and row.endswith("| as they are |")
+    assert (
+        ledger.summary(made).startswith("Proofs on record: ort-cpu on ")
+        and "web" in ledger.summary(made).partition("Without one: ")[2]
+    )
+    monkeypatch.setattr(records, "_hash_or_none", lambda room: "0" * 64)
+    assert "**stale**: errors |" in ledger.targets(made) and "**stale**" in ledger.proofs(made)
+
+
+def test_rows_of_benchmarks_are_tables() -> None:
+    rows = {"rows": [{"context": 4096, "ms": 1.23456}, {"context": 8192, "peer_ms": 2}]}
+    text = ledger.benchmarks([make_record("benchmark", "decode", {"model": "a|b"}, rows, ["still_export.errors"])])
+    assert "decode, model a|b: " in text and "| context | ms | peer ms |\n" in text
+    assert "| 4096 | 1.235 |  |\n| 8192 |  | 2 |\n" in text
+    assert ledger.benchmarks([]) == ledger.speeds([]) == "Not recorded yet.\n"

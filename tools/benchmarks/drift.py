@@ -1,0 +1,121 @@
+"""How far float32 is off float64 by position: a package's logits and states, or a linear state by itself, to lengths no text has.
+
+python -m tools.benchmarks.drift [--record FOLDER] package DIR --model MODEL --tokens 131072
+python -m tools.benchmarks.drift [--record FOLDER] state --tokens 1048576
+
+`package` feeds random tokens in pieces to the package's runner and to PyTorch in float64 and compares, after each doubling, the last
+position's logits (in units of their standard deviation) and the linear states and normalizers (largest error over largest value). `state`
+adds random positive features times values to a sum, as a step does (a token at a time) and as prefill does (a chunk at a time), for eight
+heads; the output is a query's read.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tools.benchmarks.common import Findings, parser_of
+
+FIRST, PIECE = 1024, 512
+HEADS, FEATURES, SIZE, CHUNK = 8, 32, 16, 64
+
+
+def off(found: np.ndarray, exact: np.ndarray) -> float:
+    """The largest error over the largest value."""
+    return float(np.abs(found - exact).max() / np.abs(exact).max())
+
+
+def of_package(options: argparse.Namespace, findings: Findings) -> dict[str, str]:
+    from still_export.models.load import load_model
+    from still_export.package.folder import open_package
+    from still_export.proof.reference import open_runner, runtime_of
+    from still_export.runtime.torch import TorchModel
+
+    package = open_package(options.package)
+    manifest = package.manifest
+    runner = open_runner(package.path, manifest, runtime_of(manifest["target"], None), options.provider)
+    deployment = {"capacity_tokens": options.tokens}
+    exact = TorchModel(manifest, load_model(options.model, dtype="float32", deployment=deployment).double())
+    tokens = np.random.default_rng(options.seed).integers(0, manifest["model"]["vocab_size"], (1, options.tokens))
+    for model in (runner, exact):
+        model.start(1, options.tokens)
+    mark = FIRST
+    for end in range(PIECE, options.tokens + 1, PIECE):
+        ours, theirs = (np.asarray(m.feed(tokens[:, end - PIECE : end])[0, -1], np.float64) for m in (runner, exact))
+        if end == mark:
+            held, wanted = runner.state_arrays(), exact.state_arrays()
+            linear = {name: off(held[name], wanted[name]) for name in held if name.startswith(("kv_state", "z_state"))}
+            worst = max(linear, key=lambda name: linear[name])
+            logits = float(np.abs(ours - theirs).max() / theirs.std())
+            findings.add(
+                position=end,
+                logits=logits,
+                states=linear[worst],
+                worst=worst,
+                same_token=bool(ours.argmax() == theirs.argmax()),
+            )
+            mark *= 2
+    return {"package": package.path.resolve().name, "target": manifest["target"], "dtype": manifest["model"]["dtype"]}
+
+
+def of_state(options: argparse.Namespace, findings: Findings) -> dict[str, str]:
+    draw = np.random.default_rng(options.seed)
+    shape = (HEADS, FEATURES, SIZE + 1)  # the last column is the normalizer
+    exact, stepped, chunked = np.zeros(shape), np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+    query = np.abs(draw.standard_normal((HEADS, FEATURES)))
+    mark = FIRST
+
+    def read(state: np.ndarray) -> np.ndarray:
+        parts: Any = np.einsum("hf,hfd->hd", query, state.astype(np.float64))
+        return parts[:, :-1] / parts[:, -1:]
+
+    for end in range(CHUNK, options.tokens + 1, CHUNK):
+        features = np.abs(draw.standard_normal((CHUNK, HEADS, FEATURES))).astype(np.float32)
+        values = np.concatenate([draw.standard_normal((CHUNK, HEADS, SIZE)), np.ones((CHUNK, HEADS, 1))], -1).astype(
+            np.float32
+        )
+        exact += np.einsum("chf,chd->hfd", features.astype(np.float64), values.astype(np.float64))
+        chunked += np.einsum("chf,chd->hfd", features, values)
+        for feature, value in zip(features, values, strict=True):
+            stepped += feature[:, :, None] * value[:, None, :]
+        if end == mark:
+            errors = {
+                f"{name}_{what}": error
+                for name, state in (("step", stepped), ("chunk", chunked))
+                for what, error in (
+                    ("sum", off(state[..., :-1], exact[..., :-1])),
+                    ("normalizer", off(state[..., -1], exact[..., -1])),
+                    ("read", off(read(state), read(exact))),
+                )
+            }
+            findings.add(position=end, **errors)
+            mark *= 2
+    return {"state": f"{FEATURES} x {SIZE}, chunks of {CHUNK}"}
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    package, state = verbs.add_parser("package"), verbs.add_parser("state")
+    package.add_argument("package", type=Path)
+    package.add_argument("--model", required=True)
+    package.add_argument("--provider", default="cpu")
+    for verb, tokens in ((package, 1 << 17), (state, 1 << 20)):
+        verb.add_argument("--tokens", type=int, default=tokens)
+    options = parser.parse_args()
+    findings = Findings()
+    subject = (of_package if options.verb == "package" else of_state)(options, findings)
+    rooms = (
+        ["still_export.runtime", "still_export.mixers", "still_graphs"]
+        if options.verb == "package"
+        else ["tools.benchmarks.drift"]
+    )
+    findings.record(options.record, "drift", subject, rooms, seed=options.seed)
+
+
+if __name__ == "__main__":
+    main()
