@@ -18,6 +18,8 @@ def load(
     trust_native: bool = False,
     check: bool = True,
     adapter: str | Path | None = None,
+    prefix_cache: str | int = 0,
+    prefix_dir: str | Path | None = None,
 ) -> LanguageModel:
     """The model of an exported package, ready to answer.
 
@@ -35,21 +37,28 @@ def load(
         trust_native: Load native code of the package that this machine did not build, and remember it.
         check: Compare the weights with their hashes while they are loaded.
         adapter: Folder of a LoRA adapter to add, where the package was exported with --adapters; `use_adapter` takes another.
+        prefix_cache: Bytes, or "2GiB", for states of prompts and answers: a call reads what is new in its prompt alone.
+        prefix_dir: Folder in which they outlive the process.
 
     Raises:
-        ConfigError: The runtime or provider is not one of the package's, or it has no place for the adapter.
+        ConfigError: The runtime or provider is not one of the package's, it has no place for the adapter, or the cache's size is none.
         RunError: The package does not run here.
     """
     from still_export.package.folder import open_package
     from still_export.package.trust import trust_package
     from still_export.proof.reference import open_runner, runtime_of
+    from still_export.runtime.prefix_folder import open_prefixes
 
     folder = Path(package)
     manifest = open_package(folder, check_hashes=False).manifest  # the runner compares them
     if trust_native:
         trust_package(folder)
     chosen = runtime_of(manifest["target"], runtime)
-    model = LanguageModel(open_runner(folder, manifest, chosen, provider, threads, plugin, check))
+    runner = open_runner(folder, manifest, chosen, provider, threads, plugin, check)
+    model = LanguageModel(runner)
     if adapter is not None:
         model.use_adapter(adapter)
-    return model
+    cache = open_prefixes(
+        runner, prefix_cache, Path(prefix_dir) if prefix_dir else None
+    )  # of the model with its adapter
+    return LanguageModel(runner, cache) if cache else model

@@ -1,7 +1,7 @@
 /** A package in Node: node run.mjs FOLDER '{"prompt": "...", "tokens": 20, "temperature": 0, "seed": 0}' -> JSON. For tests. */
 import { readFile } from "node:fs/promises";
 import { join } from "node:path";
-import { Chat, Model, Sampling, prove, sentence } from "./dist/index.js";
+import { Model, Sampling, prove, sentence } from "./dist/index.js";
 
 const [folder, asked] = [process.argv[2], JSON.parse(process.argv[3] ?? "{}")];
 const files = async (name) => new Uint8Array(await readFile(join(folder, name)));
@@ -10,13 +10,13 @@ try {
   const model = await Model.open(files, { runtime: new URL("dist/page/", import.meta.url).href, threads: asked.threads ?? 1 });
   const sampling = () => new Sampling(asked.temperature ?? 0, asked.topK ?? 0, asked.topP ?? 1, asked.seed ?? 0);
   const all = async (pieces) => { const found = []; for await (const piece of pieces) found.push(piece); return found; };
-  const ids = new Chat(model).encode(asked.prompt ?? "Once upon a time", true);
+  const ids = model.encode(asked.prompt ?? "Once upon a time", true);
   said.ids = ids;
   said.tokens = await all(model.generate(ids, asked.tokens ?? 16, sampling()));
   if (asked.snapshot) {
     model.start();
     await model.prefill(ids.slice(0, -1));
-    const file = await model.save("text");
+    const file = await model.save();
     await (await import("node:fs/promises")).writeFile(asked.snapshot, file);
     model.start();
     await model.load(file);

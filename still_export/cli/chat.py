@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from still_export.runtime.text import Answer
 HELP = """\
 /help    these commands
 /stats   tokens read and written, speed, what the state holds
+/back    forget the last message and its answer; /back 3: the last three
 /reset   forget what was said
 /exit    leave (as Ctrl-D)
 Ctrl-C stops an answer; what follows is another message. Alt-Enter begins a new line."""
@@ -48,10 +50,13 @@ def talk(conversation: Conversation, output: Output, when_full: str) -> None:
             conversation.reset()
             last = None
             output.say("forgotten")
+        elif found := re.fullmatch(r"/back(?:\s+(\d{1,6}))?", command):
+            conversation.back(int(found[1] or 1))
+            output.say(f"{len(conversation.turns)} turns are left")
         elif command == "/stats":
             output.say(statistics(conversation, last))
         elif command.startswith("/") and " " not in command and "/" not in command[1:]:
-            output.say(f"{command} is no command. Known: /help, /stats, /reset, /exit.")
+            output.say(f"{command} is no command. Known: /help, /stats, /back, /reset, /exit.")
         else:
             last = _ask(conversation, message, output, when_full, read) or last
 

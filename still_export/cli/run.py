@@ -55,6 +55,13 @@ def run(
         Path | None,
         typer.Option(help="LoRA adapter to add to the weights of a package that was exported with --adapters."),
     ] = None,
+    prefix_cache: Annotated[
+        str,
+        typer.Option(help="Chat: memory for the states of turns, none of which is read again after /back; 0 = none."),
+    ] = "1GiB",
+    prefix_dir: Annotated[
+        Path | None, typer.Option(help="Chat: folder in which they outlive the program; as large as the cache at most.")
+    ] = None,
     threads: Annotated[int, typer.Option(min=0, help="0 = OMP_NUM_THREADS, or the runtime's choice.")] = 0,
     provider: Annotated[str, typer.Option(help="Of ONNX Runtime: cpu or cuda.")] = "cpu",
     runtime: Annotated[str | None, typer.Option(help="ort, trt or torch.", show_default="the package's target")] = None,
@@ -69,6 +76,7 @@ def run(
     from still_export.cli.chat import WHEN_FULL, talk
     from still_export.runtime.conversation import Conversation
     from still_export.runtime.cuda_driver import CudaError
+    from still_export.runtime.prefix_folder import open_prefixes
     from still_export.runtime.sampling import RunError, Sampling
     from still_export.runtime.snapshot import Snapshot
     from still_export.runtime.text import write_answer
@@ -102,7 +110,14 @@ def run(
         )
         prefix = Snapshot.load(load_state) if load_state else None
         if not given:
-            talk(Conversation(model.runner, model.text, tokens, sampling, system, stop or (), prefix), out, when_full)
+            cache = open_prefixes(model.runner, prefix_cache, prefix_dir)
+            talk(
+                Conversation(model.runner, model.text, tokens, sampling, system, stop or (), prefix, cache),
+                out,
+                when_full,
+            )
+            if cache is not None:
+                cache.close()
             return
         model.restore(prefix)
         content = _read(prompt_file) if prompt_file else sys.stdin.read() if prompt == "-" else prompt or ""

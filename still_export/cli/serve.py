@@ -42,6 +42,16 @@ def serve(
     piece_tokens: Annotated[
         int, typer.Option(min=1, help="Of a prompt, read between two tokens of the other answers.")
     ] = 256,
+    prefix_cache: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory for states of prompts and answers, which are not read again; 0 = none.",
+            show_default="1GiB on a CPU, 0 elsewhere",
+        ),
+    ] = None,
+    prefix_dir: Annotated[
+        Path | None, typer.Option(help="Folder in which they outlive the server; as large as the cache at most.")
+    ] = None,
     stop_timeout: Annotated[int, typer.Option(min=0, help="Seconds that SIGTERM leaves to what runs.")] = 30,
     threads: Annotated[int, typer.Option(min=0, help="0 = OMP_NUM_THREADS, or the runtime's choice.")] = 0,
     provider: Annotated[str, typer.Option(help="Of ONNX Runtime: cpu or cuda.")] = "cpu",
@@ -55,6 +65,8 @@ def serve(
     demand("starlette", "uvicorn")
     from still_export.api import load
     from still_export.runtime.cuda_driver import CudaError
+    from still_export.runtime.ort import OrtModel
+    from still_export.runtime.prefix_folder import open_prefixes
     from still_export.runtime.sampling import RunError
     from still_export.serving.app import Settings
     from still_export.serving.scheduler import Scheduler
@@ -77,7 +89,10 @@ def serve(
         )
         if "tokenizer.json" not in model.runner.manifest["files"]:
             raise RunError(f"{package} has no tokenizer.json, so it cannot be served: answers are text.")
-        return Scheduler(model.runner, model.text, rows, max_queue, max_context, piece_tokens)
+        host_memory = isinstance(model.runner, OrtModel) and model.runner.device == "cpu"
+        size = prefix_cache or ("1GiB" if host_memory else "0")
+        prefixes = open_prefixes(model.runner, size, prefix_dir)
+        return Scheduler(model.runner, model.text, rows, max_queue, max_context, piece_tokens, prefixes)
 
     with listen(host, port) as sock:
         try:
@@ -97,3 +112,5 @@ def serve(
             out.log("everyone who reaches this address may ask: there is no --api-key")
         Server(worker, settings, stop_timeout).run(sockets=[sock])
         worker.join(5)
+        if scheduler.prefixes is not None:
+            scheduler.prefixes.close()

@@ -162,13 +162,34 @@ class Runner(ABC):
 
     def forget(self, sequence: int) -> None:
         """Make one sequence empty, for another; room and the others stay as they are."""
-        self._zero(sequence)
+        self.put(sequence, {}, 0)
+
+    def put(self, sequence: int, arrays: Mapping[str, np.ndarray], length: int) -> None:
+        """Let one sequence go on from `arrays`, which `take` gave after `length` tokens; the others stay as they are.
+
+        Raises:
+            RunError: They are more tokens than the package holds; nothing is changed then.
+        """
+        self.check_capacity(length)
+        if length > self.room:
+            self._resize(length)
+        self._fill(sequence, arrays)
         self.length = self.length.copy()  # callers may hold it
-        self.length[sequence] = 0
+        self.length[sequence] = length
+
+    def take(self, sequence: int = 0) -> dict[str, np.ndarray]:
+        """The state of one sequence by name, [1, ...], cut to the rows that hold something; the next call may write over it."""
+        shapes = self.table.shapes(1, self.table.rows(int(self.length[sequence])))
+        rows = {name: tuple(slice(0, n) for n in shape[1:]) for name, shape in shapes.items()}
+        return {n: array[(slice(sequence, sequence + 1), *rows[n])] for n, array in self._views().items()}
 
     @abstractmethod
-    def _zero(self, sequence: int) -> None:
-        """Write zeros, which are an empty state, over one sequence of every state."""
+    def _fill(self, sequence: int, arrays: Mapping[str, np.ndarray]) -> None:
+        """Write `arrays` [1, ...] over one sequence of every state, and zeros, which are an empty state, where they have nothing."""
+
+    def _views(self) -> dict[str, np.ndarray]:
+        """The state tensors by name, which need not be copies."""
+        return self.state_arrays()
 
     def _among_all(self, input_ids: np.ndarray, counts: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:
         """A call on some sequences as one on all [B], where the others bring nothing."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from still_export.runtime.base import Progress, Runner
+from still_export.runtime.prefixes import PrefixCache, Reader
 from still_export.runtime.sampling import RunError, Sampling
 from still_export.runtime.text import Answer, Text, write_answer
 
@@ -39,6 +40,7 @@ class Conversation:
         system: System message.
         stop: Texts that end an answer.
         prefix: What was read before the first message, as of `Text.opening`; it is kept.
+        prefixes: Keeps the states of turns, so that none is read again after `back`.
 
     Raises:
         RunError: The package has no chat format, or none for a system message: said before anyone types one.
@@ -53,23 +55,22 @@ class Conversation:
         system: str | None = None,
         stop: Sequence[str] = (),
         prefix: Snapshot | None = None,
+        prefixes: PrefixCache | None = None,
     ) -> None:
         self.model, self.text, self.tokens = model, text, tokens
         self.sampling, self.system, self.stop, self.prefix = sampling, system, stop, prefix
         text.opening("", system)
         self.turns: list[tuple[str, list[int]]] = []
         """Each message with the tokens of its answer."""
-        self._unread: list[int] = []
+        self._said: list[int] = []
+        """Tokens of all turns, behind the prefix."""
+        self._reader = Reader(model, prefixes, prefix)
         self.reset()
 
     def reset(self) -> None:
         """Forget everything that was said."""
-        self.turns, self._unread = [], []
-        if self.prefix is None:
-            self.model.start()
-        else:
-            self.prefix.restore(self.model)
-            self._unread = list(self.prefix.unread)
+        self._retell([])
+        self._reader.restart()
 
     def ask(
         self,
@@ -84,29 +85,38 @@ class Conversation:
             FullError: The oldest turns must go first (`drop`); nothing was read.
             RunError: The message alone is too long.
         """
-        prompt = self._unread + self._turn(message, first=not self.turns)
+        prompt = self._said + self._turn(message, first=not self.turns)
         self._check_room(message, len(prompt))
+        known, told = self._reader.begin(prompt, progress)
         answer = Answer(
             self.model,
             self.text,
-            prompt,
+            prompt[known:],
             self.tokens,
             self.sampling,
             stop=self.stop,
-            progress=progress,
+            progress=told,
             stopped=stopped,
+            cached=known,
         )
         write_answer(answer, stream)
-        self._unread = answer.unread
+        self._said = prompt + answer.tokens
+        self._reader.end(self._said)
         self.turns.append((message, answer.tokens))
         return answer
 
     def drop(self, turns: int) -> None:
         """Forget the `turns` oldest turns; the others are read again with the next message."""
-        kept = self.turns[turns:]
-        self.reset()
-        for message, answer in kept:
-            self._unread += self._turn(message, first=not self.turns) + answer
+        self._retell(self.turns[turns:])
+
+    def back(self, turns: int = 1) -> None:
+        """Forget the `turns` latest turns."""
+        self._retell(self.turns[: max(0, len(self.turns) - turns)])
+
+    def _retell(self, turns: list[tuple[str, list[int]]]) -> None:
+        self.turns, self._said = [], list(self.prefix.unread) if self.prefix else []
+        for message, answer in turns:
+            self._said += self._turn(message, first=not self.turns) + answer
             self.turns.append((message, answer))
 
     def _turn(self, message: str, first: bool) -> list[int]:
@@ -121,12 +131,13 @@ class Conversation:
 
     def _check_room(self, message: str, prompt: int) -> None:
         table = self.model.table
-        needed = int(self.model.length[0]) + prompt + self.tokens - 1
+        before = self.prefix.length if self.prefix else 0
+        needed = before + prompt + self.tokens - 1
         if not table.bounded or needed <= table.capacity_tokens or not self.turns:
             return  # one message that is too long is refused by `generate`
         for gone in range(1, len(self.turns) + 1):
             kept = self.turns[gone:]
-            size = 0 if self.prefix is None else self.prefix.length + len(self.prefix.unread)
+            size = before + len(self.prefix.unread if self.prefix else ())
             size += sum(len(self._turn(m, first=not i)) + len(a) for i, (m, a) in enumerate(kept))
             size += len(self._turn(message, first=not kept))
             if size + self.tokens - 1 <= table.capacity_tokens or gone == len(self.turns):

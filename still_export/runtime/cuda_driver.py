@@ -63,12 +63,12 @@ class Buffer:
         address = ctypes.c_uint64(self.address + begin)
         self.driver.call("cuMemsetD8Async", address, 0, ctypes.c_size_t(size), self.driver.stream)
 
-    def write(self, array: np.ndarray) -> None:
-        """Copy a C-contiguous array to the start, in the order of the stream; the array may be reused at once."""
-        assert array.flags.c_contiguous and array.nbytes <= self.size
+    def write(self, array: np.ndarray, begin: int = 0) -> None:
+        """Copy a C-contiguous array to the bytes from `begin` on, in the order of the stream; the array may be reused at once."""
+        assert array.flags.c_contiguous and begin + array.nbytes <= self.size
         self.driver.call(
             "cuMemcpyHtoDAsync_v2",
-            ctypes.c_uint64(self.address),
+            ctypes.c_uint64(self.address + begin),
             ctypes.c_void_p(array.ctypes.data),
             ctypes.c_size_t(array.nbytes),
             self.driver.stream,

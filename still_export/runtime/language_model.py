@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal, overload
 
 from still_export.runtime.base import Progress, Runner
+from still_export.runtime.prefixes import PrefixCache, Reader
 from still_export.runtime.sampling import RunError, Sampling
 from still_export.runtime.snapshot import Snapshot
 from still_export.runtime.text import Answer, Text
@@ -26,15 +27,15 @@ class LanguageModel:
 
     Args:
         runner: Of any runtime.
+        prefixes: Keeps the states of prompts and answers, so that a call reads what is new in its prompt alone; None: all of it.
     """
 
-    def __init__(self, runner: Runner) -> None:
-        self.runner = runner
-        self._prefix: Snapshot | None = None
-        self._place = "text"
+    def __init__(self, runner: Runner, prefixes: PrefixCache | None = None) -> None:
+        self.runner, self.prefixes = runner, prefixes
         self._last: Answer | None = None
         self._text: Text | None = None
         runner.start()
+        self._begin_with(None)
 
     def use_adapter(self, adapter: str | Path | None) -> None:
         """Add a LoRA adapter to the package's weights in the place of the one before, or (None) none; what was read is forgotten.
@@ -54,6 +55,10 @@ class LanguageModel:
 
             inputs = adapter_inputs(Path(adapter), self.runner.manifest)
             self.runner.use_adapter(inputs, adapter_digest(inputs))
+        if self.prefixes is not None:  # its states are of the weights before, and so is its folder
+            self.prefixes.close()
+            self.prefixes.clear()
+            self.prefixes.shelf = None
         self.restore(None)
 
     @property
@@ -149,17 +154,18 @@ class LanguageModel:
         """
         if max_tokens < 1:
             raise RunError(f"max_tokens={max_tokens}; it must be at least 1.")
-        ids = self._begin(self._ids(prompt))
+        known, told = self._begin(self._ids(prompt), progress)
         self._place = "answer" if _is_chat(prompt) else "text"
         self._last = Answer(
             self.runner,
             self.text if as_text else None,
-            ids,
+            self._said[known:],
             max_tokens,
             sampling,
             stop=stop,
-            progress=progress,
+            progress=told,
             stopped=stopped,
+            cached=known,
         )
         return self._last
 
@@ -185,16 +191,19 @@ class LanguageModel:
         if chat and self._prefix is not None:
             raise RunError("a chat begins with its first text: restore(None) first.")
         ids = self.text.opening(str(prompt), system) if chat else self._ids(prompt)
-        ids = self._begin(ids)
-        if ids:
-            self.runner.prefill(ids, progress)
-        self._place, self._last = "user" if chat else "text", None
-        self._prefix = self.snapshot()
-        return self._prefix
+        known, told = self._begin(ids, progress)
+        if self._said:
+            self.runner.prefill(self._said[known:], told)
+        self._place = "user" if chat else "text"
+        found = self.snapshot()
+        self._begin_with(found)
+        return found
 
     def snapshot(self) -> Snapshot:
         """What was read and answered by the last call; `Snapshot.save` writes it."""
-        return Snapshot.of(self.runner, self._place, tuple(self._last.unread) if self._last else ())
+        said = self._said + (self._last.tokens if self._last else [])
+        read = int(self.runner.length[0]) - (self._prefix.length if self._prefix else 0)
+        return Snapshot.of(self.runner, self._place, tuple(said[read:]))
 
     def restore(self, snapshot: Snapshot | str | Path | None) -> None:
         """Start the following calls from a snapshot, a file of one, or (None) from nothing.
@@ -204,9 +213,22 @@ class LanguageModel:
         """
         if isinstance(snapshot, str | Path):
             snapshot = Snapshot.load(snapshot)
+        self._settle()
         if snapshot is not None:
             snapshot.restore(self.runner)  # what does not fit is said here
-        self._prefix = snapshot
+        self._begin_with(snapshot)
+
+    def _begin_with(self, prefix: Snapshot | None) -> None:
+        """Let every call start from `prefix`."""
+        self._prefix, self._place = prefix, prefix.place if prefix else "text"
+        self._said = list(prefix.unread) if prefix else []
+        self._reader = Reader(self.runner, self.prefixes, prefix)
+
+    def _settle(self) -> None:
+        """Keep what the last call left, where it came to its end."""
+        if self._last is not None and self._last.whole:
+            self._reader.end(self._said + self._last.tokens)
+        self._last = None
 
     def _ids(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt behind the prefix."""
@@ -219,13 +241,11 @@ class LanguageModel:
             return self.text.dialogue(prompt, place)  # type: ignore[arg-type]
         return [int(token) for token in prompt]  # type: ignore[call-overload, arg-type]
 
-    def _begin(self, ids: list[int]) -> list[int]:
-        """Put the runner behind the prefix; the ids to read there."""
-        if self._prefix is None:
-            self.runner.start()
-            return ids
-        self._prefix.restore(self.runner, len(ids))
-        return [*self._prefix.unread, *ids]
+    def _begin(self, ids: list[int], progress: Progress | None) -> tuple[int, Progress]:
+        """Put the runner behind the prefix, and what is known behind it, as `Reader.begin`; the ids to read are `_said`."""
+        self._settle()
+        self._said = [*(self._prefix.unread if self._prefix else ()), *ids]
+        return self._reader.begin(self._said, progress)
 
 
 def _is_chat(prompt: Prompt) -> bool:

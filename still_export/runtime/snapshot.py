@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ class Snapshot:
     package: Digest of the files that give the state its meaning.
     place: Where the text stops: in plain "text", inside a "user" message of a chat, after an "answer".
     unread: Tokens that belong to the text and that the model has not read.
+    tokens: That were read, where they are known.
     """
 
     arrays: dict[str, np.ndarray]
@@ -32,17 +34,13 @@ class Snapshot:
     package: str
     place: str = "text"
     unread: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, model: Runner, place: str = "text", unread: tuple[int, ...] = ()) -> Snapshot:
         """What `model` has read in its single sequence."""
-        length = int(model.length[0])
-        shapes = model.table.shapes(1, model.table.rows(length))
-        arrays = {}
-        for name, array in model.state_arrays().items():
-            part = tuple(slice(0, n) for n in shapes[name])
-            arrays[name] = np.ascontiguousarray(array[part])
-        return cls(arrays, length, digest(model), place, unread)
+        arrays = {name: array.copy() for name, array in model.take().items()}
+        return cls(arrays, int(model.length[0]), digest(model), place, unread)
 
     def restore(self, model: Runner, more: int = 0) -> None:
         """Let `model` go on from here, with room for `more` tokens.
@@ -57,11 +55,34 @@ class Snapshot:
         model.load(self.arrays, np.array([self.length]), more)
 
     def save(self, path: Path | str) -> None:
-        """Write a safetensors file."""
+        """Write a safetensors file with the hash of its content; whoever ends meanwhile leaves what was there before."""
         from safetensors.numpy import save_file
 
-        described = {"length": self.length, "package": self.package, "place": self.place, "unread": list(self.unread)}
-        save_file(self.arrays, path, metadata={"format": FORMAT, "still_export": json.dumps(described)})
+        described: dict[str, Any] = {"length": self.length, "package": self.package, "place": self.place}
+        described |= {"unread": list(self.unread), "tokens": list(self.tokens), "sha256": self._hash()}
+        path = Path(path)
+        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        try:
+            save_file(self.arrays, part, metadata={"format": FORMAT, "still_export": json.dumps(described)})
+            with part.open("rb") as file:
+                os.fsync(file.fileno())
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+
+    def key(self) -> tuple[int, ...]:
+        """Numbers that no vocabulary has, and no other state."""
+        return tuple(
+            int(number) | 1 << 30 for number in np.frombuffer(bytes.fromhex(self._hash()[:32]), np.int32) & 0x3FFFFFFF
+        )
+
+    def _hash(self) -> str:
+        """Of all that the file says."""
+        found = hashlib.sha256(repr((self.length, self.package, self.place, self.unread, self.tokens)).encode())
+        for name, array in sorted(self.arrays.items()):
+            found.update(f"{name} {array.dtype} {array.shape}".encode())
+            found.update(array.tobytes())
+        return found.hexdigest()
 
     @classmethod
     def load(cls, path: Path | str) -> Snapshot:
@@ -69,6 +90,24 @@ class Snapshot:
 
         Raises:
             RunError: The file is none, or damaged.
+        """
+        arrays: dict[str, np.ndarray] = {}
+        described = cls.describe(path, arrays)
+        read, tokens = tuple(described["unread"]), tuple(described.get("tokens", ()))
+        found = cls(arrays, described["length"], described["package"], described["place"], read, tokens)
+        if described.get("sha256") not in (None, found._hash()):  # a browser's file has none
+            raise RunError(f"{path} is damaged: its content has another SHA-256 than it says. Read the text again.")
+        return found
+
+    @staticmethod
+    def describe(path: Path | str, arrays: dict[str, np.ndarray] | None = None) -> dict[str, Any]:
+        """What a file says of its state: length, package, place, unread, and where they are known tokens and sha256.
+
+        Args:
+            arrays: Filled with the state itself.
+
+        Raises:
+            RunError: The file is none.
         """
         from safetensors import SafetensorError, safe_open
 
@@ -78,11 +117,12 @@ class Snapshot:
                 metadata = file.metadata() or {}
                 if metadata.get("format") != FORMAT:
                     raise wrong
-                arrays = {name: file.get_tensor(name) for name in file.keys()}
+                if arrays is not None:
+                    arrays |= {name: file.get_tensor(name) for name in file.keys()}
             described: Any = json.loads(metadata["still_export"])
-            length, place, unread = described["length"], described["place"], described["unread"]
-            whole = [n for n in (length, *unread) if type(n) is int and 0 <= n < 1 << 40]
-            if len(whole) != 1 + len(unread) or place not in PLACES or not isinstance(described["package"], str):
+            numbers = [described["length"], *described["unread"], *described.get("tokens", ())]
+            whole = all(type(n) is int and 0 <= n < 1 << 40 for n in numbers)
+            if not whole or described["place"] not in PLACES or not isinstance(described["package"], str):
                 raise wrong
         except OSError as error:
             raise RunError(f"{path} cannot be read: {error.strerror or error}.") from error
@@ -90,7 +130,7 @@ class Snapshot:
             if error is wrong:
                 raise
             raise wrong from error
-        return cls(arrays, length, described["package"], place, tuple(unread))
+        return dict(described)
 
 
 def digest(model: Runner) -> str:

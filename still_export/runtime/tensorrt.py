@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -191,11 +191,18 @@ class TrtModel(TrtEngine, Runner):
         shape = self.batch, rows, self.manifest["model"]["vocab_size"]
         return self._floats(self._io["logits"].read(np.empty(shape, self._logit_type)))
 
-    def _zero(self, sequence: int) -> None:
+    def _fill(self, sequence: int, arrays: Mapping[str, np.ndarray]) -> None:
         for state in self.table:
-            size = math.prod(self._state_shapes[state.name][1:]) * ITEM_BYTES[state.dtype]
-            if size:
-                self._state[state.name].zero(sequence * size, size)
+            shape, given = self._state_shapes[state.name][1:], arrays.get(state.name)
+            size = math.prod(shape) * ITEM_BYTES[state.dtype]
+            if given is None:
+                if size:
+                    self._state[state.name].zero(sequence * size, size)
+            elif size:
+                held = np.zeros(shape, NUMPY_TYPES[state.dtype])
+                held[tuple(slice(0, n) for n in given.shape[1:])] = given[0]
+                self._state[state.name].write(held, sequence * size)
+                self.driver.synchronize()  # before `held` is freed
 
     def _write_states(self, arrays: dict[str, np.ndarray]) -> None:
         for name, array in arrays.items():

@@ -48,12 +48,13 @@ class Text:
         if piece := pieces.end():
             yield piece
 
-    def dialogue(self, messages: Sequence[Mapping[str, str]], place: str = "text") -> list[int]:
+    def dialogue(self, messages: Sequence[Mapping[str, str]], place: str = "text", ends: bool = True) -> list[int]:
         """Token ids of a chat that the assistant is to answer: messages with "role" and "content".
 
         Args:
             messages: A system message or none, then user and assistant in turn, a user's last.
             place: What was read before: nothing ("text"), the beginning of the first message here ("user"), an "answer".
+            ends: False: the last message goes on.
 
         Raises:
             RunError: Their order is another, or the package has no chat format.
@@ -70,7 +71,7 @@ class Text:
         for message in said:
             user = message["role"] == "user"
             parts += [message["content"], chat["user_to_assistant" if user else "assistant_to_user"]]
-        return self.encode("".join(parts), special=False)
+        return self.encode("".join(parts if ends else parts[:-1]), special=False)
 
     def opening(self, text: str, system: str | None = None) -> list[int]:
         """Token ids of the beginning of a chat whose first message begins with `text` and is not at its end.
@@ -174,10 +175,11 @@ class Answer:
         sampling: How they are chosen.
         stop: Texts that end the answer; not part of it.
         stopped: Asked before every token whether the answer shall end here.
+        cached: Tokens before `prompt` that the model has read already, and that belong to it.
 
     Attributes:
         tokens: Generated so far. ended: "end" (the model's own), "length", "stop" or "interrupted".
-        unread: Tokens of the answer that the model has not read: a token is read when the next one is asked for.
+        cached_tokens: Of the prompt, those that had been read. whole: It came to its end, and was not given up.
     """
 
     def __init__(
@@ -191,12 +193,12 @@ class Answer:
         stop: Sequence[str] = (),
         progress: Progress | None = None,
         stopped: Callable[[], bool] = lambda: False,
+        cached: int = 0,
     ) -> None:
         stops = StopTexts(stop)
         self.tokens: list[int] = []
-        self.unread: list[int] = []
-        self.ended = "end"
-        self.prompt_tokens = len(prompt)
+        self.ended, self.whole = "end", False
+        self.prompt_tokens, self.cached_tokens = len(prompt) + cached, cached
         self._written: list[str] = []
         self._times: list[float] = []
         self._begin = time.perf_counter()
@@ -217,13 +219,12 @@ class Answer:
             for token in model.generate(prompt, count, sampling, model.manifest["eos_token_ids"], progress):
                 self._times.append(time.perf_counter())
                 self.tokens.append(token)
-                self.unread = [token]
                 self.ended = "length" if len(self.tokens) == count else "interrupted"
                 yield token
                 if stopped():
                     return
             if len(self.tokens) < count:
-                self.ended, self.unread = "end", []
+                self.ended = "end"
 
         pieces = (f"{t} " for t in tokens()) if text is None else text.stream(tokens())
         for piece in until(pieces, stops):
@@ -231,6 +232,7 @@ class Answer:
             yield piece
         if stops.found:
             self.ended = "stop"
+        self.whole = True
 
     def __iter__(self) -> Iterator[str]:
         return self._pieces
@@ -255,6 +257,7 @@ class Answer:
         """Values that JSON can hold."""
         return {
             "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
             "tokens": self.tokens,
             "text": self.text,
             "ended": self.ended,

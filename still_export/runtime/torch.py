@@ -80,11 +80,15 @@ class TorchModel(Runner):
         self.length = self.length + counts
         return logits[first : first + sequences]
 
-    def _zero(self, sequence: int) -> None:
-        for layer in self._states:
+    def _fill(self, sequence: int, arrays: Mapping[str, np.ndarray]) -> None:
+        for i, layer in enumerate(self._states):
             for name, tensor in layer.items():
                 layer[name] = tensor.clone()  # what a call returned may be a view
                 layer[name][sequence] = 0
+                if (given := arrays.get(f"{name}.{i}")) is not None:
+                    layer[name][sequence][tuple(slice(0, n) for n in given.shape[1:])] = torch.from_numpy(
+                        given[0].copy()
+                    )
 
     def state_arrays(self) -> dict[str, np.ndarray]:
         return {f"{name}.{i}": x.numpy().copy() for i, layer in enumerate(self._states) for name, x in layer.items()}

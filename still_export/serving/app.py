@@ -65,6 +65,7 @@ def make_app(worker: Worker, settings: Settings) -> Starlette:
             Route("/v1/models/{model:path}", api(keyed(server.model))),
             Route("/v1/completions", api(keyed(server.completions)), methods=["POST"]),
             Route("/v1/chat/completions", api(keyed(server.chat)), methods=["POST"]),
+            Route("/v1/prefixes", api(keyed(server.prefixes)), methods=["POST"]),
         ],
         exception_handlers={HTTPException: server.refuse},
     )
@@ -118,7 +119,7 @@ class _Server:
     async def refuse(self, request: HttpRequest, error: Exception) -> Response:
         """Unknown paths and methods."""
         assert isinstance(error, HTTPException)
-        known = "this server has /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics."
+        known = "this server has /v1/chat/completions, /v1/completions, /v1/prefixes, /v1/models, /health and /metrics."
         message = f"{request.method} {request.url.path[:200]}: {str(error.detail).lower()}; {known}"
         self.metrics.responses.labels("other", str(error.status_code)).inc()
         return _json(ApiError(error.status_code, message).to_dict(), error.status_code, error.headers)
@@ -175,10 +176,25 @@ class _Server:
         async for event in self._events(http, job, events):
             text, ended = text + event.text, event.ended or ""
             _check(event)
-        return _json(reply.whole(text, ended, len(job.tokens)))
+        return _json(reply.whole(text, ended, len(job.tokens), job.cached))
 
-    async def _read(self, http: HttpRequest, kind: type[Completion] | type[Chat]) -> Asked:
-        """What a client asks, read by as few at a time as could be answered."""
+    async def prefixes(self, http: HttpRequest) -> Response:
+        """Read a document before anyone asks behind it."""
+        scheduler = self.worker.scheduler
+        if scheduler.prefixes is None:
+            raise ApiError(
+                400, "this server keeps no prefixes: start it with --prefix-cache 2GiB, or as much as you like."
+            )
+
+        request = await self._read(http, None)
+        job, events = self._submit(request, warm=True)
+        async for event in self._events(http, job, events):
+            _check(event)
+        usage = Reply(request, self.settings.name).usage(0, job.cached)
+        return _json({"object": "prefix", "model": self.settings.name, "usage": usage})
+
+    async def _read(self, http: HttpRequest, kind: type[Completion] | type[Chat] | None) -> Asked:
+        """What a client asks, read by as few at a time as could be answered; None: to be read ahead, a text or a chat."""
         scheduler = self.worker.scheduler
         if self._reading >= scheduler.places:
             message = f"{self._reading} requests are being read, which is the limit. Ask again later."
@@ -188,13 +204,15 @@ class _Server:
             body = await _read_body(http, self.settings.body_bytes)
 
             def understand() -> Asked:
-                return asked(understood(kind, _parsed(body), self.settings.name), scheduler.text, scheduler.context)
+                said, name = _parsed(body), self.settings.name
+                chosen = kind or (Chat if isinstance(said, dict) and "messages" in said else Completion)
+                return asked(understood(chosen, said, name), scheduler.text, scheduler.context, warm=kind is None)
 
             return await to_thread.run_sync(understand, limiter=self._tokenizers)
         finally:
             self._reading -= 1
 
-    def _submit(self, request: Asked) -> tuple[Request, asyncio.Queue[Event]]:
+    def _submit(self, request: Asked, warm: bool = False) -> tuple[Request, asyncio.Queue[Event]]:
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[Event] = asyncio.Queue()
 
@@ -202,7 +220,8 @@ class _Server:
             if not loop.is_closed():  # a server that was stopped by force
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
-        job = Request(request.prompt, request.max_tokens, request.sampling, listener, request.stop, request.ignore_eos)
+        prompt, most = request.prompt, request.max_tokens
+        job = Request(prompt, most, request.sampling, listener, request.stop, request.ignore_eos, warm)
         try:
             self.worker.submit(job)
         except QueueFullError as error:
@@ -243,7 +262,7 @@ class _Server:
             async for event in self._events(http, job, events):
                 _check(event)
                 yield line(reply.piece(event.text, event.ended))
-            for chunk in reply.last(len(job.tokens)):
+            for chunk in reply.last(len(job.tokens), job.cached):
                 yield line(chunk)
             yield "data: [DONE]\n\n"
         except ApiError as error:  # the status is sent already

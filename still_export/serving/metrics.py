@@ -40,6 +40,14 @@ class Metrics:
         self._whole = histogram("request_seconds", "From a request's arrival to its end.", SECONDS)
         gauge("requests_running", "Requests that have a row.").set_function(lambda: scheduler.running)
         gauge("requests_waiting", "Requests that wait for a row.").set_function(lambda: scheduler.queued)
+        if (prefixes := scheduler.prefixes) is not None:
+            gauge(
+                "prefix_hit_rate", "Of the tokens of all prompts so far, those that were not read again."
+            ).set_function(lambda: prefixes.found / max(1, prefixes.asked))
+            gauge("prefix_bytes", "Memory of the states that the prefix cache keeps.").set_function(
+                lambda: prefixes.bytes
+            )
+            gauge("prefixes", "States that the prefix cache keeps.").set_function(lambda: prefixes.states)
         gauge("state_bytes", "Memory of the state.").set_function(lambda: scheduler.state_bytes(scheduler.model.room))
 
     def observe(self, request: Request, ended: str, now: float) -> None:

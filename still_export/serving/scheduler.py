@@ -13,6 +13,7 @@ from typing import Literal
 import numpy as np
 
 from still_export.runtime.base import Runner, checked_prompt
+from still_export.runtime.prefixes import PrefixCache
 from still_export.runtime.sampling import RunError, Sampling
 from still_export.runtime.text import StopTexts, Text, TextPieces
 
@@ -21,6 +22,13 @@ Ended = Literal["end", "length", "stop", "failed", "refused"]
 
 KEPT_TOKENS = 2048
 """Room that a model without requests keeps: growing again copies."""
+
+KEPT_S = 30.0
+"""How long it keeps more, for the next turn of a conversation."""
+
+
+LEAST_FORK = 16
+"""Tokens that two prompts share beyond what was kept, for a state of its own where they part: what is cheaper to read is read again."""
 
 
 class QueueFullError(RunError):
@@ -51,9 +59,11 @@ class Request:
         listener: Told every event, from the thread that steps; an event that `ended` is the last.
         stop: Texts that end the answer, and are not part of it.
         ignore_eos: The model does not end the answer; for loads whose answers have a length.
+        warm: Nothing is answered: the prompt is read for those who ask behind it.
 
     Attributes:
-        tokens: Of the answer so far. arrived, first, done: time.perf_counter() of its submission, first token and end; 0 = not yet.
+        tokens: Of the answer so far. cached: Tokens of the prompt that were not read again.
+        arrived, first, done: time.perf_counter() of its submission, first token and end; 0 = not yet.
     """
 
     prompt: Sequence[int]
@@ -62,7 +72,9 @@ class Request:
     listener: Callable[[Event], None]
     stop: Sequence[str] = ()
     ignore_eos: bool = False
+    warm: bool = False
     tokens: list[int] = field(default_factory=list)
+    cached: int = 0
     arrived: float = 0.0
     first: float = 0.0
     done: float = 0.0
@@ -74,6 +86,7 @@ class _Row:
     def __init__(self, number: int, request: Request, text: Text) -> None:
         self.number, self.request = number, request
         self.read = 0  # tokens of the prompt
+        self.fork = 0  # of them that the prompt has in common with others that were read
         self.pieces, self.stops = TextPieces(text), StopTexts(request.stop)
 
     def say(self, token: int, ends: Sequence[int]) -> Event:
@@ -108,15 +121,23 @@ class Scheduler:
         waiting: Requests that may wait for a row, at most.
         context: Tokens of prompt and answer, at most; None: the package's capacity.
         piece: Tokens of a prompt that are read at once.
+        prefixes: Keeps the states of prompts and answers; None: every prompt is read from its beginning.
 
     Raises:
         RunError: The package does not take so many rows or tokens.
     """
 
     def __init__(
-        self, model: Runner, text: Text, rows: int = 4, waiting: int = 64, context: int | None = None, piece: int = 256
+        self,
+        model: Runner,
+        text: Text,
+        rows: int = 4,
+        waiting: int = 64,
+        context: int | None = None,
+        piece: int = 256,
+        prefixes: PrefixCache | None = None,
     ) -> None:
-        self.model, self.text, self.waiting = model, text, waiting
+        self.model, self.text, self.waiting, self.prefixes = model, text, waiting, prefixes
         self.context = context or model.table.capacity_tokens
         model.check_capacity(self.context - 1)  # the last token of an answer is not fed
         self.piece = min(piece, model.prefill_tokens)
@@ -130,6 +151,8 @@ class Scheduler:
         self._cancelled: set[Request] = set()
         self._rows: list[_Row | None] = [None] * rows
         self._readers: deque[_Row] = deque()
+        self._left: list[list[int]] = [[] for _ in range(rows)]  # what the states in free rows have read
+        self._left_at = [0.0] * rows
 
     @property
     def places(self) -> int:
@@ -205,8 +228,9 @@ class Scheduler:
             self._let_go()
             self._admit()
             if not self.running:
-                if self.model.room > KEPT_TOKENS:
+                if self.model.room > KEPT_TOKENS and time.perf_counter() - max(self._left_at) > KEPT_S:
                     self.model.start(len(self._rows))
+                    self._left = [[] for _ in self._rows]
                 return False
             self._read()
             self._speak()
@@ -223,14 +247,20 @@ class Scheduler:
             self._free(row)
 
     def _admit(self) -> None:
-        """Give the lowest free rows to those that wait: a call spans the rows from the first to the last that it needs."""
-        for number, row in enumerate(self._rows):
-            if row is not None:
-                continue
+        """Give free rows to those that wait: the one that has read most of a prompt, or whose state was left longest ago; the lowest of
+        them, since a call spans the rows from the first to the last that it needs."""
+        while free := [number for number, row in enumerate(self._rows) if row is None]:
             with self._lock:
                 if not self._queue:
                     return
-                taken = self._rows[number] = _Row(number, self._queue.popleft(), self.text)
+                request = self._queue.popleft()
+            number = max(free, key=lambda n: (self._has_read(n, request), -self._left_at[n]))
+            taken = self._rows[number] = _Row(number, request, self.text)
+            try:
+                self._begin(taken)
+            except Exception as error:  # of any runtime; other requests go on
+                self._fail([taken], error)
+                continue
             self._readers.append(taken)
 
     def _read(self) -> None:
@@ -238,7 +268,7 @@ class Scheduler:
         if not self._readers:
             return
         row = self._readers[0]
-        piece = row.request.prompt[row.read : row.read + self.piece]
+        piece = row.request.prompt[row.read : self._place(row)]
         logits = self._call([row], np.asarray(piece, np.int64)[None], self.model.feed)
         if logits is None:
             return
@@ -246,8 +276,55 @@ class Scheduler:
         row.read += len(piece)
         if row.read < len(row.request.prompt):
             self._readers.append(row)
+            self._keep(row)
+        elif row.request.warm:
+            self._keep(row, lasting=True)
+            self._free(row)
+            self._finish(row.request, Event("", "end"))
         else:
             self._say(row, row.request.sampling.choose(logits[0]))
+            self._keep(row)
+
+    def _place(self, row: _Row) -> int:
+        """Where the next piece of a prompt ends: at multiples of the pieces, where prompts meet, and where others leave its beginning."""
+        end = min((row.read // self.piece + 1) * self.piece, len(row.request.prompt))
+        return row.fork if row.read < row.fork < end else end
+
+    def _begin(self, row: _Row) -> None:
+        """Put the row, which has what another request left, behind what is known of its prompt."""
+        row.read = self._has_read(row.number, row.request)
+        kept = self.prefixes.find(row.request.prompt) if self.prefixes else None
+        if self.prefixes and kept and kept.length > row.read:
+            self.model.put(row.number, self.prefixes.state(kept), kept.length)
+            row.read = kept.length
+        elif not row.read:
+            self.model.forget(row.number)
+        if self.prefixes:
+            row.request.cached = row.read
+            fork = self.prefixes.known(row.request.prompt)
+            row.fork = fork if fork - row.read >= LEAST_FORK else 0
+            self.prefixes.asked += len(row.request.prompt)
+            self.prefixes.found += row.read
+
+    def _has_read(self, number: int, request: Request) -> int:
+        """How much of a prompt the state that was left in a free row has read."""
+        left = self._left[number]
+        return len(left) if len(left) < len(request.prompt) and list(request.prompt[: len(left)]) == left else 0
+
+    def _read_by(self, row: _Row) -> list[int]:
+        """The tokens that a row's state has read."""
+        return [*row.request.prompt, *row.request.tokens][: int(self.model.length[row.number])]
+
+    def _keep(self, row: _Row, lasting: bool = False) -> None:
+        """Keep the state of all that the row has read."""
+        if not self.prefixes:
+            return
+        read = self._read_by(row)
+        try:
+            self.prefixes.keep(read, self.model.take(row.number), len(read), lasting)
+        except MemoryError:
+            print("memory is full: the prefix cache is emptied. Give it less: --prefix-cache", file=sys.stderr)
+            self.prefixes.clear()
 
     def _speak(self) -> None:
         """One more token of every answer that has begun."""
@@ -275,9 +352,6 @@ class Scheduler:
         counts = np.zeros(len(ids), np.int64)
         counts[[row.number - first for row in rows]] = ids.shape[1]
         try:
-            for row in rows:
-                if row.read == 0:  # the row has what another request left
-                    self.model.forget(row.number)
             found = feed(ids, counts, first)[:, -1]
         except Exception as error:  # of any runtime; other requests go on
             self._fail(rows, error)
@@ -291,6 +365,7 @@ class Scheduler:
         print(f"a call failed: {self.broken}", file=sys.stderr)
         for row in rows:
             self._free(row)
+            self._left[row.number] = []  # half written, perhaps
             self._finish(row.request, Event("", "failed", "the model failed on this request."))
 
     def _say(self, row: _Row, token: int) -> None:
@@ -298,6 +373,7 @@ class Scheduler:
         ends = () if row.request.ignore_eos else self._ends
         event = row.say(token, ends)
         if event.ended:
+            self._keep(row, lasting=True)
             self._free(row)
             self._finish(row.request, event)
         elif event.text:
@@ -309,5 +385,7 @@ class Scheduler:
 
     def _free(self, row: _Row) -> None:
         self._rows[row.number] = None
+        if self.prefixes:
+            self._left[row.number], self._left_at[row.number] = self._read_by(row), time.perf_counter()
         if row in self._readers:
             self._readers.remove(row)

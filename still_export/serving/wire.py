@@ -134,7 +134,7 @@ class Chat(Generation):
 class Asked:
     """A request that can be submitted.
 
-    chat: It came to /v1/chat/completions. include_usage: A streamed answer ends with its usage.
+    chat: It has messages. include_usage: A streamed answer ends with its usage.
     """
 
     chat: bool
@@ -185,19 +185,20 @@ def _same(value: object, neutral: object) -> bool:
     return type(value) in (type(neutral), float if type(neutral) is int else type(neutral)) and value == neutral
 
 
-def asked(request: Completion | Chat, text: Text, context: int) -> Asked:
+def asked(request: Completion | Chat, text: Text, context: int, warm: bool = False) -> Asked:
     """What a request asks of the scheduler.
 
     Args:
         text: Tokenizer and chat format.
         context: Tokens of prompt and answer.
+        warm: It is read ahead: the last message of a chat goes on in later requests.
 
     Raises:
         ApiError: The prompt cannot be read, or does not fit.
     """
     chat = isinstance(request, Chat)
     try:
-        prompt = _chat_ids(request, text) if isinstance(request, Chat) else _prompt_ids(request.prompt, text)
+        prompt = _chat_ids(request, text, warm) if isinstance(request, Chat) else _prompt_ids(request.prompt, text)
         sampling = Sampling(
             1.0 if request.temperature is None else request.temperature,
             max(0, request.top_k or 0),  # -1 is "all" elsewhere
@@ -212,6 +213,7 @@ def asked(request: Completion | Chat, text: Text, context: int) -> Asked:
     most = request.max_tokens
     if isinstance(request, Chat):
         most = request.max_completion_tokens or most
+    most = 1 if warm else most
     room = context - len(prompt)
     if room < (most or 1):
         asks = f" and {most} are asked for" if most else ""
@@ -225,10 +227,11 @@ def asked(request: Completion | Chat, text: Text, context: int) -> Asked:
     return Asked(chat, prompt, most, sampling, stop, bool(request.ignore_eos), streamed, usage)
 
 
-def _chat_ids(request: Chat, text: Text) -> list[int]:
+def _chat_ids(request: Chat, text: Text, warm: bool) -> list[int]:
     if not text.chat:
         raise RunError("this model has no chat format; use /v1/completions.")
-    return text.dialogue([{k: _characters(v) for k, v in m.plain().items()} for m in request.messages])
+    messages = [{k: _characters(v) for k, v in m.plain().items()} for m in request.messages]
+    return text.dialogue(messages, ends=not warm)
 
 
 def _prompt_ids(prompt: str | list[str] | list[int] | list[list[int]], text: Text) -> list[int]:
@@ -273,13 +276,13 @@ class Reply:
         self._whole = {**self._head, "object": kind}
         self._chunk = {**self._head, "object": "chat.completion.chunk" if request.chat else kind}
 
-    def whole(self, text: str, ended: str, tokens: int) -> dict[str, Any]:
+    def whole(self, text: str, ended: str, tokens: int, cached: int = 0) -> dict[str, Any]:
         """The answer in one object."""
         said: dict[str, Any] = {"text": text}
         if self.request.chat:
             said = {"message": {"role": "assistant", "content": text, "refusal": None}}
         choice = {"index": 0, **said, "logprobs": None, "finish_reason": FINISHED[ended]}
-        return {**self._whole, "choices": [choice], "usage": self.usage(tokens)}
+        return {**self._whole, "choices": [choice], "usage": self.usage(tokens, cached)}
 
     def first(self) -> list[dict[str, Any]]:
         """Chunks before any text."""
@@ -290,14 +293,16 @@ class Reply:
         delta = {"content": text} if text else {}
         return self._of(delta if self.request.chat else {"text": text}, FINISHED[ended] if ended else None)
 
-    def last(self, tokens: int) -> list[dict[str, Any]]:
+    def last(self, tokens: int, cached: int = 0) -> list[dict[str, Any]]:
         """Chunks behind all text."""
-        return [{**self._chunk, "choices": [], "usage": self.usage(tokens)}] if self.request.include_usage else []
+        usage = self.usage(tokens, cached)
+        return [{**self._chunk, "choices": [], "usage": usage}] if self.request.include_usage else []
 
-    def usage(self, tokens: int) -> dict[str, int]:
-        """Tokens of prompt and answer."""
+    def usage(self, tokens: int, cached: int = 0) -> dict[str, Any]:
+        """Tokens of prompt, those of it that were `cached`, and of the answer."""
         prompt = len(self.request.prompt)
-        return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
+        counts = {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
+        return {**counts, "prompt_tokens_details": {"cached_tokens": cached}}
 
     def _of(self, said: dict[str, Any], finished: str | None = None) -> dict[str, Any]:
         said = {"delta": said} if self.request.chat else said

@@ -236,9 +236,7 @@ def test_the_oldest_turns_make_room(model: still_export.LanguageModel) -> None:
     assert talked.turns[:-1] == before[full.turns :]
     # As if the kept turns had been all.
     again = conversation(model)
-    for message, said in before[full.turns :]:
-        again._unread += again._turn(message, first=not again.turns) + said
-        again.turns.append((message, said))
+    again._retell(before[full.turns :])
     assert again.ask("What now?", stream=None).tokens == answer.tokens
     with pytest.raises(RunError, match="exceed"):
         conversation(model).ask(TEXT * 60, stream=None)
@@ -249,13 +247,26 @@ def test_talking(
 ) -> None:
     """Commands, an answer, the end of the capacity with and without a question."""
     lines = iter(
-        ["/help", "", "/nothing", "Hello there.", "/stats", "/reset", "/stats", *[TEXT * 3] * 12, "/exit", "never read"]
+        [
+            "/help",
+            "",
+            "/nothing",
+            "Hello there.",
+            "/stats",
+            "/back",
+            "/reset",
+            "/stats",
+            *[TEXT * 3] * 12,
+            "/exit",
+            "never read",
+        ]
     )
     monkeypatch.setattr(
         "sys.stdin", type("In", (), {"isatty": lambda s: False, "readline": lambda s: next(lines, "") + "\n"})()
     )
     talk(conversation(model), Output(quiet=False), "drop")
     said = capsys.readouterr()
+    assert "0 turns are left" in said.err and "Known: /help, /stats, /back" in said.err
     assert "/reset   forget" in said.err and "/nothing is no command" in said.err and "forgotten" in said.err
     assert (
         "tokens read in 1 turns" in said.err and "ended by --tokens" in said.err and "0 of 400 tokens read" in said.err

@@ -94,6 +94,69 @@ def test_chat_by_keyboard_alone_and_without_a_network(visit: Visit, package: Pat
     quiet(visit)
 
 
+def reach(visit: Visit, name: str) -> None:
+    """Move the focus to an element by the Tab key alone."""
+    for _ in range(20):
+        if visit.tab.evaluate("document.activeElement.id") == name:
+            return
+        visit.tab.keyboard.press("Tab")
+    raise AssertionError(f"{name} is not reached by the keyboard")
+
+
+def at_message(visit: Visit) -> None:
+    """Wait until the page has moved the focus to where one types."""
+    visit.tab.wait_for_function("document.activeElement.id === 'message'")
+
+
+def choose(visit: Visit, name: str, path: Path) -> None:
+    """Open the chooser of a file input by the keyboard, and choose there."""
+    reach(visit, name)
+    with visit.tab.expect_file_chooser() as chooser:
+        visit.tab.keyboard.press("Enter")
+    chooser.value.set_files(str(path))
+
+
+def test_a_directory_is_chosen_by_keyboard_alone(visit: Visit, package: Path, tmp_path: Path) -> None:
+    paper, reading = tmp_path / "paper.txt", tmp_path / "reading.safetensors"
+    paper.write_text(DOCUMENT)
+    visit.tab.on("filechooser", lambda _: None)  # from here on, so that no key comes before Playwright listens
+    visit.tab.goto(visit.url)
+    visit.status("Choose")
+    choose(visit, "folder", package)
+    at_message(visit)
+    choose(visit, "document", paper)
+    visit.status("ask about the document")
+    reach(visit, "save")
+    with visit.tab.expect_download() as download:
+        visit.tab.keyboard.press("Enter")
+    download.value.save_as(reading)
+    visit.status("Saved")
+    reach(visit, "message")
+    visit.tab.keyboard.type(" Where?")
+    visit.tab.keyboard.press("Enter")
+    visit.status("Ready.")
+    at_message(visit)
+    answer = visit.log()[-1]
+    reach(visit, "clear")
+    visit.tab.keyboard.press("Space")
+    visit.status("a new conversation")
+    choose(visit, "load", reading)
+    visit.status("ask about what was read")
+    reach(visit, "message")
+    visit.tab.keyboard.type(" Where?")
+    visit.tab.keyboard.press("Enter")
+    visit.status("Ready.")
+    at_message(visit)
+    assert visit.log()[-1] == answer
+    reach(visit, "prove")
+    visit.tab.keyboard.press("Enter")
+    visit.status("Proven: ")
+    visit.tab.evaluate("document.getElementById('status').textContent = ''")
+    choose(visit, "calls", package / "calls.npz")
+    visit.status("Proven: ")
+    quiet(visit)
+
+
 def test_a_document_is_read_once_and_travels(visit: Visit, browser: Any, package: Path, tmp_path: Path) -> None:
     paper, other = tmp_path / "paper.txt", tmp_path / "paper.safetensors"
     paper.write_text(DOCUMENT)

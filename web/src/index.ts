@@ -1,3 +1,3 @@
-export { Chat, Model, RunError, readManifest, sentence, type Files, type Manifest, type Options, type Progress } from "./runner.js";
+export { Model, RunError, sentence, type Files, type Manifest, type Options, type Progress } from "./runner.js";
 export { prove, type Verdict } from "./prove.js";
 export { Sampling } from "./sampling.js";

@@ -50,7 +50,7 @@ async function compare(model: Model, file: Uint8Array, feed: Call, expected: Cal
   const given: Record<string, ort.Tensor> = {};
   for (const [name, key] of Object.entries(feed)) if (model.session.inputNames.includes(name)) given[name] = tensorOf(file, key);
   const counts = given["new_tokens"]!.data as BigInt64Array;
-  const found = await model.infer(given);
+  const found = await model.session.run(given);
   for (const [name, key] of Object.entries(expected)) {
     const wanted = tensorOf(file, key), actual = found[name];
     if (wanted.type !== "float32" || !actual) continue;

@@ -1,77 +1,48 @@
 /** How the next token is chosen: the same draws as still_export/runtime/sampling.py, NumPy's generator included. */
 
-const M32 = 0xffffffffn, M64 = (1n << 64n) - 1n, M128 = (1n << 128n) - 1n;
+const u = BigInt.asUintN;
 const MULTIPLIER = 0x2360ed051fc65da44385df649fccf645n;
 
 /** NumPy's default_rng(seed).random(): PCG64 seeded by SeedSequence. */
-export function random(seed: number): () => number {
-  const mixer = (constant: bigint, factor: bigint) => (value: bigint) => {
-    const first = value ^ constant;
-    constant = (constant * factor) & M32;
-    const mixed = (first * constant) & M32;
-    return mixed ^ (mixed >> 16n);
+function random(seed: number): () => number {
+  const folded = (word: bigint) => u(32, word) ^ (u(32, word) >> 16n);
+  const hashed = (constant: bigint, factor: bigint) => (word: bigint) => {
+    const first = word ^ constant;
+    constant = u(32, constant * factor);
+    return folded(first * constant);
   };
-  const entropy: bigint[] = [];
-  for (let rest = BigInt(seed); rest || !entropy.length; rest >>= 32n) entropy.push(rest & M32);
-  const hash = mixer(0x43b0d7e5n, 0x931e8875n);
-  const mix = (x: bigint, y: bigint) => {
-    const found = (x * 0xca01f9ddn - y * 0x4973f715n) & M32;
-    return found ^ (found >> 16n);
-  };
-  const pool = [0, 1, 2, 3].map((i) => hash(entropy[i] ?? 0n));
-  for (let from = 0; from < 4; from++) for (let to = 0; to < 4; to++) if (from !== to) pool[to] = mix(pool[to]!, hash(pool[from]!));
-  const out = mixer(0x8b51f9ddn, 0x58f38dedn);
-  const words = [...Array(8).keys()].map((i) => out(pool[i % 4]!));
-  const long = (i: number) => words[2 * i]! | (words[2 * i + 1]! << 32n);
-  const increment = ((((long(2) << 64n) | long(3)) << 1n) | 1n) & M128;
-  let state = 0n;
-  const step = () => (state = (state * MULTIPLIER + increment) & M128);
-  step();
-  state += (long(0) << 64n) | long(1);
-  step();
+  const hash = hashed(0x43b0d7e5n, 0x931e8875n), out = hashed(0x8b51f9ddn, 0x58f38dedn);
+  const pool = [0n, 32n, 64n, 96n].map((at) => hash(u(32, BigInt(seed) >> at)));
+  for (let from = 0; from < 4; from++) {
+    for (let to = 0; to < 4; to++) if (from !== to) pool[to] = folded(pool[to]! * 0xca01f9ddn - hash(pool[from]!) * 0x4973f715n);
+  }
+  const words = [...pool, ...pool].map((word) => out(word));
+  const wide = (at: number) => [1, 0, 3, 2].reduce((sum, i) => (sum << 32n) | words[at + i]!, 0n);
+  const increment = u(128, (wide(4) << 1n) | 1n);
+  const next = (state: bigint) => u(128, state * MULTIPLIER + increment);
+  let state = next(increment + wide(0));
   return () => {
-    step();
-    const word = ((state >> 64n) ^ state) & M64, turn = state >> 122n;
-    const drawn = ((word >> turn) | (word << ((64n - turn) & 63n))) & M64;
-    return Number(drawn >> 11n) * 2 ** -53;
+    state = next(state);
+    const word = u(64, (state >> 64n) ^ state), turn = state >> 122n;
+    return Number(u(64, (word >> turn) | (word << (64n - turn))) >> 11n) * 2 ** -53;
   };
-}
-
-/** The first of the likeliest tokens. */
-export function likeliest(logits: Float32Array): number {
-  let best = 0;
-  for (let i = 1; i < logits.length; i++) if (logits[i]! > logits[best]!) best = i;
-  return best;
 }
 
 /** Temperature 0 is greedy; topK 0 and topP 1 keep all tokens. */
 export class Sampling {
-  private draw: () => number;
-
-  constructor(readonly temperature = 0, readonly topK = 0, readonly topP = 1, seed = 0) {
-    this.draw = random(seed);
-  }
+  constructor(readonly temperature = 0, readonly topK = 0, readonly topP = 1, seed = 0, private readonly draw = random(seed)) {}
 
   /** Next token by logits [V]. */
   choose(logits: Float32Array): number {
-    const most = logits[likeliest(logits)]!;
-    const weight = Float64Array.from(logits, (x) => Math.exp((x - most) / this.temperature));
+    const best = logits.reduce((most, x, i) => (x > logits[most]! ? i : most), 0);
+    if (this.temperature === 0) return best;
+    const weight = Float64Array.from(logits, (x) => Math.exp((x - logits[best]!) / this.temperature));
     let tokens = [...weight.keys()];
-    if (this.topK || this.topP < 1) {
-      tokens.sort((a, b) => weight[b]! - weight[a]! || a - b);
-      if (this.topK) tokens = tokens.slice(0, this.topK);
-      const whole = tokens.reduce((sum, t) => sum + weight[t]!, 0);
-      let before = 0;
-      tokens = tokens.filter((t) => {
-        const kept = before < this.topP * whole;
-        before += weight[t]!;
-        return kept;
-      });
-    }
-    const mass = new Float64Array(tokens.length);
-    tokens.reduce((sum, t, i) => (mass[i] = sum + weight[t]!), 0);
+    if (this.topK || this.topP < 1) tokens = tokens.sort((a, b) => weight[b]! - weight[a]! || a - b).slice(0, this.topK || undefined);
+    let sum = 0;
+    const mass = tokens.map((token) => (sum += weight[token]!)); // up to each token, with it
+    const last = this.topP < 1 ? mass.findIndex((m) => m >= this.topP * sum) : mass.length - 1;
     const drawn = this.draw();
-    const place = mass.findIndex((m) => m / mass[mass.length - 1]! > drawn);
-    return tokens[place < 0 ? tokens.length - 1 : place]!;
+    return tokens[mass.findIndex((m, i) => i === last || m / mass[last]! > drawn)]!;
   }
 }

@@ -1,10 +1,11 @@
 /** The page's other thread: it holds the model, so that the page answers while it reads. */
 
-import { Chat, Model, RunError, Sampling, prove, sentence, type Files } from "./index.js";
+import { Model, RunError, Sampling, prove, sentence, type Files } from "./index.js";
 
 type Asked = { id: number; verb: string; [field: string]: any };
 
-let chat: Chat | undefined;
+let model: Model | undefined;
+let files: Files; // of the package
 let stopped = false;
 const { port1, port2 } = new MessageChannel();
 /** Whether the page has said stop: its messages come between two tasks, so this waits for one. */
@@ -13,47 +14,45 @@ const asked = () => new Promise<boolean>((done) => {
   port2.postMessage(0);
 });
 const opened = () => {
-  if (!chat) throw new RunError("no package is open: choose or drop one first.");
-  return chat;
+  if (!model) throw new RunError("no package is open: choose or drop one first.");
+  return model;
 };
 
 const verbs: Record<string, (asked: Asked, say: (said: object, moved?: Transferable[]) => void) => Promise<object | void>> = {
   async open({ base, folder, threads }, say) {
-    const files: Files = base ? (name) => fetched(new URL(name, base).href) : async (name) => bytesOf(folder.get(name));
-    const model = await Model.open(files, { threads, progress: (done, total) => say({ done, total }), runtime: location.href });
-    chat = new Chat(model);
+    files = base ? (name) => fetched(new URL(name, base).href) : async (name) => bytesOf(folder.get(name));
+    model = await Model.open(files, { threads, progress: (done, total) => say({ done, total }), runtime: location.href });
     const calls = await files("calls.npz").catch(() => undefined);
     return { manifest: model.manifest, memory: model.memory(), proof: Boolean(calls) };
   },
   async ask({ message, tokens, temperature, seed }, say) {
-    const { model } = opened();
+    const model = opened();
     const sampling = new Sampling(temperature, 0, 1, seed);
     const begun = performance.now();
     let first = 0, count = 0;
-    for await (const text of opened().ask(message, tokens, sampling, (done, total) => say({ done, total }), asked)) {
+    for await (const text of model.ask(message, tokens, sampling, (done, total) => say({ done, total }), asked)) {
       first ||= performance.now();
       say({ text, memory: model.memory(), length: model.length, rate: count++ ? (1000 * (count - 1)) / (performance.now() - first) : 0, first: first - begun });
     }
     return { memory: model.memory(), length: model.length };
   },
   async read({ text }, say) {
-    const whole = await opened().read(text, (done, total) => say({ done, total, memory: opened().model.memory(), length: opened().model.length }), asked);
-    return { whole, memory: opened().model.memory(), length: opened().model.length };
+    const whole = await opened().read(text, (done, total) => say({ done, total, memory: opened().memory(), length: opened().length }), asked);
+    return { whole, memory: opened().memory(), length: opened().length };
   },
   async clear() {
-    opened().model.start();
-    [opened().place, opened().unread] = ["text", []];
-    return { memory: opened().model.memory(), length: 0 };
+    opened().start();
+    return { memory: opened().memory(), length: 0 };
   },
   save: async () => ({ file: await opened().save() }),
   async load({ file }) {
     await opened().load(file);
-    return { memory: opened().model.memory(), length: opened().model.length };
+    return { memory: opened().memory(), length: opened().length };
   },
-  async prove({ file, base }, say) {
-    const bytes = file ?? (await fetched(new URL("calls.npz", base).href));
+  async prove({ file }, say) {
+    const bytes = file ?? (await files("calls.npz").catch(() => undefined));
     if (!bytes) throw new RunError("this package has no calls.npz: choose one that still-export verify PACKAGE --record calls.npz made.");
-    for await (const verdict of prove(opened().model, bytes)) say({ verdict });
+    for await (const verdict of prove(opened(), bytes)) say({ verdict });
   },
 };
 

@@ -90,8 +90,6 @@ function measure({ memory, length, rate, first, done, total }) {
   }
 }
 
-let base;
-
 /** Open a package in a worker of its own: where it cannot be opened, the conversation goes on with the model that was there. */
 const open = (source) => during("Opening the package: reading and checking its files.", async () => {
   const next = begin();
@@ -101,7 +99,7 @@ const open = (source) => during("Opening the package: reading and checking its f
     throw error;
   });
   worker?.terminate();
-  [worker, base, ready] = [next, source.base, true];
+  [worker, ready] = [next, true];
   if ($("log").childElementCount) add("note", "Another model, which has not read what is above.");
   const { layers, hidden_size } = manifest.model;
   say(`Ready: ${layers} layers of ${hidden_size}${proof ? ", with recorded calls" : ""}, ${threads} thread${threads > 1 ? "s" : ""}.`);
@@ -151,7 +149,7 @@ const prove = (file) => during("Running the recorded calls.", async () => {
   $("proof").hidden = false;
   let [cases, failed] = [0, 0];
   const given = file && await bytes(file);
-  await ask("prove", { base, file: given }, ({ verdict }) => {
+  await ask("prove", { file: given }, ({ verdict }) => {
     if (!verdict) return;
     cases++;
     failed += !verdict.passed;

@@ -98,6 +98,26 @@ def test_rows_are_called_and_forgotten_alone(package: Package, module: FakeTenso
     assert_states(model, reference)
 
 
+def test_a_state_moves_to_another_row_and_runtime(package: Package, module: FakeTensorRT, reference: OrtModel) -> None:
+    model = TrtModel(package.path)
+    model.start(2)
+    model.feed(tokens(2, 13), np.array([13, 9]))
+    taken = {name: array.copy() for name, array in model.take(0).items()}
+    reference.start(3)
+    reference.feed(tokens(3, 20))
+    for runner, row in ((model, 1), (reference, 2)):
+        others = runner.state_arrays()
+        runner.put(row, taken, 13)
+        assert runner.length[row] == 13
+        for name, array in runner.state_arrays().items():
+            np.testing.assert_array_equal(array[:row], others[name][:row])
+        for name, array in runner.take(row).items():
+            np.testing.assert_array_equal(array, taken[name])
+    said = [model.feed(tokens(1, 5), first=row)[0, -1] for row in (0, 1)]
+    said.append(reference.feed(tokens(1, 5), first=2)[0, -1])
+    np.testing.assert_allclose(said[1:], [said[0]] * 2, atol=1e-5)
+
+
 def test_a_call_beyond_the_profile_is_fed_in_pieces(
     package: Package, module: FakeTensorRT, reference: OrtModel
 ) -> None:

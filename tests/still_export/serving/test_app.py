@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 
 import still_export
 from still_export.cli.main import main
+from still_export.runtime.prefixes import PrefixCache
 from still_export.serving.app import Settings
 from still_export.serving.scheduler import Scheduler
 from still_export.serving.server import Server, listen
@@ -60,10 +61,10 @@ class Served:
 
 
 @contextlib.contextmanager
-def serve(package: Path, settings: Settings, **options: Any) -> Iterator[Served]:
+def serve(package: Path, settings: Settings, cache: Any = None, **options: Any) -> Iterator[Served]:
     def open_scheduler() -> Scheduler:
         model = still_export.load(package, threads=1)
-        return Scheduler(model.runner, model.text, **options)
+        return Scheduler(model.runner, model.text, prefixes=cache and cache(model.runner), **options)
 
     with listen("127.0.0.1", 0) as sock:
         worker = Worker(open_scheduler)
@@ -116,6 +117,41 @@ def test_completions_are_those_of_run(served: Served, model: still_export.Langua
     # seeds that nobody gave differ
     texts = {client.completions.create(model="tiny", prompt="a", max_tokens=30).choices[0].text for _ in range(3)}
     assert len(texts) == 3
+
+
+def test_prefixes_are_read_ahead_and_counted(byte_package: Path, model: still_export.LanguageModel) -> None:
+    def open_cache(runner: Any) -> PrefixCache:
+        return PrefixCache(runner.table, 1 << 28)
+
+    with serve(byte_package, Settings("tiny", None, 50_000), rows=2, piece=16, cache=open_cache) as served:
+        document = {"role": "user", "content": "The ship left the harbour at dawn."}
+        body = {"model": "tiny", "messages": [document]}
+        status, warmed = served.ask("POST", "/v1/prefixes", body)
+        tokens = warmed["usage"]["prompt_tokens"]
+        assert status == 200 and tokens > 30 and warmed["usage"]["completion_tokens"] == 0
+        asked = [{"role": "user", "content": document["content"] + " When?"}]
+        got = served.client().chat.completions.create(model="tiny", messages=asked, max_tokens=9, temperature=0)
+        assert got.usage.prompt_tokens_details.cached_tokens == tokens
+        assert got.choices[0].message.content == model.generate(asked, max_tokens=9).text
+        figures = dict(
+            line.split(" ") for line in served.ask("GET", "/metrics")[1].splitlines() if line.startswith("still_prefix")
+        )
+        assert float(figures["still_prefixes"]) >= 4 and float(figures["still_prefix_bytes"]) > 1000
+        assert float(figures["still_prefix_hit_rate"]) == pytest.approx(tokens / (tokens + got.usage.prompt_tokens))
+        for wrong, message in (
+            ({"model": "tiny"}, "prompt: Field required"),
+            ({"model": "tiny", "prompt": "a", "messages": [document]}, "prompt is unknown"),
+            ({"model": "tiny", "prompt": "a" * CONTEXT}, "context holds"),
+            ({"model": "tiny", "prompt": "a", "n": 3}, "n is not served here"),
+            ({"model": "tiny", "messages": [{"role": "assistant", "content": "a"}]}, "in turn"),
+        ):
+            status, said = served.ask("POST", "/v1/prefixes", wrong)
+            assert status == 400 and message in said["error"]["message"], said
+
+
+def test_no_prefixes_are_kept_without_a_cache(served: Served) -> None:
+    status, said = served.ask("POST", "/v1/prefixes", {"model": "tiny", "prompt": "a"})
+    assert status == 400 and "--prefix-cache" in said["error"]["message"]
 
 
 def test_ignore_eos(served: Served, model: still_export.LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import still_export
 from still_export.runtime.ort import OrtModel
+from still_export.runtime.prefixes import PrefixCache
 from still_export.runtime.sampling import RunError, Sampling
 from still_export.runtime.text import Answer, Text
 from still_export.serving.scheduler import Event, QueueFullError, Request, Scheduler, StoppingError
@@ -139,6 +140,49 @@ def test_arrivals_cancels_and_lengths_change_no_answer(
             assert (tokens, said, ended) == (wanted_tokens, wanted, wanted_end)
         else:
             assert wanted.startswith(said)
+
+
+@pytest.mark.parametrize("states", [3, 1000])
+def test_kept_prefixes_change_no_answer(shared: OrtModel, text: Text, alone: Any, states: int) -> None:
+    """Prompts of a few beginnings, whose states come and go, beside each other: every answer is that of its request alone."""
+    most_bytes = states * shared.table.size_bytes(1, shared.table.rows(100))
+    cache = PrefixCache(shared.table, most_bytes)
+    alike = cases.filter(lambda case: case.begin < 4)
+
+    @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(st.lists(alike, min_size=2, max_size=6), st.integers(1, 3), st.integers(5, 33))
+    def check(drawn: list[Case], rows: int, piece: int) -> None:
+        scheduler = Scheduler(shared, text, rows, waiting=8, piece=piece, prefixes=cache)
+        clients = [Client(case) for case in drawn]
+        for _ in rounds(scheduler, clients):
+            assert cache.bytes <= most_bytes
+        for client in clients:
+            if client.case.stays is None:
+                assert client.told == alone(client.case)
+
+    check()
+    assert 0 < cache.found < cache.asked
+
+
+def test_a_turn_reads_what_is_new_alone(shared: OrtModel, text: Text) -> None:
+    """Turns of two conversations that share a beginning; the third that parts there finds it."""
+    scheduler = Scheduler(shared, text, rows=2, piece=24, prefixes=PrefixCache(shared.table, 1 << 30))
+
+    def asked(prompt: list[int], tokens: int = 6, warm: bool = False) -> Request:
+        request = Request(prompt, tokens, Sampling(), lambda _: None, warm=warm)
+        scheduler.submit(request)
+        while scheduler.step():
+            pass
+        return request
+
+    first = asked(IDS[:50])
+    again = asked([*first.prompt, *first.tokens, 7, 8])
+    assert first.cached == 0 and again.cached == 50 + len(first.tokens) - 1
+    assert asked(IDS[:50]).cached == 48, "the last multiple of a piece"
+    assert asked([*IDS[:45], 1, 2, 3]).cached == 24 and asked([*IDS[:45], 9, 9]).cached == 45, "where prompts part"
+    warmed = asked(IDS[60:90], tokens=1, warm=True)
+    assert not warmed.tokens and warmed.done and asked(IDS[60:95]).cached == 30
+    assert asked(IDS[60:90], tokens=1, warm=True).cached == 24
 
 
 def test_rows_are_shared_and_cleared(shared: OrtModel, text: Text, alone: Any) -> None:

@@ -1,0 +1,131 @@
+"""Prefixes that outlive the process: a folder of snapshots, and a cache of the size that was asked for."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import queue
+import re
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+
+from still_export.errors import ConfigError
+from still_export.runtime.base import Runner
+from still_export.runtime.prefixes import Arrays, PrefixCache
+from still_export.runtime.sampling import RunError
+from still_export.runtime.snapshot import Snapshot, digest
+
+WAITING = 8
+"""States that wait to be written; an answer waits for its turn beyond them."""
+
+UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "kB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def open_prefixes(model: Runner, size: str | int, folder: Path | None = None) -> PrefixCache | None:
+    """A cache of a model's prefixes; None where `size` is 0.
+
+    Args:
+        size: In bytes, or a text as "2GiB".
+        folder: Where prefixes outlive the process, too; as large as the cache at most.
+
+    Raises:
+        ConfigError: The size is none, or more than this machine's memory; there is a folder and no cache; it cannot be written.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMG]i?B)?", str(size).strip())
+    if found is None or (found[2] or "") not in UNITS:
+        raise ConfigError(f"the prefix cache's size is {size!r}; give bytes, or as 512MiB or 2GiB; 0 is none.")
+    most = int(float(found[1]) * UNITS[found[2] or ""])
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if most > memory:
+        raise ConfigError(f"a prefix cache of {size} is larger than this machine's {memory / 2**30:.1f} GiB of memory.")
+    if most == 0:
+        if folder is not None:
+            raise ConfigError(f"{folder} is to hold prefixes, and the prefix cache has 0 bytes: give it a size.")
+        return None
+    return PrefixCache(model.table, most, PrefixFolder(folder, digest(model), most) if folder else None)
+
+
+class PrefixFolder:
+    """Snapshots with their tokens, each in a file of its own that is written beside its place and moved there whole.
+
+    Files of other packages and adapters are left alone. Not read again: a file whose hash differs from its content's.
+
+    Args:
+        folder: Made where it is not there.
+        package: Digest of package and adapter.
+        most_bytes: Of this package's files; those that were used least lately go first.
+
+    Raises:
+        ConfigError: The folder cannot be written.
+    """
+
+    def __init__(self, folder: Path, package: str, most_bytes: int) -> None:
+        self.folder, self.package, self.most_bytes = folder, package, most_bytes
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for rest in folder.glob(f"{package[:12]}-*.part"):  # of a process that was killed
+                rest.unlink()
+            if not os.access(folder, os.W_OK):
+                raise PermissionError(13, "no right to write there")
+        except OSError as error:
+            raise ConfigError(f"{folder} cannot hold prefixes: {error.strerror}. Choose another folder.") from error
+        self._waiting: queue.Queue[Snapshot | None] = queue.Queue(WAITING)
+        self._writer = threading.Thread(target=self._write, name="still-export prefixes", daemon=True)
+        self._writer.start()
+
+    def prefixes(self) -> list[np.ndarray]:
+        """Tokens of all states that lie here."""
+        found = []
+        for path in self._files():
+            try:
+                described = Snapshot.describe(path)
+            except RunError as error:
+                print(error, file=sys.stderr)
+                continue
+            if described["package"] == self.package and described.get("tokens"):
+                found.append(np.asarray(described["tokens"], np.int32))
+        return found
+
+    def read(self, tokens: np.ndarray) -> tuple[Arrays, int]:
+        """The state behind `tokens`, and its length; RunError where it cannot be had."""
+        path = self._path(tokens)
+        try:
+            snapshot = Snapshot.load(path)
+            if snapshot.package != self.package or list(snapshot.tokens) != tokens.tolist():
+                raise RunError(f"{path} is of another package or text than its name says; it is not used.")
+            os.utime(path)
+        except RunError as error:
+            print(error, file=sys.stderr)
+            raise
+        return snapshot.arrays, snapshot.length
+
+    def write(self, tokens: np.ndarray, state: Arrays, length: int) -> None:
+        """Write a state soon; it does not change any more."""
+        self._waiting.put(Snapshot(dict(state), length, self.package, tokens=tuple(tokens.tolist())))
+
+    def close(self) -> None:
+        """Wait until all is written."""
+        self._waiting.put(None)
+        self._writer.join()
+
+    def _path(self, tokens: np.ndarray) -> Path:
+        return self.folder / f"{self.package[:12]}-{hashlib.sha256(tokens.tobytes()).hexdigest()[:32]}.safetensors"
+
+    def _files(self) -> list[Path]:
+        """Of this package, those that were used least lately first; others may lie beside them."""
+        return sorted(self.folder.glob(f"{self.package[:12]}-*.safetensors"), key=lambda file: file.stat().st_mtime)
+
+    def _write(self) -> None:
+        while (snapshot := self._waiting.get()) is not None:
+            try:
+                snapshot.save(self._path(np.asarray(snapshot.tokens, np.int32)))
+                sizes = {file: file.stat().st_size for file in self._files()}
+                for file in list(sizes)[:-1]:
+                    if sum(sizes.values()) > self.most_bytes:
+                        file.unlink()
+                        del sizes[file]
+            except Exception as error:  # a full disk, as OSError or safetensors' own: answers do not need it
+                print(f"a prefix could not be kept in {self.folder}: {error}", file=sys.stderr)
