@@ -44,6 +44,7 @@ class Call:
         right: Outputs whose choices every layer must have made. A layer that chose otherwise repeats the call from the states of `feed`,
             or, without one, leaves those of `right` to the next call.
         feed: The right states before the call, `past_<state>.<layer>`.
+        every: Logits of every token, where the package gives those of the last.
     """
 
     tokens: np.ndarray
@@ -51,6 +52,7 @@ class Call:
     keep: Keep = everything
     right: Arrays | None = None
     feed: Arrays | None = None
+    every: bool = False
 
 
 @dataclass(frozen=True)
@@ -246,15 +248,15 @@ class _Chain:
         return alike({name: right[name] for name in found}, found)
 
     def _keep(self, number: int, states: dict[str, Tensor], index: int) -> None:
+        keep = self.chain.calls[number].keep
         # Not a view, which would keep all that it is a part of.
-        named = _named(states, index).items()
-        kept = {name: np.ascontiguousarray(x) for name, x in named if self.chain.calls[number].keep(name)}
-        self.outputs[number].update(kept)
+        kept = _named({name: x for name, x in states.items() if keep(_present(name, index))}, index)
+        self.outputs[number].update({name: np.ascontiguousarray(x) for name, x in kept.items()})
 
     def answer(self, model: Any, all_logits: bool) -> None:
         """Logits of every call, of what the last layer gave."""
-        for outputs, hidden, new in zip(self.outputs, self.hidden, self.new, strict=True):
-            logits = model.logits(last_rows(hidden, new, 0 if all_logits else 1))
+        for call, outputs, hidden, new in zip(self.chain.calls, self.outputs, self.hidden, self.new, strict=True):
+            logits = model.logits(last_rows(hidden, new, 0 if all_logits or call.every else 1))
             outputs["logits"] = logits.float().cpu().numpy()
         self.hidden = []
 
@@ -290,4 +292,8 @@ def _single(x: Tensor) -> np.ndarray:
 
 
 def _named(states: dict[str, Tensor], index: int) -> Arrays:
-    return {f"present_{name}.{index}": _single(x) for name, x in states.items()}
+    return {_present(name, index): _single(x) for name, x in states.items()}
+
+
+def _present(name: str, index: int) -> str:
+    return f"present_{name}.{index}"
