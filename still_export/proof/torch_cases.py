@@ -31,6 +31,9 @@ ROUNDED = 64
 errors of one token say little: of 192 first tokens of SmolLM2 the worst is 4 times as far off as the median one."""
 
 
+LENGTH = "present_length"
+
+
 class TorchCases:
     """Cases drawn at random and answered by PyTorch, all that are asked for at once.
 
@@ -135,39 +138,60 @@ class TorchCases:
         chain = Chain(start, [_call(start), *(replace(_call(piece), every=True) for piece in pieces)])
         return _Draft(name, feeds, chain, steps=tokens, places=tuple(places))
 
-    def _run(self, model: LayerwiseModel, asked: list[list[Chain]]) -> list[list[_Answered]]:
-        """Answers to chains, whose calls are cut so that every score that the ties ask for is seen."""
-        cut = [[_cut(call, self.ties) for call in chain.calls] for each in asked for chain in each]
+    def _run(
+        self, model: LayerwiseModel, asked: list[list[Chain]], after: After | None = None
+    ) -> list[list[_Answered]]:
+        """Answers to chains, whose calls are cut so that every score that the ties ask for is seen; `after` every layer those of the layer
+        alone, which are then forgotten."""
         chains = [chain for each in asked for chain in each]
+        cut = [
+            [_cut(replace(call, every=call.every or model.all_logits), self.ties) for call in chain.calls]
+            for chain in chains
+        ]
+
+        def joined(found: list[list[Arrays]]) -> list[list[_Answered]]:
+            answers = map(_answered, chains, cut, found)
+            return [[next(answers) for _ in each] for each in asked]
+
+        def take(layer: int, outputs: list[list[Arrays]]) -> None:
+            assert after is not None
+            lengths = [[{LENGTH: o[LENGTH], **_of(o, layer)} for o in each] for each in outputs]
+            for outputs_of in itertools.chain(*outputs):
+                for name in _of(outputs_of, layer):
+                    del outputs_of[name]
+            after(layer, joined(lengths))
+
         pieces = [Chain(chain.start, [*itertools.chain(*calls)]) for chain, calls in zip(chains, cut, strict=True)]
-        answers = iter(
-            _answered(model, chain, calls, found)
-            for chain, calls, found in zip(chains, cut, model.run(pieces), strict=True)
-        )
-        return [[next(answers) for _ in each] for each in asked]
+        return joined(model.run(pieces, take) if after else model.run(pieces))
 
     def _measure(self, drafts: list[_Draft], cases: list[Case], answered: list[list[_Answered]]) -> None:
         """Tell the cases the errors of PyTorch's own run on their calls, and on a draft's `more`, the last of `answered`; it carries its
         state as the target does. Where its choices differ by a tie, it counts with the reference's."""
+        exact = [self.ties.scores(right[0].looks) for right in answered]
+
+        def measure(layer: int | None, found: list[list[_Answered]]) -> None:
+            for draft, case, right, scores, own in zip(drafts, cases, answered, exact, found, strict=True):
+                if layer is not None and layer in scores:
+                    counts = np.sum([feed["new_tokens"] for feed in draft.feeds], axis=0)
+                    looks = [look for answer in own[: len(own) - bool(draft.more)] for look in answer.looks]
+                    case.leads |= self.ties.leads({layer: scores[layer]}, self.ties.scores(looks), counts)
+                outputs = own[0].outputs if case.steps else [answer.outputs[0] for answer in own]
+                pairs = _pairs(case, outputs[: len(outputs) - bool(draft.more)], layer)
+                if layer is None:
+                    agree = np.concatenate([same_best(*pair) for pair in pairs])
+                    case.own_top1 = int(agree.sum()), agree.size
+                pairs = self.ties.settle(pairs, case.leads)
+                for name in pairs[0][0]:
+                    errors = [distance(a[name], b[name]).ravel() for a, b in pairs]
+                    case.own_mean[name] = float(np.concatenate(errors).mean()) if any(map(len, errors)) else 0.0
+                if draft.more:
+                    pairs.append(_pair(draft.more, right[-1].outputs[0], own[-1].outputs[0], layer))
+                case.own = case.own or [{} for _ in pairs]
+                for held, (a, b) in zip(case.own, pairs, strict=True):
+                    held.update({name: row_errors(a[name], b[name]).astype(np.float32) for name in a})
+
         asked = [_own_chains(draft, case) for draft, case in zip(drafts, cases, strict=True)]
-        for draft, case, right, found in zip(drafts, cases, answered, self._run(self.own, asked), strict=True):
-            own = found[: len(found) - bool(draft.more)]
-            counts = np.sum([feed["new_tokens"] for feed in draft.feeds], axis=0)
-            exact, ours = (self.ties.scores([*itertools.chain(*(a.looks for a in each))]) for each in (right[:1], own))
-            case.leads = self.ties.leads(exact, ours, counts)
-            if case.steps:
-                pairs = _stepped_pairs(case, own[0].outputs)
-            else:
-                answers = [answer.outputs[0] for answer in own]
-                pairs = [fixed_pair(*each) for each in zip(case.feeds, case.expected, answers, strict=True)]
-            agree = np.concatenate([same_best(*pair) for pair in pairs])
-            case.own_top1 = int(agree.sum()), agree.size
-            pairs = self.ties.settle(pairs, case.leads)
-            if draft.more:
-                pairs.append(fixed_pair(draft.more, right[-1].outputs[0], found[-1].outputs[0]))
-            case.own = [{name: row_errors(a[name], b[name]).astype(np.float32) for name in a} for a, b in pairs]
-            errors = {name: [distance(a[name], b[name]).ravel() for a, b in pairs] for name in pairs[0][0]}
-            case.own_mean = {n: float(np.concatenate(e).mean()) if any(map(len, e)) else 0.0 for n, e in errors.items()}
+        measure(None, self._run(self.own, asked, measure))
 
 
 @dataclass(frozen=True)
@@ -197,6 +221,9 @@ class _Answered:
     looks: list[Look]
 
 
+After = Callable[[int, list[list[_Answered]]], None]
+
+
 def _call(feed: Arrays) -> Call:
     return Call(feed["input_ids"], feed["new_tokens"])
 
@@ -212,21 +239,23 @@ def _cut(call: Call, ties: Ties) -> list[Call]:
     return [*parts, replace(calls[-1], keep=lambda name: call.keep(name) or ties.is_score(name))]
 
 
-def _answered(model: LayerwiseModel, chain: Chain, cut: list[list[Call]], found: list[Arrays]) -> _Answered:
+def _answered(chain: Chain, cut: list[list[Call]], found: list[Arrays]) -> _Answered:
     """The answers to `chain`, of those to its calls in pieces."""
     past, left = chain.start["past_length"], iter(found)
     answered = _Answered([], [])
     for calls in cut:
-        logits: list[np.ndarray] = []
-        for call in calls:
-            outputs = next(left)
-            answered.looks.append((past, outputs))
-            past = outputs["present_length"]
-            if logits and not (call.every or model.all_logits):  # those of a sequence's last token
-                logits = [np.where((call.new_tokens > 0)[:, None, None], outputs["logits"], logits[0])]
-            else:
-                logits.append(outputs["logits"])
-        answered.outputs.append({**outputs, "logits": np.concatenate(logits, axis=1)})
+        pieces = [next(left) for _ in calls]
+        for piece in pieces:
+            answered.looks.append((past, piece))
+            past = piece[LENGTH]
+        outputs = dict(pieces[-1])
+        if len(pieces) > 1 and "logits" in outputs:
+            logits = [piece["logits"] for piece in pieces]
+            if not calls[-1].every:  # those of each sequence's last token
+                for i, call in enumerate(calls[1:], 1):
+                    logits[i] = np.where((call.new_tokens > 0)[:, None, None], logits[i], logits[i - 1])
+            outputs["logits"] = np.concatenate(logits, axis=1) if calls[-1].every else logits[-1]
+        answered.outputs.append(outputs)
     return answered
 
 
@@ -256,13 +285,30 @@ def _own_chains(draft: _Draft, case: Case) -> list[Chain]:
     return [Chain(draft.chain.start, calls), *more]
 
 
-def _stepped_pairs(case: Case, found: list[Arrays]) -> Pairs:
-    """As of `Case.pairs`, of the answers to the one chain of a case with steps."""
-    pairs, done = [fixed_pair(case.feeds[0], case.expected[0], found[0])], 0
+def _of(outputs: Arrays, layer: int | None) -> Arrays:
+    """Those of a layer, or None: those of none."""
+    end = f".{layer}"
+    return {n: x for n, x in outputs.items() if (n.endswith(end) if layer is not None else "." not in n)}
+
+
+def _pair(feed: Arrays, expected: Arrays, actual: Arrays, layer: int | None) -> tuple[Arrays, Arrays]:
+    """What both say of a layer, or of none, without what stands behind padding."""
+    a, b = _of(expected, layer), _of(actual, layer)
+    return fixed_pair(feed, a, b) if layer is None else (as_numbers(a), as_numbers(b))
+
+
+def _pairs(case: Case, found: list[Arrays], layer: int | None) -> Pairs:
+    """As of `Case.pairs`, what is said of a layer, or of none, of the answers to the calls of a case, or to the one chain of its steps."""
+    if not case.steps:
+        calls = zip(case.feeds, case.expected, found, strict=True)
+        return [_pair(*call, layer) for call in calls]
+    pairs, done = [_pair(case.feeds[0], case.expected[0], found[0], layer)], 0
     for place, feed, expected in zip(case.places, case.feeds[1:], case.expected[1:], strict=True):
         if place > done:
-            logits = np.concatenate([outputs["logits"] for outputs in found[done + 1 : place + 1]], axis=1)
-            pairs.append((case.before(place, done, feed), as_numbers({**found[place], "logits": logits})))
-        pairs.append((as_numbers(expected), as_numbers(found[place + 1])))
+            ours = _of(found[place], layer)
+            if layer is None:
+                ours["logits"] = np.concatenate([each["logits"] for each in found[done + 1 : place + 1]], axis=1)
+            pairs.append((as_numbers(_of(case.before(place, done, feed), layer)), as_numbers(ours)))
+        pairs.append((as_numbers(_of(expected, layer)), as_numbers(_of(found[place + 1], layer))))
         done = place + 1
     return pairs
