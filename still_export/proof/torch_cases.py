@@ -308,7 +308,7 @@ def _pairs(case: Case, found: list[Arrays], layer: int | None) -> Pairs:
             ours = _of(found[place], layer)
             if layer is None:
                 ours["logits"] = np.concatenate([each["logits"] for each in found[done + 1 : place + 1]], axis=1)
-            pairs.append((as_numbers(_of(case.before(place, done, feed), layer)), as_numbers(ours)))
+            pairs.append((_of(case.before(place, done, feed), layer), as_numbers(ours)))
         pairs.append((as_numbers(_of(expected, layer)), as_numbers(_of(found[place + 1], layer))))
         done = place + 1
     return pairs
