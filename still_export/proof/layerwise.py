@@ -259,8 +259,7 @@ class _Chain:
 
     @staticmethod
     def _right(right: Arrays, found: Arrays, alike: Callable[[Arrays, Arrays], bool]) -> bool:
-        found = as_numbers(found)
-        return alike({name: right[name] for name in found}, found)
+        return alike(as_numbers({name: right[name] for name in found}), as_numbers(found))
 
     def _keep(self, number: int, states: dict[str, Tensor], index: int) -> None:
         keep = self.chain.calls[number].keep

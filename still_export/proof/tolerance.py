@@ -20,6 +20,8 @@ model (`tools/demo.sh`) reaches 17, in rows behind a token of huge activations; 
 of the logits, of which nothing may be missed."""
 MEDIAN = 8.0
 """Times the median error of PyTorch's rows, of the part or of the output, that the median of a part's rows may be."""
+LOGITS = 2.0
+"""The same of logits, of a float16 package on a CPU, which sums in float32 as PyTorch does: clean packages reach 1.3."""
 FEWEST = 8
 """Rows of a part at least, that its median says something."""
 ROUNDINGS = 64
@@ -55,6 +57,7 @@ class Bounds:
 
     def __init__(self, cases: Sequence[Case], coarse: float = 1.0, dtype: str = "float16") -> None:
         self.coarse, self.row = coarse, ROW[dtype]
+        self.logits = LOGITS if dtype == "float16" and coarse == 1 else MEDIAN * coarse
         rows: dict[str, list[np.ndarray]] = {}
         largest: dict[str, float] = {}
         for case in cases:
@@ -93,7 +96,8 @@ class Bounds:
         if parts and worst.share <= 1:  # a row says where
             errors, own = (np.concatenate(side, axis=2) for side in zip(*parts, strict=True))
             usual = np.fmax(_medians(own), self.median[output][:, None])
-            bounds = np.maximum(MEDIAN * self.coarse * usual, self._sums(output))
+            times = self.logits if output == "logits" else MEDIAN * self.coarse
+            bounds = np.maximum(times * usual, self._sums(output))
             few = np.isfinite(errors).sum(2) < FEWEST
             medians = np.where(few, 0.0, np.nan_to_num(_medians(errors), posinf=np.inf))
             at = np.unravel_index(int((medians / np.maximum(bounds, TINY)).argmax()), medians.shape)

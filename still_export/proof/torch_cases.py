@@ -278,10 +278,10 @@ def _own_chains(draft: _Draft, case: Case) -> list[Chain]:
     if not case.steps:
         return [*map(Chain.of, case.feeds), *more]
     first, *steps = map(_call, draft.feeds)
-    calls = [replace(first, right=as_numbers(case.expected[0])), *(replace(step, keep=nothing) for step in steps)]
+    calls = [replace(first, right=case.expected[0]), *(replace(step, keep=nothing) for step in steps)]
     for place, feed, expected in zip(case.places, case.feeds[1:], case.expected[1:], strict=True):
         calls[place] = replace(calls[place], keep=everything)
-        calls[place + 1] = replace(calls[place + 1], keep=everything, right=as_numbers(expected), feed=feed)
+        calls[place + 1] = replace(calls[place + 1], keep=everything, right=expected, feed=feed)
     return [Chain(draft.chain.start, calls), *more]
 
 
