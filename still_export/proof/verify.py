@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from still_export.errors import UnsupportedError
+from still_export.graph.quantization.policy import rounds_activations
 from still_export.package.calls import Arrays
 from still_export.package.folder import Package
 from still_export.package.staging import staged_files
@@ -101,7 +102,8 @@ class Verifier:
         self.package, self.cases, self.target, self.replays = package, cases, target, replays
         self.ties = ties_of(package.manifest)
         codes = any(state["dtype"] == "int32" for state in package.manifest["states"])  # held to half precision
-        self.dtype = "float16" if codes else package.manifest["model"]["dtype"]
+        rounded = codes or rounds_activations(package.manifest)  # what rounds so is nearer to half precision
+        self.dtype = "float16" if rounded else package.manifest["model"]["dtype"]
 
     def run(self, folder: Path, progress: Callable[[str], None] = lambda done: None) -> Report:
         """Compare every case, save the calls to `folder` (inputs.json, outputs.json) for polygraphy's own command, and judge.
