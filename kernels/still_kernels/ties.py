@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -23,6 +23,9 @@ COARSE = 2.0
 """Times PyTorch's own error that a runtime's may have where turned choices are counted."""
 SURE = 1e-6
 """Chance below which more turned choices than expected are no chance."""
+
+Look = tuple[np.ndarray, Arrays]
+"""Lengths [B] before some tokens, and the outputs of the call that brought the last of them."""
 
 Pairs = list[tuple[Arrays, Arrays]]
 """Outputs of each call, (PyTorch, target)."""
@@ -76,8 +79,12 @@ class OpTies(Protocol):
     def chooses(self, lengths: np.ndarray) -> bool:
         """Whether a step after `lengths` [B] tokens chooses."""
 
-    def scores(self, reference: Any, tokens: np.ndarray, counts: np.ndarray) -> Scores:
-        """The reference's scores on the sequences `tokens` [B, T] of `counts` [B] tokens; `reference` is a TorchModel."""
+    @property
+    def span(self) -> int:
+        """Tokens of a sequence at most whose scores the state still holds."""
+
+    def scores(self, looks: Sequence[Look]) -> Scores:
+        """All scores of sequences, of looks at most `span` of their tokens apart."""
 
     def leads(self, scores: Scores, own: Scores, counts: np.ndarray) -> Leads:
         """Of the reference's `scores`, beside those of PyTorch's own run in the package's type; infinity where nothing was chosen yet."""
@@ -113,9 +120,14 @@ class Ties:
         """As of OpTies."""
         return any(op.chooses(lengths) for op in self.each)
 
-    def scores(self, reference: Any, tokens: np.ndarray, counts: np.ndarray) -> Scores:
+    @property
+    def span(self) -> int:
+        """As of OpTies, the least of all; 0 where nothing is chosen."""
+        return min((op.span for op in self.each), default=0)
+
+    def scores(self, looks: Sequence[Look]) -> Scores:
         """As of OpTies; layers have one op each."""
-        return {k: v for op in self.each for k, v in op.scores(reference, tokens, counts).items()}
+        return {k: v for op in self.each for k, v in op.scores(looks).items()}
 
     def leads(self, scores: Scores, own: Scores, counts: np.ndarray) -> Leads:
         """As of OpTies."""

@@ -110,22 +110,25 @@ def row_errors(expected: np.ndarray, actual: np.ndarray) -> np.ndarray:
     """Two errors of each row of an output, [2, ...] of [..., D] (a token's logits, a slot of a head, a feature of a linear state) or of
     counts [B]: the largest of its numbers, and the part of the whole that lies along the row, which a factor shows in. NaN where both sides
     hold nothing but zeros, infinity where either holds what is no number."""
-    error, held = distance(expected, actual), (expected != 0) | (actual != 0)
-    if error.ndim < 2:
-        error, held, expected, actual = (x[..., None] for x in (error, held, expected, actual))
-    exact = np.where(np.isfinite(expected), expected, 0).astype(np.float64)
-    signed = np.where(actual < expected, -error, error)
+    if expected.ndim < 2:
+        expected, actual = expected[..., None], actual[..., None]
+    held = (expected != 0).any(-1) | (actual != 0).any(-1)
+    exact, other = expected[held], actual[held]
+    error, exact = distance(exact, other), np.where(np.isfinite(exact), exact, 0).astype(np.float64)
     length = np.sqrt(np.square(exact).sum(-1))
-    along = np.abs(np.einsum("...d,...d->...", exact, signed)) / np.maximum(length, TINY)
-    found = np.stack([error.max(-1, initial=0), along])
-    return np.where(held.any(-1), np.where(np.isnan(found), np.inf, found), np.nan)
+    along = np.abs(np.einsum("nd,nd->n", exact, np.where(other < expected[held], -error, error)))
+    found = np.full((2, *held.shape), np.nan)
+    found[:, held] = np.nan_to_num(
+        np.stack([error.max(-1, initial=0), along / np.maximum(length, TINY)]), nan=np.inf, posinf=np.inf
+    )
+    return found
 
 
 def distance(expected: np.ndarray, actual: np.ndarray) -> np.ndarray:
     """Absolute difference in float64; 0 where both are the same infinity (position 0 has an infinite score)."""
-    a, b = expected.astype(np.float64), actual.astype(np.float64)
-    same = a == b
-    return np.asarray(np.abs(np.where(same, 0, a) - np.where(same, 0, b)))
+    with np.errstate(invalid="ignore"):
+        error = np.abs(np.subtract(expected, actual, dtype=np.float64))
+    return np.where(expected == actual, 0, error) if np.isnan(error).any() else np.asarray(error)
 
 
 def same_best(expected: Arrays, actual: Arrays) -> np.ndarray:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from still_export.mixers.cache import StillCache, empty_states, state_table
+from still_export.mixers.cache import StillCache, state_table
 from still_export.models.base import last_rows
 from still_export.models.load import Source
 from still_export.models.weights import Weight, value_of
@@ -21,6 +21,8 @@ from still_export.package.calls import Arrays
 from still_export.proof.codes import as_numbers
 
 Keep = Callable[[str], bool]
+_KEPT = {"float64": "float32"}
+"""Types that states are given in, where they are not those that the model has."""
 
 
 def everything(name: str) -> bool:
@@ -44,6 +46,7 @@ class Call:
         right: Outputs whose choices every layer must have made. A layer that chose otherwise repeats the call from the states of `feed`,
             or, without one, leaves those of `right` to the next call.
         feed: The right states before the call, `past_<state>.<layer>`.
+        every: Logits of every token, where the package gives those of the last.
     """
 
     tokens: np.ndarray
@@ -51,6 +54,7 @@ class Call:
     keep: Keep = everything
     right: Arrays | None = None
     feed: Arrays | None = None
+    every: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,25 +100,32 @@ class LayerwiseModel:
 
     def empty_feed(self, batch: int, capacity: int) -> Arrays:
         """`past_length` and `past_*` of sequences that have seen nothing, with room for `capacity` tokens."""
-        states = empty_states(self.config, batch, self.dtype, capacity=capacity)
-        feed = {f"past_{name}.{i}": _single(x) for i, layer in enumerate(states) for name, x in layer.items()}
+        shapes = self.table.shapes(batch, self.table.rows(capacity))
+        # Of NumPy, whose zeros take no memory as long as nobody writes to them.
+        feed = {state.past: np.zeros(shapes[state.name], _KEPT.get(state.dtype, state.dtype)) for state in self.table}
         return {**feed, "past_length": np.zeros(batch, np.int64)}
 
     @torch.no_grad()
-    def run(self, chains: Sequence[Chain]) -> list[list[Arrays]]:
-        """Outputs of every call of `chains`: `logits` float32, `present_length`, and the states that the call keeps; float64 as float32."""
-        with _Wide() as linear:
+    def run(
+        self, chains: Sequence[Chain], after: Callable[[int, list[list[Arrays]]], None] = lambda layer, outputs: None
+    ) -> list[list[Arrays]]:
+        """Outputs of every call of `chains`: `logits` float32, `present_length`, and the states that the call keeps; float64 as float32.
+
+        Args:
+            after: Told a layer that all calls have passed, and all outputs so far, from which it may take away.
+        """
+        with _Linear() as linear:
             model = self._outline()
             work = [_Chain(chain, self.device) for chain in chains]
             cache = StillCache.empty(self.config)
             last = self.config.num_hidden_layers - 1
             for index in range(last + 1):
                 with self._layer(model, index):
+                    layer = _Layer(model, cache, index, index == last, self._states_of(index), linear)
                     for chain in work:
-                        chain.through(
-                            index, _Layer(model, cache, index, index == last, self._states_of(index)), self.alike
-                        )
+                        chain.through(index, layer, self.alike)
                 linear.forget()
+                after(index, [chain.outputs for chain in work])
             for chain in work:
                 chain.answer(model, self.all_logits)
         return [chain.outputs for chain in work]
@@ -164,8 +175,11 @@ class _Reached(Exception):
 class _Layer:
     """Runs one layer as its family calls it: those before it pass hidden states on, those behind it are not reached."""
 
-    def __init__(self, model: Any, cache: StillCache, index: int, last: bool, states: dict[str, torch.dtype]) -> None:
+    def __init__(
+        self, model: Any, cache: StillCache, index: int, last: bool, states: dict[str, torch.dtype], linear: _Linear
+    ) -> None:
         self.model, self.cache, self.index, self.last, self.states = model, cache, index, last, states
+        self.linear = linear
 
     def __call__(
         self, hidden: Any, tokens: Tensor, new: Tensor, length: Tensor, states: dict[str, Tensor]
@@ -174,6 +188,9 @@ class _Layer:
         cache, layers = self.cache, self.model.model.layers
         cache.progress.length = length
         cache.progress.begin(new, None)
+        # A sequence that brings nothing has logits, too: those of its first column.
+        real = torch.arange(tokens.shape[1], device=tokens.device) < new[:, None].clamp_min(1)
+        self.linear.real = None if bool(real.all()) else real
         if states:
             cache.layers[self.index].load(states)
             cache.layers[self.index].is_initialized = True
@@ -242,36 +259,47 @@ class _Chain:
 
     @staticmethod
     def _right(right: Arrays, found: Arrays, alike: Callable[[Arrays, Arrays], bool]) -> bool:
-        found = as_numbers(found)
-        return alike({name: right[name] for name in found}, found)
+        return alike(as_numbers({name: right[name] for name in found}), as_numbers(found))
 
     def _keep(self, number: int, states: dict[str, Tensor], index: int) -> None:
-        # Not a view, which would keep all that it is a part of.
-        named = _named(states, index).items()
-        kept = {name: np.ascontiguousarray(x) for name, x in named if self.chain.calls[number].keep(name)}
-        self.outputs[number].update(kept)
+        keep = self.chain.calls[number].keep
+        kept = _named({name: x for name, x in states.items() if keep(_present(name, index))}, index)
+        self.outputs[number].update({name: _compact(x) for name, x in kept.items()})
 
     def answer(self, model: Any, all_logits: bool) -> None:
         """Logits of every call, of what the last layer gave."""
-        for outputs, hidden, new in zip(self.outputs, self.hidden, self.new, strict=True):
-            logits = model.logits(last_rows(hidden, new, 0 if all_logits else 1))
+        for call, outputs, hidden, new in zip(self.chain.calls, self.outputs, self.hidden, self.new, strict=True):
+            logits = model.logits(last_rows(hidden, new, 0 if all_logits or call.every else 1))
             outputs["logits"] = logits.float().cpu().numpy()
         self.hidden = []
 
 
-class _Wide(TorchFunctionMode):
-    """Linear layers of half precision on a CPU in float32, their results rounded; a weight is widened once until `forget`."""
+class _Linear(TorchFunctionMode):
+    """Linear layers over tokens, padding left out; of half precision on a CPU in float32, their results rounded. A weight is widened once
+    until `forget`.
+
+    Attributes:
+        real: Which tokens [B, T] of the call are no padding; None: all.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._wide: dict[int, tuple[Tensor, Tensor]] = {}
+        self.real: Tensor | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is functional.linear and args[0].dtype == torch.float16 and args[0].device.type == "cpu":
-            x, weight, *bias = args
-            widened = [self._widened(tensor) for tensor in (weight, *bias)]
-            return functional.linear(x.float(), *widened, **(kwargs or {})).to(x.dtype)
-        return func(*args, **(kwargs or {}))
+        if func is not functional.linear:
+            return func(*args, **(kwargs or {}))
+        x, *weights = args
+        if self.real is not None and x.shape[:-1] == self.real.shape:
+            found = self._linear(x[self.real], weights, kwargs or {})
+            return found.new_zeros(*self.real.shape, found.shape[-1]).masked_scatter(self.real[..., None], found)
+        return self._linear(x, weights, kwargs or {})
+
+    def _linear(self, x: Tensor, weights: list[Any], kwargs: dict[str, Any]) -> Tensor:
+        if x.dtype != torch.float16 or x.device.type != "cpu":
+            return functional.linear(x, *weights, **kwargs)
+        return functional.linear(x.float(), *map(self._widened, weights), **kwargs).to(x.dtype)
 
     def _widened(self, weight: Any) -> Any:
         if weight is None:
@@ -281,8 +309,14 @@ class _Wide(TorchFunctionMode):
         return self._wide[id(weight)][1]
 
     def forget(self) -> None:
-        """The weights seen so far come no more."""
+        """The weights and the call seen last come no more."""
         self._wide.clear()
+        self.real = None
+
+
+def _compact(x: np.ndarray) -> np.ndarray:
+    """Not a view, which would keep all that it is a part of; zeros without memory, of which states of short prompts consist."""
+    return np.ascontiguousarray(x) if x.any() else np.zeros(x.shape, x.dtype)
 
 
 def _single(x: Tensor) -> np.ndarray:
@@ -290,4 +324,8 @@ def _single(x: Tensor) -> np.ndarray:
 
 
 def _named(states: dict[str, Tensor], index: int) -> Arrays:
-    return {f"present_{name}.{index}": _single(x) for name, x in states.items()}
+    return {_present(name, index): _single(x) for name, x in states.items()}
+
+
+def _present(name: str, index: int) -> str:
+    return f"present_{name}.{index}"

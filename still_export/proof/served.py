@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from still_export.package.calls import next_feed
 from still_export.runtime.torch import TorchModel
 from still_kernels.registry import ties_of
 from still_kernels.ties import Ties
@@ -266,8 +267,12 @@ class ServedVerifier:
 
     def _nearly_ties(self, request: Request, answer: Answer) -> bool:
         """Whether PyTorch chose something along the request by less than rounding may turn, in float32."""
-        if self.half is not None:
+        if self.half is not None or not self.ties.each:
             return False  # the bounds hold such turns already
         tokens = np.array([[*request.prompt, *answer.tokens]], np.int64)
-        counts = np.array([tokens.shape[1]])
-        return self.ties.closest(self.ties.scores(self.reference.runner, tokens, counts), counts) <= TIE
+        past, looks = self.reference.runner.empty_feed(*tokens.shape), []
+        for start in range(0, tokens.shape[1], self.ties.span):
+            feed = {**past, **next_feed({}, tokens[:, start : start + self.ties.span])}
+            looks.append((past["past_length"], self.reference.runner.infer(feed)))
+            past = next_feed(looks[-1][1], tokens)
+        return self.ties.closest(self.ties.scores(looks), np.array([tokens.shape[1]])) <= TIE

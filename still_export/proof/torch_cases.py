@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,11 +14,11 @@ import numpy as np
 from still_export.package.calls import Arrays, next_feed
 from still_export.proof.cases import Case, distance, fixed_pair, row_errors, same_best
 from still_export.proof.codes import as_numbers
-from still_export.proof.layerwise import Call, Chain, Keep, LayerwiseModel, everything, nothing
+from still_export.proof.layerwise import Call, Chain, LayerwiseModel, everything, nothing
 from still_export.targets.registry import packaged_target
 from still_graphs.states import StateTable
 from still_kernels.registry import ties_of
-from still_kernels.ties import Leads, Pairs
+from still_kernels.ties import Look, Pairs, Ties
 
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 1000, 4097)
 ROWS = 4
@@ -27,6 +29,9 @@ CHUNK = 64
 ROUNDED = 64
 """Tokens that PyTorch's own rounding is measured over at least: with fewer, further prompts of that length are drawn for it alone. The
 errors of one token say little: of 192 first tokens of SmolLM2 the worst is 4 times as far off as the median one."""
+
+
+LENGTH = "present_length"
 
 
 class TorchCases:
@@ -74,10 +79,8 @@ class TorchCases:
     def draw(self, numbers: Sequence[int]) -> list[Case]:
         """The cases of these numbers with fresh prompts."""
         drafts = [self._drafts[number]() for number in numbers]
-        chains = [[d.chain, *([d.scored] if d.scored else []), *([Chain.of(d.more)] if d.more else [])] for d in drafts]
-        answers = iter(self.reference.run([chain for each in chains for chain in each]))
-        answered = [[next(answers) for _ in each] for each in chains]
-        cases = [self._case(draft, found) for draft, found in zip(drafts, answered, strict=True)]
+        answered = self._run(self.reference, [[d.chain, *([Chain.of(d.more)] if d.more else [])] for d in drafts])
+        cases = [_case(draft, found[0].outputs) for draft, found in zip(drafts, answered, strict=True)]
         self._measure(drafts, cases, answered)
         return cases
 
@@ -103,16 +106,14 @@ class TorchCases:
         start = self._start(self._tokens(1, length), length)
         more = -(-ROUNDED // length) - 1
         others = self._start(self._tokens(more, length), length) if more else None
-        scored = self._scored([start], everything)
-        # The pieces that show how clearly was chosen are the prompt itself.
-        return _Draft(f"prefill {length}", [start], scored or Chain.of(start), more=others, pieces=scored is not None)
+        return _Draft(f"prefill {length}", [start], Chain.of(start), others)
 
     def _ragged(self) -> _Draft:
         """Sequences of different lengths in one call, one of them empty."""
         longest = min(3 * self.chunk + 1, self.longest)
         counts = np.resize(np.array([longest, 0, 1, min(longest, self.chunk + 1)], np.int64), self.sequences)
         start = self._start(self._tokens(self.sequences, longest), longest, counts)
-        return _Draft(f"ragged batch of {self.sequences}", [start], Chain.of(start), self._scored([start]))
+        return _Draft(f"ragged batch of {self.sequences}", [start], Chain.of(start))
 
     def _pieces(self) -> _Draft:
         """Prefill in pieces across chunk boundaries; each call starts from PyTorch's state."""
@@ -122,85 +123,75 @@ class TorchCases:
         first, *more = (self._tokens(1, max(1, min(size, self.longest))) for size in sizes)
         start = self._start(first, max(sum(sizes), 1))
         feeds = [start, *(next_feed({}, tokens) for tokens in more)]
-        return _Draft("prefill in pieces", feeds, Chain(start, [*map(_call, feeds)]), self._scored(feeds))
+        return _Draft("prefill in pieces", feeds, Chain(start, [*map(_call, feeds)]))
 
     def _decode(self, steps: int, counts: np.ndarray) -> _Draft:
         prompt = self._tokens(len(counts), int(counts.max()))
         start = self._start(prompt, self.decode_prompt + steps, counts.astype(np.int64))
         tokens = tuple(self._tokens(len(counts), 1) for _ in range(steps))
-        last = steps - 1
-        places = [n for n in range(steps) if n == last or self.ties.chooses(start["new_tokens"] + n)]
-        kept = {0, *places, *(place + 1 for place in places)}
-        feeds = [start, *(next_feed({}, token) for token in tokens)]
-        calls = [replace(_call(feed), keep=everything if i in kept else nothing) for i, feed in enumerate(feeds)]
+        places = [n for n in range(steps) if n == steps - 1 or self.ties.chooses(start["new_tokens"] + n)]
         name = f"{steps} decode steps" + (f", {len(counts)} rows" if len(counts) > 1 else "")
-        rows = {**start, "input_ids": _packed(prompt, counts, tokens), "new_tokens": counts + steps}
-        return _Draft(name, feeds, Chain(start, calls), self._scored([rows]), steps=tokens, places=tuple(places))
+        feeds = [start, *(next_feed({}, token) for token in tokens)]
+        # Steps are a definition of what a prompt in pieces is, too: those between two states that are compared are one call.
+        kept = sorted({0, *places, *(place + 1 for place in places)})
+        pieces = [next_feed({}, np.concatenate(tokens[a:b], axis=1)) for a, b in pairwise(kept)]
+        chain = Chain(start, [_call(start), *(replace(_call(piece), every=True) for piece in pieces)])
+        return _Draft(name, feeds, chain, steps=tokens, places=tuple(places))
 
-    def _scored(self, feeds: Sequence[Arrays], last: Keep = nothing) -> Chain | None:
-        """Calls whose scores tell how clearly PyTorch chose along the sequences that `feeds` bring, whose first call starts them; what the
-        last of them keeps beside. None where nothing is chosen."""
-        sequences = _sequences(feeds)
-        plan = _Plan()
-        self.ties.scores(plan, *sequences)
-        if not plan.asked:
-            return None
-        calls = [replace(_call(feed), keep=self.ties.is_score) for feed in plan.asked]
-        return Chain(
-            feeds[0], [*calls[:-1], replace(calls[-1], keep=lambda name: last(name) or self.ties.is_score(name))]
-        )
+    def _run(
+        self, model: LayerwiseModel, asked: list[list[Chain]], after: After | None = None
+    ) -> list[list[_Answered]]:
+        """Answers to chains, whose calls are cut so that every score that the ties ask for is seen; `after` every layer those of the layer
+        alone, which are then forgotten."""
+        chains = [chain for each in asked for chain in each]
+        cut = [
+            [_cut(replace(call, every=call.every or model.all_logits), self.ties) for call in chain.calls]
+            for chain in chains
+        ]
 
-    def _case(self, draft: _Draft, found: list[list[Arrays]]) -> Case:
-        """The case of a draft and the answers to its chains."""
-        answers = self._whole(found[0]) if draft.pieces else found[0]
-        if not draft.steps:
-            feeds = [
-                draft.feeds[0],
-                *({**next_feed(a, f["input_ids"])} for a, f in zip(answers, draft.feeds[1:], strict=False)),
-            ]
-            return Case(draft.name, feeds, answers)
-        feeds = [draft.feeds[0], *(next_feed(answers[place], draft.steps[place]) for place in draft.places)]
-        expected = [answers[0], *(answers[place + 1] for place in draft.places)]
-        along = np.concatenate([answer["logits"] for answer in answers[1:]], axis=1)
-        return Case(draft.name, feeds, expected, {}, draft.steps, draft.places, along)
+        def joined(found: list[list[Arrays]]) -> list[list[_Answered]]:
+            answers = map(_answered, chains, cut, found)
+            return [[next(answers) for _ in each] for each in asked]
 
-    def _whole(self, pieces: list[Arrays]) -> list[Arrays]:
-        """The answer to a call that was cut into `pieces`."""
-        logits = [answer["logits"] for answer in pieces]
-        return [{**pieces[-1], "logits": np.concatenate(logits, axis=1) if self.reference.all_logits else logits[-1]}]
+        def take(layer: int, outputs: list[list[Arrays]]) -> None:
+            assert after is not None
+            lengths = [[{LENGTH: o[LENGTH], **_of(o, layer)} for o in each] for each in outputs]
+            for outputs_of in itertools.chain(*outputs):
+                for name in _of(outputs_of, layer):
+                    del outputs_of[name]
+            after(layer, joined(lengths))
 
-    def _measure(self, drafts: list[_Draft], cases: list[Case], answered: list[list[list[Arrays]]]) -> None:
+        pieces = [Chain(chain.start, [*itertools.chain(*calls)]) for chain, calls in zip(chains, cut, strict=True)]
+        return joined(model.run(pieces, take) if after else model.run(pieces))
+
+    def _measure(self, drafts: list[_Draft], cases: list[Case], answered: list[list[_Answered]]) -> None:
         """Tell the cases the errors of PyTorch's own run on their calls, and on a draft's `more`, the last of `answered`; it carries its
         state as the target does. Where its choices differ by a tie, it counts with the reference's."""
-        chains = [_own_chains(draft, case) for draft, case in zip(drafts, cases, strict=True)]
-        answers = iter(self.own.run([chain for each in chains for chain in each]))
-        for draft, case, asked, right in zip(drafts, cases, chains, answered, strict=True):
-            found = [next(answers) for _ in asked]
-            case.leads = self._leads(draft, right, found)
-            if case.steps:
-                pairs = _stepped_pairs(case, found[0])
-            else:
-                calls = self._whole(found[0]) if draft.pieces else [calls[0] for calls in found]
-                pairs = [
-                    fixed_pair(*each) for each in zip(case.feeds, case.expected, calls[: len(case.feeds)], strict=True)
-                ]
-            agree = np.concatenate([same_best(*pair) for pair in pairs])
-            case.own_top1 = int(agree.sum()), agree.size
-            pairs = self.ties.settle(pairs, case.leads)
-            if draft.more:
-                pairs.append(fixed_pair(draft.more, right[-1][0], found[-1][0]))
-            case.own = [{name: row_errors(a[name], b[name]).astype(np.float32) for name in a} for a, b in pairs]
-            errors = {name: [distance(a[name], b[name]).ravel() for a, b in pairs] for name in pairs[0][0]}
-            case.own_mean = {n: float(np.concatenate(e).mean()) if any(map(len, e)) else 0.0 for n, e in errors.items()}
+        exact = [self.ties.scores(right[0].looks) for right in answered]
 
-    def _leads(self, draft: _Draft, right: list[list[Arrays]], found: list[list[Arrays]]) -> Leads:
-        """How clearly was chosen along a draft's sequences, of the reference's answers and of PyTorch's own."""
-        if not (draft.pieces or draft.scored):
-            return {}
-        tokens, counts = _sequences(draft.feeds)
-        of = 0 if draft.pieces else -1 - bool(draft.more)
-        exact, own = (self.ties.scores(_Plan(answers[of]), tokens, counts) for answers in (right, found))
-        return self.ties.leads(exact, own, counts)
+        def measure(layer: int | None, found: list[list[_Answered]]) -> None:
+            for draft, case, right, scores, own in zip(drafts, cases, answered, exact, found, strict=True):
+                if layer is not None and layer in scores:
+                    counts = np.sum([feed["new_tokens"] for feed in draft.feeds], axis=0)
+                    looks = [look for answer in own[: len(own) - bool(draft.more)] for look in answer.looks]
+                    case.leads |= self.ties.leads({layer: scores[layer]}, self.ties.scores(looks), counts)
+                outputs = own[0].outputs if case.steps else [answer.outputs[0] for answer in own]
+                pairs = _pairs(case, outputs[: len(outputs) - bool(draft.more)], layer)
+                if layer is None:
+                    agree = np.concatenate([same_best(*pair) for pair in pairs])
+                    case.own_top1 = int(agree.sum()), agree.size
+                pairs = self.ties.settle(pairs, case.leads)
+                for name in pairs[0][0]:
+                    errors = [distance(a[name], b[name]).ravel() for a, b in pairs]
+                    case.own_mean[name] = float(np.concatenate(errors).mean()) if any(map(len, errors)) else 0.0
+                if draft.more:
+                    pairs.append(_pair(draft.more, right[-1].outputs[0], own[-1].outputs[0], layer))
+                case.own = case.own or [{} for _ in pairs]
+                for held, (a, b) in zip(case.own, pairs, strict=True):
+                    held.update({name: row_errors(a[name], b[name]).astype(np.float32) for name in a})
+
+        asked = [_own_chains(draft, case) for draft, case in zip(drafts, cases, strict=True)]
+        measure(None, self._run(self.own, asked, measure))
 
 
 @dataclass(frozen=True)
@@ -209,78 +200,115 @@ class _Draft:
 
     Args:
         feeds: Tokens of its calls; the first with the states that they start from.
-        chain: The calls.
-        scored: Calls whose scores tell how clearly was chosen, where `chain` itself does not.
+        chain: What the reference is asked.
         more: A further call for PyTorch's own rounding alone.
-        pieces: `chain` is one call cut into pieces whose scores tell that.
         steps, places: As of Case.
     """
 
     name: str
     feeds: list[Arrays]
     chain: Chain
-    scored: Chain | None = None
     more: Arrays | None = None
-    pieces: bool = False
     steps: tuple[np.ndarray, ...] = ()
     places: tuple[int, ...] = ()
 
 
-class _Plan:
-    """In the place of a model that is asked call by call: notes what is asked, and answers what is known."""
+@dataclass(frozen=True)
+class _Answered:
+    """Outputs of a chain's calls, and the looks at its scores."""
 
-    def __init__(self, answers: Sequence[Arrays] = ()) -> None:
-        self.asked: list[Arrays] = []
-        self._answers = answers
+    outputs: list[Arrays]
+    looks: list[Look]
 
-    def empty_feed(self, batch: int, capacity: int) -> Arrays:
-        return {}
 
-    def infer(self, feed: Arrays) -> Arrays:
-        self.asked.append(feed)
-        return self._answers[len(self.asked) - 1] if self._answers else {}
+After = Callable[[int, list[list[_Answered]]], None]
 
 
 def _call(feed: Arrays) -> Call:
     return Call(feed["input_ids"], feed["new_tokens"])
 
 
-def _sequences(feeds: Sequence[Arrays]) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens [B, T] and their counts [B] of the sequences that `feeds` bring one after the other."""
-    return np.concatenate([f["input_ids"] for f in feeds], axis=1), np.sum([f["new_tokens"] for f in feeds], axis=0)
+def _cut(call: Call, ties: Ties) -> list[Call]:
+    """Calls that bring at most `ties.span` tokens of each sequence; all keep the scores."""
+    size = ties.span or call.tokens.shape[1]
+    calls = []
+    for start in range(0, call.tokens.shape[1], size):
+        tokens = call.tokens[:, start : start + size]
+        calls.append(replace(call, tokens=tokens, new_tokens=np.clip(call.new_tokens - start, 0, tokens.shape[1])))
+    parts = [Call(part.tokens, part.new_tokens, ties.is_score, every=call.every) for part in calls[:-1]]
+    return [*parts, replace(calls[-1], keep=lambda name: call.keep(name) or ties.is_score(name))]
+
+
+def _answered(chain: Chain, cut: list[list[Call]], found: list[Arrays]) -> _Answered:
+    """The answers to `chain`, of those to its calls in pieces."""
+    past, left = chain.start["past_length"], iter(found)
+    answered = _Answered([], [])
+    for calls in cut:
+        pieces = [next(left) for _ in calls]
+        for piece in pieces:
+            answered.looks.append((past, piece))
+            past = piece[LENGTH]
+        outputs = dict(pieces[-1])
+        if len(pieces) > 1 and "logits" in outputs:
+            logits = [piece["logits"] for piece in pieces]
+            if not calls[-1].every:  # those of each sequence's last token
+                for i, call in enumerate(calls[1:], 1):
+                    logits[i] = np.where((call.new_tokens > 0)[:, None, None], logits[i], logits[i - 1])
+            outputs["logits"] = np.concatenate(logits, axis=1) if calls[-1].every else logits[-1]
+        answered.outputs.append(outputs)
+    return answered
+
+
+def _case(draft: _Draft, answers: list[Arrays]) -> Case:
+    """The case of a draft and the answers to its chain."""
+    if not draft.steps:
+        following = (next_feed(a, f["input_ids"]) for a, f in zip(answers, draft.feeds[1:], strict=False))
+        return Case(draft.name, [draft.feeds[0], *following], answers)
+    lengths = [int(answer["present_length"][0] - answers[0]["present_length"][0]) for answer in answers]
+    after = dict(zip(lengths, answers, strict=True))  # by number of steps
+    feeds = [draft.feeds[0], *(next_feed(after[place], draft.steps[place]) for place in draft.places)]
+    expected = [after[0], *(after[place + 1] for place in draft.places)]
+    along = np.concatenate([answer["logits"] for answer in answers[1:]], axis=1)
+    return Case(draft.name, feeds, expected, {}, draft.steps, draft.places, along)
 
 
 def _own_chains(draft: _Draft, case: Case) -> list[Chain]:
-    """The calls of `case` as a target makes them, each alone from PyTorch's state or steps that carry their own; those whose scores tell
-    how clearly was chosen; and a draft's `more`."""
-    others = [*([draft.scored] if draft.scored else []), *([Chain.of(draft.more)] if draft.more else [])]
-    if draft.pieces:
-        return [draft.chain, *others]
+    """The calls of `case` as a target makes them, each alone from PyTorch's state or steps that carry their own; and a draft's `more`."""
+    more = [Chain.of(draft.more)] if draft.more else []
     if not case.steps:
-        return [Chain.of(feed) for feed in case.feeds] + others
-    calls = [replace(draft.chain.calls[0], right=as_numbers(case.expected[0])), *draft.chain.calls[1:]]
+        return [*map(Chain.of, case.feeds), *more]
+    first, *steps = map(_call, draft.feeds)
+    calls = [replace(first, right=case.expected[0]), *(replace(step, keep=nothing) for step in steps)]
     for place, feed, expected in zip(case.places, case.feeds[1:], case.expected[1:], strict=True):
-        calls[place + 1] = replace(calls[place + 1], right=as_numbers(expected), feed=feed)
-    return [Chain(draft.chain.start, calls), *others]
+        calls[place] = replace(calls[place], keep=everything)
+        calls[place + 1] = replace(calls[place + 1], keep=everything, right=expected, feed=feed)
+    return [Chain(draft.chain.start, calls), *more]
 
 
-def _stepped_pairs(case: Case, found: list[Arrays]) -> Pairs:
-    """As of `Case.pairs`, of the answers to the one chain of a case with steps."""
-    pairs, done = [fixed_pair(case.feeds[0], case.expected[0], found[0])], 0
+def _of(outputs: Arrays, layer: int | None) -> Arrays:
+    """Those of a layer, or None: those of none."""
+    end = f".{layer}"
+    return {n: x for n, x in outputs.items() if (n.endswith(end) if layer is not None else "." not in n)}
+
+
+def _pair(feed: Arrays, expected: Arrays, actual: Arrays, layer: int | None) -> tuple[Arrays, Arrays]:
+    """What both say of a layer, or of none, without what stands behind padding."""
+    a, b = _of(expected, layer), _of(actual, layer)
+    return fixed_pair(feed, a, b) if layer is None else (as_numbers(a), as_numbers(b))
+
+
+def _pairs(case: Case, found: list[Arrays], layer: int | None) -> Pairs:
+    """As of `Case.pairs`, what is said of a layer, or of none, of the answers to the calls of a case, or to the one chain of its steps."""
+    if not case.steps:
+        calls = zip(case.feeds, case.expected, found, strict=True)
+        return [_pair(*call, layer) for call in calls]
+    pairs, done = [_pair(case.feeds[0], case.expected[0], found[0], layer)], 0
     for place, feed, expected in zip(case.places, case.feeds[1:], case.expected[1:], strict=True):
         if place > done:
-            logits = np.concatenate([outputs["logits"] for outputs in found[done + 1 : place + 1]], axis=1)
-            pairs.append((case.before(place, done, feed), as_numbers({**found[place], "logits": logits})))
-        pairs.append((as_numbers(expected), as_numbers(found[place + 1])))
+            ours = _of(found[place], layer)
+            if layer is None:
+                ours["logits"] = np.concatenate([each["logits"] for each in found[done + 1 : place + 1]], axis=1)
+            pairs.append((_of(case.before(place, done, feed), layer), as_numbers(ours)))
+        pairs.append((as_numbers(_of(expected, layer)), as_numbers(_of(found[place + 1], layer))))
         done = place + 1
     return pairs
-
-
-def _packed(prompt: np.ndarray, counts: np.ndarray, steps: tuple[np.ndarray, ...]) -> np.ndarray:
-    """Each sequence's prompt without its padding, then its steps, [B, T]."""
-    packed = np.zeros((len(counts), prompt.shape[1] + len(steps)), np.int64)
-    following = np.concatenate(steps, axis=1) if steps else np.zeros((len(counts), 0), np.int64)
-    for sequence, count in enumerate(counts):
-        packed[sequence, :count] = prompt[sequence, :count]
-        packed[sequence, count : count + len(steps)] = following[sequence]
-    return packed

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from still_export.errors import UnsupportedError
+from still_export.graph.quantization.policy import rounds_activations
 from still_export.package.calls import Arrays
 from still_export.package.folder import Package
 from still_export.package.staging import staged_files
@@ -101,7 +102,8 @@ class Verifier:
         self.package, self.cases, self.target, self.replays = package, cases, target, replays
         self.ties = ties_of(package.manifest)
         codes = any(state["dtype"] == "int32" for state in package.manifest["states"])  # held to half precision
-        self.dtype = "float16" if codes else package.manifest["model"]["dtype"]
+        rounded = codes or rounds_activations(package.manifest)  # what rounds so is nearer to half precision
+        self.dtype = "float16" if rounded else package.manifest["model"]["dtype"]
 
     def run(self, folder: Path, progress: Callable[[str], None] = lambda done: None) -> Report:
         """Compare every case, save the calls to `folder` (inputs.json, outputs.json) for polygraphy's own command, and judge.
@@ -115,8 +117,11 @@ class Verifier:
         selections = Choices()
         checks: list[Check] = []
         G_LOGGER.module_severity = G_LOGGER.ERROR
+        with self.target.open():
+            pass  # a runtime that is missing says so before PyTorch takes its time
+        drawn = self.cases.draw(range(self.cases.count))  # one of them at a time has its weights in memory
         with self.target.open() as session:
-            judged = self._settled(session, selections, progress)
+            judged = self._settled(session, drawn, selections, progress)
             for case, *_ in judged:
                 if case.steps and self.replays:
                     checks += session.checks(case.feeds[0], min(self.replays, len(case.steps)))
@@ -147,8 +152,11 @@ class Verifier:
         with G_LOGGER.verbosity(G_LOGGER.CRITICAL), np.errstate(invalid="ignore"):
             RunResults([("pytorch", results)]).save(str(folder / "outputs.json"))
 
-    def _settled(self, session: Session, total: Choices, progress: Callable[[str], None]) -> list[Judged]:
-        """Cases on which both runtimes select the same tokens, as far as single numbers are compared, and their outputs.
+    def _settled(
+        self, session: Session, drawn: list[Case], total: Choices, progress: Callable[[str], None]
+    ) -> list[Judged]:
+        """Cases, `drawn` or drawn again, on which both runtimes select the same tokens, as far as single numbers are compared, and their
+        outputs.
 
         Where two scores differ by less than rounding, either selection is right and everything after it differs. Steps go on from
         PyTorch's state there (`Case.pairs`); where it happened within a call, the prompt's of steps among them, another prompt is drawn if
@@ -159,10 +167,8 @@ class Verifier:
         judged: dict[int, Judged] = {}
         left = list(range(self.cases.count))
         for attempt in range(ATTEMPTS):
-            if not left:
-                break
             again = []
-            for number, case in zip(left, self.cases.draw(left), strict=True):
+            for number, case in zip(left, drawn, strict=True):
                 pairs, turned = case.pairs(session, self.ties)
                 judged[number] = case, self.ties.settle(pairs, case.leads), turned
                 found = self.ties.compare(pairs + turned, case.leads)
@@ -174,7 +180,9 @@ class Verifier:
                 else:
                     progress(case.name)
                 total.add(found)
-            left = again
+            if not again:
+                break
+            left, drawn = again, self.cases.draw(again)
         return [judged[number] for number in range(self.cases.count)]
 
     def _tied(self, case: Case, settled: Pairs, turned: Pairs, pairs: Pairs, found: Choices) -> bool:

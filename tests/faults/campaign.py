@@ -130,7 +130,7 @@ class Subject:
         self.drawn.begin()
         verifier = Verifier(self.package, self.drawn, Target(self.package), replays=0)
         total = Choices()
-        judged = verifier._settled(Session(model), total, lambda done: None)
+        judged = verifier._settled(Session(model), self.drawn.draw(range(self.drawn.count)), total, lambda done: None)
         return verifier._judge(
             judged, Bounds([case for case, *_ in judged], dtype=verifier.dtype), total, [], ""
         ), judged

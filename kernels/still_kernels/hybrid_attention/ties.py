@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -58,19 +58,26 @@ class SelectionTies:
         """The first token of a chunk promotes the chunk before the one before it."""
         return bool(np.any((lengths % self.chunk == 0) & (lengths >= 2 * self.chunk)))
 
-    def scores(self, reference: Any, tokens: np.ndarray, counts: np.ndarray) -> Scores:
-        """[B, HS, chunks, C]. The ring holds the scores of the two latest chunks: feeding two chunks at a time shows every score once."""
-        feed = reference.empty_feed(tokens.shape[0], tokens.shape[1])
-        parts: dict[int, list[np.ndarray]] = {}
-        for start in range(0, tokens.shape[1], 2 * self.chunk):
-            piece = tokens[:, start : start + 2 * self.chunk]
-            feed = {**feed, "input_ids": piece, "new_tokens": np.clip(counts - start, 0, piece.shape[1])}
-            outputs = reference.infer(feed)
-            for name, score in outputs.items():
+    @property
+    def span(self) -> int:
+        """The ring holds the scores of the two latest chunks."""
+        return 2 * self.chunk
+
+    def scores(self, looks: Sequence[tuple[np.ndarray, Arrays]]) -> Scores:
+        """[B, HS, chunks, C]; zeros where no look shows a token."""
+        most = max(int(outputs["present_length"].max(initial=0)) for _, outputs in looks)
+        found: Scores = {}
+        for past, outputs in looks:
+            last = outputs["present_length"][:, None] - 1
+            position = last - (last - np.arange(self.span)) % self.span  # the latest of each slot, [B, 2C]
+            sequence, slot = np.nonzero(position >= past[:, None])
+            for name, ring in outputs.items():
                 if name.startswith(f"present_{SCORE}."):
-                    parts.setdefault(int(name.rsplit(".", 1)[1]), []).append(self._grouped(score.astype(np.float64)))
-            feed = {n.replace("present", "past", 1): x for n, x in outputs.items() if n.startswith("present_")}
-        return {layer: np.concatenate(part, axis=2) for layer, part in parts.items()}
+                    score = self._grouped(ring.astype(np.float64))
+                    whole = np.zeros((*score.shape[:2], -(-most // self.chunk) * self.chunk))
+                    all_of = found.setdefault(int(name.rsplit(".", 1)[1]), whole)
+                    all_of[sequence, :, position[sequence, slot]] = score[sequence, :, slot]
+        return {layer: x.reshape(*x.shape[:2], -1, self.chunk) for layer, x in found.items()}
 
     def leads(self, scores: Scores, own: Scores, counts: np.ndarray) -> Leads:
         """A tie is TIE times the larger of two errors of PyTorch's own run: of the two scores between which was chosen, which one draw may
@@ -119,11 +126,11 @@ class SelectionTies:
         return np.asarray(padded.reshape(*slots.shape[:2], -1, size).any(-1))
 
     def _grouped(self, score: np.ndarray) -> np.ndarray:
-        """[B, HS, 2, C] from the ring's scores [B, H, 2C]."""
-        if self.scope != "q_head":
-            grouped = score.reshape(score.shape[0], self.kv_heads, -1, score.shape[2])
-            score = grouped.max(2) if self.scope == "kv_group_max" else grouped.mean(2)
-        return np.asarray(score.reshape(*score.shape[:2], 2, self.chunk))
+        """[B, HS, 2C] from the ring's scores [B, H, 2C]."""
+        if self.scope == "q_head":
+            return score
+        grouped = score.reshape(score.shape[0], self.kv_heads, -1, score.shape[2])
+        return np.asarray(grouped.max(2) if self.scope == "kv_group_max" else grouped.mean(2))
 
 
 def _differs(expected: Arrays, actual: Arrays, layer: str) -> np.ndarray:

@@ -119,8 +119,9 @@ def test_one_layer_is_in_memory() -> None:
     assert order == sorted(order)
 
 
-def test_a_choice_that_differs_goes_on_from_the_right_states() -> None:
-    model = still_model("llama", torch.float32)
+@pytest.mark.parametrize("still", [{}, {"cache": "int8", "sizes": {"head_dim": 16}}], ids=["numbers", "codes"])
+def test_a_choice_that_differs_goes_on_from_the_right_states(still: dict[str, Any]) -> None:
+    model = still_model("llama", torch.float32, **still)
     layers = LayerwiseModel(MANIFEST, source_of(model), alike=lambda right, found: False)
     first, second, third = (Call(tokens(1, n), np.array([n])) for n in (7, 1, 2))
     plain = LayerwiseModel(MANIFEST, source_of(model))

@@ -109,3 +109,15 @@ def test_a_row_of_a_state_may_err_four_times_as_far_as_the_furthest_of_pytorchs(
     assert (judged(exact, own, actual, name).share <= 1) == bool(times)
     actual[..., 200, :] += 0.25
     assert judged(exact, own, actual, name).share > 1
+
+
+@pytest.mark.parametrize(
+    "dtype, coarse, found", [("float16", 1.0, True), ("float16", 1.5, False), ("float32", 1.0, False)]
+)
+def test_half_precision_logits_on_a_cpu_err_as_pytorchs_do(dtype: str, coarse: float, found: bool) -> None:
+    exact, own, _ = drawn((1, 300, 50))
+    case = case_of(exact, own, LOGITS)
+    verdict = Bounds([case], coarse, dtype).judge(
+        case, LOGITS, [({LOGITS: exact}, {LOGITS: exact + 3 * (own - exact)})]
+    )
+    assert (verdict.share > 1) == found and verdict.median
