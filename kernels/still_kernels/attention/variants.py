@@ -24,7 +24,6 @@ class Variant:
     head_dim: int = 128
     cache: str = "float"
     count_dtype: str = "int64"
-    packed: int = 0
 
     def __post_init__(self) -> None:
         for name, known in (("dtype", DTYPES), ("count_dtype", COUNT_DTYPES), ("cache", CACHE.choices)):
@@ -41,14 +40,13 @@ def default_variants() -> list[Variant]:
 
 
 @lru_cache
-def constants_of(head_dim: int, wide: bool, packed: bool, cache: str = "float") -> dict[str, Any]:
+def constants_of(head_dim: int, wide: bool, cache: str = "float") -> dict[str, Any]:
     """Compile-time constants by name; each kernel takes those that it declares."""
     import triton
 
     return {
         "D": head_dim,
         "DP": pow2(head_dim),
-        "RAGGED": int(packed),
         "CODES": int(cache == "int8"),
         "SETTLE": int(not triton.knobs.runtime.interpret),
         "DOT": "tf32x3" if wide else "tf32",
@@ -67,12 +65,9 @@ def build(variant: Variant, arch: int, table: TileTable | None = None) -> Build:
     table = tile_table(arch, variant.head_dim, wide) if table is None else table
     return Build(
         table.kernels(),
-        constants_of(variant.head_dim, wide, bool(variant.packed), variant.cache),
+        constants_of(variant.head_dim, wide, variant.cache),
         plan_constants(table),
-        frozenset(
-            ({"new_tokens"} if variant.packed else {"query_start", "state_row"})
-            | ({"key_scale", "value_scale"} if variant.cache == "float" else set())
-        ),
+        frozenset({"key_scale", "value_scale"} if variant.cache == "float" else ()),
     )
 
 

@@ -33,7 +33,6 @@ class Variant:
     bias: int = 0
     aligned: int = 1
     count_dtype: str = "int64"
-    packed: int = 0
 
     def __post_init__(self) -> None:
         for name, known in (("dtype", DTYPES), ("count_dtype", COUNT_DTYPES), ("activation", ACTIVATIONS)):
@@ -59,7 +58,6 @@ def constants_of(variant: Variant) -> dict[str, Any]:
         "KP": 1 << (variant.taps - 2).bit_length(),  # columns of the state
         "ALIGNED": variant.aligned,
         "SILU": int(variant.activation == "silu"),
-        "RAGGED": variant.packed,
         "SETTLE": int(not triton.knobs.runtime.interpret),
     }
 
@@ -78,12 +76,11 @@ def plan_constants(table: TileTable) -> dict[str, int]:
 def build(variant: Variant, arch: int, table: TileTable | None = None) -> Build:
     """What a variant is on an architecture, or with other block sizes."""
     table = tile_table(arch) if table is None else table
-    absent = {"new_tokens"} if variant.packed else {"query_start", "state_row"}
     return Build(
         table.kernels(),
         constants_of(variant),
         plan_constants(table),
-        frozenset(absent if variant.bias else absent | {"bias"}),
+        frozenset(() if variant.bias else {"bias"}),
     )
 
 

@@ -27,7 +27,7 @@ def _prepared(
     rule: str,
     scale: float,
     packed: tuple[int, int] | None,
-    page: int = 0,
+    page: int,
 ) -> launcher.Prepared:
     """The launches of a kind of call.
 
@@ -54,7 +54,7 @@ def _prepared(
 
     def in_pages(variant: Variant) -> Build:
         built = build(variant, arch, table)
-        return replace(built, constants={**built.constants, "PAGE": page})
+        return replace(built, constants={**built.constants, "RAGGED": 1, "PAGE": page})
 
     made = launcher.prepare_call(KERNELS, seen, in_pages, own)
     return replace(made, variant=None if own is None else launcher.variant_of(made.variant, page))

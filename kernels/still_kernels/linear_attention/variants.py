@@ -34,7 +34,6 @@ class Variant:
     update_rule: str = "gated_delta"
     per_key: int = 0
     count_dtype: str = "int64"
-    packed: int = 0
 
     def __post_init__(self) -> None:
         for name, known in (("dtype", DTYPES), ("count_dtype", COUNT_DTYPES), ("update_rule", RULES)):
@@ -76,7 +75,7 @@ def constants_of(variant: Variant) -> dict[str, Any]:
         "G": variant.shared,
         "DELTA": int(variant.update_rule in DELTA),
         "DECAY": variant.decay,
-        "RAGGED": variant.packed,
+        "RAGGED": 0,
         "PAGE": 0,
         "NARROW": int(variant.dtype == "float16"),
         "SETTLE": int(not interpreted),
@@ -99,7 +98,7 @@ def plan_constants(table: TileTable) -> dict[str, int]:
 
 def absent(variant: Variant) -> frozenset[str]:
     """Pointers that calls of a variant do not have."""
-    names = {"new_tokens"} if variant.packed else {"query_start", "state_row"}
+    names: set[str] = set()
     if variant.update_rule not in DELTA:
         names |= {"beta", "inverse", "taken", "new"}
     if variant.dtype != "float16":
