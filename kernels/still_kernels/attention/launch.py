@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -12,7 +10,7 @@ from still_kernels import launcher
 from still_kernels.attention.inputs import Inputs
 from still_kernels.attention.state import AttentionState
 from still_kernels.attention.tiles import tile_table
-from still_kernels.attention.variants import KERNELS, build
+from still_kernels.attention.variants import KERNELS
 from still_kernels.plan import Call
 from still_kernels.tile import TileTable
 
@@ -49,8 +47,7 @@ def _prepared(
         count_dtype="int64",  # Triton looks at the counts itself
         present=frozenset({"key_scale", "value_scale"} if cache == "int8" else ()),
     )
-    own = arch if table is None else None
-    return launcher.prepare_call(KERNELS, seen, partial(build, arch=arch, table=table), own)
+    return launcher.prepare_call(KERNELS, seen, arch, table)
 
 
 def launch_attention(inputs: Inputs, state: AttentionState, output: Tensor, table: TileTable | None = None) -> None:

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from still_graphs.errors import ConfigError
 from still_graphs.ops.spec import CACHE
 from still_kernels.attention.plan import PLAN
 from still_kernels.attention.tiles import MAX_HEAD_DIM, tile_table
-from still_kernels.op_kernels import COUNT_DTYPES, DTYPES, Build, OpKernels, imported
+from still_kernels.op_kernels import DTYPES, Build, OpKernels, check_known, imported
 from still_kernels.plan import Check
 from still_kernels.tile import TileTable, pow2
 
@@ -26,9 +25,7 @@ class Variant:
     count_dtype: str = "int64"
 
     def __post_init__(self) -> None:
-        for name, known in (("dtype", DTYPES), ("count_dtype", COUNT_DTYPES), ("cache", CACHE.choices)):
-            if getattr(self, name) not in known:
-                raise ConfigError(f"{name}={getattr(self, name)!r} is unknown; known: {', '.join(known)}.")
+        check_known(self, cache=CACHE.choices)
 
 
 def default_variants() -> list[Variant]:

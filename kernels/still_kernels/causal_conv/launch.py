@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from still_kernels import launcher
 from still_kernels.causal_conv.inputs import Inputs
-from still_kernels.causal_conv.variants import KERNELS, build
+from still_kernels.causal_conv.variants import KERNELS
 from still_kernels.plan import Call
 from still_kernels.tile import TileTable
 
@@ -37,8 +35,7 @@ def _prepared(
         count_dtype="int64",  # Triton looks at the counts itself
         present=frozenset({"bias"} if bias else ()),
     )
-    own = arch if table is None else None
-    return launcher.prepare_call(KERNELS, seen, partial(build, arch=arch, table=table), own)
+    return launcher.prepare_call(KERNELS, seen, arch, table)
 
 
 def launch_causal_conv(inputs: Inputs, state: Tensor, output: Tensor, table: TileTable | None = None) -> None:

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from still_graphs.errors import ConfigError
 from still_graphs.ops.causal_conv import CAUSAL_CONV
 from still_kernels.causal_conv.plan import PLAN
 from still_kernels.causal_conv.tiles import MAX_TAPS, tile_table
-from still_kernels.op_kernels import COUNT_DTYPES, DTYPES, Build, OpKernels, imported
+from still_kernels.op_kernels import DTYPES, Build, OpKernels, check_known, imported
 from still_kernels.plan import Check
 from still_kernels.tile import TileTable
 
@@ -35,9 +34,7 @@ class Variant:
     count_dtype: str = "int64"
 
     def __post_init__(self) -> None:
-        for name, known in (("dtype", DTYPES), ("count_dtype", COUNT_DTYPES), ("activation", ACTIVATIONS)):
-            if getattr(self, name) not in known:
-                raise ConfigError(f"{name}={getattr(self, name)!r} is unknown; known: {', '.join(known)}.")
+        check_known(self, activation=ACTIVATIONS)
 
 
 def default_variants() -> list[Variant]:
