@@ -1,6 +1,6 @@
 """Speed of an op's kernels beside their peers and the machine's measured ceilings, in one process on one GPU.
 
-    python -m still_kernels.bench OP --context 8192,65536 --batch 1,8 --json bench.json --plot roofline.html
+    python -m still_kernels.bench OP --context 8192,65536 --batch 1,8 --json bench.json
 
 Every kernel is compared with the PyTorch form on the same inputs first; one that fails gets no speed. Decode steps are
 replayed from a CUDA graph of several layers, each with its own state, so that the caches of one step do not serve the next; beside them
@@ -158,27 +158,6 @@ def table(rows: Sequence[Row], ceilings: Ceilings) -> str:
     return "\n".join(lines)
 
 
-def plot(rows: Sequence[Row], ceilings: Ceilings, path: Path) -> None:
-    """Roofline, a page: FLOP/s over FLOP per byte of every row that passed its check."""
-    import altair
-
-    def log(values: list[dict[str, Any]]) -> Any:
-        x, y = (
-            altair.X("x:Q", title="FLOP per byte of device memory", scale=altair.Scale(type="log")),
-            altair.Y("y:Q", title="FLOP/s", scale=altair.Scale(type="log"), axis=altair.Axis(format="~s")),
-        )
-        return altair.Chart(altair.Data(values=values)).encode(x=x, y=y)
-
-    knee = ceilings.gemm / ceilings.copy
-    roof = log([{"x": x, "y": min(ceilings.copy * x, ceilings.gemm)} for x in (0.1, knee, 1e5)]).mark_line()
-    points = [
-        {"x": row.flop / row.size_bytes, "y": row.flop / row.time_s, "row": row.name}
-        for row in rows
-        if row.flop and row.time_s
-    ]
-    (roof + log(points).mark_point(filled=True).encode(color="row:N")).properties(width=600, height=420).save(path)
-
-
 def _numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
@@ -192,7 +171,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--layer", help="kinds of layers, comma-separated; default: all of the op")
     parser.add_argument("--dtype", choices=OpWork.dtypes, help="default: bfloat16, where the op has it")
     parser.add_argument("--json", type=Path, help="write all numbers here")
-    parser.add_argument("--plot", type=Path, help="write a roofline plot here, an HTML file (needs altair)")
     options = parser.parse_args(arguments)
     op = work_of(options.op)
     layers = list(op.layers) if options.layer is None else options.layer.split(",")
@@ -227,8 +205,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "rows": [{**asdict(row), "share": row.share(ceilings)} for row in rows],
         }
         options.json.write_text(json.dumps(report, indent=1) + "\n")
-    if options.plot:
-        plot(rows, ceilings, options.plot)
     return 1 if any(row.time_s is None for row in rows) else 0
 
 

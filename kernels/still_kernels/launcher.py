@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from still_graphs.errors import ShapeError, UnsupportedError
-from still_kernels.op_kernels import Build, OpKernels
+from still_kernels.op_kernels import OpKernels
 from still_kernels.plan import Call, Launches
 from still_kernels.tile import KernelTile, TileTable
 
@@ -86,12 +86,12 @@ def prepare(
     return Prepared(tuple(made), workspace, persistent, launches.aliases, variant)
 
 
-def prepare_call(kernels: OpKernels, call: Call, build: Callable[[Any], Build], arch: int | None) -> Prepared:
+def prepare_call(kernels: OpKernels, call: Call, arch: int, table: TileTable | None = None, **own: Any) -> Prepared:
     """The launches of a call, of which the constants of the plan are not yet known.
 
     Args:
-        build: Of the variant that serves the call.
-        arch: Where the build is the architecture's own, which is then found without a comparison; None: another one.
+        table: Block sizes; None: those of the architecture, whose kernels are then found without a comparison.
+        own: Compile-time values of this call in the place of the variant's.
 
     Raises:
         UnsupportedError: No kernel covers the call; the message lists what is covered.
@@ -100,10 +100,10 @@ def prepare_call(kernels: OpKernels, call: Call, build: Callable[[Any], Build], 
     if reasons:
         raise UnsupportedError(f"no Triton kernel of still::{kernels.spec.name} covers this layer: {' '.join(reasons)}")
     variant = kernels.variant_of(call)
-    built = build(variant)
+    built = kernels.build(variant, arch, table)
     launches = kernels.plan.evaluate(replace(call, constants=built.plan_constants))
-    known = None if arch is None else variant_of(arch, variant)
-    return prepare(launches, kernels.functions(), built.tiles, built.constants, known)
+    known = variant_of(arch, variant, *own.values()) if table is None else None
+    return prepare(launches, kernels.functions(), built.tiles, {**built.constants, **own}, known)
 
 
 def kept(prepare: Callable[..., Prepared]) -> Callable[..., Prepared]:

@@ -28,11 +28,11 @@ COUNT_DTYPES = ("int32", "int64")
 """Types of activations, and of lengths and counts, that every op's kernels have."""
 
 
-def check_types(dtype: str, count_dtype: str, dtypes: Sequence[str] = DTYPES) -> None:
-    """Raise ConfigError for a type that there are no kernels for."""
-    for name, value, known in (("dtype", dtype, dtypes), ("count_dtype", count_dtype, COUNT_DTYPES)):
-        if value not in known:
-            raise ConfigError(f"{name}={value!r} is unknown; known: {', '.join(known)}.")
+def check_known(variant: Any, dtype: Sequence[str] = DTYPES, **more: Sequence[str]) -> None:
+    """Raise ConfigError for a type, or another field of a variant, whose value there are no kernels for."""
+    for name, known in {"dtype": dtype, "count_dtype": COUNT_DTYPES, **more}.items():
+        if getattr(variant, name) not in known:
+            raise ConfigError(f"{name}={getattr(variant, name)!r} is unknown; known: {', '.join(known)}.")
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,17 @@ class State(Protocol):
 
 
 @dataclass(frozen=True)
+class OneTensor:
+    """The state of a layer whose op has one."""
+
+    state: Tensor
+
+    def tensors(self) -> dict[str, Tensor]:
+        """It, by name."""
+        return vars(self)
+
+
+@dataclass(frozen=True)
 class Held:
     """What takes the place of a state in an op without one: of its `inputs` those that a step must not find in the cache, by `names`.
 

@@ -45,17 +45,6 @@ std::vector<still::Tensor> tensors(still_tensor const* given, int count)
     return result;
 }
 
-int create(char const* name, still_attribute const* attributes, int count, uint64_t absent_inputs, still::Rows rows, still_op** op)
-{
-    return guarded([&] {
-        std::map<std::string, still::AttributeValue> values;
-        for (int i = 0; i < count; ++i)
-            values[attributes[i].name] = {static_cast<still::AttributeKind>(attributes[i].kind), attributes[i].integer,
-                attributes[i].real, attributes[i].text ? attributes[i].text : ""};
-        *op = new still_op{still::Op(still::op_spec(name), values, absent_inputs, rows)};
-    });
-}
-
 } // namespace
 
 char const* still_last_error(void)
@@ -88,12 +77,13 @@ int still_variant_count(void)
 
 int still_op_create(char const* name, still_attribute const* attributes, int count, uint64_t absent_inputs, still_op** op)
 {
-    return create(name, attributes, count, absent_inputs, still::Rows::kPadded, op);
-}
-
-int still_op_create_packed(char const* name, still_attribute const* attributes, int count, uint64_t absent_inputs, still_op** op)
-{
-    return create(name, attributes, count, absent_inputs, still::Rows::kPacked, op);
+    return guarded([&] {
+        std::map<std::string, still::AttributeValue> values;
+        for (int i = 0; i < count; ++i)
+            values[attributes[i].name] = {static_cast<still::AttributeKind>(attributes[i].kind), attributes[i].integer,
+                attributes[i].real, attributes[i].text ? attributes[i].text : ""};
+        *op = new still_op{still::Op(still::op_spec(name), values, absent_inputs)};
+    });
 }
 
 void still_op_destroy(still_op* op)

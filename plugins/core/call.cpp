@@ -10,30 +10,25 @@ namespace still
 namespace
 {
 
-constexpr char kStarts[] = "B+1";
-
-struct Dimension // factor * symbol / divisor + offset
+struct Dimension // factor * symbol / divisor
 {
     int64_t factor{1};
     std::string symbol; // empty: a number, which is `factor`
-    int64_t offset{};
     int64_t divisor{1};
 
     bool fits(int64_t size) const { return size % divisor == 0; }
-    int64_t of(int64_t size) const { return factor * size / divisor + offset; }
+    int64_t of(int64_t size) const { return factor * size / divisor; }
 };
 
 Dimension parse_dimension(std::string const& text)
 {
-    if (text == kStarts)
-        return {1, "B", 1};
     size_t digits = 0;
     while (digits < text.size() && std::isdigit(static_cast<unsigned char>(text[digits])))
         ++digits;
     int64_t const factor = digits ? std::stoll(text.substr(0, digits)) : 1;
     size_t const begin = digits < text.size() && text[digits] == '*' ? digits + 1 : digits, slash = std::min(text.find('/'), text.size());
     int64_t const divisor = slash < text.size() ? std::stoll(text.substr(slash + 1)) : 1;
-    return {factor, text.substr(begin, slash - begin), 0, divisor};
+    return {factor, text.substr(begin, slash - begin), divisor};
 }
 
 std::string expected_shape(TensorSpec const& spec, std::map<std::string, int64_t> const& sizes)
@@ -63,25 +58,6 @@ Type concrete(TensorSpec const& spec, Call const& call)
 }
 
 } // namespace
-
-TensorSpec packed(TensorSpec tensor)
-{
-    bool const activation = tensor.shape.size() > 1 && tensor.shape[0] == "B" && tensor.shape[1] == "T";
-    if (activation)
-        tensor.shape.erase(tensor.shape.begin());
-    if (activation)
-        tensor.shape[0] = "tokens";
-    else if (!tensor.shape.empty() && tensor.shape[0] == "B")
-        tensor.shape[0] = "rows";
-    return tensor;
-}
-
-std::vector<TensorSpec> packed_inputs()
-{
-    return {{kQueryStart, {kStarts}, ElementType::kInteger, false, false, false},
-        {kStateRow, {"B"}, ElementType::kInteger, false, false, false},
-        {kMaxTokens, {"T"}, ElementType::kInteger, false, false, false}};
-}
 
 int64_t Call::size(std::string const& symbol) const
 {
@@ -126,8 +102,8 @@ void Call::bind_shape(TensorSpec const& given, Tensor const& tensor)
             demand((dim.fits(known->second) && size == dim.of(known->second)) || (shared && size == 1));
         else
         {
-            demand(size >= dim.offset && (size - dim.offset) % dim.factor == 0);
-            sizes[dim.symbol] = (size - dim.offset) / dim.factor * dim.divisor;
+            demand(size % dim.factor == 0);
+            sizes[dim.symbol] = size / dim.factor * dim.divisor;
         }
     }
     tensor.bytes(); // must be a number
@@ -174,14 +150,12 @@ void Call::bind(std::vector<Tensor> const& given)
             tensors[input.name] = tensor;
         }
     }
-    if (!packed && knows("B") && knows("T"))
+    if (knows("B") && knows("T"))
     {
         sizes["rows"] = size("B");
         if (__builtin_mul_overflow(size("B"), size("T"), &sizes["tokens"]))
             fail(spec->name, ": B=", size("B"), " times T=", size("T"), " tokens are more than 64 bits count.");
     }
-    else if (packed && knows("rows") && size("B") > size("rows"))
-        fail(spec->name, ": ", kStateRow, " has ", size("B"), " rows, the state ", size("rows"), ".");
     for (TensorSpec const* output : *outputs)
     {
         Tensor tensor;

@@ -19,22 +19,8 @@ struct AttributeValue
     std::string text;
 };
 
-// Inputs of packed rows beside the op's own, in this order after them; they are of the counts' type.
-constexpr char kQueryStart[] = "query_start"; // [B + 1], first token of each row, then the number of tokens
-constexpr char kStateRow[] = "state_row";     // [B], row of the state that each row owns, distinct
-constexpr char kMaxTokens[] = "max_tokens";   // [T]: only its size counts, the most tokens of a row; its address may be null
-
 // "window_key" of "present_window_key".
 inline std::string state_name(std::string const& present) { return present.substr(sizeof("present_") - 1); }
-
-// How the rows of a batch lie: [B, T, ...] each, or one behind the other as [tokens, ...], each with a row of a larger state.
-enum class Rows { kPadded, kPacked };
-
-// A tensor of padded rows as packed ones have it.
-TensorSpec packed(TensorSpec tensor);
-
-// query_start, state_row, max_tokens.
-std::vector<TensorSpec> packed_inputs();
 
 // What a plan sees of a call: attributes, sizes by symbol, types, and which optional tensors are there.
 class Call
@@ -66,7 +52,6 @@ public:
     Type activation{Type::kNone};
     Type kept{Type::kNone}; // of states that may be narrower than activations; kNone where there are none
     Type count{Type::kNone};
-    bool packed{};
 
 private:
     void bind_shape(TensorSpec const& spec, Tensor const& tensor);

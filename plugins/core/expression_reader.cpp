@@ -155,7 +155,7 @@ private:
         auto const& constants = mScope.mConstants;
         if (source == "constant" && std::find(constants.begin(), constants.end(), name) != constants.end())
             return mScope.leaf(Leaf::Source::kConstant, name, 0, ValueKind::kInteger);
-        if (source == "call" && (name == "tokens" || name == "rows" || name == "packed"))
+        if (source == "call" && (name == "tokens" || name == "rows"))
             return mScope.leaf(Leaf::Source::kCall, name, 0, ValueKind::kInteger);
         if (source == "call" && (name == "dtype" || name == "count_dtype"))
             return mScope.leaf(Leaf::Source::kCall, name, 0, ValueKind::kText);

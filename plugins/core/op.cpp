@@ -38,12 +38,6 @@ TensorSpec in_codes(TensorSpec tensor)
     return tensor;
 }
 
-// Counts of new tokens follow from query_start.
-bool counts_tokens(TensorSpec const& input)
-{
-    return input.type == ElementType::kInteger && input.name.rfind("past_", 0) != 0;
-}
-
 // What a host needs of a plan that is not there, in the words of the archive.
 Plan const& plan_of(OpSpec const& spec)
 {
@@ -67,8 +61,8 @@ OpSpec const& op_spec(std::string const& name)
     fail("unknown op ", name, "; this library has ", names(known), ".");
 }
 
-Op::Op(OpSpec const& spec, std::map<std::string, AttributeValue> const& attributes, uint64_t absent_inputs, Rows rows)
-    : mSpec(&spec), mAbsent(absent_inputs), mRows(rows)
+Op::Op(OpSpec const& spec, std::map<std::string, AttributeValue> const& attributes, uint64_t absent_inputs)
+    : mSpec(&spec), mAbsent(absent_inputs)
 {
     for (AttributeSpec const& attribute : spec.attributes)
         mAttributes[attribute.name] = {attribute.kind, attribute.integer, attribute.real, attribute.text};
@@ -91,21 +85,13 @@ Op::Op(OpSpec const& spec, std::map<std::string, AttributeValue> const& attribut
     bool const codes = cache != mAttributes.end() && cache->second.text == kInCodes;
     for (auto const* all : {&spec.inputs, &spec.outputs})
         for (TensorSpec const& given : *all)
-        {
-            TensorSpec const tensor = codes ? in_codes(given) : given;
-            tensors->push_back(rows == Rows::kPacked ? packed(tensor) : tensor);
-        }
-    if (rows == Rows::kPacked)
-        for (TensorSpec const& own : packed_inputs())
-            tensors->push_back(own);
+            tensors->push_back(codes ? in_codes(given) : given);
     mOwn = tensors;
     auto const of = [&](size_t i) { return &(*tensors)[i]; };
     std::vector<std::string> absent;
     for (size_t i = 0; i < spec.inputs.size(); ++i)
     {
         TensorSpec const& tensor = spec.inputs[i];
-        if (rows == Rows::kPacked && counts_tokens(tensor))
-            continue;
         if (tensor.of_codes && !codes)
             mAbsent |= uint64_t{1} << i;
         if (!(mAbsent >> i & 1))
@@ -115,8 +101,6 @@ Op::Op(OpSpec const& spec, std::map<std::string, AttributeValue> const& attribut
         else
             fail(spec.name, ": ", tensor.name, " is not optional, but absent_inputs=", absent_inputs, " leaves it out.");
     }
-    for (size_t i = spec.inputs.size() + spec.outputs.size(); i < tensors->size(); ++i)
-        mInputs.push_back(&(*tensors)[i]);
     auto const none = [&](std::string const& dim) { // a size that an attribute says is 0
         auto const known = mAttributes.find(dim);
         return known != mAttributes.end() && known->second.integer == 0;
@@ -151,7 +135,6 @@ Call Op::bind(std::vector<Tensor> const& inputs) const
     call.attributes = &mAttributes;
     call.inputs = &mInputs;
     call.outputs = &mOutputs;
-    call.packed = mRows == Rows::kPacked;
     call.bind(inputs);
     return call;
 }
@@ -188,7 +171,6 @@ void Op::preload(Type activation) const
     for (TensorSpec const* spec : mInputs)
         call.tensors[spec->name] = {};
     call.take_attributes();
-    call.packed = mRows == Rows::kPacked;
     Key const part = plan_of(*mSpec).key(call);
     int const architecture = current_architecture();
     Archive::get().find(mSpec->name, mSpec->version, architecture, part); // at least one

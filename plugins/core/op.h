@@ -25,13 +25,10 @@ public:
     // `attributes` may leave out any; `absent_inputs` has bit i set where the spec's input i is not passed. Of states that only rows in
     // 8 bits have it need not say so.
     // Throws still::Error for an unknown name or value, or an absent input that is not optional.
-    //
-    // With packed rows activations are [tokens, ...], past_* and present_* [rows, ...], new_tokens is no input, and query_start,
-    // state_row and max_tokens follow the op's inputs. The host advances the lengths.
-    Op(OpSpec const& spec, std::map<std::string, AttributeValue> const& attributes, uint64_t absent_inputs, Rows rows = Rows::kPadded);
+    Op(OpSpec const& spec, std::map<std::string, AttributeValue> const& attributes, uint64_t absent_inputs);
 
     // A copy is not prepared: two contexts must not share persistent memory.
-    Op(Op const& other) : Op(*other.mSpec, other.mAttributes, other.mAbsent, other.mRows) {}
+    Op(Op const& other) : Op(*other.mSpec, other.mAttributes, other.mAbsent) {}
     Op(Op&&) = default;
     Op& operator=(Op const&) = delete;
     Op& operator=(Op&&) = default;
@@ -74,7 +71,6 @@ private:
     OpSpec const* mSpec;
     std::map<std::string, AttributeValue> mAttributes;
     uint64_t mAbsent;
-    Rows mRows;
     std::shared_ptr<std::vector<TensorSpec> const> mOwn; // inputs, then outputs, as this op has them
     std::vector<TensorSpec const*> mInputs;
     std::vector<TensorSpec const*> mOutputs;

@@ -95,9 +95,7 @@ Environment Plan::environment(Call const& call, Variant const* variant) const
                 value = {true, call.tensor(leaf.name).dims[leaf.axis], 0.0, {}};
             break;
         case Leaf::Source::kCall:
-            if (leaf.name == "packed")
-                value = {true, call.packed, 0.0, {}};
-            else if (leaf.name == "dtype" || leaf.name == "count_dtype")
+            if (leaf.name == "dtype" || leaf.name == "count_dtype")
             {
                 Type const type = leaf.name == "dtype" ? call.activation : call.count;
                 if (type != Type::kNone)
@@ -178,8 +176,7 @@ size_t Plan::workspace_bytes(Call const& largest, Variant const& variant) const
         set(changed, mLeaves, Leaf::Source::kSize, "B", rows);
         set(changed, mLeaves, Leaf::Source::kSize, "T", row_tokens);
         set(changed, mLeaves, Leaf::Source::kCall, "tokens", all_tokens);
-        if (!largest.packed)
-            set(changed, mLeaves, Leaf::Source::kCall, "rows", rows);
+        set(changed, mLeaves, Leaf::Source::kCall, "rows", rows);
         define(changed);
         size_t bytes = 0;
         regions(mWorkspace, changed, Argument::Kind::kWorkspace, bytes, nullptr);
@@ -190,7 +187,7 @@ size_t Plan::workspace_bytes(Call const& largest, Variant const& variant) const
         int64_t const row_tokens = expression.integer(environment);
         // Parts of a call may be split by its rows, so that fewer of them need more.
         for (int64_t rows = 1; row_tokens >= 1 && row_tokens <= tokens && rows <= batch; ++rows)
-            measure(rows, row_tokens, largest.packed ? std::min(all, times(rows, row_tokens)) : times(rows, row_tokens));
+            measure(rows, row_tokens, times(rows, row_tokens));
     }
     measure(batch, tokens, all);
     return most;
@@ -209,8 +206,6 @@ Plan::Arguments Plan::arguments(Call const& call, Environment const& environment
     for (TensorSpec const& input : mSpec->inputs)
         if (!input.state)
             names[input.name] = find(*call.inputs, input.name, Argument::Kind::kInput);
-    for (char const* name : {kQueryStart, kStateRow})
-        names[name] = find(*call.inputs, name, Argument::Kind::kInput);
     for (auto const* all : {&mWorkspace, &mPersistent})
         for (Region const& region : *all)
             names[region.name] = {};

@@ -46,13 +46,6 @@ STILL_API int still_variant_count(void);
 STILL_API int still_op_create(
     char const* name, still_attribute const* attributes, int count, uint64_t absent_inputs, still_op** op);
 
-/* The same for rows of different lengths, one behind the other: activations [tokens, ...] in place of [B, T, ...], past_* and present_*
- * with a row for each of `rows` sequences, no new_tokens. Three inputs follow the op's, of the type of its counts: query_start [B + 1],
- * first token of each row, then the number of tokens; state_row [B], each row's row of the state, distinct; max_tokens [T], of which only
- * the size counts: the most tokens of a row. The host advances past_length. Kernels for packed rows are variants of their own. */
-STILL_API int still_op_create_packed(
-    char const* name, still_attribute const* attributes, int count, uint64_t absent_inputs, still_op** op);
-
 STILL_API void still_op_destroy(still_op* op);
 
 /* Names of the inputs and outputs that exist, in order; null past the end. */

@@ -126,14 +126,14 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], StillConfig]:
     return values, StillConfig.from_dict(values["still_config"], f"{path}: still_config")
 
 
-def apply_adapter(base: str, folder: Path, dtype: str | torch.dtype = "auto") -> Any:
+def apply_adapter(base: str, folder: Path) -> Any:
     """The STILL model of a base model and an adapter, LoRA merged.
 
     Raises:
         CheckpointError: The folder is no adapter of a STILL model, or of another base.
     """
     read_adapter(folder)
-    return load_model(base, overlays=[folder], dtype=dtype)
+    return load_model(base, overlays=[folder])
 
 
 class Start:

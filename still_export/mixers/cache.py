@@ -120,9 +120,7 @@ def state_table(config: Any, dtype: torch.dtype) -> StateTable:
     return StateTable(states, config.still.deployment.capacity(config), config.still.deployment.bounded)
 
 
-def empty_states(
-    config: Any, batch: int, dtype: torch.dtype, capacity: int | None = None, device: torch.device | str | None = None
-) -> list[dict[str, Tensor]]:
+def empty_states(config: Any, batch: int, dtype: torch.dtype, capacity: int | None = None) -> list[dict[str, Tensor]]:
     """All-zero states of every layer with room for `capacity` tokens (default: the configured capacity).
 
     States that are always float32 are float64 in a float64 model.
@@ -132,6 +130,6 @@ def empty_states(
     layers: list[dict[str, Tensor]] = [{} for _ in range(config.num_hidden_layers)]
     for state in table:
         kind = torch.promote_types(dtype, torch.float32) if state.dtype == "float32" else getattr(torch, state.dtype)
-        tensor = torch.zeros(shapes[state.name], dtype=kind, device=device)
+        tensor = torch.zeros(shapes[state.name], dtype=kind)
         layers[state.layer][state.name.rsplit(".", 1)[0]] = tensor
     return layers

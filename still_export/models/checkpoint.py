@@ -225,13 +225,8 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
-def stored_dtype(config: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> torch.dtype:
-    """The type that a configuration names for its weights, else that of its tensors, else float32."""
+def stored_dtype(config: Mapping[str, Any]) -> torch.dtype:
+    """The type that a configuration names for its weights, else float32."""
     name = config.get("dtype", config.get("torch_dtype"))
     dtype = getattr(torch, str(name).removeprefix("torch."), None) if name else None
-    if dtype in FLOAT_TYPES[:3]:
-        return dtype
-    if tensors:
-        found = next(iter(tensors.values())).dtype
-        return found if found in FLOAT_TYPES[:3] else torch.float32
-    return torch.float32
+    return dtype if dtype in FLOAT_TYPES[:3] else torch.float32

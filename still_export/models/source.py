@@ -46,8 +46,3 @@ def find_source(options: ModelOptions) -> Source:
         dtype=dtype,
         revision=options.revision,
     )
-
-
-def load_source(options: ModelOptions) -> Any:
-    """The PyTorch model that `options` describe."""
-    return find_source(options).read()

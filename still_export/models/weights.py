@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from still_export.models.blocks import BlockWeight
@@ -95,8 +95,3 @@ def stand_ins(weights: Weights) -> dict[str, Tensor]:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         return {name: torch.empty(weight.shape, dtype=weight.dtype) for name, weight in weights.items()}
-
-
-def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters of a model by name; a tied one under each of its names."""
-    return {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}

@@ -1,6 +1,6 @@
 """What the C++ core launches from cubins against what Python launches with Triton, bit for bit, on a GPU.
 
-Prefill in pieces and single steps of hybrid attention, padded and packed rows, with states of their own and in place. The kernels are
+Prefill in pieces and single steps of hybrid attention, with states of their own and in place. The kernels are
 compiled here; the core needs no CUDA to be built.
 """
 
@@ -20,7 +20,6 @@ from still_kernels import aot, launcher
 from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs
 from still_kernels.hybrid_attention.launch import launch_hybrid_attention
 from still_kernels.hybrid_attention.variants import Variant
-from still_kernels.packing import Packing
 from tests.gpu.conftest import Proof
 from tests.plugins import builds
 from tests.plugins.core_abi import Core
@@ -29,7 +28,6 @@ NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "f
 CASES: dict[str, dict[str, Any]] = {
     "bfloat16, 128": {"dtype": "bfloat16", "head_dim": 128},
     "float16, 64, group": {"dtype": "float16", "head_dim": 64, "select_scope": "kv_group_max"},
-    "packed": {"dtype": "bfloat16", "head_dim": 128, "packed": 1},
 }
 CALLS = ([300, 129], [64, 700], [1, 1], [2, 0])
 
@@ -39,9 +37,9 @@ def variant_of(case: dict[str, Any]) -> Variant:
     return Variant(**{"feature_rows": case["head_dim"], **case})
 
 
-def tensors_of(config: HybridAttentionConfig, counts: list[int], packed: bool, dtype: torch.dtype) -> dict[str, Any]:
+def tensors_of(config: HybridAttentionConfig, counts: list[int], dtype: torch.dtype) -> dict[str, Any]:
     """Inputs of a call without its states."""
-    lead = (sum(counts),) if packed else (len(counts), max(counts))
+    lead = (len(counts), max(counts))
     shapes = {
         "query": config.num_heads,
         "key": config.num_kv_heads,
@@ -51,19 +49,14 @@ def tensors_of(config: HybridAttentionConfig, counts: list[int], packed: bool, d
     found: dict[str, Any] = {
         name: torch.randn(*lead, heads, config.head_dim, device="cuda").to(dtype) for name, heads in shapes.items()
     }
-    new = torch.tensor(counts, device="cuda")
-    if packed:
-        found["query_start"] = torch.cat([new.new_zeros(1), new.cumsum(0)])
-        found["state_row"] = torch.arange(len(counts), device="cuda").flip(0).contiguous()
-        return found
-    return found | {"new_tokens": new}
+    return found | {"new_tokens": torch.tensor(counts, device="cuda")}
 
 
 def check(core: Core, name: str, in_place: bool) -> str:
     """Run the calls of a case both ways; returns what differs, or nothing."""
     torch.manual_seed(0)
     case = CASES[name]
-    variant, dtype, packed = variant_of(case), getattr(torch, case["dtype"]), bool(case.get("packed"))
+    variant, dtype = variant_of(case), getattr(torch, case["dtype"])
     config = dataclasses.replace(
         variant.config(), num_heads=8, num_kv_heads=2, salient_per_chunk=5, capacity_tokens=2048
     )
@@ -73,27 +66,20 @@ def check(core: Core, name: str, in_place: bool) -> str:
     absent = sum(
         1 << i for i, n in enumerate(HYBRID_ATTENTION.input_names()) if n in ("window_factor", "past_salient_score")
     )
-    op = core.op("HybridAttention", config.attributes(), absent, packed)
+    op = core.op("HybridAttention", config.attributes(), absent)
     for counts in CALLS:
-        counts = [n for n in counts if n] if packed else counts
-        if packed and len(counts) < 2:
-            continue
-        given = tensors_of(config, counts, packed, dtype) | weights
-        packing = Packing(given["query_start"], given["state_row"], max(counts)) if packed else None
+        given = tensors_of(config, counts, dtype) | weights
         inputs = Inputs(**{f.name: given.get(f.name) for f in dataclasses.fields(Inputs)})
         output = torch.full_like(given["query"], float("nan"))
-        launch_hybrid_attention(inputs, config, states[0], output, packing)
+        launch_hybrid_attention(inputs, config, states[0], output)
 
         past = {f"past_{n}": t for n, t in states[1].tensors().items()}
-        tensors = {**given, **past, "max_tokens": None}
-        shapes = [
-            ("int64", (max(counts),)) if n == "max_tokens" else (NAMES[tensors[n].dtype], tuple(tensors[n].shape))
-            for n in op.names("input")
-        ]
+        tensors = {**given, **past}
+        shapes = [(NAMES[tensors[n].dtype], tuple(tensors[n].shape)) for n in op.names("input")]
         op.prepare(shapes)
         mine = torch.full_like(output, float("nan"))
         present = {n: t if in_place else torch.empty_like(t) for n, t in past.items()}
-        at = [0 if tensors[n] is None else tensors[n].data_ptr() for n in op.names("input")]
+        at = [tensors[n].data_ptr() for n in op.names("input")]
         out = [
             mine.data_ptr() if n == "output" else present[n.replace("present_", "past_")].data_ptr()
             for n in op.names("output")
@@ -109,8 +95,7 @@ def check(core: Core, name: str, in_place: bool) -> str:
         if output.isnan().any() or wrong:
             return f"{counts}: {', '.join(wrong) or 'NaN'}"
         for state in states:
-            rows = given["state_row"] if packed else torch.arange(2, device="cuda")
-            state.length[rows] += torch.tensor(counts, device="cuda")
+            state.length += torch.tensor(counts, device="cuda")
     return ""
 
 

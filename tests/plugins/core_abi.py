@@ -60,7 +60,7 @@ class Core:
         if getattr(self.library, name)(*arguments):
             raise CoreError(self.library.still_last_error().decode())
 
-    def op(self, name: str, attributes: dict[str, int | float | str], absent: int = 0, packed: bool = False) -> CoreOp:
+    def op(self, name: str, attributes: dict[str, int | float | str], absent: int = 0) -> CoreOp:
         items = (AttributeStruct * len(attributes))()
         for item, (key, value) in zip(items, attributes.items(), strict=True):
             item.name = key.encode()
@@ -69,8 +69,7 @@ class Core:
             item.real = value if isinstance(value, float) else 0.0
             item.text = value.encode() if isinstance(value, str) else None
         handle = ctypes.c_void_p()
-        create = "still_op_create_packed" if packed else "still_op_create"
-        self.call(create, name.encode(), items, len(items), ctypes.c_uint64(absent), ctypes.byref(handle))
+        self.call("still_op_create", name.encode(), items, len(items), ctypes.c_uint64(absent), ctypes.byref(handle))
         return CoreOp(self, handle)
 
 

@@ -41,7 +41,7 @@ ARGUMENTS = {  # orders differ on purpose: the core goes by name
     "features": ["phi_k:ptr", "first_tile:i32", "n_tiles:i32"],
     "scan": ["kv_state:ptr", "prefix_kv:ptr", "prefix_z:ptr", "first_tile:i32", "n_tiles:i32", "W_HEADS:i32"],
     "linear": ["linear:ptr", "linear_sum:ptr", "first_tile:i32", "n_tiles:i32"],
-    "attend": ["output:ptr", "query_start:ptr", "salient_key:ptr", "epsilon:f32", "first_tile:i32", "n_tiles:i32"],
+    "attend": ["output:ptr", "salient_key:ptr", "epsilon:f32", "first_tile:i32", "n_tiles:i32"],
     "commit": ["window_key:ptr", "new_tokens:ptr", "H:i32", "HK:i32", "N:i32"],
     "decode": ["counters:ptr", "part_acc:ptr", "output:ptr", "NS:i32", "B:i32", "phantom:i32"],
 }
@@ -74,7 +74,6 @@ KEY = {
     "window_factor": 0,
     "cache": "float",
     "count_dtype": "int32",
-    "packed": 0,
 }
 
 
@@ -376,48 +375,6 @@ def test_launch_needs_preparation_and_workspace(op: CoreOp) -> None:
     op.prepare(inputs())
     with pytest.raises(CoreError, match=r"needs \d+ bytes of workspace, got none"):
         op.launch(ins, outs, 0, 0)
-
-
-def test_packed_rows(core: Core, op: CoreOp, recorder: Recorder, tmp_path: Path) -> None:
-    """Three rows of at most 40 tokens, 90 together, in a state of 7 rows."""
-    core.call("still_add_archive", str(write_archive(tmp_path / "packed", [variant(packed=1)])).encode())
-    packed = core.op("HybridAttention", ATTRIBUTES, absent_mask(ABSENT), packed=True)
-    names = [n for n in HYBRID.input_names() if n not in ABSENT | {"new_tokens"}]
-    assert packed.names("input") == [*names, "query_start", "state_row", "max_tokens"]
-    assert packed.names("output") == op.names("output")
-
-    def call(tokens: int, most: int, rows: int = 3, states: int = 7) -> list[Tensor]:
-        padded = dict(zip(op.names("input"), inputs(B=states, T=1), strict=True))
-        shapes = {
-            n: (d, (tokens, *s[2:]) if n in ("query", "key", "value", "gate") else s) for n, (d, s) in padded.items()
-        }
-        return [shapes[n] for n in names] + [("int32", (rows + 1,)), ("int32", (rows,)), ("int32", (most,))]
-
-    ins, outs = addresses(packed)
-    at = dict(zip(packed.names("input"), ins, strict=True))
-    outputs = dict(zip(packed.names("output"), packed.infer(call(90, 40)), strict=True))
-    assert outputs["output"] == ("float16", (90, 6, 64)) and outputs["present_z_state"] == ("float32", (7, 6, 96))
-    packed.prepare(call(90, 40))
-    packed.launch(ins, outs, 0x7000000, 0)
-    launches = recorder.launches()
-    # 40 tokens touch at most 3 chunks of 32
-    assert [fields["grid"] for _, fields in launches] == ["6,3,3", "3,6,3", "1,6,3", "3,6,3", "2,6,3", "2,6,3", "6,3,1"]
-    attend = values(launches[5][1], "attend")
-    assert attend["query_start"] == at["query_start"] and values(launches[0][1], "score")["T"] == 40
-    assert values(launches[6][1], "commit")["new_tokens"] == 0
-    regions = [values(launches[0][1], "score")["score"], values(launches[1][1], "select")["flags"]]
-    assert max(regions) < 0x7000000 + packed.workspace(call(90, 40))
-    assert recorder.log("cuMemcpyDtoDAsync")[0].split()[3] == str(7 * 3 * 64 * 64 * 2), "all rows of the state, once"
-    packed.prepare(call(3, 1))
-    assert recorder.log("cuMemAlloc") == ["cuMemAlloc 256"]
-    with pytest.raises(CoreError, match=r"state_row has 3 rows, the state 2"):
-        packed.infer(call(90, 40, states=2))
-    with pytest.raises(CoreError, match=r"state_row: expected \[B=3\], got \[4\]"):
-        packed.infer([*call(90, 40)[:-2], ("int32", (4,)), ("int32", (40,))])
-    core.call("still_clear_archive")
-    core.call("still_add_archive", str(write_archive(tmp_path / "padded", [variant()])).encode())
-    with pytest.raises(CoreError, match="no kernel for packed=1, the archive has 0"):
-        packed.prepare(call(90, 40))
 
 
 @pytest.mark.parametrize("size", [0, 5, 20, 300, -1])

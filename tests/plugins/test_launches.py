@@ -21,7 +21,6 @@ from still_graphs.ops.spec import CACHE
 from still_kernels import aot, launcher
 from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs
 from still_kernels.hybrid_attention.variants import Variant
-from still_kernels.packing import Packing
 from still_kernels.plan import ELEMENTS
 from tests.plugins.core_abi import Core, Recorder, Tensor
 
@@ -31,25 +30,24 @@ TYPES = {"ptr": "p", "i32": "i", "f32": "f", "descriptor": "diill"}
 ELEMENT_CODES = {"fp16": 6, "bf16": 9}  # of the driver
 NAMES = {torch.float16: "float16", torch.float32: "float32", torch.int32: "int32", torch.bfloat16: "bfloat16"}
 CASES = [
-    # batch, tokens, capacity tokens, select_scope, overflow, gate, dtype, tokens of packed rows together, cache
-    (1, 1, 4096, "q_head", "error", "channel", torch.float16, 0, "float"),
-    (3, 1, 65536, "kv_group_max", "error", "none", torch.bfloat16, 0, "float"),
-    (8, 1, 65536, "q_head", "error", "channel", torch.float16, 0, "float"),
-    (2, 1, 640, "q_head", "fold_min_score", "channel", torch.float16, 0, "float"),
-    (2, 2, 4096, "q_head", "error", "channel", torch.float16, 0, "float"),
-    (2, 300, 4096, "kv_group_mean", "error", "channel", torch.float16, 0, "float"),
-    (1, 2048, 65536, "q_head", "error", "none", torch.float16, 0, "float"),
-    (1, 300, 640, "q_head", "fold_oldest", "channel", torch.float32, 0, "float"),
-    (1, 300, 640, "q_head", "fold_min_score", "channel", torch.float16, 0, "float"),
-    (1, 20000, 65536, "q_head", "error", "channel", torch.float16, 0, "float"),
-    (2, 100, 128, "q_head", "error", "channel", torch.bfloat16, 0, "float"),  # no slot
-    (3, 200, 4096, "q_head", "error", "channel", torch.bfloat16, 333, "float"),
-    (3, 70, 640, "kv_group_max", "fold_oldest", "none", torch.float16, 150, "float"),
-    (3, 1, 4096, "q_head", "error", "channel", torch.float16, 2, "float"),
-    (1, 1, 65536, "q_head", "error", "channel", torch.float16, 0, "int8"),
-    (2, 300, 4096, "kv_group_max", "error", "none", torch.bfloat16, 0, "int8"),
-    (1, 300, 640, "q_head", "fold_min_score", "channel", torch.float16, 0, "int8"),
-    (3, 200, 4096, "q_head", "error", "channel", torch.float32, 333, "int8"),
+    # batch, tokens, capacity tokens, select_scope, overflow, gate, dtype, cache
+    (1, 1, 4096, "q_head", "error", "channel", torch.float16, "float"),
+    (3, 1, 65536, "kv_group_max", "error", "none", torch.bfloat16, "float"),
+    (8, 1, 65536, "q_head", "error", "channel", torch.float16, "float"),
+    (2, 1, 640, "q_head", "fold_min_score", "channel", torch.float16, "float"),
+    (2, 2, 4096, "q_head", "error", "channel", torch.float16, "float"),
+    (2, 300, 4096, "kv_group_mean", "error", "channel", torch.float16, "float"),
+    (1, 2048, 65536, "q_head", "error", "none", torch.float16, "float"),
+    (1, 300, 640, "q_head", "fold_oldest", "channel", torch.float32, "float"),
+    (1, 300, 640, "q_head", "fold_min_score", "channel", torch.float16, "float"),
+    (1, 20000, 65536, "q_head", "error", "channel", torch.float16, "float"),
+    (2, 100, 128, "q_head", "error", "channel", torch.bfloat16, "float"),  # no slot
+    (3, 200, 4096, "q_head", "error", "channel", torch.bfloat16, "float"),
+    (3, 70, 640, "kv_group_max", "fold_oldest", "none", torch.float16, "float"),
+    (1, 1, 65536, "q_head", "error", "channel", torch.float16, "int8"),
+    (2, 300, 4096, "kv_group_max", "error", "none", torch.bfloat16, "int8"),
+    (1, 300, 640, "q_head", "fold_min_score", "channel", torch.float16, "int8"),
+    (3, 200, 4096, "q_head", "error", "channel", torch.float32, "int8"),
 ]
 
 
@@ -100,9 +98,9 @@ def config_of(scope: str, overflow: str, gate: str, capacity: int, cache: str) -
 
 def call_tensors(case: Any, config: HybridAttentionConfig) -> dict[str, torch.Tensor]:
     """Inputs of a call by the op's names, without data."""
-    batch, tokens, _, _, _, gate, dtype, packed, _ = case
-    lead, count = ((packed,) if packed else (batch, tokens)), torch.int32
-    state = HybridAttentionState.empty(config, batch + 2 if packed else batch, dtype, "meta")
+    batch, tokens, _, _, _, gate, dtype, _ = case
+    lead, count = (batch, tokens), torch.int32
+    state = HybridAttentionState.empty(config, batch, dtype, "meta")
     tensors = {f"past_{name}": tensor for name, tensor in state.tensors().items()}
     tensors |= {
         "query": torch.empty(*lead, 6, 64, dtype=dtype, device="meta"),
@@ -114,9 +112,6 @@ def call_tensors(case: Any, config: HybridAttentionConfig) -> dict[str, torch.Te
     }
     if gate == "channel":
         tensors["gate"] = torch.empty_like(tensors["query"])
-    if packed:
-        starts, rows = (torch.empty(n, dtype=count, device="meta") for n in (batch + 1, batch))
-        return tensors | {"query_start": starts, "state_row": rows}
     return tensors | {"new_tokens": torch.empty(batch, dtype=count, device="meta")}
 
 
@@ -163,7 +158,6 @@ def compare(
     run: Callable[..., None],
     variant: Any,
     attributes: dict[str, Any],
-    packed_tokens: int = 0,
     outputs: dict[str, torch.Tensor] | None = None,
 ) -> None:
     """Record what `run` launches from Python and what the core launches for the same tensors, and compare.
@@ -171,15 +165,10 @@ def compare(
     Args:
         tensors: Inputs of the call by the op's names, without data. `run` gets the outputs and makes the call.
         variant: Of the kernels that serve it.
-        packed_tokens: The most tokens of a packed row, 0 where rows are padded.
         outputs: Those that are no states, by name; None: "output", as the op's first input.
     """
     made = {"output": torch.empty_like(next(iter(tensors.values())))} if outputs is None else outputs
-    names = [n for n in spec.input_names() if n in tensors] + [
-        "query_start",
-        "state_row",
-        "max_tokens",
-    ] * bool(packed_tokens)
+    names = [n for n in spec.input_names() if n in tensors]
     at = {n: 0x100000 * (i + 1) for i, n in enumerate(names)}
     at |= {n: 0x9000000 + 0x100000 * i for i, n in enumerate(made)}
 
@@ -215,13 +204,10 @@ def compare(
     for kernel in kernels.values():
         signature = "".join(TYPES[a["type"]] for a in kernel["args"])
         recorder.arguments(kernel["symbol"], signature + "p" * kernel["trailing_null_pointers"])
-    absent = sum(1 << i for i, n in enumerate(spec.input_names()) if n not in tensors and n != "new_tokens")
-    op = core.op(spec.name, attributes, absent, packed_tokens > 0)
+    absent = sum(1 << i for i, n in enumerate(spec.input_names()) if n not in tensors)
+    op = core.op(spec.name, attributes, absent)
     assert op.names("input") == names
-    inputs: list[Tensor] = [
-        ("int32", (packed_tokens,)) if n == "max_tokens" else (NAMES[tensors[n].dtype], tuple(tensors[n].shape))
-        for n in names
-    ]
+    inputs: list[Tensor] = [(NAMES[tensors[n].dtype], tuple(tensors[n].shape)) for n in names]
     op.prepare(inputs)
     assert outputs is None or op.names("output") == list(outputs)
     results = [at[n.replace("present_", "past_")] for n in op.names("output")]
@@ -255,15 +241,14 @@ def compare(
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_the_core_mirrors_the_python_launcher(case: Any, mirror: Callable[..., None]) -> None:
-    _, tokens, capacity, scope, overflow, gate, dtype, packed, cache = case
+    _, _, capacity, scope, overflow, gate, dtype, cache = case
     config = config_of(scope, overflow, gate, capacity, cache)
     tensors = call_tensors(case, config)
     states = {n.removeprefix("past_"): t for n, t in tensors.items() if n.startswith("past_")}
     inputs = Inputs(**{field.name: tensors.get(field.name) for field in dataclasses.fields(Inputs)})
-    packing = Packing(tensors["query_start"], tensors["state_row"], tokens) if packed else None
 
     def run(output: torch.Tensor) -> None:
-        launch.launch_hybrid_attention(inputs, config, HybridAttentionState(**states), output, packing)
+        launch.launch_hybrid_attention(inputs, config, HybridAttentionState(**states), output)
 
     variant = Variant(
         dtype=NAMES[dtype],
@@ -275,6 +260,5 @@ def test_the_core_mirrors_the_python_launcher(case: Any, mirror: Callable[..., N
         overflow=overflow,
         cache=cache,
         count_dtype="int32",
-        packed=int(packed > 0),
     )
-    mirror(HYBRID_ATTENTION, tensors, run, variant, config.attributes(), tokens if packed else 0)
+    mirror(HYBRID_ATTENTION, tensors, run, variant, config.attributes())

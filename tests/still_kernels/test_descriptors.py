@@ -346,10 +346,7 @@ def test_descriptors(
     [
         ({**LLAMA, "dtype": "bfloat16"}, ("scan_tma", "linear_tma")),
         ({**LLAMA, "dtype": "float16"}, ("scan_tma",)),
-        (
-            {"head_dim": 64, "feature_rows": 64, "dtype": "bfloat16", "packed": 1},
-            ("scan_tma", "linear_tma"),
-        ),
+        ({"head_dim": 64, "feature_rows": 64, "dtype": "bfloat16"}, ("scan_tma", "linear_tma")),
     ],
     ids=str,
 )

@@ -12,7 +12,6 @@ from still_graphs.errors import ShapeError, UnsupportedError
 from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs, dispatch
 from still_kernels.hybrid_attention.reference.chunked import chunked_hybrid_attention
 from still_kernels.hybrid_attention.reference.whole import whole_hybrid_attention
-from still_kernels.packing import Packing
 
 CONFIG = HybridAttentionConfig(
     num_heads=4, num_kv_heads=2, head_dim=12, chunk_size=8, salient_per_chunk=2, capacity_tokens=64
@@ -23,11 +22,6 @@ def inputs(tokens: int, requires_grad: bool = False) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(tokens)
     shapes = [(2, tokens, heads, 12) for heads in (4, 2, 2, 4)] + [(4, 12, 12)] * 2
     return [torch.randn(shape, generator=generator).requires_grad_(requires_grad) for shape in shapes]
-
-
-def packed(tensors: list[torch.Tensor]) -> Inputs:
-    """The rows' tokens one behind the other."""
-    return Inputs(*(t.flatten(0, 1) for t in tensors[:4]), *tensors[4:])
 
 
 def test_cpu_is_the_chunked_form() -> None:
@@ -162,12 +156,6 @@ def test_covered_layer_has_no_refusal() -> None:
     assert dispatch.refusals(config, torch.bfloat16) == []
 
 
-def test_packed_sequences_need_a_gpu() -> None:
-    state, packing = HybridAttentionState.empty(CONFIG, 2), Packing(torch.tensor([0, 4, 12]), torch.tensor([1, 0]), 8)
-    with pytest.raises(UnsupportedError, match="known: cpu"):
-        dispatch.hybrid_attention_ragged(packed(inputs(6)), CONFIG, state, packing)
-
-
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     """Arguments of the launches that calls would make on a GPU."""
@@ -195,18 +183,6 @@ def test_kernels_see_contiguous_tensors_only(launched: list[tuple]) -> None:
     assert len(found) == 7 + 1 + 8 and all(t.is_contiguous() for t in (*found, *present.tensors().values()))
     with pytest.raises(ShapeError, match=r"kv_state .* not contiguous"):
         dispatch._triton(given, CONFIG, odd, in_place=True)
-    packing = Packing(torch.tensor([0, 6, 12]), torch.tensor([1, 0]), 6)
-    with pytest.raises(ShapeError, match=r"kv_state .* not contiguous"):
-        dispatch.hybrid_attention_ragged(packed(inputs(6)), CONFIG, odd, packing)
-
-
-def test_packed_weights_take_the_type_of_the_tokens(launched: list[tuple]) -> None:
-    tensors, state = inputs(6), HybridAttentionState.empty(CONFIG, 2, torch.bfloat16)
-    given = packed([t.bfloat16() for t in tensors[:4]] + tensors[4:])
-    packing = Packing(torch.tensor([0, 6, 12]), torch.tensor([1, 0]), 6)
-    dispatch.hybrid_attention_ragged(given, CONFIG, state, packing)
-    assert {t.dtype for t in launched[0][0].tensors() if t is not None} == {torch.bfloat16}
-    assert state.length.tolist() == [6, 6]
 
 
 def test_factors_first_used_in_inference_can_be_saved_for_gradients() -> None:

@@ -39,7 +39,7 @@ CALL = Call(SIZES, ATTRIBUTES, {"block": 5}, "float16", "int32", frozenset({"gat
         ("overflow if has(gate) else dtype", "error"),
         ("has(window_factor) + 2 * has(gate)", 2),
         ("dim(feature_q_weight, 0) + block", 6),
-        ("tokens + 100 * rows + 1000 * packed", 214),
+        ("tokens + 100 * rows", 214),
         ("rsqrt(D)", 0.125),
         ("mix_epsilon if mix_epsilon > 0 else rsqrt(D)", 1e-6),
         ("count_dtype", "int32"),
@@ -154,7 +154,7 @@ def test_checks_come_in_order_and_say_values() -> None:
 
 def test_keys_leave_out_what_is_not_known() -> None:
     whole = PLAN.key_of(CALL)
-    assert whole["head_dim"] == 64 and whole["gate"] == 1 and whole["packed"] == 0
+    assert whole["head_dim"] == 64 and whole["gate"] == 1
     part = PLAN.key_of(Call({}, ATTRIBUTES, present=frozenset({"gate"})))
     assert set(whole) - set(part) == {"dtype", "count_dtype", "head_dim", "feature_rows"}
     assert part.items() <= whole.items()

@@ -17,8 +17,6 @@ class Inputs:
     query: After RoPE, [B, T, H, D].
     key, value: [B, T, HK, D], key after RoPE; query head h has key/value head h // (H / HK).
     new_tokens: Tokens that each sequence brings, the rest of its T is padding, int [B]; None = T for all.
-
-    Packed tokens are [tokens, H or HK, D], and their counts those of a Packing.
     """
 
     query: Tensor

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -12,8 +10,7 @@ from still_kernels import launcher
 from still_kernels.attention.inputs import Inputs
 from still_kernels.attention.state import AttentionState
 from still_kernels.attention.tiles import tile_table
-from still_kernels.attention.variants import KERNELS, build
-from still_kernels.packing import Packing, size_of_call
+from still_kernels.attention.variants import KERNELS
 from still_kernels.plan import Call
 from still_kernels.tile import TileTable
 
@@ -33,7 +30,6 @@ def _prepared(
     tokens: int,
     rows: int,
     cache: str,
-    packed: tuple[int, int] | None,
 ) -> launcher.Prepared:
     """The launches of a kind of call.
 
@@ -42,7 +38,6 @@ def _prepared(
         heads: H, HK, D.
         rows: N.
         cache: The op's attribute.
-        packed: Tokens of all sequences and rows of the state, where they are packed.
     """
     sizes = dict(zip(("H", "HK", "D"), heads, strict=True)) | {"B": batch, "T": tokens, "N": rows}
     seen = Call(
@@ -51,24 +46,15 @@ def _prepared(
         dtype=str(dtype).removeprefix("torch."),
         count_dtype="int64",  # Triton looks at the counts itself
         present=frozenset({"key_scale", "value_scale"} if cache == "int8" else ()),
-        tokens=None if packed is None else packed[0],
-        rows=None if packed is None else packed[1],
     )
-    own = arch if table is None else None
-    return launcher.prepare_call(KERNELS, seen, partial(build, arch=arch, table=table), own)
+    return launcher.prepare_call(KERNELS, seen, arch, table)
 
 
-def launch_attention(
-    inputs: Inputs,
-    state: AttentionState,
-    output: Tensor,
-    packing: Packing | None = None,
-    table: TileTable | None = None,
-) -> None:
+def launch_attention(inputs: Inputs, state: AttentionState, output: Tensor, table: TileTable | None = None) -> None:
     """Run the kernels on `state`, in place; `state.length` is read and left for the caller to advance.
 
     Args:
-        inputs: Contiguous; without a packing `new_tokens` are given.
+        inputs: Contiguous, with `new_tokens`.
         output: As query.
         table: Block sizes; by default those of the device. With others Triton looks for the compiled kernels at each launch.
 
@@ -76,16 +62,9 @@ def launch_attention(
         UnsupportedError: No kernel covers the call; the message lists what is covered.
     """
     query, heads = inputs.query, (inputs.query.shape[-2], inputs.key.shape[-2], inputs.query.shape[-1])
-    batch, tokens, packed = size_of_call(query, packing, state.length.shape[0])
-    call = (query.dtype, heads, batch, tokens, state.rows, state.cache, packed)
-    prepared = _prepared(query.device, table, *call)
-    tensors = {
-        **vars(inputs),
-        **_states(state),
-        "output": output,
-        "past_length": state.length,
-        **({} if packing is None else packing.tensors()),
-    }
+    batch, tokens = query.shape[:2]
+    prepared = _prepared(query.device, table, query.dtype, heads, batch, tokens, state.rows, state.cache)
+    tensors = {**vars(inputs), **_states(state), "output": output, "past_length": state.length}
     launcher.Launcher().run(prepared, tensors, query)
 
 
@@ -94,7 +73,7 @@ def bind_decode(query: Tensor, state: AttentionState) -> launcher.Bound:
     of each call."""
     batch, rows = query.shape[0], state.rows
     heads = (query.shape[2], state.key.shape[1], query.shape[3])
-    prepared = _prepared(query.device, None, query.dtype, heads, batch, 1, rows, state.cache, None)
+    prepared = _prepared(query.device, None, query.dtype, heads, batch, 1, rows, state.cache)
     names = ("output", "query", "key", "value", "new_tokens", "past_length")
     return launcher.Bound(prepared, query.dtype, _states(state), names)
 

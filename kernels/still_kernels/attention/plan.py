@@ -10,7 +10,7 @@ DECODE = "T == 1 or T * (H // HK) <= 32"
 
 PLAN = Plan(
     ATTENTION,
-    key={"dtype": "dtype", "head_dim": "D", "cache": "cache", "count_dtype": "count_dtype", "packed": "packed"},
+    key={"dtype": "dtype", "head_dim": "D", "cache": "cache", "count_dtype": "count_dtype"},
     constants=(
         "attend_rows",  # tokens of one program of prefill
         "decode_rows",  # tokens times heads of a group, of one program of decode

@@ -78,10 +78,10 @@ def absorb_fresh(
 @triton.jit(do_not_specialize=["T", "H", "HK", "N"])
 def attend_kernel(
     p_query, p_key, p_value, p_present_key, p_present_value, p_key_scale, p_value_scale, p_new_tokens, p_past_length,
-    p_query_start, p_state_row, p_output,
+    p_output,
     T, H, HK, N, scale,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, SETTLE: tl.constexpr,
-    RAGGED: tl.constexpr, CODES: tl.constexpr, DOT: tl.constexpr,
+    CODES: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Output of BM tokens of one query head; the first head of a group appends their keys and values. Grid (ceil(T / BM), H, B).
 
@@ -90,15 +90,14 @@ def attend_kernel(
     i_block = tl.num_programs(0) - 1 - tl.program_id(0)
     i_head = tl.program_id(1)
     i_batch = tl.program_id(2)
-    row, start, length, count = row_of(i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, T, RAGGED)
-    span = count if RAGGED else T
+    row, start, length, count = row_of(i_batch, p_new_tokens, p_past_length, None, None, T, False)
     first = i_block * BM
-    if first >= span:
+    if first >= T:
         return
     o_dim = tl.arange(0, DP)
     o_query = first + tl.arange(0, BM)  # token of the call
     p_tile = ((start + o_query) * H + i_head)[:, None] * D + o_dim[None, :]
-    m_store = (o_query < span)[:, None] & (o_dim < D)[None, :]
+    m_store = (o_query < T)[:, None] & (o_dim < D)[None, :]
     if first >= count:  # padding
         tl.store(p_output + p_tile, tl.zeros([BM, DP], p_output.dtype.element_ty), mask=m_store)
         return

@@ -33,10 +33,10 @@ def _merge_row(p_acc, p_ml, p_to, parts, beyond, o_dim, D: tl.constexpr, BR: tl.
 @triton.jit(do_not_specialize=["T", "H", "HK", "N", "NS"])
 def decode_kernel(
     p_query, p_key, p_value, p_present_key, p_present_value, p_key_scale, p_value_scale, p_new_tokens, p_past_length,
-    p_query_start, p_state_row, p_part_acc, p_part_ml, p_counters, p_output,
+    p_part_acc, p_part_ml, p_counters, p_output,
     T, H, HK, N, NS, scale,
     D: tl.constexpr, DP: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, STAGES: tl.constexpr,
-    SETTLE: tl.constexpr, RAGGED: tl.constexpr, CODES: tl.constexpr, DOT: tl.constexpr,
+    SETTLE: tl.constexpr, CODES: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Output of all new tokens of the rows. Grid (NS, HK * blocks, B), `blocks` of BR rows for T tokens of a group's heads; NS <= BS.
 
@@ -45,8 +45,7 @@ def decode_kernel(
     i_split = tl.program_id(0)
     i_group = tl.program_id(1)  # key/value head and block of rows
     i_batch = tl.program_id(2)
-    row, start, length, count = row_of(i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, T, RAGGED)
-    span = count if RAGGED else T
+    row, start, length, count = row_of(i_batch, p_new_tokens, p_past_length, None, None, T, False)
     G = H // HK
     blocks = tl.num_programs(1) // HK
     i_kv = i_group // blocks
@@ -62,7 +61,7 @@ def decode_kernel(
     o_row = first + tl.arange(0, BR)
     o_token = o_row // G
     p_tile = ((start + o_token) * H + i_kv * G + o_row % G)[:, None] * D + o_dim[None, :]
-    m_store = (o_token < span)[:, None] & m_dim
+    m_store = (o_token < T)[:, None] & m_dim
     if first >= count * G:  # padding
         if i_split == 0:
             tl.store(p_output + p_tile, tl.zeros([BR, DP], p_output.dtype.element_ty), mask=m_store)
@@ -113,7 +112,7 @@ def decode_kernel(
     if tl.atomic_add(p_counter, 1, sem="acq_rel") != splits - 1:
         return
     tl.store(p_counter, 0)
-    for r in range(0, tl.minimum(BR, span * G - first)):
+    for r in range(0, tl.minimum(BR, T * G - first)):
         token = (first + r) // G
         p_to = p_output + ((start + token) * H + i_kv * G + (first + r) % G) * D
         if token < count:

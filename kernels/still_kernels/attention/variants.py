@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from still_graphs.errors import ConfigError
 from still_graphs.ops.spec import CACHE
 from still_kernels.attention.plan import PLAN
 from still_kernels.attention.tiles import MAX_HEAD_DIM, tile_table
-from still_kernels.op_kernels import COUNT_DTYPES, DTYPES, Build, OpKernels, imported
+from still_kernels.op_kernels import DTYPES, Build, OpKernels, check_known, imported
 from still_kernels.plan import Check
 from still_kernels.tile import TileTable, pow2
 
@@ -24,12 +23,9 @@ class Variant:
     head_dim: int = 128
     cache: str = "float"
     count_dtype: str = "int64"
-    packed: int = 0
 
     def __post_init__(self) -> None:
-        for name, known in (("dtype", DTYPES), ("count_dtype", COUNT_DTYPES), ("cache", CACHE.choices)):
-            if getattr(self, name) not in known:
-                raise ConfigError(f"{name}={getattr(self, name)!r} is unknown; known: {', '.join(known)}.")
+        check_known(self, cache=CACHE.choices)
 
 
 def default_variants() -> list[Variant]:
@@ -41,14 +37,13 @@ def default_variants() -> list[Variant]:
 
 
 @lru_cache
-def constants_of(head_dim: int, wide: bool, packed: bool, cache: str = "float") -> dict[str, Any]:
+def constants_of(head_dim: int, wide: bool, cache: str = "float") -> dict[str, Any]:
     """Compile-time constants by name; each kernel takes those that it declares."""
     import triton
 
     return {
         "D": head_dim,
         "DP": pow2(head_dim),
-        "RAGGED": int(packed),
         "CODES": int(cache == "int8"),
         "SETTLE": int(not triton.knobs.runtime.interpret),
         "DOT": "tf32x3" if wide else "tf32",
@@ -67,12 +62,9 @@ def build(variant: Variant, arch: int, table: TileTable | None = None) -> Build:
     table = tile_table(arch, variant.head_dim, wide) if table is None else table
     return Build(
         table.kernels(),
-        constants_of(variant.head_dim, wide, bool(variant.packed), variant.cache),
+        constants_of(variant.head_dim, wide, variant.cache),
         plan_constants(table),
-        frozenset(
-            ({"new_tokens"} if variant.packed else {"query_start", "state_row"})
-            | ({"key_scale", "value_scale"} if variant.cache == "float" else set())
-        ),
+        frozenset({"key_scale", "value_scale"} if variant.cache == "float" else ()),
     )
 
 

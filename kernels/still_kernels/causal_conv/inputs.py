@@ -20,8 +20,6 @@ class Inputs:
     bias: [C], or None.
     new_tokens: Tokens that each sequence brings, the rest of its T is padding, int [B]; None = T for all.
     activation: none or silu.
-
-    Packed tokens are [tokens, C], and their counts those of a Packing.
     """
 
     input: Tensor

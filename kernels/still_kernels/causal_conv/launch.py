@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from still_kernels import launcher
 from still_kernels.causal_conv.inputs import Inputs
-from still_kernels.causal_conv.variants import KERNELS, build
-from still_kernels.packing import Packing, size_of_call
+from still_kernels.causal_conv.variants import KERNELS
 from still_kernels.plan import Call
 from still_kernels.tile import TileTable
 
@@ -23,14 +20,12 @@ def _prepared(
     dtype: torch.dtype,
     activation: str,
     bias: bool,
-    packed: tuple[int, int] | None,
 ) -> launcher.Prepared:
     """The launches of a kind of call.
 
     Args:
         table: Block sizes; None: those of the architecture.
         sizes: B, T, C, K.
-        packed: Tokens of all sequences and rows of the state, where they are packed.
     """
     batch, tokens, channels, taps = sizes
     seen = Call(
@@ -39,20 +34,15 @@ def _prepared(
         dtype=str(dtype).removeprefix("torch."),
         count_dtype="int64",  # Triton looks at the counts itself
         present=frozenset({"bias"} if bias else ()),
-        tokens=None if packed is None else packed[0],
-        rows=None if packed is None else packed[1],
     )
-    own = arch if table is None else None
-    return launcher.prepare_call(KERNELS, seen, partial(build, arch=arch, table=table), own)
+    return launcher.prepare_call(KERNELS, seen, arch, table)
 
 
-def launch_causal_conv(
-    inputs: Inputs, state: Tensor, output: Tensor, packing: Packing | None = None, table: TileTable | None = None
-) -> None:
-    """Run the kernels on `state` [B or rows, C, K - 1], in place.
+def launch_causal_conv(inputs: Inputs, state: Tensor, output: Tensor, table: TileTable | None = None) -> None:
+    """Run the kernels on `state` [B, C, K - 1], in place.
 
     Args:
-        inputs: Contiguous; without a packing `new_tokens` are given. Packed tokens are [tokens, C].
+        inputs: Contiguous, with `new_tokens`.
         output: As input.
         table: Block sizes; by default those of the device. With others Triton looks for the compiled kernels at each launch.
 
@@ -60,15 +50,13 @@ def launch_causal_conv(
         UnsupportedError: No kernel covers the call; the message lists what is covered.
     """
     tokens_of = inputs.input
-    batch, tokens, packed = size_of_call(tokens_of, packing, state.shape[0])
-    sizes = (batch, tokens, tokens_of.shape[-1], inputs.weight.shape[2])
-    call = (sizes, tokens_of.dtype, inputs.activation, inputs.bias is not None, packed)
+    sizes = (*tokens_of.shape, inputs.weight.shape[2])
+    call = (sizes, tokens_of.dtype, inputs.activation, inputs.bias is not None)
     prepared = _prepared(tokens_of.device, table, *call)
     tensors = {
         **{name: x for name, x in vars(inputs).items() if x is None or isinstance(x, Tensor)},
         "conv_state": state,
         "output": output,
-        **({} if packing is None else packing.tensors()),
     }
     launcher.Launcher().run(prepared, tensors, tokens_of)
 

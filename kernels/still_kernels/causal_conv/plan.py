@@ -17,7 +17,6 @@ PLAN = Plan(
         "bias": "has(bias)",
         "aligned": "C % 8 == 0",  # loads of 16 bytes
         "count_dtype": "count_dtype",
-        "packed": "packed",
     },
     constants=("token_block", "channel_block", "commit_block", "step_block"),
     checks=(

@@ -56,44 +56,43 @@ def keep_latest(p_input, p_state, count, C, o_channel, K: tl.constexpr, KP: tl.c
 
 @triton.jit(do_not_specialize=["T", "C"])
 def conv_kernel(
-    p_input, p_weight, p_bias, p_conv_state, p_new_tokens, p_query_start, p_state_row, p_output,
+    p_input, p_weight, p_bias, p_conv_state, p_new_tokens, p_output,
     T, C,
-    K: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, ALIGNED: tl.constexpr, SILU: tl.constexpr, RAGGED: tl.constexpr,
+    K: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, ALIGNED: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     """Output of BT tokens and BC channels; the state is read and left. Grid (ceil(T / BT), ceil(C / BC), B)."""
     if ALIGNED:
         C = C // 8 * 8  # which tells the compiler
-    row, start, _length, count = row_of(tl.program_id(2), p_new_tokens, None, p_query_start, p_state_row, T, RAGGED)
-    span = count if RAGGED else T
+    row, start, _length, count = row_of(tl.program_id(2), p_new_tokens, None, None, None, T, False)
     first = tl.program_id(0) * BT
-    if first >= span:
+    if first >= T:
         return
     o_channel = tl.program_id(1) * BC + tl.arange(0, BC)
     convolve(
-        p_input + start * C, p_weight, p_bias, p_conv_state + row * C * (K - 1), p_output + start * C, first, count, span, C,
+        p_input + start * C, p_weight, p_bias, p_conv_state + row * C * (K - 1), p_output + start * C, first, count, T, C,
         o_channel, K, BT, SILU,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["T", "C"])
 def commit_kernel(
-    p_input, p_conv_state, p_new_tokens, p_query_start, p_state_row,
+    p_input, p_conv_state, p_new_tokens,
     T, C,
-    K: tl.constexpr, KP: tl.constexpr, BC: tl.constexpr, ALIGNED: tl.constexpr, RAGGED: tl.constexpr,
+    K: tl.constexpr, KP: tl.constexpr, BC: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """The state behind a prompt, after everyone has read that before it. Grid (ceil(C / BC), B)."""
     if ALIGNED:
         C = C // 8 * 8  # which tells the compiler
-    row, start, _length, count = row_of(tl.program_id(1), p_new_tokens, None, p_query_start, p_state_row, T, RAGGED)
+    row, start, _length, count = row_of(tl.program_id(1), p_new_tokens, None, None, None, T, False)
     o_channel = tl.program_id(0) * BC + tl.arange(0, BC)
     keep_latest(p_input + start * C, p_conv_state + row * C * (K - 1), count, C, o_channel, K, KP)
 
 
 @triton.jit(do_not_specialize=["T", "C"])
 def step_kernel(
-    p_input, p_weight, p_bias, p_conv_state, p_new_tokens, p_query_start, p_state_row, p_output,
+    p_input, p_weight, p_bias, p_conv_state, p_new_tokens, p_output,
     T, C,
-    K: tl.constexpr, KP: tl.constexpr, BC: tl.constexpr, ALIGNED: tl.constexpr, SILU: tl.constexpr, RAGGED: tl.constexpr,
+    K: tl.constexpr, KP: tl.constexpr, BC: tl.constexpr, ALIGNED: tl.constexpr, SILU: tl.constexpr,
     SETTLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A few tokens of a row, one after the other, and the state behind them, BC channels. Grid (ceil(C / BC), B)."""
@@ -103,13 +102,10 @@ def step_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     if ALIGNED:
         C = C // 8 * 8  # which tells the compiler
-    row, start, _length, count = row_of(tl.program_id(1), p_new_tokens, None, p_query_start, p_state_row, T, RAGGED)
-    span = count if RAGGED else T
+    row, start, _length, count = row_of(tl.program_id(1), p_new_tokens, None, None, None, T, False)
     o_channel = tl.program_id(0) * BC + tl.arange(0, BC)
     p_input += start * C
     p_conv_state += row * C * (K - 1)
-    for t in range(0, span):
-        convolve(
-            p_input, p_weight, p_bias, p_conv_state, p_output + start * C, t, count, span, C, o_channel, K, 1, SILU
-        )
+    for t in range(0, T):
+        convolve(p_input, p_weight, p_bias, p_conv_state, p_output + start * C, t, count, T, C, o_channel, K, 1, SILU)
     keep_latest(p_input, p_conv_state, count, C, o_channel, K, KP)

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from still_graphs.errors import ConfigError
 from still_graphs.ops.causal_conv import CAUSAL_CONV
 from still_kernels.causal_conv.plan import PLAN
 from still_kernels.causal_conv.tiles import MAX_TAPS, tile_table
-from still_kernels.op_kernels import COUNT_DTYPES, DTYPES, Build, OpKernels, imported
+from still_kernels.op_kernels import DTYPES, Build, OpKernels, check_known, imported
 from still_kernels.plan import Check
 from still_kernels.tile import TileTable
 
@@ -33,12 +32,9 @@ class Variant:
     bias: int = 0
     aligned: int = 1
     count_dtype: str = "int64"
-    packed: int = 0
 
     def __post_init__(self) -> None:
-        for name, known in (("dtype", DTYPES), ("count_dtype", COUNT_DTYPES), ("activation", ACTIVATIONS)):
-            if getattr(self, name) not in known:
-                raise ConfigError(f"{name}={getattr(self, name)!r} is unknown; known: {', '.join(known)}.")
+        check_known(self, activation=ACTIVATIONS)
 
 
 def default_variants() -> list[Variant]:
@@ -59,7 +55,6 @@ def constants_of(variant: Variant) -> dict[str, Any]:
         "KP": 1 << (variant.taps - 2).bit_length(),  # columns of the state
         "ALIGNED": variant.aligned,
         "SILU": int(variant.activation == "silu"),
-        "RAGGED": variant.packed,
         "SETTLE": int(not triton.knobs.runtime.interpret),
     }
 
@@ -78,12 +73,11 @@ def plan_constants(table: TileTable) -> dict[str, int]:
 def build(variant: Variant, arch: int, table: TileTable | None = None) -> Build:
     """What a variant is on an architecture, or with other block sizes."""
     table = tile_table(arch) if table is None else table
-    absent = {"new_tokens"} if variant.packed else {"query_start", "state_row"}
     return Build(
         table.kernels(),
         constants_of(variant),
         plan_constants(table),
-        frozenset(absent if variant.bias else absent | {"bias"}),
+        frozenset(() if variant.bias else {"bias"}),
     )
 
 

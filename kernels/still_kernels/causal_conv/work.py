@@ -15,7 +15,7 @@ from still_kernels.causal_conv.settings import MOVES
 from still_kernels.causal_conv.tiles import tile_table
 from still_kernels.causal_conv.whole import whole_causal_conv
 from still_kernels.tile import TileTable
-from still_kernels.work import Kind, OpWork, Work
+from still_kernels.work import Kind, OneTensor, OpWork, Work
 
 
 @dataclass(frozen=True)
@@ -25,17 +25,6 @@ class Layer:
     channels: int
     taps: int
     activation: str
-
-
-@dataclass(frozen=True)
-class ConvState:
-    """The state of a layer."""
-
-    conv_state: Tensor
-
-    def tensors(self) -> dict[str, Tensor]:
-        """It, by name."""
-        return vars(self)
 
 
 def layer(sizes: Mapping[str, int], name: str, context: int) -> Layer:
@@ -54,19 +43,19 @@ def work(layer: Layer, kind: Kind, dtype: torch.dtype, device: str) -> Work:
     tokens, weight = random(kind.batch, kind.tokens, layer.channels), random(layer.channels, 1, layer.taps)
     inputs = Inputs(tokens, weight, None, new, layer.activation)
 
-    def state() -> ConvState:
-        return ConvState(empty_state(kind.batch, layer.channels, layer.taps, dtype, device))
+    def state() -> OneTensor:
+        return OneTensor(empty_state(kind.batch, layer.channels, layer.taps, dtype, device))
 
-    def launch(state: ConvState, output: Tensor, table: TileTable) -> None:
+    def launch(state: OneTensor, output: Tensor, table: TileTable) -> None:
         from still_kernels.causal_conv.launch import launch_causal_conv
 
-        launch_causal_conv(inputs, state.conv_state, output, table=table)
+        launch_causal_conv(inputs, state.state, output, table=table)
 
     return Work(
         *cost(layer.channels, layer.taps, kind.tokens, kind.batch),
         state=state,
-        reference=lambda state: whole_causal_conv(inputs, state.conv_state)[0],
-        run=lambda state: causal_conv(inputs, state.conv_state, in_place=True)[0],
+        reference=lambda state: whole_causal_conv(inputs, state.state)[0],
+        run=lambda state: causal_conv(inputs, state.state, in_place=True)[0],
         launch=launch,
         output=tokens,
     )

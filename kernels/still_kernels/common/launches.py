@@ -67,8 +67,7 @@ class Stateless:
         dtype, shapes, values = kind
         attributes = {a.name: value for a, value in zip(self.spec.attributes, values, strict=True)}
         call = Call.of(self.spec, dict(shapes), attributes, str(dtype).removeprefix("torch."), None)
-        own = arch if table is None else None
-        return launcher.prepare_call(self.kernels, call, lambda variant: self.kernels.build(variant, arch, table), own)
+        return launcher.prepare_call(self.kernels, call, arch, table)
 
 
 def outputs_of(spec: OpSpec, inputs: Any) -> tuple[Tensor, ...]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, wraps
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from still_kernels.op_kernels import HALVES, Build, Op, OpKernels, check_types, imported
+from still_kernels.op_kernels import HALVES, Build, Op, OpKernels, check_known, imported
 from still_kernels.plan import Check, Plan
 from still_kernels.tile import Setting, TileTable
 
@@ -66,7 +66,7 @@ class StatelessVariant:
     count_dtype: str = field(default="int32", kw_only=True)
 
     def __post_init__(self) -> None:
-        check_types(self.dtype, self.count_dtype, self.DTYPES)
+        check_known(self, self.DTYPES)
 
 
 @dataclass(frozen=True)

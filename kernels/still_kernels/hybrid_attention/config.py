@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -208,30 +208,10 @@ class HybridAttentionConfig(HybridAttentionSettings):
         return values
 
     @classmethod
-    def from_attributes(
-        cls,
-        attributes: dict[str, AttributeValue],
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        feature_dim: int,
-        gated: bool,
-        capacity_tokens: int = 8192,
-        window_factor: tuple[float, ...] | None = None,
-    ) -> HybridAttentionConfig:
-        """The configuration of an op call: its attributes plus what its tensors' shapes tell."""
-        values: dict[str, Any] = dict(attributes)
+    def from_attributes(cls, attributes: Mapping[str, AttributeValue], **told: Any) -> HybridAttentionConfig:
+        """The configuration of an op call: its attributes, and the fields that its tensors tell."""
+        values: dict[str, Any] = {**attributes, **told}
         values["phantom_first_chunk"] = bool(values["phantom_first_chunk"])
         values["window_size"] = values["window_size"] or None
         values[CACHE.name] = None if values[CACHE.name] == CACHE.default else values[CACHE.name]
-        return cls(
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            feature_dim=feature_dim,
-            gate="channel" if gated else "none",
-            capacity_tokens=capacity_tokens,
-            window_factor=window_factor,
-            **values,
-        )
+        return cls(**values)

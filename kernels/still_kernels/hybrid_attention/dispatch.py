@@ -19,7 +19,6 @@ from still_kernels.hybrid_attention.reference.whole import covers_whole, whole_h
 from still_kernels.hybrid_attention.state import HybridAttentionState
 from still_kernels.hybrid_attention.variants import refusals as layer_refusals
 from still_kernels.launcher import Bound
-from still_kernels.packing import Packing
 from still_kernels.recompute import recompute
 
 Result = tuple[Tensor, HybridAttentionState]
@@ -268,32 +267,3 @@ def hybrid_attention_whole(inputs: Inputs, config: HybridAttentionConfig) -> Ten
     # The factors as a tensor: torch.compile would compile again for every layer's numbers.
     function = _KernelsWhole if covers_backward(config, inputs.query.dtype) else _RecomputeWhole
     return function.apply(config, *replace(inputs, window_factor=inputs.factor(config)).tensors())
-
-
-def hybrid_attention_ragged(
-    inputs: Inputs, config: HybridAttentionConfig, state: HybridAttentionState, packing: Packing
-) -> Tensor:
-    """Hybrid attention of packed sequences, each with its own row of a larger state, which is updated in place.
-
-    Args:
-        inputs: On CUDA, tokens contiguous.
-
-    Returns:
-        [tokens, H, D]. The rows' tensors in `state`, `length` included, are those after the call.
-
-    Raises:
-        UnsupportedError: As of `hybrid_attention`. ShapeError: A tensor does not fit or is not contiguous.
-    """
-    from still_kernels.hybrid_attention.launch import launch_hybrid_attention
-
-    given = {name: getattr(inputs, name) for name in ("query", "key", "value", "gate")}
-    given = {name: tensor for name, tensor in given.items() if tensor is not None}
-    replace(inputs, **{name: tensor[None] for name, tensor in given.items()}).check(config)
-    state.check(config, state.length.shape[0])
-    demand_kernel(config, inputs.query.dtype, inputs.query.device)
-    _demand_contiguous(given | state.tensors())
-    output = torch.empty_like(inputs.query)
-    packing = replace(packing, query_start=packing.query_start.contiguous(), state_row=packing.state_row.contiguous())
-    launch_hybrid_attention(with_weights_of_tokens(inputs), config, state, output, packing)
-    state.length.index_add_(0, packing.state_row, packing.query_start.diff().to(state.length.dtype))
-    return output

@@ -69,7 +69,6 @@ PLAN = Plan(
         "window_factor": "has(window_factor)",
         "cache": "cache",
         "count_dtype": "count_dtype",
-        "packed": "packed",
     },
     constants=(
         "segment_tiles",  # chunks of a segment, whose features and partial sums are in the workspace at a time

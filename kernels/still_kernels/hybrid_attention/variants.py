@@ -40,7 +40,6 @@ class Variant:
     window_factor: int = 0
     cache: str = "float"
     count_dtype: str = "int64"
-    packed: int = 0
 
     def __post_init__(self) -> None:
         known = {"dtype": DTYPES, "count_dtype": ("int32", "int64"), **CHOICES, CACHE.name: CACHE.choices}
@@ -167,8 +166,7 @@ def build(variant: Variant, arch: int) -> Build:
     """What a variant is on an architecture."""
     config, wide = variant.config(), variant.dtype == "float32"
     table = table_of(config, arch, wide)
-    absent = {"new_tokens"} if variant.packed else {"query_start", "state_row"}
-    absent |= {"gate"} if not variant.gate else set()
+    absent = {"gate"} if not variant.gate else set()
     absent |= {"window_factor"} if not variant.window_factor else set()
     absent |= {"evicted_key", "evicted_value", "evicted_count"} if variant.overflow == "error" else set()
     absent |= {"salient_score"} if variant.overflow != "fold_min_score" else set()
@@ -177,7 +175,7 @@ def build(variant: Variant, arch: int) -> Build:
     others = {name if name in instead else f"{name}_tma" for name in BY_TMA}
     return Build(
         {name: tile for name, tile in table.kernels().items() if name not in others},
-        constants_of(config, wide, bool(variant.packed), bool(variant.window_factor)),
+        constants_of(config, wide, False, bool(variant.window_factor)),
         plan_constants(config, table),
         frozenset(absent),
     )

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from still_kernels import launcher
 from still_kernels.linear_attention.inputs import Inputs
 from still_kernels.linear_attention.pages import Pages
-from still_kernels.linear_attention.variants import KERNELS, Variant, build
-from still_kernels.op_kernels import Build
+from still_kernels.linear_attention.variants import KERNELS
 from still_kernels.packing import Packing, size_of_call
 from still_kernels.plan import Call
 from still_kernels.tile import TileTable
@@ -27,7 +23,7 @@ def _prepared(
     rule: str,
     scale: float,
     packed: tuple[int, int] | None,
-    page: int = 0,
+    page: int,
 ) -> launcher.Prepared:
     """The launches of a kind of call.
 
@@ -47,17 +43,8 @@ def _prepared(
         tokens=None if packed is None else packed[0],
         rows=None if packed is None else packed[1],
     )
-    own = arch if table is None else None
-
-    if not page:
-        return launcher.prepare_call(KERNELS, seen, partial(build, arch=arch, table=table), own)
-
-    def in_pages(variant: Variant) -> Build:
-        built = build(variant, arch, table)
-        return replace(built, constants={**built.constants, "PAGE": page})
-
-    made = launcher.prepare_call(KERNELS, seen, in_pages, own)
-    return replace(made, variant=None if own is None else launcher.variant_of(made.variant, page))
+    pages = {"RAGGED": 1, "PAGE": page} if page else {}
+    return launcher.prepare_call(KERNELS, seen, arch, table, **pages)
 
 
 def launch_linear_attention(

@@ -33,7 +33,6 @@ PLAN = Plan(
         "update_rule": "update_rule",
         "per_key": PER_KEY,
         "count_dtype": "count_dtype",
-        "packed": "packed",
     },
     constants=(
         "chunk",  # tokens of a chunk

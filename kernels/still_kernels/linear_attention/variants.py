@@ -11,7 +11,7 @@ from still_graphs.errors import ConfigError
 from still_graphs.ops.linear_attention import DELTA, GATED, LINEAR_ATTENTION
 from still_kernels.linear_attention.plan import PLAN
 from still_kernels.linear_attention.tiles import MAX_HEAD_DIM, MAX_SHARED, tile_table
-from still_kernels.op_kernels import COUNT_DTYPES, DTYPES, Build, OpKernels, imported
+from still_kernels.op_kernels import DTYPES, Build, OpKernels, check_known, imported
 from still_kernels.plan import Check
 from still_kernels.tile import TileTable, pow2
 
@@ -34,12 +34,9 @@ class Variant:
     update_rule: str = "gated_delta"
     per_key: int = 0
     count_dtype: str = "int64"
-    packed: int = 0
 
     def __post_init__(self) -> None:
-        for name, known in (("dtype", DTYPES), ("count_dtype", COUNT_DTYPES), ("update_rule", RULES)):
-            if getattr(self, name) not in known:
-                raise ConfigError(f"{name}={getattr(self, name)!r} is unknown; known: {', '.join(known)}.")
+        check_known(self, update_rule=RULES)
         if self.per_key and self.update_rule not in GATED:
             raise ConfigError(f"per_key={self.per_key}: update_rule={self.update_rule!r} has no decay.")
 
@@ -76,7 +73,7 @@ def constants_of(variant: Variant) -> dict[str, Any]:
         "G": variant.shared,
         "DELTA": int(variant.update_rule in DELTA),
         "DECAY": variant.decay,
-        "RAGGED": variant.packed,
+        "RAGGED": 0,
         "PAGE": 0,
         "NARROW": int(variant.dtype == "float16"),
         "SETTLE": int(not interpreted),
@@ -99,7 +96,7 @@ def plan_constants(table: TileTable) -> dict[str, int]:
 
 def absent(variant: Variant) -> frozenset[str]:
     """Pointers that calls of a variant do not have."""
-    names = {"new_tokens"} if variant.packed else {"query_start", "state_row"}
+    names: set[str] = set()
     if variant.update_rule not in DELTA:
         names |= {"beta", "inverse", "taken", "new"}
     if variant.dtype != "float16":

@@ -18,7 +18,7 @@ from still_kernels.linear_attention.inputs import Inputs
 from still_kernels.linear_attention.settings import MOVES, misfit
 from still_kernels.linear_attention.variants import Variant
 from still_kernels.tile import TileTable
-from still_kernels.work import Kind, OpWork, Work
+from still_kernels.work import Kind, OneTensor, OpWork, Work
 
 LAYERS = {"gated_delta": False, "gated_delta_per_key": True, "gated": False, "delta": False}
 """Rules by the name of the layer, and whether the decay is one per key."""
@@ -33,17 +33,6 @@ class Layer:
     dim: int
     rule: str
     per_key: bool
-
-
-@dataclass(frozen=True)
-class RecurrentState:
-    """The state of a layer."""
-
-    recurrent_state: Tensor
-
-    def tensors(self) -> dict[str, Tensor]:
-        """It, by name."""
-        return vars(self)
 
 
 def layer(sizes: Mapping[str, int], name: str, context: int) -> Layer:
@@ -77,15 +66,15 @@ def work(layer: Layer, kind: Kind, dtype: torch.dtype, device: str) -> Work:
     inputs = inputs_of(layer, kind, dtype, device)
     delta, shape = layer.rule in DELTA, (kind.batch, layer.heads, layer.dim, layer.dim)
 
-    def state() -> RecurrentState:
+    def state() -> OneTensor:
         if not kind.length:
-            return RecurrentState(torch.zeros(shape, device=device))
-        return RecurrentState(torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(1)))
+            return OneTensor(torch.zeros(shape, device=device))
+        return OneTensor(torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(1)))
 
-    def launch(state: RecurrentState, output: Tensor, table: TileTable) -> None:
+    def launch(state: OneTensor, output: Tensor, table: TileTable) -> None:
         from still_kernels.linear_attention.launch import launch_linear_attention
 
-        launch_linear_attention(inputs, state.recurrent_state, output, table=table)
+        launch_linear_attention(inputs, state.state, output, table=table)
 
     if kind.tokens == 1:
         cost = decode_cost(layer.heads, layer.dim, layer.dim, kind.batch, delta)
@@ -94,8 +83,8 @@ def work(layer: Layer, kind: Kind, dtype: torch.dtype, device: str) -> Work:
     return Work(
         *cost,
         state=state,
-        reference=lambda state: chunked_linear_attention(inputs, state.recurrent_state)[0],
-        run=lambda state: linear_attention(inputs, state.recurrent_state, in_place=True)[0],
+        reference=lambda state: chunked_linear_attention(inputs, state.state)[0],
+        run=lambda state: linear_attention(inputs, state.state, in_place=True)[0],
         launch=launch,
         output=inputs.value[..., None, :],
         peers=_peers(layer, kind, inputs) if device == "cuda" else {},
@@ -118,14 +107,14 @@ def _peers(layer: Layer, kind: Kind, inputs: Inputs) -> dict[str, Callable[[Any]
         name, function = "fla fused_recurrent_gated_delta_rule", fused_recurrent_gated_delta_rule
     gates, beta = inputs.decay[..., 0].contiguous(), inputs.beta
 
-    def run(state: RecurrentState) -> Tensor:
+    def run(state: OneTensor) -> Tensor:
         output, _ = function(
             q=query,
             k=key,
             v=inputs.value,
             g=gates,
             beta=beta,
-            initial_state=state.recurrent_state,
+            initial_state=state.state,
             output_final_state=True,
         )
         return output[..., None, :]

@@ -23,7 +23,7 @@ input has that), `query_start` and `state_row` of packed sequences, a workspace 
 null. Its integers and reals are those of the step, then those of the plan; what is left over are constants of the compiled kernel.
 
 Padded sequences are [B, T, ...]; `tokens` is B * T and `rows` is B. Packed ones are [tokens, ...] with states of `rows` rows, of which the
-call has B; T is then the most tokens of a sequence, `packed` is 1. A call without sequences or tokens launches nothing.
+call has B; T is then the most tokens of a sequence. A call without sequences or tokens launches nothing.
 """
 
 from __future__ import annotations
@@ -162,7 +162,6 @@ class Plan:
             for state in self.spec.states
         }
         found = {f"present_{name}": kind for name, kind in states.items()} | states | inputs
-        found |= {name: kinds["int64"] for name in ("query_start", "state_row")}
         for region in (*self.compiled.workspace, *self.compiled.persistent):
             found[region.name] = region.element(env)
         return found | {alias.name: found[alias.tensor] for alias in self.aliases if alias.name not in found}

@@ -23,8 +23,8 @@ from still_graphs.errors import ConfigError
 from still_graphs.ops import OpSpec
 from still_graphs.ops.spec import dimension
 
-CALL = {"tokens": "integer", "rows": "integer", "packed": "integer", "dtype": "text", "count_dtype": "text"}
-"""Of any call: its tokens of all sequences, rows of its state, whether they are packed, types of its activations and of its counts."""
+CALL = {"tokens": "integer", "rows": "integer", "dtype": "text", "count_dtype": "text"}
+"""Of any call: its tokens of all sequences, rows of its state, types of its activations and of its counts."""
 DEPTH = 24
 NODES = 256
 """Bounds of one expression; plugins/core has the same."""
@@ -95,7 +95,7 @@ class Scope:
     def tensors(self) -> set[str]:
         """Names of tensors as kernels have them: a state's present one by its plain name, unless an input has that."""
         every = {tensor.name for tensor in (*self.spec.all_inputs(), *self.spec.outputs)}
-        return every | {f"present_{state.name}" for state in self.spec.states} | {"query_start", "state_row"}
+        return every | {f"present_{state.name}" for state in self.spec.states}
 
 
 @dataclass(frozen=True)

@@ -196,8 +196,7 @@ class Call:
 
     def environment(self) -> Environment:
         """What expressions are evaluated on; names without a value are left out."""
-        call: dict[str, Any] = {"packed": int(self.tokens is not None), "dtype": self.dtype}
-        call |= {"count_dtype": self.count_dtype, "tokens": self.tokens, "rows": self.rows}
+        call = {"dtype": self.dtype, "count_dtype": self.count_dtype, "tokens": self.tokens, "rows": self.rows}
         if self.tokens is None and {"B", "T"} <= set(self.sizes):
             call |= {"tokens": self.sizes["B"] * self.sizes["T"], "rows": self.sizes["B"]}
         known = {name: value for name, value in call.items() if value is not None}

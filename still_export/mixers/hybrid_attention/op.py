@@ -21,12 +21,12 @@ def _compute(given: Given, attributes: Mapping[str, AttributeValue], in_place: b
     tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
     chunk, salient = int(attributes["chunk_size"]), int(attributes["salient_per_chunk"])
     config = HybridAttentionConfig.from_attributes(
-        dict(attributes),
+        attributes,
         num_heads=tensors["query"].shape[2],
         num_kv_heads=tensors["key"].shape[2],
         head_dim=tensors["query"].shape[3],
         feature_dim=tensors["feature_q_weight"].shape[1],
-        gated="gate" in tensors,
+        gate="channel" if "gate" in tensors else "none",
         capacity_tokens=(tensors["past_salient_key"].shape[2] // max(salient, 1) + 2) * chunk,
     )
     states = {name: tensors[f"past_{name}"] for name in state_names(config)}

@@ -123,9 +123,7 @@ def build_plugins(
     *,
     archive: Path | None = None,
     tensorrt_include: Path | None = None,
-    cuda_include: Path | None = None,
     runner: bool = False,
-    ops: tuple[Path, ...] = (),
 ) -> Path:
     """Compile the core, and the TensorRT adapter where its headers are given, with CMake.
 
@@ -133,9 +131,7 @@ def build_plugins(
         build: Build folder; kept, so that a second call compiles only what changed.
         archive: Packed archive to embed, or None for libraries without kernels.
         tensorrt_include: Folder of NvInfer.h, or None for the core alone.
-        cuda_include: Folder of cuda_runtime_api.h; None looks in the usual places.
         runner: Build still_run too.
-        ops: Folders of ops beside still-export's own.
 
     Returns:
         build.
@@ -143,13 +139,8 @@ def build_plugins(
     Raises:
         PluginBuildError: CMake or the sources are missing, or the build fails; carries the tool's output.
     """
-    options = {"STILL_ARCHIVE": archive, "TENSORRT_INCLUDE_DIR": tensorrt_include, "CUDA_INCLUDE_DIR": cuda_include}
-    return run_cmake(SOURCE, build, {**options, "STILL_RUNNER": "ON" if runner else "OFF", "STILL_OPS": op_list(ops)})
-
-
-def op_list(folders: tuple[Path, ...]) -> str:
-    """Folders of ops as CMake takes them."""
-    return ";".join(str(folder.resolve()) for folder in folders)
+    options = {"STILL_ARCHIVE": archive, "TENSORRT_INCLUDE_DIR": tensorrt_include}
+    return run_cmake(SOURCE, build, {**options, "STILL_RUNNER": "ON" if runner else "OFF"})
 
 
 def json_headers() -> Path | None:

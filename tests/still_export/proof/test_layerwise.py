@@ -11,7 +11,7 @@ import torch
 
 from still_export.models.build import family_of
 from still_export.models.load import Source, open_source
-from still_export.models.weights import Deferred, weights_of
+from still_export.models.weights import Deferred
 from still_export.package.calls import Arrays, next_feed
 from still_export.proof.layerwise import Call, Chain, LayerwiseModel, nothing
 from still_export.runtime.torch import TorchModel
@@ -23,8 +23,7 @@ MANIFEST: dict[str, Any] = {"model": {"all_logits": False}}
 
 def source_of(model: Any) -> Source:
     """A model in memory as a source of weights."""
-    names = dict(model.named_parameters())  # a tied one once
-    weights = {name: weight for name, weight in weights_of(model).items() if name in names}
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}  # a tied one once
     return Source(family_of(model.config.model_type), model.config, weights, model.generation_config)
 
 

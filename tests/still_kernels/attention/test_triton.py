@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 triton_cases = pytest.importorskip("tests.still_kernels.attention.triton_cases")
 SCRIPT = Path(__file__).with_name("triton_cases.py")
 interpreted = functools.partial(run_cases, SCRIPT, kind="float32", processes=2)
-FAST = ("decode", "some tokens", "packed")
+FAST = ("decode", "some tokens", "prefill")
 """Cases of the fast run: both kernels, every way into the cache."""
 
 
@@ -34,9 +34,9 @@ def test_interpreter(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ("decode", "packed"))
+@pytest.mark.parametrize("name", ("decode", "some tokens"))
 def test_programs_may_run_in_any_order(name: str) -> None:
-    check(interpreted(("decode", "packed"), kind="shuffled")[name], torch.float32)
+    check(interpreted(("decode", "some tokens"), kind="shuffled")[name], torch.float32)
 
 
 @pytest.mark.slow

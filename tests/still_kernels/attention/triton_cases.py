@@ -15,9 +15,8 @@ from torch import Tensor
 
 from still_kernels.attention import AttentionState, Inputs
 from still_kernels.codes import dequantized, quantized
-from still_kernels.packing import Packing
-from tests.attention_cases import Call, Layer, Split, calls
-from tests.still_kernels.triton_cases import Guarded, guarded_workspaces, shuffle_programs
+from tests.attention_cases import Layer, Split, calls
+from tests.still_kernels.triton_cases import guarded_workspaces, shuffle_programs
 
 SMALL = Layer(6, 2, 24, 300)
 """No size is a power of two that the kernels would not have to mask."""
@@ -29,7 +28,6 @@ class Case:
 
     layer: Layer = SMALL
     splits: tuple[Split, ...] = (33, [70, 7], [0, 40], [129, 2], 1, [1, 0])
-    packed: bool = False  # through query_start and state_row, the rows in another order and among others
     sharpness: float = 2.0
     cache: str = "float"
 
@@ -44,45 +42,10 @@ CASES = {
     "large group": Case(Layer(20, 1, 16, 300), (40, 1, [1, 0], 2)),
     "wide heads": Case(Layer(2, 1, 72, 200), (66, 1, 20, 1)),
     "widest heads": Case(Layer(2, 1, 256, 64), (30, 1)),
-    "packed": Case(splits=(66, [0, 30], 1, [2, 1], [1, 0]), packed=True),
     "codes": Case(splits=(33, [70, 7], 1, [0, 40], [129, 2], 1, [1, 0], [3, 9]), cache="int8"),
     "codes, splits": Case(Layer(6, 2, 24, 700), ([600, 1], 1, [1, 0], [4, 1], 1), cache="int8"),
-    "codes, packed": Case(splits=(66, [0, 30], 1, [2, 1], [1, 0]), packed=True, cache="int8"),
     "far apart": Case(splits=(66, 1, 1), sharpness=30.0),
 }
-
-
-def launch_packed(guarded: Guarded, call: Call, state: AttentionState, tokens: int) -> Tensor:
-    """The call with its rows one behind the other, the last one first, states among those of others; the state is written back."""
-    from still_kernels.attention import launch
-
-    counts = call.feeds["new_tokens"].tolist()
-    order = list(reversed(range(len(counts))))
-    places = [2 * row + 1 for row in order]  # of each row's state
-    device = state.key.device
-
-    def pack(x: Tensor) -> Tensor:
-        return torch.cat([x[row, : counts[row]] for row in order]).to(device)
-
-    inputs = [pack(call.feeds[n]) for n in ("query", "key", "value")]
-    start = torch.tensor([0, *(counts[row] for row in order)]).cumsum(0).to(device)
-    count = 2 * len(counts) + 1
-    made = {n: guarded.empty(x, (count, *x.shape[1:]), x.dtype) for n, x in state.tensors().items() if n != "length"}
-    others = AttentionState(**made, length=torch.full((count,), 3, device=device))
-    for name, tensor in state.tensors().items():
-        for row, place in zip(order, places, strict=True):
-            others.tensors()[name][place] = tensor[row]
-    output = guarded.empty(inputs[0], tuple(inputs[0].shape), inputs[0].dtype)
-    packing = Packing(start, torch.tensor(places, device=device), tokens)
-    launch.launch_attention(Inputs(*inputs), others, output, packing)
-    padded = torch.zeros_like(call.output, device=device)
-    for i, (row, place) in enumerate(zip(order, places, strict=True)):
-        padded[row, : counts[row]] = output[int(start[i]) : int(start[i + 1])]
-        for name in made:
-            state.tensors()[name][row] = made[name][place]
-    unused = [place for place in range(count) if place not in places]
-    assert all(bool(untouched(x[unused]).all()) for x in made.values())
-    return padded
 
 
 def untouched(x: Tensor) -> Tensor:
@@ -105,14 +68,10 @@ def run_case(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32)
         made = {n: guarded.empty(x, tuple(x.shape), x.dtype) for n, x in empty.tensors().items() if n != "length"}
         state = AttentionState(**made, length=torch.zeros(2, dtype=torch.int64, device=device))
         for number, call in enumerate(calls(layer, case.splits, dtype, sharpness=case.sharpness, cache=case.cache)):
-            tokens = call.feeds["query"].shape[1]
-            if case.packed:
-                output = launch_packed(guarded, call, state, tokens)
-            else:
-                inputs = [call.feeds[n].to(device) for n in ("query", "key", "value")]
-                new = call.feeds["new_tokens"].to(device, torch.int32 if number % 3 else torch.int64)
-                output = guarded.empty(inputs[0], tuple(inputs[0].shape), dtype)
-                launch.launch_attention(Inputs(*inputs, new), state, output)
+            inputs = [call.feeds[n].to(device) for n in ("query", "key", "value")]
+            new = call.feeds["new_tokens"].to(device, torch.int32 if number % 3 else torch.int64)
+            output = guarded.empty(inputs[0], tuple(inputs[0].shape), dtype)
+            launch.launch_attention(Inputs(*inputs, new), state, output)
             state.length.copy_(call.state.length)
             pairs = {"output": (output.cpu(), call.output)}
             filled = torch.arange(layer.rows) < call.state.length[:, None]  # [B, N]

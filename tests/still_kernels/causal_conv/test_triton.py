@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 triton_cases = pytest.importorskip("tests.still_kernels.causal_conv.triton_cases")
 SCRIPT = Path(__file__).with_name("triton_cases.py")
 interpreted = functools.partial(run_cases, SCRIPT, kind="float32")
-FAST = ("layer 0", "prompt", "packed")
+FAST = ("layer 0", "prompt", "with bias")
 
 
 @pytest.mark.parametrize("name", FAST)

@@ -14,10 +14,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from still_kernels.causal_conv import Inputs, empty_state
-from still_kernels.packing import Packing
-from tests.causal_conv_cases import LAYERS, SPLITS, Call, Layer, Split, calls
-from tests.still_kernels.triton_cases import Guarded, guarded_workspaces, shuffle_programs
+from still_kernels.causal_conv import empty_state
+from tests.causal_conv_cases import LAYERS, SPLITS, Layer, Split, calls
+from tests.still_kernels.triton_cases import guarded_workspaces, shuffle_programs
 
 
 @dataclass(frozen=True)
@@ -26,46 +25,14 @@ class Case:
 
     layer: Layer = LAYERS[0]
     splits: tuple[Split, ...] = tuple(SPLITS)
-    packed: bool = False  # through query_start and state_row, the rows in another order and among others
 
 
 CASES = {
     **{f"layer {number}": Case(layer) for number, layer in enumerate(LAYERS)},
     "prompt": Case(LAYERS[2], (70, [9, 33], [1, 40], [0, 12], 1)),
     "many channels": Case(Layer(150, 4), (9, 1, [2, 33])),
-    "packed": Case(LAYERS[1], (9, [2, 40], [1, 1], [3, 1]), packed=True),
+    "with bias": Case(LAYERS[1], (9, [2, 40], [1, 1], [3, 1])),
 }
-
-
-def launch_packed(guarded: Guarded, call: Call, state: Tensor) -> Tensor:
-    """The call with its rows one behind the other, the last one first, states among those of others; the state is written back."""
-    from still_kernels.causal_conv import launch
-
-    assert call.inputs.new_tokens is not None
-    counts = call.inputs.new_tokens.tolist()
-    order = list(reversed(range(len(counts))))
-    places = [2 * row + 1 for row in order]  # of each row's state
-    device = state.device
-    packed = torch.cat([call.inputs.input[row, : counts[row]] for row in order]).to(device)
-    start = (
-        torch.tensor([0, *(counts[row] for row in order)], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
-    )
-    others = guarded.empty(state, (2 * len(counts) + 1, *state.shape[1:]), state.dtype)
-    for row, place in zip(order, places, strict=True):
-        others[place] = state[row]
-    output = guarded.empty(packed, tuple(packed.shape), packed.dtype)
-    packing = Packing(start, torch.tensor(places, dtype=torch.int32, device=device), call.output.shape[1])
-    weight, bias = (None if x is None else x.to(device) for x in (call.inputs.weight, call.inputs.bias))
-    assert weight is not None
-    inputs = Inputs(packed, weight, bias, activation=call.inputs.activation)
-    launch.launch_causal_conv(inputs, others, output, packing)
-    padded = torch.zeros(call.output.shape, dtype=output.dtype, device=device)
-    for i, (row, place) in enumerate(zip(order, places, strict=True)):
-        padded[row, : counts[row]] = output[int(start[i]) : int(start[i + 1])]
-        state[row] = others[place]
-    unused = [place for place in range(2 * len(counts) + 1) if place not in places]
-    assert bool(others[unused].isnan().all())
-    return padded
 
 
 def run_case(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> float:
@@ -81,14 +48,11 @@ def run_case(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32)
         state = guarded.copy(empty_state(2, layer.channels, layer.taps, dtype, device))
         for number, call in enumerate(calls(layer, case.splits, dtype)):
             assert call.inputs.new_tokens is not None
-            if case.packed:
-                output = launch_packed(guarded, call, state)
-            else:
-                given = {n: guarded.copy(x.to(device)) for n, x in vars(call.inputs).items()
-                         if isinstance(x, Tensor) and n != "new_tokens"}  # fmt: skip
-                output = guarded.empty(given["input"], tuple(call.output.shape), dtype)
-                counts = call.inputs.new_tokens.to(device, torch.int32 if number % 3 else torch.int64)
-                launch.launch_causal_conv(replace(call.inputs, **given, new_tokens=counts), state, output)
+            given = {n: guarded.copy(x.to(device)) for n, x in vars(call.inputs).items()
+                     if isinstance(x, Tensor) and n != "new_tokens"}  # fmt: skip
+            output = guarded.empty(given["input"], tuple(call.output.shape), dtype)
+            counts = call.inputs.new_tokens.to(device, torch.int32 if number % 3 else torch.int64)
+            launch.launch_causal_conv(replace(call.inputs, **given, new_tokens=counts), state, output)
             assert torch.equal(state.cpu().double(), call.state), name
             difference = (output.cpu().double() - call.output).abs() / call.output.abs().clamp_min(1)
             worst = max(worst, difference.nan_to_num(float("inf")).max().item())

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 triton_cases = pytest.importorskip("tests.still_kernels.linear_attention.triton_cases")
 SCRIPT = Path(__file__).with_name("triton_cases.py")
 interpreted = functools.partial(run_cases, SCRIPT, kind="float32")
-FAST = ("head", "key", "decode", "packed", "pages")
+FAST = ("head", "key", "decode", "pages")
 """Cases of every run: all kernels, both kinds of decay."""
 NARROW = {torch.bfloat16: 4e-3, torch.float16: 6e-4}
 """Of outputs and states with 16-bit activations: the roundings of outputs and of what products take."""

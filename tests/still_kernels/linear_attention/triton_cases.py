@@ -29,8 +29,9 @@ class Case:
 
     layer: Layer = HEADS
     splits: tuple[Split, ...] = (70, 1, [40, 3], [0, 33], [1, 2], [1, 0], [0, 0])
-    packed: bool = False  # through query_start and state_row, the rows in another order and among others
-    paged: bool = False  # packed, and states in pages of an engine, which hold garbage before a row's first token
+    paged: bool = (
+        False  # packed rows in another order, states in pages of an engine, garbage before a row's first token
+    )
     chunk: int = 0  # in the interpreter: tokens of a chunk in the place of those of the table
     segment: int = 0  # chunks of a segment
 
@@ -39,17 +40,16 @@ CASES = {
     "head": Case(splits=(70, 1, [40, 3])),
     "key": Case(KEYS, (33, [1, 9])),
     "decode": Case(splits=(1, 1, [3, 8], [1, 0], [0, 1], [0, 0], 2)),
-    "packed": Case(splits=(40, [0, 33], [1, 2]), packed=True),
-    "pages": Case(splits=(40, 1, [0, 33], [9, 2]), packed=True, paged=True),
+    "pages": Case(splits=(40, 1, [0, 33], [9, 2]), paged=True),
     **{f"rule {number}": Case(layer) for number, layer in enumerate(LAYERS)},
     "decode, one for each key": Case(KEYS, (1, [2, 1], [1, 0])),
     "decode, linear": Case(LAYERS[0], (1, [2, 1], [1, 0])),
     "decode, gated": Case(LAYERS[2], (1, [2, 1], [1, 0])),
     "decode, delta": Case(LAYERS[3], (1, [2, 1], [1, 0])),
-    "packed, one for each key": Case(KEYS, ([70, 9], [0, 33], [1, 2], 20), packed=True),
-    "packed decode": Case(splits=(1, [1, 8], 2), packed=True),
-    "pages, first a step": Case(KEYS, (1, [2, 70], [1, 0]), packed=True, paged=True),
-    "pages, segments": Case(splits=([70, 20], [66, 90]), packed=True, paged=True, segment=1),
+    "pages, one for each key": Case(KEYS, ([70, 9], [0, 33], [1, 2], 20), paged=True),
+    "pages, decode": Case(splits=(1, [1, 8], 2), paged=True),
+    "pages, first a step": Case(KEYS, (1, [2, 70], [1, 0]), paged=True),
+    "pages, segments": Case(splits=([70, 20], [66, 90]), paged=True, segment=1),
     "segments": Case(splits=([70, 20], 66, [1, 33]), segment=1),
     "segments, one for each key": Case(KEYS, ([70, 20], [66, 90]), segment=2),
     "chunks of 64": Case(splits=([130, 64], 63, [65, 1]), chunk=64),
@@ -64,11 +64,11 @@ CASES = {
 
 
 def launch_packed(
-    guarded: Guarded, call: Call, state: Tensor, given: dict[str, Tensor], table: object, seen: Tensor | None
+    guarded: Guarded, call: Call, state: Tensor, given: dict[str, Tensor], table: object, seen: Tensor
 ) -> Tensor:
-    """The call with its rows one behind the other, the last one first, states among those of others; the state is written back.
+    """The call with its rows one behind the other, the last one first, states in pages among those of others; the state is written back.
 
-    seen: Tokens of each row before the call, where states lie in pages.
+    seen: Tokens of each row before the call.
     """
     from still_kernels.linear_attention import launch
 
@@ -82,24 +82,20 @@ def launch_packed(
         torch.tensor([0, *(counts[row] for row in order)], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
     )
     rows, where = 2 * len(counts) + 1, torch.tensor(places, dtype=torch.int32, device=device)
-    if seen is None:
-        pages, length = None, None
-        others = guarded.empty(state, (rows, *state.shape[1:]), state.dtype)
-    else:
-        least = Pages.of(*state.shape[1:])
-        pages, length = least.padded(least.size_bytes + 2 * ALIGNMENT), seen[order].to(device)
-        others = pages.view(guarded.empty(state, (rows, pages.size_bytes // 4), state.dtype).view(torch.int8))
+    least = Pages.of(*state.shape[1:])
+    pages, length = least.padded(least.size_bytes + 2 * ALIGNMENT), seen[order].to(device)
+    others = pages.view(guarded.empty(state, (rows, pages.size_bytes // 4), state.dtype).view(torch.int8))
     for row, place in zip(order, places, strict=True):
-        if seen is None or seen[row]:
+        if seen[row]:
             others[place] = state[row]
     output = guarded.empty(packed["query"], (sum(counts), *call.output.shape[2:]), packed["query"].dtype)
-    packing = Packing(start, where if pages is None else where[:, None], call.output.shape[1], pages)
+    packing = Packing(start, where[:, None], call.output.shape[1], pages)
     inputs = Inputs(**packed, update_rule=call.inputs.update_rule, scale=call.inputs.scale)
     launch.launch_linear_attention(inputs, others, output, packing, table, length)  # type: ignore[arg-type]
     padded = torch.zeros(call.output.shape, dtype=output.dtype, device=device)
     for i, (row, place) in enumerate(zip(order, places, strict=True)):
         padded[row, : counts[row]] = output[int(start[i]) : int(start[i + 1])]
-        if seen is None or seen[row] or counts[row]:
+        if seen[row] or counts[row]:
             state[row] = others[place]
     unused = [place for place in range(2 * len(counts) + 1) if place not in places]
     assert bool(others[unused].isnan().all())
@@ -147,8 +143,8 @@ def run_case(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32)
             given = {n: guarded.copy(x.to(device)) for n, x in vars(call.inputs).items()
                      if isinstance(x, Tensor) and n != "new_tokens"}  # fmt: skip
             before = state.clone()
-            if case.packed:
-                output = launch_packed(guarded, call, state, given, table, seen if case.paged else None)
+            if case.paged:
+                output = launch_packed(guarded, call, state, given, table, seen)
             else:
                 output = guarded.empty(given["query"], tuple(call.output.shape), dtype)
                 counts = new.to(device, torch.int32 if number % 3 else torch.int64)

@@ -193,7 +193,7 @@ def test_kernels_of_the_gpu_follow_from_the_graph(export_tiny: Exporter) -> None
     """One variant for each op, with ONNX Runtime's counts; what no kernel covers is named before anything is compiled."""
     found = kernel_variants(export_tiny(layer_types=MIXED, chunk_size=32).model_path)
     ((hybrid,), (softmax,)) = found["HybridAttention"], found["Attention"]
-    assert (hybrid.dtype, hybrid.count_dtype, hybrid.chunk_size, hybrid.packed) == ("float32", "int64", 32, 0)
+    assert (hybrid.dtype, hybrid.count_dtype, hybrid.chunk_size) == ("float32", "int64", 32)
     assert (softmax.dtype, softmax.count_dtype, softmax.head_dim) == ("float32", "int64", hybrid.head_dim)
     with pytest.raises(UnsupportedError, match=r"no CUDA kernel covers .*sliding.* Export without --arch"):
         kernel_variants(export_tiny(local="sliding", chunk_size=32).model_path)

@@ -12,7 +12,7 @@ import torch
 from still_export.cli.main import main
 from still_export.errors import ConfigError
 from still_export.graph.options import ExportOptions
-from still_export.models.source import load_source
+from still_export.models.source import find_source
 from still_export.package.calls import next_feed
 from still_export.package.folder import Package
 from still_export.runtime.ort import OrtModel
@@ -66,13 +66,13 @@ def test_calls_compute_with_what_later_calls_read(package: Package) -> None:
         np.testing.assert_allclose(other, logits, atol=5e-5)  # 2e-4 where calls read what was not rounded
         for name, state in states.items():
             np.testing.assert_allclose(theirs[name].astype("f4"), state.astype("f4"), atol=5e-3, err_msg=name)
-    reference = TorchModel(package.manifest, load_source(ExportOptions.from_manifest(package.manifest)))
+    reference = TorchModel(package.manifest, find_source(ExportOptions.from_manifest(package.manifest)).read())
     tokens = np.random.default_rng(3).integers(0, VOCAB, (2, sum(whole)))
     given = {**next_feed({}, tokens, None), **reference.empty_feed(2, sum(whole))}
     expected = reference.infer(given)
     np.testing.assert_allclose(logits, expected["logits"], atol=2e-3)
     plain = ExportOptions.from_manifest({"config": {**package.manifest["config"], "still": {}}})
-    exact = TorchModel(package.manifest, load_source(plain)).infer(given)["logits"]
+    exact = TorchModel(package.manifest, find_source(plain).read()).infer(given)["logits"]
     assert np.abs(exact - logits).max() > 1e-4 > np.median(np.abs(expected["logits"] - logits))
 
 

@@ -12,7 +12,7 @@ import torch
 from still_export.cli.main import main
 from still_export.errors import ConfigError
 from still_export.graph.options import ExportOptions
-from still_export.models.source import load_source
+from still_export.models.source import find_source
 from still_export.package.calls import next_feed
 from still_export.package.folder import Package
 from still_export.runtime.torch import TorchModel
@@ -67,11 +67,11 @@ def test_any_split_stores_the_same_bytes(package: Package) -> None:
         np.testing.assert_allclose(other, logits, atol=5e-6)
         same(states, theirs)
     tokens = np.random.default_rng(3).integers(0, VOCAB, (2, sum(WHOLE)))
-    reference = TorchModel(package.manifest, load_source(ExportOptions.from_manifest(package.manifest)))
+    reference = TorchModel(package.manifest, find_source(ExportOptions.from_manifest(package.manifest)).read())
     expected = reference.infer({**next_feed({}, tokens, None), **reference.empty_feed(2, sum(WHOLE))})
     np.testing.assert_allclose(logits, expected["logits"], atol=5e-5)
     plain = ExportOptions.from_manifest({"config": {**package.manifest["config"], "still": {}}})
-    exact = TorchModel(package.manifest, load_source(plain))
+    exact = TorchModel(package.manifest, find_source(plain).read())
     given = {**next_feed({}, tokens, None), **exact.empty_feed(2, sum(WHOLE))}
     assert np.abs(exact.infer(given)["logits"] - logits).max() > 1e-4
 

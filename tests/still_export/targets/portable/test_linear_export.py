@@ -102,7 +102,7 @@ def check_kernels(model: Path, expected: tuple[object, ...], dtype: str) -> None
     assert set(found) == {"LinearAttention", "CausalConv", "Attention"}
     ((rule,), (conv,)) = found["LinearAttention"], found["CausalConv"]
     assert (rule.head_dim, rule.value_dim, rule.update_rule, conv.taps, conv.bias) == expected
-    assert (rule.dtype, rule.shared, rule.per_key, rule.packed) == (dtype, 1, 0, 0)
+    assert (rule.dtype, rule.shared, rule.per_key) == (dtype, 1, 0)
     assert (conv.dtype, conv.activation, conv.aligned, conv.count_dtype) == (dtype, "silu", 1, "int64")
 
 
