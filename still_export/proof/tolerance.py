@@ -22,7 +22,8 @@ of the logits, of which nothing may be missed."""
 TAIL = 4.0
 """Times the largest error of PyTorch's rows of a state that any row of it may err in half precision, and of their largest median that of a
 part: a near tie turns whole rows, of a trained model every long prompt has hundreds, and which rows they turn is another in each run. Of
-float16 packages of SmolLM2 on an H100, where bounds are 1.5 times these, the furthest row reaches 4.8, 85 times the root of the mean square."""
+float16 packages of SmolLM2 on an H100, where bounds are 1.5 times these, the furthest row reaches 4.8, 85 times the root of
+the mean square."""
 MEDIAN = 8.0
 """Times the median error of PyTorch's rows, of the part or of the output, that the median of a part's rows may be."""
 LOGITS_MEDIAN = 2.0
