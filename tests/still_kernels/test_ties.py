@@ -45,6 +45,42 @@ def test_ties_are_settled_and_nothing_else_is() -> None:
         np.testing.assert_array_equal(value, actual[name])
 
 
+def test_linear_states_are_settled_as_far_as_the_exchange_explains() -> None:
+    """Two query heads a selection; head 2's second chunk holds another token: the states differ by both tokens, and by a fault."""
+    random = np.random.default_rng(0)
+    per, wide, deep = 2, 5, 6
+    columns = np.abs(
+        random.standard_normal((BATCH, HEADS * per, 2, wide))
+    )  # features of the token that goes, of the one that comes
+    values = random.standard_normal((2, deep))
+    key, value = (f"present_salient_{part}.1" for part in ("key", "value"))
+    expected = {
+        key: random.standard_normal((BATCH, HEADS, CHUNKS * SALIENT, deep)),
+        value: random.standard_normal((BATCH, HEADS, CHUNKS * SALIENT, deep)),
+        "present_kv_state.1": random.standard_normal((BATCH, HEADS * per, wide, deep)),
+        "present_z_state.1": random.standard_normal((BATCH, HEADS * per, wide)),
+    }
+    expected[value][0, 2, SALIENT] = values[0]
+    actual = {name: x.copy() for name, x in expected.items()}
+    actual[key][0, 2, SALIENT], actual[value][0, 2, SALIENT] = 9, values[1]
+    for head in (4, 5):
+        gone, come = columns[0, head]
+        actual["present_kv_state.1"][0, head] += np.outer(gone, values[0]) - np.outer(come, values[1])
+        actual["present_z_state.1"][0, head] += gone - come
+    actual["present_kv_state.1"][0, 1, 3] += 0.5  # of a head that holds the same tokens
+    fault = random.standard_normal(deep)
+    fault -= values.T @ np.linalg.lstsq(values.T, fault, rcond=None)[0]
+    actual["present_kv_state.1"][0, 5, 3] += fault
+    ((_, settled),) = TIES.settle([(expected, actual)], {1: np.zeros((BATCH, HEADS, CHUNKS))})
+    left = {name: settled[name] - expected[name] for name in expected}
+    wrong = np.zeros_like(left["present_kv_state.1"])
+    wrong[0, 1, 3], wrong[0, 5, 3] = 0.5, fault
+    np.testing.assert_allclose(left["present_kv_state.1"], wrong, atol=1e-12)
+    np.testing.assert_allclose(left["present_z_state.1"], 0, atol=1e-12)
+    ((_, kept),) = TIES.settle([(expected, actual)], {1: np.full((BATCH, HEADS, CHUNKS), 2.0)})
+    assert all((kept[name] == actual[name]).all() for name in kept), "where nothing ties"
+
+
 def test_a_chunk_that_pytorch_never_completed_is_no_tie() -> None:
     expected = caches(0)
     expected["present_salient_key.1"][:, :, -SALIENT:] = 0

@@ -10,7 +10,12 @@ import numpy as np
 from still_kernels.ties import TIE, Arrays, Choices, Leads, Pairs, Scores
 
 KEY = "present_salient_key."
+VALUE = "present_salient_value."
 SCORE = "window_score"
+ALIKE = 0.1
+"""Of a key's largest number, by which it may differ and still be the same token's."""
+FLAT = 1e-3
+"""Of the largest, singular values of exchanged tokens' values below which they say nothing."""
 SMALLEST = float(np.finfo(np.float32).tiny)
 
 
@@ -36,12 +41,14 @@ class SelectionTies:
         return found
 
     def settle(self, pairs: Pairs, leads: Leads) -> Pairs:
-        """PyTorch's tokens in every chunk of which the target took others on a near tie: both are right there."""
+        """PyTorch's tokens in every chunk of which the target took others on a near tie: both are right there. Linear states have what both
+        sides sum; what else they differ by stays."""
         settled = []
         for expected, actual in pairs:
             outputs = dict(actual)
             for layer in _layers(expected):
                 differs, lead = self._differing(expected, actual, layer, leads)
+                outputs |= self._both_sum(expected, actual, layer, differs & (lead <= 1))
                 tied = (differs & (lead <= 1)).repeat(self.salient, axis=2)
                 for name in (n for n in expected if n.startswith("present_salient_") and n.endswith(f".{layer}")):
                     mask = tied[:, :, : expected[name].shape[2]]
@@ -109,6 +116,38 @@ class SelectionTies:
         """Which chunks have been promoted after `counts` [B] tokens, [B, 1, chunks]."""
         return np.asarray(np.arange(chunks) < np.maximum(-(-counts // self.chunk) - 2, 0)[:, None, None])
 
+    def _both_sum(self, expected: Arrays, actual: Arrays, layer: str, tied: np.ndarray) -> Arrays:
+        """The target's linear states [B, H, F, D] and [B, H, F] with PyTorch's selection: of what one side keeps and the other sums,
+        a state has a column times the value's row, and the normalizer that column."""
+        names = [f"present_kv_state.{layer}", f"present_z_state.{layer}"]
+        if not tied.any() or not set(names) <= expected.keys() or expected[VALUE + layer].dtype.kind != "f":
+            return {}
+        state, normalizer = (actual[name].copy() for name in names)
+        heads = state.shape[1] // tied.shape[1]
+        for sequence, group in zip(*np.nonzero(tied.any(2)), strict=True):
+            values = self._exchanged(expected, actual, layer, sequence, group, np.flatnonzero(tied[sequence, group]))
+            for head in range(group * heads, (group + 1) * heads):
+                difference = state[sequence, head] - expected[names[0]][sequence, head].astype(np.float64)
+                columns = np.linalg.lstsq(values.T, difference.T, rcond=FLAT)[0]
+                state[sequence, head] -= (columns.T @ values).astype(state.dtype)
+                normalizer[sequence, head] -= columns.sum(0).astype(normalizer.dtype)
+        return dict(zip(names, (state, normalizer), strict=True))
+
+    def _exchanged(
+        self, expected: Arrays, actual: Arrays, layer: str, sequence: int, group: int, chunks: np.ndarray
+    ) -> np.ndarray:
+        """Values [n, D] of tokens that only one side keeps, of some chunks of a head."""
+        found = []
+        for chunk in chunks:
+            slots = np.s_[sequence, group, chunk * self.salient : (chunk + 1) * self.salient]
+            (ours, theirs), values = (
+                [side[name + layer][slots].astype(np.float64) for side in (expected, actual)] for name in (KEY, VALUE)
+            )
+            size = np.abs(ours).max(-1, initial=0)[:, None]
+            same = np.abs(ours[:, None] - theirs).max(-1, initial=0) <= ALIKE * size + 1e-6
+            found += [values[0][~same.any(1)], values[1][~same.any(0)]]
+        return np.concatenate(found)
+
     def _differing(self, expected: Arrays, actual: Arrays, layer: str, leads: Leads) -> tuple[np.ndarray, np.ndarray]:
         """Chunks [B, HS, chunks] of which other tokens are held, and the leads of those choices; up to 1 it is a tie."""
         differs = self._chunks(_differs(expected, actual, layer))
@@ -136,7 +175,7 @@ class SelectionTies:
 def _differs(expected: Arrays, actual: Arrays, layer: str) -> np.ndarray:
     """Slots [B, HS, N] that hold other tokens."""
     a, b = (outputs[KEY + layer].astype(np.float32) for outputs in (expected, actual))
-    return ~(np.abs(a - b).max(-1, initial=0) <= 0.1 * np.abs(a).max(-1, initial=0) + 1e-6)
+    return ~(np.abs(a - b).max(-1, initial=0) <= ALIKE * np.abs(a).max(-1, initial=0) + 1e-6)
 
 
 def _layers(outputs: Arrays) -> list[str]:
