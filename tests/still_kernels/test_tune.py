@@ -126,6 +126,16 @@ def test_settings_that_do_not_go_together() -> None:
                     assert misfit(tile_table(arch, dim, chunk, dim, wide), layer, arch) == "", (arch, dim, chunk, wide)
 
 
+@pytest.mark.parametrize("dim", [4, 10, 16, 24, 32, 48, 256])
+@pytest.mark.parametrize("wide", [False, True])
+def test_programs_of_a_step_and_of_a_prompt_have_all_columns_of_the_state(dim: int, wide: bool) -> None:
+    """Engines take small heads, too: of 16 columns none made a slice of 32."""
+    for arch in (80, 90):
+        kernels = tile_table(arch, dim, 64, dim, wide).tiles
+        columns = max(16, 1 << (dim - 1).bit_length())
+        assert all(columns % kernels[name].constants["DS"] == 0 for name in ("decode", "linear")), arch
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_refuses_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert tune.main(["HybridAttention"]) == 2

@@ -37,6 +37,7 @@ def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wid
     keys = 32 if heavy else 64
     features = min(rows, 32 if heavy else 64)
     stages = 1 if tight else 2 if heavy or small else 3
+    slices = min(dim, 32)  # columns of S that a program of a step has
     every = 1 if heavy or chunk_size > 64 else 2  # chunks from one stored S to the next
     many = small and rows > 128  # features do not fit where those of a head of 128 do
     linear = 1 if many else stages if arch == 90 else min(stages, 2)
@@ -67,7 +68,7 @@ def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wid
                 "BM": (16 if wide and (dim > 128 or many) else min(block, 32)) if heavy else 64,
                 "TB": 4,
                 "DK": columns,
-                "DS": 16 if heavy else 32,
+                "DS": min(16 if heavy else 32, dim),
                 "EVERY": every,
                 "STAGES": linear,
             },
@@ -80,11 +81,11 @@ def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wid
             {
                 "PDL": int(arch >= 90),
                 "AHEAD": int(arch == 90),  # fetch to L2 what the length has no say in while the kernel ahead still runs
-                "DS": 32,
+                "DS": slices,
                 "LF": 0,  # rows of S at a time where a program has all of it; 0: a program has DS columns
                 "LS": 3,
                 "WG": 0,  # 1: the query heads of a key/value head share the programs of its window
-                "DW": 32 if wide else 64,  # the bytes of DS columns of S: both tiles then have one layout
+                "DW": slices if wide else 2 * slices,  # the bytes of DS columns of S: both tiles then have one layout
                 "BN": 8 if wide and dim > 128 else 16,
                 "SN": 2 if heavy else 3 if small else 5,
                 "BG": 16 if heavy else 64,
