@@ -125,7 +125,7 @@ class Evaluation:
         texts = list(next(iter(self.bits_per_byte.values()), {}))
         cells = [(t, n) for t, row in next(iter(self.retrieval.values()), {}).items() for n in row]
         said = list(next(iter(self.chat.values()), {}))
-        prices = list(next(iter(self.costs.values()), {}))
+        costs = list(next(iter(self.costs.values()), {}))
         spans = [(t, s) for t, row in next(iter(self.perplexity.values()), {}).items() for s in row]
         head = [
             "model",
@@ -133,7 +133,7 @@ class Evaluation:
             *(f"perplexity {t}, {s}" for t, s in spans),
             *(f"{t} {n}" for t, n in cells),
             *(f"chat {c}" for c in said),
-            *prices,
+            *costs,
         ]
         lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
         for variant in variants:
@@ -141,8 +141,8 @@ class Evaluation:
             bits += [f"{self.perplexity[variant][t][s]:.3f}" for t, s in spans]
             found = [share(self.accuracy(variant, t, n), self.prompts) for t, n in cells]
             talk = [f"{self.chat[variant][c]:.3g}" for c in said]
-            price = [f"{self.costs[variant][c]:.3g}" if variant in self.costs else "" for c in prices]
-            lines.append(f"| {' | '.join([variant.replace('_', ' '), *bits, *found, *talk, *price])} |")
+            cost = [f"{self.costs[variant][c]:.3g}" if variant in self.costs else "" for c in costs]
+            lines.append(f"| {' | '.join([variant.replace('_', ' '), *bits, *found, *talk, *cost])} |")
         return "\n".join(lines)
 
 

@@ -64,7 +64,7 @@ class Verdict:
 
     def to_dict(self) -> dict[str, Any]:
         """Values that JSON can hold."""
-        return {**self.report.to_dict(), **({} if self.loss is None else {"price": self.loss.to_dict()})}
+        return {**self.report.to_dict(), **({} if self.loss is None else {"quantization_loss": self.loss.to_dict()})}
 
 
 def verify(

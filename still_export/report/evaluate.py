@@ -64,9 +64,9 @@ def _trades(costs: Mapping[str, Mapping[str, float]], qualities: Mapping[str, Ma
     """Quality over cost, a point a package, for every pair of the two."""
     both = [name for name in costs if qualities.get(name)]
     for measure in next((qualities[name] for name in both), {}):
-        for price in costs[both[0]]:
-            series = {name: [(costs[name][price], qualities[name][measure])] for name in both}
-            yield Lines(f"{measure} over {price}", price, measure, series, from_zero=False)
+        for cost in costs[both[0]]:
+            series = {name: [(costs[name][cost], qualities[name][measure])] for name in both}
+            yield Lines(f"{measure} over {cost}", cost, measure, series, from_zero=False)
 
 
 def _plain(name: str) -> str:

@@ -112,7 +112,7 @@ def _facts(content: Mapping[str, Any]) -> Table:
         ["of them differ without one", f"{chosen['wrong']:,}"],
         *([check["name"], "yes" if check["passed"] else f"NO: {check['detail']}"] for check in content["checks"]),
     ]
-    if loss := content.get("price"):
+    if loss := content.get("quantization_loss"):
         rows += [[f"quantization loss: {name.replace('_', ' ')}", value] for name, value in loss.items()]
     return Table("Agreement", ["what", "value"], rows)
 

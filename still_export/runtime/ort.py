@@ -26,7 +26,7 @@ from still_export.package.trust import UNTRUSTED, native_file
 from still_export.runtime.base import NUMPY_TYPES, Runner
 from still_export.runtime.program import run_program
 from still_export.runtime.sampling import RunError
-from still_graphs.states import NEXT_TOKEN, rows_after
+from still_graphs.states import NEXT_TOKEN, State, rows_after
 
 CUDA = "CUDAExecutionProvider"
 RECORDED = {"still.capacity": "capacity", "still.quantization": "quantization"}
@@ -282,6 +282,10 @@ class OrtModel(Runner):
         self.adapter = digest if inputs else ""
         self.start(self.batch or 1)
 
+    def _in_place(self, state: State) -> bool:
+        """Kernels take one buffer for past and present of every state; bodies of those that the manifest names."""
+        return state.in_place or self.native is not None
+
     def _clear(self) -> None:
         self._past: dict[str, Any] = {}
 
@@ -289,6 +293,7 @@ class OrtModel(Runner):
         self.check_capacity(tokens)
         self.room = self.ample(tokens, max(SPARE_TOKENS, tokens // 8) if self.room else 0)
         past: dict[str, Any] = {}
+        self._spare: dict[str, Any] = {}
         shapes = self.state_shapes()
         for state in self.table:
             shape, kept = shapes[state.name], self._past.get(state.name)
@@ -300,9 +305,12 @@ class OrtModel(Runner):
                     previous = self._array(kept)
                     array[tuple(slice(0, n) for n in previous.shape)] = previous
                 past[state.name] = self._tensor(array, state.dtype)
+            if not self._in_place(state):
+                self._spare[state.name] = self._tensor(np.zeros(shape, NUMPY_TYPES[state.dtype]), state.dtype)
         self._past = past
-        self._bindings: dict[tuple[int, int, int, str], Any] = {}
+        self._bindings: dict[tuple[int, int, int, int, str], Any] = {}
         self._step: Any = None
+        self._turn = 0
 
     def _tensor(self, array: np.ndarray, dtype: str) -> Any:
         """A value on the session's device; bfloat16, which numpy lacks, from uint16."""
@@ -333,9 +341,9 @@ class OrtModel(Runner):
         return array.copy()
 
     def _binding(self, first: int, sequences: int, tokens: int, wanted: str) -> tuple[Any, dict[str, Any]]:
-        """I/O binding for calls of `tokens` tokens of so many `sequences` from `first` on that give `wanted`, with the values that it reads
-        its inputs from; past and present of a state are one buffer."""
-        key = (first, sequences, tokens, wanted)
+        """I/O binding for calls of `tokens` tokens of so many `sequences` from `first` on in this turn that give `wanted`, with the values
+        that it reads its inputs from."""
+        key = (first, sequences, tokens, self._turn, wanted)
         if key not in self._bindings:
             for other in [k for k in self._bindings if k[2] not in (tokens, 1)]:
                 del self._bindings[other]
@@ -361,7 +369,7 @@ class OrtModel(Runner):
                 if sequences < self.batch:
                     past = self._tensor(np.zeros(shape, NUMPY_TYPES[state.dtype]), state.dtype)
                 binding.bind_ortvalue_input(state.past, past)
-                binding.bind_ortvalue_output(state.present, past)
+                binding.bind_ortvalue_output(state.present, past if self._in_place(state) else self._spare[state.name])
             self._bindings[key] = binding, inputs
         return self._bindings[key]
 
@@ -379,10 +387,14 @@ class OrtModel(Runner):
         count, tokens = input_ids.shape
         counts = np.full(count, tokens, np.int64) if new_tokens is None else np.asarray(new_tokens, np.int64)
         self.reserve(counts, first)
-        sequences = slice(first, first + count)
+        begin = first
+        if self._spare:  # what is not written in place changes its buffer as a whole
+            input_ids, counts = self._among_all(input_ids, counts, first)
+            begin = 0
+        sequences = slice(begin, begin + len(counts))
         given = {"input_ids": input_ids, "new_tokens": counts, "past_length": self.length[sequences]}
         try:
-            binding, inputs = self._binding(first, count, tokens, wanted)
+            binding, inputs = self._binding(begin, len(counts), tokens, wanted)
             for name, array in given.items():
                 inputs[name].update_inplace(np.ascontiguousarray(array, np.int64))
             self.session.run_with_iobinding(binding, self._options(NO_GRAPH))
@@ -391,7 +403,11 @@ class OrtModel(Runner):
         found = self._floats(binding.get_outputs()[0])  # a copy: the next run writes into the same memory
         self.length = self.length.copy()  # callers may hold it
         self.length[sequences] += counts
-        return found
+        for name, spare in self._spare.items():
+            self._past[name], self._spare[name] = spare, self._past[name]
+        if self._spare:
+            self._turn ^= 1
+        return found[first - begin : first - begin + count]
 
     def _fill(self, sequence: int, arrays: Mapping[str, np.ndarray]) -> None:
         for state in self.table:

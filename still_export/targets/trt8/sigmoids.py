@@ -23,15 +23,13 @@ def widen_sigmoids(model: ir.Model) -> int:
         Number of nodes that compute in float32 now.
     """
     float32, writer = ir.DataType.FLOAT, Writer(model.graph)
-    bent = [
-        (n, x, x.dtype) for n in model.graph if is_standard(n, *BENT) and (x := n.inputs[0]) is not None and x.dtype
-    ]
-    narrow = [(node, x, dtype) for node, x, dtype in bent if dtype != float32]
+    bent = [(n, x.dtype) for n in model.graph if is_standard(n, *BENT) and (x := n.inputs[0]) is not None and x.dtype]
+    narrow = [(node, dtype) for node, dtype in bent if dtype != float32]
     if len(narrow) == len(bent):
         return 0
-    for node, x, dtype in narrow:
+    for node, dtype in narrow:
         writer.place, output = node, node.outputs[0].name
-        wide = writer.node("Cast", [x], hint=f"{output}.wide", to=float32)
+        wide = writer.node("Cast", [node.inputs[0]], hint=f"{output}.wide", to=float32)
         writer.instead(node, "Cast", [writer.node(node.op_type, [wide], hint=f"{output}.bent")], to=dtype)
     return len(narrow)
 

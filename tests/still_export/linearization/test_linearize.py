@@ -59,9 +59,9 @@ def finished(base: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -
 def test_softmax_mode_is_the_base_model(family: str) -> None:
     plain = plain_model(family)
     model = attach_untrained(plain, StillConfig(chunk_size=8))
-    ids = random_ids(2, 50)
+    ids, least = random_ids(2, 50), 1e-6 if family == "qwen3_moe" else 1e-10  # transformers routes in float32
     with torch.no_grad(), attention_mode(make_trainable(model), SOFTMAX):
-        torch.testing.assert_close(model(ids, use_cache=False).logits, plain(ids).logits, rtol=0, atol=1e-10)
+        torch.testing.assert_close(model(ids, use_cache=False).logits, plain(ids).logits, rtol=0, atol=least)
 
 
 def test_transfer_compares_with_the_softmax_stream() -> None:

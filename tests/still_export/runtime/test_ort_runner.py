@@ -305,9 +305,13 @@ def test_a_graph_that_says_the_token_keeps_logits_where_they_are(
 
 
 @pytest.mark.slow
-def test_calls_on_some_rows_leave_the_others(export_tiny: Exporter) -> None:
+@pytest.mark.parametrize("in_place", [True, False])
+def test_calls_on_some_rows_leave_the_others(
+    export_tiny: Exporter, monkeypatch: pytest.MonkeyPatch, in_place: bool
+) -> None:
     """Rows come, go on and go at different times; each says what it says alone, to the last token of the capacity."""
     model = OrtModel(export_tiny(layer_types=MIXED, capacity_tokens=64).path, threads=1)
+    monkeypatch.setattr(model, "_in_place", lambda state: in_place)
     rows = {0: PROMPT[:61], 2: PROMPT[20:59], 3: PROMPT[5:30]}
     expected = {}
     for row, prompt in rows.items():

@@ -216,8 +216,8 @@ def test_verify_of_a_quantized_engine(
     assert call("verify", *arguments) == 0, capsys.readouterr().out
     said = capsys.readouterr().out
     assert "quantization loss on 256 random tokens: KL" in said and "rounded to 8 bits" not in said
-    price = json.loads((folder / "verify/report.json").read_text())["price"]
-    assert price["kl"] > 0 and price["kl_rounded"] is None
+    loss = json.loads((folder / "verify/report.json").read_text())["quantization_loss"]
+    assert loss["kl"] > 0 and loss["kl_rounded"] is None
     shutil.rmtree(folder / "verify")
     monkeypatch.setattr(read, "_held_weights", lambda *_: {})
     assert call("verify", *arguments) == 1

@@ -140,8 +140,8 @@ def test_kernels_and_verify_of_an_engine(
 
     assert call("build", str(folder), "--quiet") == 0, capsys.readouterr()
     assert call("verify", *arguments) == 0, capsys.readouterr().out
-    price = json.loads((folder / "verify/report.json").read_text())["price"]
-    assert price["kl"] > 0 and price["kl_rounded"] is None
+    loss = json.loads((folder / "verify/report.json").read_text())["quantization_loss"]
+    assert loss["kl"] > 0 and loss["kl_rounded"] is None
     shutil.rmtree(folder / "verify")
     monkeypatch.setattr(read, "_held_weights", lambda *_: {})
     assert call("verify", *arguments) == 1

@@ -190,8 +190,8 @@ def test_verify_tells_faults_from_the_price(
         main(arguments)
     said = capsys.readouterr().out
     assert "activations rounded to 8 bits" in said and "quantization loss on 256 random tokens: KL" in said
-    price = json.loads((tmp_path / "report.json").read_text())["price"]
-    assert 0 < price["kl"] <= price["kl_rounded"] * 1.5 and price["bits_per_byte"] is None
+    loss = json.loads((tmp_path / "report.json").read_text())["quantization_loss"]
+    assert 0 < loss["kl"] <= loss["kl_rounded"] * 1.5 and loss["bits_per_byte"] is None
 
     def wrong(parts: Any, *rest: Any) -> Any:
         found = held_weights(parts, *rest)
