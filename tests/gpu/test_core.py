@@ -95,7 +95,7 @@ def check(core: Core, name: str, in_place: bool) -> str:
         if output.isnan().any() or wrong:
             return f"{counts}: {', '.join(wrong) or 'NaN'}"
         for state in states:
-            state.length += torch.tensor(counts, device="cuda")
+            state.length.add_(torch.tensor(counts, device="cuda"))
     return ""
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import onnx
 import onnxruntime
@@ -128,6 +130,35 @@ def test_a_product_of_a_product_reads_the_new_one() -> None:
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
     assert applied(sum_in_float32, model) == 2
     assert kinds(model) == ["DenseMatMul"] * 2 and list(model.graph.node[1].input) == ["low", "wide"]
+
+
+@pytest.mark.parametrize("swapped", list(itertools.product((False, True), repeat=2)), ids=str)
+def test_a_product_keeps_its_only_residual(swapped: tuple[bool, bool]) -> None:
+    """A LoRA pair apart from its base's product, and a residual behind: the second sum has no place in a node that has one."""
+    make, half = helper.make_node, TensorProto.FLOAT16
+    first, second = (["base", "pair"], ["x", "low_sum"])
+    nodes = [
+        make("Mul", ["x", "scale"], ["base"]),
+        make("MatMul", ["x", "thin"], ["low"]),
+        make("MatMul", ["low", "wide"], ["pair"]),
+        make("Add", first[::-1] if swapped[0] else first, ["low_sum"]),
+        make("Add", second[::-1] if swapped[1] else second, ["y"]),
+    ]
+    shapes = {"thin": (WIDTH, 4), "wide": (4, WIDTH), "scale": (WIDTH,)}
+    weights = [
+        numpy_helper.from_array((RANDOM.standard_normal(shape) + 2).astype(np.float16), n)
+        for n, shape in shapes.items()
+    ]
+    sides = {"x": WIDTH, "y": WIDTH, "low": 4, "base": WIDTH, "pair": WIDTH, "low_sum": WIDTH}
+    infos = {name: helper.make_tensor_value_info(name, half, ["b", "t", size]) for name, size in sides.items()}
+    known = [infos[name] for name in ("low", "base", "pair", "low_sum")]
+    graph = helper.make_graph(nodes, "g", [infos["x"]], [infos["y"]], weights, value_info=known)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
+    expected = run(model)
+    applied(sum_in_float32, model)
+    assert applied(fuse_linear_layers, model) == 1 and kinds(model).count("Add") == 1
+    attach_functions(model)
+    np.testing.assert_allclose(run(model), expected, rtol=4e-3, atol=4e-3)
 
 
 def test_other_types_are_left_to_the_runtime() -> None:

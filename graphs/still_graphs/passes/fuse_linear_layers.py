@@ -4,7 +4,8 @@ TensorRT 8.6 compiles what lies between two plugins as a part of its own, a seco
 of a small model is bound by launches. With these fused one part a layer is left.
 
 requires: the products of sum_in_float32; RMSNormalization as ai.onnx has it since opset 23.
-ensures: no norm of tokens [B, T, I] stands before one product alone; no sum of a product, used once, and activations is left.
+ensures: no norm of tokens [B, T, I] stands before one product alone; no sum of activations and a product, used once and without a
+residual, is left.
 """
 
 from __future__ import annotations
@@ -44,9 +45,16 @@ GATED, SPLIT = gated(FIRST)
 LAYER = Op(DENSE_MATMUL.name, GATED, DOWN, *[None] * (RESIDUAL - 2), X, domain=DOMAIN)
 
 
+def _given(node: ir.Node, place: int) -> bool:
+    return len(node.inputs) > place and node.inputs[place] is not None
+
+
 def _takes_norm(match: Match) -> bool:
     kinds = {match.value(pattern).dtype for pattern in (X, SCALE, OF_NORM)}
-    return rank(match.value(X)) == 3 and on_last(match.node(NORMED), -1) and len(kinds) == 1 and None not in kinds
+    free = not _given(match.node(OF_NORM), NORM)
+    return (
+        free and rank(match.value(X)) == 3 and on_last(match.node(NORMED), -1) and len(kinds) == 1 and None not in kinds
+    )
 
 
 def _with_norm(match: Match) -> Sequence[ir.Value]:
@@ -57,7 +65,9 @@ def _with_norm(match: Match) -> Sequence[ir.Value]:
 
 def _takes_residual(match: Match) -> bool:
     made, other, total = (match.value(pattern) for pattern in (PRODUCT, OTHER, TOTAL))
-    return other is not made and other.dtype == total.dtype is not None and other.shape == made.shape
+    # One that has a residual already, as the second of a LoRA pair has its base's product, keeps it.
+    free = other is not made and not _given(match.node(PRODUCT), RESIDUAL)
+    return free and other.dtype == total.dtype is not None and other.shape == made.shape
 
 
 def _with_residual(match: Match) -> Sequence[ir.Value]:
