@@ -128,6 +128,8 @@ class SelectionTies:
             values = self._exchanged(expected, actual, layer, sequence, group, np.flatnonzero(tied[sequence, group]))
             for head in range(group * heads, (group + 1) * heads):
                 difference = state[sequence, head] - expected[names[0]][sequence, head].astype(np.float64)
+                if not np.isfinite(difference).all() or not np.isfinite(values).all():
+                    continue  # a fault, which stays one
                 columns = np.linalg.lstsq(values.T, difference.T, rcond=FLAT)[0]
                 state[sequence, head] -= (columns.T @ values).astype(state.dtype)
                 normalizer[sequence, head] -= columns.sum(0).astype(normalizer.dtype)

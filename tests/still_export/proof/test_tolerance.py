@@ -98,16 +98,16 @@ def test_a_row_has_the_bound_of_its_type(dtype: str, times: int) -> None:
         ) == passes
 
 
-@pytest.mark.parametrize("name, times", [(STATE, 4), (LOGITS, 0)])
-def test_a_row_of_a_state_may_err_four_times_as_far_as_the_furthest_of_pytorchs(name: str, times: int) -> None:
+@pytest.mark.parametrize("name, times", [(STATE, 8), (LOGITS, 0)])
+def test_a_row_of_a_state_may_err_eight_times_as_far_as_the_furthest_of_pytorchs(name: str, times: int) -> None:
     """Rows that a near tie turned are others in each run."""
     exact, own, actual = drawn((1, 1, 400, 8), 1e-3)
     if name == LOGITS:
         exact, own, actual = (side[0] for side in (exact, own, actual))
     own[..., 7, :] += 0.1
-    actual[..., 200, :] += 0.25
+    actual[..., 200, :] += 0.5
     assert (judged(exact, own, actual, name).share <= 1) == bool(times)
-    actual[..., 200, :] += 0.25
+    actual[..., 200, :] += 0.5
     assert judged(exact, own, actual, name).share > 1
 
 
