@@ -33,7 +33,8 @@ def target_named(record: Record) -> str:
     """The target's record that a proof is of; manifests name what `--to` takes. Kernels and engines of others have names of their own."""
     subject = record.subject
     name = subject.get("target") or subject.get("runtime") or ("kernels" if "op" in subject else record.name)
-    found = [t.name for t in TARGETS if name in (t.name, t.to)]
+    kinds = {t.to for t in TARGETS if name in (t.name, t.to)}
+    found = [t.name for t in TARGETS if t.to in kinds]
     marks = {"cuda": subject.get("provider") == "cuda", "8": record.versions.get("tensorrt", "").startswith("8.")}
     for mark, meant in marks.items():
         found = [each for each in found if each.endswith(mark) == meant] or found

@@ -102,7 +102,8 @@ def prove(
     kind: Literal["proof", "benchmark"] = "benchmark" if passed is None else "proof"
     held = hashlib.sha256((opened.path / MANIFEST).read_bytes()).hexdigest()[:12]
     rooms = rooms_of(target, runtime, opened.manifest)
-    made = make_record(kind, "prove", given, figures, rooms, passed, options.seed, versions={"manifest": held})
+    versions = {"manifest": held, **{"tensorrt": each["tensorrt"] for each in manifest.get("engines", [])[:1]}}
+    made = make_record(kind, "prove", given, figures, rooms, passed, options.seed, versions=versions)
     return Proven(made, missing)
 
 

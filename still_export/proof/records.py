@@ -217,8 +217,12 @@ def find_commit() -> str | None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
-        return os.environ.get(COMMIT)
-    return done.stdout.strip() if done.returncode == 0 else os.environ.get(COMMIT)
+        return _carried_commit()
+    return done.stdout.strip() if done.returncode == 0 else _carried_commit()
+
+
+def _carried_commit() -> str | None:
+    return commit[:12] if (commit := os.environ.get(COMMIT)) else None
 
 
 def _digest(values: dict[str, Any]) -> str:
