@@ -45,8 +45,9 @@ def test_a_folder_becomes_a_proven_package(family: str, tmp_path: Path, capsys: 
     model.start()
     answer = list(model.generate(prompt[0].tolist(), 8, Sampling()))
     reference = load_model(tmp_path / "model")
-    expected = reference.generate(prompt, max_new_tokens=8, do_sample=False)[0, 90:]
-    assert answer == expected.tolist()
+    expected = reference.generate(prompt, max_new_tokens=8, do_sample=False)[0, 90:].tolist()
+    assert answer[: len(expected)] == expected
+    assert len(expected) == 8 or expected[-1] == reference.generation_config.eos_token_id
     nodes = {n.op_type for n in onnx.load(tmp_path / "package/model.onnx", load_external_data=False).graph.node}
     ops = json.loads((tmp_path / "package/manifest.json").read_text())["ops"]
     assert ops and set(ops) <= nodes
