@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+import onnx_ir
 import pytest
 import torch
 
@@ -17,11 +18,14 @@ from still_export.graph.quantization.forms import Form
 from still_export.graph.quantization.policy import Quantization
 from still_export.models.load import open_source
 from still_export.models.weights import Deferred
+from still_export.targets.ort.kernels import kernel_variants as variants_for_cuda
 from still_export.targets.registry import target_of
+from still_export.targets.trt.package import demand_kernels, kernel_variants
 from tests.still_export.expert_models import SPARSE, expert_model
 from tests.still_export.models.test_expert_families import calm_seed
 from tests.still_export.targets.portable.test_linear_export import call
 from tests.still_export.tiny import plain_model
+from tests.still_graphs.steps import run_steps
 
 FEW = ("granitemoehybrid",)
 CASES = [pytest.param(f, marks=pytest.mark.slow if f in FEW else pytest.mark.long) for f in SPARSE]
@@ -39,6 +43,17 @@ def test_a_folder_becomes_a_proven_package(name: str, tmp_path: Path, capsys: py
         assert [op in {n.op_type for n in f.node} for f in bodies if f.name == "Experts"] == (
             [] if name.endswith("dense") else [True]
         )
+    if not name.endswith("dense"):
+        covered_on_gpus(package)
+
+
+def covered_on_gpus(package: Path) -> None:
+    """Kernels of GPUs cover router and experts in ONNX Runtime and, as plugins, in TensorRT."""
+    assert {"Route", "Experts"} <= variants_for_cuda(package / "portable.onnx").keys()
+    graph = onnx.load(package / "portable.onnx", load_external_data=False)
+    run_steps(graph, target_of("trt").steps)
+    demand_kernels(onnx_ir.from_proto(graph))
+    assert {"Route", "Experts"} <= kernel_variants(onnx_ir.from_proto(graph)).keys()
 
 
 @pytest.mark.long
@@ -99,7 +114,7 @@ def test_experts_are_quantized_one_at_a_time(tmp_path: Path) -> None:
         assert abs(torch.from_numpy(blocks.dequantized()) - value[number]).max() <= 0.51 * step
 
 
-@pytest.mark.parametrize("target", ["trt", "trt8", "trt-rtx", "genai", "web"])
+@pytest.mark.parametrize("target", ["trt-rtx", "genai", "web"])
 def test_targets_without_experts_refuse_by_name(target: str) -> None:
     """Before anything is traced."""
     record = target_of(target)
